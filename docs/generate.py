@@ -83,7 +83,9 @@ def schedules() -> str:
             order = schedule(pp, microbatches, **({"stages_per_rank": 2} if looped else {}))
             chunks = order.stages // pp
             cells.append(f"{simulate(order, equal_stages(order)).bubble:.0%}")
-        hops = sum(a != b for a, b in zip(order.place, order.place[1:], strict=False))
+        hops = sum(
+            a != b for a, b in zip(order.stage_to_rank, order.stage_to_rank[1:], strict=False)
+        )
         peak = max(map(in_flight, order.ranks)) / chunks
         rows.append((f"`{name}`", *cells, f"{peak:g} of 32", f"{2 * hops * 32}"))
     bubbles = ("bubble pp=4, 8 microbatches", "pp=4, 16", "pp=8, 32")
@@ -102,8 +104,9 @@ def pictures() -> None:
 
     folder = ROOT / "docs" / "pictures"
     folder.mkdir(exist_ok=True)
-    model = {"name": "llama", "layers": 32, "dim": 1024, "heads": 8, "kv_heads": 8}
-    model |= {"ffn_dim": 4096, "vocab_size": 256}
+    model = {"name": "llama", "num_hidden_layers": 32, "vocab_size": 256}
+    model |= {"hidden_size": 1024, "intermediate_size": 4096}
+    model |= {"num_attention_heads": 8, "num_key_value_heads": 8}
     device = shipped("h100_sxm")
     for name in (*SCHEDULES, "auto"):
         plain = {"pp": 4, "batch_size": 8, "seq_len": 4096, "model": model}
@@ -184,7 +187,9 @@ def stage_source() -> str:
     sizes = yaml.safe_load((ROOT / "conf/model/llama_tiny.yaml").read_text())
     layers = next(key for key in sizes if "layers" in key)
     model = Model(sizes.pop("name"), sizes | {layers: 2})
-    config = Config(pp=2, model=model, schedule=Schedule("1f1b", 4), data=SyntheticData(64))
+    config = Config(
+        pp=2, model=model, schedule=Schedule("1f1b", 4), data=SyntheticData(vocab_size=64)
+    )
     plan = draft(config)
     stage = Stage(build_model(plan.model), *plan.stage_modules[1])
     graphs = plan.model_graph.graphs(plan.fields, True)

@@ -12,7 +12,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-MODEL = {"dim": 128, "heads": 4, "kv_heads": 2, "ffn_dim": 352, "layers": 8, "vocab_size": None}
+MODEL = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
+MODEL |= {"intermediate_size": 352, "num_hidden_layers": 8, "vocab_size": None}
 
 
 def main() -> None:
@@ -46,7 +47,7 @@ def main() -> None:
     print("| schedule | weight gradients |", *(f"`{how.name}` |" for how in choices))
     print("| --- | --- |", *("--- |" for _ in choices))
     for schedule in schedules:
-        calls = MODEL["layers"] * schedule.microbatches
+        calls = MODEL["num_hidden_layers"] * schedule.microbatches
         cells = [f"`{schedule.name}`", getattr(schedule, "weight_gradients", "")]
         for how in choices:
             config = tiny(

@@ -92,14 +92,17 @@ TOOLS = {
         "titanlike.checkpoint.commands.main", "list, verify, convert checkpoints"
     ),
     "tokenize": Command(
-        "titanlike.data.tokenize_command.main", "a corpus of many files as files of token ids"
+        "titanlike.data.tokenize_corpus.main", "a corpus of many files as files of token ids"
     ),
     "export": Command(
         "titanlike.checkpoint.hf_export.main", "write a checkpoint as a folder for transformers"
     ),
-    "generate": Command("titanlike.generation.command.main", "write text with a trained model"),
+    "generate": Command(
+        "titanlike.generation.commands.generate_main", "write text with a trained model"
+    ),
     "evaluate": Command(
-        "titanlike.generation.evaluate.main", "perplexity, bits a byte, and lm-evaluation-harness"
+        "titanlike.generation.commands.evaluate_main",
+        "perplexity, bits a byte, and lm-evaluation-harness",
     ),
     "report": Command("titanlike.metrics.report.main", "runs as one page: report.html"),
     "sweep": Command("titanlike.driver.sweep_table.main", "print and draw the table of a sweep"),
@@ -172,12 +175,10 @@ def _drive_or_follow(
 ) -> int | str | None:
     """This process' part of a job; its exit code."""
     from titanlike.driver.job import JobRunner
-    from titanlike.launch.environment import is_restart
-    from titanlike.launch.external import ExternalRanks
-    from titanlike.launch.restart_state import RestartState
+    from titanlike.launch.environment import adopt_slurm, is_restart
+    from titanlike.launch.local import PrestartedWorkers
     from titanlike.launch.signals import die_with_parent
-    from titanlike.launch.slurm import adopt_slurm
-    from titanlike.launch.worker_processes import EarlyWorkers
+    from titanlike.launch.torchrun import RestartState, TorchrunRanks
 
     adopt_slurm()
     if "TORCHELASTIC_RUN_ID" in os.environ:
@@ -185,15 +186,15 @@ def _drive_or_follow(
     # job scripts check before the ranks start: WORLD_SIZE without RANK
     before_ranks = "--check" in sys.argv[1:] and "RANK" not in os.environ
     alone = before_ranks or int(os.environ.get("WORLD_SIZE", "1")) == 1
-    ranks = None if alone else ExternalRanks()
+    ranks = None if alone else TorchrunRanks()
     if ranks is not None and ranks.rank > 0:
-        return ranks.follow()
+        return ranks.run_follower()
     from titanlike.driver.drive import drive  # Hydra, which the followers do not need
 
     if ranks is None:
         restart_state = RestartState.load()
         restart_state.count_start()
-        with EarlyWorkers() as workers:
+        with PrestartedWorkers() as workers:
             restarted = is_restart()
             runner = JobRunner(function, folder, None, restart_state, restarted, checked, workers)
             return drive(runner, result_dir)
@@ -203,7 +204,7 @@ def _drive_or_follow(
         code = drive(runner, result_dir)
         return code
     finally:
-        ranks.release(code if isinstance(code, int) else int(code is not None))
+        ranks.shutdown(code if isinstance(code, int) else int(code is not None))
 
 
 def _open_closed_streams() -> None:

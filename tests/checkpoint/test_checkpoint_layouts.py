@@ -18,9 +18,8 @@ from support.saved_state import checkpointer_of, fill, local, opened, tensors
 from support.world import run_world
 from titanlike.checkpoint.checkpointer import Progress
 from titanlike.checkpoint.conversion import compare
-from titanlike.checkpoint.integrity import read_state
-from titanlike.checkpoint.metadata import MODEL, OPTIMIZER, RNG, read_tensors
-from titanlike.checkpoint.shard_reader import ShardReader
+from titanlike.checkpoint.integrity import MODEL, OPTIMIZER, RNG, read_state, read_tensors
+from titanlike.checkpoint.reader import ShardReader
 from titanlike.checkpoint.storage import Storage
 from titanlike.config.schema import (
     BalanceSplit,
@@ -131,7 +130,7 @@ def save_and_load(config: Config, worker: Worker, sources: list[str], saves: boo
 def local_truth(key: str, tensor: torch.Tensor, part: Part | None) -> torch.Tensor:
     """What this rank has of it."""
     whole = truth(key, part.shape if part else tensor.shape)
-    return local_of(tensor, part, whole.__getitem__)
+    return local_of(tensor, part, whole)
 
 
 def truth(key: str, shape: torch.Size) -> torch.Tensor:
@@ -143,10 +142,12 @@ def truth(key: str, shape: torch.Size) -> torch.Tensor:
 def test_a_run_goes_on_in_other_dimensions_as_in_one_process(tmp_path: Path) -> None:
     """With the losses of one process; a plan for tensor parallelism makes no other run of it."""
     settings = COMMON | {"layers": 2, "lr": ConstantLr(warmup=0)}
-    plan = {"layers.*.ffn.gate": "colwise", "layers.*.ffn.up": "colwise"}
+    plan = {"model.layers.*.mlp.gate_proj": "colwise", "model.layers.*.mlp.up_proj": "colwise"}
     whole = tiny(**settings, steps=4)
-    planned = whole.model.args | {"tied": True}
-    own = replace(whole.model, args=planned, tp_plan=plan | {"layers.*.ffn.down": "rowwise"})
+    planned = whole.model.args | {"tie_word_embeddings": True}
+    own = replace(
+        whole.model, args=planned, tp_plan=plan | {"model.layers.*.mlp.down_proj": "rowwise"}
+    )
     layouts = [
         (1, tiny(tp=2, **settings | {"model": own})),
         # two copies of the tied weight on a rank, each with optimizer state that goes on
@@ -172,8 +173,16 @@ def test_a_run_goes_on_in_other_dimensions_as_in_one_process(tmp_path: Path) -> 
 @pytest.mark.slow
 def test_a_run_goes_on_with_other_experts_and_sequences(tmp_path: Path) -> None:
     """ep=2, then dp=2, cp=2, pp=2: with the losses and the balance of one process."""
-    sizes = {"vocab_size": None, "dim": 32, "heads": 4, "kv_heads": 2, "layers": 2}
-    mixture = Model("moe", sizes | {"experts": 4, "expert_dim": 32, "bias_rate": 0.01})
+    sizes = {
+        "vocab_size": None,
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_hidden_layers": 2,
+    }
+    mixture = Model(
+        "moe", sizes | {"num_local_experts": 4, "moe_intermediate_size": 32, "bias_rate": 0.01}
+    )
     settings = {"batch_size": 24, "data": SyntheticData(vocab_size=97), "model": mixture}
     settings |= {"lr": ConstantLr(warmup=0)}
     layouts = [{"dp": 2, "ep": 2}, {"dp": 2}, {"cp": 2}, {"pp": 2}]

@@ -31,14 +31,13 @@ from support.world import run_world
 from titanlike.checkpoint import staging, writer
 from titanlike.checkpoint.checkpointer import Checkpointer, Progress
 from titanlike.checkpoint.discovery import committed, select_resume, step_name
-from titanlike.checkpoint.integrity import METADATA, UnsafeCheckpoint, check_all
-from titanlike.checkpoint.metadata import read_tensors
+from titanlike.checkpoint.integrity import METADATA, UnsafeCheckpoint, check_all, read_tensors
 from titanlike.checkpoint.staging import Copy, HostMemory
 from titanlike.checkpoint.state_dict import SHARED_STEP
 from titanlike.checkpoint.storage import Storage
 from titanlike.config.schema import Checkpoint, Config
 from titanlike.distributed.mesh import close_mesh, open_mesh
-from titanlike.launch.start_id import start_id
+from titanlike.launch.torchrun import start_id
 from titanlike.launch.worker import Worker
 from titanlike.training.build import build
 
@@ -108,8 +107,10 @@ def test_optimizer_state_is_loaded_as_it_was_saved(tmp_path: Path) -> None:
     names = [read_tensors(Storage(checkpoint(tmp_path, step))).keys() for step in (1, 2, 3)]
     own = {name for name in names[2] if name.endswith(".step")} - {SHARED_STEP}
     assert SHARED_STEP in names[2] and SHARED_STEP not in names[0]
-    assert all(any(part in name for name in own) for part in ("ffn_norm", "head.weight"))
-    assert not any("layers.0.ffn.up" in name for name in own)
+    assert all(
+        any(part in name for name in own) for part in ("post_attention_layernorm", "lm_head.weight")
+    )
+    assert not any("model.layers.0.mlp.up_proj" in name for name in own)
 
 
 def save_states(config: Config, worker: Worker) -> None:
@@ -128,9 +129,9 @@ def save_states(config: Config, worker: Worker) -> None:
         return after
 
     assert not any(name.endswith(".step") for name in saved_and_loaded(1))
-    update(run, leave_out="ffn_norm")
+    update(run, leave_out="post_attention_layernorm")
     found = saved_and_loaded(2)
-    assert not any("ffn_norm" in name and name.endswith(".step") for name in found)
+    assert not any("post_attention_layernorm" in name and name.endswith(".step") for name in found)
     if worker.rank == 0:
         update(run)  # a rank may have gone further than the others
     found = saved_and_loaded(3)

@@ -114,9 +114,11 @@ def test_show_tells_what_a_checkpoint_holds(whole_run: Path, tool: Tool) -> None
     counts = {line.split()[0]: line.split()[1] for line in text.splitlines() if line.split()}
     # of the optimizer two of each, and one step count
     assert (counts["parameters"], counts["optimizer"]) == ("21", "43")
-    assert "layers.0" not in text
+    assert "model.layers.0" not in text
     code, text = tool("show", checkpoint(whole_run, 2), "--tensors")
-    row = next(line for line in text.splitlines() if "model.layers.1.attention.wq.weight" in line)
+    row = next(
+        line for line in text.splitlines() if "model.model.layers.1.self_attn.q_proj.weight" in line
+    )
     assert row.split()[1:] == ["32", "x", "32", "float32", "4", "KiB"]
     code, text = tool("show", whole_run / "checkpoints" / "model-00000004")
     assert code == 0 and "bfloat16" in text and "optimizer" not in text
@@ -159,17 +161,17 @@ def test_verify_misses_no_bytes_that_a_checkpoint_should_have(run: Path, tool: T
     """Checksums that fit, for files that do not hold every tensor."""
     path = checkpoint(run, 4) / ".metadata"
     metadata = pickle.loads(path.read_bytes())
-    index = next(key for key in metadata.storage_data if key.fqn == "model.norm.weight")
+    index = next(key for key in metadata.storage_data if key.fqn == "model.model.norm.weight")
     del metadata.storage_data[index]
-    metadata.state_dict_metadata["model.head.weight"].chunks.pop()
+    metadata.state_dict_metadata["model.lm_head.weight"].chunks.pop()
     last = max(metadata.storage_data.values(), key=lambda info: info.offset)
     object.__setattr__(last, "offset", 10**9)
     path.write_bytes(pickle.dumps(metadata))
     reseal(checkpoint(run, 4))
     code, text = tool("verify", checkpoint(run, 4))
     assert code == 1
-    assert ".metadata names no file for model.norm.weight at [" in text
-    assert "1,024 of the 2,048 elements of model.head.weight" in text
+    assert ".metadata names no file for model.model.norm.weight at [" in text
+    assert "1,024 of the 2,048 elements of model.lm_head.weight" in text
     assert f"{last.relative_path} ends before the bytes of" in text
 
 
@@ -200,11 +202,13 @@ def test_compare_says_what_differs_and_by_how_much(
     step = checkpoint(whole_run, 4)
     assert tool("compare", step, whole_run) == (0, "the same: 66 of 66 tensors are equal\n")
 
-    other = edited(step, tmp_path, lambda tensors: tensors["norm.weight"][3].add_(0.25))
+    other = edited(step, tmp_path, lambda tensors: tensors["model.norm.weight"][3].add_(0.25))
     code, text = tool("compare", step, other)
-    row = next(line for line in text.splitlines() if "model.norm.weight" in line)
+    row = next(line for line in text.splitlines() if "model.model.norm.weight" in line)
     assert code == 1 and row.split()[1:] == ["values", "0.25", "1"]
-    assert "only in A: optimizer.state.embedding.weight.exp_avg\n" in text  # and not in the file
+    assert (
+        "only in A: optimizer.state.model.embed_tokens.weight.exp_avg\n" in text
+    )  # and not in the file
     assert "only in A: 23 more" in text
     assert "different: 20 of 64 tensors are equal" in text
     assert "random generators: not compared, of 2 and of 0 ranks" in text
@@ -217,19 +221,22 @@ def test_compare_says_what_differs_and_by_how_much(
         assert tool("compare", same, other, "--tolerance", tolerance)[0] == code
 
     def spoil(tensors: dict[str, torch.Tensor]) -> None:
-        tensors["norm.weight"][0] = float("nan")
-        tensors["head.weight"] = tensors["head.weight"][1:].clone()
-        tensors["embedding.weight"] = tensors["embedding.weight"].bfloat16()
-        tensors["new"] = tensors.pop("layers.0.ffn.up.weight")
+        tensors["model.norm.weight"][0] = float("nan")
+        tensors["lm_head.weight"] = tensors["lm_head.weight"][1:].clone()
+        tensors["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].bfloat16()
+        tensors["new"] = tensors.pop("model.layers.0.mlp.up_proj.weight")
 
     spoiled = edited(step, tmp_path, spoil)
     code, text = tool("compare", same, spoiled, "--tolerance", 1e30)
     assert code == 1 and "different: 17 of 22 tensors are equal" in text
-    assert "only in A: model.layers.0.ffn.up.weight" in text and "only in B: model.new" in text
+    assert (
+        "only in A: model.model.layers.0.mlp.up_proj.weight" in text
+        and "only in B: model.new" in text
+    )
     rows = {line.split()[0]: line.split()[1:] for line in text.splitlines() if "model." in line}
-    assert rows["model.norm.weight"] == ["values", "inf", "1"]
-    assert rows["model.head.weight"][:4] == ["shape:", "64x32", "and", "63x32"]
-    assert rows["model.embedding.weight"][:4] == ["dtype:", "float32", "and", "bfloat16"]
+    assert rows["model.model.norm.weight"] == ["values", "inf", "1"]
+    assert rows["model.lm_head.weight"][:4] == ["shape:", "64x32", "and", "63x32"]
+    assert rows["model.model.embed_tokens.weight"][:4] == ["dtype:", "float32", "and", "bfloat16"]
     assert tool("compare", spoiled, spoiled)[0] == 0  # NaN where NaN is
 
 
@@ -261,16 +268,16 @@ def test_the_model_alone_in_one_file_and_back(whole_run: Path, tool: Tool, tmp_p
         file = tmp_path / f"{word}.safetensors"
         assert tool("consolidate", whole_run, file, "--dtype", word)[0] == 0
         tensors = load_file(file)
-        assert "layers.1.ffn.down.weight" in tensors and len(tensors) == 21
+        assert "model.layers.1.mlp.down_proj.weight" in tensors and len(tensors) == 21
         assert {tensor.dtype for tensor in tensors.values()} == {dtype}
         code, text = tool("restore", file, tmp_path / word)
         assert code == 0 and "checkpoint.start_from=" in text
         assert tool("verify", tmp_path / word)[0] == 0
     theirs = whole_run / "checkpoints" / "model-00000004"  # what the run itself saved in bf16
     assert tool("compare", tmp_path / "bf16" / "model-00000004", theirs)[0] == 0
-    large = edited(whole_run, tmp_path, lambda tensors: tensors["norm.weight"].fill_(1e6))
+    large = edited(whole_run, tmp_path, lambda tensors: tensors["model.norm.weight"].fill_(1e6))
     code, text = tool("consolidate", large, tmp_path / "x.safetensors", "--dtype", "fp16")
-    assert code == 2 and "model.norm.weight has values too large" in text
+    assert code == 2 and "model.model.norm.weight has values too large" in text
     assert not (tmp_path / "x.safetensors").exists()
 
 

@@ -21,8 +21,8 @@ from support.world import run_world
 from titanlike.checkpoint import integrity
 from titanlike.checkpoint.discovery import committed, step_name
 from titanlike.checkpoint.integrity import DAMAGED_MARKER, MARKER, check_all
-from titanlike.checkpoint.save import prepare_save, write_checkpoint
 from titanlike.checkpoint.storage import Storage
+from titanlike.checkpoint.writer import prepare_save, write_checkpoint
 from titanlike.config.schema import Config
 from titanlike.launch.worker import Worker
 

@@ -30,8 +30,8 @@ from titanlike.checkpoint.integrity import (
     UNEQUAL,
     DamagedCheckpoint,
     check_all,
+    read_tensors,
 )
-from titanlike.checkpoint.metadata import read_tensors
 from titanlike.checkpoint.storage import Storage
 from titanlike.config.schema import Config
 from titanlike.launch.worker import Worker
@@ -170,14 +170,14 @@ def test_a_damaged_checkpoint_is_kept_for_a_look_and_may_be_given_back(
     """A run that takes the older one has the losses of the uninterrupted run, to the last bit."""
     run_dir = copy(saved, tmp_path / "run")
     folder, truth = checkpoint(run_dir, 6), numbers(run_dir)
-    file = folder / flip_in(folder, "model.head.weight")
+    file = folder / flip_in(folder, "model.lm_head.weight")
     kept = file.read_bytes()
     short = replace(saved, steps=5)  # so that step 6 is not saved again
     assert train_all(going_on(short, run_dir)) == [""]
     assert numbers(run_dir) == {step: truth[step] for step in range(1, 6)}
     assert not (folder / MARKER).exists() and file.read_bytes() == kept
     assert f"{file.name} does not match the checksum" in (folder / DAMAGED_MARKER).read_text()
-    assert flip_in(folder, "model.head.weight") == file.name
+    assert flip_in(folder, "model.lm_head.weight") == file.name
     (folder / DAMAGED_MARKER).rename(folder / MARKER)
     one = replace(going_on(saved, run_dir), dp=1)
     [[loaded]] = run_world(load_each, one, tmp_path / "one", [one])
@@ -190,7 +190,7 @@ def test_a_run_without_a_whole_checkpoint_does_not_begin_afresh(
     run_dir = copy(saved, tmp_path / "run")
     config = replace(going_on(saved, run_dir), dp=1)
     kept = (run_dir / "metrics.jsonl").read_bytes()
-    flip_in(checkpoint(run_dir, 3), "model.head.weight")
+    flip_in(checkpoint(run_dir, 3), "model.lm_head.weight")
     cut(checkpoint(run_dir, 6) / "__1_0.distcp")
     for error in train_all(config, config):  # the same the next time, when both are marked
         assert "no complete checkpoint is left" in error and "step-00000003" in error
@@ -203,7 +203,7 @@ def test_damage_is_found_while_another_layout_loads(saved: Config, tmp_path: Pat
     """Also in what no rank of it loads; and in checkpoints of an older version, which have no
     checksums of pieces, and a step count of each parameter."""
     one = replace(saved, dp=1)
-    damaged = ["rng.1.cpu", "optimizer.state.head.weight.exp_avg"]
+    damaged = ["rng.1.cpu", "optimizer.state.lm_head.weight.exp_avg"]
     runs = [going_on(one, copy(saved, tmp_path / name)) for name in ("intact", *damaged)]
     for name in damaged:
         flip_in(checkpoint(tmp_path / name, 6), name)
@@ -224,7 +224,7 @@ def load_old_ones(config: Config, worker: Worker, runs: list[Config]) -> Any:
         reseal(checkpoint(worker.run_dir, step))  # without checksums of pieces
     checkpointer.state_dict.share_step = shared
     entries = read_tensors(Storage(checkpoint(worker.run_dir, 6)))
-    own = "optimizer.state.head.weight.step"
+    own = "optimizer.state.lm_head.weight.step"
     assert own in entries and state_dict.SHARED_STEP not in entries
     again = copy(config, worker.run_dir.parent / "old and damaged")
     flip_in(checkpoint(again, 6), own)
@@ -273,13 +273,13 @@ def plant(folder: Path, trace: Path, way: str) -> None:
     code, file = Runs(exec, f"open({str(trace)!r}, 'w').close()"), folder / ".metadata"
     metadata: Any = pickle.loads(file.read_bytes())
     # of a parameter that every rank loads
-    index = next(i for i in metadata.storage_data if i.fqn == "model.norm.weight")
+    index = next(i for i in metadata.storage_data if i.fqn == "model.model.norm.weight")
     info = metadata.storage_data[index]
     path = folder / info.relative_path
     if way == "a command":
         metadata = Runs(os.system, f"touch '{trace}'")
     elif way == "deep inside":
-        metadata.planner_data = {"model.norm.weight": Runs(list, [code])}
+        metadata.planner_data = {"model.model.norm.weight": Runs(list, [code])}
     elif way == "a file elsewhere":
         metadata.storage_data[index] = replace(info, relative_path="../../outside")
     else:
@@ -298,7 +298,7 @@ def plant(folder: Path, trace: Path, way: str) -> None:
 SAYS = {
     "a command": "asks for posix.system",
     "deep inside": "asks for builtins.exec",
-    "no tensor": "model.norm.weight is not a tensor there",
+    "no tensor": "it has no tensor model.model.norm.weight",
     "a tensor's pickle": "could not be read",
     "a file elsewhere": "names a file outside the folder, '../../outside'",
 }
@@ -312,7 +312,7 @@ def test_a_named_checkpoint_that_is_wrong_is_refused_and_runs_nothing(
     trace, one = tmp_path / "trace", replace(saved, dp=1)
     expected: list[tuple[str, Path, Config]] = []
     damaged = {name: name for name in FILES if name != MARKER}
-    for case, says in {**damaged, **SAYS, "model.norm.weight": UNEQUAL}.items():
+    for case, says in {**damaged, **SAYS, "model.model.norm.weight": UNEQUAL}.items():
         folder = checkpoint(copy(saved, tmp_path / case), 6)
         if case in SAYS:
             plant(folder, trace, case)
@@ -325,7 +325,7 @@ def test_a_named_checkpoint_that_is_wrong_is_refused_and_runs_nothing(
         for key in ("resume", "start_from")[: 2 - (case in damaged)]:
             new = going_on(one, tmp_path / "new" / f"{key} {case}", **{key: str(folder)})
             absent = (key, case) == ("start_from", "no tensor")  # it is not among the tensors
-            expected.append(("norm.weight" if absent else says, folder, new))
+            expected.append(("model.norm.weight" if absent else says, folder, new))
     found = run_world(load_each, one, tmp_path / "ranks", [config for *_, config in expected])[0]
     for (says, folder, config), loaded in zip(expected, found, strict=True):
         assert says in loaded.error and str(folder) in loaded.error, (config.run_dir, loaded)

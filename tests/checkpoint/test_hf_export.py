@@ -21,10 +21,10 @@ from support.cells import GRID, cells, slow
 from support.exported import GPT2, LLAMA, MOE, byte_text, trained, with_args
 from support.hf_tiny import folder_of, model_of
 from support.saved_runs import a_run, checkpoint, train_all
-from titanlike.checkpoint import shard_reader
+from titanlike.checkpoint import reader
 from titanlike.checkpoint.hf_export import export, main
-from titanlike.checkpoint.metadata import MODEL, read_tensors
-from titanlike.checkpoint.shard_reader import ShardReader
+from titanlike.checkpoint.integrity import MODEL, read_tensors
+from titanlike.checkpoint.reader import ShardReader
 from titanlike.checkpoint.storage import Storage
 from titanlike.config.schema import Config, Model
 from titanlike.data.tokenizer import ByteTokenizer
@@ -121,7 +121,7 @@ def test_exporting_takes_the_memory_of_some_rows(
     export(llama.run_dir, str(tmp_path / "at once"))
     most = 2**11  # bytes at a time, of tensors of up to 32 KiB
     monkeypatch.setattr(ShardReader.rows, "__defaults__", (most,))
-    monkeypatch.setattr(shard_reader, "_READ", most // 3)
+    monkeypatch.setattr(reader, "_READ", most // 3)
     with Largest() as largest:
         export(llama.run_dir, str(tmp_path / "out"))
     assert tensors(tmp_path / "out") == tensors(tmp_path / "at once")
@@ -133,7 +133,7 @@ def test_damage_is_found_while_it_is_read_and_leaves_no_folder(
 ) -> None:
     shutil.copytree(llama.run_dir, tmp_path / "run")
     [file] = checkpoint(tmp_path / "run", 1).glob("*.distcp")
-    chunk = read_tensors(Storage(file.parent))["model.norm.weight"].chunks[0]
+    chunk = read_tensors(Storage(file.parent))["model.model.norm.weight"].chunks[0]
     data = bytearray(file.read_bytes())
     data[chunk.begin + chunk.length // 2] ^= 1
     file.write_bytes(bytes(data))
@@ -165,13 +165,16 @@ def test_what_cannot_be_exported_is_told_before_the_run(tmp_path: Path) -> None:
 
 
 LAYOUTS = cells(
-    {"gpt2-pp2": (with_args(GPT2, tied=True), {"pp": 2})},
+    {"gpt2-pp2": (with_args(GPT2, tie_word_embeddings=True), {"pp": 2})},
     {
-        "llama-tied-tp2": (with_args(LLAMA, tied=True), {"tp": 2, "dp": 2}),
+        "llama-tied-tp2": (with_args(LLAMA, tie_word_embeddings=True), {"tp": 2, "dp": 2}),
         "moe-ep2": (with_args(MOE, balance_loss=0.01), {"dp": 2, "ep": 2}),
-        "qwen3-moe-pp2": (with_args(MOE, qk_norm=True, head_dim=16, tied=True), {"pp": 2}),
+        "qwen3-moe-pp2": (
+            with_args(MOE, qk_norm=True, head_dim=16, tie_word_embeddings=True),
+            {"pp": 2},
+        ),
     },
-    {"qwen3-moe-raw": (with_args(MOE, qk_norm=True, renormalize=False), {"dp": 2})},
+    {"qwen3-moe-raw": (with_args(MOE, qk_norm=True, norm_topk_prob=False), {"dp": 2})},
 )
 
 
@@ -182,7 +185,7 @@ def test_transformers_computes_the_same_logits_as_the_run(case: Any, tmp_path: P
     export(config.run_dir, str(tmp_path / "out"), shard_bytes=20_000)
     assert (tmp_path / "out" / "model.safetensors.index.json").is_file()
     assert_same_logits(config, tmp_path / "out")
-    tied = model.args.get("tied", False)
+    tied = model.args.get("tie_word_embeddings", False)
     assert any("lm_head" in name for name in tensors(tmp_path / "out")) == (not tied)
 
 

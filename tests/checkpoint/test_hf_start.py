@@ -16,13 +16,20 @@ from support.hf_tiny import folder_of
 from support.saved_runs import a_run, events, train_all
 from titanlike.checkpoint.hf_export import export
 from titanlike.config.schema import Config, Model, Validation
-from titanlike.data.loader import batches, open_data
+from titanlike.data.loader import batches
+from titanlike.data.registry import open_data
 from titanlike.driver.checks import problems
 from titanlike.metrics.sinks import read_jsonl
 
-SIZES = {"vocab_size": None, "dim": 32, "layers": 4, "heads": 4}
-LLAMA = SIZES | {"kv_heads": 2, "ffn_dim": 64, "norm_eps": 1e-6}
-MOE = SIZES | {"kv_heads": 2, "norm_eps": 1e-6, "experts": 4, "top_k": 2, "expert_dim": 32}
+SIZES = {"vocab_size": None, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4}
+LLAMA = SIZES | {"num_key_value_heads": 2, "intermediate_size": 64, "rms_norm_eps": 1e-6}
+MOE = SIZES | {
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-6,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+}
 
 
 def the_folder(family: str, folder: Path, **changes: Any) -> Path:
@@ -50,10 +57,12 @@ def first_loss(config: Config, folder: Path) -> float:
 
 
 TIED = {"tie_word_embeddings": True}
-GPT2 = Model("gpt2", SIZES | {"max_seq_len": 16})
-MIXTRAL = Model("moe", MOE | {"expert_dim": 64, "norm_eps": 1e-5, "rope_theta": 1e6})
-QWEN3 = Model("moe", MOE | {"qk_norm": True, "renormalize": False})
-TIED_LLAMA = Model("llama", LLAMA | {"tied": True})
+GPT2 = Model(
+    "gpt2", {"vocab_size": None, "n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 16}
+)
+MIXTRAL = Model("moe", MOE | {"moe_intermediate_size": 64, "rms_norm_eps": 1e-5, "rope_theta": 1e6})
+QWEN3 = Model("moe", MOE | {"qk_norm": True, "norm_topk_prob": False})
+TIED_LLAMA = Model("llama", LLAMA | {"tie_word_embeddings": True})
 CASES = cells(
     {"gpt2-tp2": ("gpt2", GPT2, {"tp": 2}, {})},
     {
@@ -92,22 +101,26 @@ def told(config: Config) -> str:
 
 def test_a_model_of_other_sizes_is_told_each_of_them(tmp_path: Path) -> None:
     folder = the_folder("llama", tmp_path / "in")
-    sizes = LLAMA | {"kv_heads": 4, "norm_eps": 1e-5, "layers": 2}
+    sizes = LLAMA | {"num_key_value_heads": 4, "rms_norm_eps": 1e-5, "num_hidden_layers": 2}
     text = told(started(tmp_path / "run", Model("llama", sizes), folder))
-    for fix in ("model.kv_heads=2", "model.norm_eps=1e-06", "model.layers=4"):
+    for fix in (
+        "model.num_key_value_heads=2",
+        "model.rms_norm_eps=1e-06",
+        "model.num_hidden_layers=4",
+    ):
         assert f"write {fix}" in text, text
-    assert "model.dim" not in text
+    assert "model.hidden_size" not in text
 
 
 def test_what_the_family_does_not_compute_is_refused(tmp_path: Path) -> None:
     rope = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
     scaled = the_folder("llama", tmp_path / "scaled", rope_parameters=rope)
     text = told(started(tmp_path / "run", Model("llama", LLAMA), scaled))
-    assert "rope_parameters.rope_type=linear" in text and f"model.path={scaled}" in text
+    assert "rope_type=linear" in text and f"model.path={scaled}" in text
     other = the_folder("qwen3", tmp_path / "other")
     text = told(started(tmp_path / "run", Model("llama", LLAMA), other))
     assert "is a qwen3" in text and f"model=hf model.path={other}" in text
     text = told(started(tmp_path / "run", Model("llama", LLAMA), tmp_path / "none"))
     assert "no model of transformers" in text
-    text = told(started(tmp_path / "run", Model("gpt2", SIZES | {"max_seq_len": 16}), scaled))
+    text = told(started(tmp_path / "run", GPT2, scaled))
     assert "model.name=llama" in text

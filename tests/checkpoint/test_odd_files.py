@@ -31,9 +31,8 @@ from titanlike.driver.job import SWEEP_FILE
 from titanlike.driver.sweep_status import Job, SweepSpec, read_spec, write_spec
 from titanlike.launch.failures import root_cause
 from titanlike.launch.heartbeat import read_beats
-from titanlike.launch.restart_state import RestartState
-from titanlike.launch.run_dir_owner import FILE as OWNER
-from titanlike.launch.run_dir_owner import Owner
+from titanlike.launch.run_dir_lock import OWNER, RunDirOwner
+from titanlike.launch.torchrun import RestartState
 from titanlike.metrics.run_files import Events, read_result
 from titanlike.metrics.sinks import JsonlSink
 from titanlike.metrics.summary import summarize
@@ -233,7 +232,7 @@ def test_an_odd_file_of_a_run_is_named_or_passed_over(name: str, tmp_path: Path)
 def test_an_odd_owner_file_does_not_stop_a_run(tmp_path: Path) -> None:
     for odd in (*ODD, *SPECIAL):
         (tmp_path / odd).mkdir()
-        owner = Owner(tmp_path / odd)
+        owner = RunDirOwner(tmp_path / odd)
         odd_file(tmp_path / odd / OWNER, odd)
         owner.check()
 

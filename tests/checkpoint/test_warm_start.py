@@ -17,7 +17,7 @@ from support.saved_state import Loaded, load, load_each, local, opened, tensors
 from support.world import run_world
 from titanlike.checkpoint.checkpointer import Progress
 from titanlike.checkpoint.commands import main
-from titanlike.checkpoint.warm_start import renamed
+from titanlike.checkpoint.state_dict import renamed
 from titanlike.config.schema import Config
 from titanlike.launch.worker import Worker
 
@@ -89,12 +89,16 @@ def test_a_run_starts_from_the_weights_of_another(source: Path, tmp_path: Path) 
 
     def change(found: dict[str, Any]) -> None:
         for name in list(found):
-            found["net." + name.replace("ffn", "mlp")] = found.pop(name)
+            found[
+                "net." + name.replace("post_attention_layernorm", "ffn_norm").replace("mlp", "ffn")
+            ] = found.pop(name)
 
     restored = edited(source, tmp_path, lambda _: None)
-    blocks = [f"net.layers.{i}.mlp" for i in range(2)]
-    rules = [f"{name}_norm:layers.{i}.ffn_norm" for i, name in enumerate(blocks)]
-    rules += [f"{name}:layers.{i}.ffn" for i, name in enumerate(blocks)] + ["net.:"]
+    blocks = [f"net.model.layers.{i}.ffn" for i in range(2)]
+    rules = [
+        f"{name}_norm:model.layers.{i}.post_attention_layernorm" for i, name in enumerate(blocks)
+    ]
+    rules += [f"{name}:model.layers.{i}.mlp" for i, name in enumerate(blocks)] + ["net.:"]
     run, step, file, renaming, bf16 = started(
         tmp_path,
         warm(tmp_path / "run", source),
@@ -133,19 +137,19 @@ def test_names_and_shapes_that_differ_are_an_error_unless_names_may(
     source: Path, tmp_path: Path
 ) -> None:
     def other_blocks(found: dict[str, Any]) -> None:
-        for name in [name for name in found if name.startswith("layers.")]:
-            found[name.replace("layers.", "blocks.")] = found.pop(name)
-        del found["norm.weight"]
-        found["extra.weight"] = found["head.weight"].clone()
+        for name in [name for name in found if name.startswith("model.layers.")]:
+            found[name.replace("model.layers.", "blocks.")] = found.pop(name)
+        del found["model.norm.weight"]
+        found["extra.weight"] = found["lm_head.weight"].clone()
 
     def more(found: dict[str, Any]) -> None:
-        found["extra.weight"] = found["head.weight"].clone()
+        found["extra.weight"] = found["lm_head.weight"].clone()
 
     def fewer(found: dict[str, Any]) -> None:
-        del found["norm.weight"]
+        del found["model.norm.weight"]
 
     other = edited(source, tmp_path, other_blocks)
-    rename = {"rename": ["blocks.:layers."]}
+    rename = {"rename": ["blocks.:model.layers."]}
     (tmp_path / "empty").mkdir()
     refused, listed, unused, missing, kept, loose, nothing, twice, none = started(
         tmp_path,
@@ -153,34 +157,38 @@ def test_names_and_shapes_that_differ_are_an_error_unless_names_may(
         warm(tmp_path / "listed", other, **rename),
         warm(tmp_path / "unused", edited(source, tmp_path, more)),
         warm(tmp_path / "missing", edited(source, tmp_path, fewer)),
-        warm(tmp_path / "kept", other, rename=["blocks.:layers.", "extra.:norm."], strict=False),
+        warm(
+            tmp_path / "kept",
+            other,
+            rename=["blocks.:model.layers.", "extra.:model.norm."],
+            strict=False,
+        ),
         warm(tmp_path / "loose", other, strict=False, **rename),
         warm(tmp_path / "nothing", other, rename=[":other."], strict=False),
-        warm(tmp_path / "twice", source, rename=["layers.0.:layers.1."]),
+        warm(tmp_path / "twice", source, rename=["model.layers.0.:model.layers.1."]),
         warm(tmp_path / "none", tmp_path / "empty"),
     )
     error = refused.loaded.error
-    assert "19 not in the checkpoint: layers.0.attention.wk.weight, " in error
-    assert "19 only in the checkpoint: blocks.0.attention.wk.weight, " in error
+    assert "19 not in the checkpoint: model.layers.0.input_layernorm.weight, " in error
+    assert "19 only in the checkpoint: blocks.0.input_layernorm.weight, " in error
     assert "write checkpoint.rename=[old.:new.]" in error and "strict=false" in error
-    sides = "1 not in the checkpoint: norm.weight; 1 only in the checkpoint: extra.weight"
+    sides = "1 not in the checkpoint: model.norm.weight; 1 only in the checkpoint: extra.weight"
     assert sides in listed.loaded.error
     assert "parameters 1 only in the checkpoint: extra.weight; write" in unused.loaded.error
-    assert "parameters 1 not in the checkpoint: norm.weight; write" in missing.loaded.error
+    assert "parameters 1 not in the checkpoint: model.norm.weight; write" in missing.loaded.error
     # a shape is never loose
-    assert "norm.weight is (64, 32) there and (32,) here" in kept.loaded.error
+    assert "model.norm.weight is (64, 32) there and (32,) here" in kept.loaded.error
     assert "no name is the same" in nothing.loaded.error  # it would train from nothing
-    assert "would both be layers.1.attention.wk.weight" in twice.loaded.error
+    assert "would both be model.layers.1.input_layernorm.weight" in twice.loaded.error
     assert "start_from=" in none.loaded.error and "/empty: no complete" in none.loaded.error
     for one in (refused, listed, unused, missing, kept, nothing, twice, none):
         assert one.loaded.step == -1 and not one.told
     assert loose.loaded.step == 0
-    assert "20 parameters loaded; 18 renamed: blocks.0.attention.wk.weight as layers.0." in (
-        loose.told
-    )
+    renamed = "blocks.0.input_layernorm.weight as model.layers.0."
+    assert f"20 parameters loaded; 18 renamed: {renamed}" in loose.told
     assert sides in loose.told
     expected = weights_of(source, tmp_path)
-    expected["norm.weight"] = torch.full((32,), -1.0)  # what it was
+    expected["model.norm.weight"] = torch.full((32,), -1.0)  # what it was
     assert same(loose.weights, expected)
 
 
@@ -188,12 +196,12 @@ def test_another_shape_is_named_on_every_rank(source: Path, tmp_path: Path) -> N
     """Also by ranks that do not hold that parameter: none waits for the others in vain."""
 
     def change(found: dict[str, Any]) -> None:
-        found["head.weight"] = found["head.weight"][:-1].clone()
+        found["lm_head.weight"] = found["lm_head.weight"][:-1].clone()
 
     other = edited(source, tmp_path, change)
     config = replace(warm(tmp_path / "run", other, strict=False), pp=2)
     for [loaded] in run_world(load_each, config, tmp_path / "run", [config]):
-        assert "head.weight is (63, 32) there and (64, 32) here" in loaded.error
+        assert "lm_head.weight is (63, 32) there and (64, 32) here" in loaded.error
 
 
 def test_the_first_rule_that_fits_renames_a_beginning() -> None:

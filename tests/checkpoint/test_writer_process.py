@@ -16,10 +16,8 @@ import pytest
 import torch
 
 from support.world import fork_context
-from titanlike.checkpoint.staging import HostMemory
+from titanlike.checkpoint.staging import HostMemory, WriterProcess, write_tensors
 from titanlike.checkpoint.storage import Storage
-from titanlike.checkpoint.tensor_file import write_tensors
-from titanlike.checkpoint.writer_process import WriterProcess
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
 TENSORS = {
@@ -64,7 +62,7 @@ def test_it_writes_what_the_trainer_would_and_survives_errors_and_signals(
         found = writer.write(folder, "there", shared(memory))
         assert (tmp_path / "there").read_bytes() == (tmp_path / "here").read_bytes()
         assert replace(found, name="here") == expected
-        with pytest.raises(FileNotFoundError, match="absent"):
+        with pytest.raises(OSError, match="No such file.*absent"):
             writer.write(folder.at("absent"), "there", shared(memory))
     process = writer._process
     writer.start()

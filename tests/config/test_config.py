@@ -37,7 +37,7 @@ from titanlike.config.schema import (
     Verify,
 )
 from titanlike.config.validate import problems
-from titanlike.data import checks
+from titanlike.data import registry
 from titanlike.driver.sweep import SweepRun
 
 SCALARS = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), st.text())
@@ -201,7 +201,7 @@ def test_a_model_of_published_size_asks_for_data_and_the_small_ones_have_some(
     override: str,
 ) -> None:
     config, _ = parse(composed(override))
-    problems = checks.problems(config)
+    problems = registry.problems(config)
     assert len(problems) == (PUBLISHED.fullmatch(override) is not None)
     for problem in problems:
         assert problem.key == "data.path"
@@ -211,7 +211,7 @@ def test_a_model_of_published_size_asks_for_data_and_the_small_ones_have_some(
         for way in ways if override == "model=gpt2" else ():
             config, mistakes = parse(composed(override, *way.split()))
             assert mistakes == []
-            reasons = [problem.reason for problem in checks.problems(config)]
+            reasons = [problem.reason for problem in registry.problems(config)]
             assert all("no such file" in reason.lower() for reason in reasons), reasons
 
 

@@ -114,7 +114,11 @@ def test_each_rule_refuses_beyond_its_bound_and_proposes_what_is_accepted(
 
 
 def test_the_check_refuses_it_without_building_anything() -> None:
-    for key, value in {"data.vocab_size": 10**14, "model.layers": 10**6, "pp": 10**6}.items():
+    for key, value in {
+        "data.vocab_size": 10**14,
+        "model.num_hidden_layers": 10**6,
+        "pp": 10**6,
+    }.items():
         config, wrong = parse(with_value(key, value))
         assert wrong == [] and [problem.key for problem in check.problems(config)] == [key]
 

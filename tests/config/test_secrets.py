@@ -197,7 +197,8 @@ SUBMIT = (
 )
 DATA = """
 import os
-from titanlike.data.sources import Data, SyntheticSource
+from titanlike.data.sources import Data
+from titanlike.data.synthetic import SyntheticSource
 
 class Failing:
     def __init__(self, source):

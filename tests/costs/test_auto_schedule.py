@@ -24,7 +24,8 @@ from titanlike.config.schema import (
     CsvSchedule,
     Precision,
 )
-from titanlike.costs import advice, auto_schedule, measured
+from titanlike.costs import advice, auto_schedule, known_hardware
+from titanlike.costs import estimate as estimates
 from titanlike.costs.auto_schedule import find, with_found_order
 from titanlike.costs.estimate import make_estimate
 from titanlike.costs.known_hardware import planned_hardware, shipped
@@ -86,7 +87,10 @@ def test_a_plan_searches_and_leaves_nothing(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(advice, "advise", lambda plan: [])
     words = "pp=2 schedule=auto schedule.search=order hardware=h100_sxm data=synthetic"
-    assert plan([*words.split(), "model.layers=4", "model.dim=32", "seq_len=16"]) == 0
+    assert (
+        plan([*words.split(), "model.num_hidden_layers=4", "model.hidden_size=32", "seq_len=16"])
+        == 0
+    )
     assert "schedule=auto: " in capsys.readouterr().out and not [*tmp_path.iterdir()]
 
 
@@ -159,9 +163,9 @@ def test_measured_times_are_those_of_weight_gradients_that_wait(
         waits = [stage in deferred for stage, names in enumerate(drafted.stages) for _ in names]
         return [[0.01, 0.03 if wait else 0.01, 0.01] for wait in waits]
 
-    monkeypatch.setattr(measured, "measured_times", times)
+    monkeypatch.setattr(estimates, "measured_times", times)
     (tmp_path / f"{platform.node()}-2-ranks.yaml").write_text("{}")  # of this machine
-    monkeypatch.setattr(measured, "available_cores", lambda: 2)
+    monkeypatch.setattr(known_hardware, "available_cores", lambda: 2)
     config = tiny(
         2, 1, AUTO, run_dir=str(tmp_path), hardware=MeasuredHardware(folder=str(tmp_path))
     )

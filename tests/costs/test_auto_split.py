@@ -29,7 +29,7 @@ from titanlike.config.schema import (
     Schedule,
     Sgd,
 )
-from titanlike.costs.auto_split import TIMES_FILE, in_flight
+from titanlike.costs.auto_split import TIMES_FILE, stages_in_flight
 from titanlike.costs.unit_costs import UnitCosts
 from titanlike.distributed.mesh import close_mesh, open_mesh
 from titanlike.distributed.sharding import state_bytes
@@ -129,7 +129,17 @@ def test_memory_of_attention_does_not_grow_with_the_square_of_the_sequence() -> 
 
 def test_memory_of_a_chunked_loss_is_without_logits() -> None:
     config = tiny(
-        2, 1, model=Custom("llama", {"dim": 8, "heads": 2, "kv_heads": 2, "vocab_size": 64})
+        2,
+        1,
+        model=Custom(
+            "llama",
+            {
+                "hidden_size": 8,
+                "num_attention_heads": 2,
+                "num_key_value_heads": 2,
+                "vocab_size": 64,
+            },
+        ),
     )
     whole, chunked = (
         unit_costs_of(replace(config, loss=loss, batch_size=4)).saved_bytes()
@@ -167,10 +177,10 @@ def test_bytes_of_a_parameter(changes: dict[str, Any], each: float) -> None:
 
 
 def test_microbatches_in_flight_follow_from_the_order() -> None:
-    assert in_flight(one_f_one_b(4, 8)) == [4, 3, 2, 1]
-    assert in_flight(gpipe(2, 8)) == [8, 8]
-    assert in_flight(SCHEDULES["zbh2"](4, 8)) == [7, 7, 7, 7]  # until the weight gradient
-    flying = in_flight(zbv_zero_bubble(4, 8))
+    assert stages_in_flight(one_f_one_b(4, 8)) == [4, 3, 2, 1]
+    assert stages_in_flight(gpipe(2, 8)) == [8, 8]
+    assert stages_in_flight(SCHEDULES["zbh2"](4, 8)) == [7, 7, 7, 7]  # until the weight gradient
+    flying = stages_in_flight(zbv_zero_bubble(4, 8))
     assert flying[0] == max(flying) and len(flying) == 8
 
 
@@ -194,7 +204,7 @@ def test_the_stages_follow_the_cost() -> None:
     assert found.stages[1] == ["layers.3", "once"]
     assert found.auto_split.chosen.imbalance <= found.auto_split.even.imbalance
     # 1F1B holds twice the microbatches on the first stage, and bytes of the head are few here
-    gpt2 = {"dim": 32, "heads": 4, "layers": 8, "vocab_size": None, "max_seq_len": None}
+    gpt2 = {"n_embd": 32, "n_head": 4, "n_layer": 8, "vocab_size": None, "n_positions": None}
     by_memory = tiny(4, 1, model=Custom("gpt2", gpt2), split=AutoSplit("auto", "memory"))
     sizes = [len(stage) for stage in draft(replace(by_memory, seq_len=256)).stages]
     assert sizes[1] < sizes[2] < sizes[3]
@@ -245,7 +255,7 @@ def test_times_are_measured_by_one_rank_alone_shared_and_kept(tmp_path: Path) ->
     (_, times, stages), *others = ranks
     assert all(found == stages for _, _, found in others)
     assert len(times) == 5 and min(times) > 0 and times[1] == times[2]  # blocks are alike
-    assert stages[1][1] == ["head"]
+    assert stages[1][1] == ["lm_head"]
 
 
 def test_costs_as_people_read_them() -> None:

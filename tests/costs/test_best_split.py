@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from titanlike.costs.best_split import (
+from titanlike.costs.auto_split import (
     StageCosts,
     VPlacementSearch,
     best_split,

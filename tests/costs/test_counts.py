@@ -16,8 +16,8 @@ from support.cells import cells
 from support.families import llama
 from support.models import tiny
 from titanlike.config.schema import Config, Fsdp, Schedule
-from titanlike.costs import exact_memory
-from titanlike.data.example_batch import example_batch
+from titanlike.costs import estimate as estimates
+from titanlike.data.loader import example_batch
 from titanlike.distributed.mesh import lay_mesh
 from titanlike.optim.optimizer import gradient_norm
 from titanlike.torch_private.fake_ranks import LiveStorages, fake_process_group, fake_tensors
@@ -37,8 +37,8 @@ def counted(config: Config) -> dict[str, int]:
     live, fake = LiveStorages(), fake_tensors()
     with fake_process_group(0, config.world_size):
         mesh = lay_mesh(config, torch.device("cpu"), "fake", "planned")
-        run = exact_memory._assembled(config, mesh, 1 << 40, fake, live)
-        batch = exact_memory._batch(config, example_batch(config))
+        run = estimates._assembled(config, mesh, 1 << 40, fake, live)
+        batch = estimates._batch(config, example_batch(config))
         found = Counter({"groups": len(dist.distributed_c10d._world.pg_map)})
         with fake:
             run.pipeline.train(batch)
@@ -55,7 +55,7 @@ def counted(config: Config) -> dict[str, int]:
 
 
 def layout(pp: int, dp: int, schedule: Schedule | None = None, **changes: Any) -> Config:
-    sizes = {"model": llama(layers=4), "seq_len": 32, "batch_size": 8 * dp}
+    sizes = {"model": llama(num_hidden_layers=4), "seq_len": 32, "batch_size": 8 * dp}
     return tiny(pp, dp, *([schedule] if schedule else []), **{**sizes, **changes})
 
 

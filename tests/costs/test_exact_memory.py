@@ -26,9 +26,8 @@ from titanlike.config.schema import (
     Sgd,
 )
 from titanlike.costs import advice
-from titanlike.costs.estimate import Estimate, estimate, make_estimate
+from titanlike.costs.estimate import Estimate, estimate, make_estimate, with_exact_memory
 from titanlike.costs.estimate_text import as_data, as_text
-from titanlike.costs.exact_memory import with_exact_memory
 from titanlike.costs.known_hardware import shipped
 from titanlike.costs.search import search, search_text
 from titanlike.driver.tools import plan as main
@@ -36,7 +35,7 @@ from titanlike.training.draft import draft
 
 
 def small(*mesh_and_schedule: Any, layers: int, **changes: Any) -> Config:
-    model = Custom("llama", {**MODEL, "layers": layers})
+    model = Custom("llama", {**MODEL, "num_hidden_layers": layers})
     return layout(*mesh_and_schedule, model=model, **changes)
 
 
@@ -128,7 +127,7 @@ def test_the_command_counts_on_demand(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(advice, "advise", lambda plan: [])
-    words = "--json pp=2 dp=2 hardware=cpu model.layers=2 data=synthetic schedule.microbatches=2"
+    words = "--json pp=2 dp=2 hardware=cpu model.num_hidden_layers=2 data=synthetic schedule.microbatches=2"
     found = []
     for flags in ([], ["--exact"]):
         assert main([*words.split(), *flags]) == 0

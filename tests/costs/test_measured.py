@@ -12,10 +12,9 @@ from support.cells import GRID, slow
 from support.models import tiny
 from titanlike.config.hardware import MeasuredHardware
 from titanlike.config.schema import Config
-from titanlike.costs import measured
+from titanlike.costs import known_hardware as measured
 from titanlike.costs.estimate import make_estimate
-from titanlike.costs.known_hardware import shipped
-from titanlike.costs.measured import measured_hardware, measured_times
+from titanlike.costs.known_hardware import measured_hardware, measured_times, shipped
 from titanlike.training.draft import draft
 
 

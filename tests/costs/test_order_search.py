@@ -26,7 +26,7 @@ from titanlike.costs.order_search import (
     wanted,
 )
 from titanlike.costs.simulate import Duration, StageTimes, equal_stages
-from titanlike.pipeline.order import Act, Order
+from titanlike.pipeline.order import Action, Order
 from titanlike.pipeline.schedules import interleaved_1f1b, loop
 from titanlike.torch_private.pipeline_runtime import _lower
 
@@ -39,7 +39,7 @@ def checked(found: SearchResult) -> None:
     for evaluated in (order, order.forward_only()):
         ranks = _lower(evaluated, evaluated.stages)
         for stream in (compute, one_stream, a_pair):
-            makespan(ranks, evaluated.place, stream, 0.1)
+            makespan(ranks, evaluated.stage_to_rank, stream, 0.1)
 
 
 @pytest.mark.parametrize(
@@ -92,15 +92,15 @@ def test_an_order_follows_its_keys_and_keeps_within_its_memory() -> None:
         assert trials_for([many] * 3) * 3 * 3 * 2 * microbatches <= 500_000
 
 
-def rows(stage: int, microbatches: int) -> Iterator[tuple[Act, ...]]:
+def rows(stage: int, microbatches: int) -> Iterator[tuple[Action, ...]]:
     """All orders of a stage's F, I and W: microbatches of each in turn, F before I before W."""
 
-    def go_on(done: tuple[Act, ...], counts: dict[str, int]) -> Iterator[tuple[Act, ...]]:
+    def go_on(done: tuple[Action, ...], counts: dict[str, int]) -> Iterator[tuple[Action, ...]]:
         if len(done) == 3 * microbatches:
             yield done
         for kind, most in zip("FIW", (microbatches, counts["F"], counts["I"]), strict=True):
             if counts[kind] < most:
-                act = Act(kind, stage, counts[kind])
+                act = Action(kind, stage, counts[kind])
                 yield from go_on((*done, act), {**counts, kind: counts[kind] + 1})
 
     return go_on((), dict.fromkeys("FIW", 0))

@@ -11,15 +11,21 @@ import pytest
 from support.commands import command
 from support.plans import planned
 from titanlike.costs.advice import advise
-from titanlike.costs.closed_form import simulated_seconds
 from titanlike.costs.estimate_text import as_text, chart_of
 from titanlike.costs.known_hardware import shipped
-from titanlike.costs.unit_times import Roofline
+from titanlike.costs.search import simulated_seconds
+from titanlike.costs.stage_times import Roofline
 from titanlike.driver import tools
 from titanlike.metrics.chart import write_trace
 from titanlike.metrics.chart_picture import draw
 
-TINY = ["data=synthetic", "device=cpu", "hardware=h100_sxm", "model.layers=4", "batch_size=16"]
+TINY = [
+    "data=synthetic",
+    "device=cpu",
+    "hardware=h100_sxm",
+    "model.num_hidden_layers=4",
+    "batch_size=16",
+]
 
 
 def run(capsys: pytest.CaptureFixture, *words: str) -> tuple[int, str, str]:
@@ -101,14 +107,21 @@ def test_every_choice_that_costs_is_known() -> None:
     muon = planned(*words, "optimizer=muon")
     assert muon.times.stages[0].update > base.times.stages[0].update
     # too small microbatches cost more than they fill
-    tiny = [*TINY, "pp=2", "batch_size=256", "seq_len=16", "model.dim=32", "model.heads=4"]
+    tiny = [
+        *TINY,
+        "pp=2",
+        "batch_size=256",
+        "seq_len=16",
+        "model.hidden_size=32",
+        "model.num_attention_heads=4",
+    ]
     few, many = (planned(*tiny, f"schedule.microbatches={count}") for count in (8, 256))
     assert few.step_seconds < many.step_seconds
 
 
 def test_zero_trades_traffic_for_memory() -> None:
-    words = [*TINY, "pp=2", "dp=2", "schedule.microbatches=8", "model.layers=8"]
-    words += ["model.dim=512", "model.heads=8", "activation_checkpoint=full"]
+    words = [*TINY, "pp=2", "dp=2", "schedule.microbatches=8", "model.num_hidden_layers=8"]
+    words += ["model.hidden_size=512", "model.num_attention_heads=8", "activation_checkpoint=full"]
     one, two, three = (planned(*words, f"fsdp.zero={level}") for level in (1, 2, 3))
     assert max(one.memory_bytes) > max(two.memory_bytes) > max(three.memory_bytes)
     assert one.traffic(0).gathered == two.traffic(0).gathered < three.traffic(0).gathered
@@ -129,7 +142,7 @@ def test_equal_blocks_are_costed_once_however_many_there_are(
 
     monkeypatch.setattr(Roofline, "seconds", counted)
     for layers in (2, 8):
-        planned(*TINY, f"model.layers={layers}", "pp=2", "seq_len=64")
+        planned(*TINY, f"model.num_hidden_layers={layers}", "pp=2", "seq_len=64")
     assert calls[2] == calls[8] > 0
 
 

@@ -81,7 +81,7 @@ def test_auto_takes_the_least_traffic_that_fits() -> None:
 
 def squeezed(schedule: object) -> Config:
     """With as much memory as all blocks recomputed take, less half of the queue."""
-    model = Custom("llama", {**MODEL, "dim": 32, "ffn_dim": 64})
+    model = Custom("llama", {**MODEL, "hidden_size": 32, "intermediate_size": 64})
     config = tiny(2, 1, schedule, model=model, seq_len=64)
     full = replace(config, activation_checkpoint=ActivationCheckpoint("full"))
     drafted = draft(full, device_memory=lambda: None)
@@ -107,7 +107,7 @@ def test_weight_gradients_wait_only_where_their_queue_fits(
     assert max(drafted.recomputed.memory) <= config.activation_checkpoint.memory
     assert draft(config).deferred == drafted.deferred  # as on a resume
     for stage in stages - drafted.deferred:  # as few as needed
-        rank = drafted.order.place[stage]
+        rank = drafted.order.stage_to_rank[stage]
         memory = drafted.memory().with_deferred(drafted.deferred | {stage})
         assert memory.of_rank(rank, drafted.recomputed.blocks) > config.activation_checkpoint.memory
     assert_proven(config, tmp_path)

@@ -7,7 +7,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from support.message_streams import a_pair, makespan, order_of
-from titanlike.costs.links import backward_seconds, forward_seconds
+from titanlike.costs.known_hardware import overlapped_seconds
 from titanlike.costs.simulate import Duration, StageTimes, equal_stages, simulate
 from titanlike.pipeline.schedules import LOOPED, SCHEDULES
 from titanlike.torch_private.pipeline_runtime import _lower
@@ -49,7 +49,7 @@ def test_events_are_those_of_the_lists_that_torch_runs(
         Duration(unit), Duration(2 * unit), Duration(unit), Duration(unit), message, message
     )
     lists = _lower(order, order.stages)
-    expected = makespan(lists, order.place, a_pair, message, waits_for_sends=False)
+    expected = makespan(lists, order.stage_to_rank, a_pair, message, waits_for_sends=False)
     simulated = simulate(order, [times] * order.stages)
     assert simulated.pipeline == pytest.approx(expected)
     for acts, events in zip(order.ranks, simulated.events, strict=True):
@@ -78,13 +78,13 @@ def test_gathers_reductions_and_updates_hold_up_their_rank() -> None:
 
 def test_what_a_link_does_beside_the_computation_ends_behind_it() -> None:
     """By hand: gathers of the unit that runs next, reductions of the one that has ended, in one stream."""
-    assert forward_seconds([2, 2], []) == 4
-    assert forward_seconds([2, 2], [1, 3]) == 1 + 3 + 2  # the second unit waits for its own
-    assert forward_seconds([5, 2], [1, 3]) == 7
-    assert backward_seconds([4, 4], [], []) == 8
-    assert backward_seconds([4, 4], [], [1, 3]) == 8 + 3  # nothing is left to hide the last
-    assert backward_seconds([4, 4], [], [6, 3]) == 4 + 6 + 3
-    assert backward_seconds([4, 4], [1, 2], [1, 1]) == 9
+    assert overlapped_seconds([2, 2], []) == 4
+    assert overlapped_seconds([2, 2], [1, 3]) == 1 + 3 + 2  # the second unit waits for its own
+    assert overlapped_seconds([5, 2], [1, 3]) == 7
+    assert overlapped_seconds([4, 4], [], []) == 8
+    assert overlapped_seconds([4, 4], [], [1, 3]) == 8 + 3  # nothing is left to hide the last
+    assert overlapped_seconds([4, 4], [], [6, 3]) == 4 + 6 + 3
+    assert overlapped_seconds([4, 4], [1, 2], [1, 1]) == 9
 
 
 def test_a_host_that_is_slower_than_the_device_holds_it_up() -> None:

@@ -10,12 +10,11 @@ from support.models import tiny
 from support.plans import planned
 from titanlike.config.schema import Fsdp, Schedule
 from titanlike.costs.estimate import make_estimate
-from titanlike.costs.known_hardware import shipped
-from titanlike.costs.links import link, sharded
+from titanlike.costs.known_hardware import link_of, sharded, shipped
 
 # 4 microbatches of 2 sequences of 128 tokens a rank, in fp32; 4 heads, 2 of keys and values, of 32
 WORDS = "data=synthetic device=cpu hardware=h100_sxm seq_len=128 schedule.microbatches=4"
-SIZES = "model.dim=128 model.layers=2 model.heads=4 model.kv_heads=2"
+SIZES = "model.hidden_size=128 model.num_hidden_layers=2 model.num_attention_heads=4 model.num_key_value_heads=2"
 MICROBATCHES, ROWS, LAYERS, HEAD, HEADS, KV_HEADS, DIM = 4, 2, 2, 32, 4, 2, 128
 
 
@@ -42,7 +41,7 @@ EXCHANGED = {  # bytes of a layer and a microbatch
 
 def test_stages_send_to_other_ranks_alone() -> None:
     """Activations to the next stage, their gradients back; the turn of a V stays on its rank."""
-    words = f"{WORDS} {SIZES} model.layers=4 batch_size=8 pp=2"
+    words = f"{WORDS} {SIZES} model.num_hidden_layers=4 batch_size=8 pp=2"
     message = 4 * ROWS * 128 * DIM
     for schedule, count in (("1f1b", 1), ("vhalf", 2)):
         plan = planned(*words.split(), f"schedule={schedule}")
@@ -52,7 +51,7 @@ def test_stages_send_to_other_ranks_alone() -> None:
 
 def test_tokens_go_to_experts_and_experts_are_sharded_over_fewer_ranks() -> None:
     """8 experts of 176, 2 of them a token; ep=2 of 4 ranks."""
-    words = f"{WORDS} model=moe_tiny model.layers=2 batch_size=32 dp=4 ep=2 fsdp.zero=1".split()
+    words = f"{WORDS} model=moe_tiny model.num_hidden_layers=2 batch_size=32 dp=4 ep=2 fsdp.zero=1".split()
     plan = planned(*words)
     sent = 128 * ROWS * 2 * DIM * 4 // 2  # half of the tokens, twice, to other ranks
     assert plan.traffic(0).ep == MICROBATCHES * LAYERS * sent * 4  # there and back, twice
@@ -81,7 +80,7 @@ def test_measured_collectives_count_inside_a_node_alone() -> None:
     config = plan.config
     slow = replace(plan.hardware, collective_bandwidth=1e9, gather_bandwidth=1e8)
     for nodes, hardware in ((1, slow), (2, replace(slow, devices_per_node=2))):
-        tp, shard = (link(config, axis, hardware) for axis in ("tp", "shard"))
+        tp, shard = (link_of(config, axis, hardware) for axis in ("tp", "shard"))
         assert (tp.nodes, shard.nodes) == (1, nodes)
         assert tp.bandwidth == pytest.approx(hardware.link_efficiency * 1e9)
         gathers = sharded(shard, hardware.gather_bandwidth)
@@ -109,7 +108,7 @@ def test_a_core_that_computes_sends_too() -> None:
 def test_links_are_those_of_neighbours_first() -> None:
     """Of 64 GPUs in nodes of 8: those of tp are together, of cp and ep next to them."""
     config, hardware = tiny(1, 16, cp=4, tp=4), shipped("h100_sxm")
-    tp, cp, shard = (link(config, axis, hardware) for axis in ("tp", "cp", "shard"))
+    tp, cp, shard = (link_of(config, axis, hardware) for axis in ("tp", "cp", "shard"))
     assert (tp.nodes, cp.nodes, shard.nodes) == (1, 2, 32)
     reached = hardware.link_efficiency
     assert tp.bandwidth == pytest.approx(reached * hardware.node_bandwidth)

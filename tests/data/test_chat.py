@@ -15,21 +15,12 @@ from support.exported import LLAMA, trained
 from support.models import tiny
 from titanlike.checkpoint.hf_export import export
 from titanlike.config.schema import ChatData, Config, Sample
-from titanlike.data import checks
-from titanlike.data.chat_template import (
-    BUILT_IN,
-    BadConversation,
-    ChatTemplate,
-    find_template,
-)
-from titanlike.data.errors import DataError
-from titanlike.data.loader import open_data
+from titanlike.data import registry
+from titanlike.data.chat import BUILT_IN, BadConversation, ChatTemplate, find_template
+from titanlike.data.registry import DataError, open_data
 from titanlike.data.sources import IGNORE
-from titanlike.data.tokenizer import ByteTokenizer, open_tokenizer
-from titanlike.data.tokenizer_files import byte_tokenizer, write_tokenizer
-from titanlike.generation.generate import generate
-from titanlike.generation.loaded_model import load_model
-from titanlike.generation.sampling import Sampling
+from titanlike.data.tokenizer import ByteTokenizer, byte_tokenizer, open_tokenizer, write_tokenizer
+from titanlike.generation.generate import Sampling, generate, load_model
 
 CHATML = """
 {%- for message in messages -%}
@@ -220,7 +211,7 @@ def test_a_template_that_cannot_tell_answers_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="changes the text before answer"):
         open_data(chat(tmp_path, template=str(tmp_path / "t.jinja")))
     (tmp_path / "t.jinja").write_text("{% if %}")
-    [problem] = checks.problems(chat(tmp_path, template=str(tmp_path / "t.jinja")))
+    [problem] = registry.problems(chat(tmp_path, template=str(tmp_path / "t.jinja")))
     assert "is no Jinja template: line 1" in str(problem)
     with pytest.raises(BadConversation, match="roles must alternate"):
         ChatTemplate("{{ raise_exception('roles must alternate') }}").render([])

@@ -16,8 +16,8 @@ from support.models import tiny
 from support.waiting import until
 from support.world import run_world
 from titanlike.config.schema import Config
-from titanlike.data.ahead import one_ahead
-from titanlike.data.loader import batches, open_data
+from titanlike.data.loader import batches, one_ahead
+from titanlike.data.registry import open_data
 from titanlike.distributed.mesh import open_mesh
 from titanlike.launch.heartbeat import DATA_THREAD, innermost_frames
 from titanlike.launch.worker import Worker

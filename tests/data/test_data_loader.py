@@ -23,9 +23,9 @@ from hypothesis import strategies as st
 from support.paths import ROOT
 from support.waiting import until
 from titanlike.config.schema import Config, Custom, SyntheticData, TextData, TokenData
-from titanlike.data.checks import problems, vocab_size
-from titanlike.data.corpus import find_files
-from titanlike.data.loader import batches, make_loader, open_data, validation_batches
+from titanlike.data.loader import batches, make_loader, validation_batches
+from titanlike.data.registry import open_data, problems, vocab_size
+from titanlike.data.text import find_files
 
 
 def token_config(folder: Path, count: int = 1000, **changes: object) -> Config:
@@ -184,6 +184,7 @@ def test_a_function_of_ones_own_gives_the_data() -> None:
     assert problems(config) == [] and vocab_size(config) == 64
     batch = next(batches(open_data(config).train, config, dp_rank=0))
     assert batch["inputs"].shape == batch["targets"].shape == (4, 16)
+    assert open_data(replace(config, data=Custom("support.samples.short_phrases"))).vocab_size == 64
     for name, args, words in (
         ("support.samples.cubes", {}, "cubes"),
         ("no_such_module.f", {}, "no_such_module"),
@@ -254,7 +255,7 @@ def test_a_token_outside_of_the_vocabulary_is_no_silent_error(tmp_path: Path, wo
 def test_the_config_is_checked_without_torch() -> None:
     code = (
         "import sys; from titanlike.config.schema import Config\n"
-        "from titanlike.data.checks import problems, vocab_size\n"
+        "from titanlike.data.registry import problems, vocab_size\n"
         "assert not problems(Config()) and vocab_size(Config()) == 257\n"
         "assert 'torch' not in sys.modules"
     )
@@ -264,7 +265,8 @@ def test_the_config_is_checked_without_torch() -> None:
 TRAINING = """
 import multiprocessing, signal, sys, time
 from titanlike.config.schema import Config, TokenData
-from titanlike.data.loader import batches, open_data
+from titanlike.data.loader import batches
+from titanlike.data.registry import open_data
 for number in (signal.SIGINT, signal.SIGTERM):
     signal.signal(number, lambda *_: print("last step", flush=True))
 config = Config(

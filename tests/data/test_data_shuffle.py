@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from titanlike.data.shuffle import shuffled_index
+from titanlike.data.order import shuffled_index
 
 sizes = st.integers(1, 5000)
 seeds = st.integers(-(2**63), 2**64)

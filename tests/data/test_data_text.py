@@ -7,6 +7,7 @@ import os
 import sys
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow
@@ -16,12 +17,22 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 
 from support.commands import TINY, command
 from titanlike.config.schema import TextData
-from titanlike.data.corpus import documents
-from titanlike.data.errors import DataError
-from titanlike.data.tokenized_corpus import PARTS, TokenizedCorpus, tokenize_corpus
+from titanlike.data.registry import DataError
+from titanlike.data.text import (
+    PARTS,
+    TokenizedCorpus,
+    documents,
+    identity,
+    texts,
+    tokenize_corpus,
+)
 from titanlike.data.tokenizer import ByteTokenizer, open_tokenizer
 
 TEXTS = [f"Document {i}: größer, 日本, <|endoftext|>{'.' * (i % 7)}" for i in range(200)]
+
+
+def tokenized(data: TextData, tokenizer: Any) -> TokenizedCorpus:
+    return tokenize_corpus(data, tokenizer, identity(data), texts(data))
 
 
 def write_jsonl(path: Path, texts: list[str], text_key: str = "text") -> Path:
@@ -91,7 +102,7 @@ def test_any_text_and_tokenizer_read_back_with_nothing_in_both_parts(
         name = str(write_tokenizer(tmp_path / "tokenizer.json", special))
     opened = open_tokenizer(name)
     data = TextData(path=str(path), text_key="content", cache=str(tmp_path / "cache"))
-    prepared = tokenize_corpus(data, opened)
+    prepared = tokenized(data, opened)
     train, held = (read_back(prepared, part, opened.decode) for part in ("train", "validation"))
     assert sorted(train + held) == sorted(TEXTS)
     assert len(set(train)) + len(set(held)) == len(TEXTS)
@@ -108,7 +119,7 @@ def test_a_few_documents_give_both_parts_too(tmp_path: Path, count: int, fractio
     texts = [chr(ord("a") + i) * 1000 for i in range(count)]
     path = write_jsonl(tmp_path / "few.jsonl", texts)
     data = TextData(path=str(path), validation_fraction=fraction, cache=str(tmp_path / "cache"))
-    prepared = tokenize_corpus(data, ByteTokenizer())
+    prepared = tokenized(data, ByteTokenizer())
     train, held = (
         read_back(prepared, part, ByteTokenizer().decode) for part in ("train", "validation")
     )
@@ -123,26 +134,26 @@ def test_a_few_documents_give_both_parts_too(tmp_path: Path, count: int, fractio
 def test_the_cache_is_used_again_and_renewed_when_something_changes(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", TEXTS)
     data = TextData(path=str(path), cache=str(tmp_path / "cache"))
-    first = tokenize_corpus(data, ByteTokenizer())
+    first = tokenized(data, ByteTokenizer())
     written = first.path("train").stat().st_mtime_ns
-    assert tokenize_corpus(data, ByteTokenizer()) == first
+    assert tokenized(data, ByteTokenizer()) == first
     assert first.path("train").stat().st_mtime_ns == written
 
     bpe = open_tokenizer(str(write_tokenizer(tmp_path / "tokenizer.json", ["</s>"])))
-    assert tokenize_corpus(data, bpe).tokens != first.tokens
+    assert tokenized(data, bpe).tokens != first.tokens
 
     write_jsonl(path, [text.lower() for text in TEXTS])
-    lower = tokenize_corpus(data, ByteTokenizer())
+    lower = tokenized(data, ByteTokenizer())
     texts = (read_back(lower, part, ByteTokenizer().decode) for part in PARTS)
     assert sorted(sum(texts, [])) == sorted(text.lower() for text in TEXTS)
 
     write_jsonl(path, [*TEXTS, "one more"])
-    more = tokenize_corpus(data, ByteTokenizer())
+    more = tokenized(data, ByteTokenizer())
     assert sum(more.documents.values()) == len(TEXTS) + 1
 
     with open(more.path("train"), "r+b") as file:  # as after a power cut
         file.truncate(10)
-    again = tokenize_corpus(data, ByteTokenizer())
+    again = tokenized(data, ByteTokenizer())
     assert again == more
     assert again.path("train").stat().st_size == 2 * again.tokens["train"]
 
@@ -151,7 +162,7 @@ def test_processes_that_prepare_at_once_agree(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", TEXTS * 20)
     data = TextData(path=str(path), cache=str(tmp_path / "cache"))
     with ProcessPoolExecutor(4) as pool:
-        made = list(pool.map(tokenize_corpus, [data] * 8, [ByteTokenizer()] * 8, timeout=30))
+        made = list(pool.map(tokenized, [data] * 8, [ByteTokenizer()] * 8, timeout=30))
     assert all(one == made[0] for one in made)
     assert [p.name for p in (tmp_path / "cache").iterdir()] == [made[0].folder.name]
 
@@ -181,7 +192,7 @@ def test_a_mistake_in_text_names_the_key_and_the_place(tmp_path: Path, case: str
             (folder / name).write_bytes(content)
     data = TextData(path=str(folder), cache=str(tmp_path / "cache"))
     with pytest.raises(ValueError, match=words) as raised:
-        tokenize_corpus(data, ByteTokenizer())
+        tokenized(data, ByteTokenizer())
     assert str(raised.value).startswith(f"{key}=")
     cache = tmp_path / "cache"
     assert not cache.exists() or not os.listdir(cache), "nothing half-made is left"
@@ -203,7 +214,7 @@ def test_a_missing_column_lists_those_that_exist(tmp_path: Path) -> None:
     for text_key, words in (("text", "body, n"), ("n", "int64")):
         data = TextData(path=str(tmp_path), text_key=text_key, cache=str(tmp_path / "cache"))
         with pytest.raises(ValueError, match=words) as raised:
-            tokenize_corpus(data, ByteTokenizer())
+            tokenized(data, ByteTokenizer())
         assert str(raised.value).startswith(f"data.text_key={text_key}")
 
 
@@ -217,7 +228,7 @@ def test_a_cache_that_cannot_be_written_and_a_fifo_are_named(tmp_path: Path) -> 
     (tmp_path / "file").write_text("x" * 1000)
     data = TextData(path=str(tmp_path / "file"), cache=str(tmp_path / "file" / "cache"))
     with pytest.raises(DataError, match="data.cache=.*cannot be written"):
-        tokenize_corpus(data, ByteTokenizer())
+        tokenized(data, ByteTokenizer())
     os.mkfifo(tmp_path / "a.txt")
     with pytest.raises(DataError, match="a.txt.*regular file"):
         list(documents([tmp_path / "a.txt"], "text"))

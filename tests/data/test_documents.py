@@ -22,8 +22,8 @@ from titanlike.config.schema import (
     TextData,
     TokenData,
 )
-from titanlike.data.example_batch import example_batch
-from titanlike.data.loader import batches, open_data
+from titanlike.data.loader import batches, example_batch
+from titanlike.data.registry import open_data
 from titanlike.driver.checks import problems
 
 

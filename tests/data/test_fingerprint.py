@@ -17,10 +17,15 @@ from torch import Tensor
 
 from support.models import tiny
 from titanlike.config.schema import Custom, SyntheticData, TextData, TokenData
-from titanlike.data import fingerprint
-from titanlike.data.fingerprint import data_fingerprint, fingerprint_changes
-from titanlike.data.loader import open_data
-from titanlike.data.sources import Data, PackedSource, VariableLength
+from titanlike.data import sources
+from titanlike.data.registry import open_data
+from titanlike.data.sources import (
+    Data,
+    PackedSource,
+    VariableLength,
+    data_fingerprint,
+    fingerprint_changes,
+)
 
 
 def of(data: Any, **keys: Any) -> dict[str, Any]:
@@ -63,7 +68,7 @@ def test_any_other_token_and_any_other_length_are_other_data(
     folder = tmp_path_factory.mktemp("tokens")
     tokens = random_tokens()
     # in blocks of a thousand tokens, as larger files are read
-    with mock.patch.multiple(fingerprint, _BLOCKS=10, _BLOCK=100):
+    with mock.patch.multiple(sources, _BLOCKS=10, _BLOCK=100):
         first = of(token_file(folder / "a.bin", tokens))
     at = data.draw(st.integers(0, len(tokens) - 1))
     change = data.draw(st.sampled_from(["another", "more", "fewer", "swapped"]))
@@ -76,7 +81,7 @@ def test_any_other_token_and_any_other_length_are_other_data(
         other = other[: -data.draw(st.integers(1, 5))]
     else:
         other[[at, 0]] = other[[0, at]] + [0, 1]
-    with mock.patch.multiple(fingerprint, _BLOCKS=10, _BLOCK=100):
+    with mock.patch.multiple(sources, _BLOCKS=10, _BLOCK=100):
         assert fingerprint_changes(first, of(token_file(folder / "b.bin", other)))
 
 

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from titanlike.config.schema import Config, HFData, TextData
-from titanlike.data import checks
-from titanlike.data.errors import DataError
-from titanlike.data.loader import open_data
+from titanlike.data import hf_dataset, registry
+from titanlike.data.registry import DataError, open_data
 
 datasets = pytest.importorskip("datasets")
 
@@ -67,7 +66,7 @@ def test_a_dataset_gives_the_tokens_of_its_texts(kind: str, tmp_path: Path) -> N
     for streaming in (True, False) if kind == "parquet" else (True,):
         cache = tmp_path / f"cache {streaming}"
         found = config(path, cache, streaming=streaming)
-        assert checks.problems(found) == []
+        assert registry.problems(found) == []
         assert sequences(found) == expected
     few = config(path, tmp_path / "few", rows=100)
     assert 0 < len(sequences(few)) < len(expected) / 2
@@ -92,14 +91,14 @@ def test_what_cannot_be_read_is_said_with_what_to_write(
         open_data(config(broken, cache))
 
     def problem(path: str, **more: Any) -> tuple[str, str]:
-        [found] = checks.problems(config(Path(path), cache, **more))
+        [found] = registry.problems(config(Path(path), cache, **more))
         return found.key, str(found)
 
     (tmp_path / "empty").mkdir()
     assert "there is no such file" in problem(str(tmp_path / "nowhere"))[1]
     assert "no data are in it" in problem(str(tmp_path / "empty"))[1]
     assert problem("owner/name")[0] == "data.revision"
-    assert checks.problems(config(Path("owner/name"), cache, revision="main")) == []
+    assert registry.problems(config(Path("owner/name"), cache, revision="main")) == []
     assert problem(str(path), rows=0)[0] == "data.rows"
-    monkeypatch.setattr(checks.hf_dataset.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(hf_dataset.importlib.util, "find_spec", lambda name: None)
     assert "pip install 'titanlike[datasets]'" in problem(str(path))[1]

@@ -16,11 +16,11 @@ from support.models import tiny
 from support.runs import assert_goes_on
 from support.saved_runs import a_run
 from titanlike.config.schema import Config, MixtureData, Validation
-from titanlike.data import checks
-from titanlike.data.errors import DataError
-from titanlike.data.fingerprint import data_fingerprint, fingerprint_changes
-from titanlike.data.loader import batches, open_data
+from titanlike.data import registry
+from titanlike.data.loader import batches
 from titanlike.data.mixture import MixtureBatchSampler, Quotas, mixture_of, points_of, weight_at
+from titanlike.data.registry import DataError, open_data
+from titanlike.data.sources import data_fingerprint, fingerprint_changes
 from titanlike.data.tokenize_corpus import Settings, tokenize_corpus_files
 from titanlike.metrics.sinks import read_jsonl
 
@@ -145,16 +145,16 @@ def test_validation_has_the_shares_too(corpora: dict[str, Path]) -> None:
 )
 def test_a_mistake_is_told_before_anything_starts(sources: Any, told: str) -> None:
     config = replace(tiny(), data=MixtureData(sources=sources))
-    assert told in "\n".join(map(str, checks.problems(config)))
+    assert told in "\n".join(map(str, registry.problems(config)))
 
 
 def test_sources_of_different_tokenizers_are_refused(corpora: dict[str, Path]) -> None:
     config = mixed(corpora, {"a": 0.5, "c": 0.5})
     opened = {name: open_data(mixed(corpora, {name: 1.0})) for name in "ac"}
-    assert mixture_of(opened, config.data, config, "").vocab_size == 257
+    assert mixture_of(opened, config.data, config).vocab_size == 257
     opened["c"] = replace(opened["c"], tokenizer="another")
     with pytest.raises(DataError, match="has another tokenizer than a"):
-        mixture_of(opened, config.data, config, "")
+        mixture_of(opened, config.data, config)
 
 
 def test_other_weights_and_other_sources_are_other_data(corpora: dict[str, Path]) -> None:

@@ -20,10 +20,9 @@ from support.paths import ROOT
 from titanlike.config.parse import parse
 from titanlike.config.schema import Config, TokenData
 from titanlike.data import sources
-from titanlike.data.errors import DataError
-from titanlike.data.loader import batches, open_data
-from titanlike.data.tokenize_command import main
-from titanlike.data.tokenize_corpus import Settings, tokenize_corpus_files
+from titanlike.data.loader import batches
+from titanlike.data.registry import DataError, open_data
+from titanlike.data.tokenize_corpus import Settings, main, tokenize_corpus_files
 from titanlike.data.tokenizer import ByteTokenizer, open_tokenizer
 
 BYTES = ByteTokenizer()
@@ -235,7 +234,7 @@ def test_a_folder_and_a_sentencepiece_model_are_tokenizers(tmp_path: Path) -> No
     assert one.decode([*ids, one.boundary]) == lines[7] and max(ids) < one.vocab_size
     assert [list(each) for each in one.encode_many(lines[:3])] == [one.encode(x) for x in lines[:3]]
     assert open_tokenizer(str(tmp_path)).fingerprint == one.fingerprint
-    from titanlike.data.tokenizer_files import write_tokenizer
+    from titanlike.data.tokenizer import write_tokenizer
 
     (tmp_path / "bytes").mkdir()
     write_tokenizer("bytes", tmp_path / "bytes")

@@ -20,9 +20,8 @@ from support.real_model import real
 from support.samples import Conditioned
 from support.world import run_world
 from titanlike.config.schema import Config, Custom, Validation
-from titanlike.data.errors import DataError
-from titanlike.data.example_batch import example_batch
-from titanlike.data.loader import batches, open_data, validation_batches
+from titanlike.data.loader import batches, example_batch, validation_batches
+from titanlike.data.registry import DataError, open_data
 from titanlike.data.sources import IGNORE
 from titanlike.distributed.mesh import close_mesh, open_mesh
 from titanlike.driver.checks import problems
@@ -201,7 +200,7 @@ def test_padding_is_not_seen_where_it_is_masked() -> None:
     config = tiny(data=MASKED, batch_size=4)
     model, source = Conditioned(), open_data(config).train
     samples = [source[i] for i in range(4)]
-    batch = source.batch(samples)
+    batch = source.collate(samples)
     targets = batch.pop("targets")
     logits = model(batch.pop("inputs"), **batch)
     for row, sample in enumerate(samples):
@@ -274,7 +273,7 @@ def test_what_is_declared_wrong_is_told_before_a_worker_starts(
 
 
 def test_a_model_with_positions_refuses_what_is_longer(tmp_path: Path) -> None:
-    sizes = {"dim": 32, "heads": 4, "layers": 2, "max_seq_len": 16, "vocab_size": None}
+    sizes = {"n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 16, "vocab_size": None}
     config = tiny(model=Custom("gpt2", sizes), data=PHRASES, run_dir=str(tmp_path))
     assert not told(config)
     assert told(replace(config, seq_len=20)).startswith("seq_len=20: is longer than the model's")

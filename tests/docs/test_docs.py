@@ -40,7 +40,7 @@ NOT_RUN = {
     r"experiment=throughput": "costs every layout: tests/driver/test_layouts_search.py runs it",
 }
 # What is added to runs of the default model, so that they take a second and not ten.
-SMALLER = " model.dim=32 model.ffn_dim=64 seq_len=16 validation.batches=1"
+SMALLER = " model.hidden_size=32 model.intermediate_size=64 seq_len=16 validation.batches=1"
 # Names that look like keys in inline code and are none of the schema's.
 NOT_KEYS = {
     *[

@@ -25,7 +25,7 @@ from titanlike.config.parse import to_plain, write_config
 from titanlike.config.schema import Config, DecayLr, LoopedSchedule
 
 TRAIN = str(ROOT / "train.py")
-RUN = [*TINY, "model.layers=2", "steps=1", "data=synthetic"]
+RUN = [*TINY, "model.num_hidden_layers=2", "steps=1", "data=synthetic"]
 
 
 def run(*arguments: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:

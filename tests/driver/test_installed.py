@@ -16,7 +16,14 @@ from support.commands import TINY
 from support.paths import ROOT
 from titanlike.cli import JOBS, TOOLS
 
-SMALL = [*TINY, "model.layers=2", "data=synthetic", "batch_size=4", "steps=2", "device=cpu"]
+SMALL = [
+    *TINY,
+    "model.num_hidden_layers=2",
+    "data=synthetic",
+    "batch_size=4",
+    "steps=2",
+    "device=cpu",
+]
 
 
 @pytest.fixture(scope="module")

@@ -60,25 +60,6 @@ def test_a_job_that_was_not_started_waits_and_one_with_a_result_has_ended(
     assert table.best is None, "whether more of it is better only the tool knows"
 
 
-def test_jobs_are_found_that_no_plan_names(tmp_path):
-    """An older sweep's, and those of a search; their overrides are in what they left."""
-    lrs = ["0.1", "0.01", "0.001"]
-    for number, lr in enumerate(lrs):
-        config(tmp_path / str(number), f"optimizer:\n  name: adamw\n  lr: {lr}\nsteps: 5")
-        if number < 2:  # else it is running: of its config.yaml
-            done(tmp_path / str(number), overrides=["steps=5", f"optimizer.lr={lr}"])
-    (tmp_path / "notes").mkdir()
-    settings = [{"optimizer.lr": lr} for lr in lrs]
-    assert [row.settings for row in read_table(tmp_path).rows] == settings
-    for number in range(2):
-        (tmp_path / str(number) / "result.json").unlink()
-    assert [row.settings for row in read_table(tmp_path).rows] == settings
-    write_spec(tmp_path, SweepSpec(COMMAND, "loss", "", [Job(0, "0", ["optimizer.lr=0.1"], [])]))
-    assert [row.job.folder for row in read_table(tmp_path).rows] == ["0", "1", "2"]
-    add_jobs(tmp_path, [Job(3, ".", ["optimizer.lr=1"], [])])  # in the sweep's own directory
-    assert [row.job.folder for row in read_table(tmp_path).rows] == ["0", "1", "2", "."]
-
-
 def test_speed_is_that_of_a_run_in_full_swing(tmp_path):
     """The median of the second half since the last start: compiling and a hiccup do not count."""
     records = steps(20, speed=1000.0)
@@ -114,6 +95,7 @@ def test_the_last_numbers_of_a_long_run_are_found_at_its_end(tmp_path):
 
 def test_a_run_without_a_whole_line_has_no_numbers(tmp_path):
     """It is a row like others; a result that is torn, as a copy that broke off leaves it, is none."""
+    write_spec(tmp_path, SweepSpec(COMMAND, "loss", "", [Job(i, str(i), [], []) for i in range(4)]))
     for number, text in enumerate((b"", b"\n", b'{"step": 1, "lo', b"\xff\xfe\n[1]\n{}\n")):
         folder = tmp_path / str(number)
         config(folder)

@@ -31,7 +31,13 @@ from titanlike.pipeline.schedules import SCHEDULES
 from titanlike.training.draft import draft
 
 RUNNER = JobRunner("titanlike.training.loop:train", "")
-MODEL = ["model.layers=4", "model.dim=32", "model.heads=4", "model.ffn_dim=64", "data=synthetic"]
+MODEL = [
+    "model.num_hidden_layers=4",
+    "model.hidden_size=32",
+    "model.num_attention_heads=4",
+    "model.intermediate_size=64",
+    "data=synthetic",
+]
 
 
 def train(*words: object, timeout: float = 120) -> subprocess.CompletedProcess[str]:

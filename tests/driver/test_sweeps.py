@@ -20,18 +20,26 @@ from support.launched import Launched
 from support.paths import ROOT
 from support.waiting import until
 from support.wandb_file import read_wandb_file
-from titanlike.config.schema import Sweep
+from titanlike.config.schema import Config, Sweep
 from titanlike.device import accelerator
 from titanlike.driver import sweep_jobs
+from titanlike.driver.job import JobRunner
 from titanlike.driver.sweep import SweepRun
-from titanlike.driver.sweep_jobs import Command, Processes
-from titanlike.launch.run_dir_owner import lock_run_dir
+from titanlike.driver.sweep_jobs import Prepared, run_processes
+from titanlike.driver.sweep_status import Job
+from titanlike.launch.run_dir_lock import lock_run_dir
 from titanlike.metrics.run_files import write_result
 from titanlike.metrics.sinks import read_jsonl
 
 JOBS = ROOT / "tests" / "support" / "sweep_jobs.py"
-TINY = "data=synthetic logger=none model.layers=2 model.dim=16 model.heads=2 model.kv_heads=1"
-TINY = [*TINY.split(), "model.ffn_dim=32", "validation.every=0", "batch_size=4", "seq_len=16"]
+TINY = "data=synthetic logger=none model.num_hidden_layers=2 model.hidden_size=16 model.num_attention_heads=2 model.num_key_value_heads=1"
+TINY = [
+    *TINY.split(),
+    "model.intermediate_size=32",
+    "validation.every=0",
+    "batch_size=4",
+    "seq_len=16",
+]
 TINY += ["checkpoint.every=0", "device=cpu"]
 
 
@@ -166,27 +174,30 @@ def test_jobs_share_the_devices_and_get_them_back(
     monkeypatch.setattr(sweep_jobs, "available_cores", lambda: 12)
     monkeypatch.setattr(sweep_jobs, "devices", lambda device, parallel: ["0", "2", "3"])
     monkeypatch.setattr(
-        sweep_jobs, "_program", lambda command: PROGRAM.format(code=int(command.name == "1"))
+        sweep_jobs, "_program", lambda _, folder, __: PROGRAM.format(code=int(folder.name == "1"))
     )
     (tmp_path / "3").mkdir()
     write_result(tmp_path / "3", status="completed", value=7.0, error=None, seconds=1, overrides=[])
-    told: list[int] = []  # GPUs that are taken, or given back
-    commands = [
-        partial(Command, str(i), "", "", [], ["seed=1"], tmp_path / str(i), ranks, "auto")
-        for i, ranks in enumerate([2, 2, 1, 3])
+    told: list[str] = []
+    monkeypatch.setattr(SweepRun, "say", lambda _, line: told.append(line))
+    monkeypatch.setattr(SweepRun, "say_error", lambda _, line: told.append(line))
+    ranks = [2, 2, 1, 3]
+    jobs = [
+        Prepared(Job(i, str(i), ["seed=1"], []), partial(lambda n: (Config(dp=n), []), n))
+        for i, n in enumerate(ranks)
     ]
-    begun, ended = (lambda c: told.append(c.ranks)), (lambda end: told.append(-end.command.ranks))
-    ends = Processes(0, begun, ended).run(commands)
+    ends = run_processes(context(tmp_path, parallel=0), JobRunner("", ""), jobs)
     assert [end.status for end in ends] == ["failed"] * 4, "no job has left a result"
     assert [end.code for end in ends] == [0, 1, 0, 0]
     given = [json.loads((tmp_path / str(i) / "output.log").read_text()) for i in range(4)]
     assert given[0] == ["0,2", "6", None] and given[2] == ["3", "4", None]
     assert [len(gpus.split(",")) for gpus, *_ in given] == [2, 2, 1, 3]
     taken = 0
-    for count in told:
-        taken += count
+    for line in told:
+        taken += ranks[int(line.split()[1])] * (1 if " begins" in line else -1)
         assert taken <= 3
-    assert told[:2] == [2, 1] and result(tmp_path / "1")["status"] == "failed"
+    begun = [line.split()[1] for line in told[:2]]
+    assert begun == ["0", "2"] and result(tmp_path / "1")["status"] == "failed"
 
 
 def test_check_says_which_jobs_are_wrong_and_starts_nothing(tmp_path: Path) -> None:

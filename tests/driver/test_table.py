@@ -107,6 +107,8 @@ def test_the_tool_ends_with_0_where_all_is_done_and_with_2_where_there_is_no_swe
     tmp_path, capsys
 ):
     """A folder that is something else is told in one line."""
+    jobs = [Job(i, str(i), [f"pp={i + 1}"], [f"pp={i + 1}"]) for i in range(2)]
+    write_spec(tmp_path / "sweep", SweepSpec("python train.py -m pp=1,2", "loss", "", jobs))
     log(tmp_path / "sweep" / "0", steps(10))
     done(tmp_path / "sweep" / "0", overrides=["pp=1"])
     log(tmp_path / "sweep" / "1", steps(10, 1.5))
@@ -122,7 +124,7 @@ def test_the_tool_ends_with_0_where_all_is_done_and_with_2_where_there_is_no_swe
     (tmp_path / "torn" / "sweep.jsonl").write_text("{torn")
     for folder, why in {
         "run": "one run",
-        "empty": "no job is in it",
+        "empty": "no sweep.jsonl is in it",
         "gone": "is no folder",
         "torn": "no header of a sweep",
     }.items():

@@ -19,9 +19,9 @@ from support.exported import LLAMA, byte_text, trained
 from support.world import run_world
 from titanlike.checkpoint.hf_export import export
 from titanlike.config.schema import Config, Evaluate
-from titanlike.data.loader import open_data
-from titanlike.generation import evaluate
-from titanlike.generation.loaded_model import load_model
+from titanlike.data.registry import open_data
+from titanlike.generation import commands
+from titanlike.generation.generate import load_model
 from titanlike.launch.worker import Worker
 from titanlike.training.evaluate_job import perplexity
 
@@ -86,13 +86,13 @@ def evaluate_each(_: Config, worker: Worker, configs: list[Config]) -> list[dict
 def test_what_is_no_run_or_has_no_harness_is_told(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert evaluate.main([str(tmp_path)]) == 2
+    assert commands.evaluate_main([str(tmp_path)]) == 2
     assert "no run directory" in capsys.readouterr().err
     (tmp_path / "config.json").touch()
-    assert evaluate.main([str(tmp_path)]) == 2
+    assert commands.evaluate_main([str(tmp_path)]) == 2
     assert f"model.path={tmp_path}" in capsys.readouterr().err
-    monkeypatch.setattr(evaluate.importlib.util, "find_spec", lambda name: None)
-    assert evaluate.main(["run", "--tasks", "hellaswag"]) == 2
+    monkeypatch.setattr(commands.importlib.util, "find_spec", lambda name: None)
+    assert commands.evaluate_main(["run", "--tasks", "hellaswag"]) == 2
     assert "pip install 'titanlike[eval]'" in capsys.readouterr().err
 
 
@@ -184,11 +184,11 @@ metric_list: [{metric: exact_match}]
     found = []
     for folder in (tmp_path / "run" / "checkpoints", tmp_path / "out"):
         location = folder.parent if folder.name == "checkpoints" else folder
-        assert evaluate.main([str(location), *words]) == 0, capsys.readouterr().err
+        assert commands.evaluate_main([str(location), *words]) == 0, capsys.readouterr().err
         [file] = folder.glob("*.evaluations.json")
         found.append(json.loads(file.read_text())[0]["results"])
     assert found[0]["choices"]["acc"] == found[1]["choices"]["acc"]
     assert math.isclose(*(one["texts"]["bits_per_byte"] for one in found), rel_tol=1e-4)
     assert found[0]["written"] == found[1]["written"]
-    assert evaluate.main([str(tmp_path / "run"), "--tasks", "no_such", *words[2:]]) == 2
+    assert commands.evaluate_main([str(tmp_path / "run"), "--tasks", "no_such", *words[2:]]) == 2
     assert "no such task" in capsys.readouterr().err

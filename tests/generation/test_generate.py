@@ -19,10 +19,8 @@ from support.saved_runs import a_run, numbers, train_all
 from support.world import run_world
 from titanlike.checkpoint.hf_export import export
 from titanlike.config.schema import ChunkedCrossEntropy, Config, Sample
-from titanlike.generation.command import main
-from titanlike.generation.generate import generate
-from titanlike.generation.loaded_model import LoadedModel, load_model
-from titanlike.generation.sampling import Sampling, next_tokens
+from titanlike.generation.commands import generate_main as main
+from titanlike.generation.generate import LoadedModel, Sampling, generate, load_model, next_tokens
 from titanlike.training.sample_job import sample
 
 CPU, GREEDY = torch.device("cpu"), Sampling(temperature=0)
@@ -45,7 +43,7 @@ def by_transformers(folder: Path, prompt: list[int]) -> list[int]:
 
 FAMILIES = cells(
     {
-        "gpt2": with_args(GPT2, max_seq_len=128),
+        "gpt2": with_args(GPT2, n_positions=128),
     },
     {
         "hf-qwen3": with_args(model_of("qwen3"), max_seq_len=128, vocab_size=257),
@@ -187,7 +185,7 @@ def test_a_conversation_goes_on_with_what_was_said(
         return generate(model, prompts, *how, **more)
 
     monkeypatch.setattr("builtins.input", ask)
-    monkeypatch.setattr("titanlike.generation.chat.generate", answered)
+    monkeypatch.setattr("titanlike.generation.commands.generate", answered)
     assert main([run.run_dir, "--chat", "--tokens", "6", "temperature=0"]) == 0
     answer = coder.decode(generate(one, [coder.encode("def")], 6, GREEDY)[0])
     assert asked == ["def", f"def{answer} y", "def"] and answer

@@ -24,9 +24,9 @@ from titanlike.checkpoint.integrity import STATE
 from titanlike.config.errors import ConfigError
 from titanlike.config.parse import hydra_sections, to_plain
 from titanlike.config.schema import Config, Custom
-from titanlike.generation.command import main as generate
-from titanlike.generation.evaluate import main as evaluate
-from titanlike.generation.loaded_model import load_model
+from titanlike.generation.commands import evaluate_main as evaluate
+from titanlike.generation.commands import generate_main as generate
+from titanlike.generation.generate import load_model
 from titanlike.models.registry import build_model
 
 saved = saved_runs.saved
@@ -184,19 +184,29 @@ def test_a_run_with_a_model_of_ones_own_is_evaluated_if_that_is_said(tmp_path: P
 
 
 def forged_sizes(changes: dict[str, Any]) -> dict[str, Any]:
-    sizes = {"vocab_size": 64, "dim": 32, "heads": 4, "kv_heads": 2, "ffn_dim": 64, "layers": 2}
+    sizes = {
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+    }
     return {"name": "llama", **sizes, **changes}
 
 
 @pytest.mark.parametrize(
     "changes, said",
     [
-        ({"layers": 10**7}, "and its model layers=10000000; it is damaged"),
+        ({"num_hidden_layers": 10**7}, "and its model num_hidden_layers=10000000; it is damaged"),
         (
-            {"dim": 4 * 10**8},
+            {"hidden_size": 4 * 10**8},
             r"would be of shape \(64, 400000000\), and the checkpoint has \(64, 32\)",
         ),
-        ({"layers": 9}, "is of another model: its layers.2.* the checkpoint has none"),
+        (
+            {"num_hidden_layers": 9},
+            "is of another model: its model.layers.2.* the checkpoint has none",
+        ),
     ],
 )
 def test_sizes_that_a_checkpoint_does_not_have_take_neither_time_nor_memory(

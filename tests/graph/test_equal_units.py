@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from support.models import tiny
-from titanlike.graph import equal_units
+from titanlike.graph.units import call_key
 from titanlike.models import gpt2, llama
 from titanlike.training.draft import draft
 
@@ -37,7 +37,7 @@ def test_a_block_that_stands_for_its_equals_is_recorded_as_they_are(
     monkeypatch.setattr(kind, "forward", lambda *args: (calls.append(1), forward(*args))[1])
     once = recorded(family)
     few = len(calls)
-    monkeypatch.setattr(equal_units, "call_key", lambda *_: None)
+    monkeypatch.setattr("titanlike.graph.record_forward.call_key", lambda *_: None)
     assert recorded(family) == once
     assert len(calls) - few >= 8 * few / 2  # 8 blocks
 
@@ -52,14 +52,16 @@ class Counting(torch.nn.Linear):
 def test_only_blocks_that_have_no_other_state_are_taken_for_equal() -> None:
     def key(change: Any) -> Any:
         with torch.device("meta"):
-            block = llama.Block(8, llama.Attention(8, 2, 2), 16, 1e-5)
+            block = llama.Block(8, llama.Attention(8, 2, 2), llama.MLP(8, 16), 1e-5)
             change(block)
-            return equal_units.call_key(block, (torch.empty(1, 4, 8), None, None), {})
+            return call_key(block, (torch.empty(1, 4, 8), None, None), {})
 
     assert key(lambda block: None) == key(lambda block: None) is not None
     assert key(lambda block: block.eval()) != key(lambda block: None)
-    assert key(lambda block: setattr(block.ffn_norm, "eps", 1e-6)) != key(lambda block: None)
-    assert key(lambda block: setattr(block.ffn, "up", Counting(8, 16))) is None
+    assert key(lambda block: setattr(block.post_attention_layernorm, "eps", 1e-6)) != key(
+        lambda block: None
+    )
+    assert key(lambda block: setattr(block.mlp, "up_proj", Counting(8, 16))) is None
     assert key(lambda block: setattr(block, "seen", [])) is None
-    assert key(lambda block: block.ffn.register_forward_hook(print)) is None
+    assert key(lambda block: block.mlp.register_forward_hook(print)) is None
     assert key(lambda block: block.register_buffer("mask", torch.ones(1))) is None

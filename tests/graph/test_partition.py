@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from titanlike.config.schema import BalanceSplit, EvenSplit, PointSplit
-from titanlike.graph.partition import SplitError, even_sizes, partition
-from titanlike.graph.unit import Unit
+from titanlike.graph.partition import SplitError, Unit, even_sizes, partition
 
 
 def llama(blocks: int) -> list[Unit]:

@@ -30,7 +30,7 @@ SKIPS = TraceSplit(points=["down.2", "up.0.1", "up.2"])  # the second is inside 
     "config",
     [
         *slow(
-            traced("layers.1.attention.wk", tied=True),
+            traced("model.layers.1.self_attn.k_proj", tied=True),
             of_images("UNet", 2, 1, "zbvzerobubble", split=SKIPS),
         ),
     ],
@@ -96,5 +96,5 @@ def test_batch_norms_are_refused() -> None:
 
 
 def test_the_nearest_module_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"no unit layers.2.fnn; .*layers.2.ffn"):
-        draft(traced("layers.2.fnn"))
+    with pytest.raises(ConfigError, match=r"no unit model.layers.2.mpl; .*model.layers.2.mlp"):
+        draft(traced("model.layers.2.mpl"))

@@ -26,8 +26,8 @@ from titanlike.launch.failures import (
     root_cause,
     write_failure,
 )
-from titanlike.launch.job import Job
-from titanlike.launch.stop_request import StopRequest
+from titanlike.launch.signals import StopRequest
+from titanlike.launch.worker import Job
 
 
 def test_an_error_of_a_model_is_shown_and_the_next_run_trains_on_the_same_ranks(
@@ -42,13 +42,14 @@ def test_an_error_of_a_model_is_shown_and_the_next_run_trains_on_the_same_ranks(
         "        if not x.is_meta and os.environ.get('RANK') == '1':\n"
         "            raise RuntimeError('bad, job')\n"
         "        return super().forward(x, *others)\n"
-        "def moody(*, vocab_size: int, dim: int, bad: bool, **sizes):\n"
-        "    model = Llama(vocab_size=vocab_size, dim=dim, **sizes)\n"
+        "def moody(*, vocab_size: int, hidden_size: int, bad: bool, **sizes):\n"
+        "    model = Llama(vocab_size=vocab_size, hidden_size=hidden_size, **sizes)\n"
         "    if bad:\n"
-        "        model.layers[3].__class__ = BadBlock\n"
+        "        model.model.layers[3].__class__ = BadBlock\n"
         "    return model\n"
     )
-    words = "dp=2 model.name=moody.moody model.dim=32 model.ffn_dim=64 model.layers=4 seq_len=16 "
+    words = "dp=2 model.name=moody.moody model.hidden_size=32 model.intermediate_size=64 "
+    words += "model.num_hidden_layers=4 seq_len=16 "
     words += "batch_size=8 steps=2 data=synthetic validation.every=0 logger=none device=cpu"
     sweep = ["-m", "model.bad=true,false", f"run_dir={tmp_path}/s", *words.split()]
     launched = Launched(*sweep, torchrun=2, program=ROOT / "train.py", cwd=tmp_path)
@@ -153,8 +154,8 @@ def test_workers_that_fail_are_restarted_as_often_as_allowed(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Not after what a restart would repeat, nor after a stop request. `early` has the workers."""
-    numbers, early, stop = [], MagicMock(), StopRequest()
+    """Not after what a restart would repeat, nor after a stop request."""
+    numbers, workers, stop = [], MagicMock(), StopRequest()
     stop._signum = int(stopped)
 
     def again(failed: JobFailed, number: int) -> Config:
@@ -164,15 +165,15 @@ def test_workers_that_fail_are_restarted_as_often_as_allowed(
     def run_workers(*_: Any) -> dict[str, Any]:
         assert root_cause(tmp_path) is None, "the failure of an earlier launch is still there"
         write_failure(tmp_path, FAILURE)
-        if (end := ends[early.__enter__().take.call_count - 1]) is not None:
+        if (end := ends[workers.__enter__().adopt.call_count - 1]) is not None:
             raise end
         return {"value": 3.0}
 
     monkeypatch.setattr(local, "_run_workers", run_workers)
     job = Job("some.job", Config(pp=2, launch=Launch(max_restarts=2)), tmp_path, [])
     with contextlib.nullcontext() if None in ends else pytest.raises(JobFailed):
-        assert local.run_local(job, stop, print, again, early) == {"value": 3.0}
-    assert early.__enter__().take.call_count == launches and numbers == [*range(1, launches)]
+        assert local.run_local(job, stop, print, again, workers) == {"value": 3.0}
+    assert workers.__enter__().adopt.call_count == launches and numbers == [*range(1, launches)]
 
 
 def test_an_error_of_the_user_is_told_without_frames_and_would_repeat() -> None:

@@ -26,8 +26,8 @@ from support.waiting import until
 from support.world import RankError, run_world
 from titanlike.config.schema import Config, Launch
 from titanlike.driver.job import ResultReporter
-from titanlike.launch import external, peer_failure
-from titanlike.launch.device_queue import DeviceQueue
+from titanlike.launch import torchrun
+from titanlike.launch import watchdog as watchdogs
 from titanlike.launch.failures import (
     Failure,
     PeerFailed,
@@ -36,9 +36,8 @@ from titanlike.launch.failures import (
     root_cause,
     write_failure,
 )
-from titanlike.launch.hang_report import explain
-from titanlike.launch.heartbeat import Beat, heartbeat_path
-from titanlike.launch.watchdog import Watchdog
+from titanlike.launch.heartbeat import Beat, explain, heartbeat_path
+from titanlike.launch.watchdog import DeviceQueue, Watchdog
 from titanlike.launch.worker import Worker, barrier
 
 HANGS = Launch(timeout=60, step_timeout=2, heartbeat=1)
@@ -297,8 +296,8 @@ def wait_for_a_failed_peer(config: Config, worker: Worker, comes_out: bool) -> b
         until((worker.run_dir / "waits").exists)
         write_failure(worker.run_dir, describe(1, RuntimeError("CUDA out of memory")))
         return False
-    worker.stop_request.watch_peers(partial(peer_failed, worker.run_dir, 0))
-    peer_failure._LEAVE_TIMEOUT = 1.0
+    worker.stop_request.peer_failed = partial(peer_failed, worker.run_dir, 0)
+    watchdogs._LEAVE_TIMEOUT = 1.0
     device, collective = Device(), threading.Lock()
     collective.acquire()
     device.stop()
@@ -351,7 +350,7 @@ def leave(config: Config, worker: Worker) -> list[tuple[bool, int, bool]]:
         open_mesh(config, replace(worker, store=dist.PrefixStore(backends, worker.store)))
         barrier(worker, backends, 30)  # a peer that still connects would fail by an abort
         dist.get_backend_config = lambda *_, backends=backends: backends
-        found.append((external.leave_groups(10), len(aborts), dist.is_initialized()))
+        found.append((torchrun.leave_groups(10), len(aborts), dist.is_initialized()))
     return found
 
 

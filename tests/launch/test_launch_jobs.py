@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -20,12 +21,11 @@ from support.models import tiny
 from support.paths import ROOT
 from support.run_files import result
 from support.waiting import until
-from titanlike.launch import stop_request, worker_processes
+from titanlike.launch import local, signals
 from titanlike.launch.environment import import_path, workers_environment
-from titanlike.launch.job import Job
-from titanlike.launch.scratch_folder import scratch_folder
-from titanlike.launch.stop_request import StopRequest
-from titanlike.launch.worker_processes import WorkerProcesses
+from titanlike.launch.local import WorkerProcesses, scratch_folder
+from titanlike.launch.signals import StopRequest
+from titanlike.launch.worker import Job
 
 
 @pytest.mark.parametrize("torchrun", [0, *slow(1)])
@@ -84,11 +84,9 @@ def test_workers_share_the_cores_and_have_no_variables_of_an_outer_launcher(monk
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "outer")
     monkeypatch.setenv("RANK", "0")
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    before = dict(os.environ)
-    with workers_environment(10_000):
-        assert os.environ["OMP_NUM_THREADS"] == "1"
-        assert not {"RANK", "TORCHELASTIC_RUN_ID"} & os.environ.keys()
-    assert dict(os.environ) == before
+    environment = workers_environment(10_000)
+    assert environment["OMP_NUM_THREADS"] == "1" and environment["PATH"] == os.environ["PATH"]
+    assert not {"RANK", "TORCHELASTIC_RUN_ID"} & environment.keys()
 
 
 def test_workers_are_started_with_pythons_own_options() -> None:
@@ -143,7 +141,7 @@ def started(scratch: Path, then: str) -> Launched:
 
 
 def workers_wait(scratch: Path) -> bool:
-    return any(scratch.glob("titanlike-*/0"))
+    return any(scratch.glob("titanlike-*/driver.lock"))
 
 
 def test_an_error_in_the_config_ends_the_workers_that_wait_for_it(scratch: Path) -> None:
@@ -181,9 +179,10 @@ def test_workers_that_do_not_end_are_killed_with_what_they_have_started(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Rank 0 fails, rank 1 ignores SIGTERM and has a child; both are forks of one process."""
-    monkeypatch.setattr(worker_processes, "_SHUTDOWN_TIMEOUT", 0.2)
+    monkeypatch.setattr(local, "_SHUTDOWN_TIMEOUT", 0.2)
     function = "support.launch_jobs.fails_beside_one_that_does_not_end"
-    (tmp_path / "run").mkdir()
+    for name in ("run", "workers"):
+        (tmp_path / name).mkdir()
     workers = WorkerProcesses(2, tmp_path / "workers", function)
     codes = workers.run(Job(function, tiny(pp=2), tmp_path / "run", []).to_json())
     assert codes[0] == 1 and codes.get(1, 1) != 0
@@ -192,6 +191,17 @@ def test_workers_that_do_not_end_are_killed_with_what_they_have_started(
     parents, pids, forks = zip(*rows, strict=True)
     assert len({*parents}) == 1 and parents[0] != os.getpid() and all(forks)
     until(lambda: not any(map(is_running, [*parents, *pids])), 10)
+
+
+def test_a_rank_that_cannot_be_forked_is_a_process_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    job = Job("support.launch_jobs.hello", tiny(seed=7), tmp_path / "run", [])
+    (tmp_path / "job.json").write_text(job.to_json())
+    pid = local._spawn_rank(str(tmp_path), 0, {signal.SIGTERM: signal.SIG_DFL})
+    assert os.waitpid(pid, 0)[1] == 0
+    assert json.loads((tmp_path / "result.json").read_text()) == {"value": 7.0}
 
 
 def is_running(pid: int) -> bool:
@@ -221,7 +231,7 @@ def test_a_signal_that_arrives_again_is_no_second_one(
     """SLURM sends its signal to every process, the driver forwards its own."""
     now = SimpleNamespace(value=100.0)
     clock = SimpleNamespace(monotonic=lambda: now.value, time=time.time)
-    monkeypatch.setattr(stop_request, "time", clock)
+    monkeypatch.setattr(signals, "time", clock)
     driver, worker = StopRequest(), StopRequest(tmp_path)
     with driver.forwarding(tmp_path):
         assert not driver.receive(signal.SIGTERM), "no worker has begun to train"
@@ -239,7 +249,7 @@ def test_a_signal_that_arrives_again_is_no_second_one(
         assert not worker.is_futile()
     assert capfd.readouterr().err.count("a second signal stops immediately") == 2
     with worker.deferred():
-        worker.watch_peers(lambda: True)
+        worker.peer_failed = lambda: True
         assert worker.is_futile(), "a peer that has failed never reaches the step's end"
 
 
@@ -323,7 +333,7 @@ def test_the_scratch_folder_of_a_killed_driver_is_removed_by_the_next(
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     program = (
-        "from titanlike.launch.scratch_folder import scratch_folder\n"
+        "from titanlike.launch.local import scratch_folder\n"
         "with scratch_folder() as folder: print(folder, flush=True); input()"
     )
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}

@@ -21,14 +21,14 @@ from support.launched import Launched
 from support.paths import ROOT
 from support.waiting import until
 from titanlike.config.errors import ConfigError
-from titanlike.launch.scratch_folder import scratch_folder
+from titanlike.launch.local import scratch_folder
 
 
 def test_a_local_run_listens_on_loopback_alone_and_no_port_is_a_store(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", _other_interface())  # as in a cluster's environment
-    words = [*TINY, "pp=2", "model.layers=2", "steps=100000", "run_dir=run"]
+    words = [*TINY, "pp=2", "model.num_hidden_layers=2", "steps=100000", "run_dir=run"]
     launched = Launched(*words, cwd=tmp_path, program=ROOT / "train.py")
     metrics = tmp_path / "run" / "metrics.jsonl"
     try:
@@ -99,6 +99,6 @@ def test_the_workers_folder_is_private_and_cannot_be_prepared_or_replaced_by_oth
 
 
 def test_without_a_private_folder_nothing_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("titanlike.launch.scratch_folder._replaceable", lambda folder: True)
+    monkeypatch.setattr("titanlike.launch.local._replaceable", lambda folder: True)
     with pytest.raises(ConfigError, match="TMPDIR=.*may rename"), scratch_folder():
         pass

@@ -21,9 +21,8 @@ from support.waiting import until
 from support.world import run_world
 from titanlike.config.schema import Config
 from titanlike.distributed.mesh import open_mesh
-from titanlike.launch.barrier import BarrierTimeout, meet, meet_in_groups
-from titanlike.launch.start_id import start_id
-from titanlike.launch.worker import Worker
+from titanlike.launch.torchrun import start_id
+from titanlike.launch.worker import BarrierTimeout, Worker, barrier, start_together
 
 MACHINE = 4  # ranks of one
 
@@ -84,15 +83,15 @@ def start(world_size: int, store: Counted, rank: int) -> tuple[str, int]:
         store.requests.clear()
         return answer
 
-    def everywhere(name: str, message: str = "", listens: bool = False) -> dict[int, str]:
-        name = f"{found}/{name}"
-        return counted(meet(store, rank, world_size, name, 100, message, listens))
+    prefixed = Counted(dist.PrefixStore(found, store._store))
+    prefixed.requests = store.requests
+    worker = Worker(rank, world_size, 0, 1, Path(), prefixed, [])
 
-    machine = rank // MACHINE
-    group = f"{found}/start", 100, str(machine), f"process {rank}"
-    processes = counted(meet_in_groups(store, rank, world_size, *group))
-    ours = range(machine * MACHINE, (machine + 1) * MACHINE)
-    assert sorted(processes) == sorted(f"process {other}" for other in ours)
+    def everywhere(name: str, message: str = "", listens: bool = False) -> dict[int, str]:
+        return counted(barrier(worker, name, 100, message, listens))
+
+    processes = counted(start_together(worker, f"machine {rank // MACHINE}", 100))
+    assert processes == [os.getpid()] * MACHINE, "those on this machine alone"
     assert everywhere("data") == {}
     compiled = everywhere("compile", f"compiled {rank}", listens=rank == 0)
     assert compiled == {other: f"compiled {other}" for other in range(world_size) if rank == 0}
@@ -117,7 +116,7 @@ def test_many_ranks_meet_in_few_requests_each_also_after_a_restart(
 def test_of_many_ranks_the_missing_ones_are_named_in_few_requests(port: int) -> None:
     def late(store: Counted, rank: int) -> tuple[str, int]:
         with pytest.raises(BarrierTimeout) as error:
-            meet(store, rank, 32, "data", 1, "x")
+            barrier(Worker(rank, 32, 0, 1, Path(), store, []), "data", 1, "x")
         return str(error.value), store.requests.total()
 
     texts, requests = zip(*ranks(port, 32, late, absent=28), strict=True)

@@ -22,11 +22,11 @@ from support.waiting import until
 from support.world import run_world
 from titanlike.config.schema import Config, Custom, Launch, Schedule, SyntheticData
 from titanlike.driver.checks import available_ranks, fit_mesh
-from titanlike.launch.restart_state import RestartState
+from titanlike.launch.torchrun import RestartState
 from titanlike.training.loop import train
 
 EVERY = 5
-SHORT = [*TINY, "model.layers=2", "batch_size=8", "data=synthetic", "data.vocab_size=64"]
+SHORT = [*TINY, "model.num_hidden_layers=2", "batch_size=8", "data=synthetic", "data.vocab_size=64"]
 SHORT += ["log_every=1000", "checkpoint.last=true", "checkpoint.keep=2", "device=cpu"]
 SHORT += [f"checkpoint.every={EVERY}"]
 
@@ -112,7 +112,10 @@ def test_an_elastic_run_resumes_with_fewer_machines_and_again_with_more(tmp_path
 
 
 def config(tmp_path: Path, **keys) -> Config:
-    model = Custom("llama", {"dim": 32, "ffn_dim": 64, "layers": 4, "vocab_size": None})
+    model = Custom(
+        "llama",
+        {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "vocab_size": None},
+    )
     base = {"model": model, "data": SyntheticData(vocab_size=64), "launch": Launch(elastic=True)}
     base |= {"seq_len": 16, "batch_size": 24, "run_dir": str(tmp_path)}
     return Config(**{**base, **keys})
@@ -183,7 +186,7 @@ def test_the_state_of_a_job_whose_torchrun_has_ended_is_removed(
     """The next one may have the same process id, and the same --rdzv-id."""
     program = (
         f"import tempfile; tempfile.tempdir = {str(tmp_path)!r}\n"
-        "from titanlike.launch.restart_state import RestartState\n"
+        "from titanlike.launch.torchrun import RestartState\n"
         "state = RestartState.load(); state.count_start(); print(state.get('key'))\n"
         "state.set_default('key', 'value')"
     )

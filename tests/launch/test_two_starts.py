@@ -24,12 +24,18 @@ from support.paths import ROOT
 from support.waiting import until
 from titanlike.checkpoint.integrity import delete_checkpoint
 from titanlike.checkpoint.storage import Storage
-from titanlike.launch import run_dir_owner
+from titanlike.launch import run_dir_lock
 from titanlike.launch.failures import TakenOver
-from titanlike.launch.run_dir_owner import FILE, Owner, claim, held
+from titanlike.launch.run_dir_lock import OWNER, RunDirOwner, claim, lock_as_rank
 
 TRAIN = ROOT / "train.py"
-SAVING = [*TINY, "model.layers=2", "checkpoint.every=1", "checkpoint.keep=2", "run_dir=run"]
+SAVING = [
+    *TINY,
+    "model.num_hidden_layers=2",
+    "checkpoint.every=1",
+    "checkpoint.keep=2",
+    "run_dir=run",
+]
 
 
 @pytest.mark.parametrize(
@@ -48,9 +54,9 @@ def test_of_many_starts_during_saves_the_newest_completes_and_the_others_say_why
     until(lambda: list(checkpoints.glob("*/COMMITTED")))
     for _ in range(starts - 1):
         runs.append(Launched(*SAVING, *layout, cwd=tmp_path, program=TRAIN))
-        owner = (tmp_path / "run" / FILE).read_text()
+        owner = (tmp_path / "run" / OWNER).read_text()
         if rng.random() < 0.5:  # else the next one comes before this one has taken over
-            until(lambda owner=owner: (tmp_path / "run" / FILE).read_text() != owner)
+            until(lambda owner=owner: (tmp_path / "run" / OWNER).read_text() != owner)
         time.sleep(rng.random())
     ends = [run.wait(timeout=200) for run in runs]
     assert ends[-1][0] == 0, ends[-1][2]
@@ -83,14 +89,14 @@ class Clock(SimpleNamespace):
 
 
 def test_an_earlier_start_ends_as_soon_as_a_later_one_owns_the_folder(tmp_path: Path) -> None:
-    first = Owner(tmp_path)
+    first = RunDirOwner(tmp_path)
     for _ in range(2):
         first.check()
-    second = Owner(tmp_path)
+    second = RunDirOwner(tmp_path)
     with pytest.raises(TakenOver, match=f"taken it over .*process {os.getpid()}.*another run_dir"):
         first.check()
     second.check()
-    (tmp_path / FILE).unlink()
+    (tmp_path / OWNER).unlink()
     second.check()  # a file system that is gone for a moment
 
 
@@ -98,25 +104,25 @@ def test_a_second_start_waits_until_every_rank_of_the_first_has_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: list[str] = []
-    with Owner(tmp_path).wait(5, said.append):
+    with RunDirOwner(tmp_path).wait(5, said.append):
         assert not said
     with contextlib.ExitStack() as rank:
         clock = Clock(lambda polls: rank.close() if polls == 7 else None)
-        monkeypatch.setattr(run_dir_owner, "time", clock)
-        rank.enter_context(held(tmp_path))
-        with Owner(tmp_path).wait(20, said.append):
+        monkeypatch.setattr(run_dir_lock, "time", clock)
+        rank.enter_context(lock_as_rank(tmp_path))
+        with RunDirOwner(tmp_path).wait(20, said.append):
             assert clock.polls == 7
     assert f"process {os.getpid()}" in said[0] and "since 20" in said[0] and len(said) == 1
-    with held(tmp_path):
+    with lock_as_rank(tmp_path):
         # stopped by a debugger, for example: the wait is bounded
-        monkeypatch.setattr(run_dir_owner, "time", clock := Clock())
-        with Owner(tmp_path).wait(1, said.append):
+        monkeypatch.setattr(run_dir_lock, "time", clock := Clock())
+        with RunDirOwner(tmp_path).wait(1, said.append):
             assert 20 <= clock.polls < 25
         # of another machine: nobody waits for it
-        record = json.loads((tmp_path / FILE).read_text()) | {"host": "elsewhere"}
-        (tmp_path / FILE).write_text(json.dumps(record))
-        monkeypatch.setattr(run_dir_owner, "time", clock := Clock())
-        with Owner(tmp_path).wait(60, said.append):
+        record = json.loads((tmp_path / OWNER).read_text()) | {"host": "elsewhere"}
+        (tmp_path / OWNER).write_text(json.dumps(record))
+        monkeypatch.setattr(run_dir_lock, "time", clock := Clock())
+        with RunDirOwner(tmp_path).wait(60, said.append):
             assert clock.polls == 0
 
 
@@ -128,7 +134,7 @@ def test_of_two_claims_one_is_told_who_has_the_other(
     other, who = claim(tmp_path / "lock")
     assert other is None and f"process {os.getpid()}" in who
     clock = Clock(lambda polls: file.close() if polls == 5 else None)
-    monkeypatch.setattr(run_dir_owner, "time", clock)
+    monkeypatch.setattr(run_dir_lock, "time", clock)
     again, _ = claim(tmp_path / "lock", patience=20)
     assert again is not None and clock.polls == 5
     again.close()
@@ -160,7 +166,14 @@ def test_a_checkpoint_is_deleted_though_another_process_writes_there(
 def test_a_second_start_of_a_sweep_says_who_runs_it_and_a_dead_one_does_not_block(
     tmp_path: Path,
 ) -> None:
-    words = ["-m", *TINY, "model.layers=2", "seed=1,2", "sweep.resume=true", "run_dir=sweep"]
+    words = [
+        "-m",
+        *TINY,
+        "model.num_hidden_layers=2",
+        "seed=1,2",
+        "sweep.resume=true",
+        "run_dir=sweep",
+    ]
     first = Launched(*words, "steps=100000", cwd=tmp_path, program=TRAIN)
     until((tmp_path / "sweep" / "0" / "metrics.jsonl").exists)
     second = command(*words, cwd=tmp_path)

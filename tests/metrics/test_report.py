@@ -95,11 +95,11 @@ def test_a_long_run_keeps_its_spikes_and_validations_in_a_small_page(
     spiked[2_000] = files.dumps(record(2_001, loss=1234.5))
     (folder / "metrics.jsonl").write_text("\n".join(spiked) + "\n")
     quick = read_history(folder, points=100, quick=True)
-    assert quick.sampled and len(quick.curves["val_loss"]) > 50
-    assert quick.curves["loss"][-1][0] == quick.last["step"] == 2_999
+    assert quick["sampled"] and len(quick["curves"]["val_loss"]) > 50
+    assert quick["curves"]["loss"][-1][0] == quick["last"]["step"] == 2_999
     whole = read_history(folder, points=100)
-    assert [2_001, 512 * 2_001, 1234.5] in whole.curves["loss"]
-    assert len(whole.curves["loss"]) <= 110 and whole.curves["loss"][0][0] == 1
+    assert [2_001, 512 * 2_001, 1234.5] in whole["curves"]["loss"]
+    assert len(whole["curves"]["loss"]) <= 110 and whole["curves"]["loss"][0][0] == 1
     assert len(page([quick, whole])) < 60_000
 
 
@@ -152,7 +152,7 @@ def test_the_page_is_there_at_the_end_of_a_run(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_failed_run_has_its_page_too_and_one_may_be_without(tmp_path: Path) -> None:
-    nan = ["model.layers=2", "optimizer=sgd", "optimizer.lr=1e12", "optimizer.clip=null"]
+    nan = ["model.num_hidden_layers=2", "optimizer=sgd", "optimizer.lr=1e12", "optimizer.clip=null"]
     done = command(*TINY, *nan, "steps=30", "run_dir=bad", cwd=tmp_path)
     assert done.returncode == 1, done.stdout
     [run] = data_of(tmp_path / "bad" / "report.html")["runs"]

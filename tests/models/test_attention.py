@@ -26,7 +26,7 @@ from support.varlen import as_on_a_gpu
 from support.world import run_world
 from titanlike.config.groups import SelectiveActivationCheckpoint
 from titanlike.config.schema import Config, Custom
-from titanlike.costs import node_costs
+from titanlike.costs.unit_costs import count
 from titanlike.data.sources import Data
 from titanlike.distributed.mesh import close_mesh, open_mesh
 from titanlike.graph.model_graph import Field, ModelGraph
@@ -37,12 +37,12 @@ from titanlike.models import documents as documents_module
 from titanlike.models.attention import attention
 from titanlike.models.documents import (
     Documents,
+    attention_inputs,
     document_blocks,
     document_mask,
     document_spans,
     with_host_copy,
 )
-from titanlike.models.packing import attention_inputs
 from titanlike.models.registry import build_model
 from titanlike.torch_private.operators import operator_names
 from titanlike.training.build import build
@@ -57,10 +57,25 @@ IDS = {
 }
 LLAMA = Custom(
     "llama",
-    {"vocab_size": 64, "dim": 64, "layers": 2, "heads": 4, "kv_heads": 2, "ffn_dim": 64},
+    {
+        "vocab_size": 64,
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 64,
+    },
 )
 GPT2 = Custom(
-    "gpt2", {"vocab_size": 64, "dim": 64, "layers": 2, "heads": 4, "max_seq_len": T, "tied": True}
+    "gpt2",
+    {
+        "vocab_size": 64,
+        "n_embd": 64,
+        "n_layer": 2,
+        "n_head": 4,
+        "n_positions": T,
+        "tie_word_embeddings": True,
+    },
 )
 
 
@@ -368,9 +383,9 @@ def test_documents_cost_as_much_as_whole_sequences() -> None:
     found, attention_alone = [], ["torch_attn._varlen_attn"]
     for fields in ((), ("document_ids",)):
         meta, recording = recorded_for_a_gpu(LLAMA, torch.bfloat16, *fields)
-        block = next(node for node in recording.nodes if node.target == "layers.0")
-        kept = node_costs.recomputed_bytes(block, meta, attention_alone)
-        found.append((node_costs.flops(block, meta), node_costs.saved_bytes(block, meta), kept))
+        block = next(node for node in recording.nodes if node.target == "model.layers.0")
+        costs = count(block, meta)
+        found.append((costs.flops, costs.saved, costs.kept(attention_alone)))
     (flops, saved, kept), (flops_by_offsets, saved_by_offsets, kept_by_offsets) = found
     assert flops == flops_by_offsets and kept == kept_by_offsets
     assert saved_by_offsets - saved == T * E * 4  # positions differ: one more rotary table

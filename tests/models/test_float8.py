@@ -50,10 +50,10 @@ def in_float8(config: Config) -> set[str]:
 
 
 LLAMA = {
-    f"layers.{block}.{name}"
+    f"model.layers.{block}.{name}"
     for block in range(2)
-    for name in ("attention.wq", "attention.wk", "attention.wv", "attention.wo")
-    + ("ffn.gate", "ffn.up", "ffn.down")
+    for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
+    + ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
 }
 
 
@@ -80,10 +80,13 @@ class Normed(nn.Module):
     "settings, expected",
     [
         (FLOAT8, LLAMA),
-        (replace(FLOAT8, min_features=32), {n for n in LLAMA if not n.endswith(("wk", "wv"))}),
         (
-            replace(FLOAT8, skip=["layers.0.*", "*.wo"]),
-            {n for n in LLAMA if "layers.1" in n and not n.endswith("wo")},
+            replace(FLOAT8, min_features=32),
+            {n for n in LLAMA if not n.endswith(("k_proj", "v_proj"))},
+        ),
+        (
+            replace(FLOAT8, skip=["model.layers.0.*", "*.o_proj"]),
+            {n for n in LLAMA if "model.layers.1" in n and not n.endswith("o_proj")},
         ),
     ],
 )
@@ -121,7 +124,7 @@ def test_a_layer_multiplies_what_is_rounded_to_float8() -> None:
     config = tiny(layers=1, precision=FLOAT8)
     model = build_model(resolve_model(config), "cpu")
     use_float8(model, config, CPU)
-    layer = model.get_submodule("layers.0.ffn.up")
+    layer = model.get_submodule("model.layers.0.mlp.up_proj")
     torch.manual_seed(0)
     nn.init.normal_(layer.weight)
     x = torch.randn(4, 16, 32, requires_grad=True)
@@ -151,7 +154,7 @@ def test_a_recipe_says_what_has_a_scale(recipe: str, inputs: str, weight_gradien
     config = tiny(layers=1, precision=replace(FLOAT8, recipe=recipe))
     model = build_model(resolve_model(config), "cpu")
     use_float8(model, config, CPU)
-    found = model.get_submodule("layers.0.ffn.up").config
+    found = model.get_submodule("model.layers.0.mlp.up_proj").config
     kinds = [found.cast_config_input, found.cast_config_input_for_grad_weight]
     names = [
         (
@@ -182,9 +185,9 @@ def test_the_estimates_and_flops_are_those_of_bf16() -> None:
     "config, said",
     [
         (
-            tiny(precision=replace(FLOAT8, skip=["layers.0.ffn.upp"])),
+            tiny(precision=replace(FLOAT8, skip=["model.layers.0.mlp.up_prj"])),
             r"precision.skip=.*no linear layer of this name; write "
-            r"precision.skip=\[layers.0.ffn.up\]",
+            r"precision.skip=\[model.layers.0.mlp.up_proj\]",
         ),
         (tiny(precision=replace(FLOAT8, skip=["*"])), r"leaves no .*; write precision.skip=\[\]"),
         (

@@ -12,9 +12,9 @@ from support.command_lines import examined
 from support.hf_tiny import model_of, own, sizes
 from support.models import tiny
 from titanlike.config.schema import Model
-from titanlike.costs.node_costs import EXPERTS_PRODUCT
+from titanlike.costs.unit_costs import EXPERTS_PRODUCT
 from titanlike.models.expert_linear import EXPERT_LINEAR, expert_linear, runs_grouped
-from titanlike.models.moe import RoutedFeedForward, Routing
+from titanlike.models.moe import RoutedMLP, Routing
 from titanlike.models.registry import build_model, resolve_model
 from titanlike.parallel.activation_checkpoint import PRODUCTS
 from titanlike.training.draft import preflight
@@ -52,25 +52,23 @@ def test_it_routes_as_deepseek_v3_does() -> None:
 
     theirs = DeepseekV3MoE(settings)
     routing = Routing(2, "sigmoid", True, settings.routed_scaling_factor, 4, 2, 0.1, 0.0, 0.0)
-    mine = RoutedFeedForward(32, 8, 32, 32, routing)
+    mine = RoutedMLP(32, 8, 32, 32, routing)
     for tensor in [*theirs.parameters(), theirs.gate.e_score_correction_bias]:
         nn.init.normal_(tensor, 0, 0.3)
-    names = {"gate.weight": "router.weight", "gate.e_score_correction_bias": "bias"}
-    names["experts.down_proj"] = "experts.down"
     state = {}
     for name, value in theirs.state_dict().items():
         if name == "experts.gate_up_proj":
-            state["experts.gate"], state["experts.up"] = value.chunk(2, dim=1)
+            gate, up = value.chunk(2, dim=1)
+            state |= {"experts.gate_proj": gate, "experts.up_proj": up}
         else:
-            shared = name.replace("shared_experts", "shared").replace("_proj", "")
-            state[names.get(name, shared)] = value
+            state[name.replace("gate.e_score_correction_bias", "bias")] = value
     mine.load_state_dict(state)
     x = torch.randn(3, 16, 32, generator=torch.Generator().manual_seed(0))
     torch.testing.assert_close(mine(x), theirs(x), rtol=1e-5, atol=1e-6)
 
 
 def test_balance_is_for_experts_with_few_tokens_and_not_for_steps_that_were_skipped() -> None:
-    layer = RoutedFeedForward(8, 3, 8, 0, Routing(1, "softmax", True, 1.0, 1, 1, 0.3, 0.5, 0.0))
+    layer = RoutedMLP(8, 3, 8, 0, Routing(1, "softmax", True, 1.0, 1, 1, 0.3, 0.5, 0.0))
     counts = torch.tensor([9, 3, 0])
     layer.balance(counts, skip=torch.tensor(1.0))
     assert layer.bias.tolist() == [0, 0, 0] and layer.load.tolist() == pytest.approx([1 / 3] * 3)
@@ -82,10 +80,19 @@ def test_balance_is_for_experts_with_few_tokens_and_not_for_steps_that_were_skip
 @pytest.mark.parametrize(
     "args, said",
     [
-        ({"scores": "relu"}, "model.scores=relu: must be softmax or sigmoid"),
-        ({"top_k": 9}, "model.top_k=9: a token has the choice of 8 experts; write model.top_k=8"),
-        ({"groups": 3}, "model.groups=3: does not divide experts=8; write model.groups=2"),
-        ({"dense_layers": 4}, "model.dense_layers=4: leaves none of layers=4 with experts"),
+        ({"scoring_func": "relu"}, "model.scoring_func=relu: must be softmax or sigmoid"),
+        (
+            {"num_experts_per_tok": 9},
+            "a token has the choice of 8 experts; write model.num_experts_per_tok=8",
+        ),
+        (
+            {"n_group": 3},
+            "model.n_group=3: does not divide num_local_experts=8; write model.n_group=2",
+        ),
+        (
+            {"first_k_dense_replace": 4},
+            "model.first_k_dense_replace=4: leaves none of num_hidden_layers=4 with experts",
+        ),
         ({"z_loss": -1.0}, "model.z_loss=-1.0: must not be negative; write model.z_loss=0"),
     ],
 )

@@ -12,11 +12,11 @@ from torch import nn
 
 from support.hf_tiny import sizes
 from titanlike.config.schema import Custom
-from titanlike.models.hf_names import FAMILIES, Family, our_sizes, their_config, their_name
+from titanlike.models.hf_names import FAMILIES, Counterpart
+from titanlike.models.hf_weights import OwnWeights
 from titanlike.models.registry import build_model
-from titanlike.models.safetensors_folder import SafetensorsFolder
 
-KINDS = {family.model_type: (ours, family) for ours, each in FAMILIES.items() for family in each}
+KINDS = {theirs.model_type: (ours, theirs) for ours, each in FAMILIES.items() for theirs in each}
 # what a default would hide
 CHANGES = {
     "llama": {"rms_norm_eps": 1e-2, "rope_parameters": {"rope_type": "default", "rope_theta": 50}},
@@ -39,20 +39,16 @@ def saved(model_type: str, folder: Path, **changes: object) -> nn.Module:
     return model.eval()
 
 
-def ours_of(name: str, family: Family, folder: Path) -> nn.Module:
+def ours_of(name: str, theirs: Counterpart, folder: Path) -> nn.Module:
     """Our model of a folder's sizes and weights."""
     config = json.loads((folder / "config.json").read_text())
-    model = build_model(Custom(name, our_sizes(family, config)), "cpu")
-    files = SafetensorsFolder(folder)
+    model = build_model(Custom(name, theirs.our_sizes(config)), "cpu")
+    shapes = {key: parameter.shape for key, parameter in model.named_parameters()}
+    weights = OwnWeights(theirs, folder, shapes)
     with torch.no_grad():
         for key, parameter in model.named_parameters():
-            theirs = their_name(family, key)
-            if theirs.form == "stacked":
-                names = [theirs.theirs.replace("#", str(n)) for n in range(len(parameter))]
-                parameter.copy_(torch.stack([files.slice(each)[:] for each in names]))
-            else:
-                value = files.slice(theirs.theirs)[:]
-                parameter.copy_(value.t() if theirs.form == "transposed" else value)
+            place = tuple(slice(0, size) for size in parameter.shape)
+            parameter.copy_(weights.block(key, parameter.shape, place))
     return model
 
 
@@ -67,14 +63,14 @@ def test_a_folder_of_transformers_has_the_same_logits_here(
     with torch.no_grad():
         expected = theirs(ids, use_cache=False).logits
         torch.testing.assert_close(mine(ids), expected, rtol=1e-4, atol=1e-4)
-    assert (mine.head.weight.data_ptr() == next(mine.parameters()).data_ptr()) == tied
+    assert (mine.lm_head.weight.data_ptr() == next(mine.parameters()).data_ptr()) == tied
 
 
 @pytest.mark.parametrize("model_type", KINDS)
 def test_the_config_of_an_export_asks_for_the_same_sizes(model_type: str) -> None:
-    name, family = KINDS[model_type]
+    name, theirs = KINDS[model_type]
     settings = transformers.AutoConfig.for_model(model_type, **sizes(model_type)).to_dict()
-    wanted = our_sizes(family, settings | {"vocab_size": 64})
+    wanted = theirs.our_sizes(settings | {"vocab_size": 64})
     build_model(Custom(name, wanted))
-    again = our_sizes(family, their_config(family, wanted, length=32))
+    again = theirs.our_sizes(theirs.config_json(wanted, length=32))
     assert again == wanted

@@ -15,8 +15,7 @@ from support.opened import opened
 from support.world import run_world
 from titanlike.config.schema import Config, ConstantLr, DecayLr, Sgd, WsdLr
 from titanlike.launch.worker import Worker
-from titanlike.optim.learning_rate import lr_factor
-from titanlike.optim.optimizer import clip_gradients, gradient_norm
+from titanlike.optim.optimizer import clip_gradients, gradient_norm, lr_factor
 
 
 @given(

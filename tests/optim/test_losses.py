@@ -116,7 +116,7 @@ def test_logits_of_all_tokens_are_never_in_memory(schedule: str, tmp_path: Path)
     losses = [CrossEntropy(), ChunkedCrossEntropy(chunk=chunk)]
     [(whole, (train, evaluation))] = run_world(largest_tensors, config, tmp_path, losses)
     assert whole == (tokens * vocabulary,) * 2, "so it is seen"
-    weight = vocabulary * config.model.args["dim"]  # of the head, and its gradient
+    weight = vocabulary * config.model.args["hidden_size"]  # of the head, and its gradient
     assert chunk * vocabulary < train == evaluation == weight < tokens * vocabulary
 
 

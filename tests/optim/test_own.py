@@ -16,7 +16,7 @@ from support.paths import ROOT
 from support.proven import assert_proven
 from titanlike.config.schema import Config, Custom, OwnOptimizer
 from titanlike.metrics.sinks import read_jsonl
-from titanlike.optim.learning_rate import learning_rate
+from titanlike.optim.optimizer import learning_rate
 from titanlike.optim.own import own_optimizer, problems
 
 LION = "my_models.optimizers.Lion"
@@ -136,7 +136,8 @@ def test_an_optimizer_that_is_not_elementwise_is_refused_where_it_would_see_part
     name: str, layout: dict, where: str | None, fix: str | None
 ) -> None:
     config = Config(**layout, optimizer=OwnOptimizer(name, lr=1e-9))
-    found = [*problems(config)]
+    in_layers = "tp=1" if config.tp > 1 else ""
+    found = [*problems(config, in_layers)]
     if where is None:
         assert found == []
         return
@@ -145,7 +146,7 @@ def test_an_optimizer_that_is_not_elementwise_is_refused_where_it_would_see_part
     assert problem.fix == fix
     meant = OwnOptimizer(name, lr=1e-9, exact_on_shards=True)
     assert "optimizer.exact_on_shards=true" in problem.reason
-    assert [*problems(replace(config, optimizer=meant))] == []
+    assert [*problems(replace(config, optimizer=meant), in_layers)] == []
 
 
 def test_trying_an_optimizer_leaves_the_random_numbers_as_they_were() -> None:

@@ -37,11 +37,11 @@ from titanlike.config.schema import (
 from titanlike.config.validate import problems
 from titanlike.distributed.mesh import open_mesh
 from titanlike.launch.worker import Worker
-from titanlike.models.attention import attention, undivided_attention
+from titanlike.models.attention import attention
 from titanlike.models.documents import Documents, document_mask, document_spans
-from titanlike.parallel.cp.attention import ContextAttention, DocumentAttention
-from titanlike.parallel.cp.context_parallel import IGNORED, ContextParallel
-from titanlike.parallel.cp.tokens import ContextRanks
+from titanlike.parallel.context_attention import ContextAttention
+from titanlike.parallel.context_parallel import IGNORED, ContextParallel
+from titanlike.parallel.context_tokens import ContextRanks
 from titanlike.proof.verification import verify
 from titanlike.training.draft import draft, preflight
 
@@ -158,10 +158,10 @@ def compiled_differences(config: Config, worker: Worker) -> list[float]:
     documents = Documents(document_spans(torch.tensor([[0] * 5 + [1] * 11, [0] * 16])))
     mask = document_mask(documents, 2, 16)
     whole = F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)
-    found, own = [], DocumentAttention(Documents, undivided_attention, document_mask)
+    found = []
     for method in ("gather", "ulysses"):
         ranks = ContextRanks(2, mesh.cp_rank, dist.group.WORLD, method=method)
-        ContextAttention(ranks, own).around(block := Attends(), "")
+        ContextAttention(ranks).around(block := Attends(), "")
         with as_on_a_gpu(), torch.no_grad():
             varlen.varlen_attn = lambda q, k, v, offsets, _, longest, *a, **b: operator(
                 q, k, v, offsets, longest
@@ -193,7 +193,7 @@ def test_ranks_have_each_token_once_and_equal_shares_of_causal_attention() -> No
 def test_a_batch_is_padded_with_what_does_not_count(tp: int, length: int) -> None:
     """To what two ranks can share, whose tokens tp ranks divide once more."""
     ranks = ContextRanks(2, 1)
-    context = ContextParallel(ranks, ContextAttention(ranks), tp)
+    context = ContextParallel(tiny(cp=2, tp=tp), ranks)
     batch = {
         "inputs": torch.ones(3, 17, dtype=torch.int64),
         "targets": torch.ones(3, 17, dtype=torch.int64),

@@ -31,20 +31,34 @@ from titanlike.config.schema import (
     SelectiveActivationCheckpoint,
 )
 from titanlike.config.validate import problems
-from titanlike.data.loader import batches, open_data
+from titanlike.data.loader import batches
+from titanlike.data.registry import open_data
 from titanlike.distributed.initialize import initialize
 from titanlike.launch.worker import Worker
 from titanlike.metrics.sinks import read_jsonl
-from titanlike.models.moe import Moe, RoutedFeedForward
+from titanlike.models.moe import Moe, RoutedMLP
 from titanlike.models.registry import initial_weights_of, resolve_model
 from titanlike.optim.optimizer import build_optimizers
 from titanlike.training.draft import draft, preflight
 from titanlike.training.loop import train
 
-SIZES = {"vocab_size": None, "dim": 32, "heads": 4, "kv_heads": 2, "experts": 8, "expert_dim": 32}
-ALL = {"layers": 2, "bias_rate": 0.01, "balance_loss": 0.02, "z_loss": 0.01}
-DEEPSEEK = {"scores": "sigmoid", "groups": 4, "groups_chosen": 2, "shared_experts": 1, "scale": 2.5}
-DEEPSEEK |= {"dense_layers": 1, "qk_norm": True, "head_dim": 16, "layers": 4}
+SIZES = {
+    "vocab_size": None,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_local_experts": 8,
+    "moe_intermediate_size": 32,
+}
+ALL = {"num_hidden_layers": 2, "bias_rate": 0.01, "balance_loss": 0.02, "z_loss": 0.01}
+DEEPSEEK = {
+    "scoring_func": "sigmoid",
+    "n_group": 4,
+    "topk_group": 2,
+    "n_shared_experts": 1,
+    "routed_scaling_factor": 2.5,
+}
+DEEPSEEK |= {"first_k_dense_replace": 1, "qk_norm": True, "head_dim": 16, "num_hidden_layers": 4}
 FULL = {"activation_checkpoint": ActivationCheckpoint("full")}
 
 
@@ -57,10 +71,10 @@ LAYOUTS = {"parts of the sequence": mixture(tp=2)}
 MORE_LAYOUTS = {
     "a pipeline of parts": mixture(2, tp=2, args=DEEPSEEK),
     "compiled, recomputed": mixture(
-        2, 1, "zbvzerobubble", compile=True, args={"layers": 4}, **FULL
+        2, 1, "zbvzerobubble", compile=True, args={"num_hidden_layers": 4}, **FULL
     ),
     "sizes that no grouped product takes": mixture(
-        dp=2, args={"expert_dim": 30, "dim": 40, "experts": 5}
+        dp=2, args={"moe_intermediate_size": 30, "hidden_size": 40, "num_local_experts": 5}
     ),
 }
 
@@ -79,7 +93,7 @@ class Written:
     def __init__(self, model: Moe) -> None:
         self.logits: dict[nn.Module, Tensor] = {}
         self.counts: dict[nn.Module, Tensor] = {}
-        self.layers = [m for m in model.modules() if isinstance(m, RoutedFeedForward)]
+        self.layers = [m for m in model.modules() if isinstance(m, RoutedMLP)]
         for layer in self.layers:
             layer.router.register_forward_hook(lambda m, _, out: self.logits.update({m: out}))
             layer.experts.register_forward_pre_hook(lambda m, a: self.counts.update({m: a[1]}))
@@ -116,7 +130,7 @@ def test_the_losses_are_those_of_the_global_batch_with_the_last_steps_load(tmp_p
     """Written down in plain torch, for two steps of a pipeline in microbatches."""
     config = mixture(2, 2, lr=ConstantLr(warmup=0), optimizer=AdamW(clip=None))
     ranks = run_world(gradients_of_two_steps, config, tmp_path)
-    model = Moe(**SIZES | {"layers": 2, "vocab_size": 64, "bias_rate": 0.01})
+    model = Moe(**SIZES | {"num_hidden_layers": 2, "vocab_size": 64, "bias_rate": 0.01})
     initialize(model, initial_weights_of(resolve_model(config), config.seed), torch.device("cpu"))
     parameters = dict(model.named_parameters())
     [optimizer] = build_optimizers(parameters, model, config)
@@ -145,7 +159,7 @@ def test_on_skewed_text_the_busiest_expert_comes_near_the_mean_in_every_layout(
     def trained(name: str, steps: int, rate: float = 0.001, **layout: int) -> list[dict[str, Any]]:
         settings = {"data": Custom("support.skewed.zipf"), "seq_len": 32}
         settings |= {"lr": ConstantLr(warmup=0), "optimizer": AdamW(lr=1e-3), "steps": steps}
-        model = Model("moe", {**SIZES, "layers": 2, "bias_rate": rate})
+        model = Model("moe", {**SIZES, "num_hidden_layers": 2, "bias_rate": rate})
         run_world(train, tiny(model=model, **settings, **layout), tmp_path / name)
         return read_jsonl(tmp_path / name / "metrics.jsonl")
 
@@ -180,7 +194,7 @@ def test_a_recomputed_block_counts_its_tokens_once(steps: tuple) -> None:
 
 def test_a_step_that_is_not_applied_moves_no_balance(steps: tuple) -> None:
     (first, second, third), _ = steps
-    assert {"layers.0.moe.bias", "layers.1.moe.load"} <= first.keys()
+    assert {"model.layers.0.mlp.bias", "model.layers.1.mlp.load"} <= first.keys()
     for name in first:
         assert first[name].abs().max() > 0
         assert torch.equal(first[name], second[name])
@@ -198,7 +212,7 @@ def of(model: Any, **layout: Any) -> Config:
     return tiny(model=model, batch_size=8, seq_len=16, steps=3, **layout)
 
 
-MOE = moe(shared_experts=1, balance_loss=0.01, z_loss=0.001)
+MOE = moe(n_shared_experts=1, balance_loss=0.01, z_loss=0.001)
 # ranks have other tokens, other experts and other shards of them
 EXCHANGED = {"moe": of(MOE, dp=2, cp=2, ep=2, fsdp=Fsdp(2))}
 MORE_EXCHANGED = {
@@ -252,7 +266,7 @@ def test_blocks_with_experts_elsewhere_are_compiled_whole_and_exchange_once(
 ) -> None:
     """Recomputed selectively they repeat no exchange, and none waits for how many tokens come."""
     config = of(moe(), dp=2, ep=2, **changes)
-    layers = config.model.args["layers"] * draft(config).microbatches
+    layers = config.model.args["num_hidden_layers"] * draft(config).microbatches
     found = run_world(exchanges_of_a_step, config, tmp_path, timeout=180)  # it compiles
     assert found == [(of_a_layer * layers, [])] * 2
 

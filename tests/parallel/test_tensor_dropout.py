@@ -40,11 +40,11 @@ def config(dropout: float = 0.5, attention: str = "Products", **changes: Any) ->
 
 def test_a_plan_says_which_masks_are_for_parts() -> None:
     def draws(**changes: Any) -> dict[str, set[bool]]:
-        tensor = draft(config(**changes)).transforms["tp"].draft
-        assert tensor is not None
+        transform = draft(config(**changes)).transforms["tp"]
+        tensor = transform.draft
         drawn = "draws random numbers for each tensor-parallel rank's part"
         # compiled code cannot change the generator
-        assert (drawn in tensor.why_not_compiled("blocks.1")) == bool(tensor.draws)
+        assert (drawn in transform.why_not_compiled("blocks.1")) == bool(tensor.draws)
         return dict(tensor.draws)
 
     whole, parts = {False}, {True}

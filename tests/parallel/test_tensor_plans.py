@@ -171,7 +171,13 @@ def test_transformers_embedding_that_scales_what_it_looks_up_is_divided() -> Non
 
 @pytest.mark.parametrize("tp, kv_heads, sequence", [(2, 4, True), (4, 2, True), (4, 1, False)])
 def test_our_own_plans_are_right(tp: int, kv_heads: int, sequence: bool) -> None:
-    sizes = {"dim": 32, "heads": 4, "kv_heads": kv_heads, "ffn_dim": 64, "vocab_size": 97}
+    sizes = {
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "num_key_value_heads": kv_heads,
+        "intermediate_size": 64,
+        "vocab_size": 97,
+    }
     assert not preflight(tiny(tp=tp, model=Model("llama", sizes), tp_sequence=sequence))
 
 
@@ -181,7 +187,14 @@ def test_equal_blocks_are_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         llama.Attention, "forward", lambda *args: calls.append(args) or forward(*args)
     )
-    sizes = {"dim": 32, "heads": 4, "kv_heads": 2, "ffn_dim": 64, "vocab_size": 97, "layers": 6}
+    sizes = {
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 64,
+        "vocab_size": 97,
+        "num_hidden_layers": 6,
+    }
     draft(tiny(tp=2, model=Model("llama", sizes)))
     # whole, divided with and without the sequence, and recorded in training and in evaluation
     assert len(calls) == 5

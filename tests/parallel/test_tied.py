@@ -11,8 +11,8 @@ from torch import nn
 from support.models import tiny
 from support.world import run_world
 from titanlike.config.schema import Config
+from titanlike.distributed.gradients import TiedWeights
 from titanlike.distributed.mesh import open_mesh
-from titanlike.distributed.tied import tie
 from titanlike.launch.worker import Worker
 
 PP, DP = 3, 2
@@ -33,7 +33,7 @@ def tied(config: Config, worker: Worker) -> tuple[int, dict[int, dict[str, float
     c10d = dist.distributed_c10d
     make = c10d._new_process_group_helper
     c10d._new_process_group_helper = lambda *a, **k: made.append(a) or make(*a, **k)
-    weights = tie(STAGES, PLACE, mine, mesh, 30)
+    weights = TiedWeights(STAGES, PLACE, mine, mesh, 30)
     for stage, parameters in mine.items():
         for name, parameter in parameters.items():
             if name != "bias" or stage != 5:  # which its backward did not reach

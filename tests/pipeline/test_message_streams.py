@@ -29,7 +29,7 @@ def test_no_schedule_deadlocks_or_waits_for_messages_to_others(name: str) -> Non
     for pp, microbatches, chunks in ((2, 4, 2), (3, 12, 2), (4, 9, 3)):
         order = order_of(name, pp, microbatches, chunks)
         for evaluated in (order, order.forward_only()) if order else ():
-            ranks, place = _lower(evaluated, evaluated.stages), evaluated.place
+            ranks, place = _lower(evaluated, evaluated.stages), evaluated.stage_to_rank
             # where a message holds up its ranks, as the first one of a pair does; and in one stream
             makespan(ranks, place, compute, MESSAGE)
             makespan(ranks, place, one_stream, MESSAGE)
@@ -42,7 +42,7 @@ def test_one_stream_for_all_messages_would_cost_interleaved_schedules() -> None:
     for pp, least in ((4, 1.13), (8, 1.25)):
         order = order_of("interleaved1f1b", pp, 4 * pp)
         ranks = _lower(order, order.stages)
-        one, each = (makespan(ranks, order.place, s, MESSAGE) for s in (one_stream, a_pair))
+        one, each = (makespan(ranks, order.stage_to_rank, s, MESSAGE) for s in (one_stream, a_pair))
         assert one > least * each
 
 
@@ -50,17 +50,18 @@ def test_messages_in_a_crossed_order_are_a_deadlock() -> None:
     """Rank 0 waits for the gradient of microbatch 0 before it sends that microbatch."""
     order = order_of("gpipe", 2, 2)
     ranks = _lower(order, 1)
-    makespan(ranks, order.place, a_pair, MESSAGE)
+    makespan(ranks, order.stage_to_rank, a_pair, MESSAGE)
     sends = next(i for i, a in enumerate(ranks[0]) if str(a) == "0SEND_F0")
     receive = next(i for i, a in enumerate(ranks[0]) if str(a) == "0RECV_B0")
     ranks[0].insert(sends, ranks[0].pop(receive))
     with pytest.raises(Deadlock, match="Message"):
-        makespan(ranks, order.place, a_pair, MESSAGE)
+        makespan(ranks, order.stage_to_rank, a_pair, MESSAGE)
 
 
 def batches_of_messages(config: Config, worker: Worker) -> tuple[int, int]:
     """In a step and an evaluation after a first: messages started by themselves, and in batches."""
-    from titanlike.data.loader import batches, open_data
+    from titanlike.data.loader import batches
+    from titanlike.data.registry import open_data
     from titanlike.training.build import build
     from titanlike.training.feed import to_device
 

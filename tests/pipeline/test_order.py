@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from titanlike.pipeline.order import Act, Order, awaited, needs, walk
+from titanlike.pipeline.order import Action, Order, completion_key, dependencies, walk
 from titanlike.pipeline.schedules import interleaved_1f1b, loop, one_f_one_b, vee
 
 # pp 2, 2 microbatches, one stage a rank; rank 0 splits the backward of microbatch 1
@@ -17,16 +17,16 @@ SPLIT = "0F0,0F1,0B0,0I1,0W1\n1F0,1F1,1B0,1B1\n"
 orders = st.builds(interleaved_1f1b, st.integers(1, 4), st.integers(1, 6), st.integers(1, 3))
 
 
-def acts(text: str) -> tuple[Act, ...]:
-    return tuple(Act.parse(cell) for cell in text.split(","))
+def acts(text: str) -> tuple[Action, ...]:
+    return tuple(Action.parse(cell) for cell in text.split(","))
 
 
 def test_an_action_reads_back_what_it_writes() -> None:
-    assert str(Act("I", 12, 3)) == "12I3"
-    assert Act.parse(" 12I3 ") == Act("I", 12, 3)
+    assert str(Action("I", 12, 3)) == "12I3"
+    assert Action.parse(" 12I3 ") == Action("I", 12, 3)
     for text in ("", "F0", "2F", "2X0", "2SEND_F0", "2F0 1F0", "-1F0", "٢F0"):
         with pytest.raises(ValueError, match="such as 2F0"):
-            Act.parse(text)
+            Action.parse(text)
 
 
 @pytest.mark.parametrize(
@@ -83,8 +83,8 @@ def test_what_a_table_cannot_say_is_refused_too() -> None:
         (Order((row,), (0,), 2), "pipeline rank 0: 0F1 is missing"),
         (Order((acts("0F0,0B0,0F1"),), (0,), 1), "0F1 .* only microbatches 0 to 0"),
         (Order((acts("0F0,0B0,1F0"),), (0,), 1), "1F0 .* only stages 0 to 0"),
-        (Order(((*row, Act("F", 0, -1)),), (0,), 1), "0F-1 .* only microbatches"),
-        (Order(((*row, Act("X", 0, 0)),), (0,), 1), "kind 'X'"),
+        (Order(((*row, Action("F", 0, -1)),), (0,), 1), "0F-1 .* only microbatches"),
+        (Order(((*row, Action("X", 0, 0)),), (0,), 1), "kind 'X'"),
         # the turn of a V: nothing is sent, so the rank would compute with what is not there yet
         (Order((row, acts("1F0,2F0,1B0,2B0")), (0, 1, 1), 1), "rank 1: 1B0 comes before 2B0"),
     ):
@@ -94,13 +94,15 @@ def test_what_a_table_cannot_say_is_refused_too() -> None:
 
 def can_run(order: Order) -> bool:
     """An independent answer: no cycle among dependencies and program order, losses in order."""
-    graph: dict[Act, set[Act]] = {}
+    graph: dict[Action, set[Action]] = {}
     for row in order.ranks:
         for index, act in enumerate(row):
-            graph[awaited(act)] = {awaited(before) for before in row[max(0, index - 1) : index]}
-            graph[awaited(act)].update(needs(act, order.stages - 1))
+            graph[completion_key(act)] = {
+                completion_key(before) for before in row[max(0, index - 1) : index]
+            }
+            graph[completion_key(act)].update(dependencies(act, order.stages - 1))
     last = order.stages - 1
-    arrivals = [a.mb for a in order.ranks[order.place[last]] if a[:2] == ("F", last)]
+    arrivals = [a.mb for a in order.ranks[order.stage_to_rank[last]] if a[:2] == ("F", last)]
     try:
         TopologicalSorter(graph).prepare()
     except CycleError:
@@ -117,7 +119,7 @@ def test_two_swapped_actions_are_refused_exactly_when_they_deadlock_or_cannot_ru
     row = ranks[data.draw(st.integers(0, len(ranks) - 1))]
     i, j = (data.draw(st.integers(0, len(row) - 1)) for _ in "ij")
     row[i], row[j] = row[j], row[i]
-    swapped = Order(tuple(map(tuple, ranks)), order.place, order.microbatches)
+    swapped = Order(tuple(map(tuple, ranks)), order.stage_to_rank, order.microbatches)
     if can_run(swapped):
         swapped.check()
     else:
@@ -128,10 +130,10 @@ def test_two_swapped_actions_are_refused_exactly_when_they_deadlock_or_cannot_ru
 @settings(max_examples=25, deadline=None)
 @given(orders)
 def test_an_order_is_walked_as_it_can_run_and_a_csv_reads_back_the_same(order) -> None:
-    seen: list[Act] = []
+    seen: list[Action] = []
     for rank, act in walk(order):
-        assert order.place[act.stage] == rank
-        assert set(needs(act, order.stages - 1)) <= set(map(awaited, seen))
+        assert order.stage_to_rank[act.stage] == rank
+        assert set(dependencies(act, order.stages - 1)) <= set(map(completion_key, seen))
         seen.append(act)
     assert sorted(seen) == sorted(act for row in order.ranks for act in row)
     assert Order.from_csv(order.to_csv()) == order
@@ -148,9 +150,9 @@ def test_an_order_is_walked_as_it_can_run_and_a_csv_reads_back_the_same(order) -
 )
 def test_evaluation_runs_every_forward_once_on_any_placement(place, microbatches) -> None:
     order = Order(((),) * (max(place) + 1), place, 1).forward_only(microbatches).check()
-    assert order.place == place and order.microbatches == microbatches
+    assert order.stage_to_rank == place and order.microbatches == microbatches
     everything = sorted(act for row in order.ranks for act in row)
-    assert everything == [Act("F", s, m) for s in range(len(place)) for m in range(microbatches)]
+    assert everything == [Action("F", s, m) for s in range(len(place)) for m in range(microbatches)]
     assert one_f_one_b(2, microbatches).forward_only().microbatches == microbatches
 
 

@@ -67,7 +67,7 @@ def test_every_schedule_that_can_be_declared_has_its_function_and_runs_on_a_sing
         count, reason = derive_microbatches(chosen(name), 1, 4)
         assert count == (2 if name == "dualpipev" else 1)
         assert reason == ("the fewest that dualpipev runs" if count == 2 else "no pipeline to fill")
-        assert set(build_order(chosen(name), 1, count).place) == {0}
+        assert set(build_order(chosen(name), 1, count).stage_to_rank) == {0}
 
 
 def test_1f1b_and_gpipe_are_the_textbook_orders() -> None:
@@ -98,8 +98,8 @@ def test_looped_orders_are_those_that_torch_generates(capsys: pytest.CaptureFixt
 def test_placements_are_a_loop_or_a_v() -> None:
     assert loop(3, 2) == (0, 1, 2, 0, 1, 2)
     assert vee(3) == (0, 1, 2, 2, 1, 0)
-    assert build_order(chosen("zbvzerobubble"), 2, 4).place == vee(2)
-    assert build_order(chosen("interleavedzerobubble"), 2, 4).place == loop(2, 2)
+    assert build_order(chosen("zbvzerobubble"), 2, 4).stage_to_rank == vee(2)
+    assert build_order(chosen("interleavedzerobubble"), 2, 4).stage_to_rank == loop(2, 2)
 
 
 # --- how many microbatches ---------------------------------------------------------------------
@@ -177,7 +177,7 @@ def test_a_csv_that_is_missing_or_wrong_is_refused_with_its_path(tmp_path) -> No
 
 
 MINE = """
-from titanlike.pipeline.order import Act, Order
+from titanlike.pipeline.order import Action, Order
 from titanlike.pipeline.schedules import gpipe
 
 def backwards_last(pp, microbatches, lazy=False):

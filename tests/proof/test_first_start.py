@@ -111,12 +111,18 @@ def test_what_is_titanlikes_own_is_not_asked_about(config: Config, code: dict[st
 
 def test_what_one_process_cannot_do_is_left_out_with_the_reason(tmp_path: Path) -> None:
     worker = Worker(0, 2, 0, 2, tmp_path, None, [])
-    sizes = {"dim": 512, "heads": 8, "ffn_dim": 2048, "vocab_size": 8000}
-    model = Custom("titanlike.models.llama.Llama", {**sizes, "layers": 8})
+    sizes = {
+        "hidden_size": 512,
+        "num_attention_heads": 8,
+        "intermediate_size": 2048,
+        "vocab_size": 8000,
+    }
+    model = Custom("titanlike.models.llama.Llama", {**sizes, "num_hidden_layers": 8})
     long = first_start._too_much(tiny(dp=2, model=model, seq_len=512), worker)
     assert long.startswith("one process would take ") and int(long.split()[4]) > LIMIT
     large = Custom(
-        "titanlike.models.llama.Llama", {**sizes, "layers": 250, "dim": 16384, "ffn_dim": 65536}
+        "titanlike.models.llama.Llama",
+        {**sizes, "num_hidden_layers": 250, "hidden_size": 16384, "intermediate_size": 65536},
     )
     assert "too large" in first_start._too_much(tiny(dp=2, model=large), worker)
     assert first_start._too_much(tiny(dp=2), worker) == ""

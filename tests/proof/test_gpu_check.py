@@ -66,7 +66,7 @@ def test_what_fails_or_takes_too_long_is_reported_and_the_rest_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(gpu_cells, "_GRACE", 5.0)
-    tiny = "device=cpu model.layers=2 model.dim=32 model.ffn_dim=64 seq_len=16 data=synthetic"
+    tiny = "device=cpu model.num_hidden_layers=2 model.hidden_size=32 model.intermediate_size=64 seq_len=16 data=synthetic"
     words = (*tiny.split(), "logger=none", "steps=2")
     cells = [
         Cell("speed", "a misspelt key", (*words, "sede=1"), 1, 60),

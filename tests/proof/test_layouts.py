@@ -142,7 +142,7 @@ def verify_with_a_fault(config: Config, worker: Worker, fault: str) -> dict:
         result = train_right(self, batch)
         if self._mesh.pp_rank == 1:
             named = dict(self._stages[1].named_parameters())
-            parameter = named["layers.5.ffn.up.weight"]
+            parameter = named["model.layers.5.mlp.up_proj.weight"]
             if fault == "scaled" or (fault == "scaled later" and steps > 1):
                 parameter.grad *= SCALED.get(config.precision.name, 1.01)
             elif fault == "missing":
@@ -163,7 +163,7 @@ def test_a_wrong_gradient_or_loss_is_caught_and_named(fault: str, tmp_path: Path
     results = run_world(verify_with_a_fault, tiny(2, 1, optimizer=Sgd()), tmp_path, fault)
     assert {result["exit_code"] for result in results} == {1}
     verdict = (tmp_path / "rank0.out").read_text().splitlines()[-1]
-    wrong = "loss of loss" if fault == "loss" else "gradient of layers.5.ffn.up.weight"
+    wrong = "loss of loss" if fault == "loss" else "gradient of model.layers.5.mlp.up_proj.weight"
     assert verdict.startswith("FAIL") and wrong in verdict
 
 
@@ -173,7 +173,7 @@ def test_a_wrong_gradient_of_a_later_step_is_not_taken_for_rounding(tmp_path: Pa
     results = run_world(verify_with_a_fault, config, tmp_path, "scaled later")
     assert {result["exit_code"] for result in results} == {1}
     verdict = (tmp_path / "rank0.out").read_text().splitlines()[-1]
-    assert verdict.startswith("FAIL") and "update of layers.5.ffn.up.weight" in verdict
+    assert verdict.startswith("FAIL") and "update of model.layers.5.mlp.up_proj.weight" in verdict
 
 
 @pytest.mark.slow
@@ -205,7 +205,7 @@ def test_a_wrong_gradient_is_named_in_low_precision_too(
     results = run_world(verify_with_a_fault, config, tmp_path, fault)
     assert {result["exit_code"] for result in results} == {1}
     shown = (tmp_path / "rank0.out").read_text()
-    assert re.search(r"gradient +layers.5.ffn.up.weight .*DIFFERS", shown), shown
+    assert re.search(r"gradient +model.layers.5.mlp.up_proj.weight .*DIFFERS", shown), shown
 
 
 @pytest.mark.slow
@@ -299,16 +299,16 @@ def test_a_save_that_was_killed_does_not_count(tmp_path: Path) -> None:
 
 def killed_while_saving_step_4(config: Config, worker: Worker) -> None:
     """Train, and die after the tensors of step 4 are written and before they are committed."""
-    from titanlike.checkpoint import save
+    from titanlike.checkpoint import writer
 
-    commit_right = save.commit
+    commit_right = writer.commit
 
     def commit(folder, files, state):
         if state["step"] == 4:
             os.kill(os.getpid(), signal.SIGKILL)
         commit_right(folder, files, state)
 
-    save.commit = commit
+    writer.commit = commit
     train(config, worker)
 
 
@@ -357,7 +357,9 @@ def test_a_checkpoint_of_another_model_is_refused_by_name(tmp_path: Path) -> Non
         AssertionError, match=r"optimizer=sgd: .*saved with adamw.*write optimizer=adamw"
     ):
         run_world(train, tiny(steps=2, checkpoint=saving, optimizer=Sgd()), tmp_path)
-    with pytest.raises(AssertionError, match=r"model.layers=9: .*write model.layers=8"):
+    with pytest.raises(
+        AssertionError, match=r"model.num_hidden_layers=9: .*write model.num_hidden_layers=8"
+    ):
         run_world(train, tiny(steps=2, layers=9, checkpoint=saving), tmp_path)
     with pytest.raises(AssertionError, match=r"seed=7: .*write seed=0"):
         run_world(train, tiny(steps=2, seed=7, checkpoint=saving), tmp_path)

@@ -13,7 +13,7 @@ from support.live_memory import Live
 from support.models import tiny
 from support.world import run_world
 from titanlike.config.schema import Config, Fsdp, Schedule
-from titanlike.data.loader import open_data
+from titanlike.data.registry import open_data
 from titanlike.distributed.mesh import close_mesh, open_mesh
 from titanlike.launch.worker import Worker
 from titanlike.proof import benchmark, benchmark_data
@@ -79,7 +79,9 @@ def test_the_bench_compares_loops_pair_by_pair(
 
 @pytest.mark.slow
 def test_bench_measures_a_command_beside_a_plain_loop(tmp_path: Path) -> None:
-    done = command("model.layers=2", "steps=10", "logger=none", tool="tools/bench.py", cwd=tmp_path)
+    done = command(
+        "model.num_hidden_layers=2", "steps=10", "logger=none", tool="tools/bench.py", cwd=tmp_path
+    )
     assert done.returncode == 0, done.stderr
     for label in ("tokens/s", "step", "first step done", "peak memory a rank", "ours / by hand"):
         assert label in done.stdout

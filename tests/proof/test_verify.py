@@ -136,16 +136,22 @@ def sound(worker: Worker) -> None:
 def unseen(worker: Worker) -> None:
     """One parameter of one rank is neither compared nor trained."""
     right = StageState.parameters
-    left_out = "head.weight" if worker.rank else ""
+    left_out = "lm_head.weight" if worker.rank else ""
     StageState.parameters = lambda self: (p for p in right(self) if p[0] != left_out)
 
 
 def test_all_of_a_model_is_compared_on_every_rank(tmp_path: Path) -> None:
     config = tiny(dp=2, layers=1, optimizer=AdamW(clip=None))
-    block = ("attention_norm", "attention.wq", "attention.wk", "attention.wv", "attention.wo")
-    block += ("ffn_norm", "ffn.gate", "ffn.up", "ffn.down")
-    parameters = [f"layers.0.{name}.weight" for name in block]
-    parameters += ["embedding.weight", "norm.weight", "head.weight"]
+    block = (
+        "input_layernorm",
+        "self_attn.q_proj",
+        "self_attn.k_proj",
+        "self_attn.v_proj",
+        "self_attn.o_proj",
+    )
+    block += ("post_attention_layernorm", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+    parameters = [f"model.layers.0.{name}.weight" for name in block]
+    parameters += ["model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"]
     of_losses = [*(f"loss of step {step}" for step in (1, 2, 3)), "loss after the last step"]
     expected = {("loss", name) for name in (*of_losses, "validation loss")}
     for kind in ("initial", "gradient", "update"):
@@ -156,7 +162,7 @@ def test_all_of_a_model_is_compared_on_every_rank(tmp_path: Path) -> None:
     assert (code, missing) == (0, [])
     assert found == expected, found ^ expected
     code, _, missing = run_world(verified, config, tmp_path, unseen)[0]
-    assert code == 1 and missing == ["head.weight: 1024 of 2048 elements are in a stage"]
+    assert code == 1 and missing == ["lm_head.weight: 1024 of 2048 elements are in a stage"]
 
 
 def as_a_gpu(worker: Worker) -> None:
@@ -175,7 +181,7 @@ def with_a_wrong_gradient(worker: Worker) -> None:
 
     def train(self: Pipeline, batch: dict[str, Tensor]) -> Any:
         result = right(self, batch)
-        self._stages[0].get_parameter("layers.0.ffn.up.weight").grad.mul_(1.01)
+        self._stages[0].get_parameter("model.layers.0.mlp.up_proj.weight").grad.mul_(1.01)
         return result
 
     Pipeline.train = train

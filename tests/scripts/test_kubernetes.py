@@ -29,7 +29,7 @@ from tools.kubernetes.render import KINDS, manifest, read_file
 
 RENDER = ROOT / "tools/kubernetes/render.py"
 NEEDED = ["NAME=tiny", "IMAGE=registry/tiny:1", "CLAIM=shared"]
-TINY = "data=synthetic logger=none model.layers=2 model.dim=32 model.ffn_dim=64 validation.every=0"
+TINY = "data=synthetic logger=none model.num_hidden_layers=2 model.hidden_size=32 model.intermediate_size=64 validation.every=0"
 TINY = [*TINY.split(), "batch_size=4", "seq_len=16", "device=cpu", "log_every=1"]
 # the first with all that a Job asks for, and the newest of which there are schemas
 VERSIONS = ("1.29", kubernetes_validate.latest_version())

@@ -20,7 +20,7 @@ from support.waiting import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(missing()), reason=missing())]
 
-TINY = "model.layers=2 model.dim=32 model.ffn_dim=64 seq_len=16 batch_size=4 data=synthetic"
+TINY = "model.num_hidden_layers=2 model.hidden_size=32 model.intermediate_size=64 seq_len=16 batch_size=4 data=synthetic"
 TINY = [*TINY.split(), "data.vocab_size=64", "validation.every=0", "logger=none", "device=cpu"]
 # says that it was stopped before its first step, however often it is started
 NEVER_GETS_ANYWHERE = """

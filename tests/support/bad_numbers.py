@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from titanlike.config.schema import Config
-from titanlike.data.shuffle import shuffled_index
-from titanlike.data.sources import Data, SyntheticSource
+from titanlike.data.order import shuffled_index
+from titanlike.data.sources import Data
+from titanlike.data.synthetic import SyntheticSource
 
 WORDS = 62  # ordinary tokens
 POISON, LOUD = WORDS, WORDS + 1

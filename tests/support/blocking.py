@@ -118,9 +118,9 @@ def blocking_calls(config: Config, worker: Worker) -> tuple[int, list[str]]:
     """
     blocking, counted = Blocking(), set()
     if hasattr(loop, "settle"):
-        from titanlike.distributed.async_scalars import Sent
+        from titanlike.distributed.readings import PendingScalars
 
-        Sent.read = blocking.allowed(Sent.read)
+        PendingScalars.read = blocking.allowed(PendingScalars.read)
     documents._count_and_longest = blocking.allowed(documents._count_and_longest)
 
     def in_step(function: Any) -> Any:

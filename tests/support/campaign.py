@@ -44,7 +44,7 @@ from titanlike.metrics.sinks import read_jsonl  # noqa: E402
 
 EVERY, KEEP, STEPS = 3, 2, 36
 WORDS = (
-    "model.dim=32 model.ffn_dim=64 model.layers=4 seq_len=16 batch_size=8 data=synthetic "
+    "model.hidden_size=32 model.intermediate_size=64 model.num_hidden_layers=4 seq_len=16 batch_size=8 data=synthetic "
     f"validation.every=0 logger=none steps={STEPS} checkpoint.every={EVERY} "
     f"checkpoint.keep={KEEP} run_dir=run"
 ).split()

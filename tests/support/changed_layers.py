@@ -97,7 +97,7 @@ class WithLinear(Llama):
     def __init__(self, layer: str, linear: str, **sizes: Any) -> None:
         super().__init__(**sizes)
         path, _, last = layer.rpartition(".")
-        holder = self.layers[1].get_submodule(path)
+        holder = self.model.layers[1].get_submodule(path)
         old: Any = getattr(holder, last)
         setattr(holder, last, LINEAR[linear](old.in_features, old.out_features, bias=False))
 
@@ -105,7 +105,9 @@ class WithLinear(Llama):
 class WithEmbedding(Llama):
     def __init__(self, settings: dict[str, Any], **sizes: Any) -> None:
         super().__init__(**sizes)
-        self.embedding = nn.Embedding(sizes["vocab_size"], sizes["dim"], **settings)
+        self.model.embed_tokens = nn.Embedding(
+            sizes["vocab_size"], sizes["hidden_size"], **settings
+        )
 
 
 class WithHook(Llama):
@@ -113,12 +115,14 @@ class WithHook(Llama):
 
     def __init__(self, kind: str, **sizes: Any) -> None:
         super().__init__(**sizes)
-        ffn: Any = self.layers[1].ffn
+        mlp: Any = self.model.layers[1].mlp
         if kind == "gradient":
-            ffn.up.weight.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+            mlp.up_proj.weight.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
         elif kind == "accumulated":
-            ffn.up.weight.register_post_accumulate_grad_hook(lambda weight: weight.grad.mul_(0.5))
+            mlp.up_proj.weight.register_post_accumulate_grad_hook(
+                lambda weight: weight.grad.mul_(0.5)
+            )
         elif kind == "backward":
-            ffn.register_full_backward_hook(lambda module, given, got: (given[0] * 0.5,))
+            mlp.register_full_backward_hook(lambda module, given, got: (given[0] * 0.5,))
         elif kind == "forward":
-            ffn.up.register_forward_hook(lambda module, args, output: output * 0.5)
+            mlp.up_proj.register_forward_hook(lambda module, args, output: output * 0.5)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from titanlike.config import validate
 from titanlike.config.errors import Problem
 from titanlike.config.overrides import key_of
-from titanlike.data import checks as data
+from titanlike.data import registry as data
 from titanlike.driver.argv import complete_args, parse_argv
 from titanlike.driver.overrides import CheckedOverrides, check_overrides
 

@@ -14,9 +14,9 @@ from support.paths import ROOT
 SCRIPTS = Path(sys.executable).parent
 TORCHRUN = ["-m", "torch.distributed.run"]
 TINY = [
-    "model.dim=32",
-    "model.ffn_dim=64",
-    "model.layers=4",
+    "model.hidden_size=32",
+    "model.intermediate_size=64",
+    "model.num_hidden_layers=4",
     "seq_len=16",
     "steps=5",
     "validation.every=0",

@@ -8,13 +8,10 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate, pairwise
 
-import numpy as np
-
 from support.message_streams import order_of
 from titanlike.costs.auto_schedule import Placement, best_cut
-from titanlike.costs.best_split import StageCosts, best_split
+from titanlike.costs.auto_split import StageCosts, best_split
 from titanlike.costs.order_search import (
-    Baseline,
     OrderProblem,
     SearchResult,
     best_known,
@@ -22,6 +19,7 @@ from titanlike.costs.order_search import (
     lower_bound,
 )
 from titanlike.costs.simulate import Duration, StageTimes
+from titanlike.pipeline.order import Order
 from titanlike.pipeline.schedules import LOOPED, SCHEDULES, V_SCHEDULES, loop, one_f_one_b, vee
 
 Split = tuple[int, ...]  # the first unit of each stage
@@ -68,12 +66,12 @@ class CostSet:
 
     def balanced(self, place: tuple[int, ...], by_memory: bool = False) -> Split:
         """As split=auto, by the time of each unit, or what it holds."""
-        count, each = len(self.forward), self.held
+        each = self.held
         if not by_memory:
             seconds = zip(self.forward, self.inputs, self.weights, strict=True)
             each = [sum(unit) for unit in seconds]
         costs = StageCosts(
-            np.zeros((count + 1, count + 1), dtype=np.int64),
+            None,
             [round(1e6 * value) for value in each],
             [1] * len(place),
         )
@@ -114,13 +112,13 @@ class CostSet:
 
 
 @cache
-def known(place: tuple[int, ...], pp: int, microbatches: int) -> list[Baseline]:
+def known(place: tuple[int, ...], pp: int, microbatches: int) -> dict[str, Order]:
     """Schedules of a placement."""
-    found = []
+    found = {}
     for name in SCHEDULES:
         of = vee(pp) if name in V_SCHEDULES else loop(pp, 2 if name in LOOPED else 1)
         if of == place and (order := order_of(name, pp, microbatches)) is not None:
-            found.append(Baseline(name, order))
+            found[name] = order
     return found
 
 
@@ -151,7 +149,7 @@ def compare_all(costs: CostSet, limit: float, trials: int) -> Compared:
     def problem_of(cut: Placement) -> OrderProblem:
         return costs.problem(cut.place, cut.starts, limit)
 
-    def known_of(problem: OrderProblem) -> list[Baseline]:
+    def known_of(problem: OrderProblem) -> dict[str, Order]:
         return known(problem.place, costs.pp, costs.microbatches)
 
     built_in, cuts = None, []

@@ -6,7 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titanlike.data.sources import IGNORE, Data, SyntheticSource
+from titanlike.data.sources import IGNORE, Data
+from titanlike.data.synthetic import SyntheticSource
 
 
 class Uneven:

@@ -9,12 +9,24 @@ from typing import Any
 from support.saved_runs import a_run, train_all
 from titanlike.config.schema import Config, Model, TextData
 
-SIZES = {"dim": 32, "heads": 4, "layers": 2, "vocab_size": None}
-LLAMA = Model("llama", SIZES | {"kv_heads": 2, "ffn_dim": 64, "rope_theta": 500.0})
-GPT2 = Model("gpt2", SIZES | {"max_seq_len": None})
+SIZES = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": None}
+LLAMA = Model(
+    "llama", SIZES | {"num_key_value_heads": 2, "intermediate_size": 64, "rope_theta": 500.0}
+)
+GPT2 = Model(
+    "gpt2", {"vocab_size": None, "n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": None}
+)
 
 MOE = Model(
-    "moe", SIZES | {"kv_heads": 2, "experts": 4, "top_k": 2, "expert_dim": 48, "bias_rate": 0.0}
+    "moe",
+    SIZES
+    | {
+        "num_key_value_heads": 2,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48,
+        "bias_rate": 0.0,
+    },
 )
 
 

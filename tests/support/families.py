@@ -7,19 +7,23 @@ from typing import Any
 from support.hf_tiny import sizes
 from titanlike.config.keys import Model
 
-
-def ours(family: str, **changes: Any) -> Model:
-    plain = {"vocab_size": None, "dim": 32, "heads": 4, "layers": 4}
-    return Model(family, plain | changes)
+_ATTENTION = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
 
 
 def llama(**changes: Any) -> Model:
-    return ours("llama", **{"kv_heads": 2, "ffn_dim": 64, **changes})
+    plain = {"vocab_size": None, "intermediate_size": 64, "num_hidden_layers": 4}
+    return Model("llama", {**plain, **_ATTENTION, **changes})
+
+
+def gpt2(**changes: Any) -> Model:
+    plain = {"vocab_size": None, "n_embd": 32, "n_head": 4, "n_layer": 4, "n_positions": None}
+    return Model("gpt2", plain | changes)
 
 
 def moe(**changes: Any) -> Model:
-    plain = {"kv_heads": 2, "layers": 2, "experts": 4, "expert_dim": 32, "bias_rate": 0.01}
-    return ours("moe", **{**plain, **changes})
+    plain = {"vocab_size": None, "num_hidden_layers": 2, "bias_rate": 0.01}
+    plain |= {"num_local_experts": 4, "moe_intermediate_size": 32}
+    return Model("moe", {**plain, **_ATTENTION, **changes})
 
 
 def hf(family: str, vocab_size: int | None = 66, **changes: Any) -> Model:

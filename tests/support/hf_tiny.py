@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from support.models import tiny
 from titanlike.config.schema import Config, Custom
-from titanlike.models.hf_experts import SortedExperts
+from titanlike.models.hf_layers import SortedExperts
 
 transformers.logging.set_verbosity_error()
 SIZES = {

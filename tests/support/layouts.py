@@ -17,7 +17,7 @@ from itertools import combinations, product
 from pathlib import Path
 from typing import Any
 
-from support.families import hf, llama, moe, ours
+from support.families import gpt2, hf, llama, moe
 from support.models import SCHEDULES, schedule_of, tiny
 from support.planned_models import PLAN
 from titanlike.config.keys import Model
@@ -58,10 +58,12 @@ ZERO_BUBBLE = (
     "dualpipev",
 )
 MODELS = {
-    "llama": lambda: llama(layers=LAYERS),
-    "llama tied": lambda: llama(layers=LAYERS, tied=True),
-    "gpt2 tied": lambda: ours("gpt2", layers=LAYERS, max_seq_len=None, tied=True),
-    "moe": lambda: moe(layers=LAYERS, shared_experts=1, balance_loss=0.01, z_loss=0.001),
+    "llama": lambda: llama(num_hidden_layers=LAYERS),
+    "llama tied": lambda: llama(num_hidden_layers=LAYERS, tie_word_embeddings=True),
+    "gpt2 tied": lambda: gpt2(n_layer=LAYERS, tie_word_embeddings=True),
+    "moe": lambda: moe(
+        num_hidden_layers=LAYERS, n_shared_experts=1, balance_loss=0.01, z_loss=0.001
+    ),
     "hf qwen3 tied": lambda: hf("qwen3", vocab_size=None, tie_word_embeddings=True),
     "custom": lambda: Model(
         "support.planned_models.Own", {"vocab_size": None, "max_seq_len": 16}, PLAN
@@ -122,9 +124,9 @@ SHARDED = ("zero 2", "zero 3")
 TWO_STAGES = (*LOOPED, *V_SCHEDULES, "csv")  # a rank
 DP = {"1": 1, "2": 2, "2 replicas": 2, "2x2": 4}
 BLOCKS = {  # of a model: the path of a block, and of a module inside of it
+    "llama": ("model.layers.{}", "model.layers.{}.mlp"),
     "custom": ("blocks.{}", "blocks.{}.gate_up"),
-    "gpt2 tied": ("layers.{}", "layers.{}.ffn_norm"),
-    "hf qwen3 tied": ("model.layers.{}", "model.layers.{}.mlp"),
+    "gpt2 tied": ("transformer.h.{}", "transformer.h.{}.ln_2"),
 }
 
 
@@ -142,7 +144,7 @@ def split_of(cell: Cell) -> Any:
     """The stages of a cell: even, some that begin inside of a block, or unequal and some empty."""
     count = cell["pp"] * (2 if cell["schedule"] in TWO_STAGES else 1)
     if cell["split"] == "inside":
-        names = BLOCKS.get(cell["model"], ("layers.{}", "layers.{}.ffn"))
+        names = BLOCKS.get(cell["model"], BLOCKS["llama"])
         points = [name.format(block) for block in range(LAYERS) for name in names][1:]
         return PointSplit(points=points[: count - 1])
     if cell["split"] == "unequal":

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from titanlike.config.schema import Config
-from titanlike.data.loader import batches, open_data
+from titanlike.data.loader import batches
+from titanlike.data.registry import open_data
 from titanlike.distributed.mesh import close_mesh, open_mesh
 from titanlike.launch.worker import Worker
 from titanlike.torch_private.fake_ranks import LiveStorages

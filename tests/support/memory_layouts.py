@@ -29,7 +29,14 @@ from titanlike.config.schema import (
 )
 from titanlike.training.draft import draft
 
-MODEL = {"dim": 128, "heads": 4, "kv_heads": 2, "ffn_dim": 352, "layers": 8, "vocab_size": None}
+MODEL = {
+    "hidden_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 352,
+    "num_hidden_layers": 8,
+    "vocab_size": None,
+}
 
 # 1.5M parameters, 16 sequences of 128 tokens: a few MiB of activations for each microbatch
 layout = functools.partial(tiny, model=Custom("llama", MODEL), seq_len=128)
@@ -43,8 +50,20 @@ def _pipeline(
 
 
 def _mixture(zero: Literal[2, 3]) -> Config:
-    sizes = {name: MODEL[name] for name in ("dim", "heads", "kv_heads", "vocab_size")}
-    model = Custom("moe", sizes | {"layers": 4, "experts": 8, "top_k": 2, "expert_dim": 352})
+    sizes = {
+        name: MODEL[name]
+        for name in ("hidden_size", "num_attention_heads", "num_key_value_heads", "vocab_size")
+    }
+    model = Custom(
+        "moe",
+        sizes
+        | {
+            "num_hidden_layers": 4,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 352,
+        },
+    )
     return layout(1, 2, Schedule("1f1b", 2), model=model, ep=2, fsdp=Fsdp(zero))
 
 

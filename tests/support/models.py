@@ -33,17 +33,23 @@ SCHEDULES = (
     "dualpipev",
     "csv",
 )
-LLAMA = {"dim": 32, "heads": 4, "kv_heads": 2, "ffn_dim": 64}
-GPT2 = {"dim": 32, "heads": 4, "max_seq_len": None}
+LLAMA = {
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 64,
+}
+GPT2 = {"n_embd": 32, "n_head": 4, "n_positions": None}
 
 
 def tiny(pp: int = 1, dp: int = 1, schedule: Any = "1f1b", **changes: Any) -> Config:
     """8 blocks of 32 channels, 16 sequences of 16 random tokens, on the CPU."""
     family = changes.pop("family", "llama")
-    sizes = LLAMA if family == "llama" else GPT2
-    sizes = {**sizes, "layers": changes.pop("layers", 8), "vocab_size": None}
+    depth = "num_hidden_layers" if family == "llama" else "n_layer"
+    sizes = {**(LLAMA if family == "llama" else GPT2), "vocab_size": None}
+    sizes[depth] = changes.pop("layers", 8)
     if "tied" in changes:
-        sizes["tied"] = changes.pop("tied")
+        sizes["tie_word_embeddings"] = changes.pop("tied")
     if isinstance(schedule, str):
         kind = LoopedSchedule if schedule in LOOPED else Schedule
         schedule = kind(name=schedule)

@@ -25,8 +25,15 @@ from support.command_lines import examined
 from titanlike.config.hardware import Hardware
 from titanlike.costs.estimate import Estimate, make_estimate
 from titanlike.costs.known_hardware import planned_hardware
-from titanlike.costs.stage_times import LayoutTimes, StageLayout, stage_times
-from titanlike.costs.unit_times import Roofline, Seconds, UnitTimes, unit_times
+from titanlike.costs.stage_times import (
+    LayoutTimes,
+    Roofline,
+    Seconds,
+    StageLayout,
+    UnitTimes,
+    stage_times,
+    unit_times,
+)
 from titanlike.training.draft import draft
 
 
@@ -52,8 +59,8 @@ def _megatron(
     """sizes: layers, dim, heads; mesh: tp, pp, GPUs; batch: global, of a microbatch."""
     (layers, dim, heads), (tp, pp, gpus), (size, microbatch) = sizes, mesh, batch
     dp = gpus // (tp * pp)
-    model = f"model=gpt2 model.layers={layers} model.dim={dim} model.heads={heads}"
-    model += " model.vocab_size=51200 model.max_seq_len=2048 model.tied=false seq_len=2048"
+    model = f"model=gpt2 model.n_layer={layers} model.n_embd={dim} model.n_head={heads}"
+    model += " model.vocab_size=51200 model.n_positions=2048 model.tie_word_embeddings=false seq_len=2048"
     schedule = "schedule=1f1b"
     if stages > 1:
         schedule = f"schedule=interleaved1f1b schedule.stages_per_rank={stages}"

@@ -7,7 +7,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from titanlike.data.sources import IGNORE, Data, Pad, SyntheticSource, VariableLength
+from titanlike.data.sources import IGNORE, Data, Pad, VariableLength
+from titanlike.data.synthetic import SyntheticSource
 
 VOCAB, DIM = 64, 16
 
@@ -56,6 +57,11 @@ class Masked(Phrases):
             "target": torch.rand((), generator=draw) + 0.5,
             "losses": torch.randn(3, 2, 2, generator=draw),
         }
+
+
+def short_phrases() -> Data:
+    """Does not take seq_len."""
+    return phrases(16)
 
 
 def masked(seq_len: int) -> Data:

@@ -13,7 +13,7 @@ import torch
 from titanlike.checkpoint import storage
 from titanlike.checkpoint.checkpointer import Checkpointer
 from titanlike.config.schema import Config
-from titanlike.data.loader import open_data
+from titanlike.data.registry import open_data
 from titanlike.distributed.mesh import open_mesh
 from titanlike.distributed.placement import Part
 from titanlike.launch.worker import Worker

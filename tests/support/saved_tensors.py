@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from titanlike.checkpoint.metadata import open_header
+from titanlike.checkpoint.integrity import open_header
 from titanlike.checkpoint.reader import read
 from titanlike.checkpoint.storage import Storage
 

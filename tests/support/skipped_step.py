@@ -8,7 +8,7 @@ from torch import Tensor
 
 from support.opened import opened
 from titanlike.config.schema import Config
-from titanlike.data.loader import open_data
+from titanlike.data.registry import open_data
 from titanlike.launch.worker import Worker
 from titanlike.training.anomalies import Guard, Verdict
 from titanlike.training.step import validate

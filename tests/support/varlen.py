@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import varlen
 
-from titanlike.models import attention, documents, hf, packing
+from titanlike.models import attention, documents, hf
 
 
 def varlen_attn(
@@ -49,7 +49,7 @@ def varlen_attn(
 def as_on_a_gpu(*, kernel: bool = True) -> Iterator[None]:
     """Within it, models take documents by offsets; `kernel`: varlen attention takes fp32 as well."""
     with (
-        mock.patch.object(packing, "takes_documents", lambda ids: True),
+        mock.patch.object(documents, "takes_documents", lambda ids: True),
         mock.patch.object(hf, "takes_documents", lambda ids: True),
         mock.patch.object(attention, "takes_offsets", lambda q, v: kernel),
         mock.patch.object(attention, "takes_blocks", lambda q, v: True),

@@ -13,7 +13,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from support.models import tiny
 from support.world import run_world
 from titanlike.config.schema import Config
-from titanlike.distributed.collectives import Peers, exchange
+from titanlike.distributed.collectives import GroupInfo, autograd_collective
 from titanlike.distributed.mesh import open_mesh
 from titanlike.launch.worker import Worker
 from titanlike.torch_private.dtensor import traced_collective
@@ -44,7 +44,7 @@ def differences(config: Config, worker: Worker) -> tuple[tuple[int, int], dict[s
     """What `patterns` returns; operation -> how far its result is from that of other blocks."""
     found = patterns(config, worker)
     open_mesh(config, worker)
-    peers, x = Peers(2, worker.rank, dist.group.WORLD), torch.arange(24.0).view(2, 4, 3)
+    peers, x = GroupInfo(2, worker.rank, dist.group.WORLD), torch.arange(24.0).view(2, 4, 3)
     x = x * (1 + worker.rank)
     differences = {}
     for name, dim in (
@@ -54,7 +54,7 @@ def differences(config: Config, worker: Worker) -> tuple[tuple[int, int], dict[s
         ("all_to_all", 0),
     ):
         mine = traced_collective(name, x, dim, peers.group)
-        right = exchange(x, peers, name, "copy", dim)
+        right = autograd_collective(x, peers, name, "identity", dim)
         differences[name] = (mine - right).abs().max().item()
     return found, differences
 

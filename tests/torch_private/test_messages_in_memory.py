@@ -32,8 +32,7 @@ def most_in_memory(config: Config, worker: Worker, as_torch_does: bool) -> tuple
     how many of those that it has received are at the last action."""
     if as_torch_does:
         pipeline_stage._free = lambda _: None
-        pipeline_runtime.OrderRuntime._release = lambda self, received: lambda _: None
-        pipeline_runtime.OrderRuntime._forget_graph = lambda self, action: None
+        pipeline_runtime.OrderRuntime.done = lambda self, action, received: None
     sent: list[weakref.ref[Any]] = []
     received: list[weakref.ref[Any]] = []
     most = [0, 0, 0]
@@ -62,7 +61,7 @@ def most_in_memory(config: Config, worker: Worker, as_torch_does: bool) -> tuple
 
     pipeline_runtime._post, pipeline_stage._Stage.forward_one_chunk = send, forward
     with opened(config, worker, again=str(as_torch_does)) as job:
-        job.run.pipeline.on_action(count)
+        job.run.pipeline.on_action = count
         for _ in range(2):
             sent.clear()
             received.clear()
@@ -130,7 +129,7 @@ def test_nothing_is_forgotten_before_it_is_received(
     ranks = _lower(order, order.stages)
     known = clocks(order, ranks)
     for me in ranks:
-        for index, actions in _received_after(ranks, order.place, me).items():
+        for index, actions in _received_after(ranks, order.stage_to_rank, me).items():
             for action in actions:
                 to, at = receipt(order, ranks, action)
                 assert known[me][index][to] >= at, (name, me, action)
@@ -140,7 +139,7 @@ def receipt(order: Order, ranks: dict[int, list[Any]], action: Any) -> tuple[int
     """(rank, index of its computation) that waits for a SEND."""
     forward = action.computation_type.name == "SEND_F"
     stage = action.stage_index + (1 if forward else -1)
-    rank = order.place[stage]
+    rank = order.stage_to_rank[stage]
     kinds = "F" if forward else "BI"
     return rank, next(
         index

@@ -16,7 +16,14 @@ from titanlike.training.draft import draft
 # activations are the most of it
 MODEL = Model(
     "llama",
-    {"vocab_size": None, "dim": 32, "heads": 8, "kv_heads": 8, "ffn_dim": 88, "layers": 4},
+    {
+        "vocab_size": None,
+        "hidden_size": 32,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 8,
+        "intermediate_size": 88,
+        "num_hidden_layers": 4,
+    },
 )
 
 

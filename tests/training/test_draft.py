@@ -32,7 +32,13 @@ from titanlike.training.report import epochs, warmup
 
 
 def test_a_405b_model_is_drafted_in_seconds() -> None:
-    sizes = {"dim": 16384, "layers": 126, "heads": 128, "kv_heads": 8, "ffn_dim": 53248}
+    sizes = {
+        "hidden_size": 16384,
+        "num_hidden_layers": 126,
+        "num_attention_heads": 128,
+        "num_key_value_heads": 8,
+        "intermediate_size": 53248,
+    }
     config = tiny(
         16, 64, batch_size=16 * 64, model=Custom("llama", {**sizes, "vocab_size": 128256})
     )
@@ -49,14 +55,17 @@ def named(name: str = "llama", **sizes: object) -> Config:
 @pytest.mark.parametrize(
     "config, expected",
     [
-        (named(dim=30, heads=4), "model.dim=32"),
-        (named(heads=6, dim=48, kv_heads=4), "model.kv_heads=3"),
+        (named(hidden_size=30, num_attention_heads=4), "model.hidden_size=32"),
+        (
+            named(hidden_size=48, num_attention_heads=6, num_key_value_heads=4),
+            "model.num_key_value_heads=3",
+        ),
         (named(width=4), "width"),
-        (named(dimm=64), "model.dim=64"),
+        (named(hidden_sise=64), "model.hidden_size=64"),
         (named("lama"), "llama"),
         (named("no.such.module"), "no.such"),
         (named(vocab_size=10), "model.vocab_size=null"),
-        (named("gpt2", max_seq_len=8), "seq_len=8"),
+        (named("gpt2", n_positions=8), "seq_len=8"),
         (tiny(2, 2, "zbvzerobubble", fsdp=Fsdp(3)), "fsdp.zero=1"),
         (tiny(2, 1, split=BalanceSplit(balance=[4, 3])), "sums to 7"),
     ],
@@ -136,7 +145,7 @@ def own(plan: Any, **changes: Any) -> Config:
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        (tiny(tp=3, layers=1), r"wq has 4 heads, which 3 ranks cannot share \(nor \d more.*write tp=2"),
+        (tiny(tp=3, layers=1), r"q_proj has 4 heads, which 3 ranks cannot share \(nor \d more.*write tp=2"),
         (own(None, dp=2), r"tp=2: .*Wide has no tensor-parallel plan; write tp=1 dp=4, or a plan \(docs/"),
         (own({}), "tp=2: .* has no tensor-parallel plan"),
         (own({"layers.*.1": "colwise"}), r"layers.0.1 is of class GELU; model.tp_plan.layers.\*.1=replicate"),
@@ -146,8 +155,8 @@ def own(plan: Any, **changes: Any) -> Config:
         (own({**PLAN, "head": "rowwise_split"}, loss=ChunkedCrossEntropy(chunk=16)),
          "divides its last linear layer as rowwise_split; vocab in its tp_plan, or loss=cross"),
         (tiny(tp=4, layers=1, data=SyntheticData(vocab_size=9)),
-         "embedding has 9 rows, which leave a rank none .*write tp=2"),
-        (own(["colwise"]), "must map names of modules to styles; {'layers"),
+         "embed_tokens has 9 rows, which leave a rank none .*write tp=2"),
+        (own(["colwise"]), "must map names of modules to styles; {'layers.*.up"),
         (of_images("ResNet", 1, 1, tp=2), "tp=2: its .* keeps running statistics.*write tp=1 dp=2"),
     ],
 )  # fmt: skip
@@ -161,7 +170,7 @@ def test_what_cannot_be_divided_is_refused_in_words_with_what_can(
 
 @pytest.mark.slow
 def test_messages_flops_and_parameters_are_those_of_one_tensor_parallel_rank() -> None:
-    sizes = {**LLAMA, "kv_heads": 4, "layers": 2, "vocab_size": 64}
+    sizes = {**LLAMA, "num_key_value_heads": 4, "num_hidden_layers": 2, "vocab_size": 64}
     whole = tiny(2, model=Model("llama", sizes))
     one = draft(whole)
     flops, tokens, parameters = {}, {}, {}
@@ -184,7 +193,7 @@ def test_a_plan_that_was_checked_is_not_compared_again(monkeypatch: pytest.Monke
     config = tiny(tp=2, layers=4, batch_size=8)
     other = replace(config, pp=2, schedule=Schedule("1f1b", 4))
     before, alone = draft(config), draft(other)
-    monkeypatch.setattr(tensor_draft, "Comparison", None)
+    monkeypatch.setattr(tensor_draft, "ForwardCheck", None)
     again = draft(other, checked=before.transforms)
     tensors = [x.transforms["tp"].draft for x in (before, again, alone)]
     assert tensors[1] is not tensors[0]
@@ -208,8 +217,8 @@ def test_a_loss_of_ones_own_is_given_all_logits_of_all_tokens(loss: str) -> None
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        (tiny(tp=2, layers=1), "embedding, wq, wk, wv, wo, gate, up, down, head; activations between them divided"),
-        (tiny(tp=4, layers=1), ", and wk, wv with each head on 2 ranks; activations"),
+        (tiny(tp=2, layers=1), "embed_tokens, q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj, lm_head; activations between them divided"),
+        (tiny(tp=4, layers=1), ", and k_proj, v_proj with each head on 2 ranks; activations"),
         (tiny(tp=2, layers=1, tp_sequence=False), "activations between them whole (tp_sequence=false)"),
         (tiny(tp=2, layers=1, seq_len=15), "whole: 2 does not divide 15 tokens (it would 16)"),
         (own(PLAN), "divided: 0, 2; activations between them whole: the plan has no style sequence"),

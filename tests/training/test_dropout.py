@@ -16,7 +16,8 @@ from support.models import tiny
 from support.vision_configs import of_images
 from support.world import run_world
 from titanlike.config.schema import Config, Custom
-from titanlike.data.loader import batches, open_data
+from titanlike.data.loader import batches
+from titanlike.data.registry import open_data
 from titanlike.distributed.mesh import close_mesh, open_mesh
 from titanlike.launch.worker import Worker
 from titanlike.training.build import build

@@ -26,12 +26,12 @@ from support.saved_runs import events, train_all
 from support.saved_tensors import saved
 from support.world import RankError, run_world
 from titanlike.config.schema import Checkpoint, Config, ConstantLr, Custom, Fsdp
-from titanlike.data.loader import batches, open_data
+from titanlike.data.loader import batches
+from titanlike.data.registry import open_data
 from titanlike.distributed.initialize import initialize
 from titanlike.metrics.sinks import read_jsonl
 from titanlike.models.registry import build_model, initial_weights_of, resolve_model
-from titanlike.optim.learning_rate import set_lr
-from titanlike.optim.optimizer import build_optimizers
+from titanlike.optim.optimizer import build_optimizers, set_lr
 from titanlike.training import anomalies as guard_module
 from titanlike.training.anomalies import MOST_IN_A_ROW, Guard, is_bad
 from titanlike.training.loop import MOST_ROLLBACKS, train

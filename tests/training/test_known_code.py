@@ -18,11 +18,11 @@ from titanlike.config.schema import Config, Custom, Schedule
 from titanlike.driver.checks import problems
 from titanlike.torch_private.known_code import own_code
 
-SIZES = {**LLAMA, "layers": 2, "vocab_size": 64}
+SIZES = {**LLAMA, "num_hidden_layers": 2, "vocab_size": 64}
 PLAN = {
-    "layers.*.ffn.gate": "colwise",
-    "layers.*.ffn.up": "colwise",
-    "layers.*.ffn.down": "rowwise",
+    "model.layers.*.mlp.gate_proj": "colwise",
+    "model.layers.*.mlp.up_proj": "colwise",
+    "model.layers.*.mlp.down_proj": "rowwise",
 }
 
 
@@ -30,14 +30,14 @@ def changed(name: str, **args: Any) -> Custom:
     return Custom(f"support.changed_layers.{name}", {**SIZES, **args})
 
 
-@pytest.mark.parametrize("layer", ["ffn.down", *slow("ffn.up")])
+@pytest.mark.parametrize("layer", ["mlp.down_proj", *slow("mlp.up_proj")])
 @pytest.mark.parametrize("linear", LINEAR)
 def test_a_layer_with_code_of_its_own_is_not_divided(linear: str, layer: str) -> None:
     """tp would compute a plain product with a part of its weight."""
     model = changed("WithLinear", layer=layer, linear=linear)
     [problem] = problems(tiny(tp=2, model=Model(model.name, model.args, dict(PLAN))))
     assert "no rank computes for a part of its weight" in str(problem) and "tp=1" in problem.fix
-    assert f"layers.1.{layer} has " in problem.reason
+    assert f"model.layers.1.{layer} has " in problem.reason
 
 
 def test_torchs_own_layers_are_known() -> None:
@@ -51,7 +51,7 @@ def test_torchs_own_layers_are_known() -> None:
 def test_a_hook_on_a_gradient_is_refused(kind: str, layout: dict[str, int]) -> None:
     """Even in one process: the weight is another tensor by then."""
     [problem] = problems(tiny(model=changed("WithHook", kind=kind), **layout))
-    assert "its layers.1.ffn.up.weight has a hook on its gradient" in problem.reason
+    assert "its model.layers.1.mlp.up_proj.weight has a hook on its gradient" in problem.reason
 
 
 @pytest.mark.parametrize(

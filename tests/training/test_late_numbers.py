@@ -29,7 +29,7 @@ from titanlike.config.schema import (
 )
 from titanlike.launch.worker import Worker
 from titanlike.metrics.sinks import read_jsonl
-from titanlike.optim.learning_rate import learning_rate
+from titanlike.optim.optimizer import learning_rate
 from titanlike.training import loop
 from titanlike.training.loop import train
 

@@ -112,7 +112,14 @@ def test_a_resumed_run_says_which_records_are_gone(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_command_whose_folder_is_lost_ends_with_one_line_for_each_cause(tmp_path: Path) -> None:
-    words = [*TINY, "model.layers=2", "pp=2", "steps=100000", "checkpoint.every=20", "run_dir=run"]
+    words = [
+        *TINY,
+        "model.num_hidden_layers=2",
+        "pp=2",
+        "steps=100000",
+        "checkpoint.every=20",
+        "run_dir=run",
+    ]
     run, run_dir = Launched(*words, cwd=tmp_path, program=ROOT / "train.py"), tmp_path / "run"
     until((run_dir / "checkpoints" / "step-00000020" / "COMMITTED").exists)
     with run.paused():  # else it may leave result.json in a folder that is being deleted
@@ -191,7 +198,7 @@ def test_a_write_is_tried_again(
 
 # --- and how they may be read --------------------------------------------------------------------
 
-TRAIN = [*TINY, "model.layers=2", "steps=2", "validation.every=2", "checkpoint.every=2"]
+TRAIN = [*TINY, "model.num_hidden_layers=2", "steps=2", "validation.every=2", "checkpoint.every=2"]
 WANDB = ["logger=wandb", "logger.mode=offline"]
 TITANLIKE = [sys.executable, "-m", "titanlike"]
 COMMANDS = {

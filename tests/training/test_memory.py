@@ -14,7 +14,8 @@ from support.live_memory import Live
 from support.models import tiny
 from support.world import run_world
 from titanlike.config.schema import Config, Custom, Fsdp, Schedule
-from titanlike.data.loader import batches, open_data
+from titanlike.data.loader import batches
+from titanlike.data.registry import open_data
 from titanlike.device.memory import peak_memory, resident_memory, return_freed_memory
 from titanlike.distributed.mesh import close_mesh, open_mesh
 from titanlike.launch.worker import Worker
@@ -42,7 +43,13 @@ def train_two_steps(config: Config, worker: Worker) -> int:
 @pytest.mark.slow
 @pytest.mark.grid
 def test_a_ranks_memory_falls_with_pp_and_with_dp_as_the_parameters_do(tmp_path: Path) -> None:
-    sizes = {"dim": 512, "heads": 8, "kv_heads": 8, "ffn_dim": 1408, "layers": 8}
+    sizes = {
+        "hidden_size": 512,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 8,
+        "intermediate_size": 1408,
+        "num_hidden_layers": 8,
+    }
     model = Custom("llama", {**sizes, "vocab_size": 64})
 
     def fullest(name: str, **layout) -> int:

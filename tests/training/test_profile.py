@@ -147,7 +147,7 @@ def train_and_look(config: Config, worker: Worker) -> None:
 
     with mock.patch.object(loop, "batches_from", watched):
         train(config, worker)
-    assert seen[0].run.pipeline._on_action == seen[0].watchdog.start_action
+    assert seen[0].run.pipeline.on_action == seen[0].watchdog.start_action
     assert not seen[0].run.ranges._listeners
 
 

@@ -51,7 +51,12 @@ def test_the_main_job_learns_and_prints_how_to_continue(tmp_path: Path) -> None:
 def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """A run of 5 steps, in a folder whose name has a space, and what it printed."""
     folder = tmp_path_factory.mktemp("finished")
-    words = ["model.layers=2", "checkpoint.every=2", "checkpoint.last=true", "run_dir=a run"]
+    words = [
+        "model.num_hidden_layers=2",
+        "checkpoint.every=2",
+        "checkpoint.last=true",
+        "run_dir=a run",
+    ]
     done = command(*TINY, *words, cwd=folder)
     assert done.returncode == 0, done.stderr
     return folder / "a run", done.stdout
@@ -92,7 +97,7 @@ def test_verify_leaves_a_runs_files_alone_and_ends_with_a_verdict(
 ) -> None:
     run, _ = finished
     before = {path.name: path.read_bytes() for path in run.glob("*.*")}
-    words = [*TINY, "model.layers=2", "pp=2", f"run_dir='{run}'"]
+    words = [*TINY, "model.num_hidden_layers=2", "pp=2", f"run_dir='{run}'"]
     done = command(*words, tool="tools/verify.py", cwd=run.parent)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.strip().splitlines()[-1].startswith("PASS")
@@ -102,7 +107,7 @@ def test_verify_leaves_a_runs_files_alone_and_ends_with_a_verdict(
 # --- real signals and kills: the same command resumes, with the metrics of an uninterrupted run --------
 
 STEPS, EVERY = 60, 10
-SHORT = [*TINY, "model.layers=4", "batch_size=8", "device=cpu", "data=synthetic"]
+SHORT = [*TINY, "model.num_hidden_layers=4", "batch_size=8", "device=cpu", "data=synthetic"]
 SHORT += ["data.vocab_size=64", "checkpoint.last=true", "checkpoint.keep=2", "pp=2"]
 SHORT += [f"steps={STEPS}", f"checkpoint.every={EVERY}"]
 

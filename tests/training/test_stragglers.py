@@ -15,9 +15,8 @@ from support.models import tiny
 from support.saved_runs import events
 from support.world import run_world
 from titanlike.config.schema import Checkpoint, Config, Launch, Schedule, Validation
-from titanlike.distributed import timing
-from titanlike.distributed.async_scalars import Timer
-from titanlike.distributed.timing import BusyTime
+from titanlike.distributed import readings
+from titanlike.distributed.readings import BusyTime, Timer
 from titanlike.launch.worker import Worker
 from titanlike.training import anomalies
 from titanlike.training.anomalies import Stragglers, slow_ranks
@@ -84,7 +83,7 @@ def test_ranks_are_compared_with_those_that_have_the_same_work() -> None:
 def test_what_is_waited_for_between_steps_belongs_to_none(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a validation ranks wait for each other, too."""
     seconds = iter(range(100))
-    monkeypatch.setattr(timing.time, "perf_counter", lambda: float(next(seconds)))
+    monkeypatch.setattr(readings.time, "perf_counter", lambda: float(next(seconds)))
     found = BusyTime(torch.device("cpu"), [])
     for phase in ("validation", "agree", "metrics", "forward and backward", "gradient norm"):
         found.begin(phase)

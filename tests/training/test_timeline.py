@@ -17,18 +17,20 @@ from support.live_memory import Live
 from support.models import tiny
 from support.saved_runs import events
 from support.world import RankError, run_world
+from titanlike.config import validate
 from titanlike.config.parse import to_plain
-from titanlike.config.profile import Timeline, timeline_problems
+from titanlike.config.profile import Timeline
 from titanlike.config.schema import Checkpoint, Config, Fsdp, Schedule, Validation
 from titanlike.costs.simulate import Simulation, StageTimes, equal_stages, simulate
 from titanlike.costs.timeline_report import TimelineReport, report_of
-from titanlike.data.loader import batches, open_data
-from titanlike.distributed import timing as clock
+from titanlike.data.loader import batches
+from titanlike.data.registry import open_data
+from titanlike.distributed import readings as clock
 from titanlike.distributed.mesh import close_mesh, open_mesh
 from titanlike.driver.tools import timeline as main
 from titanlike.launch.worker import Worker
 from titanlike.metrics.chart import Box
-from titanlike.metrics.timeline_file import Place, RankStep, read_timeline, write_timeline
+from titanlike.metrics.timeline_file import Place, RankStep, read_timeline, write
 from titanlike.metrics.timeline_file import Timeline as Recorded
 from titanlike.training import loop
 from titanlike.training import timeline as timeline_module
@@ -187,8 +189,8 @@ def recorded(
         steps.append(RankStep(rank, pp_rank, 3, 0.0, events[-1].end, events))
     places = [Place(rank, f"machine {rank}", "cpu") for rank in range(config.world_size)]
     order = [[*map(str, acts)] for acts in plan.order.ranks]
-    parts = order, [*plan.order.place], plan.stages, 4, 0.0, [steps], places
-    write_timeline(run_dir / "timeline.json", Recorded(to_plain(config), *parts))
+    parts = order, [*plan.order.stage_to_rank], plan.stages, 4, 0.0, [steps], places
+    write(run_dir / "timeline.json", Recorded(to_plain(config), *parts))
     return found
 
 
@@ -278,17 +280,18 @@ def test_a_run_without_a_timeline_is_an_error_with_the_fix(
 
 
 @pytest.mark.parametrize(
-    "steps, reason",
+    "steps, reason, fix",
     [
-        ([3], "two numbers"),
-        ([0, 2], "the first step of a run is 1"),
-        ([5, 4], "the last step is before the first"),
-        ([3, 9], "the run ends with step 8"),
+        ([3], "two numbers", [7, 8]),
+        ([0, 2], "the first step of a run is 1", [7, 8]),
+        ([5, 4], "the last step is before the first", [4, 5]),
+        ([3, 9], "the run ends with step 8", [7, 8]),
     ],
 )
 def test_steps_that_a_run_does_not_have_are_refused_with_some_that_it_has(
-    steps: list[int], reason: str
+    steps: list[int], reason: str, fix: list[int]
 ) -> None:
-    (problem,) = timeline_problems(Timeline(True, steps), 8)
-    assert reason in str(problem) and "timeline.steps=[7,8]" in str(problem)
-    assert not [*timeline_problems(replace(Timeline(), steps=[7, 8]), 8)]
+    config = Config(steps=8, timeline=Timeline(True, steps))
+    (problem,) = validate.problems(config)
+    assert reason in str(problem) and f"timeline.steps=[{fix[0]},{fix[1]}]" in str(problem)
+    assert not validate.problems(replace(config, timeline=Timeline(True, fix)))

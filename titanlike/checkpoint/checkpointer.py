@@ -18,15 +18,8 @@ import torch
 import torch.distributed as dist
 
 from titanlike.checkpoint import discovery, integrity, state_dict
-from titanlike.checkpoint.discovery import (
-    committed,
-    incompatibility,
-    run_identity,
-    select_resume,
-    step_of,
-)
-from titanlike.checkpoint.integrity import DamagedCheckpoint
-from titanlike.checkpoint.metadata import OPTIMIZER, CheckpointHeader
+from titanlike.checkpoint.discovery import Selection, step_of
+from titanlike.checkpoint.integrity import OPTIMIZER, CheckpointHeader, DamagedCheckpoint
 from titanlike.checkpoint.reader import read_header_on_all_ranks
 from titanlike.checkpoint.storage import Storage, UnreadableFile
 from titanlike.checkpoint.writer import CheckpointWriter, Save
@@ -35,9 +28,8 @@ from titanlike.config.errors import ConfigError, Problem
 from titanlike.config.files import as_record
 from titanlike.config.parse import to_plain
 from titanlike.config.schema import Config
-from titanlike.data.checks import data_changed
-from titanlike.data.fingerprint import data_fingerprint, fingerprint_changes
-from titanlike.data.sources import Data
+from titanlike.data.registry import data_changed
+from titanlike.data.sources import Data, data_fingerprint, fingerprint_changes
 from titanlike.metrics.run_files import Events, changed_keys
 from titanlike.models.registry import resolve_model
 from titanlike.optim.optimizer import StageState
@@ -97,26 +89,36 @@ class Checkpointer:
         Raises ValueError where another rank cannot see the checkpoint, where it was saved with
         other data or another model, and where every one is damaged.
         """
-        progress = self._load_first_intact(self._select_resume)
-        if progress is None:
-            if self._settings.start_from:
-                from titanlike.checkpoint import hf_start
 
-                of_run = self._stage_states, self._group
-                if hf_start.is_folder(self._settings.start_from):
-                    text = hf_start.start_from_folder(self._config, *of_run)
-                else:
-                    from titanlike.checkpoint.warm_start import warm_start
+        def select(rejected: set[str]) -> Selection:
+            selection = discovery.select_resume(self._config, rejected)
+            for path in (path for path in selection.marked if str(path) not in rejected):
+                text = f"{path} is marked as damaged, and an older one is taken; read it again: "
+                again = integrity.repair_command(path)
+                self._events.log("passed_over", step_of(path), text + again)
+            return selection
 
-                    text = warm_start(self._settings, *of_run)
-                self._events.log("warm_start", 0, text)
-            return Progress()
-        return progress
+        progress = self._load_first_intact(select)
+        if self._rank == 0:
+            self._delete_leftovers()
+        if progress is not None:
+            return progress
+        if self._settings.start_from:
+            from titanlike.checkpoint import hf_start
+
+            of_run = self._stage_states, self._group
+            if hf_start.is_folder(self._settings.start_from):
+                text = hf_start.start_from_folder(self._config, *of_run)
+            else:
+                text = state_dict.warm_start(self._settings, *of_run)
+            self._events.log("warm_start", 0, text)
+        return Progress()
 
     def rollback(self) -> Progress | None:
         """Load the newest intact checkpoint of this run; None where there is none."""
         self._writer.wait()
-        return self._load_first_intact(self._select_own)
+        newest = lambda rejected: discovery.newest_complete(self._folder, rejected)  # noqa: E731
+        return self._load_first_intact(newest)
 
     def resume_hint(self) -> str:
         """What to do about a run that diverged; waits for the save in progress."""
@@ -127,7 +129,22 @@ class Checkpointer:
         path = self._folder.at(discovery.step_name(self.newest))
         return f"the last good checkpoint is {path}: resume from it with a smaller optimizer.lr"
 
-    def _load_first_intact(self, select: Callable[[set[str]], Storage | None]) -> Progress | None:
+    def _delete_leftovers(self) -> None:
+        """Delete what killed saves and deletions have left, and note what retention may delete."""
+        for path in discovery.all_steps(self._folder):
+            with contextlib.suppress(ValueError, UnreadableFile):  # it stays
+                if path.exists(integrity.MARKER):
+                    self._writer.saved[step_of(path)] = integrity.read_state(path)["val_loss"]
+                elif not path.exists(integrity.DAMAGED_MARKER):
+                    end = "deleted"
+                    try:
+                        integrity.delete_checkpoint(path)
+                    except OSError as error:  # the save of that step will try again
+                        end = f"it could not be deleted: {error}"
+                    text = f"{path} has no {integrity.MARKER}: its save was not completed; {end}"
+                    self._events.log("leftover", step_of(path), text)
+
+    def _load_first_intact(self, select: Callable[[set[str]], Selection]) -> Progress | None:
         """Load the first intact one of the checkpoints that rank 0 selects one after another.
 
         Its bytes are checked while they are loaded, so damage may be found when some tensors have
@@ -136,7 +153,12 @@ class Checkpointer:
         """
         rejected: set[str] = set()
         while True:
-            selected = [str(select(rejected) or "") if self._rank == 0 else ""]
+            selected = [""]
+            if self._rank == 0:
+                selection = select(rejected)
+                for error in selection.damaged:
+                    self._mark_damaged(error.folder, str(error))
+                selected = [str(selection.path or "")]
             dist.broadcast_object_list(selected, src=0, group=self._group)
             if not selected[0]:
                 return None
@@ -152,33 +174,6 @@ class Checkpointer:
             rejected.add(str(path))
             self._mark_damaged(path, damage)
 
-    def _select_own(self, rejected: set[str]) -> Storage | None:
-        selection = discovery.newest_complete(self._folder, rejected)
-        for damage in selection.damaged:
-            self._mark_damaged(damage.folder, str(damage))
-        return selection.path
-
-    def _select_resume(self, rejected: set[str]) -> Storage | None:
-        """As the config says; deletes what killed saves have left. On rank 0."""
-        selection = select_resume(self._config, rejected)
-        for damage in selection.damaged:
-            self._mark_damaged(damage.folder, str(damage))
-        for path in (path for path in selection.marked if str(path) not in rejected):
-            again = integrity.repair_command(path)
-            text = f"{path} is marked as damaged, and an older one is taken; read it again: {again}"
-            self._events.log("passed_over", step_of(path), text)
-        for path in discovery.uncommitted(self._folder):
-            text, end = f"{path} has no {integrity.MARKER}: its save was not completed", "deleted"
-            try:
-                integrity.delete_checkpoint(path)
-            except OSError as error:  # the save of that step will try again
-                end = f"it could not be deleted: {error}"
-            self._events.log("leftover", step_of(path), f"{text}; {end}")
-        for path in committed(self._folder):
-            with contextlib.suppress(ValueError, UnreadableFile):  # it stays
-                self._writer.saved[step_of(path)] = integrity.read_state(path)["val_loss"]
-        return selection.path
-
     def _mark_damaged(self, path: Storage, damage: str) -> None:
         self._events.log("damaged", step_of(path), f"{damage}; trying an older one")
         if self._rank == 0:
@@ -190,9 +185,25 @@ class Checkpointer:
 
     def _load(self, header: CheckpointHeader) -> Progress:
         path, state = header.folder, header.state
-        if text := incompatibility(path, self._config, state):
+        if text := discovery.incompatibility(path, self._config, state):
             raise ValueError(text)
-        self._check_data(path, state)
+        # other data are an error, unless they are meant
+        sequences = len(self._data.train)
+        changes = fingerprint_changes(state.get("data", {}), self._fingerprint)
+        if changes is None:  # of an older version
+            changes = [f"{sequences} sequences, were {state['sequences']}"]
+            changes *= state["sequences"] != sequences
+            text = f"{path} has no fingerprint of its data: only their length was compared"
+            self._events.log("data_not_compared", state["step"], text)
+        if changes:
+            text = f"not what {path} was trained on ({'; '.join(changes)})"
+            if not data_changed(self._config):
+                reason = (
+                    f"{text}, so the run would not repeat or leave out the samples that it should"
+                )
+                fix = "data.changed=true to continue on these data, or another run_dir"
+                raise ConfigError([Problem("data", "", reason, fix)])
+            self._events.log("data_changed", state["step"], f"data: {text}", changes=changes)
         same_tp = state.get("layout", {}).get("tp", 1) == self._config.tp
         state_dict.load_run(header, self._stage_states, self._group, same_tp=same_tp)
         self._writer.newest = state["step"]
@@ -202,24 +213,6 @@ class Checkpointer:
             shown = "".join(f"\n  {change}" for change in changes)
             self._events.log("changed", self.newest, text + shown, changes=changes)
         return as_record(state["progress"], Progress)
-
-    def _check_data(self, path: Storage, state: dict[str, Any]) -> None:
-        """Raises ConfigError where the data are not those of the checkpoint, unless that is meant."""
-        sequences, saved = len(self._data.train), state.get("data", {})
-        changes = fingerprint_changes(saved, self._fingerprint)
-        if changes is None:  # of an older version
-            changes = [f"{sequences} sequences, were {state['sequences']}"]
-            changes *= state["sequences"] != sequences
-            text = f"{path} has no fingerprint of its data: only their length was compared"
-            self._events.log("data_not_compared", state["step"], text)
-        if not changes:
-            return
-        text = f"not what {path} was trained on ({'; '.join(changes)})"
-        if not data_changed(self._config):
-            reason = f"{text}, so the run would not repeat or leave out the samples that it should"
-            fix = "data.changed=true to continue on these data, or another run_dir"
-            raise ConfigError([Problem("data", "", reason, fix)])
-        self._events.log("data_changed", state["step"], f"data: {text}", changes=changes)
 
     # --- saving ------------------------------------------------------------------------------
 
@@ -278,7 +271,7 @@ class Checkpointer:
                 key: getattr(config, key) for key in ("pp", "dp", "replicate", "cp", "tp", "ep")
             }
             | {"schedule": config.schedule.name, "split": config.split.name},
-            "same": run_identity(config),
+            "same": discovery.run_identity(config),
             "sequences": len(self._data.train),
             "data": self._fingerprint,
             "config": self._plain_config,

@@ -18,14 +18,12 @@ from titanlike.checkpoint.discovery import all_checkpoints
 from titanlike.checkpoint.integrity import (
     DAMAGED_MARKER,
     MARKER,
-    DamagedCheckpoint,
-    UnsafeCheckpoint,
-)
-from titanlike.checkpoint.metadata import (
     MODEL,
     OPTIMIZER,
     RNG,
+    DamagedCheckpoint,
     SavedTensor,
+    UnsafeCheckpoint,
     missing_data,
     read_tensors,
 )
@@ -42,58 +40,60 @@ _MAX_FILES = 9  # that `show` lists without --tensors
 _DESCRIPTION = """\
 Inspect and convert checkpoints. A CHECKPOINT is a step-XXXXXXXX or model-XXXXXXXX folder, or a run
 directory, which stands for its newest one; each is a local path or an fsspec URL (s3://...)."""
+# command: what it does, arguments, options without a value with their help
+_COMMANDS: dict[str, tuple[str, str, dict[str, str]]] = {
+    "list": ("the checkpoints of a run, or in a folder", "FOLDER", {}),
+    "show": ("what a checkpoint contains", "CHECKPOINT", {"tensors": "name all tensors and files"}),
+    "verify": (
+        "check every file against its checksum; of a run, all checkpoints",
+        "CHECKPOINT",
+        {"repair": "also lift the mark DAMAGED where all bytes are right"},
+    ),
+    "compare": (
+        "whether two checkpoints have the same tensors",
+        "A B",
+        {"tensors": "name every tensor that differs"},
+    ),
+    "consolidate": (
+        "the model (names without `model.`) in one safetensors file",
+        "CHECKPOINT FILE",
+        {"optimizer": "also all that a run needs to resume"},
+    ),
+    "restore": (
+        "a checkpoint (step- or model-XXXXXXXX) in FOLDER from a safetensors file",
+        "FILE FOLDER",
+        {},
+    ),
+}
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command; the exit code."""
-    arguments = _parser().parse_args(argv)
-    try:
-        return OK if _run(Console(steps=1), arguments) else DIFFERENT
-    except (DamagedCheckpoint, UnsafeCheckpoint) as error:
-        return _fail(error, DIFFERENT)
-    except (ValueError, OSError, ImportError) as error:
-        return _fail(error, INVALID)
-    except KeyboardInterrupt:
-        return _fail("interrupted", 130)
-
-
-def _fail(error: object, code: int) -> int:
-    print("error:", " ".join(str(error).split()), file=sys.stderr)
-    return code
-
-
-def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=shlex.join(program()), description=_DESCRIPTION)
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-
-    def add(name: str, text: str, *positional: str, **options: str) -> Any:
-        """options: those without a value, with their help."""
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
+    for name, (text, positional, options) in _COMMANDS.items():
         command = commands.add_parser(name, help=text, description=text)
-        command.set_defaults(command=name)
-        for argument in positional:
+        for argument in positional.split():
             command.add_argument(argument.lower(), metavar=argument)
         for option, about in options.items():
             command.add_argument(f"--{option}", action="store_true", help=about)
-        return command
-
-    add("list", "the checkpoints of a run, or in a folder", "FOLDER")
-    text = "what a checkpoint contains"
-    add("show", text, "CHECKPOINT", tensors="name every tensor and every file")
-    text = "check every file against its checksum; of a run, all checkpoints"
-    repair = "also lift the mark DAMAGED where all bytes are right"
-    add("verify", text, "CHECKPOINT", repair=repair)
-    text = "whether two checkpoints have the same tensors"
-    tensors = "name every tensor that differs"
-    command = add("compare", text, "A", "B", tensors=tensors)
-    text = "absolute difference that counts as none"
-    command.add_argument("--tolerance", type=float, default=0.0, help=text)
-    text = "the model (names without `model.`) in one safetensors file"
-    optimizer = "also all that a run needs to resume"
-    command = add("consolidate", text, "CHECKPOINT", "FILE", optimizer=optimizer)
-    command.add_argument("--dtype", choices=["fp32", "bf16", "fp16"], help="of the weights")
-    text = "a checkpoint (step- or model-XXXXXXXX) in FOLDER from a safetensors file"
-    add("restore", text, "FILE", "FOLDER")
-    return parser
+        if name == "compare":
+            about = "absolute difference that counts as none"
+            command.add_argument("--tolerance", type=float, default=0.0, help=about)
+        elif name == "consolidate":
+            command.add_argument("--dtype", choices=["fp32", "bf16", "fp16"], help="of the weights")
+    args = parser.parse_args(argv)
+    error: BaseException | str
+    try:
+        return OK if _run(Console(steps=1), args) else DIFFERENT
+    except (DamagedCheckpoint, UnsafeCheckpoint) as failure:
+        error, code = failure, DIFFERENT
+    except (ValueError, OSError, ImportError) as failure:
+        error, code = failure, INVALID
+    except KeyboardInterrupt:
+        error, code = "interrupted", 130
+    print("error:", " ".join(str(error).split()), file=sys.stderr)
+    return code
 
 
 def _run(console: Console, args: argparse.Namespace) -> bool:
@@ -122,13 +122,15 @@ def list_checkpoints(console: Console, location: str) -> None:
     rows, reasons = [], []
     for path in all_checkpoints(location):
         word, reason = condition(path)
-        state = _state(path)
-        sizes = _sizes(path)
+        state, sizes = _state(path), _sizes(path)
         when = path.modified(MARKER if MARKER in sizes else next(iter(sizes), MARKER))
-        loss = state.get("val_loss")
+        date = None
+        if when is not None:  # 02-14 15:04 of this year, else 2025-02-14
+            when = when.astimezone()
+            this_year = when.year == datetime.now().astimezone().year
+            date = f"{when:%m-%d %H:%M}" if this_year else f"{when:%Y-%m-%d}"
         size = units.size(sum(sizes.values()))
-        shown = None if loss is None else units.decimal(loss)
-        rows.append([path.name, word, shown, _layout(state), size, when and _date(when)])
+        rows.append([path.name, word, _loss(state), _layout(state), size, date])
         if reason:
             reasons.append((path.name, reason))
     console.table("", ["checkpoint", "state", "val_loss", "layout", "size", "written"], rows)
@@ -165,58 +167,56 @@ def show(console: Console, location: str, *, all_names: bool) -> bool:
     steps = [path for path in checkpoints if path.exists(MARKER) and path.name.startswith("step-")]
     path = (steps or checkpoints)[-1]
     word, reason = condition(path)
-    state = _state(path)
-    when = path.modified(MARKER)
-    loss = state.get("val_loss")
+    state, when = _state(path), path.modified(MARKER)
     text = f"{word}, by the sizes of its files (verify reads them)" if word == COMPLETE else word
-    fields = [
-        ("checkpoint", str(path)),
-        ("state", f"{text}: {reason}" if reason else text),
-        ("written", f"{when.astimezone():%Y-%m-%d %H:%M:%S}" if when else "-"),
-        ("step", f"{state.get('step', '-')}"),
-        ("val_loss", "-" if loss is None else units.decimal(loss)),
-        ("saved by", _saved_by(state)),
-    ]
-    console.fields([row for row in fields if row[1] != "-"])
-    _show_files(console, path, all_names)
+    saved_by = None
+    if layout := state.get("layout"):  # else of a file that another program wrote
+        ranks = state.get("world_size", 1)
+        more = f", {layout['replicate']} replicas" if layout.get("replicate", 1) > 1 else ""
+        more += f", split {layout['split']}" if layout.get("pp", 1) > 1 else ""
+        saved_by = f"{ranks} rank{'s' * (ranks > 1)} ({_layout(state)}{more})"
+        saved_by += f", torch {state.get('torch')}"
+    fields = {
+        "checkpoint": path,
+        "state": f"{text}: {reason}" if reason else text,
+        "written": when and f"{when.astimezone():%Y-%m-%d %H:%M:%S}",
+        "step": state.get("step"),
+        "val_loss": _loss(state),
+        "saved by": saved_by,
+    }
+    console.fields([(name, str(value)) for name, value in fields.items() if value is not None])
+    sizes = list(_sizes(path).items())
+    if len(sizes) > _MAX_FILES and not all_names:
+        rest = sizes[_MAX_FILES - 1 :]
+        total = sum(size for _, size in rest)
+        sizes = [*sizes[: _MAX_FILES - 1], (f"and {len(rest):,} more", total)]
+    console.line()
+    console.table("", ["file", "size"], [[name, units.size(size)] for name, size in sizes])
     try:
-        _show_tensors(console, [*read_tensors(path).values()], all_names)
+        tensors = read_tensors(path)
     except DamagedCheckpoint as damage:
         console.line(f"  {damage.file} {damage.reason}")
         return False
-    return word == COMPLETE
-
-
-def _show_files(console: Console, path: Storage, all_names: bool) -> None:
-    sizes = list(_sizes(path).items())
-    if len(sizes) > _MAX_FILES and not all_names:
-        listed, rest = sizes[: _MAX_FILES - 1], sizes[_MAX_FILES - 1 :]
-        sizes = [*listed, (f"and {len(rest):,} more", sum(size for _, size in rest))]
-    console.line()
-    console.table("", ["file", "size"], [[name, units.size(size)] for name, size in sizes])
-
-
-def _show_tensors(console: Console, tensors: list[SavedTensor], all_names: bool) -> None:
     kinds = {MODEL: "parameters", OPTIMIZER: "optimizer", RNG: "random generators", "": "others"}
-    groups: dict[str, list[SavedTensor]] = {kind: [] for kind in kinds.values()}
-    for tensor in tensors:
-        prefix = next(prefix for prefix in kinds if tensor.name.startswith(prefix))
-        groups[kinds[prefix]].append(tensor)
+    groups: dict[str, list[SavedTensor]] = {kind: [] for kind in kinds}
+    for name, tensor in tensors.items():
+        groups[next(prefix for prefix in kinds if name.startswith(prefix))].append(tensor)
     rows = []
-    for kind, group in groups.items():
+    for prefix, group in groups.items():
         dtypes = ", ".join(sorted({tensor.dtype for tensor in group}))
         numel, size = sum(t.numel for t in group), sum(t.bytes for t in group)
         if group:
-            rows.append([kind, len(group), units.count(numel), dtypes, units.size(size)])
+            rows.append([kinds[prefix], len(group), units.count(numel), dtypes, units.size(size)])
     console.line()
     console.table("", ["tensors", "count", "elements", "dtype", "size"], rows)
     if all_names:
-        rows = []
-        for tensor in tensors:
-            shape = " x ".join(map(str, tensor.shape)) or "scalar"
-            rows.append([tensor.name, shape, tensor.dtype, units.size(tensor.bytes)])
+        rows = [
+            [name, " x ".join(map(str, t.shape)) or "scalar", t.dtype, units.size(t.bytes)]
+            for name, t in tensors.items()
+        ]
         console.line()
         console.table("", ["tensor", "shape", "dtype", "size"], rows)
+    return word == COMPLETE
 
 
 def verify(console: Console, location: str, *, repair: bool = False) -> bool:
@@ -267,50 +267,40 @@ def verify(console: Console, location: str, *, repair: bool = False) -> bool:
 
 def _problems(path: Storage, marked: bool) -> list[str]:
     """What is wrong with the bytes of a checkpoint, committed or marked as damaged."""
-    problems = []
+    damages: list[DamagedCheckpoint] = []
+    more: list[str] = []
     try:
         files = integrity.read_manifest(path, integrity.marked_checksum(path) if marked else None)
-        wrong = {damage.file: damage for damage in integrity.wrong_sizes(path, files)}
-        for name in files:
-            try:
-                if name in wrong:
-                    raise wrong[name]
-                integrity.check_sums(path, files, [name])
-            except DamagedCheckpoint as damage:
-                problems.append(f"{damage.file} {damage.reason}")
-        if not any(text.startswith(integrity.STATE) for text in problems):
+        damages += integrity.damaged_files(path, files)
+        names = {damage.file for damage in damages}
+        if integrity.STATE not in names:
             integrity.read_state(path)
-        if not any(text.startswith(integrity.METADATA) for text in problems):
-            problems += missing_data(read_tensors(path), files)
+        if integrity.METADATA not in names:
+            more = [*missing_data(read_tensors(path), files)]
     except DamagedCheckpoint as damage:
-        problems.append(f"{damage.file} {damage.reason}")
-    except integrity.UnsafeCheckpoint as error:
-        problems.append(str(error))
-    return problems
+        damages.append(damage)
+    except UnsafeCheckpoint as error:
+        more = [str(error)]
+    return [*(f"{damage.file} {damage.reason}" for damage in damages), *more]
 
 
 def _sizes(path: Storage) -> dict[str, int]:
-    """The sizes of a folder's files, of what can be read."""
-    sizes = {}
+    """The sizes of a folder's files by name, of what can be read."""
     with contextlib.suppress(OSError):
-        for name in path.names():
-            with contextlib.suppress(OSError):
-                sizes[name] = path.size(name)
-    return sizes
-
-
-def _date(when: datetime) -> str:
-    """02-14 15:04 of this year, else 2025-02-14."""
-    here, now = when.astimezone(), datetime.now().astimezone()
-    return f"{here:%m-%d %H:%M}" if here.year == now.year else f"{here:%Y-%m-%d}"
+        return {name: size for name, size in sorted(path.sizes().items()) if size is not None}
+    return {}
 
 
 def _state(path: Storage) -> dict[str, Any]:
     """state.json, {} where it cannot be read."""
-    try:
+    with contextlib.suppress(ValueError, OSError):
         return integrity.read_state(path)
-    except (ValueError, OSError):
-        return {}
+    return {}
+
+
+def _loss(state: dict[str, Any]) -> str | None:
+    loss = state.get("val_loss")
+    return None if loss is None else units.decimal(loss)
 
 
 def _layout(state: dict[str, Any]) -> str:
@@ -320,13 +310,3 @@ def _layout(state: dict[str, Any]) -> str:
     degrees = [f"{key}{n}" for key, n in shown.items() if isinstance(n, int) and n > 1]
     schedule = [layout["schedule"]] if layout.get("pp", 1) > 1 else []
     return " ".join([" x ".join(degrees), *schedule]) if degrees else "one rank" if layout else "-"
-
-
-def _saved_by(state: dict[str, Any]) -> str:
-    layout = state.get("layout")
-    if not layout:
-        return "-"  # a file that another program wrote
-    more = f", {layout['replicate']} replicas" if layout.get("replicate", 1) > 1 else ""
-    more += f", split {layout['split']}" if layout.get("pp", 1) > 1 else ""
-    ranks = state.get("world_size", 1)
-    return f"{ranks} rank{'s' * (ranks > 1)} ({_layout(state)}{more}), torch {state.get('torch')}"

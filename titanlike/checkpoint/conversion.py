@@ -28,12 +28,20 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from titanlike.checkpoint.discovery import resolve
-from titanlike.checkpoint.integrity import MARKER, DamagedCheckpoint, check_all, delete_checkpoint
-from titanlike.checkpoint.metadata import MODEL, OPTIMIZER, RNG, CheckpointHeader, open_header
-from titanlike.checkpoint.reader import read
-from titanlike.checkpoint.save import prepare_save, write_checkpoint
+from titanlike.checkpoint.integrity import (
+    MARKER,
+    MODEL,
+    OPTIMIZER,
+    RNG,
+    DamagedCheckpoint,
+    check_all,
+    delete_checkpoint,
+    open_header,
+)
+from titanlike.checkpoint.reader import ShardReader
 from titanlike.checkpoint.state_dict import DTYPES
 from titanlike.checkpoint.storage import Storage
+from titanlike.checkpoint.writer import prepare_save, write_checkpoint
 from titanlike.config.files import parse_object, temporary_beside
 from titanlike.metrics import units
 from titanlike.metrics.console import Console
@@ -65,22 +73,41 @@ def consolidate(location: str, file: str, *, dtype: str | None, with_optimizer: 
             "--dtype with --optimizer: a resumed run needs its exact weights; write one of the two"
         )
     source = _open("CHECKPOINT", location)
-    if with_optimizer and not any(name.startswith(OPTIMIZER) for name in source.tensors):
+    if with_optimizer and not source.entries(OPTIMIZER):
         raise ValueError(f"--optimizer: {source.folder} has the model alone; write it without")
     tensors = {}
-    for name in source.tensors:
+    for name in source.header.tensors:
         if not name.startswith(MODEL):
             if with_optimizer:
-                tensors[name] = _read(source, name)
+                tensors[name] = source.whole(name)
             continue
         short = name.removeprefix(MODEL)
         if short.startswith(_RUN_PREFIXES):
             raise ValueError(f"a parameter is named {short}, a prefix reserved for the run's state")
-        tensors[short] = _cast(name, _read(source, name), dtype)
-    about = {"format": "pt", "step": str(source.state["step"])}
-    about |= {"titanlike": json.dumps(source.state)}
+        tensor = source.whole(name)
+        if dtype and tensor.is_floating_point():
+            finite = tensor.isfinite()
+            tensor = tensor.to(DTYPES[dtype])
+            if not torch.equal(tensor.isfinite(), finite):
+                raise ValueError(f"--dtype {dtype}: {name} has values too large for it; write bf16")
+        tensors[short] = tensor
+    state = source.header.state
+    about = {"format": "pt", "step": str(state["step"]), "titanlike": json.dumps(state)}
     about |= {"contents": "run" if with_optimizer else "model", "xxh3": _checksum(tensors)}
-    _write(path, tensors, about)
+    temporary = temporary_beside(path)
+    try:
+        temporary.touch(exist_ok=False)
+        mode = temporary.stat().st_mode  # as the umask says; save_file replaces it by 0600
+        save_file(tensors, temporary, about)
+        with open(temporary, "rb+") as output:
+            os.fchmod(output.fileno(), mode)
+            os.fsync(output.fileno())
+        os.replace(temporary, path)
+        Storage(path.parent).sync()
+    except SafetensorError as error:  # also raised for a full disk
+        raise OSError(f"{path} could not be written: {error}") from error
+    finally:
+        temporary.unlink(missing_ok=True)
     return f"{path}: {_summary(tensors)} of {source.folder}"
 
 
@@ -109,7 +136,12 @@ def restore(file: str, folder: str) -> str:
     }
     # a file of another program counts as step 0
     state = {"step": 0, "progress": {}, "val_loss": None, "same": {}, "sequences": None}
-    state |= {**_state(path, about), "torch": torch.__version__}
+    try:
+        state |= parse_object(about.get("titanlike", "{}")) | {"torch": torch.__version__}
+    except ValueError as error:
+        raise DamagedFile(path, f"its state {error}") from None
+    if type(state["step"]) is not int:
+        raise DamagedFile(path, f"its state has {repr(state['step'])[:40]} as step")
     target = parent.at(f"{'step' if prefixes else 'model'}-{state['step']:08d}")
     if target.names():
         raise ValueError(f"{target} exists already; write another FOLDER, or remove it first")
@@ -125,50 +157,12 @@ def restore(file: str, folder: str) -> str:
     return f"{target}: {_summary(tensors)}; train with {key}={target}"
 
 
-def _state(path: Path, about: dict[str, str]) -> dict[str, Any]:
-    """state.json in the file's metadata, {} in a file of another program."""
-    try:
-        state = parse_object(about.get("titanlike", "{}"))
-    except ValueError as error:
-        raise DamagedFile(path, f"its state {error}") from None
-    if type(state.get("step", 0)) is not int:
-        raise DamagedFile(path, f"its state has {repr(state['step'])[:40]} as step")
-    return state
-
-
-def _cast(name: str, tensor: Tensor, dtype: str | None) -> Tensor:
-    """Cast floating-point tensors only."""
-    if dtype is None or not tensor.is_floating_point():
-        return tensor
-    cast = tensor.to(DTYPES[dtype])
-    if not torch.equal(cast.isfinite(), tensor.isfinite()):
-        raise ValueError(f"--dtype {dtype}: {name} has values too large for it; write bf16")
-    return cast
-
-
 def _checksum(tensors: dict[str, Tensor]) -> str:
     hasher = xxhash.xxh3_128()
     for name, tensor in sorted(tensors.items()):
         hasher.update(name.encode())
         hasher.update(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
     return hasher.hexdigest()
-
-
-def _write(path: Path, tensors: dict[str, Tensor], about: dict[str, str]) -> None:
-    temporary = temporary_beside(path)
-    try:
-        temporary.touch(exist_ok=False)
-        mode = temporary.stat().st_mode  # as the umask says; save_file replaces it by 0600
-        save_file(tensors, temporary, about)
-        with open(temporary, "rb+") as file:
-            os.fchmod(file.fileno(), mode)
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-        Storage(path.parent).sync()
-    except SafetensorError as error:  # also raised for a full disk
-        raise OSError(f"{path} could not be written: {error}") from error
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def _local(file: str) -> Path:
@@ -183,18 +177,11 @@ def _summary(tensors: dict[str, Tensor]) -> str:
     return f"{len(tensors)} tensors ({dtypes}, {size})"
 
 
-def _open(key: str, location: str) -> CheckpointHeader:
+def _open(key: str, location: str) -> ShardReader:
     """Checks all checksums first. Raises ValueError, DamagedCheckpoint, UnsafeCheckpoint."""
     folder = resolve(key, location)
     check_all(folder)
-    return open_header(folder)
-
-
-def _read(header: CheckpointHeader, name: str) -> Tensor:
-    saved = header.tensors[name]
-    tensor = torch.empty(saved.shape, dtype=getattr(torch, saved.dtype))
-    read(header, {name: tensor}, None)
-    return tensor
+    return ShardReader(open_header(folder))
 
 
 # --- compare --------------------------------------------------------------------------------------
@@ -210,18 +197,30 @@ def compare(
     if not tolerance >= 0:
         raise ValueError(f"--tolerance {tolerance}: write a number of at least 0")
     a, b = _open("A", location_a), _open("B", location_b)
-    names_a, names_b = set(a.tensors), set(b.tensors)
+    names_a, names_b = a.header.tensors.keys(), b.header.tensors.keys()
     rng = {name for name in names_a | names_b if name.startswith(RNG)}
     ranks = [sum(name.endswith(".cpu") for name in rng & names) for names in (names_a, names_b)]
     if other_ranks := rng & (names_a ^ names_b):
         names_a, names_b = names_a - rng, names_b - rng
     limit = len(names_a | names_b) if all_names else _MAX_NAMES
-    _print_names(console, "only in A", names_a - names_b, limit)
-    _print_names(console, "only in B", names_b - names_a, limit)
+    for title, names in ("only in A", names_a - names_b), ("only in B", names_b - names_a):
+        for name in sorted(names)[:limit]:
+            console.line(f"{title}: {name}")
+        if len(names) > limit:
+            console.line(f"{title}: {len(names) - limit} more (--tensors names all)")
     both = sorted(names_a & names_b)
     differences = [_difference(a, b, name) for name in both]
     differing = [d for d in differences if d.reason != "values" or d.largest > tolerance]
-    _print_table(console, differing, limit)
+    # parameters first: the optimizer's step counts differ by more
+    differing.sort(key=lambda d: (not d.name.startswith(MODEL), -d.largest))
+    rows: list[list[Any]] = []
+    for d in differing[:limit]:
+        numbers = [None, None] if d.reason.startswith("shape") else [d.largest, d.count]
+        rows.append([d.name, d.reason, *numbers])
+    if rows:
+        console.table("", ["tensor", "what differs", "by at most", "elements"], rows)
+    if len(differing) > limit:
+        console.line(f"  and {len(differing) - limit} more (--tensors names all)")
     if other_ranks:
         console.line(f"random generators: not compared, of {ranks[0]} and of {ranks[1]} ranks")
     same = not differing and names_a == names_b
@@ -242,21 +241,17 @@ class _Difference:
     count: int = 0  # elements that differ
 
 
-def _difference(a: CheckpointHeader, b: CheckpointHeader, name: str) -> _Difference:
-    tensors = a.tensors[name], b.tensors[name]
+def _difference(a: ShardReader, b: ShardReader, name: str) -> _Difference:
+    """NaN is equal to NaN only, and infinitely far from any number."""
+    tensors = a.header.tensors[name], b.header.tensors[name]
     shapes = ["x".join(map(str, tensor.shape)) or "scalar" for tensor in tensors]
     if shapes[0] != shapes[1]:
         return _Difference(name, f"shape: {shapes[0]} and {shapes[1]}", float("inf"))
     dtypes = [tensor.dtype for tensor in tensors]
     reason = "values" if dtypes[0] == dtypes[1] else f"dtype: {dtypes[0]} and {dtypes[1]}"
-    return _Difference(name, reason, *_compare_values(_read(a, name), _read(b, name)))
-
-
-def _compare_values(a: Tensor, b: Tensor) -> tuple[float, int]:
-    """Largest absolute difference, and how many elements differ. NaN is equal to NaN only, and
-    infinitely far from any number."""
     largest, count = 0.0, 0
-    for x, y in zip(a.flatten().split(_COMPARED), b.flatten().split(_COMPARED), strict=True):
+    rows = [r.rows(name, _COMPARED * t.item_size) for r, t in zip((a, b), tensors, strict=True)]
+    for x, y in zip(*rows, strict=True):
         if x.dtype == y.dtype and torch.equal(x, y):
             continue
         wide = torch.complex128 if x.is_complex() or y.is_complex() else torch.float64
@@ -266,25 +261,4 @@ def _compare_values(a: Tensor, b: Tensor) -> tuple[float, int]:
             count += int(differ.sum())
             distance = (x - y)[differ].abs().nan_to_num(nan=float("inf"), posinf=float("inf"))
             largest = max(largest, distance.max().item())
-    return largest, count
-
-
-def _print_table(console: Console, differing: list[_Difference], limit: int) -> None:
-    if not differing:
-        return
-    # parameters first: the optimizer's step counts differ by more
-    differing = sorted(differing, key=lambda d: (not d.name.startswith(MODEL), -d.largest))
-    rows: list[list[Any]] = []
-    for d in differing[:limit]:
-        numbers = [None, None] if d.reason.startswith("shape") else [d.largest, d.count]
-        rows.append([d.name, d.reason, *numbers])
-    console.table("", ["tensor", "what differs", "by at most", "elements"], rows)
-    if len(differing) > limit:
-        console.line(f"  and {len(differing) - limit} more (--tensors names all)")
-
-
-def _print_names(console: Console, title: str, names: set[str], limit: int) -> None:
-    for name in sorted(names)[:limit]:
-        console.line(f"{title}: {name}")
-    if len(names) > limit:
-        console.line(f"{title}: {len(names) - limit} more (--tensors names all)")
+    return _Difference(name, reason, largest, count)

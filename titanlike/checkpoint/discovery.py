@@ -55,16 +55,6 @@ def committed(folder: Storage) -> list[Storage]:
     return [path for path in all_steps(folder) if path.exists(MARKER)]
 
 
-def uncommitted(folder: Storage) -> list[Storage]:
-    """What killed saves and deletions have left in a folder; none that cannot be read now."""
-    paths = []
-    for path in all_steps(folder):
-        with contextlib.suppress(UnreadableFile):
-            if not any(map(path.exists, (MARKER, DAMAGED_MARKER))):
-                paths.append(path)
-    return paths
-
-
 def newest_complete(folder: Storage, rejected: Collection[str] = ()) -> Selection:
     """The newest checkpoint whose files exist with their sizes, and the damaged newer ones.
 
@@ -125,24 +115,20 @@ def resolve(key: str, location: str) -> Storage:
     raise ValueError(f"{key}={location}: {reason}; {fix}")
 
 
-def is_checkpoint(path: Storage) -> bool:
-    """Whether a folder is a checkpoint, complete or not."""
-    names = set(path.names())
-    named = names and _ANY_NAME.fullmatch(path.name)
-    return bool(named or names & {MARKER, DAMAGED_MARKER, METADATA})
-
-
 def all_checkpoints(location: str) -> list[Storage]:
     """The checkpoint at `location`, or all of the run or folder there, oldest first.
 
     Raises ValueError where there is none.
     """
     path = Storage(location)
-    if is_checkpoint(path):
+    names = path.names()
+    if (names and _ANY_NAME.fullmatch(path.name)) or {MARKER, DAMAGED_MARKER, METADATA} & {*names}:
         return [path]
     folders = [path.at("checkpoints"), path]
-    if elsewhere := _folder_in_config(path):
-        folders.insert(0, Storage(elsewhere))
+    odd = (AttributeError, TypeError, KeyError, ValueError, RecursionError, yaml.YAMLError)
+    with contextlib.suppress(OSError, *odd):
+        if elsewhere := yaml.safe_load(path.read("config.yaml"))["checkpoint"].get("folder"):
+            folders.insert(0, Storage(elsewhere))
     for folder in folders:
         if names := [name for name in folder.names() if _ANY_NAME.fullmatch(name)]:
             names.sort(key=lambda name: (int(name.partition("-")[2]), name))
@@ -152,14 +138,6 @@ def all_checkpoints(location: str) -> list[Storage]:
         f"{location}: no checkpoint there (searched {searched}); write the path of a run directory "
         "or of a folder with step-XXXXXXXX folders"
     )
-
-
-def _folder_in_config(path: Storage) -> str | None:
-    """checkpoint.folder of a run directory."""
-    odd = (AttributeError, TypeError, KeyError, ValueError, RecursionError, yaml.YAMLError)
-    with contextlib.suppress(OSError, *odd):
-        return yaml.safe_load(path.read("config.yaml"))["checkpoint"].get("folder")
-    return None
 
 
 # --- what a run resumes from ---------------------------------------------------------------------
@@ -176,7 +154,13 @@ def select_resume(config: Config, rejected: Collection[str] = ()) -> Selection:
     if resume == "auto":
         selection = newest_complete(folder, rejected)
         if selection.path is not None and config.checkpoint.folder is not None:
-            _check_owner(selection.path, config)
+            # it has one run's checkpoints: a sweep's jobs would resume each other's
+            owner = integrity.read_state(selection.path)["run_dir"]
+            if owner != str(Path(config.run_dir).absolute()):
+                raise ValueError(
+                    f"checkpoint.folder={folder}: it has the checkpoints of the run in {owner}; "
+                    f"write run_dir={owner} to resume it, or another checkpoint.folder"
+                )
         if selection.path is None and (selection.damaged or selection.marked):
             reasons = [*map(str, selection.damaged)]
             reasons += [f"{path} is marked as damaged" for path in selection.marked]
@@ -203,23 +187,13 @@ def select_resume(config: Config, rejected: Collection[str] = ()) -> Selection:
     return Selection(chosen)
 
 
-def _check_owner(path: Storage, config: Config) -> None:
-    """A folder outside run_dir has one run's checkpoints: a sweep's jobs would resume each other's."""
-    owner = integrity.read_state(path)["run_dir"]
-    if owner != str(Path(config.run_dir).absolute()):
-        raise ValueError(
-            f"checkpoint.folder={config.checkpoint.folder}: it has the checkpoints of the run in "
-            f"{owner}; write run_dir={owner} to resume it, or another checkpoint.folder"
-        )
-
-
 def run_identity(config: Config) -> dict[str, Any]:
     """What a resumed run must not change, by key: the order of the samples and the model depend
     on it. "same" in state.json."""
     sizes = {f"model.{key}": value for key, value in to_plain(config.model).items()}
     # null or not: shapes are compared; and a plan for tp changes no value
-    for changing in ("model.vocab_size", "model.max_seq_len", "model.tp_plan"):
-        sizes.pop(changing, None)
+    for changing in ("vocab_size", "max_seq_len", "n_positions", "tp_plan"):
+        sizes.pop(f"model.{changing}", None)
     plain = {key: getattr(config, key) for key in ("seed", "batch_size", "seq_len")}
     return {**plain, "optimizer": config.optimizer.name, **sizes}
 
@@ -244,11 +218,8 @@ def incompatibility(
 
 
 def resumed_config(config: Config) -> tuple[Config, int]:
-    """The config for a restart, and the step that it resumes from.
-
-    `checkpoint.resume` applies to a run's first start: once the run has saved a checkpoint of its
-    own, it is "auto".
-    """
+    """The config for a restart, and the step that it resumes from: `checkpoint.resume` applies to a
+    run's first start, and is "auto" once the run has saved a checkpoint of its own."""
     try:
         newest = newest_complete(checkpoint_folder(config)).path
         step = step_of(newest) if newest is not None else 0

@@ -9,29 +9,32 @@ import shlex
 import shutil
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Mapping
+from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from titanlike.checkpoint.hf_plan import Exported, ExportPlan, plan_export
-from titanlike.checkpoint.metadata import MODEL
+from titanlike.checkpoint.integrity import MODEL, SavedTensor
+from titanlike.checkpoint.reader import SavedModel, ShardReader, dtype_of, saved_model
+from titanlike.checkpoint.safetensors_stream import DTYPES as SAFETENSORS_DTYPES
 from titanlike.checkpoint.safetensors_stream import Planned, ShardedSafetensors
-from titanlike.checkpoint.shard_reader import SavedModel, ShardReader, saved_model
 from titanlike.checkpoint.state_dict import DTYPES
 from titanlike.checkpoint.storage import Storage
 from titanlike.config.files import read_object
 from titanlike.config.parse import bytes_of
 from titanlike.config.program import program
 from titanlike.config.schema import ChatData, HFData, TextData
-from titanlike.data.chat_template import find_template
-from titanlike.data.checks import tokenizer_of
-from titanlike.data.errors import DataError
-from titanlike.data.tokenizer_files import copy_tokenizer, write_tokenizer
+from titanlike.data.chat import find_template
+from titanlike.data.registry import DataError, vocabulary
+from titanlike.data.tokenizer import copy_tokenizer, write_tokenizer
 from titanlike.metrics import units
+from titanlike.models.hf_names import FAMILIES, counterpart
+from titanlike.models.hf_weights import source_of
+from titanlike.models.registry import build_model, complete_arguments
 
 _GENERATION = "generation_config.json"
 _PROGRESS = 5.0  # seconds between lines of progress
@@ -77,23 +80,33 @@ def export(
     say: called with lines of progress and a summary. Raises ValueError, DamagedCheckpoint, OSError.
     """
     begin = time.monotonic()
-    folder = _new_folder(out)
+    if "://" in out:
+        raise ValueError(f"{out}: a folder is written to a local path; copy it there afterwards")
+    folder = Path(out).expanduser().absolute()
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ValueError(f"{folder} exists already; write another name, or remove it first")
     rows = ShardReader.open("RUN", location)
     saved = saved_model(rows.folder)
     entries = rows.entries(MODEL)
-    kind = DTYPES[dtype] if dtype else None
-    plan = plan_export(saved.model, entries, saved.config.seq_len, kind)
+    config, tensors = plan_export(saved, entries, DTYPES[dtype] if dtype else None)
     unfinished = folder.with_name(f"{folder.name}.unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
     try:
-        note = _write_small_files(unfinished, plan, saved)
-        planned = [one for tensor in plan.tensors for one in tensor.outputs]
+        note = _write_small_files(unfinished, config, saved)
+        planned = [output for tensor in tensors for output in tensor.outputs]
         writer = ShardedSafetensors(unfinished, planned, shard_bytes)
-        total, done, said = sum(one.bytes for one in planned), 0, begin
-        for tensor in plan.tensors:
-            _write_tensor(rows, tensor, writer)
-            done += sum(one.bytes for one in tensor.outputs)
+        total, done, said = sum(output.bytes for output in planned), 0, begin
+        for tensor in tensors:
+            name = MODEL + tensor.name
+            if tensor.convert is None:
+                for slab in rows.rows(name):
+                    writer.write(_cast(tensor.outputs[0], slab))
+            else:
+                converted = tensor.convert(rows.whole(name))
+                for output in tensor.outputs:
+                    writer.write(_cast(output, converted[output.name]))
+            done += sum(output.bytes for output in tensor.outputs)
             if time.monotonic() > said + _PROGRESS:
                 said = time.monotonic()
                 say(f"{done / max(1, total):.0%} of {units.size(total)} after {said - begin:.0f} s")
@@ -104,39 +117,8 @@ def export(
         Storage(folder.parent).sync()
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
-    count = f"{len(planned)} tensors ({plan.config['dtype']}, {units.size(total)})"
+    count = f"{len(planned)} tensors ({config['dtype']}, {units.size(total)})"
     say(f"{folder}: {count} of {rows.folder}; {note}")
-
-
-def _new_folder(out: str) -> Path:
-    if "://" in out:
-        raise ValueError(f"{out}: a folder is written to a local path; copy it there afterwards")
-    folder = Path(out).expanduser().absolute()
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ValueError(f"{folder} exists already; write another name, or remove it first")
-    return folder
-
-
-def _write_tensor(rows: ShardReader, tensor: Exported, writer: ShardedSafetensors) -> None:
-    name, outputs = MODEL + tensor.name, tensor.outputs
-    if tensor.form == "same":
-        for slab in rows.rows(name):
-            writer.write(_cast(outputs[0], slab))
-    elif tensor.form == "transposed":
-        writer.write(_cast(outputs[0], rows.whole(name).T))
-    elif tensor.form == "stacked":
-        rest = iter(outputs)
-        for row in (row for slab in rows.rows(name) for row in slab):
-            at = 0
-            while at < len(row):
-                one = next(rest)
-                writer.write(_cast(one, row[at : at + one.shape[0]]))
-                at += one.shape[0]
-    else:
-        assert tensor.convert is not None
-        converted = tensor.convert(rows.whole(name))
-        for one in outputs:
-            writer.write(_cast(one, converted[one.name]))
 
 
 def _cast(planned: Planned, tensor: Tensor) -> Tensor:
@@ -149,57 +131,136 @@ def _cast(planned: Planned, tensor: Tensor) -> Tensor:
     return cast
 
 
-@dataclass(frozen=True)
-class _Tokenizer:
-    """What is known of the tokenizer beside the model."""
-
-    note: str
-    boundary: int | None = None  # the id that separates documents
-    ends: frozenset[int] = frozenset()  # ids that end an answer of a chat
+# --- which tensors -----------------------------------------------------------------------------------------
 
 
-def _write_small_files(folder: Path, plan: ExportPlan, saved: SavedModel) -> str:
-    """Config, tokenizer and generation config; what is to be said of them."""
-    config, generation = {**plan.config}, None
-    tokenizer = _write_tokenizer(folder, plan, saved)
-    if plan.source is not None:
-        if (plan.source / _GENERATION).is_file():
-            generation = read_object(plan.source / _GENERATION)
-    elif saved.model.name != "hf":
-        boundary = tokenizer.boundary
-        ends = {"bos_token_id": boundary, "eos_token_id": boundary, "pad_token_id": None}
-        config |= ends
-        generation = {key: value for key, value in ends.items() if value is not None}
-    if tokenizer.ends:
-        generation = {**(generation or {}), "eos_token_id": sorted(tokenizer.ends)}
-    _write_json(folder / "config.json", config)
-    if generation is not None:
-        _write_json(folder / _GENERATION, generation)
-    return tokenizer.note
+class Exported(NamedTuple):
+    """A tensor of the checkpoint and what becomes of it: of one dtype, and of all of its values in
+    their order, unless they are converted (name -> tensor)."""
+
+    name: str
+    outputs: list[Planned]
+    convert: Callable[[Tensor], dict[str, Tensor]] | None = None
 
 
-def _write_tokenizer(folder: Path, plan: ExportPlan, saved: SavedModel) -> _Tokenizer:
-    """Of the run's data, or else of the folder in which the model began."""
-    data = saved.config.data
-    name = boundary = None
+def plan_export(
+    saved: SavedModel, entries: Mapping[str, SavedTensor], dtype: torch.dtype | None
+) -> tuple[dict[str, Any], list[Exported]]:
+    """config.json, and what the files have of the checkpoint's entries by name.
+
+    dtype: None = as the folder from which the model was started has them, else as the checkpoint.
+    Raises ValueError for a model that transformers does not have.
+    """
+    model, tensors = saved.model, []
+    dtypes = {name: dtype or dtype_of(tensor) for name, tensor in entries.items()}
+    if model.name in FAMILIES:
+        sizes = complete_arguments(model)
+        theirs = counterpart(model.name, sizes)
+        for name, entry in entries.items():
+            source = source_of(theirs, name, entry.shape)
+            shape, turn = entry.shape, None
+            if source.form == "stacked":
+                shape = shape[1:]
+            elif source.form == "transposed":
+                shape, turn = shape[::-1], lambda tensor, key=source.name: {key: tensor.T}
+            outputs = [Planned(key, shape, dtypes[name]) for (key,) in source.rows]
+            if outputs[0].name:  # no buffer of training alone
+                tensors.append(Exported(name, outputs, turn))
+        config = theirs.config_json(sizes, saved.config.seq_len) | {"use_cache": True}
+    elif model.name == "hf":
+        built: Any = build_model(model)
+        weights = built.folder_weights()
+        if weights is None:
+            tensors = _reverted(built, entries, dtypes)
+        else:
+            for name in entries:
+                keys = [key for row in weights.sources[name].rows for key in row]
+                stored = [weights.files.slice(key) for key in keys]
+                kind = dtype or SAFETENSORS_DTYPES.get(stored[0].get_dtype(), dtypes[name])
+                shapes = [tuple(tensor.get_shape()) for tensor in stored]
+                outputs = [Planned(*each, kind) for each in zip(keys, shapes, strict=True)]
+                tensors.append(Exported(name, outputs))
+        built.config.architectures = [type(built).__name__]
+        config = built.config.to_dict()
+    else:
+        raise ValueError(
+            f"model.name={model.name}: transformers has no such model, and a folder for it can be "
+            f"written of {', '.join([*FAMILIES, 'hf'])}; write titanlike checkpoint consolidate for "
+            "the weights alone"
+        )
+    values: Counter[torch.dtype] = Counter()
+    for output in (output for tensor in tensors for output in tensor.outputs):
+        values[output.dtype] += prod(output.shape)
+    config["dtype"] = str(values.most_common(1)[0][0]).removeprefix("torch.")
+    # of dtypes of different sizes the larger ones first: then each begins at a multiple of its own
+    return config, sorted(tensors, key=lambda tensor: -tensor.outputs[0].dtype.itemsize)
+
+
+def _reverted(
+    built: Any, entries: Mapping[str, SavedTensor], dtypes: Mapping[str, torch.dtype]
+) -> list[Exported]:
+    """In the names and forms that transformers' save_pretrained writes, by its own conversion: of
+    each tensor alone, where that gives what it does of all together; else as the model has them."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    def revert(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        with torch.no_grad():
+            return revert_weight_conversion(built, tensors)
+
+    meta = {name: torch.empty(entry.shape, device="meta") for name, entry in entries.items()}
+    alone = {name: {name: tensor} for name, tensor in meta.items()}
+    with contextlib.suppress(Exception):  # one that needs several raises whatever it finds missing
+        by_itself = {name: revert(tensors) for name, tensors in alone.items()}
+        union = {key: each.shape for tensors in by_itself.values() for key, each in tensors.items()}
+        if union == {key: each.shape for key, each in revert(meta).items()}:
+            alone = by_itself
+    tensors = []
+    for name, found in alone.items():
+        outputs = [Planned(key, tuple(each.shape), dtypes[name]) for key, each in found.items()]
+        plain = len(outputs) == 1 and outputs[0].shape == entries[name].shape
+        convert = None if plain else lambda tensor, name=name: revert({name: tensor})
+        tensors.append(Exported(name, outputs, convert))
+    return tensors
+
+
+# --- config, generation config and tokenizer ----------------------------------------------------------------
+
+
+def _write_small_files(folder: Path, config: dict[str, Any], saved: SavedModel) -> str:
+    """Config, tokenizer and generation config; returns what is to be said of the tokenizer: that of
+    the run's data, or else of the folder in which the model began."""
+    data, path = saved.config.data, saved.model.args.get("path")
+    source = Path(path) if path and saved.model.name == "hf" else None
+    name = boundary = generation = None
+    ends: set[int] = set()  # ids that end an answer of a chat
+    note = "without a tokenizer: the data were token ids"
     with contextlib.suppress(DataError):  # files of tokens on another machine; a file, told below
-        name, boundary = tokenizer_of(data)
+        _, name, boundary = vocabulary(data)
     if isinstance(data, TextData | HFData | ChatData):
         name = data.tokenizer
     if name is not None:
         try:
             chat = find_template(data.template, name) if isinstance(data, ChatData) else None
-            written, ends = write_tokenizer(name, folder), frozenset[int]()
+            written = write_tokenizer(name, folder)
             if chat is not None:
                 (folder / "chat_template.jinja").write_text(chat.source, encoding="utf-8")
-                ends = chat.ends(written) | {written.boundary}
-            return _Tokenizer(f"tokenizer: {name}", written.boundary, ends)
+                ends = {*chat.ends(written), written.boundary}
+            note, boundary = f"tokenizer: {name}", written.boundary
         except (ValueError, OSError) as error:
-            return _Tokenizer(f"WARNING: without a tokenizer: {' '.join(str(error).split())}")
-    if plan.source is not None and copy_tokenizer(plan.source, folder):
-        return _Tokenizer(f"tokenizer of {plan.source}")
-    return _Tokenizer("without a tokenizer: the data were token ids", boundary)
-
-
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+            note, boundary = f"WARNING: without a tokenizer: {' '.join(str(error).split())}", None
+    elif source is not None and copy_tokenizer(source, folder):
+        note = f"tokenizer of {source}"
+    if source is not None and (source / _GENERATION).is_file():
+        generation = read_object(source / _GENERATION)
+    elif saved.model.name != "hf":
+        config |= {"bos_token_id": boundary, "eos_token_id": boundary, "pad_token_id": None}
+        generation = (
+            {} if boundary is None else {"bos_token_id": boundary, "eos_token_id": boundary}
+        )
+    if ends:
+        generation = {**(generation or {}), "eos_token_id": sorted(ends)}
+    for file, content in (("config.json", config), (_GENERATION, generation)):
+        if content is not None:
+            text = json.dumps(content, indent=2, sort_keys=True) + "\n"
+            (folder / file).write_text(text, encoding="utf-8")
+    return note

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from titanlike.checkpoint.state_dict import sync_tied_copies
-from titanlike.config.errors import ConfigError, Problem
+from titanlike.config.errors import ConfigError, Problem, override_text
 from titanlike.config.schema import Config
 from titanlike.distributed.placement import pieces
-from titanlike.models.hf_folder import FamilyWeights, folder_of, start_problems
-from titanlike.models.hf_names import FAMILIES, family_of
+from titanlike.models.hf_config import read_config
+from titanlike.models.hf_names import FAMILIES, counterpart, whole_sizes
+from titanlike.models.hf_weights import OwnWeights
+from titanlike.models.quiet_import import quiet_import
 from titanlike.models.registry import build_model, complete_arguments, resolve_model
+from titanlike.models.safetensors_folder import first_names, has_weights
 from titanlike.optim.optimizer import StageState
 from titanlike.torch_private.dtensor import local
 
@@ -28,23 +32,62 @@ def is_folder(start_from: str | None) -> bool:
 def problems(config: Config) -> Iterable[Problem]:
     """Why a run cannot start from that folder; reads headers only."""
     location = config.checkpoint.start_from
-    assert location is not None
     if config.checkpoint.rename:
         reason = f"names of {location} are known, and none is changed"
         fix = "checkpoint.rename=[]"
         yield Problem("checkpoint.rename", config.checkpoint.rename, reason, fix)
     try:
-        model = resolve_model(config)
-        shapes: dict[str, torch.Size] = {}
-        sizes = model.args
-        if model.name in FAMILIES:
-            sizes = complete_arguments(model)
-            shapes = {name: one.shape for name, one in build_model(model).named_parameters()}
-        yield from start_problems(location, model.name, sizes, shapes)
+        yield from _folder_problems(config, _path(config))
     except ConfigError as error:
         yield from error.problems
     except ValueError as error:  # of damaged files
         yield Problem("checkpoint.start_from", location, str(error))
+
+
+def _folder_problems(config: Config, folder: Path) -> Iterable[Problem]:
+    model = resolve_model(config)
+    key, location = "checkpoint.start_from", config.checkpoint.start_from
+    as_theirs = f"model=hf model.path={folder}"
+    if model.name not in FAMILIES:
+        reason = f"is for {' and '.join(FAMILIES)}, whose counterparts in transformers are known"
+        yield Problem(key, location, reason, f"{as_theirs} checkpoint.start_from=null")
+        return
+    if not (folder / "config.json").is_file() or not has_weights(folder):
+        fix = f"{key}=hf:/a/folder that has config.json and safetensors"
+        yield Problem(key, location, "there is no model of transformers in safetensors", fix)
+        return
+    try:
+        with quiet_import():
+            import transformers
+    except ImportError:
+        reason = "transformers, which reads its config, is not installed"
+        yield Problem(key, location, reason, "pip install 'titanlike[hf]'")
+        return
+    settings = read_config(transformers, str(folder))
+    kind, values = settings.model_type, settings.to_dict()
+    ours = {theirs.model_type: name for name, several in FAMILIES.items() for theirs in several}
+    if ours.get(kind) != model.name:
+        fix = f"model.name={ours[kind]}" if kind in ours else as_theirs
+        yield Problem(key, location, f"is a {kind}, and the model a {model.name}", fix)
+        return
+    theirs = next(theirs for theirs in FAMILIES[model.name] if theirs.model_type == kind)
+    if other := theirs.unsupported(values):
+        reason = f"has {', '.join(other)}, which model.name={model.name} does not compute"
+        yield Problem(key, location, reason, f"{as_theirs} checkpoint.start_from=null")
+        return
+    sizes, built = complete_arguments(model), build_model(model)
+    wrong = [
+        Problem(
+            f"model.{size}", sizes[size], f"{folder} has {size}={value}", f"model.{size}={value}"
+        )
+        for size, wanted in theirs.our_sizes(values).items()
+        if whole_sizes(sizes)[size] != wanted
+        for value in [override_text(wanted)]
+    ]
+    yield from wrong
+    shapes = {name: parameter.shape for name, parameter in built.named_parameters()}
+    if not wrong and (lacks := list(OwnWeights(theirs, folder, shapes).mismatches(shapes))):
+        yield Problem(key, location, first_names(lacks), "copy the folder's files again")
 
 
 @torch.no_grad()
@@ -52,22 +95,22 @@ def start_from_folder(
     config: Config, stage_states: list[StageState], group: dist.ProcessGroup
 ) -> str:
     """Read each rank's shards; returns a summary. Collective. Raises ConfigError."""
-    location = config.checkpoint.start_from
-    assert location is not None
     found = list(problems(config))
     everywhere = [found] * dist.get_world_size(group)
     dist.all_gather_object(everywhere, found, group=group)
     if wrong := next(filter(None, everywhere), None):  # one machine may not see the folder
         raise ConfigError(wrong)
-    family = family_of(config.model.name, complete_arguments(resolve_model(config)))
-    weights = FamilyWeights(family, folder_of(location))
-    names = set()
+    model = resolve_model(config)
+    theirs = counterpart(model.name, complete_arguments(model))
+    shapes = {name: parameter.shape for name, parameter in build_model(model).named_parameters()}
+    weights = OwnWeights(theirs, _path(config), shapes)
     for stage in stage_states:
         for name, parameter in stage.parameters():
             for here, place in pieces(parameter, stage.part(name)):
-                local(parameter)[here].copy_(weights.block(name, place))
-            names.add(name)
+                local(parameter)[here].copy_(weights.block(name, shapes[name], place))
     sync_tied_copies(stage_states)
-    of_ranks = [names] * dist.get_world_size(group)
-    dist.all_gather_object(of_ranks, names, group=group)
-    return f"starting from {folder_of(location)}: {len(set().union(*of_ranks))} parameters read"
+    return f"starting from {_path(config)}: {len(shapes)} parameters read"
+
+
+def _path(config: Config) -> Path:
+    return Path((config.checkpoint.start_from or "").removeprefix(PREFIX)).expanduser()

@@ -9,20 +9,27 @@
         COMMITTED                the checksum of files.json; written last, removed first
         DAMAGED                  in its place: the reason for which a start rejected the checkpoint
 
-No torch.
+The small files are read here, without torch, and without executing code: DCP's own reader calls
+`pickle.load` on `.metadata` (torch 2.11 to 2.15), so that a checkpoint from an untrusted source can
+execute any code.
 """
 
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
+import pickle
 import re
 import shlex
 from bisect import bisect_left
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from typing import IO, Any
+from dataclasses import dataclass, replace
+from math import prod
+from operator import index
+from typing import Any
 
 import xxhash
 
@@ -30,6 +37,7 @@ from titanlike.checkpoint.storage import Storage
 from titanlike.config.files import NotRegularFile, parse_object
 from titanlike.config.program import tool_program
 
+MODEL, OPTIMIZER, RNG = "model.", "optimizer.state.", "rng."  # prefixes of tensors' names
 MARKER = "COMMITTED"  # without this file a checkpoint is incomplete
 DAMAGED_MARKER = "DAMAGED"
 MANIFEST = "files.json"
@@ -52,7 +60,7 @@ _OPTIONAL: dict[str, tuple[type, ...]] = {
     **{f"layout.{key}": (str,) for key in ("schedule", "split")},
     **{"progress.step": (int,), "progress.value": _NUMBER},
     **{"progress.left_out": (int,), "progress.guard": (dict,)},
-    **{"data": (dict,), "config": (dict,), "model": (dict,)},
+    **{"data": (dict,), "config": (dict,), "model": (dict,), "format": (int,)},
 }
 _STEP_IN_NAME = re.compile(r"(?:step|model)-(\d{8,})")
 _READ = 2**22  # bytes at a time
@@ -77,8 +85,29 @@ class UnsafeCheckpoint(ValueError):
     """A file of a checkpoint asks for what loading does not need: it might execute code."""
 
 
+@contextlib.contextmanager
+def reading(folder: Storage, file: str) -> Iterator[None]:
+    """A verdict on a file: it is missing, or a ValueError says what is wrong with it.
+
+    Raises DamagedCheckpoint. An error of reading the file is no verdict.
+    """
+    try:
+        yield
+    except (DamagedCheckpoint, UnsafeCheckpoint):
+        raise
+    except FileNotFoundError:
+        raise DamagedCheckpoint(folder, file, "is missing") from None
+    except NotRegularFile:
+        raise DamagedCheckpoint(folder, file, "is not a regular file") from None
+    except ValueError as error:
+        raise DamagedCheckpoint(folder, file, str(error)) from None
+
+
 def checksum(data: bytes) -> str:
     return xxhash.xxh3_128_hexdigest(data)
+
+
+# --- completing, deleting, marking ---------------------------------------------------------------
 
 
 def commit(folder: Storage, files: Manifest, state: dict[str, Any]) -> None:
@@ -117,9 +146,9 @@ def marked_checksum(folder: Storage) -> str:
         marked = folder.read(DAMAGED_MARKER).decode(errors="replace")
     with reading(folder, MANIFEST):
         expected = checksum(folder.read(MANIFEST))
-    recorded = marked.strip().rpartition("\n")[2]
-    if re.fullmatch(r"[0-9a-f]{32}", recorded) and recorded != expected:
-        raise DamagedCheckpoint(folder, MANIFEST, "does not match the checksum in its mark")
+        recorded = marked.strip().rpartition("\n")[2]
+        if re.fullmatch(r"[0-9a-f]{32}", recorded) and recorded != expected:
+            raise ValueError("does not match the checksum in its mark")
     return expected
 
 
@@ -134,8 +163,11 @@ def repair_command(folder: Storage) -> str:
     return shlex.join([*tool_program("checkpoint"), "verify", str(folder), "--repair"])
 
 
+# --- the manifest, and the files that it lists: these raise DamagedCheckpoint --------------------
+
+
 def read_manifest(folder: Storage, expected: str | None = None) -> Manifest:
-    """Sizes and checksums of a committed checkpoint's files. Raises DamagedCheckpoint.
+    """Sizes and checksums of a committed checkpoint's files.
 
     expected: the checksum of the manifest itself; None = as the marker says.
     """
@@ -146,25 +178,19 @@ def read_manifest(folder: Storage, expected: str | None = None) -> Manifest:
             marker = folder.read(MARKER).decode(errors="replace")
         # a marker restored by renaming DAMAGED has the reason above the checksum
         expected = marker.strip().rpartition("\n")[2]
-    if checksum(text) != expected:
-        raise DamagedCheckpoint(folder, MANIFEST, f"does not match the checksum in {MARKER}")
-    try:
-        files = {name: _manifest_entry(entry) for name, entry in parse_object(text).items()}
-    except ValueError as error:
-        raise DamagedCheckpoint(folder, MANIFEST, str(error)) from None
-    for name in files:
-        if os.path.basename(name) != name or name in (".", ".."):
-            raise DamagedCheckpoint(folder, MANIFEST, f"names a file outside the folder, {name!r}")
-    if missing := [name for name in (STATE, METADATA) if name not in files]:
-        raise DamagedCheckpoint(folder, MANIFEST, f"does not list {' and '.join(missing)}")
+    files: Manifest = {}
+    with reading(folder, MANIFEST):
+        if checksum(text) != expected:
+            raise ValueError(f"does not match the checksum in {MARKER}")
+        for name, entry in parse_object(text).items():
+            if not isinstance(entry, list) or [*map(type, entry)] != [int, str]:
+                raise ValueError("is not a list of files")
+            if os.path.basename(name) != name or name in (".", ".."):
+                raise ValueError(f"names a file outside the folder, {name!r}")
+            files[name] = entry[0], entry[1]
+        if missing := [name for name in (STATE, METADATA) if name not in files]:
+            raise ValueError(f"does not list {' and '.join(missing)}")
     return files
-
-
-def _manifest_entry(entry: Any) -> tuple[int, str]:
-    match entry:
-        case [int(size), str(sums)]:
-            return size, sums
-    raise ValueError("is not a list of files")
 
 
 def wrong_sizes(folder: Storage, files: Manifest) -> Iterator[DamagedCheckpoint]:
@@ -175,153 +201,323 @@ def wrong_sizes(folder: Storage, files: Manifest) -> Iterator[DamagedCheckpoint]
             with reading(folder, name):
                 # a listing of an object store may be behind, and leaves out what is no file there
                 here = sizes[name] if sizes.get(name) is not None else folder.size(name)
+                if here != size:
+                    raise ValueError(f"has {here:,} bytes, and {size:,} were written")
         except DamagedCheckpoint as damage:
             yield damage
-            continue
-        if here != size:
-            reason = f"has {here:,} bytes, and {size:,} were written"
-            yield DamagedCheckpoint(folder, name, reason)
 
 
 def check_sizes(folder: Storage, files: Manifest) -> None:
-    """Check that each file exists with its size. Raises DamagedCheckpoint."""
+    """Check that each file exists with its size."""
     for damage in wrong_sizes(folder, files):
         raise damage
 
 
 def check_sums(folder: Storage, files: Manifest, names: Iterable[str]) -> None:
-    """Read these files and check their checksums. Raises DamagedCheckpoint."""
+    """Read these files and check their checksums."""
     for name in names:
-        with reading(folder, name):
-            checksum_read = folder.read_by(name, _file_checksum)
-        if checksum_read != files[name][1]:
-            raise DamagedCheckpoint(folder, name, UNEQUAL)
-
-
-def _file_checksum(file: IO[bytes]) -> str:
-    hasher = xxhash.xxh3_128()
-    while chunk := file.read(_READ):
-        hasher.update(chunk)
-    return hasher.hexdigest()
+        with reading(folder, name), folder.reader(name) as read_bytes:
+            hasher, at = xxhash.xxh3_128(), 0
+            while data := read_bytes(at, _READ):
+                hasher.update(data)
+                at += len(data)
+            if hasher.hexdigest() != files[name][1]:
+                raise ValueError(UNEQUAL)
 
 
 def read_checked(folder: Storage, files: Manifest, name: str) -> bytes:
-    """A file that is read whole, found right. Raises DamagedCheckpoint."""
+    """A file that is read whole, found right."""
     with reading(folder, name):
         data = folder.read(name)
-    if checksum(data) != files[name][1]:
-        raise DamagedCheckpoint(folder, name, UNEQUAL)
+        if checksum(data) != files[name][1]:
+            raise ValueError(UNEQUAL)
     return data
 
 
 def check_quick(folder: Storage) -> None:
-    """Check everything but the contents of the tensors' files. Raises DamagedCheckpoint."""
+    """Check everything but the contents of the tensors' files."""
     files = read_manifest(folder)
     check_sizes(folder, files)
     read_state(folder, files)
 
 
 def check_all(folder: Storage) -> None:
-    """Check every file, reading all. Raises DamagedCheckpoint."""
-    files = read_manifest(folder)
-    check_sizes(folder, files)
-    check_sums(folder, files, files)
+    """Check every file, reading all."""
+    for damage in damaged_files(folder, read_manifest(folder)):
+        raise damage
     read_state(folder)
 
 
+def damaged_files(folder: Storage, files: Manifest) -> Iterator[DamagedCheckpoint]:
+    """The files whose sizes or contents are wrong, reading all."""
+    wrong = {damage.file: damage for damage in wrong_sizes(folder, files)}
+    for name in files:
+        try:
+            if name in wrong:
+                raise wrong[name]
+            check_sums(folder, files, [name])
+        except DamagedCheckpoint as damage:
+            yield damage
+
+
+# --- state.json ----------------------------------------------------------------------------------
+
+
 def read_state(folder: Storage, files: Manifest | None = None) -> dict[str, Any]:
-    """state.json. Raises DamagedCheckpoint, and ValueError for a later format.
+    """state.json. Raises DamagedCheckpoint, and ValueError for a later format, or for earlier names.
 
     files: the manifest with its checksum; None = not compared.
     """
     with reading(folder, STATE):
         text = folder.read(STATE) if files is None else read_checked(folder, files, STATE)
-    try:
         state = parse_object(text)
-    except ValueError as error:
-        raise DamagedCheckpoint(folder, STATE, str(error)) from None
     version = state.get("format", FORMAT)
     if type(version) is int and version > FORMAT:
         raise ValueError(
             f"checkpoint {folder} has format {version}, and this version of titanlike reads "
             f"{FORMAT}: it was written by a later one"
         )
-    for reason in _state_problems(folder, state):
-        raise DamagedCheckpoint(folder, STATE, reason)
+    with reading(folder, STATE):
+        if missing := [key for key in _REQUIRED if key not in state]:
+            raise ValueError(f"lacks {', '.join(missing)}")
+        for key, types in (_REQUIRED | _OPTIONAL).items():
+            group, _, name = key.rpartition(".")
+            owner = state.get(group, {}) if group else state
+            if name in owner and type(owner[name]) not in types:
+                raise ValueError(f"has {repr(owner[name])[:40]} as {key}")
+        step, progress = state["step"], state["progress"]
+        named = _STEP_IN_NAME.fullmatch(folder.name)
+        if step < 0 or (named and int(named[1]) != step) or progress.get("step", step) != step:
+            raise ValueError(f"is of another step, {str(step)[:40]}")
+        for name, kept in progress.get("guard", {}).items():
+            if type(kept) is not (int if name == "nonfinite" else list):
+                raise ValueError(f"has {repr(kept)[:40]} as progress.guard.{name}")
+    if state["same"].get("model.name") in ("llama", "gpt2", "moe") and "model.dim" in state["same"]:
+        raise ValueError(
+            f"checkpoint {folder} was written before parameters took Hugging Face's names, and there "
+            "is no migration; train that model anew, in another run_dir"
+        )
     return state
 
 
-def _state_problems(folder: Storage, state: dict[str, Any]) -> Iterator[str]:
-    if missing := [key for key in _REQUIRED if key not in state]:
-        yield f"lacks {', '.join(missing)}"
-    for key, types in (_REQUIRED | _OPTIONAL | {"format": (int,)}).items():
-        group, _, name = key.rpartition(".")
-        owner = state.get(group, {}) if group else state
-        if name in owner and type(owner[name]) not in types:
-            yield f"has {repr(owner[name])[:40]} as {key}"
-    step, progress = state["step"], state["progress"]
-    named = _STEP_IN_NAME.fullmatch(folder.name)
-    if step < 0 or (named and int(named[1]) != step) or progress.get("step", step) != step:
-        yield f"is of another step, {str(step)[:40]}"
-    for name, kept in progress.get("guard", {}).items():
-        if type(kept) is not (int if name == "nonfinite" else list):
-            yield f"has {repr(kept)[:40]} as progress.guard.{name}"
+# --- pieces.json: the checksums of chunks --------------------------------------------------------
+
+# file -> ends of its chunks in bytes, and their checksums in a row
+ChunkChecksums = dict[str, tuple[list[int], bytes]]
+
+
+def check_chunk(
+    checksums: ChunkChecksums, file: str, begin: int, length: int, digest: bytes
+) -> None:
+    """Raises ValueError where bytes with this checksum are not a chunk that was written."""
+    ends, sums = checksums.get(file, ([], b""))
+    at = bisect_left(ends, begin + length)
+    is_chunk = ends[at : at + 1] == [begin + length] and begin == (ends[at - 1] if at else 0)
+    if not is_chunk or digest != sums[at * _DIGEST : (at + 1) * _DIGEST]:
+        raise ValueError(UNEQUAL)
+
+
+def dump_checksums(checksums: ChunkChecksums) -> bytes:
+    """The content of `pieces.json`: file -> [ends, "32 hexadecimal digits of xxh3 a chunk"], with the
+    chunks in the order of the file, each beginning where the one before it ends."""
+    content = {file: [ends, sums.hex()] for file, (ends, sums) in checksums.items()}
+    return json.dumps(content).encode() + b"\n"
+
+
+def _load_checksums(data: bytes) -> ChunkChecksums:
+    try:
+        pairs = json.loads(data).items()
+        checksums = {file: (ends, bytes.fromhex(sums)) for file, (ends, sums) in pairs}
+        for ends, sums in checksums.values():
+            if {*map(type, ends)} - {int} or len(sums) != _DIGEST * len(ends):
+                raise ValueError
+    except (ValueError, TypeError, AttributeError):
+        raise ValueError("is not a list of pieces") from None
+    return checksums
+
+
+# --- .metadata: the tensors ----------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class ChunkChecksums:
-    """The checksums of all chunks of a checkpoint.
+class Chunk:
+    """A block of a tensor, and its bytes in a file."""
 
-    `pieces.json` is an object: file -> [[end of each chunk, in bytes, ...], "32 hexadecimal digits of
-    xxh3 a chunk"], with the chunks in the order of the file, each beginning where the one before it
-    ends; together they are the whole file.
-    """
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    file: str | None = None  # None: no file is listed
+    begin: int = 0
+    length: int = 0
+
+
+@dataclass(frozen=True)
+class SavedTensor:
+    """A tensor in a checkpoint."""
+
+    name: str
+    dtype: str  # float32
+    shape: tuple[int, ...]
+    chunks: list[Chunk]
+
+    @property
+    def item_size(self) -> int:
+        """Bytes of an element: 4 of float32, 1 of float8_e4m3fn."""
+        bits = re.search(r"\d+", self.dtype)
+        return max(1, int(bits[0]) // 8) if bits else 1
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def bytes(self) -> int:
+        return self.numel * self.item_size
+
+
+@dataclass(frozen=True)
+class CheckpointHeader:
+    """A checkpoint's small files, found right."""
 
     folder: Storage
-    files: dict[str, tuple[list[int], bytes]]
-
-    def check(self, file: str, begin: int, length: int, digest: bytes) -> None:
-        """Raises DamagedCheckpoint where bytes with this checksum are not a chunk that was written."""
-        ends, sums = self.files.get(file, ([], b""))
-        at = bisect_left(ends, begin + length)
-        is_chunk = ends[at : at + 1] == [begin + length] and begin == (ends[at - 1] if at else 0)
-        if not is_chunk or digest != sums[at * _DIGEST : (at + 1) * _DIGEST]:
-            raise DamagedCheckpoint(self.folder, file, UNEQUAL)
-
-    def dump(self) -> bytes:
-        """The content of the file."""
-        return (
-            json.dumps({k: [ends, sums.hex()] for k, (ends, sums) in self.files.items()}).encode()
-            + b"\n"
-        )
+    state: dict[str, Any]
+    tensors: dict[str, SavedTensor]  # by name
+    checksums: ChunkChecksums | None  # None: the tensors' files have been read and found right
 
 
-def read_chunk_checksums(folder: Storage, files: Manifest) -> ChunkChecksums | None:
-    """None for a checkpoint of an older version, which has no such file. Raises DamagedCheckpoint."""
+def read_header(
+    folder: Storage, files: Manifest, rank: int = 0, ranks: int = 1
+) -> CheckpointHeader:
+    """Read and check the small files of a checkpoint with this manifest.
+
+    A checkpoint of an older version has no checksums of its chunks: of that one all files are read and
+    checked, a share on each rank. Raises DamagedCheckpoint, UnsafeCheckpoint.
+    """
     if CHUNKS not in files:
-        return None
-    data = read_checked(folder, files, CHUNKS)
+        check_sums(folder, files, sorted(files)[rank::ranks])
+    state = read_state(folder, files)
+    tensors = read_tensors(folder, read_checked(folder, files, METADATA))
+    checksums = None
+    if CHUNKS in files:
+        with reading(folder, CHUNKS):
+            checksums = _load_checksums(read_checked(folder, files, CHUNKS))
+    return CheckpointHeader(folder, state, tensors, checksums)
+
+
+def open_header(folder: Storage) -> CheckpointHeader:
+    """`read_header` of a committed checkpoint whose files have the sizes that were written."""
+    files = read_manifest(folder)
+    check_sizes(folder, files)
+    return read_header(folder, files)
+
+
+def read_tensors(folder: Storage, data: bytes | None = None) -> dict[str, SavedTensor]:
+    """The tensors of a checkpoint that may be damaged, sorted by name.
+
+    data: of `.metadata`, where it has been read. Raises DamagedCheckpoint, UnsafeCheckpoint.
+    """
+    if data is None:
+        with reading(folder, METADATA):
+            data = folder.read(METADATA)
     try:
-        checksums = {
-            name: (ends, bytes.fromhex(sums)) for name, (ends, sums) in json.loads(data).items()
-        }
-        valid = all(
-            all(type(end) is int for end in ends) and len(sums) == _DIGEST * len(ends)
-            for ends, sums in checksums.values()
+        return dict(_tensors(_InertUnpickler(io.BytesIO(data)).load()))
+    except UnsafeCheckpoint as error:
+        raise UnsafeCheckpoint(
+            f"checkpoint {folder} is refused: {METADATA} {error}; take a checkpoint from a source "
+            "that you trust"
+        ) from None
+    except Exception as error:  # pickle raises anything on damaged bytes
+        reason = f"cannot be read as a description of tensors ({type(error).__name__})"
+        raise DamagedCheckpoint(folder, METADATA, reason) from None
+
+
+def missing_data(tensors: dict[str, SavedTensor], files: Manifest) -> Iterator[str]:
+    """Say which data of the tensors cannot be in the files."""
+    for tensor in tensors.values():
+        present = sum(prod(chunk.sizes) for chunk in tensor.chunks)
+        if present != tensor.numel:
+            yield f"{METADATA} has {present:,} of the {tensor.numel:,} elements of {tensor.name}"
+        for chunk in tensor.chunks:
+            place = f"{tensor.name} at {list(chunk.offsets)}"
+            if chunk.file is None:
+                yield f"{METADATA} names no file for {place}"
+            elif chunk.file not in files:
+                yield f"{METADATA} names {chunk.file}, which is not in the manifest, for {place}"
+            elif chunk.begin + chunk.length > files[chunk.file][0]:
+                yield f"{chunk.file} ends before the bytes of {place}"
+            elif chunk.length < prod(chunk.sizes) * tensor.item_size:
+                yield f"{chunk.file} has too few bytes for {place}"
+
+
+def _tensors(metadata: Any) -> Iterator[tuple[str, SavedTensor]]:
+    """What DCP's Metadata says of each tensor."""
+    places = {}
+    for key, place in (metadata.storage_data or {}).items():
+        file = place.relative_path
+        if os.path.basename(file) != file:
+            raise UnsafeCheckpoint(f"names a file outside the folder, {file!r}")
+        places[key.fqn, _integers(getattr(key, "offset", None) or ())] = place
+    for name, entry in sorted(metadata.state_dict_metadata.items()):
+        if not hasattr(entry, "chunks"):  # an object, which titanlike neither writes nor reads
+            continue
+        chunks = []
+        for block in entry.chunks:
+            chunk = Chunk(_integers(block.offsets), _integers(block.sizes))
+            if place := places.get((name, chunk.offsets)) or places.get((name, ())):
+                begin, length = _integers((place.offset, place.length))
+                chunk = replace(chunk, file=place.relative_path, begin=begin, length=length)
+            chunks.append(chunk)
+        yield name, SavedTensor(name, entry.properties.state[0], _integers(entry.size), chunks)
+
+
+def _integers(values: Any) -> tuple[int, ...]:
+    return tuple(map(index, values))
+
+
+_DCP = "torch.distributed.checkpoint."
+_PLAIN: dict[tuple[str, str], Any] = {
+    ("builtins", "dict"): dict,
+    ("builtins", "list"): list,
+    ("builtins", "set"): set,
+    ("builtins", "tuple"): tuple,
+    ("collections", "OrderedDict"): OrderedDict,
+    ("collections", "defaultdict"): defaultdict,
+    ("torch", "Size"): tuple,
+}
+_CALLED = {("torch.serialization", "_get_layout"), (f"{_DCP}metadata", "_MEM_FORMAT_ENCODING")}
+_CLASSES = {
+    f"{_DCP}metadata": {
+        *("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex"),
+        *("StorageMeta", "TensorProperties", "TensorStorageMetadata"),
+    },
+    f"{_DCP}filesystem": {"_StorageInfo", "_StoragePrefix"},
+}
+_DTYPE = re.compile(r"bool|bfloat16|(float|complex|q?u?int|bits)\d\w*")
+
+
+class _InertUnpickler(pickle.Unpickler):
+    """Returns plain objects with the attributes that are in the file; resolves no other names."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in _PLAIN:
+            return _PLAIN[module, name]
+        if (module, name) in _CALLED:
+            return lambda *parts: "/".join(map(str, parts))
+        if module == "torch" and _DTYPE.fullmatch(name):
+            return name
+        if name in _CLASSES.get(module, ()):
+            return _Inert
+        raise UnsafeCheckpoint(
+            f"asks for {module}.{name}, which no checkpoint needs and which may execute code on "
+            "your machine"
         )
-    except (ValueError, TypeError, AttributeError):
-        valid = False
-    if not valid:
-        raise DamagedCheckpoint(folder, CHUNKS, "is not a list of pieces")
-    return ChunkChecksums(folder, checksums)
 
 
-@contextlib.contextmanager
-def reading(folder: Storage, name: str) -> Iterator[None]:
-    """A verdict on a file that is not there; an error of reading it is none."""
-    try:
-        yield
-    except FileNotFoundError:
-        raise DamagedCheckpoint(folder, name, "is missing") from None
-    except NotRegularFile:
-        raise DamagedCheckpoint(folder, name, "is not a regular file") from None
+class _Inert:
+    def __setstate__(self, *state: Any) -> None:
+        """Keep what a dataclass had, a dict; or TensorProperties, a tuple."""
+        if not state:  # BUILD was given the class, which GLOBAL has named
+            raise UnsafeCheckpoint("changes a class that it names")
+        if isinstance(state[0], dict):
+            self.__dict__.update(state[0])
+        else:
+            self.state = state[0]

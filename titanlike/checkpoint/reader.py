@@ -1,31 +1,85 @@
-"""Reads a checkpoint into tensors of a run: each chunk once, and checked before it is used."""
+"""Reads a checkpoint's tensors, into those of a run or by themselves; what is read is checked.
+
+A chunk (a block of a tensor) is a record of torch.save, a ZIP file that is not compressed. It is read as a
+whole, each once; or, of a tensor that is larger than what may be in memory, a few rows at a time: the values
+lie in the record in a row, its checksum is computed on the way, and compared before the last row is used.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import io
-from collections.abc import Mapping
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from math import prod
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import xxhash
 from torch import Tensor
 
+from titanlike.checkpoint.discovery import resolve
 from titanlike.checkpoint.integrity import (
     MARKER,
     METADATA,
+    CheckpointHeader,
+    Chunk,
     DamagedCheckpoint,
+    SavedTensor,
     UnsafeCheckpoint,
+    check_chunk,
+    open_header,
+    read_header,
     read_manifest,
+    read_state,
     reading,
 )
-from titanlike.checkpoint.metadata import CheckpointHeader, Chunk, read_header
-from titanlike.checkpoint.storage import Storage, UnreadableFile
-from titanlike.torch_private.distributed_checkpoint import Blocks
+from titanlike.checkpoint.storage import Storage, UnreadableFile, error_line
+from titanlike.config.errors import ConfigError
+from titanlike.config.parse import parse
+from titanlike.config.schema import Config, Custom
+from titanlike.models.registry import MODELS, resolve_model
+from titanlike.torch_private.distributed_checkpoint import Blocks, describe_record
 from titanlike.torch_private.dtensor import local, local_slices
 
+MOST_BYTES = 2**24  # of the rows that are in memory at a time
+_READ = 2**22  # bytes read at a time
 Slices = tuple[slice, ...]
-# of several errors on the ranks the first of the first of these kinds is raised
-_KINDS = UnreadableFile, DamagedCheckpoint, UnsafeCheckpoint, OSError
+ReadBytes = Callable[[int, int], bytes]  # begin and length in a file
+
+
+# --- on all ranks ---------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def raise_on_all_ranks(
+    group: dist.ProcessGroup | None, *kinds: type[Exception], text: str = ""
+) -> Iterator[None]:
+    """A block that fails on all ranks where it does on any. Collective where `group` is given.
+
+    kinds: errors that are raised as they are; of another one an OSError says `text` and its first
+    line. Of several the one is raised that says most, of these the first rank's.
+    """
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as failure:
+        error = failure if isinstance(failure, kinds) else OSError(text + error_line(failure))
+    errors = [error]
+    if group is not None:
+        failed = torch.tensor(int(error is not None))
+        dist.all_reduce(failed, dist.ReduceOp.MAX, group=group)
+        if failed:
+            errors *= dist.get_world_size(group)
+            dist.all_gather_object(errors, error, group=group)
+    for kind in (UnreadableFile, DamagedCheckpoint, UnsafeCheckpoint, Exception):
+        for failure in errors:
+            if isinstance(failure, kind):
+                raise failure from None
 
 
 def read_header_on_all_ranks(
@@ -34,20 +88,16 @@ def read_header_on_all_ranks(
     """The small files of a committed checkpoint, found right. Collective.
 
     key: what the user may write to name another. On all ranks raises what one did: UnreadableFile,
-    DamagedCheckpoint, UnsafeCheckpoint.
+    DamagedCheckpoint, UnsafeCheckpoint; ValueError where one does not see the checkpoint.
     """
-    header, error, rank = None, None, dist.get_rank(group)
-    try:
+    rank = dist.get_rank(group)
+    with raise_on_all_ranks(group, UnreadableFile, ValueError):
         if rank > 0 and not folder.exists(MARKER):
             raise ValueError(
                 f"rank {rank} does not see {folder}, from which rank 0 loads; "
                 f"write a {key} on a file system that all machines share"
             )
         header = read_header(folder, read_manifest(folder), rank, dist.get_world_size(group))
-    except (UnreadableFile, DamagedCheckpoint, UnsafeCheckpoint) as failure:
-        error = failure
-    raise_on_all_ranks(error, group)
-    assert header is not None
     return header
 
 
@@ -63,53 +113,52 @@ def read(
     the first rank did whose reading failed: UnreadableFile, DamagedCheckpoint, OSError. Then `tensors`
     have parts of the checkpoint, none of them damaged.
     """
-    error: Exception | None = None
-    try:
+    text = f"checkpoint {header.folder} could not be read: "
+    with raise_on_all_ranks(group, UnreadableFile, DamagedCheckpoint, text=text):
         targets = _targets(header, tensors)
         if unread and header.checksums is not None:
             others = [
-                chunk
+                (chunk.file or "", (chunk.begin, chunk.length))
                 for name, tensor in header.tensors.items()
                 if name.startswith(unread)
                 for chunk in tensor.chunks
             ]
-            for chunk in others[dist.get_rank(group) :: dist.get_world_size(group)]:
-                targets.setdefault(chunk.file or "", {}).setdefault((chunk.begin, chunk.length), [])
+            for file, place in others[dist.get_rank(group) :: dist.get_world_size(group)]:
+                targets.setdefault(file, {}).setdefault(place, [])
         for file in targets:
             _read_file(header, file, targets[file])
-    except (UnreadableFile, DamagedCheckpoint) as failure:
-        error = failure
-    except Exception as failure:  # also what torch.load raises
-        error = OSError(f"checkpoint {header.folder} could not be read: {error_line(failure)}")
-    raise_on_all_ranks(error, group)
 
 
-# file -> (begin, length) of a chunk -> tensors to be filled, and where in the chunk their values are
-_Targets = dict[str, dict[tuple[int, int], list[tuple[Tensor, Slices]]]]
+# (begin, length) of a chunk in a file -> tensors to be filled, and where in the chunk their values are
+_Places = dict[tuple[int, int], list[tuple[Tensor, Slices]]]
 
 
-def _targets(header: CheckpointHeader, tensors: Mapping[str, Tensor | Blocks]) -> _Targets:
-    targets: _Targets = {}
+def _targets(
+    header: CheckpointHeader, tensors: Mapping[str, Tensor | Blocks]
+) -> dict[str, _Places]:
+    """By file."""
+    targets: dict[str, _Places] = {}
     for name, tensor in tensors.items():
-        for at, block in _blocks(tensor).items():
+        if isinstance(
+            tensor, Blocks
+        ):  # what this rank has of a tensor, by its offsets in the whole
+            blocks = {tuple(at): block for at, block in tensor.blocks.items()}
+        else:
+            at = tuple(held.start for held in local_slices(tensor))
+            blocks = {at: local(tensor.detach())}
+        for at, block in blocks.items():
+            values = 0
             for chunk in header.tensors[name].chunks:
-                if (common := _overlap(at, block, chunk)) is None:
-                    continue
-                if chunk.file is None or not chunk.plain:
-                    raise DamagedCheckpoint(
-                        header.folder, METADATA, f"does not say where {name} is"
-                    )
-                here, there = common
-                places = targets.setdefault(chunk.file, {})
-                places.setdefault((chunk.begin, chunk.length), []).append((block[here], there))
+                if (common := _overlap(at, block, chunk)) is not None:
+                    here, there = common
+                    places = targets.setdefault(_file(header, name, chunk), {})
+                    place = places.setdefault((chunk.begin, chunk.length), [])
+                    place.append((block[here], there))
+                    values += block[here].numel()
+            if values < block.numel():
+                reason = f"has {values:,} of {block.numel():,} values of a block of {name}"
+                raise DamagedCheckpoint(header.folder, METADATA, reason)
     return targets
-
-
-def _blocks(tensor: Tensor | Blocks) -> dict[tuple[int, ...], Tensor]:
-    """What this rank has of a tensor, by its offsets in the whole."""
-    if isinstance(tensor, Blocks):
-        return {tuple(at): block for at, block in tensor.blocks.items()}
-    return {tuple(held.start for held in local_slices(tensor)): local(tensor.detach())}
 
 
 def _overlap(at: tuple[int, ...], block: Tensor, chunk: Chunk) -> tuple[Slices, Slices] | None:
@@ -124,41 +173,215 @@ def _overlap(at: tuple[int, ...], block: Tensor, chunk: Chunk) -> tuple[Slices, 
     return tuple(here), tuple(there)
 
 
+def _file(header: CheckpointHeader, name: str, chunk: Chunk) -> str:
+    if chunk.file is None:
+        raise DamagedCheckpoint(header.folder, METADATA, f"does not say where {name} is")
+    return chunk.file
+
+
 @torch.no_grad()
-def _read_file(
-    header: CheckpointHeader, file: str, places: dict[tuple[int, int], list[tuple[Tensor, Slices]]]
-) -> None:
-    folder = header.folder
-    with reading(folder, file), folder.reader(file) as read_bytes:
+def _read_file(header: CheckpointHeader, file: str, places: _Places) -> None:
+    with reading(header.folder, file), header.folder.reader(file) as read_bytes:
         for (begin, length), targets in sorted(places.items(), key=lambda place: place[0]):
-            data = read_bytes(begin, length)
-            if header.checksums is not None:
-                digest = xxhash.xxh3_128_digest(data)
-                header.checksums.check(file, begin, len(data), digest)
-            if not targets:
-                continue
-            saved = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+            saved = _load(header, file, begin, read_bytes(begin, length))
             for target, there in targets:
                 values = saved[there]
                 if values.shape != target.shape:
                     reason = f"has other shapes than {file} at byte {begin}"
-                    raise DamagedCheckpoint(folder, METADATA, reason)
+                    raise DamagedCheckpoint(header.folder, METADATA, reason)
                 target.copy_(values)
 
 
-def raise_on_all_ranks(error: Exception | None, group: dist.ProcessGroup | None) -> None:
-    """Raise the error of any rank on all of them. Collective where `group` is given."""
-    errors = [error]
-    if group is not None:
-        errors *= dist.get_world_size(group)
-        dist.all_gather_object(errors, error, group=group)
-    for kind in _KINDS:
-        for failure in errors:
-            if isinstance(failure, kind):
-                raise failure
+def _load(header: CheckpointHeader, file: str, begin: int, data: bytes) -> Tensor:
+    """A chunk."""
+    if header.checksums is not None:
+        digest = xxhash.xxh3_128_digest(data)
+        check_chunk(header.checksums, file, begin, len(data), digest)
+    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
 
 
-def error_line(error: BaseException) -> str:
-    """The first line of an error."""
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
+# --- outside of training: in one process ----------------------------------------------------------
+
+
+class ShardReader:
+    """Reads the tensors of an intact checkpoint. What is read is checked."""
+
+    def __init__(self, header: CheckpointHeader) -> None:
+        self.header, self.folder = header, header.folder
+
+    @classmethod
+    def open(cls, key: str, location: str) -> ShardReader:
+        """Of a checkpoint, or of a run's newest one. Raises ValueError, naming `key`, where there is
+        none; DamagedCheckpoint, UnsafeCheckpoint."""
+        return cls(open_header(resolve(key, location)))
+
+    def entries(self, prefix: str) -> dict[str, SavedTensor]:
+        """The tensors whose names begin with a prefix, without it."""
+        return {
+            name.removeprefix(prefix): tensor
+            for name, tensor in self.header.tensors.items()
+            if name.startswith(prefix)
+        }
+
+    def whole(self, name: str) -> Tensor:
+        """A tensor."""
+        saved = self.header.tensors[name]
+        tensor = torch.empty(saved.shape, dtype=dtype_of(saved))
+        read(self.header, {name: tensor}, None)
+        return tensor
+
+    def rows(self, name: str, most_bytes: int = MOST_BYTES) -> Iterator[Tensor]:
+        """A tensor's rows (along its first dimension), as many at a time as take `most_bytes`."""
+        saved = self.header.tensors[name]
+        if saved.bytes <= most_bytes:
+            if saved.numel:
+                yield self.whole(name)
+            return
+        size, dtype = saved.shape, dtype_of(saved)
+        step = max(1, most_bytes // max(1, prod(size[1:]) * dtype.itemsize))
+        chunks = [(c, self._chunk_rows(saved, c, step)) for c in saved.chunks if prod(c.sizes)]
+        for start in range(0, size[0], step):
+            slab = torch.empty([min(step, size[0] - start), *size[1:]], dtype=dtype)
+            values = 0
+            for chunk, rows in chunks:
+                offset, stop = chunk.offsets[0], chunk.offsets[0] + chunk.sizes[0]
+                low, high = max(start, offset), min(start + step, stop)
+                if low < high:
+                    inside = zip(chunk.offsets[1:], chunk.sizes[1:], strict=True)
+                    columns = [slice(offset, offset + count) for offset, count in inside]
+                    part = slab[(slice(low - start, high - start), *columns)]
+                    part.copy_(next(rows))
+                    values += part.numel()
+            if values != slab.numel():
+                reason = f"has {values:,} of the {slab.numel():,} values of rows of {name}"
+                raise DamagedCheckpoint(self.folder, METADATA, reason)
+            yield slab
+
+    def _chunk_rows(self, saved: SavedTensor, chunk: Chunk, step: int) -> Iterator[Tensor]:
+        """A chunk's rows, in parts that end where each `step` rows of the tensor do."""
+        dtype, file = dtype_of(saved), _file(self.header, saved.name, chunk)
+        first, stop = chunk.offsets[0], chunk.offsets[0] + chunk.sizes[0]
+        ends = [first, *range(first - first % step + step, stop, step), stop]
+        counts = [end - begin for begin, end in pairwise(ends)]
+        with reading(self.folder, file), self.folder.reader(file) as read_bytes:
+            values = _begin_of_values(read_bytes, chunk, dtype)
+            if values is None:  # a record of another form, read as a whole
+                data = read_bytes(chunk.begin, chunk.length)
+                tensor = _load(self.header, file, chunk.begin, data)
+                yield from tensor.reshape(chunk.sizes).split(counts)
+                return
+            hasher, at, end = xxhash.xxh3_128(), chunk.begin, chunk.begin + chunk.length
+
+            def take(length: int) -> bytearray:
+                nonlocal at
+                data = bytearray()
+                while len(data) < length:
+                    part = read_bytes(at, min(_READ, length - len(data)))
+                    if not part:
+                        raise ValueError("ends too early")
+                    hasher.update(part)
+                    data += part
+                    at += len(part)
+                return data
+
+            take(values)
+            for number, count in enumerate(counts, 1):
+                data = take(count * prod(chunk.sizes[1:]) * dtype.itemsize)
+                if number == len(counts):
+                    take(end - at)
+                    if (sums := self.header.checksums) is not None:
+                        check_chunk(sums, file, chunk.begin, chunk.length, hasher.digest())
+                yield torch.frombuffer(data, dtype=dtype).view(count, *chunk.sizes[1:])
+
+
+def dtype_of(tensor: SavedTensor) -> torch.dtype:
+    return getattr(torch, tensor.dtype)
+
+
+def _begin_of_values(read_bytes: ReadBytes, chunk: Chunk, dtype: torch.dtype) -> int | None:
+    """Where in a chunk its values begin, in their order; None where its record has another form."""
+    try:
+        tensor, begin = describe_record(_Record(read_bytes, chunk))
+    except OSError:
+        raise
+    except Exception:  # of a damaged one, as its checksum will say
+        return None
+    size = prod(chunk.sizes) * dtype.itemsize
+    plain = tensor.is_contiguous() and not tensor.storage_offset() and tensor.dtype == dtype
+    fits = tensor.shape == chunk.sizes and begin + size <= chunk.length
+    return begin if plain and fits else None
+
+
+class _Record(io.RawIOBase):
+    """A chunk as a file."""
+
+    def __init__(self, read_bytes: ReadBytes, chunk: Chunk) -> None:
+        self._read_bytes, self._begin, self._length = read_bytes, chunk.begin, chunk.length
+        self._at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._at = (0, self._at, self._length)[whence] + offset
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        size = min(len(buffer), max(0, self._length - self._at))
+        data = self._read_bytes(self._begin + self._at, size)
+        buffer[: len(data)] = data
+        self._at += len(data)
+        return len(data)
+
+
+# --- its model ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SavedModel:
+    """A checkpoint's model with all arguments of its constructor."""
+
+    model: Custom
+    config: Config
+    step: int
+    complete: bool = True  # else the model has the arguments that its config gives
+
+
+def saved_model(folder: Storage) -> SavedModel:
+    """Raises ValueError where the checkpoint does not say what it is of; DamagedCheckpoint."""
+    state = read_state(folder)
+    plain: dict[str, Any] = state.get("config", {})
+    if not plain:
+        raise ValueError(
+            f"{folder} does not say which model it has: it was restored from a file of another "
+            "program; train a step from it first (checkpoint.start_from)"
+        )
+    config, _ = parse(plain)  # keys that later versions lack change no model
+    if "model" in state:
+        args = {k: value for k, value in state["model"].items() if k not in ("name", "tp_plan")}
+        return SavedModel(Custom(state["model"]["name"], args), config, state["step"])
+    if config.model.name not in MODELS:  # else its code would run here
+        return SavedModel(config.model, config, state["step"], complete=False)
+    try:  # of an earlier version
+        return SavedModel(resolve_model(config), config, state["step"])
+    except ConfigError as error:
+        raise ValueError(f"{folder}: its model is not known: {error}") from None
+
+
+def add_evaluation(checkpoint: Storage, result: dict[str, Any]) -> str:
+    """Append to what was measured of a checkpoint, a JSON list beside it; where that is."""
+    folder, name = checkpoint.parent, f"{checkpoint.name}.evaluations.json"
+    results: Any = []
+    if folder.exists(name):
+        with contextlib.suppress(ValueError):
+            results = json.loads(folder.read(name))
+    results = results if isinstance(results, list) else []
+    text = json.dumps([*results, {"time": time.time(), **result}], indent=1)
+    folder.write(name, text.encode() + b"\n")
+    return f"{folder}/{name}"

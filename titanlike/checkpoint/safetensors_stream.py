@@ -58,14 +58,16 @@ class ShardedSafetensors:
         self._left = 0  # bytes of its tensors
 
     def write(self, values: Tensor) -> None:
-        """The next values, which are those of one tensor, or of a part of it."""
-        if self._file is None:
-            self._begin_shard()
-        assert self._file is not None and values.nbytes <= self._left
-        self._file.write(values.contiguous().flatten().view(torch.uint8).numpy().data)
-        self._left -= values.nbytes
-        if not self._left:
-            self._end_shard()
+        """The next values: of a part of a tensor, or of several, of one dtype."""
+        data = values.contiguous().flatten().view(torch.uint8).numpy().data
+        while data:
+            if self._file is None:
+                self._begin_shard()
+            assert self._file is not None
+            part, data = data[: self._left], data[self._left :]
+            self._left -= self._file.write(part)
+            if not self._left:
+                self._end_shard()
 
     def close(self) -> int:
         """Write the index; the number of bytes of all tensors. All planned ones have been written."""

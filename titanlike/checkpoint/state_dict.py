@@ -16,8 +16,18 @@ from torch import Tensor
 from torch.distributed.checkpoint import state_dict as dcp_state_dict
 from torch.distributed.tensor import DTensor
 
-from titanlike.checkpoint.metadata import OPTIMIZER, RNG, CheckpointHeader
-from titanlike.checkpoint.reader import read
+from titanlike.checkpoint.discovery import resolve
+from titanlike.checkpoint.integrity import (
+    MODEL,
+    OPTIMIZER,
+    RNG,
+    CheckpointHeader,
+    check_sizes,
+    read_manifest,
+)
+from titanlike.checkpoint.reader import read, read_header_on_all_ranks
+from titanlike.checkpoint.storage import Storage
+from titanlike.config.schema import Checkpoint
 from titanlike.device.accelerator import rng_states, set_rng_state
 from titanlike.distributed.placement import Part, pieces
 from titanlike.optim.optimizer import StageState
@@ -27,6 +37,7 @@ from titanlike.torch_private.dtensor import local
 _FLAT = dcp_state_dict.StateDictOptions(flatten_optimizer_state_dict=True)
 Tensors = dict[str, Tensor | Blocks]  # blocks of those that tensor parallelism divides
 SHARED_STEP = f"{OPTIMIZER}step"
+_MAX_NAMES = 8  # in a message
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -65,7 +76,8 @@ def run_tensors(stage_states: list[StageState], *, copies: bool = False) -> Tens
                     alike = value.shape == shapes.get(parameter)  # not a count of steps
                     part = stage.part(parameter) if alike else None
                     tensors.setdefault(name, placed(value, part))
-    return tensors | _rng_states()
+    rank = dist.get_rank()
+    return tensors | {f"rng.{rank}.{kind}": state for kind, state in rng_states().items()}
 
 
 def placed(tensor: Tensor, part: Part | None) -> Tensor | Blocks:
@@ -155,7 +167,13 @@ def load_run(
         steps = [name for name in tensors if _of_optimizer(name) and name.endswith(".step")]
         counts = {name: tensors.pop(name) for name in steps if name not in saved}
         tensors[SHARED_STEP] = torch.zeros(())
-    if problems := _mismatches(tensors, header):
+    absent = tensors.keys() - saved.keys()
+    problems = [f"it has no tensor {name}" for name in sorted(absent)]
+    for name in sorted(tensors.keys() - absent):
+        there, here = saved[name].shape, tuple(tensors[name].shape)
+        if there != here:
+            problems.append(f"{name} is {there} there and {here} here")
+    if problems:
         more = f", and {len(problems) - 3} more" if len(problems) > 3 else ""
         raise ValueError(
             f"checkpoint {header.folder} is from another model or optimizer: {'; '.join(problems[:3])}{more}"
@@ -192,25 +210,13 @@ def load_run(
                     optimizer.state.pop(parameter, None)
 
 
-def _mismatches(tensors: Tensors, header: CheckpointHeader) -> list[str]:
-    absent = tensors.keys() - header.tensors.keys() - header.objects
-    problems = [f"{name} is missing" for name in sorted(absent)]
-    for name in sorted(tensors.keys() - absent):
-        saved, shape = header.tensors.get(name), tuple(tensors[name].shape)
-        if saved is None:
-            problems.append(f"{name} is not a tensor there")
-        elif saved.shape != shape:
-            problems.append(f"{name} is {saved.shape} there and {shape} here")
-    return problems
-
-
 def _of_optimizer(name: str) -> bool:
     """Whether an entry is a parameter's state."""
     return name.startswith(OPTIMIZER) and name != SHARED_STEP
 
 
 def _parameter(name: str) -> str:
-    """optimizer.state.layers.0.wq.weight.exp_avg -> layers.0.wq.weight"""
+    """optimizer.state.layers.0.up.weight.exp_avg -> layers.0.up.weight"""
     return name.split(".", 2)[2].rpartition(".")[0]
 
 
@@ -227,6 +233,79 @@ def _optimizer_state(stage: StageState, optimizers: list[torch.optim.Optimizer])
     return dcp_state_dict.get_optimizer_state_dict(stage.stage, optimizers, options=_FLAT)
 
 
-def _rng_states() -> Tensors:
-    rank = dist.get_rank()
-    return {f"rng.{rank}.{kind}": state for kind, state in rng_states().items()}
+# --- starting from the weights of another run ------------------------------------------------------
+
+
+def warm_start(
+    settings: Checkpoint, stage_states: list[StageState], group: dist.ProcessGroup
+) -> str:
+    """Load parameters by name from `checkpoint.start_from`; returns a summary. Collective.
+
+    With `strict` the names must be the same in the checkpoint and the model, after `rename`;
+    otherwise missing parameters keep their initial values. A parameter of another shape is always
+    an error, and so is a checkpoint without any of the parameters. Raises ValueError.
+    """
+    assert settings.start_from is not None
+    location = [str(resolve("checkpoint.start_from", settings.start_from))]
+    dist.broadcast_object_list(location, src=0, group=group)
+    folder = Storage(location[0])
+    if dist.get_rank(group) == 0:
+        check_sizes(folder, read_manifest(folder))
+    header = read_header_on_all_ranks(folder, group, "checkpoint.start_from")
+    sources: dict[str, str] = {}  # the checkpoint's name of each parameter, by that after `rename`
+    for entry in (entry for entry in header.tensors if entry.startswith(MODEL)):
+        name = entry.removeprefix(MODEL)
+        new = renamed(name, settings.rename)
+        if new in sources:
+            raise ValueError(
+                f"checkpoint.rename: {sources[new]} and {name} would both be {new}; write longer "
+                "prefixes"
+            )
+        sources[new] = name
+    entries = model_tensors(stage_states, copies=True)
+    tensors = {entry.removeprefix(MODEL): tensor for entry, tensor in entries.items()}
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    of_ranks = [shapes] * dist.get_world_size(group)
+    dist.all_gather_object(of_ranks, shapes, group=group)
+    model = {name: shape for shapes in of_ranks for name, shape in shapes.items()}
+    wrong = []
+    for name in sorted(model.keys() & sources.keys()):
+        shape = header.tensors[MODEL + sources[name]].shape
+        if shape != model[name]:
+            wrong.append(f"{name} is {shape} there and {model[name]} here")
+    if wrong:
+        raise ValueError(
+            f"checkpoint.start_from={folder}: {_list(wrong)}; write that model's sizes"
+        )
+    missing = sorted(model.keys() - sources.keys())
+    unused = sorted(sources.keys() - model.keys())
+    sides = (missing, "not in the checkpoint"), (unused, "only in the checkpoint")
+    notes = [f"{len(names)} {what}: {_list(names)}" for names, what in sides if names]
+    if notes and (settings.strict or len(missing) == len(model)):
+        raise ValueError(
+            f"checkpoint.start_from={folder}: parameters {'; '.join(notes)}; write "
+            "checkpoint.rename=[old.:new.] for names that differ"
+            + (", or checkpoint.strict=false" if settings.strict else "; no name is the same")
+        )
+    matched = {MODEL + sources[name]: tensor for name, tensor in tensors.items() if name in sources}
+    read(header, matched, group)
+    sync_tied_copies(stage_states)
+    moves = [(old, new) for new, old in sorted(sources.items()) if new != old and new in model]
+    if moved := [f"{old} as {new}" for old, new in moves]:
+        notes.insert(0, f"{len(moved)} renamed: {_list(moved)}")
+    count = len(model.keys() & sources.keys())
+    return "; ".join([f"starting from {folder}: {count} parameters loaded", *notes])
+
+
+def renamed(name: str, rules: list[str]) -> str:
+    """`name` with the first matching rule (old:new, prefixes) applied."""
+    for rule in rules:
+        old, _, new = rule.partition(":")
+        if name.startswith(old):
+            return new + name.removeprefix(old)
+    return name
+
+
+def _list(items: list[str]) -> str:
+    more = f", and {len(items) - _MAX_NAMES} more" if len(items) > _MAX_NAMES else ""
+    return ", ".join(items[:_MAX_NAMES]) + more

@@ -39,6 +39,11 @@ class UnreadableFile(OSError):
         self.errno = errno.EIO  # a restart may succeed
 
 
+def error_line(error: BaseException) -> str:
+    """The first line of an error."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
 class Storage:
     """A folder; `str()` is its location as the user wrote it.
 
@@ -124,22 +129,13 @@ class Storage:
         except (NotImplementedError, OSError):
             return None
 
-    def open(self, name: str, mode: str) -> IO[bytes]:
-        if mode == "rb":
-            return self._retry(name, lambda: self._open(name))
-        return self._fs.open(self._path(name), mode)
+    def create(self, name: str) -> IO[bytes]:
+        """A file to be written; durable only once it is closed and, on a local file system, synced."""
+        return self._fs.open(self._path(name), "wb")
 
     def read(self, name: str) -> bytes:
-        return self.read_by(name, lambda file: file.read())
-
-    def read_by(self, name: str, read: Callable[[IO[bytes]], _Result]) -> _Result:
-        """What `read` returns for the opened file; it is called again after an error of a read."""
-
-        def attempt() -> _Result:
-            with self._open(name) as file:
-                return read(file)
-
-        return self._retry(name, attempt)
+        with self.reader(name) as read_bytes:
+            return read_bytes(0, -1)
 
     @contextlib.contextmanager
     def reader(self, name: str) -> Iterator[Callable[[int, int], bytes]]:
@@ -150,7 +146,8 @@ class Storage:
             def attempt() -> bytes:
                 try:
                     if not opened:
-                        opened.append(self._open(name))
+                        opening = open_regular if self.local else self._fs.open
+                        opened.append(opening(self._path(name)))
                     opened[0].seek(begin)
                     return opened[0].read(length)
                 except Exception:
@@ -232,9 +229,6 @@ class Storage:
 
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}"
-
-    def _open(self, name: str) -> IO[bytes]:
-        return (open_regular if self.local else self._fs.open)(self._path(name))
 
     def _retry(self, name: str, read: Callable[[], _Result]) -> _Result:
         """What `read` returns; `name` is what it reads, for the error."""

@@ -1,48 +1,73 @@
 """Writes checkpoints: at once, or in the background from a copy in memory.
 
 1. `start`: it is planned which rank writes what; the tensors are copied (staging.py); a thread writes
-   them, by itself or through a process of its own (writer_process.py), and commits the checkpoint
-   (save.py); then older ones are deleted (`superseded`).
+   them, by itself or through a process of its own, and commits the checkpoint (`write_checkpoint`);
+   then older ones are deleted (`superseded`).
 2. `wait`: the next save waits for the one in progress: two never overlap.
 3. A failed save is reported and its files are deleted, and training continues; the second failure
    in a row ends it.
+
+DCP's plan of a save goes from all ranks to rank 0 and back, which takes rank 0 a third of a minute
+for 1,024 ranks with a few hundred tensors each. The plan depends on names, shapes and layout alone:
+as long as these are the same on every rank, each goes on with its own part of the last plan, and
+rank 0 with the `.metadata` that it has written. torch's planner can remember plans, too
+(`enable_plan_caching`), but in attributes of the class: two runs in one process, as in a sweep, would
+write by each other's plans.
 """
 
 from __future__ import annotations
 
 import contextlib
+import pickle
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from math import isfinite
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import (
+    DefaultSavePlanner,
+    create_default_local_save_plan,
+)
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.tensor import DTensor
 
 from titanlike.checkpoint.discovery import step_name
-from titanlike.checkpoint.integrity import delete_checkpoint
-from titanlike.checkpoint.reader import error_line
-from titanlike.checkpoint.save import (
-    CachedSavePlan,
-    PreparedSave,
-    Tensors,
-    prepare_save,
-    write_checkpoint,
+from titanlike.checkpoint.integrity import (
+    CHUNKS,
+    METADATA,
+    DamagedCheckpoint,
+    Manifest,
+    check_sizes,
+    checksum,
+    commit,
+    delete_checkpoint,
+    dump_checksums,
 )
-from titanlike.checkpoint.storage import Storage
-from titanlike.checkpoint.tensor_file import write_tensors
+from titanlike.checkpoint.reader import raise_on_all_ranks
+from titanlike.checkpoint.staging import (
+    Copy,
+    HostMemory,
+    WriterProcess,
+    WrittenFile,
+    write_tensors,
+)
+from titanlike.checkpoint.storage import Storage, error_line
 from titanlike.config.schema import Checkpoint
+from titanlike.device.accelerator import set_device, started
 from titanlike.metrics import units
 from titanlike.metrics.run_files import Events
-
-if TYPE_CHECKING:
-    from titanlike.checkpoint.staging import Copy, HostMemory
-    from titanlike.checkpoint.writer_process import WriterProcess
+from titanlike.torch_private.distributed_checkpoint import Blocks, describe_files
+from titanlike.torch_private.dtensor import local
 
 MAX_FAILURES = 2  # saves in a row
+Tensors = Mapping[str, Tensor | Blocks]
+WriteFile = Callable[[Storage, str, Iterable[Tensor]], WrittenFile]
 
 
 @dataclass
@@ -52,7 +77,7 @@ class Save:
     model_only: bool = False
     begin: float = field(default_factory=time.perf_counter)
     future: Future[Any] = field(default_factory=Future)
-    prepared: PreparedSave | None = None
+    plan: CachedSavePlan | None = None  # to be kept when it has succeeded
     stall: float = 0.0  # seconds that training waited
     seconds: float = 0.0  # until it was committed
     bytes: int = 0
@@ -78,7 +103,7 @@ class CheckpointWriter:
         self._group, self._events, self._is_late = group, events, is_late
         self._plan: CachedSavePlan | None = None  # of the last save of the run's state
         self._in_progress: Save | None = None
-        self._copy: Copy[MetadataIndex] | None = None  # that may be in progress
+        self._copy: Copy | None = None  # that may be in progress
         self._thread: ThreadPoolExecutor | None = None
         self._memory: HostMemory | None = None
         self._process: WriterProcess | None = None
@@ -89,8 +114,9 @@ class CheckpointWriter:
 
     def start(self, save: Save, tensors: Tensors, mode: str) -> None:
         """Save `tensors`; in the background after a copy, or at once."""
-        prepared = prepare_save(tensors, None if save.model_only else self._plan, self._group)
-        save.prepared, self._in_progress = prepared, save
+        last = None if save.model_only else self._plan
+        prepared = prepare_save(tensors, last, self._group)
+        save.plan, self._in_progress = prepared.plan, save
         copy, write_file = None, write_tensors
         if mode == "async":
             prepared.tensors = {
@@ -98,19 +124,14 @@ class CheckpointWriter:
                 for index, tensor in prepared.tensors.items()
             }
         elif mode != "sync":
-            from titanlike.checkpoint import staging
-
-            memory = self._memory = self._memory or staging.HostMemory(
-                shared=mode == "async_process"
-            )
-            if mode == "async_process":
-                from titanlike.checkpoint.writer_process import WriterProcess
-
+            shared = mode == "async_process"
+            memory = self._memory = self._memory or HostMemory(shared=shared)
+            if shared:
                 self._process = self._process or WriterProcess(memory, self._settings.timeout)
                 self._process.start()
                 write_file = self._process.write
             is_late = lambda index: self._is_late(index.fqn)  # noqa: E731
-            copy = self._copy = staging.Copy(prepared.tensors, memory, is_late)
+            copy = self._copy = Copy(prepared.tensors, memory, is_late)
             prepared.tensors = copy.tensors
 
         def write() -> None:
@@ -148,19 +169,19 @@ class CheckpointWriter:
 
     def close(self) -> None:
         """Let go of thread, process and memory; after a failure, once the save in progress ends."""
+
+        def release(_: object) -> None:
+            for resource in (self._process, self._memory):
+                if resource is not None:
+                    resource.close()
+            if self._thread is not None:
+                self._thread.shutdown(wait=False)
+
         save = self._in_progress
         if save is not None and not save.future.done():
-            save.future.add_done_callback(lambda _: self._release())
+            save.future.add_done_callback(release)
         else:
-            self._release()
-
-    def _release(self) -> None:
-        if self._process is not None:
-            self._process.close()
-        if self._memory is not None:
-            self._memory.close()
-        if self._thread is not None:
-            self._thread.shutdown(wait=False)
+            release(None)
 
     def wait(self) -> None:
         """Wait for the save in progress, and report it.
@@ -181,8 +202,7 @@ class CheckpointWriter:
         if error is None:
             self.failures.clear()
             if not save.model_only:
-                self.newest = save.state["step"]
-                self._plan = save.prepared.plan if save.prepared else None
+                self.newest, self._plan = save.state["step"], save.plan
             return
         self._plan = None
         self.failures.append(_reason(save, error))
@@ -232,8 +252,7 @@ class CheckpointWriter:
             try:
                 delete_checkpoint(self._folder.at(step_name(step)))
             except Exception as error:  # the new one is complete all the same
-                what = f"the checkpoint of step {step}"
-                problem = f"{what} could not be deleted: {error}"
+                problem = f"the checkpoint of step {step} could not be deleted: {error}"
             else:
                 del self.saved[step]
                 deleted.append(step)
@@ -263,3 +282,155 @@ def superseded(saved: Mapping[int, float | None], settings: Checkpoint) -> list[
     # of equal ones the earlier is the best
     kept |= {step for _, step in sorted(validated)[: settings.keep_best]}
     return [step for step in steps if step not in kept]
+
+
+# --- one save on all ranks ------------------------------------------------------------------------
+
+
+@dataclass
+class CachedSavePlan:
+    """What a save that succeeded leaves to the next ones."""
+
+    signature: list[Any]  # of this rank's tensors: what the plan depends on
+    items: list[MetadataIndex] = field(default_factory=list)  # what this rank writes, in this order
+    ends: list[int] = field(default_factory=list)  # of the chunks in this rank's file
+    metadata: bytes = b""  # on rank 0: the file
+
+
+@dataclass
+class PreparedSave:
+    """What this rank may write."""
+
+    plan: CachedSavePlan
+    tensors: dict[MetadataIndex, Tensor]  # copies may take their place before they are written
+    local_plan: SavePlan | None  # None: every rank writes by its cached plan
+    device: Any  # of this rank: a new thread has device 0
+
+
+def prepare_save(
+    tensors: Tensors, last: CachedSavePlan | None, group: dist.ProcessGroup | None
+) -> PreparedSave:
+    """Plan what this rank may write. Collective. Without a group this process is alone.
+
+    last: the plan of the save before, None where it is not to be used again.
+    """
+    signature: list[Any] = []
+    for name, tensor in tensors.items():
+        layout: Any = None
+        if isinstance(tensor, DTensor):
+            layout = tensor.device_mesh, tensor.placements
+        elif isinstance(tensor, Blocks):
+            layout = [(offsets, block.shape) for offsets, block in tensor.blocks.items()]
+        signature.append((name, tensor.shape, tensor.dtype, layout))
+    unchanged = torch.tensor(int(last is not None and last.signature == signature))
+    if group is not None:
+        dist.all_reduce(unchanged, dist.ReduceOp.MIN, group=group)
+    if unchanged and last is not None:
+        plan, local_plan, items = last, None, last.items
+    else:
+        plan = CachedSavePlan(signature)
+        local_plan = create_default_local_save_plan(dict(tensors), _rank(group) == 0)
+        items = [item.index for item in local_plan.items]
+    chunks = {}
+    for item in items:
+        tensor = tensors[item.fqn]
+        if isinstance(tensor, Blocks):
+            assert item.offset is not None
+            chunks[item] = tensor.blocks[item.offset]
+        else:
+            chunks[item] = local(tensor)
+    return PreparedSave(plan, chunks, local_plan, started())
+
+
+def write_checkpoint(
+    folder: Storage,
+    state: dict[str, Any],
+    save: PreparedSave,
+    group: dist.ProcessGroup | None,
+    write_file: WriteFile = write_tensors,
+) -> Manifest | None:
+    """Write a checkpoint and commit it; on rank 0 its files. Collective.
+
+    state: for state.json. A save that fails on any rank fails on all: raises OSError.
+    """
+    if save.device is not None:
+        set_device(save.device)
+    rank, plan, cached = _rank(group), save.plan, save.local_plan is None
+    ranks = 1 if group is None else dist.get_world_size(group)
+
+    def gather(value: Any) -> list[Any]:
+        """The values of all ranks, on rank 0."""
+        values = [value] * (ranks if rank == 0 else 0)
+        if group is not None:
+            dist.gather_object(value, values or None, group=group, group_dst=0)
+        return values
+
+    # 1. rank 0 makes the folder, and of all plans one
+    local_plans = [] if cached else gather(save.local_plan)
+    plans: list[SavePlan] = []
+    metadata: Metadata | None = None
+    files: Manifest | None = None
+    with raise_on_all_ranks(group):
+        if rank == 0:
+            # of a killed save, or of a run that restarted from an earlier step
+            delete_checkpoint(folder)
+            folder.make()
+            if local_plans:
+                plans, metadata = global_plan(local_plans)
+    if not cached:
+        items = [[item.index for item in part.items] for part in plans]
+        own = items[:1]
+        if group is not None:
+            own = [[]]
+            dist.scatter_object_list(own, items or None, group=group, group_src=0)
+        plan.items = own[0]
+    # 2. each rank writes its file
+    with raise_on_all_ranks(group):
+        name = f"__{rank}_0.distcp"
+        written = write_file(folder, name, (save.tensors[item] for item in plan.items))
+        if cached and plan.ends != written.ends:
+            raise RuntimeError(f"{name} has other places than in the save before")
+        plan.ends = written.ends
+    # 3. rank 0 describes and commits what has been written
+    all_written = gather(written)
+    with raise_on_all_ranks(group):
+        if rank == 0:
+            if metadata is not None:
+                plan.metadata = describe(metadata, plans, all_written)
+            files = {file.name: (file.size, file.checksum) for file in all_written}
+            checksums = dump_checksums({file.name: (file.ends, file.sums) for file in all_written})
+            for name, data in ((METADATA, plan.metadata), (CHUNKS, checksums)):
+                folder.write(name, data)
+                files[name] = (len(data), checksum(data))
+            try:
+                check_sizes(folder, files)
+            except DamagedCheckpoint as damage:  # written by another rank, not visible here
+                raise OSError(
+                    f"{damage.file} {damage.reason}; is {folder.parent} on a file system that "
+                    "all machines share?"
+                ) from None
+            commit(folder, files, state)
+    return files
+
+
+def global_plan(local_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+    """What each rank writes, and the description of all tensors."""
+    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    plans, metadata = planner.create_global_plan(local_plans)
+    # as torch's planner writes it for a state dict without nesting: its converters need it
+    metadata.planner_data = {name: (name,) for name in metadata.state_dict_metadata}
+    return plans, metadata
+
+
+def describe(metadata: Metadata, plans: list[SavePlan], written: list[WrittenFile]) -> bytes:
+    """The content of `.metadata`: the same in each save of a plan."""
+    places = [
+        (item.index, file.name, begin, end - begin)
+        for plan, file in zip(plans, written, strict=True)
+        for item, begin, end in zip(plan.items, [0, *file.ends[:-1]], file.ends, strict=True)
+    ]
+    return pickle.dumps(describe_files(metadata, places))
+
+
+def _rank(group: dist.ProcessGroup | None) -> int:
+    return 0 if group is None else dist.get_rank(group)

@@ -29,31 +29,27 @@ _MIN_LENGTH = 8  # characters; shorter values of environment variables are not s
 _MIN_PART = 4  # of a secret in a command that its output may quote
 _MIN_MIXED = 6  # if they have letters and other characters; then as a whole word
 
-# --- names: split into words at _ - . and capitals ---------------------------------------------
+# --- names, as words in lower case: _hf_token_ -------------------------------------------------------
 
-_SECRET_WORDS = {"accesskey", "authtoken", "bearer", "creds", "sas", "dsn"}
-# anywhere in a word: PGPASSWORD, clientsecret
-_SECRET_PARTS = ("password", "passwd", "passphrase", "secret", "credential", "apikey")
-_SECRET_PAIRS = {  # neighbours
-    *(("api", "key"), ("access", "key"), ("secret", "key"), ("private", "key"), ("account", "key")),
-    *(("storage", "key"), ("auth", "key"), ("master", "key"), ("encryption", "key")),
-    *(("signing", "key"), ("ssh", "key"), ("connection", "string"), ("connection", "str")),
-}
-# at the end of an environment variable's name: DB_PASS, SIGNING_KEY
-_SECRET_ENDS = {"pass", "key", "pwd", "auth", "pat"}
-_PUBLIC_KEYS = {  # before `key`
-    *("public", "primary", "foreign", "partition", "sort", "cache", "index", "text", "row"),
-}
+_SECRET_NAME = re.compile(
+    r"""password | passwd | passphrase | secret | credential | apikey  # PGPASSWORD, clientsecret
+    | _(?:accesskey|authtoken|bearer|creds|sas|dsn)_ | _connection_str(?:ing)?_
+    | _(?:api|access|private|account|storage|auth|master|encryption|signing|ssh)_key_
+    | [^_]_pwd_  # pwd alone is the working directory
+    """,
+    re.VERBOSE,
+)
+_SECRET_VARIABLE = re.compile(  # of the environment, besides: DB_PASS, SIGNING_KEY
+    r"""_token_ | _(?!(?:public|primary|foreign|partition|sort|cache|index|text|row)_)[^_]+
+    _(?:pass|key|pwd|auth|pat)_$""",
+    re.VERBOSE,
+)
 # beside `token`: without one of these it may be a vocabulary's (pad_token, eos_token)
-_ACCESS_WORDS = {
-    *("auth", "access", "api", "bearer", "refresh", "session", "security", "sas", "aws", "ci"),
-    *("hf", "hub", "huggingface", "gh", "git", "github", "gitlab", "wandb", "slack"),
-}
-# at the end: the location of a secret
-_LOCATION_WORDS = {
-    *("file", "path", "dir", "folder", "env", "name", "url", "uri", "endpoint", "type", "sock"),
-}
-
+_ACCESS = re.compile(
+    "_(?:auth|access|api|bearer|refresh|session|security|sas|aws|ci|hf|hub|huggingface|gh|git"
+    "|github|gitlab|wandb|slack)_"
+)
+_LOCATION = re.compile("_(?:file|path|dir|folder|env|name|url|uri|endpoint|type|sock)_$")
 _SETTINGS = {"disabled", "enabled", "required", "optional", "kerberos", "anonymous"}
 
 # --- values ------------------------------------------------------------------------------------
@@ -107,19 +103,14 @@ def is_secret_name(name: str, environment: bool | None = None) -> bool:
     """
     environment = name.isupper() if environment is None else environment
     spaced = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
-    words = [word for word in re.split(r"[^a-z0-9]+", spaced) if word]
-    if not words or words[-1] in _LOCATION_WORDS:
+    words = f"_{'_'.join(re.findall('[a-z0-9]+', spaced))}_"
+    if _LOCATION.search(words):  # of a secret
         return False
-    if "pwd" in words[1:]:  # pwd alone is the working directory
-        return True
-    if any(part in word for part in _SECRET_PARTS for word in words):
-        return True
-    if _SECRET_WORDS & set(words) or _SECRET_PAIRS & set(zip(words, words[1:], strict=False)):
+    if _SECRET_NAME.search(words):
         return True
     if environment:
-        end = words[-1] in _SECRET_ENDS and len(words) > 1 and words[-2] not in _PUBLIC_KEYS
-        return end or "token" in words
-    return words == ["token"] or ("token" in words and bool(_ACCESS_WORDS & set(words)))
+        return bool(_SECRET_VARIABLE.search(words))
+    return words == "_token_" or ("_token_" in words and bool(_ACCESS.search(words)))
 
 
 def redact(text: str) -> str:
@@ -133,7 +124,7 @@ def redact(text: str) -> str:
     for pattern in (_HEADER, _BEARER):
         text = pattern.sub(rf"\g<1>{REDACTED}", text)
     for pattern in (_ASSIGNED, _MAPPED):
-        text = _replace(pattern, text, _is_secret_assignment)
+        text = _replace(pattern, text, lambda m: _names_secret(m[1], m[2].strip("'\"")))
     return _replace(_FLAG, text, partial(_is_secret_flag, ambiguous=False))
 
 
@@ -173,11 +164,6 @@ def _replace(
     return text
 
 
-def _is_secret_assignment(match: re.Match[str]) -> bool:
-    start, value = match.groups()
-    return _has_secret_name(start) and _may_be_secret(start, value.strip("'\""))
-
-
 def _is_secret_flag(match: re.Match[str], ambiguous: bool) -> bool:
     """Whether a flag's value is a secret. ambiguous: -p, -u and the like may be a password's."""
     name, value = match[2], match[3].strip("\\'\"")
@@ -192,7 +178,7 @@ def redact_override(text: str) -> str:
     key, equals, value = text.partition("=")
     if is_command(key):
         return f"{key}={redact_command(value)}"
-    if equals and _has_secret_name(key) and _may_be_secret(key, value.strip("'\"")):
+    if equals and _names_secret(key, value.strip("'\"")):
         return f"{key}={REDACTED}"
     return redact(text)
 
@@ -203,7 +189,7 @@ def redact_value(key: str, value: Any) -> Any:
         return {redact(str(k)): redact_value(f"{key}.{k}", item) for k, item in value.items()}
     if isinstance(value, (list, tuple)):
         return type(value)(redact_value(key, item) for item in value)
-    if _has_secret_name(key) and _may_be_secret(key, value):
+    if _names_secret(key, value):
         return REDACTED
     if is_command(key) and isinstance(value, str):
         return redact_command(value)
@@ -226,7 +212,7 @@ def find_secrets(plain: Any, key: str = "") -> Iterator[tuple[str, str]]:
 
 def _secret_reason(key: str, value: Any) -> str:
     """Why a value is a secret; "" if it is none."""
-    if _has_secret_name(key) and _may_be_secret(key, value):
+    if _names_secret(key, value):
         return "it is a secret by its name"
     if not isinstance(value, str):
         return ""
@@ -244,9 +230,10 @@ def is_command(key: str) -> bool:
     return key.lstrip("+~") == COMMAND_KEY
 
 
-def _has_secret_name(key: str) -> bool:
-    """Whether any part of a dotted key is a secret's name."""
-    return any(is_secret_name(re.sub(r"\[\d+\]", "", name)) for name in key.split("."))
+def _names_secret(key: str, value: Any) -> bool:
+    """Whether any part of a dotted key is a secret's name, under which a value can be one."""
+    names = (re.sub(r"\[\d+\]", "", name) for name in key.split("."))
+    return any(map(is_secret_name, names)) and _may_be_secret(key, value)
 
 
 def _may_be_secret(key: str, value: Any) -> bool:
@@ -267,18 +254,17 @@ def _is_secret_parameter(name: str) -> bool:
 
 
 def _environment_secrets() -> list[tuple[str, str]]:
-    """(name, value) of the environment variables that are secrets, longest first."""
+    """(name, value) of the environment variables that are secrets, longest first: no everyday words,
+    such as 1 or true, and no paths."""
     named = [name for name in os.environ if is_secret_name(name, True)]
-    values = ((name, os.environ.get(name, "").strip()) for name in named)
-    secrets = [each for each in values if _is_long_enough(each[1]) and not _is_path(each[1])]
+    secrets = []
+    for name in named:
+        value = os.environ.get(name, "").strip()
+        is_mixed = len(value) >= _MIN_MIXED and not (value.isalpha() or value.isdigit())
+        is_long = len(value) >= _MIN_LENGTH or is_mixed
+        if is_long and value.lower() not in _SETTINGS and not _is_path(value):
+            secrets.append((name, value))
     return sorted(secrets, key=lambda secret: len(secret[1]), reverse=True)
-
-
-def _is_long_enough(value: str) -> bool:
-    """Whether a value is no everyday word, such as 1 or true."""
-    if value.lower() in _SETTINGS or len(value) < _MIN_MIXED:
-        return False
-    return len(value) >= _MIN_LENGTH or not (value.isalpha() or value.isdigit())
 
 
 def _encodings(secret: str) -> list[str]:

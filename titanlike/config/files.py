@@ -142,11 +142,6 @@ def check_writable(folder: Path) -> None:
     tempfile.TemporaryFile(dir=existing).close()
 
 
-def missing_folders(folder: Path) -> list[Path]:
-    """A folder and its parents, as far as they do not exist; the innermost first."""
-    return [path for path in (folder, *folder.parents) if not path.exists()]
-
-
 def make_new_folder(folder: Path) -> Path:
     """Create a folder that nobody else has: FOLDER, or FOLDER-2 ... if it exists already."""
     number, failures = 1, 0
@@ -166,20 +161,21 @@ def make_new_folder(folder: Path) -> Path:
                 raise
 
 
-def atomic_write_text(path: Path, text: str) -> None:
+def atomic_write_text(path: Path, text: str, sync: bool = True) -> None:
     """`atomic_write_bytes` in UTF-8."""
-    atomic_write_bytes(path, text.encode())
+    atomic_write_bytes(path, text.encode(), sync)
 
 
-def atomic_write_bytes(path: Path, data: bytes) -> None:
-    """Write `path` so that readers, also after a crash, see the old file or the new one."""
+def atomic_write_bytes(path: Path, data: bytes, sync: bool = True) -> None:
+    """Write `path` so that readers, with `sync` also after a crash, see the old file or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = temporary_beside(path)
     try:
         with open(temporary, "xb") as file:
             file.write(data)
             file.flush()
-            os.fsync(file.fileno())
+            if sync:
+                os.fsync(file.fileno())
         os.replace(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)

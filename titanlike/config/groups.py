@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from titanlike.config.keys import Bytes, Custom, Paths, key, required
+from titanlike.config.keys import MAX_VOCAB, Bytes, Custom, Paths, key, required
 
 
 @dataclass
@@ -22,7 +22,9 @@ class PointSplit:
     """Stages that begin at named modules."""
 
     name: str = key("points", "choice")
-    points: list[str] = key([], "modules where a new stage begins, e.g. [layers.3,layers.6]")
+    points: list[str] = key(
+        [], "modules where a new stage begins, e.g. [model.layers.3,model.layers.6]"
+    )
 
 
 @dataclass
@@ -63,7 +65,9 @@ class Schedule:
     """A schedule with whole backwards and one stage on each pipeline rank."""
 
     name: str = key("1f1b", "choice")
-    microbatches: int | None = key(None, "number per dp rank and step; null = derived and printed")
+    microbatches: int | None = key(
+        None, "number per dp rank and step; null = derived and printed", le=100_000
+    )
 
 
 @dataclass
@@ -71,7 +75,7 @@ class LoopedSchedule(Schedule):
     """A schedule with several stages on each pipeline rank."""
 
     name: str = key("interleaved1f1b", "choice")
-    stages_per_rank: int = key(2, "stages (model chunks) on each pipeline rank")
+    stages_per_rank: int = key(2, "stages (model chunks) on each pipeline rank", ge=1, le=256)
 
 
 _WEIGHT_GRADIENTS = (
@@ -110,8 +114,12 @@ class AutoSchedule:
     """An order made for the costs of this model's stages: kept as order.csv in run_dir."""
 
     name: str = key("auto", "choice")
-    microbatches: int | None = key(None, "number per dp rank and step; null = derived and printed")
-    stages_per_rank: int = key(2, "stages on each pipeline rank; search=placement|split: the most")
+    microbatches: int | None = key(
+        None, "number per dp rank and step; null = derived and printed", le=100_000
+    )
+    stages_per_rank: int = key(
+        2, "stages on each pipeline rank; search=placement|split: the most", ge=1, le=256
+    )
     placement: Literal["v", "loop"] = key(
         "v", "where the stages of a rank are: loop = 0 1 2 0 1 2; v = 0 1 2 2 1 0 (two a rank)"
     )
@@ -154,11 +162,13 @@ class AdamW:
     """torch.optim.AdamW, fused."""
 
     name: str = key("adamw", "choice")
-    lr: float = key(3e-3, "peak learning rate")
-    betas: list[float] = key([0.9, 0.95], "decay of the two running means")
-    eps: float = key(1e-8, "added to the denominator")
-    weight_decay: float = key(0.1, "decoupled decay of matrices; vectors (norms, biases) have none")
-    clip: float | None = key(1.0, "largest global gradient norm; null = no clipping")
+    lr: float = key(3e-3, "peak learning rate", ge=0)
+    betas: list[float] = key([0.9, 0.95], "decay of the two running means", ge=0, lt=1)
+    eps: float = key(1e-8, "added to the denominator", gt=0)
+    weight_decay: float = key(
+        0.1, "decoupled decay of matrices; vectors (norms, biases) have none", ge=0
+    )
+    clip: float | None = key(1.0, "largest global gradient norm; null = no clipping", gt=0)
     state_dtype: Literal["fp32", "bf16"] = key("fp32", _STATE_DTYPE)
 
 
@@ -167,20 +177,22 @@ class Muon:
     """Muon (arXiv 2502.16982) for the matrices of the blocks, AdamW for everything else."""
 
     name: str = key("muon", "choice")
-    lr: float = key(3e-3, "peak learning rate of the matrices that Muon updates")
-    momentum: float = key(0.95, "decay of the running mean of gradients")
+    lr: float = key(3e-3, "peak learning rate of the matrices that Muon updates", ge=0)
+    momentum: float = key(0.95, "decay of the running mean of gradients", ge=0, lt=1)
     nesterov: bool = key(True, "look ahead by one more step of the momentum")
-    ns_steps: int = key(5, "iterations that orthogonalize a matrix")
+    ns_steps: int = key(5, "iterations that orthogonalize a matrix", ge=1, le=20, example=5)
     adjust_lr: Literal["match_rms_adamw", "original"] = key(
         "match_rms_adamw",
         "lr of a matrix: match_rms_adamw = 0.2 sqrt(longer side), so that AdamW's lr fits; original "
         "= sqrt(rows / columns), at least 1",
     )
-    weight_decay: float = key(0.1, "decoupled decay of matrices; vectors (norms, biases) have none")
-    clip: float | None = key(1.0, "largest global gradient norm; null = no clipping")
-    adamw_lr: float | None = key(None, "peak learning rate of all others; null = lr")
-    betas: list[float] = key([0.9, 0.95], "of AdamW: decay of the two running means")
-    eps: float = key(1e-8, "of AdamW: added to the denominator")
+    weight_decay: float = key(
+        0.1, "decoupled decay of matrices; vectors (norms, biases) have none", ge=0
+    )
+    clip: float | None = key(1.0, "largest global gradient norm; null = no clipping", gt=0)
+    adamw_lr: float | None = key(None, "peak learning rate of all others; null = lr", ge=0)
+    betas: list[float] = key([0.9, 0.95], "of AdamW: decay of the two running means", ge=0, lt=1)
+    eps: float = key(1e-8, "of AdamW: added to the denominator", gt=0)
     state_dtype: Literal["fp32", "bf16"] = key("fp32", f"of AdamW: {_STATE_DTYPE}")
     adamw: list[str] = key(
         [], "matrices of blocks that AdamW updates too, by patterns of names: ['*.router.weight']"
@@ -192,10 +204,10 @@ class Sgd:
     """torch.optim.SGD."""
 
     name: str = key("sgd", "choice")
-    lr: float = key(0.1, "peak learning rate")
-    momentum: float = key(0.0, "momentum factor")
-    weight_decay: float = key(0.0, "L2 decay of matrices; vectors (norms, biases) have none")
-    clip: float | None = key(1.0, "largest global gradient norm; null = no clipping")
+    lr: float = key(0.1, "peak learning rate", ge=0)
+    momentum: float = key(0.0, "momentum factor", ge=0, lt=1)
+    weight_decay: float = key(0.0, "L2 decay of matrices; vectors (norms, biases) have none", ge=0)
+    clip: float | None = key(1.0, "largest global gradient norm; null = no clipping", gt=0)
 
 
 @dataclass
@@ -203,7 +215,7 @@ class ConstantLr:
     """Warm-up, then the peak."""
 
     name: str = key("constant", "choice")
-    warmup: int = key(20, "steps of linear warm-up from 0")
+    warmup: int = key(20, "steps of linear warm-up from 0", ge=0)
 
 
 @dataclass
@@ -211,8 +223,8 @@ class DecayLr:
     """Warm-up, then a decay (linear or cosine) over all steps that remain."""
 
     name: str = key("cosine", "choice")
-    warmup: int = key(20, "steps of linear warm-up from 0")
-    final: float = key(0.1, "learning rate of the last step, as a share of the peak")
+    warmup: int = key(20, "steps of linear warm-up from 0", ge=0)
+    final: float = key(0.1, "learning rate of the last step, as a share of the peak", ge=0, le=1)
 
 
 @dataclass
@@ -220,9 +232,11 @@ class WsdLr:
     """Warm-up, stable, decay (arXiv 2404.06395): the peak until the last part of the run."""
 
     name: str = key("wsd", "choice")
-    warmup: int = key(20, "steps of linear warm-up from 0")
-    decay: float = key(0.2, "share of all steps, at the end, in which it falls linearly")
-    final: float = key(0.05, "learning rate of the last step, as a share of the peak")
+    warmup: int = key(20, "steps of linear warm-up from 0", ge=0)
+    decay: float = key(
+        0.2, "share of all steps, at the end, in which it falls linearly", gt=0, le=1
+    )
+    final: float = key(0.05, "learning rate of the last step, as a share of the peak", ge=0, le=1)
 
 
 @dataclass
@@ -237,7 +251,7 @@ class ChunkedCrossEntropy:
     """The same, a few tokens at a time: logits of the whole batch are never in memory."""
 
     name: str = key("chunked_cross_entropy", "choice")
-    chunk: int = key(2048, "tokens of a microbatch whose logits are in memory at a time")
+    chunk: int = key(2048, "tokens of a microbatch whose logits are in memory at a time", ge=1)
 
 
 @dataclass
@@ -272,9 +286,11 @@ class Float8Precision(Precision):
         "of torchao: one scale for a tensor, one for each row, or rows and weight gradients in bf16",
     )
     skip: list[str] = key(
-        [], "linear layers that stay in bf16, by patterns of their names: [layers.0.*,*.wo]"
+        [], "linear layers that stay in bf16, by patterns of their names: [*.layers.0.*,*.o_proj]"
     )
-    min_features: int = key(64, "linear layers with fewer inputs or outputs stay in bf16, too")
+    min_features: int = key(
+        64, "linear layers with fewer inputs or outputs stay in bf16, too", ge=1
+    )
 
 
 # --- activation checkpointing -------------------------------------------------------------------
@@ -303,7 +319,7 @@ class EveryActivationCheckpoint(ActivationCheckpoint):
     """One block in so many is recomputed."""
 
     name: str = key("every", "choice")
-    every: int = key(2, "1 = every block, 2 = every second one, ...")
+    every: int = key(2, "1 = every block, 2 = every second one, ...", ge=1)
 
 
 @dataclass
@@ -333,7 +349,7 @@ class Wandb:
     tags: list[str] = key([], "tags of the run: [a,b]")
     notes: str | None = key(None, "description of the run")
     mode: Literal["auto", "online", "offline"] = key("auto", "auto = online if a key is found")
-    timeout: float = key(30.0, "seconds to wait for the server before going offline")
+    timeout: float = key(30.0, "seconds to wait for the server before going offline", gt=0, le=1e6)
 
 
 @dataclass
@@ -350,54 +366,67 @@ class NoLogger:
     name: str = key("none", "choice")
 
 
-def _text_key() -> Any:
-    return key("text", "field (JSONL) or column (Parquet) that holds the text")
+# --- data ---------------------------------------------------------------------------------------
 
 
-def _tokenizer() -> Any:
-    return key(
+@dataclass(kw_only=True)
+class Data:
+    """What every choice has."""
+
+    name: str = key("synthetic", "choice")
+    changed: bool = key(
+        False, "resume although the data are not those of the checkpoint; for one start"
+    )
+
+
+@dataclass(kw_only=True)
+class SyntheticData(Data):
+    """Random tokens from (seed, position): for benchmarks, costs nothing to load."""
+
+    vocab_size: int = key(256, "number of token ids", le=MAX_VOCAB)
+
+
+@dataclass(kw_only=True)
+class Corpus(Data):
+    """What every choice has that is read from files."""
+
+    validation_fraction: float = key(
+        0.05,
+        "share for validation: of the documents (rows, conversations), or the end of token files",
+    )
+    documents: bool = key(
+        False, "attention stays within each document of a sequence, where positions begin at 0"
+    )
+    workers: int = key(0, "loader processes per rank; 0 = load in the training process")
+
+
+@dataclass(kw_only=True)
+class Tokenized(Corpus):
+    """What every choice has that is tokenized into a cache."""
+
+    tokenizer: str = key(
         "bytes",
         "'bytes' (built in), or the path of a tokenizer.json, a folder with one, or a sentencepiece model",
     )
+    cache: str | None = key(None, "folder for tokenized files; null = ~/.cache/titanlike")
 
 
-def _documents() -> Any:
-    return key(
-        False, "attention stays within each document of a sequence, where positions begin at 0"
-    )
+_TEXT_KEY = "field (JSONL) or column (Parquet) that holds the text"
 
 
-def _cache() -> Any:
-    return key(None, "folder for tokenized files; null = ~/.cache/titanlike")
-
-
-def _workers() -> Any:
-    return key(0, "loader processes per rank; 0 = load in the training process")
-
-
-def _changed() -> Any:
-    return key(False, "resume although the data are not those of the checkpoint; for one start")
-
-
-@dataclass
-class TextData:
+@dataclass(kw_only=True)
+class TextData(Tokenized):
     """Text files, JSONL or Parquet, tokenized once into a cache and packed into sequences."""
 
     name: str = key("text", "choice")
     path: str | None = key(
         None, "file or folder (.txt .py .md ..., .jsonl, .parquet); null = this Python's sources"
     )
-    text_key: str = _text_key()
-    tokenizer: str = _tokenizer()
-    validation_fraction: float = key(0.05, "share of the documents for validation")
-    cache: str | None = _cache()
-    documents: bool = _documents()
-    workers: int = _workers()
-    changed: bool = _changed()
+    text_key: str = key("text", _TEXT_KEY)
 
 
 @dataclass(kw_only=True)
-class HFData:
+class HFData(Tokenized):
     """A Hugging Face dataset, read once in its order, tokenized into a cache as text is."""
 
     name: str = key("hf", "choice")
@@ -411,17 +440,11 @@ class HFData:
         True, "read without a copy in datasets' own cache; false = download first"
     )
     rows: int | None = key(None, "the first rows alone; null = all")
-    text_key: str = _text_key()
-    tokenizer: str = _tokenizer()
-    validation_fraction: float = key(0.05, "share of the rows for validation")
-    cache: str | None = _cache()
-    documents: bool = _documents()
-    workers: int = _workers()
-    changed: bool = _changed()
+    text_key: str = key("text", _TEXT_KEY)
 
 
 @dataclass(kw_only=True)
-class TokenData:
+class TokenData(Corpus):
     """Files of token ids, memory-mapped."""
 
     name: str = key("tokens", "choice")
@@ -433,41 +456,30 @@ class TokenData:
     vocab_size: int | None = key(
         None,
         "number of token ids; every id in the files is smaller; null = as a folder's index says",
+        le=MAX_VOCAB,
     )
-    validation_fraction: float = key(0.05, "share at the end of the file for validation")
     boundary: int | None = key(
-        None, "token id that begins (or ends) every document; null = as a folder's index says"
+        None,
+        "token id that begins (or ends) every document, which data.documents needs; "
+        "null = as a folder's index says",
     )
-    documents: bool = key(
-        False, "attention stays within each document of a sequence; needs data.boundary"
-    )
-    workers: int = _workers()
-    changed: bool = _changed()
 
 
 @dataclass(kw_only=True)
-class MixtureData:
-    """Several corpora, mixed by weights."""
+class MixtureData(Tokenized):
+    """Several corpora, mixed by weights; of tokens, their index has the tokenizer."""
 
     name: str = key("mixture", "choice")
     sources: dict[str, Any] = required(
         "name -> {path: of tokens or text, weight: a number, or [[step, weight], ...] between which it "
         "is interpolated}"
     )
-    text_key: str = _text_key()
-    tokenizer: str = key(
-        "bytes", "of sources of text, as for data=text; of tokens their index has it"
-    )
-    validation_fraction: float = key(0.05, "share of each source for validation")
-    cache: str | None = _cache()
-    documents: bool = _documents()
-    workers: int = _workers()
-    changed: bool = _changed()
+    text_key: str = key("text", _TEXT_KEY)
 
 
 @dataclass(kw_only=True)
-class ChatData:
-    """Conversations, with loss on the answers alone."""
+class ChatData(Tokenized):
+    """Conversations, with loss on the answers alone; of a tokenizer's folder its chat template, too."""
 
     name: str = key("chat", "choice")
     path: str = required("JSONL file, or folder of them (.jsonl, .jsonl.gz, .jsonl.zst)")
@@ -475,18 +487,4 @@ class ChatData:
     template: str | None = key(
         None, "Jinja file; null = the chat template that is with the tokenizer, else a built-in one"
     )
-    tokenizer: str = key("bytes", "as for data=text; of a folder also its chat template is taken")
-    validation_fraction: float = key(0.05, "share of the conversations for validation")
-    cache: str | None = _cache()
     documents: bool = key(True, "attention stays within each conversation of a sequence")
-    workers: int = _workers()
-    changed: bool = _changed()
-
-
-@dataclass
-class SyntheticData:
-    """Random tokens from (seed, position): for benchmarks, costs nothing to load."""
-
-    name: str = key("synthetic", "choice")
-    vocab_size: int = key(256, "number of token ids")
-    changed: bool = _changed()

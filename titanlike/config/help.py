@@ -8,7 +8,7 @@ import shlex
 import shutil
 import textwrap
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -79,14 +79,10 @@ def _examples(words: list[str]) -> list[tuple[str, str]]:
 def _keys_and_groups(conf_dirs: list[Path], width: int) -> list[str]:
     """Every key of the config, then every group with its choices and their keys."""
     hints, config = typing.get_type_hints(Config), to_plain(Config())
-    scalars: list[dataclasses.Field[Any]] = []
-    nested: list[dataclasses.Field[Any]] = []
-    groups: list[dataclasses.Field[Any]] = []
-    for field in dataclasses.fields(Config):
-        if field.name in VARIANTS or hints[field.name] is Model:
-            groups.append(field)
-        else:
-            (nested if dataclasses.is_dataclass(hints[field.name]) else scalars).append(field)
+    fields = dataclasses.fields(Config)
+    groups = [f for f in fields if f.name in VARIANTS or hints[f.name] is Model]
+    nested = [f for f in fields if f not in groups and dataclasses.is_dataclass(hints[f.name])]
+    scalars = [f for f in fields if f not in (*groups, *nested)]
     lines = ["keys (= default)", *_rows([_row(f, "", hints, config) for f in scalars], width), ""]
     for field in nested:
         rows = _keys(hints[field.name], f"{field.name}.", width)
@@ -101,21 +97,33 @@ def _keys_and_groups(conf_dirs: list[Path], width: int) -> list[str]:
 
 def _group(group: str, conf_dirs: list[Path], width: int) -> list[str]:
     """A group's choices, then their keys; choices with the same keys together."""
+
+    def wrapped(text: str) -> list[str]:
+        return textwrap.wrap(text, width, initial_indent="  ", subsequent_indent="  ")
+
     lines = _choices(group, conf_dirs, width)
     if group in OPEN_GROUPS:
         own = "package.module.attribute"
-        lines += _wrapped(f"or your own: {group}.name={own}, with its arguments", "  ", width)
+        lines += wrapped(f"or your own: {group}.name={own}, with its arguments")
     variants: dict[type, list[str]] = {}
     for name, variant in VARIANTS.get(group, {}).items():
         variants.setdefault(variant, []).append(name)
     for variant, names in variants.items():
         if keys := _keys(variant, f"{group}.", width):
             title = f"keys of {', '.join(names)}:" if len(variants) > 1 else "keys:"
-            lines += [*_wrapped(title, "  ", width), *keys]
+            lines += [*wrapped(title), *keys]
     if group == "model":
-        title = "keys: arguments of the model's constructor; for llama, with llama_tiny's values:"
-        lines += _wrapped(title, "  ", width)
-        lines += _rows(list(_file_rows("model", "llama_tiny", conf_dirs)), width)
+        lines += wrapped(
+            "keys: arguments of the model's constructor; for llama, with llama_tiny's values:"
+        )
+        files = (folder / "model" / "llama_tiny.yaml" for folder in conf_dirs)
+        texts = [path.read_text(encoding="utf-8") for path in files if path.is_file()]
+        rows = []
+        for line in "".join(texts).splitlines():
+            if not line.startswith(("#", "name:")):
+                setting, _, comment = line.partition(" # ")
+                rows.append((f"model.{setting.replace(': ', '=')}", comment))
+        lines += _rows(rows, width)
     return lines
 
 
@@ -128,15 +136,6 @@ def _choices(group: str, conf_dirs: list[Path], width: int) -> list[str]:
     return _rows(rows, width)
 
 
-def _file_rows(group: str, name: str, conf_dirs: list[Path]) -> Iterator[tuple[str, str]]:
-    for folder in conf_dirs:
-        if (path := folder / group / f"{name}.yaml").is_file():
-            for line in path.read_text(encoding="utf-8").splitlines():
-                if not line.startswith(("#", "name:")):
-                    setting, _, comment = line.partition(" # ")
-                    yield f"{group}.{setting.replace(': ', '=')}", comment
-
-
 def _keys(variant: type, prefix: str, width: int) -> list[str]:
     hints = typing.get_type_hints(variant)
     shown = [field for field in dataclasses.fields(variant) if field.name != "name"]
@@ -147,11 +146,11 @@ def _row(
     field: dataclasses.Field[Any], prefix: str, hints: dict[str, Any], values: dict[str, Any]
 ) -> tuple[str, str]:
     """`key=default` and its meaning, with the values that are allowed where they are few."""
-    default: Any = "..."  # required
+    default: Any = field.default
     if field.default_factory is not dataclasses.MISSING:
         default = field.default_factory()
-    elif field.default is not dataclasses.MISSING:
-        default = field.default
+    elif default is dataclasses.MISSING:
+        default = "..."  # required
     doc = field.metadata["doc"]
     if typing.get_origin(hints[field.name]) is Literal:
         allowed = "|".join(override_text(value) for value in typing.get_args(hints[field.name]))
@@ -176,7 +175,3 @@ def _rows(rows: list[tuple[str, str]], width: int) -> list[str]:
         lines.append((first + filled[0]).rstrip())
         lines += [" " * column + rest for rest in filled[1:]]
     return lines
-
-
-def _wrapped(text: str, indent: str, width: int) -> list[str]:
-    return textwrap.wrap(text, width, initial_indent=indent, subsequent_indent=indent)

@@ -47,6 +47,12 @@ def translate(key: str, value: str, context: Context) -> tuple[list[str], str] |
     return [word for word in words if word], entry.get("note", "")
 
 
+def other_names(key: str) -> list[str]:
+    """What other frameworks, and models of theirs, call the same."""
+    keys: str = _table().get(_normalized(key), {}).get("keys", "")
+    return keys.split()
+
+
 @functools.cache
 def _table() -> dict[str, dict[str, Any]]:
     """Each name of another framework -> its entry in the file."""

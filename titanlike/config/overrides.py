@@ -6,13 +6,14 @@ not list all. And YAML files whose aliases, written out, would be more than a ma
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from titanlike.config.schema import OPEN_GROUPS
+from titanlike.config.schema import OPEN_GROUPS, VARIANTS, Config
 
 ADDED = ("model.", "data.changed=")  # data.changed: the file of a user's own data may lack it
 SHORT = {"timeline": "timeline.enabled"}
@@ -79,3 +80,18 @@ def aliases_problem(path: Path) -> str:
     except RecursionError:
         return "its values are nested too deeply"
     return f"it has {values:.2g} values, by aliases of aliases" if values > _MOST else ""
+
+
+def with_choices(config: Config, choices: Mapping[str, Any]) -> Config:
+    """The config with other values of keys, as {"fsdp.zero": 3}; of a group with the defaults of the choice
+    that is named, as {"schedule": "1f1b"}."""
+    for key, value in choices.items():
+        name, _, inner = key.partition(".")
+        if inner:
+            group = getattr(config, name)
+            known = {inner: value} if hasattr(group, inner) else {}  # else of the user's own
+            value = replace(group, **known or {"args": {**group.args, inner: value}})
+        elif name in VARIANTS:
+            value = VARIANTS[name][value](name=value)
+        config = replace(config, **{name: value})
+    return config

@@ -55,7 +55,7 @@ from titanlike.config.hardware import (
     NoHardware,
     RunHardware,
 )
-from titanlike.config.keys import Custom, Model, OwnOptimizer, Seconds, key
+from titanlike.config.keys import MAX_RANKS, Custom, Model, OwnOptimizer, Seconds, key
 from titanlike.config.profile import MemoryProfile, NoProfile, Timeline, TraceProfile
 
 __all__ = [
@@ -64,7 +64,7 @@ __all__ = [
     "CrossEntropy", "CsvSchedule", "Custom", "DecayLr", "Evaluate", "EvenSplit",
     "EveryActivationCheckpoint", "FitActivationCheckpoint", "Float8Precision", "Fsdp", "HFData",
     "Hardware", "Launch", "LoopedSchedule", "LoopedZeroBubbleSchedule", "MeasuredHardware",
-    "MemoryProfile", "MixtureData", "Model", "Mse", "Muon", "NoHardware", "NoLogger",
+    "MESH_AXES", "MemoryProfile", "MixtureData", "Model", "Mse", "Muon", "NoHardware", "NoLogger",
     "NoProfile", "OPEN_GROUPS", "Objective", "OwnOptimizer", "OwnSchedule", "PointSplit",
     "Precision", "RunHardware", "Sample", "Schedule", "Seconds",
     "SelectiveActivationCheckpoint", "Sgd", "Sweep", "SyntheticData", "TensorBoard", "TextData",
@@ -92,20 +92,22 @@ class Fsdp:
 class Validation:
     """Loss on the validation data."""
 
-    every: int = key(100, "steps between validations, and after the last step; 0 = never")
-    batches: int = key(4, "global batches in a validation, the same each time")
+    every: int = key(100, "steps between validations, and after the last step; 0 = never", ge=0)
+    batches: int = key(4, "global batches in a validation, the same each time", ge=1)
 
 
 @dataclass
 class Sample:
     """Texts that the model continues during training: to the console, samples.jsonl and W&B."""
 
-    every: int = key(0, "steps between samples, and after the last step; 0 = never")
+    every: int = key(0, "steps between samples, and after the last step; 0 = never", ge=0)
     prompts: list[str] = key([], "texts to be continued: ['def main','import os']")
-    tokens: int = key(64, "the most tokens of a sample")
-    temperature: float = key(0.8, "0 = the most probable token each time")
-    top_p: float = key(0.95, "of the most probable tokens that together have this probability")
-    top_k: int = key(0, "of so many most probable tokens; 0 = of all")
+    tokens: int = key(64, "the most tokens of a sample", ge=1)
+    temperature: float = key(0.8, "0 = the most probable token each time", ge=0)
+    top_p: float = key(
+        0.95, "of the most probable tokens that together have this probability", gt=0, le=1
+    )
+    top_k: int = key(0, "of so many most probable tokens; 0 = of all", ge=0)
 
 
 @dataclass
@@ -113,7 +115,7 @@ class Evaluate:
     """What `titanlike evaluate` evaluates."""
 
     part: Literal["validation", "train", "all"] = key("validation", "part of the data")
-    batches: int = key(0, "only the first so many batches of it; 0 = all")
+    batches: int = key(0, "only the first so many batches of it; 0 = all", ge=0)
 
 
 @dataclass
@@ -125,7 +127,7 @@ class Verify:
         "before the first start of a layout: auto = code from outside of titanlike, where one process "
         "can hold the model and takes 30 s by estimate; required = always; off = never",
     )
-    steps: int = key(3, "training steps, each on a batch of its own")
+    steps: int = key(3, "training steps, each on a batch of its own", ge=1)
 
 
 @dataclass
@@ -142,7 +144,7 @@ class Checkpoint:
     """Distributed checkpoints."""
 
     folder: str | None = key(None, "path or fsspec URL (s3://...); null = run_dir/checkpoints")
-    every: int = key(100, "steps between saves; 0 = none during training")
+    every: int = key(100, "steps between saves; 0 = none during training", ge=0)
     last: bool = key(True, "save after the last step")
     mode: Literal["sync", "async", "async_pinned", "async_process"] = key(
         "sync",
@@ -150,9 +152,11 @@ class Checkpoint:
         "it is copied, into a buffer that is kept (pinned with a GPU); async_process = that, and a "
         "process of each rank writes (Linux)",
     )
-    keep: int = key(10, "newest checkpoints to retain; 0 = all")
-    keep_every: int = key(0, "also retain every checkpoint at a multiple of this step; 0 = none")
-    keep_best: int = key(0, "also retain this many with the lowest validation loss")
+    keep: int = key(10, "newest checkpoints to retain; 0 = all", ge=0)
+    keep_every: int = key(
+        0, "also retain every checkpoint at a multiple of this step; 0 = none", ge=0
+    )
+    keep_best: int = key(0, "also retain this many with the lowest validation loss", ge=0)
     model_only: Literal["none", "fp32", "bf16", "fp16"] = key(
         "none", "after the last step also save the model alone in this dtype (model-XXXXXXXX)"
     )
@@ -171,23 +175,31 @@ class Checkpoint:
         True, "start_from must have exactly the model's parameters; false = list differences"
     )
     rename: list[str] = key([], "prefixes of parameter names in start_from to change: [old:new]")
-    timeout: float = key(1800.0, "seconds until a save or load fails")
+    timeout: float = key(1800.0, "seconds until a save or load fails", gt=0, le=1e6)
 
 
 @dataclass
 class Launch:
     """Starting and monitoring the workers."""
 
-    timeout: float = key(600.0, "seconds until a wait for another rank, or the first step, fails")
-    step_timeout: float = key(
-        300.0, "seconds without progress in a later step that count as a hang; 0 = never"
+    timeout: float = key(
+        600.0, "seconds until a wait for another rank, or the first step, fails", gt=0, le=1e6
     )
-    heartbeat: float = key(10.0, "seconds between a rank's writes to logs/rankN.heartbeat")
+    step_timeout: float = key(
+        300.0,
+        "seconds without progress in a later step that count as a hang; 0 = never",
+        ge=0,
+        le=1e6,
+    )
+    heartbeat: float = key(
+        10.0, "seconds between a rank's writes to logs/rankN.heartbeat", gt=0, le=1e6
+    )
     straggler: float = key(
         0.25,
         "a rank that is busy for so much longer than others, 50 steps long, is named; 0 = none",
+        ge=0,
     )
-    max_restarts: int = key(0, "restarts of failed workers, from the newest checkpoint")
+    max_restarts: int = key(0, "restarts of failed workers, from the newest checkpoint", ge=0)
     elastic: bool = key(False, "dp follows the number of ranks that torchrun starts: --nnodes 1:2")
 
 
@@ -196,7 +208,9 @@ class Sweep:
     """How the jobs of a sweep (`-m`) are run."""
 
     resume: bool = key(False, "run the unfinished jobs of run_dir's sweep; stopped ones resume")
-    parallel: int = key(1, "concurrent jobs on this machine; 0 = as many as devices (cores) allow")
+    parallel: int = key(
+        1, "concurrent jobs on this machine; 0 = as many as devices (cores) allow", ge=0
+    )
     submit: str | None = key(
         None, "submit each job by this command instead: 'sbatch tools/slurm/train.sbatch'"
     )
@@ -204,13 +218,20 @@ class Sweep:
     share: str | None = key(None, "i/n: run only jobs i, i+n, i+2n, ... from 0; for job arrays")
 
 
+MESH_AXES = ("pp", "dp", "cp", "tp")  # of which ranks are the product; ep is taken from dp and cp
+
+
 @dataclass
 class Config:
     """One run."""
 
-    pp: int = key(1, "pipeline-parallel ranks")
-    dp: int = key(1, "data-parallel ranks, sharded (FSDP) and replicated together")
-    tp: int = key(1, "tensor-parallel ranks: each has a part of every layer (needs a tp plan)")
+    pp: int = key(1, "pipeline-parallel ranks", ge=1, le=256)
+    dp: int = key(
+        1, "data-parallel ranks, sharded (FSDP) and replicated together", ge=1, le=MAX_RANKS
+    )
+    tp: int = key(
+        1, "tensor-parallel ranks: each has a part of every layer (needs a tp plan)", ge=1, le=256
+    )
     tp_sequence: bool = key(
         True,
         "between divided layers each tp rank has a part of the sequence, where the plan says so",
@@ -223,7 +244,7 @@ class Config:
         False,
         "overlap what tp ranks exchange with matrix products (compiled blocks on NVIDIA GPUs)",
     )
-    cp: int = key(1, "context-parallel ranks: each has a part of every sequence")
+    cp: int = key(1, "context-parallel ranks: each has a part of every sequence", ge=1, le=1024)
     context_parallel: Literal["auto", "gather", "ulysses", "ring"] = key(
         "auto",
         "how attention sees all tokens: gather = keys and values are gathered; ulysses = heads are "
@@ -233,22 +254,25 @@ class Config:
     ep: int = key(
         1,
         "expert-parallel ranks among those of dp and cp: each has a part of every layer's experts",
+        ge=1,
     )
-    replicate: int = key(1, "replicas among dp: 1 = FSDP, dp = replication, between = HSDP")
+    replicate: int = key(1, "replicas among dp: 1 = FSDP, dp = replication, between = HSDP", ge=1)
     device: Literal["auto", "cpu", "cuda", "xpu"] = key(
         "auto", "auto = the machine's GPUs (accelerators), the CPU only where there is none"
     )
-    batch_size: int = key(16, "GLOBAL batch, in sequences per optimizer step over all of dp")
-    seq_len: int = key(128, "tokens in a sequence")
-    steps: int = key(300, "optimizer steps in total")
-    max_tokens: int | None = key(None, "end the run after this many tokens; null = no limit")
+    batch_size: int = key(16, "GLOBAL batch, in sequences per optimizer step over all of dp", ge=1)
+    seq_len: int = key(128, "tokens in a sequence", ge=1, le=2**27)
+    steps: int = key(300, "optimizer steps in total", ge=1)
+    max_tokens: int | None = key(
+        None, "end the run after this many tokens; null = no limit", gt=0, example=1_000_000
+    )
     max_time: Seconds | None = key(
         None, "save and stop after this time (90m, 11h30m, 11:30:00, or seconds); null = no limit"
     )
     mixes_samples: bool = key(
         False, "the model or the loss mixes a batch's samples on purpose: layouts then differ"
     )
-    seed: int = key(0, "of the initial weights and of the order of the data")
+    seed: int = key(0, "of the initial weights and of the order of the data", le=2**63 - 1)
     matmul_precision: Literal["highest", "high", "medium"] = key(
         "highest", "of fp32 matrix products: high = TensorFloat-32 on GPUs, medium = bf16"
     )
@@ -262,17 +286,19 @@ class Config:
     on_spike: Literal["ignore", "stop", "skip", "rollback"] = key(
         "ignore", "the same for a loss or gradient norm far above that of recent steps"
     )
-    spike_zscore: float = key(6.0, "standard deviations above the mean that count as a spike")
-    spike_window: int = key(100, "recent steps in that mean; detection needs half of them")
+    spike_zscore: float = key(6.0, "standard deviations above the mean that count as a spike", gt=0)
+    spike_window: int = key(100, "recent steps in that mean; detection needs half of them", ge=2)
     run_dir: str = key(
         "outputs/run", "output folder; a run in it resumes; if not given, outputs/DATE/TIME"
     )
     value: Objective | None = key(
         None, "what a sweep compares; null = val_loss, or loss without validation"
     )
-    log_every: int = key(10, "steps between printed lines; metrics.jsonl has every step")
+    log_every: int = key(10, "steps between printed lines; metrics.jsonl has every step", ge=1)
     gc_every: int = key(
-        50, "steps between Python's garbage collections, all ranks at once; 0 = when Python does"
+        50,
+        "steps between Python's garbage collections, all ranks at once; 0 = when Python does",
+        ge=0,
     )
     report: bool = key(True, "write report.html, a page of curves and events, when a run ends")
     plan: Literal["warn", "strict"] = key(
@@ -316,6 +342,12 @@ class Config:
     def world_size(self) -> int:
         """Processes that the mesh needs."""
         return self.model_ranks * self.dp
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """Each axis of the mesh and its ranks, but cp and tp only where they have several."""
+        sizes = {axis: int(getattr(self, axis)) for axis in MESH_AXES}
+        return {axis: n for axis, n in sizes.items() if n != 1 or axis in ("pp", "dp")}
 
     @property
     def model_ranks(self) -> int:

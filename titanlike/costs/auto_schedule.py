@@ -13,25 +13,21 @@ from __future__ import annotations
 import json
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from titanlike.config import files, schema
 from titanlike.config.errors import ConfigError, Problem
-from titanlike.config.hardware import Hardware
+from titanlike.config.overrides import with_choices
 from titanlike.config.parse import to_plain
 from titanlike.config.schema import AutoSchedule, AutoSplit, Config, PointSplit
-from titanlike.costs.best_split import StageCosts, best_split
-from titanlike.costs.closed_form import CostTable, rows_of
-from titanlike.costs.estimate import seconds_of_units
+from titanlike.costs.auto_split import StageCosts, best_split
+from titanlike.costs.estimate import CostTable, rows_of, seconds_of_units
 from titanlike.costs.known_hardware import likely_hardware, planned_hardware
 from titanlike.costs.order_search import (
-    Baseline,
     OrderProblem,
     SearchResult,
     adapted,
@@ -40,9 +36,8 @@ from titanlike.costs.order_search import (
     lower_bound,
     trials_for,
 )
-from titanlike.costs.stage_times import stage_times
+from titanlike.costs.stage_times import as_measured, stage_times
 from titanlike.costs.unit_costs import CostError
-from titanlike.costs.unit_times import as_measured
 from titanlike.graph.partition import SplitError, partition
 from titanlike.pipeline.from_config import (
     build_order,
@@ -59,7 +54,7 @@ _MATTERS = (
     *("pp", "dp", "replicate", "tp", "cp", "ep", "batch_size", "seq_len", "model", "schedule"),
     *("split", "loss", "precision", "activation_checkpoint", "fsdp", "hardware", "compile"),
 )
-Stages = list[list[str]]  # names of the units of each stage
+Stages = Sequence[Sequence[str]]  # names of the units of each stage
 
 
 @dataclass(frozen=True)
@@ -70,18 +65,17 @@ class FoundSchedule:
     stages: Stages
     seconds: float  # of a step, simulated
     bound: float  # below which no order of these stages can be
-    known: (
-        SearchResult | None
-    )  # the fastest schedule that keeps within the memory, as config.split cuts
+    # the fastest schedule that keeps within the memory, as config.split cuts
+    known: SearchResult | None
 
     @property
     def text(self) -> str:
         """A line for the console."""
         chunks = self.order.stages // len(self.order.ranks)
-        placed = "a V" if self.order.place[-1] == 0 < len(self.order.ranks) - 1 else "a loop"
-        text = (
-            f"schedule=auto: {chunks} stages a rank in {placed}" if chunks > 1 else "schedule=auto"
+        placed = (
+            "a V" if self.order.stage_to_rank[-1] == 0 < len(self.order.ranks) - 1 else "a loop"
         )
+        text = "schedule=auto" + (f": {chunks} stages a rank in {placed}" if chunks > 1 else "")
         text += f": a step of {self.seconds:.4g} s by simulation, {self.bound:.4g} s at the least"
         if self.known is None:
             return text + "; no other schedule keeps within this memory"
@@ -118,15 +112,12 @@ def with_found_order(config: Config, say: Any = lambda _: None) -> Config:
 
 
 def _with_order(config: Config, path: Path, points: list[str] | None) -> Config:
-    schedule: Any = config.schedule
-    config = replace(config, schedule=replace(schedule, path=str(path)))
+    config = with_choices(config, {"schedule.path": str(path)})
     return config if points is None else replace(config, split=PointSplit(points=points))
 
 
 def find(config: Config) -> FoundSchedule:
     """The best order for a config with schedule=auto. Raises ConfigError."""
-    schedule = config.schedule
-    assert isinstance(schedule, AutoSchedule)
     try:
         search = _Search(config)
     except CostError as error:
@@ -145,23 +136,21 @@ class _Search:
         self.config, schedule = config, config.schedule
         assert isinstance(schedule, AutoSchedule)
         self.schedule = schedule
-        self.hardware = _hardware(config)
+        named = config.hardware.name != "none"
+        self.hardware = (planned_hardware if named else likely_hardware)(config)
         rows = config.batch_size // config.dp
-        self.microbatches = (
-            declared_microbatches(schedule) or (derive_microbatches(schedule, config.pp, rows)[0])
-        )
+        count = declared_microbatches(schedule)
+        self.microbatches = count or derive_microbatches(schedule, config.pp, rows)[0]
         rows = rows_of(config, self.microbatches)
         self.table = CostTable(config, self.hardware, rows).with_recompute(config)
         self.recomputed = self.table.recomputed(config)
-        self.deferred = schedule.weight_gradients == "deferred"
         drafted = self.table.draft
-        deferred = range(len(drafted.stages)) if self.deferred else ()
-        seconds = seconds_of_units(config, drafted, deferred)
+        seconds = seconds_of_units(config, drafted, self._waiting(drafted.stages))
         if seconds is not None:
             self.table.times = as_measured(self.table.times, seconds)
         self.limits: dict[str, float] = {}  # bytes that each key allows
         self._bytes: dict[object, tuple[int, int]] = {}
-        self._orders: dict[tuple[int, ...], list[Baseline]] = {}
+        self._orders: dict[tuple[int, ...], dict[str, Order]] = {}
         whole = self._given(loop(config.pp)) or self._given(loop(config.pp), even=True)
         if whole is None:
             raise ValueError(f"schedule=auto: the model has fewer units than pp={config.pp}; pp=1")
@@ -176,23 +165,24 @@ class _Search:
 
     def run(self) -> FoundSchedule:
         """Raises ConfigError."""
-        cuts, given = [], []
-        for place in _placements(self.schedule, self.config.pp):
-            own: list[Placement | None] = [self._given(place)]
-            given += [cut for cut in own if cut is not None]
-            if self.schedule.search == "split":  # whose stages are not empty
-                own = [cut for cut in own if cut is not None and len({*cut.starts}) == len(place)]
-                own += [self._balanced(place), self._balanced(place, by_memory=True)]
-            cuts += [cut for at, cut in enumerate(own) if cut is not None and cut not in own[:at]]
+        cuts: list[Placement] = []
+        given = [cut for place in self._places() if (cut := self._given(place)) is not None]
+        splits = self.schedule.search == "split"
+        for place in self._places():
+            own = [cut for cut in given if cut.place == place]
+            if splits:  # whose stages are not empty
+                own = [cut for cut in own if len({*cut.starts}) == len(place)]
+                balanced = self._balanced(place), self._balanced(place, by_memory=True)
+                own += [cut for cut in balanced if cut is not None]
+            cuts += dict.fromkeys(own)
         if not cuts:
             reason = "no placement that schedule=auto may choose has so many stages"
             fix = "split=even, or schedule.search=placement"
             raise ConfigError([Problem("split", self.config.split.name, reason, fix)])
-        problems = [self.problem(cut) for cut in cuts]
-        seed = self.config.seed
+        problems, seed = [self.problem(cut) for cut in cuts], self.config.seed
         # placements that are searched, each with as many
-        trials = trials_for(problems[:3] if self.schedule.search == "split" else problems)
-        if self.schedule.search == "split":
+        trials = trials_for(problems[:3] if splits else problems)
+        if splits:
             best = best_cut(self.problem, self._known, cuts, len(self.table.units), trials, seed)
         else:
             each = [
@@ -205,11 +195,17 @@ class _Search:
             raise ConfigError(self._too_little(problems))
         known = [best_known(problem := self.problem(cut), self._known(problem)) for cut in given]
         fastest = min(filter(None, known), key=lambda one: one.seconds, default=None)
-        found = best.found
+        found, names = best.found, self.names(best.cut)
         bound = lower_bound(found.problem)
-        return FoundSchedule(
-            found.order.check(), self.names(best.cut), found.seconds, bound, fastest
-        )
+        return FoundSchedule(found.order.check(), names, found.seconds, bound, fastest)
+
+    def _places(self) -> list[tuple[int, ...]]:
+        """Placements that may be chosen."""
+        schedule, pp = self.schedule, self.config.pp
+        if schedule.search == "order":
+            return [vee(pp) if schedule.placement == "v" else loop(pp, schedule.stages_per_rank)]
+        loops = [loop(pp, count) for count in range(1, schedule.stages_per_rank + 1)]
+        return [vee(pp), *loops] if schedule.stages_per_rank > 1 and pp > 1 else loops
 
     def _too_little(self, problems: Sequence[OrderProblem]) -> list[Problem]:
         """Of the keys that allow less than any order needs."""
@@ -217,15 +213,13 @@ class _Search:
         least = min(problem.least_memory for problem in problems)
         reason = "a rank holds at least a microbatch of all its stages, which takes more"
         for name, limit in self.limits.items():
-            if limit >= least:
-                continue
             value: float | None = schedule.memory_bytes
             fix = f"{math.ceil(least / 2**20)}MiB"
             if name == "memory":
                 value = 1.0 if schedule.memory is None else schedule.memory
                 fix = f"{math.ceil(100 * least / limit * value) / 100:g}"
-            key = f"schedule.{name}"
-            found.append(Problem(key, value, reason, f"{key}={fix}"))
+            if limit < least:
+                found.append(Problem(f"schedule.{name}", value, reason, f"schedule.{name}={fix}"))
         return found
 
     def names(self, cut: Placement) -> list[list[str]]:
@@ -252,16 +246,14 @@ class _Search:
             each = [self._held([name], False)[0] for name in names]
         else:
             times = [self.table.times[name] for name in names]
-            whole = [t.forward + t.input_gradient + t.weight_gradient for t in times]
-            each = [round(seconds.device * 1e9) for seconds in whole]
-        none = np.zeros((len(names) + 1, len(names) + 1), dtype=np.int64)
-        starts = best_split(StageCosts(none, each, [1] * len(place)), place).starts
+            each = [round(unit.computes.device * 1e9) for unit in times]
+        starts = best_split(StageCosts(None, each, [1] * len(place)), place).starts
         return Placement(place, tuple(starts)) if len(names) >= len(place) else None
 
     def problem(self, cut: Placement) -> OrderProblem:
         """What an order of such stages is made for."""
         table, stages = self.table, self.names(cut)
-        deferred = range(len(stages)) if self.deferred else ()
+        deferred = self._waiting(stages)
         layout = table.layout(stages, self.recomputed, deferred, cut.place, 1, self.microbatches)
         times = stage_times(self.config, layout, self.hardware, table.times).stages
         held, queued = zip(*(self._held(own) for own in stages), strict=True)
@@ -270,49 +262,34 @@ class _Search:
         most = math.inf if self.schedule.in_flight is None else self.schedule.in_flight
         return OrderProblem(cut.place, self.microbatches, times, held, queued, limit, ahead, most)
 
+    def _waiting(self, stages: Stages) -> Collection[int]:
+        """Those whose weight gradients wait."""
+        return range(len(stages)) if self.schedule.weight_gradients == "deferred" else ()
+
     def _held(self, names: Sequence[str], sends: bool = True) -> tuple[int, int]:
         """Bytes of a microbatch of a stage of these units, and of what waits between I and W."""
         key = tuple(names), sends
         if key not in self._bytes:
-            order = Order(((),), (0,), self.microbatches)
-            deferred, message = (range(1) if self.deferred else ()), self.table.message * sends
-            memory = self.table.memory.with_layout(
-                self.config, order, 1, [names], deferred, message
-            )
+            order, message = Order(((),), (0,), self.microbatches), self.table.message * sends
+            layout = order, 1, [names], self._waiting([names]), message
+            memory = self.table.memory.with_layout(self.config, *layout)
             self._bytes[key] = memory.activations(0, self.recomputed.intersection(names))
         return self._bytes[key]
 
-    def _known(self, problem: OrderProblem) -> list[Baseline]:
+    def _known(self, problem: OrderProblem) -> dict[str, Order]:
         """Schedules of a problem's placement."""
-        key = problem.place
-        if key in self._orders:
-            return self._orders[key]
-        found = self._orders[key] = []
-        pp, m, chunks = problem.ranks, problem.microbatches, len(problem.place) // problem.ranks
-        for name in SCHEDULES:
-            looped = name in LOOPED
-            if looped:
-                schedule: Any = schema.LoopedSchedule(name, m, chunks)
-            else:
-                schedule = schema.Schedule(name, m)
-            of = vee(pp) if name in V_SCHEDULES else loop(pp, chunks if looped else 1)
-            if of == problem.place and microbatch_problem(schedule, pp, m) is None:
-                found.append(Baseline(name, build_order(schedule, pp, m)))
-        return found
-
-
-def _placements(schedule: AutoSchedule, pp: int) -> list[tuple[int, ...]]:
-    if schedule.search == "order":
-        return [vee(pp) if schedule.placement == "v" else loop(pp, schedule.stages_per_rank)]
-    counts = range(1, schedule.stages_per_rank + 1)
-    return [*([vee(pp)] if 2 in counts and pp > 1 else []), *(loop(pp, count) for count in counts)]
-
-
-def _hardware(config: Config) -> Hardware:
-    """The planned hardware, or what is likely here."""
-    if config.hardware.name == "none":
-        return likely_hardware(config)
-    return planned_hardware(config)
+        place = problem.place
+        if place not in self._orders:
+            found = self._orders[place] = dict[str, Order]()
+            pp, m, chunks = problem.ranks, problem.microbatches, len(place) // problem.ranks
+            for name in SCHEDULES:
+                schedule: Any = schema.Schedule(name, m)
+                if name in LOOPED:
+                    schedule = schema.LoopedSchedule(name, m, chunks)
+                of = vee(pp) if name in V_SCHEDULES else loop(pp, chunks if name in LOOPED else 1)
+                if of == place and microbatch_problem(schedule, pp, m) is None:
+                    found[name] = build_order(schedule, pp, m)
+        return self._orders[place]
 
 
 # --- where stages begin, which rank has them, and in which order they are computed, chosen together ---
@@ -339,7 +316,7 @@ class PlacedOrder:
 
 def best_cut(
     problem_of: Callable[[Placement], OrderProblem],
-    known_of: Callable[[OrderProblem], Sequence[Baseline]],
+    known_of: Callable[[OrderProblem], dict[str, Order]],
     cuts: Sequence[Placement],
     units: int,
     trials: int,
@@ -359,7 +336,7 @@ def best_cut(
         _changed(one, problem_of, units, trials, random.Random(seed)) for one in first[:_CHANGED]
     ]
     best = min(changed, key=lambda one: one.found.seconds)
-    known = [*known_of(best.found.problem), Baseline("", best.found.order)]
+    known = known_of(best.found.problem) | {"": best.found.order}
     found = best_order(best.found.problem, known, trials, seed)
     if found is not None and found.seconds < best.found.seconds:
         best = PlacedOrder(best.cut, found)
@@ -380,17 +357,15 @@ def _changed(
         draw.shuffle(moves)
         for cut in moves:
             problem = problem_of(cut)
-            if lower_bound(problem) >= best.found.seconds:
+            if left <= 0 or lower_bound(problem) >= best.found.seconds:
                 continue
             left -= 1
             found = adapted(problem, best.found.order)
             if found is not None and found.seconds < best.found.seconds * (1 - 1e-6):
                 best = PlacedOrder(cut, found)
                 break
-            if left <= 0:
-                return best
         else:
-            return best
+            break
     return best
 
 

@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate, pairwise, takewhile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,14 +27,13 @@ from titanlike.config.files import atomic_write_text, read_object
 from titanlike.config.parse import parse
 from titanlike.config.profile import TIMELINE
 from titanlike.config.schema import AutoSplit, Config, EvenSplit, Muon
-from titanlike.costs.best_split import CostedSplit, StageCosts, best_split, cost_of_split
+from titanlike.costs.simulate import in_flight
 from titanlike.costs.unit_costs import CostError, UnitCosts
 from titanlike.device import accelerator
 from titanlike.distributed.mesh import Mesh
 from titanlike.distributed.sharding import state_bytes
 from titanlike.graph.model_graph import ModelGraph
-from titanlike.graph.partition import partition
-from titanlike.graph.unit import Unit
+from titanlike.graph.partition import Unit, partition
 from titanlike.metrics.timeline_file import Timeline, read_timeline, stage_seconds
 from titanlike.optim.loss import Loss
 from titanlike.pipeline.order import Order
@@ -72,39 +74,32 @@ def find_auto_split(
     unit_costs, units, cost = UnitCosts(*forward), forward[0].units, config.split.cost
     if cost == "time" and measure_times is None:
         cost = "flops"
-    ones = [1] * order.stages
-    zeros = np.zeros((len(units) + 1, len(units) + 1), dtype=np.int64)
+    fixed, each, factors = None, [0] * len(units), [1] * order.stages
     try:
         match cost:
             case "params":
-                sizes = unit_costs.parameter_table(lambda p: p.numel())
-                costs = StageCosts(sizes, [0] * len(units), ones)
-            case "memory":
-                costs = memory_costs(unit_costs, config, order, zero)
+                fixed = unit_costs.parameter_table(lambda p: p.numel())
+            case "memory":  # activations count for the most microbatches in flight on a stage
+                fixed, each = _state_table(unit_costs, config, zero), unit_costs.saved_bytes()
+                factors = stages_in_flight(order)
             case "run":
-                times = [round(1e9 * sum(each)) for each in of_run(config, unit_costs, units)]
-                costs = StageCosts(zeros, times, ones)
+                names = [unit.name for unit in units]
+                seconds = seconds_of_run(config.split.run or "", names, unit_costs, config)
+                each = [round(1e9 * sum(times)) for times in seconds]
             case "time":
                 assert measure_times is not None
-                costs = StageCosts(zeros, measure_times(unit_costs), ones)
+                each = measure_times(unit_costs)
             case _:
-                costs = StageCosts(zeros, unit_costs.flops(), ones)
+                each = unit_costs.flops()
+        costs = StageCosts(fixed, each, factors)
     except CostError as error:
         others = {"params": "split=even", "time": "split.cost=flops", "run": "split.cost=time"}
         fix = others.get(config.split.cost, "split.cost=params")
         problem = Problem("split.cost", config.split.cost, str(error), fix)
         raise ConfigError([problem]) from error
     sizes = map(len, partition(units, EvenSplit(), order.stages))
-    even = cost_of_split(costs, order.place, [*accumulate(sizes, initial=0)][:-1])
-    return AutoSplitResult(cost, best_split(costs, order.place), even, costs.scale)
-
-
-def of_run(config: Config, unit_costs: UnitCosts, units: list[Unit]) -> Sequence[Sequence[float]]:
-    """Seconds of each unit, as a run has measured them. Raises CostError."""
-    assert isinstance(config.split, AutoSplit)
-    run = config.split.run or ""
-    names = [unit.name for unit in units]
-    return seconds_of_run(run, names, unit_costs.flops(), config, unit_costs.microbatch_size)
+    even = cost_of_split(costs, order.stage_to_rank, [*accumulate(sizes, initial=0)][:-1])
+    return AutoSplitResult(cost, best_split(costs, order.stage_to_rank), even, costs.scale)
 
 
 def measured_times(config: Config, mesh: Mesh, unit_costs: UnitCosts) -> list[int]:
@@ -141,37 +136,26 @@ def _read_or_measure(config: Config, device: torch.device, unit_costs: UnitCosts
     return times
 
 
-# --- memory of a stage, for any split -------------------------------------------------------------
-
-
-def memory_costs(unit_costs: UnitCosts, config: Config, order: Order, zero: int) -> StageCosts:
-    """Bytes on a rank: parameters, gradients, optimizer state, and activations.
-
-    Activations count for the largest number of microbatches in flight on the stage.
-    """
+def _state_table(unit_costs: UnitCosts, config: Config, zero: int) -> np.ndarray:
+    """[start, stop] -> bytes on a rank of the parameters, gradients and optimizer state of these units."""
     names: set[str] = set()
     if isinstance(config.optimizer, Muon):
         from titanlike.optim.muon import hidden_matrices
 
         names = hidden_matrices(unit_costs.model, config.optimizer)
     hidden = {id(unit_costs.model.get_parameter(name)) for name in names}
-    state = unit_costs.parameter_table(
+    return unit_costs.parameter_table(
         lambda p: math.ceil(p.numel() * state_bytes(config, zero, id(p) in hidden))
     )
-    return StageCosts(state, unit_costs.saved_bytes(), in_flight(order))
 
 
-def in_flight(order: Order) -> list[int]:
+def stages_in_flight(order: Order) -> list[int]:
     """For each stage: the largest number of microbatches waiting for their backward."""
-    now, most = [0] * order.stages, [0] * order.stages
-    for acts in order.ranks:
-        for act in acts:
-            if act.kind == "F":
-                now[act.stage] += 1
-                most[act.stage] = max(most[act.stage], now[act.stage])
-            elif act.kind in "BW":
-                now[act.stage] -= 1
-    return most
+    acts = [
+        [act for act in order.ranks[rank] if act.stage == stage]
+        for stage, rank in enumerate(order.stage_to_rank)
+    ]
+    return [*map(in_flight, acts)]
 
 
 # --- what a run's timeline says of the units of a model, in any layout of it ----------------------
@@ -194,20 +178,17 @@ def run_timeline(run: str) -> Timeline:
 
 
 def seconds_of_run(
-    run: str, names: Sequence[str], flops: Sequence[int], config: Config, microbatch: int
+    run: str, names: Sequence[str], costs: UnitCosts, config: Config
 ) -> list[Seconds]:
-    """Of each unit in a run of `config`. flops: of each, forward and backward; microbatch: its samples.
-
-    Raises CostError where the run is of another model.
-    """
+    """Of each unit, named `names`, in a run of `config`. Raises CostError where the run is of another model."""
     timeline = run_timeline(run)
-    weight = dict(zip(names, flops, strict=True))
+    weight = dict(zip(names, costs.flops(), strict=True))
     known = [name for stage in timeline.stages for name in stage]
     if known != [*names]:
         other = next((b for a, b in zip(names, known, strict=False) if a != b), "")
         raise CostError(f"{run} is a run of another model: it has {other or len(known)}")
     before = parse(timeline.config)[0]
-    scale = microbatch * config.seq_len / (config.cp * config.tp)
+    scale = costs.microbatch_size * config.seq_len / (config.cp * config.tp)
     scale /= timeline.microbatch * before.seq_len / (before.cp * before.tp)
     found: dict[str, Seconds] = {}
     for stage, inside in enumerate(timeline.stages):
@@ -221,3 +202,423 @@ def seconds_of_run(
             share = scale * (weight[name] / total if total else 1 / len(inside))
             found[name] = forward * share, inputs * share, weights * share
     return [found[name] for name in names]
+
+
+# --- the split into consecutive units whose most expensive rank is cheapest -------------------------
+#
+# Minimized are, in this order: the cost of the most expensive rank (the sum over its stages), of the
+# most expensive stage, and the sum of squares over ranks. The first two minima are exact:
+#
+# - one stage per rank: dynamic programming over the stages;
+# - two stages per rank in a V: dynamic programming from both ends inwards;
+# - any other placement (loops, an order from a file): branch and bound, starting at a good split. At
+#   the search limit the best split so far is returned, with `CostedSplit.proven` false.
+#
+# Costs are whole numbers, so that every rank of a run finds the same split.
+
+
+_MAX_NODES = 200_000  # of branch and bound: some seconds
+_MAX_MOVES = 200  # of local search
+
+
+@dataclass(frozen=True)
+class CostedSplit:
+    """A split and its costs."""
+
+    starts: Starts
+    stages: list[int]  # cost of each
+    ranks: list[int]  # cost of each
+    proven: bool = True
+
+    @property
+    def imbalance(self) -> float:
+        """Cost of the most expensive rank / mean over ranks."""
+        return max(self.ranks) * len(self.ranks) / max(1, sum(self.ranks))
+
+    @property
+    def key(self) -> tuple[int, int, int]:
+        """The objective: smaller is better."""
+        return max(self.ranks), max(self.stages), sum(cost * cost for cost in self.ranks)
+
+
+def cost_of_split(costs: StageCosts, place: Sequence[int], starts: Starts) -> CostedSplit:
+    """The costs of a split; place: the rank of each stage."""
+    edges = [*starts, costs.units]
+    stages = [costs.of(stage, *span) for stage, span in enumerate(pairwise(edges))]
+    ranks = [0] * (max(place) + 1)
+    for rank, cost in zip(place, stages, strict=True):
+        ranks[rank] += cost
+    return CostedSplit(list(starts), stages, ranks)
+
+
+def best_split(costs: StageCosts, place: Sequence[int], max_nodes: int = _MAX_NODES) -> CostedSplit:
+    """The best split of the units into stages, none empty unless there are fewer units than stages.
+
+    max_nodes: the limit of branch and bound.
+    """
+    n, stages = costs.units, costs.stages
+    if n <= stages:
+        own = list(range(max(1, n - 1)))
+        last = n - 1 if n > 1 else n  # empty stages come before the last stage
+        return cost_of_split(costs, place, [*own, *[last] * (stages - len(own))])
+    bottleneck, starts = _one_stage_per_rank(costs)
+    if len(set(place)) == stages:
+        return cost_of_split(costs, place, starts)
+    best = _improve(costs, place, cost_of_split(costs, place, starts))
+    if v := len(set(place)) * 2 == stages and list(place) == list(place)[::-1]:
+        search = VPlacementSearch(costs)
+    else:
+        search = BranchAndBound(costs, place, max_nodes)
+    low = load_lower_bound(costs.lower_bounds, len(set(place)))
+    best = _minimize(costs, place, best, 0, low, lambda limit: search.find(limit, limit), v)
+    if not best.proven:
+        return best
+    rank = max(best.ranks)
+    return _minimize(costs, place, best, 1, bottleneck, lambda limit: search.find(rank, limit), v)
+
+
+# --- one stage per rank --------------------------------------------------------------------------
+
+
+def _one_stage_per_rank(costs: StageCosts) -> tuple[int, Starts]:
+    """The smallest cost of the most expensive stage, and of the splits with it the one with the
+    smallest sum of squares."""
+    n = costs.units
+    costliest = np.full(n + 1, INFINITE)
+    costliest[0] = 0
+    for stage in range(costs.stages):
+        costliest = np.maximum(costliest[:, None], costs.table(stage)).min(axis=0)
+    limit = int(costliest[n])
+    squares = np.full(n + 1, np.inf)
+    squares[0] = 0.0
+    chosen = []
+    for stage in range(costs.stages):
+        table = costs.table(stage)
+        own = np.where(table <= limit, table.astype(np.float64) ** 2, np.inf)
+        sums = squares[:, None] + own
+        chosen.append(sums.argmin(axis=0))
+        squares = sums.min(axis=0)
+    starts, stop = [], n
+    for choice in reversed(chosen):
+        stop = int(choice[stop])
+        starts.append(stop)
+    return limit, starts[::-1]
+
+
+# --- several stages per rank ---------------------------------------------------------------------
+
+
+def _minimize(
+    costs: StageCosts,
+    place: Sequence[int],
+    best: CostedSplit,
+    which: int,
+    low: int,
+    find: Callable[[int], Starts | None],
+    bisect: bool,
+) -> CostedSplit:
+    """Minimize `best.key[which]`, which is at least `low`.
+
+    find: a split within a limit, or None; bisect: halve the interval, as `find` takes equally long for any limit.
+    """
+    halve = False
+    while low < best.key[which]:
+        limit = (low + best.key[which]) // 2 if halve else best.key[which] - 1
+        try:
+            starts = find(limit)
+        except SearchLimit:
+            return replace(best, proven=False)
+        if starts is None:
+            low = limit + 1
+        else:
+            best = _improve(costs, place, cost_of_split(costs, place, starts))
+        halve = bisect and not halve
+    return best
+
+
+def _improve(costs: StageCosts, place: Sequence[int], best: CostedSplit) -> CostedSplit:
+    """Local search: move one unit from a stage to another, shifting all cuts between them."""
+    stages = costs.stages
+    for _ in range(_MAX_MOVES):
+        edges, key = [*best.starts, costs.units], best.key
+        heavy = {s for s in range(stages) if best.ranks[place[s]] == key[0]}
+        heavy |= {s for s in range(stages) if best.stages[s] == key[1]}
+        sources = sorted(range(stages), key=lambda stage: stage not in heavy)  # heavy ones first
+        sources = [s for s in sources if edges[s + 1] - edges[s] >= 2]
+        moves = (_best_move(costs, place, best, edges, source) for source in sources)
+        found = next((move for move in moves if move is not None), None)
+        if found is None:
+            return best
+        best = found
+    return best
+
+
+def _best_move(
+    costs: StageCosts, place: Sequence[int], best: CostedSplit, edges: list[int], source: int
+) -> CostedSplit | None:
+    """The best split that moves a unit out of stage `source`, or None if none beats `best`."""
+    key, starts = best.key, None
+    for step in (1, -1):  # to later stages, to earlier ones
+        changed = {}
+        target = source + step
+        while 0 <= target < costs.stages:
+            between = target - step
+            for stage in (between, target):
+                begin, end = edges[stage], edges[stage + 1]
+                if step == 1:  # every cut between them moves down by one
+                    begin -= stage != source
+                    end -= stage != target
+                else:
+                    end += stage != source
+                    begin += stage != target
+                changed[stage] = costs.of(stage, begin, end)
+            stages = [changed.get(s, cost) for s, cost in enumerate(best.stages)]
+            ranks = [0] * len(best.ranks)
+            for rank, cost in zip(place, stages, strict=True):
+                ranks[rank] += cost
+            candidate = CostedSplit([], stages, ranks).key
+            if candidate < key:
+                low, high = sorted((source, target))
+                moved = range(low + 1, high + 1)
+                key = candidate
+                starts = [cut - step * (s in moved) for s, cut in enumerate(best.starts)]
+            target += step
+    return None if starts is None else cost_of_split(costs, place, starts)
+
+
+# --- the cost of every possible stage, in whole numbers -------------------------------------------
+
+
+INFINITE = 2**61  # more than any cost; the sum of two does not overflow
+
+Starts = list[int]  # for each stage, the position of its first unit
+
+
+class StageCosts:
+    """The cost of a stage with the units start ... stop - 1:
+
+    fixed[start, stop] + factors[stage] * (variable[start] + ... + variable[stop - 1])
+    """
+
+    def __init__(
+        self, fixed: np.ndarray | None, variable: Sequence[int], factors: Sequence[int]
+    ) -> None:
+        """fixed: None = 0, or [units + 1, units + 1] whole numbers, at most the sum of the stage's units (what
+        units share counts once) and growing with the range; variable: [units]; factors: [stages].
+        """
+        if fixed is None:
+            fixed = np.zeros((len(variable) + 1, len(variable) + 1), dtype=np.int64)
+        largest = int(fixed.max(initial=0)) + sum(map(int, variable)) * max(factors)
+        shift = max(0, largest.bit_length() - 59)
+        self.scale = 1 << shift  # of all costs, so that sums fit into 64 bits
+        self._fixed = np.asarray(fixed, dtype=np.int64) >> shift
+        variable = [int(cost) >> shift for cost in variable]
+        self._prefix_sums = np.array([0, *accumulate(variable)], dtype=np.int64)
+        self.factors = list(factors)
+        self._tables: dict[int, np.ndarray] = {}
+
+    @property
+    def units(self) -> int:
+        return len(self._prefix_sums) - 1
+
+    @property
+    def stages(self) -> int:
+        return len(self.factors)
+
+    def of(self, stage: int, start: int, stop: int) -> int:
+        variable = self._prefix_sums[stop] - self._prefix_sums[start]
+        return int(self._fixed[start, stop] + self.factors[stage] * variable) if stop > start else 0
+
+    def table(self, stage: int) -> np.ndarray:
+        """[start, stop] -> cost; INFINITE for an empty stage."""
+        factor = self.factors[stage]
+        if factor not in self._tables:
+            sums = self._prefix_sums
+            costs = self._fixed + factor * (sums[None, :] - sums[:, None])
+            at = np.arange(self.units + 1)
+            self._tables[factor] = np.where(at[:, None] < at[None, :], costs, INFINITE)
+        return self._tables[factor]
+
+    @cached_property
+    def lower_bounds(self) -> list[int]:
+        """[units]; every stage costs at least the sum over its units."""
+        fixed = np.diff(self._fixed[0])
+        return [int(x) for x in fixed + min(self.factors) * np.diff(self._prefix_sums)]
+
+
+# --- search for a split whose ranks and stages cost at most given limits --------------------------
+
+
+_MAX_SUMS = 20_000  # of units, to which capacities are rounded down
+
+
+class SearchLimit(Exception):
+    """The search reached its limit of nodes."""
+
+
+def load_lower_bound(weights: Sequence[int], bins: int) -> int:
+    """A lower bound on the load of the fullest of `bins` bins that contain all weights."""
+    low = max(max(weights), -(-sum(weights) // bins))
+    high = sum(weights)
+    while low < high:  # a load at which they cannot fit is a bound, whatever larger loads do
+        middle = (low + high) // 2
+        if cannot_fit(weights, bins, middle):
+            low = middle + 1
+        else:
+            high = middle
+    return low
+
+
+def cannot_fit(weights: Sequence[int], bins: int, capacity: int) -> bool:
+    """Whether the weights provably do not fit into the bins; False proves nothing.
+
+    By dual feasible functions, which round weights such that what fits into a bin still does (at
+    most k weights that are each more than 1 / (k + 1) of the capacity).
+    """
+    counts = Counter(weights)
+    for k in range(1, 65):
+        total = 0  # in units of 1 / (k * capacity)
+        for weight, count in counts.items():
+            whole, rest = divmod((k + 1) * weight, max(1, capacity))
+            total += count * (whole * capacity if rest else k * weight)
+        if total > bins * k * capacity:
+            return True
+    return False
+
+
+class VPlacementSearch:
+    """Stages s and S - 1 - s on one rank: dynamic programming from both ends inwards."""
+
+    def __init__(self, costs: StageCosts) -> None:
+        self._costs = costs
+
+    def find(self, rank: int, stage: int) -> Starts | None:
+        """A split whose ranks and stages cost at most these limits, or None. Exact.
+
+        reached[i, j]: whether the pairs so far can hold the units before i and those from j on.
+        Of all j reached with one i, the smallest makes a pair's later stage cheapest.
+        """
+        n, pairs = self._costs.units, self._costs.stages // 2
+        reached = np.zeros((n + 1, n + 1), dtype=bool)
+        reached[0, n] = True
+        steps = []
+        for pair in range(pairs - 1):
+            early, late = self._tables(pair, stage)
+            nearest = np.where(reached, np.arange(n + 1)[None, :], n + 1)
+            nearest = np.minimum.accumulate(nearest[:, ::-1], axis=1)[:, ::-1]
+            nearest = np.concatenate([nearest[:, 1:], np.full((n + 1, 1), n + 1)], axis=1)
+            padded = np.concatenate([late, np.full((n + 1, 1), INFINITE)], axis=1)
+            cost = padded[np.arange(n + 1)[None, :], nearest]  # [i, j'] of units j' ... j
+            steps.append((early, cost, nearest))
+            least = np.full((n + 1, n + 1), INFINITE)
+            for i in np.flatnonzero(reached.any(axis=1)):
+                ends = np.flatnonzero(early[i] <= rank)  # a range, as costs grow with the end
+                if len(ends):
+                    part = least[ends[0] : ends[-1] + 1]
+                    sums = early[i, ends[0] : ends[-1] + 1, None] + cost[i][None, :]
+                    np.minimum(part, sums, out=part)
+            reached = least <= rank
+            if not reached.any():
+                return None
+        early, late = self._tables(pairs - 1, stage)
+        for middle in range(1, n):
+            fits = reached & (early[:, middle, None] + late[None, middle, :] <= rank)
+            if fits.any():
+                i, j = (int(at) for at in np.argwhere(fits)[0])
+                return self._trace(steps, rank, i, middle, j)
+        return None
+
+    def _tables(self, pair: int, stage: int) -> tuple[np.ndarray, np.ndarray]:
+        tables = (self._costs.table(s) for s in (pair, self._costs.stages - 1 - pair))
+        early, late = (np.where(table <= stage, table, INFINITE) for table in tables)
+        return early, late
+
+    @staticmethod
+    def _trace(steps: list[Any], rank: int, i: int, middle: int, j: int) -> Starts:
+        before, after = [i], [middle, j]
+        for early, cost, nearest in reversed(steps):
+            came = int(np.flatnonzero(early[:, i] + cost[:, j] <= rank)[0])
+            i, j = came, int(nearest[came, j])
+            before.insert(0, i)
+            after.append(j)
+        return [*before, *after[:-1]]
+
+
+class BranchAndBound:
+    """Any placement: depth-first over the stages, bounded by the capacity left on the ranks."""
+
+    def __init__(self, costs: StageCosts, place: Sequence[int], max_nodes: int) -> None:
+        self._costs, self._place, self._nodes_left = costs, list(place), max_nodes
+        lists: dict[int, Any] = {factor: None for factor in costs.factors}
+        for stage, factor in enumerate(costs.factors):
+            lists[factor] = lists[factor] or costs.table(stage).tolist()
+        self._tables = [lists[factor] for factor in costs.factors]
+        rest = accumulate(reversed(costs.lower_bounds))
+        self._rest = [*reversed([0, *rest])]  # lower bounds summed over units[i:]
+        self._later = [0] * costs.stages  # how many later stages are on the same rank
+        seen: dict[int, int] = {}
+        for stage in reversed(range(costs.stages)):
+            self._later[stage] = seen.get(place[stage], 0)
+            seen[place[stage]] = self._later[stage] + 1
+        self._sums = _sums(costs.lower_bounds) if len(set(costs.factors)) == 1 else None
+
+    def find(self, rank: int, stage: int) -> Starts | None:
+        """A split whose ranks and stages cost at most these limits, or None. Raises SearchLimit."""
+        ranks = len(set(self._place))
+        least = self._costs.lower_bounds
+        if cannot_fit(least, ranks, rank) or cannot_fit(least, self._costs.stages, stage):
+            return None
+        loads = [0] * ranks
+        capacity = [self._capacity(rank, stage, self._place.count(r)) for r in range(ranks)]
+        failed: set[tuple[int, ...]] = set()
+        starts: Starts = []
+
+        def fill(s: int, start: int, total: int) -> bool:
+            """Place the units from `start`; total: the capacity left on all ranks together."""
+            n, stages = self._costs.units, self._costs.stages
+            if s == stages:
+                return start == n
+            if self._rest[start] > min(total, (stages - s) * stage):
+                return False
+            state = (s, start, *loads)
+            if state in failed:
+                return False
+            self._nodes_left -= 1
+            if self._nodes_left < 0:
+                raise SearchLimit
+            where, row = self._place[s], self._tables[s][start]
+            most = min(stage, rank - loads[where])
+            stops = [n] if s == stages - 1 else range(start + 1, n - (stages - s - 1) + 1)
+            fits = takewhile(lambda stop: row[stop] <= most, stops)
+            ideal = self._rest[start] / (stages - s)
+            before, starts_here = capacity[where], len(starts)
+            starts.append(start)
+            for stop in sorted(fits, key=lambda stop: abs(row[stop] - ideal)):
+                loads[where] += row[stop]
+                capacity[where] = self._capacity(rank - loads[where], stage, self._later[s])
+                if fill(s + 1, stop, total - before + capacity[where]):
+                    return True
+                loads[where] -= row[stop]
+            capacity[where] = before
+            del starts[starts_here:]
+            failed.add(state)
+            return False
+
+        return starts if fill(0, 0, sum(capacity)) else None
+
+    def _capacity(self, limit: int, stage: int, stages: int) -> int:
+        """The capacity of so many stages of one rank, rounded down to a sum of units."""
+        limit = min(limit, stages * stage)
+        if self._sums is None or stages == 0:
+            return limit if stages else 0
+        return int(self._sums[np.searchsorted(self._sums, limit, side="right") - 1])
+
+
+def _sums(weights: Sequence[int]) -> np.ndarray | None:
+    """All subset sums, ascending; None where they are too many."""
+    sums = np.zeros(1, dtype=np.int64)
+    for weight in weights:
+        sums = np.union1d(sums, sums + weight)
+        if len(sums) > _MAX_SUMS:
+            return None
+    return sums

@@ -7,24 +7,52 @@
 
 from __future__ import annotations
 
+import copy
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
 
 from titanlike.config.errors import ConfigError, Problem
+from titanlike.config.groups import ActivationCheckpoint, EveryActivationCheckpoint
 from titanlike.config.hardware import Hardware, MeasuredHardware, RunHardware
-from titanlike.config.schema import Config
-from titanlike.costs import links
+from titanlike.config.schema import Config, EvenSplit, PointSplit, Schedule
 from titanlike.costs.auto_split import seconds_of_run
-from titanlike.costs.known_hardware import likely_hardware
-from titanlike.costs.rank_memory import MemoryParts, MemorySample
+from titanlike.costs.known_hardware import axes, likely_hardware, link_of, measured_times
+from titanlike.costs.rank_memory import MemoryParts, MemorySample, RankMemory
 from titanlike.costs.simulate import Simulation, simulate
-from titanlike.costs.stage_times import LayoutTimes, Traffic, layout_times
+from titanlike.costs.stage_times import (
+    LayoutTimes,
+    Roofline,
+    StageLayout,
+    Traffic,
+    UnitTimes,
+    layout_times,
+    unit_times,
+)
 from titanlike.costs.unit_costs import CostError
+from titanlike.data.loader import example_batch
+from titanlike.data.sources import Batch
+from titanlike.distributed.mesh import Mesh, lay_mesh
 from titanlike.distributed.transform import Transform
+from titanlike.graph.cut import messages
+from titanlike.graph.partition import partition
 from titanlike.pipeline.order import Order
+from titanlike.pipeline.schedules import SCHEDULES
+from titanlike.torch_private.fake_ranks import (
+    LiveStorages,
+    allocate,
+    fake_process_group,
+    fake_tensors,
+)
+from titanlike.training.build import Run, assemble
 from titanlike.training.draft import Draft, draft
+from titanlike.training.step import drop_gradients, optimizer_step
 
 # With which rounds all ranks agree on the loss and the norm of the gradients, and read them
 _AGREEMENTS = 2
@@ -39,7 +67,7 @@ class Estimate:
     draft: Draft
     times: LayoutTimes
     simulation: Simulation
-    # bytes of pipeline ranks whose memory was counted in a step (`exact_memory.py`)
+    # bytes of pipeline ranks whose memory was counted in a step (`with_exact_memory`)
     counted: Mapping[int, int] = field(default_factory=dict)
     not_counted: str = ""  # why it was tried in vain
 
@@ -173,32 +201,25 @@ def seconds_of_units(
 
     deferred: stages whose weight gradients wait.
     """
-    if isinstance(config.hardware, RunHardware):
-        return _of_run(config.hardware.path, config, drafted)
-    if not isinstance(config.hardware, MeasuredHardware) or drafted.memory().unknown:
+    memory, hardware = drafted.memory(), config.hardware
+    if isinstance(hardware, MeasuredHardware) and not memory.unknown:
+        return measured_times(config, drafted, deferred)
+    if not isinstance(hardware, RunHardware):
         return None
-    from titanlike.costs.measured import measured_times
-
-    return measured_times(config, drafted, deferred)
-
-
-def _of_run(run: str, config: Config, drafted: Draft) -> Sequence[Sequence[float]]:
-    memory = drafted.memory()
     names = [name for stage in drafted.stages for name in stage]
     try:
         if memory.unit_costs is None:
             raise CostError(memory.unknown)
-        return seconds_of_run(
-            run, names, memory.unit_costs.flops(), config, drafted.model_graph.microbatch_size
-        )
+        return seconds_of_run(hardware.path, names, memory.unit_costs, config)
     except CostError as error:
-        raise ConfigError([Problem("hardware", run, str(error), "hardware=measure")]) from None
+        problem = Problem("hardware", hardware.path, str(error), "hardware=measure")
+        raise ConfigError([problem]) from None
 
 
 def agreement(config: Config, hardware: Hardware) -> float:
     """Seconds in which all ranks agree on a few numbers."""
-    names = links.axes(config)
-    return 2 * _AGREEMENTS * sum(links.link(config, name, hardware).latency for name in names)
+    names = axes(config)
+    return 2 * _AGREEMENTS * sum(link_of(config, name, hardware).latency for name in names)
 
 
 def estimate(config: Config, drafted: Draft) -> Estimate:
@@ -210,3 +231,206 @@ def estimate(config: Config, drafted: Draft) -> Estimate:
     counts only with its parameters.
     """
     return make_estimate(config, likely_hardware(config), drafted)
+
+
+# --- the memory of each pipeline rank, counted in its own step --------------------------------------
+#
+# `rank_memory.py` adds up what a rank keeps, in milliseconds; here a rank is built and trains a step by
+# the code of a run, under tensors without memory (FSDP's buffers, messages and the optimizer's state
+# included), in a job whose other ranks are not there, and the storages that live are counted. That takes
+# seconds a rank.
+
+
+def with_exact_memory(plan: Estimate, ranks: Sequence[int] | None = None) -> Estimate:
+    """The plan with what the first rank of each pipeline rank takes: the bytes of its live storages at
+    the most over a step.
+
+    Of ranks that share stages the first has the largest shards. Blocks are counted as they are without
+    compile; of more microbatches than pass before memory repeats itself, only so many are computed.
+    ranks: only these pipeline ranks. The plan says why where the memory is left as it was
+    estimated: it depends on values (documents), or is that of two devices (fsdp.cpu_offload).
+    """
+    config, room = plan.config, plan.hardware.usable
+    if config.fsdp.cpu_offload:
+        return replace(plan, not_counted="with fsdp.cpu_offload a part of it is on the host")
+    if config.ep > 1:
+        return replace(plan, not_counted="how many tokens experts receive depends on their values")
+    config = replace(_shortened(plan), device="cpu", compile=False)
+    example = example_batch(config)
+    every, counted = range(config.pp) if ranks is None else ranks, {}
+    for rank in every:
+        try:
+            first = rank * config.world_size // config.pp
+            counted[rank] = _of_rank(config, room, example, first)
+        except Exception as error:  # whatever a model does with a value
+            return replace(plan, not_counted=_reason(error))
+    return replace(plan, counted=counted)
+
+
+def _shortened(plan: Estimate) -> Config:
+    """The config with fewer microbatches, where the same memory is estimated with them."""
+    config, drafted, room = plan.config, plan.draft, plan.hardware.usable
+    if config.schedule.name not in SCHEDULES or plan.memory_unknown:
+        return config
+    expected = drafted.memory().of_ranks(drafted.recomputed.blocks)
+    for count in (2 * drafted.order.stages, 4 * drafted.order.stages):
+        if count >= drafted.microbatches:
+            break
+        schedule: Any = config.schedule
+        schedule = replace(schedule, microbatches=count)
+        rows = config.batch_size // drafted.microbatches * count
+        shorter = replace(config, batch_size=rows, schedule=schedule)
+        try:
+            other = draft(shorter, device_memory=lambda: room)
+        except ConfigError:  # a number that the schedule does not take
+            continue
+        if other.memory().of_ranks(other.recomputed.blocks) == expected:
+            return shorter
+    return config
+
+
+def _reason(error: BaseException) -> str:
+    """In a line; the runtime wraps what a stage raises."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return f"{type(error).__name__}: {next(filter(None, str(error).splitlines()), '')}"
+
+
+def _of_rank(config: Config, room: int, example: Batch, rank: int) -> int:
+    live, fake = LiveStorages(), fake_tensors()
+    with fake_process_group(rank, config.world_size):
+        mesh = lay_mesh(config, torch.device("cpu"), "fake", "planned")
+        run = _assembled(config, mesh, room, fake, live)
+        with fake, live:
+            # an optimizer's state is there from the second step on
+            for parameter in run.parameters:
+                parameter.grad = torch.zeros_like(parameter)
+            for state in run.stage_states:
+                for optimizer in state.optimizers:
+                    optimizer.step()
+            drop_gradients(run)
+            run.pipeline.train(_batch(config, example))
+            optimizer_step(run, config, 1, torch.ones(()))
+    return live.peak
+
+
+def _assembled(
+    config: Config,
+    mesh: Mesh,
+    room: int,
+    fake: AbstractContextManager[Any],
+    live: LiveStorages,
+) -> Run:
+    decided = draft(config, None, None, lambda: room, mesh)
+
+    def fill(stage: nn.Module, _: object, device: torch.device, *__: object, **___: object) -> None:
+        with fake, live:
+            allocate(stage, device)
+
+    return assemble(config, mesh, decided, fill=fill)
+
+
+def _batch(config: Config, example: Batch) -> Batch:
+    rows = config.batch_size // config.dp
+    return {n: torch.zeros((rows, *v.shape[1:]), dtype=v.dtype) for n, v in example.items()}
+
+
+# --- what the units of a model cost, in any layout of them ------------------------------------------
+
+
+class CostTable:
+    """Of a model's units in microbatches of `rows` sequences on `config.tp` ranks: each is counted once, for
+    any layout of them."""
+
+    def __init__(
+        self,
+        config: Config,
+        hardware: Hardware,
+        rows: int,
+        checked: Mapping[str, Transform] | None = None,
+    ) -> None:
+        """checked: see `draft`. Raises ConfigError and CostError."""
+        alone = replace(
+            config,
+            pp=1,
+            dp=config.ep,
+            replicate=1,
+            schedule=Schedule("1f1b", 1),
+            batch_size=rows * config.ep,
+            fsdp=replace(config.fsdp, zero=1),
+            split=EvenSplit(),
+            activation_checkpoint=ActivationCheckpoint("none"),
+        )
+        self.draft: Draft = draft(alone, device_memory=lambda: None, checked=checked)
+        self.units = self.draft.model_graph.units
+        self.blocks = {unit.name for unit in self.units if unit.block}
+        self.times: dict[str, UnitTimes] = {}
+        self._hardware = hardware
+        self._stages: dict[int, list[list[str]]] = {}
+
+    @cached_property
+    def message(self) -> int:
+        """Bytes between two stages."""
+        halves, graphs = partition(self.units, EvenSplit(), 2), self.draft.model_graph
+        before, graphs.stages = graphs.stages, halves
+        try:
+            return sum(t.nbytes for t in messages(graphs.graphs(graphs.fields, True)[0])[1])
+        finally:
+            graphs.stages = before
+
+    @cached_property
+    def memory(self) -> RankMemory:
+        return self.draft.memory()
+
+    def with_recompute(self, config: Config) -> CostTable:
+        """The same, with what `config.activation_checkpoint` keeps and computes again."""
+        other = copy.copy(self)
+        other.memory = self.draft.memory().with_recompute(config)
+        other.times = unit_times(config, self.draft, Roofline.of(config, self._hardware))
+        return other
+
+    def recomputed(self, config: Config) -> frozenset[str]:
+        """Names of the blocks that are recomputed; none of `fit`, which depends on the layout."""
+        how, blocks = config.activation_checkpoint, [u.name for u in self.units if u.block]
+        if isinstance(how, EveryActivationCheckpoint):
+            return frozenset(blocks[:: how.every])
+        return frozenset(blocks if how.name in ("full", "selective") else ())
+
+    def layout(
+        self,
+        stages: Sequence[Sequence[str]],
+        recomputed: Collection[str],
+        deferred: Collection[int],
+        place: Sequence[int],
+        zero: int,
+        microbatches: int,
+    ) -> StageLayout:
+        """Of stages of these units; recomputed: names of units."""
+        numel = self.memory.unit_parameters()
+        sizes = [[numel[name] for name in names] for names in stages]
+        messages = [self.message] * (len(stages) - 1)
+        return StageLayout(
+            stages=stages,
+            recomputed=[frozenset(recomputed).intersection(names) for names in stages],
+            deferred=deferred,
+            place=place,
+            zero=zero,
+            microbatches=microbatches,
+            numel=[sum(numel for numel, _ in stage) for stage in sizes],
+            received=[0, *messages],
+            sent=[*messages, 0],
+            experts=[sum(experts for _, experts in stage) for stage in sizes],
+        )
+
+    def stages(self, count: int, config: Config) -> list[list[str]]:
+        if isinstance(config.split, PointSplit):
+            return partition(self.units, config.split, count)
+        if count not in self._stages:
+            split = config.split if isinstance(config.split, EvenSplit) else EvenSplit()
+            self._stages[count] = partition(self.units, split, count)
+        return self._stages[count]
+
+
+def rows_of(config: Config, microbatches: int) -> int:
+    """Sequences of a microbatch."""
+    return config.batch_size // config.dp // microbatches

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Any
 
-from titanlike.costs import links
 from titanlike.costs.advice import Advice
 from titanlike.costs.estimate import Estimate
+from titanlike.costs.known_hardware import axes, link_of
 from titanlike.metrics import units
 from titanlike.metrics.chart import Box, Chart, MemoryCurve
 
@@ -55,7 +55,7 @@ def as_data(plan: Estimate, advice: Sequence[Advice] = (), warning: str = "") ->
         "seconds": plan.seconds,
         "gpu_hours": plan.seconds * config.world_size / 3600,
         "hardware": plan.hardware.title,
-        "mesh": {**links.axes(config), "cp": config.cp, "ep": config.ep},
+        "mesh": {**axes(config), "cp": config.cp, "ep": config.ep},
         "schedule": config.schedule.name,
         "microbatches": plan.draft.microbatches,
         "zero": plan.draft.zero,
@@ -74,11 +74,8 @@ def as_data(plan: Estimate, advice: Sequence[Advice] = (), warning: str = "") ->
         "stages": [
             {
                 "stage": stage,
-                "rank": plan.order.place[stage],
-                "forward_seconds": times.forward.device,
-                "backward_seconds": times.backward.device,
-                "input_gradient_seconds": times.input_gradient.device,
-                "weight_gradient_seconds": times.weight_gradient.device,
+                "rank": plan.order.stage_to_rank[stage],
+                **times.as_data(),
                 "units": plan.draft.stages[stage],
                 "recomputed": plan.draft.recomputed.blocks[stage],
             }
@@ -113,61 +110,55 @@ def mesh_text(plan: Estimate) -> str:
 
 
 def _summary(plan: Estimate, warning: str, width: int) -> str:
-    config, drafted = plan.config, plan.draft
+    config, drafted, device = plan.config, plan.draft, plan.hardware
     rows = drafted.memory().tokens // config.seq_len
     blocks = sum(unit.block for unit in drafted.model_graph.units)
-    recompute = f", {drafted.recomputed.count} of {blocks} blocks recomputed"
-    recompute = recompute if drafted.recomputed.count else ""
     many = f"{drafted.microbatches} microbatch" + ("es" if drafted.microbatches > 1 else "")
-    layout = f"{many} of {rows} x {config.seq_len} tokens, ZeRO {drafted.zero}{recompute}"
-    if config.pp > 1:
-        layout = f"{config.schedule.name}, {layout}"
-    mfu = "" if plan.mfu is None else f", MFU {plan.mfu:.1%}"
-    speed = f"{plan.tokens_per_second_per_gpu:,.0f} tokens/s a device{mfu}"
-    fullest = plan.fullest
-    room = f"{units.size(fullest)} of {units.size(plan.hardware.usable)} on the fullest rank"
-    verdict = "fits" if plan.fits else "DOES NOT FIT"
+    layout = f"{config.schedule.name}, " if config.pp > 1 else ""
+    layout += f"{many} of {rows} x {config.seq_len} tokens, ZeRO {drafted.zero}"
+    if drafted.recomputed.count:
+        layout += f", {drafted.recomputed.count} of {blocks} blocks recomputed"
+    speed = f"{plan.tokens_per_second_per_gpu:,.0f} tokens/s a device"
+    speed += "" if plan.mfu is None else f", MFU {plan.mfu:.1%}"
+    room = f"{units.size(plan.fullest)} of {units.size(device.usable)} on the fullest rank"
+    days = units.duration(plan.seconds)
+    if plan.seconds >= 2 * 86400:
+        days = f"{plan.seconds / 86400:.1f} days"
     hours = plan.seconds * config.world_size / 3600
-    count = units.count(drafted.whole_numel)
     lines = [
-        f"{config.model.name}, {count} parameters, on {config.world_size:,} x "
-        f"{plan.hardware.title}: {mesh_text(plan)}",
+        f"{config.model.name}, {units.count(drafted.whole_numel)} parameters, on "
+        f"{config.world_size:,} x {device.title}: {mesh_text(plan)}",
         layout,
         "",
-        f"step    {_seconds(plan.step_seconds)}, {units.count(plan.tokens)} tokens; {speed}",
+        f"step    {units.short_time(plan.step_seconds)}, {units.count(plan.tokens)} tokens; {speed}",
         f"bubble  {plan.simulation.bubble:.1%}",
-        f"memory  {room}: {verdict}",
-        f"run     {config.last_step:,} steps: {_days(plan.seconds)}, {hours:,.0f} device hours",
+        f"memory  {room}: {'fits' if plan.fits else 'DOES NOT FIT'}",
+        f"run     {config.last_step:,} steps: {days}, {hours:,.0f} device hours",
+        *([warning] if warning else []),
     ]
-    lines += [warning] if warning else []
     if plan.not_counted:
         lines.append(f"the memory is estimated, as a step could not be counted: {plan.not_counted}")
-    wrapped = (textwrap.wrap(line, width, subsequent_indent="        ") or [""] for line in lines)
+    wrapped = (textwrap.wrap(line, width, subsequent_indent=" " * 8) or [""] for line in lines)
     return "\n".join(line for found in wrapped for line in found)
 
 
 def _memory_table(plan: Estimate, width: int) -> str:
     used = [name for name in _PARTS if any(getattr(parts, name) for parts in plan.memory)]
-    biggest = plan.fullest
-    unit, scale = ("GiB", _GIB) if biggest >= _GIB else ("MiB", 2**20)
-    counted = ["exact"] if plan.counted else []
-    header = ["rank", "stages", *(_PARTS[name] for name in used), "total", *counted, "of"]
-    rows = [
-        [
-            str(rank),
-            _stages(plan.order.local(rank)),
-            *(f"{getattr(parts, name) / scale:.1f}" for name in used),
-            f"{parts.total / scale:.1f}",
-            *(f"{plan.counted[rank] / scale:.1f}" if rank in plan.counted else "" for _ in counted),
-            f"{plan.hardware.usable / scale:.1f}",
-        ]
-        for rank, parts in enumerate(plan.memory)
-    ]
+    unit, scale = ("GiB", _GIB) if plan.fullest >= _GIB else ("MiB", 2**20)
+    header = ["rank", "stages", *(_PARTS[name] for name in used), "total"]
+    header += ["exact", "of"] if plan.counted else ["of"]
+    rows = []
+    for rank, parts in enumerate(plan.memory):
+        sizes: list[float | None] = [*(getattr(parts, name) for name in used), parts.total]
+        sizes += [plan.counted.get(rank)] if plan.counted else []
+        sizes.append(plan.hardware.usable)
+        shown = ["" if size is None else f"{size / scale:.1f}" for size in sizes]
+        rows.append([str(rank), _stages(plan.order.local(rank)), *shown])
     what = (
         "activ: of microbatches in flight; queued: for weight gradients that wait; msgs: between "
     )
     what += "stages; gather: whole parameters; peak: while a block runs"
-    what += "; exact: counted in a step" if counted else ""
+    what += "; exact: counted in a step" if plan.counted else ""
     title = f"memory at the fullest moment, {unit}"
     return "\n".join([title, *textwrap.wrap(what, width), table(header, rows, width)])
 
@@ -176,27 +167,19 @@ def _time_table(plan: Estimate, width: int) -> str:
     header = ["rank", "stages", "parameters", "forward", "backward", "computes", "moves", "waits"]
     few = plan.config.pp <= _FEW
     header += ["mostly for"] if few else []
-    rows = []
+    rows, simulated, step = [], plan.simulation, plan.step_seconds
     for rank in range(plan.config.pp):
         local = plan.order.local(rank)
         times = [plan.times.stages[stage] for stage in local]
-        simulated, step = plan.simulation, plan.step_seconds
-        own = {s: t for (r, s), t in simulated.waits.items() if r == rank}
-        stage = max(own, key=lambda s: own[s], default=None)
-        idle = step - simulated.computes[rank] - simulated.exchanges[rank]
-        rows.append(
-            [
-                str(rank),
-                _stages(local),
-                units.count(sum(map(plan.draft.stage_numel, local))),
-                _seconds(sum(t.forward.device for t in times)),
-                _seconds(sum(t.backward.device for t in times)),
-                f"{simulated.computes[rank] / step:.1%}",
-                f"{simulated.exchanges[rank] / step:.1%}",
-                f"{idle / step:.1%}",
-                *(["" if stage is None else f"stage {stage}"] if few else []),
-            ]
-        )
+        computes, moves = simulated.computes[rank], simulated.exchanges[rank]
+        waits = {s: t for (r, s), t in simulated.waits.items() if r == rank}
+        stage = max(waits, key=lambda s: waits[s], default=None)
+        row = [str(rank), _stages(local), units.count(sum(map(plan.draft.stage_numel, local)))]
+        row.append(units.short_time(sum(t.forward.device for t in times)))
+        row.append(units.short_time(sum(t.backward.device for t in times)))
+        row += [f"{part / step:.1%}" for part in (computes, moves, step - computes - moves)]
+        row += ["" if stage is None else f"stage {stage}"] if few else []
+        rows.append(row)
     return "time: of a microbatch, and of the step\n" + table(header, rows, width)
 
 
@@ -204,24 +187,20 @@ def _traffic_table(plan: Estimate, width: int) -> str:
     rows = []
     ranks = [plan.traffic(rank) for rank in range(plan.config.pp)]
     for kind, (what, axis) in _AXES.items():
-        most = max(getattr(traffic, kind) for traffic in ranks)
-        if most:
-            found = links.link(plan.config, axis, plan.hardware)
-            inside = "in a node" if found.inside else f"over {found.nodes} nodes"
+        if most := max(getattr(traffic, kind) for traffic in ranks):
+            link = link_of(plan.config, axis, plan.hardware)
+            where = "in a node" if link.inside else f"over {link.nodes} nodes"
             rate = units.size(most / plan.step_seconds)
-            rows.append([what, axis, inside, units.size(most), f"{rate}/s"])
-    if not rows:
-        return ""
+            rows.append([what, axis, where, units.size(most), f"{rate}/s"])
     header = ["what a rank sends in a step", "axis", "link", "bytes", "on average"]
-    return table(header, rows, width)
+    return table(header, rows, width) if rows else ""
 
 
 def _bounds(plan: Estimate, advice: Sequence[Advice], width: int) -> str:
     shares = sorted(plan.shares(plan.slowest).items(), key=lambda pair: -pair[1])
     text = ", ".join(f"{name} {share:.0%}" for name, share in shares if share >= 0.005)
     lines = textwrap.wrap(f"rank {plan.slowest} has the most to do: {text}", width)
-    waits = plan.simulation.waits
-    if waits:
+    if waits := plan.simulation.waits:
         (rank, stage), seconds = max(waits.items(), key=lambda pair: pair[1])
         share = seconds / plan.step_seconds
         lines.append(f"rank {rank} waits {share:.0%} of the step for stage {stage}")
@@ -231,29 +210,23 @@ def _bounds(plan: Estimate, advice: Sequence[Advice], width: int) -> str:
 
 
 def table(header: list[str], rows: list[list[str]], width: int) -> str:
-    """Equal rows that follow each other are one."""
+    """Equal rows that follow each other are one, but for ranks and stages in the first two columns."""
+    of_ranks = header[0] == "rank"
     merged: list[list[str]] = []
-    for _, equal in groupby(rows, key=lambda row: row[2:] if header[0] == "rank" else row):
-        same = list(equal)
-        first = same[0]
-        if len(same) > 2:
-            first = [f"{same[0][0]}-{same[-1][0]}", f"{same[0][1]} ..", *first[2:]]
-            merged.append(first)
-        else:
-            merged += same
-    columns = list(zip(header, *merged, strict=True))
-    widths = [max(map(len, column)) for column in columns]
+    for _, equal in groupby(rows, key=lambda row: row[2:] if of_ranks else row):
+        first, *others = equal
+        if len(others) > 1:
+            first = [f"{first[0]}-{others[-1][0]}", f"{first[1]} ..", *first[2:]]
+            others = []
+        merged += [first, *others]
+    widths = [max(map(len, column)) for column in zip(header, *merged, strict=True)]
     gap = 2 if sum(widths) + 2 * len(widths) <= width else 1
-    left = {0} if header[0] != "rank" else set()
+    left = 1 if of_ranks else 0  # column
     lines = []
     for row in [header, ["─" * size for size in widths], *merged]:
-        cells = [
-            cell.ljust(size)
-            if at in left or (at == 1 and header[0] == "rank")
-            else cell.rjust(size)
-            for at, (cell, size) in enumerate(zip(row, widths, strict=True))
-        ]
-        lines.append((" " * gap).join(cells).rstrip())
+        cells = zip(row, widths, strict=True)
+        aligned = [c.ljust(n) if at == left else c.rjust(n) for at, (c, n) in enumerate(cells)]
+        lines.append((" " * gap).join(aligned).rstrip())
     return "\n".join(lines)
 
 
@@ -261,37 +234,22 @@ def _stages(stages: Sequence[int]) -> str:
     return ",".join(map(str, stages)) if len(stages) <= 3 else f"{stages[0]},{stages[1]},.."
 
 
-def _seconds(seconds: float) -> str:
-    return units.short_time(seconds)
-
-
-def _days(seconds: float) -> str:
-    if seconds < 2 * 86400:
-        return units.duration(seconds)
-    return f"{seconds / 86400:.1f} days"
-
-
 # --- the step of a plan as a chart, with the memory of each rank ----------------------------------
 
 
 def chart_of(plan: Estimate) -> Chart:
-    ranks = range(plan.config.pp)
+    ranks, step = range(plan.config.pp), plan.step_seconds
+    schedule = f"{plan.config.schedule.name}, {plan.draft.microbatches} microbatches"
+    bubble = f"step {units.short_time(step)}, bubble {plan.simulation.bubble:.1%}"
     return Chart(
-        title=_title(plan),
+        title=f"{schedule}, {mesh_text(plan)} on {plan.hardware.title}: {bubble}",
         rows=[[*_boxes(plan, rank)] for rank in ranks],
         first=[next(iter(plan.order.local(rank)), -1) for rank in ranks],
-        seconds=plan.step_seconds,
+        seconds=step,
         messages=plan.simulation.messages,
-        memory=[*_memory_curves(plan)],
+        memory=[_memory_curve(plan, rank) for rank in ranks],
         device_memory=plan.hardware.usable,
     )
-
-
-def _title(plan: Estimate) -> str:
-    schedule = f"{plan.config.schedule.name}, {plan.draft.microbatches} microbatches"
-    device = plan.hardware.title
-    step = f"step {units.short_time(plan.step_seconds)}, bubble {plan.simulation.bubble:.1%}"
-    return f"{schedule}, {mesh_text(plan)} on {device}: {step}"
 
 
 def _boxes(plan: Estimate, rank: int) -> Iterator[Box]:
@@ -304,17 +262,14 @@ def _boxes(plan: Estimate, rank: int) -> Iterator[Box]:
         yield event._replace(start=event.start + recompute)
 
 
-def _memory_curves(plan: Estimate) -> Iterator[MemoryCurve]:
-    for rank, samples in enumerate(plan.memory_timeline):
-        events = {event[:3]: event for event in plan.simulation.events[rank]}
-        times, sizes = [0.0], [samples[0].after.total if samples else 0]
-        for sample in samples:
-            if sample.act is None:
-                begin, end = plan.simulation.pipeline, plan.step_seconds
-            else:
-                event = events[sample.act[:3]]
-                begin, end = event.start, event.end
-            times += [begin, begin, end, end]
-            most = sample.most.total
-            sizes += [sizes[-1], most, most, sample.after.total]
-        yield MemoryCurve(times, sizes)
+def _memory_curve(plan: Estimate, rank: int) -> MemoryCurve:
+    samples = plan.memory_timeline[rank]
+    events = {event[:3]: event for event in plan.simulation.events[rank]}
+    times, sizes = [0.0], [samples[0].after.total if samples else 0]
+    for sample in samples:
+        begin, end = plan.simulation.pipeline, plan.step_seconds
+        if sample.act is not None:
+            _, _, _, begin, end = events[sample.act[:3]]
+        times += [begin, begin, end, end]
+        sizes += [sizes[-1], sample.most.total, sample.most.total, sample.after.total]
+    return MemoryCurve(times, sizes)

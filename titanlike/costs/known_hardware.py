@@ -1,21 +1,56 @@
-"""The hardware that a plan is made for: what the config names, what was measured, what is likely."""
+"""The hardware that a plan is made for: what the config names, what was measured, what is likely; and the
+links between its ranks.
+
+`hardware=measure` is this machine's own profile, and the times of a model's units on it: measured by as
+many processes at once as a run would have here, each with its share of the cores, and kept as YAML in a
+folder: a hardware choice that can be given to others, and times by what the units compute.
+"""
 
 from __future__ import annotations
 
 import functools
+import json
+import math
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 import yaml
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
+from titanlike.config import files
 from titanlike.config.errors import ConfigError, Problem
-from titanlike.config.hardware import Hardware, RunHardware
-from titanlike.config.parse import parse
+from titanlike.config.hardware import Hardware, MeasuredHardware, RunHardware
+from titanlike.config.parse import parse, to_plain
 from titanlike.config.program import conf_dir
 from titanlike.config.schema import Config
 from titanlike.costs.auto_split import run_timeline
-from titanlike.costs.unit_costs import CostError
+from titanlike.costs.unit_costs import CostError, Times, UnitCosts, now
 from titanlike.device import accelerator
+from titanlike.device.accelerator import count, synchronize
 from titanlike.device.choose import first_device
+from titanlike.launch.environment import available_cores
+from titanlike.training.draft import Draft, draft
+
+_FOLDER = "~/.cache/titanlike/hardware"
+_TIMEOUT = 300  # seconds
+
+Seconds = Sequence[float]  # forward, backward, weight gradients that wait of a unit
 
 # Words of a device's name -> the choice that stands for it; the first that is in it
 _CHOICES = {
@@ -37,9 +72,7 @@ def planned_hardware(config: Config, ranks: int | None = None) -> Hardware:
         return config.hardware
     if isinstance(config.hardware, RunHardware):
         return likely_hardware(_of_run(config.hardware))
-    if config.hardware.name == "measure":
-        from titanlike.costs.measured import measured_hardware
-
+    if isinstance(config.hardware, MeasuredHardware):
         return measured_hardware(config, ranks or config.world_size)
     reason = "a plan is made for a device"
     fix = "hardware=h100_sxm, or hardware=measure for this machine"
@@ -76,3 +109,407 @@ def shipped(choice: str) -> Hardware:
     hardware = parse({"hardware": yaml.safe_load(text)})[0].hardware
     assert isinstance(hardware, Hardware)
     return hardware
+
+
+# --- the links that the ranks of an axis are joined by ----------------------------------------------
+#
+# The mesh is laid over the devices in the order of their ranks, so the last of its axes has neighbours.
+# To add an axis, name it in `axes`, or in `_place` if it is a part of one.
+
+
+def axes(config: Config) -> dict[str, int]:
+    """Sizes of the mesh's axes, the outermost first, as `parallel/mesh.py` lays them."""
+    sizes = {"pp": config.pp, "replicate": config.replicate, "shard": config.shards}
+    return {**sizes, "tp": config.tp}
+
+
+@dataclass(frozen=True)
+class Link:
+    """Between the ranks of one axis."""
+
+    size: int  # ranks
+    nodes: int  # over which they are spread
+    bandwidth: float  # bytes/s that each rank sends in a collective
+    latency: float  # seconds of a collective of nothing
+    to_all: float  # bytes/s where each sends another message to each other one
+    to_next: float  # bytes/s where each sends to the next one, and the slowest counts
+
+    @property
+    def inside(self) -> bool:
+        return self.nodes == 1
+
+    def gather(self, nbytes: float, count: float = 1) -> float:
+        """Seconds of `count` all-gathers, or reduce-scatters, of so many bytes together, a rank's part
+        and all others'."""
+        if self.size == 1:
+            return 0.0
+        return self.sent(nbytes * (self.size - 1) / self.size, count, self.bandwidth)
+
+    def sent(self, nbytes: float, count: float, bandwidth: float) -> float:
+        """Seconds of `count` exchanges in which a rank sends so many bytes together."""
+        return nbytes / bandwidth + count * self.latency
+
+    def all_reduce(self, nbytes: float, count: float = 1) -> float:
+        return 2 * self.gather(nbytes, count)
+
+
+def _place(config: Config, axis: str) -> tuple[int, int]:
+    """(ranks along an axis, how far apart they are). Those of cp and ep are neighbours in shard; what
+    has the same experts is ep apart."""
+    inside = {"cp": config.cp, "ep": config.ep}
+    if axis in inside:
+        return inside[axis], config.tp
+    if axis == "expert_shard":
+        return config.shards // config.ep, config.ep * config.tp
+    sizes = axes(config)
+    names = list(sizes)
+    return sizes[axis], math.prod(sizes[name] for name in names[names.index(axis) + 1 :])
+
+
+def link_of(config: Config, axis: str, hardware: Hardware) -> Link:
+    """Of the ranks along an axis.
+
+    A ring over several nodes leaves each by as many links as it has ranks there.
+    """
+    size, stride = _place(config, axis)
+    node = hardware.devices_per_node
+    together = max(1, min(size, node // stride))  # ranks of the axis in one node
+    nodes = -(-size // together)
+    inside, outside = hardware.node_bandwidth, hardware.network_bandwidth
+    if nodes == 1:
+        inside = hardware.collective_bandwidth or inside
+    bandwidth = to_all = to_next = inside
+    latency = 0.0
+    if nodes > 1:
+        bandwidth = min(inside, outside * together)
+        to_next = min(inside, outside)
+        leaving = (size - together) / (size - 1)  # share of the others that are elsewhere
+        to_all = min(outside / leaving, inside / (1 - leaving) if leaving < 1 else inside)
+        latency = hardware.network_latency * math.log2(nodes)
+    latency += hardware.node_latency * math.log2(together)
+    reached = (hardware.link_efficiency * rate for rate in (bandwidth, to_all, to_next))
+    bandwidth, to_all, to_next = reached
+    return Link(size, nodes, bandwidth, latency, to_all, to_next)
+
+
+def sharded(link: Link, bandwidth: float | None) -> Link:
+    """The link for what FSDP exchanges, with its copies; bandwidth: in a node, where it is known."""
+    if bandwidth is None or not link.inside:
+        return link
+    return replace(link, bandwidth=bandwidth, latency=0.0)
+
+
+def message_link(config: Config, hardware: Hardware) -> tuple[float, float]:
+    """(bytes/s, seconds besides) of a message from one pipeline rank to the next."""
+    sizes = axes(config)
+    apart = math.prod(size for name, size in sizes.items() if name != "pp")
+    inside = apart * config.pp <= hardware.devices_per_node
+    bandwidth = hardware.node_bandwidth if inside else hardware.network_bandwidth
+    latency = hardware.node_latency if inside else hardware.network_latency
+    return bandwidth * hardware.link_efficiency, latency
+
+
+# --- how long a stage's forward or backward takes where FSDP gathers and reduces its units meanwhile ---
+
+
+def overlapped_seconds(
+    units: Sequence[float], gathers: Sequence[float], reductions: Sequence[float] = ()
+) -> float:
+    """units, gathers, reductions: seconds of each unit, in the order in which they run; none = they are not.
+    It ends when all is reduced."""
+    if not any(gathers) and not any(reductions):
+        return sum(units)
+    end, ready = 0.0, 0.0
+    link = gathers[0] if gathers else 0.0
+    for at, seconds in enumerate(units):
+        start = max(end, ready)
+        if gathers and at + 1 < len(units):
+            link = max(link, start) + gathers[at + 1]
+            ready = link
+        end = start + seconds
+        if reductions:
+            link = max(link, end) + reductions[at]
+    return max(end, link)
+
+
+# --- this machine, measured -------------------------------------------------------------------------
+
+
+def measured_hardware(config: Config, ranks: int) -> Hardware:
+    """The kept profile of this machine with so many ranks, or a new one. Raises ConfigError."""
+    settings = config.hardware
+    assert isinstance(settings, MeasuredHardware)
+    ranks = _at_once(ranks)
+    path = _folder(settings) / f"{platform.node() or 'machine'}-{ranks}-ranks.yaml"
+    base = likely_hardware(replace(config, hardware=shipped("cpu") if not count() else settings))
+    if path.is_file() and not settings.again:
+        kept = yaml.safe_load(path.read_text(encoding="utf-8"))
+        return replace(base, **{k: v for k, v in kept.items() if k in vars(base)})
+    print(f"measuring this machine with {ranks} processes ...", file=sys.stderr, flush=True)
+    each = _measure(config, "hardware", ranks)
+    numbers: dict[str, Any] = {n: statistics.median(one[n] for one in each) for n in each[0]}
+    hardware = replace(base, title=f"{platform.node()} ({ranks} ranks)", **numbers)
+    _write(path, "This machine, measured.", to_plain(hardware))
+    print(f"kept in {path}", file=sys.stderr, flush=True)
+    return hardware
+
+
+def measured_times(config: Config, draft: Draft, deferred: Collection[int]) -> list[Seconds]:
+    """Of each unit of a draft in its microbatches, on this machine; kept, too. Raises ConfigError.
+
+    deferred: stages whose weight gradients wait.
+    """
+    settings, costs = config.hardware, draft.memory().unit_costs
+    assert isinstance(settings, MeasuredHardware) and costs is not None
+    ranks = _at_once(config.world_size)
+    path = _folder(settings) / "units" / f"{costs.signature}-{platform.node()}-{ranks}-ranks.yaml"
+    if path.is_file() and not settings.again:
+        profiles = yaml.safe_load(path.read_text(encoding="utf-8"))
+    else:
+        print("measuring the model's units ...", file=sys.stderr, flush=True)
+        each = _measure(config, "units", ranks)
+        profiles = {
+            name: [
+                [statistics.median(part) for part in zip(*unit, strict=True)]
+                for unit in zip(*(one[name] for one in each), strict=True)
+            ]
+            for name in each[0]
+        }
+        about = "Seconds of a model's units: forward, backward, weight gradients."
+        _write(path, about, profiles)
+    seconds: list[Seconds] = []
+    for stage, names in enumerate(draft.stages):
+        profile = profiles["deferred" if stage in deferred else "together"]
+        seconds += profile[len(seconds) : len(seconds) + len(names)]
+    return seconds
+
+
+def _folder(settings: MeasuredHardware) -> Path:
+    return Path(settings.folder or _FOLDER).expanduser()
+
+
+def _at_once(ranks: int) -> int:
+    """Processes of a run of so many ranks that would be here at once."""
+    return max(1, min(ranks, count() or available_cores()))
+
+
+def _write(path: Path, comment: str, plain: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = yaml.safe_dump(plain, sort_keys=False)
+    files.atomic_write_text(path, f"# {comment}\n{text}")
+
+
+def _measure(config: Config, what: str, ranks: int) -> list[Any]:
+    """What each of so many processes finds. Raises ConfigError where one fails."""
+    threads = max(1, available_cores() // ranks)
+    with tempfile.TemporaryDirectory() as folder:
+        spec = Path(folder) / "spec.json"
+        plain = to_plain(config)
+        spec.write_text(json.dumps({"what": what, "ranks": ranks, "config": plain}))
+        path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+        environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONPATH": path}
+        command = [sys.executable, "-m", "titanlike.costs.known_hardware", str(spec)]
+        started = [
+            subprocess.Popen([*command, str(rank)], env=environment, stderr=subprocess.PIPE)
+            for rank in range(ranks)
+        ]
+        try:
+            errors = [process.communicate(timeout=_TIMEOUT)[1] for process in started]
+        except subprocess.TimeoutExpired:
+            errors = [b"it took more than 5 minutes"]
+        finally:
+            for process in started:
+                process.kill()
+        results = [Path(folder) / f"{rank}.json" for rank in range(ranks)]
+        if not all(result.is_file() for result in results):
+            lines = b"".join(errors).decode(errors="replace").strip().splitlines() or ["it ended"]
+            reason = f"measuring failed: {lines[-1]}"
+            fix = "hardware=cpu, or another profile"
+            raise ConfigError([Problem("hardware", "measure", reason, fix)])
+        return [json.loads(result.read_text()) for result in results]
+
+
+# --- a process that measures its part of a machine ------------------------------------------------
+
+
+_ROUNDS, _SECONDS = 3, 4.0  # of measuring units, at the least
+_PRODUCT, _SMALL_PRODUCT = 1024, 96  # sizes of matrices
+_VECTOR = 1 << 24  # elements that no cache holds
+_ATTENTION = 1, 8, 512, 64  # batch, heads, tokens, width
+
+
+def main(spec_path: str, rank: int) -> None:
+    spec = json.loads(Path(spec_path).read_text())
+    config, problems = parse(spec["config"])
+    assert not problems, problems
+    folder = Path(spec_path).parent
+    device = first_device(config.device)
+    if accelerator.is_accelerator(device):
+        device = torch.device(device.type, rank)
+        accelerator.set_device(device)
+    torch.set_float32_matmul_precision(config.matmul_precision)
+    store = dist.FileStore(str(folder / "store"), spec["ranks"])
+    wait = timedelta(seconds=120)
+    backend = accelerator.backends(device)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=spec["ranks"], timeout=wait)
+    costs = draft(config).memory().unit_costs if spec["what"] == "units" else None
+    dist.barrier()
+    found: dict[str, Any]
+    if costs is not None:
+        found = seconds_of_units(costs, device)
+    else:
+        found = hardware_numbers(device, rank, spec["ranks"])
+    dist.barrier()
+    (folder / f"{rank}.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+def seconds_of_units(costs: UnitCosts, device: torch.device) -> dict[str, list[list[float]]]:
+    """Of each unit, where weight gradients wait and where not: means over rounds, each of all units. A
+    machine's speed changes from one second to the next, by a quarter where it is shared: what is measured
+    in one go may be that of a fast moment, beside another unit's of a slow one."""
+    rounds: dict[str, list[list[Times]]] = {"together": [], "deferred": []}
+    begin, count = time.perf_counter(), 0
+    while count < _ROUNDS or time.perf_counter() - begin < _SECONDS:
+        for name, times in rounds.items():
+            times.append(costs.times(device, name == "deferred", repeats=5))
+        count += 1
+    return {
+        name: [
+            [statistics.fmean(part) for part in zip(*unit, strict=True)]
+            for unit in zip(*times, strict=True)
+        ]
+        for name, times in rounds.items()
+    }
+
+
+def hardware_numbers(device: torch.device, rank: int, ranks: int) -> dict[str, float]:
+    """Of `config.hardware.Hardware`; shares are 1, as these are what is reached."""
+
+    def seconds(function: Callable[[], object], repeats: int = 9) -> float:
+        times = []
+        for _ in range(2 + repeats):
+            begin = now(device)
+            function()
+            times.append(now(device) - begin)
+        return statistics.median(times[2:])
+
+    def product(size: int, dtype: torch.dtype) -> float:
+        """FLOP/s."""
+        a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+        many = max(1, 512 // size) ** 2
+        return many * 2 * size**3 / seconds(lambda: [a @ b for _ in range(many)])
+
+    large, small = product(_PRODUCT, torch.float32), product(_SMALL_PRODUCT, torch.float32)
+    reached = min(0.999, small / large)
+    half = max(0.0, _SMALL_PRODUCT * (reached ** (-1 / 3) - 1))
+    share = (_PRODUCT / (_PRODUCT + half)) ** 3
+    bf16 = product(_PRODUCT, torch.bfloat16)
+    x, y = (torch.randn(_VECTOR, device=device) for _ in range(2))
+    bandwidth = 12 * _VECTOR / seconds(lambda: torch.add(x, y, out=y))
+    few = torch.randn(16, device=device)
+    kernel = seconds(lambda: [few + few for _ in range(200)]) / 200
+    q, k, v = (torch.randn(_ATTENTION, device=device) for _ in range(3))
+    attends = seconds(lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True))
+    batch, heads, tokens, width = _ATTENTION
+    attended = 2 * batch * heads * tokens**2 * width / attends
+    found = {
+        **dict.fromkeys(("bf16_flops", "fp8_flops"), bf16 / share),
+        **dict.fromkeys(("fp32_flops", "tf32_flops"), large / share),
+        "matmul_efficiency": 1.0,
+        "matmul_half": half,
+        "attention_efficiency": min(1.0, attended / (large / share)),
+        "memory_bandwidth": bandwidth,
+        "memory_efficiency": 1.0,
+        "kernel_seconds": kernel,
+    }
+    return found | (link_numbers(device, rank, ranks) if ranks > 1 else {})
+
+
+# --- what local ranks exchange with each other ----------------------------------------------------
+
+
+_MESSAGE, _LARGE = 1 << 22, 1 << 26  # bytes, of a CPU and of devices with links of their own
+_WIDTH, _LAYERS, _ROWS = 1024, 4, 32  # of a model whose products take less than its parameters' way
+_REPEATS = 15
+_TIMES = 8  # there and back in a row
+
+
+def link_numbers(device: torch.device, rank: int, ranks: int) -> dict[str, float]:
+    """Bytes/s and seconds of messages and collectives. Collective over the default group.
+
+    A CPU's ranks have no other links than these, and send what FSDP exchanges in between. Of devices the
+    network's numbers stay as they are known, and what FSDP exchanges is as other collectives, on a stream of
+    its own.
+    """
+    on_cpu = not accelerator.is_accelerator(device)
+    size = (_MESSAGE if on_cpu else _LARGE) // 4 // ranks * ranks
+    large, one = (torch.ones(n, device=device) for n in (size, 1))
+
+    def there_and_back(tensor: Tensor) -> None:
+        for sender in (0, 1) * _TIMES if rank < 2 else ():
+            (dist.send if rank == sender else dist.recv)(tensor, 1 - rank)
+
+    latency = _median(device, partial(there_and_back, one)) / (2 * _TIMES)
+    seconds = _median(device, partial(there_and_back, large)) / (2 * _TIMES) - latency
+    part = large[: size // ranks].clone()
+    gather = _median(device, lambda: dist.all_gather_into_tensor(large, part))
+    reduce = _median(device, lambda: dist.reduce_scatter_tensor(part, large))
+    found = {
+        "node_bandwidth": 4 * size / max(1e-9, seconds),
+        "node_latency": latency,
+        "collective_bandwidth": 4 * size * (ranks - 1) / ranks / ((gather + reduce) / 2),
+    }
+    if on_cpu:
+        found |= _sharded(device, ranks)
+    agreed = torch.tensor([*found.values()], dtype=torch.float64)
+    dist.broadcast(agreed, 0)
+    found = dict(zip(found, agreed.tolist(), strict=True))
+    if on_cpu:
+        found["network_bandwidth"] = found["node_bandwidth"]
+        found["network_latency"] = found["node_latency"]
+    return {**found, "link_efficiency": 1.0}
+
+
+def _sharded(device: torch.device, ranks: int) -> dict[str, float]:
+    """Bytes/s that a rank sends while FSDP gathers parameters, and reduces gradients, with its copies
+    and hooks."""
+    plain, sharded = (
+        nn.Sequential(*(nn.Linear(_WIDTH, _WIDTH, bias=False) for _ in range(_LAYERS))).to(device)
+        for _ in range(2)
+    )
+    mesh = init_device_mesh(device.type, (ranks,))
+    for layer in sharded:
+        fully_shard(layer, mesh=mesh, reshard_after_forward=True)
+    fully_shard(sharded, mesh=mesh)
+    x = torch.ones(_ROWS, _WIDTH, device=device)
+
+    def forward_and_backward(model: nn.Module) -> None:
+        model(x).sum().backward()
+
+    (forward, both), (gathers, all_of_it) = (
+        (_median(device, partial(model, x)), _median(device, partial(forward_and_backward, model)))
+        for model in (plain, sharded)
+    )
+    gathered = max(1e-6, gathers - forward)
+    reduced = max(1e-6, all_of_it - both - 2 * gathered)
+    sent = 4 * _LAYERS * _WIDTH**2 * (ranks - 1) / ranks
+    return {"gather_bandwidth": sent / gathered, "reduce_bandwidth": sent / reduced}
+
+
+def _median(device: torch.device, function: Callable[[], object]) -> float:
+    """Seconds of the wall, all ranks begin together: others' work and what a rank waits for are a part of
+    an exchange."""
+    times = []
+    for _ in range(2 + _REPEATS):
+        dist.barrier()
+        synchronize(device)
+        begin = time.perf_counter()
+        function()
+        synchronize(device)
+        times.append(time.perf_counter() - begin)
+    return statistics.median(times[2:])
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]))

@@ -13,7 +13,7 @@ import torch
 
 from titanlike.config.errors import ConfigError, Problem
 from titanlike.config.keys import Bytes
-from titanlike.config.overrides import key_of
+from titanlike.config.overrides import key_of, with_choices
 from titanlike.config.schema import Config, CsvSchedule, LoopedSchedule
 from titanlike.config.validate import MAX_TENSOR_RANKS
 from titanlike.device import accelerator
@@ -21,9 +21,8 @@ from titanlike.device.memory import free_memory, resident_memory
 from titanlike.distributed.sharding import state_bytes
 from titanlike.launch.environment import available_cores
 from titanlike.models.registry import build_model, resolve_model
-from titanlike.parallel.tp.collectives import TensorRanks
 from titanlike.parallel.tp.plan import tensor_plan, written_plan
-from titanlike.parallel.tp.styles import divide
+from titanlike.parallel.tp.styles import TensorRanks, shard_model
 from titanlike.pipeline.from_config import derive_microbatches, microbatch_problem
 from titanlike.pipeline.schedules import SCHEDULES
 
@@ -72,17 +71,17 @@ def candidates(
     tensor = {base.tp: ""} if "tp" in given else sizes(base)
     for tp in (tp for tp, refused in tensor.items() if refused):
         yield Candidate([*combination, f"tp={tp}"], replace(base, tp=tp), tensor[tp])
-    for pp, dp, tp in _meshes(
-        base, given, ranks, [n for n, refused in tensor.items() if not refused]
-    ):
-        mesh = [f"{key}={size}" for key, size in (("pp", pp), ("dp", dp)) if key not in given]
-        mesh += [f"tp={tp}"] if tp != base.tp else []
+    possible = [tp for tp, refused in tensor.items() if not refused]
+    for pp, dp, tp in _meshes(base, given, ranks, possible):
+        mesh = {key: size for key, size in (("pp", pp), ("dp", dp)) if key not in given}
+        mesh |= {"tp": tp} if tp != base.tp else {}
         names = [None] if own_schedule else ["1f1b"] if pp == 1 else space.schedules
         for name in dict.fromkeys(names):
             config = replace(base if name is None else composed(name), pp=pp, dp=dp, tp=tp)
-            words = [*combination, *mesh, *([] if name is None else [f"schedule={name}"])]
-            for schedule, more in _schedules(config, given, space):
-                yield Candidate([*words, *more], replace(config, schedule=schedule))
+            chosen = mesh | ({} if name is None else {"schedule": name})
+            for more in _schedules(config, given, space):
+                words = [f"{key}={value}" for key, value in (chosen | more).items()]
+                yield Candidate([*combination, *words], with_choices(config, more))
 
 
 def _meshes(
@@ -108,26 +107,17 @@ def _meshes(
 
 def _schedules(
     config: Config, given: Collection[str], space: SearchSpace
-) -> Iterator[tuple[Any, list[str]]]:
-    """The config's schedule with each number of stages and microbatches, as overrides, too."""
-    schedules: list[tuple[Any, list[str]]] = [(config.schedule, list[str]())]
+) -> Iterator[dict[str, Any]]:
+    """Each number of stages and microbatches of the config's schedule."""
+    stages: list[dict[str, Any]] = [{}]
     if isinstance(config.schedule, LoopedSchedule) and "schedule.stages_per_rank" not in given:
-        schedules = [
-            (replace(config.schedule, stages_per_rank=n), [f"schedule.stages_per_rank={n}"])
-            for n in dict.fromkeys(space.stages_per_rank)
-        ]
-    for schedule, words in schedules:
-        counts = None
-        if not isinstance(schedule, CsvSchedule) and "schedule.microbatches" not in given:
-            counts = _microbatches(replace(config, schedule=schedule), space)
-        if not counts:
-            yield schedule, words
-        for count in counts or []:
-            if hasattr(schedule, "microbatches"):
-                changed = replace(schedule, microbatches=count)
-            else:  # a user's function
-                changed = replace(schedule, args={**schedule.args, "microbatches": count})
-            yield changed, [*words, f"schedule.microbatches={count}"]
+        sizes = dict.fromkeys(space.stages_per_rank)
+        stages = [{"schedule.stages_per_rank": size} for size in sizes]
+    for choices in stages:
+        counts = []
+        if not isinstance(config.schedule, CsvSchedule) and "schedule.microbatches" not in given:
+            counts = _microbatches(with_choices(config, choices), space)
+        yield from [choices | {"schedule.microbatches": n} for n in counts] or [choices]
 
 
 def _microbatches(config: Config, space: SearchSpace) -> list[int]:
@@ -177,7 +167,7 @@ def tensor_sizes(config: Config, ranks: int, machine: int) -> dict[int, str]:
             found[tp] += f" has {machine} ranks"
             continue
         try:
-            divide(model, modules, TensorRanks(tp, 0), whole_logits=False)
+            shard_model(model, modules, TensorRanks(tp, 0), whole_logits=False)
             found[tp] = ""
         except ConfigError as error:
             found[tp] = str(error.problems[0])

@@ -1,7 +1,7 @@
 """The best order for costs of stages under a limit of memory: known schedules, list scheduling, changes.
 
 1. Known orders that fit are candidates themselves; of all, fitting or not, the times at which their
-   actions begin are keys for list scheduling (`list_scheduling.py`).
+   actions begin are keys for list scheduling (`list_order`).
 2. So are blocks: a microbatch through all stages and back without a pause, the next one a period later.
    With a period as long as the block it is one microbatch at a time, the least memory that there is.
 3. The best are changed at random, a stage's keys earlier or later, and kept where they get better.
@@ -15,13 +15,14 @@ from __future__ import annotations
 
 import heapq
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
 from typing import NamedTuple
 
-from titanlike.costs.simulate import StageTimes, simulate
-from titanlike.pipeline.order import Act, Order
+from titanlike.costs.simulate import StageTimes, most_held, simulate
+from titanlike.pipeline.order import Action, Order
 
 _NEVER = float("inf")
 _EQUAL = 1e-9  # of a time or of memory, relative
@@ -47,12 +48,15 @@ class OrderProblem:
         return max(self.place) + 1
 
     @cached_property
+    def local(self) -> list[list[int]]:
+        """Stages of each rank."""
+        return [[s for s, at in enumerate(self.place) if at == rank] for rank in range(self.ranks)]
+
+    @cached_property
     def seconds(self) -> list[tuple[float, float, float]]:
         """Of F, I and W of each stage."""
         join = max if self.runs_ahead else (lambda device, host: device + host)
-        each = [
-            (times.forward, times.input_gradient, times.weight_gradient) for times in self.times
-        ]
+        each = [(t.forward, t.input_gradient, t.weight_gradient) for t in self.times]
         return [tuple(join(d.device, d.host) for d in row) for row in each]
 
     @cached_property
@@ -74,10 +78,7 @@ class OrderProblem:
     @cached_property
     def own(self) -> list[float]:
         """Memory of a microbatch in all stages of each rank."""
-        each = [0.0] * self.ranks
-        for rank, held in zip(self.place, self.held, strict=True):
-            each[rank] += held
-        return each
+        return [sum((self.held[stage] for stage in local), 0.0) for local in self.local]
 
     @property
     def least_memory(self) -> float:
@@ -89,19 +90,22 @@ class OrderProblem:
 
     def peak(self, order: Order, rank: int) -> float:
         """What activations of a rank take at the most."""
-        now = most = 0.0
-        for act in order.ranks[rank]:
-            held, queued = self.held[act.stage], self.queued[act.stage]
-            if act.kind == "F":
-                now += held
-                most = max(most, now)
-            else:
-                now -= {"B": held, "I": held - queued, "W": queued}[act.kind]
-        return most
+        return most_held(order.ranks[rank], self.held, self.queued)
 
     def step(self, order: Order) -> float:
         """Seconds of a step."""
         return simulate(order, self.times, runs_ahead=self.runs_ahead).step
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    problem: OrderProblem
+    order: Order
+    seconds: float  # of a step, simulated
+    name: str = ""  # of the known schedule that it is
+
+
+# --- list scheduling ------------------------------------------------------------------------------
 
 
 class Rule(NamedTuple):
@@ -117,19 +121,34 @@ def wanted(problem: OrderProblem, order: Order) -> tuple[Keys, Keys]:
     stages, m = len(problem.place), problem.microbatches
     forward, backward = ([[0.0] * m for _ in range(stages)] for _ in "FI")
     events = simulate(order, problem.times, runs_ahead=problem.runs_ahead).events
-    for rows in events:
-        for kind, stage, mb, start, _ in rows:
-            if kind == "F":
-                forward[stage][mb] = start
-            elif kind in ("B", "I"):
-                backward[stage][mb] = start
+    for kind, stage, mb, start, _ in chain.from_iterable(events):
+        if kind == "F":
+            forward[stage][mb] = start
+        elif kind in ("B", "I"):
+            backward[stage][mb] = start
     return forward, backward
 
 
 def list_order(problem: OrderProblem, forward: Keys, backward: Keys, rule: Rule) -> Order | None:
     """The order that comes of keys of F and I; None for a deadlock."""
     run = _Run(problem, forward, backward, rule)
-    return run.order() if run.run() else None
+    events = [(0.0, rank) for rank in range(problem.ranks)]
+    left = 3 * problem.microbatches * len(problem.place)
+    while events and left:
+        now, rank = heapq.heappop(events)
+        if now < run.free[rank]:
+            continue
+        act, later = run.choose(rank, now)
+        if act is not None:
+            left -= 1
+            receiver, at = run.compute(rank, now, act)
+            heapq.heappush(events, (run.free[rank], rank))
+            if receiver not in (-1, rank):
+                heapq.heappush(events, (max(at, run.free[receiver]), receiver))
+        elif later < _NEVER:
+            heapq.heappush(events, (later, rank))
+    acts = tuple(map(tuple, run.acts))
+    return None if left else Order(acts, problem.place, problem.microbatches)
 
 
 class _Run:
@@ -138,10 +157,9 @@ class _Run:
     def __init__(self, problem: OrderProblem, forward: Keys, backward: Keys, rule: Rule) -> None:
         self.problem, self.rule, self.backward = problem, rule, backward
         stages, ranks, m = len(problem.place), problem.ranks, problem.microbatches
-        self.local = [[s for s in range(stages) if problem.place[s] == r] for r in range(ranks)]
         self.forwards = [  # of each rank, the last is next
             sorted(((forward[s][j], s, j) for s in own for j in range(m)), reverse=True)
-            for own in self.local
+            for own in problem.local
         ]
         self.next_input = [0] * stages
         # when the input of F and I of each stage and microbatch is there
@@ -150,49 +168,24 @@ class _Run:
         self.ready_f[0] = [0.0] * m
         self.weights: list[list[tuple[int, int]]] = [[] for _ in range(ranks)]
         self.memory = [0.0] * ranks
-        self.free = [0.0] * ranks
+        self.free = [0.0] * ranks  # when each has computed what it began
         self.room = [problem.room(rank) for rank in range(ranks)]
-        self.acts: list[list[Act]] = [[] for _ in range(ranks)]
+        self.acts: list[list[Action]] = [[] for _ in range(ranks)]
 
-    def order(self) -> Order:
-        acts = tuple(map(tuple, self.acts))
-        return Order(acts, self.problem.place, self.problem.microbatches)
-
-    def run(self) -> bool:
-        """Whether all is computed."""
-        problem = self.problem
-        events = [(0.0, rank) for rank in range(problem.ranks)]
-        left = 3 * problem.microbatches * len(problem.place)
-        while events and left:
-            now, rank = heapq.heappop(events)
-            if now < self.free[rank]:
-                continue
-            act, later = self._choose(rank, now)
-            if act is None:
-                if later < _NEVER:
-                    heapq.heappush(events, (later, rank))
-                continue
-            left -= 1
-            end, told, at = self._compute(rank, now, act)
-            heapq.heappush(events, (end, rank))
-            if told >= 0 and told != rank:
-                heapq.heappush(events, (max(at, self.free[told]), told))
-        return not left
-
-    def _choose(self, rank: int, now: float) -> tuple[Act | None, float]:
+    def choose(self, rank: int, now: float) -> tuple[Action | None, float]:
         """What a rank computes next; if nothing, when to look again."""
         problem, soon = self.problem, _NEVER
         moment = now * (1 + _EQUAL) + 1e-15
-        best: Act | None = None
+        best: Action | None = None
         key = urgent = _NEVER  # of the best, of what arrives next
-        for stage in self.local[rank]:
+        for stage in problem.local[rank]:
             mb = self.next_input[stage]
             if mb < problem.microbatches:
                 ready = self.ready_i[stage][mb]
                 wanted = self.backward[stage][mb]
                 if ready <= moment:
                     if wanted < key:
-                        best, key = Act("I", stage, mb), wanted
+                        best, key = Action("I", stage, mb), wanted
                 elif ready < soon:
                     soon, urgent = ready, wanted
         full = False
@@ -203,7 +196,7 @@ class _Run:
                 full = self.memory[rank] + problem.held[stage] > self.room[rank]
                 if not full and ready <= moment:
                     if wanted < key:
-                        best, key = Act("F", stage, mb), wanted
+                        best, key = Action("F", stage, mb), wanted
                 elif not full and ready < soon:
                     soon, urgent = ready, wanted
         if best is not None and urgent < key:
@@ -211,50 +204,51 @@ class _Run:
             if soon - now < self.rule.ahead * seconds:
                 best = None
         if full and self.rule.frees and self.weights[rank] and wanted < key and ready <= moment:
-            return Act("W", *self.weights[rank][0]), soon
+            return Action("W", *self.weights[rank][0]), soon
         if best is None and self.weights[rank]:
             stage, mb = self.weights[rank][0]
             late = now + self.rule.weights * problem.seconds[stage][2]
             if late <= soon or (full and soon == _NEVER):
-                best = Act("W", stage, mb)
+                best = Action("W", stage, mb)
         return best, soon
 
-    def _compute(self, rank: int, now: float, act: Act) -> tuple[float, int, float]:
-        """(its end, the rank that its result is for or -1, when it is there)"""
+    def compute(self, rank: int, now: float, act: Action) -> tuple[int, float]:
+        """(the rank that its result is for or -1, when it is there)"""
         problem, (kind, stage, mb) = self.problem, act
-        seconds, sends = problem.seconds[stage], problem.messages[stage]
+        forward, inputs, weights = problem.seconds[stage]
+        next_message, back_message = problem.messages[stage]
         self.acts[rank].append(act)
-        told, at = -1, _NEVER
+        receiver, at = -1, _NEVER
         if kind == "F":
-            end = now + seconds[0]
+            end = now + forward
             self.forwards[rank].pop()
             self.memory[rank] += problem.held[stage]
             if stage + 1 < len(problem.place):
-                told, at = problem.place[stage + 1], end + sends[0]
+                receiver, at = problem.place[stage + 1], end + next_message
                 self.ready_f[stage + 1][mb] = at
             else:
                 self.ready_i[stage][mb] = end
         elif kind == "I":
-            end = now + seconds[1]
+            end = now + inputs
             self.next_input[stage] += 1
             self.weights[rank].append((stage, mb))
             self.memory[rank] -= problem.held[stage] - problem.queued[stage]
             if stage:
-                told, at = problem.place[stage - 1], end + sends[1]
+                receiver, at = problem.place[stage - 1], end + back_message
                 self.ready_i[stage - 1][mb] = at
         else:
-            end = now + seconds[2]
+            end = now + weights
             self.weights[rank].pop(0)
             self.memory[rank] -= problem.queued[stage]
         self.free[rank] = end
-        return end, told, at
+        return receiver, at
 
 
 def joined(order: Order) -> Order:
     """The same with a B for an I that its W follows at once."""
     ranks = []
     for acts in order.ranks:
-        row: list[Act] = []
+        row: list[Action] = []
         for act in acts:
             if act.kind == "W" and row and row[-1] == act._replace(kind="I"):
                 row[-1] = act._replace(kind="B")
@@ -281,24 +275,56 @@ _WARM = 0.3  # actions by which its step may get longer at first
 _FAR = 8  # places in the list of its rank that an action moves at the most
 
 
-@dataclass(frozen=True)
-class Baseline:
-    """A schedule's order, for the placement of a problem."""
-
-    name: str
-    order: Order
+def trials_for(problems: Sequence[OrderProblem]) -> int:
+    """Candidates for each of these problems that take a few seconds together."""
+    actions = sum(3 * problem.microbatches * len(problem.place) for problem in problems)
+    return min(_MOST, _ACTIONS // max(1, actions))
 
 
-@dataclass(frozen=True)
-class SearchResult:
-    problem: OrderProblem
-    order: Order
-    seconds: float  # of a step, simulated
-    name: str = ""  # of the known schedule that it is
+def best_known(problem: OrderProblem, known: Mapping[str, Order]) -> SearchResult | None:
+    """The fastest of the known orders that fit."""
+    fitting = {name: order for name, order in known.items() if problem.fits(order)}
+    each = [SearchResult(problem, own, problem.step(own), name) for name, own in fitting.items()]
+    return min(each, key=lambda result: result.seconds, default=None)
 
 
-@dataclass
-class _Candidate:
+def best_order(
+    problem: OrderProblem, known: Mapping[str, Order], trials: int, seed: int = 0
+) -> SearchResult | None:
+    """The fastest order that was found; None where none fits."""
+    best = best_known(problem, known)
+    pool = _Pool(problem)
+    tried = 0
+    for forward, backward, rule in _starts(problem, known):
+        if tried >= trials and (pool.kept or best):
+            break
+        tried += 1
+        pool.consider(forward, backward, rule)
+    draw = random.Random(seed)
+    unit = sum(map(sum, problem.seconds)) / problem.ranks
+    while pool.kept and tried < trials:
+        tried += 1
+        one = pool.kept[min(int(draw.expovariate(1.0)), len(pool.kept) - 1)]
+        forward, backward = one.forward, one.backward
+        if draw.random() < 0.3:
+            forward, backward = wanted(problem, one.order)
+        rule = draw.choice(_RULES) if draw.random() < 0.5 else one.rule
+        far = draw.choice((0.1, 0.3, 1.0)) * unit
+        forward, backward = (_shifted(keys, far, draw) for keys in (forward, backward))
+        pool.consider(forward, backward, rule)
+    best = pool.faster_than(best, 1e-9)
+    return best and _polished(best, trials, draw)
+
+
+def adapted(problem: OrderProblem, order: Order) -> SearchResult | None:
+    """An order of much the same costs, fitted to these: the faster of a few; None where none fits."""
+    pool = _Pool(problem)
+    for rule in _RULES[1:3]:
+        pool.consider(*wanted(problem, order), rule)
+    return pool.faster_than(best_known(problem, {"": order}))
+
+
+class _Candidate(NamedTuple):
     seconds: float
     forward: Keys
     backward: Keys
@@ -306,123 +332,59 @@ class _Candidate:
     order: Order
 
 
-def trials_for(problems: Sequence[OrderProblem]) -> int:
-    """Candidates for each of these problems that take a few seconds together."""
-    actions = sum(3 * problem.microbatches * len(problem.place) for problem in problems)
-    return min(_MOST, _ACTIONS // max(1, actions))
+class _Pool:
+    """The best candidates so far, the fastest first."""
+
+    def __init__(self, problem: OrderProblem) -> None:
+        self.problem = problem
+        self.kept: list[_Candidate] = []
+
+    def consider(self, forward: Keys, backward: Keys, rule: Rule) -> None:
+        """Keep the order of these keys if it is among the best."""
+        kept, order = self.kept, list_order(self.problem, forward, backward, rule)
+        if order is None:
+            return
+        seconds = self.problem.step(order)
+        if len(kept) == _KEPT and seconds >= kept[-1].seconds:
+            return
+        if not kept or seconds < kept[0].seconds:  # a step may be shorter with whole backwards
+            whole = self.problem.step(one := joined(order))
+            if whole <= seconds:
+                order, seconds = one, whole
+        if any(abs(seconds - one.seconds) <= 1e-9 * seconds for one in kept):
+            return
+        kept.append(_Candidate(seconds, forward, backward, rule, order))
+        kept.sort(key=lambda candidate: candidate.seconds)
+        del kept[_KEPT:]
+
+    def faster_than(self, best: SearchResult | None, share: float = 0.0) -> SearchResult | None:
+        """The fastest, or what is known already, where it is not slower but for this share."""
+        kept = self.kept
+        if kept and (best is None or kept[0].seconds < best.seconds * (1 - share)):
+            return SearchResult(self.problem, kept[0].order, kept[0].seconds)
+        return best
 
 
-def best_known(problem: OrderProblem, known: Sequence[Baseline]) -> SearchResult | None:
-    """The fastest of the known orders that fit."""
-    fitting = [one for one in known if problem.fits(one.order)]
-    each = [SearchResult(problem, one.order, problem.step(one.order), one.name) for one in fitting]
-    return min(each, key=lambda found: found.seconds, default=None)
-
-
-def best_order(
-    problem: OrderProblem, known: Sequence[Baseline], trials: int, seed: int = 0
-) -> SearchResult | None:
-    """The fastest order that was found; None where none fits."""
-    best = best_known(problem, known)
-    pool: list[_Candidate] = []
-    tried = 0
-    for forward, backward, rule in _starts(problem, known):
-        if tried >= trials and (pool or best):
-            break
-        tried += 1
-        _consider(problem, pool, forward, backward, rule)
-    draw = random.Random(seed)
-    unit = sum(map(sum, problem.seconds)) / problem.ranks
-    while pool and tried < trials:
-        tried += 1
-        one = pool[min(int(draw.expovariate(1.0)), len(pool) - 1)]
-        forward, backward = one.forward, one.backward
-        if draw.random() < 0.3:
-            forward, backward = wanted(problem, one.order)
-        rule = draw.choice(_RULES) if draw.random() < 0.5 else one.rule
-        far = draw.choice((0.1, 0.3, 1.0)) * unit
-        forward, backward = (_shifted(keys, far, draw) for keys in (forward, backward))
-        _consider(problem, pool, forward, backward, rule)
-    if pool and (best is None or pool[0].seconds < best.seconds * (1 - 1e-9)):
-        best = SearchResult(problem, pool[0].order, pool[0].seconds)
-    return best and _polished(best, trials, draw)
-
-
-def _polished(best: SearchResult, trials: int, draw: random.Random) -> SearchResult:
-    """With single actions moved on their ranks; as many moves a trial, whatever the size."""
-    problem, now, warm = best.problem, best, 0.0
-    size = 3 * problem.microbatches * len(problem.place)
-    moves = min(_MOVED // size, 25 * trials)
-    if size <= _SMALL:
-        moves, warm = 80 * trials, _WARM * best.seconds * problem.ranks / size
-    for left in range(moves, 0, -1):
-        order = _moved(now.order, draw)
-        if order is None or not problem.fits(order):
-            continue
-        try:
-            seconds = problem.step(order)
-        except ValueError:  # it would wait forever
-            continue
-        longer = draw.expovariate(1.0) * warm * left / moves if warm else 0.0
-        if seconds <= now.seconds + longer:
-            now = SearchResult(
-                problem, order, seconds, best.name if seconds == best.seconds else ""
-            )
-            best = min(now, best, key=lambda one: one.seconds)
-    return best
-
-
-def _moved(order: Order, draw: random.Random) -> Order | None:
-    """With an action at another place; None where that breaks the order of its microbatch or stage."""
-    rank = draw.randrange(len(order.ranks))
-    acts = list(order.ranks[rank])
-    start = draw.randrange(len(acts))
-    end = max(0, min(len(acts) - 1, start + draw.choice((-1, 1)) * draw.randint(1, _FAR)))
-    act = acts.pop(start)
-    passed = acts[min(start, end) : max(start, end)]
-    if not passed or any(
-        other.stage == act.stage and (other.mb == act.mb or other.kind == act.kind)
-        for other in passed
-    ):
-        return None
-    acts.insert(end, act)
-    ranks = (*order.ranks[:rank], tuple(acts), *order.ranks[rank + 1 :])
-    return replace(order, ranks=ranks)
-
-
-def adapted(problem: OrderProblem, order: Order) -> SearchResult | None:
-    """An order of much the same costs, fitted to these: the faster of a few; None where none fits."""
-    pool: list[_Candidate] = []
-    for rule in _RULES[1:3]:
-        _consider(problem, pool, *wanted(problem, order), rule)
-    best = best_known(problem, [Baseline("", order)])
-    if pool and (best is None or pool[0].seconds < best.seconds):
-        best = SearchResult(problem, pool[0].order, pool[0].seconds)
-    return best
-
-
-def _starts(problem: OrderProblem, known: Sequence[Baseline]) -> Iterator[tuple[Keys, Keys, Rule]]:
+def _starts(problem: OrderProblem, known: Mapping[str, Order]) -> Iterator[tuple[Keys, Keys, Rule]]:
     """What is likely the best first."""
-    keys = [wanted(problem, one.order) for one in known]
+    keys = [wanted(problem, order) for order in known.values()]
     blocks = [*block_keys(problem)]
     for rule in _RULES[1:3]:
-        for each in (*keys, *blocks):
-            yield *each, rule
+        yield from ((*each, rule) for each in (*keys, *blocks))
     for rule in (*_RULES[3:], _RULES[0]):
-        for each in keys:
-            yield *each, rule
+        yield from ((*each, rule) for each in keys)
 
 
 def block_keys(problem: OrderProblem) -> Iterator[tuple[Keys, Keys]]:
     """Keys of repeated blocks, each with a longer period, from a rank's load to the whole block."""
     stages, m, now = len(problem.place), problem.microbatches, 0.0
     forward, backward = [0.0] * stages, [0.0] * stages
-    for stage in range(stages):
-        forward[stage] = now
-        now += problem.seconds[stage][0] + problem.messages[stage][0]
-    for stage in reversed(range(stages)):
-        backward[stage] = now
-        now += problem.seconds[stage][1] + problem.messages[stage][1]
+    for way, (starts, order) in enumerate(
+        ((forward, range(stages)), (backward, reversed(range(stages))))
+    ):
+        for stage in order:
+            starts[stage] = now
+            now += problem.seconds[stage][way] + problem.messages[stage][way]
     loads = [0.0] * problem.ranks
     for stage, rank in enumerate(problem.place):
         loads[rank] += sum(problem.seconds[stage])
@@ -444,25 +406,43 @@ def _shifted(keys: Keys, far: float, draw: random.Random) -> Keys:
     ]
 
 
-def _consider(
-    problem: OrderProblem, pool: list[_Candidate], forward: Keys, backward: Keys, rule: Rule
-) -> None:
-    """Keep the order of these keys if it is among the best."""
-    order = list_order(problem, forward, backward, rule)
-    if order is None:
-        return
-    seconds = problem.step(order)
-    if len(pool) == _KEPT and seconds >= pool[-1].seconds:
-        return
-    if not pool or seconds < pool[0].seconds:  # a step may be shorter with whole backwards
-        whole = problem.step(one := joined(order))
-        if whole <= seconds:
-            order, seconds = one, whole
-    if any(abs(seconds - one.seconds) <= 1e-9 * seconds for one in pool):
-        return
-    pool.append(_Candidate(seconds, forward, backward, rule, order))
-    pool.sort(key=lambda candidate: candidate.seconds)
-    del pool[_KEPT:]
+def _polished(best: SearchResult, trials: int, draw: random.Random) -> SearchResult:
+    """With single actions moved on their ranks; as many moves a trial, whatever the size."""
+    problem, now, warm = best.problem, best, 0.0
+    size = 3 * problem.microbatches * len(problem.place)
+    moves = min(_MOVED // size, 25 * trials)
+    if size <= _SMALL:
+        moves, warm = 80 * trials, _WARM * best.seconds * problem.ranks / size
+    for left in range(moves, 0, -1):
+        order = _moved(now.order, draw)
+        if order is None or not problem.fits(order):
+            continue
+        try:
+            seconds = problem.step(order)
+        except ValueError:  # it would wait forever
+            continue
+        longer = draw.expovariate(1.0) * warm * left / moves if warm else 0.0
+        if seconds <= now.seconds + longer:
+            name = best.name if seconds == best.seconds else ""
+            now = SearchResult(problem, order, seconds, name)
+            best = min(now, best, key=lambda one: one.seconds)
+    return best
+
+
+def _moved(order: Order, draw: random.Random) -> Order | None:
+    """With an action at another place; None where that breaks the order of its microbatch or stage."""
+    rank = draw.randrange(len(order.ranks))
+    acts = list(order.ranks[rank])
+    start = draw.randrange(len(acts))
+    end = max(0, min(len(acts) - 1, start + draw.choice((-1, 1)) * draw.randint(1, _FAR)))
+    act = acts.pop(start)
+    passed = acts[min(start, end) : max(start, end)]
+    own = (other for other in passed if other.stage == act.stage)
+    if not passed or any(other.mb == act.mb or other.kind == act.kind for other in own):
+        return None
+    acts.insert(end, act)
+    ranks = (*order.ranks[:rank], tuple(acts), *order.ranks[rank + 1 :])
+    return replace(order, ranks=ranks)
 
 
 def lower_bound(problem: OrderProblem) -> float:
@@ -478,8 +458,7 @@ def lower_bound(problem: OrderProblem) -> float:
         min(t.backward.device, i + w) for t, (_, i, w) in zip(problem.times, seconds, strict=True)
     ]
     arrives = [sum(seconds[s][0] + messages[s][0] for s in range(at)) for at in range(stages)]
-    for rank in range(problem.ranks):
-        own = [stage for stage in range(stages) if problem.place[stage] == rank]
+    for rank, own in enumerate(problem.local):
         load = sum(seconds[stage][0] + whole[stage] for stage in own)
         bound = max(bound, min(arrives[stage] for stage in own) + m * load)
         life = 0.0

@@ -31,11 +31,11 @@ from titanlike.graph.cut import messages
 from titanlike.graph.model_graph import ModelGraph
 from titanlike.optim.loss import Loss
 from titanlike.parallel.activation_checkpoint import saved_operators
-from titanlike.pipeline.order import Act, Order
+from titanlike.pipeline.order import Action, Order
 
 _REDUCED = 4  # bytes of a gradient in a message that reduces it: fp32
 
-# Muon's copies of its matrices at an update: each is sent, received, and sent and received recompute
+# Muon's copies of its matrices at an update: each is sent, received, and sent and received again
 _UPDATE = 5
 
 # What a stage was sent is under way before it is used, and what it sends back after that
@@ -52,14 +52,6 @@ class _Unit:
     kept: int = 0  # for the backward where it is recomputed
     queued: int = 0  # for deferred weight gradients
     peak: UnitPeak = UnitPeak(0, 0, 0)
-
-
-@dataclass(frozen=True)
-class _Change:
-    """Bytes that an action adds: at the most while it runs, and when it is done."""
-
-    most: int
-    after: int
 
 
 @dataclass(frozen=True)
@@ -86,28 +78,21 @@ class MemoryParts:
 class MemorySample(NamedTuple):
     """Memory of a rank during an action (None = the update), and when it is done."""
 
-    act: Act | None
+    act: Action | None
     most: MemoryParts
     after: MemoryParts
 
 
-def _parts(changes: Mapping[str, _Change]) -> dict[str, MemoryParts]:
-    """What the actions of a stage leave in memory, by what it is."""
-    activations, queued = changes["F"].after, -changes["W"].after
-    gradients = changes["first I"].after - changes["I"].after
-    gathered = changes["gather"].after
-    backward = MemoryParts(activations=-activations)
-    first = replace(backward, gradients=gradients)
-    return {
-        "gather": MemoryParts(gathered=gathered),
-        "F": MemoryParts(activations=activations),
-        "first I": replace(first, queued=queued),
-        "I": replace(backward, queued=queued),
-        "first B": first,
-        "B": backward,
-        "W": MemoryParts(queued=-queued),
-        "reduce": MemoryParts(gathered=-gathered, gradients=changes["reduce"].after + gathered),
-    }
+class _Change(NamedTuple):
+    """Bytes that an action adds: at the most while it runs, and when it is done, by what they are."""
+
+    most: int
+    parts: MemoryParts
+    after: int
+
+
+def _change(most: int, **parts: int) -> _Change:
+    return _Change(most, MemoryParts(**parts), sum(parts.values()))
 
 
 class RankMemory:
@@ -142,20 +127,23 @@ class RankMemory:
             from titanlike.optim.muon import hidden_matrices
 
             hidden = hidden_matrices(model_graph.model, config.optimizer)
-        by_muon = [sum(stage[name] for name in hidden & stage.keys()) for stage in parameters]
-        numel = [sum(stage.values()) for stage in parameters]
-        self._of_experts = {
+        of_experts = {
             f"{path}.{name}": parameter
             for path, experts in experts_of(model_graph.model).items()
             for name, parameter in experts.named_parameters()
             if config.ep > 1  # else FSDP has them with their block
         }
-        own = [
-            sum(stage[name] for name in self._of_experts.keys() & stage.keys())
-            for stage in parameters
-        ]
-        self._kinds = KnownKinds()  # of copies of this, too
-        self._arrange(config, order, zero, model_graph.stages, numel, by_muon, own)
+        self._of_experts = {id(parameter) for parameter in of_experts.values()}
+
+        def sizes(names: Collection[str]) -> list[int]:
+            return [sum(n for name, n in stage.items() if name in names) for stage in parameters]
+
+        numel = [sum(stage.values()) for stage in parameters]
+        # of ranks of orders, each walked once: a search asks for the same again and again
+        self._kinds: dict[tuple[int, int], tuple[Order, list[tuple[int, str]], np.ndarray]] = {}
+        self._arrange(
+            config, order, zero, model_graph.stages, numel, sizes(hidden), sizes(of_experts)
+        )
         self._units = functools.cache(functools.partial(self._count_units, config))
         for stage in range(order.stages):
             self._units(stage in self._deferred)  # finds out what is unknown
@@ -178,13 +166,12 @@ class RankMemory:
         and has of experts, of which a rank has a part, which is sharded over fewer ranks."""
         self._order, self._stages, self._parameters = order, stages, [*parameters]
         self._zero, self._state = zero, StateBytes.of(config, zero)
-        muon = StateBytes.of(config, zero, True).kept
+        muon, shards = StateBytes.of(config, zero, True).kept, self._state.shards
         self._ep, self._experts = config.ep, [*experts]
         self._kept = [  # bytes of each stage's parameters and optimizer state
             self._state.kept * (self._in_shards(numel, of_experts) - own) + muon * own
             for numel, own, of_experts in zip(self._parameters, by_muon, experts, strict=True)
         ]
-        shards = self._state.shards
         self._update = self._computing * _UPDATE * max(by_muon) // shards if shards > 1 else 0
         self._known: dict[tuple[int, bool, frozenset[str]], dict[str, _Change]] = {}
 
@@ -200,8 +187,7 @@ class RankMemory:
     ) -> RankMemory:
         """The same units and microbatches in another layout; message: bytes between any two stages;
         by_muon: whether Muon updates what is in blocks. Weights of several stages count in each."""
-        other = copy.copy(self)
-        other._deferred = frozenset(deferred)
+        other = self.with_deferred(deferred)
         units = other._units(False)
         numel = [sum(units[name].parameters for name in names) for names in stages]
         experts = [sum(units[name].experts for name in names) for names in stages]
@@ -218,6 +204,12 @@ class RankMemory:
         other._known = {}
         return other
 
+    def with_deferred(self, stages: Collection[int]) -> RankMemory:
+        """The same, where the weight gradients of these stages wait."""
+        other = copy.copy(self)
+        other._deferred = frozenset(stages)
+        return other
+
     def unit_parameters(self) -> dict[str, tuple[int, int]]:
         """Of each unit, and of its experts."""
         return {name: (u.parameters, u.experts) for name, u in self._units(False).items()}
@@ -227,61 +219,76 @@ class RankMemory:
         changes = self._changes(stage, frozenset(recomputed))
         return changes["F"].after, -changes["W"].after
 
-    def with_deferred(self, stages: Collection[int]) -> RankMemory:
-        """The same, where the weight gradients of these stages wait."""
-        other = copy.copy(self)
-        other._deferred = frozenset(stages)
-        return other
-
     def of_rank(self, rank: int, recomputed: Sequence[Collection[str]]) -> int:
         """Bytes on a pipeline rank; recomputed: blocks of each stage."""
         base = sum(self._base(rank))
-        kinds, at = self._kinds(self._order, rank)
+        key = id(self._order), rank
+        if key not in self._kinds:
+            index: dict[tuple[int, str], int] = {}
+            at = [index.setdefault((a.stage, kind), len(index)) for a, kind in self._steps(rank)]
+            # with the order, so that no later one has its id
+            self._kinds[key] = self._order, [*index], np.array(at, dtype=np.int64)
+        _, kinds, steps = self._kinds[key]
         if not kinds:
             return base + self._update
-        changes = {s: self._changes(s, frozenset(recomputed[s])) for s in self._local(rank)}
+        local = self._order.local(rank)
+        changes = {s: self._changes(s, frozenset(recomputed[s])) for s in local}
         each = [changes[stage][kind] for stage, kind in kinds]
-        most = np.array([change.most for change in each], dtype=np.int64)[at]
-        after = np.array([change.after for change in each], dtype=np.int64)[at]
+        most = np.array([change.most for change in each], dtype=np.int64)[steps]
+        after = np.array([change.after for change in each], dtype=np.int64)[steps]
         then = base + np.cumsum(after)
         return int(max(base, (then - after + most).max(), then[-1] + self._update))
+
+    def of_ranks(self, recomputed: Sequence[Collection[str]]) -> list[int]:
+        """As `of_rank`, of each pipeline rank."""
+        return [self.of_rank(rank, recomputed) for rank in range(len(self._order.ranks))]
 
     def memory_timeline(
         self, rank: int, recomputed: Sequence[Collection[str]]
     ) -> list[MemorySample]:
         """What is in memory during each action of a rank, and in the update; arguments as `of_rank`."""
         kept, sent = self._base(rank)
-        weights = int(sum(self._state.weights * self._parameters[s] for s in self._local(rank)))
-        parts = MemoryParts(min(weights, kept), max(0, kept - weights), messages=sent)
-        found = []
-        known: dict[tuple[int, str], MemoryParts] = {}  # that actions leave, by what it is
-        for act, kind in steps(self._order, rank):
-            changes = self._changes(act.stage, frozenset(recomputed[act.stage]))
-            change = changes[kind]
-            at_most = replace(parts, temporary=change.most)
-            if (act.stage, kind) not in known:
-                known |= {(act.stage, name): own for name, own in _parts(changes).items()}
-            parts = parts.add(known[act.stage, kind])
-            found.append(MemorySample(act, at_most if change.most > change.after else parts, parts))
-        found.append(MemorySample(None, replace(parts, temporary=self._update), parts))
-        return found
+        numel = (self._parameters[stage] for stage in self._order.local(rank))
+        weights = int(sum(self._state.weights * n for n in numel))
+        now = MemoryParts(min(weights, kept), max(0, kept - weights), messages=sent)
+        samples = []
+        for act, kind in self._steps(rank):
+            change = self._changes(act.stage, frozenset(recomputed[act.stage]))[kind]
+            most, now = replace(now, temporary=change.most), now.add(change.parts)
+            samples.append(MemorySample(act, most if change.most > change.after else now, now))
+        samples.append(MemorySample(None, replace(now, temporary=self._update), now))
+        return samples
+
+    def _steps(self, rank: int) -> Iterator[tuple[Action, str]]:
+        """Each action of a rank, with its kind. The gathers before a stage's first action and the
+        reductions behind its last are of the same action."""
+        order = self._order
+        left = dict.fromkeys(order.local(rank), order.microbatches)
+        forwards: set[int] = set()
+        backwards: set[int] = set()
+        for act in order.ranks[rank]:
+            kind, stage, _ = act
+            if kind == "F" and stage not in forwards:
+                forwards.add(stage)
+                yield act, "gather"
+            elif kind in "BI" and stage not in backwards:
+                backwards.add(stage)
+                kind = "first " + kind
+            yield act, kind
+            if act.kind in "BW":
+                left[stage] -= 1
+                if left[stage] == 0:
+                    yield act, "reduce"
 
     def _in_shards(self, numel: int, experts: int) -> int:
         """What counts for parameters whose shards a rank keeps: experts' have fewer shards."""
         return numel + (self._ep - 1) * experts
 
-    def _local(self, rank: int) -> tuple[int, ...]:
-        return self._order.local(rank)
-
     def _base(self, rank: int) -> tuple[int, int]:
         """Bytes of a rank's parameters and optimizer state, and of messages that are under way."""
-        local = self._local(rank)
+        local = self._order.local(rank)
         received = sum(self._received[stage] for stage in local)
         return int(sum(self._kept[stage] for stage in local)), _MESSAGES * received
-
-    def of_ranks(self, recomputed: Sequence[Collection[str]]) -> list[int]:
-        """As `of_rank`, of each pipeline rank."""
-        return [self.of_rank(rank, recomputed) for rank in range(len(self._order.ranks))]
 
     def _count_units(self, config: Config, deferred: bool) -> dict[str, _Unit]:
         """By name; deferred: for stages whose weight gradients wait."""
@@ -289,18 +296,17 @@ class RankMemory:
         costs = self.unit_costs
         if costs is None:
             return dict.fromkeys(names, _Unit())
-        of_experts = {id(parameter) for parameter in self._of_experts.values()}
-        own = costs.parameter_sizes(nn.Parameter.numel)
-        experts = costs.parameter_sizes(lambda p: p.numel() if id(p) in of_experts else 0)
+        columns = [
+            costs.parameter_sizes(nn.Parameter.numel),
+            costs.parameter_sizes(lambda p: p.numel() if id(p) in self._of_experts else 0),
+        ]
         try:
-            saved, peaks = costs.saved_bytes(), costs.peaks(deferred)
-            kept = costs.recomputed_bytes(saved_operators(config))
+            columns += [costs.saved_bytes(), costs.recomputed_bytes(saved_operators(config))]
             queued = costs.queued_bytes(config.compile) if deferred else [0] * len(names)
+            rows = zip(*columns, queued, costs.peaks(deferred), strict=True)
         except CostError as error:
             self.unknown = str(error)
-            rows = zip(names, own, experts, strict=True)
-            return {name: _Unit(size, of_experts) for name, size, of_experts in rows}
-        rows = zip(own, experts, saved, kept, queued, peaks, strict=True)
+            rows = zip(*columns[:2], strict=True)
         return dict(zip(names, (_Unit(*row) for row in rows), strict=True))
 
     def _changes(self, stage: int, recompute: frozenset[str]) -> dict[str, _Change]:
@@ -309,37 +315,40 @@ class RankMemory:
         key = stage, deferred, recompute
         if key in self._known:
             return self._known[key]
-        units = [self._units(deferred)[name] for name in self._stages[stage]]
-        runs = [
-            (unit, name in recompute) for unit, name in zip(units, self._stages[stage], strict=True)
-        ]
-        first, later = self._backward(runs, stage, True), self._backward(runs, stage, False)
-        numel, state = self._parameters[stage], self._state
+        table, state, numel = self._units(deferred), self._state, self._parameters[stage]
+        runs = [(table[name], name in recompute) for name in self._stages[stage]]
+        units = [unit for unit, _ in runs]
+        held = [unit.kept if recomputed else unit.saved for unit, recomputed in runs]
+        activations, queued = sum(held) + self._sent[stage], sum(unit.queued for unit in units)
         gathered = int(state.gathered * numel)
         sizes = sorted(unit.parameters for unit in units)
-        largest = sizes[-1] if sizes else 0
         # of a unit that is gathered while the one before is copied to its place
         message = self._computing * sum(sizes[-2:]) if gathered else 0
-        reduced = int((_REDUCED + state.reduced_gradient) * largest) if self._whole else 0
         sharded = self._in_shards(numel, self._experts[stage])
         before = numel if self._zero == 1 else sharded
-        after = int(state.reduced_gradient * sharded - state.gradient * before)
-        queued = sum(unit.queued for unit in units)
+        reduced = 0  # bytes of the largest unit's gradients in a message, where FSDP has whole ones
+        if state.fsdp and self._zero == 1 and sizes:
+            reduced = int((_REDUCED + state.reduced_gradient) * sizes[-1])
+        whole = self._zero == 1
+        local = [u.parameters if whole else self._in_shards(u.parameters, u.experts) for u in units]
+        new = [int(state.gradient * size) for size in local]  # gradients of the first backward
+        first, later = self._backward(runs, new), self._backward(runs, [])
+        backward = {"activations": -activations}
         self._known[key] = {
-            "gather": _Change(gathered + message, gathered),
-            "F": self._forward(runs, stage),
-            **{"first I": first, "I": later},
-            "first B": _Change(first.most, first.after - queued),  # I and W
-            "B": _Change(later.most, later.after - queued),
-            "W": _Change(0, -queued),
-            "reduce": _Change(reduced, after - gathered),
+            "gather": _change(gathered + message, gathered=gathered),
+            "F": _change(self._forward(units, held, activations), activations=activations),
+            "first I": _change(first, **backward, gradients=sum(new), queued=queued),
+            "I": _change(later, **backward, queued=queued),
+            "first B": _change(first, **backward, gradients=sum(new)),
+            "B": _change(later, **backward),
+            "W": _change(0, queued=-queued),
+            "reduce": _change(
+                reduced,
+                gathered=-gathered,
+                gradients=int(state.reduced_gradient * sharded - state.gradient * before),
+            ),
         }
         return self._known[key]
-
-    @property
-    def _whole(self) -> bool:
-        """Whether FSDP accumulates whole gradients to the end of a step."""
-        return self._state.fsdp and self._zero == 1
 
     def _held(self, unit: _Unit) -> int:
         """Bytes of the message with a unit's gradients, kept after its backward."""
@@ -349,19 +358,19 @@ class RankMemory:
         """Bytes of a unit that is gathered when it runs."""
         return self._computing * unit.parameters if self._state.fsdp and self._zero == 3 else 0
 
-    def _forward(self, runs: Sequence[tuple[_Unit, bool]], stage: int) -> _Change:
-        now = most = 0
-        held = self._held(runs[0][0]) if runs else 0
-        for unit, recompute in runs:
-            most = max(most, now + unit.peak.forward + 2 * self._gathered(unit) + held)
-            now += unit.kept if recompute else unit.saved
-        now += self._sent[stage]
-        return _Change(max(most, now), now)
+    def _forward(self, units: Sequence[_Unit], held: Sequence[int], activations: int) -> int:
+        """Bytes that a forward adds at the most; held: of each unit, for the backward."""
+        now, most = 0, activations
+        message = self._held(units[0]) if units else 0
+        for unit, kept in zip(units, held, strict=True):
+            most = max(most, now + unit.peak.forward + 2 * self._gathered(unit) + message)
+            now += kept
+        return most
 
-    def _backward(self, runs: Sequence[tuple[_Unit, bool]], stage: int, first: bool) -> _Change:
-        """first: of a step, so that gradients are new."""
+    def _backward(self, runs: Sequence[tuple[_Unit, bool]], new: Sequence[int]) -> int:
+        """Bytes that a backward adds at the most; new: of each unit's gradients, if it is the first."""
         state = self._state
-        anew = first or (state.fsdp and self._zero > 1) or self._computing < _REDUCED
+        anew = bool(new) or (state.fsdp and self._zero > 1) or self._computing < _REDUCED
         now = most = 0  # beyond the begin
         held = self._held(runs[0][0]) if runs else 0
         for at in range(len(runs) - 1, -1, -1):
@@ -377,54 +386,5 @@ class RankMemory:
             if held:  # gradients, message, and what comes of it
                 reduced = self._computing + _REDUCED + _REDUCED / state.shards
                 most = max(most, now + int(reduced * unit.parameters) + self._gathered(before))
-            whole = self._zero == 1
-            numel = unit.parameters if whole else self._in_shards(unit.parameters, unit.experts)
-            now += unit.queued + (int(state.gradient * numel) if first else 0)
-        now -= self._sent[stage]
-        return _Change(most, now)
-
-
-# --- what a pipeline rank does in a step, as far as it changes its memory -------------------------
-
-
-Kinds = tuple[list[tuple[int, str]], np.ndarray]
-
-
-def steps(order: Order, rank: int) -> Iterator[tuple[Act, str]]:
-    """Each action of a rank, with its kind. The gathers before a stage's first action and the reductions
-    behind its last are of the same action."""
-    left = dict.fromkeys(order.local(rank), order.microbatches)
-    forwards: set[int] = set()
-    backwards: set[int] = set()
-    for act in order.ranks[rank]:
-        kind, stage, _ = act
-        if kind == "F" and stage not in forwards:
-            forwards.add(stage)
-            yield act, "gather"
-        elif kind in "BI" and stage not in backwards:
-            backwards.add(stage)
-            kind = "first " + kind
-        yield act, kind
-        if act.kind in "BW":
-            left[stage] -= 1
-            if left[stage] == 0:
-                yield act, "reduce"
-
-
-class KnownKinds:
-    """Of ranks of orders, each walked once: a search asks for the same again and again."""
-
-    def __init__(self) -> None:
-        self._known: dict[tuple[int, int], tuple[Order, Kinds]] = {}
-
-    def __call__(self, order: Order, rank: int) -> Kinds:
-        """(stages and kinds of the steps, each once; which of these each step is)."""
-        key = id(order), rank
-        if key not in self._known:
-            index: dict[tuple[int, str], int] = {}
-            at = [
-                index.setdefault((act.stage, kind), len(index)) for act, kind in steps(order, rank)
-            ]
-            # with the order, so that no later one has its id
-            self._known[key] = order, ([*index], np.array(at, dtype=np.int64))
-        return self._known[key][1]
+            now += unit.queued + (new[at] if new else 0)
+        return most

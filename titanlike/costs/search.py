@@ -2,41 +2,55 @@
 
 1. `layouts.candidates` lists meshes, schedules, stages and microbatches; here each is taken with every
    level of ZeRO, and with blocks recomputed selectively or as few as fit (`fit`).
-2. All are judged by closed forms (`closed_form.py`): what does not fit is dropped.
+2. All are judged by closed forms (`judge`), of units that were counted once (`CostTable`): what does not
+   fit is dropped.
 3. The most promising are simulated, the best of these are drafted and planned as `plan` does it.
 """
 
 from __future__ import annotations
 
+import math
 import shlex
 import textwrap
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import product
 from math import gcd
 from typing import Any
 
 from titanlike.config import validate
 from titanlike.config.errors import ConfigError, Problem
-from titanlike.config.groups import (
-    AutoSplit,
-    FitActivationCheckpoint,
-    SelectiveActivationCheckpoint,
-)
 from titanlike.config.hardware import Hardware
-from titanlike.config.overrides import key_of
+from titanlike.config.overrides import key_of, with_choices
 from titanlike.config.program import train_program
-from titanlike.config.schema import VARIANTS, Config
-from titanlike.costs.closed_form import CostCache, ScoredLayout, judge, rows_of, simulated_seconds
-from titanlike.costs.estimate import Estimate, make_estimate
+from titanlike.config.schema import Config
+from titanlike.costs.estimate import (
+    CostTable,
+    Estimate,
+    agreement,
+    make_estimate,
+    rows_of,
+    with_exact_memory,
+)
 from titanlike.costs.estimate_text import as_data, mesh_text, table
-from titanlike.costs.exact_memory import with_exact_memory
 from titanlike.costs.known_hardware import planned_hardware
 from titanlike.costs.layouts import SearchSpace, candidates, tensor_sizes
+from titanlike.costs.rank_memory import RankMemory
+from titanlike.costs.simulate import simulate
+from titanlike.costs.stage_times import LayoutTimes, StageLayout, stage_times
+from titanlike.distributed.placement import experts_of
+from titanlike.distributed.transform import Transform
 from titanlike.graph.partition import SplitError
 from titanlike.metrics import units
-from titanlike.pipeline.from_config import declared_microbatches, derive_microbatches, stage_count
+from titanlike.pipeline.from_config import (
+    build_order,
+    declared_microbatches,
+    defers_weight_gradients,
+    derive_microbatches,
+    stage_count,
+)
 from titanlike.pipeline.order import Order
 
 _SCHEDULES = [
@@ -45,6 +59,11 @@ _SCHEDULES = [
 ]
 _STAGES_PER_RANK = [2, 3, 4]
 _LEAST_TOKENS = 2**13  # of a sequence on each of the context-parallel ranks
+_MOST_TOKENS = 2**15  # of a rank, of several sequences: products are no faster with more
+_MOST_SIZES = 6  # of microbatches, on each number of tensor-parallel ranks
+_ROUNDS = 2  # microbatches a pipeline rank with which an order is as good as any longer one
+# schedules that go on as they began: with more microbatches no more are in flight
+_PERIODIC = (*_SCHEDULES, "zbh1", "zbh2")
 _SIMULATED = 64
 _AUTO = 3  # of the fastest, that are planned with split=auto, too
 _PROGRESS = 3.0  # seconds between lines
@@ -86,29 +105,27 @@ def search(
     """words: the overrides of the config; what they fix stays; exact: count the memory of the fullest
     rank of what is found, where it can be; say: is told every few seconds how far it is. Raises
     ConfigError."""
-    begin, said = time.process_time(), time.monotonic()
-    slow = False
+    begin, said, slow = time.process_time(), time.monotonic(), False
     hardware = planned_hardware(config, gpus)
     found = LayoutSearch(gpus, hardware)
     kept = [word for word in words if key_of(word) not in ("hardware", "gpus")]
-    judged = []
-    for one_judged in _judged(config, kept, gpus, hardware, found):
-        judged.append(one_judged)
+    judged: list[tuple[list[str], ScoredLayout]] = []
+    for overrides, one in _judged(config, kept, found):
+        judged.append((overrides, one))
         if time.monotonic() > said + _PROGRESS:
             said, slow = time.monotonic(), True
-            own = (word for word in one_judged[0] if word not in kept)
+            own = (word for word in overrides if word not in kept)
             say(f"{len(judged)} layouts estimated, now {' '.join(own)}")
     if slow:
         say(f"{len(judged)} layouts estimated; the fastest are planned")
     if not judged:
         reason = f"no layout of {gpus} devices is valid for batch_size={config.batch_size}"
         raise ConfigError([Problem("gpus", gpus, reason, "another batch_size, or other devices")])
-    fitting = sorted(
-        (j for j in judged if j[1].most <= hardware.usable), key=lambda j: j[1].seconds
-    )
+    fitting = [(overrides, one) for overrides, one in judged if one.most <= hardware.usable]
+    fitting.sort(key=lambda item: item[1].seconds)
     found.judged, found.fitting = len(judged), len(fitting)
-    found.least_memory = min(j.most for _, j in judged)
-    simulated = [(simulated_seconds(j, hardware), o, j) for o, j in fitting[:_SIMULATED]]
+    found.least_memory = min(one.most for _, one in judged)
+    simulated = [(simulated_seconds(one, hardware), o, one) for o, one in fitting[:_SIMULATED]]
     simulated.sort(key=lambda item: item[0])
     end = time.process_time() + _PLANNED_SECONDS
     for _, overrides, one in simulated[: 2 * most]:
@@ -122,7 +139,7 @@ def search(
             continue
         if plan.fits:
             found.ranked.append(Ranked(overrides, plan))
-    if "split" not in {key_of(word) for word in kept}:
+    if "split" not in map(key_of, kept):
         found.ranked += [*_with_auto_split(found.ranked[:_AUTO])]
     found.ranked.sort(key=lambda item: item.plan.step_seconds)
     if exact:
@@ -147,7 +164,7 @@ def _with_auto_split(ranked: list[Ranked]) -> Iterator[Ranked]:
     for one in ranked:
         if one.plan.config.pp == 1:
             continue
-        config = replace(one.plan.config, split=AutoSplit())
+        config = with_choices(one.plan.config, {"split": "auto"})
         try:
             plan = make_estimate(config, one.plan.hardware, checked=one.plan.draft.transforms)
         except ConfigError:
@@ -156,58 +173,52 @@ def _with_auto_split(ranked: list[Ranked]) -> Iterator[Ranked]:
             yield Ranked([*one.overrides, "split=auto"], plan)
 
 
+# --- every layout ---------------------------------------------------------------------------------
+
+
 def _judged(
-    config: Config, words: list[str], gpus: int, hardware: Hardware, found: LayoutSearch
+    config: Config, words: list[str], found: LayoutSearch
 ) -> Iterator[tuple[list[str], ScoredLayout]]:
     """Every candidate that is valid, with its overrides."""
-    given = {key_of(word) for word in words}
-    counts = [n for n in range(1, config.batch_size + 1) if config.batch_size % n == 0]
-    space = SearchSpace(gpus, _SCHEDULES, counts, _STAGES_PER_RANK)
-    for cp in _context_sizes(config, given, gpus):
+    given, gpus = set(map(key_of, words)), found.gpus
+    contexts = {config.cp}
+    if "cp" not in given:  # more ranks where sequences are long
+        most = min(gpus, config.seq_len // _LEAST_TOKENS)
+        contexts |= {2**n for n in range(1, 9) if 2**n <= most and gpus % 2**n == 0}
+    for cp in sorted(contexts):
         own = replace(config, cp=cp)
         try:
-            tables = CostCache(own, hardware)
+            tables = CostCache(own, found.hardware)
         except ConfigError:
             if cp == config.cp:
                 raise
             found.refused += 1  # a model whose tokens see each other by other ways than attention
             continue
         chosen = words if cp == config.cp else [*words, f"cp={cp}"]
-        yield from _of_context(own, chosen, gpus, hardware, found, tables, space)
-
-
-def _context_sizes(config: Config, given: set[str], gpus: int) -> list[int]:
-    """Context-parallel ranks that are tried: more than the config's where sequences are long."""
-    sizes = [config.cp]
-    if "cp" not in given:
-        most = min(gpus, config.seq_len // _LEAST_TOKENS)
-        sizes += [2**n for n in range(1, 9) if 2**n <= most and gpus % 2**n == 0]
-    return sorted(set(sizes))
+        yield from _of_context(own, chosen, found, tables)
 
 
 def _of_context(
-    config: Config,
-    words: list[str],
-    gpus: int,
-    hardware: Hardware,
-    found: LayoutSearch,
-    tables: CostCache,
-    space: SearchSpace,
+    config: Config, words: list[str], found: LayoutSearch, tables: CostCache
 ) -> Iterator[tuple[list[str], ScoredLayout]]:
-    given = {key_of(word) for word in words}
+    given, gpus, hardware = set(map(key_of, words)), found.gpus, found.hardware
 
     def compose(overrides: list[str]) -> Config:
-        name = next((o.partition("=")[2] for o in overrides if o.startswith("schedule=")), None)
-        if name is None or "schedule" in given:
-            return config
-        return replace(config, schedule=VARIANTS["schedule"][name](name=name))
+        names = [o.removeprefix("schedule=") for o in overrides if o.startswith("schedule=")]
+        composed = config
+        if names and "schedule" not in given:
+            composed = with_choices(config, {"schedule": names[0]})
+        # as experiments write them, schedules' microbatches are not the user's
+        written = getattr(composed.schedule, "microbatches", None) is not None
+        if written and composed.schedule.name != "csv" and "schedule.microbatches" not in given:
+            return with_choices(composed, {"schedule.microbatches": None})
+        return composed
 
+    counts = [n for n in range(1, config.batch_size + 1) if config.batch_size % n == 0]
+    space = SearchSpace(gpus, _SCHEDULES, counts, _STAGES_PER_RANK)
     sizes = partial(tensor_sizes, ranks=gpus, machine=min(gpus, hardware.devices_per_node))
     orders: dict[object, Order] = {}
-    # as experiments write them, schedules' microbatches are not the user's
-    base = config if "schedule.microbatches" in given else _without_count(config)
-    compose_base = compose if base is config else lambda o: _without_count(compose(o))
-    for candidate in candidates(words, compose_base, gpus, space, sizes):
+    for candidate in candidates(words, compose, gpus, space, sizes):
         one = candidate.config
         if candidate.refused or one.world_size != gpus or one.batch_size % one.dp:
             found.refused += 1
@@ -224,67 +235,203 @@ def _of_context(
             continue
         if one.dp % one.replicate:
             one = replace(one, replicate=1)
-        for more, changed in _variants(one, given, hardware, tables.experts):
+        if one.dp * one.cp == 1 and "fsdp.zero" not in given:
+            one = with_choices(one, {"fsdp.zero": 1})
+        for choices in _variants(one, given, hardware, tables.experts):
+            changed = with_choices(one, choices)
             if validate.problems(changed):
                 found.refused += 1
                 continue
             zero = 1 if changed.fsdp.zero == "auto" else changed.fsdp.zero
-            table = tables(changed, rows_of(changed, count))
+            table, more = tables(changed, rows_of(changed, count)), [*candidate.overrides]
+            more += [f"{key}={value}" for key, value in choices.items()]
             try:
-                one_judged = judge(changed, table, hardware, orders, count, zero)
-                yield [*candidate.overrides, *more], one_judged
+                yield more, judge(changed, table, hardware, orders, count, zero)
             except (ValueError, SplitError):
                 found.refused += 1
 
 
-def _without_count(config: Config) -> Config:
-    if getattr(config.schedule, "microbatches", None) is None:
-        return config
-    if config.schedule.name == "csv":
-        return config
-    schedule: Any = config.schedule
-    return replace(config, schedule=replace(schedule, microbatches=None))
-
-
 def _variants(
     config: Config, given: set[str], hardware: Hardware, experts: int
-) -> Iterator[tuple[list[str], Config]]:
-    """With each level of ZeRO, each way to recompute, replicas and expert-parallel ranks that the command
-    line leaves open; experts: of a layer."""
-    for more, changed in _sharded(config, given, hardware):
-        sizes = [changed.ep]
-        if "ep" not in given and experts:
-            together = gcd(experts, changed.shards)
-            sizes = sorted({1, together, gcd(together, hardware.devices_per_node // changed.tp)})
-        for ep in sizes:
-            words = [*more, f"ep={ep}"] if ep != config.ep else more
-            yield words, replace(changed, ep=ep)
-
-
-def _sharded(
-    config: Config, given: set[str], hardware: Hardware
-) -> Iterator[tuple[list[str], Config]]:
+) -> Iterator[dict[str, Any]]:
+    """Each level of ZeRO, each way to recompute, replicas and expert-parallel ranks that the command line
+    leaves open; experts: of a layer."""
     splits = hasattr(config.schedule, "weight_gradients")
-    levels: list[Any] = [1] if splits or config.shards == 1 else [1, 2, 3]
-    levels = [config.fsdp.zero] if "fsdp.zero" in given else levels
-    ways = [FitActivationCheckpoint(), SelectiveActivationCheckpoint()]
-    ways = [config.activation_checkpoint] if "activation_checkpoint" in given else ways
-    for zero in levels:
-        for how in ways:
-            words = (
-                [] if "fsdp.zero" in given or config.dp * config.cp == 1 else [f"fsdp.zero={zero}"]
-            )
-            if "activation_checkpoint" not in given:
-                words.append(f"activation_checkpoint={how.name}")
-            fsdp = replace(config.fsdp, zero=zero)
-            changed = replace(config, fsdp=fsdp, activation_checkpoint=how)
-            yield words, changed
-            # of what is gathered for each block, shards in a node and replicas of it may be faster
-            near = max(1, hardware.devices_per_node // (config.tp * config.cp))
-            if zero == 3 and "replicate" not in given and config.dp > near:
-                replicas = config.dp // near
-                if config.dp % near == 0 and config.replicate == 1:
-                    yield [*words, f"replicate={replicas}"], replace(changed, replicate=replicas)
+    levels = [1] if splits or config.shards == 1 else [1, 2, 3]
+    zeros: list[dict[str, Any]] = [{"fsdp.zero": level} for level in levels]
+    zeros = [{}] if "fsdp.zero" in given or config.dp * config.cp == 1 else zeros
+    ways: list[dict[str, Any]] = [{"activation_checkpoint": how} for how in ("fit", "selective")]
+    ways = [{}] if "activation_checkpoint" in given else ways
+    for zero, how in product(zeros, ways):
+        sharded = [zero | how]
+        # of what is gathered for each block, shards in a node and replicas of it may be faster
+        near = max(1, hardware.devices_per_node // (config.tp * config.cp))
+        gathers = zero.get("fsdp.zero", config.fsdp.zero) == 3 and "replicate" not in given
+        if gathers and config.replicate == 1 and config.dp > near and config.dp % near == 0:
+            sharded.append(zero | how | {"replicate": config.dp // near})
+        for choices in sharded:
+            sizes = [config.ep]
+            if "ep" not in given and experts:
+                together = gcd(experts, with_choices(config, choices).shards)
+                inside = gcd(together, hardware.devices_per_node // config.tp)
+                sizes = sorted({1, together, inside})
+            yield from (choices | ({"ep": ep} if ep != config.ep else {}) for ep in sizes)
+
+
+class CostCache:
+    """Of units, by tensor-parallel ranks and sequences of a microbatch: each is counted once."""
+
+    def __init__(self, config: Config, hardware: Hardware) -> None:
+        self._config, self._hardware = config, hardware
+        self._known: dict[object, CostTable] = {}
+        self._checked: dict[int, Mapping[str, Transform]] = {}
+        self._sizes: dict[int, set[int]] = {}
+        table = self(config, 1)
+        self.units = len(table.units)
+        modules: list[Any] = [*experts_of(table.draft.model_graph.model).values()]
+        self.experts = min((int(one.num_experts) for one in modules), default=0)  # of a layer
+
+    def sensible(self, config: Config, microbatches: int) -> bool:
+        """Whether microbatches of this size are tried."""
+        rows = rows_of(config, microbatches)
+        if rows < 1 or (rows > 1 and rows * config.seq_len // config.cp > _MOST_TOKENS):
+            return False
+        sizes = self._sizes.setdefault(config.tp, set())
+        if rows not in sizes and len(sizes) >= _MOST_SIZES:
+            return False
+        sizes.add(rows)
+        return True
+
+    def __call__(self, config: Config, rows: int) -> CostTable:
+        at = config.tp, config.ep, rows
+        key = *at, tuple(getattr(config.activation_checkpoint, "save", ()))
+        if at not in self._known:
+            own = replace(self._config, tp=config.tp, ep=config.ep)
+            table = CostTable(own, self._hardware, rows, self._checked.get(config.tp))
+            self._known[at], self._checked[config.tp] = table, table.draft.transforms
+        if key not in self._known:
+            self._known[key] = self._known[at].with_recompute(config)
+        return self._known[key]
+
+
+# --- a layout by closed forms ---------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ScoredLayout:
+    """A layout by closed forms, judged in some 2 ms."""
+
+    config: Config
+    layout: StageLayout
+    times: LayoutTimes
+    seconds: float  # of a step
+    memory: list[int]  # of each pipeline rank
+    order: Order  # of few microbatches
+    parts: dict[str, float]  # seconds of a step by what they are, on the rank with the most
+    transforms: Mapping[str, Transform]  # of the model on these ranks
+
+    @property
+    def most(self) -> int:
+        return max(self.memory)
+
+
+def judge(
+    config: Config,
+    table: CostTable,
+    hardware: Hardware,
+    orders: dict[object, Order],
+    microbatches: int,
+    zero: int,
+) -> ScoredLayout:
+    """As many blocks are recomputed as must be, or as `activation_checkpoint` says; orders: known ones."""
+    pp, schedule = config.pp, config.schedule
+    # of as few microbatches as show how it goes on
+    count = min(microbatches, _ROUNDS * pp) if schedule.name in _PERIODIC else microbatches
+    key = schedule.name, getattr(schedule, "stages_per_rank", 1), pp, count
+    if key not in orders:
+        orders[key] = build_order(schedule, pp, count)
+    order = orders[key]
+    names = table.stages(stage_count(schedule, pp, microbatches), config)
+    waits = order.splits_backward and defers_weight_gradients(schedule)
+    deferred = range(order.stages) if waits else ()
+    muon = config.optimizer.name == "muon"
+    blocks = [[name for name in stage if name in table.blocks] for stage in names]
+    memory = table.memory.with_layout(config, order, zero, names, deferred, table.message, muon)
+    if config.activation_checkpoint.name == "fit":
+        recomputed, taken = _as_must_be(memory, blocks, order, hardware.usable)
+    else:
+        chosen = table.recomputed(config)
+        recomputed = [[name for name in stage if name in chosen] for stage in blocks]
+        taken = memory.of_ranks(recomputed)
+    layout = table.layout(
+        names, sum(recomputed, []), deferred, order.stage_to_rank, zero, microbatches
+    )
+    each = stage_times(config, layout, hardware, table.times)
+    seconds, parts = _step_seconds(order, each, microbatches, agreement(config, hardware))
+    return ScoredLayout(config, layout, each, seconds, taken, order, parts, table.draft.transforms)
+
+
+def _as_must_be(
+    memory: RankMemory, blocks: list[list[str]], order: Order, limit: int
+) -> tuple[list[list[str]], list[int]]:
+    """(blocks of each stage that are recomputed so that a rank takes no more than `limit`, bytes of each
+    rank with these)."""
+    # the first rank has the most microbatches in flight, the last the loss: what does not fit is
+    # most often known by these two
+    edges = [memory.of_rank(rank, blocks) for rank in {0, len(order.ranks) - 1}]
+    if max(edges) > limit:
+        return blocks, edges
+    none: list[list[str]] = [[] for _ in blocks]
+    kept = memory.of_ranks(none)
+    if max(kept) <= limit:
+        return none, kept
+    least = memory.of_ranks(blocks)
+    shares = [
+        1.0 if a <= b else min(1.0, max(0.0, (a - limit) / (a - b)))
+        for a, b in zip(kept, least, strict=True)
+    ]
+    recomputed = [
+        own[: math.ceil(shares[order.stage_to_rank[stage]] * len(own))]
+        for stage, own in enumerate(blocks)
+    ]
+    return recomputed, memory.of_ranks(recomputed)
+
+
+def _step_seconds(
+    order: Order, times: LayoutTimes, microbatches: int, agree: float
+) -> tuple[float, dict[str, float]]:
+    """By a closed form: the busiest rank, and what fills and drains the pipeline; agree: seconds."""
+    ranks, chunks = len(order.ranks), order.stages / len(order.ranks)
+    work, once, update = [0.0] * ranks, [0.0] * ranks, [0.0] * ranks
+    for stage, own in enumerate(times.stages):
+        rank, back = order.stage_to_rank[stage], own.backward.device
+        if order.splits_backward:
+            back = own.input_gradient.device + own.weight_gradient.device
+        work[rank] += max(own.forward.device + back, own.forward.host + own.backward.host)
+        once[rank] += own.gather + own.reduce
+        update[rank] += own.update
+    at = work.index(max(work))
+    share = 1 / 3 if order.splits_backward else 1.0
+    fill = share * (sum(work) - work[at]) / chunks
+    messages = sum(t.sends_forward + t.sends_backward for t in times.stages) / chunks
+    seconds = microbatches * work[at] + fill + messages + max(once) + max(update)
+    parts = dict.fromkeys(times.parts[0], 0.0)
+    for stage in order.local(at):
+        for name, value in times.parts[stage].items():
+            parts[name] += microbatches * value
+    parts["sharding and host"] = microbatches * work[at] - sum(parts.values()) + max(once)
+    parts["bubble and messages"] = fill + messages
+    parts["update"] = max(update)
+    return seconds + agree, parts
+
+
+def simulated_seconds(judged: ScoredLayout, hardware: Hardware) -> float:
+    """Of a step: that of the short order is simulated, and what it lacks goes on at its pace."""
+    order, agree = judged.order, agreement(judged.config, hardware)
+    ahead = hardware.runs_ahead
+    simulation = simulate(order, judged.times.stages, runs_ahead=ahead, agree=agree)
+    more = judged.layout.microbatches - order.microbatches
+    return simulation.step + more * max(simulation.computes) / order.microbatches
 
 
 # --- why well-known choices lose ----------------------------------------------------------------
@@ -308,8 +455,9 @@ def _lost(judged: list[tuple[list[str], ScoredLayout]], found: LayoutSearch) -> 
         f"tp={tp} without a pipeline": lambda c: c.tp == tp > 1 and c.pp == 1,
         f"tp={tp}": lambda c: c.tp == tp > 1,
         "a pipeline without tp": lambda c: c.pp > 1 and c.tp == 1,
-        **{f"schedule={name}": partial(_is_pipeline_of, name) for name in _SCHEDULES},
     }
+    for schedule in _SCHEDULES:
+        famous[f"schedule={schedule}"] = partial(_is_pipeline_of, schedule)
     for name, belongs in famous.items():
         own = [j for _, j in judged if belongs(j.config)]
         if not own or belongs(best.config):

@@ -18,11 +18,11 @@ Tensor- and data-parallel ranks of a pipeline rank do the same at the same time:
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from titanlike.metrics.chart import Box, Message
-from titanlike.pipeline.order import Act, Order
+from titanlike.pipeline.order import Action, Order
 
 
 @dataclass(frozen=True)
@@ -51,14 +51,13 @@ class StageTimes:
     update: float = 0.0  # of its parameters
 
     def of(self, kind: str) -> Duration:
-        match kind:
-            case "F":
-                return self.forward
-            case "B":
-                return self.backward
-            case "I":
-                return self.input_gradient
-        return self.weight_gradient
+        names = {"F": "forward", "B": "backward", "I": "input_gradient", "W": "weight_gradient"}
+        return getattr(self, names[kind])
+
+    def as_data(self) -> dict[str, float]:
+        """Seconds of a device."""
+        names = ("forward", "backward", "input_gradient", "weight_gradient")
+        return {f"{name}_seconds": getattr(self, name).device for name in names}
 
 
 @dataclass
@@ -98,40 +97,43 @@ def simulate(
 
     Raises ValueError for an order that waits forever.
     """
-    place, last = order.place, order.stages - 1
-    ranks = len(order.ranks)
+    place, last, ranks = order.stage_to_rank, order.stages - 1, len(order.ranks)
     events: list[list[Box]] = [[] for _ in range(ranks)]
-    device, host = [0.0] * ranks, [0.0] * ranks
-    computes, exchanges = [0.0] * ranks, [0.0] * ranks
-    for stage, times in enumerate(stages):
-        _hold_up(place[stage], "gather", stage, times.gather, device, exchanges, events)
-    host = list(device)  # it waits for gathered sizes
-    durations = [[(d.device, d.host) for d in map(times.of, "FBIW")] for times in stages]
-    index = {"F": 0, "B": 1, "I": 2, "W": 3}
-    left = [order.microbatches] * order.stages
-    arrived: dict[
-        tuple[bool, int, int], float
-    ] = {}  # (forward?, stage, mb): when its input is there
-    pairs: dict[tuple[int, int], float] = {}  # when the stream of two ranks is free
     messages: list[Message] = []
     waits: dict[tuple[int, int], float] = {}
+    device, computes, exchanges = [0.0] * ranks, [0.0] * ranks, [0.0] * ranks
+
+    def hold_up(kind: str, stage: int, seconds: float) -> None:
+        """A collective for which the computations of a stage's rank wait."""
+        if seconds:
+            rank = place[stage]
+            events[rank].append(Box(kind, stage, -1, device[rank], device[rank] + seconds))
+            device[rank] += seconds
+            exchanges[rank] += seconds
+
+    for stage, times in enumerate(stages):
+        hold_up("gather", stage, times.gather)
+    host = list(device)  # it waits for gathered sizes
+    durations = [{k: (times.of(k).device, times.of(k).host) for k in "FBIW"} for times in stages]
+    left = [order.microbatches] * order.stages
+    # (forward?, stage, microbatch) -> when its input is there
+    arrived: dict[tuple[bool, int, int], float] = {}
+    pairs: dict[tuple[int, int], float] = {}  # when the stream of two ranks is free
     draw = random.Random(seed).gauss if jitter else None
     at = [0] * ranks
     todo = [rank for rank in range(ranks) if order.ranks[rank]]
     while todo:
         before = sum(at)
         for rank in todo:
-            act = order.ranks[rank][at[rank]]
-            kind, stage, mb = act
+            kind, stage, mb = order.ranks[rank][at[rank]]
             forward = kind == "F"
-            ready = 0.0
+            ready: float | None = 0.0
             if kind != "W" and stage != (0 if forward else last):
-                found = arrived.get((forward, stage, mb))
-                if found is None:
-                    continue
-                ready = found
+                ready = arrived.get((forward, stage, mb))
+            if ready is None:
+                continue
             at[rank] += 1
-            seconds, launch = durations[stage][index[kind]]
+            seconds, launch = durations[stage][kind]
             if draw is not None:
                 seconds *= max(0.2, 1 + draw(0, jitter))
             clock = device[rank]
@@ -150,7 +152,7 @@ def simulate(
             if kind in "BW":
                 left[stage] -= 1
                 if not left[stage]:
-                    _hold_up(rank, "reduce", stage, stages[stage].reduce, device, exchanges, events)
+                    hold_up("reduce", stage, stages[stage].reduce)
             if kind == "W" or stage == (last if forward else 0):
                 continue
             other = stage + (1 if forward else -1)
@@ -172,29 +174,13 @@ def simulate(
     for stage, times in enumerate(stages):
         updates[place[stage]] += times.update
     for rank, seconds in enumerate(updates):
+        begin = pipeline + agree
         if agree:
-            events[rank].append(Box("agree", -1, -1, pipeline, pipeline + agree))
+            events[rank].append(Box("agree", -1, -1, pipeline, begin))
         if seconds:
-            begin = pipeline + agree
             events[rank].append(Box("update", -1, -1, begin, begin + seconds))
     step = pipeline + agree + max(updates)
     return Simulation(events, messages, pipeline, step, computes, exchanges, waits)
-
-
-def _hold_up(
-    rank: int,
-    kind: str,
-    stage: int,
-    seconds: float,
-    device: list[float],
-    exchanges: list[float],
-    events: list[list[Box]],
-) -> None:
-    """A collective for which the rank's computations wait."""
-    if seconds:
-        events[rank].append(Box(kind, stage, -1, device[rank], device[rank] + seconds))
-        device[rank] += seconds
-        exchanges[rank] += seconds
 
 
 def equal_stages(order: Order, forward: float = 1.0, backward: float = 2.0) -> list[StageTimes]:
@@ -208,10 +194,22 @@ def equal_stages(order: Order, forward: float = 1.0, backward: float = 2.0) -> l
     return [times] * order.stages
 
 
-def in_flight(acts: Sequence[Act]) -> int:
-    """The most forwards of a rank at a time that wait for their backward."""
-    now = most = 0
-    for act in acts:
-        now += {"F": 1, "I": 0, "B": -1, "W": -1}[act.kind]
-        most = max(most, now)
+def most_held(acts: Iterable[Action], held: Sequence[float], queued: Sequence[float]) -> float:
+    """The most that a rank holds for microbatches, from F to the end of their backward; held: of one in
+    each stage; queued: of that, what stays between I and W."""
+    now = most = 0.0
+    for kind, stage, _ in acts:
+        if kind == "F":
+            now += held[stage]
+            most = max(most, now)
+        elif kind == "I":
+            now -= held[stage] - queued[stage]
+        else:
+            now -= held[stage] if kind == "B" else queued[stage]
     return most
+
+
+def in_flight(acts: Sequence[Action]) -> int:
+    """The most forwards of a rank at a time that wait for their backward."""
+    ones = [1] * (1 + max((act.stage for act in acts), default=0))
+    return round(most_held(acts, ones, ones))

@@ -1,8 +1,10 @@
-"""How long each stage of a drafted layout takes on a device, and what its ranks exchange.
+"""How long the units and stages of a drafted layout take on a device, and what its ranks exchange.
 
-1. Units take what `unit_times.py` says.
+1. Operators (`unit_costs.py`) take what a roofline says. What ranks exchange inside of a unit (tp, cp,
+   ep) takes the time of their link, for which they wait; but a ring sends keys and values on while it
+   attends with others, and compiled blocks hide a part of what tp exchanges (`tp_async`).
 2. FSDP's gathers and reductions come once a step, or unit by unit beside what is computed
-   (`overlap.py`), by `fsdp.zero` as in `parallel/sharding.py`; those of experts are by themselves,
+   (`overlapped_seconds`), by `fsdp.zero` as in `parallel/sharding.py`; those of experts are by themselves,
    among fewer ranks.
 3. Messages between stages have the sizes of the draft.
 """
@@ -11,21 +13,254 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from typing import Any
 
 from torch import nn
 
 from titanlike.config.hardware import Hardware
-from titanlike.config.schema import AdamW, Config, Muon, Sgd
-from titanlike.costs import links
-from titanlike.costs.links import backward_seconds, forward_seconds
+from titanlike.config.schema import AdamW, Config, Float8Precision, Muon, Sgd
+from titanlike.costs.known_hardware import link_of, message_link, overlapped_seconds, sharded
 from titanlike.costs.simulate import Duration, StageTimes
-from titanlike.costs.unit_costs import CostError
-from titanlike.costs.unit_times import Roofline, UnitTimes, as_measured, guessed_times, unit_times
+from titanlike.costs.unit_costs import ATTENTION, CostError, NodeCosts, Operator, Operators
+from titanlike.distributed import collectives
 from titanlike.distributed.sharding import StateBytes, compute_dtype
 from titanlike.graph.cut import messages
 from titanlike.optim.muon import hidden_matrices
+from titanlike.parallel.activation_checkpoint import keeps, saved_operators
+from titanlike.parallel.expert_parallel import SEND_TOKENS
 from titanlike.training.draft import Draft
+
+# Of what operators that are no products read and write, and of their launches, compiled code leaves
+# so much: a chain of them becomes one kernel.
+_FUSED_BYTES, _FUSED_LAUNCHES = 0.6, 0.25
+
+# To multiply in float8, an operand is read for its largest value, and written in a byte
+_CAST_BYTES = 5
+_CAST_BYTES_COMPILED = 2  # its values are read where they are made
+
+# Of what compiled blocks of tensor-parallel ranks exchange so much is beside their products
+# (`tp_async`)
+_HIDDEN = 0.4
+
+_CLIP = 12  # bytes a parameter: the norm reads gradients, clipping reads and writes them
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """Of some operators: device, of it in products and attention, and how many are launched."""
+
+    device: float = 0.0
+    products: float = 0.0
+    launches: float = 0.0
+
+    def __add__(self, other: Seconds) -> Seconds:
+        device, products = self.device + other.device, self.products + other.products
+        return Seconds(device, products, self.launches + other.launches)
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """A device, and what of a config decides how fast it computes."""
+
+    hardware: Hardware
+    compiled: bool = False  # blocks are
+    tf32: bool = False
+    float8: bool = False  # products of blocks are
+    float8_weights: bool = True  # and those that give weight gradients
+
+    @classmethod
+    def of(cls, config: Config, hardware: Hardware) -> Roofline:
+        precision = config.precision
+        recipe = precision.recipe if isinstance(precision, Float8Precision) else None
+        float8, weights = recipe is not None, recipe not in (None, "rowwise_with_gw_hp")
+        return cls(hardware, config.compile, config.matmul_precision != "highest", float8, weights)
+
+    def seconds(
+        self,
+        operators: Operators,
+        block: bool,
+        *,
+        weights: bool = False,
+        without: Sequence[str] = (),
+    ) -> Seconds:
+        """block: of a block; weights: gradients of weights; without: patterns of operators whose
+        results are there already."""
+        total = Seconds()
+        for operator, count in operators.items():
+            if not any(fnmatchcase(operator.name, pattern) for pattern in without):
+                one = self._one(operator, block, weights)
+                total += Seconds(count * one.device, count * one.products, count * one.launches)
+        return total
+
+    def _one(self, operator: Operator, block: bool, weights: bool) -> Seconds:
+        device = self.hardware
+        rate = device.memory_bandwidth * device.memory_efficiency
+        memory = operator.bytes / rate
+        if not operator.flops and operator.name != ATTENTION:
+            if self.compiled and block:
+                kernels = _FUSED_LAUNCHES * device.kernel_seconds
+                return Seconds(_FUSED_BYTES * memory + kernels, 0.0, _FUSED_LAUNCHES)
+            return Seconds(memory + device.kernel_seconds, 0.0, 1)
+        peak = device.tf32_flops if self.tf32 else device.fp32_flops
+        peak = device.bf16_flops if operator.itemsize <= 2 else peak
+        share = device.attention_efficiency
+        if operator.name != ATTENTION:
+            share = device.matmul_efficiency
+            for size in operator.sizes or ():
+                share *= size / (size + device.matmul_half)
+        seconds = max(operator.flops / (peak * share), memory)
+        float8 = self.float8 and block and (self.float8_weights or not weights)
+        if float8 and operator.sizes is not None:
+            rows, columns, summed = operator.sizes
+            each = _CAST_BYTES_COMPILED if self.compiled else _CAST_BYTES
+            cast = each * (rows + columns) * summed
+            seconds = operator.flops / (device.fp8_flops * share) + cast / rate
+        seconds += device.kernel_seconds
+        return Seconds(seconds, seconds, 1)
+
+
+@dataclass(frozen=True)
+class UnitTimes:
+    """Seconds of a unit and a microbatch, and what a rank sends to those with whom it computes."""
+
+    forward: Seconds = Seconds()
+    recompute: Seconds = Seconds()  # where it is recomputed
+    input_gradient: Seconds = Seconds()
+    weight_gradient: Seconds = Seconds()
+    parameters: int = 0
+    experts: int = 0  # of the parameters, those of experts
+    # by axis: seconds for which ranks wait, and bytes that are sent
+    waits_forward: Mapping[str, float] = field(default_factory=dict)
+    waits_backward: Mapping[str, float] = field(default_factory=dict)
+    sent_forward: Mapping[str, int] = field(default_factory=dict)
+    sent_backward: Mapping[str, int] = field(default_factory=dict)
+    kept: frozenset[str] = frozenset()  # axes whose exchanges of the forward are not repeated
+
+    @property
+    def computes(self) -> Seconds:
+        """Forward and backward, without recomputation."""
+        return self.forward + self.input_gradient + self.weight_gradient
+
+    @property
+    def exchanged_forward(self) -> float:
+        return sum(self.waits_forward.values())
+
+    @property
+    def exchanged_again(self) -> float:
+        return sum(s for axis, s in self.waits_forward.items() if axis not in self.kept)
+
+    @property
+    def exchanged_backward(self) -> float:
+        return sum(self.waits_backward.values())
+
+
+def unit_times(config: Config, draft: Draft, roofline: Roofline) -> dict[str, UnitTimes]:
+    """By the names of the units. Raises CostError where they cannot be run alone."""
+    memory = draft.memory()
+    if memory.unit_costs is None:
+        raise CostError(memory.unknown)
+    calls = memory.unit_costs.operators(draft.peers)
+    numel = memory.unit_parameters()
+    blocks = {unit.name for unit in draft.model_graph.units if unit.block}
+    exchanges, save = _Exchanges(config, draft, roofline.hardware), saved_operators(config)
+    kept = frozenset({"ep"} if keeps(SEND_TOKENS, save) else ())
+    names = [name for stage in draft.stages for name in stage]
+    known: dict[tuple[tuple[int, ...], bool], UnitTimes] = {}  # of equal calls
+
+    def times(nodes: Sequence[NodeCosts], block: bool) -> UnitTimes:
+        forward = recompute = inputs = weights = Seconds()
+        waits: tuple[Any, Any] = Counter(), Counter()
+        sent: tuple[Any, Any] = Counter(), Counter()
+        for node in nodes:
+            forward += roofline.seconds(node.forward, block)
+            recompute += roofline.seconds(node.forward, True, without=save)
+            inputs += roofline.seconds(node.input_gradient, block)
+            weights += roofline.seconds(node.weight_gradient, block, weights=True)
+            ways = (
+                (node.exchanged_forward, node.forward),
+                (node.exchanged_backward, node.input_gradient),
+            )
+            for way, (exchanged, operators) in enumerate(ways):
+                attention = {o: count for o, count in operators.items() if o.name == ATTENTION}
+                attends = roofline.seconds(attention, True).device
+                waits[way].update(
+                    {
+                        axis: exchanges.seconds(axis, collectives.Traffic(*values), attends)
+                        for axis, values in exchanged.items()
+                    }
+                )
+                sent[way].update({axis: values[0] for axis, values in exchanged.items()})
+        return UnitTimes(forward, recompute, inputs, weights, 0, 0, *waits, *sent, kept)
+
+    table: dict[str, UnitTimes] = {}
+    for name, nodes in zip(names, calls, strict=True):
+        key = tuple(map(id, nodes)), name in blocks
+        if key not in known:
+            known[key] = times(nodes, name in blocks)
+        table[name] = replace(known[key], parameters=numel[name][0], experts=numel[name][1])
+    return table
+
+
+class _Exchanges:
+    """How long what is exchanged takes, by the way each axis does it."""
+
+    def __init__(self, config: Config, draft: Draft, hardware: Hardware) -> None:
+        context = getattr(draft.peers.get("cp"), "method", None)
+        self._links = {axis: link_of(config, axis, hardware) for axis in draft.peers}
+        self._rates = {axis: link.bandwidth for axis, link in self._links.items()}
+        for axis, link in self._links.items():
+            if axis == "ep" or (axis == "cp" and context == "ulysses"):
+                self._rates[axis] = link.to_all
+            elif axis == "cp" and context == "ring":
+                self._rates[axis] = link.to_next
+        self._visible = 1 - _HIDDEN * config.tp_async
+        # the first block of a ring is of keys that are there, before anything is sent
+        self._beside = 1 - 1 / config.cp
+
+    def seconds(self, axis: str, sent: collectives.Traffic, attention: float) -> float:
+        """For which a rank waits; attention: seconds in which it attends."""
+        rate = self._rates[axis]
+        seconds = self._links[axis].sent(sent.nbytes, sent.messages, rate)
+        hidden = min(sent.beside / rate, self._beside * attention)
+        return (seconds - hidden) * (self._visible if axis == "tp" else 1.0)
+
+
+def _guessed_times(config: Config, draft: Draft, roofline: Roofline) -> dict[str, UnitTimes]:
+    """Of stages whose units cannot be run alone: by their parameters, all in a first unit."""
+    tokens, itemsize = draft.memory().tokens, compute_dtype(config).itemsize
+    table: dict[str, UnitTimes] = {}
+    for stage, names in enumerate(draft.stages):
+        numel = draft.stage_numel(stage)
+        product = {Operator("aten.mm", 2 * numel * tokens, itemsize * numel, itemsize): 1}
+        each = roofline.seconds(product, True)
+        table |= {name: UnitTimes() for name in names}
+        if names:
+            table[names[0]] = UnitTimes(each, each, each, each, parameters=numel)
+    return table
+
+
+def as_measured(
+    units: Mapping[str, UnitTimes], measured: Sequence[Sequence[float]]
+) -> dict[str, UnitTimes]:
+    """With seconds that were measured (forward, backward, weight gradients that wait); of what runs
+    again the share that was estimated."""
+    table = {}
+    for (name, unit), (forward, inputs, weights) in zip(units.items(), measured, strict=True):
+        recompute = forward * unit.recompute.device / (unit.forward.device or 1.0)
+        products = unit.forward.products / (unit.forward.device or 1.0)
+        table[name] = replace(
+            unit,
+            forward=Seconds(forward, forward * products),
+            recompute=Seconds(recompute),
+            input_gradient=Seconds(inputs, inputs * products),
+            weight_gradient=Seconds(weights, weights),
+        )
+    return table
+
+
+# --- the stages of a layout -----------------------------------------------------------------------
 
 
 @dataclass
@@ -79,14 +314,14 @@ class StageLayout:
             stages=draft.stages,
             recomputed=draft.recomputed.blocks,
             deferred=draft.deferred,
-            place=draft.order.place,
+            place=draft.order.stage_to_rank,
             zero=draft.zero,
             microbatches=draft.microbatches,
             numel=[draft.stage_numel(stage) for stage in range(draft.order.stages)],
             received=[0, *(received for received, _ in sizes[1:])],
             sent=[*(sent for _, sent in sizes[:-1]), 0],
             experts=[sum(numel[name][1] for name in names) for names in draft.stages],
-            orthogonalized=orthogonalization(
+            orthogonalized=_orthogonalization(
                 config, draft.model_graph.model, draft.stage_parameters
             ),
         )
@@ -104,7 +339,7 @@ def layout_times(
         units = unit_times(config, draft, roofline)
         units = units if measured is None else as_measured(units, measured)
     except CostError as error:
-        units, estimated = guessed_times(config, draft, roofline), str(error)
+        units, estimated = _guessed_times(config, draft, roofline), str(error)
     return stage_times(config, StageLayout.of(config, draft), hardware, units, estimated)
 
 
@@ -117,19 +352,18 @@ def stage_times(
 ) -> LayoutTimes:
     """units: of each, on this device, in microbatches of the layout."""
     shape = _Shape(config, layout, hardware)
-    stages, traffic, parts = [], [], []
+    times = LayoutTimes([], [], estimated, [])
     for stage, names in enumerate(layout.stages):
         own = [(units[name], name in layout.recomputed[stage]) for name in names]
-        times, moved = shape.stage(stage, own)
-        stages.append(times)
-        traffic.append(moved)
-        parts.append(_parts(own))
-    return LayoutTimes(stages, traffic, estimated, parts)
+        times.stages.append(shape.stage(stage, own))
+        times.traffic.append(shape.traffic(stage, own))
+        times.parts.append(_parts(own))
+    return times
 
 
 def _parts(own: Sequence[tuple[UnitTimes, bool]]) -> dict[str, float]:
     """Seconds of a microbatch by what they are, forward and backward."""
-    both = [u.forward + u.input_gradient + u.weight_gradient for u, _ in own]
+    both = [unit.computes for unit, _ in own]
     products, device = sum(b.products for b in both), sum(b.device for b in both)
     recompute = sum(u.recompute.device + u.exchanged_again for u, recomputed in own if recomputed)
     exchanged: Counter[str] = Counter()
@@ -150,14 +384,14 @@ class _Shape:
     def __init__(self, config: Config, layout: StageLayout, hardware: Hardware) -> None:
         self.config, self.layout, self.hardware = config, layout, hardware
         self.state = StateBytes.of(config, layout.zero)
-        self.bandwidth, self.latency = links.message(config, hardware)
+        self.bandwidth, self.latency = message_link(config, hardware)
         self.itemsize = compute_dtype(config).itemsize
-        self.shard = links.link(config, "shard", hardware)
-        self.expert_shard = links.link(config, "expert_shard", hardware)
+        self.shard = link_of(config, "shard", hardware)
+        self.expert_shard = link_of(config, "expert_shard", hardware)
         both = self.shard, self.expert_shard
-        self.gathers = [links.sharded(link, hardware.gather_bandwidth) for link in both]
-        self.reductions = [links.sharded(link, hardware.reduce_bandwidth) for link in both]
-        self.replicas = links.link(config, "replicate", hardware)
+        self.gathers = [sharded(link, hardware.gather_bandwidth) for link in both]
+        self.reductions = [sharded(link, hardware.reduce_bandwidth) for link in both]
+        self.replicas = link_of(config, "replicate", hardware)
 
     def gather(self, numel: int, experts: int, count: int) -> float:
         """Seconds in which parameters are gathered; experts: how many of them are of experts."""
@@ -167,88 +401,92 @@ class _Shape:
 
     def reduction(self, numel: int, experts: int, count: int) -> float:
         """Seconds in which gradients are summed, in fp32."""
-        if not self.state.fsdp:
-            return 0.0
-        found = 0.0
+        seconds = 0.0
         for size, shard in zip((numel - experts, experts), self.reductions, strict=True):
-            if size:
-                found += shard.gather(4 * size, count)
-                found += self.replicas.all_reduce(4 * size / shard.size, count)
-        return found
+            if size and self.state.fsdp:
+                seconds += shard.gather(4 * size, count)
+                seconds += self.replicas.all_reduce(4 * size / shard.size, count)
+        return seconds
 
-    def duration(
-        self, seconds: float, launches: float, recompute: float, waiting: float
-    ) -> Duration:
-        device = self.hardware
-        host = launches * device.host_seconds + device.action_seconds
-        return Duration(seconds, host, recompute, waiting)
-
-    def orthogonalized(self, stage: int) -> float:
-        flops = self.layout.orthogonalized
-        return flops[stage] / self.state.shards if flops else 0.0
-
-    def message(self, nbytes: int) -> float:
-        return self.latency + nbytes / self.bandwidth if nbytes else 0.0
-
-    def stage(
-        self, stage: int, own: Sequence[tuple[UnitTimes, bool]]
-    ) -> tuple[StageTimes, Traffic]:
-        layout, zero = self.layout, self.layout.zero
+    def stage(self, stage: int, own: Sequence[tuple[UnitTimes, bool]]) -> StageTimes:
+        layout, zero, device = self.layout, self.layout.zero, self.hardware
         numel, experts, count = layout.numel[stage], layout.experts[stage], max(1, len(own))
         sharded = self.state.fsdp and self.shard.size > 1
-        each = sharded and zero == 3
-        gathers = [self.gather(u.parameters, u.experts, 1) if each else 0 for u, _ in own]
-        reduced = [
-            self.reduction(u.parameters, u.experts, 1) if self.state.fsdp and zero > 1 else 0.0
-            for u, _ in own
-        ]
+        gathers, reduced = [0.0 for _ in own], [0.0 for _ in own]
+        if sharded and zero == 3:
+            gathers = [self.gather(u.parameters, u.experts, 1) for u, _ in own]
+        if zero > 1:
+            reduced = [self.reduction(u.parameters, u.experts, 1) for u, _ in own]
+        deferred = stage in layout.deferred
         forward = [u.forward.device + u.exchanged_forward for u, _ in own]
         recompute = [u.recompute.device + u.exchanged_again if on else 0.0 for u, on in own]
-        deferred = stage in layout.deferred
-        weights = [u.weight_gradient.device for u, _ in own]
         inputs = [u.input_gradient.device + u.exchanged_backward for u, _ in own]
+        weights = [u.weight_gradient.device for u, _ in own]
         whole = [a + b + c for a, b, c in zip(recompute, inputs, weights, strict=True)]
         halves = [a + b for a, b in zip(recompute, inputs, strict=True)] if deferred else whole
-        exchanged = sum(u.exchanged_forward for u, _ in own)
+        if device.runs_ahead:
+            all_forward = overlapped_seconds(forward, gathers)
+            all_backward = overlapped_seconds(whole[::-1], gathers[::-1], reduced[::-1])
+        else:  # a core that computes sends, too
+            all_forward = sum(forward) + sum(gathers)
+            all_backward = sum(whole) + sum(gathers) + sum(reduced)
+        exchanged, again = sum(u.exchanged_forward for u, _ in own), sum(recompute)
+        sent_back = sum(u.exchanged_backward for u, _ in own)
         launched = [
             sum(getattr(u, part).launches for u, on in own if on or part != "recompute")
             for part in ("forward", "recompute", "input_gradient", "weight_gradient")
         ]
-        if self.hardware.runs_ahead:
-            all_forward = forward_seconds(forward, gathers)
-            all_backward = backward_seconds(whole[::-1], gathers[::-1], reduced[::-1])
-        else:  # a core that computes sends, too
-            all_forward = sum(forward) + sum(gathers)
-            all_backward = sum(whole) + sum(gathers) + sum(reduced)
-        repeated, sent_back = sum(recompute), sum(u.exchanged_backward for u, _ in own)
-        waiting = all_backward - sum(whole) + sent_back
-        times = StageTimes(
-            forward=self.duration(
-                all_forward, launched[0], 0.0, exchanged + all_forward - sum(forward)
+
+        def duration(seconds: float, launches: float, again: float, waiting: float) -> Duration:
+            host = launches * device.host_seconds + device.action_seconds
+            return Duration(seconds, host, again, waiting)
+
+        waits = all_backward - sum(whole) + sent_back
+        later = duration(sum(weights), launched[3], 0.0, 0.0)
+        return StageTimes(
+            forward=duration(all_forward, launched[0], 0.0, exchanged + all_forward - sum(forward)),
+            backward=duration(all_backward, sum(launched[1:]), again, waits),
+            input_gradient=duration(
+                sum(halves), sum(launched[1 : 3 if deferred else 4]), again, sent_back
             ),
-            backward=self.duration(all_backward, sum(launched[1:]), repeated, waiting),
-            input_gradient=self.duration(
-                sum(halves), sum(launched[1 : 3 if deferred else 4]), repeated, sent_back
-            ),
-            weight_gradient=self.duration(sum(weights), launched[3], 0.0, 0.0)
-            if deferred
-            else Duration(0.0, self.hardware.action_seconds),
-            sends_forward=self.message(layout.sent[stage]),
-            sends_backward=self.message(layout.received[stage]),
+            weight_gradient=later if deferred else Duration(0.0, device.action_seconds),
+            sends_forward=self._message(layout.sent[stage]),
+            sends_backward=self._message(layout.received[stage]),
             gather=self.gather(numel, experts, count) if sharded and zero < 3 else 0.0,
             reduce=self.reduction(numel, experts, count) if zero == 1 else 0.0,
-            update=update_seconds(
-                self.config,
-                (numel - experts) / self.state.shards + experts / self.expert_shard.size,
-                self.orthogonalized(stage),
-                self.hardware,
-            ),
+            update=self._update(stage),
         )
-        return times, self._traffic(own, stage)
 
-    def _traffic(self, own: Sequence[tuple[UnitTimes, bool]], stage: int) -> Traffic:
+    def _message(self, nbytes: int) -> float:
+        return self.latency + nbytes / self.bandwidth if nbytes else 0.0
+
+    def _update(self, stage: int) -> float:
+        """Seconds of the optimizer's update of what a rank has of a stage."""
+        config, device, flops = self.config, self.hardware, 0.0
+        experts, shards = self.layout.experts[stage], self.state.shards
+        numel = (self.layout.numel[stage] - experts) / shards + experts / self.expert_shard.size
+        if self.layout.orthogonalized:
+            flops = self.layout.orthogonalized[stage] / shards
+        match config.optimizer:
+            case Sgd(momentum=momentum):
+                touched = 12 + (8 if momentum > 0 else 0)
+            case AdamW(state_dtype="bf16"):
+                touched = 20
+            case _:
+                touched = 28
+        touched += _CLIP if getattr(config.optimizer, "clip", None) is not None else 4
+        seconds = numel * touched / (device.memory_bandwidth * device.memory_efficiency)
+        if config.fsdp.cpu_offload:  # gradients to the host, parameters back; its memory is slower
+            seconds = numel * (8 + touched) / device.host_bandwidth
+        return seconds + flops / (device.bf16_flops * device.matmul_efficiency)
+
+    def traffic(self, stage: int, own: Sequence[tuple[UnitTimes, bool]]) -> Traffic:
         config, layout, m = self.config, self.layout, self.layout.microbatches
-        moved = Traffic(messages=m * self._messages(stage))
+        place, moved = layout.place, Traffic()
+        if stage and place[stage - 1] != place[stage]:
+            moved.messages += m * layout.received[stage]
+        if stage + 1 < len(place) and place[stage + 1] != place[stage]:
+            moved.messages += m * layout.sent[stage]
         for unit, recomputed in own:
             for axis, nbytes in unit.sent_forward.items():
                 times = 1 + (recomputed and axis not in unit.kept)
@@ -270,55 +508,22 @@ class _Shape:
         moved.expert_reduced = reductions * 4 * part
         return moved
 
-    def _messages(self, stage: int) -> int:
-        """Bytes that a stage sends to others, forward and backward of a microbatch."""
-        layout, place, sent = self.layout, self.layout.place, 0
-        if stage and place[stage - 1] != place[stage]:
-            sent += layout.received[stage]
-        if stage + 1 < len(place) and place[stage + 1] != place[stage]:
-            sent += layout.sent[stage]
-        return sent
 
-
-# --- how long the optimizer's update takes --------------------------------------------------------
-
-
-_CLIP = 12  # bytes a parameter: the norm reads gradients, clipping reads and writes them
-
-
-def update_seconds(config: Config, numel: float, flops: float, hardware: Hardware) -> float:
-    """numel: parameters that a rank updates; flops: see `orthogonalization`."""
-    optimizer = config.optimizer
-    match optimizer:
-        case Sgd(momentum=momentum):
-            touched = 12 + (8 if momentum > 0 else 0)
-        case AdamW(state_dtype="bf16"):
-            touched = 20
-        case _:
-            touched = 28
-    touched += _CLIP if getattr(optimizer, "clip", None) is not None else 4
-    seconds = numel * touched / (hardware.memory_bandwidth * hardware.memory_efficiency)
-    if config.fsdp.cpu_offload:  # gradients to the host, parameters back; its memory is slower
-        seconds = numel * (8 + touched) / hardware.host_bandwidth
-    return seconds + flops / (hardware.bf16_flops * hardware.matmul_efficiency)
-
-
-def orthogonalization(
+def _orthogonalization(
     config: Config, model: nn.Module, stages: Sequence[Mapping[str, int]]
 ) -> list[float]:
-    """FLOPs of Muon's Newton-Schulz iterations (optim/orthogonalize.py) on each stage's matrices.
+    """FLOPs of Muon's Newton-Schulz iterations (optim/muon.py) on each stage's matrices.
 
     stages: of each the names of its parameters.
     """
-    found = [0.0] * len(stages)
-    if not isinstance(config.optimizer, Muon):
-        return found
-    hidden = hidden_matrices(model, config.optimizer)
-    for stage, names in enumerate(stages):
-        for name in hidden & names.keys():
-            *_, rows, columns = model.get_parameter(name).shape
-            small, large = sorted((rows, columns))
-            # x x^T, its square, and their product with x
-            each = 4 * small * small * large + 2 * small**3
-            found[stage] += config.optimizer.ns_steps * each
-    return found
+    flops = [0.0] * len(stages)
+    if isinstance(config.optimizer, Muon):
+        hidden = hidden_matrices(model, config.optimizer)
+        for stage, names in enumerate(stages):
+            for name in hidden & names.keys():
+                *_, rows, columns = model.get_parameter(name).shape
+                small, large = sorted((rows, columns))
+                # x x^T, its square, and their product with x
+                each = 4 * small * small * large + 2 * small**3
+                flops[stage] += config.optimizer.ns_steps * each
+    return flops

@@ -13,8 +13,8 @@ import textwrap
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
-from itertools import chain
+from functools import cached_property, partial
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -22,20 +22,20 @@ from titanlike.config.errors import ConfigError, Problem
 from titanlike.config.parse import parse
 from titanlike.config.profile import TIMELINE
 from titanlike.config.schema import BalanceSplit, Config
+from titanlike.costs.auto_split import StageCosts, best_split
 from titanlike.costs.estimate import Estimate, make_estimate
 from titanlike.costs.estimate_text import table
 from titanlike.costs.known_hardware import likely_hardware
 from titanlike.costs.simulate import Duration, Simulation, StageTimes, simulate
-from titanlike.costs.unit_times import Roofline, unit_times
-from titanlike.graph.partition import SplitError, partition
+from titanlike.costs.stage_times import Roofline, unit_times
+from titanlike.graph.partition import partition
 from titanlike.metrics import timeline_file, units
 from titanlike.metrics.timeline_file import RankStep, Timeline
-from titanlike.pipeline.order import Act, Order
+from titanlike.pipeline.order import Action, Order
 from titanlike.training.anomalies import slow_ranks
 
 _COMPUTED = ("F", "B", "I", "W")
 _UNEVEN, _SLOW, _LEAST = 0.05, 0.1, 0.01  # shares that are worth a sentence
-_MOVES = 24  # of blocks between stages that are tried
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class TimelineReport:
 
     @cached_property
     def order(self) -> Order:
-        ranks = tuple(tuple(map(Act.parse, acts)) for acts in self.timeline.order)
+        ranks = tuple(tuple(map(Action.parse, acts)) for acts in self.timeline.order)
         microbatches = len({act.mb for acts in ranks for act in acts})
         return Order(ranks, tuple(self.timeline.place), microbatches)
 
@@ -111,7 +111,13 @@ class TimelineReport:
     @cached_property
     def measured(self) -> list[StageTimes]:
         """What each stage took, of its first ranks; the exchanges within an action are part of it."""
-        return [_stage_times(self.timeline, stage) for stage in range(self.order.stages)]
+        stages = []
+        for stage in range(self.order.stages):
+            seconds = timeline_file.stage_seconds(self.timeline, stage)
+            forward, backward, inputs, weights = (Duration(seconds[kind]) for kind in "FBIW")
+            exchanges = {kind: seconds[kind] for kind in ("gather", "reduce")}
+            stages.append(StageTimes(forward, backward, inputs, weights, **exchanges))
+        return stages
 
     @cached_property
     def simulation(self) -> Simulation:
@@ -147,22 +153,55 @@ class TimelineReport:
     def better_split(self) -> tuple[list[int], float] | None:
         """(blocks of each stage, share of the step that simulation says is gained); None where moving
         blocks gains nothing, or it is not known what they take."""
-        return _better_split(self)
+        plan, order = self.plan, self.order
+        if plan is None or plan.times.estimated or len(order.ranks) == 1:
+            return None
+        model = plan.draft.model_graph.units
+        table = unit_times(plan.config, plan.draft, Roofline.of(plan.config, plan.hardware))
+        weight = {name: unit.computes.device for name, unit in table.items()}
+        # share of its stage's time, by the plan, and what the stage took
+        of_unit: dict[str, tuple[float, StageTimes]] = {}
+        for names, times in zip(plan.draft.stages, self.measured, strict=True):
+            total = sum(weight[name] for name in names) or 1.0
+            of_unit |= {name: (weight[name] / total, times) for name in names}
+        costs, pending = [], 0.0  # nanoseconds of each block, with what comes before it
+        for unit in model:
+            share, times = of_unit[unit.name]
+            pending += 1e9 * share * _whole(times)
+            if unit.block:
+                costs.append(round(pending))
+                pending = 0.0
+        if len(costs) < order.stages:
+            return None
+        costs[-1] += round(pending)
+        starts = best_split(StageCosts(None, costs, [1] * order.stages), order.stage_to_rank).starts
+        balance = [stop - start for start, stop in pairwise([*starts, len(costs)])]
+        moved = []
+        stages = partition(model, BalanceSplit("balance", balance), order.stages)
+        for names, before in zip(stages, self.measured, strict=True):
+            own = [of_unit[name] for name in names]
+            parts: dict[str, Any] = {
+                kind: Duration(sum(share * getattr(times, kind).device for share, times in own))
+                for kind in ("forward", "backward", "input_gradient", "weight_gradient")
+            }
+            moved.append(replace(before, **parts))
+        gain = self.simulation.step / simulate(order, moved).step - 1
+        return (balance, gain) if gain > _LEAST else None
 
     def sentences(self) -> list[str]:
         """What to change, the most important first."""
         found = []
+        places = {place.rank: place for place in self.timeline.ranks}
         for rank, share in self.slow_copies():
-            place = self.timeline.ranks[[p.rank for p in self.timeline.ranks].index(rank.rank)]
+            place = places[rank.rank]
             found.append(
                 f"rank {rank.rank} ({place.host}, {place.device}) computes {share:.0%} longer than the "
                 "ranks with the same stages: look at that machine"
             )
         worst, share = self.heaviest()
         if len(self.order.ranks) > 1 and share > _UNEVEN:
-            name = f"rank {worst}"
-            if len(self.order.local(worst)) == 1:
-                name = f"stage {self.order.local(worst)[0]}"
+            local = self.order.local(worst)
+            name = f"rank {worst}" if len(local) > 1 else f"stage {local[0]}"
             text = f"{name} is {share:.0%} heavier than the mean"
             if self.better_split is not None:
                 balance, gain = self.better_split
@@ -177,16 +216,16 @@ class TimelineReport:
                 f"rank {waiting.rank} waits {waiting.waiting / waiting.step:.0%} of the step for messages, "
                 f"most for those of pipeline rank {waiting.waits_for}"
             )
-        exchanging = max(self.ranks, key=lambda rank: rank.exchanging)
-        if exchanging.exchanging > _SLOW * exchanging.step:
+        rank = max(self.ranks, key=lambda rank: rank.exchanging)
+        if rank.exchanging > _SLOW * rank.step:
             found.append(
-                f"rank {exchanging.rank} gathers and reduces for {exchanging.exchanging / exchanging.step:.0%} "
-                "of the step: more microbatches, or another fsdp.zero"
+                f"rank {rank.rank} gathers and reduces for {rank.exchanging / rank.step:.0%} of the step: "
+                "more microbatches, or another fsdp.zero"
             )
-        host = max(self.ranks, key=lambda rank: rank.host)
-        if host.host > _SLOW * host.step:
+        rank = max(self.ranks, key=lambda rank: rank.host)
+        if rank.host > _SLOW * rank.step:
             found.append(
-                f"rank {host.rank} spends {host.host / host.step:.0%} of the step outside of actions: "
+                f"rank {rank.rank} spends {rank.host / rank.step:.0%} of the step outside of actions: "
                 "in its data, its update, or its host"
             )
         return found
@@ -215,68 +254,6 @@ def _whole(times: StageTimes) -> float:
     return times.forward.device + max(times.backward.device, split)
 
 
-def _stage_times(timeline: Timeline, stage: int) -> StageTimes:
-    seconds = timeline_file.stage_seconds(timeline, stage)
-    forward, backward, inputs, weights = (Duration(seconds[kind]) for kind in "FBIW")
-    exchanges = {"gather": seconds["gather"], "reduce": seconds["reduce"]}
-    return StageTimes(forward, backward, inputs, weights, **exchanges)
-
-
-def _better_split(report: TimelineReport) -> tuple[list[int], float] | None:
-    plan, order = report.plan, report.order
-    if plan is None or plan.times.estimated or len(order.ranks) == 1:
-        return None
-    units = plan.draft.model_graph.units
-    blocks = {unit.name for unit in units if unit.block}
-    now = [sum(name in blocks for name in stage) for stage in plan.draft.stages]
-    roofline = Roofline.of(plan.config, plan.hardware)
-    weight = {
-        name: (unit.forward + unit.input_gradient + unit.weight_gradient).device
-        for name, unit in unit_times(plan.config, plan.draft, roofline).items()
-    }
-    of_unit: dict[str, tuple[float, StageTimes]] = {}  # share of its stage's time, by the plan
-    for names, times in zip(plan.draft.stages, report.measured, strict=True):
-        total = sum(weight[name] for name in names) or 1.0
-        of_unit |= {name: (weight[name] / total, times) for name in names}
-
-    def simulated(balance: list[int]) -> float | None:
-        try:
-            stages = partition(units, BalanceSplit("balance", balance), order.stages)
-        except SplitError:
-            return None
-        moved = []
-        for names, before in zip(stages, report.measured, strict=True):
-            parts: dict[str, Any] = {}
-            for kind in ("forward", "backward", "input_gradient", "weight_gradient"):
-                of = [
-                    (share, getattr(times, kind).device)
-                    for share, times in map(of_unit.__getitem__, names)
-                ]
-                parts[kind] = Duration(sum(share * seconds for share, seconds in of))
-            moved.append(replace(before, **parts))
-        return simulate(order, moved).step
-
-    best, balance = simulated(now), now
-    if best is None:
-        return None
-    before = best
-    for _ in range(_MOVES):
-        tried = []
-        for giver in range(order.stages):
-            for taker in range(order.stages):
-                if giver != taker and balance[giver] > 0:
-                    other = [*balance]
-                    other[giver] -= 1
-                    other[taker] += 1
-                    if (seconds := simulated(other)) is not None:
-                        tried.append((seconds, other))
-        if not tried or min(tried)[0] >= best * (1 - 1e-3):
-            break
-        best, balance = min(tried)
-    gain = before / best - 1
-    return (balance, gain) if gain > _LEAST else None
-
-
 # --- timelines as text for a terminal, and as plain data for programs -----------------------------
 
 
@@ -285,8 +262,12 @@ _FEW = 32  # ranks that each have a line
 
 def as_data(report: TimelineReport) -> dict[str, Any]:
     """One JSON object. Seconds, shares of 1."""
-    plan = report.plan
-    better = report.better_split
+    plan, better = report.plan, report.better_split
+    planned = plan and {
+        "hardware": plan.hardware.title,
+        "step_seconds": plan.step_seconds,
+        "bubble": plan.simulation.bubble,
+    }
     return {
         "steps": [step[0].step for step in report.timeline.steps],
         "step_seconds": report.seconds,
@@ -295,22 +276,9 @@ def as_data(report: TimelineReport) -> dict[str, Any]:
         "clock_error_seconds": report.timeline.clock_error,
         "ranks": [asdict(rank) for rank in report.ranks],
         "stages": [
-            {
-                "stage": stage,
-                "forward_seconds": times.forward.device,
-                "backward_seconds": times.backward.device,
-                "input_gradient_seconds": times.input_gradient.device,
-                "weight_gradient_seconds": times.weight_gradient.device,
-            }
-            for stage, times in enumerate(report.measured)
+            {"stage": stage, **times.as_data()} for stage, times in enumerate(report.measured)
         ],
-        "planned": None
-        if plan is None
-        else {
-            "hardware": plan.hardware.title,
-            "step_seconds": plan.step_seconds,
-            "bubble": plan.simulation.bubble,
-        },
+        "planned": planned,
         "balance": None if better is None else {"blocks": better[0], "gain": better[1]},
         "advice": report.sentences(),
     }
@@ -321,10 +289,8 @@ def as_text(reports: Sequence[tuple[str, TimelineReport]], width: int = 80) -> s
     parts = []
     for name, report in reports:
         parts += [_summary(name, report), _rank_table(report, width), _stage_table(report, width)]
-        sentences = [
-            textwrap.fill(text, width, initial_indent="- ", subsequent_indent="  ")
-            for text in report.sentences()
-        ]
+        wrap = partial(textwrap.fill, width=width, initial_indent="- ", subsequent_indent="  ")
+        sentences = [*map(wrap, report.sentences())]
         parts.append("\n".join(sentences or ["nothing stands out"]))
     if len(reports) > 1:
         parts.append(_comparison(reports, width))
@@ -332,25 +298,23 @@ def as_text(reports: Sequence[tuple[str, TimelineReport]], width: int = 80) -> s
 
 
 def _summary(name: str, report: TimelineReport) -> str:
-    steps = [step[0].step for step in report.timeline.steps]
-    measured = f"step {units.short_time(report.seconds)}, bubble {report.bubble:.1%}"
+    def step(seconds: float, bubble: float) -> str:
+        return f"step {units.short_time(seconds)}, bubble {bubble:.1%}"
+
+    steps, simulated = [step[0].step for step in report.timeline.steps], report.simulation
     lines = [
         f"{name}: {report.config.schedule.name}, pp={len(report.order.ranks)}, "
         f"{report.order.microbatches} microbatches, steps {steps[0]} to {steps[-1]}",
-        f"  measured                  {measured}",
-        f"  order with these times    {_of(report.simulation.step, report.simulation.bubble)}",
+        f"  measured                  {step(report.seconds, report.bubble)}",
+        f"  order with these times    {step(simulated.step, simulated.bubble)}",
     ]
-    if report.plan is not None:
-        planned = _of(report.plan.step_seconds, report.plan.simulation.bubble)
-        lines.append(f"  plan                      {planned} ({report.plan.hardware.title})")
+    if (plan := report.plan) is not None:
+        planned = step(plan.step_seconds, plan.simulation.bubble)
+        lines.append(f"  plan                      {planned} ({plan.hardware.title})")
     if report.timeline.clock_error:
         error = units.short_time(report.timeline.clock_error)
         lines.append(f"  clocks of two ranks are at most {error} apart")
     return "\n".join(lines)
-
-
-def _of(seconds: float, bubble: float) -> str:
-    return f"step {units.short_time(seconds)}, bubble {bubble:.1%}"
 
 
 def _rank_table(report: TimelineReport, width: int) -> str:
@@ -368,58 +332,40 @@ def _rank_table(report: TimelineReport, width: int) -> str:
     ]
     rows = []
     for rank in report.ranks[:_FEW]:
-        rows.append(_rank_row(report, rank))
-    text = table(header, rows, width)
+        times = rank.computing, rank.exchanging, rank.waiting, rank.agreeing, rank.host
+        shares = [f"{seconds / rank.step:.1%}" if rank.step else "-" for seconds in times]
+        computes, exchanges, waits, *others = shares
+        planned = "-"
+        if report.plan is not None:
+            simulated = report.plan.simulation
+            planned = f"{simulated.computes[rank.pp_rank] / simulated.step:.1%}"
+        sender = "-" if rank.waits_for is None else f"pp {rank.waits_for}"
+        row = [str(rank.rank), str(rank.pp_rank), units.short_time(rank.step), computes, planned]
+        rows.append([*row, exchanges, waits, sender, *others])
     left = len(report.ranks) - _FEW
-    return text + (f"\n  and {left} more: --json" if left > 0 else "")
-
-
-def _rank_row(report: TimelineReport, rank: RankTimes) -> list[str]:
-    def share(seconds: float) -> str:
-        return f"{seconds / rank.step:.1%}" if rank.step else "-"
-
-    planned = "-"
-    if report.plan is not None:
-        simulation = report.plan.simulation
-        planned = f"{simulation.computes[rank.pp_rank] / simulation.step:.1%}"
-    return [
-        str(rank.rank),
-        str(rank.pp_rank),
-        units.short_time(rank.step),
-        share(rank.computing),
-        planned,
-        share(rank.exchanging),
-        share(rank.waiting),
-        "-" if rank.waits_for is None else f"pp {rank.waits_for}",
-        share(rank.agreeing),
-        share(rank.host),
-    ]
+    return table(header, rows, width) + (f"\n  and {left} more: --json" if left > 0 else "")
 
 
 def _stage_table(report: TimelineReport, width: int) -> str:
-    if not report.order.splits_backward:
-        kinds = {"forward": "forward", "backward": "backward"}
-    else:
+    kinds = {"forward": "forward", "backward": "backward"}
+    if report.order.splits_backward:
         kinds = {"forward": "forward", "input gradient": "input_gradient"}
         kinds["weight gradient"] = "weight_gradient"
-    header, rows = ["stage", "pp", *kinds, "of the mean", "planned"], []
-    seconds = report.stage_seconds
-    mean = sum(seconds) / len(seconds) or 1.0
-    planned = _planned(report)
+    of_mean, planned = _of_mean(report.stage_seconds), ["-"] * report.order.stages
+    if report.plan is not None:
+        stages = report.plan.times.stages
+        planned = _of_mean([times.forward.device + times.backward.device for times in stages])
+    rows = []
     for stage, times in enumerate(report.measured):
         each = [units.short_time(getattr(times, name).device) for name in kinds.values()]
-        of_mean = f"{seconds[stage] / mean:.0%}"
-        rows.append([str(stage), str(report.order.place[stage]), *each, of_mean, planned[stage]])
-    return table(header, rows, width)
+        place = str(report.order.stage_to_rank[stage])
+        rows.append([str(stage), place, *each, of_mean[stage], planned[stage]])
+    return table(["stage", "pp", *kinds, "of the mean", "planned"], rows, width)
 
 
-def _planned(report: TimelineReport) -> list[str]:
-    """Of each stage: what the plan has of the mean."""
-    if report.plan is None:
-        return ["-"] * report.order.stages
-    each = [t.forward.device + t.backward.device for t in report.plan.times.stages]
-    mean = sum(each) / len(each) or 1.0
-    return [f"{seconds / mean:.0%}" for seconds in each]
+def _of_mean(values: Sequence[float]) -> list[str]:
+    mean = sum(values) / len(values) or 1.0
+    return [f"{value / mean:.0%}" for value in values]
 
 
 def _comparison(reports: Sequence[tuple[str, TimelineReport]], width: int) -> str:
@@ -427,9 +373,10 @@ def _comparison(reports: Sequence[tuple[str, TimelineReport]], width: int) -> st
     rows = []
     for name, report in reports:
         config, ranks = report.config, report.ranks
-        share = sum(rank.computing / rank.step for rank in ranks) / len(ranks)
+        computes = sum(rank.computing / rank.step for rank in ranks) / len(ranks)
         waits = sum((rank.waiting + rank.agreeing) / rank.step for rank in ranks) / len(ranks)
         speed = config.batch_size * config.seq_len / report.seconds
-        times = [units.short_time(report.seconds), f"{report.bubble:.1%}", f"{share:.1%}"]
-        rows.append([name, config.schedule.name, *times, f"{waits:.1%}", f"{speed:,.0f}"])
+        shares = [f"{share:.1%}" for share in (report.bubble, computes, waits)]
+        step = units.short_time(report.seconds)
+        rows.append([name, config.schedule.name, step, *shares, f"{speed:,.0f}"])
     return table(header, rows, width)

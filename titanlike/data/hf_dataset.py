@@ -1,7 +1,7 @@
 """Hugging Face datasets (`data=hf`): a local folder or file, or a name on the hub, as a series of texts.
 
 The texts are read once, in the dataset's own order, and tokenized into the cache as those of data=text
-(tokenized_corpus.py). So a run's position in them is a number, in any layout, and no rank imports
+(text.py). So a run's position in them is a number, in any layout, and no rank imports
 `datasets` where the cache has them.
 """
 
@@ -9,12 +9,17 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator
-from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from titanlike.config.schema import HFData
-from titanlike.data.errors import DataError, missing_extra
+from titanlike.config.schema import Config, HFData
+from titanlike.data.registry import DataError, missing_package
+from titanlike.data.text import check_tokenizer, file_states, files_under, open_texts, vocabulary
+
+if TYPE_CHECKING:
+    from titanlike.data.sources import Data
+
+__all__ = ["CHECKS", "open_data", "vocabulary"]
 
 # suffix of a file -> what `datasets` reads it with
 BUILDERS = {
@@ -25,58 +30,51 @@ BUILDERS = {
     ".csv": "csv",
     ".txt": "text",
 }
+_SAVED = ("state.json", "dataset_dict.json")  # files of save_to_disk
 
 
-def check(data: HFData) -> Iterator[DataError]:
-    """What is wrong before anything is read."""
+def open_data(data: HFData, config: Config) -> Data:
+    return open_texts(data, config, data.path, identity(data), texts(data))
+
+
+def _check(data: HFData, config: Config) -> Iterator[DataError]:
     if importlib.util.find_spec("datasets") is None:
-        yield missing_extra("data", "hf", "datasets", extra="datasets")
+        yield missing_package("data", "hf", "datasets", "datasets")
         return
     if data.rows is not None and data.rows < 1:
-        yield DataError(
-            "data.rows", data.rows, "must be at least 1", "Write data.rows=null for all"
+        fix = "Write data.rows=null for all"
+        yield DataError("data.rows", data.rows, "must be at least 1", fix)
+    place = _local_path(data)
+    if place is not None:
+        if not files_under(place, BUILDERS):
+            fix = f"Give a folder of save_to_disk, or with files {' '.join(BUILDERS)}"
+            yield DataError("data.path", data.path, "no data are in it", fix)
+    elif data.path.startswith(("/", ".", "~")) or data.path.count("/") > 1:
+        fix = (
+            "Give a folder that datasets has saved, files of Parquet, Arrow, JSON or CSV, or a name"
         )
-    place = local_path(data)
-    if place is None:
-        if data.path.startswith(("/", ".", "~")) or data.path.count("/") > 1:
-            fix = "Give a folder that datasets has saved, files of Parquet, Arrow, JSON or CSV, or a name"
-            yield DataError("data.path", data.path, "there is no such file or folder", fix)
-        elif data.revision is None:
-            reason = (
-                "a dataset that changes on the hub would not be the same for a run that resumes"
-            )
-            yield DataError(
-                "data.revision", "null", reason, "Write data.revision=main, or a commit"
-            )
-        return
-    if not files_of(place):
-        fix = f"Give a folder of save_to_disk, or with files {' '.join(BUILDERS)}"
-        yield DataError("data.path", data.path, "no data are in it", fix)
+        yield DataError("data.path", data.path, "there is no such file or folder", fix)
+    elif data.revision is None:
+        reason = "a dataset that changes on the hub would not be the same for a run that resumes"
+        fix = "Write data.revision=main, or a commit"
+        yield DataError("data.revision", "null", reason, fix)
 
 
-def local_path(data: HFData) -> Path | None:
+CHECKS = (check_tokenizer, _check)
+
+
+def _local_path(data: HFData) -> Path | None:
     """Where the data are on this machine; None = on the hub."""
     place = Path(data.path).expanduser()
     return place.resolve() if place.exists() else None
 
 
-def files_of(place: Path) -> list[Path]:
-    """The files that hold a local dataset, sorted; hidden ones are not read."""
-    if place.is_file():
-        return [place]
-    every = (f for f in place.rglob("*") if f.is_file() and f.suffix.lower() in BUILDERS)
-    return sorted(
-        f for f in every if not any(p.startswith(".") for p in f.relative_to(place).parts)
-    )
-
-
 def identity(data: HFData) -> list[Any]:
     """What the texts depend on, as JSON: the key of their cache entry."""
-    place = local_path(data)
-    if place is None:
-        where: Any = [data.path, data.revision]
-    else:
-        where = [(str(f), (s := f.stat()).st_size, s.st_mtime_ns) for f in files_of(place)]
+    place = _local_path(data)
+    where: list[Any] = [data.path, data.revision]
+    if place is not None:
+        where = [*file_states(files_under(place, BUILDERS))]
     return ["hf", where, data.subset, data.split, data.rows]
 
 
@@ -89,13 +87,8 @@ def texts(data: HFData) -> Iterator[str]:
         raise DataError("data.text_key", data.text_key, "the dataset has no such column", fix)
     if columns:
         rows = rows.select_columns([data.text_key])  # images and the like are not decoded
-    every = iter(rows)
-    while True:
-        try:
-            part = [*islice(every, 1000)]
-        except Exception as error:  # of a damaged file, or of the network
-            raise _unreadable(data, error) from None
-        for number, row in enumerate(part):
+    try:
+        for number, row in enumerate(rows):
             text = row.get(data.text_key)
             if not isinstance(text, str | None):
                 reason = f"holds {type(text).__name__} in row {number}, not text"
@@ -103,8 +96,10 @@ def texts(data: HFData) -> Iterator[str]:
                 raise DataError("data.text_key", data.text_key, reason, fix)
             if text:
                 yield text
-        if not part:
-            return
+    except DataError:
+        raise
+    except Exception as error:  # of a damaged file, or of the network
+        raise _unreadable(data, error) from None
 
 
 def _opened(data: HFData) -> Any:
@@ -112,43 +107,35 @@ def _opened(data: HFData) -> Any:
     try:
         import datasets
     except ImportError:
-        raise missing_extra("data", "hf", "datasets", extra="datasets") from None
+        raise missing_package("data", "hf", "datasets", "datasets") from None
     datasets.disable_progress_bars()
-    place = local_path(data)
+    place, more = _local_path(data), dict[str, Any]()
     try:
-        if place is None:
-            source, more = data.path, {"revision": data.revision}
-        elif place.is_file():
-            source, more = BUILDERS.get(place.suffix.lower(), "text"), {"data_files": str(place)}
-        elif (place / "state.json").exists() or (place / "dataset_dict.json").exists():
-            return _first(_saved(data, datasets.load_from_disk(str(place))), data.rows)
+        if place is not None and any((place / f).exists() for f in _SAVED):
+            rows = datasets.load_from_disk(str(place))
+            if isinstance(rows, dict):  # else a single split, without a name
+                if data.split not in rows:
+                    fix = f"Write data.split={next(iter(rows))} (there are {', '.join(rows)})"
+                    reason = "the dataset has no such split"
+                    raise DataError("data.split", data.split, reason, fix)
+                rows = rows[data.split]
         else:
-            source, more = str(place), {}
-        found = datasets.load_dataset(
-            source, data.subset, split=data.split, streaming=data.streaming, **more
-        )
+            source, more = data.path, {"revision": data.revision}
+            if place is not None and place.is_file():
+                source = BUILDERS.get(place.suffix.lower(), "text")
+                more = {"data_files": str(place)}
+            elif place is not None:
+                source, more = str(place), {}
+            more |= {"split": data.split, "streaming": data.streaming}
+            rows = datasets.load_dataset(source, data.subset, **more)
     except DataError:
         raise
     except Exception as error:
         raise _unreadable(data, error) from None
-    return _first(found, data.rows)
-
-
-def _saved(data: HFData, saved: Any) -> Any:
-    """The split of what save_to_disk wrote, which may be a single one without a name."""
-    if not isinstance(saved, dict):
-        return saved
-    if data.split not in saved:
-        fix = f"Write data.split={next(iter(saved))} (there are {', '.join(saved)})"
-        raise DataError("data.split", data.split, "the dataset has no such split", fix)
-    return saved[data.split]
-
-
-def _first(rows: Any, count: int | None) -> Any:
-    if count is None:
+    if data.rows is None:
         return rows
     known = getattr(rows, "num_rows", None)  # of a stream it is not
-    return rows.take(count if known is None else min(count, known))
+    return rows.take(data.rows if known is None else min(data.rows, known))
 
 
 def _unreadable(data: HFData, error: Exception) -> DataError:

@@ -14,20 +14,89 @@ from __future__ import annotations
 import hashlib
 import json
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from titanlike.config.schema import Config, MixtureData
-from titanlike.data.errors import DataError
-from titanlike.data.fingerprint import source_fingerprint
-from titanlike.data.sampler import GlobalBatchSampler
-from titanlike.data.shuffle import shuffled_index
-from titanlike.data.sources import Data, Source
+from titanlike.config.schema import Config, MixtureData, TextData, TokenData
+from titanlike.data import registry, text, tokens
+from titanlike.data.order import GlobalBatchSampler, shuffled_index
+from titanlike.data.registry import DataError, Vocabulary
+from titanlike.data.sources import Data, Source, documents_note, source_fingerprint
 
 Points = list[tuple[float, float]]  # (step, weight), steps rise
+_EXAMPLE = "data.sources={web:{path:web/,weight:0.7},code:{path:code/,weight:0.3}}"
+
+
+def open_data(data: MixtureData, config: Config) -> Data:
+    """Each source as data=tokens or data=text would open it, mixed."""
+    opened = dict[str, Data]()
+    for name, source in data.sources.items():
+        try:
+            opened[name] = registry.open_data(replace(config, data=_section(data, source)))
+        except DataError as error:
+            key = error.key.replace("data.path", f"data.sources.{name}.path")
+            raise DataError(key, error.value, error.reason, error.remedy) from None
+    return mixture_of(opened, data, config)
+
+
+def vocabulary(data: MixtureData) -> Vocabulary:
+    """That of its first source; all have the same."""
+    return registry.vocabulary(_section(data, next(iter(data.sources.values()))))
+
+
+def _section(data: MixtureData, source: Mapping[str, Any]) -> TokenData | TextData:
+    """A source by itself: of tokens if its path has their index, or is a file of them."""
+    path = source["path"]
+    places = [Path(one).expanduser() for one in ([path] if isinstance(path, str) else path)]
+    common: dict[str, Any] = {
+        "validation_fraction": data.validation_fraction,
+        "documents": data.documents,
+    }
+    if all((p / tokens.INDEX).exists() or p.suffix in (".bin", ".npy") for p in places):
+        return TokenData(path=path, **common)
+    common |= {"text_key": data.text_key, "tokenizer": data.tokenizer, "cache": data.cache}
+    return TextData(path=str(path), **common)
+
+
+def _check_sources(data: MixtureData, config: Config) -> Iterator[DataError]:
+    every = list[Points]()
+    if not isinstance(data.sources, dict) or not data.sources:
+        yield DataError("data.sources", data.sources, "names no source", f"Write {_EXAMPLE}")
+        return
+    for name, source in data.sources.items():
+        key = f"data.sources.{name}"
+        if not isinstance(source, dict) or set(source) != {"path", "weight"}:
+            reason = "a source has a path and a weight, and nothing else"
+            yield DataError(key, source, reason, f"Write {key}={{path:FOLDER,weight:0.5}}")
+            continue
+        try:
+            every.append(points_of(source["weight"]))
+        except (ValueError, TypeError):
+            reason = "is neither a number of at least 0 nor [[step, weight], ...] with rising steps"
+            fix = f"Write {key}.weight=0.5, or {key}.weight=[[0,0.9],[1000,0.1]]"
+            yield DataError(f"{key}.weight", source["weight"], reason, fix)
+        section = _section(data, source)
+        try:
+            if isinstance(section, TokenData):
+                parts = tokens.read_tokens(section).parts(data.validation_fraction)
+                yield from tokens.too_short(parts, config.seq_len)
+            else:
+                text.find_files(section.path)
+        except DataError as error:
+            yield DataError(f"{key}.path", source["path"], error.reason, error.remedy)
+    for step in sorted({int(step) for points in every for step, _ in points}):
+        if not sum(weight_at(points, step) for points in every):
+            reason = f"all weights are 0 at step {step}"
+            yield DataError("data.sources", "", reason, f"Write {_EXAMPLE}")
+            return
+
+
+CHECKS = (_check_sources, text.check_tokenizer)
 
 
 def points_of(weight: Any) -> Points:
@@ -78,14 +147,14 @@ class Quotas:
             due + self._batch * share for due, share in zip(self._due, shares, strict=True)
         ]
         need = [due - given for due, given in zip(self._due, self._given, strict=True)]
-        dealt = [max(0, int(one // 1)) for one in need]
+        dealt = [max(0, int(share // 1)) for share in need]
         left = self._batch - sum(dealt)
         by_need = sorted(range(len(need)), key=lambda k: (dealt[k] - need[k], k))
         for k in by_need[:left] if left > 0 else []:
             dealt[k] += 1
         for k in [k for k in reversed(by_need) if dealt[k]][: max(0, -left)]:
             dealt[k] -= 1
-        self._given = [given + one for given, one in zip(self._given, dealt, strict=True)]
+        self._given = [given + new for given, new in zip(self._given, dealt, strict=True)]
         self._step += 1
         return dealt
 
@@ -119,6 +188,9 @@ class MixtureSource:
         at = bisect_right(self.starts, i) - 1
         return self.sources[at][i - self.starts[at]]
 
+    def batch_sampler(self, config: Config, dp_rank: int, step: int) -> GlobalBatchSampler:
+        return MixtureBatchSampler(self, config, dp_rank, step)
+
 
 class MixtureBatchSampler(GlobalBatchSampler):
     """A dp rank's samples of a mixture, see the head of this file."""
@@ -134,15 +206,14 @@ class MixtureBatchSampler(GlobalBatchSampler):
     def _of_step(self, step: int) -> np.ndarray:
         source, before = self._source, self._quotas.before(step)
         dealt = self._quotas.deal()
-        found = []
+        samples = []
         for k, (first, count) in enumerate(zip(before, dealt, strict=True)):
             places = np.arange(first, first + count)
             if count:
                 order = shuffled_index(places, source.sizes[k], source.seeds[k])
-                found.append(source.starts[k] + order)
-        together = np.concatenate(found)
+                samples.append(source.starts[k] + order)
         places = step * self._global + np.arange(self._global)
-        shuffled = together[shuffled_index(places, self._global, self._seed + 1)]
+        shuffled = np.concatenate(samples)[shuffled_index(places, self._global, self._seed + 1)]
         return shuffled[self._offset : self._offset + self._local]
 
 
@@ -166,19 +237,19 @@ class MixedValidation:
         return self._sources[k][at]
 
 
-def mixture_of(opened: Mapping[str, Data], data: MixtureData, config: Config, note: str) -> Data:
+def mixture_of(opened: Mapping[str, Data], data: MixtureData, config: Config) -> Data:
     """The mixture of sources that are open. Raises DataError for those of different tokenizers."""
-    (first, one), *others = opened.items()
+    (first_name, first), *others = opened.items()
     for name, other in others:
-        if (other.tokenizer, other.vocab_size) != (one.tokenizer, one.vocab_size):
-            reason = f"has another tokenizer than {first}"
+        if (other.tokenizer, other.vocab_size) != (first.tokenizer, first.vocab_size):
+            reason = f"has another tokenizer than {first_name}"
             fix = "Tokenize both with the same one (data.tokenizer is that of text)"
             raise DataError(f"data.sources.{name}", data.sources[name], reason, fix)
     weights = [points_of(data.sources[name]["weight"]) for name in opened]
     seeds = [_seed(config.seed, name) for name in opened]
     train = MixtureSource([source.train for source in opened.values()], weights, seeds)
+    held = [source.validation for source in opened.values()]
     count = max(1, config.validation.batches) * config.batch_size
-    validation = MixedValidation([each.validation for each in opened.values()], weights, count)
     quotas = Quotas(weights, config.batch_size)
 
     def progress(steps: int) -> dict[str, float]:
@@ -189,18 +260,14 @@ def mixture_of(opened: Mapping[str, Data], data: MixtureData, config: Config, no
     total = sum(points[0][1] for points in weights)
     shares = ", ".join(
         f"{name} {points[0][1] / total:.3g}{' at first' if len(points) > 1 else ''} of "
-        f"{len(source.train):,} sequences"
-        for (name, source), points in zip(opened.items(), weights, strict=True)
+        f"{size:,} sequences"
+        for name, size, points in zip(opened, train.sizes, weights, strict=True)
     )
-    return Data(
-        train,
-        validation,
-        one.vocab_size,
-        f"{shares}{note}",
-        boundary=one.boundary,
-        decode=one.decode,
-        encode=one.encode,
-        tokenizer=one.tokenizer,
+    return replace(
+        first,
+        train=train,
+        validation=MixedValidation(held, weights, count),
+        description=shares + documents_note(config),
         fingerprint=json.dumps({"weights": [*zip(opened, weights, strict=True)], "sources": parts}),
         progress=progress,
     )

@@ -11,26 +11,48 @@ samples have the same keys, dtypes and shapes; see `VariableLength` for differen
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import random
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
+from itertools import accumulate
 from typing import Any, Protocol
 
 import numpy as np
 import torch
+import xxhash
 
-from titanlike.data.token_file import open_tokens
+from titanlike.config.schema import Config
+from titanlike.data.registry import DataError
+from titanlike.data.tokenizer import Tokenizer
+from titanlike.data.tokens import Parts, TokenFile, open_tokens, too_short
 
 Batch = dict[str, torch.Tensor]  # of fields, the rows of a tensor are samples
 IGNORE = -100  # a target without a loss, as in torch's cross_entropy
+ENDLESS = 1 << 40  # samples
+
+FORMAT = 1  # fingerprints of other formats are not compared
+_WHOLE = 1 << 24  # tokens that are hashed whole
+_BLOCKS, _BLOCK = 256, 1 << 12  # of more tokens: so many blocks of so many tokens
+_SAMPLES = 32  # of another source: so many samples
 
 
 class Source(Protocol):
-    """Samples by index; any sample can be read at any time, in any process."""
+    """Samples by index; any sample can be read at any time, in any process.
+
+    The sources of some kinds also have `collate(samples)`, which makes a batch, and
+    `batch_sampler(config, dp_rank, step)`, an order of their own.
+    """
 
     def __len__(self) -> int: ...
 
     def __getitem__(self, i: int) -> dict[str, torch.Tensor]: ...
+
+
+def stack(samples: list[Batch]) -> Batch:
+    """Samples of equal shapes as a batch [B, ...]."""
+    return {name: torch.stack([sample[name] for sample in samples]) for name in samples[0]}
 
 
 @dataclass(frozen=True)
@@ -87,11 +109,52 @@ class Data:
     progress: Callable[[int], dict[str, float]] | None = None
 
 
-class PackedSource:
-    """Tokens start..stop of a memory-mapped file, cut into sequences without gap or overlap.
+# --- packed tokens ------------------------------------------------------------------------------
 
-    Sequence i reads tokens [i * seq_len, i * seq_len + seq_len]: the last is a target only, and the
-    first input of the next sequence. A remainder shorter than a sequence is not used.
+
+def packed_data(
+    config: Config,
+    parts: Parts,
+    vocab_size: int,
+    boundary: int | None,
+    tokenizer: Tokenizer | None,
+    what: str,
+) -> Data:
+    """Files of tokens as data. what: the data in words. Raises DataError for a part that is shorter
+    than a sequence."""
+    for error in too_short(parts, config.seq_len):
+        raise error
+    data: Any = config.data
+    sources, separated = {}, boundary if data.documents else None
+    for part, files in parts.items():
+        sources[part] = PackedSource(files, config.seq_len, vocab_size, separated)
+        if not len(sources[part]):
+            reason = f"no file of the {part} part has as many as seq_len + 1 tokens"
+            raise DataError("data.path", data.path, reason, "Give larger files")
+    train, validation = sources["train"], sources["validation"]
+    what += f": {train.count:,} tokens for training, {validation.count:,} for validation"
+    return Data(
+        train,
+        validation,
+        vocab_size=vocab_size,
+        description=what + documents_note(config),
+        boundary=boundary,
+        decode=None if tokenizer is None else tokenizer.decode,
+        encode=None if tokenizer is None else tokenizer.encode,
+        tokenizer=None if tokenizer is None else tokenizer.fingerprint,
+    )
+
+
+def documents_note(config: Config) -> str:
+    """The end of a description."""
+    return ", attention within documents" if getattr(config.data, "documents", False) else ""
+
+
+class PackedSource:
+    """Token files cut into sequences without gap or overlap; none goes over the end of a file.
+
+    Sequence i of a file reads its tokens [i * seq_len, i * seq_len + seq_len]: the last is a target
+    only, and the first input of the next sequence. A remainder shorter than a sequence is not used.
 
     boundary: the token that begins a document; if given, samples have document_ids, the number of
     boundaries up to each token. Targets do not change: the target of a document's last token is the
@@ -100,46 +163,56 @@ class PackedSource:
 
     def __init__(
         self,
-        path: Path,
-        dtype: str,
-        start: int,
-        stop: int,
+        files: Sequence[TokenFile],
         seq_len: int,
         vocab_size: int,
         boundary: int | None = None,
     ) -> None:
-        self._arguments = (path, dtype, start, stop, seq_len, vocab_size, boundary)
-        self._path, self._start, self._stop, self._seq_len = path, start, stop, seq_len
+        self._arguments = files, seq_len, vocab_size, boundary
+        self._files, self._seq_len = files, seq_len
         self._vocab_size, self._boundary = vocab_size, boundary
-        self._length = max(0, (stop - start - 1) // seq_len)
-        self._tokens = open_tokens(path, dtype)
+        self._tokens = [open_tokens(file.path, file.dtype) for file in files]
+        # ends of the files, in sequences and in tokens
+        self._ends = [*accumulate(max(0, (file.count - 1) // seq_len) for file in files)]
+        self._token_ends = [*accumulate(file.count for file in files)]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A spawned loader process maps the file again: pickling the map would copy its content.
+        # A spawned loader process maps the files again: pickling the maps would copy their content.
         return type(self), self._arguments
 
     def __len__(self) -> int:
-        return self._length
+        return self._ends[-1]
 
     @property
     def count(self) -> int:
         """Number of tokens."""
-        return self._stop - self._start
+        return self._token_ends[-1]
 
     def read(self, start: int, number: int) -> np.ndarray:
-        """So many tokens from `start`, without the map: a page fault may read megabytes ahead."""
-        mapped = self._tokens.base
-        assert isinstance(mapped, np.memmap) and mapped.filename is not None
-        offset = mapped.offset + (self._start + start) * mapped.itemsize
-        return np.fromfile(mapped.filename, mapped.dtype, number, offset=offset)
+        """So many tokens from `start`, if there are, without the maps: a page fault may read
+        megabytes ahead."""
+        pieces, stop = [np.empty(0, np.int64)], min(start + number, self.count)
+        while start < stop:
+            at = bisect_right(self._token_ends, start)
+            file, mapped = self._files[at], self._tokens[at].base
+            assert isinstance(mapped, np.memmap) and mapped.filename is not None
+            place = file.start + start - (self._token_ends[at] - file.count)
+            count = min(stop, self._token_ends[at]) - start
+            offset = mapped.offset + place * mapped.itemsize
+            piece = np.fromfile(mapped.filename, mapped.dtype, count, offset=offset)
+            pieces.append(piece.astype(np.int64))
+            start += count
+        return np.concatenate(pieces)
 
     def __getitem__(self, i: int) -> dict[str, torch.Tensor]:
-        start = self._start + i * self._seq_len
-        tokens = self._tokens[start : start + self._seq_len + 1].astype(np.int64)
+        at = bisect_right(self._ends, i)
+        file = self._files[at]
+        start = file.start + (i - (self._ends[at - 1] if at else 0)) * self._seq_len
+        tokens = self._tokens[at][start : start + self._seq_len + 1].astype(np.int64)
         if tokens.min() < 0 or tokens.max() >= self._vocab_size:
             bad = tokens[(tokens < 0) | (tokens >= self._vocab_size)][0]
             raise ValueError(
-                f"{self._path}: token id {bad} near position {start} is outside of the "
+                f"{file.path}: token id {bad} near position {start} is outside of the "
                 f"vocabulary of {self._vocab_size}. Set data.vocab_size to more than the largest "
                 "id in the file, and check data.dtype"
             )
@@ -150,56 +223,99 @@ class PackedSource:
         return sample
 
 
-class PackedFiles:
-    """The sequences of several token files, one file after the other."""
-
-    def __init__(self, sources: Sequence[PackedSource]) -> None:
-        self._sources = list(sources)
-        self._ends = np.cumsum([len(source) for source in sources])  # in sequences
-        self._token_ends = np.cumsum([source.count for source in sources])
-
-    def __len__(self) -> int:
-        return int(self._ends[-1]) if self._sources else 0
-
-    def __getitem__(self, i: int) -> dict[str, torch.Tensor]:
-        at = int(np.searchsorted(self._ends, i, side="right"))
-        return self._sources[at][i - (int(self._ends[at - 1]) if at else 0)]
-
-    @property
-    def count(self) -> int:
-        """Number of tokens."""
-        return int(self._token_ends[-1]) if self._sources else 0
-
-    def read(self, start: int, number: int) -> np.ndarray:
-        """So many tokens from `start`, of as many files as have them."""
-        parts = []
-        number = min(number, self.count - start)
-        while number > 0:
-            at = int(np.searchsorted(self._token_ends, start, side="right"))
-            begin = start - (int(self._token_ends[at - 1]) if at else 0)
-            parts.append(
-                self._sources[at].read(begin, min(number, self._sources[at].count - begin))
-            )
-            start, number = start + len(parts[-1]), number - len(parts[-1])
-        return np.concatenate(parts) if parts else np.empty(0, np.int64)
+# --- fingerprints -------------------------------------------------------------------------------
+#
+# What identifies a run's data in its checkpoints: hashes of their content. Tokens and samples are
+# hashed whole where there are few, else in blocks that are spread evenly over all of them: a change
+# between the blocks is not seen, another length always is. The hashes do not depend on the layout,
+# the path, the time of a file, the type of its integers, or the machine.
 
 
-ENDLESS = 1 << 40  # samples
+def data_fingerprint(data: Data, config: Config) -> dict[str, Any]:
+    """Texts by what they are of: the training part, the validation part, tokenizer, documents."""
+    if data.fingerprint is not None:
+        return {"format": FORMAT, "fingerprint": data.fingerprint}
+    documents = getattr(config.data, "documents", False)
+    return {
+        "format": FORMAT,
+        "training": source_fingerprint(data.train),
+        "validation": source_fingerprint(data.validation),
+        "tokenizer": data.tokenizer,
+        "documents": f"separated at {data.boundary}" if documents else "not separated",
+    }
 
 
-class SyntheticSource:
-    """Uniform random tokens that depend on (seed, stream, i) alone; practically endless."""
+def fingerprint_changes(saved: dict[str, Any], now: dict[str, Any]) -> list[str] | None:
+    """What differs between two fingerprints; None where they cannot be compared."""
+    if saved.get("format") != FORMAT:
+        return None
+    keys = [key for key in (*now, *saved) if saved.get(key) != now.get(key)]
+    return [f"{key}: {now.get(key)}, was {saved.get(key)}" for key in dict.fromkeys(keys)]
 
-    def __init__(self, vocab_size: int, seq_len: int, seed: int, stream: int) -> None:
-        self._vocab_size, self._seq_len = vocab_size, seq_len
-        self._seed, self._stream = seed & ((1 << 64) - 1), stream
 
-    def __len__(self) -> int:
-        return ENDLESS
+def source_fingerprint(source: Source) -> str:
+    """A text that identifies the content of one source."""
+    if isinstance(source, PackedSource):
+        return f"{source.count:,} tokens, {_numbers_hash(source.count, source.read)}"
+    with _random_state_kept():
+        text = f"{len(source):,} samples, {_samples_hash(source)}"
+    if (lengths := getattr(source, "lengths", None)) is not None:
+        lengths = np.asarray(lengths)
+        text += f", lengths {_numbers_hash(len(lengths), lambda a, n: lengths[a : a + n])}"
+    if (variable := getattr(source, "variable", None)) is not None:
+        text += f", {variable.bucket}, {sorted(variable.padding.items())}"
+    return text
 
-    def __getitem__(self, i: int) -> dict[str, torch.Tensor]:
-        # Philox is counter-based: 2^256 numbers per key; the stream is the counter's top word.
-        bits = np.random.Philox(key=self._seed << 64 | i, counter=self._stream << 192)
-        tokens = np.random.Generator(bits).integers(self._vocab_size, size=self._seq_len + 1)
-        ids = torch.from_numpy(tokens)
-        return {"inputs": ids[:-1], "targets": ids[1:]}
+
+def _numbers_hash(count: int, read: Callable[[int, int], np.ndarray]) -> str:
+    """Of integers [count], as little-endian int64. read: (start, number) to these of them."""
+    hasher = xxhash.xxh3_64()
+    if count <= _WHOLE:
+        starts, size = range(0, count, _BLOCKS * _BLOCK), _BLOCKS * _BLOCK
+    else:
+        starts, size = _spread(count - _BLOCK + 1, _BLOCKS), _BLOCK
+    for start in starts:
+        block = read(start, min(size, count - start))
+        hasher.update(np.ascontiguousarray(block, dtype="<i8").data)
+    return hasher.hexdigest()
+
+
+def _samples_hash(source: Source) -> str:
+    """Of the fields of some samples; of their forms alone if a sample is not the same twice."""
+    indices = _spread(len(source), _SAMPLES)
+    hashes = [_sample_hash(source, i) for i in indices]
+    if hashes[0] == _sample_hash(source, indices[0]):
+        return xxhash.xxh3_64_hexdigest(" ".join(hashes).encode())
+    form = _sample_hash(source, indices[0], values=False)
+    return f"{form} (of random samples: their values are not compared)"
+
+
+def _sample_hash(source: Source, i: int, values: bool = True) -> str:
+    hasher = xxhash.xxh3_64()
+    try:
+        sample = source[i]
+    except Exception as error:  # training may never read it
+        return type(error).__name__
+    for name, value in sorted(sample.items()):
+        hasher.update(f"{name} {value.dtype} {list(value.shape) if values else ''}".encode())
+        if values:
+            flat = value.detach().cpu().contiguous().flatten()
+            hasher.update(flat.view(torch.uint8).numpy().data)
+    return hasher.hexdigest()
+
+
+def _spread(size: int, most: int) -> Sequence[int]:
+    """All of 0..size-1, or `most` of them, evenly spread, the first and the last included."""
+    if size <= most:
+        return range(size)
+    return [i * (size - 1) // (most - 1) for i in range(most)]
+
+
+@contextlib.contextmanager
+def _random_state_kept() -> Iterator[None]:
+    """A user's samples may draw random numbers, which would change those of training."""
+    states = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[]):
+        yield
+    random.setstate(states[0])
+    np.random.set_state(states[1])

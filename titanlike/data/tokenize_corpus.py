@@ -1,4 +1,4 @@
-"""Tokenize a corpus of many files into a folder of ids, by several processes.
+"""`titanlike tokenize CORPUS OUT`: a corpus of many files into a folder of token ids, by several processes.
 
 1. The files, sorted, are dealt into units of about 64 MiB: the plan (plan.json), which depends on the
    corpus alone.
@@ -10,26 +10,38 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
+import shlex
+import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import xxhash
 
 from titanlike.config.files import atomic_write_text, read_object, temporary_beside
-from titanlike.data.errors import DataError
-from titanlike.data.records import find_corpus, records
-from titanlike.data.token_folder import FORMAT, INDEX, TOKENIZER
-from titanlike.data.tokenizer import Tokenizer, open_tokenizer
-from titanlike.data.tokenizer_files import write_tokenizer
+from titanlike.config.program import program
+from titanlike.data.registry import DataError
+from titanlike.data.text import (
+    SUFFIXES,
+    file_states,
+    files_under,
+    no_files,
+    records,
+    separated_documents,
+    token_dtype,
+)
+from titanlike.data.tokenizer import Tokenizer, open_tokenizer, write_tokenizer
+from titanlike.data.tokens import FORMAT, INDEX, TOKENIZER
+from titanlike.launch.environment import available_cores
 from titanlike.launch.signals import die_with_parent
 from titanlike.metrics import units
 
@@ -37,6 +49,10 @@ PLAN, BAD = "plan.json", "bad.jsonl"
 _UNIT = 1 << 26  # bytes of files
 _EVERY = 5.0  # seconds between lines of progress
 _MOST_NAMED = 100  # bad records of a unit that are named; all are counted
+
+_DESCRIPTION = """\
+Tokenize text files, JSONL and Parquet, also compressed (.gz, .zst), into a folder that data=tokens
+reads: data.path=OUT. Killed at any moment, the same command goes on, and gives the same bytes."""
 
 
 @dataclass(frozen=True)
@@ -61,8 +77,70 @@ class Unit:
     bad_count: int = 0
 
 
-class BadRecord(ValueError):
+class RefusedRecord(ValueError):
     """A record that cannot be read, where these are refused."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The exit code: 1 for a bad record or damaged files, 2 for another error of the user's."""
+    parser = argparse.ArgumentParser(prog=shlex.join(program()), description=_DESCRIPTION)
+    parser.add_argument("corpus", metavar="CORPUS", help="a file or a folder")
+    parser.add_argument("out", metavar="OUT", help="a folder")
+    text = "bytes, a tokenizer.json, a folder of transformers, or a sentencepiece model"
+    parser.add_argument("--tokenizer", default="bytes", help=f"{text} (default: %(default)s)")
+    text = "field of JSONL, or column of Parquet (default: %(default)s)"
+    parser.add_argument("--text-key", default="text", metavar="KEY", help=text)
+    text = "processes (default: one a core)"
+    parser.add_argument("--workers", type=int, default=available_cores(), metavar="N", help=text)
+    text = "records that cannot be read: refuse = end with the first one's name; skip = count and name "
+    text += "them in OUT/bad.jsonl (default: %(default)s)"
+    parser.add_argument("--bad", choices=["refuse", "skip"], default="refuse", help=text)
+    text = "read OUT, and compare it with its checksums, instead"
+    parser.add_argument("--verify", action="store_true", help=text)
+    arguments = parser.parse_args(argv)
+    out = Path(arguments.out).expanduser()
+    try:
+        return _verify(out) if arguments.verify else _tokenize(arguments, out)
+    except RefusedRecord as error:
+        line = f"{' '.join(str(error).split())}; fix it, or write --bad skip in a new folder"
+        print("error:", line, file=sys.stderr)
+        return 1
+    except (ValueError, OSError, ImportError) as error:
+        print("error:", " ".join(str(error).split()), file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted; the same command goes on", file=sys.stderr)
+        return 130
+
+
+def _tokenize(arguments: argparse.Namespace, out: Path) -> int:
+    begin = time.monotonic()
+    settings = Settings(arguments.tokenizer, arguments.text_key, arguments.bad)
+    say = lambda text: print(text, flush=True)  # noqa: E731
+    index = tokenize_corpus_files(Path(arguments.corpus), out, settings, arguments.workers, say)
+    seconds = time.monotonic() - begin
+    text = f"{out}: {index['tokens']:,} tokens in {index['documents']:,} documents"
+    text += f", {units.size(index['text_bytes'])} of text, in {units.duration(seconds)}"
+    if index["bad_records"]:
+        text += f"; {index['bad_records']:,} bad records were skipped, see {out / 'bad.jsonl'}"
+    say(text)
+    say(f"train with: data=tokens data.path={shlex.quote(str(out))}")
+    return 0
+
+
+def _verify(out: Path) -> int:
+    """Read all files, and name those whose bytes are not what was written."""
+    is_damaged = False
+    for entry in read_object(out / INDEX)["files"]:
+        hasher = xxhash.xxh3_128()
+        with open(out / entry["name"], "rb") as file:
+            while chunk := file.read(1 << 22):
+                hasher.update(chunk)
+        if hasher.hexdigest() != entry["xxh3"]:
+            print(f"{out / entry['name']} does not match its checksum")
+            is_damaged = True
+    print(f"{out}: {'damaged' if is_damaged else 'all files are as they were written'}")
+    return int(is_damaged)
 
 
 def tokenize_corpus_files(
@@ -72,31 +150,32 @@ def tokenize_corpus_files(
     workers: int,
     say: Callable[[str], object] = lambda _: None,
 ) -> dict[str, Any]:
-    """Tokenize, or go on; returns the index. Raises DataError, BadRecord, OSError."""
+    """Tokenize, or go on; returns the index. Raises DataError, RefusedRecord, OSError."""
     tokenizer = open_tokenizer(settings.tokenizer)
-    files = find_corpus(corpus.expanduser().resolve())
+    root = corpus.expanduser().resolve()
+    files = files_under(root, SUFFIXES, compressed=True)
+    if not files:
+        raise no_files("CORPUS", root, root, SUFFIXES)
     plan = _plan(files, settings, tokenizer)
     out.mkdir(parents=True, exist_ok=True)
     _check_plan(out, plan)
-    todo = [number for number in range(len(plan["units"])) if _done(out, number) is None]
     count = len(plan["units"])
+    todo = [number for number in range(count) if _done(out, number) is None]
     if len(todo) < count:
         say(f"going on: {count - len(todo)} of {count} files of tokens are there")
-    begin = time.monotonic()
-    dtype = "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
-    paths = {number: [path for path, *_ in plan["units"][number]] for number in todo}
     sizes = {number: sum(size for _, size, _ in plan["units"][number]) for number in todo}
-    jobs = [(str(out), number, paths[number], settings, dtype) for number in todo]
-    done_bytes, tokens, said = 0, 0, begin
+    jobs = [(str(out), n, [path for path, *_ in plan["units"][n]], settings) for n in todo]
+    begin = said = time.monotonic()
+    done, tokens, total = 0, 0, sum(sizes.values())
     for number, unit in _run(jobs, workers):
-        done_bytes, tokens = done_bytes + sizes[number], tokens + unit.tokens
+        done, tokens = done + sizes[number], tokens + unit.tokens
         if time.monotonic() > said + _EVERY:
             said = time.monotonic()
             seconds = said - begin
-            share = f"{done_bytes / max(1, sum(sizes.values())):.0%} of {units.size(sum(sizes.values()))}"
-            rate = f"{units.count(tokens / seconds)} tokens/s, {units.size(done_bytes / seconds)}/s"
+            share = f"{done / max(1, total):.0%} of {units.size(total)}"
+            rate = f"{units.count(tokens / seconds)} tokens/s, {units.size(done / seconds)}/s"
             say(f"{share}  {units.count(tokens)} tokens  {rate}")
-    return _finish(out, count, settings, tokenizer, dtype)
+    return _finish(out, count, settings, tokenizer)
 
 
 def _run(jobs: list[tuple[Any, ...]], workers: int) -> Iterator[tuple[int, Unit]]:
@@ -106,13 +185,9 @@ def _run(jobs: list[tuple[Any, ...]], workers: int) -> Iterator[tuple[int, Unit]
             yield job[1], _tokenize_unit(*job)
         return
     context = get_context("spawn")  # the tokenizers library has threads, which a fork would lose
-    parent = os.getpid()
-    with ProcessPoolExecutor(
-        min(workers, len(jobs)), context, initializer=_init_worker, initargs=(parent,)
-    ) as pool:
-        futures: dict[Future[Unit], int] = {
-            pool.submit(_tokenize_unit, *job): job[1] for job in jobs
-        }
+    workers, parent = min(workers, len(jobs)), os.getpid()
+    with ProcessPoolExecutor(workers, context, _init_worker, (parent,)) as pool:
+        futures = {pool.submit(_tokenize_unit, *job): job[1] for job in jobs}
         try:
             for future in as_completed(futures):
                 yield futures[future], future.result()
@@ -122,8 +197,6 @@ def _run(jobs: list[tuple[Any, ...]], workers: int) -> Iterator[tuple[int, Unit]
 
 
 def _init_worker(parent: int) -> None:
-    import signal
-
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's
     die_with_parent(parent, signal.SIGKILL)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a process a core is enough
@@ -134,17 +207,16 @@ def _init_worker(parent: int) -> None:
 
 def _plan(files: list[Path], settings: Settings, tokenizer: Tokenizer) -> dict[str, Any]:
     """Units of files with their sizes and times, and what else the bytes depend on."""
-    found: list[list[tuple[str, int, int]]] = []
-    size = settings.unit_bytes
-    for file in files:
-        stat = file.stat()
-        if size >= settings.unit_bytes or size + stat.st_size > settings.unit_bytes:
-            found.append([])
-            size = 0
-        found[-1].append((str(file), stat.st_size, stat.st_mtime_ns))
-        size += stat.st_size
+    dealt: list[list[tuple[str, int, int]]] = []
+    unit_size = settings.unit_bytes
+    for path, size, time_ns in file_states(files):
+        if unit_size >= settings.unit_bytes or unit_size + size > settings.unit_bytes:
+            dealt.append([])
+            unit_size = 0
+        dealt[-1].append((path, size, time_ns))
+        unit_size += size
     kept = asdict(settings) | {"tokenizer": tokenizer.fingerprint}
-    return {"format": FORMAT, "settings": kept, "units": found}
+    return {"format": FORMAT, "settings": kept, "units": dealt}
 
 
 def _check_plan(out: Path, plan: dict[str, Any]) -> None:
@@ -156,11 +228,10 @@ def _check_plan(out: Path, plan: dict[str, Any]) -> None:
         atomic_write_text(path, text)
         return
     before = read_object(path)
-    if before == json.loads(text):
-        return
-    what = "the corpus" if before.get("settings") == plan["settings"] else "a setting"
-    reason = f"was begun with another state of {what}"
-    raise DataError("OUT", out, reason, "Give a new folder, or remove this one")
+    if before != json.loads(text):
+        what = "the corpus" if before.get("settings") == plan["settings"] else "a setting"
+        reason = f"was begun with another state of {what}"
+        raise DataError("OUT", out, reason, "Give a new folder, or remove this one")
 
 
 # --- a unit ----------------------------------------------------------------------------------------
@@ -180,33 +251,30 @@ def _done(out: Path, number: int) -> Unit | None:
     return None
 
 
-def _tokenize_unit(out: str, number: int, paths: list[str], settings: Settings, dtype: str) -> Unit:
+def _tokenize_unit(out: str, number: int, paths: list[str], settings: Settings) -> Unit:
     tokenizer = open_tokenizer(settings.tokenizer)
     folder, unit = Path(out), Unit(f"{_name(number)}.bin")
     bad: list[dict[str, Any]] = []
 
     def texts() -> Iterator[str]:
         for path in paths:
-            for found in records(Path(path), settings.text_key):
-                if isinstance(found, str):
-                    unit.text_bytes += len(found.encode())
-                    yield found
+            for record in records(Path(path), settings.text_key):
+                if isinstance(record, str):
+                    unit.text_bytes += len(record.encode())
+                    yield record
                     continue
-                place = f"{path}, record {found.record}" if found.record else path
                 if settings.bad == "refuse":
-                    raise BadRecord(f"{place}: {found.reason}")
+                    place = f"{path}, record {record.number}" if record.number else path
+                    raise RefusedRecord(f"{place}: {record.reason}")
                 unit.bad_count += 1
                 if len(bad) < _MOST_NAMED:
-                    bad.append({"file": path, "record": found.record, "reason": found.reason})
+                    bad.append({"file": path, "record": record.number, "reason": record.reason})
 
-    form, hasher = np.dtype(dtype).newbyteorder("<"), xxhash.xxh3_128()
+    hasher = xxhash.xxh3_128()
     temporary = temporary_beside(folder / unit.name)
     try:
         with open(temporary, "wb") as file:
-            for ids in tokenizer.encode_many(texts()):
-                document = np.empty(len(ids) + 1, form)
-                document[0] = tokenizer.boundary
-                document[1:] = ids
+            for document in separated_documents(tokenizer, texts()):
                 file.write(document.data)
                 hasher.update(document.data)
                 unit.tokens += len(document)
@@ -218,7 +286,7 @@ def _tokenize_unit(out: str, number: int, paths: list[str], settings: Settings, 
         temporary.unlink(missing_ok=True)
     unit.checksum = hasher.hexdigest()
     if bad:
-        lines = "".join(json.dumps(one) + "\n" for one in bad)
+        lines = "".join(json.dumps(entry) + "\n" for entry in bad)
         atomic_write_text(folder / f"{_name(number)}.{BAD}", lines)
     atomic_write_text(folder / f"{_name(number)}.json", json.dumps(asdict(unit)))
     return unit
@@ -227,12 +295,10 @@ def _tokenize_unit(out: str, number: int, paths: list[str], settings: Settings, 
 # --- the end -----------------------------------------------------------------------------------------
 
 
-def _finish(
-    out: Path, count: int, settings: Settings, tokenizer: Tokenizer, dtype: str
-) -> dict[str, Any]:
+def _finish(out: Path, count: int, settings: Settings, tokenizer: Tokenizer) -> dict[str, Any]:
     """Write bad.jsonl, the tokenizer and the index, from what is known of all units."""
-    found = [unit for number in range(count) if (unit := _done(out, number)) is not None]
-    if not sum(unit.documents for unit in found):
+    done = [unit for number in range(count) if (unit := _done(out, number)) is not None]
+    if not sum(unit.documents for unit in done):
         raise DataError("CORPUS", out, "it contains no text", "Give files with some text")
     named = [out / f"{_name(number)}.{BAD}" for number in range(count)]
     if lines := "".join(path.read_text() for path in named if path.exists()):
@@ -240,33 +306,18 @@ def _finish(
     if settings.tokenizer != "bytes":
         (out / TOKENIZER).mkdir(exist_ok=True)
         write_tokenizer(settings.tokenizer, out / TOKENIZER)
+    files = [{"name": unit.name, "tokens": unit.tokens, "xxh3": unit.checksum} for unit in done]
     index = {
         "format": FORMAT,
-        "dtype": dtype,
+        "dtype": token_dtype(tokenizer),
         "vocab_size": tokenizer.vocab_size,
         "boundary": tokenizer.boundary,
         "tokenizer": tokenizer.fingerprint,
-        "tokens": sum(unit.tokens for unit in found),
-        "documents": sum(unit.documents for unit in found),
-        "text_bytes": sum(unit.text_bytes for unit in found),
-        "bad_records": sum(unit.bad_count for unit in found),
-        "files": [
-            {"name": unit.name, "tokens": unit.tokens, "xxh3": unit.checksum} for unit in found
-        ],
+        "tokens": sum(unit.tokens for unit in done),
+        "documents": sum(unit.documents for unit in done),
+        "text_bytes": sum(unit.text_bytes for unit in done),
+        "bad_records": sum(unit.bad_count for unit in done),
+        "files": files,
     }
     atomic_write_text(out / INDEX, json.dumps(index, indent=1) + "\n")
     return index
-
-
-def check_folder(out: Path) -> list[str]:
-    """Files whose bytes are not those that were written; reads all."""
-    index = read_object(out / INDEX)
-    wrong = []
-    for entry in index["files"]:
-        hasher = xxhash.xxh3_128()
-        with open(out / entry["name"], "rb") as file:
-            while chunk := file.read(1 << 22):
-                hasher.update(chunk)
-        if hasher.hexdigest() != entry["xxh3"]:
-            wrong.append(entry["name"])
-    return wrong

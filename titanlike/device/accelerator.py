@@ -12,7 +12,6 @@ import contextlib
 import os
 import re
 from collections.abc import Iterator
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -28,10 +27,9 @@ _VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "xpu": "ZE_AFFINITY_MASK"}
 
 def accelerator() -> str | None:
     """The kind of accelerator that this torch is built for, whether or not there is one."""
-    found = torch.accelerator.current_accelerator()
-    if found is None or own_backend(found) is None:
-        return None  # MPS: gloo does not reach its tensors
-    return found.type
+    device = torch.accelerator.current_accelerator()
+    # None of MPS, whose tensors gloo does not reach
+    return device.type if device is not None and own_backend(device) is not None else None
 
 
 def own_backend(device: torch.device) -> str | None:
@@ -63,21 +61,21 @@ def name(device: torch.device) -> str:
     """ "NVIDIA H100 80GB HBM3"; "cpu" for any CPU. Initializes the accelerator."""
     if not is_accelerator(device):
         return device.type
-    return str(_module(device).get_device_name(device))
+    return str(torch.get_device_module(device).get_device_name(device))
 
 
 def uuid(device: torch.device) -> str | None:
     """Of the physical device, None where the driver says none. Initializes the accelerator."""
     if not is_accelerator(device):
         return None
-    found = getattr(_module(device).get_device_properties(device), "uuid", None)
-    return None if found is None else str(found)
+    properties = torch.get_device_module(device).get_device_properties(device)
+    return str(properties.uuid) if getattr(properties, "uuid", None) is not None else None
 
 
 def started() -> torch.device | None:
     """The device that this process computes on, if it has initialized an accelerator."""
     found = torch.accelerator.current_accelerator()
-    if found is None or not _module(found).is_initialized():
+    if found is None or not torch.get_device_module(found).is_initialized():
         return None
     return torch.device(found.type, torch.accelerator.current_device_index())
 
@@ -98,11 +96,6 @@ def empty_cache() -> None:
     """Give memory that the allocator holds and no tensor uses back to the device."""
     if started() is not None:
         torch.accelerator.empty_cache()
-
-
-def can_pin() -> bool:
-    """Whether memory of the host can be pinned, for copies that do not wait."""
-    return count() > 0
 
 
 def pin(address: int, size: int) -> bool:
@@ -137,7 +130,7 @@ def rng_states() -> dict[str, Tensor]:
     """Random states of this process by kind: "cpu", and that of a started accelerator."""
     states = {"cpu": torch.get_rng_state()}
     if (device := started()) is not None:
-        states[device.type] = _module(device).get_rng_state(device)
+        states[device.type] = torch.get_device_module(device).get_rng_state(device)
     return states
 
 
@@ -178,10 +171,6 @@ def visible_names() -> list[str]:
     return named or [str(index) for index in range(number)]
 
 
-def _module(device: torch.device) -> ModuleType:
-    return torch.get_device_module(device)
-
-
 @contextlib.contextmanager
 def matmul_precision(name: str) -> Iterator[None]:
     """Within it, products of fp32 matrices are computed as torch.set_float32_matmul_precision says."""
@@ -203,9 +192,8 @@ def deterministic(on: bool) -> Iterator[None]:
     if not on:
         yield
         return
-    cudnn = torch.backends.cudnn
+    cudnn, enabled = torch.backends.cudnn, torch.are_deterministic_algorithms_enabled()
     filling: Any = torch.utils.deterministic  # a module with a property
-    enabled = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     before = cudnn.benchmark, cudnn.deterministic, filling.fill_uninitialized_memory
     workspace = os.environ.get("CUBLAS_WORKSPACE_CONFIG")
@@ -229,45 +217,35 @@ def deterministic(on: bool) -> Iterator[None]:
 # Dense bf16 matrix products with fp32 sums, FLOP/s, by words of the device's name. Vendors' data
 # sheets often print twice as much, for matrices of which half is zero.
 _BF16_PEAK = {
-    # NVIDIA Blackwell and Blackwell Ultra: HGX B200 and HGX B300 data sheets (36 PFLOP/s sparse for 8
-    # GPUs), GB200 NVL72 and GB300 NVL72 data sheets (360 PFLOP/s sparse for 72)
-    "B200": 2.25e15,
-    "B300": 2.25e15,
-    "GB200": 2.5e15,
-    "GB300": 2.5e15,
-    # NVIDIA Hopper: H100 data sheet (sparse: SXM 1,979, PCIe 1,513, NVL 1,671), H200 data sheet
-    # (1,979; NVL 1,671), GH200 data sheet (1,979); H800 has the H100's cores; H20 has 148 dense
-    "H100": 989e12,
-    "H100 PCIe": 756e12,
-    "H100 NVL": 835e12,
-    "H200": 989e12,
-    "H200 NVL": 835e12,
-    "GH200": 989e12,
-    "H800": 989e12,
-    "H800 PCIe": 756e12,
+    # NVIDIA data sheets: HGX B200, HGX B300 (36 PFLOP/s sparse for 8 GPUs), GB200 NVL72, GB300 NVL72
+    # (360 PFLOP/s sparse for 72)
+    "B200|B300": 2.25e15,
+    "GB200|GB300": 2.5e15,
+    # H100 (sparse: SXM 1,979, PCIe 1,513, NVL 1,671), H200 (1,979; NVL 1,671), GH200 (1,979); H800 has
+    # the H100's cores; H20 has 148 dense
+    "H100|H200|GH200|H800": 989e12,
+    "H100 PCIe|H800 PCIe": 756e12,
+    "H100 NVL|H200 NVL": 835e12,
     "H20": 148e12,
-    # NVIDIA Ampere: A100, A10, A30, A40 data sheets, RTX A6000 data sheet (309.7 sparse); A800 has the
-    # A100's cores
-    "A100": 312e12,
-    "A800": 312e12,
+    # RTX A6000 (309.7 sparse); A800 has the A100's cores
+    "A100|A800": 312e12,
     "A10": 125e12,
     "A30": 165e12,
     "A40": 149.7e12,
     "RTX A6000": 154.8e12,
-    # NVIDIA Ada: L4 (242 sparse), L40 (362 sparse), L40S (733 sparse) data sheets; Ada architecture
-    # whitepapers (728.5 sparse for RTX 6000 Ada, 330.3 sparse for RTX 4090)
+    # L4 (242 sparse), L40 (362 sparse), L40S (733 sparse)
     "L4": 121e12,
     "L40": 181e12,
     "L40S": 362e12,
+    # architecture whitepapers: Ada (728.5 sparse for RTX 6000, 330.3 for RTX 4090), RTX Blackwell (419),
+    # GA102 (142)
     "RTX 6000 Ada": 364.2e12,
     "RTX 4090": 165.2e12,
-    # NVIDIA RTX Blackwell architecture whitepaper (419 sparse), GA102 whitepaper (142 sparse)
     "RTX 5090": 209.5e12,
     "RTX 3090": 71e12,
     # AMD Instinct product pages: MI250X is two devices of 191.5
     "MI250X": 191.5e12,
-    "MI300X": 1307.4e12,
-    "MI325X": 1307.4e12,
+    "MI300X|MI325X": 1307.4e12,
     "MI355X": 2.5e15,
 }
 # of a slice of a GPU, or of another one that has the same words in its name
@@ -275,11 +253,12 @@ _OTHER = re.compile(r"\b(MIG|Laptop|Max-Q|Mobile|RTX 4090 D|RTX 5090 D|RTX 3090 
 
 
 def bf16_peak(name: str) -> float | None:
-    """Of a device by its name, by the longest entry whose words it contains; None = not known."""
+    """The peak of a device by its name, of the entry with the longest words in it; None = not known."""
     if _OTHER.search(name):
         return None
-    known = [entry for entry in _BF16_PEAK if re.search(rf"\b{entry}\b", name)]
-    return _BF16_PEAK[max(known, key=len)] if known else None
+    matches = ((re.search(rf"\b({words})\b", name), peak) for words, peak in _BF16_PEAK.items())
+    peaks = {len(match[0]): peak for match, peak in matches if match}
+    return peaks[max(peaks)] if peaks else None
 
 
 def peak_flops(device: torch.device, precision: str) -> float | None:

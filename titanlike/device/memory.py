@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import json
 import os
 import resource
 import subprocess
@@ -15,7 +16,14 @@ from typing import NamedTuple
 import torch
 
 from titanlike.device import nvml
-from titanlike.device.accelerator import empty_cache, is_accelerator, started
+from titanlike.device.accelerator import (
+    accelerator,
+    count,
+    empty_cache,
+    is_accelerator,
+    name,
+    started,
+)
 from titanlike.torch_private.memory import use_expandable_segments
 
 _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
@@ -98,6 +106,17 @@ def prepare_allocator(device: torch.device) -> None:
     chosen = any(variable in os.environ for variable in _ALLOCATOR_VARIABLES)
     if device.type == "cuda" and torch.version.cuda and sys.platform == "linux" and not chosen:
         use_expandable_segments()
+
+
+def print_machine() -> None:
+    """Print as JSON what is installed: versions, names and bytes of memory of the accelerators, which
+    this initializes."""
+    versions = {"torch": torch.__version__, "CUDA": torch.version.cuda, "ROCm": torch.version.hip}
+    devices = [torch.device(accelerator() or "cpu", index) for index in range(count())]
+    if devices and torch.distributed.is_nccl_available():
+        versions["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
+    memory = [total_memory(device, len(devices)) for device in devices]
+    print(json.dumps({"versions": versions, "names": [*map(name, devices)], "memory": memory}))
 
 
 def return_freed_memory() -> None:

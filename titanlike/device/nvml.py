@@ -6,14 +6,13 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 _LIBRARY = "libnvidia-ml.so.1"
 _UUID = 96  # NVML_DEVICE_UUID_V2_BUFFER_SIZE
 
 
-@dataclass(frozen=True)
-class Gpu:
+class Gpu(NamedTuple):
     total: int  # bytes
     free: int
     capability: tuple[int, int]  # compute capability: (9, 0) is Hopper
@@ -33,11 +32,8 @@ def visible_gpus() -> list[Gpu]:
     """The GPUs that CUDA would show to this process; empty without NVML or without a GPU."""
     try:
         library = ctypes.CDLL(_LIBRARY)
-    except OSError:
-        return []
-    try:
         _call(library.nvmlInit_v2)
-    except (_Failed, AttributeError):
+    except (OSError, _Failed, AttributeError):
         return []
     try:
         return [_describe(library, handle) for handle in _visible(library)]
@@ -52,28 +48,24 @@ def _visible(library: ctypes.CDLL) -> list[ctypes.c_void_p]:
     the first that does not exist ends the list."""
     number = ctypes.c_uint()
     _call(library.nvmlDeviceGetCount_v2, ctypes.byref(number))
-    handles = []
-    for index in range(number.value):
-        handle = ctypes.c_void_p()
-        _call(library.nvmlDeviceGetHandleByIndex_v2, index, ctypes.byref(handle))
-        handles.append(handle)
+    get = library.nvmlDeviceGetHandleByIndex_v2
+    handles = [_filled(ctypes.c_void_p(), get, index) for index in range(number.value)]
     wanted = os.environ.get("CUDA_VISIBLE_DEVICES")
     if wanted is None:
         return handles
-    found = []
+    visible = []
     for entry in map(str.strip, wanted.split(",")):
         if entry.isdecimal():
             matches = handles[int(entry) : int(entry) + 1]
         elif entry.startswith("MIG-"):
-            handle = ctypes.c_void_p()
-            _call(library.nvmlDeviceGetHandleByUUID, entry.encode(), ctypes.byref(handle))
-            matches = [handle]
+            get = library.nvmlDeviceGetHandleByUUID
+            matches = [_filled(ctypes.c_void_p(), get, entry.encode())]
         else:
             matches = [h for h in handles if entry and _uuid(library, h).startswith(entry)]
         if len(matches) != 1:
             break
-        found += matches
-    return found
+        visible += matches
+    return visible
 
 
 def _uuid(library: ctypes.CDLL, handle: ctypes.c_void_p) -> str:
@@ -83,12 +75,17 @@ def _uuid(library: ctypes.CDLL, handle: ctypes.c_void_p) -> str:
 
 
 def _describe(library: ctypes.CDLL, handle: ctypes.c_void_p) -> Gpu:
-    memory = _Memory()
-    _call(library.nvmlDeviceGetMemoryInfo, handle, ctypes.byref(memory))
+    memory = _filled(_Memory(), library.nvmlDeviceGetMemoryInfo, handle)
     major, minor = ctypes.c_int(), ctypes.c_int()
     capability = ctypes.byref(major), ctypes.byref(minor)
     _call(library.nvmlDeviceGetCudaComputeCapability, handle, *capability)
     return Gpu(memory.total, memory.free, (major.value, minor.value))
+
+
+def _filled(value: Any, function: Callable[..., int], *arguments: object) -> Any:
+    """The value, into which an NVML function writes."""
+    _call(function, *arguments, ctypes.byref(value))
+    return value
 
 
 def _call(function: Callable[..., int], *arguments: object) -> None:

@@ -200,39 +200,26 @@ def initialize(
     for (first, name), *others in shared.values():  # to_empty makes two tensors of a tied one
         for module, other in others:
             module.register_parameter(other, first._parameters[name])
-    numbers = [local(parameter).numel() for parameter in stage.parameters()]
-    with _progress(sum(numbers), say) as done:
-        for (name, parameter), count in zip(stage.named_parameters(), numbers, strict=True):
+    total = sum(local(parameter).numel() for parameter in stage.parameters())
+    begin, done, ended = time.monotonic(), 0, threading.Event()
+
+    def report() -> None:
+        while not ended.wait(PROGRESS):
+            share, seconds = done / max(1, total), time.monotonic() - begin
+            say(f"weights: {share:.0%} of {units.count(total)} after {seconds:.0f} s")
+
+    thread = threading.Thread(target=report, daemon=True, name="progress")
+    thread.start()
+    try:
+        for name, parameter in stage.named_parameters():
             whole_name = names.get(name, name)
             part = parts.get(whole_name)
             shape = parameter.shape if part is None else part.shape
             for here, place in pieces(parameter, part):
                 local(parameter)[here].copy_(weights.block(whole_name, shape, place))
-            done(count)
-    for name, buffer in stage.named_buffers():
-        buffer.copy_(weights.buffer(name))
-
-
-@contextlib.contextmanager
-def _progress(total: int, say: Callable[[str], object]) -> Iterator[Callable[[int], None]]:
-    """Call what it gives with how many more of `total` numbers are done."""
-    begin, done, ended = time.monotonic(), 0, threading.Event()
-
-    def add(count: int) -> None:
-        nonlocal done
-        done += count
-
-    def report() -> None:
-        while not ended.wait(PROGRESS):
-            seconds = time.monotonic() - begin
-            say(
-                f"weights: {done / max(1, total):.0%} of {units.count(total)} after {seconds:.0f} s"
-            )
-
-    thread = threading.Thread(target=report, daemon=True, name="progress")
-    thread.start()
-    try:
-        yield add
+            done += local(parameter).numel()
     finally:
         ended.set()
         thread.join()
+    for name, buffer in stage.named_buffers():
+        buffer.copy_(weights.buffer(name))

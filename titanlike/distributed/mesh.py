@@ -88,11 +88,8 @@ class Mesh:
 
     def weight_ranks(self) -> list[int]:
         """The ranks that have a replica of this rank's stages together."""
-        return (
-            self.axes.mesh[self.axes.get_local_rank("pp"), self.axes.get_local_rank("replicate")]
-            .flatten()
-            .tolist()
-        )
+        pp_rank, replica, *_ = _coordinate(self.axes)
+        return self.axes.mesh[pp_rank, replica].flatten().tolist()
 
     def sum(self, values: Tensor, axis: str | None = None) -> Tensor:
         """Sum over all ranks, or along one axis, in place."""

@@ -6,15 +6,16 @@ on the modules. Optimizers, checkpoints, losses and proofs read these, and need 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
-from typing import Any, Literal
+from typing import Any, Literal, TypeGuard
 
 import torch
 from torch import Tensor, nn
 
 from titanlike.torch_private.dtensor import local_slices
+from titanlike.torch_private.operators import BatchNorm
 
 Slices = tuple[slice, ...]
 When = Literal["never", "sequence", "always"]
@@ -76,7 +77,7 @@ def places(tensor: Tensor, part: Part | None) -> list[Tensor]:
     if part is not None:
         ranges[part.dim] = [whole for _, whole in _ranges(held[part.dim], part.ranges)]
     return [
-        torch.cat([torch.arange(0), *(torch.arange(one.start, one.stop) for one in of_dim)])
+        torch.cat([torch.arange(0), *(torch.arange(s.start, s.stop) for s in of_dim)])
         for of_dim in ranges
     ]
 
@@ -92,25 +93,17 @@ def _ranges(held: slice, ranges: tuple[tuple[int, int], ...]) -> Iterator[tuple[
         before += stop - start
 
 
-def local_of(tensor: Tensor, part: Part | None, whole: Callable[[Slices], Tensor]) -> Tensor:
-    """What this rank holds of a whole tensor, in the form of `tensor`'s local part.
-
-    whole: gives the values at a place.
-    """
-    found = [(local, whole(place)) for local, place in pieces(tensor, part)]
-    if len(found) == 1:
-        return found[0][1]
-    shape = [piece.stop - piece.start for piece in local_slices(tensor)]
-    first = found[0][1] if found else torch.empty(0)
-    result = first.new_empty(shape)
-    for local, values in found:
-        result[local] = values
-    return result
+def local_of(tensor: Tensor, part: Part | None, whole: Tensor) -> Tensor:
+    """What this rank holds of a whole tensor, in the form of `tensor`'s local part."""
+    for dim, rows in enumerate(places(tensor, part)):
+        if len(rows) < whole.shape[dim]:
+            whole = whole.index_select(dim, rows.to(whole.device))
+    return whole
 
 
-# --- marks on modules ---------------------------------------------------------------------------
+# --- what modules say of themselves --------------------------------------------------------------
 
-STYLE = "tp_style"  # how a module is divided, and what that takes; graph/equal_units.py knows it
+STYLE = "tp_style"  # how a module is divided, and what that takes; graph/units.py knows it
 GATHERS = "tp_gathers"  # of a module that gathers what it is given: the ranks
 BIAS_LATER = "tp_adds_bias_later"  # of a linear layer
 
@@ -134,3 +127,19 @@ def adds_bias_later(module: nn.Module) -> bool:
 def experts_of(model: nn.Module) -> dict[str, nn.Module]:
     """Modules of routed experts, by name: see `models/experts.py` for what these are."""
     return {name: m for name, m in model.named_modules() if getattr(m, "sorted_by_expert", False)}
+
+
+def has_statistics(module: nn.Module) -> TypeGuard[BatchNorm]:
+    """Whether it is a batch norm that keeps running statistics."""
+    return isinstance(module, BatchNorm) and module.running_mean is not None
+
+
+def freeze_statistics(model: nn.Module) -> list[BatchNorm]:
+    """Stop training forwards from updating running statistics; the batch norms that have some.
+
+    They still normalize by the batch's statistics in training, by the running ones in evaluation.
+    """
+    norms = [module for module in model.modules() if has_statistics(module)]
+    for norm in norms:
+        norm.track_running_stats = False
+    return norms

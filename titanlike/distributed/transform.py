@@ -16,13 +16,15 @@ import torch
 from torch import Tensor, nn
 
 from titanlike.data.sources import Batch
-from titanlike.distributed.collectives import Peers
+from titanlike.distributed.collectives import GroupInfo
 from titanlike.distributed.mesh import Mesh
 from titanlike.distributed.placement import Placement
 
 if TYPE_CHECKING:
-    from titanlike.graph.model_graph import ModelGraph, SequenceParts
+    from titanlike.graph.model_graph import Fields, ModelGraph, SequenceParts
     from titanlike.optim.loss import Loss
+    from titanlike.optim.optimizer import StageState
+    from titanlike.training.draft import Draft
 
 
 @dataclass(frozen=True)
@@ -45,8 +47,8 @@ class Transform:
 
     # Ranks with which layers exchange activations, if they do: the first of them, as which the model is
     # recorded, and this one, whose group `open` makes. Their transform is named after their mesh axis.
-    first: Peers | None = None
-    ranks: Peers | None = None
+    first: GroupInfo | None = None
+    ranks: GroupInfo | None = None
     # of parameters that several of these ranks have, on the first one
     placements: Mapping[str, Placement] = {}
     sequence: SequenceParts | None = None  # how a rank has a part of every sequence
@@ -61,13 +63,13 @@ class Transform:
     def check(self, recorded: Recorded) -> None:
         """Raise ConfigError where the changed model would compute other results."""
 
-    def describe(self, plan: Any) -> Iterator[tuple[str, str]]:
-        """Rows (title, text) of the opening table; plan: a `training.draft.Draft`."""
+    def describe(self, plan: Draft) -> Iterator[tuple[str, str]]:
+        """Rows (title, text) of the opening table."""
         return iter(())
 
     # --- while this rank's stages are built
 
-    def open(self, mesh: Mesh, plan: Any) -> None:
+    def open(self, mesh: Mesh, plan: Draft) -> None:
         """Make process groups, before any stage is built. Collective."""
 
     def on_model(self, model: nn.Module, placements: dict[str, Placement]) -> None:
@@ -80,8 +82,8 @@ class Transform:
     def on_weights(self, stage: nn.Module) -> None:
         """Change a stage that has its weights."""
 
-    def on_states(self, states: Mapping[int, Any]) -> None:
-        """Once all stages have optimizers: `StageState` by stage. Collective."""
+    def on_states(self, states: Mapping[int, StageState]) -> None:
+        """Once all stages have optimizers, by stage. Collective."""
 
     def why_not_compiled(self, block: str) -> str:
         """Why a block stays as it is with compile=true; "" = nothing of this is in the way."""
@@ -93,8 +95,8 @@ class Transform:
         """What this rank computes with, of a batch [B, ...] of its data-parallel rank."""
         return batch
 
-    def prepare(self, fields: Mapping[str, Any]) -> None:
-        """Before forwards on a batch of these fields (see `graph.model_graph.Field`)."""
+    def prepare(self, fields: Fields) -> None:
+        """Before forwards on a batch of these fields."""
 
     def training(self, tokens: Tensor) -> AbstractContextManager[None]:
         """Around the forwards and backwards of a training step. tokens: of the global batch, padding

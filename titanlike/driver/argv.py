@@ -9,6 +9,7 @@ added to its defaults.
 from __future__ import annotations
 
 import argparse
+import itertools
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -140,23 +141,18 @@ def complete_args(args: argparse.Namespace) -> None:
         args.config_path = str(Path(args.config_path).absolute())
         extra.append(str(conf_dir()))
     args.config_name = args.config_name or "config"
-    overrides, given = [], []
+    given = []
     for text in args.overrides:
         if text.startswith("hydra.searchpath=") and (override := parse_override(text)):
             value: Any = override.value()
             extra = [*map(str, value if isinstance(value, list) else [value]), *extra]
-        else:
-            given.append(text)
+        else:  # an experiment is in the defaults list; both spellings are common
+            given.append(text[1:] if text.startswith("+experiment=") else text)
     args.overrides = given
     own = _complete_choices(args, extra)
-    for text in args.overrides:
-        if text.startswith("+experiment="):
-            overrides.append(text[1:])  # it is in the defaults list; both spellings are common
-        else:
-            overrides += [to_hydra(each, own) for each in in_full(text)]
+    args.overrides = [to_hydra(word, own) for text in args.overrides for word in in_full(text)]
     if extra:
-        overrides.append(f"hydra.searchpath=[{','.join(map(quoted, extra))}]")
-    args.overrides = overrides
+        args.overrides.append(f"hydra.searchpath=[{','.join(map(quoted, extra))}]")
 
 
 def _complete_choices(args: argparse.Namespace, searched: list[str]) -> set[str]:
@@ -188,8 +184,13 @@ def _complete_choices(args: argparse.Namespace, searched: list[str]) -> set[str]
         added = sorted(named - chosen - own)
         args.overrides = [*(f"{group}=own" for group in added), *args.overrides]
         chosen |= set(added)
-    if finished is not None and chosen:
-        _without(finished, chosen, args)
+    if finished is not None and chosen:  # composed with their files in place of its own
+        kept = {key: value for key, value in finished.items() if key not in chosen}
+        at = finished["defaults"].index("_self_") + 1
+        kept["defaults"] = [*finished["defaults"]]
+        kept["defaults"][at:at] = [{group: None} for group in sorted(chosen)]
+        args.config_name = "finished_run"
+        ConfigStore.instance().store(args.config_name, kept)
     owned = {key_of(text) for text in args.overrides if text.partition("=")[2] == "own"}
     return (own - chosen) | named | (owned & set(OPEN_GROUPS))
 
@@ -197,59 +198,42 @@ def _complete_choices(args: argparse.Namespace, searched: list[str]) -> set[str]
 def _of_experiments(args: argparse.Namespace, searched: list[str]) -> dict[str, str]:
     """The choice of each group to which an experiment gives a `name`, but no `override /GROUP`: the
     keys that it sets are that choice's, not those of the default one."""
-    found: dict[str, str] = {}
-    folders = [args.config_path, args.config_dir, *searched]
-    for text in args.overrides:
-        name = text.partition("=")[2]
-        if key_of(text) != "experiment" or not re.fullmatch(r"[\w./-]+", name):
-            continue
-        for folder in filter(None, folders):
-            path = Path(folder.removeprefix("file://"), "experiment", f"{name}.yaml")
-            try:
-                config = yaml.safe_load(path.read_text(encoding="utf-8"))
-            except (OSError, ValueError, yaml.YAMLError):
-                continue
-            found |= _named_choices(config) if isinstance(config, dict) else {}
-    return found
-
-
-def _named_choices(config: dict[str, Any]) -> dict[str, str]:
-    defaults = config.get("defaults")
-    entries = [entry for entry in defaults if isinstance(entry, dict)] if defaults else []
-    overridden = {re.split("[ /]", str(key))[-1] for entry in entries for key in entry}
-    choices = {}
-    for group in _GROUPS - overridden:
-        values = config.get(group)
-        name = str(values.get("name")) if isinstance(values, dict) else ""
-        if "." in name and group in OPEN_GROUPS:
-            choices[group] = "own"
-        elif name in VARIANTS.get(group, ()):
-            choices[group] = name
+    choices: dict[str, str] = {}
+    names = [text.partition("=")[2] for text in args.overrides if key_of(text) == "experiment"]
+    names = [name for name in names if re.fullmatch(r"[\w./-]+", name)]
+    folders = [folder for folder in (args.config_path, args.config_dir, *searched) if folder]
+    for name, folder in itertools.product(names, folders):
+        path = Path(folder.removeprefix("file://"), "experiment", f"{name}.yaml")
+        config = _read_yaml(path)
+        entries = [item for item in config.get("defaults") or [] if isinstance(item, dict)]
+        overridden = {re.split("[ /]", str(key))[-1] for entry in entries for key in entry}
+        for group in _GROUPS - overridden:
+            values = config.get(group)
+            choice = str(values.get("name")) if isinstance(values, dict) else ""
+            if "." in choice and group in OPEN_GROUPS:
+                choices[group] = "own"
+            elif choice in VARIANTS.get(group, ()):
+                choices[group] = choice
     return choices
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    """A file's mapping; {} where it has none, or cannot be read."""
+    try:
+        config = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        return {}
+    return config if isinstance(config, dict) else {}
 
 
 def _finished(args: argparse.Namespace) -> dict[str, Any] | None:
     """The complete config of a run that args.config_path holds; None if it is another config."""
     path = Path(args.config_path) / f"{args.config_name}.yaml"
-    try:
-        config = yaml.safe_load(path.read_text(encoding="utf-8"))
-        defaults = [*config["defaults"]]
-    except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError):
-        return None
-    if aliases_problem(path):
-        return None  # told when it is checked
+    config = _read_yaml(path)
     complete = all(isinstance(config.get(group), dict) for group in _GROUPS)
-    return config if complete and "_self_" in defaults else None
-
-
-def _without(config: dict[str, Any], chosen: set[str], args: argparse.Namespace) -> None:
-    """Let Hydra compose `config` with the files of the chosen groups in place of these."""
-    kept = {key: value for key, value in config.items() if key not in chosen}
-    at = config["defaults"].index("_self_") + 1
-    choices = [{group: None} for group in sorted(chosen)]
-    kept["defaults"] = [*config["defaults"][:at], *choices, *config["defaults"][at:]]
-    args.config_name = "finished_run"
-    ConfigStore.instance().store(args.config_name, kept)
+    defaults = config.get("defaults")
+    is_run = complete and isinstance(defaults, list) and "_self_" in defaults
+    return config if is_run and not aliases_problem(path) else None  # told when it is checked
 
 
 def parse_override(text: str, loader: ConfigLoaderImpl | None = None) -> Override | None:

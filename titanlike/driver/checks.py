@@ -2,7 +2,7 @@
 
 launch.elastic: dp follows the number of ranks that torchrun has started (`--nnodes 1:4`). When machines
 join or leave, torchrun restarts the ranks, as many as there are machines for. pp, tp, the model and the
-global batch size stay as declared; dp becomes ranks / (pp x tp) if the rest of the config allows it, and
+global batch size stay as declared; dp becomes ranks / (pp x cp x tp) if the rest of the config allows it, and
 the checkpoint is loaded in that layout. So the losses stay those of the declared layout, up to rounding.
 """
 
@@ -28,20 +28,20 @@ from titanlike.checkpoint.storage import Storage, UnreadableFile
 from titanlike.config import credentials, files, validate
 from titanlike.config.errors import Problem
 from titanlike.config.parse import to_plain
-from titanlike.config.profile import folder_problem
-from titanlike.config.schema import Config, TensorBoard
-from titanlike.data import checks as data
-from titanlike.launch.restart_state import RestartState
+from titanlike.config.profile import profile_folder
+from titanlike.config.schema import MESH_AXES, Config, MemoryProfile, TensorBoard
+from titanlike.data import registry as data
+from titanlike.launch.torchrun import RestartState
 from titanlike.metrics.run_files import Events
 from titanlike.metrics.sinks import tensorboard_problem
-from titanlike.models.hf_names import FAMILIES, family_of
+from titanlike.models.hf_names import FAMILIES, counterpart
 
 if TYPE_CHECKING:
     from titanlike.training.draft import Draft
 
 # without these no mesh and no stages can be derived
 _LAYOUT_KEYS = (
-    *("pp", "dp", "cp", "tp", "ep", "replicate", "batch_size", "seq_len"),
+    *(*MESH_AXES, "ep", "replicate", "batch_size", "seq_len"),
     *("schedule.stages_per_rank", "activation_checkpoint.every"),
 )
 
@@ -135,23 +135,22 @@ def _checkpoint_problems(config: Config) -> Iterator[Problem]:
         elif checkpoint_folder(config).process_local:
             reason = "another process does not see checkpoint.folder, the memory of this one"
         if reason:
-            yield Problem(
-                "checkpoint.mode", "async_process", reason, "checkpoint.mode=async_pinned"
-            )
+            fix = "checkpoint.mode=async_pinned"
+            yield Problem("checkpoint.mode", "async_process", reason, fix)
             return
     if settings.export != "none" and (problem := _export_problem(config)):
         yield problem
     from_folder = str(settings.start_from).startswith("hf:")
     start_from = None if from_folder else settings.start_from
     for key, location in (("folder", settings.folder), ("start_from", start_from)):
+        reason, fix = "", f"checkpoint.{key}=/a/path"
         try:
             if location is not None and Storage(location).process_local and config.world_size > 1:
                 reason = "is the memory of one process: the other ranks would not see it"
-                yield Problem(f"checkpoint.{key}", location, reason, f"checkpoint.{key}=/a/path")
-                return
         except (ValueError, ImportError) as error:
-            fix = f"checkpoint.{key}=/a/path or a URL whose file system is installed"
-            yield Problem(f"checkpoint.{key}", location, str(error), fix)
+            reason, fix = str(error), f"{fix} or a URL whose file system is installed"
+        if reason:
+            yield Problem(f"checkpoint.{key}", location, reason, fix)
             return
     try:
         found = select_resume(config)
@@ -179,36 +178,36 @@ def _checkpoint_problems(config: Config) -> Iterator[Problem]:
 
 def _export_problem(config: Config) -> Problem | None:
     """Why a run could not write a folder for transformers at its end."""
-    settings = config.checkpoint
-    if config.model.name not in (*FAMILIES, "hf"):
-        families = ", ".join([*FAMILIES, "hf"])
-        reason = f"transformers has no {config.model.name}; a folder is written of {families}"
-        return Problem("checkpoint.export", settings.export, reason, "checkpoint.export=none")
-    if config.model.name in FAMILIES:
+    settings, families = config.checkpoint, (*FAMILIES, "hf")
+    reason, fix = "", "checkpoint.export=none"
+    if config.model.name not in families:
+        reason = f"transformers has no {config.model.name}; a folder is written of "
+        reason += ", ".join(families)
+    elif config.model.name in FAMILIES:
         from titanlike.models.registry import complete_arguments  # imports torch
 
         try:
-            family_of(config.model.name, complete_arguments(config.model))
+            counterpart(config.model.name, complete_arguments(config.model))
         except ValueError as error:
-            return Problem(
-                "checkpoint.export", settings.export, str(error), "checkpoint.export=none"
-            )
-    if not settings.last and settings.model_only == "none":
+            reason = str(error)
+    if not reason and not settings.last and settings.model_only == "none":
         reason = "there is nothing to export: neither checkpoint.last nor model_only saves the end"
-        return Problem("checkpoint.export", settings.export, reason, "checkpoint.last=true")
-    return None
+        fix = "checkpoint.last=true"
+    return Problem("checkpoint.export", settings.export, reason, fix) if reason else None
 
 
 def _write_problems(config: Config) -> Iterator[Problem]:
     """Whether run_dir and checkpoint.folder are writable, by writing there."""
-    try:
-        files.check_writable(Path(config.run_dir))
-    except OSError as error:
-        reason = f"cannot be written: {error.strerror}"
-        yield Problem("run_dir", config.run_dir, reason, "run_dir=outputs/NAME")
-        return
-    if problem := folder_problem(config.profile, config.run_dir):
-        yield problem
+    folders = [("run_dir", config.run_dir, Path(config.run_dir), "run_dir=outputs/NAME")]
+    if isinstance(config.profile, MemoryProfile):
+        folder = profile_folder(config.run_dir)
+        folders.append(("profile", config.profile.name, folder, "profile=none"))
+    for key, value, folder, fix in folders:
+        try:
+            files.check_writable(folder)
+        except OSError as error:
+            yield Problem(key, value, f"{folder} cannot be written: {error.strerror}", fix)
+            return
     if config.checkpoint.folder is not None:
         try:
             Storage(config.checkpoint.folder).check_writable()
@@ -221,6 +220,7 @@ def _write_problems(config: Config) -> Iterator[Problem]:
 _MAX_NAMED = 4  # numbers of ranks that an error names
 _MAX_CHECKED = 8  # numbers of ranks that are checked for it
 _RANKS, _DP = "ranks", "dp"  # keys in RestartState: of the last start
+Check = Callable[[Config, int], list[Problem]]
 
 
 def available_ranks(config: Config, started: int | None, restart_state: RestartState) -> int | None:
@@ -236,24 +236,38 @@ def available_ranks(config: Config, started: int | None, restart_state: RestartS
 
 
 def fit_mesh(config: Config, ranks: int | None) -> tuple[Config, list[Problem]]:
-    """The config with dp = ranks / (pp x tp), or the problems that prevent it."""
+    """The config with dp = ranks / (pp x cp x tp), or the problems that prevent it."""
     if ranks is None or ranks == config.world_size or not config.launch.elastic:
         return config, []
-    if min(config.pp, config.dp, config.cp, config.tp, config.replicate) < 1:
+    if min(*config.axes.values(), config.replicate) < 1:
         return config, []  # reported by the usual check
     # problems that the declared mesh has, too, are reported by the usual check
     try:
         known = {str(problem) for problem in problems(config, config.world_size)}
     except Exception:  # of a user's function, which the usual check calls, too
         return config, []
-    fitted = _with_ranks(config, ranks)
-    unfit = _new_problems(fitted, ranks, known)
-    if isinstance(fitted, Config) and not unfit:
+
+    def fit(count: int, check: Check) -> tuple[Config, list[Problem]]:
+        """The config with the mesh of so many ranks; pure replication stays so."""
+        dp = count // config.model_ranks
+        if dp * config.model_ranks != count:
+            axes = {axis: n for axis, n in config.axes.items() if axis != "dp"}
+            sizes = f"{' x '.join(axes)} = {' x '.join(map(str, axes.values()))} "
+            reason = f"{sizes if len(axes) > 1 else ''}does not divide {count}"
+            return config, [Problem([*axes][-1], [*axes.values()][-1], reason)]
+        replicate = dp if config.replicate == config.dp else config.replicate
+        fitted = replace(config, dp=dp, replicate=replicate)
+        return fitted, [found for found in check(fitted, count) if str(found) not in known]
+
+    fitted, unfit = fit(ranks, problems)
+    if not unfit:
         return fitted, []
-    likely = islice(_likely_counts(config, ranks, known), _MAX_CHECKED)
-    fits = (n for n in likely if not _new_problems(_with_ranks(config, n), n, known))
-    possible = ", ".join(map(str, sorted(islice(fits, _MAX_NAMED)))) or "none"
-    dp = f", so dp={ranks // config.model_ranks}" if not isinstance(fitted, Problem) else ""
+    counts = range(config.model_ranks, max(config.world_size, ranks) + 1, config.model_ranks)
+    nearest = sorted(counts, key=lambda count: abs(count - ranks))
+    likely = islice((n for n in nearest if not fit(n, validate.problems)[1]), _MAX_CHECKED)
+    fits = islice((n for n in likely if not fit(n, problems)[1]), _MAX_NAMED)
+    possible = ", ".join(map(str, sorted(fits))) or "none"
+    dp = f", so dp={fitted.dp}" if fitted is not config else ""
     available = f"{_available(ranks)} (launch.elastic){dp}"
     return config, [
         Problem(p.key, p.value, f"{available}: {p.reason}; possible numbers of ranks: {possible}")
@@ -263,43 +277,6 @@ def fit_mesh(config: Config, ranks: int | None) -> tuple[Config, list[Problem]]:
 
 def _available(ranks: int) -> str:
     return f"{ranks} rank{'s are' if ranks > 1 else ' is'} available"
-
-
-def _with_ranks(config: Config, ranks: int) -> Config | Problem:
-    """The config with the mesh of `ranks`; pure replication stays so."""
-    dp = ranks // config.model_ranks
-    if dp * config.model_ranks != ranks:
-        more = {key: getattr(config, key) for key in ("cp", "tp") if getattr(config, key) > 1}
-        if not more:
-            return Problem("pp", config.pp, f"does not divide {ranks}")
-        key, value = more.popitem()
-        names = " x ".join(["pp", *more, key])
-        product = f"{names} = {' x '.join(map(str, [config.pp, *more.values(), value]))}"
-        return Problem(key, value, f"{product} does not divide {ranks}")
-    replicate = dp if config.replicate == config.dp else config.replicate
-    if dp % replicate:
-        return Problem(
-            "replicate", replicate, f"dp={dp} cannot be divided into {replicate} replicas"
-        )
-    return replace(config, dp=dp, replicate=replicate)
-
-
-def _new_problems(fitted: Config | Problem, ranks: int, known: set[str]) -> list[Problem]:
-    """Problems of a mesh of `ranks` that are not `known` of the declared one."""
-    if isinstance(fitted, Problem):
-        return [fitted]
-    return [found for found in problems(fitted, ranks) if str(found) not in known]
-
-
-def _likely_counts(config: Config, ranks: int, known: set[str]) -> Iterator[int]:
-    """Numbers of ranks that pass the quick checks, the nearest first."""
-    counts = range(config.model_ranks, max(config.world_size, ranks) + 1, config.model_ranks)
-    for count in sorted(counts, key=lambda count: abs(count - ranks)):
-        fitted = _with_ranks(config, count)
-        if isinstance(fitted, Config):
-            found = validate.problems(fitted, count)
-            if all(str(problem) in known for problem in found):
-                yield count
 
 
 def report_layout(
@@ -315,7 +292,7 @@ def report_layout(
         change = f"dp={config.dp} instead of {before}, {where}"
         text = f"{_available(ranks)}: {change} (launch.elastic)"
         events = Events(Path(config.run_dir), lambda line: print(line, file=sys.stderr, flush=True))
-        mesh = {"pp": config.pp, "dp": config.dp, "cp": config.cp, "tp": config.tp}
+        mesh = {axis: getattr(config, axis) for axis in MESH_AXES}
         events.log("layout", step, text, ranks=ranks, **mesh, before=before)
     restart_state.set(_RANKS, str(ranks))
     restart_state.set(_DP, str(config.dp))

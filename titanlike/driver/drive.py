@@ -45,9 +45,9 @@ from titanlike.driver.job import (
     print_problems,
 )
 from titanlike.driver.overrides import CheckedOverrides, check_overrides, one_line
-from titanlike.launch.external import ExternalRanks, record_for_torchrun
+from titanlike.launch.environment import adopt_slurm
 from titanlike.launch.failures import JobFailed
-from titanlike.launch.slurm import adopt_slurm
+from titanlike.launch.torchrun import TorchrunRanks, record_for_torchrun
 from titanlike.metrics.run_files import Status
 
 if TYPE_CHECKING:
@@ -129,15 +129,15 @@ def _run_elsewhere(runner: JobRunner, *job: Any) -> JobEnd:
     adopt_slurm()
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return runner.run(*job)
-    ranks = ExternalRanks()
+    ranks = TorchrunRanks()
     if ranks.rank > 0:
-        return JobEnd(ranks.follow())
+        return JobEnd(ranks.run_follower())
     end = JobEnd(1)
     try:
         end = JobRunner(runner.function, runner.folder, ranks).run(*job)
         return end
     finally:
-        ranks.release(end.code)
+        ranks.shutdown(end.code)
 
 
 def _prepare(args: argparse.Namespace, task: Task, result_dir: str | None) -> ExitCode:
@@ -157,7 +157,8 @@ def _prepare(args: argparse.Namespace, task: Task, result_dir: str | None) -> Ex
         if checked.multirun and not problems:
             assert checked.config is not None and checked.sweep is not None
             settings = checked.sweep
-            missing = files.missing_folders(settings.folder)
+            folders = settings.folder, *settings.folder.parents
+            missing = [path for path in folders if not path.exists()]  # the innermost first
             if checked.new_folder and not args.check:
                 settings = replace(settings, folder=files.make_new_folder(settings.folder))
             # before there is a plan, which a restart has to find
@@ -184,8 +185,6 @@ def _prepare(args: argparse.Namespace, task: Task, result_dir: str | None) -> Ex
     if task.sweep_run is None and checked.new_folder:
         assert checked.composed is not None
         checked.composed.hydra.run.dir = str(files.make_new_folder(checked.new_folder))
-    if runner.workers is not None:
-        runner.workers.settle()
     return None
 
 
@@ -217,10 +216,15 @@ def _problems(
     ranks = checks.available_ranks(config, started if started > 1 else None, runner.restart_state)
     config, unfit = checks.fit_mesh(config, ranks)
     start_workers = partial(runner.start_workers, config)
+    assert checked.composed is not None
+    hydra = checked.composed.hydra
+    # what workers inherit from this process is changed by these
+    may_start = not (hydra.job.env_set or hydra.job.chdir or hydra.callbacks)
     if runner.checked and not known and not unfit:
-        start_workers()
+        if may_start:
+            start_workers()
         return []
-    may_start = not (known or args.check)
+    may_start = may_start and not (known or args.check)
     return known + (
         unfit or config_problems(config, ranks, known, start_workers if may_start else None)
     )
@@ -255,7 +259,12 @@ def _run(args: argparse.Namespace, task: Task) -> ExitCode:
         code = print_problems(error.problems)
     except Exception as error:
         unwritten = isinstance(error, OSError) and error.errno in _OF_STORAGE
-        if not unwritten and not _is_user_error(error):
+        frames = [
+            frame.f_globals.get("__name__") for frame, _ in traceback.walk_tb(error.__traceback__)
+        ]
+        raised_in = type(error).__module__, str(frames[-1]) if frames else ""
+        # by Hydra or Optuna for the user, and not by this program
+        if not unwritten and not any(re.match(r"(hydra|omegaconf|optuna)\b", n) for n in raised_in):
             raise
         problem = Problem("config", "", one_line(error)).hiding(task.runner.environment)
         code = 1
@@ -290,11 +299,3 @@ def _run_composed(args: argparse.Namespace, task: Task, checked: CheckedOverride
             hydra.run(args.config_name, task, args.overrides)
     finally:
         GlobalHydra.instance().clear()
-
-
-def _is_user_error(error: Exception) -> bool:
-    """Whether Hydra or Optuna raised an error for the user, and not this program."""
-    frames = list(traceback.walk_tb(error.__traceback__))
-    raised_in = str(frames[-1][0].f_globals.get("__name__")) if frames else ""
-    by_hydra = type(error).__module__.startswith(("hydra", "omegaconf"))
-    return by_hydra or raised_in.startswith(("hydra.", "omegaconf.", "optuna"))

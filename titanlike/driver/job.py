@@ -8,22 +8,18 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from titanlike.config.credentials import redact_command, redact_override
 from titanlike.config.errors import ConfigError, Problem
 from titanlike.config.parse import write_config
 from titanlike.config.schema import Config, Wandb
 from titanlike.launch.environment import available_cores, will_restart
-from titanlike.launch.external import ExternalRanks, record_for_torchrun
 from titanlike.launch.failures import Failure, JobFailed, describe, root_cause
-from titanlike.launch.job import Job
-from titanlike.launch.local import run_local
-from titanlike.launch.restart_state import RestartState
-from titanlike.launch.run_dir_owner import lock_run_dir
-from titanlike.launch.signals import Interrupted, interruptible
-from titanlike.launch.stop_request import MAX_TIME, StopRequest, stop_reason
-from titanlike.launch.worker_processes import EarlyWorkers
+from titanlike.launch.local import PrestartedWorkers, run_local
+from titanlike.launch.run_dir_lock import lock_run_dir
+from titanlike.launch.signals import MAX_TIME, Interrupted, StopRequest, interruptible, stop_reason
+from titanlike.launch.torchrun import RestartState, TorchrunRanks, record_for_torchrun
+from titanlike.launch.worker import Job
 from titanlike.metrics.run_files import Events, Status, write_result
 
 SWEEP_FILE = "sweep.jsonl"  # in the directory of a sweep
@@ -35,11 +31,11 @@ class JobRunner:
 
     function: str  # of the job, `package.module:function`
     folder: str  # a tool's own folder inside run_dir, or ""
-    ranks: ExternalRanks | None = None  # started by torchrun or srun; None = started here
+    ranks: TorchrunRanks | None = None  # started by torchrun or srun; None = started here
     restart_state: RestartState = field(default_factory=RestartState)
     restart: bool = False  # whether this command was started before
     checked: bool = False  # whether the sweep has checked the job's config
-    workers: EarlyWorkers | None = None  # of a single run
+    workers: PrestartedWorkers | None = None  # of a single run
     # of values from the environment, which errors do not show: their names
     environment: dict[str, str] = field(default_factory=dict)
 
@@ -108,9 +104,19 @@ class JobRunner:
                 record_for_torchrun(failed)
                 code = 2 if failed.invalid else 1
                 return JobEnd(code, failed.error, ends_sweep=failed.ends_sweep)
-            end = _report_result(result, reporter)
+            value, code = result.get("value"), result.get("exit_code", 0)
+            stopped, numbers = result.get("stopped"), result.get("numbers", "")
+            error_text = f"exit code {code}" if code else ""
+            if stopped:
+                error_text = f"stopped early by {stopped}, with a checkpoint; the same command "
+                error_text += "resumes the run"
+                code = 0 if will_restart() else code
+            status: Status = "stopped" if stopped else "completed"
+            reporter.write(status, value, error_text if stopped else None, numbers)
             self._write_report(config, run_dir)
-        return end
+        # a signal: the user wants to end a sweep, too
+        by_signal = stopped is not None and stopped != stop_reason(MAX_TIME)
+        return JobEnd(code, error_text, value, ends_sweep=by_signal)
 
     def _write_report(self, config: Config, run_dir: Path) -> None:
         """report.html of a run that has trained. It never makes a run fail."""
@@ -159,19 +165,6 @@ class JobEnd:
     error: str = ""  # why it is not completed
     value: float | None = None  # what a sweep compares
     ends_sweep: bool = False  # whether these processes run no further jobs
-
-
-def _report_result(result: dict[str, Any], reporter: ResultReporter) -> JobEnd:
-    """result: what the job's function returned."""
-    value, code = result.get("value"), result.get("exit_code", 0)
-    numbers = result.get("numbers", "")
-    if stopped := result.get("stopped"):
-        error = f"stopped early by {stopped}, with a checkpoint; the same command resumes the run"
-        reporter.write("stopped", value, error, numbers)
-        by_signal = stopped != stop_reason(MAX_TIME)  # then the user wants to end a sweep, too
-        return JobEnd(0 if will_restart() else code, error, value, ends_sweep=by_signal)
-    reporter.write("completed", value, numbers=numbers)
-    return JobEnd(code, f"exit code {code}" if code else "", value)
 
 
 def with_run_name(config: Config, sweep: str, name: str) -> Config:

@@ -20,7 +20,6 @@ from titanlike.config.parse import convert
 from titanlike.config.schema import Config
 from titanlike.costs.estimate import estimate
 from titanlike.costs.layouts import (
-    Candidate,
     Compose,
     Machine,
     SearchSpace,
@@ -34,25 +33,19 @@ from titanlike.driver.sweep import SweepRun
 from titanlike.launch.failures import JobFailed
 from titanlike.metrics import units
 from titanlike.models.registry import build_model, resolve_model
-from titanlike.training.draft import draft
-
-INVALID, TOO_LARGE, UNPROMISING = "invalid", "too large", "less promising"
+from titanlike.training.draft import Draft, draft
 
 
 def read_space(plain: Mapping[str, Any]) -> SearchSpace:
     """From hydra.sweeper's plain values. Raises ConfigError with every mistake."""
     problems: list[Problem] = []
     examples = {"ranks": 8, "most": 24, "microbatches": [4, 8], "stages_per_rank": [2, 4]}
-    values = {
-        name: convert(
-            hint, plain[name], f"hydra.sweeper.{name}", problems, examples.get(name, MISSING)
-        )
-        for name, hint in get_type_hints(SearchSpace).items()
-    }
-    for name, example in examples.items() if not problems else ():
-        numbers = values[name] if isinstance(values[name], list) else [values[name] or 1]
-        if plain[name] is not None and (plain[name] == 0 or min(numbers, default=0) < 1):
-            key = f"hydra.sweeper.{name}"
+    values: dict[str, Any] = {}
+    for name, hint in get_type_hints(SearchSpace).items():
+        key, example, before = f"hydra.sweeper.{name}", examples.get(name, MISSING), len(problems)
+        value = values[name] = convert(hint, plain[name], key, problems, example)
+        numbers = value if isinstance(value, list) else [1 if value is None else value]
+        if name in examples and len(problems) == before and min(numbers, default=0) < 1:
             fix = f"{key}={override_text(example)}"
             problems.append(Problem(key, plain[name], "must be at least 1", fix))
     if not problems and not values["schedules"]:
@@ -123,6 +116,10 @@ def search(
     return found
 
 
+class _Skipped(Exception):
+    """Raised for a layout that is not run, with the kind of reason and the reason."""
+
+
 def filter_layouts(
     compose: Compose,
     combinations: list[list[str]],
@@ -130,80 +127,63 @@ def filter_layouts(
     on: Machine,
     runner: JobRunner,
 ) -> SearchResult:
-    """All layouts, and which of them are skipped. Raises as `search` does."""
-    found, layout_filter = SearchResult(), _LayoutFilter(on, runner)
+    """All layouts, and which of them are skipped: quick checks first, those that take a draft last.
+
+    Raises as `search` does.
+    """
+    found, seen = SearchResult(), set[object]()
+    started = runner.ranks.world_size if runner.ranks else None
     ranking: list[tuple[float, int, list[str]]] = []
     sizes = partial(tensor_sizes, ranks=on.ranks, machine=on.together or on.ranks)
+
+    counts: dict[str, int] = {}  # parameters of each model
+
+    def parameters(config: Config) -> int:
+        model = resolve_model(config)
+        if str(model) not in counts:
+            counts[str(model)] = sum(p.numel() for p in build_model(model).parameters())
+        return counts[str(model)]
+
+    def check_memory(needed: int, how: str) -> None:
+        if on.memory is not None and needed > on.memory:
+            text = f"needs {how} {units.size(needed)} on a rank, of {units.size(on.memory)}"
+            raise _Skipped("too large", text)
+
+    def draft_of(config: Config, refused: str) -> Draft:
+        if refused:
+            raise _Skipped("invalid", refused)
+        if config.world_size != on.ranks:
+            mesh = " ".join(f"{axis}={size}" for axis, size in config.axes.items())
+            reason = f"{mesh} is {config.world_size} ranks, not {on.ranks}"
+            raise _Skipped("invalid", f"{reason}; write hydra.sweeper.ranks={config.world_size}")
+        if problems := validate.problems(config, started):
+            raise _Skipped("invalid", str(problems[0]))
+        try:
+            check_memory(least_memory(config, parameters(config)), "more than")
+            return draft(config)
+        except ConfigError as error:
+            raise _Skipped("invalid", str(error.problems[0])) from error
+
     for combination in combinations:
+        checked = False
         for candidate in candidates(combination, compose, on.ranks, space, sizes):
+            config = candidate.config
             try:
-                result = layout_filter(candidate, tuple(combination))
+                drafted = draft_of(config, candidate.refused)
+                layout = (*combination, config.dp, config.tp, drafted.order)
+                if layout in seen:
+                    continue
+                seen.add(layout)
+                if not checked:  # once: other problems do not depend on the layout
+                    if problems := config_problems(config, started, []):
+                        raise ConfigError(problems)
+                    checked = True
+                expected = estimate(config, drafted)
+                check_memory(expected.fullest, "about")
+                ranking.append((expected.step_seconds, drafted.microbatches, candidate.overrides))
             except _Skipped as skipped:
                 found.skip(candidate.overrides, *skipped.args)
-                found.combinations.append(candidate.overrides)
-                continue
-            if result is not None:
-                found.combinations.append(candidate.overrides)
-                ranking.append((*result, candidate.overrides))
+            found.combinations.append(candidate.overrides)
     for _, _, overrides in sorted(ranking)[space.most :]:
-        found.skip(overrides, UNPROMISING, f"not among the {space.most} most promising")
+        found.skip(overrides, "less promising", f"not among the {space.most} most promising")
     return found
-
-
-class _Skipped(Exception):
-    """Raised for a layout that is not run, with the kind of reason and the reason."""
-
-
-class _LayoutFilter:
-    """Estimates a layout, or skips it: quick checks first, those that take a draft last."""
-
-    def __init__(self, on: Machine, runner: JobRunner) -> None:
-        self._on, self._runner = on, runner
-        self._started = runner.ranks.world_size if runner.ranks else None
-        self._parameters: dict[str, int] = {}  # by model
-        self._seen: set[object] = set()
-        self._checked: set[object] = set()
-
-    def __call__(self, candidate: Candidate, others: tuple[str, ...]) -> tuple[float, int] | None:
-        """(time of a step, microbatches), to be minimized; None for a layout seen before.
-
-        others: the overrides besides the layout. Raises _Skipped.
-        """
-        config, ranks = candidate.config, self._on.ranks
-        if candidate.refused:
-            raise _Skipped(INVALID, candidate.refused)
-        if config.world_size != ranks:
-            mesh = f"pp={config.pp} dp={config.dp}" + (f" tp={config.tp}" if config.tp > 1 else "")
-            reason = f"{mesh} is {config.world_size} ranks, not {ranks}"
-            raise _Skipped(INVALID, f"{reason}; write hydra.sweeper.ranks={config.world_size}")
-        if problems := validate.problems(config, self._started):
-            raise _Skipped(INVALID, str(problems[0]))
-        try:
-            self._check_memory(self._least_memory(config), "more than")
-            drafted = draft(config)
-        except ConfigError as error:
-            raise _Skipped(INVALID, str(error.problems[0])) from error
-        layout = (others, config.dp, config.tp, drafted.order)
-        if layout in self._seen:
-            return None
-        self._seen.add(layout)
-        if others not in self._checked:  # once: other problems do not depend on the layout
-            if problems := config_problems(config, self._started, []):
-                raise ConfigError(problems)
-            self._checked.add(others)
-        expected = estimate(config, drafted)
-        self._check_memory(expected.fullest, "about")
-        return expected.step_seconds, drafted.microbatches
-
-    def _least_memory(self, config: Config) -> int:
-        model = resolve_model(config)
-        if str(model) not in self._parameters:
-            parameters = build_model(model).parameters()
-            self._parameters[str(model)] = sum(parameter.numel() for parameter in parameters)
-        return least_memory(config, self._parameters[str(model)])
-
-    def _check_memory(self, needed: int, how: str) -> None:
-        """Raises _Skipped where a rank has less memory."""
-        if self._on.memory is not None and needed > self._on.memory:
-            sizes = f"{units.size(needed)} on a rank, of {units.size(self._on.memory)}"
-            raise _Skipped(TOO_LARGE, f"needs {how} {sizes}")

@@ -50,10 +50,9 @@ class Advice:
         """Several values without -m."""
         key, value = override.key_or_group, override.get_value_string()
         fix = "-m " + _shell([f"{key}={value}"])
-        for one in (f"{key}=[{value}]", f"{key}={quoted(value)}"):
-            if self.applied([one]) == [one]:
-                fix += f" (or {_shell([one])})"
-                break
+        lists = f"{key}=[{value}]", f"{key}={quoted(value)}"
+        if right := next((word for word in lists if self.applied([word]) == [word]), ""):
+            fix += f" (or {_shell([right])})"
         return Problem(key, value, "several values are a sweep, which needs -m", fix)
 
     def wrong_choice(self, group: str, choice: Any, options: list[str]) -> Problem:
@@ -66,19 +65,14 @@ class Advice:
             words = [f"{group}.{key}={override_text(value)}" for key, value in choice.items()]
             fix = _shell(self.applied(words)) or self.default(group)
             return Problem(group, choice, "a choice must be given, and its keys by themselves", fix)
-        parents = [
-            parent
-            for parent, variants in VARIANTS.items()
-            if any(group in variant.__dataclass_fields__ for variant in variants.values())
-        ]
-        for parent in parents if not isinstance(choice, str) else ():  # for lr=3e-4
-            if words := self.applied([f"{parent}.{group}={choice}"]):
+        for parent, variants in VARIANTS.items() if not isinstance(choice, str) else ():
+            has_key = any(group in variant.__dataclass_fields__ for variant in variants.values())
+            words = self.applied([f"{parent}.{group}={choice}"]) if has_key else []
+            if words:  # for lr=3e-4
                 return Problem(group, choice, reason, _shell(words))
         near, word = nearest(str(choice), options), override_text(choice)
         fix, note = self.translated(group, word)
-        a_name = (
-            group == "data" and near is not None and near in word[1:]
-        )  # wikitext, not text_file
+        a_name = group == "data" and near and near in word[1:]  # wikitext, not text_file
         if near and not a_name:
             return Problem(group, choice, reason, f"{group}={near}")
         if not fix.startswith(group):
@@ -117,20 +111,15 @@ class Advice:
         """Why an override cannot be applied: `error` of Hydra, or None for a key that is not in the schema."""
         key = override.key_or_group
         value = "" if override.is_delete() else override.get_value_string()
+        if key in self.known and override.is_add():
+            return Problem(f"+{key}", value, "the key exists already", f"{key}={value}")
         if key in self.known:
-            if override.is_add():
-                return Problem(f"+{key}", value, "the key exists already", f"{key}={value}")
-            return Problem(
-                key, value, one_line(error) if error else "cannot be set", self.default(key)
-            )
+            reason = one_line(error) if error else "cannot be set"
+            return Problem(key, value, reason, self.default(key))
         group, _, rest = key.partition(".")
         chosen = OmegaConf.select(self.composed, f"{group}.name")
-        others = [
-            name
-            for name, variant in VARIANTS.get(group, {}).items()
-            if rest in variant.__dataclass_fields__ and name != chosen
-        ]
-        if others:
+        variants = VARIANTS.get(group, {}).items()
+        if others := [n for n, v in variants if rest in v.__dataclass_fields__ and n != chosen]:
             reason = f"{group}={chosen} has no such key; {group}={', '.join(others)} has"
             words = [f"{group}={others[0]}", f"{key}={value}"]
             return Problem(key, value, reason, _shell(self.applied(words)) or words[0])
@@ -157,17 +146,15 @@ class Advice:
     def for_unknown(self, key: str, value: str) -> tuple[str, str]:
         """(override, what differs); "" for what there is nothing to say about."""
         fix, note = self.translated(key, value)
-        if fix or note:
-            return fix, note
-        last = key.rpartition(".")[2].replace("-", "_")
+        last, group = key.rpartition(".")[2].replace("-", "_"), f"{key.partition('.')[0]}."
         same = [name for name in self.known if name.rpartition(".")[2] == last]
-        group = [name for name in self.known if name.startswith(f"{key.partition('.')[0]}.")]
-        similar = nearest(key, [*self.known, *SHORT]), nearest(key, group)
-        for near in (*same, *(name for name in similar if name)):
-            words = [f"{near}={value}"]
-            if not near.endswith(".name") and self.applied(in_full(*words)) == in_full(*words):
-                return _shell(words), ""
-        return "", ""
+        inside = [name for name in self.known if name.startswith(group)]
+        similar = nearest(key, [*self.known, *SHORT]), nearest(key, inside)
+        for near in (*same, *filter(None, similar)) if not (fix or note) else ():
+            words = in_full(f"{near}={value}")
+            if not near.endswith(".name") and self.applied(words) == words:
+                return _shell([f"{near}={value}"]), ""
+        return fix, note
 
     def translated(self, key: str, value: str) -> tuple[str, str]:
         """The same, where the key is one of another framework."""

@@ -20,7 +20,7 @@ import os
 import re
 import shlex
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -48,34 +48,10 @@ if TYPE_CHECKING:
     from titanlike.driver.sweep import SweepSettings
 
 
-@dataclass
-class CheckedOverrides:
-    """What a command line gives, and what is wrong with it."""
-
-    multirun: bool
-    problems: list[Problem] = field(default_factory=list)
-    config: Config | None = None  # of the valid overrides; None where nothing composes
-    composed: DictConfig | None = None  # the same as Hydra composes it, with its own part
-    loader: ConfigLoaderImpl | None = None
-    sweep: SweepSettings | None = None  # if multirun
-    # values of the environment variables that it names -> their names, ${oc.env:NAME}
-    environment: dict[str, str] = field(default_factory=dict)
-    new_folder: Path | None = None  # named by the time: no other start is to write there
-    # printed before anything starts: what is imported from outside, what stays of a mapping
-    notes: list[str] = field(default_factory=list)
-
-    def add(self, problem: Problem) -> None:
-        if problem not in self.problems:
-            self.problems.append(problem)
-
-    def note(self, *lines: str) -> None:
-        self.notes += [line for line in lines if line not in self.notes]
-
-
 def check_overrides(args: argparse.Namespace) -> CheckedOverrides:
     """Check arguments after `complete_args`."""
     setup_globals()
-    checked = CheckedOverrides(multirun=args.multirun)
+    checked = CheckedOverrides(args)
     if problem := _config_path_problem(Path(args.config_path), args.config_name):
         checked.add(problem)
         return checked
@@ -86,9 +62,7 @@ def check_overrides(args: argparse.Namespace) -> CheckedOverrides:
             checked.add(Problem("--config-dir", args.config_dir, "no such folder"))
         anchor = SearchPathQuery(provider="schema")
         search_path.prepend(provider="command-line", path=f"file://{folder}", anchor=anchor)
-    checked.loader = loader = ConfigLoaderImpl(search_path)
-    checked.environment |= environment(" ".join(args.overrides))
-    _OverrideChecker(args.config_name, loader, checked).run(args.overrides, args.invalid_overrides)
+    checked.check(ConfigLoaderImpl(search_path), args.overrides, args.invalid_overrides)
     return checked
 
 
@@ -101,100 +75,130 @@ def _config_path_problem(path: Path, name: str) -> Problem | None:
         reason = "is a file; its folder is what is given"
     elif name == "config" and not (path / file).exists():
         reason = f"no {file} is in it: it is the folder of a run, or a copy of conf/"
-    elif path != conf_dir() and (found_aliases := aliases_problem(path / file)):
-        reason = found_aliases
-    else:
+    elif path == conf_dir() or not (reason := aliases_problem(path / file)):
         return None
     found = next((parent for parent in path.parents if (parent / file).is_file()), None)
     fix = f"give --config-path {shlex.quote(str(found))}" if found else ""
     return Problem(f"--config-path {shlex.quote(str(path))}", "", reason, fix)
 
 
-class _OverrideChecker:
-    """Steps 2 to 4 of the module's list."""
+class CheckedOverrides:
+    """What a command line gives, and what is wrong with it."""
 
-    def __init__(
-        self, config_name: str, loader: ConfigLoaderImpl, checked: CheckedOverrides
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.multirun: bool = args.multirun
+        self.problems: list[Problem] = []
+        self.config: Config | None = None  # of the valid overrides; None where nothing composes
+        self.composed: DictConfig | None = None  # the same as Hydra composes it, with its own part
+        self.loader: ConfigLoaderImpl | None = None
+        self.sweep: SweepSettings | None = None  # if multirun
+        # values of the environment variables that it names -> their names, ${oc.env:NAME}
+        self.environment = environment(" ".join(args.overrides))
+        self.new_folder: Path | None = None  # named by the time: no other start is to write there
+        # printed before anything starts: what is imported from outside, what stays of a mapping
+        self.notes: list[str] = []
+        self._config_name: str = args.config_name
+        self._compositions: dict[tuple[str, ...], DictConfig] = {}  # of choices
+        self._choices: tuple[str, ...] = ()  # of self._valid
+        self._valid = DictConfig({})  # composed of what is valid so far
+
+    def add(self, problem: Problem) -> None:
+        if problem not in self.problems:
+            self.problems.append(problem)
+
+    def check(
+        self, loader: ConfigLoaderImpl, texts: list[str], invalid: list[InvalidOverride]
     ) -> None:
-        self.config_name, self.loader, self.checked = config_name, loader, checked
-        self.fixed: set[str] = set()  # keys of hydra.sweeper.params that have a single value
-        self.compositions: dict[tuple[str, ...], DictConfig] = {}  # of choices
-        self.choices: tuple[str, ...] = ()
-
-    def run(self, texts: list[str], invalid_overrides: list[InvalidOverride]) -> None:
-        """Add what is wrong, and the config, to `checked`.
+        """Steps 1 to 4 of the module's list.
 
         Hydra raises exceptions of any class for what a user writes: all of them are his errors.
         """
-        parsed = [(text, parse_override(text, self.loader)) for text in texts]
-        overrides = [override for _, override in parsed if override is not None]
-        self.overrides = [o for o in overrides if o.key_or_group != "hydra.searchpath"]
-        lines = [str(o.input_line) for o in overrides if o.key_or_group == "hydra.searchpath"]
+        self.loader = self._loader = loader
+        parsed = [(text, parse_override(text, loader)) for text in texts]
+        typed = [override for _, override in parsed if override is not None]
+        self._overrides = [o for o in typed if o.key_or_group != "hydra.searchpath"]
+        self._lines = [o.input_line or "" for o in typed if o.key_or_group == "hydra.searchpath"]
         try:
-            _, self.repository = self.loader._parse_overrides_and_create_caching_repo(
-                self.config_name, lines
+            _, self._repository = loader._parse_overrides_and_create_caching_repo(
+                self._config_name, self._lines
             )
-            self.lines, self.composed = lines, self._compose_first(lines)
-            self.default_choices = self.composed.hydra.runtime.choices
+            self._valid = self._compose_first()
+            self._default_choices = self._valid.hydra.runtime.choices
         except Exception as error:
-            self.checked.add(Problem(f"--config-name {self.config_name}", "", one_line(error)))
+            self.add(Problem(f"--config-name {self._config_name}", "", one_line(error)))
             return
         # hydra.mode makes this a sweep, without -m
-        modes = [o.value() for o in self.overrides if o.key_or_group == "hydra.mode"]
-        mode = str(modes[-1]) if modes else getattr(self.composed.hydra.mode, "name", "")
-        self.checked.multirun |= mode == RunMode.MULTIRUN.name
+        modes = [o.value() for o in self._overrides if o.key_or_group == "hydra.mode"]
+        mode = str(modes[-1]) if modes else getattr(self._valid.hydra.mode, "name", "")
+        self.multirun |= mode == RunMode.MULTIRUN.name
+        if self.multirun:
+            self._overrides[:0] = self._in_file()
         groups, values = self._split_by_kind()
-        wrong = [text for text, override in parsed if override is None]
-        swept = {o.key_or_group for o in (*groups, *values) if o.is_sweep_override()}
         for choices in itertools.product(*map(single_overrides, groups)):
             try:
-                composed = copy.deepcopy(self._compose([*lines, *choices]))
+                composed = copy.deepcopy(self._compose([*self._lines, *choices]))
             except Exception as error:
-                self.checked.add(Problem(" ".join(choices) or "config", "", one_line(error)))
+                self.add(Problem(" ".join(choices) or "config", "", one_line(error)))
                 continue
-            self.choices, self.composed = choices, composed
-            if self.checked.multirun:
-                swept |= self._check_sweeper_params(composed)
+            self._choices, self._valid = choices, composed
             self._apply(composed, values)
-            if not self.checked.multirun:
-                self._complete(composed, overrides)
+            if not self.multirun:
+                self._complete(composed, typed)
             HydraConfig.instance().set_config(composed)  # for ${hydra:...} in values
             try:
-                self._parse(composed, swept)
+                self._parse(composed)
             finally:
                 HydraConfig.instance().cfg = None
                 OmegaConf.set_readonly(composed.hydra, False)
-        for text in wrong:
-            self.checked.add(self._advice().syntax_error(text))
-        for words in invalid_overrides:
-            self.checked.add(self._advice().invalid_override(words))
+        for text, override in parsed:
+            if override is None:
+                self.add(self._advice().syntax_error(text))
+        for words in invalid:
+            self.add(self._advice().invalid_override(words))
 
-    def _compose_first(self, lines: list[str]) -> DictConfig:
+    def _compose_first(self) -> DictConfig:
         """With the choices that are given, which most often are right, or with none of them."""
-        groups = [o for o in self.overrides if self.repository.group_exists(o.key_or_group)]
+        groups = [o for o in self._overrides if self._repository.group_exists(o.key_or_group)]
         single = [o for o in groups if not o.is_sweep_override()]
         choices = tuple(str(o.input_line) for o in single)
         # of a group that is added, only the defaults alone tell whether it may be chosen; of several
         # choices Hydra keeps none
         if not any(o.is_add() or isinstance(o.value(), list) for o in single):
             with contextlib.suppress(Exception):  # reported when the choices are checked
-                composed = self._compose([*lines, *choices])
-                self.choices = choices
+                composed = self._compose([*self._lines, *choices])
+                self._choices = choices
                 return composed
-        return self._compose(lines)
+        return self._compose(self._lines)
+
+    def _compose(self, lines: list[str]) -> DictConfig:
+        """To be copied before it is changed."""
+        known = self._compositions.get(key := tuple(lines))
+        if known is None:
+            known = self._loader.load_configuration(self._config_name, lines, RunMode.RUN)
+            self._compositions[key] = known
+        return known
+
+    def _in_file(self) -> Iterator[Override]:
+        """The overrides in hydra.sweeper.params: a sweep that is written in a file."""
+        for key, value in (self._valid.hydra.sweeper.get("params") or {}).items():
+            override = parse_override(to_hydra(f"{key}={value}"), self._loader)
+            if override is not None:
+                yield override
+            else:
+                reason = "hydra.sweeper.params is not of the form key: values"
+                self.add(Problem(str(key), value, reason, f"{key}: a,b"))
 
     def _split_by_kind(self) -> tuple[list[Override], list[Override]]:
         """The overrides that choose a group's file, and those that set a key; valid ones alone."""
         groups, values = [], []
-        for override in self.overrides:
-            if override.is_sweep_override() and not self.checked.multirun:
-                self.checked.add(self._advice().values_without_m(override))
+        for override in self._overrides:
+            if override.is_sweep_override() and not self.multirun:
+                self.add(self._advice().values_without_m(override))
             elif problem := self._sweep_problem(override):
-                self.checked.add(problem)
+                self.add(problem)
             elif override.is_delete():
-                key = override.key_or_group
-                self.checked.add(self._advice().removed(key))
-            elif not self.repository.group_exists(override.key_or_group):
+                self.add(self._advice().removed(override.key_or_group))
+            elif not self._repository.group_exists(override.key_or_group):
                 values.append(override)
             elif self._choice_exists(override):
                 groups.append(override)
@@ -203,13 +207,13 @@ class _OverrideChecker:
     def _sweep_problem(self, override: Override) -> Problem | None:
         """Why a sweep cannot have this override."""
         key, swept = override.key_or_group, override.is_sweep_override()
-        if key == "hydra.sweep.subdir" and self.checked.multirun:
+        if key == "hydra.sweep.subdir" and self.multirun:
             reason, fix = "a sweep's jobs are in folders by their numbers", "run_dir=outputs/NAME"
         elif not swept:
             return None
         elif key in ("run_dir", "value") or key.startswith(("sweep.", "hydra.", "hydra/")):
             reason, fix = "is common to all jobs of a sweep", next(single_overrides(override))
-        elif sum(o.key_or_group == key and o.is_sweep_override() for o in self.overrides) > 1:
+        elif sum(o.key_or_group == key and o.is_sweep_override() for o in self._overrides) > 1:
             reason, fix = "the key is given twice", f"{from_hydra(str(override.input_line))} alone"
         else:
             return None
@@ -218,20 +222,20 @@ class _OverrideChecker:
     def _choice_exists(self, override: Override) -> bool:
         """Check a group's choice: each value of a sweep, each entry of a list."""
         group = override.key_or_group
-        if group not in self.default_choices:
+        if group not in self._default_choices:
             reason = "this is the complete config of a run" if group else "no such key"
             fix = "leave it out, and set its keys"
-            self.checked.add(Problem(group, override.get_value_string(), reason, fix))
+            self.add(Problem(group, override.get_value_string(), reason, fix))
             return False
         if override.is_sweep_override() and not override.is_discrete_sweep():
             return False  # an interval: the sweeper checks it
         value: Any = override.value()
         several = not override.is_sweep_override() and isinstance(value, list)
         if several and group in (*VARIANTS, *OPEN_GROUPS):
-            self.checked.add(self._advice().one_choice(group, value))
+            self.add(self._advice().one_choice(group, value))
             return False
         unknown = [choice for choice in values_of(override) if not self._exists(group, choice)]
-        options = self.repository.get_group_options(group)
+        options = self._repository.get_group_options(group)
         wrong = [self._advice().wrong_choice(group, c, options) for c in unknown]
         if override.is_choice_sweep():  # the fix keeps the other values
             right = {str(p.value): p.fix.removeprefix(f"{group}=") for p in wrong}
@@ -239,38 +243,37 @@ class _OverrideChecker:
             fix = f"{group}={','.join(dict.fromkeys(values))}"
             wrong = [replace(p, fix=fix) if p.fix.startswith(f"{group}=") else p for p in wrong]
         for problem in wrong:
-            self.checked.add(problem)
+            self.add(problem)
         return not unknown
 
     def _exists(self, group: str, choice: Any) -> bool:
         known = isinstance(choice, (str, int, float)) and str(choice).strip()
-        return bool(known) and self.repository.config_exists(f"{group}/{choice}")
+        return bool(known) and self._repository.config_exists(f"{group}/{choice}")
 
     def _advice(self) -> Advice:
         from titanlike.driver.override_errors import Advice
 
         groups = (*VARIANTS, *OPEN_GROUPS, "experiment")
-        choices = {group: self.repository.get_group_options(group) for group in groups}
-        return Advice(self.composed, choices, self._applied)
+        choices = {group: self._repository.get_group_options(group) for group in groups}
+        return Advice(self._valid, choices, self._applied)
 
     def _applied(self, words: list[str]) -> list[str]:
         """These overrides, added to those that are valid, with values of the right type; [] if
         that cannot be."""
-        overrides = [parse_override(to_hydra(word), self.loader) for word in words]
-        if not all(o and (self.checked.multirun or not o.is_sweep_override()) for o in overrides):
+        overrides = [parse_override(to_hydra(word), self._loader) for word in words]
+        if not all(o and (self.multirun or not o.is_sweep_override()) for o in overrides):
             return []
-        made = [parse_override(next(single_overrides(o))) for o in overrides if o]
-        singles = [o for o in made if o is not None]
-        new = {o.key_or_group: o for o in singles if self.repository.group_exists(o.key_or_group)}
+        singles = [o for each in overrides if each for o in [_first(each)]]
+        new = {o.key_or_group: o for o in singles if self._repository.group_exists(o.key_or_group)}
         values = [o for o in singles if o.key_or_group not in new]
         if not all(self._exists(group, o.value()) for group, o in new.items()):
             return []
         try:
-            composed = self.composed
+            composed = self._valid
             if new:
-                others = [text for text in self.choices if key_of(text) not in new]
+                others = [text for text in self._choices if key_of(text) not in new]
                 chosen = [str(o.input_line) for o in new.values()]
-                composed = self._compose([*self.lines, *others, *chosen])
+                composed = self._compose([*self._lines, *others, *chosen])
             composed = copy.deepcopy(composed)
             ConfigLoaderImpl._apply_overrides_to_config(values, composed)
             config, problems = parse(plain_config(composed))
@@ -279,116 +282,80 @@ class _OverrideChecker:
         # an impossible number, too, where its own fix is one override
         single = re.compile(r"[\w.]+=\S+")
         problems += [p for p in validate.problems(config) if single.fullmatch(p.fix)]
+        keys = [o.key_or_group for o in values]
         for problem in problems:
-            keys = [o.key_or_group for o in values]
             if any(problem.key.startswith(k) or k.startswith(f"{problem.key}.") for k in keys):
                 right = [word for word in words if key_of(word) != problem.key]
                 return [*right, problem.fix] if problem.fix.startswith(f"{problem.key}=") else []
         return words
 
-    def _check_sweeper_params(self, composed: DictConfig) -> set[str]:
-        """Check hydra.sweeper.params, a sweep that is written in a file; the keys that it varies."""
-        swept: set[str] = set()
-        values: list[Override] = []
-        for key, value in (composed.hydra.sweeper.get("params") or {}).items():
-            override = parse_override(to_hydra(f"{key}={value}"), self.loader)
-            if override is None:
-                reason = "hydra.sweeper.params is not of the form key: values"
-                self.checked.add(Problem(str(key), value, reason, f"{key}: a,b"))
-                continue
-            if self.repository.group_exists(override.key_or_group):
-                self._choice_exists(override)
-            else:
-                values.append(override)
-            (swept if override.is_sweep_override() else self.fixed).add(override.key_or_group)
-        self._apply(copy.deepcopy(composed), values)
-        return swept
-
-    def _compose(self, lines: list[str]) -> DictConfig:
-        """To be copied before it is changed."""
-        known = self.compositions.get(key := tuple(lines))
-        if known is None:
-            known = self.loader.load_configuration(self.config_name, lines, RunMode.RUN)
-            self.compositions[key] = known
-        return known
-
     def _apply(self, composed: DictConfig, values: list[Override]) -> None:
         """Apply each override by itself, with the first value of a sweep."""
         rejected: list[tuple[Override, Exception | None]] = []
         for override in values:
-            single = parse_override(next(single_overrides(override)))
-            assert single is not None, "the parser accepts what it printed"
+            single = _first(override)
             if not may_set(single, composed):
                 rejected.append((override, None))
                 continue
-            self.checked.note(*mapping_kept(single, composed))
+            self.notes += [n for n in mapping_kept(single, composed) if n not in self.notes]
             try:
                 ConfigLoaderImpl._apply_overrides_to_config([single], composed)
             except Exception as error:
                 rejected.append((override, error))
-        self.composed = composed
         for override, error in rejected:
-            self.checked.add(self._advice().rejected_key(override, error))
+            self.add(self._advice().rejected_key(override, error))
 
-    def _complete(self, composed: DictConfig, overrides: list[Override]) -> None:
+    def _complete(self, composed: DictConfig, typed: list[Override]) -> None:
         """Write into Hydra's part what Hydra does where it applies all overrides at once."""
         hydra, job = composed.hydra, composed.hydra.job
-        for of_hydra, key in ((True, "hydra"), (False, "task")):
-            lines = [o.input_line for o in overrides if o.is_hydra_override() == of_hydra]
-            hydra.overrides[key] = lines
+        task = [o for o in typed if not o.is_hydra_override()]
+        hydra.overrides.task = [o.input_line for o in task]
+        hydra.overrides.hydra = [o.input_line for o in typed if o.is_hydra_override()]
         with open_dict(hydra):
             for name in job.env_copy:
-                if name not in os.environ:
-                    reason = "no such environment variable"
-                    self.checked.add(Problem("hydra.job.env_copy", name, reason))
-                    continue
-                job.env_set[name] = os.environ[name]
-        task = [o for o in overrides if not o.is_hydra_override()]
+                if name in os.environ:
+                    job.env_set[name] = os.environ[name]
+                else:
+                    self.add(Problem("hydra.job.env_copy", name, "no such environment variable"))
         job.override_dirname = get_overrides_dirname(task, **job.config.override_dirname)
 
-    def _read_sweep(self, composed: DictConfig, folder: Path, swept: set[str]) -> None:
-        from titanlike.driver.sweep import SweepSettings
-
-        given = [override.key_or_group for override in self.overrides]
-        self.checked.sweep = SweepSettings(
-            folder=folder.absolute(),
-            sweeper=composed.hydra.sweeper,
-            given=frozenset(given),
-            fixed=frozenset(self.fixed.union(given) - swept),
-        )
-        if self.checked.sweep.grid:
-            for override in self.overrides:
-                if override.is_interval_sweep():
-                    key, value = override.key_or_group, override.get_value_string()
-                    reason = "an interval is for a search, or write values: a,b,c"
-                    self.checked.add(Problem(key, value, reason, "hydra/sweeper=optuna"))
-
-    def _parse(self, composed: DictConfig, swept: set[str]) -> None:
-        kind = "sweep" if self.checked.multirun else "run"
+    def _parse(self, composed: DictConfig) -> None:
+        kind = "sweep" if self.multirun else "run"
         unresolved = OmegaConf.to_container(composed)
         assert isinstance(unresolved, dict)
-        self.checked.environment |= environment(str(unresolved))
+        self.environment |= environment(str(unresolved))
         if unresolved["run_dir"] is None:
-            fix = "run_dir=outputs/NAME"
-            self.checked.add(Problem("run_dir", "null", "must be a folder", fix))
+            self.add(Problem("run_dir", "null", "must be a folder", "run_dir=outputs/NAME"))
             return
         try:
             plain, folder = plain_config(composed), Path(composed.hydra[kind].dir)
         except Exception as error:
             key = getattr(error, "full_key", None)
-            self.checked.add(Problem(str(key or "config"), "", one_line(error)))
+            self.add(Problem(str(key or "config"), "", one_line(error)))
             return
-        if self.checked.multirun:
-            self._read_sweep(composed, folder, swept)
+        swept = {o.key_or_group for o in self._overrides if o.is_sweep_override()}
+        if self.multirun:
+            self._read_sweep(composed, folder.absolute(), swept)
         hydra, run_dir = unresolved["hydra"], str(unresolved["run_dir"])
         if re.search(r"\$\{now:[^}]*%S", hydra[kind]["dir"].replace("${run_dir}", run_dir)):
-            self.checked.new_folder = folder
-        self.checked.note(*outside(plain, hydra))
-        self.checked.config, problems = parse(plain)
-        self.checked.composed = composed
+            self.new_folder = folder
+        self.notes += [line for line in outside(plain, hydra) if line not in self.notes]
+        self.config, problems = parse(plain)
+        self.composed = composed
         for problem in problems:
             if problem.key not in swept:
-                self.checked.add(self._with_applied_fix(problem))
+                self.add(self._with_applied_fix(problem))
+
+    def _read_sweep(self, composed: DictConfig, folder: Path, swept: set[str]) -> None:
+        from titanlike.driver.sweep import SweepSettings
+
+        given = frozenset(override.key_or_group for override in self._overrides)
+        self.sweep = SweepSettings(folder, composed.hydra.sweeper, given, given - swept)
+        for override in self._overrides if self.sweep.grid else ():
+            if override.is_interval_sweep():
+                key, value = override.key_or_group, override.get_value_string()
+                reason = "an interval is for a search, or write values: a,b,c"
+                self.add(Problem(key, value, reason, "hydra/sweeper=optuna"))
 
     def _with_applied_fix(self, problem: Problem) -> Problem:
         """The problem, with a fix that is right by the rules for numbers, too."""
@@ -470,6 +437,13 @@ def single_overrides(override: Override) -> Iterator[str]:
     else:
         for value in override.sweep_string_iterator():
             yield f"{override.get_key_element()}={value}"
+
+
+def _first(override: Override) -> Override:
+    """The override with the first value of its sweep."""
+    single = parse_override(next(single_overrides(override)))
+    assert single is not None, "the parser accepts what it printed"
+    return single
 
 
 def one_line(error: Exception) -> str:

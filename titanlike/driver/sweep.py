@@ -30,7 +30,7 @@ from titanlike.driver.sweep_status import (
     read_spec,
     write_spec,
 )
-from titanlike.launch.run_dir_owner import claim
+from titanlike.launch.run_dir_lock import claim
 from titanlike.metrics.summary import OBJECTIVES
 
 _RESTART_PATIENCE = 60.0  # seconds for the start before this one to end
@@ -79,49 +79,40 @@ class SweepRun:
         """Write the spec, or read the one to resume; problems with the directory."""
         if self.check:
             return []
-
-        def problem(reason: str, fix: str = "run_dir=outputs/NAME") -> list[Problem]:
-            return [Problem("run_dir", str(self.folder), reason, fix)]
-
+        reason, fix = "", "run_dir=outputs/NAME"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             share = (self.settings.share or "").replace("/", "-of-")  # a task of a job array
-            patience = _RESTART_PATIENCE if self.restart else 0.0
-            name = f".{SWEEP_FILE}.{share or 'all'}.lock"
-            self.lock, who = claim(self.folder / name, patience)
-            if self.lock is None:
-                return problem(f"this sweep is run by another start ({who})")
+            lock = self.folder / f".{SWEEP_FILE}.{share or 'all'}.lock"
+            self.lock, who = claim(lock, _RESTART_PATIENCE if self.restart else 0.0)
             spec = read_spec(self.folder)
-            if spec is None and (self.folder / "config.yaml").exists():
-                return problem("has a run, not a sweep")
-            if spec is None:
-                begun = write_spec(
-                    self.folder, SweepSpec(self._resume_line(), self.value, self.inner)
-                )
-                spec = None if begun else read_spec(self.folder)
+            if self.lock is None:
+                reason = f"this sweep is run by another start ({who})"
+            elif spec is None and (self.folder / "config.yaml").exists():
+                reason = "has a run, not a sweep"
+            elif spec is None:
+                new = SweepSpec(self._resume_line(), self.value, self.inner)
+                spec = None if write_spec(self.folder, new) else read_spec(self.folder)
             self.begun = spec is not None or not self.grid
         except OSError as error:
-            return problem(error.strerror or str(error))
+            reason, spec = error.strerror or str(error), None
         except ValueError as error:
-            return problem(str(error))
-        if spec is None:
-            return []
-        if spec.inner != self.inner:
-            return problem("has the sweep of another program")
-        if not self.resumes:
-            fix = "sweep.resume=true to run what is not done, or another run_dir"
-            return problem(f"holds a sweep of {_count(len(spec.jobs))} already", fix)
-        if spec.jobs and not self.grid:
-            self.base = spec.jobs[-1].number + 1
-            self.done = sum(row.done for row in read_job_rows(self.folder, spec))
-        return []
+            reason, spec = str(error), None
+        if spec is not None and not reason:
+            if spec.inner != self.inner:
+                reason = "has the sweep of another program"
+            elif not self.resumes:
+                reason = f"holds a sweep of {_count(len(spec.jobs))} already"
+                fix = "sweep.resume=true to run what is not done, or another run_dir"
+            elif spec.jobs and not self.grid:
+                self.base = spec.jobs[-1].number + 1
+                self.done = sum(row.done for row in read_job_rows(self.folder, spec))
+        return [Problem("run_dir", str(self.folder), reason, fix)] if reason else []
 
     def _resume_line(self) -> str:
         """The shell line that runs this sweep again, into the same directory."""
         of_this_start = ("sweep.resume=", "sweep.share=")
-        words = [
-            redact_override(word) for word in self.command if not word.startswith(of_this_start)
-        ]
+        words = [redact_override(w) for w in self.command if not w.startswith(of_this_start)]
         if not any(word.startswith(("run_dir=", "hydra.sweep.dir=")) for word in words):
             folder = str(self.folder)
             plain = re.fullmatch(r"[\w./-]+", folder, re.ASCII)  # in the syntax of overrides, too
@@ -157,44 +148,38 @@ class SweepRun:
         for combination in combinations:
             overrides, why = job_overrides(combination), (skipped or {}).get(tuple(combination))
             key = _identity(overrides)
-            if key not in known:
-                known[key] = Job(number, str(number), overrides, self.swept(overrides), why)
-                new.append(known[key])
+            job = known.get(key)
+            if job is None:
+                job = Job(number, str(number), overrides, self.swept(overrides), why)
                 number += 1
-            elif known[key].skipped != why:
-                known[key] = replace(known[key], skipped=why)
-                new.append(known[key])
+            if known.get(key) != (job := replace(job, skipped=why)):
+                new.append(job)
+            known[key] = job
             if why is None:
-                jobs[known[key].number] = known[key]
-        if not self.check:
-            add_jobs(self.folder, new)
+                jobs[job.number] = job
         if self.settings.share is not None and (part := parse_share(self.settings.share)):
             jobs = {at: job for at, job in jobs.items() if at % part[1] == part[0]}
         self.planned = {job.folder: job for job in jobs.values()}
-        if not self.resumes or self.check:
-            if not self.check:
-                self.say(f"a sweep of {_count(len(jobs))}, in {self.folder}")
+        if self.check:
             return list(jobs.values())
-        return self._not_done(jobs)
-
-    def _not_done(self, jobs: dict[int, Job]) -> list[Job]:
-        """Those of the jobs that are neither done, running nor submitted."""
-        spec = read_spec(self.folder)
-        rows = [row for row in read_job_rows(self.folder, spec) if row.job.number in jobs]
-        done = [row for row in rows if row.done]
-        elsewhere = [row for row in rows if row.status in ("running", "submitted")]
+        add_jobs(self.folder, new)
+        done, ended = set[int](), set[int]()
+        if self.resumes and (spec := read_spec(self.folder)):
+            rows = [row for row in read_job_rows(self.folder, spec) if row.job.number in jobs]
+            done = {row.job.number for row in rows if row.done}
+            ended = {row.job.number for row in rows if row.status in ("failed", "invalid")}
         before = f", {len(done)} of them done before" if done else ""
         self.say(f"a sweep of {_count(len(jobs))}{before}, in {self.folder}")
-        for row in elsewhere:
-            submitted = f"is submitted; to submit it again, remove {row.run_dir / SUBMITTED}"
-            where = submitted if row.status == "submitted" else "runs elsewhere"
-            self.say(f"job {row.job.number} {where}")
-        skipped = {row.job.number for row in (*done, *elsewhere)}
-        jobs = {at: job for at, job in jobs.items() if at not in skipped}
+        for row in rows if self.resumes else ():
+            if row.status in ("running", "submitted"):
+                submitted = f"is submitted; to submit it again, remove {row.run_dir / SUBMITTED}"
+                where = submitted if row.status == "submitted" else "runs elsewhere"
+                self.say(f"job {row.job.number} {where}")
+                del jobs[row.job.number]
+        left = [job for at, job in jobs.items() if at not in done]
         if self.restart and not self.settings.resume:  # failed jobs last: they may fail again
-            ended = {row.job.number for row in rows if row.status in ("failed", "invalid")}
-            return sorted(jobs.values(), key=lambda job: job.number in ended)
-        return list(jobs.values())
+            left.sort(key=lambda job: job.number in ended)
+        return left
 
     def job_for(self, overrides: list[str], number: int) -> Job:
         """The job with these overrides: of the grid, or a new one of a search."""
@@ -206,11 +191,10 @@ class SweepRun:
 
     def register(self, overrides: list[str], number: int, run_dir: Path) -> list[str]:
         """Add a job to the spec if it is new; its own overrides. For any launcher."""
-        own = job_overrides(overrides)
         folder = str(run_dir.relative_to(self.folder)) if run_dir != self.folder else "."
         if folder not in self.planned:
-            self._add_job(folder, self.base + number, own)
-        return own
+            self._add_job(folder, self.base + number, job_overrides(overrides))
+        return job_overrides(overrides)
 
     def _add_job(self, folder: str, number: int, overrides: list[str]) -> Job:
         """A new job, in the spec."""
@@ -227,8 +211,16 @@ class SweepRun:
             if not code and not self.refused:
                 self.say("config OK; nothing was started (--check)")
             return 2 if self.refused else code
-        if self.refused and not self.begun:
-            return self._nothing_to_run()
+        if self.refused and not self.begun:  # all: remove the spec and folders of this start
+            print("no job is valid; nothing was started", file=sys.stderr)
+            if self.created and self.settings.share is None:
+                files = self.folder / SWEEP_FILE, *self.folder.glob(f".{SWEEP_FILE}.*lock")
+                with contextlib.suppress(OSError):
+                    for path in files:
+                        path.unlink(missing_ok=True)
+                    for folder in self.created:
+                        folder.rmdir()
+            return 2
         if code and not ((spec := read_spec(self.folder)) and spec.jobs):
             return code  # no job has been planned
         self.say("")
@@ -243,17 +235,6 @@ class SweepRun:
         if statuses & {"failed", "invalid", "killed"}:
             return 1
         return 75 if statuses & {"stopped", "interrupted"} else 0
-
-    def _nothing_to_run(self) -> int:
-        """All jobs are invalid: remove the spec and folders that this start has created."""
-        print("no job is valid; nothing was started", file=sys.stderr)
-        if self.created and self.settings.share is None:
-            with contextlib.suppress(OSError):
-                for path in (self.folder / SWEEP_FILE, *self.folder.glob(f".{SWEEP_FILE}.*lock")):
-                    path.unlink(missing_ok=True)
-                for folder in self.created:
-                    folder.rmdir()
-        return 2
 
     def say(self, line: str) -> None:
         with contextlib.suppress(OSError):  # stdout is closed: the jobs continue
@@ -301,7 +282,7 @@ class SweepSettings:
         stored on disk: resumed, it has `done` fewer trials left.
         """
         defaults = {
-            "direction": "maximize" if OBJECTIVES[value] else "minimize",
+            "direction": _direction(value),
             "max_failure_rate": "1.0",
             "n_jobs": str(config.sweep.parallel or 1),
             "storage": f"'sqlite:///{self.folder}/optuna.db'",
@@ -318,17 +299,25 @@ class SweepSettings:
             overrides.append(f"hydra.sweeper.n_trials={max(0, self.sweeper.n_trials - done)}")
         return overrides
 
-    def problems(self, value: str, resume: bool) -> Iterator[Problem]:
-        """Settings of a search that contradict `value` or cannot be resumed."""
-        key, best = "hydra.sweeper.direction", "maximize" if OBJECTIVES[value] else "minimize"
+    def problems(self, value: str, sweep: Sweep) -> Iterator[Problem]:
+        """Settings that contradict `value`, or with which the sweep cannot be resumed."""
+        if sweep.submit is not None and REDACTED in sweep.submit:  # copied from a sweep's output
+            secrets = re.findall(rf"(?:[^\s'\"]+\s+)?[^\s'\"]*{re.escape(REDACTED)}", sweep.submit)
+            reason = f"secrets are not written down; give them again: {', '.join(secrets)}"
+            yield Problem("sweep.submit", sweep.submit, reason)
+        key, best = "hydra.sweeper.direction", _direction(value)
         direction = self.sweeper.get("direction")
         if key in self.given and getattr(direction, "name", direction) != best:
             reason = f"the best {value} is the {'highest' if OBJECTIVES[value] else 'lowest'} one"
             yield Problem(key, direction, reason, f"{key}={best}")
         key = "hydra.sweeper.storage"
-        if resume and key in self.given and not self.sweeper.get("storage"):
+        if sweep.resume and key in self.given and not self.sweeper.get("storage"):
             reason = "a search without storage cannot be resumed"
             yield Problem(key, "null", reason, "sweep.resume=false, and another run_dir")
+
+
+def _direction(value: str) -> str:
+    return "maximize" if OBJECTIVES[value] else "minimize"
 
 
 def open_sweep(
@@ -344,11 +333,11 @@ def open_sweep(
     inner: a job's subfolder of its run directory, or "". restart: whether this command was started
     before. created: folders that exist for this sweep, removed again if no job is valid.
     """
-    words = sys.argv[1:]
+    words, value = sys.argv[1:], config.value or ("val_loss" if config.validation.every else "loss")
     sweep_run = SweepRun(
         folder=settings.folder,
         settings=config.sweep,
-        value=config.value or ("val_loss" if config.validation.every else "loss"),
+        value=value,
         program=program(),
         options=_job_options(words),
         command=words,
@@ -362,17 +351,9 @@ def open_sweep(
     args.overrides.append(f"hydra.sweep.dir={quoted(str(settings.folder))}")
     if args.check:
         args.overrides.append("hydra/launcher=jobs")  # others would start the jobs
-    secrets, submit = list[Problem](), config.sweep.submit
-    if submit is not None and REDACTED in submit:  # copied from what a sweep has printed or written
-        missing = re.findall(rf"(?:[^\s'\"]+\s+)?[^\s'\"]*{re.escape(REDACTED)}", submit)
-        reason = f"secrets are not written down; give them again: {', '.join(missing)}"
-        secrets.append(Problem("sweep.submit", submit, reason))
-    problems = [
-        *secrets,
-        *settings.problems(sweep_run.value, config.sweep.resume),
-    ] or sweep_run.open()
+    problems = [*settings.problems(value, config.sweep)] or sweep_run.open()
     if not problems and not settings.grid:
-        args.overrides += settings.search_overrides(config, sweep_run.value, sweep_run.done)
+        args.overrides += settings.search_overrides(config, value, sweep_run.done)
         if sweep_run.base:  # a resumed search adds jobs, whose launcher counts from 0 again
             args.overrides.append(f"hydra.sweep.subdir='{sweep_run.base}+${{hydra.job.num}}'")
     return sweep_run, problems

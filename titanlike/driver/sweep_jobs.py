@@ -17,9 +17,9 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from math import inf
 from pathlib import Path
 from typing import IO, Any
@@ -39,14 +39,20 @@ from titanlike.launch.environment import (
     without_rank_variables,
 )
 from titanlike.launch.failures import JobFailed, describe_exit
-from titanlike.launch.signals import Interrupted, interruptible
-from titanlike.launch.stop_request import StopRequest
+from titanlike.launch.signals import Interrupted, StopRequest, interruptible
 from titanlike.metrics.run_files import ended_by_max_time, read_result, write_result
 
+OUTPUT = "output.log"  # of a job that has no terminal
 _CHECK_TIME = 60.0  # seconds for checking jobs before the first begins
 _SUBMIT_TIMEOUT = 120.0  # seconds
 _OUTPUT_SHOWN = 200  # characters of a submit command's output
 _RESULT_POLL = 2.0  # seconds, for the results of submitted jobs
+_POLL = 0.05  # seconds
+_KILL_AFTER = 30.0  # seconds from a second signal
+_STOPPED = 75  # exit code of a run that has stopped with a checkpoint
+_TAIL = (
+    2000  # characters of output that are searched for the last lines of a job without result.json
+)
 
 
 @dataclass
@@ -105,8 +111,12 @@ def run_jobs(sweep: SweepRun, runner: JobRunner, jobs: list[Prepared], here: Her
     elif sweep.settings.submit is not None:
         ends |= _submit_all(sweep, runner, valid, sweep.settings.submit)
     else:
-        ends |= _as_processes(sweep, runner, valid)
-    return [ends[item.job.number] for item in jobs]
+        processes = run_processes(sweep, runner, valid)
+        ends |= {
+            item.job.number: end.value if end.done else JobFailed(end.error, end.error)
+            for item, end in zip(valid, processes, strict=True)
+        }
+    return [ends.get(item.job.number) for item in jobs]
 
 
 def _check_all(sweep: SweepRun, runner: JobRunner, jobs: list[Prepared]) -> dict[int, JobFailed]:
@@ -147,148 +157,6 @@ def _refusal(runner: JobRunner, item: Prepared) -> JobFailed | None:
     return JobFailed(text, text, invalid=True) if text else None
 
 
-def _as_processes(sweep: SweepRun, runner: JobRunner, jobs: list[Prepared]) -> dict[int, End]:
-    count = 0
-
-    def begun(command: Command) -> None:
-        nonlocal count
-        count += 1
-        of = f"  ({count} of {len(jobs)})" if len(jobs) > 1 else ""
-        alone = sweep.settings.parallel == 1
-        sweep.say(f"\njob {command.name}{of}" if alone else f"job {command.name} begins{of}")
-
-    def ended(end: JobProcess) -> None:
-        if end.done and sweep.settings.parallel == 1:
-            return  # the job has printed it
-        what = {"completed": "is done"}.get(end.status, end.status)
-        value = f", value {end.value:.6g}" if end.value is not None else ""
-        line = f"job {end.command.name} {what} after {end.seconds:.0f} s{value}"
-        if end.done:
-            sweep.say(line)
-        else:
-            sweep.say_error(line + _indented(end.error))
-
-    def command(item: Prepared) -> Command:
-        return Command(
-            name=item.name,
-            function=runner.function,
-            inner=runner.folder,
-            arguments=arguments(sweep, item),
-            overrides=item.job.overrides,
-            folder=sweep.job_folder(item.job),
-            ranks=item.config.world_size if item.config else 1,
-            device=item.config.device if item.config else "auto",
-            checked=item.checked,
-        )
-
-    processes = Processes(sweep.settings.parallel, begun, ended)
-    ends = processes.run([partial(command, item) for item in jobs])
-    return {
-        item.job.number: end.value if end.done else JobFailed(end.error, end.error)
-        for item, end in zip(jobs, ends, strict=True)
-    }
-
-
-def _submit_all(
-    sweep: SweepRun, runner: JobRunner, jobs: list[Prepared], submit: str
-) -> dict[int, End]:
-    """Pass each job to the submit command; wait for the results if sweep.wait is set."""
-    ends: dict[int, End] = {}
-    for item in jobs:
-        if error := _submit(sweep, runner, item, submit):
-            ends[item.job.number] = _say_failed(sweep, item, " is not submitted", error)
-    if sweep.settings.wait is not None:
-        ends |= _wait_for(sweep, [item for item in jobs if item.job.number not in ends])
-    return {item.job.number: ends.get(item.job.number) for item in jobs}
-
-
-def submit_command(submit: str, arguments: list[str]) -> list[str]:
-    """The command with a job's arguments: shell-quoted in place of {args}, else appended."""
-    words = shlex.split(submit)
-    if any("{args}" in word for word in words):
-        return [word.replace("{args}", shlex.join(arguments)) for word in words]
-    return [*words, *arguments]
-
-
-def _submit(sweep: SweepRun, runner: JobRunner, item: Prepared, submit: str) -> str:
-    """Submit a job; the error, "" for none."""
-    folder = sweep.job_folder(item.job)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        return str(error)
-    report = ResultReporter(folder, item.job.overrides, 1)  # removes an earlier result
-    if not item.checked and (failed := _refusal(runner, item)):
-        report.job_failed(failed)
-        return failed.error
-    output, error_text = _run_submit_command(submit, arguments(sweep, item))
-    if error_text:
-        report.write("failed", error=error_text)
-        return error_text
-    shown = output[:_OUTPUT_SHOWN] or "(the command printed nothing)"
-    with contextlib.suppress(OSError):
-        (folder / SUBMITTED).write_text(f"{time.ctime()}: {shown}\n", encoding="utf-8")
-    sweep.say(f"job {item.name} submitted: {shown}")
-    return ""
-
-
-def _run_submit_command(submit: str, arguments: list[str]) -> tuple[str, str]:
-    """A submit command's output, or its error; both without the secrets in the command."""
-    command = submit_command(submit, arguments)
-    name = f"sweep.submit={redact_command(command[0])}"
-    try:
-        streams: dict[str, Any]
-        streams = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True}
-        done = subprocess.run(command, timeout=_SUBMIT_TIMEOUT, errors="replace", **streams)
-    except subprocess.TimeoutExpired:
-        return "", f"{name}: did not end within {_SUBMIT_TIMEOUT:.0f} s"
-    except OSError as error:
-        return "", f"{name}: {redact(str(error))}"
-    printed = redact_output(" ".join(f"{done.stdout} {done.stderr}".split()), submit)
-    if done.returncode:
-        return "", f"{name} ended with {done.returncode}: {printed}"
-    return printed, ""
-
-
-def _wait_for(sweep: SweepRun, jobs: list[Prepared]) -> dict[int, End]:
-    ends: dict[int, End] = {}
-    assert sweep.settings.wait is not None
-    deadline = time.monotonic() + sweep.settings.wait
-    while len(ends) < len(jobs):
-        for item in jobs:
-            if item.job.number in ends:
-                continue
-            result = _final_result(sweep.job_folder(item.job))
-            if result is None and time.monotonic() <= deadline:
-                continue
-            if result is not None and result["status"] in ("completed", "stopped"):
-                ends[item.job.number] = result["value"]
-                sweep.say(f"job {item.name} is done")
-                continue
-            late = f"has not ended after {sweep.settings.wait:g} s (sweep.wait)"
-            text = late if result is None else result["error"]
-            ends[item.job.number] = _say_failed(sweep, item, " failed", text)
-        time.sleep(_RESULT_POLL if len(ends) < len(jobs) else 0)
-    return ends
-
-
-def _final_result(folder: Path) -> dict[str, Any] | None:
-    """result.json of a submitted job that will not be restarted; None before that.
-
-    A job that a signal stopped was preempted: its scheduler restarts it.
-    """
-    with contextlib.suppress(ValueError):
-        result = read_result(folder)
-        if result is None:
-            return None
-        status = result["status"]
-        if status != "interrupted" and (
-            status != "stopped" or ended_by_max_time(status, result["error"])
-        ):
-            return result
-    return None
-
-
 def arguments(sweep: SweepRun, item: Prepared) -> list[str]:
     """A job's own command line, after the program's name."""
     words = [*sweep.options, *item.job.overrides, "hydra.mode=RUN"]
@@ -306,33 +174,101 @@ def _indented(text: str) -> str:
     return "".join(f"\n  {line}" for line in text.splitlines())
 
 
-OUTPUT = "output.log"  # of a job that has no terminal
-_POLL = 0.05  # seconds
-_KILL_AFTER = 30.0  # seconds from a second signal
-_STOPPED = 75  # exit code of a run that has stopped with a checkpoint
-_TAIL = 2000  # characters of output that are shown for a job without result.json
+# --- submitted ------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Command:
-    """One job's command."""
+def _submit_all(
+    sweep: SweepRun, runner: JobRunner, jobs: list[Prepared], submit: str
+) -> dict[int, End]:
+    """Pass each job to the submit command; wait for the results if sweep.wait is set."""
+    ends: dict[int, End] = {}
+    waiting: list[Prepared] = []
+    for item in jobs:
+        if error := _submit(sweep, runner, item, submit):
+            ends[item.job.number] = _say_failed(sweep, item, " is not submitted", error)
+        else:
+            waiting.append(item)
+    if (wait := sweep.settings.wait) is None:
+        return ends
+    deadline = time.monotonic() + wait
+    while waiting:
+        for item in [*waiting]:
+            result = _final_result(sweep.job_folder(item.job))
+            if result is None and time.monotonic() <= deadline:
+                continue
+            waiting.remove(item)
+            if result is not None and result["status"] in ("completed", "stopped"):
+                ends[item.job.number] = result["value"]
+                sweep.say(f"job {item.name} is done")
+            else:
+                late = f"has not ended after {wait:g} s (sweep.wait)"
+                text = late if result is None else result["error"]
+                ends[item.job.number] = _say_failed(sweep, item, " failed", text)
+        time.sleep(_RESULT_POLL if waiting else 0)
+    return ends
 
-    name: str  # for the user: "3: schedule=gpipe"
-    function: str  # of the job, as `cli.start_job` takes it
-    inner: str
-    arguments: list[str]  # of the command line
-    overrides: list[str]  # for result.json, where the job itself leaves none
-    folder: Path  # where it writes result.json
-    ranks: int
-    device: str  # auto, cpu or cuda
-    checked: bool = False  # its config is known to have no errors
+
+def _submit(sweep: SweepRun, runner: JobRunner, item: Prepared, submit: str) -> str:
+    """Submit a job; the error, "" for none. Both it and the output are without the secrets in `submit`."""
+    folder = sweep.job_folder(item.job)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        return str(error)
+    report = ResultReporter(folder, item.job.overrides, 1)  # removes an earlier result
+    if not item.checked and (failed := _refusal(runner, item)):
+        report.job_failed(failed)
+        return failed.error
+    command, words = shlex.split(submit), arguments(sweep, item)
+    if any("{args}" in word for word in command):
+        command = [word.replace("{args}", shlex.join(words)) for word in command]
+    else:
+        command += words
+    name, problem, printed = f"sweep.submit={redact_command(command[0])}", "", ""
+    try:
+        streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "capture_output": True}
+        done = subprocess.run(
+            command, timeout=_SUBMIT_TIMEOUT, text=True, errors="replace", **streams
+        )
+        printed = redact_output(" ".join(f"{done.stdout} {done.stderr}".split()), submit)
+        if done.returncode:
+            problem = f"{name} ended with {done.returncode}: {printed}"
+    except subprocess.TimeoutExpired:
+        problem = f"{name}: did not end within {_SUBMIT_TIMEOUT:.0f} s"
+    except OSError as error:
+        problem = f"{name}: {redact(str(error))}"
+    if problem:
+        report.write("failed", error=problem)
+        return problem
+    shown = printed[:_OUTPUT_SHOWN] or "(the command printed nothing)"
+    with contextlib.suppress(OSError):
+        (folder / SUBMITTED).write_text(f"{time.ctime()}: {shown}\n", encoding="utf-8")
+    sweep.say(f"job {item.name} submitted: {shown}")
+    return ""
+
+
+def _final_result(folder: Path) -> dict[str, Any] | None:
+    """result.json of a submitted job that will not be restarted; None before that.
+
+    A job that a signal stopped was preempted: its scheduler restarts it.
+    """
+    with contextlib.suppress(ValueError):
+        if (result := read_result(folder)) is not None:
+            status, restarted = result["status"], ("interrupted", "stopped")
+            if status not in restarted or ended_by_max_time(status, result["error"]):
+                return result
+    return None
+
+
+# --- as processes ---------------------------------------------------------------------------------
 
 
 @dataclass
 class JobProcess:
     """A job's process, and how it ended."""
 
-    command: Command
+    item: Prepared
+    folder: Path  # where it writes result.json
     taken: list[str]  # devices
     start: float
     output: IO[bytes] | None = None
@@ -340,7 +276,6 @@ class JobProcess:
     status: str = ""  # as in result.json
     error: str = ""  # of its end, or why there is no process
     value: float | None = None
-    seconds: float = 0.0
 
     @property
     def code(self) -> int:
@@ -352,124 +287,136 @@ class JobProcess:
         """Completed, or ended by its own max_time."""
         return self.status == "completed" or ended_by_max_time(self.status, self.error)
 
-    def kill(self) -> None:
-        if self.process is not None:
-            self.process.kill()  # its workers end with it
-
-
-class Processes:
-    """Runs commands, at most `parallel` at a time (0 = as many as there are devices for)."""
-
-    def __init__(
-        self, parallel: int, begun: Callable[[Command], None], ended: Callable[[JobProcess], None]
-    ) -> None:
-        self._parallel, self._begun, self._ended = parallel, begun, ended
-        self._running: dict[int, JobProcess] = {}  # by the command's index
-
-    def run(self, builders: list[Callable[[], Command]]) -> list[JobProcess]:
-        """Run all commands, each built when it is due; returns how each ended, in their order.
-
-        Raises SystemExit(75) where a signal stopped the jobs with checkpoints, Interrupted where
-        it ended them.
-        """
-        ended: dict[int, JobProcess] = {}
-        waiting = dict(enumerate(builders))
-        made: dict[int, Command] = {}
-        stop = _ForwardedStop(self._forward)
-        free, total = list[str](), 0
-        with interruptible(stop=stop):
-            try:
-                while waiting or self._running:
-                    for number, build in list(waiting.items()):
-                        if stop.received or len(self._running) >= (self._parallel or inf):
-                            break
-                        new = number not in made
-                        command = made[number] = made.get(number) or build()
-                        if not total and not ended and not self._running:
-                            free = devices(command.device, self._parallel)
-                            total = len(free)
-                        need = min(command.ranks, total)
-                        if need <= len(free):
-                            taken, free = free[:need], free[need:]
-                            del waiting[number]
-                            self._start(number, made.pop(number), taken, total)
-                        elif new:
-                            break  # a smaller one behind it may fit: tried at the next poll
-                    for number, running in list(self._running.items()):
-                        if running.process is not None and running.process.poll() is None:
-                            continue
-                        del self._running[number]
-                        free += running.taken
-                        ended[number] = self._end(running)
-                    if stop.received and not self._running:
-                        break
-                    stop.kill_overdue(self._running.values())
-                    time.sleep(_POLL)
-            finally:
-                for running in self._running.values():  # after an exception here
-                    running.kill()
-        all_done = len(ended) == len(builders) and all(end.done for end in ended.values())
-        if stop.received and not all_done:
-            if all(end.code in (0, _STOPPED) for end in ended.values()):
-                raise SystemExit(_STOPPED)
-            raise Interrupted(stop.code())
-        return [ended[number] for number in sorted(ended)]
-
-    def _start(self, number: int, command: Command, taken: list[str], total: int) -> None:
-        self._begun(command)
-        running = self._running[number] = JobProcess(command, taken, time.monotonic())
-        try:
-            command.folder.mkdir(parents=True, exist_ok=True)
-            (command.folder / "result.json").unlink(missing_ok=True)
-            if self._parallel != 1:
-                running.output = (command.folder / OUTPUT).open("ab")
-            running.process = subprocess.Popen(
-                [*interpreter(), "-c", _program(command), *command.arguments],
-                env=_environment(command, taken, self._parallel, total),
-                stdin=subprocess.DEVNULL,
-                stdout=running.output,
-                stderr=None if running.output is None else subprocess.STDOUT,
-            )
-        except OSError as error:
-            running.error = f"could not be started: {error.strerror}: {error.filename}"
-
-    def _end(self, running: JobProcess) -> JobProcess:
-        command = running.command
-        running.seconds = time.monotonic() - running.start
-        if running.output is not None:
-            running.output.close()
+    def end(self, seconds: float) -> None:
+        """Read the result of a process that has ended, or write that it left none."""
         result: dict[str, Any] | None = None
         with contextlib.suppress(ValueError, OSError):
-            result = read_result(command.folder)
-        if result is None or running.error:
-            error = running.error or describe_exit(running.code)
-            if running.output:  # its last lines
-                path = command.folder / OUTPUT
-                text = path.read_text(encoding="utf-8", errors="replace")[-_TAIL:]
-                lines = [line for line in text.splitlines() if line.strip()]
+            result = read_result(self.folder)
+        if result is None or self.error:
+            error = self.error or describe_exit(self.code)
+            if self.output is not None:  # its last lines
+                self.output.close()
+                text = (self.folder / OUTPUT).read_text(encoding="utf-8", errors="replace")
+                lines = [line for line in text[-_TAIL:].splitlines() if line.strip()]
                 error += "".join(f"\n  {line}" for line in lines[-5:])
             result = {"status": "failed", "value": None, "error": error}
-            record: dict[str, Any] = {"seconds": running.seconds, "overrides": command.overrides}
+            record: dict[str, Any] = {"seconds": seconds, "overrides": self.item.job.overrides}
             with contextlib.suppress(OSError):  # a full disk may be why it failed
-                write_result(command.folder, **result, **record)
-        running.status, running.value = result["status"], result["value"]
-        running.error = result["error"] or ""
-        self._ended(running)
-        return running
+                write_result(self.folder, **result, **record)
+        if self.output is not None:
+            self.output.close()
+        self.status, self.value = result["status"], result["value"]
+        self.error = result["error"] or ""
 
-    def _forward(self, signum: int) -> bool:
-        for running in list(self._running.values()):
-            if running.process is not None:
-                running.process.send_signal(signum)
-        return bool(self._running)
+
+def run_processes(sweep: SweepRun, runner: JobRunner, jobs: list[Prepared]) -> list[JobProcess]:
+    """Run jobs, at most sweep.parallel at a time (0 = as many as there are devices for); how each ended.
+
+    Raises SystemExit(75) where a signal stopped the jobs with checkpoints, Interrupted where
+    it ended them.
+    """
+    parallel, waiting = sweep.settings.parallel, {item.job.number: item for item in jobs}
+    running: dict[int, JobProcess] = {}
+    ended: dict[int, JobProcess] = {}
+    free: list[str] | None = None
+    stop, total = _ForwardedStop(running), 0
+    with interruptible(stop=stop):
+        try:
+            while waiting or running:
+                for number, item in list(waiting.items()):
+                    if stop.received or len(running) >= (parallel or inf):
+                        break
+                    is_new, config = "composed" not in vars(item), item.config
+                    if free is None:
+                        free = devices(config.device if config else "auto", parallel)
+                        total = len(free)
+                    need = min(config.world_size if config else 1, total)
+                    if need <= len(free):
+                        taken, free = free[:need], free[need:]
+                        del waiting[number]
+                        begun = len(running) + len(ended) + 1
+                        of = f"  ({begun} of {len(jobs)})" if len(jobs) > 1 else ""
+                        alone = f"\njob {item.name}{of}"
+                        sweep.say(alone if parallel == 1 else f"job {item.name} begins{of}")
+                        running[number] = _start(sweep, runner, item, taken, total)
+                    elif is_new:
+                        break  # a smaller one behind it may fit: composed at the next poll
+                for number, job in list(running.items()):
+                    if job.process is not None and job.process.poll() is None:
+                        continue
+                    del running[number]
+                    free = [*(free or ()), *job.taken]
+                    ended[number] = job
+                    job.end(time.monotonic() - job.start)
+                    _say_end(sweep, job)
+                if stop.received and not running:
+                    break
+                stop.kill_overdue()
+                time.sleep(_POLL)
+        finally:
+            for job in running.values():  # after an exception here
+                if job.process is not None:
+                    job.process.kill()  # its workers end with it
+    if stop.received and not (len(ended) == len(jobs) and all(job.done for job in ended.values())):
+        if all(job.code in (0, _STOPPED) for job in ended.values()):
+            raise SystemExit(_STOPPED)
+        raise Interrupted(stop.code())
+    return [ended[item.job.number] for item in jobs]
+
+
+def _start(
+    sweep: SweepRun, runner: JobRunner, item: Prepared, taken: list[str], total: int
+) -> JobProcess:
+    """Start a job's process on these devices, of `total`."""
+    folder, parallel = sweep.job_folder(item.job), sweep.settings.parallel
+    job = JobProcess(item, folder, taken, time.monotonic())
+    env = without_rank_variables(os.environ)
+    if parallel != 1:
+        ranks = item.config.world_size if item.config else 1
+        at_once = max(1, total // ranks)
+        if taken and not taken[0].startswith("core "):
+            from titanlike.device.accelerator import visible_variable
+
+            env[visible_variable()] = ",".join(taken)
+        else:
+            at_once = parallel or at_once
+        threads = max(1, available_cores() // (at_once * ranks))
+        env.setdefault("OMP_NUM_THREADS", str(threads))
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "result.json").unlink(missing_ok=True)
+        if parallel != 1:
+            job.output = (folder / OUTPUT).open("ab")
+        job.process = subprocess.Popen(
+            [*interpreter(), "-c", _program(runner, folder, item), *arguments(sweep, item)],
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=job.output,
+            stderr=None if job.output is None else subprocess.STDOUT,
+        )
+    except OSError as error:
+        job.error = f"could not be started: {error.strerror}: {error.filename}"
+    return job
+
+
+def _say_end(sweep: SweepRun, job: JobProcess) -> None:
+    if job.done and sweep.settings.parallel == 1:
+        return  # the job has printed it
+    what = "is done" if job.status == "completed" else job.status
+    value = f", value {job.value:.6g}" if job.value is not None else ""
+    line = f"job {job.item.name} {what} after {time.monotonic() - job.start:.0f} s{value}"
+    if job.done:
+        sweep.say(line)
+    else:
+        sweep.say_error(line + _indented(job.error))
 
 
 class _ForwardedStop(StopRequest):
     """Forwards signals to the jobs, which stop after a step, or immediately at the second one."""
 
-    def __init__(self, forward: Callable[[int], bool]) -> None:
+    def __init__(self, jobs: dict[int, JobProcess]) -> None:
         super().__init__()
-        self._forward = forward
+        self._jobs = jobs
         self._last, self._times, self._code = -inf, 0, 0
 
     def receive(self, signum: int) -> bool:
@@ -478,7 +425,10 @@ class _ForwardedStop(StopRequest):
         if now - self._last < 1.0:  # Ctrl-C reaches every process of a terminal at once
             return True
         self._last, self._code, self._times = now, signum, self._times + 1
-        return self._forward(signum)
+        for job in list(self._jobs.values()):
+            if job.process is not None:
+                job.process.send_signal(signum)
+        return bool(self._jobs)
 
     @property
     def received(self) -> bool:
@@ -487,11 +437,12 @@ class _ForwardedStop(StopRequest):
     def code(self, max_time: float | None = None) -> int:
         return self._code
 
-    def kill_overdue(self, jobs: Iterable[JobProcess]) -> None:
+    def kill_overdue(self) -> None:
         """Kill jobs that have not ended long after a second signal."""
         if self._times > 1 and time.monotonic() - self._last > _KILL_AFTER:
-            for running in jobs:
-                running.kill()
+            for job in self._jobs.values():
+                if job.process is not None:
+                    job.process.kill()
 
 
 def devices(device: str, parallel: int) -> list[str]:
@@ -509,29 +460,13 @@ def devices(device: str, parallel: int) -> list[str]:
     return [] if parallel else [f"core {index}" for index in range(available_cores())]
 
 
-def _environment(command: Command, taken: list[str], parallel: int, total: int) -> dict[str, str]:
-    env = without_rank_variables(os.environ)
-    if parallel == 1:
-        return env
-    if taken and not taken[0].startswith("core "):
-        from titanlike.device.accelerator import visible_variable
-
-        env[visible_variable()] = ",".join(taken)
-        at_once = max(1, total // command.ranks)
-    else:
-        at_once = parallel or max(1, total // command.ranks)
-    env.setdefault("OMP_NUM_THREADS", str(max(1, available_cores() // (at_once * command.ranks))))
-    return env
-
-
-def _program(command: Command) -> str:
+def _program(runner: JobRunner, folder: Path, item: Prepared) -> str:
     """The Python code of a job's process: the sweep's own import path and program."""
-    words = command.function, command.inner, str(command.folder), command.checked
-    call = f"run_as_process(lambda: start_job{words!r})"
+    call = f"start_job{(runner.function, runner.folder, str(folder), item.checked)!r}"
     return (
         f"import sys; sys.path[:] = {import_path()!r}; sys.argv[0] = {sys.argv[0]!r}; "
         "from signal import SIGTERM; from titanlike.launch.signals import die_with_parent; "
         f"die_with_parent({os.getpid()}, SIGTERM); "  # a stop request, if it trains
         "from titanlike.launch.process_end import run_as_process; "
-        f"from titanlike.cli import start_job; {call}"
+        f"from titanlike.cli import start_job; run_as_process(lambda: {call})"
     )

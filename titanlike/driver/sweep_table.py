@@ -11,7 +11,7 @@ import shlex
 import shutil
 import sys
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -19,9 +19,10 @@ from typing import Any, TypeGuard
 from titanlike.config import files
 from titanlike.config.credentials import REDACTED
 from titanlike.config.program import program, program_length, train_program
-from titanlike.driver.sweep_status import JobRow, SweepSpec, is_sweep, read_job_rows, read_spec
+from titanlike.driver.job import SWEEP_FILE
+from titanlike.driver.sweep_status import JobRow, SweepSpec, read_job_rows, read_spec
 from titanlike.metrics import units
-from titanlike.metrics.console import LOG_WIDTH, Console, table_lines
+from titanlike.metrics.console import LOG_WIDTH, Console, shorten, table_lines
 from titanlike.metrics.summary import OBJECTIVES
 
 CSV, MARKDOWN, PICTURE = "sweep.csv", "sweep.md", "sweep.png"
@@ -39,13 +40,13 @@ class Table:
     """A sweep's jobs and spec."""
 
     folder: Path
-    spec: SweepSpec | None  # None: of an older sweep, or another sweeper
+    spec: SweepSpec
     rows: list[JobRow]
 
     @property
     def value(self) -> str:
         """The objective's name."""
-        return self.spec.value if self.spec else "val_loss"
+        return self.spec.value
 
     @property
     def keys(self) -> list[str]:
@@ -63,20 +64,18 @@ class Table:
 
         None for a tool's sweep: whether its value is to be maximized is unknown.
         """
-        if (self.spec is not None and self.spec.inner) or self.value not in OBJECTIVES:
+        if self.spec.inner or self.value not in OBJECTIVES:
             return None
         sign = -1 if OBJECTIVES[self.value] else 1
         done = [(sign * row.value, row) for row in self.rows if row.done and _is_finite(row.value)]
-        if not done:
-            return None
-        least = min(value for value, _ in done)
-        ties = [row for value, row in done if value - least <= _ROUNDING * abs(least)]
+        least = min((value for value, _ in done), default=0.0)
 
         def slowness(row: JobRow) -> tuple[float, float, int]:
             seconds = math.inf if row.seconds is None else row.seconds
             return -(row.summary.tokens_per_second or 0.0), seconds, row.job.number
 
-        return min(ties, key=slowness)
+        ties = (row for value, row in done if value - least <= _ROUNDING * abs(least))
+        return min(ties, key=slowness, default=None)
 
     @property
     def left(self) -> list[JobRow]:
@@ -87,9 +86,13 @@ class Table:
 def read_table(folder: Path, ended: Collection[int] = ()) -> Table:
     """The table of a sweep's directory, at any time. ended: see `read_job_rows`.
 
-    Raises ValueError where the spec is damaged, OSError where something cannot be read.
+    Raises ValueError for a folder that is no sweep's, OSError where something cannot be read.
     """
-    spec = read_spec(folder)
+    if (spec := read_spec(folder)) is None:
+        what = "one run" if (folder / "config.yaml").exists() else f"no {SWEEP_FILE} is in it"
+        raise ValueError(
+            f"{folder} is no sweep's: {what}" if folder.is_dir() else f"{folder} is no folder"
+        )
     return Table(folder, spec, read_job_rows(folder, spec, ended))
 
 
@@ -130,20 +133,22 @@ class Column:
 def read_columns(table: Table, keys: list[str]) -> list[Column]:
     """The columns, without those in which every job is empty."""
     rows = table.rows
-
-    def numbers(header: str, values: Iterable[Any], form: Any) -> list[Column]:
-        cells = ["-" if value is None else form(value) for value in values]
-        return [Column(header, cells, number=True)] if set(cells) - {"-"} else []
-
+    numbers: list[tuple[str, list[Any], Callable[[Any], str]]] = [
+        ("loss", [row.summary.loss for row in rows], units.decimal),
+        ("val_loss", [row.summary.val_loss for row in rows], units.decimal),
+        ("tok/s", [row.summary.tokens_per_second for row in rows], units.count),
+        ("memory", [row.summary.memory_bytes for row in rows], units.size),
+        ("time", [row.seconds for row in rows], units.duration),
+    ]
     return [
         Column("job", [str(row.job.number) for row in rows], number=True),
         *(Column(key, [_setting(row, key) for row in rows]) for key in keys),
         Column("status", [row.status for row in rows]),
-        *numbers("loss", (row.summary.loss for row in rows), units.decimal),
-        *numbers("val_loss", (row.summary.val_loss for row in rows), units.decimal),
-        *numbers("tok/s", (row.summary.tokens_per_second for row in rows), units.count),
-        *numbers("memory", (row.summary.memory_bytes for row in rows), units.size),
-        *numbers("time", (row.seconds for row in rows), units.duration),
+        *(
+            Column(header, ["-" if v is None else form(v) for v in values], number=True)
+            for header, values, form in numbers
+            if any(v is not None for v in values)
+        ),
     ]
 
 
@@ -195,18 +200,15 @@ def _errors(rows: list[JobRow], width: int) -> list[str]:
     for row in rows:
         if row.error and row.status != "completed":
             by_text.setdefault(f"{row.status}: {first_line(row.error)}", []).append(row)
-    lines = [
-        line if len(line := f"  {_numbers(those)} {text}") <= width else line[: width - 1] + "…"
-        for text, those in list(by_text.items())[:_ERRORS]
-    ]
-    if len(by_text) > _ERRORS:
-        lines.append(f"  and {len(by_text) - _ERRORS} other errors; {CSV} has all")
+    errors = [*by_text.items()]
+    lines = [shorten(f"  {_numbers(jobs)} {text}", width) for text, jobs in errors[:_ERRORS]]
+    if len(errors) > _ERRORS:
+        lines.append(f"  and {len(errors) - _ERRORS} other errors; {CSV} has all")
     return lines
 
 
 def first_line(error: str | None) -> str:
-    lines = [line.strip() for line in (error or "").splitlines() if line.strip()]
-    return lines[0] if lines else ""
+    return next((line.strip() for line in (error or "").splitlines() if line.strip()), "")
 
 
 def _is_finite(value: float | None) -> TypeGuard[float]:
@@ -216,18 +218,15 @@ def _is_finite(value: float | None) -> TypeGuard[float]:
 def counts(table: Table) -> str:
     """How many are done, and which are left, by status."""
     skipped = sum(row.status == "skipped" for row in table.rows)
-    to_do, not_done = len(table.rows) - skipped, table.left
-    text = f"{to_do - len(not_done)} of {to_do} done" + (f", {skipped} skipped" if skipped else "")
-    if 0 < len(not_done) <= _NAMED:
-        named = ", ".join(f"{row.job.number} ({row.status})" for row in not_done)
-        text += f"; left: {named}"
-    elif not_done:
-        statuses = dict.fromkeys(row.status for row in not_done)
-        groups = {status: [r for r in not_done if r.status == status] for status in statuses}
-        text += "; left: " + "; ".join(
-            f"{len(rows)} {status} ({_numbers(rows)})" for status, rows in groups.items()
-        )
-    return text
+    to_do, left = len(table.rows) - skipped, table.left
+    text = f"{to_do - len(left)} of {to_do} done" + (f", {skipped} skipped" if skipped else "")
+    by_status = {row.status: [r for r in left if r.status == row.status] for row in left}
+    if len(left) <= _NAMED:
+        named = ", ".join(f"{row.job.number} ({row.status})" for row in left)
+    else:
+        groups = by_status.items()
+        named = "; ".join(f"{len(jobs)} {status} ({_numbers(jobs)})" for status, jobs in groups)
+    return f"{text}; left: {named}" if left else text
 
 
 def best_line(table: Table, best: JobRow) -> str:
@@ -255,7 +254,7 @@ def resume_command(table: Table) -> tuple[str, str] | None:
     Without values with which every job is invalid; others that are invalid are named.
     """
     spec, left = table.spec, table.left
-    if spec is None or not spec.command or all(row.status == "running" for row in left):
+    if not spec.command or all(row.status == "running" for row in left):
         return None
     invalid = [row for row in left if row.status == "invalid"]
     command = spec.command
@@ -295,11 +294,11 @@ def _without_invalid(command: str, rows: list[JobRow]) -> tuple[str, set[str]]:
     return (shlex.join(words), dropped) if dropped else (command, dropped)
 
 
-def job_command(spec: SweepSpec | None, row: JobRow) -> str:
+def job_command(spec: SweepSpec, row: JobRow) -> str:
     """The shell line that runs one job by itself; of a throughput search, a full training."""
     overrides = list(_without_search(row.job.overrides))
     try:
-        words = shlex.split(spec.command if spec else "")
+        words = shlex.split(spec.command)
     except ValueError:  # a quote that is not closed
         words = []
     count = program_length(words)
@@ -309,12 +308,10 @@ def job_command(spec: SweepSpec | None, row: JobRow) -> str:
     for i, word in enumerate(rest):  # where the config is
         if word.startswith("--config") or word in ("-cp", "-cn", "-cd"):
             options += [word] if "=" in word else rest[i : i + 2]
-    start = [
-        word if "=" in word and i == 0 else shlex.quote(word) for i, word in enumerate(program)
-    ]
+    first = program[0] if "=" in program[0] else shlex.quote(program[0])  # a variable
     if not {"-m", "--multirun"} & set(rest) and any("experiment=" in text for text in overrides):
         overrides.append("hydra.mode=RUN")  # the experiment's file says that it is a sweep
-    return " ".join([*start, shlex.join([*options, *overrides])]).rstrip()
+    return " ".join([first, shlex.join([*program[1:], *options, *overrides])]).rstrip()
 
 
 def _without_search(overrides: list[str]) -> Iterator[str]:
@@ -331,9 +328,6 @@ def _without_search(overrides: list[str]) -> Iterator[str]:
             yield f"experiment=[{','.join(others)}]"
 
 
-DONE, LEFT, INVALID = 0, 1, 2  # exit codes
-
-
 def report(
     folder: Path, say: Callable[[str], None], *, ended: Collection[int] = (), picture: bool = True
 ) -> Table:
@@ -346,17 +340,26 @@ def report(
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else LOG_WIDTH
     for line in terminal_lines(table, width):
         say(line)
+    written: dict[str, Path] = {}
 
     def draw() -> Path | None:
         from titanlike.driver import sweep_picture  # matplotlib takes a second to import
 
         return sweep_picture.draw(table)
 
-    drawn = _try(say, PICTURE, draw) if picture else None
-    numbers = _try(say, CSV, lambda: write_csv(table))
-    text = _try(say, MARKDOWN, lambda: write_markdown(table, drawn is not None))
-    if written := [str(path) for path in (numbers, text, drawn) if path]:
-        say(f"written: {', '.join(written)}")
+    def write(name: str, file: Callable[[], Path | None]) -> None:
+        try:
+            if path := file():
+                written[name] = path
+        except Exception as error:  # its report must not make a sweep fail
+            say(f"{name} could not be written: {type(error).__name__}: {error}")
+
+    if picture:
+        write(PICTURE, draw)
+    write(CSV, lambda: write_csv(table))
+    write(MARKDOWN, lambda: write_markdown(table, PICTURE in written))
+    if paths := [str(written[name]) for name in (CSV, MARKDOWN, PICTURE) if name in written]:
+        say(f"written: {', '.join(paths)}")
     return table
 
 
@@ -371,18 +374,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("folder", metavar="DIR", type=Path, help="the sweep's run_dir")
     parser.add_argument("--no-picture", action="store_true", help="draw nothing")
     arguments = parser.parse_args(argv)
-    folder: Path = arguments.folder
     try:
-        if not folder.is_dir():
-            return _fail(f"{folder} is no folder")
-        if not is_sweep(folder):
-            run = (folder / "config.yaml").exists()
-            return _fail(f"{folder} is no sweep's: {'one run' if run else 'no job is in it'}")
-        say = Console(steps=1).line
-        table = report(folder, say, picture=not arguments.no_picture)
+        say, picture = Console(steps=1).line, not arguments.no_picture
+        return int(bool(report(arguments.folder, say, picture=picture).left))
     except (OSError, ValueError) as error:
-        return _fail(" ".join(str(error).split()))
-    return LEFT if table.left else DONE
+        print("error:", " ".join(str(error).split()), file=sys.stderr)
+        return 2
 
 
 def write_csv(table: Table) -> Path:
@@ -409,24 +406,24 @@ def write_csv(table: Table) -> Path:
 
 def write_markdown(table: Table, picture: bool) -> Path:
     """A GitHub table with readable numbers, the best job in bold; `picture`: link sweep.png."""
-    best = table.best
-    columns = read_columns(table, table.keys)
+
+    def shown(text: str) -> str:
+        """Text that a table's cell shows as it is."""
+        return re.sub(r"([\\`*<\[\]|~]|\b_|_\b)", r"\\\1", " ".join(text.split()))
+
+    best, columns = table.best, read_columns(table, table.keys)
     if any(row.error for row in table.rows):
         columns.append(Column("error", [first_line(row.error) for row in table.rows]))
-    lines = [f"# Sweep {_escaped(table.folder.resolve().name)}", ""]
-    lines += [_md_line([_escaped(column.header) for column in columns])]
-    lines += [_md_line(["---:" if column.number else "---" for column in columns])]
+    cells = [[shown(column.header) for column in columns]]
+    cells.append(["---:" if column.number else "---" for column in columns])
     for i, row in enumerate(table.rows):
-        cells = [_escaped(column.cells[i]) for column in columns]
-        lines.append(_md_line([f"**{cell}**" if row is best and cell else cell for cell in cells]))
-    lines += ["", _escaped(counts(table))]
+        texts = [shown(column.cells[i]) for column in columns]
+        cells.append([f"**{text}**" if row is best and text else text for text in texts])
+    lines = [f"# Sweep {shown(table.folder.resolve().name)}", ""]
+    lines += [f"| {' | '.join(texts)} |" for texts in cells]
+    lines += ["", shown(counts(table))]
     if best is not None:
-        lines += [
-            "",
-            _escaped(best_line(table, best)),
-            "",
-            f"    {job_command(table.spec, best)}",
-        ]
+        lines += ["", shown(best_line(table, best)), "", f"    {job_command(table.spec, best)}"]
     if again := resume_command(table):
         purpose, command = again
         lines += ["", f"{purpose[0].upper()}{purpose[1:]}:", "", f"    {command}"]
@@ -434,25 +431,3 @@ def write_markdown(table: Table, picture: bool) -> Path:
         lines += ["", f"![loss curves and throughput]({PICTURE})"]
     files.atomic_write_text(table.folder / MARKDOWN, "\n".join(lines) + "\n")
     return table.folder / MARKDOWN
-
-
-def _md_line(cells: list[str]) -> str:
-    return "| " + " | ".join(cells) + " |"
-
-
-def _escaped(text: str) -> str:
-    """Text that a table's cell shows as it is."""
-    return re.sub(r"([\\`*<\[\]|~]|\b_|_\b)", r"\\\1", " ".join(text.split()))
-
-
-def _try(say: Callable[[str], None], name: str, write: Callable[[], Path | None]) -> Path | None:
-    try:
-        return write()
-    except Exception as error:  # its report must not make a sweep fail
-        say(f"{name} could not be written: {type(error).__name__}: {error}")
-        return None
-
-
-def _fail(text: str) -> int:
-    print("error:", text, file=sys.stderr)
-    return INVALID

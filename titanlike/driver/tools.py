@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from titanlike.config import validate
 from titanlike.config.errors import ConfigError, Problem
 from titanlike.config.help import command_help
+from titanlike.config.keys import MAX_RANKS
 from titanlike.config.program import program, scripts_dir
 from titanlike.config.schema import Config
 from titanlike.driver.argv import complete_args, parse_argv
@@ -63,14 +64,21 @@ def plan(argv: list[str]) -> int:
     flags, words = parser.parse_known_args(argv)
     searching = "search" in words[:1]
     words = words[1:] if searching else words
-    gpus, words, problems = _gpus(words, searching)
-    for flag, path in (("--picture", flags.picture), ("--trace", flags.trace)):
-        endings = (".svg", ".png") if flag == "--picture" else (".json",)
+    gpus = [word.partition("=")[2] for word in words if word.startswith("gpus=")][-1:]
+    words = [word for word in words if not word.startswith("gpus=")]
+    problems = []
+    for number in gpus:
+        if not searching:
+            reason = "is for a search; the devices of a plan are pp x dp x tp"
+            problems.append(Problem("gpus", number, reason, f"plan search gpus={number}"))
+        elif not number.isdigit() or not 1 <= int(number) <= MAX_RANKS:
+            problems.append(Problem("gpus", number, "must be a number of devices", "gpus=64"))
+    files = ("--picture", flags.picture, (".svg", ".png")), ("--trace", flags.trace, (".json",))
+    for flag, path, endings in files:
         if path is not None and path.suffix not in endings:
+            reason = f"must end in {' or '.join(endings)}"
             fix = f"{flag} {path.with_suffix(endings[0])}"
-            problems.append(
-                Problem(f"{flag} {path}", "", f"must end in {' or '.join(endings)}", fix)
-            )
+            problems.append(Problem(f"{flag} {path}", "", reason, fix))
     args = parse_argv(words)
     args.multirun = False
     complete_args(args)
@@ -86,7 +94,7 @@ def plan(argv: list[str]) -> int:
         return print_problems([problem.hiding(checked.environment) for problem in problems])
     try:
         if searching:
-            return _search(config, words, gpus, flags)
+            return _search(config, words, int(gpus[0]) if gpus else config.world_size, flags)
         return _plan(config, flags)
     except ConfigError as error:
         return print_problems([p.hiding(checked.environment) for p in error.problems])
@@ -97,27 +105,11 @@ def plan(argv: list[str]) -> int:
         return 0
 
 
-def _gpus(words: list[str], searching: bool) -> tuple[int | None, list[str], list[Problem]]:
-    """(gpus=N, the other words, problems)."""
-    found = [word for word in words if word.startswith("gpus=")]
-    others = [word for word in words if not word.startswith("gpus=")]
-    if not found:
-        return None, others, []
-    value = found[-1].partition("=")[2]
-    if not searching:
-        reason = "is for a search; the devices of a plan are pp x dp x tp"
-        return None, others, [Problem("gpus", value, reason, "plan search gpus=" + value)]
-    if not value.isdigit() or not 1 <= int(value) <= validate.MAX_RANKS:
-        return None, others, [Problem("gpus", value, "must be a number of devices", "gpus=64")]
-    return int(value), others, []
-
-
 def _plan(config: Config, flags: argparse.Namespace) -> int:
     from titanlike.costs.advice import advise, memory_warning
     from titanlike.costs.auto_schedule import WHY, with_found_order
-    from titanlike.costs.estimate import make_estimate
+    from titanlike.costs.estimate import make_estimate, with_exact_memory
     from titanlike.costs.estimate_text import as_data, as_text, chart_of
-    from titanlike.costs.exact_memory import with_exact_memory
     from titanlike.costs.known_hardware import planned_hardware
 
     hardware = planned_hardware(config)
@@ -151,11 +143,11 @@ def _plan(config: Config, flags: argparse.Namespace) -> int:
     return 0 if plan.fits else 1
 
 
-def _search(config: Config, words: list[str], gpus: int | None, flags: argparse.Namespace) -> int:
+def _search(config: Config, words: list[str], gpus: int, flags: argparse.Namespace) -> int:
     from titanlike.costs.search import search, search_data, search_text
 
     say = partial(print, file=sys.stderr, flush=True)
-    found = search(config, words, gpus or config.world_size, flags.top, flags.exact, say)
+    found = search(config, words, gpus, flags.top, flags.exact, say)
     if flags.json:
         print(json.dumps(search_data(found, flags.top)))
     else:

@@ -1,22 +1,160 @@
-"""Token by token in one process, several prompts at a time.
+"""Text from a trained model in one process: the model is loaded, and continues several prompts at a time.
 
-Our own families keep keys and values of the tokens before (`models/cache.py`), those of transformers
-are left to their own `generate`, and any other model computes its whole forward for each token.
+A model is that of a run, of a checkpoint, or of a folder of transformers. Our own families keep keys and
+values of the tokens before (`models/cache.py`), those of transformers are left to their own `generate`,
+and any other model computes its whole forward for each token.
+
+Shapes: B sequences, V vocabulary.
 """
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 import itertools
-from collections.abc import Callable
+import os
+import sys
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor, nn
 
-from titanlike.generation.loaded_model import LoadedModel
-from titanlike.generation.sampling import Sampling, next_tokens
+from titanlike.checkpoint.integrity import MODEL
+from titanlike.checkpoint.reader import (
+    SavedModel,
+    ShardReader,
+    add_evaluation,
+    saved_model,
+)
+from titanlike.checkpoint.storage import Storage
+from titanlike.config.imports import imports_line
+from titanlike.config.schema import ChatData, Custom
+from titanlike.data.chat import find_template
+from titanlike.data.registry import DataError, vocabulary
+from titanlike.data.tokenizer import open_tokenizer
+from titanlike.distributed.initialize import parameters_on_meta
 from titanlike.models.cache import KeyValueCache
+from titanlike.models.quiet_import import quiet_import
+from titanlike.models.registry import MODELS, build_model, constructed_buffers, resolve_model
 
 Prompts = list[list[int]]  # ids of each
 OnToken = Callable[[int, int], object]  # (prompt, id)
+
+
+# --- the next token -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """temperature: 0 = the most probable token (greedy); top_k: of so many most probable tokens, 0 = of
+    all; top_p: of the most probable ones that together have this probability (arXiv 1904.09751)."""
+
+    temperature: float = 0.8
+    top_k: int = 0
+    top_p: float = 0.95
+    seed: int = 0
+
+    def problems(self) -> list[str]:
+        """key=value: reason; write ..., of each value that is out of bounds."""
+        rules = {
+            "temperature": (0 <= self.temperature < float("inf"), "at least 0", 0.8),
+            "top_k": (self.top_k >= 0, "at least 0 (0 = all tokens)", 40),
+            "top_p": (0 < self.top_p <= 1, "above 0 and at most 1", 0.95),
+        }
+        return [
+            f"{key}={getattr(self, key)}: must be {bounds}; write {key}={example}"
+            for key, (is_right, bounds, example) in rules.items()
+            if not is_right
+        ]
+
+    def generators(self, count: int) -> list[torch.Generator]:
+        """One for each sequence: what it draws does not depend on those beside it."""
+        return [torch.Generator().manual_seed((self.seed << 20) + row) for row in range(count)]
+
+
+def next_tokens(logits: Tensor, sampling: Sampling, random: Sequence[torch.Generator]) -> Tensor:
+    """logits [B, V] -> ids [B], on the CPU; random: a generator for each sequence."""
+    if sampling.temperature == 0:
+        return logits.argmax(-1).cpu()
+    scaled = logits.float().cpu() / sampling.temperature
+    ordered, ids = torch.sort(scaled, dim=-1, descending=True, stable=True)
+    if sampling.top_k:
+        ordered[:, sampling.top_k :] = -torch.inf
+    kept = ordered.softmax(-1)
+    # a token stays where those before it have less than top_p together: the first always does
+    before = kept.cumsum(-1) - kept
+    kept = kept.masked_fill(before >= sampling.top_p, 0.0)
+    probabilities = torch.zeros_like(kept).scatter_(-1, ids, kept)
+    rows = zip(probabilities, random, strict=True)
+    return torch.cat([torch.multinomial(row, 1, generator=draw) for row, draw in rows])
+
+
+def continue_texts(
+    choose: Callable[[Prompts], list[int]],
+    prompts: Prompts,
+    tokens: int,
+    ends: Collection[int | None],
+    on_token: OnToken = lambda prompt, token: None,
+) -> Prompts:
+    """Up to `tokens` more ids of each prompt; one ends before an id of `ends`.
+
+    choose: the next id of each text, all of them; a text that has ended does not grow.
+    """
+    texts, ended = [list(ids) for ids in prompts], [False] * len(prompts)
+    for _ in range(tokens):
+        for number, token in enumerate(choose(texts)):
+            ended[number] = ended[number] or token in ends
+            if not ended[number]:
+                texts[number].append(token)
+                on_token(number, token)
+        if all(ended):
+            break
+    return [ids[len(prompt) :] for ids, prompt in zip(texts, prompts, strict=True)]
+
+
+# --- the loaded model ---------------------------------------------------------------------------
+
+
+class Coder(NamedTuple):
+    """Text to ids and back."""
+
+    encode: Callable[[str], list[int]]
+    decode: Callable[[Sequence[int]], str]
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """model: in evaluation, on its device. transformers: whether it has their own `generate`."""
+
+    model: nn.Module
+    transformers: bool
+    boundary: int | None  # id that separates documents, which ends a text
+    most_tokens: int | None  # of a sequence; None = any number
+    origin: str
+    coder: Coder | None = None  # None = the data were token ids without a tokenizer
+    chat_template: Callable[[list[dict[str, str]]], str] | None = None
+    ends: frozenset[int] = frozenset()  # further ids that end a text
+    checkpoint: Storage | None = None  # None = a folder of transformers, `origin`
+
+    def record(self, result: dict[str, Any]) -> str:
+        """Write a result beside the checkpoint, or into the folder; where it is."""
+        return add_evaluation(self.checkpoint or Storage(self.origin).at("model"), result)
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.model.parameters()).device
+
+    @property
+    def all_ends(self) -> frozenset[int]:
+        return self.ends if self.boundary is None else self.ends | {self.boundary}
+
+    @property
+    def takes_cache(self) -> bool:
+        return "cache" in inspect.signature(self.model.forward).parameters
 
 
 @torch.inference_mode()
@@ -36,91 +174,226 @@ def generate(
     """
     if not all(prompts):
         raise ValueError("a prompt has no tokens; write some text")
-    longest = max(map(len, prompts)) + tokens
-    if loaded.most_tokens is not None and longest > loaded.most_tokens:
-        fits = loaded.most_tokens - max(map(len, prompts))
+    width, ends = max(map(len, prompts)), loaded.all_ends
+    if loaded.most_tokens is not None and width + tokens > loaded.most_tokens:
+        fits = loaded.most_tokens - width
         fix = f"write --tokens {fits}" if fits > 0 else "write a shorter prompt"
-        raise ValueError(f"the model takes {loaded.most_tokens} tokens, not {longest}; {fix}")
+        reason = f"the model takes {loaded.most_tokens} tokens, not {width + tokens}"
+        raise ValueError(f"{reason}; {fix}")
     if loaded.transformers:
-        found = _by_transformers(loaded, prompts, tokens, sampling, cached)
-        for number, ids in enumerate(found):
+        texts = _by_transformers(loaded, prompts, tokens, sampling, cached)
+        for number, ids in enumerate(texts):
             for token in ids:
                 on_token(number, token)
-        return found
-    step = _cached(loaded, prompts, longest) if cached and loaded.takes_cache else _whole(loaded)
+        return texts
     random = sampling.generators(len(prompts))
-    texts, ended = [list(ids) for ids in prompts], [False] * len(prompts)
-    for _ in range(tokens):
-        chosen = next_tokens(step(texts), sampling, random).tolist()
-        for number, token in enumerate(chosen):
-            texts[number].append(token)
-            if not ended[number]:
-                ended[number] = token in loaded.all_ends
-                if not ended[number]:
-                    on_token(number, token)
-        if all(ended):
-            break
-    ours = [ids[len(prompt) :] for ids, prompt in zip(texts, prompts, strict=True)]
-    return [_until(ids, loaded.all_ends) for ids in ours]
-
-
-def _until(ids: list[int], ends: frozenset[int]) -> list[int]:
-    return [*itertools.takewhile(lambda token: token not in ends, ids)]
-
-
-def _cached(loaded: LoadedModel, prompts: Prompts, size: int) -> Callable[[Prompts], torch.Tensor]:
-    """The logits after texts that are one token longer at each call."""
-    width = max(map(len, prompts))
     padding = torch.tensor([width - len(ids) for ids in prompts], device=loaded.device)
-    cache = KeyValueCache(padding, size)
-    before = 0
+    cache = KeyValueCache(padding, width + tokens) if cached and loaded.takes_cache else None
+    rows = [[0] * (width - len(ids)) + ids for ids in prompts]
 
-    def step(texts: Prompts) -> torch.Tensor:
-        nonlocal before
-        if not before:
-            rows = [[0] * (width - len(ids)) + ids for ids in texts]
-        else:
-            rows = [ids[-1:] for ids in texts]
-        before += 1
-        return loaded.model(torch.tensor(rows, device=loaded.device), cache=cache)[:, -1]
+    def choose(texts: Prompts) -> list[int]:
+        nonlocal rows
+        if cache is not None:
+            logits = loaded.model(torch.tensor(rows, device=loaded.device), cache=cache)[:, -1]
+        else:  # nothing is known of the model's padding, so each text goes alone
+            inputs = (torch.tensor([ids], device=loaded.device) for ids in texts)
+            logits = torch.cat([loaded.model(ids)[:, -1] for ids in inputs])
+        chosen = next_tokens(logits, sampling, random).tolist()
+        rows = [[token] for token in chosen]
+        return chosen
 
-    return step
-
-
-def _whole(loaded: LoadedModel) -> Callable[[Prompts], torch.Tensor]:
-    """The logits after any texts: nothing is known of the model's padding, so each goes alone."""
-
-    def step(texts: Prompts) -> torch.Tensor:
-        each = [loaded.model(torch.tensor([ids], device=loaded.device)) for ids in texts]
-        return torch.cat([logits[:, -1] for logits in each])
-
-    return step
+    return continue_texts(choose, prompts, tokens, ends, on_token)
 
 
 def _by_transformers(
     loaded: LoadedModel, prompts: Prompts, tokens: int, sampling: Sampling, cached: bool
 ) -> Prompts:
-    width = max(map(len, prompts))
+    width, ends = max(map(len, prompts)), loaded.all_ends
     pad = 0 if loaded.boundary is None else loaded.boundary
     rows = [[pad] * (width - len(ids)) + ids for ids in prompts]
     mask = [[0] * (width - len(ids)) + [1] * len(ids) for ids in prompts]
-    how: dict[str, object] = {"do_sample": sampling.temperature > 0, "use_cache": cached}
-    if sampling.temperature > 0:
-        how |= {
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "top_k": sampling.top_k,
-        }
-    else:  # a folder's own settings for sampling, of which it would warn
-        how |= {"temperature": None, "top_p": None, "top_k": None}
+    # greedy: None, for a folder's own settings for sampling, of which it would warn
+    draws = sampling.temperature > 0
+    keys = ("temperature", "top_p", "top_k")
+    settings = {key: getattr(sampling, key) if draws else None for key in keys}
     with torch.random.fork_rng():
         torch.manual_seed(sampling.seed)
-        found = loaded.model.generate(  # type: ignore[operator]
+        texts = loaded.model.generate(  # type: ignore[operator]
             torch.tensor(rows, device=loaded.device),
             attention_mask=torch.tensor(mask, device=loaded.device),
             max_new_tokens=tokens,
-            eos_token_id=sorted(loaded.all_ends) or None,
+            eos_token_id=sorted(ends) or None,
             pad_token_id=pad,
-            **how,
+            do_sample=draws,
+            use_cache=cached,
+            **settings,
         )
-    return [_until(ids, loaded.all_ends) for ids in found[:, width:].tolist()]
+    new = texts[:, width:].tolist()
+    return [[*itertools.takewhile(lambda token: token not in ends, ids)] for ids in new]
+
+
+# --- loading ------------------------------------------------------------------------------------
+
+
+def load_model(
+    location: str, device: torch.device, dtype: torch.dtype, trust_code: bool = False
+) -> LoadedModel:
+    """trust_code: whether a model that is none of titanlike's own, and whose name is in the
+    checkpoint alone, may be imported and built. Raises ValueError where it may not, where there is
+    no model, or where transformers is missing."""
+    folder = Path(location).expanduser()
+    if (folder / "config.json").is_file():
+        return _from_folder(folder, device, dtype)
+    rows = ShardReader.open("RUN", location)
+    saved = saved_model(rows.folder)
+    saved = replace(saved, model=_model_to_build(saved, rows.folder, trust_code))
+    tensors = len(rows.entries(MODEL))
+    for key in ("num_hidden_layers", "n_layer"):
+        count = saved.model.args.get(key, 1)
+        if isinstance(count, int) and count > tensors:  # it would be built for hours
+            reason = f"the checkpoint has {tensors} tensors, and its model {key}={count}"
+            raise ValueError(f"{rows.folder}: {reason}; it is damaged")
+    is_hf = saved.model.name == "hf"
+    model = _of_transformers(saved) if is_hf else build_model(saved.model)
+    _fill(model, rows, saved, device, dtype)
+    data, text = saved.config.data, dict[str, Any]()
+    name = boundary = None
+    with contextlib.suppress(DataError):  # files of tokens on another machine
+        _, name, boundary = vocabulary(data)
+    if name is not None:
+        tokenizer = open_tokenizer(name)
+        text["coder"] = Coder(tokenizer.encode, tokenizer.decode)
+        if isinstance(data, ChatData):
+            template = find_template(data.template, data.tokenizer)
+            text["coder"] = Coder(tokenizer.encode_template, tokenizer.decode)
+            text["chat_template"] = lambda messages: template.render(messages, ask=True)
+            text["ends"] = template.ends(tokenizer)
+    return LoadedModel(
+        model.eval(),
+        is_hf,
+        boundary=boundary,
+        most_tokens=_most_tokens(model) if is_hf else getattr(model, "max_seq_len", None),
+        origin=f"step {saved.step} of {rows.folder}",
+        checkpoint=rows.folder,
+        **text,
+    )
+
+
+@torch.no_grad()
+def _model_to_build(saved: SavedModel, place: object, trust_code: bool) -> Custom:
+    """The model, if its code may run here: titanlike's own, or that of others if the user has said
+    so; then what is imported is printed first. Raises ValueError."""
+    name = saved.model.name
+    if name in MODELS:
+        return saved.model
+    if not trust_code:
+        raise ValueError(
+            f"{place} names its model {name}, which is none of titanlike's ({', '.join(MODELS)}): "
+            "its code would run here; if you trust both, add --trust-code"
+        )
+    print(imports_line(name, f"the model of {place}"), file=sys.stderr)
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())  # the user's models
+    return saved.model if saved.complete else resolve_model(saved.config)
+
+
+def _fill(
+    model: nn.Module, rows: ShardReader, saved: SavedModel, device: torch.device, dtype: torch.dtype
+) -> None:
+    """Read the checkpoint's values, a few rows at a time, into the model, which is on meta but for
+    buffers. Raises ValueError, before it takes memory, for parameters that it lacks."""
+    entries = rows.entries(MODEL)
+    for name, parameter in model.named_parameters():
+        has = tuple(entries[name].shape) if name in entries else "none"
+        if has != tuple(parameter.shape):
+            size = tuple(parameter.shape)
+            reason = f"its {name} would be of shape {size}, and the checkpoint has {has}"
+            raise ValueError(f"{rows.folder} is of another model: {reason}")
+    filled: dict[int, nn.Parameter] = {}  # by the id of the parameter on meta, which may be tied
+    for name, parameter in [*model.named_parameters(remove_duplicate=False)]:
+        if (value := filled.get(id(parameter))) is None:
+            kind = dtype if parameter.is_floating_point() else parameter.dtype
+            empty = torch.empty(parameter.shape, dtype=kind, device=device)
+            value = filled[id(parameter)] = nn.Parameter(empty, requires_grad=False)
+            at = 0
+            for slab in rows.rows(MODEL + name):
+                if value.dim():
+                    value[at : at + len(slab)] = slab
+                    at += len(slab)
+                else:
+                    value.copy_(slab)
+        path, _, last = name.rpartition(".")
+        model.get_submodule(path).register_parameter(last, value)
+    constructed: dict[str, Tensor] | None = None
+    for name, buffer in model.named_buffers():
+        if name in entries:
+            buffer = rows.whole(MODEL + name)
+        elif buffer.is_meta:
+            constructed = constructed or constructed_buffers(saved.model, saved.config.seed)
+            buffer = constructed[name]
+        path, _, last = name.rpartition(".")
+        model.get_submodule(path)._buffers[last] = buffer.to(device)
+
+
+def _of_transformers(saved: SavedModel) -> Any:
+    """Their own model, with its `generate`; parameters on meta, buffers with their values."""
+    settings: Any = build_model(saved.model).config
+    with quiet_import():
+        from transformers import AutoModelForCausalLM, GenerationConfig
+    with quiet_import(), parameters_on_meta(), torch.device("cpu"):
+        model = AutoModelForCausalLM.from_config(settings)
+    path = saved.model.args.get("path")
+    if path and (Path(path) / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(path)
+    return model
+
+
+def _from_folder(folder: Path, device: torch.device, dtype: torch.dtype) -> LoadedModel:
+    try:
+        with quiet_import():
+            import transformers
+    except ImportError:
+        reason = f"RUN={folder}: transformers, which loads this folder, is not installed"
+        raise ValueError(f"{reason}; run pip install 'titanlike[hf]'") from None
+    transformers.logging.disable_progress_bar()
+    tokenizer: Any = None
+    try:
+        with quiet_import():
+            load: Any = transformers.AutoModelForCausalLM.from_pretrained
+            settings = {"local_files_only": True, "trust_remote_code": False}  # None asks on stdin
+            model = load(folder, dtype=dtype, **settings).to(device).eval()
+        if any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):
+            tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **settings)
+    except Exception as error:  # theirs are of any class for a damaged folder
+        reason = " ".join(str(error).split())[:300] or "no reason is given"
+        raise ValueError(f"RUN={folder}: {type(error).__name__}: {reason}") from None
+    end = model.generation_config.eos_token_id
+    ends = end if isinstance(end, list) else [] if end is None else [end]
+    text: dict[str, Any] = {}
+    if tokenizer is not None:
+        text["coder"] = Coder(
+            lambda text: list(tokenizer(text)["input_ids"]),
+            lambda ids: tokenizer.decode(list(ids), skip_special_tokens=True),
+        )
+        if tokenizer.chat_template:
+            ends = [*ends, *([] if (end := tokenizer.eos_token_id) is None else [end])]
+            options = {"tokenize": False, "add_generation_prompt": True}
+            text["chat_template"] = partial(tokenizer.apply_chat_template, **options)
+    return LoadedModel(
+        model,
+        True,
+        boundary=ends[0] if ends else None,
+        most_tokens=_most_tokens(model),
+        origin=str(folder),
+        ends=frozenset(ends),
+        **text,
+    )
+
+
+def _most_tokens(model: Any) -> int | None:
+    """Tokens of transformers' longest sequence, where positions are learned: others go on beyond what is
+    trained."""
+    embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    if all(module is model.get_input_embeddings() for module in embeddings):
+        return None
+    return getattr(model.config, "max_position_embeddings", None)

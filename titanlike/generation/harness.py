@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -16,11 +15,8 @@ import torch.nn.functional as F
 from lm_eval import simple_evaluate
 from lm_eval.api.model import LM
 from lm_eval.tasks import TaskManager
-from torch import Tensor
 
-from titanlike.generation.generate import generate
-from titanlike.generation.loaded_model import LoadedModel
-from titanlike.generation.sampling import Sampling
+from titanlike.generation.generate import LoadedModel, Sampling, generate
 
 _TOKENS = 256  # of a generated text, where a task says nothing
 
@@ -56,7 +52,8 @@ class HarnessModel(LM):
         super().__init__()
         if loaded.coder is None:
             raise ValueError("RUN: it has no tokenizer; export it, and put a tokenizer.json there")
-        self._loaded, self._coder, self._batch = loaded, loaded.coder, batch
+        self._loaded, self._batch = loaded, batch
+        self._encode, self._decode = loaded.coder
         # what stands before a text that has nothing before it
         self._first = [loaded.boundary] if loaded.boundary is not None else []
 
@@ -64,66 +61,55 @@ class HarnessModel(LM):
         """Of each (context, continuation): log-probability, and whether it is the greedy one."""
         pairs = []
         for context, continuation in (request.args for request in requests):
-            whole = self._coder.encode(context + continuation)
-            before = len(self._coder.encode(context))
+            ids, before = self._encode(context + continuation), len(self._encode(context))
             start = self._first if not before else []
-            pairs.append((start + whole, len(start) + before if before or start else 1))
+            pairs.append((start + ids, len(start) + before if before or start else 1))
         return self._scores(pairs)
 
     def loglikelihood_rolling(self, requests: list[Any], **_: Any) -> list[float]:
         """Of whole texts, in windows where the model takes no longer ones."""
-        found = []
-        most = self._loaded.most_tokens or 2**15
+        totals, most = [], self._loaded.most_tokens or 2**15
         for (text,) in (request.args for request in requests):
-            ids = self._first + self._coder.encode(text)
+            ids = self._first + self._encode(text)
             starts = range(0, max(1, len(ids) - 1), most - 1)
             windows = [(ids[start : start + most], 1) for start in starts]
-            found.append(sum(score for score, _ in self._scores(windows)))
-        return found
+            totals.append(sum(score for score, _ in self._scores(windows)))
+        return totals
 
     def generate_until(self, requests: list[Any], **_: Any) -> list[str]:
-        found = []
+        texts = []
         for context, how in (request.args for request in requests):
             until = how.get("until", [])
             stops = [until] if isinstance(until, str) else list(until)
             tokens = how.get("max_gen_toks", _TOKENS)
             temperature = how.get("temperature", 0.0) if how.get("do_sample") else 0.0
-            ids = self._coder.encode(context) or self._first
+            ids = self._encode(context) or self._first
             if self._loaded.most_tokens is not None:
                 ids = ids[-max(1, self._loaded.most_tokens - tokens) :]
             [answer] = generate(self._loaded, [ids], tokens, Sampling(temperature))
-            text = self._coder.decode(answer)
-            found.append(text[: min([text.find(s) for s in stops if s in text], default=len(text))])
-        return found
+            text = self._decode(answer)
+            texts.append(text[: min([text.find(s) for s in stops if s in text], default=len(text))])
+        return texts
 
     @torch.inference_mode()
     def _scores(self, pairs: list[tuple[list[int], int]]) -> list[tuple[float, bool]]:
         """Of each (ids, first): the log-probability of ids[first:], and whether each is the greedy one."""
         order = sorted(range(len(pairs)), key=lambda number: -len(pairs[number][0]))
-        found: dict[int, tuple[float, bool]] = {}
+        scores: dict[int, tuple[float, bool]] = {}
+        most = self._loaded.most_tokens
         for start in range(0, len(order), self._batch):
             numbers = order[start : start + self._batch]
-            for number, score in zip(
-                numbers, self._scores_of([pairs[n] for n in numbers]), strict=True
-            ):
-                found[number] = score
-        return [found[number] for number in range(len(pairs))]
-
-    def _scores_of(self, pairs: list[tuple[list[int], int]]) -> Iterator[tuple[float, bool]]:
-        most = self._loaded.most_tokens
-        cut = [(ids, first, max(0, len(ids) - 1 - most) if most else 0) for ids, first in pairs]
-        rows = [ids[left:] for ids, _, left in cut]  # the end of what is too long
-        width = max(map(len, rows)) - 1
-        inputs = [F.pad(torch.tensor(row[:-1]), (0, width - len(row) + 1)) for row in rows]
-        logits = self._logits(torch.stack(inputs).long())
-        for row, (_, first, left), each in zip(rows, cut, logits, strict=True):
-            begin = max(1, first - left)
-            goals = torch.tensor(row[begin:])
-            scores = each[begin - 1 : len(row) - 1].float().cpu()
-            total = -F.cross_entropy(scores, goals, reduction="sum").item()
-            yield total, bool((scores.argmax(-1) == goals).all())
-
-    def _logits(self, ids: Tensor) -> Tensor:
-        """Padded at the end, which no token before it attends to."""
-        output = self._loaded.model(ids.to(self._loaded.device))
-        return output.logits if hasattr(output, "logits") else output
+            cut = [max(0, len(pairs[n][0]) - 1 - most) if most else 0 for n in numbers]
+            rows = [pairs[n][0][left:] for n, left in zip(numbers, cut, strict=True)]
+            width = max(map(len, rows)) - 1
+            # padded at the end, which no token before it attends to
+            inputs = [F.pad(torch.tensor(row[:-1]), (0, width - len(row) + 1)) for row in rows]
+            logits = self._loaded.model(torch.stack(inputs).long().to(self._loaded.device))
+            logits = logits.logits if hasattr(logits, "logits") else logits
+            for n, row, left, lines in zip(numbers, rows, cut, logits, strict=True):
+                begin = max(1, pairs[n][1] - left)
+                goals = torch.tensor(row[begin:])
+                lines = lines[begin - 1 : len(row) - 1].float().cpu()
+                total = -F.cross_entropy(lines, goals, reduction="sum").item()
+                scores[n] = total, bool((lines.argmax(-1) == goals).all())
+        return [scores[number] for number in range(len(pairs))]

@@ -8,7 +8,7 @@ alone is computed by each stage, as every rank of a pipeline has the batch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from titanlike.graph.pytree import tree_flatten
-from titanlike.graph.recording import Node, Recording
+from titanlike.graph.recording import Node, Recording, tree_flatten
 from titanlike.torch_private.tensors import storage_id
 
 
@@ -63,7 +62,12 @@ def cut(
     recomputable = _recomputable(recording)
     output = [leaf for leaf in tree_flatten(recording.output)[0] if isinstance(leaf, Node)]
     offsets = start_offsets(recording, stages) if offsets is None else offsets
-    starts = [0, *_stage_starts(recording, stages, offsets)]
+    starts = [0]
+    for at, offset in zip(_first_calls(recording, stages), offsets, strict=True):
+        between = recording.nodes[max(0, at - offset) : at]
+        # the recording of the other mode may have other nodes here: never cut before a unit
+        units = [place for place, node in enumerate(between, 1) if node.kind == "unit"]
+        starts.append(at - len(between) + (units[-1] if units else 0))
     graphs: list[list[Node]] = []
     needed: list[set[Node]] = []  # of each stage: what it uses and does not compute
     for stage, (start, stop) in enumerate(pairwise([*starts, len(position)])):
@@ -86,7 +90,7 @@ def cut(
     if trained is None or len(trained) != len(output):
         trained = [True] * len(output)
     losses = [leaf.tensor for leaf, used in zip(output, trained, strict=True) if used]
-    last_uses = recording.gradient_flow.last_uses(losses)
+    last_uses = recording.last_uses(losses)
     messages: list[list[Node]] = [[]]  # to each stage
     gradients = [frozenset[Node]()]  # from each stage
     for stage in range(1, len(stages)):
@@ -113,20 +117,9 @@ def start_offsets(recording: Recording, stages: Sequence[Sequence[str]]) -> list
     return [at - _cheapest_cut(recording, at, recomputable) for at in firsts]
 
 
-def _stage_starts(
-    recording: Recording, stages: Sequence[Sequence[str]], offsets: Sequence[int]
-) -> Iterator[int]:
-    """The positions in `nodes` where each stage but the first begins."""
-    for at, offset in zip(_first_calls(recording, stages), offsets, strict=True):
-        between = recording.nodes[max(0, at - offset) : at]
-        # the recording of the other mode may have other nodes here: never cut before a unit
-        units = [place for place, node in enumerate(between, 1) if node.kind == "unit"]
-        yield at - len(between) + (units[-1] if units else 0)
-
-
 def _first_calls(recording: Recording, stages: Sequence[Sequence[str]]) -> list[int]:
     """The positions where the first unit of each stage but the first is called."""
-    first = _unit_positions(recording) or recording.module_starts
+    first = recording.starts
     places = [len(recording.nodes)]
     for units in reversed(stages[1:]):
         # a unit that runs in training only is not in the recording of evaluation
@@ -134,20 +127,10 @@ def _first_calls(recording: Recording, stages: Sequence[Sequence[str]]) -> list[
     return places[:0:-1]
 
 
-def _unit_positions(recording: Recording) -> dict[str, int]:
-    """Unit -> the position of its first call in `nodes`."""
-    first: dict[str, int] = {}
-    for at, node in enumerate(recording.nodes):
-        if node.kind == "unit":
-            first.setdefault(node.target, at)
-    return first
-
-
 def unit_starts(recording: Recording) -> list[int]:
     """For each unit: the position in `nodes` where a stage begins whose first unit it is."""
-    first = _unit_positions(recording)
     recomputable = _recomputable(recording)
-    others = (first[name] for name in recording.units[1:])
+    _, *others = recording.starts.values()
     return [0, *(_cheapest_cut(recording, at, recomputable) for at in others)]
 
 
@@ -156,7 +139,7 @@ def _cheapest_cut(recording: Recording, at: int, recomputable: set[Node]) -> int
 
     A `torch.cat` with a skip connection, for example, is best left to the stage that uses it.
     """
-    if recording.module_starts:  # split=trace: exactly where the user says
+    if recording.traced is not None:  # split=trace: exactly where the user says
         return at
     nodes = recording.nodes
     places = [at] if at < len(nodes) else []

@@ -13,12 +13,11 @@ from torch import Tensor, nn
 from titanlike.config.errors import Problem
 from titanlike.data.sources import Batch
 from titanlike.graph.cut import StageGraph, cut, start_offsets
-from titanlike.graph.find_units import find_units
-from titanlike.graph.pytree import tree_map
+from titanlike.graph.partition import Unit
 from titanlike.graph.record_forward import record_forward
-from titanlike.graph.recording import Node, Recording
-from titanlike.graph.token_parts import Parts, UnknownTokens, with_parts
-from titanlike.graph.unit import Unit
+from titanlike.graph.recording import Recording, with_values
+from titanlike.graph.sequence_shard import SequenceShard, UnknownTokens, shard_sequence
+from titanlike.graph.units import find_units
 
 
 class Field(NamedTuple):
@@ -44,7 +43,7 @@ class SequenceParts(Protocol):
     def shorter(self, fields: Fields) -> Fields:
         """Those of shorter sequences."""
 
-    def parts(self, recording: Recording, shorter: Recording) -> Parts:
+    def shard(self, recording: Recording, shorter: Recording) -> SequenceShard:
         """recording: of whole sequences; shorter: of shorter ones."""
 
     def problem(self, error: UnknownTokens) -> Problem:
@@ -78,15 +77,15 @@ class ModelGraph:
         self.model, self.microbatch_size = model, microbatch_size
         self._device, self._buffers, self._before = device, buffers, before
         self._sequence = sequence
-        found = {unit.name: unit for unit in find_units(model, points)}
-        self._names, self._traced = list(found), traced
+        units = {unit.name: unit for unit in find_units(model, points)}
+        self._names, self._traced = list(units), traced
         self._first_names = {id(p): name for name, p in model.named_parameters()}
         self._recordings: dict[tuple[object, bool], Recording] = {}
         # mode -> module -> its `training` flag, which the model's own train() may set otherwise
         self.training_flags: dict[bool, dict[str, bool]] = {}
         self.fields = fields
-        names = self.recording(fields, True).units
-        self.units = [found.get(name, Unit(name, block=False)) for name in names]
+        names = self.recording(fields, True).starts
+        self.units = [units.get(name, Unit(name, block=False)) for name in names]
         self.stages: list[list[str]] = []  # names of each stage's units
         # for each tensor of the output, whether the loss uses it; None = all
         self.trained_outputs: list[bool] | None = None
@@ -118,27 +117,24 @@ class ModelGraph:
             self.model.train(training)
             flags = {name: module.training for name, module in self.model.named_modules()}
             self.training_flags[training] = flags
-            sequence = self._sequence
-            if sequence is None:
-                self._recordings[key] = self._record(fields)
-            else:
-                with sequence.whole():
-                    recording = self._record(fields)
-                    shorter = self._record_shorter(sequence.shorter(fields))
-                self._recordings[key] = with_parts(
-                    recording, shorter, sequence.parts(recording, shorter)
-                )
+            self._recordings[key] = (
+                self._sharded(fields) if self._sequence else self._record(fields)
+            )
         return self._recordings[key]
 
-    def _record_shorter(self, fields: Fields) -> Recording:
-        try:
-            return self._record(fields)
-        except Exception as error:  # of the forward's own
-            text = (str(error).strip().splitlines() or [""])[0]
-            reason = (
-                f"cannot be called with sequences of {fields['inputs'].shape[0]} tokens: {text}"
-            )
-            raise UnknownTokens("its forward", reason) from error
+    def _sharded(self, fields: Fields) -> Recording:
+        sequence = self._sequence
+        assert sequence is not None
+        with sequence.whole():
+            recording, shorter = self._record(fields), sequence.shorter(fields)
+            try:
+                other = self._record(shorter)
+            except Exception as error:  # of the forward's own
+                text = (str(error).strip().splitlines() or [""])[0]
+                tokens = shorter["inputs"].shape[0]
+                reason = f"cannot be called with sequences of {tokens} tokens: {text}"
+                raise UnknownTokens("its forward", reason) from error
+        return shard_sequence(recording, other, sequence.shard(recording, other))
 
     def _record(self, fields: Fields) -> Recording:
         batch = {
@@ -149,8 +145,7 @@ class ModelGraph:
             from titanlike.graph.trace_forward import trace_forward
 
             return trace_forward(self.model, batch)
-        options: dict[str, Any] = {"device": self._device, "buffers": self._buffers}
-        return record_forward(self.model, batch, self._names, **options)
+        return record_forward(self.model, batch, self._names, self._device, self._buffers)
 
     def graphs(self, fields: Fields, training: bool) -> list[StageGraph]:
         """The graph of each of `stages` for such a microbatch."""
@@ -175,19 +170,17 @@ class ModelGraph:
 
     def meta_output(self, fields: Fields, training: bool) -> Any:
         """What the model returns for such a microbatch, on meta."""
-        output = self.recording(fields, training).output
-        return tree_map(output, lambda leaf: leaf.value if isinstance(leaf, Node) else leaf)
+        recording = self.recording(fields, training)
+        return with_values(recording.output, {node: node.value for node in recording.nodes})
 
     def parameters_of(
         self, units: Sequence[str], weights: Sequence[str]
     ) -> dict[str, nn.Parameter]:
         """A stage's parameters by their canonical names."""
-        found = [p for unit in units for p in self.model.get_submodule(unit).parameters()]
-        for name in weights:
-            path, _, last = name.rpartition(".")
-            value = getattr(self.model.get_submodule(path), last)
-            found += [value] if isinstance(value, nn.Parameter) else []
-        return {self._first_names[id(p)]: p for p in found}
+        parameters = [p for unit in units for p in self.model.get_submodule(unit).parameters()]
+        everything = dict(self.model.named_parameters(remove_duplicate=False))
+        parameters += [everything[name] for name in weights if name in everything]
+        return {self._first_names[id(p)]: p for p in parameters}
 
     def canonical_names(self) -> dict[str, str]:
         """Every name of every parameter -> its first; a tied parameter has several names."""

@@ -12,10 +12,16 @@ import difflib
 import math
 from bisect import bisect_left
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 from titanlike.config.schema import BalanceSplit, EvenSplit, PointSplit
-from titanlike.graph.unit import Unit
+
+
+class Unit(NamedTuple):
+    """A module that is never cut, by its name in the model, such as "layers.3"."""
+
+    name: str
+    block: bool  # one of the repeated layers, which split=even and split.balance count
 
 
 class SplitError(ValueError):
@@ -100,28 +106,24 @@ def _even_starts(units: list[Unit], split: EvenSplit, stages: int) -> list[int]:
             reason = "a weight is a number of blocks, 0 or more"
             raise SplitError(f"split.{key}", weight, reason, f"write split.{key}=1.0")
     blocks = _blocks(units)
-    if stages > len(blocks):
-        return _sparse_starts(blocks, len(units), stages)
-    weights = [1.0] * len(blocks)
-    # all units before the blocks are on the first stage, all after them on the last
-    if blocks[0] > 0:
-        weights[0] += split.embedding_weight
-    if blocks[-1] < len(units) - 1:
-        weights[-1] += split.head_weight
-    return _starts(blocks, len(units), even_sizes(weights, stages))
-
-
-def _sparse_starts(blocks: list[int], units: int, stages: int) -> list[int]:
-    """More stages than blocks: embedding and head get their own stages, if there are such units;
-    empty stages come before the last."""
-    head = [blocks[-1] + 1] if blocks[-1] + 1 < units else []
-    own = sorted({0, *blocks, *head})
-    if len(own) > stages:  # one too many: the embedding stays with the first block
-        own.pop(1)
-    empty = stages - len(own)
-    if len(own) == 1:
-        return [0, *[units] * empty]  # a model of one unit
-    return [*own[:-1], *[own[-1]] * empty, own[-1]]
+    if stages <= len(blocks):
+        weights = [1.0] * len(blocks)
+        # all units before the blocks are on the first stage, all after them on the last
+        if blocks[0] > 0:
+            weights[0] += split.embedding_weight
+        if blocks[-1] < len(units) - 1:
+            weights[-1] += split.head_weight
+        return _starts(blocks, len(units), even_sizes(weights, stages))
+    # embedding and head get their own stages, if there are such units; empty stages come before the
+    # last one
+    head = [blocks[-1] + 1] if blocks[-1] + 1 < len(units) else []
+    starts = sorted({0, *blocks, *head})
+    if len(starts) > stages:  # one too many: the embedding stays with the first block
+        starts.pop(1)
+    empty = stages - len(starts)
+    if len(starts) == 1:
+        return [0, *[len(units)] * empty]  # a model of one unit
+    return [*starts[:-1], *[starts[-1]] * empty, starts[-1]]
 
 
 def _balance_starts(units: list[Unit], balance: list[int], stages: int) -> list[int]:

@@ -1,6 +1,6 @@
 """Record what a model's forward does by running it once on meta tensors.
 
-The model is any `nn.Module`. Each unit (see `find_units.py`) runs as it is and becomes one node.
+The model is any `nn.Module`. Each unit (see `units.py`) runs as it is and becomes one node.
 Every torch call between units (a residual, a mask, a `torch.cat` with a skip connection, a weight
 used directly) is intercepted and becomes a node as well. The graph holds every tensor that flows
 through the model, so the model can be cut anywhere: see `cut.py`.
@@ -14,8 +14,9 @@ from __future__ import annotations
 import contextlib
 import os
 import traceback
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +26,19 @@ from torch.overrides import TorchFunctionMode
 
 import titanlike
 from titanlike.device.accelerator import KINDS
-from titanlike.graph import equal_units, side_effects
-from titanlike.graph.constant_value import constant_value
-from titanlike.graph.hidden_values import tensors
-from titanlike.graph.pytree import tree_flatten
-from titanlike.graph.recording import Node, RecordError, Recording, RecordingBuilder
-from titanlike.graph.run_on_cpu import DependsOn, run_on_cpu, wanted
+from titanlike.graph import side_effects
+from titanlike.graph.recording import (
+    Node,
+    RecordError,
+    Recording,
+    RecordingBuilder,
+    tensors,
+    tree_flatten,
+)
+from titanlike.graph.units import call_key, depends_on, is_divided, is_new, run_on_cpu
 from titanlike.torch_private.autograd import intercept_checkpoints, intercept_custom_functions
 from titanlike.torch_private.compiler import as_if_compiling
+from titanlike.torch_private.deferred_dynamo import force_eager
 
 # Prefixes of functions that draw random numbers: called twice they return different tensors.
 _RANDOM = ("rand", "dropout", "bernoulli", "multinomial", "normal", "poisson", "exponential_")
@@ -55,7 +61,7 @@ def record_forward(
     batch: dict[str, Tensor],
     units: Sequence[str],
     device: str = "cpu",
-    buffers: Callable[[], dict[str, Tensor]] = dict,
+    buffers: Callable[[], Mapping[str, Tensor]] = dict,
 ) -> Recording:
     """Run `model(inputs, **others)` once on the meta device.
 
@@ -65,12 +71,22 @@ def record_forward(
     buffers: gives the model's buffers, which the forward may look at.
     Raises RecordError where the forward depends on values, or uses tensors of unknown origin.
     """
+    others = {name: tensor for name, tensor in batch.items() if name != "inputs"}
+    first = (batch["inputs"],) if "inputs" in batch else ()
+
+    def record() -> Recording:
+        interceptor = _Interceptor(model, units, device, buffers)
+        for name, tensor in batch.items():
+            interceptor.builder.add(Node("input", name, value=tensor))
+        with side_effects.restored(model, units), interceptor.active():
+            return interceptor.finish(model(*first, **others))
+
     try:
-        return _record(model, batch, units, device, buffers)
+        return record()
     except (RuntimeError, NotImplementedError) as error:
         # torch.compile cannot look at values either: a library may have a forward for it
         with contextlib.suppress(Exception), as_if_compiling():
-            return _record(model, batch, units, device, buffers)
+            return record()
         if "meta" not in str(error).lower():
             raise
         raise RecordError(
@@ -79,22 +95,6 @@ def record_forward(
             "torch.where instead of `if tensor:`, shapes instead of .item() and .tolist(), masks "
             "instead of boolean indices; or these lines inside a block: blocks run as they are",
         ) from error
-
-
-def _record(
-    model: nn.Module,
-    batch: dict[str, Tensor],
-    units: Sequence[str],
-    device: str,
-    buffers: Callable[[], dict[str, Tensor]],
-) -> Recording:
-    interceptor = _Interceptor(model, units, device, buffers)
-    for name, tensor in batch.items():
-        interceptor.builder.add(Node("input", name, value=tensor))
-    others = {name: tensor for name, tensor in batch.items() if name != "inputs"}
-    first = (batch["inputs"],) if "inputs" in batch else ()
-    with side_effects.restored(model, units), interceptor.active():
-        return interceptor.finish(model(*first, **others))
 
 
 def _users_line(error: BaseException) -> str:
@@ -108,6 +108,24 @@ def _users_line(error: BaseException) -> str:
     return f"{found[-1].filename}:{found[-1].lineno}: {found[-1].line}"
 
 
+@dataclass
+class _Call:
+    """A call of a unit, or of a torch.autograd.Function, that runs."""
+
+    name: str
+    node: Node  # what will be recorded of it
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] | None = None
+    # as they were at its beginning: ids of arguments, versions of tensors among them, the unit's
+    # plain attributes
+    identities: Sequence[Any] = ()
+    versions: Sequence[int] = ()
+    attributes: Mapping[str, Any] | None = None
+    depth: int = 1  # 1 + the calls of units inside of it that run
+    on_cpu: bool = False  # as meta tensors cannot run it
+    key: Hashable = None  # equal for units that give equal results; None = not known
+
+
 class _Interceptor(TorchFunctionMode):
     """Intercepts torch functions, units, custom autograd functions and checkpointing."""
 
@@ -116,30 +134,18 @@ class _Interceptor(TorchFunctionMode):
         model: nn.Module,
         units: Sequence[str],
         device: str,
-        buffers: Callable[[], dict[str, Tensor]],
+        buffers: Callable[[], Mapping[str, Tensor]],
     ) -> None:
         super().__init__()
+        self._model, self._units = model, list(units)
         self._device, self._buffers = torch.device(device), buffers
         self.builder = RecordingBuilder(model)
-        self._model, self._units = model, list(units)
-        self._called: list[str] = []  # units, in the order of their first calls
-        self._rng = side_effects.RngMonitor()
-        self._checkpoint_depth = 0  # of torch.utils.checkpoint
-        # of the unit or custom function that is running
-        self._running: list[str] = []  # its name; nested units after it
-        self._arguments: tuple[Any, Any, list[Any]] = ((), {}, [])  # as they were at its call
-        self._versions: list[int] = []  # of the tensors among them
-        self._attributes: dict[str, Any] = {}  # plain ones, as they were at its call
-        self._checkpoints_inside = False  # whether it called torch.utils.checkpoint
-        self._gradients_inside = False  # whether it took gradients
-        self._own_generator = False  # whether it drew from one that is not torch's default
-        self._random = False  # whether it drew random numbers
-        self._on_cpu = False  # whether it had to run on the CPU
-        # equal for units that give equal results; None where that is not known
-        self._call: Hashable | None = None
-        # of such a call: the result's shape, strides, dtype, whether it has a gradient; whether the
-        # call drew random numbers
-        self._like: dict[Hashable, tuple[Any, ...]] = {}
+        self._call: _Call | None = None  # the outermost one that runs
+        self._checkpoints = 0  # calls of torch.utils.checkpoint that run
+        self._rng = side_effects.rng_state()
+        # by key of a unit's call: the result's shape, strides, dtype, whether it has a gradient; whether
+        # the call drew random numbers
+        self._results: dict[Hashable, tuple[Any, ...]] = {}
         self._sized_by_values: list[Tensor] = []
         # of each unit: the tensors that it was given, and their versions after it
         self._given: list[tuple[Node, list[tuple[Tensor, int]]]] = []
@@ -151,17 +157,23 @@ class _Interceptor(TorchFunctionMode):
                 module = self._model.get_submodule(name)
                 # before what tensor parallelism exchanges, which is part of the unit; behind the
                 # model's own hooks, which may leave arguments out
-                first = equal_units.is_divided(module)
-                hook = self._pre_hook(name)
-                before = module.register_forward_pre_hook(hook, with_kwargs=True, prepend=first)
-                after = module.register_forward_hook(self._post_hook(name), with_kwargs=True)
+                first = is_divided(module)
+                # functions: methods would be copied with a module that is copied
+                before = module.register_forward_pre_hook(
+                    lambda module, args, kwargs, name=name: self._before_unit(
+                        name, module, args, kwargs
+                    ),
+                    with_kwargs=True,
+                    prepend=first,
+                )
+                after = module.register_forward_hook(lambda *call: self._after_unit(*call))
                 stack.callback(before.remove)
                 stack.callback(after.remove)
-                stack.enter_context(self._quick(module))
+                stack.enter_context(self._shortened(module))
             stack.enter_context(torch.enable_grad())
             # a compiled module or function is recorded as what it compiles
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
-            stack.enter_context(intercept_checkpoints(self._change_checkpoint_depth))
+            stack.enter_context(force_eager())
+            stack.enter_context(intercept_checkpoints(self._change_checkpoints))
             stack.enter_context(intercept_custom_functions(self._custom_function))
             stack.enter_context(self)
             # entered last: factory functions then reach the interceptor with device=meta
@@ -169,49 +181,42 @@ class _Interceptor(TorchFunctionMode):
             yield
 
     def finish(self, output: Any) -> Recording:
-        self.builder.mark_mutated()
         self._check_rng()
+        recording = self.builder.finish(self.builder.with_nodes(output))
         for node, given in self._given:
             if any(tensor._version != version for tensor, version in given):
                 node.once = node.once or "is given a tensor that is later changed in place"
         sized = {id(tensor) for tensor in self._sized_by_values}
-        for node in self.builder.nodes:
+        for node in recording.nodes:
             node.sized_by_values = id(node.value) in sized
-        output = self.builder.with_nodes(output)
-        return Recording(self.builder.nodes, self._called, output, self.builder.gradient_flow)
+        return recording
 
-    # --- torch functions between units ---------------------------------------------------------
+    # --- torch functions -----------------------------------------------------------------------
 
     def __torch_function__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        kwargs = kwargs or {}
+        call, kwargs = self._call, kwargs or {}
         name = getattr(function, "__name__", "")
         accessed = ""  # by a getter
         if name == "__get__":
             accessed = getattr(getattr(function, "__self__", None), "__name__", "")
-            if accessed in _DEVICE_PROPERTIES and args[0].is_meta and not self._on_cpu:
+        if call is None or not call.on_cpu:
+            if accessed in _DEVICE_PROPERTIES and args[0].is_meta:
                 return _DEVICE_PROPERTIES[accessed](self._device)
-        if not self._on_cpu:
             args, kwargs = self._on_meta(name, args, kwargs)
-        draws = name.startswith(_RANDOM) or "dropout" in name
-        self._random |= draws and kwargs.get("training", True) is not False
         side_effects.check_running_statistics(name, args, kwargs)
-        self._own_generator |= isinstance(kwargs.get("generator"), torch.Generator)
-        if self._running:
-            self._gradients_inside |= function in _TAKE_GRADIENTS
-            if torch.is_autocast_enabled(self._device.type) and not self._on_cpu:
-                raise NotImplementedError("meta tensors have no autocast")
-            used = tensors(*args, *kwargs.values())
-            if self._on_cpu:
-                return function(*args, **kwargs)
-            self.builder.check_used(self._running[0], used)
-            _check_dtypes(self._running[0], name, used)
-            result = function(*args, **kwargs)
-            self.builder.hidden.add(self._running[0], name, used, result)
-            return result
-        if name in _READS_VALUES and (node := self.builder.unchanged_node(args[0])):
-            value = constant_value(node, self._buffers)
+        draws = name.startswith(_RANDOM) or "dropout" in name
+        random = draws and kwargs.get("training", True) is not False
+        if call is not None:
+            call.node.random |= random
+            call.node.gradients_inside |= function in _TAKE_GRADIENTS
+            if isinstance(kwargs.get("generator"), torch.Generator):
+                once = "draws from a torch.Generator of its own, which goes on the second time"
+                call.node.once = once
+            return self._inside(call, function, name, args, kwargs)
+        if name in _READS_VALUES:
+            value = self.builder.constant(args[0], self._buffers)
             if value is not None:  # of sizes and buffers alone: the same in each step
                 return getattr(value, name)(*args[1:], **kwargs)
         if name in _NOT_REPLAYED:
@@ -222,14 +227,33 @@ class _Interceptor(TorchFunctionMode):
         recorded = name != "__get__" or accessed in _TENSOR_PROPERTIES
         # before the call, which may change its arguments in place
         arguments: Any = self.builder.with_nodes((args, kwargs)) if recorded else None
-        random, self._random = self._random, False
         result = function(*args, **kwargs)
         self._pass_size_on((args, kwargs), result)
         if recorded and (tensors(result) or name == "__setitem__"):
             node = Node("function", function, *arguments)
+            node.random = random
             if name == "__get__":  # generated code calls getattr(x, "T") for x.T
                 node = Node("function", getattr, (arguments[0][0], accessed))
-            self.builder.add_call(node, result, random)
+            self.builder.add_call(node, result)
+        return result
+
+    def _inside(self, call: _Call, function: Any, name: str, args: Any, kwargs: Any) -> Any:
+        """A torch function that a unit calls."""
+        if call.on_cpu:
+            return function(*args, **kwargs)
+        if torch.is_autocast_enabled(self._device.type) and name != "__get__":
+            raise NotImplementedError("meta tensors have no autocast")
+        used = tensors(*args, *kwargs.values())
+        self.builder.check_used(call.name, used)
+        if name in _PRODUCTS and len(dtypes := {tensor.dtype for tensor in used}) > 1:
+            shown = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+            raise RecordError(  # on meta it has a result
+                f"its {call.name} calls {name} with {shown} tensors: weights are fp32 here, and "
+                "computed with in the dtype of `precision`",
+                "a block that casts nothing to a dtype of its own",
+            )
+        result = function(*args, **kwargs)
+        self.builder.add_inside(call.name, name, used, result)
         return result
 
     def _on_meta(self, name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -256,8 +280,13 @@ class _Interceptor(TorchFunctionMode):
             if tensor.shape and tensor.shape[:1] in rows and id(tensor) not in sized:
                 self._sized_by_values.append(tensor)
 
+    def _drew_numbers(self) -> bool:
+        """Whether generators of Python or numpy were used since the last call."""
+        before, self._rng = self._rng, side_effects.rng_state()
+        return before != self._rng
+
     def _check_rng(self) -> None:
-        if self._rng.used_since_last_check():
+        if self._drew_numbers():
             raise RecordError(
                 "its forward draws random numbers of Python or numpy between its modules, which "
                 "would be the same in all steps",
@@ -266,146 +295,116 @@ class _Interceptor(TorchFunctionMode):
 
     # --- units ---------------------------------------------------------------------------------
 
-    def _pre_hook(self, name: str) -> Any:
-        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
-            if not self._running:
-                self._random = False
-                self._check_rng()
-                self._checkpoints_inside = self._own_generator = self._gradients_inside = False
-                self._call = None
-                self._attributes = side_effects.plain_attributes(module)
-                # now: the unit may change a list that it is given
-                identities = side_effects.argument_identities(args, kwargs)
-                self._arguments = (*self.builder.with_nodes((args, kwargs)), identities)
-                self._given_to_unit = args, kwargs  # which its own hooks may replace
-                self._versions = [tensor._version for tensor in tensors(args, kwargs)]
-                self.builder.hidden.enter(tree_flatten((args, kwargs))[0])
-            self._running.append(name)
+    def _before_unit(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if self._call is not None:
+            self._call.depth += 1
+            return
+        self._check_rng()
+        node = Node("unit", name, *self.builder.with_nodes((args, kwargs)))
+        self._call = _Call(
+            *(name, node, args, kwargs),  # now: its own hooks may replace them
+            # the unit may change a list that it is given
+            identities=side_effects.argument_identities(args, kwargs),
+            versions=[tensor._version for tensor in tensors(args, kwargs)],
+            attributes=side_effects.plain_attributes(module),
+        )
+        self.builder.enter(*tree_flatten((args, kwargs))[0])
 
-        return hook
-
-    def _post_hook(self, name: str) -> Any:
-        def hook(module: nn.Module, _: Any, __: Any, result: Any) -> None:
-            form = _form(result) if self._call else ()
-            self._running.pop()
-            if self._running:
-                return
-            args, kwargs = self._given_to_unit
-            if name not in self._called:
-                self._called.append(name)
-            args_before, kwargs_before, identities = self._arguments
-            if side_effects.argument_identities(args, kwargs) != identities:
-                raise RecordError(
-                    f"its {name} changes an object, list or dict that it is given, which exists "
-                    "only while the forward is recorded",
-                    "a block that returns what it computed",
-                )
-            self.builder.check_used(name, tensors(result))
-            self._pass_size_on((args, kwargs), result)
-            node = Node("unit", name, args_before, kwargs_before)
-            node.has_parameters = next(module.parameters(), None) is not None
-            node.checkpointed = self._checkpoint_depth > 0
-            node.checkpoints_inside = self._checkpoints_inside
-            node.gradients_inside = self._gradients_inside
-            node.once = self._once(module, args, kwargs)
-            given = [(tensor, tensor._version) for tensor in tensors(args, kwargs)]
-            self._given.append((node, given))
-            if self._call and not (node.once or self._checkpoints_inside or self._gradients_inside):
-                self._like.setdefault(self._call, (*form, self._random))
-            self._on_cpu = False
-            self.builder.add_call(node, result, self._random)
-
-        return hook
-
-    def _once(self, module: nn.Module, args: Any, kwargs: Any) -> str:
-        """Why a unit that has run gives another result when it is computed again; "" = it does not."""
-        if self._rng.used_since_last_check():  # a unit may draw: it runs in each step
-            return "draws random numbers of Python or numpy, which differ the second time"
-        if self._own_generator:
-            return "draws from a torch.Generator of its own, which goes on the second time"
-        if self._versions != [tensor._version for tensor in tensors(args, kwargs)]:
-            return "changes a tensor that it is given in place"
-        now = side_effects.plain_attributes(module)
-        for name, value in self._attributes.items():
-            if name in now and now[name] != value:
-                return f"changes self.{name}"
-        return ""
+    def _after_unit(self, module: nn.Module, _: Any, result: Any) -> None:
+        call = self._call
+        assert call is not None
+        call.depth -= 1
+        if call.depth:
+            return
+        node, given = call.node, tensors(call.args, call.kwargs)
+        if side_effects.argument_identities(call.args, call.kwargs) != call.identities:
+            raise RecordError(
+                f"its {call.name} changes an object, list or dict that it is given, which exists "
+                "only while the forward is recorded",
+                "a block that returns what it computed",
+            )
+        self.builder.check_used(call.name, tensors(result))
+        self._pass_size_on((call.args, call.kwargs), result)
+        node.has_parameters = next(module.parameters(), None) is not None
+        node.checkpointed = self._checkpoints > 0
+        assert call.attributes is not None
+        changed = side_effects.changed_attributes(call.attributes, module)
+        if self._drew_numbers():  # a unit may draw: it runs in each step
+            node.once = "draws random numbers of Python or numpy, which differ the second time"
+        elif not node.once and call.versions != [tensor._version for tensor in given]:
+            node.once = "changes a tensor that it is given in place"
+        elif not node.once and changed:
+            node.once = f"changes self.{changed[0]}"
+        self._given.append((node, [(tensor, tensor._version) for tensor in given]))
+        if call.key and not (node.once or node.checkpoints_inside or node.gradients_inside):
+            form = result.shape, result.stride(), result.dtype, result.requires_grad
+            self._results.setdefault(call.key, (*form, node.random))
+        self._call = None
+        self.builder.add_call(node, result)
 
     @contextmanager
-    def _quick(self, module: nn.Module) -> Iterator[None]:
+    def _shortened(self, module: nn.Module) -> Iterator[None]:
         """Within it, a unit does not run again if an equal one has run, and one that fails on meta
         tensors runs on the CPU to find output shapes."""
         forward, own = module.forward, vars(module).get("forward")
 
-        def quick(*args: Any, **kwargs: Any) -> Any:
-            outermost = len(self._running) == 1
-            call = equal_units.call_key(module, args, kwargs) if outermost else None
-            if call in self._like:
-                shape, strides, dtype, wants_gradient, random = self._like[call]
-                self._random |= random
+        def restore() -> None:
+            vars(module).pop("forward", None)
+            if own is not None:
+                module.forward = own
+
+        def shortened(*args: Any, **kwargs: Any) -> Any:
+            call = self._call
+            assert call is not None
+            key = call_key(module, args, kwargs) if call.depth == 1 else None
+            if key in self._results:
+                shape, strides, dtype, wants_gradient, random = self._results[key]
+                call.node.random |= random
                 result = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
-                others = wanted(module, args, kwargs)
-                return DependsOn.apply(result, *others) if wants_gradient else result
+                return depends_on(result, module, args, kwargs) if wants_gradient else result
             try:
                 result = forward(*args, **kwargs)
             except (RuntimeError, NotImplementedError) as error:
                 if "meta" not in str(error).lower():
                     raise
-                self._on_cpu = True
-                if own is None:
-                    vars(module).pop("forward", None)
-                depth = len(self._running)
+                call.on_cpu, depth = True, call.depth
+                restore()  # the unit is copied
                 result = run_on_cpu(module, args, kwargs, self._sized_by_values)
-                del self._running[depth:]  # of a repeated call that raised
+                module.forward = shortened
+                call.depth = depth  # of a repeated call that raised
                 return result
-            if call and equal_units.is_new(result, args, kwargs):
-                self._call = call
+            if key and is_new(result, args, kwargs):
+                call.key = key
             return result
 
-        module.forward = quick
+        module.forward = shortened
         try:
             yield
         finally:
-            vars(module).pop("forward", None)
-            if own is not None:
-                module.forward = own
+            restore()
 
     # --- torch.utils.checkpoint and torch.autograd.Function ------------------------------------
 
-    def _change_checkpoint_depth(self, change: int) -> None:
-        self._checkpoint_depth += change
-        self._checkpoints_inside |= bool(self._running)
+    def _change_checkpoints(self, change: int) -> None:
+        self._checkpoints += change
+        if self._call is not None:
+            self._call.node.checkpoints_inside = True
 
     def _custom_function(self, kind: Any, call: Any, args: tuple[Any, ...]) -> Any:
         """Record a torch.autograd.Function as one call, since it defines its own backward."""
-        if self._running:
+        if self._call is not None:
             return call(*args)
-        arguments = self.builder.with_nodes(args)
-        self.builder.hidden.enter(args)
-        self._running.append(kind.__name__)
-        try:
-            result = call(*args)
-        finally:
-            self._running.pop()
 
         def apply(*real: Any) -> Any:
             return kind.apply(*real)
 
         # random: whether it draws is unknown, so no other stage recomputes it
-        self.builder.add_call(Node("function", apply, arguments, {}), result, random=True)
+        node = Node("function", apply, self.builder.with_nodes(args), random=True)
+        self.builder.enter(*args)
+        self._call = _Call(kind.__name__, node)
+        try:
+            result = call(*args)
+        finally:
+            self._call = None
+        self.builder.add_call(node, result)
         return result
-
-
-def _check_dtypes(unit: str, name: str, used: Sequence[Tensor]) -> None:
-    """Raise RecordError for a product of tensors of two dtypes: on meta it has a result."""
-    if name in _PRODUCTS and len(dtypes := {tensor.dtype for tensor in used}) > 1:
-        shown = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
-        raise RecordError(
-            f"its {unit} calls {name} with {shown} tensors: weights are fp32 here, and computed with "
-            "in the dtype of `precision`",
-            "a block that casts nothing to a dtype of its own",
-        )
-
-
-def _form(tensor: Tensor) -> tuple[Any, ...]:
-    return tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad

@@ -1,22 +1,24 @@
 """What is recorded of a model's forward: a graph of inputs, weights, units and operations.
 
-`RecordingBuilder` makes the nodes, `record_forward.py` calls it for each intercepted call.
+`RecordingBuilder` makes the nodes; `record_forward.py` and `trace_forward.py` call it.
 """
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from types import NoneType
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
 from titanlike.device.accelerator import KINDS
-from titanlike.graph.gradient_flow import GradientFlow
-from titanlike.graph.hidden_values import HiddenValues
-from titanlike.graph.pytree import dataclass_fields, is_plain_dataclass, tree_flatten, tree_map
+from titanlike.torch_private import tensors as torch_tree
 from titanlike.torch_private.tensors import GetAttrKey, MappingKey, tree_flatten_with_path
 
 
@@ -56,6 +58,11 @@ class Node:
     is_pytree_leaf: ClassVar[bool] = True
 
     @property
+    def name(self) -> str:
+        """Of its function, or its target."""
+        return str(getattr(self.target, "__name__", self.target))
+
+    @property
     def input_nodes(self) -> list[Node]:
         leaves, _ = tree_flatten((self.args, self.kwargs))
         return [leaf for leaf in leaves if isinstance(leaf, Node)]
@@ -77,11 +84,41 @@ class Recording:
     """A model's forward on batches of one shape."""
 
     nodes: list[Node]  # in execution order
-    units: list[str]  # in the order of their first calls
     output: Any  # what the model returns, with nodes in place of tensors
-    gradient_flow: GradientFlow
-    # of a traced forward, which has no units: module -> position in `nodes` where it begins
-    module_starts: dict[str, int] = field(default_factory=dict)
+    # outputs that the loss depends on -> node -> the position in `nodes` of the last call from which
+    # it gets a gradient, their number where it is the loss itself; without an entry it gets none
+    last_uses: Callable[[Iterable[Tensor]], dict[Node, int]]
+    traced: dict[str, int] | None = None  # `starts` of a traced forward, which has no units
+
+    @cached_property
+    def starts(self) -> dict[str, int]:
+        """Unit -> the position in `nodes` where it begins for the first time, in that order."""
+        if self.traced is not None:
+            return self.traced
+        first: dict[str, int] = {}
+        for at, node in enumerate(self.nodes):
+            if node.kind == "unit":
+                first.setdefault(node.target, at)
+        return first
+
+
+def replay(recording: Recording, model: nn.Module, batch: Mapping[str, Tensor]) -> Any:
+    """Run a recorded forward, node by node: what the model returns; batch: on meta."""
+    values: dict[Node, Any] = {}
+    for node in recording.nodes:
+        if node.kind == "input":
+            values[node] = batch[node.target]
+        elif node.kind == "weight":
+            path, _, last = node.target.rpartition(".")
+            values[node] = getattr(model.get_submodule(path), last)
+        else:
+            function = model.get_submodule(node.target) if node.kind == "unit" else node.target
+            args, kwargs = with_values((node.args, node.kwargs), values, torch.device("meta"))
+            values[node] = function(*args, **kwargs)
+    return with_values(recording.output, values)
+
+
+# --- making a recording ------------------------------------------------------------------------
 
 
 class RecordingBuilder:
@@ -89,24 +126,28 @@ class RecordingBuilder:
 
     def __init__(self, model: nn.Module) -> None:
         self.nodes: list[Node] = []
-        self.gradient_flow = GradientFlow()
-        self.hidden = HiddenValues()
+        self._flow = _GradientFlow()
         self._node_of: dict[int, Node] = {}  # by the id of its tensor
-        self._versions: list[tuple[Node, int]] = []  # keeps the tensors alive, so ids stay unique
+        self._versions: dict[Node, int] = {}  # keeps the tensors alive, so ids stay unique
         tensors = [*model.named_buffers(), *model.named_parameters()]
         self._names = {id(tensor): name for name, tensor in tensors}
+        # By id, what units compute of their arguments and weights, also what they do not return: a
+        # block may store it for a later one, which may be on another stage. What is computed of
+        # sizes alone (a table of positions that blocks share) is not here: each stage computes it.
+        self._made: dict[int, tuple[Tensor, str]] = {}
+        self._given: set[int] = set()  # ids of the running unit's arguments
 
     def add(self, node: Node) -> Node:
-        self.nodes.append(node)
-        self.gradient_flow.add(node)
         if node.value is not None:
             self._node_of[id(node.value)] = node
-            self._versions.append((node, node.value._version))
+            self._versions[node] = node.value._version
+        self._flow.add(node, len(self.nodes))
+        self.nodes.append(node)
         return node
 
-    def add_call(self, node: Node, result: Any, random: bool) -> None:
+    def add_call(self, node: Node, result: Any) -> None:
         """Add a call with its result; raises RecordError under autocast."""
-        node.grad_enabled, node.random = torch.is_grad_enabled(), random
+        node.grad_enabled = torch.is_grad_enabled()
         if any(torch.is_autocast_enabled(kind) for kind in KINDS):
             raise RecordError(
                 "its forward turns autocast on between its modules, where stages do not apply it",
@@ -114,9 +155,9 @@ class RecordingBuilder:
             )
         if isinstance(result, Tensor):
             node.value = result
-        self.add(node)
-        if not isinstance(result, Tensor):
-            self._add_parts(node, result)
+            self.add(node)
+        else:
+            self._add_parts(self.add(node), result)
 
     def _add_parts(self, node: Node, result: Any) -> None:
         """Add a getter node for each tensor in a container that a call returned."""
@@ -127,43 +168,10 @@ class RecordingBuilder:
             for depth, key in enumerate(path, 1):
                 value = leaf if depth == len(path) and isinstance(leaf, Tensor) else None
                 part = self.add(Node("function", *_getter(part, key), value=value))
-            for name, content in dataclass_fields(leaf).items() if is_plain_dataclass(leaf) else ():
+            for name, content in _fields(leaf).items() if _is_plain_dataclass(leaf) else ():
                 value = content if isinstance(content, Tensor) else None
                 inner = self.add(Node("function", getattr, (part, name), value=value))
                 self._add_parts(inner, () if value is not None else content)
-
-    def unchanged_node(self, tensor: Tensor) -> Node | None:
-        """The node of a tensor, where nothing that it is computed of was changed in place."""
-        versions = {node: version for node, version in self._versions}
-        todo = [self._node_of[id(tensor)]] if id(tensor) in self._node_of else []
-        found = dict.fromkeys(todo)
-        while todo:
-            node = todo.pop()
-            if node.value is None or node.value._version != versions[node]:
-                return None
-            new = [use for use in node.input_nodes if use not in found]
-            found |= dict.fromkeys(new)
-            todo += new
-        return next(iter(found), None)
-
-    def check_used(self, unit: str, used: Sequence[Tensor]) -> None:
-        """Raise RecordError where a unit uses a tensor that it is not given and that is not its own."""
-        for tensor in used:
-            made_by = self.hidden.made_by(tensor)
-            if made_by == unit or self.hidden.is_given(tensor):
-                continue
-            node = self._node_of.get(id(tensor))
-            if made_by is None and (node is None or node.kind == "weight"):
-                continue
-            maker = made_by
-            if not maker:
-                assert node is not None
-                maker = node.target if node.kind == "unit" else "the model's own forward"
-            raise RecordError(
-                f"its {unit} reads a tensor of {maker} that is stored somewhere (in a dict, a list "
-                "or an attribute), not passed as an argument: another stage would not find it",
-                f"a forward that returns it from where it is computed and passes it to {unit}",
-            )
 
     def with_nodes(self, value: Any) -> Any:
         """Arguments or an output with nodes in place of tensors; raises RecordError."""
@@ -181,14 +189,13 @@ class RecordingBuilder:
             )
         if not isinstance(leaf, Tensor):
             return leaf
-        if id(leaf) not in self._node_of:
-            self._add_weight(leaf)
-        return self._node_of[id(leaf)]
+        return self._node_of.get(id(leaf)) or self._add_weight(leaf)
 
-    def _add_weight(self, tensor: Tensor) -> None:
+    def _add_weight(self, tensor: Tensor) -> Node:
         """Add the parameter or buffer that a tensor is, as no recorded call made it."""
         name = self._names.get(id(tensor))
-        if name is None and (unit := self.hidden.made_by(tensor)):
+        if name is None and id(tensor) in self._made:
+            unit = self._made[id(tensor)][1]
             raise RecordError(
                 f"its forward uses a tensor that is computed inside of {unit}, which does not "
                 "return it",
@@ -201,17 +208,79 @@ class RecordingBuilder:
                 "self.register_buffer('name', tensor) in its constructor",
             )
         is_parameter = isinstance(tensor, nn.Parameter)
-        self.add(Node("weight", name, value=tensor, has_parameters=is_parameter))
+        return self.add(Node("weight", name, value=tensor, has_parameters=is_parameter))
 
-    def mark_mutated(self) -> None:
-        """Set `mutated` of all nodes; raises RecordError for a changed batch."""
-        for node, version in self._versions:
+    def enter(self, *arguments: Any) -> None:
+        """To be called where a unit is called with these."""
+        self._given = {id(tensor) for tensor in tensors(*arguments)}
+
+    def add_inside(self, unit: str, function: str, used: Sequence[Tensor], result: Any) -> None:
+        """To be called with each torch function that a unit calls, and the tensors in its arguments."""
+        if function.endswith("_like") or function.startswith("new_"):
+            return  # of an argument's shape and dtype, not of its values
+        if function == "to" or function.endswith("_as"):
+            used = used[:1]  # likewise of the other argument
+        if any(id(t) in self._made or id(t) in self._given or t.requires_grad for t in used):
+            for tensor in tensors(result):
+                self._made.setdefault(id(tensor), (tensor, unit))
+
+    def check_used(self, unit: str, used: Sequence[Tensor]) -> None:
+        """Raise RecordError where a unit uses a tensor that it is not given and that is not its own."""
+        for tensor in used:
+            _, maker = self._made.get(id(tensor), (None, ""))
+            node = self._node_of.get(id(tensor))
+            if maker == unit or id(tensor) in self._given:
+                continue
+            if not maker and (node is None or node.kind == "weight"):
+                continue
+            if node is not None and not maker:
+                maker = node.target if node.kind == "unit" else "the model's own forward"
+            raise RecordError(
+                f"its {unit} reads a tensor of {maker} that is stored somewhere (in a dict, a list "
+                "or an attribute), not passed as an argument: another stage would not find it",
+                f"a forward that returns it from where it is computed and passes it to {unit}",
+            )
+
+    def constant(
+        self, tensor: Tensor, buffers: Callable[[], Mapping[str, Tensor]]
+    ) -> Tensor | None:
+        """The value of a recorded tensor, computed on the CPU; None where it depends on the batch, on
+        parameters, units or random numbers, or on what was changed in place. A causal mask that is
+        compared with another is an example. buffers: gives those of the model, by name.
+        """
+        node = self._node_of.get(id(tensor))
+        if node is None:
+            return None
+        todo, used, values = [node], {node}, dict[Node, Any]()
+        while todo:
+            use = todo.pop()
+            changed = use.value is None or use.value._version != self._versions[use]
+            unknown = use.random or use.has_parameters or use.kind in ("input", "unit")
+            if use.kind == "weight" and not unknown:
+                values[use] = buffers().get(use.target)
+                unknown = values[use] is None
+            if changed or unknown:
+                return None
+            todo += set(use.input_nodes) - used
+            used.update(use.input_nodes)
+        device = torch.device("cpu")
+        with device, torch.no_grad():
+            for use in self.nodes:
+                if use in used and use.kind == "function":
+                    args, kwargs = with_values((use.args, use.kwargs), values, device)
+                    values[use] = use.target(*args, **kwargs)
+        return values[node]
+
+    def finish(self, output: Any, traced: dict[str, int] | None = None) -> Recording:
+        """output: with nodes in place of tensors. Raises RecordError for a changed batch."""
+        for node, version in self._versions.items():
             node.mutated = node.tensor._version != version
             if node.mutated and node.kind == "input":
                 raise RecordError(
                     f"its forward changes the batch's {node.target} in place",
                     f"{node.target} = {node.target}.clone() before",
                 )
+        return Recording(self.nodes, output, self._flow.last_uses, traced)
 
 
 def _getter(node: Node, key: Any) -> tuple[Any, tuple[Node, Any]]:
@@ -219,3 +288,161 @@ def _getter(node: Node, key: Any) -> tuple[Any, tuple[Node, Any]]:
     if isinstance(key, GetAttrKey):
         return getattr, (node, key.name)
     return operator.getitem, (node, key.key if isinstance(key, MappingKey) else key.idx)
+
+
+# --- between which calls a gradient flows -------------------------------------------------------
+
+_Edge = tuple[Hashable, int]  # a function of the autograd graph, and which of its results
+
+
+class _GradientFlow:
+    """Which call made each function of the autograd graph, while a forward is recorded.
+
+    A stage may use a tensor of an earlier one without needing its gradient: `x.detach()`, `x > 0`, an
+    output that the loss ignores. The backward of one process then computes no gradient along that
+    way, and a parameter that has no other way to the loss has none at all: it is neither updated nor
+    decayed. So such a tensor is sent as a value, and no gradient flows back, see `cut.py`.
+
+    The recorded values have autograd graphs (on meta): they are read here and never run.
+    """
+
+    def __init__(self) -> None:
+        self._position: dict[Hashable, int] = {}  # of the node whose call made the function
+        self._edges: dict[Node, _Edge | None] = {}  # in the order of the nodes
+
+    def add(self, node: Node, position: int) -> None:
+        """To be called with each node when it is recorded: its value may be changed later."""
+        self._edges[node] = None
+        if node.value is not None and node.value.grad_fn is not None:
+            self._edges[node] = _edge(node.value)
+            new = _functions_before([node.value], self._position.__contains__)
+            self._position |= dict.fromkeys(new, position)
+
+    def last_uses(self, trained: Iterable[Tensor]) -> dict[Node, int]:
+        """See `Recording`."""
+        end = len(self._edges)
+        trained = [value for value in trained if value.grad_fn is not None]
+        last = {_edge(value): end for value in trained}
+        for function in _functions_before(trained):
+            position = self._position.get(function, end)
+            for edge in function.next_functions:
+                last[edge] = max(position, last.get(edge, -1))
+        uses = {node: last[edge] for node, edge in self._edges.items() if edge in last}
+        # the place of a changed node in the graph is another: any later call may use it
+        changed = (node for node in self._edges if node.mutated and node.tensor.requires_grad)
+        return uses | dict.fromkeys(changed, end)
+
+
+def used_by(total: Tensor, outputs: Sequence[Tensor]) -> list[bool]:
+    """For each output, whether `total` is computed of it, and not only of what is computed of it."""
+    ends = {value.grad_fn for value in outputs}
+    functions = _functions_before([total], ends.__contains__)
+    edges = {edge for f in functions for edge in f.next_functions} | {_edge(total)}
+    return [value.grad_fn is not None and _edge(value) in edges for value in outputs]
+
+
+def _edge(value: Tensor) -> _Edge:
+    return value.grad_fn, value.output_nr
+
+
+def _functions_before(
+    values: Iterable[Tensor], is_end: Callable[[Any], bool] = lambda _: False
+) -> list[Any]:
+    """The functions of the autograd graphs of these values, not the ends, nor what is before them."""
+    functions: dict[Hashable, None] = {}
+    todo = [value.grad_fn for value in values]
+    while todo:
+        function = todo.pop()
+        if function is not None and function not in functions and not is_end(function):
+            functions[function] = None
+            todo += [before for before, _ in function.next_functions]
+    return list(functions)
+
+
+# --- nested values -----------------------------------------------------------------------------
+
+
+def tree_flatten(value: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
+    """The leaves, and a function that rebuilds the structure from other leaves.
+
+    torch's pytree flattens tuples, lists, dicts, named tuples and registered classes (transformers
+    registers its outputs). Here the fields of any other dataclass are flattened too.
+    """
+    outer, spec = torch_tree.tree_flatten(value)
+    leaves: list[Any] = []
+    parts: list[tuple[Any, int, Callable[..., Any] | None]] = []  # (outer leaf, leaves, rebuild)
+    for leaf in outer:
+        inner, rebuild = (
+            tree_flatten(_fields(leaf)) if _is_plain_dataclass(leaf) else ([leaf], None)
+        )
+        leaves += inner
+        parts.append((leaf, len(inner), rebuild))
+
+    def build(new: Sequence[Any]) -> Any:
+        rest = iter(new)
+        outer = []
+        for leaf, size, rebuild in parts:
+            inner = [next(rest) for _ in range(size)]
+            outer.append(inner[0] if rebuild is None else _copy_with(leaf, rebuild(inner)))
+        return torch_tree.tree_unflatten(outer, spec)
+
+    return leaves, build
+
+
+def tree_map(value: Any, function: Callable[[Any], Any]) -> Any:
+    """The structure with `function(leaf)` in place of each leaf."""
+    leaves, build = tree_flatten(value)
+    return build([function(leaf) for leaf in leaves])
+
+
+def with_values(value: Any, values: Mapping[Node, Any], device: Any = DEVICE) -> Any:
+    """The structure with values in place of nodes, and `device` in place of DEVICE."""
+
+    def real(leaf: Any) -> Any:
+        return values[leaf] if isinstance(leaf, Node) else device if leaf is DEVICE else leaf
+
+    return tree_map(value, real)
+
+
+def tensors(*values: Any) -> list[Tensor]:
+    """The tensors in values and nested containers. Called for each torch function: it is quick where
+    a value is a tensor or a number itself."""
+    result = []
+    for value in values:
+        if isinstance(value, Tensor):
+            result.append(value)
+        elif not isinstance(value, (int, float, str, NoneType)):
+            result += [leaf for leaf in torch_tree.tree_leaves(value) if isinstance(leaf, Tensor)]
+    return result
+
+
+def describe(value: Any) -> str:
+    """A structure in words: "a dict of 'hidden' [2, 8, 4], 'aux' [1]"."""
+    if hasattr(value, "shape"):
+        return f"a tensor {list(value.shape)}"
+    # a transformers ModelOutput is both; as a dict it has the fields that are set
+    plain = _is_plain_dataclass(value) and not isinstance(value, dict)
+    named, kind = _fields(value) if plain else value, f"a {type(value).__name__}"
+    if isinstance(named, dict):
+        shapes = {k: f" {list(v.shape)}" if hasattr(v, "shape") else "" for k, v in named.items()}
+        return f"{kind} of {', '.join(f'{name!r}{shape}' for name, shape in shapes.items())}"
+    return f"{kind} of {len(value)}" if isinstance(value, (tuple, list)) else kind
+
+
+def _is_plain_dataclass(value: Any) -> bool:
+    """Whether it is an instance of a dataclass, and the class does not declare itself a leaf."""
+    if not dataclasses.is_dataclass(value) or isinstance(value, type):
+        return False
+    return not getattr(value, "is_pytree_leaf", False)
+
+
+def _fields(value: Any) -> dict[str, Any]:
+    """Name -> value of a dataclass's fields, not recursive."""
+    return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+
+
+def _copy_with(value: Any, fields: dict[str, Any]) -> Any:
+    copied = copy.copy(value)
+    for name, field_value in fields.items():
+        object.__setattr__(copied, name, field_value)  # the dataclass may be frozen
+    return copied

@@ -9,7 +9,7 @@ numpy would be the same in all steps: both raise RecordError. What the recording
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,8 +19,6 @@ from torch import Tensor, nn
 from titanlike.graph.recording import RecordError
 from titanlike.torch_private.tensors import tree_leaves
 
-_PLAIN = (bool, int, float, str)
-
 
 @contextmanager
 def restored(model: nn.Module, units: Sequence[str]) -> Iterator[None]:
@@ -28,57 +26,34 @@ def restored(model: nn.Module, units: Sequence[str]) -> Iterator[None]:
 
     Raises RecordError where a buffer was changed, or a plain attribute outside of `units`.
     """
-    before = {name: _State(module) for name, module in model.named_modules()}
+    saved = [(module, dict(vars(module)), dict(module._buffers)) for module in model.modules()]
+    before = plain_attributes(model)
+    buffers = dict(model.named_buffers(remove_duplicate=False))
+    versions = {name: buffer._version for name, buffer in buffers.items()}
     inside = tuple(f"{unit}." for unit in units)
     try:
         yield
-        for name, state in before.items():
-            for buffer in state.changed_buffers():
+        now = dict(model.named_buffers(remove_duplicate=False))
+        for name, buffer in buffers.items():
+            if now.get(name) is not buffer or buffer._version != versions[name]:
                 raise RecordError(
-                    f"its forward changes the buffer {f'{name}.{buffer}'.lstrip('.')}, once a "
-                    "microbatch and on each dp rank separately: its values would depend on the "
-                    "layout",
+                    f"its forward changes the buffer {name}, once a microbatch and on each dp rank "
+                    "separately: its values would depend on the layout",
                     "a model that changes it outside of its forward, or torch's batch norm",
                 )
-            if name in units or name.startswith(inside):
-                continue  # runs in each step
-            for attribute in state.changed_attributes():
+        for name in changed_attributes(before, model):
+            if not name.startswith(inside):  # units run in each step
                 raise RecordError(
-                    f"its forward changes {f'self.{name}.'.replace('..', '.')}{attribute}, which "
-                    "would stay as it was when the forward was recorded",
+                    f"its forward changes self.{name}, which would stay as it was when the forward "
+                    "was recorded",
                     "it without, or inside a block",
                 )
     finally:
-        for state in before.values():
-            state.restore()
-
-
-class _State:
-    """A module's attributes and buffers at one time."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-        self._attributes, self._buffers = dict(vars(module)), dict(module._buffers)
-        self._versions = {name: b._version for name, b in self._buffers.items() if b is not None}
-
-    def changed_buffers(self) -> Iterator[str]:
-        for name, buffer in self._buffers.items():
-            now = self._module._buffers.get(name)
-            if buffer is not None and (now is not buffer or now._version != self._versions[name]):
-                yield name
-
-    def changed_attributes(self) -> Iterator[str]:
-        for name, value in self._attributes.items():
-            now = vars(self._module).get(name)
-            plain = isinstance(value, _PLAIN) and isinstance(now, _PLAIN)
-            if plain and now != value:
-                yield name
-
-    def restore(self) -> None:
-        vars(self._module).clear()
-        vars(self._module).update(self._attributes)
-        self._module._buffers.clear()
-        self._module._buffers.update(self._buffers)
+        for module, attributes, module_buffers in saved:
+            vars(module).clear()
+            vars(module).update(attributes)
+            module._buffers.clear()
+            module._buffers.update(module_buffers)
 
 
 def plain_attributes(module: nn.Module) -> dict[str, Any]:
@@ -87,34 +62,30 @@ def plain_attributes(module: nn.Module) -> dict[str, Any]:
         f"{prefix}.{name}".lstrip("."): value
         for prefix, part in module.named_modules()
         for name, value in vars(part).items()
-        if isinstance(value, _PLAIN)
+        if isinstance(value, (bool, int, float, str))
     }
 
 
-class RngMonitor:
-    """Detects use of Python's or numpy's global generator."""
-
-    def __init__(self) -> None:
-        self._state = _rng_state()
-
-    def used_since_last_check(self) -> bool:
-        before, self._state = self._state, _rng_state()
-        return before != self._state
+def changed_attributes(before: Mapping[str, Any], module: nn.Module) -> list[str]:
+    """Which of its `plain_attributes` have another value than before."""
+    now = plain_attributes(module)
+    return [name for name, value in before.items() if name in now and now[name] != value]
 
 
-def _rng_state() -> tuple[Any, ...]:
+def rng_state() -> tuple[Any, ...]:
+    """Of Python's and numpy's global generators."""
     state: Any = np.random.get_state()
     return random.getstate(), state[1].tobytes(), state[2]
 
 
 def argument_identities(args: Any, kwargs: Any) -> list[Any]:
     """Ids of a call's arguments and of their attributes: equal before and after a pure call."""
-    found = []
+    identities = []
     for leaf in tree_leaves((args, kwargs)):
         opaque = isinstance(leaf, (Tensor, nn.Module, type)) or callable(leaf)
         attributes = {} if opaque else getattr(leaf, "__dict__", {})
-        found.append((id(leaf), {name: id(part) for name, part in attributes.items()}))
-    return found
+        identities.append((id(leaf), {name: id(part) for name, part in attributes.items()}))
+    return identities
 
 
 def check_running_statistics(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

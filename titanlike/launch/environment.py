@@ -1,52 +1,19 @@
-"""Environment variables: those of an outer launcher (torchrun, SLURM), and those for workers."""
+"""Environment variables: those of an outer launcher (torchrun, SLURM's srun), and those for workers."""
 
 from __future__ import annotations
 
-import contextlib
 import os
+import re
+import socket
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 _PREFIXES = ("TORCHELASTIC_", "GROUP_", "ROLE_", "PET_")
 _NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-
-
-@contextlib.contextmanager
-def workers_environment(workers: int) -> Iterator[None]:
-    """Within it, os.environ is what `workers` new processes on this machine inherit.
-
-    Without an outer torchrun's variables, which would make them ranks of its job; with
-    OMP_NUM_THREADS = cores / workers unless the user has set it.
-    """
-    before = dict(os.environ)
-    for name in before.keys() - without_rank_variables(before).keys():
-        del os.environ[name]
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, available_cores() // workers)))
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
-
-
-def available_cores() -> int:
-    """The cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
-def without_rank_variables(env: Mapping[str, str]) -> dict[str, str]:
-    """A copy of `env` without the variables that make a process a rank of a launcher's job."""
-    return {k: v for k, v in env.items() if k not in _NAMES and not k.startswith(_PREFIXES)}
-
-
-def use_loopback() -> None:
-    """Let gloo and NCCL listen on the loopback interface alone: all ranks are on this machine."""
-    loopback = "lo0" if sys.platform == "darwin" else "lo"
-    os.environ.update(GLOO_SOCKET_IFNAME=loopback, NCCL_SOCKET_IFNAME=f"={loopback}")
+_PORTS = range(20000, 32000)  # below 32768, where Linux's ephemeral ports begin
+_STEPS = 101  # ports between the same step of two consecutive jobs
 
 
 def is_restart() -> bool:
@@ -67,9 +34,24 @@ def will_restart() -> bool:
     return count < int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
 
 
-def is_multi_machine() -> bool:
-    """Whether torchrun started ranks on several machines."""
-    return int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1
+def available_cores() -> int:
+    """The cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def workers_environment(workers: int) -> dict[str, str]:
+    """The variables of `workers` ranks on this machine, without an outer torchrun's, which would make
+    them ranks of its job; OMP_NUM_THREADS = cores / workers unless the user has set it."""
+    threads = {"OMP_NUM_THREADS": str(max(1, available_cores() // workers))}
+    size = {"WORLD_SIZE": str(workers), "LOCAL_WORLD_SIZE": str(workers)}
+    return threads | without_rank_variables(os.environ) | size
+
+
+def without_rank_variables(env: Mapping[str, str]) -> dict[str, str]:
+    """A copy of `env` without the variables that make a process a rank of a launcher's job."""
+    return {k: v for k, v in env.items() if k not in _NAMES and not k.startswith(_PREFIXES)}
 
 
 def interpreter() -> list[str]:
@@ -87,3 +69,49 @@ def import_path() -> list[str]:
     path = [os.path.abspath(entry) for entry in sys.path]
     standard = [p for p in path if p in library or p.endswith((".zip", "/lib-dynload"))]
     return list(dict.fromkeys([*standard, *path, os.getcwd()]))
+
+
+def adopt_slurm() -> None:
+    """Set RANK, WORLD_SIZE and so on if `srun` started one process per rank.
+
+    MASTER_ADDR and MASTER_PORT default to the step's first node and a port derived from the ids of
+    job and step, so that all ranks find the same one. (Each task of a job array is a job with an id
+    of its own.)
+    """
+    env = os.environ
+    if "RANK" in env or int(env.get("SLURM_STEP_NUM_TASKS", "1")) == 1:
+        return
+    tasks = tasks_of_nodes(env["SLURM_STEP_TASKS_PER_NODE"])
+    if "MASTER_ADDR" not in env:
+        host = _scontrol("show", "hostnames", env["SLURM_STEP_NODELIST"]).split()[0]
+        try:
+            socket.getaddrinfo(host, None)
+        except OSError:  # unknown to DNS: by its address
+            address = re.search(r" NodeAddr=(\S+)", _scontrol("--oneliner", "show", "node", host))
+            host = address[1] if address else host
+        env["MASTER_ADDR"] = host
+    if "MASTER_PORT" not in env:
+        number = int(env["SLURM_JOB_ID"]) * _STEPS + int(env["SLURM_STEP_ID"])
+        env["MASTER_PORT"] = str(_PORTS[number % len(_PORTS)])
+    env.update(
+        RANK=env["SLURM_PROCID"],
+        LOCAL_RANK=env["SLURM_LOCALID"],
+        WORLD_SIZE=env["SLURM_STEP_NUM_TASKS"],
+        LOCAL_WORLD_SIZE=str(tasks[int(env["SLURM_NODEID"])]),
+    )
+
+
+def tasks_of_nodes(text: str) -> list[int]:
+    """Tasks of each node from SLURM's short form: "2(x3),1" is [2, 2, 2, 1]."""
+    tasks: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
+        if match is None:
+            raise ValueError(f"SLURM_STEP_TASKS_PER_NODE={text}: not of the form 2(x3),1")
+        tasks += [int(match[1])] * int(match[2] or 1)
+    return tasks
+
+
+def _scontrol(*arguments: str) -> str:
+    command = ["scontrol", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout

@@ -1,4 +1,4 @@
-"""The root cause among the errors of several ranks, and its text for the user.
+"""What ranks fail with: the root cause among their errors, and its text for the user.
 
 When one rank fails its peers fail, too, with transport errors. Each rank writes its error to
 run_dir/logs/rankN.error.json before it exits; the root cause is the earliest that is not a
@@ -12,15 +12,14 @@ import json
 import signal
 import time
 import traceback
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from titanlike.config import files
 from titanlike.config.credentials import redact
 from titanlike.config.errors import ConfigError
-from titanlike.launch.rank_log import log_path
 
+_FAILED = "logs/failed"  # exists once a rank has written its error
 _FRAMES = 5  # of a traceback, innermost
 _TRANSPORT = (
     "connection reset by peer",
@@ -94,14 +93,21 @@ class Failure:
         return failed
 
 
+def log_path(run_dir: Path, rank: int) -> Path:
+    """The file that a rank's output goes to."""
+    return run_dir / "logs" / f"rank{rank}.log"
+
+
 def describe(rank: int, error: BaseException) -> Failure:
     """An exception as a Failure, without the exceptions that torch.distributed wrapped it in."""
     cause = _unwrapped(error)
+    inner = traceback.extract_tb(cause.__traceback__)
+    # the message of an error that this package raises is complete
+    own = bool(inner) and Path(inner[-1].filename).is_relative_to(Path(__file__).parents[1])
     explains_itself = isinstance(cause, ConfigError) or (
-        isinstance(cause, (ValueError, OSError)) and _raised_by_titanlike(cause)
+        isinstance(cause, (ValueError, OSError)) and own
     )
     text = redact(str(cause) if explains_itself else f"{type(cause).__name__}: {cause}")
-    inner = traceback.extract_tb(cause.__traceback__)
     if cause is error:
         del inner[:1]  # the call of the job
     frames = "".join(redact(frame) for frame in traceback.format_list(inner[-_FRAMES:]))
@@ -118,18 +124,14 @@ def describe(rank: int, error: BaseException) -> Failure:
     )
 
 
-def _is_transport(error: BaseException) -> bool:
-    """Whether a peer that failed probably caused it."""
-    text = " ".join(f"{type(link).__name__} {link}" for link in _chain(error)).lower()
-    let_out = any(isinstance(link, PeerFailed) for link in _chain(error))
-    return let_out or any(phrase in text for phrase in _TRANSPORT)
-
-
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """An error and its causes: torch wraps the error of a lost peer in its own."""
+def _is_transport(error: BaseException | None) -> bool:
+    """Whether a peer that failed probably caused it: torch wraps the error of a lost peer in its own."""
     while error is not None:
-        yield error
+        text = f"{type(error).__name__} {error}".lower()
+        if isinstance(error, PeerFailed) or any(phrase in text for phrase in _TRANSPORT):
+            return True
         error = error.__cause__ or error.__context__
+    return False
 
 
 def _unwrapped(error: BaseException) -> BaseException:
@@ -138,38 +140,26 @@ def _unwrapped(error: BaseException) -> BaseException:
     Its "failed to run forward" lists tensors, not the cause. Other code that raises one error from
     another has chosen the message to show.
     """
-    while error.__cause__ is not None and _raising_module(error).startswith("torch.distributed."):
+    while error.__cause__ is not None:
+        module = ""  # whose code raised it
+        for frame, _ in traceback.walk_tb(error.__traceback__):
+            module = frame.f_globals.get("__name__", "")
+        if not module.startswith("torch.distributed."):
+            break
         error = error.__cause__
     return error
-
-
-def _raising_module(error: BaseException) -> str:
-    """The module whose code raised it; "" without a traceback."""
-    module = ""
-    for frame, _ in traceback.walk_tb(error.__traceback__):
-        module = frame.f_globals.get("__name__", "")
-    return module
-
-
-def _raised_by_titanlike(error: BaseException) -> bool:
-    """Whether the innermost frame is in this package: the message of such an error is complete."""
-    frames = traceback.extract_tb(error.__traceback__)
-    return bool(frames) and Path(frames[-1].filename).is_relative_to(Path(__file__).parents[1])
 
 
 def write_failure(run_dir: Path, failure: Failure) -> None:
     """Write rankN.error.json, atomically."""
     path = _error_path(run_dir, failure.rank)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_suffix(".tmp")
-    unfinished.write_text(json.dumps(asdict(failure)), encoding="utf-8")
-    unfinished.replace(path)
-    _failed_path(run_dir).touch()
+    files.atomic_write_text(path, json.dumps(asdict(failure)), sync=False)
+    (run_dir / _FAILED).touch()
 
 
 def clear_failures(run_dir: Path) -> None:
     """Remove the error files of an earlier job in the same run directory."""
-    _failed_path(run_dir).unlink(missing_ok=True)
+    (run_dir / _FAILED).unlink(missing_ok=True)
     for path in _error_paths(run_dir):
         path.unlink(missing_ok=True)
 
@@ -180,7 +170,7 @@ def peer_failed(run_dir: Path, rank: int) -> bool:
     Each of a thousand ranks asks twice a second while the run is to stop: the folder, which has a few
     files of each, is only listed once there is an error.
     """
-    return _failed_path(run_dir).exists() and any(
+    return (run_dir / _FAILED).exists() and any(
         path != _error_path(run_dir, rank) for path in _error_paths(run_dir)
     )
 
@@ -222,11 +212,6 @@ def describe_exit(code: int) -> str:
 
 def _error_paths(run_dir: Path) -> list[Path]:
     return list((run_dir / "logs").glob("rank*.error.json"))
-
-
-def _failed_path(run_dir: Path) -> Path:
-    """A file that exists once a rank has written its error."""
-    return run_dir / "logs" / "failed"
 
 
 def _error_path(run_dir: Path, rank: int) -> Path:

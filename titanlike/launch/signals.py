@@ -1,4 +1,16 @@
-"""Ctrl-C, SIGTERM and dead parents: a process exits soon, reports it, and leaves no children."""
+"""Ctrl-C, SIGTERM and dead parents: a run stops at the next step, or its processes exit soon, report it,
+and leave no children.
+
+A request to stop the run, by a signal or by max_time, is deferred to the next step boundary. Within
+`StopRequest.deferred` a first signal is only recorded: the run stops where all ranks agree to, with a
+checkpoint. A second signal, or one outside, ends the process immediately. The same signal may arrive
+twice (SLURM sends it to every process of a job, and torchrun or the driver forward theirs), so a signal
+within a second of the first is not a second one.
+
+The driver of a local job and its workers communicate by files in a shared folder: `deferred.PID` of
+each worker that defers signals, `stop_code`, the driver's signal, and `stop_now`, once the driver
+ends the job immediately.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +23,109 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from math import inf
+from pathlib import Path
 from typing import Any
 
-from titanlike.launch.stop_request import StopRequest
+from titanlike.config import files
 
+MAX_TIME = 1000  # a stop code that is no signal's number
 GRACE = 5.0  # seconds that the main thread gets to exit by itself after a signal
+_REPEAT = 1.0  # seconds in which a further signal counts as the same one
 _POLL = 0.5  # seconds between checks whether a stop request is futile
 _AGAIN = 0.2  # seconds until a signal that the main thread has not seen is given to it again
+
+
+def stop_reason(code: int) -> str:
+    """A stop code in words: "max_time", a signal's name, or "" for 0."""
+    if code in (0, MAX_TIME):
+        return "max_time" if code else ""
+    return signal.Signals(code).name
+
+
+class StopRequest:
+    """This process' stop request. `folder`: shared by a worker of a local job with its driver."""
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self.started = time.time()  # of the job; restarts do not reset it
+        # whether another rank of the job ended too early
+        self.peer_failed: Callable[[], bool] = lambda: False
+        self._folder = folder
+        self._workers: Path | None = None  # the folder that this process shares with its workers
+        self._deferred = False
+        self._signum = 0  # the signal that this process received
+        self._received_at = -inf
+
+    @contextlib.contextmanager
+    def deferred(self) -> Iterator[None]:
+        """Within it, a first signal is recorded for the next step boundary."""
+        marker = self._folder / f"deferred.{os.getpid()}" if self._folder is not None else None
+        if marker is not None:
+            marker.touch()
+        self._deferred = True
+        try:
+            yield
+        finally:
+            self._deferred = False
+            if marker is not None:
+                marker.unlink(missing_ok=True)
+
+    @contextlib.contextmanager
+    def forwarding(self, folder: Path) -> Iterator[None]:
+        """Within it, this process is the driver of workers and forwards its request to them."""
+        self._workers = folder
+        try:
+            yield
+        finally:
+            self._workers = None
+
+    def receive(self, signum: int) -> bool:
+        """Record a signal; False if it must end the process immediately instead."""
+        if self._signum and time.monotonic() - self._received_at < _REPEAT:
+            return True
+        workers, shared = self._workers, self._workers or self._folder
+        deferred = self._deferred if workers is None else any(workers.glob("deferred.*"))
+        ended = shared is not None and (shared / "stop_now").exists()
+        if self._signum or not deferred or ended:
+            if workers is not None:  # before the SIGTERM that ends them
+                with contextlib.suppress(OSError):
+                    (workers / "stop_now").touch()
+            return False
+        if workers is not None:
+            try:
+                files.atomic_write_text(workers / "stop_code", str(signum), sync=False)
+            except OSError:  # full disk: the workers would not see the request
+                return False
+        self._signum, self._received_at = signum, time.monotonic()
+        # not print(): the signal may interrupt the main thread inside the same buffer
+        text = "stopping after the next step with a checkpoint; a second signal stops immediately"
+        with contextlib.suppress(OSError):
+            os.write(2, f"\n{signal.Signals(signum).name}: {text}\n".encode())
+        return True
+
+    @property
+    def received(self) -> bool:
+        """Whether this process has recorded a signal."""
+        return bool(self._signum)
+
+    def code(self, max_time: float | None = None) -> int:
+        """Why this run is to stop: a signal's number, MAX_TIME, or 0 = it is not.
+
+        max_time: seconds that the job may run.
+        """
+        if self._signum:
+            return self._signum
+        if self._folder is not None and (path := self._folder / "stop_code").exists():
+            return int(path.read_text(encoding="utf-8"))
+        late = max_time is not None and time.time() - self.started >= max_time
+        return MAX_TIME if late else 0
+
+    def is_futile(self) -> bool:
+        """Whether a signal was recorded, but the next step boundary cannot be reached.
+
+        After a rank has failed, an elastic agent sends the remaining ones a SIGTERM, too.
+        """
+        return bool(self._signum) and self._deferred and self.peer_failed()
 
 
 class Interrupted(BaseException):
@@ -55,14 +163,10 @@ def interruptible(
     if threading.current_thread() is not threading.main_thread():
         yield  # a sweep's launcher may run jobs in threads, where Python allows no handlers
         return
-    watcher = _SignalWatcher(report, stop, grace)
-    watcher.install()
-    try:
+    with _SignalWatcher(report, stop or StopRequest(), grace) as watcher:
         yield
-    finally:
-        watcher.uninstall()
-    if signum := watcher.unseen():
-        raise Interrupted(signum)
+    if watcher.fatal and not watcher.raised.is_set():  # the code inside has ended without it
+        raise Interrupted(watcher.fatal)
 
 
 class _SignalWatcher:
@@ -72,17 +176,14 @@ class _SignalWatcher:
     """
 
     def __init__(
-        self,
-        report: Callable[[Interrupted], None] | None,
-        stop: StopRequest | None,
-        grace: float,
+        self, report: Callable[[Interrupted], None] | None, stop: StopRequest, grace: float
     ) -> None:
         self._report, self._stop, self._grace = report, stop, grace
         self._pid = os.getpid()
         self._lock = threading.RLock()  # reentrant: a handler may interrupt a handler
-        self._uninstalled, self._raised = threading.Event(), threading.Event()
+        self._uninstalled, self.raised = threading.Event(), threading.Event()
         self._main = threading.get_ident()
-        self._fatal = 0  # the signal that ends this process
+        self.fatal = 0  # the signal that ends this process
         self._unraisable = sys.unraisablehook
         self._reader, self._writer = os.pipe()
         for end in (self._reader, self._writer):
@@ -90,15 +191,16 @@ class _SignalWatcher:
         self._handler = self._handle  # one object, for comparison with getsignal()
         self._thread = threading.Thread(target=self._watch, daemon=True, name="signals")
 
-    def install(self) -> None:
+    def __enter__(self) -> _SignalWatcher:
         self._previous = {signum: signal.getsignal(signum) for signum in handled_signals()}
         self._thread.start()
         for signum in self._previous:
             signal.signal(signum, self._handler)
         self._previous_fd = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
         sys.unraisablehook = self._ignored
+        return self
 
-    def uninstall(self) -> None:
+    def __exit__(self, *error: object) -> None:
         self._uninstalled.set()
         self._wake()
         self._thread.join(timeout=1)  # first: the previous handler is not for what it sends
@@ -109,24 +211,20 @@ class _SignalWatcher:
         os.close(self._writer)
         os.close(self._reader)
 
-    def unseen(self) -> int:
-        """The signal that ends this process, if the code inside has come to its end without it."""
-        return 0 if self._raised.is_set() else self._fatal
-
     def _handle(self, signum: int, _: Any) -> None:
         if os.getpid() != self._pid:  # a forked child (a data loader's): the pipe is its parent's
             return
         fatal = self._process_signals()
         self._wake()  # this may have taken the byte that was to wake the thread
-        if fatal and not self._raised.is_set() and not self._uninstalled.is_set():
-            self._raised.set()  # once: further signals must not interrupt the cleanup
+        if fatal and not self.raised.is_set() and not self._uninstalled.is_set():
+            self.raised.set()  # once: further signals must not interrupt the cleanup
             raise Interrupted(fatal)
 
     def _ignored(self, unraisable: Any) -> None:
         """Python has ignored an exception, as in a finalizer (`__del__`): the signal's is raised
         again after it."""
         if unraisable.exc_type is Interrupted:
-            self._raised.clear()
+            self.raised.clear()
         else:
             self._unraisable(unraisable)
 
@@ -135,11 +233,11 @@ class _SignalWatcher:
         with self._lock, contextlib.suppress(BlockingIOError):
             while signums := os.read(self._reader, 1):
                 signum = signums[0]
-                if signum == 0 or signal.getsignal(signum) is not self._handler or self._fatal:
+                if signum == 0 or signal.getsignal(signum) is not self._handler or self.fatal:
                     continue
-                if self._stop is None or not self._stop.receive(signum):
-                    self._fatal = signum
-        return self._fatal
+                if not self._stop.receive(signum):
+                    self.fatal = signum
+        return self.fatal
 
     def _wake(self) -> None:
         with contextlib.suppress(BlockingIOError):  # full: it is awake
@@ -147,18 +245,17 @@ class _SignalWatcher:
 
     def _watch(self) -> None:
         """The thread: end the process if the main thread does not."""
-        stop = self._stop
         poll = select.poll()  # not select(): a process may have more than 1024 open files
         poll.register(self._reader, select.POLLIN)
         while not self._uninstalled.is_set():
-            poll.poll(_POLL * 1000 if stop is not None and stop.received else None)
+            poll.poll(_POLL * 1000 if self._stop.received else None)
             if self._uninstalled.is_set():
                 return
             if fatal := self._process_signals():
                 self._insist(fatal)
                 self._end_process(fatal, 0)
-            elif stop is not None and stop.is_futile():
-                self._end_process(stop.code(), GRACE)
+            elif self._stop.is_futile():
+                self._end_process(self._stop.code(), GRACE)
 
     def _insist(self, signum: int) -> None:
         """Wait as long as the main thread may take. Its handler may have run before the signal's
@@ -167,7 +264,7 @@ class _SignalWatcher:
         while (left := deadline - time.monotonic()) > 0:
             if self._uninstalled.wait(min(_AGAIN, left)):
                 return
-            if not self._raised.is_set() and signal.getsignal(signum) is self._handler:
+            if not self.raised.is_set() and signal.getsignal(signum) is self._handler:
                 signal.pthread_kill(self._main, signum)  # also ends a sleep, unlike interrupt_main
 
     def _end_process(self, signum: int, grace: float) -> None:

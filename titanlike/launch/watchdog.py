@@ -2,9 +2,9 @@
 
 1. The training thread records what it begins: a phase of the job, an action of the schedule.
 2. One thread writes that to this rank's heartbeat file, another watches for progress.
-3. After nearly `timeout` seconds without any, all threads' stacks go to the rank's log, torch's
-   record of collectives to logs/flight_recorder, and the heartbeats of all ranks are read twice, to distinguish ranks that do not respond, are stuck, or
-   wait.
+3. After nearly `timeout` seconds without any, all threads' stacks go to the rank's log, torch's record
+   of collectives to logs/flight_recorder, and the heartbeats of all ranks are read twice, to
+   distinguish ranks that do not respond, are stuck, or wait.
 4. The failure is written and this process exits; the launcher ends the other ranks.
 
 A phase of a rank may have a longer limit than that of a peer which it waits for: a save, while the
@@ -12,8 +12,8 @@ peer has stopped in the step before. So ranks 0 and 1 look at all heartbeats mea
 that does not respond is judged by the limit of its own phase.
 
 On a GPU "progress" is that of its queue, too, and a rank's position is the first action there that
-has not ended (`device_queue`). A rank that stands still because another one has failed is let out of
-its collective (`peer_failure`), since there it learns of that by no error.
+has not ended (`DeviceQueue`). A rank that stands still because another one has failed is let out of
+its collective, since there it learns of that by no error.
 
 It exits slightly before the timeout, so that a collective with the same timeout does not fail first
 with an error that names no rank. Time in which the whole process was stopped (Ctrl-Z, a suspended
@@ -24,6 +24,7 @@ detected.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import faulthandler
 import math
 import os
@@ -33,28 +34,39 @@ import sys
 import threading
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from time import monotonic
-from types import TracebackType
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
 from titanlike.config.schema import Launch
-from titanlike.launch.device_queue import DeviceQueue, Mark
-from titanlike.launch.failures import Failure, write_failure
-from titanlike.launch.hang_report import AFTER, explain, unresponsive
-from titanlike.launch.heartbeat import Beat, Heartbeat, in_debugger, innermost_frames, read_beats
-from titanlike.launch.peer_failure import let_out
-from titanlike.launch.rank_log import log_path
+from titanlike.launch.failures import Failure, PeerFailed, log_path, write_failure
+from titanlike.launch.heartbeat import (
+    AFTER,
+    Beat,
+    Heartbeat,
+    explain,
+    innermost_frames,
+    read_beats,
+    unresponsive,
+)
 from titanlike.launch.signals import exit_now
 from titanlike.launch.worker import Worker
+
+if TYPE_CHECKING:
+    from torch import Event
 
 _WAKE_DELAY = 2.0  # seconds that a thread may wake late; beyond that, the process was stopped
 _JOIN_TIMEOUT = 2.0  # seconds for the watching thread to end
 _RECORD_TIMEOUT = 5.0  # seconds to write the record of collectives, which take part of:
 _REPORT_TIMEOUT = 15.0  # seconds to write and report the failure before the process exits
+_LEAVE_TIMEOUT = 15.0  # seconds for the training thread to leave the job once a peer has failed
 _PATIENCE = 5.0  # seconds without progress on a device after which peers are looked at,
 _PEER_INTERVAL = 2.0  # and then between two looks
+# Marks of a queue that is not read: then the oldest are kept, which tell what hangs. A step has a
+# few hundred, of 0.5 KB
+_MOST_MARKS = 8192
 # keys of the timeouts of phases, for the error text; others: launch.timeout
 _KEYS = {"load": "checkpoint.timeout", "save": "checkpoint.timeout"}
 
@@ -81,12 +93,10 @@ class Watchdog:
         # the same on all ranks: one without a new beat in `_response_time` does not respond
         self._interval = max(0.05, min(settings.heartbeat, self._shortest / 10))
         self._response_time = 2 * self._interval
-        self._poll = min(1.0, self._shortest / 20)
         self._thread_id = 0
         self._ended = threading.Event()
         self._awake_since = -math.inf
-        self._peers_looked_at = -math.inf
-        self._judges = worker.world_size > 1 and worker.rank < 2  # one, should the other be stopped
+        self._next_look = -math.inf  # whether a peer has failed
         self._looking = threading.Thread()
         self._seen: dict[int, tuple[int, float]] = {}  # number of a peer's beat, and since when
         # of a peer that has not responded for its own limit: its beat, and all of that time
@@ -133,12 +143,7 @@ class Watchdog:
         self._watcher.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._ended.set()
         self._heartbeat.end(kind.__name__ if kind else "done")
         self._watcher.join(_JOIN_TIMEOUT)
@@ -177,17 +182,20 @@ class Watchdog:
         )
 
     def _watch(self) -> None:
+        # two look at their peers, as one may be stopped itself
+        looks = self._worker.world_size > 1 and self._worker.rank < 2
         if self._queue is not None:
             self._queue.enter_thread()
-        while self._sleep(self._poll):
-            if self._queue is not None and self._look_at_device(self._queue):
+        while self._sleep(min(1.0, self._shortest / 20)):
+            if self._queue is not None and self._waits_for_failed_peer(self._queue):
+                self._let_out()
                 return
             limit = max(self._limit, 2 * self._response_time)
             early = self._response_time + min(1.0, limit / 20)
             since = self._last_progress()
             if monotonic() - since > limit - early:
                 self._suspect(since)
-            elif not self._judges or limit <= self._shortest:
+            elif not looks or limit <= self._shortest:
                 self._seen, self._lost = {}, None
             elif not self._looking.is_alive():
                 if self._lost is not None:
@@ -197,22 +205,54 @@ class Watchdog:
                 self._looking = threading.Thread(target=self._look_at_peers, daemon=True)
                 self._looking.start()
 
-    def _look_at_device(self, queue: DeviceQueue) -> bool:
-        """How far the device is; True once the training thread was let out, as a peer has failed."""
+    def _sleep(self, seconds: float) -> bool:
+        """False once the run is over. Records if the whole process was stopped meanwhile."""
+        start = monotonic()
+        over = self._ended.wait(seconds)
+        if monotonic() - start > seconds + _WAKE_DELAY:
+            self._awake_since = monotonic()
+        return not over
+
+    def _waits_for_failed_peer(self, queue: DeviceQueue) -> bool:
+        """Look how far the device is; whether it stands still while a peer has failed."""
         before, mark = self._unfinished, queue.first_unfinished()
         if (mark and mark.number) != (before and before.number):
             self._device_since = monotonic()
         self._unfinished = mark
-        now = monotonic()
-        if now - self._last_progress() < min(_PATIENCE, self._shortest / 4):
+        now, shortest = monotonic(), self._shortest / 4
+        if now < self._last_progress() + min(_PATIENCE, shortest) or now < self._next_look:
             return False
-        if now - self._peers_looked_at < min(_PEER_INTERVAL, self._shortest / 4):
-            return False
-        self._peers_looked_at = now
-        if not self._worker.stop_request.has_peer_failed():
-            return False
-        let_out(self._thread_id, self._abort, self._ended, self._worker)
-        return True
+        self._next_look = now + min(_PEER_INTERVAL, shortest)
+        return self._worker.stop_request.peer_failed()
+
+    def _let_out(self) -> None:
+        """Let the training thread out of a GPU's collective once another rank has failed.
+
+        A rank that fails under gloo closes its connections, and its peers' collectives raise. Under
+        NCCL they wait on: the thread sits in a call that waits for the GPU, and the GPU waits for
+        the peer. So
+        1. PeerFailed is raised in the training thread, which takes effect when that call returns,
+           before anything is done with what it returns, which may be garbage;
+        2. the collectives are aborted, and the call returns;
+        3. the thread leaves the job as after any error. If it does not, the process ends.
+        """
+
+        def give_up() -> None:
+            if not self._ended.is_set():
+                run_dir, rank = self._worker.run_dir, self._worker.rank
+                text = f"{PeerFailed()}, and this one waited on for {_LEAVE_TIMEOUT:.0f} s"
+                with contextlib.suppress(OSError):
+                    write_failure(run_dir, Failure(rank, text, "", True, time.time()))
+                exit_now(1)
+
+        _call_later(_LEAVE_TIMEOUT, give_up)
+        thread, error = ctypes.c_ulong(self._thread_id), ctypes.py_object(PeerFailed)
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, error)
+        try:
+            self._abort()
+        except Exception:  # as of a group that the thread is closing itself
+            traceback.print_exc()
+        self._ended.wait(_LEAVE_TIMEOUT)
 
     def _look_at_peers(self) -> None:
         """Find one that has written no beat for as long as its phase may last."""
@@ -234,51 +274,44 @@ class Watchdog:
                     self._lost = beat, beats
                 return
 
-    def _sleep(self, seconds: float) -> bool:
-        """False once the run is over. Records if the whole process was stopped meanwhile."""
-        start = monotonic()
-        over = self._ended.wait(seconds)
-        if monotonic() - start > seconds + _WAKE_DELAY:
-            self._awake_since = monotonic()
-        return not over
-
     def _suspect(self, since: float) -> None:
         """Nearly timed out: read all beats twice; exit if this rank makes no progress meanwhile."""
         before: dict[int, Beat] = {}
+
+        def record() -> None:
+            with contextlib.suppress(OSError), self._open_log() as log:
+                seconds = monotonic() - since
+                print(f"no progress for {seconds:.0f} s; all threads:", file=log, flush=True)
+                faulthandler.dump_traceback(log)
+            before.update(self._beats())
+            if (
+                "torch.distributed" in sys.modules
+            ):  # else there is nothing; it takes seconds to import
+                from titanlike.torch_private.process_groups import write_records
+
+                folder = self._worker.run_dir / "logs" / "flight_recorder"
+                with contextlib.suppress(OSError, RuntimeError):
+                    write_records(folder, self._worker.rank)
+
         # in a thread: an unavailable file server must not block the watchdog, too
-        self._recording = threading.Thread(target=self._record, args=(since, before), daemon=True)
+        self._recording = threading.Thread(target=record, daemon=True)
         self._recording.start()
         if not self._sleep(self._response_time):
             return
-        if in_debugger(self._thread_id):
-            self._awake_since = monotonic()
+        frame = sys._current_frames().get(self._thread_id)
+        for inner, _ in traceback.walk_stack(frame) if frame else ():
+            name = Path(inner.f_code.co_filename).name
+            if name == "bdb.py" or name.startswith("pydevd"):  # in pdb or an editor's debugger
+                self._awake_since = monotonic()
         if self._last_progress() == since:
             self._give_up(dict(before))
-
-    def _record(self, since: float, before: dict[int, Beat]) -> None:
-        """Write all threads' stacks to the log, all ranks' beats to `before`, and what collectives
-        torch has recorded to a file."""
-        with contextlib.suppress(OSError), self._open_log() as log:
-            seconds = monotonic() - since
-            print(f"no progress for {seconds:.0f} s; all threads:", file=log, flush=True)
-            faulthandler.dump_traceback(log)
-        before.update(self._beats())
-        if (
-            "torch.distributed" in sys.modules
-        ):  # else there are none, and it takes seconds to import
-            from titanlike.torch_private.process_groups import write_records
-
-            with contextlib.suppress(OSError, RuntimeError):
-                write_records(record_folder(self._worker.run_dir), self._worker.rank)
 
     def _give_up(self, before: dict[int, Beat], limit: str = "") -> None:
         """Report the hang and exit; at the latest after `_REPORT_TIMEOUT`.
 
         limit: the key=seconds that was exceeded, "" = this rank's own.
         """
-        deadline = threading.Timer(_REPORT_TIMEOUT, os._exit, [1])
-        deadline.daemon = True
-        deadline.start()
+        _call_later(_REPORT_TIMEOUT, lambda: os._exit(1))
         try:
             own, now = self._observe(), self._beats()
             size = self._worker.world_size
@@ -293,7 +326,12 @@ class Watchdog:
                 print(text, file=log, flush=True)
             self._heartbeat.end("no progress")
             self._recording.join(_RECORD_TIMEOUT)
-            self._resume_stopped(unresponsive(before, now, own.rank))
+            for beat in unresponsive(before, now, own.rank):
+                # of this launcher, which would wait half a minute for one that is stopped: that
+                # handles no SIGTERM
+                if beat.host == self._host and _parent(beat.pid) == os.getppid():
+                    with contextlib.suppress(OSError):
+                        os.kill(beat.pid, signal.SIGCONT)
             if self._report_failure is not None:
                 self._report_failure(failure)
             elif size == 1:
@@ -302,16 +340,6 @@ class Watchdog:
             traceback.print_exc()
         finally:
             exit_now(1)
-
-    def _resume_stopped(self, others: list[Beat]) -> None:
-        """Send SIGCONT to unresponsive ranks of this launcher.
-
-        A stopped process does not handle SIGTERM: the launcher would wait half a minute for it.
-        """
-        for beat in others:
-            if beat.host == self._host and _parent(beat.pid) == os.getppid():
-                with contextlib.suppress(OSError):
-                    os.kill(beat.pid, signal.SIGCONT)
 
     def _beats(self) -> dict[int, Beat]:
         return read_beats(self._worker.run_dir, self._worker.world_size)
@@ -324,9 +352,10 @@ class Watchdog:
             return contextlib.nullcontext(sys.__stderr__ or sys.stderr)
 
 
-def record_folder(run_dir: Path) -> Path:
-    """Where the ranks write what collectives torch has recorded, as its analyzer reads them."""
-    return run_dir / "logs" / "flight_recorder"
+def _call_later(seconds: float, function: Callable[[], object]) -> None:
+    timer = threading.Timer(seconds, function)
+    timer.daemon = True
+    timer.start()
 
 
 def _parent(pid: int) -> int | None:
@@ -336,3 +365,58 @@ def _parent(pid: int) -> int | None:
             return int(stat.read().rpartition(")")[2].split()[1])
     except (OSError, ValueError):
         return None
+
+
+class Mark(NamedTuple):
+    """A place in a device's queue."""
+
+    number: int  # counts up from 0
+    step: int
+    phase: str
+    action: Any
+    received: bool  # before the action, once what it waits for from others has arrived; else after
+    event: Event
+
+
+class DeviceQueue:
+    """What a device has done of what its training thread has put into its queue.
+
+    A GPU's work is queued by Python and done later: Python has long gone through a step's schedule
+    when the GPU hangs in its second action. So after each action an event is put into the queue, and
+    the first event that has not come to pass tells the action. On a CPU work is done when it is
+    called, and there is no queue. The marks are made in one thread and read in others.
+    """
+
+    def __init__(
+        self, new_event: Callable[[], Event], enter_thread: Callable[[], None] = lambda: None
+    ) -> None:
+        """enter_thread: called in each thread that reads, before it does: selects the device."""
+        self._new_event, self.enter_thread = new_event, enter_thread
+        self._marks: deque[Mark] = deque()
+        self._free: list[Event] = []  # events are used again
+        self._made = 0
+
+    def mark(self, step: int, phase: str, action: Any, received: bool = False) -> None:
+        """Put a mark behind all that is in the queue now. Takes a few microseconds."""
+        while self._marks and self._marks[0].event.query():
+            self._free.append(self._marks.popleft().event)
+        if len(self._marks) == _MOST_MARKS:
+            return
+        event = self._free.pop() if self._free else self._new_event()
+        event.record()
+        self._marks.append(Mark(self._made, step, phase, action, received, event))
+        self._made += 1
+
+    def first_unfinished(self) -> Mark | None:
+        """The first mark that the device has not come to; None where it has done all."""
+        while True:
+            try:
+                marks = tuple(self._marks)
+            except RuntimeError:  # changed meanwhile
+                continue
+            mark = next((mark for mark in marks if not mark.event.query()), None)
+            if mark is None:
+                return None
+            if self._marks and self._marks[0].number <= mark.number:
+                return mark
+            # it was done meanwhile, and its event stands for a later place now

@@ -2,46 +2,70 @@
 
 1. Its output goes to run_dir/logs/rankN.log.
 2. It waits until all ranks of the job have started; missing ones are named.
-3. It calls the job's function.
+3. It calls the job's function, in which all ranks may meet at further points (`barrier`).
 4. An error is written to a file before any cleanup.
 """
 
 from __future__ import annotations
 
 import contextlib
-import gc
-import importlib
+import dataclasses
+import faulthandler
 import json
+import logging
 import os
-import random
-import signal
 import socket
 import sys
 import time
 import traceback
-import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, TextIO
 
 from titanlike.config.credentials import redact
-from titanlike.launch.barrier import meet, meet_in_groups
-from titanlike.launch.environment import interpreter, use_loopback
-from titanlike.launch.failures import Failure, describe, peer_failed, write_failure
-from titanlike.launch.job import Job
-from titanlike.launch.process_end import collected_once_built, leave, no_garbage_collection
-from titanlike.launch.rank_log import logged
-from titanlike.launch.signals import Interrupted, die_with_parent, exit_now, interruptible
-from titanlike.launch.stop_request import StopRequest
+from titanlike.config.errors import ConfigError
+from titanlike.config.imports import import_object
+from titanlike.config.parse import parse, to_plain
+from titanlike.config.schema import Config
+from titanlike.launch.failures import Failure, describe, log_path, peer_failed, write_failure
+from titanlike.launch.process_end import collected_once_built
+from titanlike.launch.signals import Interrupted, StopRequest
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
+_NAMED = 16  # missing ranks that an error names
 
-_POLL = 0.01  # seconds between two looks for the job
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+
+@dataclass(frozen=True)
+class Job:
+    """What every rank gets as JSON: a function by its import path (`package.module:function`), and its
+    arguments."""
+
+    function: str
+    config: Config
+    run_dir: Path  # absolute
+    overrides: list[str]  # of the command line
+    started: float = field(default_factory=time.time)  # seconds since the epoch; for max_time
+
+    def to_json(self) -> str:
+        plain = {
+            **{field.name: getattr(self, field.name) for field in dataclasses.fields(self)},
+            "config": to_plain(self.config),
+            "run_dir": str(self.run_dir),
+        }
+        return json.dumps(plain)
+
+    @classmethod
+    def from_json(cls, text: str) -> Job:
+        plain = json.loads(text)
+        config, problems = parse(plain["config"])
+        if problems:  # the sender runs another version of this program
+            raise ConfigError(problems)
+        return cls(**{**plain, "config": config, "run_dir": Path(plain["run_dir"])})
 
 
 @dataclass(frozen=True)
@@ -65,15 +89,19 @@ class Worker:
 def run_job(job: Job, worker: Worker) -> dict[str, Any]:
     """Call the job's function on this rank. Writes its error to the rank's log and error file."""
     environment = dict(os.environ)
-    if worker.one_machine:
-        use_loopback()
-    log_file = logged(job.run_dir, worker.rank, console=worker.rank == 0)
-    with collected_once_built(), log_file as log:
+    if worker.one_machine:  # gloo and NCCL need no other interface to listen on
+        loopback = "lo0" if sys.platform == "darwin" else "lo"
+        os.environ.update(GLOO_SOCKET_IFNAME=loopback, NCCL_SOCKET_IFNAME=f"={loopback}")
+    with collected_once_built(), _logged(job.run_dir, worker.rank) as log:
         try:
-            local = _start(worker, job.config.launch.timeout)
+            machine = socket.gethostname()
+            with contextlib.suppress(OSError):  # containers number their processes separately
+                machine += f"/{os.stat('/proc/self/ns/pid').st_ino}"
+            pids = start_together(worker, machine, job.config.launch.timeout)
             worker.stop_request.started = job.started
-            worker.stop_request.watch_peers(partial(_peer_ended, job.run_dir, worker.rank, local))
-            return job.load()(job.config, worker) or {}
+            worker.stop_request.peer_failed = partial(_peer_ended, job.run_dir, worker.rank, pids)
+            function = import_object(job.function.replace(":", "."))
+            return function(job.config, worker) or {}
         except (Interrupted, KeyboardInterrupt):
             raise
         except BaseException as error:
@@ -87,177 +115,127 @@ def run_job(job: Job, worker: Worker) -> dict[str, Any]:
             os.environ.update(environment)
 
 
-def _start(worker: Worker, timeout: float) -> list[int]:
-    """Wait for all ranks to start; the process ids of those on this machine."""
-    if worker.store is None:
-        return [os.getpid()]
-    machine = socket.gethostname()
-    with contextlib.suppress(OSError):  # containers number their processes separately
-        machine += f"/{os.stat('/proc/self/ns/pid').st_ino}"
-    rank, size, pid = worker.rank, worker.world_size, str(os.getpid())
-    here = meet_in_groups(worker.store, rank, size, "start", timeout, machine, pid)
-    return [int(pid) for pid in here]
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:  # it exists, but is another user's
-        pass
-    return True
-
-
-def _peer_ended(run_dir: Path, rank: int, local: list[int]) -> bool:
-    """Whether another rank failed or was killed: otherwise none ends before the last barrier."""
-    return not all(map(_is_alive, local)) or peer_failed(run_dir, rank)
+class BarrierTimeout(RuntimeError):
+    """Some ranks did not reach a barrier in time."""
 
 
 def barrier(
     worker: Worker, name: str, timeout: float, message: str = "", listens: bool = False
 ) -> dict[int, str]:
-    """Wait for all ranks at a named point of a job: see `meet`."""
-    if worker.store is None:
-        return {0: message} if message and listens else {}
-    return meet(worker.store, worker.rank, worker.world_size, name, timeout, message, listens)
+    """Wait for all ranks at a named point of a job; returns the message of each rank that has one.
 
+    name: new in this job. listens: whether this rank wants the messages; else it gets none.
+    Raises BarrierTimeout after `timeout` seconds, with the ranks that are missing.
 
-def first_answer(worker: Worker, name: str, answer: str) -> str:
-    """The answer of the rank that calls this first; "no" if the store is gone."""
-    if worker.store is None:
-        return answer
+    The store is one process for all ranks. So a rank never asks for the others one by one: each
+    appends to one value, and the last to arrive reads it and publishes what they said in the key
+    that all wait for. A rank makes at most five requests, however many ranks there are, and reads
+    next to nothing where the others have nothing to say.
+    """
+    store, rank = worker.store, worker.rank
+    if store is None:
+        return {rank: message} if message and listens else {}
+    arrived, complete = f"{name}/arrived", f"{name}/complete"
+    # torch's stub lacks `append`
+    store.append(arrived, f"{json.dumps([rank, message])},")  # type: ignore[attr-defined]
+    if store.add(f"{name}/count", 1) == worker.world_size:
+        messages = {other: text for other, text in _arrived(store, arrived).items() if text}
+        store.set(complete, json.dumps([*messages.items()]))
+        return messages if listens else {}
     try:
-        return worker.store.compare_set(name, "", answer).decode()
+        store.wait([complete], timedelta(seconds=timeout))
     except RuntimeError:
-        return "no"
+        missing = sorted({*range(worker.world_size)} - _arrived(store, arrived).keys())
+        who = f"rank {in_words(missing)} did not reach"
+        if not missing:
+            who = "a rank ended while it reached"
+        raise BarrierTimeout(
+            f"{who} the job's {name} in {timeout:g} s (launch.timeout); see their logs, and check "
+            "that their machines are up"
+        ) from None
+    return dict(json.loads(store.get(complete))) if listens else {}
 
 
-def serve(scratch: str, driver: int, function: str, count: int) -> NoReturn:
-    """The fork server of a job's ranks: see `worker_processes`.
+def _arrived(store: Store, key: str) -> dict[int, str]:
+    return dict(json.loads(f"[{store.get(key).decode().rstrip(',')}]"))
 
-    It imports what the job's function needs while the driver (a process id) checks the config, forks a
-    process for each of `count` ranks once there is scratch/job.json, and writes into scratch/ranks that
-    one has begun (with its process id) or ended (its exit code).
+
+def in_words(ranks: list[int]) -> str:
+    """ "1, 2, 3", or the first of many and the number of the others."""
+    more = len(ranks) - _NAMED
+    return ", ".join(map(str, ranks[:_NAMED])) + (f" and {more} more" if more > 0 else "")
+
+
+def start_together(worker: Worker, machine: str, timeout: float) -> list[int]:
+    """Wait for all ranks to start; the process ids of those on this machine.
+
+    What a rank reads does not grow with the number of machines.
     """
-    die_with_parent(driver, signal.SIGKILL)  # and the ranks die with it
-    folder = Path(scratch)
-    # a cluster sends these to every process of a job: the ranks decide when to end
-    handlers = {signum: signal.signal(signum, signal.SIG_IGN) for signum in _SIGNALS}
-    with no_garbage_collection():
-        _import_module_of(function)
-        while not (folder / "job.json").exists():
-            if os.getppid() != driver:  # where the kernel does not end orphans
-                exit_now(1)
-            time.sleep(_POLL)
-        told = os.open(folder / "ranks", os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
-        gc.freeze()  # what is imported is garbage in no rank, and its memory stays shared
-        ranks: dict[int, int] = {}
-        start = _fork_rank if _may_fork() else _spawn_rank
-        for rank in range(count):
-            pid = start(scratch, rank, handlers)
-            ranks[pid] = rank
-            os.write(told, b"began %d %d\n" % (rank, pid))
-    while ranks:
-        pid, status = os.wait()
-        if (rank := ranks.pop(pid, None)) is not None:
-            os.write(told, b"ended %d %d\n" % (rank, os.waitstatus_to_exitcode(status)))
-    os._exit(0)
+    if worker.store is None:
+        return [os.getpid()]
+    key = f"start/of/{machine}"
+    worker.store.append(key, f"{os.getpid()}\n")  # type: ignore[attr-defined]  # as above
+    barrier(worker, "start", timeout)
+    return [int(pid) for pid in worker.store.get(key).decode().splitlines()]
 
 
-def _may_fork() -> bool:
-    """Not once an import, as that of a plugin of torch, has initialized an accelerator."""
-    import torch
+def _peer_ended(run_dir: Path, rank: int, pids: list[int]) -> bool:
+    """Whether another rank failed or was killed: otherwise none ends before the last barrier.
 
-    accelerator = torch.accelerator.current_accelerator()
-    return accelerator is None or not getattr(torch, accelerator.type).is_initialized()
-
-
-def _fork_rank(scratch: str, rank: int, handlers: Mapping[signal.Signals, Any]) -> int:
-    """The process id of a child that is a rank of the job; handlers: of its signals."""
-    server = os.getpid()
-    signal.pthread_sigmask(signal.SIG_BLOCK, handlers)  # none is lost before the child has handlers
-    with warnings.catch_warnings():
-        # of threads that libraries started at import: they end at a fork
-        warnings.simplefilter("ignore", DeprecationWarning)
-        pid = os.fork()
-    for signum, handler in handlers.items() if pid == 0 else ():
-        signal.signal(signum, handler)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, handlers)
-    if pid:
-        return pid
-    os.setsid()
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-    random.seed()  # global generators differ between processes, unless somebody seeds them
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed()
-    main(scratch, server)
-
-
-def _spawn_rank(scratch: str, rank: int, handlers: Mapping[signal.Signals, Any]) -> int:
-    """The same of a process that imports for itself."""
-    program = (
-        f"import sys; sys.path[:] = {sys.path!r}; "
-        f"from titanlike.launch.worker import main; main({scratch!r}, {os.getpid()})"
-    )
-    env = os.environ | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-    defaults = [signum for signum, handler in handlers.items() if handler != signal.SIG_IGN]
-    command = [*interpreter(), "-u", "-c", program]
-    return os.posix_spawn(sys.executable, command, env, setsid=True, setsigdef=defaults)
-
-
-def main(scratch: str, parent: int) -> NoReturn:
-    """A rank's process; `scratch` has job.json and gets result.json.
-
-    A signal that is not deferred ends it immediately: the driver reports.
+    pids: of the ranks on this machine.
     """
-    die_with_parent(parent, signal.SIGKILL)  # safe: checkpoints are atomic
-    folder = Path(scratch)
-    stop = StopRequest(folder)
-    try:
-        with interruptible(stop=stop, grace=0):
-            _run_and_report(folder, stop)
-    except Interrupted as interrupted:  # also while an error was being reported
-        exit_now(interrupted.exit_code)
-    leave(0)
+    for pid in pids:
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return True
+        except OSError:  # it exists, but is another user's
+            continue
+    return peer_failed(run_dir, rank)
 
 
-def _import_module_of(function: str) -> None:
-    """Import this program's own modules; a user's code only once its config has been checked."""
-    if function.startswith("titanlike."):
-        with contextlib.suppress(ImportError):  # raised and reported where the job is loaded
-            importlib.import_module(function.rpartition(".")[0])
+@contextlib.contextmanager
+def _logged(run_dir: Path, rank: int) -> Iterator[TextIO]:
+    """Within it, this process' output goes to the rank's log file, which is yielded.
+
+    Python's output of rank 0 goes to the console, too, and the terminal stays a terminal. On the
+    others the file replaces the process' stdout and stderr, so that it also gets the output of C
+    libraries.
+    """
+    path = log_path(run_dir, rank)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    with open(path, "a", encoding="utf-8", buffering=1) as file, contextlib.ExitStack() as stack:
+        for descriptor in (1, 2) if rank > 0 else ():
+            saved = os.dup(descriptor)
+            stack.callback(os.close, saved)
+            stack.callback(os.dup2, saved, descriptor)
+            stack.callback((sys.stdout if descriptor == 1 else sys.stderr).flush)
+            os.dup2(file.fileno(), descriptor)
+        copy = file if rank == 0 else None
+        stack.enter_context(contextlib.redirect_stdout(_Tee(sys.stdout, copy)))
+        stack.enter_context(contextlib.redirect_stderr(_Tee(sys.stderr, copy)))
+        faulthandler.enable(file)  # writes the stack of a segmentation fault
+        try:
+            yield file
+        finally:
+            faulthandler.disable()
+            root.handlers[:], root.level = handlers, level
 
 
-def _run_and_report(folder: Path, stop: StopRequest) -> None:
-    """The job on this rank, and what the driver reads of it: result.json or an error."""
-    job = Job.from_json((folder / "job.json").read_text(encoding="utf-8"))
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    try:
-        from torch.distributed import FileStore
+class _Tee:
+    """A stream that also writes to `file` if there is one, and removes credentials."""
 
-        worker = Worker(
-            rank=rank,
-            world_size=world_size,
-            local_rank=rank,
-            local_world_size=world_size,
-            one_machine=True,
-            run_dir=job.run_dir,
-            store=FileStore(str(folder / "store"), world_size),
-            overrides=job.overrides,
-            stop_request=stop,
-        )
-        result = run_job(job, worker)
-        if rank == 0:
-            (folder / "result.json").write_text(json.dumps(result), encoding="utf-8")
-    except Interrupted:
-        raise
-    except BaseException as error:
-        failure = describe(rank, error)
-        if not failure.transport:  # run_dir may be lost, or be a later start's
-            with contextlib.suppress(OSError):  # removed: the driver has the cause from a peer
-                write_failure(folder, failure)
-        exit_now(1)  # destroying the process groups would look like the root cause to peers
-    # none exits before all have finished: see `_peer_ended`
-    with contextlib.suppress(RuntimeError):  # the driver finds the rank that failed
-        barrier(worker, "end", job.config.launch.timeout)
+    def __init__(self, console: TextIO, file: TextIO | None) -> None:
+        self._console, self._file = console, file
+
+    def write(self, text: str) -> int:
+        text = redact(text)
+        # progress bars redraw a line with \r
+        if self._file is not None and "\r" not in text and not self._file.closed:
+            self._file.write(text)
+        return self._console.write(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._console, name)

@@ -73,40 +73,35 @@ class Chart:
     device_memory: int = 0  # bytes
 
 
-_MICRO = 1e6
-
-
 def write_trace(chart: Chart, path: Path) -> None:
+    """A file for Perfetto or chrome://tracing."""
     text = json.dumps({"traceEvents": [*_events(chart)], "displayTimeUnit": "ms"})
     files.atomic_write_text(path, text)
 
 
 def _events(chart: Chart) -> Iterator[dict[str, Any]]:
+    def event(
+        ph: str, pid: int, tid: int, start: float | None = None, **rest: Any
+    ) -> dict[str, Any]:
+        when = {} if start is None else {"ts": 1e6 * start}
+        return {"ph": ph, "pid": pid, "tid": tid, **when, **rest}
+
     for rank, row in enumerate(chart.rows):
-        yield _name("process_name", rank, 0, f"pipeline rank {rank}")
-        yield _name("thread_name", rank, 0, "device")
+        process = {"name": f"pipeline rank {rank}"}
+        yield event("M", rank, 0, name="process_name", args=process)
+        yield event("M", rank, 0, name="thread_name", args={"name": "device"})
         if chart.messages:
-            yield _name("thread_name", rank, 1, "messages it sends")
+            yield event("M", rank, 1, name="thread_name", args={"name": "messages it sends"})
         for box in row:
-            yield _slice(box.words, box.kind, rank, 0, box.start, box.end)
-    for number, message in enumerate(chart.messages):
-        what = "activations" if message.way == "F" else "gradients"
-        name = f"{what} of stage {message.stage} microbatch {message.mb} to rank {message.receiver}"
-        yield _slice(name, "message", message.sender, 1, message.start, message.end)
+            dur = 1e6 * (box.end - box.start)
+            yield event("X", rank, 0, box.start, dur=dur, name=box.words, cat=box.kind)
+    for number, (way, stage, mb, sender, receiver, start, end) in enumerate(chart.messages):
+        what = "activations" if way == "F" else "gradients"
+        name = f"{what} of stage {stage} microbatch {mb} to rank {receiver}"
+        yield event("X", sender, 1, start, dur=1e6 * (end - start), name=name, cat="message")
         arrow = {"name": what, "cat": "message", "id": number}
-        yield arrow | {"ph": "s", "pid": message.sender, "tid": 1, "ts": _MICRO * message.start}
-        end = {"ph": "f", "bp": "e", "pid": message.receiver, "tid": 0, "ts": _MICRO * message.end}
-        yield arrow | end
+        yield event("s", sender, 1, start, **arrow)
+        yield event("f", receiver, 0, end, bp="e", **arrow)
     for rank, curve in enumerate(chart.memory):
         for seconds, nbytes in zip(*curve, strict=True):
-            counter = {"ph": "C", "name": "memory", "pid": rank, "ts": _MICRO * seconds}
-            yield counter | {"args": {"bytes": nbytes}}
-
-
-def _slice(name: str, kind: str, rank: int, row: int, start: float, end: float) -> dict[str, Any]:
-    when = {"ts": _MICRO * start, "dur": _MICRO * (end - start)}
-    return {"ph": "X", "name": name, "cat": kind, "pid": rank, "tid": row, **when}
-
-
-def _name(kind: str, rank: int, row: int, name: str) -> dict[str, Any]:
-    return {"ph": "M", "name": kind, "pid": rank, "tid": row, "args": {"name": name}}
+            yield event("C", rank, 0, seconds, name="memory", args={"bytes": nbytes})

@@ -49,9 +49,6 @@ _ACTION = 15.0  # pixels that the shortest action should have
 _ROW, _MEMORY_ROW = 0.34, 0.22  # inches
 
 
-Corners = list[tuple[float, float]]
-
-
 class _Shape(NamedTuple):
     kind: str
     rank: int
@@ -63,29 +60,12 @@ class _Shape(NamedTuple):
 
 def draw(chart: Chart, path: Path, title: str = "") -> None:
     """Write an .svg or .png file. title: instead of the chart's own."""
-    figure = _figure(chart, title or chart.title)
-    salt: dict[Any, Any] = {
-        "svg.fonttype": "none",
-        "svg.hashsalt": "plan",
-        "font.sans-serif": ["DejaVu Sans"],
-    }  # the same file each time
-    drawn, kind = io.BytesIO(), path.suffix.lstrip(".")
-    with matplotlib.rc_context(salt):
-        figure.savefig(drawn, format=kind, metadata={"Date": None} if kind == "svg" else None)
-    written = drawn.getvalue()
-    files.atomic_write_bytes(path, _compact(written) if kind == "svg" else written)
-
-
-def _compact(svg: bytes) -> bytes:
-    """An outline and a text take a line each, and not a line a point and an element."""
-    svg = re.sub(rb"<!--.*?-->", b"", svg, flags=re.DOTALL)
-    svg = re.sub(rb"\s*\n\s*(?=[MLQCz\"])", b" ", svg)
-    return re.sub(rb">\s+(?=<text|<path|<use|</g>)", b">", svg)
-
-
-def _figure(chart: Chart, title: str) -> Figure:
     shapes, ranks = [*_shapes(chart)], len(chart.rows)
-    width = _width(shapes, chart.seconds)
+    lengths = sorted(shape.end - shape.start for shape in shapes if shape.kind in "FBIW")
+    width = _INCHES[0]
+    if lengths:
+        usual = lengths[len(lengths) // 3] or chart.seconds  # some stages may be empty
+        width = min(_INCHES[1], max(width, _ACTION * chart.seconds / usual / _DPI))
     height = 1.7 + ranks * (_ROW + (_MEMORY_ROW if chart.memory else 0))
     figure = Figure(figsize=(width, height), dpi=_DPI, layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
@@ -104,16 +84,23 @@ def _figure(chart: Chart, title: str) -> Figure:
     patches = [Patch(color=_COLOURS[k][0], label=names[k]) for k in _COLOURS if k in kinds]
     patches.append(Patch(facecolor=_IDLE, edgecolor="#cccccc", label="idle"))
     figure.legend(handles=patches, loc="outside lower left", ncols=6, fontsize=8, frameon=False)
-    figure.suptitle(title, fontsize=10, x=0.01, ha="left", color=_INK)
-    return figure
-
-
-def _width(shapes: list[_Shape], step: float) -> float:
-    lengths = sorted(shape.end - shape.start for shape in shapes if shape.kind in "FBIW")
-    if not lengths:
-        return _INCHES[0]
-    usual = lengths[len(lengths) // 3] or step  # some stages may be empty
-    return min(_INCHES[1], max(_INCHES[0], _ACTION * step / usual / _DPI))
+    figure.suptitle(title or chart.title, fontsize=10, x=0.01, ha="left", color=_INK)
+    settings: dict[Any, Any] = {  # the same file each time
+        "svg.fonttype": "none",
+        "svg.hashsalt": "plan",
+        "font.sans-serif": ["DejaVu Sans"],
+    }
+    drawn, kind = io.BytesIO(), path.suffix.lstrip(".")
+    with matplotlib.rc_context(settings):
+        figure.savefig(drawn, format=kind, metadata={"Date": None} if kind == "svg" else None)
+    data = drawn.getvalue()
+    if (
+        kind == "svg"
+    ):  # an outline and a text take a line each, and not a line a point and an element
+        data = re.sub(rb"<!--.*?-->", b"", data, flags=re.DOTALL)
+        data = re.sub(rb"\s*\n\s*(?=[MLQCz\"])", b" ", data)
+        data = re.sub(rb">\s+(?=<text|<path|<use|</g>)", b">", data)
+    files.atomic_write_bytes(path, data)
 
 
 def _shapes(chart: Chart) -> Iterator[_Shape]:
@@ -133,18 +120,16 @@ def _draw_rows(axes: Axes, chart: Chart, shapes: list[_Shape], width: float) -> 
     for shape in shapes:
         by_colour[_COLOURS[shape.kind][0 if shape.first else 1]].append(shape)
     ranks, step = len(chart.rows), chart.seconds
-    idle = [_corners(0, step, rank - 0.42, rank + 0.42) for rank in range(ranks)]
-    _add(axes, idle, _IDLE, 0)
+    _add(axes, [(0, step, rank - 0.42, rank + 0.42) for rank in range(ranks)], _IDLE, 0)
     for colour, same in by_colour.items():
-        corners = []
+        boxes = []
         for shape in same:
             low, high = (0.30, 0.42) if shape.kind == "message" else (-0.42, 0.42)
-            corners.append(_corners(shape.start, shape.end, shape.rank + low, shape.rank + high))
-        _add(axes, corners, colour, 0.4)
+            boxes.append((shape.start, shape.end, shape.rank + low, shape.rank + high))
+        _add(axes, boxes, colour, 0.4)
     pixels = (width - 1.0) * _DPI / step
     for shape in shapes:
-        room = (shape.end - shape.start) * pixels
-        size = min(8.0, room / (1.25 * max(1, len(shape.label))))
+        size = min(8.0, (shape.end - shape.start) * pixels / (1.25 * max(1, len(shape.label))))
         if shape.label and size >= 3.5:
             middle = (shape.start + shape.end) / 2
             color = "white" if shape.first else _INK
@@ -152,24 +137,21 @@ def _draw_rows(axes: Axes, chart: Chart, shapes: list[_Shape], width: float) -> 
             axes.text(middle, shape.rank, shape.label, fontsize=size, clip_on=True, **style)
     axes.set_xlim(0, step)
     axes.set_ylim(ranks - 0.5, -0.5)
-    axes.set_yticks(range(ranks), [f"rank {rank}" for rank in range(ranks)], fontsize=8)
-    axes.spines[["top", "right", "left"]].set_visible(False)
+    _label_ranks(axes, ranks)
 
 
-def _add(axes: Axes, corners: list[Corners], colour: str, line: float) -> None:
-    """All of a colour as one shape: a file of a path, and not of thousands."""
+def _add(
+    axes: Axes, boxes: list[tuple[float, float, float, float]], colour: str, line: float
+) -> None:
+    """All (left, right, low, high) of a colour as one shape: a file of a path, and not of thousands."""
+    corners = [[(left, y), (right, y), (right, z), (left, z)] for left, right, y, z in boxes]
     outline = Outline.make_compound_path_from_polys(np.array(corners))
     axes.add_patch(PathPatch(outline, facecolor=colour, edgecolor="white", linewidth=line))
-
-
-def _corners(left: float, right: float, low: float, high: float) -> Corners:
-    return [(left, low), (right, low), (right, high), (left, high)]
 
 
 def _draw_memory(axes: Axes, chart: Chart) -> None:
     """Of each rank a curve in a row of its own; a row is what a device has, or the fullest rank takes
     where that is far less."""
-    ranks = len(chart.memory)
     fullest = max(max(curve.nbytes) for curve in chart.memory)
     small = fullest < 0.3 * chart.device_memory
     most = fullest if small else max(chart.device_memory, fullest)
@@ -179,9 +161,13 @@ def _draw_memory(axes: Axes, chart: Chart) -> None:
         axes.fill_between(times, base, heights, color="#94a4a2", linewidth=0)
         peak = units.size(max(sizes))
         axes.text(chart.seconds, base - 0.08, f" {peak}", fontsize=7, color=_INK, va="bottom")
-    axes.set_ylim(ranks - 0.45, -0.55)
-    axes.set_yticks(range(ranks), [f"rank {rank}" for rank in range(ranks)], fontsize=8)
+    axes.set_ylim(len(chart.memory) - 0.45, -0.55)
+    _label_ranks(axes, len(chart.memory))
     of = "the fullest rank takes" if small else "a device has"
     title = f"memory; a row's height is what {of}, {units.size(most)}"
     axes.set_title(title, fontsize=8, loc="left", color=_INK)
+
+
+def _label_ranks(axes: Axes, ranks: int) -> None:
+    axes.set_yticks(range(ranks), [f"rank {rank}" for rank in range(ranks)], fontsize=8)
     axes.spines[["top", "right", "left"]].set_visible(False)

@@ -52,19 +52,12 @@ class Console:
         """Print labels and texts; long texts are wrapped and indented, those without a label are not:
         they may hold a command that is to be copied."""
         indent = 4 + max(len(label) for label, _ in rows)
+        wrapper = textwrap.TextWrapper(max(indent + 20, self._width()))
+        wrapper.break_long_words = wrapper.break_on_hyphens = False  # paths can be copied
+        wrapper.subsequent_indent = " " * indent
         for label, text in rows:
-            first = f"  {label}".ljust(indent)
-            if not label:
-                self.line(first + text)
-                continue
-            for line in textwrap.wrap(
-                text,
-                max(indent + 20, self._width()),
-                initial_indent=first,
-                subsequent_indent=" " * indent,
-                break_long_words=False,  # paths can be copied
-                break_on_hyphens=False,
-            ):
+            wrapper.initial_indent = first = f"  {label}".ljust(indent)
+            for line in wrapper.wrap(text) if label else [first + text]:
                 self.line(line)
 
     def table(self, title: str, headers: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
@@ -78,8 +71,11 @@ class Console:
 
     def step(self, record: dict[str, Any]) -> None:
         """Show a metrics record: move the bar, and print a line where one is due."""
-        step = record["step"]
-        eta = units.duration(self._seconds_left(record))
+        step, now = record["step"], time.monotonic()
+        # by the time since the first step: validation and checkpoints included, warm-up not
+        first, since = self._first = self._first or (step, now)
+        pace = (now - since) / (step - first) if step > first else record["step_seconds"]
+        eta = units.duration(pace * max(0, self._steps - step))
         if self._terminal:
             self._move(record, eta)
         due = step % self._log_every == 0 or step in (self._start_step + 1, self._steps)
@@ -107,15 +103,6 @@ class Console:
         loss, speed = units.decimal(record["loss"]), units.count(record["tokens_per_second"])
         self._bar.set_description_str(f"eta {eta}  loss {loss}  {speed} tok/s", refresh=False)
         self._bar.update(record["step"] - self._bar.n)
-
-    def _seconds_left(self, record: dict[str, Any]) -> float:
-        """By the time since the first step: validation and checkpoints included, warm-up not."""
-        step, now = record["step"], time.monotonic()
-        if self._first is None:
-            self._first = step, now
-        first, since = self._first
-        pace = (now - since) / (step - first) if step > first else record["step_seconds"]
-        return pace * max(0, self._steps - step)
 
     def _width(self) -> int:
         with contextlib.suppress(OSError, ValueError):

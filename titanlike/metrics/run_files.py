@@ -45,10 +45,6 @@ class LostFiles(OSError):
 class FailedWrite(OSError):
     """A file could not be written; the error names it."""
 
-    def __init__(self, path: Path, error: OSError) -> None:
-        super().__init__(f"{path} could not be written: {error.strerror or error}")
-        self.errno = error.errno
-
 
 class AppendedFile:
     """Lines are appended, each in the file when `write` returns. Raises FailedWrite."""
@@ -74,7 +70,10 @@ class AppendedFile:
         try:
             return _retried(attempt, final=NotRegularFile)
         except OSError as error:
-            raise FailedWrite(self._path, error) from None
+            text = f"{self._path} could not be written: {error.strerror or error}"
+            failed = FailedWrite(text)
+            failed.errno = error.errno
+            raise failed from None
 
 
 def append_line(path: Path, line: str) -> None:
@@ -184,51 +183,43 @@ def versions() -> dict[str, Any]:
     """Of the program, of torch and Python, and of the git repository that it runs in, if any."""
     import torch  # late: a rank has it
 
-    found: dict[str, Any] = {
-        "titanlike": titanlike.__version__,
-        "torch": str(torch.__version__),
-        "python": platform.python_version(),
-    }
-    if commit := _git("rev-parse", "HEAD"):
-        found["git"] = commit
-        changed = _git("status", "--porcelain", "--untracked-files=no")
-        found["git_dirty"] = None if changed is None else bool(changed)  # None: took too long
-    return found
+    versions = {"titanlike": titanlike.__version__, "torch": str(torch.__version__)}
+    versions["python"] = platform.python_version()
+    if not (commit := _git("rev-parse", "HEAD")):
+        return versions
+    changed = _git("status", "--porcelain", "--untracked-files=no")
+    dirty = None if changed is None else bool(changed)  # None: took too long
+    return {**versions, "git": commit, "git_dirty": dirty}
 
 
 def changed_keys(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """`key old -> new` for each key that differs between two plain configs."""
     old, new = flat(before), flat(now)
-    each = {key: (old.get(key, "unset"), new.get(key, "unset")) for key in (*new, *old)}
-    each.pop("data.changed", None)  # of one start alone
-    return [f"{key} {was} -> {is_now}" for key, (was, is_now) in each.items() if was != is_now]
+    changes = {key: (old.get(key, "unset"), new.get(key, "unset")) for key in (*new, *old)}
+    changes.pop("data.changed", None)  # of one start alone
+    return [f"{key} {was} -> {is_now}" for key, (was, is_now) in changes.items() if was != is_now]
 
 
 def flat(plain: dict[str, Any], prefix: str = "") -> dict[str, str]:
     """Dotted key -> value, as an override has it, of a plain config; credentials are ***."""
-    found: dict[str, str] = {}
+    values: dict[str, str] = {}
     for name, value in plain.items():
         if isinstance(value, dict) and value:
-            found |= flat(value, f"{prefix}{name}.")
+            values |= flat(value, f"{prefix}{name}.")
         else:
-            found[f"{prefix}{name}"] = override_text(redact_value(f"{prefix}{name}", value))
-    return found
+            values[f"{prefix}{name}"] = override_text(redact_value(f"{prefix}{name}", value))
+    return values
 
 
 def _git(*arguments: str) -> str | None:
     """The output of a git command in the working directory; None where it fails."""
+    env, null = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}, subprocess.DEVNULL
     try:
-        done = subprocess.run(
-            ["git", *arguments],
-            capture_output=True,
-            text=True,
-            timeout=_GIT_TIMEOUT,
-            stdin=subprocess.DEVNULL,
-            env={**os.environ, "GIT_OPTIONAL_LOCKS": "0"},
-        )
+        return subprocess.check_output(
+            ["git", *arguments], env=env, stdin=null, stderr=null, timeout=_GIT_TIMEOUT, text=True
+        ).strip()
     except (OSError, subprocess.SubprocessError, UnicodeDecodeError):
         return None
-    return done.stdout.strip() if done.returncode == 0 else None
 
 
 # invalid: an error in the config, nothing was started; stopped: early, by a stop request, with a
@@ -248,15 +239,9 @@ def write_result(
 ) -> None:
     """Write run_dir/result.json atomically. value: the objective. seconds: wall time. numbers: whether
     those of the layout were verified, if that was asked."""
-    result = {
-        "status": status,
-        "value": value,
-        "error": error and redact(error),
-        "seconds": seconds,
-        "overrides": [redact_override(text) for text in overrides],
-    }
-    if numbers:
-        result["numbers"] = numbers
+    shown = [redact_override(text) for text in overrides]
+    result: dict[str, Any] = {"status": status, "value": value, "error": error and redact(error)}
+    result |= {"seconds": seconds, "overrides": shown} | ({"numbers": numbers} if numbers else {})
     files.atomic_write_text(Path(run_dir) / "result.json", files.dumps(result) + "\n")
 
 
@@ -280,7 +265,7 @@ class _ResultFile:
 def read_result(run_dir: Path) -> dict[str, Any] | None:
     """result.json, or None where there is none: the job has not started, or was killed.
 
-    Raises ValueError naming the file where it is no such file.
+    Raises ValueError naming the file where it is damaged.
     """
     try:
         return asdict(files.read_object(Path(run_dir) / "result.json", _ResultFile))

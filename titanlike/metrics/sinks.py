@@ -13,30 +13,29 @@ import importlib.util
 import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from titanlike.config import files, schema
 from titanlike.metrics.run_files import AppendedFile
 from titanlike.metrics.summary import parse_records
-from titanlike.metrics.wandb_sink import WandbSink, with_prefixes
 
 
-class Sink(Protocol):
-    """Takes every record of a run. `location`: where they can be seen, for the user."""
+class Sink:
+    """Takes every record of a run; a method does nothing where there is no place for what it takes."""
 
-    location: str
+    location = ""  # where the records can be seen, for the user
 
     def log(self, record: dict[str, Any]) -> None:
         """Take the record of one step; steps rise."""
 
     def note(self, name: str, text: str) -> None:
-        """Take a text on the whole run, where there is a place for it."""
+        """Take a text on the whole run."""
 
     def table(self, name: str, step: int, rows: list[dict[str, Any]]) -> None:
-        """Take a table of a step, where there is a place for it."""
+        """Take a table of a step."""
 
     def image(self, name: str, step: int, path: Path) -> None:
-        """Take a picture, where there is a place for it."""
+        """Take a picture, which stays where it is."""
 
     def flush(self) -> None:
         """Make the records durable, where a resumed run continues the file."""
@@ -48,7 +47,7 @@ class Sink(Protocol):
         """End with the run's status: completed, failed or interrupted."""
 
 
-class JsonlSink:
+class JsonlSink(Sink):
     """metrics.jsonl: a JSON object a line, each in the file before the next step begins.
 
     start_step: the step that the run resumes from. Records of later steps, which will be repeated,
@@ -58,22 +57,12 @@ class JsonlSink:
 
     def __init__(self, path: Path, start_step: int = 0) -> None:
         self.location = str(path)
-        self.lost = ""  # see `lost_steps`
         self._path = path
         path.parent.mkdir(parents=True, exist_ok=True)
         self._open_after(start_step)
 
     def log(self, record: dict[str, Any]) -> None:
         self._file.write(files.dumps(record))
-
-    def note(self, name: str, text: str) -> None:
-        """Nothing: events.jsonl has it."""
-
-    def table(self, name: str, step: int, rows: list[dict[str, Any]]) -> None:
-        """Nothing: it has a file of its own."""
-
-    def image(self, name: str, step: int, path: Path) -> None:
-        """Nothing: it is a file."""
 
     def flush(self) -> None:
         self._file.sync()
@@ -122,7 +111,7 @@ def tensorboard_problem() -> str | None:
     return None
 
 
-class TensorBoardSink:
+class TensorBoardSink(Sink):
     """Event files in run_dir/tensorboard: a scalar for every number of a record, over steps.
 
     Points of an earlier attempt beyond `start_step` are hidden by TensorBoard.
@@ -147,25 +136,21 @@ class TensorBoardSink:
         self._writer.add_text(name, text)
 
     def table(self, name: str, step: int, rows: list[dict[str, Any]]) -> None:
-        text = "\n\n".join("\n".join(f"    {line}" for line in _cell(row)) for row in rows)
-        self._writer.add_text(name, text, global_step=step)
-
-    def image(self, name: str, step: int, path: Path) -> None:
-        """Nothing: it is a file beside those of TensorBoard."""
-
-    def flush(self) -> None:
-        """Nothing: a resumed run does not read it."""
-
-    def rewind(self, step: int) -> None:
-        """Nothing: repeated steps are drawn again."""
+        texts = ("".join(text for text in row.values() if isinstance(text, str)) for row in rows)
+        cells = ("\n".join(f"    {line}" for line in text.splitlines()) for text in texts)
+        self._writer.add_text(name, "\n\n".join(cells), global_step=step)
 
     def close(self, status: str) -> None:
         self._writer.close()
 
 
-def _cell(row: dict[str, Any]) -> list[str]:
-    """A row's texts, as lines."""
-    return "".join(text for text in row.values() if isinstance(text, str)).splitlines()
+def with_prefixes(record: dict[str, Any]) -> dict[str, Any]:
+    """A record with the names that W&B and TensorBoard group by: train/loss, val/loss."""
+    return {
+        f"val/{name[4:]}" if name.startswith("val_") else f"train/{name}": value
+        for name, value in record.items()
+        if name not in ("step", "time")  # which both have themselves
+    }
 
 
 def open_sinks(
@@ -189,6 +174,8 @@ def open_sinks(
     sinks: list[Sink] = [jsonl]
     match config.logger:
         case schema.Wandb():
+            from titanlike.metrics.wandb_sink import WandbSink
+
             sinks.append(WandbSink(config.logger, plain_config, Path(run_dir), say, overrides))
         case schema.TensorBoard():
             sinks.append(TensorBoardSink(run_dir, start_step))

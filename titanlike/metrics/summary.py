@@ -6,6 +6,7 @@ import os
 import statistics
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import IO, Any
 
@@ -47,20 +48,26 @@ def summarize(run_dir: Path) -> Summary:
     """
     try:
         with files.open_regular(Path(run_dir) / "metrics.jsonl") as file:
-            records = _last_records(file)
+            # the lines from the newest on, without the last one, which is truncated or empty
+            lines = _backwards(file)
+            next(lines, b"")
+            records = [*parse_records(islice(lines, STEPS))][::-1]
             val_loss = _newest("val_loss", records)
             if val_loss is None:  # a run may validate more rarely than every STEPS steps
-                val_loss = _last_val_loss(file)
+                older = parse_records(line for line in lines if b'"val_loss"' in line)
+                found = (r["val_loss"] for r in older if is_number(r, "val_loss"))
+                val_loss = next(found, None)
     except (FileNotFoundError, NotADirectoryError):
         return Summary()
     if not records:
         return Summary()
     last = records[-1]["step"]
-    start = _last_resume(Path(run_dir))
-    start = start if start < last else 0  # an event of a run that has since restarted from step 0
+    events = jsonl_records(Path(run_dir) / "events.jsonl", b'"resume"')
+    resumes = [0, *(event["step"] for event in events if event.get("event") == "resume")]
+    start = resumes[-1] if resumes[-1] < last else 0  # of a run that has since begun from step 0
     recent = [record for record in records if record["step"] > start]
     half = [record for record in recent if record["step"] > start + (last - start) // 2]
-    memory = [record["memory_bytes"] for record in recent if _is_number(record, "memory_bytes")]
+    memory = [record["memory_bytes"] for record in recent if is_number(record, "memory_bytes")]
     return Summary(
         steps=last,
         loss=_newest("loss", records),
@@ -85,37 +92,17 @@ def objective_value(name: str, numbers: Summary) -> float | None:
     return getattr(numbers, name)
 
 
-def _last_records(file: IO[bytes]) -> list[dict[str, Any]]:
-    """The last records of a metrics.jsonl, STEPS at most, in order."""
-    end = file.seek(0, os.SEEK_END)
-    start, data = end, b""
-    while start > 0 and data.count(b"\n") <= STEPS:
-        size = min(_BLOCK, start)
-        start -= size
-        file.seek(start)
-        data = file.read(size) + data
-    lines = data.split(b"\n")
-    complete = lines[:-1] if start == 0 else lines[1:-1]  # the last one is truncated, or empty
-    return list(parse_records(complete[-STEPS:]))
-
-
-def _last_val_loss(file: IO[bytes]) -> float | None:
-    """The last one in the file, searched from its end."""
+def _backwards(file: IO[bytes]) -> Iterator[bytes]:
+    """The lines of a file, the last first; what follows the last newline is one, though empty."""
     position = file.seek(0, os.SEEK_END)
-    rest = b""  # the part of a line that begins in the block before
+    rest = b""  # the beginning of the lines read so far: the end of a line
     while position > 0:
-        size = min(8 * _BLOCK, position)
+        size = min(_BLOCK, position)
         position -= size
         file.seek(position)
-        head, newline, lines = (file.read(size) + rest).partition(b"\n")
-        if position == 0:
-            head, lines = b"", head + newline + lines
-        with_it = [line for line in lines.split(b"\n")[:-1] if b'"val_loss"' in line]
-        for record in parse_records(reversed(with_it)):
-            if _is_number(record, "val_loss"):
-                return record["val_loss"]
-        rest = head + newline
-    return None
+        rest, *lines = (file.read(size) + rest).split(b"\n")
+        yield from reversed(lines)
+    yield rest
 
 
 def parse_records(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
@@ -129,26 +116,24 @@ def parse_records(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
             yield record
 
 
-def _last_resume(run_dir: Path) -> int:
-    """The step that the run's last start resumed from, in events.jsonl; 0 if it did not resume."""
+def jsonl_records(path: Path, having: bytes = b"") -> Iterator[dict[str, Any]]:
+    """The records of a JSONL file whose line has these bytes; of no file, none."""
     try:
-        with files.open_regular(run_dir / "events.jsonl") as file:
-            lines = file.read().splitlines()
+        with files.open_regular(path) as file:
+            yield from parse_records(line for line in file if having in line)
     except OSError:
-        return 0
-    events = parse_records(line for line in reversed(lines) if b'"resume"' in line)
-    return next((event["step"] for event in events if event.get("event") == "resume"), 0)
+        return
 
 
 def _newest(key: str, records: list[dict[str, Any]]) -> float | None:
-    return next((record[key] for record in reversed(records) if _is_number(record, key)), None)
+    return next((record[key] for record in reversed(records) if is_number(record, key)), None)
 
 
 def _median(key: str, records: list[dict[str, Any]]) -> float | None:
-    values = [record[key] for record in records if _is_number(record, key)]
+    values = [record[key] for record in records if is_number(record, key)]
     return statistics.median(values) if values else None
 
 
-def _is_number(record: dict[str, Any], key: str) -> bool:
+def is_number(record: dict[str, Any], key: str) -> bool:
     value = record.get(key)
     return type(value) is float or (type(value) is int and abs(value) < files.LARGEST)

@@ -12,8 +12,8 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
-from itertools import chain, groupby
+from dataclasses import asdict, dataclass, replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,10 +39,10 @@ class RankStep:
 
     def spent(self) -> dict[str, float]:
         """Seconds by kind, the most first."""
-        found: dict[str, float] = {}
+        seconds: dict[str, float] = {}
         for event in self.events:
-            found[event.kind] = found.get(event.kind, 0.0) + event.end - event.start
-        return dict(sorted(found.items(), key=lambda item: -item[1]))
+            seconds[event.kind] = seconds.get(event.kind, 0.0) + event.end - event.start
+        return dict(sorted(seconds.items(), key=lambda item: -item[1]))
 
     @property
     def idle(self) -> float:
@@ -82,10 +82,8 @@ class Timeline:
 
     def first_pipeline(self, step: list[RankStep]) -> list[RankStep]:
         """One rank of each pipeline rank, in order: those with the lowest numbers."""
-        found: dict[int, RankStep] = {}
-        for each in step:
-            found.setdefault(each.pp_rank, each)
-        return [found[pp_rank] for pp_rank in sorted(found)]
+        first = {rank.pp_rank: rank for rank in reversed(step)}
+        return [first[pp_rank] for pp_rank in sorted(first)]
 
     def local(self, pp_rank: int) -> list[int]:
         """The stages of a pipeline rank."""
@@ -106,26 +104,20 @@ def bubble(ranks: Sequence[RankStep]) -> float:
     begin, end = window(ranks)
     if end <= begin:
         return 0.0
-    idle = 0.0
-    for event in chain.from_iterable(rank.events for rank in ranks):
-        if event.kind in IDLE:
-            idle += max(0.0, min(event.end, end) - max(event.start, begin))
+    waits = [event for rank in ranks for event in rank.events if event.kind in IDLE]
+    idle = sum(max(0.0, min(event.end, end) - max(event.start, begin)) for event in waits)
     return idle / (len(ranks) * (end - begin))
 
 
-def write_rank(path: Path, found: RankFile) -> None:
+def write(path: Path, record: RankFile | Timeline) -> None:
     """Raises OSError."""
-    files.atomic_write_text(path, json.dumps(asdict(found)))
+    files.atomic_write_text(path, json.dumps(asdict(record)))
 
 
 def read_rank(path: Path) -> RankFile:
     """Raises OSError, ValueError, KeyError, TypeError where there is no such file."""
     data = json.loads(path.read_text())
     return RankFile(**{**data, "steps": [*map(_rank_step, data["steps"])]})
-
-
-def write_timeline(path: Path, timeline: Timeline) -> None:
-    files.atomic_write_text(path, json.dumps(asdict(timeline)))
 
 
 def read_timeline(path: Path) -> Timeline:
@@ -140,38 +132,38 @@ def _rank_step(data: dict[str, Any]) -> RankStep:
 
 
 def merge(
-    found: Sequence[RankFile],
+    rank_files: Sequence[RankFile],
     config: dict[str, Any],
     order: Sequence[Sequence[str]],
     place: Sequence[int],
     stages: Sequence[Sequence[str]],
     microbatch: int,
 ) -> Timeline:
-    """Of the files of ranks in rising order, whose times are of rank 0's clock."""
-    numbers = [each.step for each in found[0].steps]
-    steps = []
-    for number in numbers:
-        ranks = [step for each in found for step in each.steps if step.step == number]
+    """The timeline of ranks in rising order, whose files have times of rank 0's clock."""
+    steps: list[list[RankStep]] = []
+    for number in [step.step for step in rank_files[0].steps]:
+        ranks = [step for file in rank_files for step in file.steps if step.step == number]
         zero = min(rank.begin for rank in ranks)
-        steps.append([_since(rank, zero) for rank in ranks])
+        steps.append([])
+        for rank in ranks:
+            events = [e._replace(start=e.start - zero, end=e.end - zero) for e in rank.events]
+            begin, end = rank.begin - zero, rank.end - zero
+            steps[-1].append(replace(rank, begin=begin, end=end, events=events))
         _wait_for_the_last(steps[-1])
-    places = [Place(each.steps[0].rank, each.host, each.device) for each in found if each.steps]
-    error = 2 * max(each.clock_error for each in found)
+    places = [
+        Place(file.steps[0].rank, file.host, file.device) for file in rank_files if file.steps
+    ]
+    error = 2 * max(file.clock_error for file in rank_files)
     units = [*map(list, stages)]
     return Timeline(config, [*map(list, order)], [*place], units, microbatch, error, steps, places)
 
 
-def _since(step: RankStep, zero: float) -> RankStep:
-    events = [e._replace(start=e.start - zero, end=e.end - zero) for e in step.events]
-    return RankStep(step.rank, step.pp_rank, step.step, step.begin - zero, step.end - zero, events)
-
-
 def _wait_for_the_last(ranks: list[RankStep]) -> None:
     """Agreeing begins when the last rank comes to it; before, the others wait."""
-    each = [[event for event in rank.events if event.kind == "agree"] for rank in ranks]
-    if len({len(events) for events in each}) != 1:
+    agreeing = [[event for event in rank.events if event.kind == "agree"] for rank in ranks]
+    if len({len(events) for events in agreeing}) != 1:
         return
-    for met in zip(*each, strict=True):
+    for met in zip(*agreeing, strict=True):
         last = max(event.start for event in met)
         for rank, event in zip(ranks, met, strict=True):
             if event.start < last < event.end:
@@ -197,16 +189,16 @@ def chart_of(timeline: Timeline, step: list[RankStep]) -> Chart:
 def stage_seconds(timeline: Timeline, stage: int) -> dict[str, float]:
     """Medians over microbatches and recorded steps, of one rank: F, B, I, W, each with the exchanges
     inside; gather and reduce of the whole stage, once a step. 0 of what it has not."""
-    found: dict[str, list[float]] = {kind: [] for kind in (*_COMPUTED, "gather", "reduce")}
+    every: dict[str, list[float]] = {kind: [] for kind in (*_COMPUTED, "gather", "reduce")}
     for step in timeline.steps:
         pipeline = timeline.first_pipeline(step)
         (rank,) = [rank for rank in pipeline if rank.pp_rank == timeline.place[stage]]
         for kind, seconds in _actions(rank, stage):
-            found[kind].append(seconds)
+            every[kind].append(seconds)
         for kind in ("gather", "reduce"):
             own = [e for e in rank.events if e.kind == kind and e.stage == stage and e.mb < 0]
-            found[kind].append(sum(event.end - event.start for event in own))
-    return {kind: statistics.median(seconds or [0.0]) for kind, seconds in found.items()}
+            every[kind].append(sum(event.end - event.start for event in own))
+    return {kind: statistics.median(seconds or [0.0]) for kind, seconds in every.items()}
 
 
 def _actions(rank: RankStep, stage: int) -> Iterator[tuple[str, float]]:

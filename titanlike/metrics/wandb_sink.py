@@ -18,54 +18,25 @@ import secrets
 import shlex
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from titanlike.config import files, schema
 from titanlike.config.credentials import redact, redact_override
 from titanlike.metrics.console import shorten
+from titanlike.metrics.sinks import Sink, with_prefixes
 
 BACKLOG = 10_000  # records in the queue; a few MB
 GRACE = 30.0  # seconds beyond the user's timeout for importing wandb and starting its service
 FINISH_GRACE = 5.0  # seconds beyond the user's timeout, in which wandb gives up by itself
 LONGEST_NAME = 128  # characters
-_NOT_NAMED = (
-    *("run_dir=", "logger", "sweep.", "hydra", "launch.", "log_every=", "value=", "checkpoint."),
-)
+# overrides that do not say what is trained
+_UNNAMED = "run_dir= logger sweep. hydra launch. log_every= value= checkpoint."
 EXIT_CODES = {"completed": 0, "failed": 1, "interrupted": 255}  # 255 is W&B's code for Ctrl-C
 
 
-@dataclass(frozen=True)
-class _Table:
-    name: str
-    step: int
-    rows: list[dict[str, Any]]
-
-    def made(self) -> Any:
-        import wandb
-
-        columns: list[str | int] = [*self.rows[0]] if self.rows else []
-        return wandb.Table(columns=columns, data=[[*row.values()] for row in self.rows])
-
-
-@dataclass(frozen=True)
-class _Image:
-    name: str
-    step: int
-    path: Path
-
-    def made(self) -> Any:
-        import wandb
-
-        return wandb.Image(str(self.path))
-
-
-_Item = dict[str, Any] | tuple[str, str] | _Table | _Image
-
-
-class WandbSink:
+class WandbSink(Sink):
     """Logs records to W&B at their step.
 
     config: uploaded with the run. overrides: of the run, which name it. say: prints a line, on the
@@ -83,8 +54,12 @@ class WandbSink:
         self.location = "W&B: not available"
         self._settings, self._config, self._say = settings, config, say
         self._run_dir = Path(run_dir).resolve()
-        self._name = name_of(overrides) or self._run_dir.name
-        self._queue: queue.Queue[_Item | int] = queue.Queue(BACKLOG)
+        stripped = [text.lstrip("+~") for text in overrides]
+        named = [text for text in stripped if not text.startswith(tuple(_UNNAMED.split()))]
+        name = shorten(",".join(map(redact_override, named)), LONGEST_NAME)
+        self._name = name or self._run_dir.name
+        # what is to be done with the W&B run, at last to end it with an exit code
+        self._queue: queue.Queue[Callable[[Any], object] | int] = queue.Queue(BACKLOG)
         self._notes: queue.SimpleQueue[str] = queue.SimpleQueue()  # the thread's lines for `say`
         self._opened = threading.Event()
         self._stopped = threading.Event()
@@ -96,35 +71,28 @@ class WandbSink:
         self._print_notes()
 
     def log(self, record: dict[str, Any]) -> None:
-        """Hand the record to wandb's thread."""
-        self._put(record)
+        self._put(lambda run: run.log(with_prefixes(record), step=record["step"]))
 
     def note(self, name: str, text: str) -> None:
-        """A text in the W&B run's summary."""
-        self._put((name, text))
+        self._put(lambda run: run.summary.update({name: text}))
 
     def table(self, name: str, step: int, rows: list[dict[str, Any]]) -> None:
-        """A table of this step."""
-        self._put(_Table(name, step, rows))
+        def add(run: Any) -> None:
+            import wandb
+
+            columns: list[str | int] = [*rows[0]] if rows else []
+            table = wandb.Table(columns=columns, data=[[*row.values()] for row in rows])
+            run.log({name: table}, step=step)
+
+        self._put(add)
 
     def image(self, name: str, step: int, path: Path) -> None:
-        """A picture of this step, copied later: the file stays."""
-        self._put(_Image(name, step, path))
+        def add(run: Any) -> None:
+            import wandb
 
-    def _put(self, item: _Item) -> None:
-        if self._stopped.is_set():
-            return self._print_notes()
-        try:
-            self._queue.put_nowait(item)
-        except queue.Full:
-            self._stop(f"it took none of the last {BACKLOG} steps")
-        self._print_notes()
+            run.log({name: wandb.Image(str(path))}, step=step)
 
-    def flush(self) -> None:
-        """Nothing: a resumed run does not read it."""
-
-    def rewind(self, step: int) -> None:
-        """Nothing: W&B ignores repeated steps."""
+        self._put(add)
 
     def close(self, status: str) -> None:
         """Finish the W&B run, or after a timeout leave it to `wandb sync`."""
@@ -135,6 +103,14 @@ class WandbSink:
             self._thread.join(limit)
             if self._thread.is_alive():
                 self._stop(f"it did not finish within {limit:.0f} s")
+        self._print_notes()
+
+    def _put(self, action: Callable[[Any], object]) -> None:
+        if not self._stopped.is_set():
+            try:
+                self._queue.put_nowait(action)
+            except queue.Full:
+                self._stop(f"it took none of the last {BACKLOG} steps")
         self._print_notes()
 
     def _print_notes(self) -> None:
@@ -161,16 +137,11 @@ class WandbSink:
                 self._stopped.set()
             self._opened.set()
             while not self._stopped.is_set():
-                item = self._queue.get()
-                if isinstance(item, int):
-                    run.finish(exit_code=item)
+                action = self._queue.get()
+                if isinstance(action, int):
+                    run.finish(exit_code=action)
                     break
-                if isinstance(item, tuple):
-                    run.summary[item[0]] = item[1]
-                elif isinstance(item, (_Table, _Image)):
-                    run.log({item.name: item.made()}, step=item.step)
-                else:
-                    run.log(with_prefixes(item), step=item["step"])
+                action(run)
         except BaseException as error:  # SystemExit too
             if not self._stopped.is_set():
                 self._stop(_one_line(error))
@@ -192,8 +163,14 @@ class WandbSink:
                 return None
             if mode != "offline":
                 try:
-                    if run := self._open_online(wandb, mode):
-                        return run
+                    # without a key wandb.init would ask for one, and wait. login() looks for it in the
+                    # environment and netrc, unless the settings say offline
+                    wandb.setup(settings=wandb.Settings(silent=True, mode="online"))
+                    if wandb.login(prompt=False, verify=False):
+                        return self._init(wandb, "online")
+                    if mode == "online":
+                        no_key = "no API key (`wandb login`, or WANDB_API_KEY)"
+                        self._notes.put(f"W&B: {no_key}; continuing offline")
                 except Exception as error:
                     self._notes.put(f"W&B: continuing offline, online failed: {_one_line(error)}")
                     # the service keeps the id of a run that failed: start another service
@@ -202,24 +179,16 @@ class WandbSink:
         finally:
             sys.exit, sys.excepthook = hooks  # wandb's would print a traceback twice
 
-    def _open_online(self, wandb: Any, mode: str) -> Any:
-        """The W&B run, or None without an API key: wandb.init would ask for one, and wait."""
-        # login() looks for a key in the environment and netrc, unless the settings say offline
-        wandb.setup(settings=wandb.Settings(silent=True, mode="online"))
-        if wandb.login(prompt=False, verify=False):
-            return self._init(wandb, "online")
-        if mode == "online":
-            self._notes.put("W&B: no API key (`wandb login`, or WANDB_API_KEY); continuing offline")
-        return None
-
     def _init(self, wandb: Any, mode: str) -> Any:
-        settings = self._settings
-        with _argv_without_secrets():
+        settings, folder, argv = self._settings, self._run_dir / "wandb", sys.argv
+        # wandb.init stores the command line
+        sys.argv = [*argv[:1], *map(redact_override, argv[1:])]
+        try:
             run = wandb.init(
                 project=settings.project,
                 entity=settings.entity,
-                id=_saved(self._run_dir / "wandb" / "run_id", secrets.token_hex(4)),
-                name=settings.run_name or _saved(self._run_dir / "wandb" / "run_name", self._name),
+                id=_saved(folder / "run_id", secrets.token_hex(4)),
+                name=settings.run_name or _saved(folder / "run_name", self._name),
                 group=settings.group,
                 tags=settings.tags or None,
                 notes=settings.notes,
@@ -235,21 +204,12 @@ class WandbSink:
                     finish_timeout_raises=True,
                 ),
             )
+        finally:
+            sys.argv = argv
         self._folder = Path(run.dir).parent
         offline = f"W&B offline: {_sync_command(self._folder)}"
         self.location = f"W&B: {run.url}" if mode == "online" else offline
         return run
-
-
-@contextlib.contextmanager
-def _argv_without_secrets() -> Iterator[None]:
-    """wandb.init stores the command line as it is in sys.argv."""
-    argv = sys.argv
-    sys.argv = [*argv[:1], *map(redact_override, argv[1:])]
-    try:
-        yield
-    finally:
-        sys.argv = argv
 
 
 def _sync_command(folder: Path) -> str:
@@ -261,21 +221,6 @@ def _sync_command(folder: Path) -> str:
     folders = sorted({*folder.parent.glob(f"offline-run-*-{run_id}"), folder})
     left = [str(path) for path in folders if not [*path.glob("*.synced")]]
     return shlex.join(["wandb", "sync", *left])
-
-
-def name_of(overrides: Sequence[str]) -> str:
-    """A run's name: the overrides that say what is trained, without secrets."""
-    own = [text.lstrip("+~") for text in overrides if not text.lstrip("+~").startswith(_NOT_NAMED)]
-    return shorten(",".join(map(redact_override, own)), LONGEST_NAME)
-
-
-def with_prefixes(record: dict[str, Any]) -> dict[str, Any]:
-    """A record with the names that W&B and TensorBoard group by: train/loss, val/loss."""
-    return {
-        f"val/{name[4:]}" if name.startswith("val_") else f"train/{name}": value
-        for name, value in record.items()
-        if name not in ("step", "time")  # which both have themselves
-    }
 
 
 def _mode(mode: str) -> str:

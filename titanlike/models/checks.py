@@ -9,7 +9,8 @@ from torch import nn
 
 from titanlike.config.errors import Problem
 from titanlike.config.schema import Config
-from titanlike.data.checks import vocab_size
+from titanlike.data.registry import vocab_size
+from titanlike.models.registry import LENGTHS
 
 
 def model_problems(model: nn.Module, config: Config) -> list[Problem]:
@@ -32,8 +33,9 @@ def model_problems(model: nn.Module, config: Config) -> list[Problem]:
         wrong("model.name", config.model.name, reason, fix)
     longest = getattr(model, "max_seq_len", None)
     if longest is not None and longest < config.seq_len:
-        fix = f"seq_len={longest} or model.max_seq_len={config.seq_len}"
-        reason = f"is longer than the model's max_seq_len={longest}"
+        key = next((key for key in LENGTHS if key in config.model.args), LENGTHS[0])
+        fix = f"seq_len={longest} or model.{key}={config.seq_len}"
+        reason = f"is longer than the model's {key}={longest}"
         wrong("seq_len", config.seq_len, reason, fix)
     if config.model.args.get("vocab_size") is not None:
         needed, given = vocab_size(config), config.model.args["vocab_size"]

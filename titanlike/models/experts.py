@@ -9,7 +9,8 @@ results [S, D] are in the order of the tokens. All of its parameters have the ex
 its class has the attribute `sorted_by_expert = True`, it has `num_experts` (E) and `top_k` (K). No
 token is dropped.
 
-Shapes: N tokens, D dim, E experts, K experts that a token goes to, S = N * K, F expert_dim.
+Shapes: N tokens, D hidden_size, E experts, K experts that a token goes to, S = N * K,
+F moe_intermediate_size.
 """
 
 from __future__ import annotations
@@ -28,17 +29,17 @@ class Experts(nn.Module):
 
     sorted_by_expert = True
 
-    def __init__(self, experts: int, top_k: int, dim: int, expert_dim: int):
+    def __init__(self, experts: int, top_k: int, hidden_size: int, width: int):
         super().__init__()
         self.num_experts, self.top_k = experts, top_k
-        self.gate = nn.Parameter(torch.empty(experts, expert_dim, dim))
-        self.up = nn.Parameter(torch.empty(experts, expert_dim, dim))
-        self.down = nn.Parameter(torch.empty(experts, dim, expert_dim))
+        self.gate_proj = nn.Parameter(torch.empty(experts, width, hidden_size))
+        self.up_proj = nn.Parameter(torch.empty(experts, width, hidden_size))
+        self.down_proj = nn.Parameter(torch.empty(experts, hidden_size, width))
 
     def forward(self, tokens: Tensor, counts: Tensor) -> Tensor:  # [S, D], [E] -> [S, D]
-        gate = expert_linear(tokens, self.gate, counts)  # [S, F]
-        up = expert_linear(tokens, self.up, counts)
-        return expert_linear(F.silu(gate) * up, self.down, counts)
+        gate = expert_linear(tokens, self.gate_proj, counts)  # [S, F]
+        up = expert_linear(tokens, self.up_proj, counts)
+        return expert_linear(F.silu(gate) * up, self.down_proj, counts)
 
 
 def through_experts(experts: Any, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:

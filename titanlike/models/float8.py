@@ -27,7 +27,7 @@ from titanlike.device.accelerator import multiplies_float8
 from titanlike.device.choose import first_device
 from titanlike.distributed.placement import Placement
 from titanlike.distributed.transform import Transform
-from titanlike.graph.find_units import find_units
+from titanlike.graph.units import find_units
 from titanlike.models.quiet_import import quiet_import
 from titanlike.torch_private.known_code import own_code
 

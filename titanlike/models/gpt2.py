@@ -1,6 +1,9 @@
 """GPT-2: learned positions, LayerNorm, multi-head attention, GELU (Radford et al. 2019).
 
-Shapes: B batch, T tokens, D dim, H heads, E = D // H head dim, V vocab_size.
+Parameters and sizes have the names of transformers' GPT2LMHeadModel, whose files have the matrices
+of blocks transposed.
+
+Shapes: B batch, T tokens, D n_embd, H heads, E = D // H head dim, V vocab_size.
 """
 
 from __future__ import annotations
@@ -12,98 +15,112 @@ from torch import Tensor, nn
 
 from titanlike.models.attention import attention
 from titanlike.models.cache import KeyValueCache
-from titanlike.models.documents import Documents
-from titanlike.models.packing import attention_inputs
-from titanlike.models.sizes import not_positive
-
-
-class Embedding(nn.Module):
-    """Sum of token and position embedding: [B, T] -> [B, T, D]."""
-
-    def __init__(self, vocab_size: int, max_seq_len: int, dim: int):
-        super().__init__()
-        self.tokens = nn.Embedding(vocab_size, dim)
-        self.positions = nn.Embedding(max_seq_len, dim)
-
-    def forward(self, ids: Tensor, positions: Tensor) -> Tensor:
-        return self.tokens(ids) + self.positions(positions)
+from titanlike.models.documents import Documents, attention_inputs
 
 
 class Attention(nn.Module):
     """Causal multi-head self-attention."""
 
-    def __init__(self, dim: int, heads: int):
+    def __init__(self, n_embd: int, n_head: int):
         super().__init__()
-        self.head_dim = dim // heads
-        self.qkv = nn.Linear(dim, 3 * dim)
-        self.out = nn.Linear(dim, dim)
+        self.head_dim = n_embd // n_head
+        self.c_attn = nn.Linear(n_embd, 3 * n_embd)
+        self.c_proj = nn.Linear(n_embd, n_embd)
 
     def forward(
         self, x: Tensor, mask: Tensor | Documents | None, cache: KeyValueCache | None = None
     ) -> Tensor:
         q, k, v = (  # [B, T, D] -> [B, T, 3 * D] -> 3 x [B, T, H, E] -> 3 x [B, H, T, E]
             part.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-            for part in self.qkv(x).chunk(3, dim=-1)
+            for part in self.c_attn(x).chunk(3, dim=-1)
         )
         if cache is not None:
             k, v = cache.extend(self, k, v)  # [B, H, S, E]
         y = attention(q, k, v, mask)
-        return self.out(y.transpose(1, 2).flatten(-2))  # [B, H, T, E] -> [B, T, D]
+        return self.c_proj(y.transpose(1, 2).flatten(-2))  # [B, H, T, E] -> [B, T, D]
+
+
+class MLP(nn.Module):
+    """[B, T, D] -> [B, T, 4 * D] -> [B, T, D]."""
+
+    def __init__(self, n_embd: int):
+        super().__init__()
+        self.c_fc = nn.Linear(n_embd, 4 * n_embd)
+        self.c_proj = nn.Linear(4 * n_embd, n_embd)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c_proj(F.gelu(self.c_fc(x), approximate="tanh"))
 
 
 class Block(nn.Module):
     """A pre-norm transformer block: [B, T, D] -> [B, T, D]."""
 
-    def __init__(self, dim: int, heads: int):
+    def __init__(self, n_embd: int, n_head: int):
         super().__init__()
-        self.attention_norm = nn.LayerNorm(dim)
-        self.attention = Attention(dim, heads)
-        self.ffn_norm = nn.LayerNorm(dim)
-        self.up = nn.Linear(dim, 4 * dim)
-        self.down = nn.Linear(4 * dim, dim)
+        self.ln_1 = nn.LayerNorm(n_embd)
+        self.attn = Attention(n_embd, n_head)
+        self.ln_2 = nn.LayerNorm(n_embd)
+        self.mlp = MLP(n_embd)
 
     def forward(
         self, x: Tensor, mask: Tensor | Documents | None, cache: KeyValueCache | None = None
     ) -> Tensor:
         more = () if cache is None else (cache,)
-        x = x + self.attention(self.attention_norm(x), mask, *more)
-        hidden = F.gelu(self.up(self.ffn_norm(x)), approximate="tanh")  # [B, T, 4 * D]
-        return x + self.down(hidden)
+        x = x + self.attn(self.ln_1(x), mask, *more)
+        return x + self.mlp(self.ln_2(x))
+
+
+class Transformer(nn.Module):
+    """Token ids and positions [B, T] -> the last block's normed output [B, T, D]."""
+
+    def __init__(self, vocab_size: int, n_positions: int, n_embd: int, n_head: int, n_layer: int):
+        super().__init__()
+        self.wte = nn.Embedding(vocab_size, n_embd)
+        self.wpe = nn.Embedding(n_positions, n_embd)
+        self.h = nn.ModuleList(Block(n_embd, n_head) for _ in range(n_layer))
+        self.ln_f = nn.LayerNorm(n_embd)
+
+    def forward(
+        self, ids: Tensor, positions: Tensor, mask: Any, cache: KeyValueCache | None = None
+    ) -> Tensor:
+        x = self.wte(ids) + self.wpe(positions)  # [B, T] -> [B, T, D]
+        more = () if cache is None else (cache,)  # blocks of a user's own know none
+        for block in self.h:
+            x = block(x, mask, *more)
+        return self.ln_f(x)
 
 
 class Gpt2(nn.Module):
     """Token ids [B, T] -> logits [B, T, V].
 
-    tied: the head uses the token embedding's weight, as published.
-    Raises ValueError with one argument per problem where sizes do not fit each other.
+    n_positions: the longest sequence. tie_word_embeddings: the head uses the token embedding's
+    weight, as published.
+    Raises ValueError where sizes do not fit each other.
     """
+
+    may_be_zero = ()  # sizes; all others are above 0
 
     def __init__(
         self,
         *,
         vocab_size: int,
-        dim: int = 768,
-        layers: int = 12,
-        heads: int = 12,
-        max_seq_len: int = 1024,
-        tied: bool = True,
+        n_positions: int = 1024,
+        n_embd: int = 768,
+        n_layer: int = 12,
+        n_head: int = 12,
+        tie_word_embeddings: bool = True,
     ):
-        problems = not_positive(
-            vocab_size=vocab_size, dim=dim, layers=layers, heads=heads, max_seq_len=max_seq_len
-        )
-        if problems:
-            raise ValueError(*problems)
-        if dim % heads:
-            fit = -(-dim // heads) * heads
-            raise ValueError(f"heads={heads}: does not divide dim={dim}; write model.dim={fit}")
+        if n_embd % n_head:
+            fit = -(-n_embd // n_head) * n_head
+            raise ValueError(
+                f"n_head={n_head}: does not divide n_embd={n_embd}; write model.n_embd={fit}"
+            )
         super().__init__()
-        self.depth, self.max_seq_len, self.head_dim = layers, max_seq_len, dim // heads
-        self.embedding = Embedding(vocab_size, max_seq_len, dim)
-        self.layers = nn.ModuleList(Block(dim, heads) for _ in range(layers))
-        self.norm = nn.LayerNorm(dim)
-        self.head = nn.Linear(dim, vocab_size, bias=False)
-        if tied:
-            self.head.weight = self.embedding.tokens.weight
+        self.depth, self.max_seq_len, self.head_dim = n_layer, n_positions, n_embd // n_head
+        self.transformer = Transformer(vocab_size, n_positions, n_embd, n_head, n_layer)
+        self.lm_head = nn.Linear(n_embd, vocab_size, bias=False)
+        if tie_word_embeddings:
+            self.lm_head.weight = self.transformer.wte.weight
 
     def forward(
         self,
@@ -114,33 +131,29 @@ class Gpt2(nn.Module):
         mask: Tensor | None = None,
         cache: KeyValueCache | None = None,
     ) -> Tensor:
-        """document_ids, positions, mask: see `attention_inputs` in `packing.py`; cache: of the tokens
+        """document_ids, positions, mask: see `attention_inputs` in `documents.py`; cache: of the tokens
         before, which then gives positions and mask."""
         if cache is None:
             positions, mask = attention_inputs(ids, document_ids, positions, mask, True)
         else:
             positions, mask = cache.inputs(ids)
-        x = self.embedding(ids, positions)  # [B, T] -> [B, T, D]
-        more = () if cache is None else (cache,)  # blocks of a user's own know none
-        for block in self.layers:
-            x = block(x, mask, *more)
-        return self.head(self.norm(x))  # [B, T, D] -> [B, T, V]
+        return self.lm_head(self.transformer(ids, positions, mask, cache))  # [B, T, D] -> [B, T, V]
 
     def tp_plan(self) -> dict[str, Any]:
         """How tensor parallelism divides it, see `parallel/tp/plan.py`."""
-        block = "layers.*"
+        block = "transformer.h.*"
         return {
-            "embedding.tokens": "vocab",
-            "embedding.positions": "split",
-            f"{block}.attention_norm": "sequence",
-            f"{block}.attention": "gather",
-            f"{block}.attention.qkv": {"packed_colwise": 3, "head": self.head_dim},
-            f"{block}.attention.out": "rowwise",
-            f"{block}.ffn_norm": "sequence",
-            f"{block}.up": "colwise",
-            f"{block}.down": "rowwise",
-            "norm": "sequence",
-            "head": "vocab",
+            "transformer.wte": "vocab",
+            "transformer.wpe": "split",
+            f"{block}.ln_1": "sequence",
+            f"{block}.attn": "gather",
+            f"{block}.attn.c_attn": {"packed_colwise": 3, "head": self.head_dim},
+            f"{block}.attn.c_proj": "rowwise",
+            f"{block}.ln_2": "sequence",
+            f"{block}.mlp.c_fc": "colwise",
+            f"{block}.mlp.c_proj": "rowwise",
+            "transformer.ln_f": "sequence",
+            "lm_head": "vocab",
         }
 
     def initial(self, name: str) -> tuple[float, float]:
@@ -151,13 +164,12 @@ class Gpt2(nn.Module):
         """
         if name.endswith("bias"):
             return 0.0, 0.0
-        if "norm" in name:
+        if ".ln_" in name:
             return 1.0, 0.0
-        residual = name.endswith(("out.weight", "down.weight"))
+        residual = name.endswith("c_proj.weight")
         return 0.0, 0.02 / (2 * self.depth) ** 0.5 if residual else 0.02
 
     def flops_per_token(self, tokens: int) -> float:
         """FLOPs of forward and backward per token, see `Llama.flops_per_token`."""
         matrices = sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Linear))
-        dim = self.norm.weight.numel()
-        return 6 * matrices + 12 * self.depth * dim * tokens
+        return 6 * matrices + 12 * self.depth * self.lm_head.in_features * tokens

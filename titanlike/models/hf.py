@@ -26,13 +26,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from titanlike.models import hf_attention
-from titanlike.models.documents import Documents, sequence_spans
+from titanlike.models import hf_layers
+from titanlike.models.documents import (
+    Documents,
+    attention_inputs,
+    sequence_spans,
+    takes_documents,
+)
 from titanlike.models.hf_config import needs_eager, routes, settings_of
-from titanlike.models.hf_experts import sort_tokens
 from titanlike.models.hf_init import ScratchWeights
 from titanlike.models.hf_weights import FolderWeights
-from titanlike.models.packing import attention_inputs, takes_documents
 from titanlike.models.quiet_import import quiet_import
 from titanlike.models.safetensors_folder import INDEX, SINGLE, has_weights, other_weights
 from titanlike.parallel.tp.hf_plan import set_local_sizes
@@ -89,14 +92,15 @@ def _check_choices(
     settings: PreTrainedConfig, path: str | None, attention: str | None, weights: str, eager: bool
 ) -> None:
     """Raise ValueError for `attention` and `weights` that do not fit the model or the folder."""
+    stored = path is not None and has_weights(Path(path))
+    others = other_weights(Path(path)) if path is not None and not stored else []
     if attention not in (None, "sdpa", "eager"):
         raise ValueError(f"attention={attention}: must be sdpa or eager; write attention=sdpa")
     if weights not in ("auto", "load", "scratch"):
         raise ValueError(f"weights={weights}: must be auto, load or scratch; write weights=auto")
-    if weights == "load" and not (path and has_weights(Path(path))):
+    if weights == "load" and not stored:
         where = f"{path} has no safetensors" if path else "model.path is not set"
         raise ValueError(f"weights=load: {where}; write model.weights=scratch")
-    others = other_weights(Path(path)) if path and not has_weights(Path(path)) else []
     if others and weights == "auto":
         raise ValueError(
             f"path={path}: has weights in {others[0]}, and only {SINGLE} or {INDEX} are read; write "
@@ -130,9 +134,9 @@ class Decoder(nn.Module):
         positions: Tensor | None = None,
         mask: Tensor | None = None,
     ) -> Tensor:
-        """document_ids, positions, mask: see `attention_inputs` in `packing.py`."""
+        """document_ids, positions, mask: see `attention_inputs` in `documents.py`."""
         config: Any = self.config
-        by_offsets = config._attn_implementation == hf_attention.NAME
+        by_offsets = config._attn_implementation == hf_layers.NAME
         positions, allowed = attention_inputs(ids, document_ids, positions, mask, by_offsets)
         given: dict[str, Any] = {"input_ids": ids, "use_cache": False}
         if "position_ids" in inspect.signature(super().forward).parameters:
@@ -190,10 +194,10 @@ def _construct(settings: PreTrainedConfig, attention: str) -> Any:
     with quiet_import():
         from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 
-    hf_attention.register()
+    hf_layers.register()
     known: Any = MODEL_FOR_CAUSAL_LM_MAPPING
-    if attention == "sdpa" and hf_attention.takes_documents(known[type(settings)]):
-        attention = hf_attention.NAME
+    if attention == "sdpa" and hf_layers.takes_documents(known[type(settings)]):
+        attention = hf_layers.NAME
 
     # of a mixture of experts: one that does not branch on values
     experts = {"experts_implementation": "grouped_mm"} if routes(settings) else {}
@@ -207,7 +211,7 @@ def _construct(settings: PreTrainedConfig, attention: str) -> Any:
         if hasattr(module, "warn_if_padding_and_no_attention_mask") and module is not model:
             module.warn_if_padding_and_no_attention_mask = lambda *_: None
     if routes(settings):
-        sort_tokens(model, settings.num_experts_per_tok)
+        hf_layers.sort_tokens(model, settings.num_experts_per_tok)
     return model
 
 
@@ -280,7 +284,7 @@ def _mask_function(ids: Tensor, allowed: Tensor | Documents | None, window: str 
         if allowed is None and not slides and not eager and allow_is_causal_skip:
             return None  # sdpa's own causal mask
         slides_by_offsets = allowed is None and slides and takes_documents(ids)
-        if slides_by_offsets and config._attn_implementation == hf_attention.NAME:
+        if slides_by_offsets and config._attn_implementation == hf_layers.NAME:
             return Documents(sequence_spans(ids), width)
         if isinstance(allowed, Documents):
             return allowed._replace(window=width if slides else None)

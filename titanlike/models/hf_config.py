@@ -43,15 +43,26 @@ def settings_of(
     max_seq_len: int | None,
 ) -> PreTrainedConfig:
     """transformers' config for `hf`'s arguments. Raises ValueError with one argument per problem."""
-    if path is not None and family is None:
-        settings = read_config(transformers, path)
-    elif family is not None and path is None:
-        settings = _from_family(transformers, family, config, vocab_size, max_seq_len)
-    else:
+    if (path is None) == (family is None):
         reason = "give a folder or a family" if path is None else "give model.path or model.family"
         raise ValueError(f"path={path or 'null'}: {reason}; write model.family=llama")
-    _check_family(settings.model_type, "path" if path else "family", path or family or "")
-    _check_keys(settings, config)
+    if path is not None:
+        settings = read_config(transformers, path)
+        _check_family(settings.model_type, "path", path)
+    else:
+        assert family is not None
+        _check_family(family, "family", family)
+        settings = transformers.AutoConfig.for_model(family)
+        _add_sizes_of_data(settings, config, vocab_size, max_seq_len)
+    problems, known = [], {*settings.to_dict(), *settings.attribute_map}
+    known_here = {*known, *inspect.signature(type(settings)).parameters}
+    for key in config.keys() - known_here:
+        near, value = nearest(key, known), override_text(config[key])
+        fix = f"; write model.config.{near}={value}" if near else ""
+        reason = f"{settings.model_type} has no such key in transformers"
+        problems.append(f"model.config.{key}={value}: {reason}{fix}")
+    if problems:
+        raise ValueError(*problems)
     plain = settings.to_dict() if path else {}
     changes = {settings.attribute_map.get(key, key): value for key, value in config.items()}
     if "layer_types" in plain and {"num_hidden_layers", "sliding_window"} & changes.keys():
@@ -60,14 +71,25 @@ def settings_of(
         settings = type(settings)(**{**plain, **changes})
     except Exception as error:  # transformers checks types and sizes with its own errors
         raise ValueError(f"model.config={override_text(config)}: {_line(error)}") from None
-    return _checked(settings, path, vocab_size, max_seq_len)
+    if problems := _untrainable(settings, path, vocab_size, max_seq_len):
+        raise ValueError(*problems)
+    return settings
 
 
 def read_config(transformers: Any, path: str) -> PreTrainedConfig:
     """A folder's config, of a model with images its text model's. Raises ValueError."""
     folder = Path(path)
     if not (folder / "config.json").is_file():
-        raise ValueError(_no_folder(path))
+        if folder.is_dir():
+            reason = "has no config.json; write model.path=..., a folder that has one"
+        elif path.count("/") == 1 and not path.startswith((".", "/", "~")):
+            reason = (
+                "is not a folder, and nothing is downloaded here; write model.path=FOLDER after "
+            )
+            reason += f"hf download {path} --local-dir FOLDER"
+        else:
+            reason = "is not a folder; write model.path=..., one that save_pretrained wrote"
+        raise ValueError(f"path={path}: {reason}")
     try:
         settings = transformers.AutoConfig.from_pretrained(
             folder, local_files_only=True, trust_remote_code=False
@@ -77,16 +99,23 @@ def read_config(transformers: Any, path: str) -> PreTrainedConfig:
     return settings.get_text_config() if settings.model_type in FAMILIES else settings
 
 
-def _from_family(
-    transformers: Any,
-    family: str,
+def _check_family(family: str, key: str, value: str) -> None:
+    if family in REFUSED:
+        raise ValueError(f"{key}={value}: {family} is refused: {REFUSED[family]}")
+    if family not in FAMILIES:
+        near = nearest(family, FAMILIES) if key == "family" else None
+        tested = f"is not among the families that are tested here ({', '.join(FAMILIES)})"
+        fix = f"; write model.family={near}" if near else ""
+        raise ValueError(f"{key}={value}: {family} {tested}{fix}")
+
+
+def _add_sizes_of_data(
+    settings: PreTrainedConfig,
     config: dict[str, Any],
     vocab_size: int | None,
     max_seq_len: int | None,
-) -> PreTrainedConfig:
-    """The family's default config; adds to `config` what depends on the data."""
-    _check_family(family, "family", family)
-    settings = transformers.AutoConfig.for_model(family)
+) -> None:
+    """Add to `config` what depends on the data, where it has none of it."""
     given = {settings.attribute_map.get(key, key) for key in config}
     known = {*settings.to_dict(), *settings.attribute_map}
     for key, value in (("vocab_size", vocab_size), ("max_position_embeddings", max_seq_len)):
@@ -98,27 +127,12 @@ def _from_family(
         outside = type(token) is int and token >= config.get("vocab_size", settings.vocab_size)
         if outside and key not in given:
             config[key] = None
-    return settings
 
 
-def _check_keys(settings: PreTrainedConfig, config: dict[str, Any]) -> None:
-    """Raise ValueError for keys that transformers' config does not have."""
-    known = {*settings.to_dict(), *settings.attribute_map}
-    parameters = inspect.signature(type(settings)).parameters
-    problems = []
-    for key in (key for key in config if key not in known and key not in parameters):
-        near, value = nearest(key, known), override_text(config[key])
-        fix = f"; write model.config.{near}={value}" if near else ""
-        reason = f"{settings.model_type} has no such key in transformers"
-        problems.append(f"model.config.{key}={value}: {reason}{fix}")
-    if problems:
-        raise ValueError(*problems)
-
-
-def _checked(
+def _untrainable(
     settings: PreTrainedConfig, path: str | None, vocab_size: int | None, max_seq_len: int | None
-) -> PreTrainedConfig:
-    """Raise ValueError for what no layout can train, and for sizes that the data exceeds."""
+) -> list[str]:
+    """What no layout can train, and sizes that the data exceeds."""
     problems = []
     if getattr(settings, "quantization_config", None):
         problems.append(f"path={path}: its weights are quantized; write a folder in bf16 or fp32")
@@ -139,47 +153,22 @@ def _checked(
             "model.config.rope_parameters={rope_type:dynamic}: changes with the length of the "
             "batch; write model.config.rope_parameters={rope_type:yarn,factor:...}"
         )
-    if vocab_size is not None and settings.vocab_size < vocab_size:
+    vocabulary, longest = settings.vocab_size, getattr(settings, "max_position_embeddings", None)
+    if vocab_size is not None and vocabulary < vocab_size:
+        reason = f"smaller than the {vocab_size} token ids of the data"
         problems.append(
-            f"model.config.vocab_size={settings.vocab_size}: is smaller than the {vocab_size} "
-            f"token ids of the data; write model.config.vocab_size={vocab_size}"
+            f"model.config.vocab_size={vocabulary}: is {reason}; write "
+            f"model.config.vocab_size={vocab_size}"
             if path is None
-            else f"path={path}: its vocabulary of {settings.vocab_size} is smaller than the "
-            f"{vocab_size} token ids of the data; use the tokenizer of the same folder"
+            else f"path={path}: its vocabulary of {vocabulary} is {reason}; use the tokenizer of the "
+            "same folder"
         )
-    longest = getattr(settings, "max_position_embeddings", None)
     if max_seq_len is not None and longest is not None and longest < max_seq_len:
         problems.append(
             f"seq_len={max_seq_len}: is longer than the max_position_embeddings={longest} of the "
             f"model; write seq_len={longest} or model.config.max_position_embeddings={max_seq_len}"
         )
-    if problems:
-        raise ValueError(*problems)
-    return settings
-
-
-def _check_family(family: str, key: str, value: str) -> None:
-    if family in FAMILIES:
-        return
-    if family in REFUSED:
-        raise ValueError(f"{key}={value}: {family} is refused: {REFUSED[family]}")
-    near = nearest(family, FAMILIES)
-    fix = f"; write model.family={near}" if near and key == "family" else ""
-    raise ValueError(
-        f"{key}={value}: {family} is not among the families that are tested here "
-        f"({', '.join(FAMILIES)}){fix}"
-    )
-
-
-def _no_folder(path: str) -> str:
-    if Path(path).is_dir():
-        return f"path={path}: has no config.json; write model.path=..., a folder that has one"
-    return (
-        f"path={path}: is not a folder, and nothing is downloaded here; write model.path=FOLDER after "
-        f"hf download {path} --local-dir FOLDER"
-        if path.count("/") == 1 and not path.startswith((".", "/", "~"))
-        else f"path={path}: is not a folder; write model.path=..., one that save_pretrained wrote"
-    )
+    return problems
 
 
 def _line(error: BaseException) -> str:

@@ -1,114 +1,100 @@
-"""What transformers calls the sizes and tensors of our own families: data, and how to look it up.
+"""Which of transformers' models a model of ours equals, and what of it their folders have otherwise.
 
-A family is added by a `Family` in `FAMILIES`; one of ours may be several of theirs, by its sizes. Nothing else is needed to export it, to start it from
-a folder, or to load it for generation. No torch, no transformers.
+Parameters and sizes have transformers' names already. To add a family: a `Counterpart` in `FAMILIES`. No
+torch, no transformers.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 
 @dataclass(frozen=True)
-class Name:
-    """A parameter here and there; a `*` stands for the same number in both.
+class Counterpart:
+    """A model of transformers that one of ours equals.
 
-    form: same; transposed (transformers' Conv1D has [in, out]); stacked: ours is [N, ...], theirs
-    are N tensors, whose name has a `#` for the number; or unused: a buffer of training alone.
-    """
-
-    ours: str
-    theirs: str
-    form: Literal["same", "transposed", "stacked", "unused"] = "same"
-
-
-@dataclass(frozen=True)
-class Family:
-    """A family of ours as one of transformers'.
-
-    prefix: of names, which some folders leave out. sizes: argument of our constructor -> key in
-    config.json, dotted where it is within an object. needs: arguments of ours that must have this value.
-    fixed: keys that have one value here. legacy: keys of transformers 4 -> those that they repeat. length: the key of the longest sequence, where
-    it is none of the sizes.
+    prefix: of names, which some folders leave out.
+    keys: sizes of ours that its config has; renamed: those under another name.
+    repeated: keys of transformers 4 -> those with their value.
+    needs: other sizes of ours, which must have this value.
+    fixed: keys of its config that have one value here.
+    stored: (pattern, replacement) that make of a parameter's name that in files, in which # is the
+    number of an expert; "" = it is in none.
+    transposed: a pattern of matrices that files have as [in, out].
     """
 
     model_type: str
     architecture: str
     prefix: str
-    sizes: Mapping[str, str]
+    keys: tuple[str, ...]
     fixed: Mapping[str, Any]
-    names: tuple[Name, ...]
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    repeated: Mapping[str, str] = field(default_factory=dict)
     needs: Mapping[str, Any] = field(default_factory=dict)
-    legacy: Mapping[str, str] | None = None
-    length: str | None = None
+    stored: tuple[tuple[str, str], ...] = ()
+    transposed: str | None = None
+
+    def stored_name(self, name: str) -> str:
+        """A parameter's name in files."""
+        for pattern, replacement in self.stored:
+            name = re.sub(pattern, replacement, name)
+        return name
+
+    def config_json(self, sizes: Mapping[str, Any], length: int) -> dict[str, Any]:
+        """For a model of all of these sizes, and sequences of `length`."""
+        config: dict[str, Any] = {
+            "architectures": [self.architecture],
+            "model_type": self.model_type,
+        }
+        config |= {self.renamed.get(key, key): whole_sizes(sizes)[key] for key in self.keys}
+        config |= self.fixed
+        if "rope_theta" in config:  # where transformers 4 has it; 5 has an object
+            rope = {"rope_theta": config["rope_theta"], "rope_type": config.pop("rope_type")}
+            config |= {"rope_parameters": rope, "max_position_embeddings": length}
+        return config | {key: config[same] for key, same in self.repeated.items()}
+
+    def our_sizes(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """The sizes that a config of transformers asks for."""
+        values = _flat(config)
+        sizes = {key: values.get(self.renamed.get(key, key)) for key in self.keys}
+        return {**whole_sizes(sizes), **self.needs}
+
+    def unsupported(self, config: Mapping[str, Any]) -> list[str]:
+        """key=value of what a config asks for and ours does not compute."""
+        values = _flat(config)
+        return [
+            f"{key}={values.get(key)}"
+            for key, value in self.fixed.items()
+            if values.get(key) != value and key not in _HARMLESS
+        ]
 
 
-def _both(ours: str, theirs: str, form: Any = "same") -> tuple[Name, Name]:
-    """Weight and bias of a module; only a weight has two dimensions to transpose."""
-    return Name(f"{ours}.weight", f"{theirs}.weight", form), Name(f"{ours}.bias", f"{theirs}.bias")
+def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {**config, **(config.get("rope_parameters") or {})}
 
 
-_OURS, _LLAMA, _GPT2 = "layers.*", "model.layers.*", "transformer.h.*"
-
-_LLAMA_NAMES = (  # without the network of a block
-    Name("embedding.weight", "model.embed_tokens.weight"),
-    Name(f"{_OURS}.attention_norm.weight", f"{_LLAMA}.input_layernorm.weight"),
-    # both rotate the two halves of a head, so q and k are the same
-    Name(f"{_OURS}.attention.wq.weight", f"{_LLAMA}.self_attn.q_proj.weight"),
-    Name(f"{_OURS}.attention.wk.weight", f"{_LLAMA}.self_attn.k_proj.weight"),
-    Name(f"{_OURS}.attention.wv.weight", f"{_LLAMA}.self_attn.v_proj.weight"),
-    Name(f"{_OURS}.attention.wo.weight", f"{_LLAMA}.self_attn.o_proj.weight"),
-    Name("norm.weight", "model.norm.weight"),
-    Name("head.weight", "lm_head.weight"),
+_HARMLESS = ("attn_pdrop", "embd_pdrop", "resid_pdrop")  # differences that change no weight
+_DECODER = (
+    *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"),
+    *("num_key_value_heads", "rope_theta", "rms_norm_eps", "tie_word_embeddings"),
 )
-_LLAMA_SIZES = {
-    "vocab_size": "vocab_size",
-    "dim": "hidden_size",
-    "layers": "num_hidden_layers",
-    "heads": "num_attention_heads",
-    "kv_heads": "num_key_value_heads",
-    "rope_theta": "rope_parameters.rope_theta",
-    "norm_eps": "rms_norm_eps",
-    "tied": "tie_word_embeddings",
-}
+_ROPE = {"hidden_act": "silu", "rope_type": "default"}
 
-LLAMA = Family(
+LLAMA = Counterpart(
     model_type="llama",
     architecture="LlamaForCausalLM",
     prefix="model.",
-    sizes=_LLAMA_SIZES | {"ffn_dim": "intermediate_size"},
-    fixed={
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "mlp_bias": False,
-        "rope_parameters.rope_type": "default",
-    },
-    legacy={"rope_theta": "rope_parameters.rope_theta"},
-    length="max_position_embeddings",
-    names=(
-        *_LLAMA_NAMES,
-        Name(f"{_OURS}.ffn_norm.weight", f"{_LLAMA}.post_attention_layernorm.weight"),
-        Name(f"{_OURS}.ffn.gate.weight", f"{_LLAMA}.mlp.gate_proj.weight"),
-        Name(f"{_OURS}.ffn.up.weight", f"{_LLAMA}.mlp.up_proj.weight"),
-        Name(f"{_OURS}.ffn.down.weight", f"{_LLAMA}.mlp.down_proj.weight"),
-    ),
+    keys=(*_DECODER, "intermediate_size"),
+    fixed=_ROPE | {"attention_bias": False, "mlp_bias": False},
 )
-
-GPT2 = Family(
+GPT2 = Counterpart(
     model_type="gpt2",
     architecture="GPT2LMHeadModel",
     prefix="transformer.",
-    sizes={
-        "vocab_size": "vocab_size",
-        "dim": "n_embd",
-        "layers": "n_layer",
-        "heads": "n_head",
-        "max_seq_len": "n_positions",
-        "tied": "tie_word_embeddings",
-    },
+    keys=("vocab_size", "n_positions", "n_embd", "n_layer", "n_head", "tie_word_embeddings"),
     fixed={
         "activation_function": "gelu_new",
         "layer_norm_epsilon": 1e-5,
@@ -117,170 +103,73 @@ GPT2 = Family(
         "scale_attn_by_inverse_layer_idx": False,
         "add_cross_attention": False,
         # it has no dropout; what was pretrained with some is the same function without
-        "attn_pdrop": 0.0,
-        "embd_pdrop": 0.0,
-        "resid_pdrop": 0.0,
+        **dict.fromkeys(_HARMLESS, 0.0),
     },
-    names=(
-        Name("embedding.tokens.weight", "transformer.wte.weight"),
-        Name("embedding.positions.weight", "transformer.wpe.weight"),
-        *_both(f"{_OURS}.attention_norm", f"{_GPT2}.ln_1"),
-        *_both(f"{_OURS}.attention.qkv", f"{_GPT2}.attn.c_attn", "transposed"),
-        *_both(f"{_OURS}.attention.out", f"{_GPT2}.attn.c_proj", "transposed"),
-        *_both(f"{_OURS}.ffn_norm", f"{_GPT2}.ln_2"),
-        *_both(f"{_OURS}.up", f"{_GPT2}.mlp.c_fc", "transposed"),
-        *_both(f"{_OURS}.down", f"{_GPT2}.mlp.c_proj", "transposed"),
-        *_both("norm", "transformer.ln_f"),
-        Name("head.weight", "lm_head.weight"),
-    ),
+    transposed=r"\.(c_attn|c_proj|c_fc)\.weight",  # of transformers' Conv1D
 )
 
-_MOE_SIZES = _LLAMA_SIZES | {
-    "head_dim": "head_dim",
-    "experts": "num_local_experts",
-    "top_k": "num_experts_per_tok",
-}
-_MOE_NEEDS = {
-    "scores": "softmax",
-    "scale": 1.0,
-    "groups": 1,
+_MIXTURE = (*_DECODER, "head_dim", "num_local_experts", "num_experts_per_tok")
+_MIXTURE += ("moe_intermediate_size",)
+_MIXTURE_NEEDS = {
+    "scoring_func": "softmax",
+    "routed_scaling_factor": 1.0,
+    "n_group": 1,
     "bias_rate": 0.0,
-    "shared_experts": 0,
-    "dense_layers": 0,
+    "n_shared_experts": 0,
+    "first_k_dense_replace": 0,
 }
-_MOE_FIXED = {
-    "hidden_act": "silu",
-    "sliding_window": None,
-    "attention_dropout": 0.0,
-    "rope_parameters.rope_type": "default",
-}
+_MIXTURE_FIXED = _ROPE | {"sliding_window": None, "attention_dropout": 0.0}
+_OF_EXPERT = (r"\.experts\.(\w+)$", r".experts.#.\1.weight")
+_BUFFER = (r".*\.mlp\.load", "")  # of the balance loss
 
-
-def _moe_names(block: str, gate: str, up: str, down: str) -> tuple[Name, ...]:
-    """block: transformers' name of the network; the others: of an expert's matrices."""
-    expert = f"{_LLAMA}.{block}.experts.#"
-    return (
-        *_LLAMA_NAMES,
-        Name(f"{_OURS}.moe_norm.weight", f"{_LLAMA}.post_attention_layernorm.weight"),
-        Name(f"{_OURS}.moe.router.weight", f"{_LLAMA}.{block}.gate.weight"),
-        Name(f"{_OURS}.moe.experts.gate", f"{expert}.{gate}.weight", "stacked"),
-        Name(f"{_OURS}.moe.experts.up", f"{expert}.{up}.weight", "stacked"),
-        Name(f"{_OURS}.moe.experts.down", f"{expert}.{down}.weight", "stacked"),
-        Name(f"{_OURS}.moe.load", "", "unused"),  # of the balance loss
-    )
-
-
-MIXTRAL = Family(
+MIXTRAL = Counterpart(
     model_type="mixtral",
     architecture="MixtralForCausalLM",
     prefix="model.",
-    sizes=_MOE_SIZES | {"expert_dim": "intermediate_size"},
-    needs=_MOE_NEEDS | {"qk_norm": False, "renormalize": True},
-    fixed=_MOE_FIXED,
-    legacy={"rope_theta": "rope_parameters.rope_theta"},
-    length="max_position_embeddings",
-    names=_moe_names("block_sparse_moe", "w1", "w3", "w2"),
+    keys=_MIXTURE,
+    renamed={"moe_intermediate_size": "intermediate_size"},
+    needs=_MIXTURE_NEEDS | {"qk_norm": False, "norm_topk_prob": True},
+    fixed=_MIXTURE_FIXED,
+    stored=(
+        *(_BUFFER, _OF_EXPERT, (r"\.mlp\.", ".block_sparse_moe.")),
+        *((r"\.gate_proj\.", ".w1."), (r"\.up_proj\.", ".w3."), (r"\.down_proj\.", ".w2.")),
+    ),
 )
-QWEN3_MOE = Family(
+QWEN3_MOE = Counterpart(
     model_type="qwen3_moe",
     architecture="Qwen3MoeForCausalLM",
     prefix="model.",
-    sizes=_MOE_SIZES | {"expert_dim": "moe_intermediate_size", "renormalize": "norm_topk_prob"},
-    needs=_MOE_NEEDS | {"qk_norm": True},
-    fixed=_MOE_FIXED | {"attention_bias": False, "decoder_sparse_step": 1, "mlp_only_layers": []},
-    legacy={
-        "rope_theta": "rope_parameters.rope_theta",
-        "num_experts": "num_local_experts",
-    },
-    length="max_position_embeddings",
-    names=(
-        *_moe_names("mlp", "gate_proj", "up_proj", "down_proj"),
-        Name(f"{_OURS}.attention.q_norm.weight", f"{_LLAMA}.self_attn.q_norm.weight"),
-        Name(f"{_OURS}.attention.k_norm.weight", f"{_LLAMA}.self_attn.k_norm.weight"),
-    ),
+    keys=(*_MIXTURE, "norm_topk_prob"),
+    repeated={"num_experts": "num_local_experts"},
+    needs=_MIXTURE_NEEDS | {"qk_norm": True},
+    fixed=_MIXTURE_FIXED
+    | {"attention_bias": False, "decoder_sparse_step": 1, "mlp_only_layers": []},
+    stored=(_BUFFER, _OF_EXPERT),
 )
 
 # by `model.name`
 FAMILIES = {"llama": (LLAMA,), "gpt2": (GPT2,), "moe": (MIXTRAL, QWEN3_MOE)}
-_HARMLESS = ("attn_pdrop", "embd_pdrop", "resid_pdrop")  # differences that change no weight
 
 
-def family_of(name: str, sizes: Mapping[str, Any]) -> Family:
-    """Which family of theirs a model of ours is; sizes: all of its arguments. Raises ValueError, with
+def counterpart(name: str, sizes: Mapping[str, Any]) -> Counterpart:
+    """Which model of theirs a model of ours is; sizes: all of its arguments. Raises ValueError, with
     the arguments that the nearest one does not have."""
-    nearest = min(FAMILIES[name], key=lambda family: len(_unmet(family, sizes)))
-    if unmet := _unmet(nearest, sizes):
-        has = ", ".join(f"model.{key}={sizes[key]}" for key in unmet)
-        fix = " ".join(f"model.{key}={str(value).lower()}" for key, value in unmet.items())
+
+    def unmet(theirs: Counterpart) -> dict[str, Any]:
+        return {key: value for key, value in theirs.needs.items() if sizes[key] != value}
+
+    nearest = min(FAMILIES[name], key=lambda theirs: len(unmet(theirs)))
+    if wrong := unmet(nearest):
+        has = ", ".join(f"model.{key}={sizes[key]}" for key in wrong)
+        fix = " ".join(f"model.{key}={str(value).lower()}" for key, value in wrong.items())
         raise ValueError(
             f"{has}: transformers' {nearest.model_type} has no such thing; train with {fix}"
         )
     return nearest
 
 
-def _unmet(family: Family, sizes: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in family.needs.items() if sizes[key] != value}
-
-
 def whole_sizes(sizes: Mapping[str, Any]) -> dict[str, Any]:
     """With the head_dim that null stands for."""
-    if sizes.get("head_dim", 0) is None and sizes.get("dim") and sizes.get("heads"):
-        return {**sizes, "head_dim": sizes["dim"] // sizes["heads"]}
-    return dict(sizes)
-
-
-def their_name(family: Family, ours: str) -> Name:
-    """A parameter's names with their numbers, and its form. Raises KeyError."""
-    for name in family.names:
-        found = re.fullmatch(re.escape(name.ours).replace(r"\*", r"(\d+)"), ours)
-        if found:
-            return Name(ours, _filled(name.theirs, found.groups()), name.form)
-    raise KeyError(ours)
-
-
-def _filled(pattern: str, numbers: Iterable[str]) -> str:
-    rest = iter(numbers)
-    return re.sub(r"\*", lambda _: next(rest), pattern)
-
-
-def their_config(family: Family, sizes: Mapping[str, Any], length: int) -> dict[str, Any]:
-    """config.json for a model of these arguments, all of `family.sizes`, and of sequences of `length`."""
-    config: dict[str, Any] = {
-        "architectures": [family.architecture],
-        "model_type": family.model_type,
-    }
-    sizes = whole_sizes(sizes)
-    values = {theirs: sizes[ours] for ours, theirs in family.sizes.items()} | {**family.fixed}
-    for key, value in values.items():
-        *objects, last = key.split(".")
-        place = config
-        for part in objects:
-            place = place.setdefault(part, {})
-        place[last] = value
-    if family.length is not None:
-        config[family.length] = length
-    for key, same in (family.legacy or {}).items():
-        config[key] = value_at(config, same)
-    return config
-
-
-def value_at(config: Mapping[str, Any], key: str) -> Any:
-    """The value of a dotted key; None where there is none."""
-    value: Any = config
-    for part in key.split("."):
-        value = value.get(part) if isinstance(value, Mapping) else None
-    return value
-
-
-def our_sizes(family: Family, config: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of our constructor that a config of transformers asks for."""
-    sizes = {ours: value_at(config, theirs) for ours, theirs in family.sizes.items()}
-    return {**whole_sizes(sizes), **family.needs}
-
-
-def unsupported(family: Family, config: Mapping[str, Any]) -> Iterator[str]:
-    """key=value of what a config asks for and our family does not compute."""
-    for key, value in family.fixed.items():
-        found = value_at(config, key)
-        if found != value and key not in _HARMLESS:
-            yield f"{key}={found}"
+    if "head_dim" not in sizes or sizes["head_dim"] is not None:
+        return dict(sizes)
+    return {**sizes, "head_dim": sizes["hidden_size"] // sizes["num_attention_heads"]}

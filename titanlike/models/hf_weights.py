@@ -1,31 +1,114 @@
-"""Initial weights of a transformers model from a folder's safetensors, slice by slice.
+"""Initial weights from the safetensors of a folder of transformers, slice by slice.
 
 A rank reads only the rows of its shards, and of its tensor-parallel part of them. Names in the files
-are those of the transformers version that wrote them, and are mapped by transformers' own conversion
-rules; experts that are stored one by one are merged.
+are those of the transformers version that wrote them: for a model of transformers they are mapped by
+its own conversion rules, and experts that are stored one by one are merged; for models of our own see
+`hf_names.py`.
 """
 
 from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from titanlike.distributed.placement import Slices
+from titanlike.models.hf_names import Counterpart
 from titanlike.models.safetensors_folder import SafetensorsFolder, first_names
 
-# Where a parameter is stored: its name in the files; or, of a parameter [experts, out, in] that is
-# merged from matrices [part of out, in], the names of each expert's matrices, in order.
-Sources = str | list[list[str]]
+
+class Source(NamedTuple):
+    """Where a parameter is stored.
+
+    form: same; transposed; or stacked: of a parameter [N, out, in], for each of its N matrices the
+    names of the tensors [part of out, in] of which it consists.
+    """
+
+    rows: list[list[str]]
+    form: Literal["same", "transposed", "stacked"] = "same"
+
+    @property
+    def name(self) -> str:
+        """Where it is one tensor."""
+        ((name,),) = self.rows
+        return name
 
 
-class FolderWeights:
-    """`InitialWeights`: the values in a folder's safetensors."""
+def source_of(theirs: Counterpart, name: str, shape: Sequence[int]) -> Source:
+    """A parameter of a model of our own."""
+    stored = theirs.stored_name(name)
+    if "#" in stored:
+        return Source([[stored.replace("#", str(row))] for row in range(shape[0])], "stacked")
+    turned = theirs.transposed is not None and re.search(theirs.transposed, name)
+    return Source([[stored]], "transposed" if turned else "same")
+
+
+class StoredWeights:
+    """The values of parameters in a folder's files."""
+
+    files: SafetensorsFolder
+    sources: Mapping[str, Source]
+
+    def block(self, name: str, shape: torch.Size, place: Slices) -> Tensor:
+        """A block of a parameter of this shape, fp32 on the CPU; `place` has a slice a dimension."""
+        source = self.sources[name]
+        if source.form == "stacked":
+            rows, *inside = place
+            parts = [self._matrix(keys, inside) for keys in source.rows[rows]]
+            return torch.stack(parts).float() if parts else torch.empty(0, *shape[1:])[:, *inside]
+        stored = self.files.slice(source.name)
+        if source.form == "transposed":
+            return stored[place[::-1]].T.float()
+        return (stored[place] if shape else self.files.tensor(source.name)).float()
+
+    def _matrix(self, keys: list[str], place: list[slice]) -> Tensor:
+        if len(keys) == 1:
+            return self.files.slice(keys[0])[tuple(place)]
+        return torch.cat([self.files.slice(key)[:] for key in keys])[tuple(place)]
+
+    def mismatches(self, shapes: Mapping[str, torch.Size]) -> Iterator[str]:
+        """What is missing, or has another shape than parameters; reads headers only."""
+        for name, shape in shapes.items():
+            rows, form = self.sources[name]
+            if missing := [key for keys in rows for key in keys if key not in self.files.files]:
+                yield f"{missing[0]} is missing"
+                continue
+            stored = [[self.files.slice(key).get_shape() for key in keys] for keys in rows]
+            if form == "stacked":
+                matrices = {(sum(part[0] for part in row), *row[0][1:]) for row in stored}
+                found = [len(rows), *matrices.pop()] if len(matrices) == 1 else []
+            else:
+                found = stored[0][0][:: -1 if form == "transposed" else 1]
+            if found != [*shape]:
+                yield f"{name} is {found} in the files and {[*shape]} in the model"
+
+
+class OwnWeights(StoredWeights):
+    """Of a model of our own."""
+
+    def __init__(self, theirs: Counterpart, folder: Path, shapes: Mapping[str, torch.Size]) -> None:
+        """Raises ValueError where the files cannot be read."""
+        self.files = SafetensorsFolder(folder)
+
+        def here(key: str) -> str:
+            """Some files are written without the prefix."""
+            short = key.removeprefix(theirs.prefix)
+            return short if key not in self.files.files and short in self.files.files else key
+
+        plain = {name: source_of(theirs, name, shape) for name, shape in shapes.items()}
+        self.sources = {
+            name: Source([[here(key) for key in row] for row in rows], form)
+            for name, (rows, form) in plain.items()
+        }
+
+
+class FolderWeights(StoredWeights):
+    """`InitialWeights` of a model of transformers."""
 
     def __init__(
         self, model: Any, folder: Path, buffer: Callable[[str], Tensor] | None = None
@@ -37,55 +120,24 @@ class FolderWeights:
         self._folder, self._model, self._buffer = folder, model, buffer
         self.origin = f"from {folder}"
         self.files = SafetensorsFolder(folder)
-        self._sources = self._find_sources()
-
-    @property
-    def sources(self) -> Mapping[str, Sources]:
-        """Parameter or buffer, every name of a tied one -> where it is stored."""
-        return self._sources
-
-    def block(self, name: str, shape: torch.Size, place: Slices) -> Tensor:
-        source = self._sources[name]
-        if isinstance(source, list):
-            rows, *inside = place
-            parts = [torch.cat([self.files.slice(key)[:] for key in keys]) for keys in source[rows]]
-            whole = torch.stack(parts) if parts else torch.empty(0, *shape[1:])
-            return whole[:, *inside].float()
-        if not shape:
-            return self.files.handle(source).get_tensor(source).float()
-        return self.files.slice(source)[place].float()
+        # parameter or buffer, every name of a tied one
+        self.sources = self._find_sources()
 
     def buffer(self, name: str) -> Tensor:
         """From the files where they contain it."""
-        if name in self._sources:
-            source = self._sources[name]
-            assert isinstance(source, str), "only parameters are stored in several tensors"
-            return self.files.handle(source).get_tensor(source)
+        if name in self.sources:
+            return self.files.tensor(self.sources[name].name)
         assert self._buffer is not None
         return self._buffer(name)
 
     def check(self) -> None:
         """Raise ValueError for parameters of another shape; reads headers only."""
-        wrong = []
-        for name, parameter in self._model.named_parameters():
-            found, needed = self._shape(name), list(parameter.shape)
-            if found != needed:
-                wrong.append(f"{name} is {found} in the files and {needed} in the model")
-        if wrong:
+        shapes = {name: parameter.shape for name, parameter in self._model.named_parameters()}
+        if wrong := list(self.mismatches(shapes)):
             remedy = "use the sizes of its config.json, or model.weights=scratch"
             raise ValueError(f"path={self._folder}: {first_names(wrong)}; {remedy}")
 
-    def _shape(self, name: str) -> list[int]:
-        source = self._sources[name]
-        if not isinstance(source, list):
-            return self.files.slice(source).get_shape()
-        shapes = set()
-        for keys in source:
-            parts = [self.files.slice(key).get_shape() for key in keys]
-            shapes.add((sum(part[0] for part in parts), *parts[0][1:]))
-        return [len(source), *shapes.pop()] if len(shapes) == 1 else []
-
-    def _find_sources(self) -> dict[str, Sources]:
+    def _find_sources(self) -> dict[str, Source]:
         """Parameter or buffer -> name in the files, or experts to merge. Raises ValueError."""
         from transformers import core_model_loading as loading
         from transformers.conversion_mapping import get_model_conversion_mapping
@@ -95,18 +147,17 @@ class FolderWeights:
         renamings = [t for t in transforms if isinstance(t, loading.WeightRenaming)]
         converters = [t for t in transforms if isinstance(t, loading.WeightConverter)]
         state = dict.fromkeys(model.state_dict(keep_vars=True), True)
-        simple: dict[str, str] = {}
+        sources: dict[str, Source] = {}
         merged: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
         for key in sorted(self.files.files, key=_natural):
             prefix = model.base_model_prefix
             name, pattern = loading.rename_source_key(key, renamings, converters, prefix, state)
             if pattern is None or key in state:
-                simple[key if key in state else name] = key
+                sources[key if key in state else name] = Source([[key]])
             else:
                 merged[name][pattern].append(key)
-        sources: dict[str, Sources] = dict(simple)
         for name, patterns in merged.items():
-            sources[name] = self._experts(name, patterns, converters)
+            sources[name] = Source(self._experts(name, patterns, converters), "stacked")
         first = {id(parameter): name for name, parameter in model.named_parameters()}
         for name, parameter in model.named_parameters(remove_duplicate=False):
             if name in sources:  # a tied parameter is stored under any of its names

@@ -1,11 +1,14 @@
 """Llama: RMSNorm, rotary embedding, grouped-query attention, SwiGLU (arXiv 2302.13971, 2407.21783).
 
-Shapes: B batch, T tokens, D dim, H query heads, K key/value heads, E = D // H head dim, F ffn_dim,
-V vocab_size. The model contains no parallelism.
+Parameters and sizes have the names of transformers' LlamaForCausalLM.
+
+Shapes: B batch, T tokens, D hidden_size, H query heads, K key/value heads, E = D // H head dim,
+F intermediate_size, V vocab_size. The model contains no parallelism.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
@@ -14,9 +17,7 @@ from torch import Tensor, nn
 
 from titanlike.models.attention import attention
 from titanlike.models.cache import KeyValueCache
-from titanlike.models.documents import Documents
-from titanlike.models.packing import attention_inputs
-from titanlike.models.sizes import not_positive
+from titanlike.models.documents import Documents, attention_inputs
 
 
 class RMSNorm(nn.Module):
@@ -53,20 +54,20 @@ class Attention(nn.Module):
 
     def __init__(
         self,
-        dim: int,
+        hidden_size: int,
         heads: int,
         kv_heads: int,
         head_dim: int | None = None,
         qk_norm_eps: float | None = None,
     ):
-        """head_dim: E, if not dim // heads; qk_norm_eps: of the norms of each head's query and key,
-        None = there are none."""
+        """head_dim: E, if not hidden_size // heads; qk_norm_eps: of the norms of each head's query
+        and key, None = there are none."""
         super().__init__()
-        self.head_dim = head_dim or dim // heads
-        self.wq = nn.Linear(dim, heads * self.head_dim, bias=False)
-        self.wk = nn.Linear(dim, kv_heads * self.head_dim, bias=False)
-        self.wv = nn.Linear(dim, kv_heads * self.head_dim, bias=False)
-        self.wo = nn.Linear(heads * self.head_dim, dim, bias=False)
+        self.head_dim = head_dim or hidden_size // heads
+        self.q_proj = nn.Linear(hidden_size, heads * self.head_dim, bias=False)
+        self.k_proj = nn.Linear(hidden_size, kv_heads * self.head_dim, bias=False)
+        self.v_proj = nn.Linear(hidden_size, kv_heads * self.head_dim, bias=False)
+        self.o_proj = nn.Linear(heads * self.head_dim, hidden_size, bias=False)
         self.normed = qk_norm_eps is not None
         if qk_norm_eps is not None:
             self.q_norm = RMSNorm(self.head_dim, qk_norm_eps)
@@ -80,8 +81,8 @@ class Attention(nn.Module):
         cache: KeyValueCache | None = None,
     ) -> Tensor:
         q, k, v = (  # [B, T, D] -> [B, T, H or K, E] -> q [B, H, T, E]; k, v [B, K, T, E]
-            w(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-            for w in (self.wq, self.wk, self.wv)
+            project(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for project in (self.q_proj, self.k_proj, self.v_proj)
         )
         if self.normed:
             q, k = self.q_norm(q), self.k_norm(k)
@@ -89,31 +90,31 @@ class Attention(nn.Module):
         if cache is not None:
             k, v = cache.extend(self, k, v)  # [B, K, S, E]
         y = attention(q, k, v, mask)  # [B, H, T, E]
-        return self.wo(y.transpose(1, 2).flatten(-2))  # [B, T, H, E] -> [B, T, H * E] -> [B, T, D]
+        return self.o_proj(y.transpose(1, 2).flatten(-2))  # [B, T, H * E] -> [B, T, D]
 
 
-class FeedForward(nn.Module):
+class MLP(nn.Module):
     """SwiGLU (arXiv 2002.05202): [B, T, D] -> [B, T, F] -> [B, T, D]."""
 
-    def __init__(self, dim: int, ffn_dim: int):
+    def __init__(self, hidden_size: int, intermediate_size: int):
         super().__init__()
-        self.gate = nn.Linear(dim, ffn_dim, bias=False)
-        self.up = nn.Linear(dim, ffn_dim, bias=False)
-        self.down = nn.Linear(ffn_dim, dim, bias=False)
+        self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
+        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
+        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.silu(self.gate(x)) * self.up(x))
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
 class Block(nn.Module):
     """A pre-norm transformer block: [B, T, D] -> [B, T, D]."""
 
-    def __init__(self, dim: int, attention: Attention, ffn_dim: int, norm_eps: float):
+    def __init__(self, hidden_size: int, attention: Attention, mlp: nn.Module, norm_eps: float):
         super().__init__()
-        self.attention_norm = RMSNorm(dim, norm_eps)
-        self.attention = attention
-        self.ffn_norm = RMSNorm(dim, norm_eps)
-        self.ffn = FeedForward(dim, ffn_dim)
+        self.input_layernorm = RMSNorm(hidden_size, norm_eps)
+        self.self_attn = attention
+        self.post_attention_layernorm = RMSNorm(hidden_size, norm_eps)
+        self.mlp = mlp
 
     def forward(
         self,
@@ -123,57 +124,67 @@ class Block(nn.Module):
         cache: KeyValueCache | None = None,
     ) -> Tensor:
         more = () if cache is None else (cache,)
-        return self.network(x + self.attention(self.attention_norm(x), table, mask, *more))
+        x = x + self.self_attn(self.input_layernorm(x), table, mask, *more)
+        return x + self.mlp(self.post_attention_layernorm(x))
 
-    def network(self, x: Tensor) -> Tensor:
-        """What follows the attention."""
-        return x + self.ffn(self.ffn_norm(x))
+
+class Decoder(nn.Module):
+    """Token ids [B, T] -> the last block's normed output [B, T, D]."""
+
+    def __init__(
+        self, vocab_size: int, hidden_size: int, blocks: Iterable[nn.Module], norm_eps: float
+    ):
+        super().__init__()
+        self.embed_tokens = nn.Embedding(vocab_size, hidden_size)
+        self.layers = nn.ModuleList(blocks)
+        self.norm = RMSNorm(hidden_size, norm_eps)
+
+    def forward(
+        self, ids: Tensor, table: Tensor, mask: Any, cache: KeyValueCache | None = None
+    ) -> Tensor:
+        x = self.embed_tokens(ids)  # [B, T] -> [B, T, D]
+        more = () if cache is None else (cache,)  # blocks of a user's own know none
+        for block in self.layers:
+            x = block(x, table, mask, *more)
+        return self.norm(x)
 
 
 class Llama(nn.Module):
     """Token ids [B, T] -> logits [B, T, V].
 
-    tied: the head uses the embedding's weight.
+    tie_word_embeddings: the head uses the embedding's weight.
     Raises ValueError with one argument per problem where sizes do not fit each other.
     """
+
+    may_be_zero: Collection[str] = ()  # sizes; all others are above 0
 
     def __init__(
         self,
         *,
         vocab_size: int,
-        dim: int = 128,
-        layers: int = 4,
-        heads: int = 4,
-        kv_heads: int = 2,
-        ffn_dim: int = 352,
+        hidden_size: int = 128,
+        intermediate_size: int = 352,
+        num_hidden_layers: int = 4,
+        num_attention_heads: int = 4,
+        num_key_value_heads: int = 2,
         rope_theta: float = 10000.0,
-        norm_eps: float = 1e-5,
-        tied: bool = False,
+        rms_norm_eps: float = 1e-5,
+        tie_word_embeddings: bool = False,
     ):
-        problems = not_positive(
-            vocab_size=vocab_size,
-            dim=dim,
-            layers=layers,
-            heads=heads,
-            kv_heads=kv_heads,
-            ffn_dim=ffn_dim,
-            rope_theta=rope_theta,
-            norm_eps=norm_eps,
+        heads = hidden_size, num_attention_heads, num_key_value_heads
+        if problems := attention_problems(*heads):
+            raise ValueError(*problems)
+        blocks = (
+            Block(hidden_size, Attention(*heads), MLP(hidden_size, intermediate_size), rms_norm_eps)
+            for _ in range(num_hidden_layers)
         )
-        if problems:
-            raise ValueError(*problems)
-        if problems := attention_problems(dim, heads, kv_heads):
-            raise ValueError(*problems)
         super().__init__()
-        self.head_dim, self.rope_theta, self.depth = dim // heads, rope_theta, layers
-        self.embedding = nn.Embedding(vocab_size, dim)
-        self.layers = nn.ModuleList(
-            Block(dim, Attention(dim, heads, kv_heads), ffn_dim, norm_eps) for _ in range(layers)
-        )
-        self.norm = RMSNorm(dim, norm_eps)
-        self.head = nn.Linear(dim, vocab_size, bias=False)
-        if tied:
-            self.head.weight = self.embedding.weight
+        self.head_dim, self.rope_theta = hidden_size // num_attention_heads, rope_theta
+        self.depth = num_hidden_layers
+        self.model = Decoder(vocab_size, hidden_size, blocks, rms_norm_eps)
+        self.lm_head = nn.Linear(hidden_size, vocab_size, bias=False)
+        if tie_word_embeddings:
+            self.lm_head.weight = self.model.embed_tokens.weight
 
     def forward(
         self,
@@ -184,36 +195,32 @@ class Llama(nn.Module):
         mask: Tensor | None = None,
         cache: KeyValueCache | None = None,
     ) -> Tensor:
-        """document_ids, positions, mask: see `attention_inputs` in `packing.py`; cache: of the tokens
+        """document_ids, positions, mask: see `attention_inputs` in `documents.py`; cache: of the tokens
         before, which then gives positions and mask."""
         if cache is None:
             positions, mask = attention_inputs(ids, document_ids, positions, mask, True)
         else:
             positions, mask = cache.inputs(ids)
         table = rotary_table(positions, self.head_dim, self.rope_theta)  # [2, (B,) T, E/2]
-        x = self.embedding(ids)  # [B, T] -> [B, T, D]
-        more = () if cache is None else (cache,)  # blocks of a user's own know none
-        for block in self.layers:
-            x = block(x, table, mask, *more)
-        return self.head(self.norm(x))  # [B, T, D] -> [B, T, V]
+        return self.lm_head(self.model(ids, table, mask, cache))  # [B, T, D] -> [B, T, V]
 
     def tp_plan(self) -> dict[str, Any]:
         """How tensor parallelism divides it, see `parallel/tp/plan.py`."""
-        attention, ffn = "layers.*.attention", "layers.*.ffn"
+        block = "model.layers.*"
         return {
-            "embedding": "vocab",
-            f"{attention}_norm": "sequence",
-            attention: "gather",
-            f"{attention}.wq": {"colwise": self.head_dim},
-            f"{attention}.w[kv]": {"colwise_kv": self.head_dim},
-            f"{attention}.wo": "rowwise",
-            f"{ffn}_norm": "sequence",
-            ffn: "gather",
-            f"{ffn}.gate": "colwise",
-            f"{ffn}.up": "colwise",
-            f"{ffn}.down": "rowwise",
-            "norm": "sequence",
-            "head": "vocab",
+            "model.embed_tokens": "vocab",
+            f"{block}.input_layernorm": "sequence",
+            f"{block}.self_attn": "gather",
+            f"{block}.self_attn.q_proj": {"colwise": self.head_dim},
+            f"{block}.self_attn.[kv]_proj": {"colwise_kv": self.head_dim},
+            f"{block}.self_attn.o_proj": "rowwise",
+            f"{block}.post_attention_layernorm": "sequence",
+            f"{block}.mlp": "gather",
+            f"{block}.mlp.gate_proj": "colwise",
+            f"{block}.mlp.up_proj": "colwise",
+            f"{block}.mlp.down_proj": "rowwise",
+            "model.norm": "sequence",
+            "lm_head": "vocab",
         }
 
     def initial(self, name: str) -> tuple[float, float]:
@@ -224,33 +231,38 @@ class Llama(nn.Module):
         """
         if "norm" in name:
             return 1.0, 0.0
-        residual = name.endswith(("wo.weight", "down.weight"))
+        residual = name.endswith(("o_proj.weight", "down_proj.weight"))
         return 0.0, 0.02 / (2 * self.depth) ** 0.5 if residual else 0.02
 
     def flops_per_token(self, tokens: int) -> float:
         """FLOPs of forward and backward per token, in sequences of `tokens`; of the whole model.
 
-        6 per matrix parameter, and 12 * dim per layer and attended token: the convention of arXiv
+        6 per matrix parameter, and 12 * hidden_size per layer and attended token: the convention of arXiv
         2204.02311, appendix B, which does not subtract the causal half. Embedding lookups are free.
         """
         matrices = sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Linear))
-        return 6 * matrices + 12 * self.depth * self.norm.weight.numel() * tokens
+        return 6 * matrices + 12 * self.depth * self.model.norm.weight.numel() * tokens
 
 
 def attention_problems(
-    dim: int, heads: int, kv_heads: int, head_dim: int | None = None
+    hidden_size: int, heads: int, kv_heads: int, head_dim: int | None = None
 ) -> list[str]:
     """Why such an attention cannot be, with sizes that can."""
     problems = []
-    if head_dim is None and dim % (2 * heads):
-        fit = -(-dim // (2 * heads)) * 2 * heads
+    if head_dim is None and hidden_size % (2 * heads):
+        fit = -(-hidden_size // (2 * heads)) * 2 * heads
         reason = "does not give each head an even size (the rotary embedding rotates pairs)"
-        problems.append(f"heads={heads}: dim={dim} {reason}; write model.dim={fit}")
+        problems.append(
+            f"num_attention_heads={heads}: hidden_size={hidden_size} {reason}; write "
+            f"model.hidden_size={fit}"
+        )
     if head_dim is not None and head_dim % 2:
         reason = "is odd, and the rotary embedding rotates pairs"
         problems.append(f"head_dim={head_dim}: {reason}; write model.head_dim={head_dim + 1}")
     if heads % kv_heads:
         fit = max(k for k in range(1, kv_heads) if heads % k == 0)
-        reason = f"does not divide heads={heads}"
-        problems.append(f"kv_heads={kv_heads}: {reason}; write model.kv_heads={fit}")
+        reason = f"does not divide num_attention_heads={heads}"
+        problems.append(
+            f"num_key_value_heads={kv_heads}: {reason}; write model.num_key_value_heads={fit}"
+        )
     return problems

@@ -3,49 +3,48 @@
 With the right sizes it is Mixtral (arXiv 2401.04088), Qwen3-MoE (2505.09388) or, but for its attention,
 DeepSeek-V3 (2412.19437). No expert has a capacity: no token is dropped.
 
-Shapes: B batch, T tokens, D dim, N = B * T, E experts, K experts that a token goes to, V vocab_size.
-The model contains no parallelism.
+Sizes have the names of transformers' mixtures, and parameters those of Qwen3-MoE's files, of which the
+experts' matrices are stacked here.
+
+Shapes: B batch, T tokens, D hidden_size, N = B * T, E experts, K experts that a token goes to,
+V vocab_size. The model contains no parallelism.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from titanlike.models.experts import AddLoss, Experts, through_experts
-from titanlike.models.llama import (
-    Attention,
-    Block,
-    FeedForward,
-    Llama,
-    RMSNorm,
-    attention_problems,
+from titanlike.models.llama import MLP, Attention, Block, Decoder, Llama, attention_problems
+
+_MAY_BE_ZERO = (
+    *("n_shared_experts", "first_k_dense_replace"),
+    *("bias_rate", "balance_loss", "z_loss"),
 )
-from titanlike.models.sizes import not_positive
 
 
 class Routing(NamedTuple):
     """How a token's experts are found."""
 
-    top_k: int  # experts that a token goes to
-    scores: str  # softmax or sigmoid, of the router's logits
-    renormalize: bool  # divide the weights of a token's experts by their sum
-    scale: float  # by which these weights are multiplied
-    groups: int  # equal groups of neighbouring experts
-    groups_chosen: (
-        int  # of which a token's experts come: those whose two best scores are the largest
-    )
+    num_experts_per_tok: int
+    scoring_func: str  # softmax or sigmoid, of the router's logits
+    norm_topk_prob: bool  # divide the weights of a token's experts by their sum
+    routed_scaling_factor: float  # by which these weights are multiplied
+    n_group: int  # equal groups of neighbouring experts
+    topk_group: int  # of which a token's experts come: those whose two best scores are the largest
     bias_rate: float  # of balance without a loss; 0 = off
     balance_loss: float  # weight of the balance loss; 0 = off
     z_loss: float  # weight of the router's z-loss; 0 = off
 
 
-class RoutedFeedForward(nn.Module):
+class RoutedMLP(nn.Module):
     """K of E experts for each token, and perhaps a shared one for all: [..., D] -> [..., D].
 
-    Balance is that of a whole step, over the global batch (`parallel/expert_balance.py` calls
+    Balance is that of a whole step, over the global batch (`parallel/expert_parallel.py` calls
     `balance` once a step with how many tokens each expert had):
 
     - without a loss (arXiv 2408.15664): `bias` is added to the scores for the choice alone. After a
@@ -64,11 +63,12 @@ class RoutedFeedForward(nn.Module):
     bias: Tensor  # [E], with routing.bias_rate
     load: Tensor  # [E], with routing.balance_loss
 
-    def __init__(self, dim: int, experts: int, expert_dim: int, shared_dim: int, routing: Routing):
+    def __init__(self, hidden_size: int, experts: int, width: int, shared: int, routing: Routing):
+        """width: of an expert; shared: of the network for all tokens, 0 = there is none."""
         super().__init__()
-        self.router = nn.Linear(dim, experts, bias=False)
-        self.experts = Experts(experts, routing.top_k, dim, expert_dim)
-        self.shared = FeedForward(dim, shared_dim) if shared_dim else None
+        self.gate = nn.Linear(hidden_size, experts, bias=False)
+        self.experts = Experts(experts, routing.num_experts_per_tok, hidden_size, width)
+        self.shared_experts = MLP(hidden_size, shared) if shared else None
         self.routing = routing
         if routing.bias_rate:
             self.register_buffer("bias", torch.zeros(experts))
@@ -79,31 +79,31 @@ class RoutedFeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         tokens = x.flatten(0, -2)  # [N, D]
-        logits = self.router(tokens).float()  # [N, E]
-        sigmoid = self.routing.scores == "sigmoid"
+        logits = self.gate(tokens).float()  # [N, E]
+        sigmoid = self.routing.scoring_func == "sigmoid"
         scores = logits.sigmoid() if sigmoid else logits.softmax(-1)
         chosen = self._choose(scores.detach())  # [N, K]
         weights = scores.gather(1, chosen)
-        if self.routing.renormalize:
+        if self.routing.norm_topk_prob:
             weights = weights / (weights.sum(1, keepdim=True) + 1e-20)
-        weights = weights * self.routing.scale
+        weights = weights * self.routing.routed_scaling_factor
         if self.training and torch.is_grad_enabled():
             weights = self._with_losses(weights, logits, scores)
         y = through_experts(self.experts, tokens, weights, chosen).view(x.shape)
-        return y if self.shared is None else y + self.shared(x)
+        return y if self.shared_experts is None else y + self.shared_experts(x)
 
     def _choose(self, scores: Tensor) -> Tensor:
         """The experts of each token: [N, E] -> [N, K]."""
         routing = self.routing
         if routing.bias_rate:
             scores = scores + self.bias
-        if routing.groups > 1:
-            groups = scores.unflatten(1, (routing.groups, -1))
+        if routing.n_group > 1:
+            groups = scores.unflatten(1, (routing.n_group, -1))
             of_group = groups.topk(min(2, groups.shape[2]), dim=2).values.sum(2)  # [N, groups]
-            best = of_group.topk(routing.groups_chosen, dim=1).indices
+            best = of_group.topk(routing.topk_group, dim=1).indices
             out = torch.ones_like(of_group, dtype=torch.bool).scatter(1, best, False)
             scores = groups.masked_fill(out.unsqueeze(2), float("-inf")).flatten(1)
-        return scores.topk(routing.top_k, dim=1).indices
+        return scores.topk(routing.num_experts_per_tok, dim=1).indices
 
     def _with_losses(self, weights: Tensor, logits: Tensor, scores: Tensor) -> Tensor:
         routing = self.routing
@@ -134,163 +134,128 @@ class RoutedFeedForward(nn.Module):
             self.load.copy_(load if skip is None else torch.where(skip > 0, self.load, load))
 
 
-class RoutedBlock(Block):
-    """Llama's, with experts."""
-
-    def __init__(self, dim: int, attention: Attention, moe: RoutedFeedForward, norm_eps: float):
-        nn.Module.__init__(self)  # without the network of Llama's
-        self.attention_norm = RMSNorm(dim, norm_eps)
-        self.attention = attention
-        self.moe_norm = RMSNorm(dim, norm_eps)
-        self.moe = moe
-
-    def network(self, x: Tensor) -> Tensor:
-        return x + self.moe(self.moe_norm(x))
-
-
 class Moe(Llama):
     """Token ids [B, T] -> logits [B, T, V].
 
-    dense_layers: the first ones, with one network of ffn_dim. shared_experts: as many more expert_dim
-    wide, for all tokens. tied: the head uses the embedding's weight. The others: see `Routing`.
+    The first first_k_dense_replace blocks have one network of intermediate_size; n_shared_experts: as
+    many more moe_intermediate_size wide, for all tokens. The others: see `Llama` and `Routing`.
     Raises ValueError with one argument per problem where sizes do not fit each other.
     """
+
+    may_be_zero = _MAY_BE_ZERO
 
     def __init__(
         self,
         *,
         vocab_size: int,
-        dim: int = 128,
-        layers: int = 4,
-        heads: int = 4,
-        kv_heads: int = 2,
+        hidden_size: int = 128,
+        num_hidden_layers: int = 4,
+        num_attention_heads: int = 4,
+        num_key_value_heads: int = 2,
         head_dim: int | None = None,
         qk_norm: bool = False,
-        experts: int = 8,
-        top_k: int = 2,
-        expert_dim: int = 176,
-        shared_experts: int = 0,
-        dense_layers: int = 0,
-        ffn_dim: int = 352,
-        scores: str = "softmax",
-        renormalize: bool = True,
-        scale: float = 1.0,
-        groups: int = 1,
-        groups_chosen: int = 1,
+        num_local_experts: int = 8,
+        num_experts_per_tok: int = 2,
+        moe_intermediate_size: int = 176,
+        n_shared_experts: int = 0,
+        first_k_dense_replace: int = 0,
+        intermediate_size: int = 352,
+        scoring_func: str = "softmax",
+        norm_topk_prob: bool = True,
+        routed_scaling_factor: float = 1.0,
+        n_group: int = 1,
+        topk_group: int = 1,
         bias_rate: float = 0.0,
         balance_loss: float = 0.0,
         z_loss: float = 0.0,
         rope_theta: float = 10000.0,
-        norm_eps: float = 1e-5,
-        tied: bool = False,
+        rms_norm_eps: float = 1e-5,
+        tie_word_embeddings: bool = False,
     ):
-        problems = not_positive(
-            vocab_size=vocab_size,
-            dim=dim,
-            layers=layers,
-            heads=heads,
-            kv_heads=kv_heads,
-            head_dim=head_dim or 1,
-            experts=experts,
-            top_k=top_k,
-            expert_dim=expert_dim,
-            ffn_dim=ffn_dim,
-            scale=scale,
-            groups=groups,
-            groups_chosen=groups_chosen,
-            rope_theta=rope_theta,
-            norm_eps=norm_eps,
-        )
-        if problems:
-            raise ValueError(*problems)
         routing = Routing(
-            top_k,
-            scores,
-            renormalize,
-            scale,
-            groups,
-            groups_chosen,
+            num_experts_per_tok,
+            scoring_func,
+            norm_topk_prob,
+            routed_scaling_factor,
+            n_group,
+            topk_group,
             bias_rate,
             balance_loss,
             z_loss,
         )
-        problems = attention_problems(dim, heads, kv_heads, head_dim)
-        problems += _routing_problems(routing, experts, dense_layers, layers, shared_experts)
+        heads = hidden_size, num_attention_heads, num_key_value_heads, head_dim
+        dense, depth = first_k_dense_replace, num_hidden_layers
+        problems = attention_problems(*heads)
+        problems += _routing_problems(routing, num_local_experts, dense, depth, n_shared_experts)
         if problems:
             raise ValueError(*problems)
-        nn.Module.__init__(self)  # of Llama's layers none is wanted
-        self.head_dim, self.rope_theta = head_dim or dim // heads, rope_theta
-        self.depth, self.heads, self.dense_layers = layers, heads, dense_layers
+
+        def blocks() -> Iterator[Block]:
+            shared = n_shared_experts * moe_intermediate_size
+            experts = hidden_size, num_local_experts, moe_intermediate_size, shared, routing
+            for layer in range(depth):
+                attention = Attention(*heads, rms_norm_eps if qk_norm else None)
+                routed = RoutedMLP(*experts) if layer >= dense else None
+                mlp = routed or MLP(hidden_size, intermediate_size)
+                yield Block(hidden_size, attention, mlp, rms_norm_eps)
+
+        nn.Module.__init__(self)  # of Llama's blocks none is wanted
+        self.head_dim, self.rope_theta = head_dim or hidden_size // num_attention_heads, rope_theta
+        self.depth, self.heads, self.dense = depth, num_attention_heads, dense
         self.qk_norm, self.routing = qk_norm, routing
-        self.embedding = nn.Embedding(vocab_size, dim)
-        self.layers = nn.ModuleList()
-        for layer in range(layers):
-            eps = norm_eps if qk_norm else None
-            attention = Attention(dim, heads, kv_heads, head_dim, eps)
-            if layer < dense_layers:
-                self.layers.append(Block(dim, attention, ffn_dim, norm_eps))
-                continue
-            moe = RoutedFeedForward(dim, experts, expert_dim, shared_experts * expert_dim, routing)
-            self.layers.append(RoutedBlock(dim, attention, moe, norm_eps))
-        self.norm = RMSNorm(dim, norm_eps)
-        self.head = nn.Linear(dim, vocab_size, bias=False)
-        if tied:
-            self.head.weight = self.embedding.weight
+        self.model = Decoder(vocab_size, hidden_size, blocks(), rms_norm_eps)
+        self.lm_head = nn.Linear(hidden_size, vocab_size, bias=False)
+        if tie_word_embeddings:
+            self.lm_head.weight = self.model.embed_tokens.weight
 
     def tp_plan(self) -> dict[str, Any]:
         """How tensor parallelism divides it, see `parallel/tp/plan.py`: attention and dense layers by
         heads and features; experts are whole on each rank, which has its part of the sequence."""
         plan = super().tp_plan()
-        ffn = [name for name in plan if name.startswith("layers.*.ffn")]
-        dense = {name: plan.pop(name) for name in ffn}
-        if self.dense_layers:
-            plan |= dense
-        if self.dense_layers < self.depth:
-            plan |= {"layers.*.moe_norm": "sequence", "layers.*.moe": "sequence"}
+        mlp = {name: plan.pop(name) for name in [*plan] if ".mlp" in name}
+        for layer in range(self.depth):
+            styles = mlp if layer < self.dense else {"model.layers.*.mlp": "sequence"}
+            plan |= {name.replace("*", str(layer)): style for name, style in styles.items()}
         if self.qk_norm:
-            plan["layers.*.attention.[qk]_norm"] = "replicate_sum"
+            plan["model.layers.*.self_attn.[qk]_norm"] = "replicate_sum"
         return plan
 
     def initial(self, name: str) -> tuple[float, float]:
         """As `Llama.initial`; an expert's projections are like those of one network."""
-        matrix = name if name.endswith("weight") else f"{name}.weight"  # of the experts
-        return super().initial(matrix)
+        return super().initial(name if name.endswith("weight") else f"{name}.weight")
 
     def flops_per_token(self, tokens: int) -> float:
         """As `Llama.flops_per_token`; of the experts those that a token goes to."""
         matrices = sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Linear))
         routed = [p for m in self.modules() if isinstance(m, Experts) for p in m.parameters()]
-        active = sum(p.numel() // len(p) for p in routed) * self.routing.top_k
+        active = sum(p.numel() // len(p) for p in routed) * self.routing.num_experts_per_tok
         attended = 12 * self.depth * self.heads * self.head_dim * tokens
         return 6 * (matrices + active) + attended
 
 
 def _routing_problems(
-    routing: Routing, experts: int, dense_layers: int, layers: int, shared_experts: int
+    routing: Routing, experts: int, dense: int, layers: int, shared: int
 ) -> list[str]:
     problems = []
-    if routing.scores not in ("softmax", "sigmoid"):
-        reason = "must be softmax or sigmoid"
-        problems.append(f"scores={routing.scores}: {reason}; write model.scores=softmax")
-    if experts % routing.groups:
-        fit = max(n for n in range(1, routing.groups) if experts % n == 0)
-        reason = f"does not divide experts={experts}"
-        problems.append(f"groups={routing.groups}: {reason}; write model.groups={fit}")
-    elif routing.groups_chosen > routing.groups:
-        reason = f"there are groups={routing.groups}"
-        fix = f"model.groups_chosen={routing.groups}"
-        problems.append(f"groups_chosen={routing.groups_chosen}: {reason}; write {fix}")
-    else:
-        most = experts // routing.groups * routing.groups_chosen
-        if routing.top_k > most:
-            reason = f"a token has the choice of {most} experts"
-            problems.append(f"top_k={routing.top_k}: {reason}; write model.top_k={most}")
-    if not 0 <= dense_layers < layers:
-        reason = f"leaves none of layers={layers} with experts, or is negative"
-        problems.append(f"dense_layers={dense_layers}: {reason}; write model.dense_layers=0")
-    numbers = {"shared_experts": shared_experts, "bias_rate": routing.bias_rate}
-    numbers |= {"balance_loss": routing.balance_loss, "z_loss": routing.z_loss}
-    for key, value in numbers.items():
-        if value < 0:
-            problems.append(f"{key}={value}: must not be negative; write model.{key}=0")
+
+    def wrong(key: str, value: Any, reason: str, fix: Any) -> None:
+        problems.append(f"{key}={value}: {reason}; write model.{key}={fix}")
+
+    if routing.scoring_func not in ("softmax", "sigmoid"):
+        wrong("scoring_func", routing.scoring_func, "must be softmax or sigmoid", "softmax")
+    if experts % routing.n_group:
+        fit = max(n for n in range(1, routing.n_group) if experts % n == 0)
+        wrong("n_group", routing.n_group, f"does not divide num_local_experts={experts}", fit)
+    elif routing.topk_group > routing.n_group:
+        reason = f"there are n_group={routing.n_group}"
+        wrong("topk_group", routing.topk_group, reason, routing.n_group)
+    elif routing.num_experts_per_tok > (most := experts // routing.n_group * routing.topk_group):
+        reason = f"a token has the choice of {most} experts"
+        wrong("num_experts_per_tok", routing.num_experts_per_tok, reason, most)
+    if not 0 <= dense < layers:
+        reason = f"leaves none of num_hidden_layers={layers} with experts, or is negative"
+        wrong("first_k_dense_replace", dense, reason, 0)
+    for key, value in {"n_shared_experts": shared, **routing._asdict()}.items():
+        if key in _MAY_BE_ZERO and value < 0:
+            wrong(key, value, "must not be negative", 0)
     return problems

@@ -13,21 +13,21 @@ from __future__ import annotations
 
 import inspect
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from titanlike.config.errors import ConfigError, Problem, nearest, override_text
 from titanlike.config.imports import import_object, is_library_code
-from titanlike.config.other_frameworks import Context, translate
+from titanlike.config.other_frameworks import Context, other_names, translate
 from titanlike.config.parse import convert
 from titanlike.config.schema import Config, Custom
-from titanlike.data.checks import vocab_size
+from titanlike.data.registry import vocab_size
 from titanlike.distributed import initialize
-from titanlike.models.without_values import WithoutValues
 
 MODELS = {
     "llama": "titanlike.models.llama.Llama",
@@ -35,10 +35,11 @@ MODELS = {
     "moe": "titanlike.models.moe.Moe",
     "hf": "titanlike.models.hf.hf",
 }
+LENGTHS = ("max_seq_len", "n_positions")  # keys of the longest sequence
 
 
 def resolve_model(config: Config, vocabulary: int | None = None) -> Custom:
-    """The model's name and arguments, with vocab_size and max_seq_len filled in where null.
+    """The model's name and arguments, with vocab_size and the longest sequence filled in where null.
 
     vocabulary: of the data, if they are open; None = the data are asked.
     """
@@ -47,8 +48,7 @@ def resolve_model(config: Config, vocabulary: int | None = None) -> Custom:
         args |= {key: None for key in _required(config.model.name) if key not in args}
     if args.get("vocab_size", 0) is None:
         args["vocab_size"] = vocab_size(config) if vocabulary is None else vocabulary
-    if args.get("max_seq_len", 0) is None:
-        args["max_seq_len"] = config.seq_len
+    args |= {key: config.seq_len for key in LENGTHS if args.get(key, 0) is None}
     return Custom(config.model.name, args)
 
 
@@ -58,7 +58,7 @@ def _required(name: str) -> set[str]:
         parameters = inspect.signature(_import_family(name)).parameters
     except (ConfigError, ValueError, TypeError):
         return set()  # reported when it is built
-    sizes = {"vocab_size", "max_seq_len"} & parameters.keys()
+    sizes = {"vocab_size", *LENGTHS} & parameters.keys()
     return {size for size in sizes if parameters[size].default is inspect.Parameter.empty}
 
 
@@ -136,7 +136,8 @@ def _unknown_keys(model: Custom, parameters: Mapping[str, inspect.Parameter]) ->
         value = override_text(model.args[key])
         here, note = translate(key, value, Context()) or ([], "")
         usual = "".join(here).partition("=")[0].removeprefix("model.")
-        near = usual if usual in parameters else nearest(key, parameters)
+        names = [name for name in (usual, *other_names(key)) if name in parameters]
+        near = names[0] if names else nearest(key, parameters)
         reason = f"{model.name} has no such argument"
         if near:
             fix = f"model.{near}={value}"
@@ -161,14 +162,31 @@ def _check_arguments(model: Custom, family: Callable[..., Any]) -> None:
     for key, value in model.args.items():
         if hints.get(key) in (int, float, bool, str):
             convert(hints[key], value, f"model.{key}", problems)
+    if not problems and hasattr(family, "may_be_zero"):
+        problems = _not_positive(complete_arguments(model), family.may_be_zero)
     if problems:
         raise ConfigError(problems)
+
+
+def _not_positive(sizes: Mapping[str, Any], may_be_zero: Collection[str]) -> list[Problem]:
+    """A problem for each size of our own families that is not above 0."""
+    heads = sizes.get("num_attention_heads", sizes.get("n_head", 1))
+    if not heads > 0:
+        heads = max(sizes.get("num_key_value_heads", 1), 1)
+    fits = dict.fromkeys(("num_attention_heads", "n_head"), heads)
+    fits |= dict.fromkeys(("hidden_size", "n_embd"), 32 * heads)  # which heads divide
+    return [
+        Problem(f"model.{key}", value, "must be above 0", f"model.{key}={fits.get(key, 1)}")
+        for key, value in sizes.items()
+        if isinstance(value, (int, float)) and not value > 0 and not isinstance(value, bool)
+        if key not in may_be_zero
+    ]
 
 
 def _construct(model: Custom, family: Callable[..., Any], device: str) -> nn.Module:
     """Call the constructor; raise ConfigError for what it raises or wrongly returns."""
     try:
-        with torch.device(device), WithoutValues():
+        with torch.device(device), _WithoutValues():
             built = family(**model.args)
     except ValueError as error:
         keys = inspect.signature(family).parameters
@@ -187,7 +205,31 @@ def _construct(model: Custom, family: Callable[..., Any], device: str) -> nn.Mod
     return built
 
 
-def constructed_buffers(model: Custom, seed: int) -> dict[str, torch.Tensor]:
+_DRAWS = {
+    *(nn.init.normal_, nn.init.uniform_, nn.init.kaiming_uniform_),
+    *(Tensor.normal_, Tensor.uniform_, Tensor.erfinv_),
+}
+
+
+class _WithoutValues(TorchFunctionMode):
+    """Within it, drawing into a tensor on the meta device returns it as it is.
+
+    torch's meta kernels of random numbers are written in Python: they take most of the time of
+    constructing a model, and import the compiler (half a second) to do nothing.
+    """
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if function in _DRAWS:
+            tensor = args[0] if args else kwargs.get("tensor")
+            if isinstance(tensor, Tensor) and tensor.is_meta:
+                return tensor
+        return function(*args, **kwargs)
+
+
+def constructed_buffers(model: Custom, seed: int) -> dict[str, Tensor]:
     """The buffers as the constructor leaves them, by every name; parameters take no memory."""
     with initialize.seeded(seed), initialize.parameters_on_meta():
         real = build_model(model, "cpu")

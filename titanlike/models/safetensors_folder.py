@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 _MAX_SHOWN = 3  # names in a message
@@ -20,7 +21,10 @@ class SafetensorsFolder:
         self.files = _files(folder)  # name of a tensor -> file
         self._open: dict[str, Any] = {}
 
-    def handle(self, key: str) -> Any:
+    def tensor(self, key: str) -> Tensor:
+        return self._handle(key).get_tensor(key)
+
+    def _handle(self, key: str) -> Any:
         """The open file that has a tensor."""
         name = self.files[key]
         if name not in self._open:
@@ -35,7 +39,7 @@ class SafetensorsFolder:
     def slice(self, key: str) -> Any:
         """A tensor from which slices are read."""
         try:
-            return self.handle(key).get_slice(key)
+            return self._handle(key).get_slice(key)
         except SafetensorError:
             raise ValueError(
                 f"path={self.folder}: {self.files[key]} has no {key}, which {INDEX} says it has; "

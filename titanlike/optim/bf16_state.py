@@ -11,6 +11,7 @@ every resumed run rounds alike.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,8 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from titanlike.distributed.placement import Part, places
-from titanlike.optim.fused import fused_adamw
-from titanlike.optim.skipping import SkippingOptimizer
+from titanlike.optim.fused import SkippingOptimizer, fused_adamw
 from titanlike.torch_private.dtensor import local
 
 _MEANS = ("exp_avg", "exp_avg_sq")
@@ -53,11 +53,6 @@ class Bf16StateAdamW(SkippingOptimizer):
                 if parameter.grad is not None:
                     self._update(parameter, group)
 
-    def _positions_of(self, parameter: nn.Parameter) -> Positions:
-        if parameter not in self._positions:
-            self._positions[parameter] = Positions(parameter, self._parts.get(parameter))
-        return self._positions[parameter]
-
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """torch casts state to the dtype of its parameter; here it is cast back."""
         super().load_state_dict(state_dict)
@@ -72,23 +67,22 @@ class Bf16StateAdamW(SkippingOptimizer):
             state["step"] = torch.zeros((), device=parameter.device)
             for key in _MEANS:
                 state[key] = torch.zeros_like(parameter, dtype=torch.bfloat16)
-        tensors = (parameter, parameter.grad, *(state[key] for key in _MEANS))
-        positions, row = self._positions_of(parameter), 0
-        locals_ = [_rows(tensor) for tensor in tensors]
-        length = max(1, locals_[0][:1].numel())  # of a row
-        each = max(1, _CHUNK // length)
-        skip = self.skip_of(parameter)
-        for chunk in zip(*(tensor.split(each) for tensor in locals_), strict=True):
+        if parameter not in self._positions:
+            self._positions[parameter] = Positions(parameter, self._parts.get(parameter))
+        tensors: list[Any] = [parameter, parameter.grad, *(state[key] for key in _MEANS)]
+        held = [torch.atleast_1d(local(tensor).detach()) for tensor in tensors]
+        rows = max(1, _CHUNK // max(1, held[0][:1].numel()))
+        skip, row = self.skip_of(parameter), 0
+        for chunk in zip(*(tensor.split(rows) for tensor in held), strict=True):
             weights, gradient, *means = chunk
-            wide = [mean.float() for mean in means]
-            mean, square = ([mean] for mean in wide)
-            step = [state["step"].clone()]  # counted up by each call
-            fused_adamw([weights], [gradient], mean, square, step, group, skip)
+            mean, square = (mean.float() for mean in means)
+            step = state["step"].clone()  # counted up by each call
+            fused_adamw([weights], [gradient], [mean], [square], [step], group, skip)
             # what was not updated is in bf16 still, and rounded to itself
-            at = positions.of_rows(slice(row, row + len(weights)))
+            at = self._positions[parameter].of_rows(slice(row, row + len(weights)))
             bits = random_bits(at, self._seeds[parameter], state["step"])
-            for mean, exact, noise in zip(means, wide, (bits >> 16, bits & 0xFFFF), strict=True):
-                mean.copy_(round_stochastically(exact, noise))
+            means[0].copy_(round_stochastically(mean, bits >> 16))
+            means[1].copy_(round_stochastically(square, bits & 0xFFFF))
             row += len(weights)
         state["step"] += 1 if skip is None else 1 - skip
 
@@ -107,11 +101,9 @@ class Positions:
 
     def __init__(self, tensor: Tensor, part: Part | None = None) -> None:
         """tensor: FSDP's shards, a tensor-parallel rank's part, both, or the whole."""
+        shape = tensor.shape if part is None else part.shape
         # of each dimension, what a step along it adds; the first is of rows
-        self._strides: list[int] = []
-        for size in reversed(tensor.shape[1:] if part is None else part.shape[1:]):
-            self._strides.insert(0, size * (self._strides[0] if self._strides else 1))
-        self._strides.append(1)
+        self._strides = [math.prod(shape[dim + 1 :]) for dim in range(max(1, len(shape)))]
         device = local(tensor).device
         self._places = [place.to(device) for place in places(tensor, part)]
         self._places = self._places or [torch.zeros(1, dtype=torch.int64, device=device)]
@@ -119,10 +111,10 @@ class Positions:
     def of_rows(self, rows: slice) -> Tensor:
         """int64, in the shape of these rows of what this rank holds."""
         first, *others = self._places
-        found = first[rows] * self._strides[0]
+        result = first[rows] * self._strides[0]
         for place, stride in zip(others, self._strides[1:], strict=True):
-            found = found.unsqueeze(-1) + place * stride
-        return found
+            result = result.unsqueeze(-1) + place * stride
+        return result
 
 
 def random_bits(positions: Tensor, seed: int, step: Tensor) -> Tensor:
@@ -142,8 +134,3 @@ def _mix(bits: Tensor) -> Tensor:
     bits = ((bits ^ (bits >> 16)) * 0x85EBCA6B) & _LOW_32
     bits = ((bits ^ (bits >> 13)) * 0xC2B2AE35) & _LOW_32
     return bits ^ (bits >> 16)
-
-
-def _rows(tensor: Tensor) -> Tensor:
-    """This rank's part, at least 1-D."""
-    return torch.atleast_1d(local(tensor).detach())

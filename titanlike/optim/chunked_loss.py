@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,8 +25,7 @@ from torch.autograd.function import once_differentiable
 
 from titanlike.distributed.placement import gathered_parts, style_of
 from titanlike.graph.cut import StageGraph
-from titanlike.graph.pytree import tree_map
-from titanlike.graph.recording import DEVICE, Node, RecordError
+from titanlike.graph.recording import Node, RecordError, tree_map, with_values
 from titanlike.optim.loss import Loss, OutputError, logits_of
 
 _LINEAR = ("linear", "matmul", "__matmul__")
@@ -64,51 +64,43 @@ class ChunkedHead:
         module: the head in a stage, or None for a function.
         """
         if module is None:
-            head = self.head.target
-            return lambda x, targets, *weights: self._in_chunks(head, x, targets, weights, ())
-
+            return partial(self._in_chunks, self.head.target, ())
         patched: Any = module
 
         def with_module(x: Tensor, targets: Tensor) -> Tensor:
-            forward = module.forward
-            own = "forward" in vars(module)
-
-            def summed_loss(x: Tensor, targets: Tensor) -> Tensor:
-                return self._in_chunks(forward, x, targets, (), tuple(module.parameters()))
-
-            patched.forward = summed_loss
+            forward, own = module.forward, vars(module).get("forward")
+            patched.forward = partial(self._in_chunks, forward, tuple(module.parameters()))
             try:
                 return module(x, targets)
             finally:
-                if own:
-                    patched.forward = forward
-                else:
-                    del module.forward
+                del patched.forward
+                if own is not None:
+                    patched.forward = own
 
         return with_module
 
     def _in_chunks(
         self,
         head: Callable[..., Tensor],
+        parameters: tuple[Tensor, ...],
         x: Tensor,
         targets: Tensor,
-        weights: tuple[Tensor, ...],
-        parameters: tuple[Tensor, ...],
+        *weights: Tensor,
     ) -> Tensor:
-        """weights: arguments of `head`; parameters: of the module, which it has already."""
+        """parameters: of the module, which has them already; weights: arguments of `head`."""
 
         def loss_of(x: Tensor, targets: Tensor, weights: Sequence[Tensor]) -> Tensor:
-            given = dict(zip([self.x, *self.weights], [x, *weights], strict=True))
-            logits = self.apply_epilogue(_call(head, self.head, given))
+            values = dict(zip([self.x, *self.weights], [x, *weights], strict=True))
+            logits = self.apply_epilogue(_call(head, self.head, values))
             return self.loss.total(logits, targets)
 
         args = (loss_of, self.chunk, len(weights), x, targets, *weights, *parameters)
         return _LossInChunks.apply(*args)
 
     def apply_epilogue(self, logits: Tensor) -> Tensor:
-        given = {self.head: logits}
+        values = {self.head: logits}
         for node in self.epilogue:
-            logits = given[node] = _call(node.target, node, given)
+            logits = values[node] = _call(node.target, node, values)
         return logits
 
 
@@ -190,50 +182,42 @@ def find_head(graph: StageGraph, model: nn.Module, loss: Loss) -> ChunkedHead:
     for other in graph.nodes:
         if other not in ends and ends.intersection(other.input_nodes):
             raise RecordError("its logits are used for more than the loss", _FIX)
-    if node.kind == "unit" and not isinstance(model.get_submodule(node.target), nn.Linear):
+    module = model.get_submodule(node.target) if node.kind == "unit" else None
+    if module is not None and not isinstance(module, nn.Linear):
         raise _no_head_error(node, model)
     if node not in graph.nodes or node.value is None:
         raise RecordError("its last linear layer is not in the last stage", _FIX)
     head = ChunkedHead(node, tuple(epilogue), loss.chunk, loss)
-    if head.x.value is None or _tokens(head, model) != logits.value.shape[:-1]:
+    tokens = list(head.x.shape[:-1]) if head.x.value is not None else [-1]
+    if module is not None and tokens:  # all that it sees, of which a rank may have a part
+        tokens[-1] *= gathered_parts(module)
+    if tokens != list(logits.value.shape[:-1]):
         raise RecordError("its last linear layer does not return logits for each token", _FIX)
-    style = _style(head, model)
+    style = "" if module is None else style_of(module)
     if style not in ("", "vocab", "sequence", "replicate"):
         reason = f"tensor parallelism divides its last linear layer as {style}"
         raise RecordError(reason, f"vocab in its tp_plan, or {_FIX}")
     if epilogue and not _is_token_wise(head):
-        names = ", ".join(dict.fromkeys(_name(node) for node in epilogue))
+        names = ", ".join(dict.fromkeys(node.name for node in epilogue))
         reason = f"what it does after its last linear layer ({names}) is not done token by token"
         raise RecordError(reason, _FIX)
     return head
-
-
-def _style(head: ChunkedHead, model: nn.Module) -> str:
-    """How tensor parallelism divides the head; "" = not."""
-    if head.head.kind != "unit":
-        return ""
-    return style_of(model.get_submodule(head.head.target))
-
-
-def _tokens(head: ChunkedHead, model: nn.Module) -> torch.Size:
-    """The shape of the tokens that the head sees: all, of which a tensor-parallel rank has a part."""
-    tokens = list(head.x.shape[:-1])
-    if head.head.kind == "unit" and tokens:
-        tokens[-1] *= gathered_parts(model.get_submodule(head.head.target))
-    return torch.Size(tokens)
 
 
 def with_chunked_loss(graph: StageGraph, chunked: ChunkedHead) -> StageGraph:
     """The last stage's graph with the summed loss in place of the logits."""
     targets = Node("input", "targets")
     empty = torch.empty(1, device="meta").requires_grad_(bool(chunked.x.tensor.requires_grad))
-    head, replaced = chunked.head, {chunked.head, *chunked.epilogue}
     args = (chunked.x, targets, *chunked.weights)
-    loss = replace(head, args=args, kwargs={}, value=empty, chunked_head=chunked)
-    nodes = [node for node in graph.nodes if node not in replaced]
-    changes: dict[str, Any] = {"sends": [loss], "output": loss}
-    changes["differentiated_later"] = frozenset([loss])
-    return replace(graph, nodes=[*nodes, targets, loss], **changes)
+    loss = replace(chunked.head, args=args, kwargs={}, value=empty, chunked_head=chunked)
+    kept = [node for node in graph.nodes if node not in (chunked.head, *chunked.epilogue)]
+    return replace(
+        graph,
+        nodes=[*kept, targets, loss],
+        sends=[loss],
+        output=loss,
+        differentiated_later=frozenset([loss]),
+    )
 
 
 def loss_of_output(loss: Loss, graph: StageGraph, output: Any, targets: Tensor) -> Tensor:
@@ -241,43 +225,33 @@ def loss_of_output(loss: Loss, graph: StageGraph, output: Any, targets: Tensor) 
     tensors = [output] if isinstance(output, Tensor) else list(output)
     if graph.sends and graph.sends[0].chunked_head is not None:
         return tensors[0].sum() * loss.scale
-    given = iter(tensors)
+    rest = iter(tensors)
 
     def value(leaf: Any) -> Any:
-        """An integer output as integer again: `stage_forward.to_send` made it fp64."""
+        """An integer output as integer again: `stage.to_send` made it fp64."""
         if not isinstance(leaf, Node):
             return leaf
-        tensor, meta = next(given), leaf.tensor
+        tensor, meta = next(rest), leaf.tensor
         same_kind = tensor.is_floating_point() == meta.is_floating_point()
         return tensor if same_kind else tensor.to(meta.dtype)
 
     structure = graph.output
     # a tensor alone, as nearly always, is no structure to walk through in each microbatch
-    found = value(structure) if isinstance(structure, Node) else tree_map(structure, value)
-    return loss(found, targets)
+    whole = value(structure) if isinstance(structure, Node) else tree_map(structure, value)
+    return loss(whole, targets)
 
 
-def _call(function: Callable[..., Any], node: Node, given: dict[Node, Tensor]) -> Any:
+def _call(function: Callable[..., Any], node: Node, values: dict[Node, Tensor]) -> Any:
     """Call a function with a node's arguments, tensors in place of nodes."""
-    device = next(iter(given.values())).device
-
-    def real(leaf: Any) -> Any:
-        if isinstance(leaf, Node):
-            return given[leaf]
-        return device if leaf is DEVICE else leaf
-
-    args, kwargs = tree_map((node.args, node.kwargs), real)
+    device = next(iter(values.values())).device
+    args, kwargs = with_values((node.args, node.kwargs), values, device)
     return function(*args, **kwargs)
-
-
-def _name(node: Node) -> str:
-    return getattr(node.target, "__name__", str(node.target))
 
 
 def _is_head(node: Node) -> bool:
     if node.kind == "unit":
         return len(node.input_nodes) == 1 and len(node.args) == 1 and not node.kwargs
-    if node.kind != "function" or _name(node) not in _LINEAR or node.value is None:
+    if node.kind != "function" or node.name not in _LINEAR or node.value is None:
         return False
     first, *others = node.input_nodes
     return node.args[:1] == (first,) and all(map(_is_weight, others))
@@ -298,7 +272,7 @@ def _no_head_error(node: Node, model: nn.Module) -> RecordError:
             return HeadNested([f"{node.target}.{name}" for name in children])
         reason = f"its last module, {node.target}, is a {type(module).__name__}"
         return RecordError(f"{reason} and not a linear layer called with one tensor", _FIX)
-    return RecordError(f"its forward ends with {_name(node)} and not with a linear layer", _FIX)
+    return RecordError(f"its forward ends with {node.name} and not with a linear layer", _FIX)
 
 
 def _is_token_wise(head: ChunkedHead) -> bool:

@@ -1,13 +1,14 @@
-"""torch's fused AdamW and SGD, which skip a step where a flag on the device says so.
+"""Optimizer steps that the device may skip; torch's fused AdamW and SGD that do.
 
-The arithmetic, the state and its names are torch's. What differs: the update is computed on plain
-tensors, this rank's parts (for 291 parameters AdamW's takes the host 1.5 ms, on DTensors 9.9), and state
-begins as zeros before its first update, not within it: that one may be skipped.
+The host launches a step before it knows the step's numbers: to read a number is to wait for the device
+until all that was launched is done, and it then has nothing to do while the host launches more. So the
+flag that skips a step stays on the device, as torch's `found_inf` does: fused kernels read it, other
+updates are selected by it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +16,64 @@ from torch import Tensor, nn
 from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
-from titanlike.optim.skipping import SkippingOptimizer, locals_of
+from titanlike.torch_private.dtensor import local
+
+
+class SkippingOptimizer(torch.optim.Optimizer):
+    """Its `step` changes neither a parameter nor its state where a flag on the device says so."""
+
+    # fp32 scalars, 0 or 1 = skip; None = 0
+    skip: Tensor | None = None  # all parameters
+    # some parameters alone: those that perhaps no rank's backward has reached
+    unreached: Mapping[nn.Parameter, Tensor] = {}
+
+    def skip_of(self, parameter: nn.Parameter) -> Tensor | None:
+        """The flag of a parameter, on its device (with CPU offload the CPU, which waits for it)."""
+        skip, unreached = self.skip, self.unreached.get(parameter)
+        if unreached is not None:
+            skip = unreached if skip is None else torch.maximum(skip, unreached)
+        return None if skip is None else skip.to(parameter.device)
+
+    def by_skip(
+        self, parameters: Iterable[nn.Parameter]
+    ) -> Iterator[tuple[list[nn.Parameter], Tensor | None]]:
+        """Parameters that have a gradient, in lists that share a flag."""
+        together: dict[torch.device, list[nn.Parameter]] = {}
+        for parameter in parameters:
+            if parameter.grad is None:
+                continue
+            if parameter in self.unreached:
+                yield [parameter], self.skip_of(parameter)
+            else:
+                together.setdefault(parameter.device, []).append(parameter)
+        for alike in together.values():
+            yield alike, self.skip_of(alike[0])
+
+
+def step_unless(
+    optimizer: torch.optim.Optimizer, skip: Tensor | None, unreached: Mapping[nn.Parameter, Tensor]
+) -> None:
+    """A step of an optimizer, skipped where the flags say so; see `SkippingOptimizer`.
+
+    One of the user's own that cannot skip on the device, as torch's fused ones can, waits for it.
+    """
+    if isinstance(optimizer, SkippingOptimizer):
+        optimizer.skip, optimizer.unreached = skip, unreached
+        try:
+            optimizer.step()
+        finally:
+            optimizer.skip, optimizer.unreached = None, {}
+        return
+    for parameter, flag in unreached.items():
+        if flag.item():
+            parameter.grad = None
+    if skip is None or not skip.item():
+        optimizer.step()
+
+
+def select(skip: Tensor | None, old: Tensor, new: Tensor) -> None:
+    """Give `old` the values of `new` unless a flag says skip; in place."""
+    old.copy_(new if skip is None else torch.where(skip > 0, old, new))
 
 
 def fused_adamw(
@@ -44,7 +102,12 @@ def fused_adamw(
 
 
 class _Fused(SkippingOptimizer):
-    """Updates parameters that share a flag together."""
+    """One of torch's, whose arithmetic, state and names of it these are.
+
+    What differs: the update is computed on plain tensors, this rank's parts (for 291 parameters
+    AdamW's takes the host 1.5 ms, on DTensors 9.9), of all parameters that share a flag together; and
+    state begins as zeros before its first update, not within it: that one may be skipped.
+    """
 
     def __init__(self, groups: Any, **options: Any) -> None:
         settings: dict[str, Any] = {**options, "fused": True}
@@ -55,43 +118,39 @@ class _Fused(SkippingOptimizer):
         assert closure is None
         for group in self.param_groups:
             for parameters, skip in self.by_skip(group["params"]):
-                gradients = locals_of(parameter.grad for parameter in parameters)
-                self._update(parameters, gradients, group, skip)
+                self._update(
+                    parameters,
+                    [local(grad) for p in parameters if (grad := p.grad) is not None],
+                    group,
+                    skip,
+                )
 
     def _update(
-        self,
-        parameters: Sequence[nn.Parameter],
-        gradients: list[Tensor],
-        group: dict[str, Any],
-        skip: Tensor | None,
+        self, parameters: Sequence[Any], gradients: list[Tensor], group: Any, skip: Tensor | None
     ) -> None:
         raise NotImplementedError
+
+    def _state(self, parameters: Sequence[nn.Parameter], key: str) -> list[Tensor]:
+        """This rank's part of what is remembered of each; zeros before."""
+        for parameter in parameters:
+            if self.state[parameter].get(key) is None:
+                self.state[parameter][key] = torch.zeros_like(parameter)
+        return [local(self.state[parameter][key]) for parameter in parameters]
 
 
 class AdamW(_Fused, torch.optim.AdamW):
     """torch.optim.AdamW(fused=True)."""
 
     def _update(
-        self,
-        parameters: Sequence[nn.Parameter],
-        gradients: list[Tensor],
-        group: dict[str, Any],
-        skip: Tensor | None,
+        self, parameters: Sequence[Any], gradients: list[Tensor], group: Any, skip: Tensor | None
     ) -> None:
-        states = [self._state_of(parameter) for parameter in parameters]
-        means, squares = (
-            locals_of(state[key] for state in states) for key in ("exp_avg", "exp_avg_sq")
-        )
-        steps = [state["step"] for state in states]
-        fused_adamw(locals_of(parameters), gradients, means, squares, steps, group, skip)
-
-    def _state_of(self, parameter: nn.Parameter) -> dict[str, Any]:
-        state = self.state[parameter]
-        if not state:
-            state["step"] = torch.zeros((), device=parameter.device)
-            state["exp_avg"] = torch.zeros_like(parameter)
-            state["exp_avg_sq"] = torch.zeros_like(parameter)
-        return state
+        for parameter in parameters:
+            if not self.state[parameter]:
+                self.state[parameter]["step"] = torch.zeros((), device=parameter.device)
+        means, squares = (self._state(parameters, key) for key in ("exp_avg", "exp_avg_sq"))
+        steps = [self.state[parameter]["step"] for parameter in parameters]
+        weights = [local(parameter) for parameter in parameters]
+        fused_adamw(weights, gradients, means, squares, steps, group, skip)
 
 
 class Sgd(_Fused, torch.optim.SGD):
@@ -102,17 +161,13 @@ class Sgd(_Fused, torch.optim.SGD):
     """
 
     def _update(
-        self,
-        parameters: Sequence[nn.Parameter],
-        gradients: list[Tensor],
-        group: dict[str, Any],
-        skip: Tensor | None,
+        self, parameters: Sequence[Any], gradients: list[Tensor], group: Any, skip: Tensor | None
     ) -> None:
         momenta: list[Any] = [None] * len(parameters)
         if group["momentum"]:
-            momenta = locals_of(map(self._momentum_of, parameters))
+            momenta = self._state(parameters, "momentum_buffer")
         sgd(
-            *(locals_of(parameters), gradients, momenta),
+            *([local(parameter) for parameter in parameters], gradients, momenta),
             fused=True,
             found_inf=skip,
             weight_decay=group["weight_decay"],
@@ -122,9 +177,3 @@ class Sgd(_Fused, torch.optim.SGD):
             nesterov=False,
             maximize=False,
         )
-
-    def _momentum_of(self, parameter: nn.Parameter) -> torch.Tensor:
-        state = self.state[parameter]
-        if state.get("momentum_buffer") is None:
-            state["momentum_buffer"] = torch.zeros_like(parameter)
-        return state["momentum_buffer"]

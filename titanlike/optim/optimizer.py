@@ -1,7 +1,8 @@
-"""The optimizers of a stage, and the norm of all gradients."""
+"""The optimizers of a stage, the norm of all gradients, and the learning rate."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,14 +11,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from titanlike.config.schema import Config, Muon, OwnOptimizer, Sgd
+from titanlike.config.schema import (
+    Config,
+    ConstantLr,
+    Custom,
+    DecayLr,
+    Muon,
+    OwnOptimizer,
+    Sgd,
+    WsdLr,
+)
 from titanlike.distributed.initialize import piece_seed
 from titanlike.distributed.mesh import Mesh
 from titanlike.distributed.placement import Part, Placement
 from titanlike.distributed.sharding import compute_dtype
 from titanlike.optim import fused
 from titanlike.optim.bf16_state import Bf16StateAdamW
-from titanlike.optim.own import own_optimizer
+from titanlike.optim.own import own_lr_factor, own_optimizer
 from titanlike.torch_private.dtensor import local
 from titanlike.torch_private.tensors import norms, scale
 
@@ -64,8 +74,7 @@ def optimizer_state(
     optimizers: Iterable[torch.optim.Optimizer], parameter: nn.Parameter
 ) -> dict[str, Any]:
     """What the one of these optimizers that updates a parameter remembers of it; {} before that."""
-    found = (optimizer.state.get(parameter) for optimizer in optimizers)
-    return next((state for state in found if state), {})
+    return next(filter(None, (optimizer.state.get(parameter) for optimizer in optimizers)), {})
 
 
 def build_optimizers(
@@ -85,49 +94,37 @@ def build_optimizers(
     choice = config.optimizer
     rest: dict[str, nn.Parameter] = dict(parameters)
     optimizers: list[torch.optim.Optimizer] = []
-    parts = {
-        parameters[name]: placement.part
-        for name, placement in (placements or {}).items()
-        if name in parameters
-    }
+    placed = (placements or {}).items()
+    parts = {parameters[name]: placement.part for name, placement in placed if name in parameters}
     if isinstance(choice, Muon):
         from titanlike.optim import muon
 
         hidden = muon.hidden_matrices(model, choice)
-        if matrices := [rest.pop(name) for name in parameters if name in hidden]:
+        if updated := [rest.pop(name) for name in parameters if name in hidden]:
             # in bf16 only where gradients are no more exact
-            optimizers = [muon.Muon(matrices, choice, compute_dtype(config), parts, group)]
-    if rest or not optimizers:  # neither: a stage of buffers alone
-        optimizers.append(_elementwise_optimizer(rest, config, parts))
-    return optimizers
-
-
-def _elementwise_optimizer(
-    parameters: Mapping[str, nn.Parameter],
-    config: Config,
-    parts: Mapping[nn.Parameter, Part | None],
-) -> torch.optim.Optimizer:
-    choice = config.optimizer
-    matrices = [p for p in parameters.values() if p.dim() >= 2]
-    vectors = [p for p in parameters.values() if p.dim() < 2]
+            optimizers = [muon.Muon(updated, choice, compute_dtype(config), parts, group)]
+        if optimizers and not rest:
+            return optimizers
+    matrices = [p for p in rest.values() if p.dim() >= 2]
+    vectors = [p for p in rest.values() if p.dim() < 2]
     if isinstance(choice, OwnOptimizer):
-        return own_optimizer(choice, matrices, vectors)
-    decays = ((matrices, choice.weight_decay), (vectors, 0.0))
+        return [own_optimizer(choice, matrices, vectors)]
     groups: list[dict[str, Any]] = [
-        {"params": params, "weight_decay": decay} for params, decay in decays if params
-    ]
-    groups = groups or [{"params": []}]
+        {"params": params, "weight_decay": decay}
+        for params, decay in ((matrices, choice.weight_decay), (vectors, 0.0))
+        if params
+    ] or [{"params": []}]  # a stage of buffers alone
     if isinstance(choice, Sgd):
-        return fused.Sgd(groups, lr=choice.lr, momentum=choice.momentum)
+        return [fused.Sgd(groups, lr=choice.lr, momentum=choice.momentum)]
     lr = choice.lr
     if isinstance(choice, Muon) and choice.adamw_lr is not None:
         lr = choice.adamw_lr
     groups = [{**group, "initial_lr": lr} for group in groups]
     options: dict[str, Any] = {"lr": lr, "betas": tuple(choice.betas), "eps": choice.eps}
     if choice.state_dtype == "bf16":
-        seeds = {p: piece_seed(config.seed, f"rounding of {n}", 0) for n, p in parameters.items()}
-        return Bf16StateAdamW(groups, seeds, parts, **options)
-    return fused.AdamW(groups, **options)
+        seeds = {p: piece_seed(config.seed, f"rounding of {n}", 0) for n, p in rest.items()}
+        return [*optimizers, Bf16StateAdamW(groups, seeds, parts, **options)]
+    return [*optimizers, fused.AdamW(groups, **options)]
 
 
 @torch.no_grad()
@@ -141,11 +138,11 @@ def gradient_norms(parameters: Sequence[Tensor]) -> Tensor:
     if len(alike) == 1 and len(parts) == len(parameters):  # as nearly always
         return torch.stack(norms([*parts.values()])).float()
     device = next((part.device for part in parts.values()), torch.device("cpu"))
-    found = [torch.zeros((), device=device)] * len(parameters)
+    result = [torch.zeros((), device=device)] * len(parameters)
     for places in alike.values():
         for at, norm in zip(places, norms([parts[at] for at in places]), strict=True):
-            found[at] = norm.to(device, torch.float32)
-    return torch.stack(found) if found else torch.zeros(0)
+            result[at] = norm.to(device, torch.float32)
+    return torch.stack(result) if result else torch.zeros(0)
 
 
 def square_sum(norms: Tensor, shares: Tensor | None) -> Tensor:
@@ -184,3 +181,40 @@ def clip_gradients(parameters: Iterable[Tensor], norm: Tensor, limit: float) -> 
             by_device.setdefault(parameter.device, []).append(local(parameter.grad))
     for device, gradients in by_device.items():
         scale(gradients, factor.to(device))
+
+
+# --- the learning rate -------------------------------------------------------------------------
+
+
+def lr_factor(config: ConstantLr | DecayLr | WsdLr | Custom, step: int, steps: int) -> float:
+    """Learning rate of step `step` (the first is 1) of `steps`, as a share of the peak.
+
+    A function of the step alone, so that there is no state to save; a run that is resumed with more
+    steps follows the longer curve.
+    """
+    if isinstance(config, Custom):
+        return own_lr_factor(config, step, steps)
+    if step < config.warmup:
+        return step / config.warmup
+    if isinstance(config, ConstantLr):
+        return 1.0
+    start = config.warmup
+    if isinstance(config, WsdLr):
+        start = max(start, steps - round(config.decay * steps))
+    progress = min(1.0, max(0, step - start) / max(1, steps - start))
+    if config.name == "cosine":
+        progress = (1 - math.cos(math.pi * progress)) / 2
+    return 1 - (1 - config.final) * progress
+
+
+def learning_rate(config: Config, step: int) -> float:
+    return config.optimizer.lr * lr_factor(config.lr, step, config.steps)
+
+
+def set_lr(optimizers: Iterable[torch.optim.Optimizer], config: Config, step: int) -> None:
+    """Give all parameters the learning rate of a step; groups with a peak of their own (`initial_lr`)
+    keep their ratio to the others."""
+    factor = lr_factor(config.lr, step, config.steps)
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = group.get("initial_lr", config.optimizer.lr) * factor

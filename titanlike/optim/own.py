@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,7 +21,9 @@ from titanlike.config.errors import ConfigError, Problem, nearest, override_text
 from titanlike.config.imports import import_object
 from titanlike.config.schema import Config, Custom, OwnOptimizer
 
-Ranks = Sequence[Sequence[tuple[int, tuple[slice, ...]]]]
+Ranks = Sequence[
+    tuple[Any, Any]
+]  # of each: what it has of a matrix and of a vector; None = nothing
 
 
 def own_optimizer(
@@ -48,16 +50,20 @@ def own_lr_factor(config: Custom, step: int, steps: int) -> float:
     raise ConfigError([Problem("lr.name", config.name, reason, "return 0 or above, finite")])
 
 
-def problems(config: Config) -> Iterator[Problem]:
-    """What is wrong with the user's own optimizer and schedule, by trying them."""
+def problems(config: Config, in_layers: str = "") -> Iterator[Problem]:
+    """What is wrong with the user's own optimizer and schedule, by trying them.
+
+    in_layers: what to write so that ranks do not divide matrices; "" = they do not.
+    """
     try:
         if isinstance(config.lr, Custom):
-            _check_arguments("lr", config.lr, (1, config.steps))
+            function = import_callable("lr", config.lr)
+            check_arguments("lr", config.lr, function, {"step": 1, "steps": config.steps})
             for step in {1, (config.steps + 1) // 2, config.steps}:
                 _tried("lr", config.lr, own_lr_factor, config.lr, step, config.steps)
         if isinstance(config.optimizer, OwnOptimizer):
             _check_optimizer(config.optimizer)
-            _check_parts(config, config.optimizer)
+            _check_parts(config, config.optimizer, in_layers)
     except ConfigError as error:
         yield from error.problems
 
@@ -66,10 +72,11 @@ def _check_optimizer(config: OwnOptimizer) -> None:
     """Raise ConfigError for an optimizer that does not take a step, or whose state is not saved."""
     if config.name in ("torch.optim.Muon", "torch.optim._muon.Muon"):
         reason = "takes matrices alone, and on shards a dozen messages for each of them"
-        raise _wrong("optimizer", config, reason, "optimizer=muon")
-    found = _check_arguments("optimizer", config, ([],), lr=config.lr)
-    if not (inspect.isclass(found) and issubclass(found, torch.optim.Optimizer)):
-        raise _wrong("optimizer", config, "is no torch.optim.Optimizer", "a subclass of it")
+        raise wrong("optimizer", config, reason, "optimizer=muon")
+    kind = import_callable("optimizer", config)
+    check_arguments("optimizer", config, kind, {"parameters": []}, lr=config.lr)
+    if not (inspect.isclass(kind) and issubclass(kind, torch.optim.Optimizer)):
+        raise wrong("optimizer", config, "is no torch.optim.Optimizer", "a subclass of it")
     matrix, vector = nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(2))
     matrix.grad, vector.grad = torch.ones(2, 2), torch.ones(2)
     optimizer = _tried("optimizer", config, own_optimizer, config, [matrix], [vector])
@@ -77,43 +84,42 @@ def _check_optimizer(config: OwnOptimizer) -> None:
     for key, value in (item for state in optimizer.state.values() for item in state.items()):
         if value is not None and not isinstance(value, Tensor):
             reason = f"keeps {type(value).__name__} {key!r} as state, and checkpoints hold tensors"
-            raise _wrong("optimizer", config, reason, f"keep {key!r} as a tensor")
+            raise wrong("optimizer", config, reason, f"keep {key!r} as a tensor")
 
 
-def _check_parts(config: Config, choice: OwnOptimizer) -> None:
+def _check_parts(config: Config, choice: OwnOptimizer, in_layers: str) -> None:
     """Raise ConfigError for an optimizer that is not elementwise, where it would see parts of the
     model: it is tried on two tensors whole, and on the parts that two ranks would have."""
-    sharded, staged, divided = config.shards > 1, config.pp > 1, config.tp > 1
-    says_so = getattr(import_object(choice.name), "exact_on_shards", False)
-    if choice.exact_on_shards or says_so or not (sharded or staged or divided):
+    if choice.exact_on_shards or getattr(import_object(choice.name), "exact_on_shards", False):
+        return
+    everything, upper, lower = slice(0, 6), slice(0, 3), slice(3, 6)
+    left, right = (everything, slice(0, 2)), (everything, slice(2, 4))
+    by_rows = [(upper, upper), (lower, lower)]
+    in_parts: list[tuple[str, Ranks, str]] = []
+    if config.shards > 1:
+        fix = f"replicate={config.dp}{' cp=1' * (config.cp > 1)}"
+        in_parts.append(("the shards of two ranks", by_rows, fix))
+    if config.pp > 1:
+        in_parts.append(("two stages", [(everything, None), (None, everything)], "pp=1"))
+    if in_layers:
+        cuts = (by_rows, [(left, upper), (right, lower)])
+        in_parts += [("the parts of two tp ranks", cut, in_layers) for cut in cuts]
+    if not in_parts:
         return
     choice = replace(choice, lr=0.01)  # the smallest ones change nothing
-    everything, upper, lower = (slice(0, 6),), (slice(0, 3),), (slice(3, 6),)
-    left, right = (slice(0, 6), slice(0, 2)), (slice(0, 6), slice(2, 4))
-    by_rows: Ranks = [[(0, rows), (1, rows)] for rows in (upper, lower)]
-    in_parts: list[tuple[str, Ranks, str]] = []
-    whole = " cp=1" if config.cp > 1 else ""
-    if sharded:
-        in_parts.append(("the shards of two ranks", by_rows, f"replicate={config.dp}{whole}"))
-    if staged:
-        ranks = [[(0, everything)], [(1, everything)]]
-        in_parts.append(("two stages", ranks, "pp=1"))
-    if divided:
-        by_columns: Ranks = [[(0, left), (1, upper)], [(0, right), (1, lower)]]
-        in_parts += [("the parts of two tp ranks", cut, "tp=1") for cut in (by_rows, by_columns)]
-    whole = _tried("optimizer", choice, _trained, choice, [[(0, everything), (1, everything)]])
+    whole = _tried("optimizer", choice, _trained, choice, [(everything, everything)])
     updates = whole.diff(dim=0)
     # a last digit of the weights may differ where functions are computed of vectors
     allowed = (1e-3 * updates.abs().amax(1)).clamp(min=1e-6 * whole.abs().max())
     for where, ranks, fix in in_parts:
         parts = _tried("optimizer", choice, _trained, choice, ranks)
-        right = (parts.diff(dim=0) - updates).abs().amax(1) <= allowed
-        if not right[updates.isfinite().all(1)].all():
+        equal = (parts.diff(dim=0) - updates).abs().amax(1) <= allowed
+        if not equal[updates.isfinite().all(1)].all():
             reason = (
                 f"is not elementwise: it updates a model in {where} otherwise than a whole one (write "
                 "optimizer.exact_on_shards=true if it asks the other ranks for what it needs)"
             )
-            raise _wrong("optimizer", choice, reason, fix)
+            raise wrong("optimizer", choice, reason, fix)
 
 
 # some optimizers do another thing each 10, 100 or 200 steps
@@ -122,7 +128,7 @@ _STEPS = 210
 
 def _trained(choice: OwnOptimizer, ranks: Ranks) -> Tensor:
     """A matrix and a vector of six rows, flat, before and after each of some steps; each rank has an
-    optimizer of its own for the elements (tensor 0 or 1, which) that it holds."""
+    optimizer of its own for the part of either that it holds."""
     generator = torch.Generator().manual_seed(0)
     weights = [torch.randn(shape, generator=generator) for shape in ((6, 4), (6,))]
     size = torch.arange(1.0, 7.0)  # of each row's gradient
@@ -130,21 +136,24 @@ def _trained(choice: OwnOptimizer, ranks: Ranks) -> Tensor:
     for _ in range(_STEPS):
         drawn = [torch.randn(weight.shape, generator=generator) for weight in weights]
         steps.append([(size * gradient.movedim(0, -1)).movedim(-1, 0) for gradient in drawn])
-    found = [[weight.clone() for weight in weights] for _ in range(_STEPS + 1)]
-    for held in ranks:
-        parameters = [nn.Parameter(weights[tensor][place].clone()) for tensor, place in held]
-        matrices = [parameter for parameter in parameters if parameter.dim() == 2]
-        vectors = [parameter for parameter in parameters if parameter.dim() == 1]
+    results = [[weight.clone() for weight in weights] for _ in range(_STEPS + 1)]
+    for parts in ranks:
+        held = {
+            tensor: nn.Parameter(weights[tensor][part].clone())
+            for tensor, part in enumerate(parts)
+            if part is not None
+        }
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
+            matrices, vectors = ([held[at]] if at in held else [] for at in (0, 1))
             optimizer = own_optimizer(choice, matrices, vectors)
-            for gradients, after in zip(steps, found[1:], strict=True):
-                for parameter, (tensor, place) in zip(parameters, held, strict=True):
-                    parameter.grad = gradients[tensor][place].clone()
+            for gradients, after in zip(steps, results[1:], strict=True):
+                for tensor, parameter in held.items():
+                    parameter.grad = gradients[tensor][parts[tensor]].clone()
                 optimizer.step()
-                for parameter, (tensor, place) in zip(parameters, held, strict=True):
-                    after[tensor][place] = parameter.detach()
-    return torch.stack([torch.cat([weight.flatten() for weight in every]) for every in found])
+                for tensor, parameter in held.items():
+                    after[tensor][parts[tensor]] = parameter.detach()
+    return torch.stack([torch.cat([weight.flatten() for weight in each]) for each in results])
 
 
 def _tried(group: str, config: Custom, function: Callable[..., Any], *args: Any) -> Any:
@@ -154,44 +163,53 @@ def _tried(group: str, config: Custom, function: Callable[..., Any], *args: Any)
         raise
     except Exception as error:  # whatever the user's code raises
         reason = f"trying it raised {type(error).__name__}: {error}"
-        raise _wrong(
-            group, config, reason, f"other values of {group}.*, or another {group}"
-        ) from error
+        fix = f"other values of {group}.*, or another {group}"
+        raise wrong(group, config, reason, fix) from error
 
 
-def _check_arguments(group: str, config: Custom, given: Sequence[Any], **named: Any) -> Any:
-    """The imported object. Raises ConfigError if it cannot be called with its keys."""
+# --- what a config names: also of losses -------------------------------------------------------
+
+
+def import_callable(group: str, config: Custom) -> Any:
+    """The function or class that `group` names. Raises ConfigError."""
     try:
-        found = import_object(config.name)
+        imported = import_object(config.name)
     except ValueError as error:
         fix = "" if "did you mean" in str(error) else "name it as package.module.attribute"
-        raise _wrong(group, config, str(error), fix) from None
-    if not callable(found):
-        raise _wrong(group, config, "cannot be called", "name a function or class")
+        raise wrong(group, config, str(error), fix) from None
+    if not callable(imported):
+        raise wrong(group, config, "is no function and no class", "name a function or class")
+    return imported
+
+
+def check_arguments(
+    group: str, config: Custom, function: Any, positional: Mapping[str, Any], **named: Any
+) -> None:
+    """Raise ConfigError where a function cannot be called with these arguments and its keys.
+
+    positional: by the names under which a message shows them.
+    """
     try:
-        signature = inspect.signature(found)
+        signature = inspect.signature(function)
     except (ValueError, TypeError):  # written in C, without a signature
-        return found
-    known = [p.name for p in signature.parameters.values() if p.kind != p.VAR_KEYWORD][len(given) :]
-    if not any(p.kind == p.VAR_KEYWORD for p in signature.parameters.values()):
-        unknown = [key for key in config.args if key not in known]
-        if unknown:
-            near = nearest(unknown[0], known)
-            value = config.args[unknown[0]]
-            fix = (
-                f"{group}.{near}={override_text(value)}"
-                if near
-                else f"its keys: {', '.join(known)}"
-            )
-            reason = f"{config.name} has no such argument"
-            raise ConfigError([Problem(f"{group}.{unknown[0]}", value, reason, fix)])
+        return
+    parameters = list(signature.parameters.values())
+    variable = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+    keys = [p.name for p in parameters[len(positional) :] if p.kind not in variable]
+    if not any(parameter.kind == variable[0] for parameter in parameters):
+        for key in (key for key in config.args if key not in keys):
+            near, value = nearest(key, keys), config.args[key]
+            fix = f"{group}.{near}={override_text(value)}"
+            fix = fix if near else f"its keys: {', '.join(keys) or 'none'}"
+            reason = f"{config.name} has no such key"
+            raise ConfigError([Problem(f"{group}.{key}", value, reason, fix)])
     try:
-        signature.bind(*given, **named, **config.args)
+        signature.bind(*positional.values(), **named, **config.args)
     except TypeError as error:
-        reason = f"cannot be called with its keys: {error}; it takes {signature}"
-        raise _wrong(group, config, reason, f"give its arguments as {group}.NAME") from None
-    return found
+        called = ", ".join([*positional, *named])
+        reason = f"cannot be called with ({called}) and its keys: {error}; it takes {signature}"
+        raise wrong(group, config, reason, f"give its arguments as {group}.NAME") from None
 
 
-def _wrong(group: str, config: Custom, reason: str, fix: str) -> ConfigError:
+def wrong(group: str, config: Custom, reason: str, fix: str) -> ConfigError:
     return ConfigError([Problem(f"{group}.name", config.name, reason, fix)])

@@ -25,12 +25,11 @@ from titanlike.config.errors import ConfigError, Problem
 from titanlike.config.schema import Config, SelectiveActivationCheckpoint
 from titanlike.distributed.placement import experts_of
 from titanlike.distributed.transform import Transform
-from titanlike.parallel.weight_gradients import DEFERRED_LINEAR
 from titanlike.torch_private.autograd import ignore_ranges_in_selective_checkpoints
 from titanlike.torch_private.tensors import tree_leaves
 
-# operators of our own that are matrix products: the second is that of `models/expert_linear.py`
-PRODUCTS = (DEFERRED_LINEAR, "titanlike.expert_linear")
+# operators of our own that are matrix products: of `weight_gradients.py` and `models/expert_linear.py`
+PRODUCTS = ("titanlike.linear_queueing", "titanlike.expert_linear")
 # which experts a token goes to: computed again it may be another one of equal scores, of which then
 # some ranks have more tokens than before. Of layers that say so: others change its results in place
 _CHOICE = "aten.topk"
@@ -111,7 +110,10 @@ class _Kept:
             self._saved[operator] = keeps(name, self._save)
         if not context.is_recompute:
             for tensor in _written(operator, args, kwargs):
-                self._check(tensor)
+                if kept := self._storages.get(StorageWeakRef(tensor.untyped_storage())):
+                    changed = f"its {self._block} changes a result of {kept} in place"
+                    fix, reason = "activation_checkpoint=full", f"{changed}, which is to be kept"
+                    raise ConfigError([Problem("activation_checkpoint", "selective", reason, fix)])
             if self._saved[operator]:
                 # 2.11 does not say what the operator returned: changes in place are not seen there
                 for leaf in tree_leaves(getattr(context, "op_output", None)):
@@ -119,14 +121,6 @@ class _Kept:
                         self._storages[StorageWeakRef(leaf.untyped_storage())] = name
         keep = self._saved[operator]
         return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
-
-    def _check(self, tensor: Tensor) -> None:
-        if operator := self._storages.get(StorageWeakRef(tensor.untyped_storage())):
-            reason = (
-                f"its {self._block} changes a result of {operator} in place, which is to be kept"
-            )
-            fix = "activation_checkpoint=full"
-            raise ConfigError([Problem("activation_checkpoint", "selective", reason, fix)])
 
 
 def _written(operator: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:

@@ -10,16 +10,14 @@ import importlib.util
 import os
 import shutil
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import nn
 
 from titanlike.config.errors import ConfigError, Problem
-from titanlike.distributed.placement import style_of
+from titanlike.distributed.placement import has_statistics, style_of
 from titanlike.distributed.transform import Transform
-from titanlike.parallel.batchnorm import has_statistics
 from titanlike.torch_private import compiler
 from titanlike.torch_private.known_code import has_hooks
 
@@ -125,8 +123,3 @@ def compiler_problem(device: torch.device) -> Problem | None:
         missing = importlib.util.find_spec("triton") is None
         reason = "the package triton is needed to compile for GPUs, and is not installed"
     return Problem("compile", True, reason, "compile=false") if missing else None
-
-
-def uncompiled() -> AbstractContextManager[None]:
-    """Within it, compiled blocks run as they are written, and nothing is compiled."""
-    return torch.compiler.set_stance("force_eager")

@@ -1,4 +1,4 @@
-"""Expert parallelism: of each layer's experts a rank has a part, and gets the tokens that go to them.
+"""Routed experts: each rank has a part of every layer's (expert parallelism), and they are balanced.
 
 The ranks are those of data and context parallelism, which see other tokens (arXiv 2006.16668): they
 exchange tokens before a module of experts and results behind it. What such a module is, is said in
@@ -6,16 +6,24 @@ exchange tokens before a module of experts and results behind it. What such a mo
 rows. Gradients come back with the results: of its experts, a rank has those of all tokens of its
 group, and FSDP sums them over the ranks that hold the same experts.
 
+For the balance, tokens are counted where a training forward calls experts, not where activation
+checkpointing runs it again; all of them, padding included, since all are computed. After the step the
+counts are summed over all ranks that saw other tokens, so that they are those of the undivided batch in
+any layout: integers, the same on every rank. The layer that holds the experts is told
+(`balance(counts, skip)`), if it wants to know; a skipped step changes nothing.
+
 Shapes: S tokens of this rank times the experts that each goes to, R of those that it gets, D dim, E
 experts, n ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from types import MethodType
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -23,40 +31,42 @@ from torch import Tensor, nn
 
 from titanlike.config.errors import ConfigError, Problem
 from titanlike.config.schema import Config
-from titanlike.distributed.collectives import Peers, exchange
+from titanlike.distributed.collectives import GroupInfo, autograd_collective
 from titanlike.distributed.mesh import Mesh
 from titanlike.distributed.placement import Part, Placement, experts_of
 from titanlike.distributed.transform import Transform
 from titanlike.parallel.activation_checkpoint import keeps, saved_operators
+from titanlike.torch_private.autograd import in_backward
 from titanlike.torch_private.process_groups import group_named
+
+if TYPE_CHECKING:
+    from titanlike.training.draft import Draft
 
 SEND_TOKENS = "titanlike.send_tokens"  # the name of an operator
 
 
-@dataclass(eq=False)
-class ExpertRanks(Peers):
-    """The expert-parallel ranks that this one exchanges tokens with."""
-
-
 class ExpertParallel(Transform):
+    ranks: GroupInfo
+
     def __init__(self, config: Config, model: nn.Module) -> None:
         """Divide the experts of a model on meta in place, as the first rank has them. Raises ConfigError
         where there are none, or where they cannot be divided."""
         _check_experts(config, model)
         self._config = config
         self._eager: set[str] = set()
-        self.first = self.ranks = ExpertRanks(config.ep, 0)
-        divide_experts(model, self.first, {})
+        self.first = self.ranks = GroupInfo(config.ep, 0)
+        self.on_model(model, {})
 
-    def describe(self, plan: Any) -> Iterator[tuple[str, str]]:
-        counts = {experts.num_experts for experts in _experts(plan.model_graph.model).values()}
+    def describe(self, plan: Draft) -> Iterator[tuple[str, str]]:
+        modules: list[Any] = [*experts_of(plan.model_graph.model).values()]
+        counts = {experts.num_experts for experts in modules}
         shown = " or ".join(f"{count // self._config.ep} of {count}" for count in sorted(counts))
         yield "expert parallel", f"each rank has {shown} experts of a layer"
 
-    def open(self, mesh: Mesh, plan: Any) -> None:
+    def open(self, mesh: Mesh, plan: Draft) -> None:
         group = mesh.expert_group
         rank = 0 if group is None else dist.get_rank(group)
-        self.ranks = ExpertRanks(self._config.ep, rank, group)
+        self.ranks = GroupInfo(self._config.ep, rank, group)
         if plan.variable and not keeps(SEND_TOKENS, saved_operators(self._config)):
             recomputed = (name for blocks in plan.recomputed.blocks for name in blocks)
             model = plan.model_graph.model
@@ -69,16 +79,20 @@ class ExpertParallel(Transform):
         return differ if block in self._eager else ""
 
     def on_model(self, model: nn.Module, placements: dict[str, Placement]) -> None:
-        assert isinstance(self.ranks, ExpertRanks)
-        placements.update(divide_experts(model, self.ranks, placements))
-
-
-def _experts(model: nn.Module) -> dict[str, Any]:
-    return {**experts_of(model)}
+        ranks = self.ranks
+        for name, experts in experts_of(model).items():
+            for last, full in list(experts.named_parameters(recurse=False)):
+                rows = len(full) // ranks.size
+                part = Part(full.shape, 0, ((ranks.rank * rows, (ranks.rank + 1) * rows),))
+                local = nn.Parameter(full.new_empty(part.local_shape), full.requires_grad)
+                experts._parameters[last] = local
+                among_tp = placements.get(f"{name}.{last}", Placement())
+                placements[f"{name}.{last}"] = replace(among_tp, part=part)
+            experts.forward = partial(_elsewhere, experts.forward, ranks)
 
 
 def _check_experts(config: Config, model: nn.Module) -> None:
-    modules = _experts(model)
+    modules: dict[str, Any] = {**experts_of(model)}
     if not modules:
         reason = "the model has no experts (in modules that take them sorted, see docs/models.md)"
         raise ConfigError([Problem("ep", config.ep, reason, "ep=1")])
@@ -93,47 +107,23 @@ def _check_experts(config: Config, model: nn.Module) -> None:
     counts = {experts.num_experts for experts in modules.values()}
     if any(count % config.ep for count in counts):
         shown = ", ".join(map(str, sorted(counts)))
-        fits = max(
-            n
-            for n in range(1, config.ep + 1)
-            if config.shards % n == 0 and not any(c % n for c in counts)
-        )
+        sizes = range(1, config.ep + 1)
+        fits = max(n for n in sizes if not any(total % n for total in (config.shards, *counts)))
         reason = f"does not divide the {shown} experts of a layer"
         raise ConfigError([Problem("ep", config.ep, reason, f"ep={fits}")])
 
 
-def divide_experts(
-    model: nn.Module, ranks: ExpertRanks, placements: Mapping[str, Placement]
-) -> dict[str, Placement]:
-    """Divide the experts of a model on meta in place; the placements of its parameters.
-
-    placements: among tensor-parallel ranks; {} without any. The experts must divide.
-    """
-    found = dict(placements)
-    for name, experts in experts_of(model).items():
-        for last, whole in list(experts.named_parameters(recurse=False)):
-            each = len(whole) // ranks.size
-            start = ranks.rank * each
-            part = Part(whole.shape, 0, ((start, start + each),))
-            local = nn.Parameter(whole.new_empty(part.local_shape), whole.requires_grad)
-            experts._parameters[last] = local
-            before = placements.get(f"{name}.{last}", Placement(None, 1, "never"))
-            found[f"{name}.{last}"] = replace(before, part=part)
-        experts.forward = partial(_elsewhere, experts.forward, ranks)
-    return found
-
-
 def _elsewhere(
-    forward: Callable[[Tensor, Tensor], Tensor], ranks: ExpertRanks, tokens: Tensor, counts: Tensor
+    forward: Callable[[Tensor, Tensor], Tensor], ranks: GroupInfo, tokens: Tensor, counts: Tensor
 ) -> Tensor:
     """tokens [S, D] sorted by expert, counts [E] -> results [S, D]; forward: of this rank's experts."""
     of_rank = counts.unflatten(0, (ranks.size, -1))  # [n, E / n]
     operators = torch.ops.titanlike
     if ranks.group is None or tokens.is_meta:  # alone: as many tokens come as go
         route = *operators.alone_route_tokens(of_rank, len(tokens)), ""
-        there = exchange(tokens, ranks, "all_to_all", "all_to_all", 0)
+        there = autograd_collective(tokens, ranks, "all_to_all", "all_to_all", 0)
         results = forward(operators.send_tokens(there, *route), of_rank.sum(0))
-        back = exchange(results, ranks, "all_to_all", "all_to_all", 0)
+        back = autograd_collective(results, ranks, "all_to_all", "all_to_all", 0)
         return operators.return_tokens(back, *route, len(tokens))
     group = ranks.group.group_name
     mine, *places = operators.route_tokens(of_rank, group)
@@ -226,15 +216,121 @@ def _keep_route(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 
 def _send_backward(ctx: Any, gradient: Tensor) -> Any:
-    places = *ctx.saved_tensors, ctx.group
-    returned = torch.ops.titanlike.return_tokens(gradient, *places, ctx.rows)
-    return returned, None, None, None, None
+    route = *ctx.saved_tensors, ctx.group, ctx.rows
+    return torch.ops.titanlike.return_tokens(gradient, *route), *[None] * 4
 
 
 def _return_backward(ctx: Any, gradient: Tensor) -> Any:
-    places = *ctx.saved_tensors, ctx.group
-    return torch.ops.titanlike.send_tokens(gradient, *places), None, None, None, None, None
+    route = *ctx.saved_tensors, ctx.group
+    return torch.ops.titanlike.send_tokens(gradient, *route), *[None] * 5
 
 
 _send.register_autograd(_send_backward, setup_context=_keep_route)
 _return.register_autograd(_return_backward, setup_context=_keep_route)
+
+
+# --- the balance of experts --------------------------------------------------------------------
+
+
+@torch.library.custom_op("titanlike::tokens_of_experts", mutates_args=())
+def _counted(counts: Tensor, total: Tensor) -> Tensor:
+    """A copy of `counts`, which are added to `total`: an operator, since a compiled block runs nothing
+    else. It does not say that it changes `total`; torch would take it out of a forward that is
+    recomputed, or refuse."""
+    if not in_backward():
+        # without a new version of it: a compiled block that recomputes keeps it for the backward, and
+        # would refuse it there
+        total.data.add_(counts)
+    return counts.clone()
+
+
+@_counted.register_fake
+def _(counts: Tensor, total: Tensor) -> Tensor:
+    return torch.empty_like(counts)
+
+
+@dataclass(frozen=True)
+class _Layer:
+    holder: Any  # the module whose child the experts are
+    experts: Any
+    total: Tensor  # tokens of each expert in this step, on this rank: int64
+
+
+class ExpertBalance(Transform):
+    """The modules of experts of this rank's stages; of any model that has some."""
+
+    def __init__(self, mesh: Mesh, tensor_parts: Callable[[], bool]) -> None:
+        """tensor_parts: whether the tensor-parallel ranks see different tokens in the current step."""
+        self._mesh, self._tensor_parts = mesh, tensor_parts
+        self._share = torch.zeros((), device=mesh.device)
+        self._layers: list[_Layer] = []
+        # of the busiest and the idlest expert, relative to the mean, in the step that was updated last;
+        # the share of choices that no expert computed. -inf where this rank has no experts
+        self.loads = torch.full((3,), -torch.inf, device=mesh.device)
+        self._tokens: Tensor | None = None
+
+    def on_weights(self, stage: nn.Module) -> None:
+        """Count in the modules' forwards from now on: behind all else that replaces them, and before
+        one is compiled."""
+        for name, experts in experts_of(stage).items():
+            holder = stage.get_submodule(name.rpartition(".")[0])
+            count: Any = experts.num_experts
+            total = torch.zeros(count, dtype=torch.int64, device=self._mesh.device)
+            vars(experts)[_BEFORE] = vars(experts).get("forward")
+            vars(experts)[_TOTAL] = total
+            # not a closure: of blocks whose experts have other functions each is compiled
+            experts.forward = MethodType(_forward, experts)
+            if hasattr(holder, "token_share"):
+                holder.token_share = self._share
+            self._layers.append(_Layer(holder, experts, total))
+
+    @contextmanager
+    def training(self, tokens: Tensor) -> Iterator[None]:
+        """Forwards within count in the next update; earlier ones are dropped."""
+        self._tokens = tokens
+        self._share.copy_(1 / tokens)
+        for layer in self._layers:
+            layer.total.zero_()
+        yield
+
+    @torch.no_grad()
+    def after_update(self, skip: Tensor | None) -> None:
+        """Tell the layers what was counted. Collective over the ranks that have the same stages."""
+        if not self._layers or self._tokens is None:
+            return
+        flat = torch.cat([layer.total for layer in self._layers])
+        mesh = self._mesh
+        for axis in ("shard", "replicate"):
+            mesh.sum(flat, axis)
+        if mesh.tp > 1 and self._tensor_parts():
+            mesh.sum(flat, "tp")
+        loads = []
+        sums = flat.split([len(layer.total) for layer in self._layers])
+        for layer, counts in zip(self._layers, sums, strict=True):
+            if hasattr(layer.holder, "balance"):
+                layer.holder.balance(counts, skip)
+            relative = counts / counts.double().mean().clamp(min=1)
+            wanted = self._tokens.double() * layer.experts.top_k
+            dropped = 1 - counts.sum() / wanted
+            loads.append(torch.stack([relative.max(), -relative.min(), dropped]))
+        self.loads = torch.stack(loads).amax(0).float()
+
+    def measured(self) -> Sequence[Tensor]:
+        return self.loads.unbind()
+
+    def record(self, values: Sequence[float]) -> dict[str, float]:
+        busiest, idlest, dropped = values
+        return {"busiest_expert": busiest, "idlest_expert": -idlest, "dropped": dropped}
+
+
+# attributes of a module of experts: the forward that it had, None = that of its class; the count
+_BEFORE, _TOTAL = "uncounted_forward", "tokens_of_step"
+
+
+def _forward(experts: nn.Module, tokens: Tensor, counts: Tensor) -> Any:
+    if experts.training and torch.is_grad_enabled():
+        counts = torch.ops.titanlike.tokens_of_experts(counts, getattr(experts, _TOTAL))
+    before = getattr(experts, _BEFORE)
+    if before is None:
+        return type(experts).forward(experts, tokens, counts)
+    return before(tokens, counts)

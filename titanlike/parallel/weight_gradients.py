@@ -13,7 +13,6 @@ forward up to nine times. Idea: https://arxiv.org/abs/2401.10241.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -79,16 +78,25 @@ class DeferredWeightGradients:
     def take(self) -> Callable[[], None]:
         """What computes the queued gradients and adds them to `.grad`; the queue is empty then."""
         queued, self._queue = self._queue, []
-        if compiled := take_waiting():
-            layers = {address(layer.weight, _bias(layer)): layer for layer in self._layers}
-            for inputs, gradient, of_layer in compiled:
-                layer = layers[of_layer]
+        if compiled := _take_waiting():
+            layers = {_address(layer.weight, _bias(layer)): layer for layer in self._layers}
+            for inputs, gradient, address in compiled:
+                layer = layers[address]
                 queued.append((inputs, gradient, layer.weight, _bias(layer)))
-        return partial(_add_gradients, queued)
+        queued.reverse()
+
+        def add() -> None:
+            while queued:  # each frees what it needed
+                inputs, gradient, weight, bias = queued.pop()
+                _add(weight, gradient.t() @ inputs)
+                if bias is not None:
+                    _add(bias, gradient.sum(0))
+
+        return add
 
     def check_all_taken(self) -> None:
         """Assert that no gradient of a step is left."""
-        left = len(self._queue) + len(take_waiting())
+        left = len(self._queue) + len(_take_waiting())
         assert not left, f"{left} weight gradients of the step were not computed"
 
 
@@ -113,7 +121,11 @@ def _forward(module: nn.Linear, input: Tensor) -> Tensor:
     if torch.compiler.is_compiling():
         if weight.numel() == 0:  # it has no address
             return F.linear(input, weight, bias)
-        return linear(input, weight, bias, getattr(module, _ALIVE))
+        # torch makes one of equal calls, but never of two torch.empty. Symptom without it: a layer
+        # that is called twice with the same input has half its weight gradient
+        call = torch.empty(0, device=input.device)
+        alive = getattr(module, _ALIVE)
+        return torch.ops.titanlike.linear_queueing(input, weight, bias, call, alive)
     if in_functorch():
         return F.linear(input, weight, bias)
     return _Linear.apply(input, weight, bias, vars(module)[_OWNER])
@@ -146,17 +158,6 @@ class _Linear(torch.autograd.Function):
         return of_inputs, None, None, None
 
 
-def _add_gradients(
-    queued: list[tuple[Tensor, Tensor, Tensor, Tensor | None]],
-) -> None:
-    queued.reverse()
-    while queued:  # each frees what it needed
-        inputs, gradient, weight, bias = queued.pop()
-        _add(weight, gradient.t() @ inputs)
-        if bias is not None:
-            _add(bias, gradient.sum(0))
-
-
 def _add(parameter: Tensor, gradient: Tensor) -> None:
     dtype = getattr(parameter, "grad_dtype", None)  # in 2.15 FSDP's bf16 parameters have fp32 ones
     if dtype is not None:
@@ -174,41 +175,32 @@ def _add(parameter: Tensor, gradient: Tensor) -> None:
 # operators that change get other names.
 
 Address = tuple[int, int]
-DEFERRED_LINEAR = "titanlike.linear_queueing"  # the name of the layer's operator
-# (inputs, gradient of the outputs, address of the layer) of the backward that ran last: an operator
-# knows no object that could hold it
+# (inputs [rows, in], gradient of the outputs [rows, out], address of the layer) of the backward that
+# ran last: an operator knows no object that could hold it
 _waiting: list[tuple[Tensor, Tensor, Address]] = []
 
 
-def address(weight: Tensor, bias: Tensor | None) -> Address:
+def _address(weight: Tensor, bias: Tensor | None) -> Address:
     """Of a layer; layers that share a weight may have a bias each."""
     return weight.data_ptr(), 0 if bias is None else bias.data_ptr()
 
 
-def take_waiting() -> list[tuple[Tensor, Tensor, Address]]:
-    """What the backwards since the last call have left: [rows, in], [rows, out], `address`."""
+def _take_waiting() -> list[tuple[Tensor, Tensor, Address]]:
     taken = _waiting[:]
     _waiting.clear()
     return taken
-
-
-def linear(inputs: Tensor, weight: Tensor, bias: Tensor | None, alive: Tensor) -> Tensor:
-    """As F.linear, for a compiled forward; its backward gives no gradients of weight and bias.
-
-    alive: one number that requires a gradient, from outside of the compiled function; its gradient
-    means nothing. Symptom without it: where nobody needs the gradient of the inputs the compiled
-    backward leaves the operator out, and the weight has no gradient.
-    """
-    # torch makes one of equal calls, but never of two torch.empty. Symptom without it: a layer that
-    # is called twice with the same input has half its weight gradient
-    call = torch.empty(0, device=inputs.device)
-    return torch.ops.titanlike.linear_queueing(inputs, weight, bias, call, alive)
 
 
 @torch.library.custom_op("titanlike::linear_queueing", mutates_args=())
 def _linear(
     inputs: Tensor, weight: Tensor, bias: Tensor | None, call: Tensor, alive: Tensor
 ) -> Tensor:
+    """As F.linear; its backward gives no gradients of weight and bias.
+
+    alive: one number that requires a gradient, from outside of the compiled function; its gradient
+    means nothing. Symptom without it: where nobody needs the gradient of the inputs the compiled
+    backward leaves the operator out, and the weight has no gradient.
+    """
     return F.linear(inputs, weight, bias)
 
 
@@ -225,7 +217,7 @@ def _linear_backward(
     # the loss is right and gradients are wrong
     rows = inputs.reshape(-1, inputs.shape[-1]).clone()
     of_rows = gradient.reshape(-1, gradient.shape[-1]).clone()
-    _waiting.append((rows, of_rows, address(weight, bias)))
+    _waiting.append((rows, of_rows, _address(weight, bias)))
     return gradient @ weight, gradient.new_empty(1)
 
 

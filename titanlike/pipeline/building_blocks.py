@@ -12,11 +12,12 @@
 from __future__ import annotations
 
 from collections import deque
+from itertools import accumulate
 
-from titanlike.pipeline.order import Act, Order, needs
+from titanlike.pipeline.order import Action, Order, dependencies
 
 _PERIOD = 6
-Steps = dict[Act, int]  # when each action is computed
+Steps = dict[Action, int]  # when each action is computed
 
 
 def v_half_block(pp: int) -> list[tuple[int, int]]:
@@ -40,47 +41,41 @@ def repeated(block: list[tuple[int, int]], place: tuple[int, ...], microbatches:
     steps: list[Steps] = [{} for _ in range(max(place) + 1)]
     for stage, (forward, backward) in enumerate(block):
         for mb in range(microbatches):
-            steps[place[stage]][Act("F", stage, mb)] = forward + _PERIOD * mb
-            steps[place[stage]][Act("I", stage, mb)] = backward + _PERIOD * mb
-    most = max(_held(_with_weights(own)) for own in steps)
-    _squeeze(steps := [_with_weights(own) for own in steps], place, most)
-    ranks = [[a for a in sorted(own, key=own.__getitem__) if a.kind != "W"] for own in steps]
+            steps[place[stage]][Action("F", stage, mb)] = forward + _PERIOD * mb
+            steps[place[stage]][Action("I", stage, mb)] = backward + _PERIOD * mb
+    steps = [_with_weights(of_rank) for of_rank in steps]
+    most = max(max(_held(of_rank)) for of_rank in steps)
+    _squeeze(steps, place, most)
+    ranks = [
+        [a for a in sorted(of_rank, key=of_rank.__getitem__) if a.kind != "W"] for of_rank in steps
+    ]
     return Order(_filled(ranks, len(place), most), place, microbatches)
 
 
 def _with_weights(steps: Steps) -> Steps:
     """With each W in the first free step after its I, oldest first."""
     busy = {step: act for act, step in steps.items()}
-    waiting: deque[Act] = deque()
-    found, step, end = dict(steps), 0, max(busy)
-    while step <= end or waiting:
+    waiting: deque[Action] = deque()
+    result, step = dict(steps), 0
+    while step <= max(busy) or waiting:
         act = busy.get(step)
         if act is not None and act.kind == "I":
             waiting.append(act._replace(kind="W"))
         elif act is None and waiting:
-            found[waiting.popleft()] = step
+            result[waiting.popleft()] = step
         step += 1
-    return found
-
-
-def _held(steps: Steps) -> int:
-    """The most activations at a time, from F to W."""
-    now = most = 0
-    for act in sorted(steps, key=steps.__getitem__):
-        now += {"F": 1, "I": 0, "W": -1}[act.kind]
-        most = max(most, now)
-    return most
+    return result
 
 
 def _squeeze(steps: list[Steps], place: tuple[int, ...], most: int) -> None:
     """Move actions to earlier steps, in place; no rank holds more than `most` activations."""
     last = len(place) - 1
-    held = [_levels(own) for own in steps]
-    busy = [set(own.values()) for own in steps]
-    in_time = sorted((step, act) for own in steps for act, step in own.items())
+    held = [_held(of_rank) for of_rank in steps]
+    busy = [set(of_rank.values()) for of_rank in steps]
+    in_time = sorted((step, act) for of_rank in steps for act, step in of_rank.items())
     for step, act in in_time:
         rank = place[act.stage]
-        before = [steps[place[need.stage]][need] for need in needs(act, last)]
+        before = [steps[place[need.stage]][need] for need in dependencies(act, last)]
         if act.mb:  # microbatches of a stage stay in order
             before.append(steps[rank][act._replace(mb=act.mb - 1)])
         for earlier in range(max(before, default=-1) + 1, step):
@@ -97,41 +92,36 @@ def _squeeze(steps: list[Steps], place: tuple[int, ...], most: int) -> None:
             break
 
 
-def _levels(steps: Steps) -> list[int]:
-    """Activations that a rank holds in each step."""
+def _held(steps: Steps) -> list[int]:
+    """Activations that a rank holds in each step: from F to W, both included."""
     changes = [0] * (max(steps.values()) + 2)
     for act, step in steps.items():
-        if act.kind == "F":
-            changes[step] += 1
-        elif act.kind == "W":
-            changes[step + 1] -= 1
-    now = 0
-    return [now := now + change for change in changes]
+        if act.kind != "I":
+            changes[step + (act.kind == "W")] += 1 if act.kind == "F" else -1
+    return [*accumulate(changes)]
 
 
-def _filled(ranks: list[list[Act]], stages: int, most: int) -> tuple[tuple[Act, ...], ...]:
+def _filled(ranks: list[list[Action]], stages: int, most: int) -> tuple[tuple[Action, ...], ...]:
     """With a W in every step in which a rank cannot go on in its order of F and I."""
     todo = [deque(acts) for acts in ranks]
-    weights: list[deque[Act]] = [deque() for _ in ranks]
-    found: list[list[Act]] = [[] for _ in ranks]
+    weights: list[deque[Action]] = [deque() for _ in ranks]
+    result: list[list[Action]] = [[] for _ in ranks]
     held = [0] * len(ranks)
-    done: set[Act] = set()
+    done: set[Action] = set()
     while any(todo) or any(weights):
         now = []
         for rank, acts in enumerate(todo):
             full = acts and acts[0].kind == "F" and held[rank] == most
-            if acts and not full and done.issuperset(needs(acts[0], stages - 1)):
-                act = acts.popleft()
-                now.append(act)
-                if act.kind == "F":
-                    held[rank] += 1
-                else:
+            if acts and not full and done.issuperset(dependencies(acts[0], stages - 1)):
+                now.append(act := acts.popleft())
+                held[rank] += act.kind == "F"
+                if act.kind == "I":
                     weights[rank].append(act._replace(kind="W"))
             elif weights[rank]:
                 act = weights[rank].popleft()
                 held[rank] -= 1
             else:
                 continue
-            found[rank].append(act)
+            result[rank].append(act)
         done.update(now)
-    return tuple(map(tuple, found))
+    return tuple(map(tuple, result))

@@ -122,32 +122,31 @@ def microbatch_problem(schedule: AnySchedule, pp: int, microbatches: int) -> str
 
 def _stages_problem(schedule: Schedule | CsvSchedule | AutoSchedule) -> str | None:
     """What is wrong whatever the number of microbatches: the name, the stages a rank."""
+
+    def wrong(key: str, reason: str, fix: str) -> str:
+        return f"schedule.{key}={getattr(schedule, key)}: {reason}; write {fix}"
+
+    per_rank = "schedule.stages_per_rank"
     if isinstance(schedule, AutoSchedule):
-        return _auto_problem(schedule)
+        count = schedule.stages_per_rank
+        if count < 1:
+            return wrong("stages_per_rank", "a rank has at least 1 stage", f"{per_rank}=1")
+        if schedule.search == "order" and schedule.placement == "v" and count != 2:
+            fix = f"{per_rank}=2, or schedule.placement=loop"
+            return wrong("stages_per_rank", "a V has two stages a rank", fix)
+        if schedule.memory is not None and schedule.memory <= 0:
+            return wrong("memory", "must be a share of 1f1b's", "schedule.memory=1.0")
+        if schedule.in_flight is not None and schedule.in_flight < 1:
+            reason = "a rank holds at least a microbatch of all its stages"
+            return wrong("in_flight", reason, "schedule.in_flight=1")
+        return None
     if schedule.name not in SCHEDULES:
         return _unknown_schedule(schedule.name)
     least = 2 if schedule.name == "interleavedzerobubble" else 1
     if isinstance(schedule, LoopedSchedule) and schedule.stages_per_rank < least:
-        reason = f"{schedule.name} needs at least {least}"
-        key = "schedule.stages_per_rank"
-        return f"{key}={schedule.stages_per_rank}: {reason}; write {key}={least}"
-    return None
-
-
-def _auto_problem(schedule: AutoSchedule) -> str | None:
-    key, count = "schedule.stages_per_rank", schedule.stages_per_rank
-    if count < 1:
-        return f"{key}={count}: a rank has at least 1 stage; write {key}=1"
-    if schedule.search == "order" and schedule.placement == "v" and count != 2:
-        fix = f"{key}=2, or schedule.placement=loop"
-        return f"{key}={count}: a V has two stages a rank; write {fix}"
-    if schedule.memory is not None and schedule.memory <= 0:
-        key = "schedule.memory"
-        return f"{key}={schedule.memory}: must be a share of 1f1b's; write {key}=1.0"
-    if schedule.in_flight is not None and schedule.in_flight < 1:
-        key = "schedule.in_flight"
-        reason = "a rank holds at least a microbatch of all its stages"
-        return f"{key}={schedule.in_flight}: {reason}; write {key}=1"
+        return wrong(
+            "stages_per_rank", f"{schedule.name} needs at least {least}", f"{per_rank}={least}"
+        )
     return None
 
 

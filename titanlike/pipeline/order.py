@@ -2,7 +2,7 @@
 
 A pipeline schedule is an order of compute actions: a list a pipeline rank, and the rank that holds
 each stage. The same Order is run, evaluated (`forward_only`), simulated and drawn (`walk`,
-`needs`), and written to a file (`to_csv`). `check` finds whether torch's pipeline runtime can run
+`dependencies`), and written to a file (`to_csv`). `check` finds whether torch's pipeline runtime can run
 it to its end with the right gradients.
 
 Sends and receives are not part of it: they follow from the dependencies. torch inserts them in the
@@ -23,7 +23,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 
-class Act(NamedTuple):
+class Action(NamedTuple):
     """One compute action of one stage on one microbatch, written like "2F0".
 
     kind is F (forward), B (whole backward), I (gradient of the input alone) or W (gradient of the
@@ -39,7 +39,7 @@ class Act(NamedTuple):
         return f"{self.stage}{self.kind}{self.mb}"
 
     @classmethod
-    def parse(cls, text: str) -> Act:
+    def parse(cls, text: str) -> Action:
         """The inverse of str(). Raises ValueError for anything else."""
         match = re.fullmatch(r"([0-9]+)([FBIW])([0-9]+)", text.strip())
         if not match:
@@ -48,21 +48,21 @@ class Act(NamedTuple):
         return cls(match[2], int(match[1]), int(match[3]))
 
 
-def needs(act: Act, last: int) -> tuple[Act, ...]:
-    """The actions that must have ended before `act`, under their `awaited` names.
+def dependencies(act: Action, last: int) -> tuple[Action, ...]:
+    """The actions that must have ended before `act`, under their `completion_key`.
 
     `last` is the index of the last stage, whose backward starts from the loss.
     """
     kind, stage, mb = act
     if kind == "F":
-        return (Act("F", stage - 1, mb),) if stage else ()
+        return (Action("F", stage - 1, mb),) if stage else ()
     if kind == "W":
-        return (Act("I", stage, mb),)
-    own = Act("F", stage, mb)
-    return (own,) if stage == last else (own, Act("I", stage + 1, mb))
+        return (Action("I", stage, mb),)
+    own = Action("F", stage, mb)
+    return (own,) if stage == last else (own, Action("I", stage + 1, mb))
 
 
-def awaited(act: Act) -> Act:
+def completion_key(act: Action) -> Action:
     """The name under which others wait for `act`: a B is also an I, and more."""
     return act._replace(kind="I") if act.kind == "B" else act
 
@@ -71,14 +71,14 @@ def awaited(act: Act) -> Act:
 class Order:
     """The compute actions of every pipeline rank, in execution order."""
 
-    ranks: tuple[tuple[Act, ...], ...]  # ranks[pipeline rank]
-    place: tuple[int, ...]  # place[stage] = pipeline rank that holds it
+    ranks: tuple[tuple[Action, ...], ...]  # ranks[pipeline rank]
+    stage_to_rank: tuple[int, ...]  # the pipeline rank that holds each stage
     microbatches: int
 
     @property
     def stages(self) -> int:
         """Stages on all ranks together."""
-        return len(self.place)
+        return len(self.stage_to_rank)
 
     @cached_property
     def splits_backward(self) -> bool:
@@ -92,19 +92,19 @@ class Order:
     @cached_property
     def _local(self) -> list[tuple[int, ...]]:
         held: list[list[int]] = [[] for _ in self.ranks]
-        for stage, rank in enumerate(self.place):
+        for stage, rank in enumerate(self.stage_to_rank):
             held[rank].append(stage)
         return [*map(tuple, held)]
 
     def forward_only(self, microbatches: int | None = None) -> Order:
         """Evaluation on the same placement: all stages' forwards of so many microbatches."""
         count = self.microbatches if microbatches is None else microbatches
-        ranks: list[list[Act]] = [[] for _ in self.ranks]
+        ranks: list[list[Action]] = [[] for _ in self.ranks]
         # by the earliest time step at which an action can run: never a deadlock, on any placement
-        acts = [Act("F", stage, mb) for mb in range(count) for stage in range(self.stages)]
+        acts = [Action("F", stage, mb) for mb in range(count) for stage in range(self.stages)]
         for act in sorted(acts, key=lambda act: act.mb + act.stage):
-            ranks[self.place[act.stage]].append(act)
-        return Order(tuple(map(tuple, ranks)), self.place, count)
+            ranks[self.stage_to_rank[act.stage]].append(act)
+        return Order(tuple(map(tuple, ranks)), self.stage_to_rank, count)
 
     def check(self) -> Order:
         """Return self if torch's pipeline runtime will run it to the end with right gradients.
@@ -124,17 +124,17 @@ class Order:
     def _check_shape(self) -> None:
         if self.microbatches < 1:
             raise ValueError(f"an order of {self.microbatches} microbatches: it needs at least 1")
-        for stage, rank in enumerate(self.place):
+        for stage, rank in enumerate(self.stage_to_rank):
             if not 0 <= rank < len(self.ranks):
                 has = f"the order has ranks 0 to {len(self.ranks) - 1}"
                 raise ValueError(f"stage {stage} is placed on pipeline rank {rank}: {has}")
         for rank in range(len(self.ranks)):
-            if rank not in self.place:
+            if rank not in self.stage_to_rank:
                 raise ValueError(f"pipeline rank {rank} has no stage: place one there, or use less")
 
-    def _check_cells(self) -> dict[Act, int]:
+    def _check_cells(self) -> dict[Action, int]:
         """Each action by itself; returns its position in the list of its rank."""
-        at: dict[Act, int] = {}
+        at: dict[Action, int] = {}
         for rank, acts in enumerate(self.ranks):
             for position, act in enumerate(acts):
                 problem = ""
@@ -144,7 +144,7 @@ class Order:
                     problem = f": there are only stages 0 to {self.stages - 1}"
                 elif not 0 <= act.mb < self.microbatches:
                     problem = f": there are only microbatches 0 to {self.microbatches - 1}"
-                elif (holder := self.place[act.stage]) != rank:
+                elif (holder := self.stage_to_rank[act.stage]) != rank:
                     problem = (
                         f": stage {act.stage} is on pipeline rank {holder}; move the action there"
                     )
@@ -156,12 +156,12 @@ class Order:
                 at[act] = position
         return at
 
-    def _check_complete(self, at: dict[Act, int]) -> None:
+    def _check_complete(self, at: dict[Action, int]) -> None:
         """F alone everywhere (evaluation), or F and a whole or a split backward."""
         forward_only = all(act.kind == "F" for act in at)
-        for stage, rank in enumerate(self.place):
+        for stage, rank in enumerate(self.stage_to_rank):
             for mb in range(self.microbatches):
-                f, b, i, w = (Act(kind, stage, mb) for kind in "FBIW")
+                f, b, i, w = (Action(kind, stage, mb) for kind in "FBIW")
                 half = i if i in at else w
                 problem = ""
                 if f not in at:
@@ -175,21 +175,21 @@ class Order:
                 if problem:
                     raise ValueError(f"pipeline rank {rank}: {problem}")
 
-    def _check_sequence(self, at: dict[Act, int]) -> None:
+    def _check_sequence(self, at: dict[Action, int]) -> None:
         """What must come in a certain order within one rank."""
         last = self.stages - 1
-        position = {awaited(act): index for act, index in at.items()}
+        position = {completion_key(act): index for act, index in at.items()}
         for rank, acts in enumerate(self.ranks):
             for index, act in enumerate(acts):
-                for need in needs(act, last):
-                    if self.place[need.stage] == rank and position[need] > index:
+                for need in dependencies(act, last):
+                    if self.stage_to_rank[need.stage] == rank and position[need] > index:
                         wrong = f"{act} comes before {acts[position[need]]}, which it needs"
                         raise ValueError(f"pipeline rank {rank}: {wrong}; swap them")
-        final = [act for act in self.ranks[self.place[last]] if act[:2] == ("F", last)]
+        final = [act for act in self.ranks[self.stage_to_rank[last]] if act[:2] == ("F", last)]
         for before, after in pairwise(final):
             if before.mb > after.mb:
                 raise ValueError(
-                    f"pipeline rank {self.place[last]}: {before} comes before {after}; the last "
+                    f"pipeline rank {self.stage_to_rank[last]}: {before} comes before {after}; the last "
                     "stage's forwards must be in microbatch order, because torch numbers the "
                     "losses as they arrive"
                 )
@@ -208,13 +208,13 @@ class Order:
         A stage is on the rank that has most of its actions. Raises ValueError naming line and
         column for a cell that is no action, and what `check` raises.
         """
-        ranks: list[tuple[Act, ...]] = []
+        ranks: list[tuple[Action, ...]] = []
         reader = csv.reader(io.StringIO(text))
         for cells in reader:
-            acts: list[Act] = []
+            acts: list[Action] = []
             for column, cell in enumerate(cells, start=1):
                 try:
-                    acts += [Act.parse(cell)] if cell.strip() else []
+                    acts += [Action.parse(cell)] if cell.strip() else []
                 except ValueError as error:
                     raise ValueError(f"row {reader.line_num}, column {column}: {error}") from None
             if cells:
@@ -233,21 +233,21 @@ class Order:
         return cls(tuple(ranks), tuple(place[s] for s in range(last + 1)), microbatches).check()
 
 
-def walk(order: Order) -> Iterator[tuple[int, Act]]:
+def walk(order: Order) -> Iterator[tuple[int, Action]]:
     """Yield every (rank, action) in an order that respects all dependencies.
 
     Raises ValueError on a deadlock, naming the ranks that wait for each other.
     """
     last = order.stages - 1
     at = [0] * len(order.ranks)
-    done: set[Act] = set()
+    done: set[Action] = set()
     left = sum(map(len, order.ranks))
     while left:
         before = left
         for rank, acts in enumerate(order.ranks):
-            while at[rank] < len(acts) and done.issuperset(needs(acts[at[rank]], last)):
+            while at[rank] < len(acts) and done.issuperset(dependencies(acts[at[rank]], last)):
                 act = acts[at[rank]]
-                done.add(awaited(act))
+                done.add(completion_key(act))
                 at[rank] += 1
                 left -= 1
                 yield rank, act
@@ -255,15 +255,15 @@ def walk(order: Order) -> Iterator[tuple[int, Act]]:
             raise ValueError(_deadlock(order, at, done))
 
 
-def _deadlock(order: Order, at: list[int], done: set[Act]) -> str:
+def _deadlock(order: Order, at: list[int], done: set[Action]) -> str:
     """The cycle of ranks that wait for each other; at: the next action of each rank."""
-    position = {awaited(act): (act, i) for acts in order.ranks for i, act in enumerate(acts)}
+    position = {completion_key(act): (act, i) for acts in order.ranks for i, act in enumerate(acts)}
     rank = next(rank for rank, acts in enumerate(order.ranks) if at[rank] < len(acts))
     lines: dict[int, str] = {}
     while rank not in lines:
         act = order.ranks[rank][at[rank]]
-        need = next(need for need in needs(act, order.stages - 1) if need not in done)
-        other = order.place[need.stage]
+        need = next(need for need in dependencies(act, order.stages - 1) if need not in done)
+        other = order.stage_to_rank[need.stage]
         if need not in position:
             return f"pipeline rank {rank}: {act} needs {need}, which no rank computes; add it"
         goal, later = position[need]

@@ -15,14 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from titanlike.data.sources import Batch
+from titanlike.distributed.gradients import UnusedParameters
 from titanlike.distributed.mesh import Mesh
 from titanlike.distributed.transform import Transform
-from titanlike.distributed.unused_parameters import Reached
 from titanlike.graph.cut import StageGraph, messages, same_messages
 from titanlike.graph.model_graph import Fields, ModelGraph, fields_of, shapes
 from titanlike.graph.stage import Stage
 from titanlike.optim.chunked_loss import loss_of_output
-from titanlike.optim.loss import Loss, OutputsAt, TermsOf
+from titanlike.optim.loss import Kept, Loss, logits_of
 from titanlike.pipeline.order import Order
 from titanlike.torch_private.pipeline_runtime import OrderRuntime
 from titanlike.torch_private.pipeline_stage import make_stage
@@ -45,33 +45,24 @@ class Pipeline:
         loss: Loss,
         mesh: Mesh,
         zero: int,
-        reached: Reached,
         transforms: Sequence[Transform],
     ) -> None:
-        """stages: of this rank, by index; zero: see `parallel/sharding.py`; transforms: what was done to
-        the stages."""
+        """stages: of this rank, by index; zero: see `distributed/sharding.py`; transforms: what was done
+        to the stages."""
         self._order, self._model_graph, self._stages = order, model_graph, stages
-        self._loss, self._mesh, self._zero = loss, mesh, zero
-        self._reached, self._transforms = reached, transforms
-        # of the last step, over all ranks: how many reached each parameter of the model
+        self._loss, self._mesh, self._zero, self._transforms = loss, mesh, zero, transforms
+        self._unused = UnusedParameters(stages.values(), model_graph.canonical_names(), mesh, zero)
+        # ranks that compute the same loss of the same batch
+        self._loss_copies = mesh.world_size // (mesh.pp * mesh.stage_copies)
+        # of the last step: whether this rank, once summed how many ranks, reached each parameter
         self._reached_counts = torch.zeros(0)
         self._runtimes: OrderedDict[Any, OrderRuntime] = OrderedDict()
         self._kind = "loss"  # what the last stage computes of its output
-        self._on_action: Callable[[Any], None] | None = None
-        self._on_queued: Callable[[Any, bool], None] | None = None
-
-    def on_action(self, callback: Callable[[Any], None]) -> None:
-        """Call back with each action of the schedule when it begins, with None after the last."""
-        self._on_action = callback
-        for runtime in self._runtimes.values():
-            runtime.on_action(callback)
-
-    def on_queued(self, callback: Callable[[Any, bool], None] | None) -> None:
-        """Call back with each computation once it is in the device's queue, with False; before, with
-        True, once the wait for the messages that it needs is there."""
-        self._on_queued = callback
-        for runtime in self._runtimes.values():
-            runtime.on_queued(callback)
+        # called back with each action of the schedule when it begins, with None after the last
+        self.on_action: Callable[[Any], None] = lambda _: None
+        # called back with each computation once it is in the device's queue, with False; before, with
+        # True, once the wait for the messages that it needs is there
+        self.on_queued: Callable[[Any, bool], None] | None = None
 
     def train(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Forward and backward of this dp rank's part of a batch: "inputs", "targets" and what else
@@ -81,8 +72,8 @@ class Pipeline:
         that count, fp32 scalars, the same on every rank. The gradients are those of that loss,
         reduced over dp and over the copies of tied weights.
         """
-        loss, count, _ = self.train_and_measure(batch, lambda: torch.zeros(0))
-        return loss, count
+        loss, count = self.forward_backward(batch)
+        return self.sum_loss(loss, torch.zeros(0))[0], count
 
     def used_fields(self) -> set[str]:
         """Fields of a batch whose values this rank's stages read, for batches as in the draft."""
@@ -95,35 +86,39 @@ class Pipeline:
                 used |= graphs[index].fields
         return used
 
-    def train_and_measure(
-        self, batch: Batch, measure: Callable[[], Tensor]
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """As `train`; thirdly what `measure` returns once there are gradients, an fp32 vector, summed
-        over all ranks: in one message with the loss."""
+    def forward_backward(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """As `train`, but for the sum over all ranks: returns what `sum_loss` is called with, which
+        must follow."""
         batch = self._own(batch)
-        runtime, mesh = self._runtime(batch), self._mesh
+        runtime = self._runtime(batch)
         count, tokens = self._count(batch)
         with ExitStack() as stack:
             for transform in self._transforms:
                 stack.enter_context(transform.training(tokens))
             stack.enter_context(self._computing())
             losses = runtime.train(batch)
-        reached = self._reached.flags()
+        self._reached_counts = self._unused.flags()
         for transform in reversed(self._transforms):
             transform.after_backward()
-        measured = measure().to(mesh.device)
-        sums = torch.cat([_sum_of(losses, count).view(1), measured, reached])
+        return _sum_of(losses, count), count
+
+    def sum_loss(self, loss: Tensor, measured: Tensor) -> tuple[Tensor, Tensor]:
+        """The loss of `forward_backward`, and what is measured of its gradients (an fp32 vector), summed
+        over all ranks in one message."""
+        mesh = self._mesh
+        sums = torch.cat([loss.view(1), measured.to(mesh.device), self._reached_counts])
         if mesh.world_size > 1:
             mesh.sum(sums)
-        loss, measured, self._reached_counts = sums.split([1, len(measured), len(reached)])
-        return loss[0] / mesh.tp, count, measured
+        sizes = 1, len(measured), len(self._reached_counts)
+        loss, measured, self._reached_counts = sums.split(sizes)
+        return loss[0] / self._loss_copies, measured
 
     def unreached(self) -> dict[nn.Parameter, Tensor]:
         """Parameters whose gradients, zeros, the last `train` perhaps reached on no rank, with a flag
         on the device: 1 = on none, so that an optimizer is to leave them alone."""
         if self._mesh.world_size == 1:  # they have none
             return {}
-        return self._reached.unreached(self._reached_counts)
+        return self._unused.unreached(self._reached_counts)
 
     def evaluate(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """As `train`, forward alone; gradients are left as they are."""
@@ -133,20 +128,20 @@ class Pipeline:
         with self._computing():
             losses = runtime.evaluate(batch)
         loss = _sum_of(losses, count)
-        return (mesh.sum(loss) if mesh.world_size > 1 else loss) / mesh.tp, count
+        return (mesh.sum(loss) if mesh.world_size > 1 else loss) / self._loss_copies, count
 
     def evaluate_each(self, batch: Batch) -> list[Tensor]:
         """As `evaluate`; on the rank with the last stage the terms of each microbatch's loss, or
         their sum where the stage computes it in chunks. Elsewhere an empty list."""
         batch = self._own(batch)
         runtime, loss = self._runtime(batch), self._loss
-        each = self._loss = TermsOf(loss)
+        terms = self._loss = Kept(loss.each)
         try:
             with self._computing():
                 sums = runtime.evaluate(batch)
         finally:
             self._loss = loss
-        return each.kept or sums
+        return terms.kept or sums
 
     def rehearse(self, batch: Batch) -> None:
         """Run each of this rank's stages alone on a microbatch, with made-up messages: forward, and
@@ -166,21 +161,22 @@ class Pipeline:
             with self._computing():
                 runtime.run_alone(index, received, microbatch)
             stage.zero_grad()
-        self._reached.flags()
+        self._unused.flags()
 
     def for_outputs(self) -> Pipeline:
         """Over the same stages, for `outputs` of as many microbatches of one sample each."""
         other = copy.copy(self)
         graph = other._model_graph = self._model_graph.with_microbatches_of(1)
         graph.last_stage = lambda last: last  # without a loss in chunks
-        other._kind, other._loss, other._runtimes = "outputs", OutputsAt(), OrderedDict()
+        other._loss = Kept(lambda output, targets: logits_of(output)[targets == 1])
+        other._kind, other._runtimes = "outputs", OrderedDict()
         return other
 
     def outputs(self, batch: Batch) -> Tensor | None:
         """On ranks with the last stage what the model returns at the places where "targets" is 1, a row
         each, of all microbatches; elsewhere None. Forward alone. Of `for_outputs`."""
         runtime, loss = self._runtime(batch), self._loss
-        assert isinstance(loss, OutputsAt)
+        assert isinstance(loss, Kept)
         loss.kept = []
         with self._computing():
             runtime.evaluate(batch)
@@ -190,10 +186,8 @@ class Pipeline:
         """For batches of as many microbatches of another size, over the same stages; None where the
         model's forward cannot take such a batch."""
         other = copy.copy(self)
-        other._model_graph, other._runtimes = (
-            self._model_graph.with_microbatches_of(size),
-            OrderedDict(),
-        )
+        other._model_graph = self._model_graph.with_microbatches_of(size)
+        other._runtimes = OrderedDict()
         try:
             for training in (True, False):
                 other._model_graph.recording(fields, training)
@@ -210,19 +204,23 @@ class Pipeline:
     def _count(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """How many terms the loss of the global batch has, which gives the loss its scale, and how
         many tokens it has, padding included."""
-        mesh = self._mesh
-        # counted where the last stage is: the other ranks of a pipeline need no targets
-        last = self._order.stages - 1 in self._stages
+        mesh, size = self._mesh, self._model_graph.microbatch_size
         counts = torch.zeros(2, device=mesh.device)
-        if last:
-            counts[0] = self._terms(batch)
+        # counted where the last stage is: the other ranks of a pipeline need no targets
+        if self._order.stages - 1 in self._stages:
+            targets = batch["targets"]
+            terms: Any = self._loss.count(targets)
+            if terms is None:
+                meta = torch.empty((size, *targets.shape[1:]), dtype=targets.dtype, device="meta")
+                output = self._model_graph.meta_output(fields_of(batch), True)
+                terms = self._loss.terms(output, meta) * (len(targets) // size)
+            counts[0] = terms
             of_sequences = bool(self._model_graph.fields["inputs"].shape)
-            tokens = batch["inputs"].shape[1] // mesh.cp if of_sequences else 1
-            counts[1] = len(batch["targets"]) * tokens
+            in_parts = mesh.stage_copies // mesh.dp  # ranks that share each sequence
+            tokens = batch["inputs"].shape[1] // in_parts if of_sequences else 1
+            counts[1] = len(targets) * tokens
         if mesh.world_size > 1:
-            counts = (
-                mesh.sum(counts) / mesh.tp
-            )  # whose ranks have the same batch, and the same loss
+            counts = mesh.sum(counts) / self._loss_copies
         self._loss.scale = 1.0 / counts[0]
         return counts[0], counts[1]
 
@@ -233,37 +231,22 @@ class Pipeline:
                 stack.enter_context(transform.computing())
             yield
 
-    def _terms(self, batch: Batch) -> Tensor:
-        """How many terms the loss of this rank's batch has."""
-        targets = batch["targets"]
-        count = self._loss.count(targets)
-        if count is None:
-            size = self._model_graph.microbatch_size
-            meta = torch.empty((size, *targets.shape[1:]), dtype=targets.dtype, device="meta")
-            output = self._model_graph.meta_output(fields_of(batch), True)
-            terms = self._loss.terms(output, meta) * (len(targets) // size)
-            count = torch.full((), terms, device=targets.device)
-        return count
-
     def _runtime(self, batch: Batch) -> OrderRuntime:
         """The runtime for a batch of this shape; the stages' forwards are those for it."""
         fields = fields_of(batch)
         key = self._key(fields)
         for transform in self._transforms:
             transform.prepare(fields)
-        if key in self._runtimes:
-            self._runtimes.move_to_end(key)
-        else:
+        if key not in self._runtimes:
             self._runtimes[key] = self._make_runtime(fields)
-            if self._on_action is not None:
-                self._runtimes[key].on_action(self._on_action)
-            if self._on_queued is not None:
-                self._runtimes[key].on_queued(self._on_queued)
             if len(self._runtimes) > MOST_SHAPES:
                 self._runtimes.popitem(last=False)
+        self._runtimes.move_to_end(key)
+        runtime = self._runtimes[key]
+        runtime.on_action, runtime.on_queued = self.on_action, self.on_queued
         for stage in self._stages.values():
             stage.select_forward(key)
-        return self._runtimes[key]
+        return runtime
 
     def _key(self, fields: Fields) -> Hashable:
         """Of runtimes, and of the stages' forwards."""
@@ -301,9 +284,12 @@ class Pipeline:
             field = fields["inputs"]
             shape = (self._model_graph.microbatch_size, *field.shape)
             received = [torch.empty(shape, dtype=field.dtype, device="meta")]
-        stage = self._stages[index]
+        weight_gradients = None
+        if self._order.splits_backward:
+            takers = (transform.weight_gradients(index) for transform in self._transforms)
+            weight_gradients = next(filter(None, takers), _nothing_queued)
         return make_stage(
-            stage,
+            self._stages[index],
             index,
             self._order.stages,
             device=self._mesh.device,
@@ -311,14 +297,8 @@ class Pipeline:
             inputs=received,
             outputs=sent,
             zero=self._zero,
-            weight_gradients=self._weight_gradients(index),
+            weight_gradients=weight_gradients,
         )
-
-    def _weight_gradients(self, index: int) -> Callable[[], Callable[[], None]] | None:
-        if not self._order.splits_backward:
-            return None
-        found = (one.weight_gradients(index) for one in self._transforms)
-        return next((take for take in found if take is not None), lambda: _nothing)
 
 
 def _sum_of(losses: list[Tensor], like: Tensor) -> Tensor:
@@ -326,5 +306,6 @@ def _sum_of(losses: list[Tensor], like: Tensor) -> Tensor:
     return torch.stack(losses).sum().detach() if losses else torch.zeros_like(like)
 
 
-def _nothing() -> None:
-    """W of a stage whose weight gradients are computed in I."""
+def _nothing_queued() -> Callable[[], None]:
+    """Of a stage whose weight gradients are computed in I: what W does."""
+    return lambda: None

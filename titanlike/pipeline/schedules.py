@@ -7,15 +7,14 @@ A schedule of your own is a function in any importable package,
 named by its import path: `schedule.name=package.module.mine`; the group's other keys are passed
 to it. `from_config` checks the Order that it returns.
 
-Letters: F forward, B whole backward, I and W its two halves (see `Act`).
+Letters: F forward, B whole backward, I and W its two halves (see `Action`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from titanlike.pipeline.building_blocks import repeated, v_half_block, v_min_block
-from titanlike.pipeline.order import Act, Order
+from titanlike.pipeline.order import Action, Order
 
 
 def loop(pp: int, stages_per_rank: int = 1) -> tuple[int, ...]:
@@ -51,8 +50,8 @@ def interleaved_1f1b(pp: int, microbatches: int, stages_per_rank: int) -> Order:
     ranks = []
     for rank in range(pp):
         stages = [chunk * pp + rank for chunk in range(stages_per_rank)]
-        forwards = [Act("F", s, mb) for mbs in rounds for s in stages for mb in mbs]
-        backwards = [Act("B", s, mb) for mbs in rounds for s in reversed(stages) for mb in mbs]
+        forwards = [Action("F", s, mb) for mbs in rounds for s in stages for mb in mbs]
+        backwards = [Action("B", s, mb) for mbs in rounds for s in reversed(stages) for mb in mbs]
         # as Megatron-LM does it: the first round on all stages but the last one, and two steps
         # for every rank that comes after; with a single stage one step is enough
         fill = pp - 1 - rank
@@ -61,7 +60,7 @@ def interleaved_1f1b(pp: int, microbatches: int, stages_per_rank: int) -> Order:
     return Order(tuple(ranks), loop(pp, stages_per_rank), microbatches)
 
 
-def _one_by_one(forwards: list[Act], backwards: list[Act], warmup: int) -> tuple[Act, ...]:
+def _one_by_one(forwards: list[Action], backwards: list[Action], warmup: int) -> tuple[Action, ...]:
     """`warmup` forwards, then one forward and one backward in turn, then what remains."""
     warmup = min(warmup, len(forwards))
     pairs = zip(forwards[warmup:], backwards, strict=False)
@@ -74,8 +73,8 @@ def looped_bfs(pp: int, microbatches: int, stages_per_rank: int) -> Order:
     ranks = []
     for rank in range(pp):
         stages = [chunk * pp + rank for chunk in range(stages_per_rank)]
-        forwards = [Act("F", s, mb) for s in stages for mb in range(microbatches)]
-        backwards = [Act("B", s, mb) for s in reversed(stages) for mb in range(microbatches)]
+        forwards = [Action("F", s, mb) for s in stages for mb in range(microbatches)]
+        backwards = [Action("B", s, mb) for s in reversed(stages) for mb in range(microbatches)]
         ranks.append((*forwards, *backwards))
     return Order(tuple(ranks), loop(pp, stages_per_rank), microbatches)
 
@@ -104,7 +103,7 @@ def _with_weights_later(pp: int, microbatches: int, ahead: int) -> Order:
     ranks = []
     for rank in range(pp):
         forwards, inputs, weights = (
-            [Act(kind, rank, mb) for mb in range(microbatches)] for kind in "FIW"
+            [Action(kind, rank, mb) for mb in range(microbatches)] for kind in "FIW"
         )
         late = ahead * rank
         acts = []
@@ -118,11 +117,15 @@ def _with_weights_later(pp: int, microbatches: int, ahead: int) -> Order:
 
 def v_half(pp: int, microbatches: int) -> Order:
     """A V with half of 1F1B's activations, and about half its bubble (arXiv 2405.15362)."""
+    from titanlike.pipeline.building_blocks import repeated, v_half_block  # of these alone
+
     return repeated(v_half_block(pp), vee(pp), microbatches)
 
 
 def v_min(pp: int, microbatches: int) -> Order:
     """A V with a third of 1F1B's activations (arXiv 2405.15362)."""
+    from titanlike.pipeline.building_blocks import repeated, v_min_block
+
     return repeated(v_min_block(pp), vee(pp), microbatches)
 
 
@@ -140,7 +143,7 @@ def _generated(class_name: str, pp: int, microbatches: int, place: tuple[int, ..
     from titanlike.torch_private.pipeline_runtime import generated_order  # imports torch
 
     ranks = generated_order(class_name, pp, microbatches, len(place) // pp)
-    return Order(tuple(tuple(Act(*act) for act in acts) for acts in ranks), place, microbatches)
+    return Order(tuple(tuple(Action(*act) for act in acts) for acts in ranks), place, microbatches)
 
 
 # config name -> function of pp, microbatches and, for a LoopedSchedule, stages_per_rank

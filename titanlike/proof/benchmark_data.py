@@ -29,7 +29,8 @@ from titanlike.config.schema import (
     TextData,
     TokenData,
 )
-from titanlike.data.loader import batches, open_data
+from titanlike.data.loader import batches
+from titanlike.data.registry import open_data
 from titanlike.data.tokenize_corpus import Settings, tokenize_corpus_files
 from titanlike.metrics import units
 from titanlike.metrics.console import Console

@@ -32,9 +32,10 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.storage import WriteResult
 
-from titanlike.checkpoint.save import describe, dump_checksums, global_plan
+from titanlike.checkpoint.integrity import dump_checksums
+from titanlike.checkpoint.staging import WrittenFile
 from titanlike.checkpoint.storage import Storage
-from titanlike.checkpoint.tensor_file import WrittenFile
+from titanlike.checkpoint.writer import describe, global_plan
 from titanlike.metrics.console import Console
 from titanlike.torch_private.distributed_checkpoint import describe_files
 
@@ -137,7 +138,7 @@ def _save(
         if metadata is not None:
             described = describe(metadata, parts, results)
         folder.write("metadata", described)
-        folder.write("pieces", dump_checksums(folder, results))
+        folder.write("pieces", dump_checksums({r.name: (r.ends, r.sums) for r in results}))
     return seconds, described
 
 

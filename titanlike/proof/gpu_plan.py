@@ -21,9 +21,13 @@ _SPLIT = (  # the backward: ZeRO 1 alone
 _SCHEDULES = ("1f1b", "gpipe", "interleaved1f1b", "loopedbfs", *_SPLIT)
 # a model of sixteen blocks that a GPU's matrix products and attention kernels can take
 _SMALL = (
-    "model.dim=256 model.heads=4 model.kv_heads=2 model.ffn_dim=704 model.layers=16 seq_len=256"
+    "model.hidden_size=256 model.num_attention_heads=4 model.num_key_value_heads=2 "
+    "model.intermediate_size=704 model.num_hidden_layers=16 seq_len=256"
 )
-_TINY = "model.dim=32 model.heads=4 model.kv_heads=2 model.ffn_dim=64 model.layers=8 seq_len=16"
+_TINY = (
+    "model.hidden_size=32 model.num_attention_heads=4 model.num_key_value_heads=2 "
+    "model.intermediate_size=64 model.num_hidden_layers=8 seq_len=16"
+)
 _BATCH = "batch_size=32 data=synthetic logger=none"
 # recommended: blocks compiled, bf16, activations recomputed as far as memory asks for it
 _FAST = "precision=bf16 compile=true loss=chunked_cross_entropy matmul_precision=high"
@@ -40,7 +44,7 @@ _TENSOR = {  # the same with tensor parallelism
     8: ["pp=2 dp=2 tp=2 schedule=interleaved1f1b", "dp=4 replicate=2 tp=2"],
 }
 _DOCUMENTS = "data=text data.documents=true"
-_MIXTURE = "model=moe_tiny model.expert_dim=256 model.experts=8"
+_MIXTURE = "model=moe_tiny model.moe_intermediate_size=256 model.num_local_experts=8"
 _OTHERS = {  # by the number of devices, each in fp32 and in bf16 unless it says a precision
     1: [
         "activation_checkpoint=selective",

@@ -31,7 +31,8 @@ def describe_machine() -> dict[str, Any]:
     """Versions, names and bytes of memory of the GPUs. Raises RuntimeError if torch fails here."""
     # in a process of its own: this one must not hold memory on a GPU while cells run
     path = os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), os.getenv("PYTHONPATH")]))
-    command = [sys.executable, "-m", "titanlike.device.describe"]
+    program = "from titanlike.device.memory import print_machine; print_machine()"
+    command = [sys.executable, "-c", program]
     environment = {**os.environ, "PYTHONPATH": path}
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     if done.returncode:

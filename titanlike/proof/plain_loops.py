@@ -29,8 +29,7 @@ from titanlike.models.float8 import use_float8
 from titanlike.models.gpt2 import Gpt2
 from titanlike.models.llama import Llama, rotary_table
 from titanlike.models.registry import build_model, initial_weights_of
-from titanlike.optim.learning_rate import set_lr
-from titanlike.optim.optimizer import build_optimizers
+from titanlike.optim.optimizer import build_optimizers, set_lr
 from titanlike.parallel.activation_checkpoint import checkpoint_blocks, saved_operators
 from titanlike.proof.plain_tensor_parallel import divide_by_hand, loss_context
 from titanlike.torch_private.dtensor import local
@@ -51,7 +50,7 @@ def why_no_plain_loop(config: Config, plan: Draft) -> str:
         model = plan.model_graph.model
         if not isinstance(model, Llama | Gpt2) or model.depth < config.pp:
             return "of a pipeline for Llama and GPT-2 of ours, a block or more a rank"
-        if any(parameter is model.head.weight for parameter in model.embedding.parameters()):
+        if model.lm_head.weight is next(model.parameters()):
             return "of a pipeline for weights that are not tied"
         if plan.variable or set(plan.fields) - {"inputs", "targets"}:
             return "of a pipeline for sequences of one length, without documents"
@@ -152,27 +151,43 @@ def _pipelined(schedule: Schedule1F1B, batch: Any, mesh: Mesh) -> Tensor:
     return torch.stack(losses).mean().detach() if last else torch.zeros((), device=mesh.device)
 
 
+# where a model has its blocks, and beside them what embeds tokens and the norm of the last block
+_PARTS: dict[type[nn.Module], tuple[str, str, list[str], str]] = {
+    Llama: ("model", "layers", ["embed_tokens"], "norm"),
+    Gpt2: ("transformer", "h", ["wte", "wpe"], "ln_f"),
+}
+
+
 class _StageByHand(nn.Module):
-    """Some blocks of a Llama or a GPT-2; the first stage also embeds, the last has the head."""
+    """Some blocks of a Llama or a GPT-2; the first stage also embeds, the last has the head. Modules
+    keep their names."""
 
     def __init__(self, model: Llama | Gpt2, stage: int, stages: int) -> None:
         super().__init__()
         self.rotary = (model.head_dim, model.rope_theta) if isinstance(model, Llama) else None
-        begin, end = (len(model.layers) * i // stages for i in (stage, stage + 1))
-        self.embedding = model.embedding if stage == 0 else None
-        self.layers = nn.ModuleDict({str(i): model.layers[i] for i in range(begin, end)})
-        last = stage == stages - 1
-        self.norm: Any = model.norm if last else None
-        self.head: Any = model.head if last else None
+        path, container, embeddings, norm = _PARTS[type(model)]
+        inner = model.get_submodule(path)
+        blocks: Any = inner.get_submodule(container)
+        begin, end = (len(blocks) * i // stages for i in (stage, stage + 1))
+        names = embeddings if stage == 0 else []
+        self.blocks = [blocks[i] for i in range(begin, end)]
+        self.embeddings = [inner.get_submodule(name) for name in names]
+        kept = dict(zip(names, self.embeddings, strict=True))
+        kept[container] = nn.ModuleDict({str(i): blocks[i] for i in range(begin, end)})
+        self.norm = [inner.get_submodule(norm)] if stage == stages - 1 else []
+        if self.norm:
+            kept[norm] = inner.get_submodule(norm)
+            self.lm_head = model.lm_head
+        self.add_module(path, nn.ModuleDict(kept))
 
     def forward(self, x: Tensor) -> Tensor:
         positions = torch.arange(x.size(1), device=x.device)
         tables = () if self.rotary is None else (rotary_table(positions, *self.rotary),)
-        if self.embedding is not None:
-            x = self.embedding(x) if tables else self.embedding(x, positions)
-        for block in self.layers.values():
+        if self.embeddings:
+            x = sum(embed(ids) for embed, ids in zip(self.embeddings, (x, positions), strict=False))
+        for block in self.blocks:
             x = block(x, *tables, None)
-        return x if self.head is None else self.head(self.norm(x))
+        return self.lm_head(self.norm[0](x)) if self.norm else x
 
 
 def _recompute_and_compile(part: nn.Module, config: Config, plan: Draft) -> list[nn.Module]:

@@ -26,25 +26,29 @@ def divide_by_hand(model: nn.Module, mesh: DeviceMesh) -> None:
         model,
         mesh,
         {
-            "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
-            "norm": SequenceParallel(),
-            "head": ColwiseParallel(
+            "model.embed_tokens": RowwiseParallel(
+                input_layouts=Replicate(), output_layouts=Shard(1)
+            ),
+            "model.norm": SequenceParallel(),
+            "lm_head": ColwiseParallel(
                 input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False
             ),
         },
     )
-    layers: Any = model.layers
-    for block in layers:
+    blocks: Any = model.get_submodule("model.layers")
+    for block in blocks:
         plan: dict[str, ParallelStyle] = {
-            "attention_norm": SequenceParallel(),
-            "ffn_norm": SequenceParallel(),
-            "attention": _gathered(3),
-            "ffn": _gathered(1),
-            "attention.wo": RowwiseParallel(output_layouts=Shard(1)),
-            "ffn.down": RowwiseParallel(output_layouts=Shard(1)),
+            "input_layernorm": SequenceParallel(),
+            "post_attention_layernorm": SequenceParallel(),
+            "self_attn": _gathered(3),
+            "mlp": _gathered(1),
+            "self_attn.o_proj": RowwiseParallel(output_layouts=Shard(1)),
+            "mlp.down_proj": RowwiseParallel(output_layouts=Shard(1)),
         }
-        for name in ("attention.wq", "attention.wk", "attention.wv", "ffn.gate", "ffn.up"):
-            plan[name] = ColwiseParallel()
+        for name in ("q_proj", "k_proj", "v_proj"):
+            plan[f"self_attn.{name}"] = ColwiseParallel()
+        for name in ("gate_proj", "up_proj"):
+            plan[f"mlp.{name}"] = ColwiseParallel()
         parallelize_module(block, mesh, plan)
 
 

@@ -21,9 +21,8 @@ from titanlike.distributed.initialize import draw, initialize
 from titanlike.distributed.placement import experts_of
 from titanlike.models.float8 import use_float8
 from titanlike.models.registry import build_model, initial_weights_of, resolve_model
-from titanlike.optim.learning_rate import set_lr
 from titanlike.optim.loss import build_loss
-from titanlike.optim.optimizer import build_optimizers, optimizer_state
+from titanlike.optim.optimizer import build_optimizers, optimizer_state, set_lr
 from titanlike.proof.comparison import compare, reliable
 from titanlike.torch_private.autograd import watch_autocast
 from titanlike.torch_private.operators import BatchNorm

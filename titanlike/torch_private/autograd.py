@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.utils.checkpoint
@@ -39,7 +39,7 @@ def accumulates(node: Any, index: int) -> bool:
         return False
 
 
-@contextlib.contextmanager
+@contextmanager
 def intercept_custom_functions(callback: Callable[..., Any]) -> Iterator[None]:
     """Within it, `apply(*args)` of a torch.autograd.Function is callback(the class, apply, args).
 
@@ -47,20 +47,16 @@ def intercept_custom_functions(callback: Callable[..., Any]) -> Iterator[None]:
     is off, and not the function.
     Test: `test_fences.py::test_a_function_mode_does_not_see_a_custom_function`.
     """
-    base: Any = torch.autograd.Function
-    before = vars(base)["apply"]
+    before = vars(torch.autograd.Function)["apply"]
 
     def apply(kind: Any, *args: Any, **kwargs: Any) -> Any:
         return callback(kind, functools.partial(before.__get__(None, kind), **kwargs), args)
 
-    base.apply = classmethod(apply)
-    try:
+    with patch.object(torch.autograd.Function, "apply", classmethod(apply)):
         yield
-    finally:
-        base.apply = before
 
 
-@contextlib.contextmanager
+@contextmanager
 def intercept_checkpoints(callback: Callable[[int], None]) -> Iterator[None]:
     """Within it, torch.utils.checkpoint, reentrant or not, only calls its function, between
     callback(1) and callback(-1).
@@ -78,23 +74,18 @@ def intercept_checkpoints(callback: Callable[[int], None]) -> Iterator[None]:
             callback(-1)
 
     def apply(function: Callable[..., Any], _: bool, *args: Any) -> Any:
-        with contextlib.contextmanager(generator)():
+        with contextmanager(generator)():
             return function(*args)
 
     name = "_checkpoint_without_reentrant_generator"
-    names = (name, f"{name}_impl")  # the latter since 2.15
-    before = {name: vars(module)[name] for name in names if name in vars(module)}
-    own_apply = vars(module.CheckpointFunction).get("apply")
-    assert before and own_apply is None
-    try:
-        for name in before:
-            setattr(module, name, generator)
-        module.CheckpointFunction.apply = staticmethod(apply)
+    names = [n for n in (name, f"{name}_impl") if hasattr(module, n)]  # the latter since 2.15
+    assert names
+    with ExitStack() as stack:
+        for name in names:
+            stack.enter_context(patch.object(module, name, generator))
+        function = module.CheckpointFunction
+        stack.enter_context(patch.object(function, "apply", staticmethod(apply)))
         yield
-    finally:
-        for name, value in before.items():
-            setattr(module, name, value)
-        del module.CheckpointFunction.apply
 
 
 def ignore_ranges_in_selective_checkpoints() -> None:
@@ -115,8 +106,7 @@ def ignore_ranges_in_selective_checkpoints() -> None:
 def watch_autocast(off: bool = False) -> Iterator[list[Any]]:
     """Within it, the autocasts that a model turns on are listed; with `off` they stay off."""
     used: list[Any] = []
-    patched: Any = torch.autocast
-    enter = patched.__enter__
+    enter: Any = torch.autocast.__enter__
 
     def watched(self: torch.autocast) -> Any:
         if self._enabled:
@@ -124,8 +114,5 @@ def watch_autocast(off: bool = False) -> Iterator[list[Any]]:
             self._enabled = not off
         return enter(self)
 
-    patched.__enter__ = watched
-    try:
+    with patch.object(torch.autocast, "__enter__", watched):
         yield used
-    finally:
-        patched.__enter__ = enter

@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import warnings
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 
 
-@contextlib.contextmanager
-def as_if_compiling() -> Iterator[None]:
+def as_if_compiling() -> AbstractContextManager[Any]:
     """Within it, `torch.compiler.is_compiling()` is true.
 
     Libraries ask it to choose a forward that does not look at values (transformers: masks and
     mixtures of experts), which is what meta tensors need, too.
     Test: `test_fences.py::test_a_forward_can_be_told_that_it_is_compiled`.
     """
-    before = torch.compiler.is_compiling
-    torch.compiler.is_compiling = lambda: True
-    try:
-        yield
-    finally:
-        torch.compiler.is_compiling = before
+    return patch.object(torch.compiler, "is_compiling", lambda: True)
 
 
 def is_graph_break(error: Exception) -> bool:
@@ -46,17 +41,13 @@ def compiler_error(error: Exception) -> str:
 
 def graph_break_reason(error: Exception) -> str:
     """What breaks the graph and where, in one line."""
-    text = str(error)
-    first = next((line.strip() for line in text.splitlines() if line.strip()), "")
-    explained = [
-        line.partition("Explanation:")[2].strip()
-        for line in text.splitlines()
-        if line.strip().startswith("Explanation:")
-    ]
-    places = [line.strip() for line in text.splitlines() if line.strip().startswith("File ")]
-    place = places[-1].removeprefix("File ").replace('"', "") if places else ""
-    reason = " ".join([first.rstrip("."), *explained[:1]])
-    return f"{reason} ({place})" if place else reason
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
+
+    def after(prefix: str) -> list[str]:
+        return [line.removeprefix(prefix).strip() for line in lines if line.startswith(prefix)]
+
+    reason = " ".join([lines[0].rstrip("."), *after("Explanation:")[:1]])
+    return " ".join([reason, *(f"({place})".replace('"', "") for place in after("File ")[-1:])])
 
 
 def allow_graphs(count: int) -> None:

@@ -4,10 +4,10 @@ have a size but no memory; and the bytes of the storages that live, of real tens
 from __future__ import annotations
 
 import contextlib
-import logging
 import weakref
 from collections.abc import Iterator
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -28,7 +28,12 @@ def fake_process_group(rank: int, world_size: int) -> Iterator[None]:
 
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:
-        with _without_first_messages(), _quiet(schedules.logger):
+        with contextlib.ExitStack() as stack:
+            # torch prints the whole order beside an error, which is raised as well
+            stack.enter_context(patch.object(schedules.logger, "disabled", True))
+            owner: Any = schedules._PipelineSchedule
+            if hasattr(owner, "_warmup_p2p"):  # 2.11 and 2.15 do not ask
+                stack.enter_context(patch.object(owner, "_warmup_p2p", _first_messages_known))
             yield
     finally:
         dist.destroy_process_group()
@@ -51,60 +56,31 @@ def allocate(stage: nn.Module, device: torch.device) -> None:
     associated with it". Test: `test_fake_ranks.py::test_to_empty_fails_under_fake_tensors`.
     """
     made: dict[int, nn.Parameter] = {}  # a tied parameter stays one
+    for parameter in stage.parameters():
+        held = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+        new = torch.empty(held.shape, dtype=held.dtype, device=device)
+        if isinstance(parameter, DTensor):
+            place = parameter.device_mesh, parameter.placements
+            shape, stride = parameter.shape, parameter.stride()
+            new = DTensor.from_local(new, *place, run_check=False, shape=shape, stride=stride)
+        made[id(parameter)] = nn.Parameter(new, parameter.requires_grad)
     for module in stage.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                if id(parameter) not in made:
-                    made[id(parameter)] = _allocated(parameter, device)
-                module._parameters[name] = made[id(parameter)]
+        for name, held in module._parameters.items():
+            module._parameters[name] = None if held is None else made[id(held)]
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype, device=device)
 
 
-def _allocated(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
-    own = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
-    new = torch.empty(own.shape, dtype=own.dtype, device=device)
-    if isinstance(parameter, DTensor):
-        place = parameter.device_mesh, parameter.placements
-        shape, stride = parameter.shape, parameter.stride()
-        new = DTensor.from_local(new, *place, run_check=False, shape=shape, stride=stride)
-    return nn.Parameter(new, parameter.requires_grad)
-
-
-@contextlib.contextmanager
-def _quiet(logger: logging.Logger) -> Iterator[None]:
-    """torch prints the whole order beside an error, which is raised as well."""
-    before, logger.disabled = logger.disabled, True
-    try:
-        yield
-    finally:
-        logger.disabled = before
-
-
-@contextlib.contextmanager
-def _without_first_messages() -> Iterator[None]:
-    """torch's runtime asks its neighbours in its first step whether all know the sizes of messages; all of
-    ours do (`make_stage`). Symptom without it (2.13): the answer, which never comes, is read.
-    Test: `test_fake_ranks.py::test_torchs_runtime_asks_its_neighbours_first`.
+def _first_messages_known(_: object, stages: list[Any], *__: object) -> None:
+    """Instead of asking the neighbours, in a runtime's first step, whether all know the sizes of
+    messages: all of ours do (`make_stage`). Symptom without it (2.13): the answer, which never comes,
+    is read. Test: `test_fake_ranks.py::test_torchs_runtime_asks_its_neighbours_first`.
     """
-    owner: Any = schedules._PipelineSchedule
-    asking = getattr(owner, "_warmup_p2p", None)
-    if asking is None:  # 2.11 and 2.15 do not ask
-        yield
-        return
+    from torch.distributed.pipelining._utils import InferenceMode
 
-    def all_known(_: object, stages: list[Any], *__: object) -> None:
-        from torch.distributed.pipelining._utils import InferenceMode
-
-        for stage in stages:
-            stage._inference_mode = InferenceMode.STATIC
-
-    owner._warmup_p2p = all_known
-    try:
-        yield
-    finally:
-        owner._warmup_p2p = asking
+    for stage in stages:
+        stage._inference_mode = InferenceMode.STATIC
 
 
 class LiveStorages(TorchDispatchMode):

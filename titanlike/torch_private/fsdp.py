@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -19,8 +21,21 @@ def reduce_missing_gradients(module: nn.Module, reached: set[nn.Parameter], zero
     messages differ mix up gradients, or hang.
     Test: `test_fences.py::test_fsdp_mixes_up_gradients_that_one_rank_alone_has`.
     """
+
+    def fill_before(group: Any, state: Any) -> None:
+        post_backward = group.post_backward
+
+        def with_every_gradient(*unused: Any) -> None:
+            # after the last backward torch calls it once more for all groups: to reduce them, or, if
+            # they are reduced already, for nothing
+            if group.reduce_grads and (zero == 1 or not state._state_ctx.is_last_backward):
+                _fill(group.fsdp_params, reached)
+            post_backward(*unused)
+
+        group.post_backward = with_every_gradient
+
     for group, state in _groups(module):
-        _fill_before_reduction(group, state, reached, zero)
+        fill_before(group, state)
 
 
 def gather_with(part: FSDPModule, block: nn.Module) -> None:
@@ -76,19 +91,6 @@ def _groups(module: nn.Module) -> Iterator[tuple[Any, Any]]:
             yield group, state
 
 
-def _fill_before_reduction(group: Any, state: Any, reached: set[nn.Parameter], zero: int) -> None:
-    post_backward = group.post_backward
-
-    def with_every_gradient(*unused: Any) -> None:
-        # after the last backward torch calls it once more for all groups: to reduce them, or, if
-        # they are reduced already, for nothing
-        if group.reduce_grads and (zero == 1 or not state._state_ctx.is_last_backward):
-            _fill(group.fsdp_params, reached)
-        post_backward(*unused)
-
-    group.post_backward = with_every_gradient
-
-
 def _fill(parameters: list[Any], reached: set[nn.Parameter]) -> None:
     """parameters: FSDPParams of a group; all of its gradients must have one dtype."""
     missing, accumulated = [], None
@@ -120,7 +122,6 @@ def exchanges_told(groups: Iterable[Any], tell: Callable[[str], object]) -> Call
     """
     methods = {"unshard": "gather", "wait_for_unshard": "gather", "post_backward": "reduce"}
     methods["finalize_backward"] = "reduce"
-    replaced = []
 
     def told(method: Callable[..., Any], kind: str) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -132,16 +133,8 @@ def exchanges_told(groups: Iterable[Any], tell: Callable[[str], object]) -> Call
 
         return call
 
+    stack = ExitStack()
     for group in groups:
         for name, kind in methods.items():
-            replaced.append((group, name, group.__dict__.get(name)))
-            setattr(group, name, told(getattr(group, name), kind))
-
-    def undo() -> None:
-        for group, name, own in replaced:
-            if own is None:
-                delattr(group, name)
-            else:
-                setattr(group, name, own)
-
-    return undo
+            stack.enter_context(patch.object(group, name, told(getattr(group, name), kind)))
+    return stack.close

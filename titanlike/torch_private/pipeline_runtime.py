@@ -18,8 +18,6 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining import schedules as torch_schedules
 from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 
-from titanlike.torch_private.pipeline_stage import run_alone
-
 if TYPE_CHECKING:
     from titanlike.pipeline.order import Order
 
@@ -57,10 +55,10 @@ def _lower(order: Order, resident: int) -> dict[int, list[Any]]:
                 left[stage] -= 1
                 if left[stage] == 0:
                     actions += [_Action(stage, kind, None) for kind in reduce]
-    ranks = torch_schedules._add_send_recv(ranks, order.place.__getitem__, order.stages)
+    ranks = torch_schedules._add_send_recv(ranks, order.stage_to_rank.__getitem__, order.stages)
     if hasattr(torch_schedules, "_add_wait_send"):  # 2.15
         ranks = torch_schedules._add_wait_send(ranks)
-    _check_transport_order(ranks, order.place)
+    _check_transport_order(ranks, order.stage_to_rank)
     return ranks
 
 
@@ -70,18 +68,18 @@ def _check_transport_order(ranks: dict[int, list[Any]], place: tuple[int, ...]) 
     Messages between two ranks carry no tag: received in another order, activations and gradients
     are swapped silently (torch's `defer_pp_recv` does so).
     """
-    sent: dict[tuple[int, int], list[tuple[str, int, int]]] = {}
-    received: dict[tuple[int, int], list[tuple[str, int, int]]] = {}
+    sent: dict[tuple[int, int], list[Any]] = {}  # by (sender, receiver): (way, stage, microbatch)
+    received: dict[tuple[int, int], list[Any]] = {}
     for rank, actions in ranks.items():
         for action in actions:
             kind, _, way = action.computation_type.name.partition("_")
-            stage, mb = action.stage_index, action.microbatch_index
-            step = 1 if way == "F" else -1
+            stage, step = action.stage_index, 1 if way == "F" else -1
             if kind == "SEND":
-                to = stage + step
-                sent.setdefault((rank, place[to]), []).append((way, to, mb))
+                message = way, stage + step, action.microbatch_index
+                sent.setdefault((rank, place[stage + step]), []).append(message)
             elif kind == "RECV":
-                received.setdefault((place[stage - step], rank), []).append((way, stage, mb))
+                message = way, stage, action.microbatch_index
+                received.setdefault((place[stage - step], rank), []).append(message)
     assert sent == received, "a rank would receive messages of a peer in another order than sent"
 
 
@@ -92,22 +90,17 @@ class _Actions(list[Any]):
     Test: `test_fences.py::test_the_runtime_takes_its_actions_one_by_one_from_a_list`.
     """
 
-    def __init__(
-        self,
-        actions: list[Any],
-        before: Callable[[Any], None],
-        after: Callable[[int], None],
-    ) -> None:
-        """before: called with each action, and with None after the last; after: with its index."""
+    def __init__(self, actions: list[Any], runtime: OrderRuntime, received: dict[int, list[Any]]):
+        """received: see `_received_after`."""
         super().__init__(actions)
-        self._before, self._after = before, after
+        self._runtime, self._received = runtime, received
 
     def __iter__(self) -> Iterator[Any]:
         for index, action in enumerate(super().__iter__()):
-            self._before(action)
+            self._runtime.on_action(action)
             yield action
-            self._after(index)
-        self._before(None)
+            self._runtime.done(action, self._received.get(index, ()))
+        self._runtime.on_action(None)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> list[Any]:
         """torch copies the order to print it beside an error: no action begins."""
@@ -190,7 +183,7 @@ class OrderRuntime(torch_schedules._PipelineScheduleRuntime):
         """fields: of the batch, that this rank's stages take besides what they receive."""
         options: dict[str, Any] = {"scale_grads": False, "backward_requires_autograd": False}
         super().__init__(stages, order.microbatches, loss_fn=loss, **options)
-        self.stage_index_to_group_rank = dict(enumerate(order.place))
+        self.stage_index_to_group_rank = dict(enumerate(order.stage_to_rank))
         self._fields = list(fields)
         self._local = {stage.stage_index: stage for stage in stages}
         self._gathered = {  # the units of each, found once: there are many modules
@@ -205,8 +198,11 @@ class OrderRuntime(torch_schedules._PipelineScheduleRuntime):
         self._forward = _lower(order.forward_only(), resident)
         self.pipeline_order_with_comms = self._train
         self._sending: dict[Any, list[Any]] = {}  # by action: what may not be received yet
-        self._on_action: Callable[[Any], None] = lambda _: None
-        self._on_queued: Callable[[Any, bool], None] | None = None
+        # called with each action of this rank when it begins, and with None after the last
+        self.on_action: Callable[[Any], None] = lambda _: None
+        # called with each computation of this rank once it is in the device's queue, with False; before,
+        # with True, once the wait for the messages that it needs is
+        self.on_queued: Callable[[Any, bool], None] | None = None
         self._validated: set[bool] = set()  # whether gradients were on in steps that have run
         if not hasattr(_Kind, "WAIT_SEND_F"):
             # Symptom (2.11, 2.13): each tensor that is sent stays in memory to the end of the step,
@@ -218,8 +214,8 @@ class OrderRuntime(torch_schedules._PipelineScheduleRuntime):
             self._comp_type_to_function_map[kind] = self._receive
         for ranks in (self._train, self._forward):
             own = _Kind.SEND_F in self._comp_type_to_function_map  # else torch waits by itself
-            received = _received_after(ranks, order.place, self.rank) if own else {}
-            ranks[self.rank] = _Actions(ranks[self.rank], self._begin, self._release(received))
+            received = _received_after(ranks, order.stage_to_rank, self.rank) if own else {}
+            ranks[self.rank] = _Actions(ranks[self.rank], self, received)
         self._last = order.stages - 1
         self._waiting = {  # (forward, stage, microbatch) -> the computation that needs its message
             (action.computation_type == _Kind.FORWARD, action.stage_index, mb): action
@@ -251,21 +247,21 @@ class OrderRuntime(torch_schedules._PipelineScheduleRuntime):
         self.unsharded_stages.add(index)
 
     def run_alone(self, index: int, received: Sequence[Tensor], batch: dict[str, Tensor]) -> None:
-        """One microbatch of one of this rank's stages, see `pipeline_stage.run_alone`."""
-        fields = {FIELD + name: batch[name] for name in self._fields}
-        run_alone(self._local[index], received, fields)
-
-    def on_action(self, callback: Callable[[Any], None]) -> None:
-        """Call back with each action of this rank when it begins, and with None after the last."""
-        self._on_action = callback
-
-    def on_queued(self, callback: Callable[[Any, bool], None] | None) -> None:
-        """Call back with each computation of this rank once it is in the device's queue, with False;
-        before, with True, once the wait for the messages that it needs is."""
-        self._on_queued = callback
-
-    def _begin(self, action: Any) -> None:
-        self._on_action(action)
+        """One microbatch of one of this rank's stages as torch's runtime runs it, without messages:
+        forward, and where gradients are on a whole backward from zeros and the reduction.
+        Collective over dp."""
+        stage: Any = self._local[index]
+        output = stage.submod(*received, **{FIELD + name: batch[name] for name in self._fields})
+        if torch.is_grad_enabled():
+            outputs = (output,) if isinstance(output, Tensor) else tuple(output)
+            gradients = [torch.zeros_like(tensor) for tensor in outputs]
+            values = {"stage_output": outputs, "output_grads": gradients, "input_values": received}
+            stage.backward_maybe_with_nosync("full", values, last_backward=True)
+            if stage.dw_builder is not None:
+                stage.dw_builder()()  # W
+            stage.perform_reduce_grad(1)
+        for part in self._gathered[index]:  # which stay gathered without a backward
+            part.reshard()
 
     def _send(self, action: Any, _: Any) -> None:
         stage = self._local[action.stage_index]
@@ -278,35 +274,26 @@ class OrderRuntime(torch_schedules._PipelineScheduleRuntime):
         forward = action.computation_type == _Kind.RECV_F
         operations = stage.get_fwd_recv_ops if forward else stage.get_bwd_recv_ops
         works = _post(operations(microbatch))
-        if self._on_queued is not None:
+        if self.on_queued is not None:
             waiting = self._waiting[forward, action.stage_index, microbatch]
-            works.append(_Arrival(partial(self._on_queued, waiting, True)))
+            works.append(_Arrival(partial(self.on_queued, waiting, True)))
         received = self.fwd_recv_ops if forward else self.bwd_recv_ops
         received[action.stage_index, microbatch] = works
 
-    def _release(self, received: dict[int, list[Any]]) -> Callable[[int], None]:
-        """After an action: forget the tensors that are received by now; waits for no one."""
+    def done(self, action: Any, received: Sequence[Any]) -> None:
+        """After an action: forget the tensors of these sends, received by now; waits for no one.
 
-        def release(index: int) -> None:
-            for action in received.get(index, ()):
-                torch_schedules._wait_batch_p2p(self._sending.pop(action, []))
-            done = self.pipeline_order_with_comms[self.rank][index]
-            self._forget_graph(done)
-            if self._on_queued is not None and done.computation_type in _ON_DEVICE:
-                self._on_queued(done, False)
-
-        return release
-
-    def _forget_graph(self, action: Any) -> None:
-        """After the backward of a loss.
-
-        Symptom without it: torch keeps each loss to the end of a step, and with it the graph of its
-        microbatch, which holds what the last stage received.
+        Symptom without `detach_`: torch keeps each loss to the end of a step, and with it the graph of
+        its microbatch, which holds what the last stage received.
         Test: test_messages_in_memory.py::test_torchs_losses_keep_what_the_last_stage_received
         """
+        for send in received:
+            torch_schedules._wait_batch_p2p(self._sending.pop(send, []))
         backward = action.computation_type in (_Kind.FULL_BACKWARD, _Kind.BACKWARD_INPUT)
         if backward and action.stage_index == self._last:
             self._internal_losses[action.microbatch_index].detach_()
+        if self.on_queued is not None and action.computation_type in _ON_DEVICE:
+            self.on_queued(action, False)
 
     def train(self, batch: dict[str, Tensor]) -> list[Tensor]:
         """Forward and backward of one batch: the losses of its microbatches, on the last stage."""
@@ -315,7 +302,13 @@ class OrderRuntime(torch_schedules._PipelineScheduleRuntime):
         last = any(stage.is_last for stage in self._stages)
         kwargs: dict[str, Any] = {"target": batch["targets"], "losses": losses} if last else {}
         kwargs |= {FIELD + name: batch[name] for name in self._fields}
-        self._validate_messages()
+        # Compare shapes and dtypes of messages in the first step with gradients and the first without:
+        # all batches of a runtime are of one shape, and so are its messages. Symptom without it: a
+        # message of another length or dtype is received as garbage (2.11 to 2.15), or each is compared
+        # in each step, which takes the host's time.
+        # Test: test_fences.py::test_torch_does_not_validate_messages_by_default
+        for stage in self._stages:
+            stage._runtime_validate = torch.is_grad_enabled() not in self._validated
         try:
             self.step(*first, return_outputs=False, **kwargs)
             for works in self._sending.values():
@@ -324,17 +317,6 @@ class OrderRuntime(torch_schedules._PipelineScheduleRuntime):
             self._sending.clear()
         self._validated.add(torch.is_grad_enabled())
         return losses
-
-    def _validate_messages(self) -> None:
-        """Compare shapes and dtypes of messages in the first step with gradients and the first
-        without: all batches of a runtime are of one shape, and so are its messages.
-
-        Symptom without it: a message of another length or dtype is received as garbage (2.11 to
-        2.15), or each is compared in each step, which takes the host's time.
-        Test: test_fences.py::test_torch_does_not_validate_messages_by_default
-        """
-        for stage in self._stages:
-            stage._runtime_validate = torch.is_grad_enabled() not in self._validated
 
     def evaluate(self, batch: dict[str, Tensor]) -> list[Tensor]:
         """Forward alone, over the same stages: gradients are left as they are."""

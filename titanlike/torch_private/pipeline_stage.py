@@ -67,24 +67,6 @@ def make_stage(
     return stage
 
 
-def run_alone(stage: PipelineStage, received: Sequence[Tensor], fields: dict[str, Tensor]) -> None:
-    """One microbatch of a stage as torch's runtime runs it, without messages: forward, and where
-    gradients are on a whole backward from zeros and the reduction. Collective over dp."""
-    module = stage.submod
-    output = module(*received, **fields)
-    if torch.is_grad_enabled():
-        outputs = (output,) if isinstance(output, Tensor) else tuple(output)
-        gradients = [torch.zeros_like(tensor) for tensor in outputs]
-        values = {"stage_output": outputs, "output_grads": gradients, "input_values": received}
-        stage.backward_maybe_with_nosync("full", values, last_backward=True)
-        if stage.dw_builder is not None:
-            stage.dw_builder()()  # W
-        stage.perform_reduce_grad(1)
-    for part in module.modules():
-        if isinstance(part, FSDPModule):  # which stay gathered without a backward
-            part.reshard()
-
-
 class _Stage(PipelineStage):
     """A stage that sends a gradient of zero for an input that its loss did not reach.
 
@@ -109,9 +91,7 @@ class _Stage(PipelineStage):
             _free(infos)
         return result
 
-    _runtime_validate = (
-        True  # whether messages are validated; see `OrderRuntime._validate_messages`
-    )
+    _runtime_validate = True  # whether messages are validated; see `OrderRuntime.train`
 
     # 2.11 has no such switch: it validates the forward's messages in these two, and no others
 
@@ -166,22 +146,17 @@ class _Stage(PipelineStage):
 
 def _allocate(infos: Sequence[Any], device: torch.device) -> None:
     """Buffers for one microbatch's message, where torch has them in its records (2.13)."""
-    for info in infos:
-        if _has_buffer(info) and info.buffer is None:
-            meta = info.tensor_meta
-            info.buffer = torch.empty_strided(
-                meta.shape, meta.stride, dtype=meta.dtype, device=device
-            )
+    for info in infos if _TORCH_KEEPS_BUFFERS else ():
+        meta = getattr(info, "tensor_meta", None)
+        if meta is not None and info.buffer is None:
+            size, dtype = (meta.shape, meta.stride), meta.dtype
+            info.buffer = torch.empty_strided(*size, dtype=dtype, device=device)
 
 
 def _free(infos: Sequence[Any]) -> None:
-    for info in infos:
-        if _has_buffer(info):
+    for info in infos if _TORCH_KEEPS_BUFFERS else ():
+        if getattr(info, "tensor_meta", None) is not None:
             info.buffer = None
-
-
-def _has_buffer(info: Any) -> bool:
-    return _TORCH_KEEPS_BUFFERS and getattr(info, "tensor_meta", None) is not None
 
 
 def _zero_if_missing(gradient: Tensor | None, value: Any) -> Tensor | None:

@@ -82,8 +82,23 @@ def write_records(folder: Path, rank: int) -> list[Path]:
     torch writes such files by itself once a collective has timed out, to /tmp, and only of NCCL; a
     run that hangs ends before. Test: test_flight_recorder.py
     """
+    if not dist.is_initialized():
+        return []
+    names = dict.fromkeys(pair.split(":")[-1] for pair in dist.get_backend_config().split(","))
+    records: dict[str, bytes] = {}  # pickled, as torch's analyzer reads them
+    # 2.11 and 2.13: one recorder for NCCL, in builds that have it, and one for all other backends.
+    # 2.15: one for each backend, by the name of its implementation, besides the old NCCL's
+    by_name = "backend" in (_distributed_c10d._dump_fr_trace.__doc__ or "").partition("\n")[0]
+    if hasattr(_distributed_c10d, "_dump_nccl_trace") and "nccl" in names:
+        records["nccl"] = _distributed_c10d._dump_nccl_trace()
+    if by_name:
+        nccl = ("nccl2", "nccl2-lazy", "nccl-lazy")
+        for name in (n for backend in names for n in (nccl if backend == "nccl" else [backend])):
+            records[name] = _distributed_c10d._dump_fr_trace(backend=name)
+    else:
+        records["gloo"] = _distributed_c10d._dump_fr_trace()
     written = []
-    for backend, record in _records().items():
+    for backend, record in records.items():
         if pickle.loads(record)["entries"]:
             folder.mkdir(parents=True, exist_ok=True)
             path = folder / f"{backend}_rank{rank}"
@@ -91,24 +106,3 @@ def write_records(folder: Path, rank: int) -> list[Path]:
             unfinished.write_bytes(record)
             written.append(unfinished.replace(path))
     return written
-
-
-def _records() -> dict[str, bytes]:
-    """Pickled records by backend, as torch's analyzer reads them."""
-    if not dist.is_initialized():
-        return {}
-    names = dict.fromkeys(pair.split(":")[-1] for pair in dist.get_backend_config().split(","))
-    found: dict[str, bytes] = {}
-    # 2.11 and 2.13: one recorder for NCCL, in builds that have it, and one for all other backends.
-    # 2.15: one for each backend, by the name of its implementation, besides the old NCCL's
-    by_name = "backend" in (_distributed_c10d._dump_fr_trace.__doc__ or "").partition("\n")[0]
-    if hasattr(_distributed_c10d, "_dump_nccl_trace") and "nccl" in names:
-        found["nccl"] = _distributed_c10d._dump_nccl_trace()
-    if not by_name:
-        found["gloo"] = _distributed_c10d._dump_fr_trace()
-        return found
-    implementations = {"nccl": ("nccl2", "nccl2-lazy", "nccl-lazy")}
-    for name in names:
-        for each in implementations.get(name, (name,)):
-            found[each] = _distributed_c10d._dump_fr_trace(backend=each)
-    return found

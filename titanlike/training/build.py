@@ -22,15 +22,13 @@ from torch import Tensor, nn
 from titanlike.config.schema import Config, Muon
 from titanlike.data.sources import Data
 from titanlike.device.memory import return_freed_memory
-from titanlike.distributed.async_scalars import Late, on_device
+from titanlike.distributed.gradients import TiedWeights
 from titanlike.distributed.initialize import initialize, piece_seed
 from titanlike.distributed.mesh import Mesh
 from titanlike.distributed.placement import Placement
+from titanlike.distributed.readings import AsyncScalars, BusyTime, on_device
 from titanlike.distributed.sharding import shard_stage, state_bytes
-from titanlike.distributed.tied import tie
-from titanlike.distributed.timing import BusyTime
 from titanlike.distributed.transform import Transform
-from titanlike.distributed.unused_parameters import Reached
 from titanlike.graph.stage import Stage, fsdp_groups
 from titanlike.launch.process_end import built
 from titanlike.models.registry import build_model, initial_weights_of
@@ -96,8 +94,8 @@ class Ranges:
     def _call_back(self) -> None:
         if self._pipeline is not None:
             heard = bool(self._listeners)
-            self._pipeline.on_action(self._start_action if heard else self._always)
-            self._pipeline.on_queued(self._action_queued if heard else self._always_queued)
+            self._pipeline.on_action = self._start_action if heard else self._always
+            self._pipeline.on_queued = self._action_queued if heard else self._always_queued
 
     def _start_action(self, action: Any) -> None:
         self._always(action)
@@ -121,7 +119,7 @@ class Run:
     stage_states: list[StageState]
     pipeline: Pipeline
     transforms: dict[str, Transform]  # what was done to the stages, see `transforms.py`
-    late: Late  # takes numbers off the device
+    late: AsyncScalars  # takes numbers off the device
     origin: str  # of the initial weights, for the opening table
     ranges: Ranges = field(default_factory=Ranges)  # what a profile shows
     busy: BusyTime | None = None  # how long this rank waits for others, where that is measured
@@ -215,7 +213,8 @@ def assemble(
 
     # 3. the pipeline
     local_parameters = {index: dict(state.parameters()) for index, state in states.items()}
-    tied = tie(holders, plan.order.place, local_parameters, mesh, config.launch.timeout)
+    at = holders, plan.order.stage_to_rank, local_parameters
+    tied = TiedWeights(*at, mesh, config.launch.timeout)
     # random numbers of training (dropout) differ on every rank but those that share layers
     torch.manual_seed(piece_seed(config.seed, "rank", mesh.layers_rank))
     losses = (transform.loss(mesh.device) for transform in each)
@@ -223,11 +222,10 @@ def assemble(
     for transform in each:
         transform.on_states(states)
     transforms["tied weights"] = tied
-    reached = Reached(stages.values(), canonical, mesh, plan.zero)
     common = plan.order, plan.model_graph, stages, loss, mesh, plan.zero
-    pipeline = Pipeline(*common, reached, [*transforms.values()])
+    pipeline = Pipeline(*common, [*transforms.values()])
     lists = [*stages.values()], [*states.values()]
-    run = Run(mesh, plan, *lists, pipeline, transforms, Late(mesh), made.origin)
+    run = Run(mesh, plan, *lists, pipeline, transforms, AsyncScalars(mesh), made.origin)
     run.train_mode(True)
     built()
     return run

@@ -10,11 +10,11 @@ from torch import nn
 
 from titanlike.config.errors import Problem
 from titanlike.config.schema import AutoSplit, Config, Custom, Muon, TraceSplit
+from titanlike.distributed.placement import has_statistics
 from titanlike.graph.cut import StageGraph, message_problem, same_messages
-from titanlike.graph.find_units import find_units
 from titanlike.graph.model_graph import ModelGraph
 from titanlike.graph.partition import SplitError, partition
-from titanlike.parallel.batchnorm import has_statistics
+from titanlike.graph.units import find_units
 from titanlike.pipeline.from_config import stage_count
 from titanlike.pipeline.order import Order
 from titanlike.torch_private.known_code import has_gradient_hooks

@@ -18,12 +18,12 @@ from titanlike.config import schema
 from titanlike.config.errors import ConfigError, Problem
 from titanlike.config.hardware import Hardware
 from titanlike.config.schema import Config, Custom
-from titanlike.data.errors import DataError, data_problem
-from titanlike.data.example_batch import example_batch, field_problems
+from titanlike.data.loader import example_batch, field_problems
+from titanlike.data.registry import DataError, data_problem
 from titanlike.data.sources import Data
 from titanlike.device.choose import choose_device, first_device
 from titanlike.device.memory import total_memory
-from titanlike.distributed.collectives import Peers
+from titanlike.distributed.collectives import GroupInfo
 from titanlike.distributed.mesh import Mesh
 from titanlike.distributed.placement import Placement
 from titanlike.distributed.transform import Transform
@@ -78,7 +78,7 @@ class Draft:
         return self.order.microbatches
 
     @property
-    def peers(self) -> dict[str, Peers]:
+    def peers(self) -> dict[str, GroupInfo]:
         """By the axes whose ranks exchange activations inside of layers."""
         return {n: t.first for n, t in self.transforms.items() if t.first is not None}
 
@@ -196,7 +196,7 @@ def preflight(config: Config, drafted: Callable[[Draft], object] = lambda _: Non
         from titanlike.parallel.tp.tensor_parallel import async_problems
 
         problems += async_problems(config)
-    problems += own.problems(config)
+    problems += own.problems(config, "tp=1" if config.tp > 1 else "")
     try:  # before the model, whose problems would hide it
         build_loss(config.loss)
     except ConfigError as error:

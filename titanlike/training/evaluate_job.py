@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from titanlike.checkpoint.shard_reader import add_evaluation
+from titanlike.checkpoint.reader import add_evaluation
 from titanlike.config.credentials import redact_value
 from titanlike.config.errors import ConfigError, Problem
 from titanlike.config.parse import to_plain
@@ -22,7 +22,7 @@ from titanlike.config.schema import Config
 from titanlike.data.loader import collate
 from titanlike.data.sources import ENDLESS, IGNORE, Batch, Data, Source
 from titanlike.distributed.mesh import close_mesh, open_mesh
-from titanlike.distributed.timing import device_queue
+from titanlike.distributed.readings import device_queue
 from titanlike.launch.watchdog import Watchdog
 from titanlike.launch.worker import Worker
 from titanlike.metrics.console import Console

@@ -39,7 +39,6 @@ from titanlike.distributed.initialize import seeded
 from titanlike.graph.model_graph import fields_of
 from titanlike.launch.worker import Worker, barrier
 from titanlike.models.float8 import in_bf16
-from titanlike.parallel.compiled_blocks import uncompiled
 from titanlike.pipeline.pipeline import Pipeline
 from titanlike.torch_private.compiler import compiler_error
 from titanlike.torch_private.operators import BatchNorm
@@ -148,7 +147,7 @@ def _change_by_companions(run: Run, config: Config, first: list[Batch]) -> str |
     if rows is None:
         return None
     for training in (True, False):
-        eager = uncompiled() if run.compiled else nullcontext()
+        eager = torch.compiler.set_stance("force_eager") if run.compiled else nullcontext()
         with eager, unchanged(run, config.seed), _mode(run, training):
             plain = rows.losses(0)
             change = rows.change(plain, rows.losses(1), rows.losses(2))

@@ -26,7 +26,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from titanlike.config.files import temporary_beside
 from titanlike.config.profile import MemoryProfile, TraceProfile, profile_folder
 from titanlike.config.schema import Config
-from titanlike.launch.action_words import read_action
+from titanlike.launch.heartbeat import read_action
 from titanlike.launch.watchdog import Watchdog
 from titanlike.launch.worker import Worker
 from titanlike.torch_private.memory import (

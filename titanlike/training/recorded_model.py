@@ -12,16 +12,16 @@ from titanlike.config.errors import ConfigError, Problem
 from titanlike.config.schema import Config, Custom
 from titanlike.data.sources import Batch
 from titanlike.device.choose import first_device
+from titanlike.distributed.placement import freeze_statistics
 from titanlike.distributed.sharding import compute_dtype
 from titanlike.distributed.transform import Recorded, Transform
 from titanlike.graph.cut import StageGraph, cut
 from titanlike.graph.model_graph import Fields, ModelGraph, fields_of
 from titanlike.graph.recording import RecordError
-from titanlike.graph.token_parts import UnknownTokens
+from titanlike.graph.sequence_shard import UnknownTokens
 from titanlike.models.registry import build_model, constructed_buffers
 from titanlike.optim.chunked_loss import HeadNested, find_head, with_chunked_loss
 from titanlike.optim.loss import Loss, check_loss, trained_outputs
-from titanlike.parallel.batchnorm import freeze_statistics
 
 
 def record_model(
@@ -138,7 +138,7 @@ def _chunk_loss(model_graph: ModelGraph, loss: Loss) -> list[str]:
 
     recording = model_graph.recording(model_graph.fields, True)
     try:
-        last_stage(cut(recording, [recording.units])[0])
+        last_stage(cut(recording, [list(recording.starts)])[0])
     except HeadNested as nested:
         return nested.points
     except RecordError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -14,8 +15,7 @@ from titanlike.metrics.summary import summarize
 from titanlike.training.draft import Draft
 
 if TYPE_CHECKING:
-    from titanlike.costs.auto_split import AutoSplitResult
-    from titanlike.costs.best_split import CostedSplit
+    from titanlike.costs.auto_split import AutoSplitResult, CostedSplit
     from titanlike.training.session import Session
 
 
@@ -203,10 +203,11 @@ def warmup(config: Config) -> str:
 
 
 def span(names: list[str]) -> str:
-    """embedding, layers.0 ... layers.3"""
+    """model.embed_tokens, model.layers.0 ... model.layers.3"""
     if not names:
         return "none: sends what it receives"
-    blocks = [name for name in names if "." in name]
+    parents = Counter(name.rpartition(".")[0] for name in names if "." in name)
+    blocks = [name for name in names if name.rpartition(".")[0] in dict(parents.most_common(1))]
     if len(blocks) < 3:
         return ", ".join(names)
     inner = f"{blocks[0]} ... {blocks[-1]}"

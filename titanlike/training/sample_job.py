@@ -11,12 +11,12 @@ from typing import Any
 import torch.distributed as dist
 
 from titanlike.checkpoint.discovery import checkpoint_folder, resolve, step_of
+from titanlike.checkpoint.state_dict import warm_start
 from titanlike.checkpoint.storage import Storage
-from titanlike.checkpoint.warm_start import warm_start
 from titanlike.config.errors import ConfigError, Problem
 from titanlike.config.schema import Config
 from titanlike.distributed.mesh import close_mesh, open_mesh
-from titanlike.distributed.timing import device_queue
+from titanlike.distributed.readings import device_queue
 from titanlike.launch.watchdog import Watchdog
 from titanlike.launch.worker import Worker
 from titanlike.metrics.console import Console

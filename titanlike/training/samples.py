@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from titanlike.config import files
 from titanlike.config.errors import ConfigError, Problem
 from titanlike.config.schema import Config
 from titanlike.data.sources import Data
-from titanlike.generation.sampling import Sampling, next_tokens
+from titanlike.generation.generate import Sampling, continue_texts, next_tokens
 from titanlike.metrics.run_files import append_line
 from titanlike.metrics.sinks import Sink
 from titanlike.training.build import Run
@@ -61,26 +62,18 @@ class Sampler:
             with torch.no_grad():
                 for first in range(0, len(self._prompts), count):
                     part = slice(first, first + count)
-                    found += self._continue(self._prompts[part], sampling, random[part])
+                    found += continue_texts(
+                        partial(self._next, sampling, random[part]),
+                        self._prompts[part],
+                        settings.tokens,
+                        self._ends,
+                    )
         finally:
             self._run.train_mode(True)
         return [self._decode(ids) for ids in found]
 
-    def _continue(
-        self, prompts: list[list[int]], sampling: Sampling, random: list[torch.Generator]
-    ) -> list[list[int]]:
-        texts, ended = [list(ids) for ids in prompts], [False] * len(prompts)
-        for _ in range(self._config.sample.tokens):
-            chosen = self._next(texts, sampling, random)
-            for number, token in enumerate(chosen):
-                ended[number] = ended[number] or token in self._ends
-                texts[number] += [] if ended[number] else [token]
-            if all(ended):
-                break
-        return [ids[len(prompt) :] for ids, prompt in zip(texts, prompts, strict=True)]
-
     def _next(
-        self, texts: list[list[int]], sampling: Sampling, random: list[torch.Generator]
+        self, sampling: Sampling, random: list[torch.Generator], texts: list[list[int]]
     ) -> list[int]:
         """The next id of each text: chosen by one rank of the last stage, told to all."""
         mesh, longest = self._run.mesh, self._config.seq_len

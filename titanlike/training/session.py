@@ -12,16 +12,14 @@ from titanlike.config.errors import ConfigError
 from titanlike.config.parse import to_plain, write_config
 from titanlike.config.profile import MemoryProfile
 from titanlike.config.schema import Config
-from titanlike.data.errors import DataError, data_problem
-from titanlike.data.loader import open_data
+from titanlike.data.registry import DataError, data_problem, open_data
 from titanlike.data.sources import Data
 from titanlike.device.accelerator import deterministic, matmul_precision
 from titanlike.distributed.mesh import open_mesh
-from titanlike.distributed.timing import BusyTime, device_queue
+from titanlike.distributed.readings import BusyTime, device_queue
 from titanlike.launch.failures import clear_failures
-from titanlike.launch.run_dir_owner import Owner, held
-from titanlike.launch.signals import Interrupted
-from titanlike.launch.stop_request import stop_reason
+from titanlike.launch.run_dir_lock import RunDirOwner, lock_as_rank
+from titanlike.launch.signals import Interrupted, stop_reason
 from titanlike.launch.watchdog import Watchdog
 from titanlike.launch.worker import Worker, barrier
 from titanlike.metrics.console import Console
@@ -65,7 +63,7 @@ class Session:
     console: Console
     events: Events
     sinks: list[Sink]
-    owner: Owner | None
+    owner: RunDirOwner | None
     files: RunFiles | None
     profile: Profile | None
     timeline: Timeline | None
@@ -172,7 +170,7 @@ def open_session(config: Config, worker: Worker) -> Iterator[Session]:
             progress = checkpointer.resume()
             run_files = None
             if worker.rank > 0:
-                worker.resources.enter_context(held(worker.run_dir))
+                worker.resources.enter_context(lock_as_rank(worker.run_dir))
             else:
                 plain = to_plain(config)
                 write_config(config, worker.run_dir)  # not of a start that is refused
@@ -216,9 +214,9 @@ def open_session(config: Config, worker: Worker) -> Iterator[Session]:
                 sink.close(status)
 
 
-def _take_over(config: Config, worker: Worker, events: Events) -> Owner:
+def _take_over(config: Config, worker: Worker, events: Events) -> RunDirOwner:
     """Own the run's directory, once an earlier start on this machine has ended. On rank 0."""
-    owner = Owner(worker.run_dir)
+    owner = RunDirOwner(worker.run_dir)
     patience = min(config.launch.timeout, config.checkpoint.timeout / 2)
     lock = owner.wait(patience, lambda text: events.log("takeover", 0, text))
     worker.resources.enter_context(lock)

@@ -23,11 +23,17 @@ from titanlike.data.loader import validation_batches
 from titanlike.data.sources import Batch, Data
 from titanlike.device.accelerator import peak_flops
 from titanlike.device.memory import peak_memory
-from titanlike.distributed.async_scalars import Sent, Timer
+from titanlike.distributed.readings import PendingScalars, Timer
 from titanlike.launch.worker import Worker
-from titanlike.optim.learning_rate import learning_rate, set_lr
-from titanlike.optim.optimizer import clip_gradients, gradient_norms, norm_of_squares, square_sum
-from titanlike.optim.skipping import step_unless
+from titanlike.optim.fused import step_unless
+from titanlike.optim.optimizer import (
+    clip_gradients,
+    gradient_norms,
+    learning_rate,
+    norm_of_squares,
+    set_lr,
+    square_sum,
+)
 from titanlike.training.anomalies import Guard, Verdict, is_bad
 from titanlike.training.build import Run
 from titanlike.training.feed import batches_for, to_device
@@ -49,7 +55,7 @@ class Launched:
     """A step that is launched as a whole, whose numbers are on their way."""
 
     gradients: Gradients
-    sent: Sent
+    sent: PendingScalars
     lr: float
     time: float  # seconds since the epoch
     more: dict[str, Any] = field(default_factory=dict)  # for its record
@@ -87,18 +93,14 @@ def forward_backward(run: Run, config: Config, step: int, stream: Iterator[Batch
     timer = Timer(run.mesh.device)
     batch = next(stream)
     run.ranges.begin("forward and backward")
-    norms: list[Tensor] = []
-
-    def squares() -> Tensor:
-        run.ranges.begin("gradient norm")
-        norms.append(gradient_norms(run.owned))
-        own = square_sum(norms[0], run.shares).view(1)
-        run.ranges.begin("agree")
-        return own
-
-    loss, _, total = run.pipeline.train_and_measure(batch, squares)
+    loss, _ = run.pipeline.forward_backward(batch)
+    run.ranges.begin("gradient norm")
+    norms = gradient_norms(run.owned)
+    squares = square_sum(norms, run.shares)
+    run.ranges.begin("agree")
+    loss, total = run.pipeline.sum_loss(loss, squares.view(1))
     run.ranges.begin("numbers of the step before")
-    return Gradients(step, loss, norm_of_squares(total[0], config), norms[0], timer)
+    return Gradients(step, loss, norm_of_squares(total[0], config), norms, timer)
 
 
 def update(

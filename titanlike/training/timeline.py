@@ -25,7 +25,7 @@ from titanlike.config.profile import TIMELINE, timeline_folder
 from titanlike.config.program import tool_program
 from titanlike.config.schema import Config
 from titanlike.device import accelerator
-from titanlike.distributed.timing import Clock, clock_offset
+from titanlike.distributed.readings import Clock, clock_offset
 from titanlike.launch.watchdog import Watchdog
 from titanlike.launch.worker import Worker
 from titanlike.metrics import timeline_file
@@ -176,7 +176,7 @@ class Timeline:
         found = RankFile(steps, socket.gethostname(), accelerator.name(mesh.device), error)
         path = self._path(self._worker.rank)
         path.parent.mkdir(parents=True, exist_ok=True)
-        timeline_file.write_rank(path, found)
+        timeline_file.write(path, found)
 
     def _merge(self) -> None:
         order, run_dir = self._run.draft.order, Path(self._worker.run_dir)
@@ -184,11 +184,11 @@ class Timeline:
             [timeline_file.read_rank(self._path(rank)) for rank in self._ranks],
             to_plain(self._config),
             [[*map(str, acts)] for acts in order.ranks],
-            order.place,
+            order.stage_to_rank,
             self._run.draft.stages,
             self._run.draft.model_graph.microbatch_size,
         )
-        timeline_file.write_timeline(run_dir / TIMELINE, merged)
+        timeline_file.write(run_dir / TIMELINE, merged)
         last = merged.steps[-1]
         from titanlike.metrics.chart import write_trace
 

@@ -17,10 +17,9 @@ from torch import nn
 from titanlike.config.schema import Config, Float8Precision
 from titanlike.data.sources import Batch
 from titanlike.distributed.mesh import Mesh
-from titanlike.distributed.placement import experts_of
-from titanlike.distributed.sharding import compute_dtype, wrapped_in_fsdp
+from titanlike.distributed.placement import experts_of, has_statistics
+from titanlike.distributed.sharding import CastParameters, compute_dtype, wrapped_in_fsdp
 from titanlike.distributed.transform import Transform
-from titanlike.torch_private.operators import BatchNorm
 
 if TYPE_CHECKING:
     from titanlike.training.draft import Draft
@@ -75,9 +74,9 @@ def _expert_parallel(p: _Planned) -> Transform:
 
 
 def _context_parallel(p: _Planned) -> Transform:
-    from titanlike.parallel.cp.draft import context_draft
+    from titanlike.parallel.context_parallel import context_parallel
 
-    return context_draft(p.config, p.mesh, p.batch)
+    return context_parallel(p.config, p.mesh, p.batch)
 
 
 _MODEL: list[tuple[str, Callable[[Config], bool], Callable[[_Planned], Transform]]] = [
@@ -126,6 +125,7 @@ def _recomputation(b: _Built) -> Transform:
 
 def _compiled(b: _Built) -> Transform:
     from titanlike.parallel.compiled_blocks import CompiledBlocks
+    from titanlike.torch_private.compiler import overlap_in_compiled_blocks
 
     def why_not(block: str) -> str:
         if block in b.plan.model_graph.taking_gradients:
@@ -135,6 +135,8 @@ def _compiled(b: _Built) -> Transform:
 
     # the number of documents in a batch is a size, too
     dynamic = b.plan.variable or "document_ids" in b.plan.fields
+    tp = b.made["tp"].ranks if b.config.tp_async else None
+    overlap_in_compiled_blocks(None if tp is None else tp.group)
     return CompiledBlocks(dynamic, b.plan.blocks, why_not)
 
 
@@ -145,7 +147,7 @@ def _batch_norms(b: _Built) -> Transform:
 
 
 def _expert_balance(b: _Built) -> Transform:
-    from titanlike.parallel.expert_balance import ExpertBalance
+    from titanlike.parallel.expert_parallel import ExpertBalance
 
     def parts_of_sequences() -> bool:  # in the current step: of tensor-parallel ranks
         return any(getattr(transform.ranks, "sequence", False) for transform in b.made.values())
@@ -154,21 +156,18 @@ def _expert_balance(b: _Built) -> Transform:
 
 
 def _casts(b: _Built) -> Transform:
-    from titanlike.parallel.cast_parameters import CastParameters
-
     return CastParameters(compute_dtype(b.config))
-
-
-def _has_batch_norms(b: _Built) -> bool:
-    modules = b.plan.model_graph.model.modules()
-    return any(isinstance(m, BatchNorm) and m.running_mean is not None for m in modules)
 
 
 _STAGES: list[tuple[str, Callable[[_Built], bool], Callable[[_Built], Transform]]] = [
     ("weight gradients later", lambda b: bool(b.plan.deferred), _weight_gradients_later),
     ("recomputation", lambda b: b.plan.recomputed.count > 0, _recomputation),
     ("compile", lambda b: b.config.compile, _compiled),
-    ("batch norms", _has_batch_norms, _batch_norms),
+    (
+        "batch norms",
+        lambda b: any(map(has_statistics, b.plan.model_graph.model.modules())),
+        _batch_norms,
+    ),
     ("balance of experts", lambda b: bool(experts_of(b.plan.model_graph.model)), _expert_balance),
     ("casts", lambda b: b.config.precision.low and not wrapped_in_fsdp(b.config), _casts),
 ]

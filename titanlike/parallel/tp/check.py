@@ -1,99 +1,114 @@
-"""Whether a divided model computes what the whole one does, before anything starts.
+"""Whether a sharded model computes what the whole one does, before anything starts; and what to write.
 
-The model's forward runs on meta twice: whole, and divided as the first tensor-parallel rank has it.
-Layers that the plan divides are known to be right. Of each operation outside of them the second run
-finds which dimensions the rank has a part of (`layout.py`) and whether it computes its part of the
-result (`operators.py`), and of each whole parameter whether its gradient is a part of a sum.
+The model's forward runs on meta twice: whole, and sharded as the first tensor-parallel rank has it.
+Layers that the plan shards are known to be right. Of each operation outside of them the second trace
+finds which dimensions the rank has a part of and whether it computes its part of the result
+(`operators.py`), and of each whole parameter whether its gradient is a part of a sum.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
+from functools import partial
 
 from torch import Tensor, nn
 
+from titanlike.config.errors import ConfigError, Problem
+from titanlike.config.schema import Config
 from titanlike.distributed.placement import Placement
-from titanlike.parallel.tp.collectives import TensorRanks
-from titanlike.parallel.tp.divided_run import DividedRun, Mistake, Need, PlanError
-from titanlike.parallel.tp.layout import WrongCall
-from titanlike.parallel.tp.plan import Entry
-from titanlike.parallel.tp.seen_run import (
-    CallKey,
-    WholeRun,
+from titanlike.parallel.tp.operators import ShardingError
+from titanlike.parallel.tp.plan import DIVIDING, Entry, written_plan
+from titanlike.parallel.tp.styles import TensorRanks, mark
+from titanlike.parallel.tp.traces import (
+    RESULT,
+    Need,
+    ReferenceTrace,
+    ShardedTrace,
     shapes_of,
     tensors_in,
 )
-from titanlike.parallel.tp.styles import mark
 from titanlike.torch_private.compiler import as_if_compiling
 
+Draws = Mapping[str, set[bool]]  # see `ShardedTrace.draws`
 
-class Comparison:
-    """Of a model's forward whole and divided: `before` it is divided, and `after`."""
 
-    def __init__(self, model: nn.Module, modules: Mapping[str, Entry], key: CallKey) -> None:
-        """key: equal for calls of modules that compute the same; None where that is not known."""
-        self._model, self._modules, self._key = model, modules, key
-        self._whole: WholeRun | None = None
-        self._compiling = False
+class ForwardCheck:
+    """Compares a model's forward, sharded, with that of the whole model."""
+
+    def __init__(
+        self, model: nn.Module, modules: Mapping[str, Entry], batch: dict[str, Tensor]
+    ) -> None:
+        """model: whole; batch: on meta, of one microbatch, in the dtypes of the model."""
+        self._modules, self._batch = modules, batch
         self.unchecked = ""  # why there is nothing to compare with
-
-    def before(self, batch: dict[str, Tensor]) -> None:
-        """batch: on meta, of one microbatch, in the dtypes of the model."""
-        for name, entry in self._modules.items():
-            mark(self._model.get_submodule(name), entry)
+        for name, entry in modules.items():
+            mark(model.get_submodule(name), entry)
+        self._compiling = False
         try:
-            self._record(batch)
+            self._record(model)
         except Exception:  # whatever a forward raises
             self._compiling = True
             try:
                 with as_if_compiling():
-                    self._record(batch)
+                    self._record(model)
             except Exception as error:
-                self.unchecked = str(error).strip().splitlines()[0] if str(error) else repr(error)
+                self.unchecked = first_line(error) or repr(error)
 
-    def _record(self, batch: dict[str, Tensor]) -> None:
-        whole = WholeRun(self._model, self._modules, self._key)
-        whole.output = shapes_of(tensors_in(whole.run(batch)))
-        self._whole = whole
+    def _record(self, model: nn.Module) -> None:
+        whole = ReferenceTrace(model, self._modules)
+        self._outputs = shapes_of(tensors_in(whole.run(partial(_run, model, self._batch))))
+        self._steps = whole.steps
 
-    def after(
+    def mistakes(
         self,
         model: nn.Module,
-        batch: dict[str, Tensor],
         placements: Mapping[str, Placement],
         ranks: TensorRanks,
         vocabulary: bool,
-    ) -> dict[str, set[bool]]:
-        """model: divided, a copy of its own; vocabulary: the loss takes divided logits.
+    ) -> tuple[list[ShardingError], Draws]:
+        """(what is wrong with the model, what of it draws random numbers in training).
 
-        Gives the modules that draw random numbers in training, and whether for whole tensors (False),
-        for parts (True) or both. Raises PlanError.
+        model: sharded, a copy of its own; vocabulary: the loss takes sharded logits.
         """
-        if self._whole is None:
-            return {}
-        run = DividedRun(model, self._modules, self._key, self._whole.steps, placements)
-        compiling = as_if_compiling() if self._compiling else contextlib.nullcontext()
+        if self.unchecked:
+            return [], {}
+        trace = ShardedTrace(model, self._modules, self._steps, placements)
         try:
-            with compiling:
-                output = run.run(batch)
-            run.finish(output, self._whole.output, vocabulary)
-        except PlanError:
-            raise
-        except WrongCall as wrong:
-            called = f"calls {run.called}: " if run.called else ""
-            mistake = Mistake(
-                run.path, called + wrong.reason, wrong.division, wrong.pieces, wrong.style
-            )
-            raise PlanError([mistake]) from None
+            with as_if_compiling() if self._compiling else contextlib.nullcontext():
+                outputs = tensors_in(trace.run(partial(_run, model, self._batch)))
+            for tensor, whole in zip(outputs, self._outputs, strict=True):
+                layout = trace.layout(tensor, whole)
+                for shard in filter(None, layout[:-1] if vocabulary else layout):
+                    return [ShardingError(f"returns {shard}", style="vocab")], {}
+        except ShardingError as error:
+            called = f"calls {trace.called}: " if trace.called else ""
+            where = error.shard, error.pieces, error.style, trace.path
+            return [ShardingError(called + error.reason, *where)], {}
         except Exception as error:  # of the forward's own
-            text = str(error).strip().splitlines()[0] if str(error) else ""
-            reason = f"raises {type(error).__name__}: {text}"
-            raise PlanError([Mistake(run.path, reason)]) from error
-        mistakes = _gradient_mistakes(model, run.needs(), placements, ranks)
-        if mistakes:
-            raise PlanError(mistakes)
-        return run.draws
+            reason = f"raises {type(error).__name__}: {first_line(error)}"
+            return [ShardingError(reason, module=trace.path)], {}
+        trace.complete(outputs)
+        return _gradient_mistakes(model, trace.needs, placements, ranks), trace.draws
+
+
+def _run(model: nn.Module, batch: dict[str, Tensor]) -> object:
+    others = {name: tensor for name, tensor in batch.items() if name != "inputs"}
+    return model(*([batch["inputs"]] if "inputs" in batch else []), **others)
+
+
+def first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]
+
+
+# (what a parameter computes with, when its gradient is summed, the style that does it) by what it needs
+_SUMS = {
+    "features": ("a rank's part of heads or features", "always", "replicate_sum"),
+    "tokens": ("a rank's part of the tokens", "sequence", "sequence"),
+    "never": ("whole activations", "never", "replicate"),
+}
+_SUMMED = {"never": "not summed", "sequence": "summed in some batches", "always": "summed"}
 
 
 def _gradient_mistakes(
@@ -101,34 +116,128 @@ def _gradient_mistakes(
     needs: Mapping[str, set[Need]],
     placements: Mapping[str, Placement],
     ranks: TensorRanks,
-) -> list[Mistake]:
+) -> list[ShardingError]:
     """Whole parameters whose gradients are summed over ranks and should not be, or the reverse."""
-    found: dict[str, Mistake] = {}
-    for name, own in needs.items():
-        if name not in placements and own - {"never"}:
-            module = name.removeprefix("the result of ")
+    mistakes: dict[str, ShardingError] = {}
+    for name, found in needs.items():
+        if name not in placements and found - {"never"}:
+            module = name.removeprefix(RESULT)
             reason = "gives whole activations, which meet a rank's part of others elsewhere"
-            found.setdefault(module, Mistake(module, reason, style="gather"))
+            mistakes.setdefault(module, ShardingError(reason, style="gather", module=module))
     for name, parameter in model.named_parameters():
-        placement, own = placements[name], needs[name]
-        if placement.part is not None or not own or not parameter.requires_grad:
+        placement, found = placements[name], needs[name]
+        if placement.part is not None or not found or not parameter.requires_grad:
             continue
         module, _, last = name.rpartition(".")
-        if "never" in own and len(own) > 1:
+        if "never" in found and len(found) > 1:
             reason = f"its {last} is used with whole activations and with a rank's part of others"
-            found.setdefault(module, Mistake(module, reason))
+            mistakes.setdefault(module, ShardingError(reason, module=module))
             continue
-        if "features" in own:
-            needed, style, what = "always", "replicate_sum", "a rank's part of heads or features"
-        elif "tokens" in own:
-            needed, style, what = "sequence", "sequence", "a rank's part of the tokens"
-        else:
-            needed, style, what = "never", "replicate", "whole activations"
+        what, needed, style = next(_SUMS[kind] for kind in _SUMS if kind in found)
         given = placement.partial
         given = "never" if given == "sequence" and not ranks.sequence else given
         if given != needed:
-            summed = "is not summed" if given == "never" else "is summed"
-            summed = "is summed in some batches" if given == "sequence" else summed
-            reason = f"computes with {what}, and the gradient of its {last} {summed} over the ranks"
-            found.setdefault(module, Mistake(module, reason, style=style))
-    return list(found.values())
+            reason = f"computes with {what}, and the gradient of its {last} is {_SUMMED[given]}"
+            mistake = ShardingError(f"{reason} over the ranks", style=style, module=module)
+            mistakes.setdefault(module, mistake)
+    return list(mistakes.values())
+
+
+def unnamed(model: nn.Module, modules: Mapping[str, Entry], style: str) -> list[ShardingError]:
+    """Modules with parameters beside sharded ones, in the same module, that a plan leaves out; style:
+    what they would need."""
+    holders = {n.rpartition(".")[0] for n, entry in modules.items() if entry.style in _PARTS}
+    mistakes: dict[str, ShardingError] = {}
+    for holder in holders:
+        beside = [n for n, entry in modules.items() if n.rpartition(".")[0] == holder]
+        others = " and ".join(name.rpartition(".")[2] for name in beside[:2])
+        for name, module in _leaves(model.get_submodule(holder), holder):
+            if next(module.parameters(recurse=False), None) is None or _named(name, modules):
+                continue
+            reason = f"has parameters beside {others}, which are divided, and the plan has no entry"
+            mistakes[name] = ShardingError(reason, style=style, module=name)
+    return list(mistakes.values())
+
+
+def _leaves(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
+    """The modules of a module that hold no others; also those in its lists."""
+    for name, child in module.named_children():
+        inner = f"{path}.{name}".lstrip(".")
+        if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
+            yield from _leaves(child, inner)
+        elif next(child.children(), None) is None:
+            yield inner, child
+
+
+def _named(name: str, modules: Mapping[str, Entry]) -> bool:
+    parts = name.split(".")
+    above = (".".join(parts[:count]) for count in range(1, len(parts)))
+    return name in modules or any(modules[n].style in _WHOLE for n in above if n in modules)
+
+
+def mixed_draws(draws: Draws) -> list[ShardingError]:
+    """Modules that draw random numbers for whole activations and for parts in one forward."""
+    reason = "draws random numbers both for whole activations and for a rank's part (dropout)"
+    mixed = [name for name, parts in draws.items() if len(parts) > 1]
+    return [ShardingError(reason, style="nn.Dropout", module=name) for name in mixed]
+
+
+# --- in words, with what to write ----------------------------------------------------------------
+
+_WHOLE = ("sequence", "replicate", "replicate_sum")  # styles of modules that are not sharded
+# whose results, or what they are given, are parts
+_PARTS = ("colwise", "colwise_kv", "packed_colwise", "rowwise")
+_MOST = 4  # mistakes that are shown
+_FIXES = {  # by what a module needs, where that is no entry for it
+    "unknown": "tp_check=false, if `titanlike verify` then passes",
+    "gather": "an entry `gather` for the module that takes them",
+    "split": "tp_sequence=false, or an entry `vocab` or `split` for what makes it",
+    "nn.Dropout": "an nn.Dropout module for each of these, or a probability of 0",
+    "vocab": "the style vocab for the layer that makes it",
+}
+
+
+def plan_error(
+    config: Config, modules: Mapping[str, Entry], mistakes: list[ShardingError]
+) -> ConfigError:
+    """One problem for all modules of one pattern."""
+    of_user, problems = written_plan(config) is not None, {}
+    key, value = ("model.tp_plan", "") if of_user else ("tp", config.tp)
+    for mistake in mistakes:
+        if (pattern := _pattern(mistake.module)) not in problems:
+            reason = f"its {mistake.module or 'forward'} {mistake.reason}"
+            reason = reason if of_user else f"{config.model.name}: {reason}"
+            problems[pattern] = Problem(key, value, reason, _fix(config, modules, mistake))
+    return ConfigError(list(problems.values())[:_MOST])
+
+
+def _fix(config: Config, modules: Mapping[str, Entry], mistake: ShardingError) -> str:
+    shard, style = mistake.shard, mistake.style
+    holders = {n.rpartition(".")[0] for n, entry in modules.items() if entry.style in DIVIDING}
+    if style:
+        if style in _WHOLE and mistake.module in ("", *holders):
+            return f"that parameter in a module of its own, which the plan names: {style}"
+        whole = style == "sequence" and not config.tp_sequence
+        return _FIXES.get(style) or _override(mistake.module, "replicate" if whole else style)
+    if shard is None and config.tp_sequence and mistake.module not in holders:
+        return "tp_sequence=false"
+    if shard is not None and shard.kind == "tokens":
+        return "tp_sequence=false"
+    if shard is None or not shard.source:
+        return "tp=1, or a model whose forward takes sizes from the tensors that it is given"
+    entry, source = modules[shard.source], shard.source
+    if mistake.pieces > 1 and entry.style == "colwise" and entry.argument is None:
+        return _override(source, f"{{packed_colwise: {mistake.pieces}}}")
+    gather = _override(source, "colwise_gather")
+    if entry.style == "vocab":
+        return gather
+    return f"sizes from tensors there, as in x.unflatten(-1, (-1, head_dim)), or {gather}"
+
+
+def _pattern(module: str) -> str:
+    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", module)
+
+
+def _override(module: str, style: str) -> str:
+    """As a line of `tp_plan`, in the model's YAML file."""
+    return f"an entry `{_pattern(module)}: {style}` in its tp_plan"

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import copy
 import re
+from collections import Counter
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeGuard
 
@@ -26,8 +27,8 @@ from titanlike.parallel.tp.plan import TRANSFORMERS, Entry
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-# q, k and v, or gate and up, in one matrix
-_FUSED = ("qkv_proj", "c_attn", "query_key_value", "gate_up_proj")
+_FUSED_HEADS = ("qkv_proj", "c_attn", "query_key_value")  # q, k and v in one matrix
+_TAKES_WHOLE = ("colwise", "colwise_kv", "colwise_gather")
 _LLAMA = {
     "layers.*.self_attn.q_proj": "colwise",
     "layers.*.self_attn.k_proj": "colwise",
@@ -77,23 +78,67 @@ def transformers_plan(model: PreTrainedModel, size: int) -> dict[str, Any]:
 
     model: on meta, whole; size: ranks. Raises ConfigError where they cannot share it.
     """
-    settings, prefix = model.config, model.base_model_prefix
-    sets_sizes = hasattr(model, "tp_divided")
-    of_base: dict[str, Any] = getattr(settings, "base_model_tp_plan", None) or {}
+    settings, sets_sizes = model.config, hasattr(model, "tp_divided")
+    base: dict[str, Any] = getattr(settings, "base_model_tp_plan", None) or {}
     if sets_sizes:
-        of_base = of_base or _OWN.get(settings.model_type, {})
-    if not of_base:
+        base = base or _OWN.get(settings.model_type, {})
+    if not base:
         return {}
-    of_base = _matched(model, {f"{prefix}.{name}": style for name, style in of_base.items()})
-    of_base = _translated(settings, of_base, size)
-    if sets_sizes:
-        _divide_fused(settings, of_base)
-    repeats = sets_sizes and not any(_divides_fused_heads(*item) for item in of_base.items())
-    by_head = _divide_heads(settings, of_base, repeats)
-    if by_head and (problem := _head_problem(settings, size, repeats)):
-        raise ConfigError([problem])
-    plan = _gathers(of_base) | of_base
-    return plan | _between(model, plan, size) | _vocabulary(model)
+    plan = _translated(model, base, size)
+    heads, kv_heads, width = _heads(settings)
+    if sets_sizes:  # divide matrix by matrix what transformers gathers behind fused layers
+        rows: dict[str, Any] = {"gate_up_proj": 2}
+        if settings.model_type == "phi3":
+            rows["qkv_proj"] = [heads * width, kv_heads * width, kv_heads * width]
+        for pattern, style in list(plan.items()):
+            parent, _, last = pattern.rpartition(".")
+            if style == "colwise_gather" and last in rows:
+                plan[pattern] = {"packed_colwise": rows[last]}
+                behind = f"{parent}.{'down_proj' if last == 'gate_up_proj' else 'o_proj'}"
+                assert plan[behind] == "rowwise_split", behind
+                plan[behind] = "rowwise"
+    # queries, keys and values are divided by heads
+    fused = [
+        pattern
+        for pattern, style in plan.items()
+        if isinstance(style, Mapping) and pattern.rpartition(".")[2] in _FUSED_HEADS
+    ]
+    repeats = sets_sizes and not fused
+    of_keys = {"colwise_kv" if repeats else "colwise": width}
+    by_head = {"q_proj": {"colwise": width}, "k_proj": of_keys, "v_proj": of_keys}
+    by_head["query_key_value"] = {"colwise": 3 * width}
+    separate = [
+        pattern
+        for pattern, style in plan.items()
+        if style == "colwise" and pattern.rpartition(".")[2] in by_head
+    ]
+    plan |= {pattern: by_head[pattern.rpartition(".")[2]] for pattern in separate}
+
+    def share(ranks: int) -> bool:
+        shared = kv_heads % ranks == 0 or repeats and ranks % kv_heads == 0
+        return heads % ranks == 0 and shared
+
+    if (fused or separate) and not share(size):
+        keys = {"num_attention_heads": heads, "num_key_value_heads": kv_heads}
+        if kv_heads == heads:
+            keys.pop("num_key_value_heads")
+        named = {settings.attribute_map.get(key, key): value for key, value in keys.items()}
+        shown = " and ".join(f"{key}={value}" for key, value in named.items())
+        fits = next(ranks for ranks in range(size - 1, 0, -1) if share(ranks))
+        reason = f"so many ranks cannot share the heads of model.config: {shown}"
+        raise ConfigError([Problem("tp", size, reason, f"tp={fits}")])
+    # modules in which several divided layers take the same activations
+    taking = Counter(
+        pattern.rpartition(".")[0]
+        for pattern, style in plan.items()
+        if (next(iter(style)) if isinstance(style, Mapping) else style) in _TAKES_WHOLE
+    )
+    plan = {parent: "gather" for parent, count in taking.items() if count > 1} | plan
+    # embedding and head, which may be tied
+    ends = model.get_input_embeddings(), model.get_output_embeddings()
+    modules = dict(model.named_modules())
+    vocabulary = {name: "vocab" for name, each in modules.items() if any(each is e for e in ends)}
+    return plan | _between(model, plan, size) | vocabulary
 
 
 def set_local_sizes(model: nn.Module) -> None:
@@ -112,7 +157,8 @@ def set_local_sizes(model: nn.Module) -> None:
             module.split_size = _output_features(module.c_attn) // 3
         elif type(module).__name__ == "Phi3Attention":
             whole: PreTrainedConfig = module.config
-            size = _rows(whole) // _output_features(module.qkv_proj)
+            heads, kv_heads, width = _heads(whole)
+            size = (heads + 2 * kv_heads) * width // _output_features(module.qkv_proj)
             if size > 1:
                 module.num_key_value_heads //= size
                 local = configs.setdefault(id(whole), copy.copy(whole))
@@ -150,104 +196,28 @@ def _output_features(linear: Any) -> int:
     return linear.nf if hasattr(linear, "nf") else linear.out_features
 
 
-def _matched(model: nn.Module, plan: Mapping[str, Any]) -> dict[str, Any]:
-    """Without what this model has no modules for: a plan is for all sizes of a family. What names
-    parameters stays, and is refused."""
+def _translated(model: PreTrainedModel, base: Mapping[str, Any], size: int) -> dict[str, Any]:
+    """transformers' words in ours, without those for modules that this model does not have: a plan is
+    for all sizes of a family. What names parameters stays, and is refused. Raises ConfigError."""
     names = [name for name, _ in model.named_modules()]
     names += [name for name, _ in model.named_parameters()]
-    return {
-        pattern: style
-        for pattern, style in plan.items()
-        if any(Entry(pattern, "").matches(name) for name in names)
-    }
-
-
-def _translated(settings: PreTrainedConfig, plan: Mapping[str, Any], size: int) -> dict[str, Any]:
-    """Raises ConfigError for words that are not known here."""
-    found, problems = {}, []
-    for pattern, style in plan.items():
-        if not isinstance(style, str) or style == "packed_colwise" and "experts" not in pattern:
-            found[pattern] = style if not isinstance(style, str) else {style: 2}
-        elif style in TRANSFORMERS and "experts" not in pattern:
-            found[pattern] = TRANSFORMERS[style]
-        else:
-            why = _EXPERTS if "experts" in pattern else "which is not known here"
-            reason = f"transformers' plan of {settings.model_type} has {pattern}: {style}; {why}"
-            fix = "tp=1, or a plan as tp_plan: in a YAML file that leaves it out: it is whole then"
-            problems.append(Problem("tp", size, reason, fix))
-    if problems:
-        raise ConfigError(problems[:1])
-    # whole activations go into it, whatever transformers does around it
-    return {name: "replicate" if style == "sequence" else style for name, style in found.items()}
-
-
-def _divide_fused(settings: PreTrainedConfig, plan: dict[str, Any]) -> None:
-    """Divide matrix by matrix what transformers gathers behind fused layers."""
-    rows: dict[str, Any] = {"gate_up_proj": 2}
-    if settings.model_type == "phi3":
-        queries, keys = (heads * _head_size(settings) for heads in _heads(settings))
-        rows["qkv_proj"] = [queries, keys, keys]
-    for pattern, style in list(plan.items()):
-        parent, _, last = pattern.rpartition(".")
-        if style == "colwise_gather" and last in rows:
-            plan[pattern] = {"packed_colwise": rows[last]}
-            behind = f"{parent}.{'down_proj' if last == 'gate_up_proj' else 'o_proj'}"
-            assert plan[behind] == "rowwise_split", behind
-            plan[behind] = "rowwise"
-
-
-def _divides_fused_heads(pattern: str, style: Any) -> bool:
-    last = pattern.rpartition(".")[2]
-    return isinstance(style, Mapping) and last in _FUSED and last != "gate_up_proj"
-
-
-def _divide_heads(settings: PreTrainedConfig, plan: dict[str, Any], repeats: bool) -> bool:
-    """Divide q, k and v by heads; whether any of them is divided."""
-    width = _head_size(settings)
-    styles = {
-        "q_proj": {"colwise": width},
-        "k_proj": {"colwise_kv" if repeats else "colwise": width},
-        "v_proj": {"colwise_kv" if repeats else "colwise": width},
-        "query_key_value": {"colwise": 3 * width},
-    }
-    found = False
-    for pattern, style in plan.items():
-        last = pattern.rpartition(".")[2]
-        if style == "colwise" and last in styles:
-            plan[pattern] = styles[last]
-        found = found or last in styles and style == "colwise"
-        found = found or _divides_fused_heads(pattern, style)
-    return found
-
-
-def _head_problem(settings: PreTrainedConfig, size: int, repeats: bool) -> Problem | None:
-    heads, kv_heads = _heads(settings)
-
-    def share(ranks: int) -> bool:
-        shared = kv_heads % ranks == 0 or repeats and ranks % kv_heads == 0
-        return heads % ranks == 0 and shared
-
-    if share(size):
-        return None
-    names = settings.attribute_map
-    keys = {"num_attention_heads": heads, "num_key_value_heads": kv_heads}
-    if kv_heads == heads:
-        keys.pop("num_key_value_heads")
-    shown = " and ".join(f"{names.get(key, key)}={value}" for key, value in keys.items())
-    fits = next(ranks for ranks in range(size - 1, 0, -1) if share(ranks))
-    reason = f"so many ranks cannot share the heads of model.config: {shown}"
-    return Problem("tp", size, reason, f"tp={fits}")
-
-
-def _gathers(plan: Mapping[str, Any]) -> dict[str, str]:
-    """Modules in which several divided layers take the same activations."""
-    parents: dict[str, int] = {}
-    for pattern, style in plan.items():
-        name = next(iter(style)) if isinstance(style, Mapping) else style
-        parent = pattern.rpartition(".")[0]
-        if name in ("colwise", "colwise_kv", "colwise_gather"):
-            parents[parent] = parents.get(parent, 0) + 1
-    return {parent: "gather" for parent, count in parents.items() if count > 1}
+    plan: dict[str, Any] = {}
+    for pattern, style in base.items():
+        pattern = f"{model.base_model_prefix}.{pattern}"
+        if not any(Entry(pattern, "").matches(name) for name in names):
+            continue
+        if style == "packed_colwise" and "experts" not in pattern:
+            style = {style: 2}
+        elif isinstance(style, str):
+            if style not in TRANSFORMERS or "experts" in pattern:
+                why = _EXPERTS if "experts" in pattern else "which is not known here"
+                reason = f"transformers' plan of {model.config.model_type} has {pattern}: {style}"
+                fix = "tp=1, or a plan as tp_plan: in a YAML file that leaves it out: it is whole then"
+                raise ConfigError([Problem("tp", size, f"{reason}; {why}", fix)])
+            style = TRANSFORMERS[style]
+        # whole activations go into it, whatever transformers does around it
+        plan[pattern] = "replicate" if style == "sequence" else style
+    return plan
 
 
 def _between(model: PreTrainedModel, plan: Mapping[str, Any], size: int) -> dict[str, str]:
@@ -276,28 +246,8 @@ def _between(model: PreTrainedModel, plan: Mapping[str, Any], size: int) -> dict
     return found
 
 
-def _vocabulary(model: PreTrainedModel) -> dict[str, str]:
-    """Embedding and head, which may be tied."""
-    ends = model.get_input_embeddings(), model.get_output_embeddings()
-    return {
-        name: "vocab"
-        for name, module in model.named_modules()
-        if any(module is end for end in ends)
-    }
-
-
-def _heads(settings: PreTrainedConfig) -> tuple[int, int]:
-    """(of queries, of keys and values)."""
+def _heads(settings: PreTrainedConfig) -> tuple[int, int, int]:
+    """(heads of queries, of keys and values, their size)."""
     heads = settings.num_attention_heads
-    return heads, getattr(settings, "num_key_value_heads", None) or heads
-
-
-def _head_size(settings: PreTrainedConfig) -> int:
-    own = getattr(settings, "head_dim", None)
-    return own or settings.hidden_size // settings.num_attention_heads
-
-
-def _rows(settings: PreTrainedConfig) -> int:
-    """Of q, k and v together."""
-    heads, kv_heads = _heads(settings)
-    return (heads + 2 * kv_heads) * _head_size(settings)
+    width = getattr(settings, "head_dim", None) or settings.hidden_size // heads
+    return heads, getattr(settings, "num_key_value_heads", None) or heads, width

@@ -1,9 +1,9 @@
 """A tensor-parallel plan: patterns of module names, and how each of those modules is divided.
 
-    layers.*.attention: gather            # a module that takes whole activations in
-    layers.*.attention.wq: {colwise: 64}  # in heads of 64
-    layers.*.attention.wo: rowwise
-    layers.*.attention_norm: sequence
+    layers.*.self_attn: gather                    # a module that takes whole activations in
+    layers.*.self_attn.q_proj: {colwise: 64}  # in heads of 64
+    layers.*.self_attn.o_proj: rowwise
+    layers.*.input_layernorm: sequence
 
 A model's own is its method `tp_plan()`; a model's YAML file may give another as `tp_plan:`.
 """
@@ -21,6 +21,7 @@ from torch import nn
 from titanlike.config.errors import ConfigError, Problem, nearest
 from titanlike.config.schema import Config
 
+KEY = "model.tp_plan"
 STYLES = {
     "colwise": "a linear layer's output features; N = they are heads of N",
     "colwise_kv": "the same for keys and values: with fewer heads of N than ranks, heads are repeated",
@@ -56,13 +57,7 @@ _OTHER_WORDS = {
     "embedding_colwise": "vocab",
     "packed_rowwise": "rowwise",
     **dict.fromkeys(
-        (
-            "all_reduce",
-            "local_params",
-            "mla_kv_a_proj",
-            "moe_identity_expert",
-            "moe_tp_experts",
-        ),
+        ["all_reduce", "local_params", "mla_kv_a_proj", "moe_identity_expert", "moe_tp_experts"],
         "no entry: what has none is whole on each rank",
     ),
 }
@@ -81,12 +76,12 @@ class Entry:
         return len(pattern) == len(parts) and all(fnmatchcase(*pair) for pair in pairs)
 
 
-def parse_plan(plain: Mapping[str, Any], key: str = "model.tp_plan") -> list[Entry]:
+def parse_plan(plain: Mapping[str, Any]) -> list[Entry]:
     """The entries of a plan that is written as data. Raises ConfigError with every problem."""
     entries, problems = [], []
     if not isinstance(plain, Mapping):
-        example = "{'layers.*.ffn.up': colwise, 'layers.*.ffn.down': rowwise}"
-        raise ConfigError([Problem(key, plain, "must map names of modules to styles", example)])
+        example = "{'layers.*.up': colwise, 'layers.*.down': rowwise}"
+        raise ConfigError([Problem(KEY, plain, "must map names of modules to styles", example)])
     for pattern, value in plain.items():
         style, argument, head = value, None, 1
         if isinstance(value, Mapping):
@@ -97,7 +92,7 @@ def parse_plan(plain: Mapping[str, Any], key: str = "model.tp_plan") -> list[Ent
         style = str(style)
         if style not in STYLES:
             style = TRANSFORMERS.get(style, style)
-        at = f"{key}.{pattern}"
+        at = f"{KEY}.{pattern}"
         if style not in STYLES:
             near = nearest(style, STYLES)
             fix = near or f"a style: {', '.join(STYLES)}"
@@ -116,12 +111,12 @@ def parse_plan(plain: Mapping[str, Any], key: str = "model.tp_plan") -> list[Ent
 
 
 def _argument_problem(style: str, argument: Any) -> tuple[str, str] | None:
+    numbers = argument if isinstance(argument, tuple) else (argument,)
     if style == "packed_colwise":
-        several = isinstance(argument, tuple) and all(map(_positive, argument))
-        fine = several or _positive(argument)
+        fine = all(map(_positive, numbers))
         return None if fine else ("needs the number of matrices in one", "{packed_colwise: 3}")
     if style in ("colwise", "colwise_kv"):
-        fine = argument is None and style == "colwise" or _positive(argument)
+        fine = _positive(argument) or (argument is None and style == "colwise")
         return None if fine else ("needs the size of a head", f"{{{style}: 64}}")
     return None if argument is None else ("this style takes no number", style)
 
@@ -130,7 +125,7 @@ def _positive(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
-def named(model: nn.Module, entries: list[Entry], key: str) -> dict[str, Entry]:
+def named(model: nn.Module, entries: list[Entry]) -> dict[str, Entry]:
     """Module -> its entry. Raises ConfigError where a pattern matches none, or two match one."""
     found: dict[str, Entry] = {}
     problems, unmatched = [], {entry.pattern: entry for entry in entries}
@@ -143,21 +138,18 @@ def named(model: nn.Module, entries: list[Entry], key: str) -> dict[str, Entry]:
             if name in found:
                 reason = f"{name} is also named by {found[name].pattern}"
                 fix = "one entry for each module"
-                problems.append(Problem(f"{key}.{entry.pattern}", entry.style, reason, fix))
+                problems.append(Problem(f"{KEY}.{entry.pattern}", entry.style, reason, fix))
             found[name] = entry
     for pattern, entry in unmatched.items():
         fix, near = f"a module's name, such as {names[0]}", nearest(pattern, names)
         if near is not None:
             pairs = zip_longest(near.split("."), pattern.split("."))
             words = ["*" if given == "*" else word for word, given in pairs if word is not None]
-            fix = f"{key}.{'.'.join(words)}={entry.style}"
-        problems.append(Problem(f"{key}.{pattern}", entry.style, "matches no module", fix))
+            fix = f"{KEY}.{'.'.join(words)}={entry.style}"
+        problems.append(Problem(f"{KEY}.{pattern}", entry.style, "matches no module", fix))
     if problems:
         raise ConfigError(problems)
     return found
-
-
-KEY = "model.tp_plan"
 
 
 def written_plan(config: Config) -> Mapping[str, Any] | None:
@@ -181,4 +173,4 @@ def tensor_plan(config: Config, model: nn.Module) -> dict[str, Entry]:
         reason = f"{name} has no tensor-parallel plan"
         fix = f"tp=1 dp={config.dp * config.tp}, or a plan (docs/tensor_parallel.md)"
         raise ConfigError([Problem("tp", config.tp, reason, fix)])
-    return named(model, parse_plan(plain, KEY), KEY)
+    return named(model, parse_plan(plain))

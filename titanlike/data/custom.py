@@ -1,0 +1,212 @@
+"""Data of the user's own: a function that returns `sources.Data`, whose samples are checked and padded.
+
+Each sample is checked against the first. Shapes: B samples in a batch, T tokens of a sample or of the
+longest in a batch.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from titanlike.config.imports import import_object
+from titanlike.config.schema import Config, Custom
+from titanlike.data.order import GlobalBatchSampler, SimilarLengthBatchSampler
+from titanlike.data.registry import DataError, Vocabulary
+from titanlike.data.sources import Batch, Data, Pad, Source, VariableLength, stack
+
+REQUIRED = ("inputs", "targets")
+_COMMON_KEYS = ("workers", "changed")  # of every data, not arguments of a user's function
+
+
+def open_data(data: Custom, config: Config) -> Data:
+    """The `Data` that the user's function returns; its samples are checked when they are read.
+
+    It is called with `data.args`, without `workers` and `changed`, which are not its arguments, and
+    with `seq_len` if it takes it. Raises DataError where the result is not a Data, is empty, or has an
+    invalid `variable`.
+    """
+    function = _function(data)
+    arguments = {name: value for name, value in data.args.items() if name not in _COMMON_KEYS}
+    sizes = {"seq_len": config.seq_len}
+    try:
+        signature = inspect.signature(function)
+        parameters = signature.parameters
+        if not any(p.name == "seq_len" or p.kind == p.VAR_KEYWORD for p in parameters.values()):
+            sizes = {}
+        signature.bind(**arguments, **sizes)
+    except ValueError:  # of code that is not Python's
+        pass
+    except TypeError as error:
+        fix = "Give its arguments as data.NAME"
+        raise DataError("data.name", data.name, f"cannot be called ({error})", fix) from None
+    opened = function(**arguments, **sizes)
+    if not isinstance(opened, Data):
+        reason = f"the function returned {type(opened).__name__}"
+        fix = "Let it return a titanlike.data.sources.Data"
+        raise DataError("data.name", data.name, reason, fix)
+    for part, source in (("training", opened.train), ("validation", opened.validation)):
+        if len(source) < 1:
+            reason = f"its {part} part is empty"
+            raise DataError("data.name", data.name, reason, "It needs at least one sample")
+    variable, common = opened.variable, (data.name, config.seq_len, opened.variable)
+    if variable is not None:
+        _check_variable(variable, data.name, len(opened.train))
+    train = CheckedSource(opened.train, "training", *common)
+    train.lengths = None if variable is None else variable.lengths
+    validation = CheckedSource(opened.validation, "validation", *common)
+    return replace(opened, train=train, validation=validation)
+
+
+def vocabulary(data: Custom) -> Vocabulary:
+    return Vocabulary(None)
+
+
+def _check_function(data: Custom, config: Config) -> None:
+    _function(data)
+
+
+CHECKS = (_check_function,)
+
+
+def _function(data: Custom) -> Callable[..., Any]:
+    remedy = "Name a function as package.module.function, on the Python path"
+    try:
+        function = import_object(data.name)
+    except ValueError as error:
+        raise DataError("data.name", data.name, str(error), remedy) from None
+    if not callable(function):
+        raise DataError("data.name", data.name, "is not a function", remedy)
+    return function
+
+
+def _check_variable(variable: VariableLength, name: str, size: int) -> None:
+    def wrong(reason: str, remedy: str) -> DataError:
+        return DataError("data.name", name, f"its VariableLength has {reason}", remedy)
+
+    if not isinstance(variable.bucket, int) or variable.bucket < 1:
+        raise wrong(f"bucket={variable.bucket!r}", "Write a number of tokens, such as 64")
+    for field, pad in variable.padding.items():
+        if not isinstance(pad, Pad) or pad.dims < 1:
+            raise wrong(f"{pad!r} as padding of {field!r}", "Write Pad(value=0, dims=1)")
+    if "inputs" not in variable.padding:
+        raise wrong("no padding for 'inputs'", 'Write padding={"inputs": Pad(), ...}')
+    if variable.lengths is not None and len(variable.lengths) != size:
+        reason = f"{len(variable.lengths)} lengths for {size} training samples"
+        raise wrong(reason, "Give the length of each sample, or lengths=None")
+
+
+class CheckedSource:
+    """Reads a user's source. Raises DataError for an invalid sample, or one unlike the first."""
+
+    lengths: Sequence[int] | None = None  # of all samples, if batches should have similar lengths
+
+    def __init__(
+        self, source: Source, part: str, name: str, seq_len: int, variable: VariableLength | None
+    ) -> None:
+        """part: "training" or "validation"; name: of the user's function."""
+        self._source, self._name, self._part = source, name, part
+        self._seq_len, self.variable = seq_len, variable
+        self._padding = {} if variable is None else variable.padding
+        self._first: Batch | None = None
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+    def __getitem__(self, i: int) -> Batch:
+        if self._first is None:
+            self._first = self._read(0)
+            if i == 0:
+                return self._first
+        sample = self._read(i)
+        self._compare(i, sample, self._first)
+        return sample
+
+    def batch_sampler(self, config: Config, dp_rank: int, step: int) -> GlobalBatchSampler:
+        if self.lengths is None:
+            return GlobalBatchSampler(len(self), config, dp_rank, step)
+        return SimilarLengthBatchSampler(len(self), config, dp_rank, step, self.lengths)
+
+    def collate(self, samples: list[Batch]) -> Batch:
+        """The samples as one batch [B, ...], padded where lengths differ."""
+        if self.variable is None:
+            return stack(samples)
+        bucket, longest = self.variable.bucket, max(len(sample["inputs"]) for sample in samples)
+        return self._padded(samples, min(-(-longest // bucket) * bucket, self._seq_len))
+
+    def example(self) -> Batch:
+        """A batch of one sample, of the maximal length."""
+        return self._padded([self[0]], self._seq_len)
+
+    def _padded(self, samples: list[Batch], tokens: int) -> Batch:
+        batch = {}
+        for name, first in samples[0].items():
+            pad = self._padding.get(name)
+            if pad is None:
+                batch[name] = torch.stack([sample[name] for sample in samples])
+                continue
+            shape = (*(tokens,) * pad.dims, *first.shape[pad.dims :])
+            batch[name] = padded = first.new_full((len(samples), *shape), pad.value)
+            for row, sample in zip(padded, samples, strict=True):
+                row[tuple(slice(size) for size in sample[name].shape)] = sample[name]
+        return batch
+
+    def _wrong(self, i: int, reason: str, remedy: str) -> DataError:
+        return DataError("data.name", self._name, f"{self._part} sample {i} {reason}", remedy)
+
+    def _read(self, i: int) -> Batch:
+        """A sample, checked by itself."""
+        sample = self._source[i]
+        fields = "dict(inputs=tensor, targets=tensor)"
+        form = f"Return {fields}, with the other fields that the model takes"
+        if not isinstance(sample, Mapping):
+            raise self._wrong(i, f"is a {type(sample).__name__} and not a dict", form)
+        if missing := [name for name in REQUIRED if name not in sample]:
+            reason = f"has no {missing[0]!r} (it has {', '.join(map(str, sample)) or 'nothing'})"
+            raise self._wrong(i, reason, form)
+        for name, value in sample.items():
+            if not isinstance(value, Tensor):
+                remedy = "Convert it with torch.as_tensor"
+                raise self._wrong(i, f"has a {type(value).__name__} as {name!r}", remedy)
+        inputs = sample["inputs"]
+        longer = inputs.dim() and inputs.size(0) > self._seq_len
+        # inputs other than tokens, such as images, may have any size
+        tokens = self._padding or (inputs.dim() == 1 and not inputs.is_floating_point())
+        if longer and tokens:
+            reason = f"has {inputs.size(0)} tokens, more than seq_len={self._seq_len}"
+            remedy = f"Truncate it, or write seq_len={inputs.size(0)}"
+            raise self._wrong(i, reason, remedy)
+        for name, pad in self._padding.items():
+            if name not in sample:
+                remedy = "Remove it from the padding of VariableLength"
+                raise self._wrong(i, f"has no {name!r}, which VariableLength pads", remedy)
+            shape = list(sample[name].shape)
+            if shape[: pad.dims] != [inputs.size(0) if inputs.dim() else None] * pad.dims:
+                reason = f"has {name!r} of shape {shape} and inputs of {list(inputs.shape)}"
+                needed = f"[{'T, ' * pad.dims}...]"
+                remedy = f"With its padding its shape must be {needed} where inputs are [T, ...]"
+                raise self._wrong(i, reason, remedy)
+        return dict(sample)
+
+    def _compare(self, i: int, sample: Batch, first: Batch) -> None:
+        if sample.keys() != first.keys():
+            odd = ", ".join(sorted(map(repr, sample.keys() ^ first.keys())))
+            reason = f"and sample 0 do not both have {odd}"
+            raise self._wrong(i, reason, "Return the same keys in all samples")
+        for name, value in sample.items():
+            other = first[name]
+            if value.dtype != other.dtype:
+                reason = f"has {name!r} of {value.dtype}, and sample 0 of {other.dtype}"
+                raise self._wrong(i, reason, "Return the same dtypes in all samples")
+            dims = self._padding[name].dims if name in self._padding else 0  # of variable size
+            if value.shape[dims:] != other.shape[dims:] or value.dim() != other.dim():
+                reason = f"has {name!r} of shape {list(value.shape)}, sample 0 {list(other.shape)}"
+                remedy = "Return samples of equal shapes, or give Data a variable=VariableLength()"
+                if self.variable is not None:
+                    remedy = f"Return equal shapes, or give VariableLength a padding for {name!r}"
+                raise self._wrong(i, reason, remedy)

@@ -1,0 +1,128 @@
+"""The global order of samples: shuffled without memory, and which a dp rank reads in each step.
+
+Step s is samples [s * batch_size, (s + 1) * batch_size) of the order. An epoch's order is a pseudo-random permutation of 0..size-1, computed for one position at a time:
+a Feistel network permutes the smallest domain of 4^k numbers that contains `size`, and numbers
+outside of 0..size-1 are permuted again until they are inside (cycle walking; Black and Rogaway,
+"Ciphers with Arbitrary Finite Domains", 2002). So the order depends on (seed, size, position)
+alone: not on the mesh, and not on what was read before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import overload
+
+import numpy as np
+
+from titanlike.config.schema import Config
+
+_BLOCK = 1024  # samples whose order is computed at once
+_WINDOW = 64  # steps within which samples are sorted by length
+_ROUNDS = 8  # four suffice for large domains (Luby, Rackoff), small ones need eight to be uniform
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_MASK64 = (1 << 64) - 1
+
+
+def splitmix64(x: np.ndarray) -> np.ndarray:
+    """The finalizer of splitmix64: a bijective hash of a uint64 array."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+@overload
+def shuffled_index(position: int, size: int, seed: int) -> int: ...
+@overload
+def shuffled_index(position: np.ndarray, size: int, seed: int) -> np.ndarray: ...
+def shuffled_index(position: int | np.ndarray, size: int, seed: int) -> int | np.ndarray:
+    """The sample at `position` of the run, in 0..size-1; the epoch is position // size.
+
+    position: an int >= 0 (returns an int) or an array (returns an int64 array of its shape). Every
+    epoch of every seed has another permutation.
+    """
+    assert size >= 1, "the data set is empty"
+    shape = np.shape(position)
+    epoch, x = np.divmod(np.atleast_1d(np.asarray(position, np.uint64)), np.uint64(size))
+    key = splitmix64(splitmix64(np.array([seed & _MASK64], np.uint64)) + epoch * _GOLDEN)
+    half = max(1, ((size - 1).bit_length() + 1) // 2)  # bits in each half of a number
+    x = _permute(x, key, half)
+    while (outside := x >= np.uint64(size)).any():
+        x[outside] = _permute(x[outside], key[outside], half)
+    return x.astype(np.int64).reshape(shape) if shape else int(x[0])
+
+
+def _permute(x: np.ndarray, key: np.ndarray, half: int) -> np.ndarray:
+    """A Feistel network on 2 * half bits; its round function is a splitmix64 stream of `key`."""
+    bits, mask = np.uint64(half), np.uint64((1 << half) - 1)
+    left, right = x >> bits, x & mask
+    for turn in range(_ROUNDS):
+        # element (turn, right) of the stream; right has at most 32 bits
+        element = right | np.uint64(turn << 32)
+        left, right = right, left ^ (splitmix64(key + element * _GOLDEN) & mask)
+    return left << bits | right
+
+
+def is_for_validation(document: int, fraction: float) -> bool:
+    """Whether a document of a corpus, by its number from 0, is in the validation part."""
+    return int(splitmix64(np.array([document + 1], np.uint64))[0]) < fraction * 2.0**64
+
+
+class GlobalBatchSampler:
+    """The sample numbers of a dp rank's slice of each step, endless.
+
+    Computed for `_BLOCK` samples or more at once, which takes hardly longer than for one step.
+    """
+
+    def __init__(self, size: int, config: Config, dp_rank: int, step: int) -> None:
+        assert config.batch_size % config.dp == 0, "batch_size must divide into dp parts"
+        self._size, self._seed = size, config.seed
+        self._global, self._local = config.batch_size, config.batch_size // config.dp
+        self._offset = dp_rank * self._local
+        self._step = step
+        self._steps = max(1, _BLOCK // self._local)  # steps in a block
+        self._block: tuple[int, list[list[int]]] = (-1, [])  # (its number, samples of each step)
+
+    def __iter__(self) -> GlobalBatchSampler:
+        return self
+
+    def __next__(self) -> list[int]:
+        number, row = divmod(self._step, self._steps)
+        if number != self._block[0]:
+            steps = np.arange(number * self._steps, (number + 1) * self._steps)
+            self._block = (number, self._samples(steps).tolist())
+        self._step += 1
+        return self._block[1][row]
+
+    def _samples(self, steps: np.ndarray) -> np.ndarray:
+        """This dp rank's samples of a block of steps, [steps, samples of a step]."""
+        first = steps[:, None] * self._global + self._offset
+        return shuffled_index(first + np.arange(self._local), self._size, self._seed)
+
+    def state_dict(self) -> dict[str, int]:
+        return {"step": self._step}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self._step = state["step"]
+
+
+class SimilarLengthBatchSampler(GlobalBatchSampler):
+    """The same samples in every `_WINDOW` steps, but those of a step have similar lengths.
+
+    A window's samples are sorted by length and cut into steps, whose order is then shuffled. So the
+    order depends on seed, step and the lengths alone.
+    """
+
+    def __init__(
+        self, size: int, config: Config, dp_rank: int, step: int, lengths: Sequence[int]
+    ) -> None:
+        super().__init__(size, config, dp_rank, step)
+        self._lengths = np.asarray(lengths)
+        self._steps = _WINDOW
+
+    def _samples(self, steps: np.ndarray) -> np.ndarray:
+        positions = steps[:, None] * self._global + np.arange(self._global)
+        samples = shuffled_index(positions.reshape(-1), self._size, self._seed)
+        by_length = samples[np.argsort(self._lengths[samples], kind="stable")]
+        turns = shuffled_index(steps, len(steps), self._seed)  # another shuffle in each window
+        mine = slice(self._offset, self._offset + self._local)
+        return by_length.reshape(len(steps), self._global)[turns, mine]

@@ -1,0 +1,459 @@
+"""Text (`data=text`): documents of files, tokenized once into a cache, then packed into sequences.
+
+A document is a text file, a line of a JSONL file, or a row of a Parquet file. Without a path the
+corpus is the source files of Python's standard library, which every machine has. Files are sorted,
+so that the order of documents depends on the files alone.
+
+1. The key of a cache entry is a hash of the files, the tokenizer, the text's key, the validation
+   fraction and FORMAT. A complete entry is used again.
+2. Each document is written as its boundary token and its ids to train.bin or validation.bin
+   (little-endian uint16 or uint32). Which of them depends on the document's number alone.
+3. A part without documents gets the last document of the other part, or the end of the only one.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import io
+import json
+import os
+import platform
+import shutil
+import sysconfig
+import tempfile
+import zlib
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, TypeVar, cast
+
+import numpy as np
+
+from titanlike.config.files import open_regular, read_object
+from titanlike.config.schema import ChatData, Config, HFData, MixtureData, TextData
+from titanlike.data.order import is_for_validation
+from titanlike.data.registry import DataError, Vocabulary, missing_package
+from titanlike.data.tokenizer import Tokenizer, open_tokenizer
+from titanlike.data.tokens import TokenFile
+
+if TYPE_CHECKING:
+    from titanlike.data.sources import Data
+
+# Files read from a folder; a path of a single file may have any suffix.
+SUFFIXES = frozenset(
+    (".jsonl", ".parquet", ".txt", ".text", ".md", ".rst", ".tex", ".html", ".xml", ".csv", ".tsv")
+    + (".json", ".yaml", ".yml", ".toml", ".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu")
+    + (".java", ".js", ".ts", ".go", ".rs", ".rb", ".sh", ".sql")
+)
+COMPRESSED = (".gz", ".zst")
+
+# Folders of the standard library that are skipped: installed packages and tests.
+SKIPPED = frozenset(
+    ("site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__")
+)
+
+FORMAT = 1  # part of the key: increment it when the files are written differently
+PARTS = ("train", "validation")
+_MAX_UNUSED = 4  # the model's token ids for each one of data.path=null
+
+_T = TypeVar("_T")
+
+
+def open_data(data: TextData, config: Config) -> Data:
+    version = platform.python_version()
+    what = data.path or f"the sources of Python {version}'s standard library"
+    return open_texts(data, config, what, identity(data), texts(data))
+
+
+def open_texts(
+    data: TextData | HFData, config: Config, what: str, source: list[Any], documents: Iterable[str]
+) -> Data:
+    """Documents as data, from the cache or tokenized now. source: what they depend on, as JSON."""
+    from titanlike.data.sources import packed_data  # imports torch
+
+    tokenizer = open_tokenizer(data.tokenizer)
+    corpus = tokenize_corpus(data, tokenizer, source, documents)
+    parts = {
+        part: [TokenFile(corpus.path(part), corpus.dtype, 0, corpus.tokens[part])] for part in PARTS
+    }
+    what += f" in {data.tokenizer}"
+    return packed_data(config, parts, corpus.vocab_size, corpus.boundary, tokenizer, what)
+
+
+def vocabulary(data: TextData | HFData | ChatData) -> Vocabulary:
+    tokenizer = open_tokenizer(data.tokenizer)
+    return Vocabulary(tokenizer.vocab_size, data.tokenizer, tokenizer.boundary)
+
+
+def check_tokenizer(data: TextData | HFData | ChatData | MixtureData, config: Config) -> None:
+    open_tokenizer(data.tokenizer)
+
+
+def _check_files(data: TextData, config: Config) -> None:
+    files = find_files(data.path)
+    if (parquet := next((f for f in files if f.suffix.lower() == ".parquet"), None)) is not None:
+        _parquet_file(parquet).close()
+
+
+def _check_stand_in(data: TextData, config: Config) -> Iterator[DataError]:
+    """A model of a large vocabulary needs real data: data.path=null is for the small ones."""
+    model_size = config.model.args.get("vocab_size")
+    if data.path is not None or not isinstance(model_size, int):
+        return
+    try:
+        size = vocabulary(data).size
+    except DataError:  # of the tokenizer, found by `check_tokenizer`
+        return
+    if size is not None and model_size > _MAX_UNUSED * size:
+        reason = (
+            f"the model has {model_size:,} token ids, and without data.path it would be trained on "
+            f"Python's own sources, which have {size}"
+        )
+        tokens = f"data=tokens data.path=FILE data.vocab_size={model_size}"
+        tokens += " data.dtype=uint32" if model_size > 1 << 16 else ""
+        synthetic = f"data=synthetic data.vocab_size={model_size}"
+        text = "data=text data.path=FOLDER data.tokenizer=TOKENIZER"
+        fix = f"Write {tokens}, or {text}; to try the model's speed, {synthetic}"
+        yield DataError("data.path", "null", reason, fix)
+
+
+CHECKS = (check_tokenizer, _check_files, _check_stand_in)
+
+
+# --- files --------------------------------------------------------------------------------------
+
+
+def find_files(path: str | None) -> list[Path]:
+    """The files of `data.path` (null: the standard library's), absolute and sorted.
+
+    Raises DataError where no file is found.
+    """
+    if path is None:
+        return files_under(Path(sysconfig.get_paths()["stdlib"]), {".py"}, skipped=SKIPPED)
+    root = Path(path).expanduser().resolve()
+    if files := files_under(root, SUFFIXES):
+        return files
+    more = " with text, JSONL or Parquet, or data.path=null for Python's own sources"
+    raise no_files("data.path", path, root, SUFFIXES, more)
+
+
+def files_under(
+    root: Path,
+    suffixes: Collection[str],
+    *,
+    compressed: bool = False,
+    skipped: Collection[str] = (),
+) -> list[Path]:
+    """The file, or a folder's with one of the suffixes, sorted.
+
+    Hidden files and folders, and links to folders, are skipped. compressed: a.jsonl.gz is one, too.
+    """
+    if root.is_file():
+        return [root]
+    files: list[Path] = []
+    for folder, folders, names in os.walk(root):
+        folders[:] = [f for f in folders if f not in skipped and not f.startswith(".")]
+        visible = (Path(folder, name) for name in names if not name.startswith("."))
+        files += [f for f in visible if (_kind(f) if compressed else f.suffix.lower()) in suffixes]
+    return sorted(files)
+
+
+def no_files(
+    key: str, path: object, root: Path, suffixes: Collection[str], more: str = ""
+) -> DataError:
+    """The error where there is no file. more: what else to say where there is no such path."""
+    if not root.is_dir():
+        reason = f"there is no such file or folder (from {os.getcwd()})"
+        return DataError(key, path, reason, f"Give the path of a file or folder{more}")
+    fix = f"Give a file, or a folder with files that end in {' '.join(sorted(suffixes))}"
+    return DataError(key, path, f"no file to read in {root}", fix)
+
+
+def file_states(files: Iterable[Path]) -> list[tuple[str, int, int]]:
+    """(path, size, time) of each: other files, or edited ones, have others. Raises DataError."""
+    try:
+        return [(str(f), (s := f.stat()).st_size, s.st_mtime_ns) for f in files]
+    except OSError as error:
+        reason = f"cannot be read ({error.strerror})"
+        raise DataError("data.path", error.filename, reason, "Fix or delete it") from None
+
+
+def identity(data: TextData) -> list[Any]:
+    """What the texts depend on, as JSON: the key of their cache entry."""
+    return file_states(find_files(data.path))
+
+
+def texts(data: TextData) -> Iterator[str]:
+    """The texts of all files, in order, without empty and null ones.
+
+    Raises DataError with file and line for what cannot be read.
+    """
+    yield from documents(find_files(data.path), data.text_key)
+
+
+def documents(files: Iterable[Path], text_key: str) -> Iterator[str]:
+    for file in files:
+        for record in records(file, text_key):
+            if isinstance(record, str):
+                yield record
+                continue
+            line = f"line {record.number} " if record.number else ""
+            if record.misses_text:
+                reason = f"{line and line + 'of '}{file} {record.reason}"
+                fix = "Name the field, or the column, that holds the text"
+                raise DataError("data.text_key", text_key, reason, fix)
+            fix = "Give UTF-8 text that can be read, or remove the file from the folder"
+            fix = "Fix or delete that line; each must be one JSON object" if line else fix
+            raise DataError("data.path", file, line + record.reason, fix)
+
+
+# --- records ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class BadRecord:
+    """A record that cannot be read: its number in the file, from 1; 0 = the rest of the file."""
+
+    number: int
+    reason: str
+    misses_text: bool = False  # under `text_key`
+
+
+def records(path: Path, text_key: str) -> Iterator[str | BadRecord]:
+    """The texts of a file, without empty and null ones, and what is bad.
+
+    text_key: the field (JSONL) or column (Parquet) of the text. Raises DataError for a package that is
+    missing.
+    """
+    kind = _kind(path)
+    try:
+        if kind == ".parquet":
+            yield from _parquet(path, text_key)
+        elif kind == ".jsonl":
+            with opened(path) as lines:
+                for number, line in enumerate(lines, 1):
+                    if line.strip() and (record := _jsonl(line, number, text_key)):
+                        yield record
+        else:
+            with opened(path) as file:
+                content = file.read()
+            try:
+                text = content.decode()
+            except UnicodeDecodeError as error:
+                yield BadRecord(0, f"is not UTF-8 text (byte {error.start})")
+            else:
+                if text:
+                    yield text
+    except (OSError, EOFError, zlib.error) as error:  # BadGzipFile is an OSError
+        reason = getattr(error, "strerror", None) or error
+        yield BadRecord(0, f"cannot be read to its end ({reason})")
+    except DataError:
+        raise
+    except Exception as error:  # zstandard and pyarrow raise errors of their own
+        yield BadRecord(0, f"cannot be read to its end ({type(error).__name__}: {error})")
+
+
+def _jsonl(line: bytes, number: int, text_key: str) -> str | BadRecord | None:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        return BadRecord(number, f"is not JSON ({error})")
+    if not isinstance(row, dict):
+        return BadRecord(number, "is not an object", True)
+    if text_key not in row:
+        reason = f"has no field {text_key} (its fields are {', '.join(row)})"
+        return BadRecord(number, reason, True)
+    text = row[text_key]
+    if not isinstance(text, str | None):
+        return BadRecord(number, f"holds {type(text).__name__} in {text_key}, not text", True)
+    # JSON can contain half a surrogate pair, which is not a character: it becomes "?"
+    return text and text.encode(errors="replace").decode()
+
+
+def _parquet(path: Path, text_key: str) -> Iterator[str | BadRecord]:
+    with _parquet_file(path) as table:
+        columns = {column.name: column.type for column in table.schema_arrow}
+        there = f"(its columns are {', '.join(columns)})"
+        if text_key not in columns:
+            yield BadRecord(0, f"has no column {text_key} {there}", True)
+        elif "string" not in str(columns[text_key]):
+            yield BadRecord(0, f"holds {columns[text_key]} in {text_key}, not text {there}", True)
+        else:
+            for batch in table.iter_batches(batch_size=1024, columns=[text_key]):
+                yield from filter(None, batch.column(0).to_pylist())
+
+
+def _parquet_file(file: Path) -> Any:
+    """The opened pyarrow.parquet.ParquetFile."""
+    try:
+        from pyarrow import ArrowInvalid, parquet
+    except ImportError:
+        raise missing_package("data.path", file, "pyarrow", "text") from None
+    try:
+        return parquet.ParquetFile(file)
+    except ArrowInvalid as error:
+        reason = f"is not a Parquet file ({error})"
+        raise DataError("data.path", file, reason, "Give a complete Parquet file") from None
+
+
+def _kind(path: Path) -> str:
+    """The suffix that says how a file is read: .jsonl of a.jsonl.gz."""
+    inner = path.with_suffix("") if path.suffix.lower() in COMPRESSED else path
+    return inner.suffix.lower()
+
+
+def opened(path: Path) -> IO[Any]:
+    """A file's content, decompressed. Raises DataError for a package that is missing."""
+    if path.suffix.lower() == ".gz":
+        return cast(IO[Any], gzip.open(path, "rb"))  # a BufferedIOBase, in typeshed not an IO
+    if path.suffix.lower() != ".zst":
+        return open_regular(path)
+    try:
+        from zstandard import ZstdDecompressor
+    except ImportError:
+        raise missing_package("data.path", path, "zstandard", "zstd") from None
+    stream = ZstdDecompressor().stream_reader(open_regular(path), read_across_frames=True)
+    return io.BufferedReader(stream)
+
+
+# --- the cache ----------------------------------------------------------------------------------
+
+
+def cached(
+    cache: str | None,
+    name: str,
+    read: Callable[[Path], _T | None],
+    write: Callable[[Path], object],
+) -> _T:
+    """An entry of `data.cache`: what `read` returns of its folder, which `write` fills if need be.
+
+    It is written under a temporary name and then renamed, so that several processes may do this
+    concurrently and none reads an incomplete one. Raises DataError for a cache that cannot be written.
+    """
+    root = Path(cache or "~/.cache/titanlike").expanduser().resolve()
+    folder = root / name
+    if (entry := read(folder)) is not None:
+        return entry
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix="unfinished-", dir=root) as parent:
+            unfinished = Path(parent, "entry")
+            unfinished.mkdir()
+            write(unfinished)
+            try:
+                os.rename(unfinished, folder)
+            except OSError:  # the folder exists
+                if read(folder) is None:
+                    shutil.rmtree(folder, ignore_errors=True)
+                    os.rename(unfinished, folder)
+    except OSError as error:
+        reason = f"the folder cannot be written ({error.strerror or error})"
+        fix = "Give a writable folder with 2 to 4 bytes of space per token: "
+        raise DataError("data.cache", root, reason, fix + "data.cache=/tmp/titanlike") from None
+    entry = read(folder)
+    assert entry is not None, f"{folder} was just written"
+    return entry
+
+
+def cache_key(content: list[Any]) -> str:
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:32]
+
+
+@dataclass
+class TokenizedCorpus:
+    """An entry of the cache: `folder`/train.bin, validation.bin, meta.json (the other fields)."""
+
+    folder: Path
+    dtype: str  # "uint16" or "uint32"
+    vocab_size: int
+    boundary: int  # id of the token that begins each document
+    tokens: dict[str, int]  # part -> number of tokens, boundaries included
+    documents: dict[str, int]  # part -> number of documents
+
+    def path(self, part: str) -> Path:
+        return self.folder / f"{part}.bin"
+
+
+def tokenize_corpus(
+    data: TextData | HFData, tokenizer: Tokenizer, source: list[Any], documents: Iterable[str]
+) -> TokenizedCorpus:
+    """The tokenized documents, from the cache or tokenized now. source: as of `open_texts`.
+
+    Raises DataError for a corpus without text, and for a cache folder that cannot be written.
+    """
+    key = [FORMAT, source, tokenizer.fingerprint, data.text_key, data.validation_fraction]
+    return cached(
+        data.cache,
+        cache_key(key),
+        _read_corpus,
+        lambda folder: _write_corpus(folder, data, tokenizer, documents),
+    )
+
+
+def _read_corpus(folder: Path) -> TokenizedCorpus | None:
+    """The entry, or None if it is missing or incomplete (a crash may truncate a file)."""
+    try:
+        entry = TokenizedCorpus(folder, **read_object(folder / "meta.json"))
+        itemsize = np.dtype(entry.dtype).itemsize
+        sizes = [entry.path(part).stat().st_size for part in PARTS]
+        return entry if sizes == [entry.tokens[part] * itemsize for part in PARTS] else None
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return None
+
+
+def _write_corpus(
+    folder: Path, data: TextData | HFData, tokenizer: Tokenizer, documents: Iterable[str]
+) -> None:
+    none = dict.fromkeys(PARTS, 0)
+    sizes = (tokenizer.vocab_size, tokenizer.boundary)
+    entry = TokenizedCorpus(folder, token_dtype(tokenizer), *sizes, {**none}, {**none})
+    last = {**none}  # tokens in each part's last document
+    with ExitStack() as stack:
+        out = {part: stack.enter_context(open(entry.path(part), "wb")) for part in PARTS}
+        for number, document in enumerate(separated_documents(tokenizer, documents)):
+            is_held = is_for_validation(number, data.validation_fraction)
+            part = "validation" if is_held else "train"
+            out[part].write(document.data)
+            entry.tokens[part] += len(document)
+            entry.documents[part] += 1
+            last[part] = len(document)
+    if not any(entry.documents.values()):
+        raise DataError("data.path", data.path, "it contains no text", "Give files with some text")
+    for empty, full in (PARTS, PARTS[::-1]):
+        if entry.documents[empty] == 0:
+            _move_last(entry, empty, full, last[full], data.validation_fraction)
+    meta = {name: value for name, value in asdict(entry).items() if name != "folder"}
+    (folder / "meta.json").write_text(json.dumps(meta))
+
+
+def token_dtype(tokenizer: Tokenizer) -> str:
+    """The type of its ids in files."""
+    return "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
+
+
+def separated_documents(tokenizer: Tokenizer, texts: Iterable[str]) -> Iterator[np.ndarray]:
+    """Each document as it is written: its boundary token and its ids."""
+    dtype = np.dtype(token_dtype(tokenizer)).newbyteorder("<")
+    for ids in tokenizer.encode_many(texts):
+        document = np.empty(len(ids) + 1, dtype)
+        document[0] = tokenizer.boundary
+        document[1:] = ids
+        yield document
+
+
+def _move_last(entry: TokenizedCorpus, empty: str, full: str, last: int, fraction: float) -> None:
+    """Move the last document of part `full` to the empty part; if it is the only one, cut it."""
+    tokens = np.fromfile(entry.path(full), np.dtype(entry.dtype).newbyteorder("<"))
+    if entry.documents[full] > 1:
+        rest, moved = tokens[:-last], tokens[-last:]
+        entry.documents[full] -= 1
+    else:
+        cut = len(tokens) - max(1, round((len(tokens) - 1) * fraction))
+        parts = {"train": tokens[:cut], "validation": np.append(tokens[:1], tokens[cut:])}
+        rest, moved = parts[full], parts[empty]
+    entry.documents[empty] = 1
+    for part, values in ((full, rest), (empty, moved)):
+        values.tofile(entry.path(part))
+        entry.tokens[part] = len(values)

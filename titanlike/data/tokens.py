@@ -1,0 +1,226 @@
+"""Token ids in files (`data=tokens`), memory-mapped: .npy, raw little-endian integers, and folders that
+`titanlike tokenize` writes:
+
+    index.json         the files below, their dtype, the vocabulary, the token between documents
+    tokens-00000.bin   ids, little-endian; each document begins with that token
+    tokenizer/         the tokenizer's files, unless it is that of bytes
+    bad.jsonl          records that could not be read, if they were skipped
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from titanlike.config.files import read_object
+from titanlike.config.schema import Config, TokenData
+from titanlike.data.registry import DataError, Vocabulary
+from titanlike.data.tokenizer import open_tokenizer
+
+if TYPE_CHECKING:
+    from titanlike.data.sources import Data
+
+INDEX, TOKENIZER = "index.json", "tokenizer"
+FORMAT = 1
+_AGAIN = "Run titanlike tokenize again: it goes on where it was"
+_MAX_SEARCHED = 1 << 24  # tokens, for the document boundary
+_CHUNK = 1 << 20  # tokens searched at once
+
+
+@dataclass(frozen=True)
+class TokenFile:
+    """ids start..stop of a file."""
+
+    path: Path
+    dtype: str  # of a raw file
+    start: int
+    stop: int
+
+    @property
+    def count(self) -> int:
+        return self.stop - self.start
+
+
+Parts = Mapping[str, Sequence[TokenFile]]  # "train", "validation" -> files
+
+
+@dataclass(frozen=True)
+class TokenSet:
+    """All files of `data.path`, in order. tokenizer: its name or path, None = not known."""
+
+    files: list[TokenFile]
+    vocab_size: int
+    boundary: int | None
+    tokenizer: str | None
+
+    def parts(self, validation_fraction: float) -> Parts:
+        """The end of all tokens is for validation."""
+        count = sum(file.count for file in self.files)
+        cut = count - round(count * validation_fraction)
+        return {"train": self._between(0, cut), "validation": self._between(cut, count)}
+
+    def _between(self, start: int, stop: int) -> list[TokenFile]:
+        """The files, and parts of files, that have these of all ids."""
+        between, before = [], 0
+        for file in self.files:
+            low, high = max(start - before, 0), min(stop - before, file.count)
+            if low < high:
+                between.append(replace(file, start=file.start + low, stop=file.start + high))
+            before += file.count
+        return between
+
+
+def open_data(data: TokenData, config: Config) -> Data:
+    from titanlike.data.sources import packed_data  # imports torch
+
+    tokens = read_tokens(data)
+    parts = tokens.parts(data.validation_fraction)
+    tokenizer = None if tokens.tokenizer is None else open_tokenizer(tokens.tokenizer)
+    what = ", ".join(map(str, _paths(data)))
+    what += f" in {len(tokens.files):,} files" if len(tokens.files) > 1 else ""
+    return packed_data(config, parts, tokens.vocab_size, tokens.boundary, tokenizer, what)
+
+
+def vocabulary(data: TokenData) -> Vocabulary:
+    tokens = read_tokens(data)
+    return Vocabulary(tokens.vocab_size, tokens.tokenizer, tokens.boundary)
+
+
+def _check_lengths(data: TokenData, config: Config) -> Iterator[DataError]:
+    tokens = read_tokens(data)
+    if 0 < data.validation_fraction < 1:
+        yield from too_short(tokens.parts(data.validation_fraction), config.seq_len)
+
+
+def _check_boundary(data: TokenData, config: Config) -> Iterator[DataError]:
+    """documents=true needs a boundary token that occurs in the file; its beginning is searched."""
+    if not data.documents:
+        return
+    tokens = read_tokens(data)
+    boundary, remedy = tokens.boundary, "Write the id of the token that begins a document"
+    remedy += ", data.boundary=0"
+    if boundary is None:
+        yield DataError("data.boundary", "null", "documents=true needs the boundary token", remedy)
+    elif not 0 <= boundary < tokens.vocab_size:
+        reason = f"is not a token id below data.vocab_size={tokens.vocab_size}"
+        yield DataError("data.boundary", boundary, reason, remedy)
+    else:
+        ids = open_tokens(tokens.files[0].path, tokens.files[0].dtype)[:_MAX_SEARCHED]
+        chunks = (ids[at : at + _CHUNK] for at in range(0, len(ids), _CHUNK))
+        if not any((chunk == boundary).any() for chunk in chunks):
+            reason = f"is not among the first {len(ids):,} tokens"
+            yield DataError("data.boundary", boundary, reason, f"{remedy}, or data.documents=false")
+
+
+CHECKS = (_check_lengths, _check_boundary)
+
+
+def too_short(parts: Parts, seq_len: int) -> Iterator[DataError]:
+    """An error for each part of the data that is shorter than one sequence."""
+    for part, files in parts.items():
+        count = sum(file.count for file in files)
+        if count <= seq_len:
+            reason = f"the {part} part of the data has {count} tokens, a sequence needs seq_len + 1"
+            fix = "Give more text with data.path"
+            fix += ", or raise data.validation_fraction" if part == "validation" else ""
+            fix += f", or write seq_len={count - 1}" if count > 1 else ""
+            yield DataError("seq_len", seq_len, reason, fix)
+
+
+# --- files --------------------------------------------------------------------------------------
+
+
+def open_tokens(path: Path, dtype: str) -> np.ndarray:
+    """The ids in the file [tokens], mapped read-only.
+
+    dtype: "uint16" or "uint32", of a raw file; a .npy file contains its own. Raises DataError where
+    the file is missing, empty, or of another format.
+    """
+    if not path.is_file():
+        fix = "Give a .npy or raw .bin file of token ids"
+        raise DataError("data.path", path, "there is no such file", fix)
+    if path.suffix == ".npy":
+        remedy = "Save a one-dimensional array of integers with numpy.save"
+        try:
+            tokens = np.load(path, mmap_mode="r", allow_pickle=False)
+        except (ValueError, EOFError, OSError) as error:
+            raise DataError("data.path", path, f"is not a .npy file ({error})", remedy) from None
+        if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+            form = f"an array of {tokens.dtype} and shape {tokens.shape}"
+            raise DataError("data.path", path, f"is {form}, not a list of token ids", remedy)
+        return np.asarray(tokens)
+    itemsize = np.dtype(dtype).itemsize
+    size = path.stat().st_size
+    if size == 0 or size % itemsize:
+        reason = f"{size} bytes are not a multiple of the {itemsize} bytes of a {dtype} token id"
+        fix = "Give a complete file, and data.dtype=uint16 or data.dtype=uint32 as it was written"
+        raise DataError("data.path", path, reason, fix)
+    # A plain array over the map: slicing np.memmap itself is several times slower.
+    return np.asarray(np.memmap(path, mode="r", dtype=np.dtype(dtype).newbyteorder("<")))
+
+
+def read_tokens(data: TokenData) -> TokenSet:
+    """The files and folders of `data.path`; sizes are compared with the index, contents are not read.
+
+    Raises DataError for what is missing or incomplete, and for folders of different tokenizers.
+    """
+    files: list[TokenFile] = []
+    indices: list[tuple[Path, dict[str, Any]]] = []
+    for path in _paths(data):
+        if path.is_dir():
+            index = _read_index(path)
+            indices.append((path, index))
+            files += _files_of(path, index)
+        else:
+            files.append(TokenFile(path, data.dtype, 0, len(open_tokens(path, data.dtype))))
+    if not files:
+        raise DataError("data.path", data.path, "names no file", "Give a file, or a folder")
+    vocab_size, boundary, tokenizer = data.vocab_size, data.boundary, None
+    if indices:
+        folder, first = indices[0]
+        for path, index in indices:
+            if index["tokenizer"] != first["tokenizer"]:
+                reason = f"was written with another tokenizer than {folder}"
+                raise DataError("data.path", path, reason, "Tokenize both with the same one")
+        vocab_size = first["vocab_size"] if vocab_size is None else vocab_size
+        boundary = first["boundary"] if boundary is None else boundary
+        tokenizer = "bytes" if first["tokenizer"] == "bytes" else str(folder / TOKENIZER)
+    if vocab_size is None:
+        reason = "a file of ids does not say how many there are"
+        fix = "Write data.vocab_size=50257, or as it is"
+        raise DataError("data.vocab_size", "null", reason, fix)
+    return TokenSet(files, vocab_size, boundary, tokenizer)
+
+
+def _paths(data: TokenData) -> list[Path]:
+    paths = [data.path] if isinstance(data.path, str) else data.path
+    return [Path(os.path.expanduser(path)) for path in paths]
+
+
+def _read_index(folder: Path) -> dict[str, Any]:
+    try:
+        index = read_object(folder / INDEX)
+    except FileNotFoundError:
+        reason = f"has no {INDEX}: its tokenization has not been completed, or it is none"
+        raise DataError("data.path", folder, reason, _AGAIN) from None
+    except (OSError, ValueError) as error:
+        raise DataError("data.path", folder, f"{INDEX} cannot be read ({error})", _AGAIN) from None
+    if index.get("format") != FORMAT:
+        reason = f"has format {index.get('format')}, and this version reads {FORMAT}"
+        raise DataError("data.path", folder, reason, "Tokenize it again")
+    return index
+
+
+def _files_of(folder: Path, index: dict[str, Any]) -> Iterator[TokenFile]:
+    for entry in index["files"]:
+        path, size = folder / entry["name"], entry["tokens"] * np.dtype(index["dtype"]).itemsize
+        if not path.is_file() or path.stat().st_size != size:
+            reason = f"does not have the {size:,} bytes of {INDEX}"
+            raise DataError("data.path", path, reason, _AGAIN)
+        if entry["tokens"]:
+            yield TokenFile(path.resolve(), index["dtype"], 0, entry["tokens"])

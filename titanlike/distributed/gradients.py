@@ -1,0 +1,143 @@
+"""Gradients that several ranks must agree on: of tied weights, and of parameters that none reached.
+
+Tied weights are one parameter of the model that several stages hold a copy of. The copies are
+initialized equal (from the parameter's name), and each step their gradients are summed: locally where
+they are on one rank, else by an all-reduce among the pipeline ranks that hold one. So they take the
+same updates and stay equal to the last bit.
+
+A parameter that a step's backward does not reach (an expert that no token chose, a layer left out) has
+no gradient in one process, and torch's optimizers leave it alone: no update, no weight decay, no count
+of the step. The same holds in every layout: a parameter that no microbatch of any rank, and no copy of
+a tied weight, has a gradient of is left alone on all ranks; where some have one, the others add zeros.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from titanlike.distributed.mesh import Mesh
+from titanlike.distributed.readings import on_device
+from titanlike.distributed.transform import Transform
+from titanlike.torch_private.dtensor import local
+from titanlike.torch_private.fsdp import reduce_missing_gradients
+
+
+class TiedWeights(Transform):
+    def __init__(
+        self,
+        stages: Mapping[str, Sequence[int]],
+        place: Sequence[int],
+        parameters: Mapping[int, Mapping[str, nn.Parameter]],
+        mesh: Mesh,
+        timeout: float,
+    ) -> None:
+        """Find this rank's tied weights, and make the groups that sum their gradients. Collective.
+
+        stages: parameter -> the stages that hold it; place: the pipeline rank of each stage;
+        parameters: of this rank's stages, by name.
+        """
+        groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        # of each the copies on this rank, and the group of the ranks with others (None: no others)
+        self._copies: list[tuple[list[nn.Parameter], dist.ProcessGroup | None]] = []
+        for name in sorted(name for name, holding in stages.items() if len(holding) > 1):
+            holders = tuple(sorted({place[stage] for stage in stages[name]}))
+            if len(holders) > 1 and holders not in groups:
+                groups[holders] = _group(holders, mesh, timeout)
+            if mesh.pp_rank in holders:
+                copies = [by_name[name] for by_name in parameters.values() if name in by_name]
+                self._copies.append((copies, groups.get(holders)))
+
+    @torch.no_grad()
+    def after_backward(self) -> None:
+        """Give every copy the sum of all copies' gradients. Collective among their ranks."""
+        for copies, group in self._copies:
+            if not copies[0].requires_grad:
+                continue
+            mine = [local(p.grad) for p in copies if p.grad is not None]
+            if group is None and (not mine or len(copies) < 2):
+                continue
+            total = torch.stack(mine).sum(0) if mine else torch.zeros_like(local(copies[0]))
+            if group is not None:
+                dist.all_reduce(total, group=group)
+            for parameter in copies:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                local(parameter.grad).copy_(total)
+
+
+def _group(pp_ranks: tuple[int, ...], mesh: Mesh, timeout: float) -> dist.ProcessGroup:
+    """The group of these pipeline ranks in this rank's pipeline, or of the other ranks in it.
+
+    Each rank makes one group, however many pipelines there are: with the others that hold a copy,
+    or with those that hold none, a group that is never used. For torch counts groups, to name the
+    next one, and under NCCL may split the communicator of all ranks, in which all take part.
+    """
+    holds = mesh.pp_rank in pp_ranks
+    ranks = [r for at, r in enumerate(mesh.pipeline_ranks()) if (at in pp_ranks) == holds]
+    # by themselves: the other pipelines' groups are none of this rank's
+    return dist.new_group(ranks, timeout=timedelta(seconds=timeout), use_local_synchronization=True)
+
+
+class UnusedParameters:
+    """Which of this rank's parameters have no gradient, and which have none on any rank."""
+
+    def __init__(
+        self,
+        stages: Iterable[nn.Module],
+        canonical: Mapping[str, str],
+        mesh: Mesh,
+        zero: int,
+    ) -> None:
+        """canonical: name of each parameter of the model -> its first, for tied ones; zero: see
+        `sharding.py`."""
+        self._mesh = mesh
+        self._index = {name: at for at, name in enumerate(sorted(set(canonical.values())))}
+        self._trained: list[tuple[str, nn.Parameter]] = []  # of this rank, by first name
+        self._sharded: set[nn.Parameter] = set()  # whose gradients FSDP reduces
+        self._reached: set[nn.Parameter] = set()  # of those, by a backward of this step
+        self._missing: set[str] = set()  # of this rank, in this step
+        self._all_reached: Tensor | None = None  # the flags of a step in which nothing is missing
+        for stage in stages:
+            parameters = [*stage.named_parameters()]
+            self._trained += [(canonical[name], p) for name, p in parameters if p.requires_grad]
+            if isinstance(stage, FSDPModule) and mesh.stage_copies > 1:
+                self._sharded |= {p for _, p in parameters}
+                reduce_missing_gradients(stage, self._reached, zero)
+
+    def flags(self) -> Tensor:
+        """After the backwards of a step: for each parameter of the whole model 1 if one of this rank
+        reached it, else 0; to be summed over all ranks, for `unreached`. On this rank's device."""
+        reached = {name for name, parameter in self._trained if self._has_gradient(parameter)}
+        self._missing = {name for name, _ in self._trained} - reached
+        self._reached.clear()
+        if self._all_reached is not None and not self._missing:
+            return self._all_reached
+        flags = torch.zeros(len(self._index))
+        flags[[self._index[name] for name in reached]] = 1
+        flags = on_device(flags, self._mesh.device)
+        if not self._missing:
+            self._all_reached = flags
+        return flags
+
+    def _has_gradient(self, parameter: nn.Parameter) -> bool:
+        if parameter in self._sharded:
+            return parameter in self._reached
+        return parameter.grad is not None
+
+    def unreached(self, counts: Tensor) -> dict[nn.Parameter, Tensor]:
+        """Of each parameter that this rank did not reach, but has a gradient (of zeros) for: a flag on
+        the device, fp32, 1 if no rank reached it. An optimizer leaves it alone then.
+
+        counts: the sum over all ranks of what `flags` returned.
+        """
+        return {
+            parameter: (counts[self._index[name]] == 0).float()
+            for name, parameter in self._trained
+            if name in self._missing and parameter.grad is not None
+        }

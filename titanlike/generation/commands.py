@@ -1,0 +1,284 @@
+"""`titanlike generate` and `titanlike evaluate`: text and numbers from a run, a checkpoint or a folder of
+transformers, in this process or by a job in the run's own layout."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from titanlike.checkpoint.state_dict import DTYPES
+from titanlike.config.errors import nearest, quoted
+from titanlike.config.imports import TRUST_CODE, imports_line, named_code
+from titanlike.config.overrides import aliases_problem
+from titanlike.config.parse import hydra_sections
+from titanlike.config.program import conf_dir, program
+from titanlike.device.choose import first_device
+from titanlike.generation.generate import LoadedModel, Sampling, generate, load_model
+
+_GENERATE = """\
+Text from a trained model. RUN is a run directory, of which the newest checkpoint is taken, a checkpoint,
+or a folder of transformers. KEY=VALUE: temperature (0 = greedy), top_p, top_k, seed."""
+
+_EVALUATE = """\
+Perplexity and bits a byte of a run's newest checkpoint, on its validation data or on others
+(KEY=VALUE are keys of the run: data.path=..., pp=2); or tasks of lm-evaluation-harness in one process, of
+a run, a checkpoint or a folder of transformers. Results are written beside the checkpoint."""
+
+
+def generate_main(argv: list[str] | None = None) -> int:
+    """The exit code: 2 for an error of the user's."""
+    parser = _parser(_GENERATE, "")
+    text = "to be continued; may be given several times"
+    parser.add_argument("--prompt", action="append", default=[], metavar="TEXT", help=text)
+    text = "the most tokens of each text (default: %(default)s)"
+    parser.add_argument("--tokens", type=int, default=200, metavar="N", help=text)
+    text = "ask for prompts, behind those of --prompt"
+    parser.add_argument("--chat", action="store_true", help=text)
+    text = "a whole forward for each token, to compare with"
+    parser.add_argument("--no-cache", action="store_true", help=text)
+    text = (
+        "in the run's own pp, dp and tp, for a model that does not fit one process; KEY=VALUE may "
+    )
+    text += "then be any key of the run, such as pp=4"
+    parser.add_argument("--layout", action="store_true", help=text)
+    return _run(parser, argv, _generate)
+
+
+def evaluate_main(argv: list[str] | None = None) -> int:
+    """The exit code: 2 for an error of the user's."""
+    parser = _parser(_EVALUATE, "of tasks: ")
+    parser.add_argument("--tasks", metavar="A,B", help="of lm-evaluation-harness")
+    text = "a folder with task files (YAML) of your own; may be given several times"
+    parser.add_argument("--task-files", action="append", default=[], metavar="DIR", help=text)
+    text = "only so many documents of each task"
+    parser.add_argument("--limit", type=int, metavar="N", help=text)
+    text = "documents at a time (default: %(default)s)"
+    parser.add_argument("--batch", type=int, default=8, metavar="N", help=text)
+    return _run(parser, argv, lambda args: _tasks(args) if args.tasks else _perplexity(args))
+
+
+def _parser(description: str, of: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog=shlex.join(program()), description=description)
+    parser.add_argument("run", metavar="RUN", nargs="?")
+    parser.add_argument("settings", metavar="KEY=VALUE", nargs="*")
+    text = f"{of}of the weights (default: %(default)s)"
+    parser.add_argument("--dtype", choices=[*DTYPES], default="fp32", help=text)
+    text = f"{of}auto, cpu, cuda (default: %(default)s)"
+    parser.add_argument("--device", default="auto", help=text)
+    parser.add_argument("--trust-code", action="store_true", help=TRUST_CODE)
+    return parser
+
+
+def _run(
+    parser: argparse.ArgumentParser,
+    argv: list[str] | None,
+    command: Callable[[argparse.Namespace], int],
+) -> int:
+    arguments = parser.parse_intermixed_args(argv)
+    if arguments.run is None:
+        parser.error("which RUN? write the directory of a run, outputs/run")
+    try:
+        return command(arguments)
+    except (ValueError, OSError, ImportError) as error:
+        print("error:", " ".join(str(error).split()), file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr)
+        return 130
+
+
+def _load(arguments: argparse.Namespace) -> LoadedModel:
+    device, dtype = first_device(arguments.device), DTYPES[arguments.dtype]
+    return load_model(arguments.run, device, dtype, arguments.trust_code)
+
+
+# --- generate -----------------------------------------------------------------------------------
+
+
+def _generate(arguments: argparse.Namespace) -> int:
+    if arguments.tokens < 1:
+        raise ValueError(f"--tokens {arguments.tokens}: must be at least 1; write --tokens 200")
+    if not arguments.prompt and not arguments.chat:
+        raise ValueError("there is no prompt; write --prompt TEXT, or --chat")
+    keys: dict[str, Any] = {field.name: field.default for field in fields(Sampling)}
+    if arguments.layout:
+        if arguments.chat or arguments.no_cache:
+            raise ValueError("--layout: not with --chat or --no-cache; leave them out")
+        of_sample = [key for key in keys if key != "seed"]
+        prompts = ",".join(map(quoted, arguments.prompt))
+        words = [f"sample.prompts=[{prompts}]", f"sample.tokens={arguments.tokens}"]
+        for word in arguments.settings:
+            words.append(f"sample.{word}" if word.partition("=")[0] in of_sample else word)
+        return _job(arguments, "sample", words)
+    sampling, problems = Sampling(), []
+    for word in arguments.settings:
+        key, equals, value = word.partition("=")
+        if key not in keys or not equals:
+            near = nearest(key, keys)
+            fix = f"write {near}={value or keys[near]}" if near else ""
+            problems.append(f"{word}: not one of {', '.join(keys)}, nor with --layout; {fix}")
+            continue
+        try:
+            sampling = replace(sampling, **{key: type(keys[key])(value)})
+        except ValueError:
+            problems.append(f"{word}: must be a number; write {key}={keys[key]}")
+    if problems := problems + sampling.problems():
+        raise ValueError("; ".join(problems))
+    loaded = _load(arguments)
+    if loaded.coder is None:
+        reason = "its data were token ids, and it has no tokenizer"
+        fix = "export it, and put a tokenizer.json into the folder"
+        raise ValueError(f"{arguments.run}: {reason}; {fix}")
+    if arguments.chat:
+        return chat(loaded, arguments.tokens, sampling, arguments.prompt)
+    prompts = [loaded.coder.encode(text) for text in arguments.prompt]
+    begin = time.perf_counter()
+    cached = not arguments.no_cache
+    texts = generate(loaded, prompts, arguments.tokens, sampling, cached=cached)
+    seconds = time.perf_counter() - begin
+    for number, (prompt, ids) in enumerate(zip(arguments.prompt, texts, strict=True), 1):
+        if len(texts) > 1:
+            print(f"{'' if number == 1 else chr(10)}--- {number} of {len(texts)}")
+        print(prompt + loaded.coder.decode(ids))
+    count = sum(map(len, texts))
+    print(f"{count} tokens, {count / seconds:.0f} tok/s; {loaded.origin}", file=sys.stderr)
+    return 0
+
+
+def chat(loaded: LoadedModel, tokens: int, sampling: Sampling, first: Sequence[str] = ()) -> int:
+    """Answer the prompts `first`, then ask for more until the end of the input; the exit code.
+
+    With a chat template the model answers what was said so far; without one it continues the text.
+    An answer is printed as it comes.
+    """
+    assert loaded.coder is not None
+    encode, decode = loaded.coder
+    print(f"{loaded.origin}; an empty line begins anew, Ctrl-D ends")
+    messages: list[dict[str, str]] = []
+    text, prompts = "", list(first)
+    new, shown = list[int](), ""
+
+    def show(_: int, token: int) -> None:
+        nonlocal shown
+        new.append(token)
+        so_far = decode(new).rstrip("\ufffd")  # a character may be several tokens
+        print(so_far[len(shown) :], end="", flush=True)
+        shown = max(shown, so_far, key=len)
+
+    while True:
+        try:
+            if prompts:
+                print(f"> {(prompt := prompts.pop(0))}")
+            else:
+                prompt = input("> ")
+        except EOFError:
+            print()
+            return 0
+        if not prompt:
+            messages, text = [], ""
+            continue
+        messages.append({"role": "user", "content": prompt})
+        text = loaded.chat_template(messages) if loaded.chat_template else text + prompt
+        ids = encode(text)
+        if loaded.most_tokens is not None and len(ids) + tokens > loaded.most_tokens:
+            ids = ids[tokens - loaded.most_tokens :]  # the end of a long conversation
+        new.clear()
+        shown = ""
+        [answered] = generate(loaded, [ids], tokens, sampling, on_token=show)
+        answer = decode(answered)
+        print(answer[len(shown) :])
+        messages.append({"role": "assistant", "content": answer})
+        text += answer
+
+
+# --- evaluate -----------------------------------------------------------------------------------
+
+
+def _perplexity(arguments: argparse.Namespace) -> int:
+    """By the job that evaluates in a run's own layout: of other data all, not only a part."""
+    run = Path(arguments.run).expanduser()
+    if (run / "config.json").is_file() and not (run / "config.yaml").is_file():
+        fix = f"train a step from it (model=hf model.path={run}), or give --tasks"
+        raise ValueError(f"RUN={run}: is a folder of transformers; {fix}")
+    keys = [word.partition("=")[0] for word in arguments.settings]
+    is_other = any(key in ("data", "data.path") for key in keys)
+    part = ["evaluate.part=all"] if is_other and "evaluate.part" not in keys else []
+    return _job(arguments, "perplexity", [*part, *arguments.settings])
+
+
+def _tasks(arguments: argparse.Namespace) -> int:
+    if arguments.settings:
+        reason = "keys of the run are for perplexity; leave out --tasks, or them"
+        raise ValueError(f"{arguments.settings[0]}: {reason}")
+    if importlib.util.find_spec("lm_eval") is None:
+        reason = "lm-evaluation-harness is not installed"
+        raise ImportError(f"--tasks: {reason}; run pip install 'titanlike[eval]'")
+    from titanlike.generation.harness import evaluate_tasks
+
+    loaded, tasks = _load(arguments), arguments.tasks.split(",")
+    results = evaluate_tasks(loaded, tasks, arguments.task_files, arguments.limit, arguments.batch)
+    for task, metrics in results.items():
+        for name, value in metrics.items():
+            if isinstance(value, (int, float)):
+                print(f"  {task}  {name}  {value:.4f}")
+    result = {"kind": "tasks", "limit": arguments.limit, "results": results}
+    print(f"{loaded.origin}: written to {loaded.record(result)}")
+    return 0
+
+
+# --- a run's own layout -------------------------------------------------------------------------
+
+
+def _job(arguments: argparse.Namespace, job: str, words: list[str]) -> int:
+    """The exit code of a job (`titanlike sample`, `titanlike perplexity`) on a run's config.yaml.
+
+    Raises ValueError where that names code which is none of titanlike's, and the user has not said
+    --trust-code.
+    """
+    run, trust_code = Path(arguments.run).expanduser(), arguments.trust_code
+    path = run / "config.yaml"
+    if not path.is_file():
+        fix = "write the directory of a run, which has a config.yaml"
+        raise ValueError(f"RUN={run}: is no run directory; {fix}")
+    try:
+        plain: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: is damaged: {error}") from None
+    if problem := aliases_problem(path):
+        raise ValueError(f"{path}: is damaged: {problem}")
+    if not isinstance(plain, dict):
+        raise ValueError(f"{path}: is no config of a run")
+    overridden = {word.partition("=")[0] for word in words}  # the user's, instead of the file's
+    code = named_code(plain, plain.get("hydra", {}))
+    named = [(key, name) for key, name in code if key not in overridden]
+    if not trust_code:
+        # settings of Hydra's own may import or read more
+        written = hydra_sections()
+        strange = [f"section {k} in config.yaml" for k in written if plain.get(k) != written[k]]
+        groups = ["hydra", *(group.name for group in conf_dir().iterdir() if group.is_dir())]
+        strange += [f"folder {name}" for name in groups if (run / name).is_dir()]
+        if strange:
+            raise ValueError(
+                f"RUN={run}: its {strange[0]} is not what a run writes, and Hydra would follow it; "
+                "add --trust-code if you know who wrote it"
+            )
+        if named:
+            names = ", ".join(f"{key}={name}" for key, name in named)
+            raise ValueError(
+                f"{path} names code that is none of titanlike's and would run here: {names}; if you "
+                "trust it, add --trust-code"
+            )
+    for key, name in named:
+        print(imports_line(name, key), file=sys.stderr)
+    command = [sys.executable, "-m", "titanlike", job, "--config-path", str(run)]
+    return subprocess.call([*command, *words])

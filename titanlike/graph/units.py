@@ -1,0 +1,196 @@
+"""A model's units, the modules that are never cut: which they are, and what they return on meta."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Hashable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from titanlike.graph.partition import Unit
+from titanlike.graph.recording import tensors, tree_flatten, tree_map
+from titanlike.torch_private import tensors as torch_tree
+from titanlike.torch_private.tensors import storage_id
+
+# If more modules than this (and more than there are blocks) are in no container, all are blocks.
+MAX_MODULES_BESIDE_BLOCKS = 6
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+
+
+def find_units(model: nn.Module, points: Sequence[str] = ()) -> list[Unit]:
+    """The model's units in registration order, which may differ from execution order.
+
+    The entries of containers (ModuleList, ModuleDict, Sequential) are the blocks, wherever in the
+    model the containers are. A module that contains a container is expanded into its children, until
+    only modules without one are left: embedding, layers.0, layers.1, ..., norm, head. A block is one
+    unit even if it has containers inside, unless a split point names a module in it.
+
+    points: modules where a stage begins, which must therefore not be inside a unit.
+    """
+    units = list(_expand(model, "", tuple(points)))
+    with_weights = [unit for unit in units if [*model.get_submodule(unit.name).parameters()]]
+    blocks = sum(unit.block for unit in with_weights)
+    if len(with_weights) - blocks > max(MAX_MODULES_BESIDE_BLOCKS, blocks):
+        return [unit._replace(block=True) for unit in units]
+    return units
+
+
+def _expand(module: nn.Module, path: str, points: tuple[str, ...]) -> Iterator[Unit]:
+    is_block = isinstance(module, _CONTAINERS)
+    for name, child in module.named_children():
+        name = f"{path}{name}"
+        expanded = isinstance(child, (nn.ModuleList, nn.ModuleDict))  # which have no forward
+        if not expanded and not is_block:
+            expanded = any(isinstance(part, _CONTAINERS) for part in child.modules())
+        if expanded or any(point.startswith(f"{name}.") for point in points):
+            yield from _expand(child, f"{name}.", points)
+        else:
+            yield Unit(name, is_block)
+
+
+# --- units that compute the same ---------------------------------------------------------------
+
+_OWN, _TORCHS = "titanlike.models.", "torch.nn.modules."
+_AROUND = ("forward", "tp_gathers")  # attributes of modules that say nothing of their own
+_PLAIN = (bool, int, float, str, type(None))
+
+
+def call_key(module: nn.Module, args: Any, kwargs: Any) -> Hashable | None:
+    """Equal for calls that give equal results on meta; None where that is not known.
+
+    So equal blocks of a model are recorded once: a draft of 405B (126 equal blocks) takes half of the
+    time. Only titanlike's own blocks, made of torch's modules, are taken for equal: they have no
+    other state than their parameters, while a user's may count its calls or keep a tensor.
+    """
+    if not type(module).__module__.startswith(_OWN):
+        return None
+    parts: list[Hashable] = [torch.is_grad_enabled()]
+    for path, part in module.named_modules():
+        styled = is_divided(part)  # and equal for an equal mark, which is among its attributes
+        hooks = (part._forward_hooks or part._forward_pre_hooks) and not styled
+        if not type(part).__module__.startswith((_OWN, _TORCHS)) or (path and hooks):
+            return None
+        settings = [
+            item for item in vars(part).items() if item[0][0] != "_" and item[0] not in _AROUND
+        ]
+        forward = vars(part).get("forward")
+        plain = styled or forward is None or getattr(forward, "changes_nothing", False)
+        if (path and not plain) or not all(_is_plain(value) for _, value in settings):
+            return None
+        # a buffer may be what it keeps for the next call; those of a routed layer change once a step
+        if part._buffers and not getattr(type(part), "token_wise", False):
+            return None
+        held = (*part._parameters.items(), *part._buffers.items())
+        weights = [(name, None if tensor is None else _form(tensor)) for name, tensor in held]
+        parts.append((path, type(part), tuple(settings), tuple(weights)))
+    leaves, structure = torch_tree.tree_flatten((args, kwargs))
+    if not all(isinstance(leaf, (Tensor, *_PLAIN)) for leaf in leaves):
+        return None
+    forms = [_form(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    return (*parts, str(structure), tuple(forms))
+
+
+def is_divided(module: nn.Module) -> bool:
+    """Whether tensor parallelism has divided a module: its hooks are part of it."""
+    return "tp_style" in vars(module)
+
+
+def is_new(result: Any, args: Any, kwargs: Any) -> bool:
+    """Whether the result is one tensor, and no view of an argument."""
+    given = set(map(storage_id, tensors(args, kwargs)))
+    return isinstance(result, Tensor) and storage_id(result) not in given
+
+
+def _is_plain(value: Any) -> bool:
+    parts = value if isinstance(value, tuple) else (value,)
+    return all(isinstance(part, _PLAIN) for part in parts)
+
+
+def _form(tensor: Tensor) -> Hashable:
+    return tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.requires_grad
+
+
+# --- units whose forward meta tensors cannot run -----------------------------------------------
+
+
+def run_on_cpu(module: nn.Module, args: Any, kwargs: Any, sized_by_values: list[Tensor]) -> Any:
+    """Call a copy of a meta module on the CPU: meta arguments in, meta results out.
+
+    A mixture of experts, for example, branches on which tokens an expert gets. One unit at a time
+    fits in memory; its weights are random, and only shapes and dtypes are used. Raises what the
+    module raises. Results whose shape depends on values are added to `sized_by_values`.
+    """
+    real = copy.deepcopy(module).to_empty(device="cpu")
+
+    def call(std: float) -> Any:
+        """With random values of that size."""
+
+        def to_cpu(leaf: Any) -> Any:
+            if isinstance(leaf, torch.device) and leaf.type == "meta":
+                return torch.device("cpu")
+            if not isinstance(leaf, Tensor):
+                return leaf
+            tensor = _filled(torch.empty_like(leaf, device="cpu"), std)
+            return tensor.requires_grad_(leaf.requires_grad)
+
+        with torch.no_grad():
+            for tensor in [*real.parameters(), *real.buffers()]:
+                _filled(tensor, std)
+            real_args, real_kwargs = tree_map((args, kwargs), to_cpu)
+        return real(*real_args, **real_kwargs)
+
+    def to_meta(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        result = torch.empty_like(leaf, device="meta")
+        return depends_on(result, module, args, kwargs) if leaf.requires_grad else result
+
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        torch.default_generator.manual_seed(0)  # of the CPU alone: all ranks get the same
+        result = tree_map(call(0.02), to_meta)
+        uncertain = {id(tensor) for tensor in sized_by_values}
+        given = tensors(args, kwargs)
+        known = {tensor.shape for tensor in given if id(tensor) not in uncertain}
+        unknown = {tensor.shape for tensor in given} - known
+        results = tensors(result)
+        if any(tensor.shape not in known for tensor in results):  # rarely: it runs again
+            repeated = []
+            for std in (1.0, 3.0):
+                try:
+                    repeated.append(tensors(call(std)))
+                except (
+                    Exception
+                ):  # whatever a forward raises: of large numbers an index may be made
+                    continue
+            for tensor, *others in zip(results, *filter(None, repeated), strict=False):
+                if tensor.shape in unknown or any(tensor.shape != x.shape for x in others):
+                    sized_by_values.append(tensor)
+    return result
+
+
+def depends_on(tensor: Tensor, module: nn.Module, args: Any, kwargs: Any) -> Tensor:
+    """The same tensor, with a place in the autograd graph behind a call's arguments and parameters."""
+    given = tensors(*tree_flatten((args, kwargs))[0])
+    wanted = [other for other in [*given, *module.parameters()] if other.requires_grad]
+    return DependsOn.apply(tensor, *wanted)
+
+
+class DependsOn(torch.autograd.Function):
+    """The same tensor, with a place in the autograd graph behind `others`."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, *others: Tensor) -> Tensor:
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        raise AssertionError("a recorded forward has no backward")
+
+
+def _filled(tensor: Tensor, std: float) -> Tensor:
+    """With values that most modules accept: floats, index 0, True."""
+    if tensor.is_floating_point() or tensor.is_complex():
+        return tensor.normal_(0, std)
+    return tensor.fill_(tensor.dtype == torch.bool)

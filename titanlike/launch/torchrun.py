@@ -1,0 +1,391 @@
+"""Ranks started by torchrun or srun, one process each: rank 0 leads, the others follow.
+
+1. All ranks connect to the rendezvous store.
+2. Rank 0 alone reads the command line; it publishes each job (a sweep has several) in the store.
+3. The others wait for the next job, run it with a store prefix of its own, and wait again.
+4. A rank that fails closes the job's process groups, so that peers waiting in them fail, too.
+5. After a job all ranks report how it ended. If some failed and all have left the job, a sweep
+   continues; if some are stuck in it, all others exit, and the launcher kills the stuck ones.
+6. At the end all ranks exit with the exit code of rank 0.
+
+torchrun may restart the ranks, with more or fewer machines:
+- Its process on one machine is killed: the ranks there outlive it (`die_with_parent`) until the end
+  of the step, and all ranks save. The others then fail, so that their torchrun restarts them.
+- A machine is lost: the ranks on the others fail within a step, and are restarted.
+- A machine joins: each torchrun notices that at its own time and sends its ranks SIGTERM, a stop
+  request. Ranks that another's request stopped wait for their own: to exit earlier ends the job.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import os
+import signal
+import sys
+import tempfile
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from titanlike.config import files
+from titanlike.config.schema import Launch
+from titanlike.launch.environment import will_restart
+from titanlike.launch.failures import Failure, JobFailed, clear_failures, describe, root_cause
+from titanlike.launch.signals import (
+    GRACE,
+    MAX_TIME,
+    Interrupted,
+    StopRequest,
+    die_with_parent,
+    exit_now,
+    handled_signals,
+    interruptible,
+    stop_reason,
+)
+from titanlike.launch.worker import Job, Worker, barrier, in_words, run_job
+
+_POLL = timedelta(seconds=10)  # of a follower's wait for the next job
+_ALL_SIGNALLED = 5.0  # seconds in which every machine's torchrun notices that a machine has joined
+_HELLO = "titanlike/hello"
+_FIRST_WAIT, _LONGEST_WAIT, _LONGER = 0.02, 0.5, 1.5  # seconds between two looks of rank 0; factor
+
+
+class TorchrunRanks:
+    """This process among ranks that an outer launcher started."""
+
+    def __init__(self) -> None:
+        """Connect to the other ranks. Raises RuntimeError if some do not start in time."""
+        import torch.distributed as dist
+
+        timeout = Launch().timeout
+        self._parent = os.getppid()
+        connected = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout)))
+        store, self.rank, self.world_size = connected
+        start = start_id(store, self.rank, self.world_size, timeout)
+        self._store = dist.PrefixStore(f"titanlike/{start}", store)
+        self._jobs = 0
+        self._stuck = False  # whether ranks are stuck in a job
+        self.restart_state = RestartState.load()
+        self._store.set(f"restart_state/{self.rank}", self.restart_state.to_json())
+        if self.rank == 0:
+            keys = [f"restart_state/{rank}" for rank in range(1, self.world_size)]
+            self.restart_state.adopt_newest(text.decode() for text in self._store.multi_get(keys))
+
+    def run(
+        self, job: Job, stop: StopRequest, report_failure: Callable[[Failure], None]
+    ) -> dict[str, Any]:
+        """On rank 0: run a job on all ranks. Returns and raises like `run_local`."""
+        clear_failures(job.run_dir)
+        self.restart_state.count_start()
+        task = [job.to_json(), self.restart_state.to_json()]
+        self._store.set(f"job{self._jobs}", json.dumps(task))
+        return self._run(job, stop, report_failure)
+
+    def shutdown(self, code: int) -> None:
+        """On rank 0: no more jobs; the followers exit with `code`."""
+        with contextlib.suppress(RuntimeError):  # without the store there are no followers
+            self._store.set(f"job{self._jobs}", str(code))
+            # without torchrun this process hosts the store: it must outlive their reading
+            read = [f"released/{rank}" for rank in range(1, self.world_size)]
+            self._store.wait([] if self._stuck else read, timedelta(seconds=GRACE))
+
+    def run_follower(self) -> int:
+        """On the other ranks: run jobs until rank 0 has no more, or is gone; the exit code."""
+        die_with_parent(os.getppid(), signal.SIGTERM)  # during a run, a stop request
+        for signum in handled_signals():
+            signal.signal(signum, signal.SIG_DFL)  # exit immediately; rank 0 reports
+        while not isinstance(task := self._next_task(), int):
+            job, restart_state = task
+            self.restart_state.adopt_newest([restart_state])
+            stop = StopRequest()
+            try:
+                with interruptible(stop=stop, grace=0):
+                    self._run(Job.from_json(job), stop)
+            except JobFailed as failed:
+                if failed.ends_sweep:
+                    exit_now(1)
+        with contextlib.suppress(RuntimeError):
+            self._store.set(f"released/{self.rank}", "")
+        return task
+
+    def _next_task(self) -> Any:
+        """The next job and the restart state, or the exit code once there are no more."""
+        import torch.distributed as dist
+
+        key = f"job{self._jobs}"
+        while True:
+            try:
+                self._store.wait([key], _POLL)
+                return json.loads(self._store.get(key))
+            except dist.DistNetworkError:
+                exit_now(1)
+            except dist.DistStoreError:
+                continue  # timeout: rank 0 is composing, or still closing its last job
+
+    def _run(
+        self, job: Job, stop: StopRequest, report_failure: Callable[[Failure], None] | None = None
+    ) -> dict[str, Any]:
+        import torch.distributed as dist
+
+        # 1. run the job's function on this rank
+        worker = Worker(
+            rank=self.rank,
+            world_size=self.world_size,
+            local_rank=int(os.environ.get("LOCAL_RANK", "0")),
+            local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size)),
+            one_machine=os.environ.get("LOCAL_WORLD_SIZE") == str(self.world_size),
+            run_dir=job.run_dir,
+            store=dist.PrefixStore(f"job{self._jobs}", self._store),
+            overrides=job.overrides,
+            stop_request=stop,
+            report_failure=report_failure,
+        )
+        self._jobs += 1
+        result: dict[str, Any] = {}
+        failure = None
+        try:
+            result = run_job(job, worker)
+            outcome = "orphaned" if self._is_orphan() else ""
+        except Exception as error:
+            failure = describe(self.rank, error)
+            record_for_torchrun(error)
+        # 2. let peers out that wait for this rank; only now that the error, whose frames hold the
+        #    process groups, is gone
+        if failure is not None:
+            outcome = "failed" if leave_groups(GRACE) else "stuck"
+        # 3. exchange how the job ended on each rank
+        signalled = False  # while waiting for the others
+        try:
+            timeout = job.config.launch.timeout if failure is None else GRACE
+            outcomes = barrier(worker, "end", timeout, outcome, listens=True)
+        except (RuntimeError, Interrupted) as error:
+            signalled = isinstance(error, Interrupted)
+            if failure is None and signalled:
+                raise
+            if "stopped" in result:  # because torchrun ended, and the store with it
+                return result
+            failure = failure or describe(self.rank, error)
+            outcomes = {self.rank: "stuck"}
+        ends = {*outcomes.values()}
+        if not {"failed", "stuck"} & ends:
+            self._check_why_stopped(result, outcomes, stop)
+            return result
+        # 4. agree on whether all have left the job. A rank that leaves late reads outcomes without
+        #    "stuck", but the others may have stopped waiting: the first answer counts
+        assert worker.store is not None
+        answer = "no"  # if the store is gone
+        with contextlib.suppress(RuntimeError):
+            mine = "no" if "stuck" in ends else "yes"
+            answer = worker.store.compare_set("all left", "", mine).decode()
+        stuck = signalled or answer == "no"
+        if not stuck and dist.is_initialized():
+            dist.destroy_process_group()  # every rank has left it
+        cause = root_cause(job.run_dir) or failure
+        assert cause is not None, "a rank reported a failure without writing its error"
+        failed = cause.to_job_failed(job.run_dir, self.world_size)
+        failed.ends_sweep = self._stuck = stuck
+        raise failed
+
+    def _is_orphan(self) -> bool:
+        return "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != self._parent
+
+    def _check_why_stopped(
+        self, result: dict[str, Any], outcomes: dict[int, str], stop: StopRequest
+    ) -> None:
+        """Raises JobFailed if the run stopped because a torchrun was killed, and is restarted."""
+        if "stopped" not in result or self._is_orphan():
+            return
+        orphans = sorted(rank for rank, outcome in outcomes.items() if outcome == "orphaned")
+        if orphans and will_restart():
+            ranks = f"rank{'s' * (len(orphans) > 1)} {in_words(orphans)}"
+            text = f"the torchrun of {ranks} was killed; the run has stopped with a checkpoint"
+            failed = JobFailed(text, text)
+            failed.ends_sweep = self._stuck = True
+            raise failed
+        machines = int(os.environ.get("GROUP_WORLD_SIZE", "1"))
+        if result["stopped"] != stop_reason(MAX_TIME) and machines > 1:
+            deadline = time.monotonic() + _ALL_SIGNALLED
+            with contextlib.suppress(Interrupted):  # signalled now, after the run
+                while not stop.received and time.monotonic() < deadline:
+                    time.sleep(0.05)
+
+
+def leave_groups(timeout: float) -> bool:
+    """Close this process' connections, so that peers waiting for it get an error immediately.
+
+    Returns whether that took less than `timeout` seconds: a reduction in flight holds the
+    connections until its peers have left, too. Groups of GPUs are aborted: to destroy them may wait
+    for what is in their queues, and so for peers, which are not notified (see `watchdog`).
+    """
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        return True
+    backends = {pair.rpartition(":")[2] for pair in dist.get_backend_config().split(",")}
+
+    def leave() -> None:
+        with contextlib.suppress(RuntimeError, ValueError):
+            if backends == {"gloo"}:
+                dist.destroy_process_group()
+            else:
+                from titanlike.torch_private.process_groups import abort_groups
+
+                abort_groups()
+        gc.collect()  # modules are reference cycles; gloo closes with the last reference
+        # loaded by every job that has meshes; importing it now would take seconds
+        if (groups := sys.modules.get("titanlike.torch_private.process_groups")) is not None:
+            groups.forget_groups_of_meshes()
+
+    thread = threading.Thread(target=leave, daemon=True, name="leave groups")
+    thread.start()
+    thread.join(timeout)
+    return not thread.is_alive()
+
+
+def record_for_torchrun(error: BaseException) -> None:
+    """Show this error in the report of an outer torchrun."""
+    if "TORCHELASTIC_ERROR_FILE" in os.environ:
+        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+        try:
+            # the handler formats the exception being handled
+            raise RuntimeError(describe(0, error).error) from None
+        except BaseException:
+            get_error_handler().record_exception(error)
+
+
+def start_id(store: Any, rank: int, world_size: int, timeout: float) -> str:
+    """An id that all ranks of one start agree on, through a store that outlives restarts.
+
+    Raises RuntimeError with the ranks that did not start in time.
+
+    The store keeps the keys of all earlier starts, and torchrun counts restarts per machine. So each
+    rank publishes a new id; rank 0 answers every id that it sees with its own (dead ranks never read
+    theirs) until all ranks have confirmed. Rank 0 reads and answers many ranks at a time, and waits
+    longer the longer it takes: tens of requests however many ranks there are, six of each other rank.
+    """
+    start = own = uuid.uuid4().hex
+    if rank > 0:
+        store.append(_HELLO, f"{own}\n")
+        answer = f"titanlike/answer/{own}"
+        store.wait([answer], timedelta(seconds=timeout))
+        start = store.get(answer).decode()
+    else:
+        store.append(_HELLO, "\n")  # exists from now on: to read a missing key blocks
+    confirmed = f"titanlike/confirmed/{start}"
+    store.append(confirmed, f"{rank}\n")
+    if store.add(f"{confirmed}/count", 1) == world_size:
+        store.set(f"{confirmed}/all", "")
+    if rank > 0:
+        return start
+    answered: set[str] = set()
+    deadline, wait = time.monotonic() + timeout, _FIRST_WAIT
+    while True:
+        seen = store.get(_HELLO)
+        new = {*seen.decode().split()} - answered
+        if new:
+            store.multi_set([f"titanlike/answer/{other}" for other in new], [own] * len(new))
+            answered |= new
+        # not a wait that times out, which torch reports on stderr
+        if store.check([f"{confirmed}/all"]):
+            # what the next start reads; unless one of its ranks is there already
+            store.compare_set(_HELLO, seen.decode(), "\n")
+            return own
+        if time.monotonic() > deadline:
+            there = map(int, store.get(confirmed).decode().split())
+            missing = sorted({*range(world_size)} - {*there})
+            raise RuntimeError(f"rank {in_words(missing)} did not start in {timeout:g} s")
+        time.sleep(wait)
+        wait = min(wait * _LONGER, _LONGEST_WAIT)
+
+
+class RestartState:
+    """What a job remembers when torchrun restarts its ranks: strings by key, in a JSON file per agent.
+
+    An agent is a torchrun process; it outlives its workers. An agent that was killed comes back with
+    an empty state, so every start collects the states of all machines and takes the one that has seen
+    the most starts. The state ends with its agent: the next job with the same --rdzv-id is another
+    job. The default run directory has the time in its name; a restart writes to that of the first start.
+    """
+
+    def __init__(self, path: Path | None = None) -> None:
+        """path: the file of this machine's agent; None = in memory alone."""
+        self._path = path
+        self._values: dict[str, str] = {}
+        if path is not None:
+            with contextlib.suppress(OSError, ValueError):  # a restart begins with less
+                self._values = _texts(files.read_object(path))
+
+    @classmethod
+    def load(cls) -> RestartState:
+        """The state of the agent that started this process; empty without torchrun."""
+        if "TORCHELASTIC_RUN_ID" not in os.environ:
+            return cls()
+        folder = Path(tempfile.gettempdir()) / f"titanlike-agents-{os.getuid()}"
+        try:
+            folder.mkdir(mode=0o700, exist_ok=True)
+            if folder.lstat().st_uid != os.getuid():  # another user's: it would choose our run_dir
+                return cls()
+        except OSError:
+            return cls()
+        here = _file_name(os.getpid()).split("-")[0]
+        for path in folder.glob("*-*-*.json"):  # of agents in this pid namespace that have ended
+            namespace, pid, _ = path.name.split("-")
+            if namespace == here and pid.isdigit() and _file_name(int(pid)) != path.name:
+                path.unlink(missing_ok=True)
+        return cls(folder / _file_name(os.getppid()))
+
+    def get(self, key: str) -> str | None:
+        return self._values.get(key)
+
+    def set_default(self, key: str, value: str) -> None:
+        """Set `key` unless this start or an earlier one has."""
+        if key not in self._values:
+            self.set(key, value)
+
+    def set(self, key: str, value: str) -> None:
+        self._write({**self._values, key: value})
+
+    def count_start(self) -> None:
+        self.set("starts", str(_starts(self._values) + 1))
+
+    def adopt_newest(self, others: Iterable[str]) -> None:
+        """Replace this state by the one of `others` (`to_json`) with the most starts, if newer."""
+        states = [self._values, *(_texts(files.parse_object(text)) for text in others)]
+        newest = max(states, key=_starts)
+        if newest is not self._values:
+            self._write(newest)
+
+    def to_json(self) -> str:
+        return json.dumps(self._values)
+
+    def _write(self, values: dict[str, str]) -> None:
+        self._values = values
+        if self._path is not None:
+            with contextlib.suppress(OSError):  # full disk: a restart begins with less
+                files.atomic_write_text(self._path, self.to_json(), sync=False)
+
+
+def _texts(record: dict[str, object]) -> dict[str, str]:
+    return {key: value for key, value in record.items() if isinstance(value, str)}
+
+
+def _starts(values: dict[str, str]) -> int:
+    starts = values.get("starts", "")
+    return int(starts) if starts.isdecimal() and len(starts) < 10 else 0
+
+
+def _file_name(pid: int) -> str:
+    """PID_NAMESPACE-PID-START_TIME.json: unique to a process on this machine, for all time."""
+    namespace, start_time = "0", "0"
+    with contextlib.suppress(OSError, ValueError, IndexError):  # not Linux: the process id alone
+        namespace = str(os.stat("/proc/self/ns/pid").st_ino)
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
+        start_time = stat.rpartition(")")[2].split()[19]  # in clock ticks since boot
+    return f"{namespace}-{pid}-{start_time}.json"

@@ -1,0 +1,116 @@
+"""How layers of transformers' models compute here: attention, and mixtures of experts.
+
+Attention takes documents by their offsets, and a GPU's kernels in order; transformers' `sdpa` computes
+everything else, so that its numbers are transformers' own.
+
+Experts are behind the contract of `experts.py`: transformers calls a module of experts with each token's
+choice and weights, in the order of the tokens. Here the module sorts them, calls itself with sorted tokens
+and counts, and adds up what it gave: the same numbers, and what counts or sends tokens sees them at one
+place in any family. Parameters keep their names. Experts of another form (biases, transposed matrices)
+stay as they are.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from torch import Tensor, nn
+
+from titanlike.models.attention import attention, by_priority
+from titanlike.models.documents import Documents
+from titanlike.models.expert_linear import expert_linear
+from titanlike.models.experts import through_experts
+
+NAME = "titanlike"  # among transformers' attention functions, beside sdpa and eager
+
+
+def takes_documents(kind: Any) -> bool:
+    """Whether a class of transformers hands its mask to the attention function unseen.
+
+    Those that may be given flex attention's mask, which is no tensor either, do.
+    """
+    return bool(kind._supports_attention_backend and kind._supports_flex_attn)
+
+
+def register() -> None:
+    """Let transformers know `_attention` as `NAME`."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import sdpa_mask
+
+    AttentionInterface.register(NAME, _attention)
+    AttentionMaskInterface.register(NAME, sdpa_mask)
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | Documents | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """[B, H, T, E] and [B, K, T, E] twice -> [B, T, H, E], and no probabilities."""
+    if isinstance(attention_mask, Documents):
+        result = attention(
+            query, key, value, attention_mask, scale=scaling, dropout=dropout
+        )  # [B, H, T, E]
+        return result.transpose(1, 2).contiguous(), None
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    def sdpa(query: Tensor) -> tuple[Tensor, None]:
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout, scaling, **others
+        )
+
+    return by_priority(sdpa, query)
+
+
+class SortedExperts(nn.Module):
+    """A mixin: the first base class of the experts, before transformers' own class."""
+
+    sorted_by_expert = True
+    num_experts: int
+    top_k: int
+    _apply_gate: Any
+    gate_up_proj: Tensor
+    down_proj: Tensor
+
+    def __call__(self, tokens: Tensor, *given: Tensor) -> Any:
+        """given: chosen and weights [N, K], of transformers; or counts [E], of the contract."""
+        if len(given) == 2:
+            chosen, weights = given
+            return through_experts(self, tokens, weights, chosen)
+        return super().__call__(tokens, *given)
+
+    def forward(self, tokens: Tensor, counts: Tensor) -> Tensor:
+        hidden = self._apply_gate(expert_linear(tokens, self.gate_up_proj, counts))
+        return expert_linear(hidden, self.down_proj, counts)
+
+
+def sort_tokens(model: nn.Module, top_k: int) -> None:
+    """Give the experts of a model this form. top_k: experts that a token goes to."""
+    module: Any
+    experts: Any
+    for module in list(model.modules()):
+        for experts in module.children():
+            if not _fits(experts):
+                continue
+            kind: Any = type(experts)
+            experts.__class__ = _sorted_class(kind)
+            experts.top_k = top_k
+            module.token_wise = True  # computes each token by itself
+
+
+def _fits(experts: Any) -> bool:
+    if not hasattr(experts, "is_concatenated"):  # of transformers' decorator for experts
+        return False
+    plain = not (experts.has_bias or experts.is_transposed or experts.has_post_expert_norm)
+    return plain and experts.has_gate and experts.is_concatenated
+
+
+@functools.cache  # blocks of one class are compiled once
+def _sorted_class(kind: type) -> type:
+    return type(kind.__name__, (SortedExperts, kind), {"__module__": kind.__module__})

@@ -1,0 +1,449 @@
+"""Attention of a rank's tokens with those of all context-parallel ranks.
+
+A model knows nothing of it: within `ContextAttention` each call of scaled_dot_product_attention is
+given a rank's queries, keys and values, and gives its part of the result.
+
+| method | what ranks exchange | attention |
+|---|---|---|
+| gather | keys and values, before (arXiv 2407.21783, section 3.3.2) | of the rank's queries |
+| ulysses | heads for tokens, before and after (arXiv 2309.14509) | of whole sequences, of its heads |
+| ring | keys and values, while it computes (arXiv 2310.01889) | of blocks |
+
+Shapes: B batch, T tokens of a sequence, t = T / ranks of this rank, H query heads, K key/value heads,
+E head dim.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from math import gcd
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from titanlike.config.errors import ConfigError, Problem
+from titanlike.distributed.collectives import autograd_collective
+from titanlike.models.attention import undivided_attention
+from titanlike.models.documents import Documents, document_mask
+from titanlike.parallel.context_tokens import (
+    Call,
+    ContextRanks,
+    Counted,
+    Take,
+    call_of,
+    counted,
+    of_all_tokens,
+)
+from titanlike.torch_private import block_attention
+from titanlike.torch_private.block_attention import Block
+
+_TOKENS = 2  # the dimension of tokens of queries, keys and values
+Mode = tuple[str, bool]  # the name of a module, whether it is training
+
+
+@dataclass
+class Looking:
+    """While it is found out which calls of modules count tokens (`context_parallel.py`)."""
+
+    tokens: int  # of a whole sequence
+    take: Take
+    whole: dict[Mode, list[Call]] = field(default_factory=dict)  # with whole sequences
+    alike: dict[str, str] = field(default_factory=dict)  # modules that compute as another one
+
+
+class ContextAttention(TorchFunctionMode):
+    """Replaces attention within it by that of all context-parallel ranks' tokens."""
+
+    def __init__(self, ranks: ContextRanks) -> None:
+        super().__init__()
+        self.ranks = ranks
+        self.active = True  # or else modules run as if there was no context parallelism
+        # called in place of attention, with its arguments by name: to look at them
+        self.instead: Callable[[dict[str, Any]], Tensor] | None = None
+        # of modules that count tokens themselves: their calls that may, in order
+        self.counted: dict[Mode, list[Counted]] = {}
+        self.looking: Looking | None = None
+        self._place: list[Any] | None = None  # the module that runs, if it is one of these; calls
+
+    def around(self, module: nn.Module, name: str) -> None:
+        """Let a module's forward run within it; call it before all else that replaces forwards."""
+        for part in module.modules():
+            if getattr(part, "token_wise", False):
+                apart: Any = functools.partial(self._apart, part.forward)
+                apart.changes_nothing = True  # for `graph.units.call_key`
+                part.forward = apart
+        module.forward = functools.partial(self._run, name, module, module.forward)
+
+    def counts(self, name: str) -> bool:
+        """Whether a module counts tokens itself."""
+        return any(name == other for other, _ in self.counted)
+
+    def _apart(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """A module that computes each token by itself: what it counts are the tokens that are here."""
+        if self._place is None:
+            return forward(*args, **kwargs)
+        place, self._place = self._place, None
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            self._place = place
+
+    def _run(
+        self, name: str, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        mode = name, module.training
+        if self.active:
+            args = tuple(map(self._divided, args))
+            kwargs = {key: self._divided(value) for key, value in kwargs.items()}
+        elif self.looking is None:
+            return forward(*args, **kwargs)
+        if self.looking is None and mode not in self.counted:
+            with self:
+                return forward(*args, **kwargs)
+        before, self._place = self._place, [mode, 0]
+        try:
+            with self:
+                result = forward(*args, **kwargs)
+            if self.looking is None and self._place[1] != len(self.counted[mode]):
+                raise self._other_calls(name)
+            return result
+        finally:
+            self._place = before
+
+    def _other_calls(self, name: str) -> ConfigError:
+        reason = f"{name} counts its tokens by other calls than when it was checked"
+        return ConfigError([Problem("cp", self.ranks.size, reason, "cp=1")])
+
+    def _divided(self, argument: Any) -> Any:
+        """An argument, in which documents know that they are those of all tokens."""
+        if isinstance(argument, Documents):
+            return argument._replace(attend=self._documents)
+        if type(argument) in (tuple, list):
+            return type(argument)(map(self._divided, argument))
+        if type(argument) is dict:
+            return {key: self._divided(value) for key, value in argument.items()}
+        return argument
+
+    def __deepcopy__(self, _: dict[int, Any]) -> ContextAttention:
+        """A copy of a module runs its own forward within the same."""
+        return self
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if function is F.scaled_dot_product_attention and (self.active or self.instead is not None):
+            return self.attention(*args, **kwargs)
+        if self._place is not None and (call := call_of(function, args, kwargs)) is not None:
+            return self._count(call, function, args, kwargs)
+        # within a mode torch.compile cannot trace what is written in Python on tensors, and it looks
+        # functions up by name alone
+        name = getattr(function, "__name__", "")
+        if name == "unflatten":
+            return torch.unflatten(*args, **kwargs)
+        return _split(*args, **kwargs) if name == "split" else function(*args, **kwargs)
+
+    def _count(self, call: Call, function: Any, args: Any, kwargs: Any) -> Any:
+        assert self._place is not None
+        mode, number = self._place
+        self._place[1] += 1
+        if not self.active:
+            assert self.looking is not None
+            self.looking.whole.setdefault(mode, []).append(call)
+            return function(*args, **kwargs)
+        size, take = self.ranks.size, self.ranks.take
+        calls = self.counted.setdefault(mode, [])
+        if (looking := self.looking) is not None:
+            take = looking.take
+            if number == len(calls):
+                like = looking.alike.get(mode[0], ""), mode[1]
+                whole = looking.whole.get(mode) or looking.whole.get(like, [])
+                known = number < len(whole)
+                found = counted(whole[number], call, looking.tokens, size) if known else None
+                calls.append(found or Counted(call.kind))
+        if number >= len(calls) or calls[number].kind != call.kind:
+            raise self._other_calls(mode[0])
+        dims = calls[number].dims
+        if not dims:
+            return function(*args, **kwargs)
+        return of_all_tokens(function, args, kwargs, dims, size, take)
+
+    def attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        """As scaled_dot_product_attention of [B, H or K, t, E] -> [B, H, t, E].
+
+        attn_mask: [..., T or t, T or t]; a dimension of t is this rank's part.
+        """
+        options: dict[str, Any] = {"dropout_p": dropout_p, "scale": scale}
+        if self.instead is not None:
+            given = {"attn_mask": attn_mask, "is_causal": is_causal, "enable_gqa": enable_gqa}
+            return self.instead({"query": query, "key": key, "value": value, **given, **options})
+        ranks = self.ranks
+        mask = attn_mask
+        if mask is not None and mask.dim() and mask.shape[-1] == key.shape[_TOKENS]:
+            mask = _all_tokens(mask, ranks, mask.dim() - 1)
+        if ranks.method == "ulysses":
+            if mask is not None and mask.dim() > 1 and mask.shape[-2] == query.shape[_TOKENS]:
+                mask = _all_tokens(mask, ranks, mask.dim() - 2)
+            mask = _of_heads(mask, query.shape[1], ranks)
+            whole = mask is None and is_causal
+
+            def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+                grouped = {"enable_gqa": q.shape[1] != k.shape[1]}
+                return F.scaled_dot_product_attention(
+                    q, k, v, mask, is_causal=whole, **options, **grouped
+                )
+
+            return _by_heads(attend, query, key, value, ranks)
+        if ranks.method == "ring":
+            assert mask is None, "of the ring's blocks none takes a mask"
+            return ring_attention(query, key, value, ranks, is_causal, scale)
+        options["enable_gqa"] = enable_gqa
+        key, value = _gathered(key, value, ranks)
+        if mask is None and is_causal:
+            return _causal(query, key, value, ranks, options)
+        if mask is not None and mask.dim() > 1 and mask.shape[-2] == key.shape[_TOKENS]:
+            mask = ranks.take(mask, mask.dim() - 2)
+        return F.scaled_dot_product_attention(query, key, value, mask, **options)
+
+    def _documents(
+        self, q: Tensor, k: Tensor, v: Tensor, documents: Any, scale: float | None, dropout: float
+    ) -> Tensor:
+        if self._place is not None:  # what is counted here is no call of the module
+            return self._apart(self._documents, q, k, v, documents, scale, dropout)
+        ranks, mask = self.ranks, documents._replace(attend=None)
+        if ranks.method == "ulysses":
+            attend = lambda q, k, v: undivided_attention(q, k, v, mask, scale, dropout)  # noqa: E731
+            return _by_heads(attend, q, k, v, ranks)
+        assert ranks.method == "gather", "of the ring's blocks none takes a mask"
+        k, v = _gathered(k, v, ranks)
+        tokens = k.shape[_TOKENS]
+        places = ranks.take(torch.arange(tokens, device=q.device), 0)
+        mask = document_mask(mask, q.shape[0], tokens, places)
+        return undivided_attention(q, k, v, mask, scale, dropout)
+
+
+def _split(
+    tensor: Tensor, split_size_or_sections: int | list[int] = 1, dim: int = 0, **named: Any
+) -> Any:
+    """torch.split and Tensor.split, which name their arguments differently."""
+    return torch.ops.aten.split(tensor, named.get("split_size", split_size_or_sections), dim)
+
+
+# --- keys and values gathered --------------------------------------------------------------------
+
+
+def _all_tokens(x: Tensor, ranks: ContextRanks, dim: int) -> Tensor:
+    gathered = autograd_collective(x, ranks, "all_gather", "reduce_scatter", dim)
+    return ranks.in_order(gathered, dim)
+
+
+def _gathered(k: Tensor, v: Tensor, ranks: ContextRanks) -> tuple[Tensor, Tensor]:
+    """Those of all ranks, in one message where they have one size."""
+    if k.shape != v.shape:
+        return _all_tokens(k, ranks, _TOKENS), _all_tokens(v, ranks, _TOKENS)
+    k, v = _all_tokens(torch.stack([k, v]), ranks, 1 + _TOKENS).unbind()
+    return k, v
+
+
+def _causal(
+    q: Tensor, k: Tensor, v: Tensor, ranks: ContextRanks, options: dict[str, Any]
+) -> Tensor:
+    """A call for each of the rank's chunks, with the keys that its last query sees."""
+    starts, chunk = ranks.starts(k.shape[_TOKENS])
+    results = []
+    for number, start in enumerate(starts):
+        queries = q.narrow(_TOKENS, number * chunk, chunk)
+        keys, values = (x.narrow(_TOKENS, 0, start + chunk) for x in (k, v))
+        results.append(block_attention.of_last_queries(queries, keys, values, **options))
+    return torch.cat(results, _TOKENS)
+
+
+# --- heads for tokens --------------------------------------------------------------------------
+
+
+def repeated(kv_heads: int, size: int) -> int:
+    """How many times each key/value head must be there for so many ranks to share them."""
+    return size // gcd(kv_heads, size)
+
+
+def _by_heads(
+    attend: Callable[[Tensor, Tensor, Tensor], Tensor],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    ranks: ContextRanks,
+) -> Tensor:
+    times = repeated(k.shape[1], ranks.size)
+    if times > 1:
+        k, v = (x.repeat_interleave(times, dim=1) for x in (k, v))
+    if k.shape[-1] == v.shape[-1]:  # in one message: each rank's heads are next to each other
+        sizes = [x.shape[1] // ranks.size for x in (q, k, v)]
+        every = torch.cat([x.unflatten(1, (ranks.size, -1)) for x in (q, k, v)], dim=2)
+        q, k, v = _to_heads(every, ranks).split(sizes, dim=1)
+    else:
+        q, k, v = (_to_heads(x.unflatten(1, (ranks.size, -1)), ranks) for x in (q, k, v))
+    return _to_tokens(attend(q, k, v), ranks)
+
+
+def _to_heads(x: Tensor, ranks: ContextRanks) -> Tensor:
+    """[B, ranks, h, t, E] -> [B, h, T, E], this rank's heads."""
+    x = autograd_collective(
+        x.movedim(1, 0), ranks, "all_to_all", "all_to_all", 0
+    )  # [ranks, B, h, t, E]
+    return x.movedim(0, 2).flatten(2, 3)
+
+
+def _to_tokens(x: Tensor, ranks: ContextRanks) -> Tensor:
+    """[B, h, T, E] -> [B, H, t, E]."""
+    x = x.unflatten(2, (ranks.size, -1)).movedim(2, 0)  # [ranks, B, h, t, E]
+    return autograd_collective(x, ranks, "all_to_all", "all_to_all", 0).movedim(0, 1).flatten(1, 2)
+
+
+def _of_heads(mask: Tensor | None, heads: int, ranks: ContextRanks) -> Tensor | None:
+    """The part of a mask or bias, which may differ between heads, of this rank's."""
+    if mask is None or mask.dim() < 3 or mask.shape[-3] != heads or heads == 1:
+        return mask
+    each = heads // ranks.size
+    return mask.narrow(mask.dim() - 3, ranks.rank * each, each)
+
+
+# --- a ring: keys and values go from rank to rank while each attends -----------------------------
+#
+# Each rank has two chunks of the sequence. Of causal attention a chunk of queries sees the chunks of
+# keys before it as a whole, its own causally, and none behind it: so no kernel needs a mask, and each
+# rank computes two blocks a step, three in the first, with its own keys.
+
+
+def ring_attention(
+    q: Tensor, k: Tensor, v: Tensor, ranks: ContextRanks, causal: bool, scale: float | None
+) -> Tensor:
+    """q [B, H, t, E], k and v [B, K, t, E] -> [B, H, t, E]. Collective over the ranks."""
+    return _Ring.apply(q, k, v, ranks, causal, scale)
+
+
+class _Ring(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        ranks: ContextRanks,
+        causal: bool,
+        scale: float | None,
+    ) -> Tensor:
+        ctx.ranks, ctx.causal, ctx.scale = ranks, causal, scale
+        queries = q.chunk(2, _TOKENS)
+        found: list[Block | None] = [None, None]
+        held = torch.stack([k, v])
+        for step in range(ranks.size):
+            coming = _send_on(held, ranks, True) if step < ranks.size - 1 else None
+            halves = [_heads(half, q.shape[1]) for half in held.chunk(2, 1 + _TOKENS)]
+            for mine, theirs, same in _pairs(ranks, step, causal):
+                keys, values = halves[theirs]
+                block = block_attention.forward(queries[mine], keys, values, same, scale)
+                found[mine] = _added(found[mine], block)
+            if coming is not None:
+                held = coming()
+        blocks = [block for block in found if block is not None]
+        result = torch.cat([block.result for block in blocks], _TOKENS).to(q.dtype)
+        sums = torch.cat([block.sums for block in blocks], _TOKENS)
+        ctx.save_for_backward(q, k, v, result, sums)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        ranks, causal, scale = ctx.ranks, ctx.causal, ctx.scale
+        q, k, v, *results = ctx.saved_tensors
+        queries = q.chunk(2, _TOKENS)
+        gradients = gradient.chunk(2, _TOKENS)
+        wholes = [Block(*parts) for parts in zip(*(x.chunk(2, 2) for x in results), strict=True)]
+        of_queries = [torch.zeros_like(half, dtype=torch.float32) for half in queries]
+        held = torch.stack([k, v])
+        # the sum of the gradients of the ranks that have had what is held: it is sent behind that,
+        # beside the next step's attention, and at last back to its rank
+        following: Callable[[], Tensor] | None = None
+        for step in range(ranks.size):
+            last = step == ranks.size - 1
+            coming = None if last else _send_on(held, ranks, True)
+            halves = [_heads(half, q.shape[1]) for half in held.chunk(2, 1 + _TOKENS)]
+            of_held = torch.zeros_like(held, dtype=torch.float32)
+            parts = of_held.chunk(2, 1 + _TOKENS)
+            for mine, theirs, same in _pairs(ranks, step, causal):
+                keys, values = halves[theirs]
+                given = gradients[mine], queries[mine], keys, values, wholes[mine]
+                of_query, *both = block_attention.backward(*given, same, scale)
+                of_queries[mine] += of_query
+                for total, part in zip(parts[theirs], both, strict=True):
+                    total += part.float().unflatten(1, (k.shape[1], -1)).sum(2)
+            if following is not None:
+                of_held += following()
+            following = _send_on(of_held, ranks, not last)
+            if coming is not None:
+                held = coming()
+        assert following is not None
+        of_k, of_v = following().to(k.dtype)
+        return torch.cat(of_queries, _TOKENS).to(q.dtype), of_k, of_v, None, None, None
+
+
+def _pairs(ranks: ContextRanks, step: int, causal: bool) -> Iterator[tuple[int, int, bool]]:
+    """(which of the rank's chunks of queries, which of the chunks of keys that it holds after so many
+    steps, whether they are of the same tokens) where queries see keys."""
+    last = 2 * ranks.size - 1
+    source = (ranks.rank - step) % ranks.size
+    for mine, query in enumerate((ranks.rank, last - ranks.rank)):
+        for theirs, key in enumerate((source, last - source)):
+            if not causal or query >= key:
+                yield mine, theirs, causal and query == key
+
+
+def _heads(held: Tensor, heads: int) -> Tensor:
+    """Keys and values for each query head: [2, B, K, s, E] -> [2, B, H, s, E]."""
+    return held.repeat_interleave(heads // held.shape[2], dim=2).contiguous()
+
+
+def _added(sum_: Block | None, block: Block) -> Block:
+    """Of the same queries with the keys of both."""
+    if sum_ is None:
+        return Block(block.result.float(), block.sums.float())
+    sums = torch.logaddexp(sum_.sums, block.sums)
+    weights = [(one.sums - sums).exp().unsqueeze(-1) for one in (sum_, block)]
+    return Block(sum_.result * weights[0] + block.result * weights[1], sums)
+
+
+def _send_on(x: Tensor, ranks: ContextRanks, beside: bool = False) -> Callable[[], Tensor]:
+    """Send to the next rank; what comes from the one before once it is called.
+
+    beside: the rank computes before it calls that."""
+    if ranks.group is None or x.is_meta:
+        ranks.count(x.nbytes, beside=beside)
+        return lambda: torch.empty_like(x)
+    result = torch.empty_like(x)
+    before, after = (
+        dist.get_global_rank(ranks.group, (ranks.rank + way) % ranks.size) for way in (-1, 1)
+    )
+    sent = dist.P2POp(dist.isend, x, after, ranks.group)
+    works = dist.batch_isend_irecv([sent, dist.P2POp(dist.irecv, result, before, ranks.group)])
+
+    def arrived(_: Tensor = x) -> Tensor:  # what is sent is kept until it is
+        for work in works:
+            work.wait()
+        return result
+
+    return arrived

@@ -1,0 +1,500 @@
+"""Context parallelism: how sequences are divided, decided before anything is allocated; a run's batches."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from functools import partial
+from math import lcm
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from titanlike.config.errors import ConfigError, Problem
+from titanlike.config.schema import Config, TraceSplit
+from titanlike.device.choose import first_device
+from titanlike.distributed.mesh import Mesh
+from titanlike.distributed.placement import Placement, experts_of
+from titanlike.distributed.transform import Recorded, Transform
+from titanlike.graph.model_graph import Field, Fields, ModelGraph, fields_of
+from titanlike.graph.record_forward import record_forward
+from titanlike.graph.recording import Recording, replay
+from titanlike.graph.sequence_shard import SequenceShard, UnknownTokens, shard_sequence
+from titanlike.models.documents import document_spans, sequence_spans
+from titanlike.optim.loss import CustomLoss, Loss, takes_divided_logits
+from titanlike.parallel.context_attention import ContextAttention, Looking, repeated
+from titanlike.parallel.context_tokens import ContextRanks, Take
+from titanlike.parallel.tp.check import first_line
+from titanlike.parallel.tp.operators import Layout, Shape, Shard, ShardingError
+from titanlike.parallel.tp.plan import Entry
+from titanlike.parallel.tp.traces import ReferenceTrace, ShardedTrace, shapes_of, tensors_in
+
+if TYPE_CHECKING:
+    from titanlike.training.draft import Draft
+
+IGNORED = -100  # a target that counts for no loss
+_PADDING = {"targets": IGNORED, "document_ids": -1}  # else 0, or False
+# of documents, which are those of all tokens on each rank
+_OFFSETS = frozenset({document_spans, sequence_spans})
+
+
+@dataclass(frozen=True)
+class Attended:
+    """A call of attention, of heads [B, H, T, E] and [B, K, T, E]."""
+
+    heads: int  # 0 = there is no such dimension
+    kv_heads: int
+    width: int  # of a head; 0 = keys and values differ
+    causal: bool
+    masked: bool
+    dropout: bool
+
+
+class ContextParallel(Transform):
+    """Each rank has a part of every sequence; the method is chosen once the model's attention is
+    known."""
+
+    ranks: ContextRanks
+
+    def __init__(self, config: Config, ranks: ContextRanks) -> None:
+        self._config = config
+        self.first = self.ranks = ranks
+        self.attention = ContextAttention(ranks)
+        self.sequence = self
+        self.why = ""  # of the method
+        self._calls: list[Attended] = []  # of attention, each kind once
+        self._offsets = False  # whether documents, or a window, are given to attention by offsets
+        self._recordings: tuple[Recording, Recording]  # of whole sequences, and of shorter ones
+
+    @property
+    def name(self) -> str:
+        return f"{self.ranks.method} of {self.ranks.size}"
+
+    def describe(self, plan: Draft) -> Iterator[tuple[str, str]]:
+        """How sequences are divided."""
+        text = {
+            "gather": "keys and values are gathered",
+            "ulysses": "heads are exchanged for tokens",
+            "ring": "keys and values go round",
+        }[self.ranks.method]
+        text += f" ({self.why}); {_length(plan.fields) // self._config.cp} tokens a rank"
+        yield "context parallel", f"{self.ranks.method}, {text}"
+
+    def open(self, mesh: Mesh, plan: Draft) -> None:
+        timeout = timedelta(seconds=self._config.launch.timeout)
+        ranks = mesh.context_ranks()
+        self.ranks.group = dist.new_group(ranks, timeout=timeout, use_local_synchronization=True)
+
+    def on_stage(self, index: int, stage: nn.Module, units: Sequence[str]) -> None:
+        for name in units:
+            self.attention.around(stage.get_submodule(name), name)
+
+    def why_not_compiled(self, block: str) -> str:
+        counts = self.attention.counts(block)
+        return "it counts tokens, of which cp ranks have parts" if counts else ""
+
+    # --- batches -------------------------------------------------------------------------------
+
+    def batch(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        """This rank's batch of one of whole sequences [B, T, ...]: padded, of the targets its tokens.
+
+        The other fields stay whole: see `graph/sequence_shard.py`.
+        """
+        batch = self.padded(batch)
+        return {**batch, "targets": self.ranks.take(batch["targets"], 1)}
+
+    def padded(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        tokens = batch["inputs"].shape[1]
+        missing = -tokens % self._multiple()
+        if not missing:
+            return batch
+        padded = dict(batch)
+        for name, x in batch.items():
+            for dim in _token_dims(name, x.shape[1:], tokens):
+                sizes = [0, 0] * (x.dim() - 2 - dim) + [0, missing]
+                padded[name] = F.pad(padded[name], sizes, value=_PADDING.get(name, 0))
+        return padded
+
+    def _multiple(self) -> int:
+        """What lengths are padded to a multiple of; tp ranks divide a rank's tokens once more."""
+        return lcm(self.ranks.multiple, self.ranks.size * self._config.tp)
+
+    # --- of ModelGraph -------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def whole(self) -> Iterator[None]:
+        """Within it, the model computes with whole sequences; its calls of attention are noted."""
+        self.attention.instead = self._note
+        self.attention.active = False
+        try:
+            with self.attention:
+                yield
+        finally:
+            self.attention.instead, self.attention.active = None, True
+
+    def shorter(self, fields: Fields) -> Fields:
+        """Of half the length, or a little less where tensor-parallel ranks could not divide that."""
+        tokens, tp = _length(fields), self._config.tp
+        less = tokens // 2 if tokens // 2 % tp == 0 else tokens - tp
+        shorter = {}
+        for name, (shape, dtype) in fields.items():
+            dims = _token_dims(name, shape, tokens)
+            sizes = (less if dim in dims else size for dim, size in enumerate(shape))
+            shorter[name] = Field(tuple(sizes), dtype)
+        return shorter
+
+    def shard(self, recording: Recording, shorter: Recording) -> SequenceShard:
+        if not self.why:
+            self._offsets = any(node.target in _OFFSETS for node in recording.nodes)
+            self._choose()
+            self._recordings = recording, shorter
+        return _shard(self.ranks, self.ranks.take, self.attention)
+
+    def problem(self, error: UnknownTokens) -> Problem:
+        """Of a model whose recorded forward does not tell which of its values are a token's."""
+        return self._problem(f"{error.call} {error.reason}, and a cp rank has a part of the tokens")
+
+    def _problem(self, reason: str) -> Problem:
+        return Problem(
+            "cp", self._config.cp, reason, f"cp=1 dp={self._config.dp * self._config.cp}"
+        )
+
+    def _note(self, given: Mapping[str, Any]) -> Tensor:
+        q, k, mask = given["query"], given["key"], given["attn_mask"]
+        call = Attended(
+            heads=q.shape[1] if q.dim() == 4 else 0,
+            kv_heads=k.shape[1] if k.dim() == 4 else 0,
+            width=q.shape[-1] if q.shape[-1] == given["value"].shape[-1] else 0,
+            causal=given["is_causal"],
+            masked=mask is not None,
+            dropout=given["dropout_p"] > 0,
+        )
+        if call not in self._calls:
+            self._calls.append(call)
+        return F.scaled_dot_product_attention(**given)
+
+    # --- the method ----------------------------------------------------------------------------
+
+    def _choose(self) -> None:
+        wanted = self._config.context_parallel
+        # why each cannot be; the first that can is taken by context_parallel=auto
+        problems = {"ulysses": self._no_ulysses(), "ring": self._no_ring(), "gather": ""}
+        chosen: Any = next(name for name, reason in problems.items() if not reason)
+        if wanted != "auto":
+            if reason := problems[wanted]:
+                fix = f"context_parallel={chosen}"
+                raise ConfigError([Problem("context_parallel", wanted, reason, fix)])
+            self.ranks.method, self.why = wanted, "asked for"
+            return
+        refused = next(filter(None, problems.values()), "")
+        self.why = "the ranks can share its heads" if chosen == "ulysses" else refused
+        self.ranks.method = chosen
+
+    def _no_ulysses(self) -> str:
+        size = self.ranks.size
+        for call in self._calls:
+            if not call.heads:
+                return "a call of attention has no dimension of heads"
+            if call.heads % size or call.heads % (call.kv_heads * repeated(call.kv_heads, size)):
+                of_rank = " of a tp rank" if self._config.tp > 1 else ""
+                heads = f"{call.heads} heads and {call.kv_heads} key/value heads{of_rank}"
+                return f"{heads} cannot be shared by {size} ranks"
+        return ""
+
+    def _no_ring(self) -> str:
+        no_mask = "a ring takes no mask, and documents are one"
+        if self._config.compile:
+            return "torch.compile cannot trace a ring"
+        if self._offsets:
+            return no_mask
+        for call in self._calls:
+            if call.masked:
+                return no_mask
+            if call.dropout:
+                return "a ring has no dropout in attention"
+            if not call.heads or not call.width:
+                return "a ring takes heads whose keys and values have one size"
+            on_cpu = first_device(self._config.device).type == "cpu"  # whose kernel takes any
+            if (call.width % 8 or call.width > 256) and not on_cpu:
+                return f"a ring takes heads of a multiple of 8, up to 256, not of {call.width}"
+        return ""
+
+    # --- what it cannot do ---------------------------------------------------------------------
+
+    def recorded(self, graph: ModelGraph) -> None:
+        for unit in graph.units:
+            self.attention.around(graph.model.get_submodule(unit.name), unit.name)
+
+    def check(self, recorded: Recorded) -> None:
+        self._check_loss(recorded.loss, recorded.output, recorded.targets)
+        model, graph = recorded.graph.model, recorded.graph
+        if self._config.tp > 1:
+            model = recorded.unchanged()
+        model.train()
+        size = graph.microbatch_size if self._config.tp == 1 else 2
+        batch = {n: x.repeat_interleave(size, 0) for n, x in recorded.batch.items()}
+        self._check_tokens(model, {n: x for n, x in batch.items() if n != "targets"}, graph)
+        if recorded.variable:
+            self._check_padding(graph.model, graph.fields)
+
+    def _check_tokens(
+        self, model: nn.Module, batch: Mapping[str, Tensor], graph: ModelGraph
+    ) -> None:
+        """Raise ConfigError where the model would compute other numbers with parts of sequences.
+
+        model: as it was recorded, or without tensor parallelism where that divides it, which is checked
+        by itself; batch: a microbatch on meta.
+        """
+        recordings, attention = self._recordings, self.attention
+        if self._config.tp > 1:  # operations on parts of heads and features would only be noise
+            attention = ContextAttention(replace(self.ranks))
+            names = [unit.name for unit in graph.units]
+            for name in names:
+                attention.around(model.get_submodule(name), name)
+            attention.active = False
+            less = self.shorter(fields_of(dict(batch)))
+            shorter = {name: batch[name].new_empty(2, *f.shape) for name, f in less.items()}
+            first, second = (record_forward(model, dict(x), names) for x in (batch, shorter))
+            recordings = first, second
+        try:
+            for training in (True, False):
+                if not (training or attention.counted):
+                    break  # what blocks count in evaluation, only where they count tokens at all
+                model.train(training)
+                _check_mode(model, attention, recordings, batch, graph.trained_outputs)
+                self.attention.counted = attention.counted
+        except Unchecked as error:
+            self.unchecked = f"whether a token sees others by attention alone: {error}"
+            if attention.counted:
+                known = "its blocks count their tokens, and their evaluation is not known"
+                raise ConfigError(
+                    [Problem("cp", self._config.cp, f"{known}: {error}", "cp=1")]
+                ) from None
+        except ShardingError as error:
+            alone = "a token sees others by scaled_dot_product_attention alone"
+            reason = f"its {error.module or 'forward'} {error.reason}; with cp {alone}"
+            raise ConfigError([self._problem(reason)]) from None
+        finally:
+            model.train()
+        for node in recordings[0].nodes:
+            # what a module recomputes by itself runs apart from it, and would count from zero
+            if node.checkpoints_inside and self.attention.counts(node.target):
+                reason = f"its {node.target} counts its tokens, and calls torch.utils.checkpoint"
+                raise ConfigError([self._problem(reason)])
+
+    def _check_loss(self, loss: Loss, output: Any, targets: Tensor) -> None:
+        """Raise ConfigError where a loss is not one of each token; output and targets on meta."""
+        if not isinstance(loss, CustomLoss):
+            return
+        with torch.device("meta"):
+            shape = tuple(loss.each(output, targets).shape)
+        if shape[:2] != tuple(targets.shape[:2]):
+            reason = f"it returns losses {list(shape)} for targets {list(targets.shape)}"
+            reason += ": with cp a rank has a part of the tokens, and each must have its own"
+            fix = "return losses [B, T, ...]"
+            raise ConfigError([Problem("loss.name", self._config.loss.name, reason, fix)])
+
+    def _check_padding(self, model: nn.Module, fields: Fields) -> None:
+        """Raise ConfigError where batches, which differ in length, cannot be padded to what cp needs."""
+        if not takes_divided_logits(self._config.loss):
+            reason = "a loss that is no cross entropy would count what they are padded with"
+        elif any(not call.causal for call in self._calls) and "document_ids" not in fields:
+            reason = "attention that is not causal alone may see what they are padded with"
+        elif experts_of(model):
+            reason = "what they are padded with would count where experts are balanced"
+        else:
+            return
+        differ = f"batches differ in length, are padded to a multiple of {self._multiple()}"
+        raise ConfigError([self._problem(f"{differ}, and {reason}")])
+
+
+def _shard(ranks: ContextRanks, take: Take, attention: ContextAttention) -> SequenceShard:
+    """take: as `ContextRanks.take`."""
+
+    def replaced(function: Callable[..., Any]) -> Callable[..., Any]:
+        return attention.attention if function is F.scaled_dot_product_attention else function
+
+    return SequenceShard(ranks.size, take, ranks.balanced, replaced, _OFFSETS)
+
+
+def _length(fields: Fields) -> int:
+    """Tokens of a sequence."""
+    return fields["inputs"].shape[0]
+
+
+def _token_dims(name: str, shape: Sequence[int], tokens: int) -> list[int]:
+    """Dimensions of tokens of a field of the batch, whose first dimension is left out: the first, and
+    of masks and biases the others of that size, too."""
+    of_pairs = any(word in name for word in ("mask", "bias"))
+    return [dim for dim, size in enumerate(shape) if size == tokens and (of_pairs or dim == 0)]
+
+
+def context_parallel(
+    config: Config, mesh: Mesh | None, batch: Mapping[str, Tensor]
+) -> ContextParallel:
+    """How cp divides these sequences. Raises ConfigError.
+
+    mesh: None in the launcher; batch: of one sequence, on meta.
+    """
+    if isinstance(config.split, TraceSplit):
+        reason = "a traced graph has the lengths of whole sequences written into it"
+        raise ConfigError([Problem("split", "trace", reason, "split=points")])
+    ids, targets = batch["inputs"], batch["targets"]
+    if ids.dim() < 2 or targets.dim() < 2 or ids.shape[1] != targets.shape[1]:
+        shapes = f"{list(ids.shape[1:])} and targets {list(targets.shape[1:])}"
+        reason = f"a sample's inputs {shapes} are no sequences of the same tokens"
+        raise ConfigError([Problem("cp", config.cp, reason, f"cp=1 dp={config.dp * config.cp}")])
+    tokens = ids.shape[1]
+    multiple = lcm(2 * config.cp, config.cp * config.tp)
+    if tokens % multiple:
+        fits = -(-tokens // multiple) * multiple
+        both = f"2 x cp{f' and cp x tp = {config.cp * config.tp}' if config.tp > 1 else ''}"
+        reason = f"{tokens} tokens are no multiple of {both} = {2 * config.cp}"
+        raise ConfigError([Problem("seq_len", tokens, reason, f"seq_len={fits}")])
+    return ContextParallel(config, ContextRanks(config.cp, 0 if mesh is None else mesh.cp_rank))
+
+
+# --- whether a model computes with a part of the tokens what it does with all ---------------------
+#
+# As for tensor parallelism (`parallel/tp/check.py`): a forward runs on meta twice, with whole sequences
+# and with a rank's part, and of each operation the second trace finds whether it gives its part of the
+# result. Attention alone sees other tokens. So attention that is no scaled_dot_product_attention is
+# found here, and a convolution or recurrence over tokens.
+
+
+class Unchecked(Exception):
+    """A forward that meta tensors cannot run as a whole."""
+
+
+def _check_mode(
+    model: nn.Module,
+    attention: ContextAttention,
+    recordings: tuple[Recording, Recording],
+    batch: Mapping[str, Tensor],
+    trained: Sequence[bool] | None,
+) -> None:
+    """In the mode, training or evaluation, in which the model is. What modules count goes into `attention`,
+    which is around them.
+
+    recordings: of whole sequences, and of shorter ones; trained: of each tensor of the output, whether the
+    loss uses it. Raises Unchecked, and ShardingError for a call that does not compute each token by itself.
+    """
+    ranks = attention.ranks
+    # what they do is not looked at: to tensor parallelism they are leaves, too
+    token_wise: dict[str, Entry] = {}
+    for name, module in model.named_modules():
+        inside = any(name.startswith(f"{other}.") for other in token_wise)
+        if getattr(module, "token_wise", False) and not inside:
+            token_wise[name] = Entry(name, "sequence")
+
+    # 1. whole sequences
+    whole = ReferenceTrace(model, token_wise)
+    looking = Looking(batch["inputs"].shape[1], lambda x, dim: trace.take(x, dim, ranks.size))
+    attention.active, attention.looking = False, looking
+    try:
+        outputs = shapes_of(tensors_in(whole.run(partial(replay, recordings[0], model, batch))))
+    except Exception as error:  # whatever a forward raises
+        raise Unchecked(first_line(error) or repr(error)) from error
+    finally:
+        attention.active, attention.looking = True, None
+    looking.alike = whole.alike
+
+    # 2. a rank's tokens
+    placements = {name: Placement(None, ranks.size) for name, _ in model.named_parameters()}
+    trace = _TokenTrace(model, token_wise, whole.steps, placements)
+    divided = shard_sequence(*recordings, _shard(ranks, looking.take, attention))
+    attention.instead, attention.looking = trace.attention, looking
+    try:
+        results = tensors_in(trace.run(partial(replay, divided, model, batch)))
+        trace.check_outputs(results, outputs, trained)
+        trace.complete([])
+    except ShardingError as error:
+        called = f"calls {trace.called}: " if trace.called else ""
+        raise ShardingError(called + error.reason, module=trace.path) from None
+    except Exception as error:  # of the forward's own
+        reason = f"raises {type(error).__name__}: {first_line(error)}"
+        raise ShardingError(reason, module=trace.path) from error
+    finally:
+        attention.instead = attention.looking = None
+        calls = attention.counted
+        for name, like in trace.repeated:
+            modes = [mode for mode in (True, False) if (like, mode) in calls]
+            calls |= {(name, mode): calls[like, mode] for mode in modes}
+        counting = {mode: every for mode, every in calls.items() if any(c.dims for c in every)}
+        attention.counted = counting
+
+    # 3. what is not of the tokens
+    if path := next((path for path, parts in trace.draws.items() if False in parts), None):
+        reason = "draws random numbers for whole sequences, which ranks have parts of"
+        raise ShardingError(reason, module=path)
+    if name := next((name for name, needs in trace.needs.items() if "never" in needs), ""):
+        reason = "it is used apart from the tokens, and its gradient would count on each rank"
+        raise ShardingError(reason, module=name)
+
+
+class _TokenTrace(ShardedTrace):
+    def take(self, x: Tensor, dim: int, ranks: int) -> Tensor:
+        with self.muted():
+            result = x.narrow(dim, 0, x.shape[dim] // ranks).clone()
+        layout: list[Shard | None] = [None] * x.dim()
+        layout[dim] = Shard("tokens", (x.shape[dim],))
+        # each rank's part of the gradient is its own
+        self._resolve(self._pending([x]), {"tokens"})
+        self._track(result, tuple(layout))
+        return result
+
+    def attention(self, given: dict[str, Any]) -> Tensor:
+        """In place of a call of scaled_dot_product_attention."""
+        tensors = [x for x in given.values() if isinstance(x, Tensor)]
+        step = self._must_find("operation", "aten::scaled_dot_product_attention", self.path)
+        self.called = "scaled_dot_product_attention"
+        q, k, v, *masks = self.operands(tensors, step)
+        for x, what in ((q, "queries"), (k, "keys"), (v, "values")):
+            if len(x.whole) != 4:
+                raise ShardingError(
+                    f"its {what} have {len(x.whole)} dimensions, and 4 are expected"
+                )
+            if not _tokens_at(x.layout, 2):
+                raise ShardingError(f"its {what} are not those of the rank's tokens")
+        for mask in masks:
+            pairs = mask.layout[-2:]
+            others = any(mask.layout[:-2]) or any(
+                s is not None and s.kind != "tokens" for s in pairs
+            )
+            if others or all(pairs):
+                raise ShardingError("its mask is not that of the rank's tokens")
+        for name in ("is_causal", "scale", "dropout_p"):
+            here, there = given[name], step.given.get(name, given[name])
+            if here != there:
+                raise ShardingError(f"its {name} is {here}, and {there} with all tokens")
+        query, value = tensors[0], tensors[2]
+        with self.muted():
+            result = query.new_empty(*query.shape[:-1], value.shape[-1])
+        self._resolve(self._pending(tensors), {"tokens"})
+        self._track(result, q.layout)
+        self.called = ""
+        return result
+
+    def check_outputs(
+        self, outputs: list[Tensor], wholes: tuple[Shape, ...], trained: Sequence[bool] | None
+    ) -> None:
+        used = trained if trained is not None and len(trained) == len(outputs) else None
+        for at, (tensor, whole) in enumerate(zip(outputs, wholes, strict=True)):
+            if used is not None and not used[at]:
+                continue
+            layout = self.layout(tensor, whole)
+            if not _tokens_at(layout, 1):
+                wrong = next(filter(None, layout), None) or "a whole tensor"
+                raise ShardingError(f"it returns {wrong}, and the loss is of tokens [B, T, ...]")
+
+
+def _tokens_at(layout: Layout, dim: int) -> bool:
+    """Whether a rank's tokens are along this dimension, and all else is whole."""
+    others = [shard for at, shard in enumerate(layout) if at != dim]
+    shard = layout[dim] if dim < len(layout) else None
+    return shard is not None and shard.kind == "tokens" and shard.plain and not any(others)

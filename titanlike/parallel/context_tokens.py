@@ -1,0 +1,171 @@
+"""Which tokens of a sequence a context-parallel rank has, and calls by which a block counts them.
+
+With n ranks the sequence is cut into 2n chunks, and rank r has chunks r and 2n - 1 - r: of causal
+attention, whose last queries see the most keys, each then computes the same share (arXiv 2407.21783,
+section 3.3.2). Where heads are exchanged instead, each rank attends with whole sequences, and has
+chunk r of n.
+
+A block that makes its positions itself (`torch.arange(x.shape[1])`, `self.table[:x.shape[1]]`) would
+count from zero on each rank. Which calls these are is seen where the forward runs on meta with whole
+sequences and with a rank's part of them (`context_parallel.py`): their numbers differ as the lengths do. In a run
+the same calls, by their place among such calls of the block, count the tokens of all ranks, of which
+the rank's are taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from titanlike.distributed.collectives import GroupInfo
+
+Method = Literal["gather", "ulysses", "ring"]
+
+
+@dataclass(eq=False)
+class ContextRanks(GroupInfo):
+    """The context-parallel ranks that this one computes with."""
+
+    method: Method = "gather"
+
+    @property
+    def balanced(self) -> bool:
+        """Whether a rank has a chunk of the sequence's begin and one of its end."""
+        return self.method != "ulysses"
+
+    @property
+    def multiple(self) -> int:
+        """What the length of a sequence must be a multiple of."""
+        return 2 * self.size if self.balanced else self.size
+
+    def starts(self, tokens: int) -> tuple[list[int], int]:
+        """(where this rank's chunks begin, tokens of a chunk) of a sequence of so many tokens."""
+        chunk = tokens // self.multiple
+        numbers = [self.rank, 2 * self.size - 1 - self.rank] if self.balanced else [self.rank]
+        return [number * chunk for number in numbers], chunk
+
+    def take(self, x: Tensor, dim: int) -> Tensor:
+        """This rank's tokens of a whole sequence along `dim`, in order."""
+        starts, chunk = self.starts(x.shape[dim])
+        parts = [x.narrow(dim, start, chunk) for start in starts]
+        return torch.cat(parts, dim) if len(parts) > 1 else parts[0].contiguous()
+
+    def in_order(self, gathered: Tensor, dim: int) -> Tensor:
+        """A whole sequence, of all ranks' tokens one after the other along `dim`."""
+        if not self.balanced:
+            return gathered
+        ranks = gathered.unflatten(dim, (self.size, 2, -1))
+        first, second = ranks.select(dim + 1, 0), ranks.select(dim + 1, 1).flip(dim)
+        return torch.cat([first, second], dim).flatten(dim, dim + 1)
+
+
+# --- calls that count tokens ---------------------------------------------------------------------
+
+Take = Callable[[Tensor, int], Tensor]  # (of all tokens, dimension) -> those of this rank
+_FILLED = (torch.ones, torch.zeros, torch.full)
+
+
+class Call(NamedTuple):
+    """Of arange: (start, end, step). Of an index: (size, stop) of each dimension that is cut from its
+    start, None of others. Of a tensor that is filled with a number: its sizes."""
+
+    kind: str
+    numbers: tuple[Any, ...]
+
+
+class Counted(NamedTuple):
+    """A call of a block, and the dimensions that count tokens: none; one, of which a rank has its part;
+    or two, of a mask of all tokens."""
+
+    kind: str
+    dims: tuple[int, ...] = ()
+
+
+def call_of(function: Any, args: Any, kwargs: Any) -> Call | None:
+    """None for what counts nothing."""
+    if function is torch.arange:
+        start, end, step = {0: (0, None, 1), 1: (0, *args, 1), 2: (*args, 1)}.get(len(args), args)
+        given = kwargs.get("start", start), kwargs.get("end", end), kwargs.get("step", step)
+        return Call("arange", given)
+    if function in _FILLED:
+        sizes = _sizes(args, kwargs)
+        return Call("filled", sizes) if len(sizes) > 1 else None
+    if function is not Tensor.__getitem__:
+        return None
+    index = _index(*args)
+    if not all(at is None or isinstance(at, (int, slice)) for at in index):
+        return None
+    cuts = zip(args[0].shape, (at for at in index if at is not None), strict=False)
+    numbers = tuple(_cut(size, at) for size, at in cuts)
+    return Call("index", numbers) if any(numbers) else None
+
+
+def _sizes(args: Any, kwargs: Any) -> tuple[Any, ...]:
+    first = kwargs.get("size", args[0] if args else ())
+    return tuple(first) if isinstance(first, (tuple, list)) else args
+
+
+def _index(tensor: Tensor, index: Any) -> list[Any]:
+    """An index as a list, in which `...` are the slices that it stands for."""
+    index = list(index) if isinstance(index, tuple) else [index]
+    at = next((at for at, item in enumerate(index) if item is ...), None)
+    if at is None:
+        return index
+    missing = tensor.dim() - sum(item is not None and item is not ... for item in index)
+    return [*index[:at], *[slice(None)] * missing, *index[at + 1 :]]
+
+
+def _cut(size: int, at: Any) -> tuple[int, int] | None:
+    cut = isinstance(at, slice) and at.start in (None, 0) and at.step in (None, 1)
+    return (size, at.stop) if cut and isinstance(at.stop, int) else None
+
+
+def counted(whole: Call, here: Call, tokens: int, ranks: int) -> Counted:
+    """whole: the same call where the sequence is whole, of so many tokens; here: where a rank has its
+    part."""
+    if whole.kind != here.kind or len(whole.numbers) != len(here.numbers):
+        return Counted(here.kind)
+
+    def of_tokens(all_tokens: Any, mine: Any) -> bool:
+        ints = type(all_tokens) is int and type(mine) is int
+        return ints and (all_tokens, mine) == (tokens, tokens // ranks)
+
+    if here.kind == "arange":
+        (start, end, step), (_, mine, _) = whole.numbers, here.numbers
+        plain = start == 0 and step == 1 and whole.numbers[::2] == here.numbers[::2]
+        return Counted("arange", (0,) if plain and of_tokens(end, mine) else ())
+    pairs = enumerate(zip(whole.numbers, here.numbers, strict=True))
+    if here.kind == "filled":
+        dims = tuple(dim for dim, (a, b) in pairs if of_tokens(a, b))
+        return Counted("filled", dims if len(dims) == 2 else ())
+    dims = tuple(dim for dim, (a, b) in pairs if a and b and a[0] == b[0] and of_tokens(a[1], b[1]))
+    return Counted("index", dims if len(dims) <= 2 else ())
+
+
+def of_all_tokens(
+    function: Any, args: Any, kwargs: Any, dims: tuple[int, ...], ranks: int, take: Take
+) -> Tensor:
+    """The call with the tokens of all ranks, of which this one's are taken where one dimension has
+    them."""
+    if function is torch.arange:
+        call = call_of(function, args, kwargs)
+        assert call is not None
+        others = {name: v for name, v in kwargs.items() if name not in ("start", "end", "step")}
+        start, end, step = call.numbers
+        return take(torch.arange(start, end * ranks, step, **others), 0)
+    if function in _FILLED:
+        sizes = [n * (ranks if dim in dims else 1) for dim, n in enumerate(_sizes(args, kwargs))]
+        others = {name: value for name, value in kwargs.items() if name != "size"}
+        return function(sizes, *(args[1:] if function is torch.full else ()), **others)
+    tensor, index = args[0], _index(*args)
+    places = [at for at, item in enumerate(index) if item is not None]
+    for dim in dims:
+        index[places[dim]] = slice(None, index[places[dim]].stop * ranks)
+    rows = tensor[tuple(index)]
+    if len(dims) > 1:
+        return rows
+    return take(rows, sum(not isinstance(item, int) for item in index[: places[dims[0]]]))

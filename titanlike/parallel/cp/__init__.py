@@ -1,1 +1,0 @@
-"""Context parallelism: each rank has a part of every sequence."""

@@ -1,0 +1,601 @@
+"""A model's forward on meta, operation by operation: whole, and in step with that as a rank has it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from titanlike.distributed.placement import Placement
+from titanlike.graph.units import call_key
+from titanlike.parallel.tp.operators import (
+    Call,
+    Kind,
+    Layout,
+    Operand,
+    Shape,
+    Shard,
+    ShardingError,
+    by_sizes,
+    layouts_of,
+    packed,
+)
+from titanlike.parallel.tp.plan import DIVIDING, Entry
+from titanlike.torch_private.autograd import intercept_checkpoints
+from titanlike.torch_private.deferred_dynamo import force_eager
+from titanlike.torch_private.operators import TorchDispatchMode, in_parts
+from titanlike.torch_private.tensors import storage_id, tree_leaves
+
+
+@dataclass(frozen=True)
+class Step:
+    """What the whole model did: an operation, or a sharded module's beginning or end, or a block."""
+
+    kind: Literal["operation", "begin", "end", "block"]
+    name: str
+    path: str  # of the module in the block where it was recorded
+    shapes: tuple[Shape, ...] = ()  # of the tensors that it is given
+    given: Mapping[str, Any] = field(default_factory=dict)  # arguments by name, tensors as None
+    results: tuple[Shape, ...] = ()
+    inside: list[Step] = field(default_factory=list)  # of a block
+
+
+class TracedForward(TorchDispatchMode):
+    """A forward whose operations outside of sharded layers are seen, one by one."""
+
+    def __init__(self, model: nn.Module, modules: Mapping[str, Entry]) -> None:
+        super().__init__()
+        self._model, self._modules = model, modules
+        self._atoms: set[Any] = {torch.ops.aten.scaled_dot_product_attention.default}
+        self._paths, self._blocks = [""], [""]  # of the modules, and blocks, that run
+        self._muted = 0
+        self.called = ""  # the operation that is not right
+        self._outer = ""  # the operation that the forward calls, which may be made of several
+
+    @property
+    def path(self) -> str:
+        """The module that runs."""
+        return self._paths[-1]
+
+    def run(self, forward: Callable[[], Any]) -> Any:
+        """forward: of the model, on meta."""
+        with contextlib.ExitStack() as stack:
+            block = ""
+            for name, module in self._model.named_modules():
+                if name in self._modules:
+                    self._watch(name, module, stack)
+                elif name.rpartition(".")[2].isdigit() and not (block and _within(name, block)):
+                    self._watch_block(name, module, stack)
+                    block = name
+            self._follow_paths(stack)
+            stack.enter_context(torch.inference_mode())
+            stack.enter_context(force_eager())
+            stack.enter_context(intercept_checkpoints(lambda change: None))
+            stack.enter_context(self)
+            stack.enter_context(torch.device("meta"))
+            return forward()
+
+    @contextlib.contextmanager
+    def muted(self) -> Iterator[None]:
+        """Within it operations are not looked at."""
+        self._muted += 1
+        try:
+            yield
+        finally:
+            self._muted -= 1
+
+    def _follow_paths(self, stack: contextlib.ExitStack) -> None:
+        names = {id(module): name for name, module in self._model.named_modules()}
+        hooks = torch.nn.modules.module
+
+        def enter(module: nn.Module, _: Any) -> None:
+            self._paths.append(names.get(id(module), self.path))
+
+        def leave(*_: Any) -> None:
+            self._paths.pop()
+
+        stack.callback(hooks.register_module_forward_pre_hook(enter).remove)
+        stack.callback(hooks.register_module_forward_hook(leave).remove)
+
+    def _watch(self, name: str, module: nn.Module, stack: contextlib.ExitStack) -> None:
+        style = self._modules[name].style
+        leaf = _is_leaf(style) or self._token_wise(name)
+
+        def enter(_: nn.Module, args: Any, kwargs: Any) -> None:
+            self.begin(name, tensors_in(args, kwargs))
+            self._muted += 1
+
+        def entered(_: nn.Module, args: Any, kwargs: Any) -> None:
+            self._muted -= 1
+            self.gathered(name, tensors_in(args, kwargs))
+
+        def leave(*_: Any) -> None:
+            self._muted += 1
+
+        def left(_: nn.Module, __: Any, result: Any) -> None:
+            self._muted -= 1
+            self.end(name, tensors_in(result))
+
+        before: Any = partial(module.register_forward_pre_hook, with_kwargs=True)
+        after, handles = module.register_forward_hook, []
+        if leaf or style == "gather":
+            handles.append(before(enter, prepend=True))
+        if style == "gather":
+            handles.append(before(entered))
+        if style == "split":
+            handles.append(after(leave, prepend=True))
+        if leaf or style == "split":
+            handles.append(after(left))
+        for handle in handles:
+            stack.callback(handle.remove)
+
+    def _watch_block(self, name: str, module: nn.Module, stack: contextlib.ExitStack) -> None:
+        had, forward = "forward" in vars(module), module.forward
+
+        def restore() -> None:
+            vars(module).pop("forward", None)
+            if had:
+                module.forward = forward
+
+        module.forward = partial(self.block, name, module, forward)
+        stack.callback(restore)
+
+    def _token_wise(self, name: str) -> bool:
+        """Whether a module says that it computes each token by itself, however it does it (a routed
+        layer sorts them): a rank's part of the tokens gives that part of the result."""
+        sequence = self._modules[name].style == "sequence"
+        return sequence and getattr(self._model.get_submodule(name), "token_wise", False)
+
+    def _in_block(self, path: str) -> str:
+        """The name of a module in the block that runs."""
+        return path.removeprefix(self._blocks[-1])
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self._muted:
+            return function(*args, **kwargs)
+        outer = self._outer
+        self._outer = outer or _short(function._schema.name)
+        try:
+            if function not in self._atoms:
+                with self:
+                    result = in_parts(function, args, kwargs)
+                if result is not NotImplemented:
+                    return result
+                self._atoms.add(function)
+            return self.operation(function, args, kwargs)
+        except ShardingError:
+            self.called = self.called or self._outer
+            raise
+        except (RuntimeError, NotImplementedError, IndexError, ValueError) as error:
+            self.called = self.called or self._outer
+            raise self.raised(error, tensors_in(args, kwargs)) from error
+        finally:
+            self._outer = outer
+
+    def raised(self, error: Exception, given: list[Tensor]) -> Exception:
+        """What to raise for an operation that does."""
+        return error
+
+    # a sharded module begins, has gathered what it is given, and ends; an operation; a block
+    def begin(self, name: str, given: list[Tensor]) -> None: ...
+    def gathered(self, name: str, given: list[Tensor]) -> None: ...
+    def end(self, name: str, results: list[Tensor]) -> None: ...
+    def operation(self, function: Any, args: Any, kwargs: Any) -> Any: ...
+    def block(
+        self, name: str, module: nn.Module, forward: Any, *args: Any, **kwargs: Any
+    ) -> Any: ...
+
+
+class ReferenceTrace(TracedForward):
+    """The forward of the whole model."""
+
+    def __init__(self, model: nn.Module, modules: Mapping[str, Entry]) -> None:
+        super().__init__(model, modules)
+        self.steps: list[Step] = []
+        self._equal: dict[Hashable, tuple[str, list[Step]]] = {}  # a block, and what it did
+        self.alike: dict[str, str] = {}  # blocks that were not run, and the equal ones that were
+        # as the other trace keeps them: torch detaches a new tensor that somebody else refers to
+        self._results: list[Any] = []
+
+    def gathered(self, name: str, given: list[Tensor]) -> None:
+        self.steps.append(Step("begin", "", self._in_block(name), shapes_of(given)))
+
+    def end(self, name: str, results: list[Tensor]) -> None:
+        self.steps.append(Step("end", "", self._in_block(name), shapes_of(results)))
+
+    def operation(self, function: Any, args: Any, kwargs: Any) -> Any:
+        shapes = shapes_of(tensors_in(args, kwargs))
+        result = function(*args, **kwargs)
+        self._results.append(result)
+        given = _by_name(function, args, kwargs, lambda tensor: None)
+        results = shapes_of(tensors_in(result))
+        name, path = function._schema.name, self._in_block(self.path)
+        self.steps.append(Step("operation", name, path, shapes, given, results))
+        return result
+
+    def block(self, name: str, module: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
+        key = call_key(module, args, kwargs)
+        outside, path = self.steps, self._in_block(self.path)
+        if key in self._equal:
+            self.alike[name], inside = self._equal[key]
+            outside.append(Step("block", "", path, inside=inside))
+            return args[0]
+        self.steps = []
+        self._blocks.append(name)
+        result = forward(*args, **kwargs)
+        self._blocks.pop()
+        inside, self.steps = self.steps, outside
+        outside.append(Step("block", "", path, inside=inside))
+        if key is not None and _same_form(result, args):
+            self._equal[key] = name, inside
+        return result
+
+
+# --- the sharded model ---------------------------------------------------------------------------
+
+_AHEAD = 24  # operations of the whole model that the sharded one may leave out, at most
+_COLUMNS = ("colwise", "colwise_kv", "colwise_gather", "packed_colwise", "vocab")
+_SUMMED = ("rowwise", "rowwise_split", "vocab", "colwise_gather")  # their results may be whole
+_VIEWS = ("view", "_unsafe_view", "_reshape_alias", "reshape", "view_copy")
+# differ where a rank has other heads of keys than of queries, and change no number
+_LEFT_OUT = (*_VIEWS, "expand", "unsqueeze", "squeeze", "slice", "clone", "alias", "permute")
+Need = Kind | Literal["never"]
+
+
+@dataclass
+class _Tracked:
+    """What is known of a tensor of the sharded model."""
+
+    tensor: Tensor  # so that its id stays its own
+    layout: Layout | None  # None: what is sharded is seen by its sizes, and is `kind`
+    kind: Kind = "constant"
+    # whole parameters, and results of modules, whose gradients flow through it: see `needs`
+    pending: frozenset[str] = frozenset()
+
+
+class ShardedTrace(TracedForward):
+    """The forward of the sharded model, in step with that of the whole one."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        modules: Mapping[str, Entry],
+        steps: list[Step],
+        placements: Mapping[str, Placement],
+    ) -> None:
+        """steps: of the whole model."""
+        super().__init__(model, modules)
+        self._steps, self._at = steps, 0
+        self._tracked: dict[int, _Tracked] = {}
+        self._views: dict[int, list[int]] = {}  # storage -> tensors that have it
+        # of each parameter, and each `RESULT` of a module: what its gradient is a part of a sum
+        # over, "never" = it is whole
+        self.needs: dict[str, set[Need]] = {}
+        # modules that draw random numbers -> for whole tensors (False), parts (True) or both
+        self.draws: dict[str, set[bool]] = {}
+        self._equal: dict[Hashable, str] = {}
+        self.repeated: list[tuple[str, str]] = []  # blocks, and equal ones before them
+        # of what the token-wise module that runs is given
+        self._given: tuple[Layout, frozenset[str]] = (), frozenset()
+        for name, parameter in model.named_parameters():
+            part, layout = placements[name].part, None
+            if part is not None:
+                dims = range(len(part.shape))
+                shard = Shard("features", (part.shape[part.dim],))
+                layout = tuple(shard if dim == part.dim else None for dim in dims)
+            self._track(parameter, layout, pending=self._await(name))
+
+    def complete(self, results: list[Tensor]) -> None:
+        """After the forward: its results are the loss' as they are. What was found of a block is so of
+        those that equal it, too."""
+        self._resolve(self._pending(results), {"never"})
+        for name, like in self.repeated:
+            for path in [path for path in self.draws if _within(path, like)]:
+                twin = name + path.removeprefix(like)
+                self.draws.setdefault(twin, set()).update(self.draws[path])
+            for path in [path for path in self.needs if _within(path, like)]:
+                if (twin := name + path.removeprefix(like)) in self.needs:
+                    self.needs[twin] |= self.needs[path]
+
+    # --- what is known of tensors --------------------------------------------------------------
+
+    def _track(
+        self,
+        tensor: Tensor,
+        layout: Layout | None,
+        kind: Kind = "constant",
+        pending: frozenset[str] = frozenset(),
+    ) -> None:
+        self._tracked[id(tensor)] = _Tracked(tensor, layout, kind, pending)
+
+    def _await(self, name: str) -> frozenset[str]:
+        self.needs.setdefault(name, set())
+        return frozenset([name])
+
+    def _resolve(self, pending: frozenset[str], needs: set[Any]) -> None:
+        """The gradients of these are parts of sums over these, or whole."""
+        for name in pending:
+            self.needs[name] |= needs
+
+    def _of(self, tensor: Tensor) -> _Tracked:
+        return self._tracked.get(id(tensor)) or _Tracked(tensor, None)
+
+    def _pending(self, tensors: list[Tensor]) -> frozenset[str]:
+        return frozenset[str]().union(*(self._of(tensor).pending for tensor in tensors))
+
+    def _now(self, tensor: Tensor) -> Layout:
+        return self._of(tensor).layout or ()
+
+    def layout(self, tensor: Tensor, whole: Shape) -> Layout:
+        """The layout of a tensor that the whole model has of that shape."""
+        local, layout = tuple(tensor.shape), self._now(tensor)
+        shapes = f"{list(local)} here, and {list(whole)} in the model"
+        if len(local) != len(whole):
+            raise ShardingError(f"a tensor of it is {shapes}")
+        # a list of numbers, say, that torch makes a tensor of
+        if id(tensor) not in self._tracked and local != whole:
+            raise ShardingError(f"it is given other numbers: {shapes}")
+        if len(layout) == len(whole) and all(
+            w == n if shard is None else sum(shard.pattern) * shard.repeat == w != n
+            for w, n, shard in zip(whole, local, layout, strict=True)
+        ):
+            return layout
+        kinds = (shard.kind for shard in layout if shard is not None)
+        return by_sizes(whole, local, next(kinds, self._of(tensor).kind))
+
+    # --- in step with the whole model ----------------------------------------------------------
+
+    def _find(self, kind: str, name: str, path: str) -> Step | None:
+        """The same step of the whole model; None where it has none."""
+        wanted = kind, _same(name), self._in_block(path)
+        for at in range(self._at, min(self._at + _AHEAD, len(self._steps))):
+            step = self._steps[at]
+            if (step.kind, _same(step.name), step.path) == wanted:
+                self._at = at + 1
+                return step
+            if step.kind != "operation" or _short(step.name) not in _LEFT_OUT:
+                break
+        return None
+
+    def _must_find(self, kind: str, name: str, path: str) -> Step:
+        if (step := self._find(kind, name, path)) is not None:
+            return step
+        here = self._steps[self._at] if self._at < len(self._steps) else None
+        there = "nothing more" if here is None else _short(here.name) or "a divided module"
+        raise ShardingError(f"the whole model computes {there} there")
+
+    def begin(self, name: str, given: list[Tensor]) -> None:
+        """Gradients are summed where tensors enter a sharded layer, and where they are sharded."""
+        style, first = self._modules[name].style, given[:1]
+        last = next((self._now(tensor)[-1:] for tensor in first), ())
+        shard = last[0] if last else None
+        if self._token_wise(name):
+            if shard is not None:
+                raise ShardingError(f"takes {shard}", shard)
+            layout = self._now(given[0])
+            pending = self._pending([*given, *self._model.get_submodule(name).parameters()])
+            if kinds := _kinds(layout):
+                self._resolve(pending, kinds)
+            self._given = layout, frozenset() if kinds else pending
+            return
+        exchanges = style in ("vocab", "rowwise_split") or not _is_leaf(style)  # by itself
+        around = [self._modules.get(path) for path in _above(name)]
+        summed = any(entry is not None and entry.style == "gather" for entry in around)
+        self._resolve(self._pending(first), {"features"} if summed and not exchanges else {"never"})
+        if style == "rowwise" and shard is not None and not shard.plain:
+            reason = f"takes {shard}, of {shard.matrices} matrices: a piece of each"
+            raise ShardingError(reason, shard, shard.matrices)
+
+    def gathered(self, name: str, given: list[Tensor]) -> None:
+        step = self._must_find("begin", "", name)
+        for tensor, whole in zip(given, step.shapes, strict=True):
+            if id(tensor) not in self._tracked:
+                self._exchanged(tensor, whole, "")
+
+    def end(self, name: str, results: list[Tensor]) -> None:
+        step = self._must_find("end", "", name)
+        for tensor, whole in zip(results, step.shapes, strict=True):
+            if self._token_wise(name):
+                layout, pending = self._given
+                self._track(tensor, layout or None, pending=pending)
+            else:
+                self._exchanged(tensor, whole, name)
+
+    def _exchanged(self, tensor: Tensor, whole: Shape, name: str) -> None:
+        """A tensor that a sharded module, or an exchange before one (""), has made."""
+        entry = self._modules.get(name)
+        layout: list[Shard | None] = [None] * len(whole)
+        for dim, (w, n) in enumerate(zip(whole, tensor.shape, strict=True)):
+            if n > w:
+                reason = f"is given what is whole already: it makes {n} of {w} tokens"
+                raise ShardingError(reason, style="split")
+            if n == w:
+                continue
+            if entry is None or entry.style not in _COLUMNS or dim < len(whole) - 1:
+                layout[dim] = Shard("tokens", (w,))
+                continue
+            count, pattern = entry.argument, (w,)
+            if entry.style == "packed_colwise":
+                assert count is not None
+                pattern = count if isinstance(count, tuple) else (w // count,) * count
+            layout[dim] = packed(Shard("features", pattern, 1, name), w)
+        summed = entry is not None and entry.style in _SUMMED and not any(layout)
+        pending = self._await(f"{RESULT}{name}") if summed else frozenset[str]()
+        self._track(tensor, tuple(layout), pending=pending)
+
+    def operation(self, function: Any, args: Any, kwargs: Any) -> Any:
+        given, name = tensors_in(args, kwargs), function._schema.name
+        pending = self._pending(given)
+        if _short(name) not in _LEFT_OUT:
+            step: Step | None = self._must_find("operation", name, self.path)
+        else:
+            step = self._find("operation", name, self.path)
+        if step is None:
+            result = function(*args, **kwargs)
+            # torch leaves a slice of all that there is out: here it takes less
+            if _short(name) == "slice" and result.shape != given[0].shape:
+                raise ShardingError("it takes as many as the rank has of another tensor")
+            shards = (shard for tensor in given for shard in self._now(tensor))
+            kind: Kind = next((shard.kind for shard in shards if shard is not None), "constant")
+            for tensor in tensors_in(result):
+                self._track(tensor, None, kind, pending)
+            return result
+        ordered = self.operands(given, step)
+        operands = {id(tensor): x for tensor, x in zip(given, ordered, strict=True)}
+        result = function(*args, **kwargs)
+        results = tensors_in(result)
+        pairs = list(zip(step.results, shapes_of(results), strict=False))
+        if len(step.results) != len(results) or any(len(w) != len(n) for w, n in pairs):
+            raise ShardingError("its results are others than in the whole model")
+        named = _by_name(function, args, kwargs, lambda tensor: operands[id(tensor)])
+        pointwise = torch.Tag.pointwise in function.tags
+        call = Call(name.replace("::", "."), named, step.given, ordered, pairs, pointwise)
+        layouts = layouts_of(call)
+        every = [shard for layout in (*(x.layout for x in ordered), *layouts) for shard in layout]
+        self._note_draws(function, named, any(every))
+        if kinds := _kinds(every):
+            self._resolve(pending, kinds)
+        copies_form = name.endswith("_like") or _short(name).startswith("new_")
+        if kinds or copies_form or _short(name) == "detach":  # no gradient flows through it
+            pending = frozenset()
+        for tensor, layout in zip(results, layouts, strict=True):
+            differentiable = tensor.is_floating_point() or tensor.is_complex()
+            through = pending if differentiable else frozenset[str]()
+            if id(tensor) in operands:
+                self._written(tensor, layout, through)
+            self._track(tensor, layout, pending=through)
+            self._views.setdefault(storage_id(tensor), []).append(id(tensor))
+        return result
+
+    def operands(self, given: list[Tensor], step: Step) -> list[Operand]:
+        """The tensors that a call is given, beside those of the whole model's."""
+        if len(given) != len(step.shapes):
+            raise ShardingError("it is given other tensors than in the whole model")
+        pairs = zip(given, step.shapes, strict=True)
+        return [Operand(whole, tuple(x.shape), self.layout(x, whole)) for x, whole in pairs]
+
+    def _written(self, tensor: Tensor, layout: Layout, pending: frozenset[str]) -> None:
+        """A tensor was changed in place: so were all that share its memory."""
+        for other in self._views.get(storage_id(tensor), ()):
+            tracked = self._tracked[other]
+            if tracked.tensor is tensor:
+                continue
+            tracked.pending |= pending
+            before = tracked.layout
+            alike = before is not None and len(before) == len(layout)
+            for dim, shard in enumerate(before or ()):
+                if shard is not None and shard.kind == "constant" and not (alike and layout[dim]):
+                    raise ShardingError(f"it writes to some elements of {shard}", shard)
+            if before is not None and alike:
+                pairs = zip(before, layout, strict=True)
+                tracked.layout = tuple(old if new is None else new for old, new in pairs)
+
+    def _note_draws(self, function: Any, given: Mapping[str, Any], sharded: bool) -> None:
+        if torch.Tag.nondeterministic_seeded not in function.tags:
+            return
+        name, chance = _short(function._schema.name), given.get("dropout_p", given.get("p"))
+        nothing = not chance or given.get("train") is False and "dropout" in name
+        if nothing and ("dropout" in name or name == "scaled_dot_product_attention"):
+            return
+        self.draws.setdefault(self.path, set()).add(sharded)
+
+    def raised(self, error: Exception, given: list[Tensor]) -> Exception:
+        if "meta" in str(error).lower():
+            return error
+        shards = [shard for tensor in given for shard in self._now(tensor) if shard is not None]
+        shown = " and ".join(str(list(tensor.shape)) for tensor in given[:3])
+        shown += f", which has {shards[0]}" if shown and shards else ""
+        text = str(error).strip().splitlines()[0]
+        first = shards[0] if shards else None
+        unnamed = self._outer == "linear" and self.path not in self._modules
+        style = "rowwise" if unnamed and first is not None and first.kind == "features" else ""
+        text += f" (on {shown})" if shown else ""
+        return ShardingError(f"it fails: {text}", first, style=style)
+
+    def block(self, name: str, module: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
+        step = self._must_find("block", "", self.path)
+        if (key := call_key(module, args, kwargs)) is not None:
+            key = key, tuple(self._of(tensor).layout for tensor in tensors_in(args, kwargs))
+        if key in self._equal:
+            self.repeated.append((name, self._equal[key]))
+            return args[0]
+        outside, self._steps, self._at = (self._steps, self._at), step.inside, 0
+        self._blocks.append(name)
+        result = forward(*args, **kwargs)
+        self._blocks.pop()
+        self._steps, self._at = outside
+        known = key is not None and _same_form(result, args) and id(result) in self._tracked
+        if known and self._of(args[0]).layout == self._of(result).layout:
+            self._equal[key] = name
+        return result
+
+
+RESULT = "the result of "
+
+
+def tensors_in(*values: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+
+
+def shapes_of(tensors: list[Tensor]) -> tuple[Shape, ...]:
+    return tuple(tuple(tensor.shape) for tensor in tensors)
+
+
+def _by_name(
+    function: Any, args: Any, kwargs: Any, change: Callable[[Tensor], Any]
+) -> dict[str, Any]:
+    """Arguments by name, each tensor `change`d."""
+
+    def changed(value: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            return [changed(part) for part in value]
+        return change(value) if isinstance(value, Tensor) else value
+
+    names = (argument.name for argument in function._schema.arguments)
+    given = dict(zip(names, args, strict=False)) | kwargs
+    return {name: changed(value) for name, value in given.items()}
+
+
+def _same_form(result: Any, args: Any) -> bool:
+    """Whether a block's result may stand in for its first argument."""
+    first = args[0] if args else None
+    if not isinstance(result, Tensor) or not isinstance(first, Tensor):
+        return False
+    forms = ((tensor.shape, tensor.dtype, tensor.stride()) for tensor in (result, first))
+    return next(forms) == next(forms)
+
+
+def _kinds(layout: Sequence[Shard | None]) -> set[Kind]:
+    return {shard.kind for shard in layout if shard is not None and shard.kind != "constant"}
+
+
+def _is_leaf(style: str) -> bool:
+    """Whether all that a module does is known to be right."""
+    return style in DIVIDING or style == "vocab"
+
+
+def _within(path: str, block: str) -> bool:
+    return f"{path}.".startswith(f"{block}.")
+
+
+def _above(name: str) -> list[str]:
+    """The modules around one."""
+    parts = name.split(".")
+    return [".".join(parts[:count]) for count in range(1, len(parts))]
+
+
+def _short(name: str) -> str:
+    return name.split("::")[-1]
+
+
+def _same(name: str) -> str:
+    """A view, or a copy where the strides allow no view: each trace has those that it needs."""
+    return "view" if _short(name) in _VIEWS else name
