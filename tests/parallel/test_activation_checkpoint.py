@@ -208,10 +208,10 @@ def test_which_blocks_are_recomputed() -> None:
         config = tiny(2, 1, activation_checkpoint=how, **changes)
         return draft(config).recomputed.blocks
 
-    names = [f"layers.{i}" for i in range(8)]
+    names = [f"model.layers.{i}" for i in range(8)]
     assert chosen(ActivationCheckpoint("none")) == [[], []]
     assert chosen(FULL) == [names[:4], names[4:]]
-    assert chosen(EveryActivationCheckpoint(every=3)) == [["layers.0", "layers.3"], ["layers.6"]]
+    assert chosen(EveryActivationCheckpoint(every=3)) == [[names[0], names[3]], [names[6]]]
     assert chosen(FULL, model=Custom(f"{__name__}.Model", {"kind": "own"})) == [[], []]
 
 

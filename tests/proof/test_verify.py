@@ -193,16 +193,16 @@ def test_kernels_that_round_by_sizes_fail_no_layout_on_a_gpu(tmp_path: Path) -> 
         assert run_world(verified, config, tmp_path / str(code), break_it)[0][0] == code
 
 
-def normed(**sizes: Any) -> Model:
-    return Model("support.tensor_models.Normed", {"vocab_size": None, "layers": 2, **sizes})
-
-
+NORMED = Model(
+    "support.tensor_models.Normed",
+    {"vocab_size": None, "num_hidden_layers": 2, "tie_word_embeddings": True},
+)
 RECOMPUTED = ActivationCheckpoint("full")
 UNEVEN = Custom("support.data.uneven", {"vocab_size": 64})
 CLIPPED = {"layers": 2, "optimizer": Sgd(clip=0.01)}
 LAYOUTS = {
     "tp=2, heads normed, a tied head": tiny(
-        tp=2, model=normed(tied=True), **CLIPPED, data=SyntheticData(vocab_size=97)
+        tp=2, model=NORMED, **CLIPPED, data=SyntheticData(vocab_size=97)
     ),
     "cp=2, documents, recomputed": tiny(
         cp=2, context_parallel="gather", data=TextData(documents=True), layers=2,
