@@ -20,8 +20,9 @@ def main() -> None:
     from support.live_memory import measured
     from support.models import tiny
     from support.world import run_world
-    from titanlike.config.groups import (
+    from titanlike.config.schema import (
         ActivationCheckpoint,
+        Custom,
         EveryActivationCheckpoint,
         LoopedSchedule,
         LoopedZeroBubbleSchedule,
@@ -29,7 +30,6 @@ def main() -> None:
         SelectiveActivationCheckpoint,
         ZeroBubbleSchedule,
     )
-    from titanlike.config.schema import Custom
 
     schedules = [Schedule("1f1b", 8), LoopedSchedule(microbatches=8)]
     for gradients in ("deferred", "together"):

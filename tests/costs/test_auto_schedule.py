@@ -14,7 +14,6 @@ from support.cells import cells, slow
 from support.models import tiny
 from support.proven import assert_proven
 from titanlike.config.errors import ConfigError
-from titanlike.config.hardware import MeasuredHardware
 from titanlike.config.parse import bytes_of
 from titanlike.config.schema import (
     AutoSchedule,
@@ -22,6 +21,7 @@ from titanlike.config.schema import (
     BalanceSplit,
     Config,
     CsvSchedule,
+    MeasuredHardware,
     Precision,
 )
 from titanlike.costs import advice, auto_schedule, known_hardware

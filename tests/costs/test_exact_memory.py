@@ -16,13 +16,15 @@ from support.command_lines import examined
 from support.live_memory import measured
 from support.memory_layouts import LAYOUTS, MODEL, estimated_and_measured, layout
 from support.world import run_world
-from titanlike.config.groups import FitActivationCheckpoint, Schedule, SelectiveActivationCheckpoint
 from titanlike.config.schema import (
     Config,
     Custom,
+    FitActivationCheckpoint,
     Fsdp,
     Muon,
     Precision,
+    Schedule,
+    SelectiveActivationCheckpoint,
     Sgd,
 )
 from titanlike.costs import advice

@@ -10,8 +10,7 @@ import pytest
 
 from support.cells import GRID, slow
 from support.models import tiny
-from titanlike.config.hardware import MeasuredHardware
-from titanlike.config.schema import Config
+from titanlike.config.schema import Config, MeasuredHardware
 from titanlike.costs import known_hardware as measured
 from titanlike.costs.estimate import make_estimate
 from titanlike.costs.known_hardware import measured_hardware, measured_times, shipped

@@ -14,13 +14,16 @@ from support.command_lines import examined
 from support.memory_layouts import LAYOUTS, MODEL
 from support.models import tiny
 from support.proven import assert_proven
-from titanlike.config.groups import (
+from titanlike.config.schema import (
     ActivationCheckpoint,
+    Config,
+    Custom,
     FitActivationCheckpoint,
+    Fsdp,
     LoopedZeroBubbleSchedule,
+    Schedule,
     ZeroBubbleSchedule,
 )
-from titanlike.config.schema import Config, Custom, Fsdp, Schedule
 from titanlike.costs.advice import memory_warning
 from titanlike.costs.estimate import estimate
 from titanlike.training.draft import draft

@@ -29,10 +29,15 @@ from support.proven import assert_proven
 from support.real_model import real
 from support.world import run_world
 from titanlike.config.errors import ConfigError
-from titanlike.config.groups import ActivationCheckpoint, EveryActivationCheckpoint
-from titanlike.config.groups import FitActivationCheckpoint as Fit
-from titanlike.config.groups import SelectiveActivationCheckpoint as Selective
-from titanlike.config.schema import Config, Custom, TraceSplit
+from titanlike.config.schema import (
+    ActivationCheckpoint,
+    Config,
+    Custom,
+    EveryActivationCheckpoint,
+    TraceSplit,
+)
+from titanlike.config.schema import FitActivationCheckpoint as Fit
+from titanlike.config.schema import SelectiveActivationCheckpoint as Selective
 from titanlike.driver.checks import problems
 from titanlike.launch.worker import Worker
 from titanlike.models.llama import Block

@@ -24,11 +24,11 @@ from support.models import tiny
 from support.proven import assert_proven
 from support.varlen import as_on_a_gpu, varlen_attn
 from support.world import run_world
-from titanlike.config.keys import Model
 from titanlike.config.schema import (
     ActivationCheckpoint,
     Config,
     Custom,
+    Model,
     Precision,
     Sample,
     Schedule,

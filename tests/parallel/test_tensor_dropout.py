@@ -16,9 +16,7 @@ from support.models import tiny
 from support.opened import opened
 from support.world import run_world
 from support.wrong_plans import PLAN
-from titanlike.config.groups import ActivationCheckpoint
-from titanlike.config.keys import Model
-from titanlike.config.schema import Checkpoint, Config, Schedule
+from titanlike.config.schema import ActivationCheckpoint, Checkpoint, Config, Model, Schedule
 from titanlike.launch.worker import Worker
 from titanlike.optim.optimizer import gradient_norm
 from titanlike.training.draft import draft, preflight

@@ -19,9 +19,14 @@ from support.models import tiny
 from support.paths import ROOT
 from support.proven import assert_proven
 from support.wrong_plans import FUSED
-from titanlike.config.groups import ActivationCheckpoint, TraceSplit, ZeroBubbleSchedule
-from titanlike.config.keys import Model
-from titanlike.config.schema import ChunkedCrossEntropy, Config
+from titanlike.config.schema import (
+    ActivationCheckpoint,
+    ChunkedCrossEntropy,
+    Config,
+    Model,
+    TraceSplit,
+    ZeroBubbleSchedule,
+)
 from titanlike.models.hf_config import FAMILIES
 from titanlike.training.draft import draft, preflight
 

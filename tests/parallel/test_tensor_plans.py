@@ -11,8 +11,7 @@ from support.cells import slow
 from support.hf_tiny import model_of
 from support.models import tiny
 from support.wrong_plans import FUSED, PLAN
-from titanlike.config.keys import Model
-from titanlike.config.schema import Config
+from titanlike.config.schema import Config, Model
 from titanlike.models import llama
 from titanlike.training.draft import draft, preflight
 

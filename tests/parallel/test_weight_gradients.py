@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from support.cells import slow
 from support.models import tiny
 from support.proven import assert_proven
-from titanlike.config.groups import LoopedZeroBubbleSchedule, ZeroBubbleSchedule
-from titanlike.config.schema import Precision
+from titanlike.config.schema import LoopedZeroBubbleSchedule, Precision, ZeroBubbleSchedule
 from titanlike.parallel.weight_gradients import DeferredWeightGradients
 
 CPU = torch.device("cpu")

@@ -20,7 +20,6 @@ from typing import Any
 from support.families import gpt2, hf, llama, moe
 from support.models import SCHEDULES, schedule_of, tiny
 from support.planned_models import PLAN
-from titanlike.config.keys import Model
 from titanlike.config.schema import (
     VARIANTS,
     ActivationCheckpoint,
@@ -35,6 +34,7 @@ from titanlike.config.schema import (
     FitActivationCheckpoint,
     Float8Precision,
     Fsdp,
+    Model,
     Muon,
     PointSplit,
     Precision,

@@ -9,23 +9,21 @@ from typing import Any, Literal
 from support.live_memory import measured
 from support.models import tiny
 from support.world import run_world
-from titanlike.config.groups import (
-    ActivationCheckpoint,
-    EveryActivationCheckpoint,
-    FitActivationCheckpoint,
-    LoopedSchedule,
-    LoopedZeroBubbleSchedule,
-    Schedule,
-    SelectiveActivationCheckpoint,
-    ZeroBubbleSchedule,
-)
 from titanlike.config.schema import (
+    ActivationCheckpoint,
     ChunkedCrossEntropy,
     Config,
     Custom,
+    EveryActivationCheckpoint,
+    FitActivationCheckpoint,
     Fsdp,
+    LoopedSchedule,
+    LoopedZeroBubbleSchedule,
     Precision,
+    Schedule,
+    SelectiveActivationCheckpoint,
     SyntheticData,
+    ZeroBubbleSchedule,
 )
 from titanlike.training.draft import draft
 

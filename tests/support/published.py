@@ -22,7 +22,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from support.command_lines import examined
-from titanlike.config.hardware import Hardware
+from titanlike.config.schema import Hardware
 from titanlike.costs.estimate import Estimate, make_estimate
 from titanlike.costs.known_hardware import planned_hardware
 from titanlike.costs.stage_times import (

@@ -9,8 +9,7 @@ import pytest
 from support.live_memory import measured
 from support.models import tiny
 from support.world import run_world
-from titanlike.config.keys import Model
-from titanlike.config.schema import Config
+from titanlike.config.schema import Config, Model
 from titanlike.training.draft import draft
 
 # activations are the most of it

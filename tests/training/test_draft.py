@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from support.models import LLAMA, tiny
 from support.vision_configs import of_images
 from titanlike.config.errors import ConfigError
-from titanlike.config.groups import ConstantLr
 from titanlike.config.schema import (
     BalanceSplit,
     ChunkedCrossEntropy,
     Config,
+    ConstantLr,
     Custom,
     Fsdp,
     Model,

@@ -13,8 +13,7 @@ from support.cells import slow
 from support.changed_layers import LINEAR
 from support.models import LLAMA, tiny
 from support.proven import assert_proven
-from titanlike.config.keys import Model
-from titanlike.config.schema import Config, Custom, Schedule
+from titanlike.config.schema import Config, Custom, Model, Schedule
 from titanlike.driver.checks import problems
 from titanlike.torch_private.known_code import own_code
 

@@ -17,8 +17,14 @@ from support.models import tiny
 from support.records import numbers
 from support.saved_runs import events
 from support.world import RankError, run_world
-from titanlike.config.profile import MemoryProfile, TraceProfile
-from titanlike.config.schema import Checkpoint, Config, Schedule, Validation
+from titanlike.config.schema import (
+    Checkpoint,
+    Config,
+    MemoryProfile,
+    Schedule,
+    TraceProfile,
+    Validation,
+)
 from titanlike.launch.worker import Worker
 from titanlike.training import loop, profile
 from titanlike.training.loop import train

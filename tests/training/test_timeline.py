@@ -19,8 +19,7 @@ from support.saved_runs import events
 from support.world import RankError, run_world
 from titanlike.config import validate
 from titanlike.config.parse import to_plain
-from titanlike.config.profile import Timeline
-from titanlike.config.schema import Checkpoint, Config, Fsdp, Schedule, Validation
+from titanlike.config.schema import Checkpoint, Config, Fsdp, Schedule, Timeline, Validation
 from titanlike.costs.simulate import Simulation, StageTimes, equal_stages, simulate
 from titanlike.costs.timeline_report import TimelineReport, report_of
 from titanlike.data.loader import batches

@@ -1,8 +1,8 @@
-"""How a config key is declared, with its bounds, and choices that are the user's own code."""
+"""How a config key is declared, with its bounds."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import TYPE_CHECKING, Any, NewType
 
 if TYPE_CHECKING:  # what Python code writes; the names below tell how a config file may write it
@@ -42,32 +42,3 @@ def key(default: Any, doc: str, **bounds: Any) -> Any:
 def required(doc: str, **bounds: Any) -> Any:
     """A config field without a default: its choice is an error until the user gives it."""
     return field(metadata={"doc": doc, "bounds": {"example": 1e12} | bounds})
-
-
-@dataclass
-class Custom:
-    """A choice from outside: `name` is an import path, `args` its keyword arguments."""
-
-    name: str
-    args: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass
-class Model(Custom):
-    """A family or an import path, called with `args`."""
-
-    tp_plan: dict[str, Any] | None = key(
-        None, "names of modules -> how tp divides them; null = the model's own plan"
-    )
-
-
-@dataclass
-class OwnOptimizer(Custom):
-    """The user's own class, called with the parameters, `lr` and `args`."""
-
-    lr: float = key(3e-3, "peak learning rate", ge=0)
-    clip: float | None = key(1.0, "largest global gradient norm; null = no clipping", gt=0)
-    exact_on_shards: bool = key(
-        False,
-        "it is right on shards and stages although trying it alone on parts gives another result",
-    )

@@ -23,7 +23,7 @@ from typing import Any, Literal, Union
 
 from titanlike.config.errors import Problem, abbreviates, nearest, override_text
 from titanlike.config.files import atomic_write_text
-from titanlike.config.keys import Bytes, Paths
+from titanlike.config.keys import Bytes, Paths, Seconds
 from titanlike.config.program import conf_dir, train_program
 from titanlike.config.schema import (
     OPEN_GROUPS,
@@ -33,7 +33,6 @@ from titanlike.config.schema import (
     Model,
     OwnOptimizer,
     OwnSchedule,
-    Seconds,
 )
 
 MISSING = "???"  # how YAML files mark a value that the user must give

@@ -19,9 +19,18 @@ from pathlib import Path
 from typing import Any
 
 from titanlike.config.errors import Problem, override_text
-from titanlike.config.keys import BOUNDS, MAX_RANKS, MAX_VOCAB, Custom
-from titanlike.config.profile import TIMELINE, MemoryProfile, Timeline
-from titanlike.config.schema import MESH_AXES, Config, RunHardware, SyntheticData, Wandb
+from titanlike.config.keys import BOUNDS, MAX_RANKS, MAX_VOCAB
+from titanlike.config.schema import (
+    MESH_AXES,
+    TIMELINE,
+    Config,
+    Custom,
+    MemoryProfile,
+    RunHardware,
+    SyntheticData,
+    Timeline,
+    Wandb,
+)
 
 MAX_STAGES = 256
 MAX_TENSOR_RANKS = 256

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from titanlike.config import validate
 from titanlike.config.errors import ConfigError
-from titanlike.config.hardware import Hardware
 from titanlike.config.overrides import with_choices
-from titanlike.config.schema import Config, CrossEntropy, FitActivationCheckpoint
+from titanlike.config.schema import Config, CrossEntropy, FitActivationCheckpoint, Hardware
 from titanlike.device.choose import first_device
 from titanlike.launch.environment import available_cores
 from titanlike.metrics import units

@@ -25,8 +25,7 @@ from torch import Tensor
 from titanlike.config.errors import ConfigError, Problem
 from titanlike.config.files import atomic_write_text, read_object
 from titanlike.config.parse import parse
-from titanlike.config.profile import TIMELINE
-from titanlike.config.schema import AutoSplit, Config, EvenSplit, Muon
+from titanlike.config.schema import TIMELINE, AutoSplit, Config, EvenSplit, Muon
 from titanlike.costs.simulate import in_flight
 from titanlike.costs.unit_costs import CostError, UnitCosts
 from titanlike.device import accelerator

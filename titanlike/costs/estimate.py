@@ -19,9 +19,17 @@ import torch
 from torch import nn
 
 from titanlike.config.errors import ConfigError, Problem
-from titanlike.config.groups import ActivationCheckpoint, EveryActivationCheckpoint
-from titanlike.config.hardware import Hardware, MeasuredHardware, RunHardware
-from titanlike.config.schema import Config, EvenSplit, PointSplit, Schedule
+from titanlike.config.schema import (
+    ActivationCheckpoint,
+    Config,
+    EvenSplit,
+    EveryActivationCheckpoint,
+    Hardware,
+    MeasuredHardware,
+    PointSplit,
+    RunHardware,
+    Schedule,
+)
 from titanlike.costs.auto_split import seconds_of_run
 from titanlike.costs.known_hardware import axes, likely_hardware, link_of, measured_times
 from titanlike.costs.rank_memory import MemoryParts, MemorySample, RankMemory

@@ -35,10 +35,9 @@ from torch.distributed.fsdp import fully_shard
 
 from titanlike.config import files
 from titanlike.config.errors import ConfigError, Problem
-from titanlike.config.hardware import Hardware, MeasuredHardware, RunHardware
 from titanlike.config.parse import parse, to_plain
 from titanlike.config.program import conf_dir
-from titanlike.config.schema import Config
+from titanlike.config.schema import Config, Hardware, MeasuredHardware, RunHardware
 from titanlike.costs.auto_split import run_timeline
 from titanlike.costs.unit_costs import CostError, Times, UnitCosts, now
 from titanlike.device import accelerator

@@ -22,10 +22,9 @@ from typing import Any
 
 from titanlike.config import validate
 from titanlike.config.errors import ConfigError, Problem
-from titanlike.config.hardware import Hardware
 from titanlike.config.overrides import key_of, with_choices
 from titanlike.config.program import train_program
-from titanlike.config.schema import Config
+from titanlike.config.schema import Config, Hardware
 from titanlike.costs.estimate import (
     CostTable,
     Estimate,

@@ -19,8 +19,7 @@ from typing import Any
 
 from torch import nn
 
-from titanlike.config.hardware import Hardware
-from titanlike.config.schema import AdamW, Config, Float8Precision, Muon, Sgd
+from titanlike.config.schema import AdamW, Config, Float8Precision, Hardware, Muon, Sgd
 from titanlike.costs.known_hardware import link_of, message_link, overlapped_seconds, sharded
 from titanlike.costs.simulate import Duration, StageTimes
 from titanlike.costs.unit_costs import ATTENTION, CostError, NodeCosts, Operator, Operators

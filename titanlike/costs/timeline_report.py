@@ -20,8 +20,7 @@ from typing import Any
 
 from titanlike.config.errors import ConfigError, Problem
 from titanlike.config.parse import parse
-from titanlike.config.profile import TIMELINE
-from titanlike.config.schema import BalanceSplit, Config
+from titanlike.config.schema import TIMELINE, BalanceSplit, Config
 from titanlike.costs.auto_split import StageCosts, best_split
 from titanlike.costs.estimate import Estimate, make_estimate
 from titanlike.costs.estimate_text import table

@@ -28,7 +28,6 @@ from titanlike.checkpoint.storage import Storage, UnreadableFile
 from titanlike.config import credentials, files, validate
 from titanlike.config.errors import Problem
 from titanlike.config.parse import to_plain
-from titanlike.config.profile import profile_folder
 from titanlike.config.schema import MESH_AXES, Config, MemoryProfile, TensorBoard
 from titanlike.data import registry as data
 from titanlike.launch.torchrun import RestartState
@@ -200,7 +199,7 @@ def _write_problems(config: Config) -> Iterator[Problem]:
     """Whether run_dir and checkpoint.folder are writable, by writing there."""
     folders = [("run_dir", config.run_dir, Path(config.run_dir), "run_dir=outputs/NAME")]
     if isinstance(config.profile, MemoryProfile):
-        folder = profile_folder(config.run_dir)
+        folder = Path(config.run_dir, "profile")
         folders.append(("profile", config.profile.name, folder, "profile=none"))
     for key, value, folder, fix in folders:
         try:

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from titanlike.config import schema
 from titanlike.config.errors import ConfigError, Problem
-from titanlike.config.hardware import Hardware
-from titanlike.config.schema import Config, Custom
+from titanlike.config.schema import Config, Custom, Hardware
 from titanlike.data.loader import example_batch, field_problems
 from titanlike.data.registry import DataError, data_problem
 from titanlike.data.sources import Data

@@ -24,8 +24,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from titanlike.config.files import temporary_beside
-from titanlike.config.profile import MemoryProfile, TraceProfile, profile_folder
-from titanlike.config.schema import Config
+from titanlike.config.schema import Config, MemoryProfile, TraceProfile
 from titanlike.launch.heartbeat import read_action
 from titanlike.launch.watchdog import Watchdog
 from titanlike.launch.worker import Worker
@@ -51,7 +50,7 @@ class Profile:
     ) -> None:
         """report: called with the step and the text once files are written, on each rank."""
         self._config, self._run, self._watchdog, self._report = config, run, watchdog, report
-        self._rank, self._folder = worker.rank, profile_folder(worker.run_dir)
+        self._rank, self._folder = worker.rank, worker.run_dir / "profile"
         self._recorded: set[int] = set()  # steps
         self._recorder: Recorder | None = None  # of a rank that records
         self._ranges = ProfilerRanges()

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from titanlike.checkpoint.checkpointer import Checkpointer, Progress
 from titanlike.config.errors import ConfigError
 from titanlike.config.parse import to_plain, write_config
-from titanlike.config.profile import MemoryProfile
-from titanlike.config.schema import Config
+from titanlike.config.schema import Config, MemoryProfile
 from titanlike.data.registry import DataError, data_problem, open_data
 from titanlike.data.sources import Data
 from titanlike.device.accelerator import deterministic, matmul_precision

@@ -21,9 +21,8 @@ from typing import Any
 import torch
 
 from titanlike.config.parse import to_plain
-from titanlike.config.profile import TIMELINE, timeline_folder
 from titanlike.config.program import tool_program
-from titanlike.config.schema import Config
+from titanlike.config.schema import TIMELINE, Config
 from titanlike.device import accelerator
 from titanlike.distributed.readings import Clock, clock_offset
 from titanlike.launch.watchdog import Watchdog
@@ -159,7 +158,7 @@ class Timeline:
         return True
 
     def _path(self, rank: int) -> Path:
-        return timeline_folder(self._worker.run_dir) / f"rank{rank}.json"
+        return Path(self._worker.run_dir, "timeline", f"rank{rank}.json")
 
     def _write(self, offset: float, error: float) -> None:
         assert self._clock is not None
