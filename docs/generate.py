@@ -182,7 +182,7 @@ def stage_source() -> str:
     from titanlike.config.schema import Schedule, SyntheticData
     from titanlike.graph.stage import Stage
     from titanlike.models.registry import build_model
-    from titanlike.training.draft import draft
+    from titanlike.training.train_plan import make_plan
 
     sizes = yaml.safe_load((ROOT / "conf/model/llama_tiny.yaml").read_text())
     layers = next(key for key in sizes if "layers" in key)
@@ -190,7 +190,7 @@ def stage_source() -> str:
     config = Config(
         pp=2, model=model, schedule=Schedule("1f1b", 4), data=SyntheticData(vocab_size=64)
     )
-    plan = draft(config)
+    plan = make_plan(config)
     stage = Stage(build_model(plan.model), *plan.stage_modules[1])
     graphs = plan.model_graph.graphs(plan.fields, True)
     stage.add_forwards((), {True: graphs[1]}, 1, torch.device("cpu"))

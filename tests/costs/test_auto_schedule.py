@@ -32,7 +32,7 @@ from titanlike.costs.known_hardware import planned_hardware, shipped
 from titanlike.costs.simulate import in_flight
 from titanlike.driver.tools import plan
 from titanlike.pipeline.from_config import build_order, microbatch_problem
-from titanlike.training.draft import Draft, draft
+from titanlike.training.train_plan import TrainPlan, make_plan
 
 H100 = {"hardware": shipped("h100_sxm")}
 AUTO = AutoSchedule(microbatches=4)
@@ -63,10 +63,10 @@ def test_an_order_is_kept_and_used_again_and_runs_as_a_csv(
     said: list[str] = []
     first = with_found_order(config, said.append)
     assert "by simulation" in said[0] and (tmp_path / "order.csv").is_file()
-    drafted = draft(first)
-    assert len(drafted.stages) == drafted.order.stages
+    plan = make_plan(first)
+    assert len(plan.stages) == plan.order.stages
     csv = replace(first, schedule=CsvSchedule(path=str(tmp_path / "order.csv")))
-    assert draft(csv).order == drafted.order and draft(csv).stages == drafted.stages
+    assert make_plan(csv).order == plan.order and make_plan(csv).stages == plan.stages
 
     found, searched = find(config), []
     monkeypatch.setattr(auto_schedule, "find", lambda config: searched.append(config) or found)
@@ -159,8 +159,8 @@ def test_measured_times_are_those_of_weight_gradients_that_wait(
 ) -> None:
     """A unit whose weight gradients wait is measured so; the plan of what is found says the same."""
 
-    def times(config: Config, drafted: Draft, deferred: Collection[int]) -> list[list[float]]:
-        waits = [stage in deferred for stage, names in enumerate(drafted.stages) for _ in names]
+    def times(config: Config, plan: TrainPlan, deferred: Collection[int]) -> list[list[float]]:
+        waits = [stage in deferred for stage, names in enumerate(plan.stages) for _ in names]
         return [[0.01, 0.03 if wait else 0.01, 0.01] for wait in waits]
 
     monkeypatch.setattr(estimates, "measured_times", times)

@@ -39,7 +39,7 @@ from titanlike.metrics import units
 from titanlike.optim.loss import build_loss
 from titanlike.pipeline.schedules import SCHEDULES, gpipe, one_f_one_b, zbv_zero_bubble
 from titanlike.training.build import build
-from titanlike.training.draft import draft
+from titanlike.training.train_plan import make_plan
 
 ROWS, TOKENS, WIDTH, VOCAB = 2, 8, 4, 64
 
@@ -73,7 +73,7 @@ class Once(nn.Module):
 
 
 def unit_costs_of(config: Config) -> UnitCosts:
-    graph = draft(config).model_graph
+    graph = make_plan(config).model_graph
     sizes = graph.microbatch_size, config.seq_len
     targets = torch.empty(sizes, dtype=torch.int64, device="meta")
     return UnitCosts(graph, targets, build_loss(config.loss))
@@ -145,7 +145,7 @@ def test_memory_of_a_chunked_loss_is_without_logits() -> None:
         unit_costs_of(replace(config, loss=loss, batch_size=4)).saved_bytes()
         for loss in (config.loss, ChunkedCrossEntropy(chunk=4))
     )
-    tokens = draft(replace(config, batch_size=4)).model_graph.microbatch_size * config.seq_len
+    tokens = make_plan(replace(config, batch_size=4)).model_graph.microbatch_size * config.seq_len
     assert whole[:-1] == chunked[:-1] and chunked[-1] <= whole[-1] - 4 * 64 * tokens
 
 
@@ -187,11 +187,11 @@ def test_microbatches_in_flight_follow_from_the_order() -> None:
 def test_a_unit_that_cannot_run_alone_is_an_error_with_a_way_out() -> None:
     config = own(args={"broken": True}, split=AutoSplit())
     with pytest.raises(ConfigError) as caught:
-        draft(config)
+        make_plan(config)
     (problem,) = caught.value.problems
     assert (problem.key, problem.fix) == ("split.cost", "split.cost=params")
     assert "LookupError: where am I?" in problem.reason
-    assert draft(replace(config, split=AutoSplit(cost="params"))).auto_split is not None
+    assert make_plan(replace(config, split=AutoSplit(cost="params"))).auto_split is not None
 
 
 # --- stages ------------------------------------------------------------------------------------
@@ -199,27 +199,27 @@ def test_a_unit_that_cannot_run_alone_is_an_error_with_a_way_out() -> None:
 
 def test_the_stages_follow_the_cost() -> None:
     config = own(split=AutoSplit(cost="flops"), batch_size=4)
-    found = draft(config)
+    found = make_plan(config)
     # 16 + 16 + 64 of 176: the wide block is with those before it, as the head is as heavy
     assert found.stages[1] == ["layers.3", "once"]
     assert found.auto_split.chosen.imbalance <= found.auto_split.even.imbalance
     # 1F1B holds twice the microbatches on the first stage, and bytes of the head are few here
     gpt2 = {"n_embd": 32, "n_head": 4, "n_layer": 8, "vocab_size": None, "n_positions": None}
     by_memory = tiny(4, 1, model=Custom("gpt2", gpt2), split=AutoSplit("auto", "memory"))
-    sizes = [len(stage) for stage in draft(replace(by_memory, seq_len=256)).stages]
+    sizes = [len(stage) for stage in make_plan(replace(by_memory, seq_len=256)).stages]
     assert sizes[1] < sizes[2] < sizes[3]
 
 
 def test_one_stage_and_more_stages_than_units_work() -> None:
-    assert draft(tiny(1, 2, split=AutoSplit())).auto_split is None
-    few = draft(own(split=AutoSplit(), schedule=Schedule("zbvzerobubble"), batch_size=8))
+    assert make_plan(tiny(1, 2, split=AutoSplit())).auto_split is None
+    few = make_plan(own(split=AutoSplit(), schedule=Schedule("zbvzerobubble"), batch_size=8))
     assert len(few.stages) == 4
-    many = draft(replace(own(split=AutoSplit(), batch_size=8), pp=8))
+    many = make_plan(replace(own(split=AutoSplit(), batch_size=8), pp=8))
     assert [len(stage) for stage in many.stages] == [1, 1, 1, 1, 1, 0, 0, 1]
 
 
 def test_a_driver_measures_nothing() -> None:
-    assert draft(tiny(2, 1, split=AutoSplit(cost="time"))).auto_split.cost == "flops"
+    assert make_plan(tiny(2, 1, split=AutoSplit(cost="time"))).auto_split.cost == "flops"
 
 
 def test_times_hold_for_the_same_shapes_alone() -> None:
@@ -233,7 +233,7 @@ def stages_twice(config: Config, worker: Worker) -> tuple[int, Any, list[list[li
     UnitCosts.nanoseconds = measured = mock.Mock(wraps=UnitCosts.nanoseconds)
     UnitCosts.nanoseconds = lambda *args: measured(*args)
     for _ in range(2):
-        found.append(build(config, mesh).draft.stages)
+        found.append(build(config, mesh).plan.stages)
         dist.barrier()
         stored = json.loads(path.read_text())
         dist.barrier()

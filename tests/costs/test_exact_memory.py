@@ -33,7 +33,7 @@ from titanlike.costs.estimate_text import as_data, as_text
 from titanlike.costs.known_hardware import shipped
 from titanlike.costs.search import search, search_text
 from titanlike.driver.tools import plan as main
-from titanlike.training.draft import draft
+from titanlike.training.train_plan import make_plan
 
 
 def small(*mesh_and_schedule: Any, layers: int, **changes: Any) -> Config:
@@ -72,8 +72,8 @@ def test_what_is_estimated_and_counted_is_what_real_ranks_take(
     every = run_world(measured, config, tmp_path)
     size = config.world_size // config.pp  # of a stage's ranks, whose experts receive more or fewer
     real = [max(one.peak for one in every[at : at + size]) for at in range(0, len(every), size)]
-    drafted = draft(config)
-    estimated = drafted.memory().of_ranks(drafted.recomputed.blocks)
+    plan = make_plan(config)
+    estimated = plan.memory().of_ranks(plan.recomputed.blocks)
     assert 0.95 < max(estimated) / max(real) < 1.05, [estimated, real]
     how = config.activation_checkpoint
     if isinstance(how, FitActivationCheckpoint):
@@ -177,6 +177,6 @@ def test_a_shipped_experiment_fits_on_the_gpus_that_it_is_for(words: str) -> Non
     memory = [] if "gpt2" in words else [f"activation_checkpoint.memory={limit}"]
     checked = examined(*words.split(), *memory, "data=synthetic", "device=cpu")
     assert checked.config is not None and not checked.problems
-    drafted = draft(checked.config)
-    assert max(drafted.recomputed.memory, default=0) <= limit
-    assert estimate(checked.config, drafted).fullest <= limit
+    plan = make_plan(checked.config)
+    assert max(plan.recomputed.memory, default=0) <= limit
+    assert estimate(checked.config, plan).fullest <= limit

@@ -14,7 +14,7 @@ from titanlike.config.schema import Config, MeasuredHardware
 from titanlike.costs import known_hardware as measured
 from titanlike.costs.estimate import make_estimate
 from titanlike.costs.known_hardware import measured_hardware, measured_times, shipped
-from titanlike.training.draft import draft
+from titanlike.training.train_plan import make_plan
 
 
 def test_what_was_measured_is_kept_for_as_many_ranks_at_once(
@@ -22,7 +22,7 @@ def test_what_was_measured_is_kept_for_as_many_ranks_at_once(
 ) -> None:
     """The median of what the processes find; units by whether their weight gradients wait."""
     config = tiny(2, layers=2, device="cpu", hardware=MeasuredHardware(folder=str(tmp_path)))
-    units = len(draft(config).model_graph.units)
+    units = len(make_plan(config).model_graph.units)
     asked: list[tuple[str, int]] = []
 
     def measure(config: Config, what: str, ranks: int) -> list[Any]:
@@ -43,7 +43,7 @@ def test_what_was_measured_is_kept_for_as_many_ranks_at_once(
     assert asked == [("hardware", 2)] * 2, "the second time it is read"
     assert measured_hardware(config, 64).memory_bandwidth == 2e9 and asked[-1] == ("hardware", 8)
     for deferred, backwards in (((), {2.0}), ((1,), {2.0, 20.0}), ((0, 1), {20.0})):
-        found = measured_times(config, draft(config), deferred)
+        found = measured_times(config, make_plan(config), deferred)
         assert [times[0] for times in found] == [*range(units)]
         assert {times[1] for times in found} == backwards
     assert asked.count(("units", 2)) == 1

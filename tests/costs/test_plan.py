@@ -126,7 +126,7 @@ def test_zero_trades_traffic_for_memory() -> None:
     assert max(one.memory_bytes) > max(two.memory_bytes) > max(three.memory_bytes)
     assert one.traffic(0).gathered == two.traffic(0).gathered < three.traffic(0).gathered
     assert 8 * one.traffic(0).reduced == two.traffic(0).reduced == three.traffic(0).reduced
-    assert planned(*words).draft.zero == 1, "auto, where whole gradients fit"
+    assert planned(*words).plan.zero == 1, "auto, where whole gradients fit"
 
 
 def test_equal_blocks_are_costed_once_however_many_there_are(

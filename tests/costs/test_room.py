@@ -26,7 +26,7 @@ from titanlike.config.schema import (
 )
 from titanlike.costs.advice import memory_warning
 from titanlike.costs.estimate import estimate
-from titanlike.training.draft import draft
+from titanlike.training.train_plan import make_plan
 
 SMALL = [f"model.{key}={value}" for key, value in MODEL.items() if value is not None]
 PIPELINE = ["pp=2", "schedule.microbatches=2"]
@@ -38,7 +38,7 @@ def warned(*words: str, memory: int) -> tuple[str, list[str]]:
     limit = [f"activation_checkpoint.memory={memory}"]
     config = examined(*WORDS, *words, "activation_checkpoint=fit", *limit).config
     assert config is not None
-    text = memory_warning(config, draft(config))
+    text = memory_warning(config, make_plan(config))
     found = re.search(r"with (.*) it would take", text)
     return text, shlex.split(found[1]) if found else []
 
@@ -46,7 +46,7 @@ def warned(*words: str, memory: int) -> tuple[str, list[str]]:
 def test_a_run_that_cannot_fit_is_told_what_does() -> None:
     config = examined(*WORDS, *PIPELINE, "activation_checkpoint=full").config
     assert config is not None
-    needed = estimate(config, draft(config)).fullest
+    needed = estimate(config, make_plan(config)).fullest
     for share in (0.9, 0.45):
         memory = int(share * needed)
         text, overrides = warned(*PIPELINE, memory=memory)
@@ -60,26 +60,26 @@ def test_no_alarm_where_it_fits_or_is_meant_for_another_machine() -> None:
         config = examined("data=synthetic", *words).config
         assert config is not None
         config = replace(config, activation_checkpoint=ActivationCheckpoint("none"))
-        assert memory_warning(config, draft(config)) == ""
+        assert memory_warning(config, make_plan(config)) == ""
 
 
 def test_auto_takes_the_least_traffic_that_fits() -> None:
     """ZeRO 1 in a pipeline where there is room for whole gradients, else 2, and why. Without a pipeline
     microbatches are gathered and reduced once where that fits."""
     config = replace(LAYOUTS["1f1b, dp=2, ZeRO 1"], fsdp=Fsdp())
-    needed = max(draft(config, device_memory=lambda: None).memory().of_ranks([[], []]))
-    roomy, tight = (draft(config, device_memory=lambda m=m: m) for m in (2 * needed, needed))
+    needed = max(make_plan(config, device_memory=lambda: None).memory().of_ranks([[], []]))
+    roomy, tight = (make_plan(config, device_memory=lambda m=m: m) for m in (2 * needed, needed))
     assert roomy.zero == 1 and "least traffic" in roomy.why_zero
     assert tight.zero == 2 and "would take about" in tight.why_zero
-    assert draft(config, device_memory=lambda: None).zero == 2
+    assert make_plan(config, device_memory=lambda: None).zero == 2
     assert estimate(config, tight).fullest == needed
 
     config = tiny(1, 2, Schedule("1f1b", 4))
-    roomy = draft(config, device_memory=lambda: 2**30)
-    tight = draft(config, device_memory=lambda: 2**19)
+    roomy = make_plan(config, device_memory=lambda: 2**30)
+    tight = make_plan(config, device_memory=lambda: 2**19)
     assert roomy.zero == 1 and roomy.why_zero.startswith("4 microbatches, and about")
     assert tight.zero == 3 and "would take about" in tight.why_zero
-    assert draft(tiny(1, 2), device_memory=lambda: 2**30).zero == 3  # of one microbatch
+    assert make_plan(tiny(1, 2), device_memory=lambda: 2**30).zero == 3  # of one microbatch
 
 
 def squeezed(schedule: object) -> Config:
@@ -87,10 +87,10 @@ def squeezed(schedule: object) -> Config:
     model = Custom("llama", {**MODEL, "hidden_size": 32, "intermediate_size": 64})
     config = tiny(2, 1, schedule, model=model, seq_len=64)
     full = replace(config, activation_checkpoint=ActivationCheckpoint("full"))
-    drafted = draft(full, device_memory=lambda: None)
-    memory = drafted.memory()
-    deferred = max(memory.of_ranks(drafted.recomputed.blocks))
-    together = max(memory.with_deferred(()).of_ranks(drafted.recomputed.blocks))
+    plan = make_plan(full, device_memory=lambda: None)
+    memory = plan.memory()
+    deferred = max(memory.of_ranks(plan.recomputed.blocks))
+    together = max(memory.with_deferred(()).of_ranks(plan.recomputed.blocks))
     assert together < deferred
     limit = FitActivationCheckpoint(memory=(deferred + together) // 2)
     return replace(config, activation_checkpoint=limit)
@@ -104,13 +104,13 @@ def test_weight_gradients_wait_only_where_their_queue_fits(
     schedule: object, tmp_path: Path
 ) -> None:
     config = squeezed(schedule)
-    drafted = draft(config)
-    stages = frozenset(range(drafted.order.stages))
-    assert drafted.deferred < stages and "together" in drafted.why_together
-    assert max(drafted.recomputed.memory) <= config.activation_checkpoint.memory
-    assert draft(config).deferred == drafted.deferred  # as on a resume
-    for stage in stages - drafted.deferred:  # as few as needed
-        rank = drafted.order.stage_to_rank[stage]
-        memory = drafted.memory().with_deferred(drafted.deferred | {stage})
-        assert memory.of_rank(rank, drafted.recomputed.blocks) > config.activation_checkpoint.memory
+    plan = make_plan(config)
+    stages = frozenset(range(plan.order.stages))
+    assert plan.deferred < stages and "together" in plan.why_together
+    assert max(plan.recomputed.memory) <= config.activation_checkpoint.memory
+    assert make_plan(config).deferred == plan.deferred  # as on a resume
+    for stage in stages - plan.deferred:  # as few as needed
+        rank = plan.order.stage_to_rank[stage]
+        memory = plan.memory().with_deferred(plan.deferred | {stage})
+        assert memory.of_rank(rank, plan.recomputed.blocks) > config.activation_checkpoint.memory
     assert_proven(config, tmp_path)

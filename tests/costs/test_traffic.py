@@ -44,41 +44,41 @@ def test_stages_send_to_other_ranks_alone() -> None:
     words = f"{WORDS} {SIZES} model.num_hidden_layers=4 batch_size=8 pp=2"
     message = 4 * ROWS * 128 * DIM
     for schedule, count in (("1f1b", 1), ("vhalf", 2)):
-        plan = planned(*words.split(), f"schedule={schedule}")
-        sent = [plan.traffic(rank).messages for rank in (0, 1)]
+        estimate = planned(*words.split(), f"schedule={schedule}")
+        sent = [estimate.traffic(rank).messages for rank in (0, 1)]
         assert sent == [MICROBATCHES * message * count] * 2, schedule
 
 
 def test_tokens_go_to_experts_and_experts_are_sharded_over_fewer_ranks() -> None:
     """8 experts of 176, 2 of them a token; ep=2 of 4 ranks."""
     words = f"{WORDS} model=moe_tiny model.num_hidden_layers=2 batch_size=32 dp=4 ep=2 fsdp.zero=1".split()
-    plan = planned(*words)
+    estimate = planned(*words)
     sent = 128 * ROWS * 2 * DIM * 4 // 2  # half of the tokens, twice, to other ranks
-    assert plan.traffic(0).ep == MICROBATCHES * LAYERS * sent * 4  # there and back, twice
+    assert estimate.traffic(0).ep == MICROBATCHES * LAYERS * sent * 4  # there and back, twice
     words.append("activation_checkpoint=selective")  # which keeps what was exchanged
     kept, again = planned(*words), planned(*words, "activation_checkpoint.save=[aten.*mm]")
     for recomputed, times in ((kept, 4), (again, 6)):
         assert recomputed.traffic(0).ep == MICROBATCHES * LAYERS * sent * times
     times = [found.times.parts[0]["recomputation"] for found in (again, kept)]
-    assert times[0] - times[1] > plan.times.parts[0]["ep exchanges"] / 2
+    assert times[0] - times[1] > estimate.times.parts[0]["ep exchanges"] / 2
     words.pop()
     held = LAYERS * 4 * 3 * 176 * DIM  # parameters of 4 experts
-    assert plan.traffic(0).expert_gathered == 4 * held // 2
-    assert plan.traffic(0).expert_reduced == 4 * held // 2
-    others = plan.draft.stage_numel(0) - held
-    assert plan.traffic(0).gathered == 4 * others * 3 // 4
+    assert estimate.traffic(0).expert_gathered == 4 * held // 2
+    assert estimate.traffic(0).expert_reduced == 4 * held // 2
+    others = estimate.plan.stage_numel(0) - held
+    assert estimate.traffic(0).gathered == 4 * others * 3 // 4
     alone = planned(*words, "ep=1")
     assert alone.traffic(0).ep == alone.traffic(0).expert_gathered == 0
     assert alone.traffic(0).gathered == 4 * (others + 2 * held) * 3 // 4
-    assert plan.fullest < max(alone.memory_bytes)
+    assert estimate.fullest < max(alone.memory_bytes)
 
 
 @pytest.mark.slow
 def test_measured_collectives_count_inside_a_node_alone() -> None:
     """A profile that was measured knows what collectives and FSDP reach, which is not what messages do."""
-    plan = planned(*f"{WORDS} {SIZES} batch_size=64 dp=2 tp=2".split())
-    config = plan.config
-    slow = replace(plan.hardware, collective_bandwidth=1e9, gather_bandwidth=1e8)
+    estimate = planned(*f"{WORDS} {SIZES} batch_size=64 dp=2 tp=2".split())
+    config = estimate.config
+    slow = replace(estimate.hardware, collective_bandwidth=1e9, gather_bandwidth=1e8)
     for nodes, hardware in ((1, slow), (2, replace(slow, devices_per_node=2))):
         tp, shard = (link_of(config, axis, hardware) for axis in ("tp", "shard"))
         assert (tp.nodes, shard.nodes) == (1, nodes)
@@ -86,22 +86,22 @@ def test_measured_collectives_count_inside_a_node_alone() -> None:
         gathers = sharded(shard, hardware.gather_bandwidth)
         assert (gathers.bandwidth == 1e8) == (nodes == 1)
     # each of two ranks sends its half of what it gathers
-    numel = plan.draft.stage_numel(0)
+    numel = estimate.plan.stage_numel(0)
     other = make_estimate(config, slow).times.stages[0]
     assert other.gather == pytest.approx(numel * 4 / 2 / 1e8)
     whole = make_estimate(config, replace(slow, gather_bandwidth=None)).times.stages[0]
-    assert other.reduce == whole.reduce > plan.times.stages[0].reduce
+    assert other.reduce == whole.reduce > estimate.times.stages[0].reduce
 
 
 def test_a_core_that_computes_sends_too() -> None:
     """Of a device that does not work by itself: ZeRO 3's gathers are not hidden."""
     hardware = replace(shipped("cpu"), gather_bandwidth=1e8, reduce_bandwidth=1e8)
     config = tiny(1, 2, Schedule("1f1b", 2), fsdp=Fsdp(3), layers=2)
-    plan = make_estimate(config, hardware)
+    estimate = make_estimate(config, hardware)
     free = make_estimate(config, replace(hardware, gather_bandwidth=1e15, reduce_bandwidth=1e15))
-    one = plan.draft.stage_numel(0) * 4 / 2 / 1e8
+    one = estimate.plan.stage_numel(0) * 4 / 2 / 1e8
     for kind, count in (("F", 1), ("B", 2)):
-        both = [each.times.stages[0].of(kind).device for each in (plan, free)]
+        both = [each.times.stages[0].of(kind).device for each in (estimate, free)]
         assert both[0] - both[1] == pytest.approx(count * one)
 
 

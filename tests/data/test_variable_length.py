@@ -128,7 +128,7 @@ def test_validation_is_padded_too() -> None:
 # --- training on them --------------------------------------------------------------------------
 
 LENGTHS = (32, 8, 32, 16, 8, 32)  # of each step's batch
-RECORDINGS = 4  # of 3 lengths in training and in evaluation, without those of the draft
+RECORDINGS = 4  # of 3 lengths in training and in evaluation, without those of the plan
 
 
 def batch_of(step: int) -> dict[str, Tensor]:

@@ -28,7 +28,7 @@ from titanlike.driver.job import JobRunner, config_problems
 from titanlike.driver.layout_search import filter_layouts, read_space
 from titanlike.driver.sweep_status import read_spec
 from titanlike.pipeline.schedules import SCHEDULES
-from titanlike.training.draft import draft
+from titanlike.training.train_plan import make_plan
 
 RUNNER = JobRunner("titanlike.training.loop:train", "")
 MODEL = [
@@ -151,7 +151,7 @@ def test_every_layout_of_the_ranks_is_listed_once_and_runs(ranks, fixed, names, 
             assert wrong_size or config_problems(config, None, [])
             continue
         assert config.world_size == ranks
-        layout = config.dp, config.tp, draft(config).order
+        layout = config.dp, config.tp, make_plan(config).order
         assert layout not in layouts
         layouts.add(layout)
     assert found.to_run == len(layouts)
@@ -197,7 +197,7 @@ def test_a_layout_that_is_another_one_in_other_words_is_run_once():
         "schedule.microbatches=2", "schedule.microbatches=4",
     ]  # fmt: skip
     configs = [composed(words) for words in found.combinations]
-    times = [estimate(config, draft(config)).step_seconds for config in configs]
+    times = [estimate(config, make_plan(config)).step_seconds for config in configs]
     (skipped,) = found.skipped
     assert composed(list(skipped)) == configs[times.index(max(times))]
     search = SearchSpace(schedules=["gpipe", "1f1b"], microbatches=[1])

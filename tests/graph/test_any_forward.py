@@ -28,7 +28,7 @@ from titanlike.graph.record_forward import record_forward
 from titanlike.graph.recording import RecordError
 from titanlike.graph.stage import Stage
 from titanlike.models.registry import build_model, initial_weights_of
-from titanlike.training.draft import draft, preflight
+from titanlike.training.train_plan import make_plan, preflight
 
 
 class Noisy(forwards.Blocks):
@@ -337,7 +337,7 @@ def test_a_constructors_random_numbers_and_dtypes_do_not_depend_on_the_process()
 
 
 def test_a_parameter_behind_an_output_that_the_loss_ignores_gets_no_gradient() -> None:
-    plan = draft(tiny(2, 1, model=Custom("support.unused_gradients.ExtraOutputs")))
+    plan = make_plan(tiny(2, 1, model=Custom("support.unused_gradients.ExtraOutputs")))
     assert plan.model_graph.trained_outputs == [True] + [False] * 5
     first, last = plan.model_graph.graphs(plan.fields, True)
     side = next(node for node in first.nodes if node.target == "side")
@@ -347,7 +347,7 @@ def test_a_parameter_behind_an_output_that_the_loss_ignores_gets_no_gradient() -
 
 def test_parameters_that_the_forward_does_not_use_are_on_the_first_stage() -> None:
     """They are saved and loaded with the others."""
-    plan = draft(tiny(2, 1, model=Custom("support.any_models.Unused")))
+    plan = make_plan(tiny(2, 1, model=Custom("support.any_models.Unused")))
     graphs = [plan.model_graph.graphs(plan.fields, mode) for mode in (True, False)]
     stages = plan.model_graph.stage_modules(*graphs)
     assert {"spare.weight", "spare.bias"} <= {*stages[0][1]} and len(stages) == 2

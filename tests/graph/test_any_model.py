@@ -11,7 +11,7 @@ from support.cells import slow
 from support.models import tiny
 from support.proven import assert_proven
 from titanlike.config.schema import Config, Custom, PointSplit
-from titanlike.training.draft import draft, preflight
+from titanlike.training.train_plan import make_plan, preflight
 
 
 def config(name: str, *mesh: Any, points: list[str] | None = None, **changes: Any) -> Config:
@@ -46,7 +46,7 @@ def test_models_are_cut_where_the_user_says(case: Config, tmp_path: Path) -> Non
 
 
 def test_a_stage_may_begin_inside_of_a_block() -> None:
-    plan = draft(config("Deep", 2, 1, points=["trunk.blocks.b2.mlp"]))
+    plan = make_plan(config("Deep", 2, 1, points=["trunk.blocks.b2.mlp"]))
     assert plan.stages[0][-1] == "trunk.blocks.b2.norm"
     assert plan.stages[1] == ["trunk.blocks.b2.mlp", "trunk.blocks.b3", "write"]
     second = plan.model_graph.graphs(plan.fields, True)[1]

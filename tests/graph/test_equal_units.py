@@ -10,12 +10,12 @@ import torch
 from support.models import tiny
 from titanlike.graph.units import call_key
 from titanlike.models import gpt2, llama
-from titanlike.training.draft import draft
+from titanlike.training.train_plan import make_plan
 
 
 def recorded(family: str) -> list[Any]:
     """What is recorded for three stages: calls, messages, where gradients flow."""
-    plan = draft(tiny(4, family=family))
+    plan = make_plan(tiny(4, family=family))
     return [
         (
             [(node.kind, str(node.target), node.random, node.once) for node in graph.nodes],

@@ -16,7 +16,7 @@ from support.vision_configs import of_images
 from titanlike.config.errors import ConfigError
 from titanlike.config.schema import Config, Custom, TraceSplit
 from titanlike.graph.trace_forward import trace_forward
-from titanlike.training.draft import draft
+from titanlike.training.train_plan import make_plan
 
 
 def traced(*points: str, schedule: str = "1f1b", **changes: Any) -> Config:
@@ -87,14 +87,14 @@ class Counting(Branching):
 def test_what_the_tracer_cannot_do_is_said_with_the_alternative(model: str, told: str) -> None:
     model_of_ours = Custom(f"test_trace.{model}", {})
     with pytest.raises(ConfigError, match=told):
-        draft(traced("head", model=model_of_ours))
+        make_plan(traced("head", model=model_of_ours))
 
 
 def test_batch_norms_are_refused() -> None:
     with pytest.raises(ConfigError, match="split=trace: the tracer cannot see.*split=points"):
-        draft(of_images("ResNet", 2, 1, split=TraceSplit(points=["layer2"])))
+        make_plan(of_images("ResNet", 2, 1, split=TraceSplit(points=["layer2"])))
 
 
 def test_the_nearest_module_is_named() -> None:
     with pytest.raises(ConfigError, match=r"no unit model.layers.2.mpl; .*model.layers.2.mlp"):
-        draft(traced("model.layers.2.mpl"))
+        make_plan(traced("model.layers.2.mpl"))

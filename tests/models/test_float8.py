@@ -28,8 +28,8 @@ from titanlike.costs.estimate import estimate
 from titanlike.metrics.sinks import read_jsonl
 from titanlike.models.float8 import in_bf16, use_float8
 from titanlike.models.registry import build_model, resolve_model
-from titanlike.training.draft import draft, preflight
 from titanlike.training.loop import train
+from titanlike.training.train_plan import make_plan, preflight
 
 FLOAT8 = Float8Precision(min_features=16)
 BF16 = Precision("bf16")
@@ -169,9 +169,9 @@ def test_a_recipe_says_what_has_a_scale(recipe: str, inputs: str, weight_gradien
 def test_the_estimates_and_flops_are_those_of_bf16() -> None:
     config = tiny(2, 2, layers=4, precision=BF16)
     float8 = replace(config, precision=FLOAT8)
-    drafts = [draft(config), draft(float8)]
-    bf16, eight = (estimate(c, d) for c, d in zip((config, float8), drafts, strict=True))
-    assert drafts[0].flops_per_token == drafts[1].flops_per_token
+    plans = [make_plan(config), make_plan(float8)]
+    bf16, eight = (estimate(c, d) for c, d in zip((config, float8), plans, strict=True))
+    assert plans[0].flops_per_token == plans[1].flops_per_token
     # on the CPU it is emulated: operands are cast once more
     assert bf16.step_seconds <= eight.step_seconds < 1.05 * bf16.step_seconds
     # operands in float8 are in memory beside those in bf16 while a layer runs
@@ -205,7 +205,7 @@ def test_settings_that_leave_no_layer_or_a_part_of_one_are_refused(
     config: Config, said: str
 ) -> None:
     with pytest.raises(ConfigError, match=said) as raised:
-        draft(config)
+        make_plan(config)
     assert len(raised.value.problems) == 1
 
 

@@ -32,7 +32,7 @@ from titanlike.models.hf_init import record_initialization
 from titanlike.models.registry import build_model, initial_weights_of
 from titanlike.models.safetensors_folder import SafetensorsFolder
 from titanlike.training.build import build
-from titanlike.training.draft import preflight
+from titanlike.training.train_plan import preflight
 
 CPU = torch.device("cpu")
 # learned positions; windows; experts, normed heads; sinks
@@ -198,7 +198,7 @@ def count_reads(config: Config, worker: Worker) -> tuple[int, int, int]:
     SafetensorsFolder.slice = lambda *args: CountedSlice(original(*args), reads)
     run = build(config, open_mesh(config, worker))
     close_mesh()
-    return sum(reads), max(reads), run.draft.whole_numel
+    return sum(reads), max(reads), run.plan.whole_numel
 
 
 PLAN = {

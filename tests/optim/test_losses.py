@@ -28,7 +28,7 @@ from titanlike.config.schema import (
 from titanlike.data.sources import IGNORE
 from titanlike.launch.worker import Worker
 from titanlike.optim.loss import build_loss
-from titanlike.training.draft import draft, preflight
+from titanlike.training.train_plan import make_plan, preflight
 
 CHUNKED = ChunkedCrossEntropy(chunk=7)  # does not divide the tokens of a microbatch
 UNEVEN = Custom("support.data.uneven", {"vocab_size": 64})
@@ -112,7 +112,7 @@ def test_logits_of_all_tokens_are_never_in_memory(schedule: str, tmp_path: Path)
     vocabulary, chunk = 4096, 8
     data = SyntheticData(vocab_size=vocabulary)
     config = tiny(1, 1, schedule, data=data, batch_size=8, layers=2)
-    tokens = draft(config).model_graph.microbatch_size * config.seq_len
+    tokens = make_plan(config).model_graph.microbatch_size * config.seq_len
     losses = [CrossEntropy(), ChunkedCrossEntropy(chunk=chunk)]
     [(whole, (train, evaluation))] = run_world(largest_tensors, config, tmp_path, losses)
     assert whole == (tokens * vocabulary,) * 2, "so it is seen"

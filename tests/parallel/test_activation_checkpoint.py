@@ -42,7 +42,7 @@ from titanlike.driver.checks import problems
 from titanlike.launch.worker import Worker
 from titanlike.models.llama import Block
 from titanlike.parallel.activation_checkpoint import checkpoint_blocks
-from titanlike.training.draft import draft
+from titanlike.training.train_plan import make_plan
 
 FULL = ActivationCheckpoint("full")
 
@@ -184,7 +184,7 @@ def test_a_recomputed_block_runs_twice_and_a_queue_that_is_not_emptied_is_notice
 ) -> None:
     config = tiny(2, 1, schedule, layers=4, activation_checkpoint=FULL)
     runs = run_world(calls_of_blocks, config, tmp_path)
-    assert sum(calls for calls, _ in runs) == 2 * 4 * draft(config).microbatches
+    assert sum(calls for calls, _ in runs) == 2 * 4 * make_plan(config).microbatches
     waits = "weight gradients of the step were not computed" if schedule != "1f1b" else ""
     assert all(waits in error for _, error in runs)
 
@@ -211,7 +211,7 @@ def test_a_kept_result_that_is_changed_in_place_is_refused_by_name() -> None:
 def test_which_blocks_are_recomputed() -> None:
     def chosen(how: ActivationCheckpoint, **changes: object) -> list[list[str]]:
         config = tiny(2, 1, activation_checkpoint=how, **changes)
-        return draft(config).recomputed.blocks
+        return make_plan(config).recomputed.blocks
 
     names = [f"model.layers.{i}" for i in range(8)]
     assert chosen(ActivationCheckpoint("none")) == [[], []]
@@ -230,7 +230,7 @@ def test_blocks_that_take_gradients_are_neither_recomputed_nor_compiled(
 ) -> None:
     """torch does neither: it raises in the first step."""
     config = tiny(1, 2, activation_checkpoint=Selective(), compile=True, **kind(name))
-    assert draft(config).recomputed.blocks == [[]]
+    assert make_plan(config).recomputed.blocks == [[]]
     assert_proven(config, tmp_path)
 
 
@@ -262,9 +262,9 @@ FIT = {
 def test_what_cannot_be_recomputed_is_refused_by_name(changes: dict, words: str) -> None:
     config = replace(tiny(2, 1, activation_checkpoint=FULL), **changes)
     with pytest.raises(ConfigError, match=words):
-        draft(config)
+        make_plan(config)
     other = "full" if changes is FIT else "none"
-    draft(replace(config, activation_checkpoint=ActivationCheckpoint(other)))
+    make_plan(replace(config, activation_checkpoint=ActivationCheckpoint(other)))
 
 
 def test_names_that_no_operator_has_and_every_zeroth_block_are_refused() -> None:
@@ -282,11 +282,11 @@ def test_fit_recomputes_the_fewest_blocks_that_fit_on_each_rank() -> None:
 
     def fitted(memory: int):
         fit = Fit(memory=memory)
-        return draft(replace(config, activation_checkpoint=fit)).recomputed
+        return make_plan(replace(config, activation_checkpoint=fit)).recomputed
 
     nothing, everything = fitted(1 << 40), fitted(1)
     most, least = max(nothing.memory), max(everything.memory)
-    before = draft(replace(config, activation_checkpoint=FULL)).recomputed.blocks
+    before = make_plan(replace(config, activation_checkpoint=FULL)).recomputed.blocks
     assert nothing.count == 0 and everything.blocks == before
     for limit in (least, (most + least) // 2, most - 1):
         found = fitted(limit)

@@ -30,8 +30,8 @@ from titanlike.distributed.mesh import open_mesh
 from titanlike.launch.worker import Worker
 from titanlike.metrics.sinks import read_jsonl
 from titanlike.parallel.batchnorm import BatchNorms
-from titanlike.training.draft import draft
 from titanlike.training.loop import train
+from titanlike.training.train_plan import make_plan
 
 
 def differences(config: Config, worker: Worker) -> list[float]:
@@ -137,6 +137,6 @@ def test_norms_that_cannot_be_right_are_refused(
     if model is not None:
         config = replace(config, model=Custom(f"{__name__}.{model.__name__}", {}))
     with pytest.raises(ConfigError, match=reason):
-        draft(config)
+        make_plan(config)
     if model is Again:
-        draft(replace(config, split=PointSplit(points=["head"])))
+        make_plan(replace(config, split=PointSplit(points=["head"])))

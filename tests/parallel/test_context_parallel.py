@@ -43,7 +43,7 @@ from titanlike.parallel.context_attention import ContextAttention
 from titanlike.parallel.context_parallel import IGNORED, ContextParallel
 from titanlike.parallel.context_tokens import ContextRanks
 from titanlike.proof.verification import verify
-from titanlike.training.draft import draft, preflight
+from titanlike.training.train_plan import make_plan, preflight
 
 METHODS = ("gather", "ulysses", "ring")
 RANKS = 3  # of two, the rank before and the rank behind are one
@@ -328,7 +328,7 @@ def test_samples_are_refused() -> None:
 
 def test_the_method_is_chosen_by_heads_and_masks() -> None:
     def chosen(**changes: Any) -> tuple[str, str]:
-        context = draft(tiny(layers=1, **changes)).transforms["cp"]
+        context = make_plan(tiny(layers=1, **changes)).transforms["cp"]
         assert context is not None
         return context.ranks.method, context.why
 

@@ -39,8 +39,8 @@ from titanlike.metrics.sinks import read_jsonl
 from titanlike.models.moe import Moe, RoutedMLP
 from titanlike.models.registry import initial_weights_of, resolve_model
 from titanlike.optim.optimizer import build_optimizers
-from titanlike.training.draft import draft, preflight
 from titanlike.training.loop import train
+from titanlike.training.train_plan import make_plan, preflight
 
 SIZES = {
     "vocab_size": None,
@@ -266,7 +266,7 @@ def test_blocks_with_experts_elsewhere_are_compiled_whole_and_exchange_once(
 ) -> None:
     """Recomputed selectively they repeat no exchange, and none waits for how many tokens come."""
     config = of(moe(), dp=2, ep=2, **changes)
-    layers = config.model.args["num_hidden_layers"] * draft(config).microbatches
+    layers = config.model.args["num_hidden_layers"] * make_plan(config).microbatches
     found = run_world(exchanges_of_a_step, config, tmp_path, timeout=180)  # it compiles
     assert found == [(of_a_layer * layers, [])] * 2
 
@@ -291,7 +291,7 @@ def test_what_cannot_be_divided_is_refused(
 
 def test_a_rank_has_a_part_of_the_experts() -> None:
     whole, divided = (
-        sum(draft(of(MOE, dp=4, ep=ep)).stage_parameters[0].values()) for ep in (1, 4)
+        sum(make_plan(of(MOE, dp=4, ep=ep)).stage_parameters[0].values()) for ep in (1, 4)
     )
     experts = 2 * 3 * 4 * 32 * 32
     assert whole - divided == experts * 3 // 4

@@ -19,10 +19,10 @@ from support.wrong_plans import PLAN
 from titanlike.config.schema import ActivationCheckpoint, Checkpoint, Config, Model, Schedule
 from titanlike.launch.worker import Worker
 from titanlike.optim.optimizer import gradient_norm
-from titanlike.training.draft import draft, preflight
 from titanlike.training.loop import train
 from titanlike.training.session import open_session
 from titanlike.training.step import drop_gradients, optimizer_step
+from titanlike.training.train_plan import make_plan, preflight
 
 # of each forward: weights of attention, its result, hidden features, their result
 BLOCK = ["heads", "result", "features", "result"]
@@ -38,8 +38,8 @@ def config(dropout: float = 0.5, attention: str = "Products", **changes: Any) ->
 
 def test_a_plan_says_which_masks_are_for_parts() -> None:
     def draws(**changes: Any) -> dict[str, set[bool]]:
-        transform = draft(config(**changes)).transforms["tp"]
-        tensor = transform.draft
+        transform = make_plan(config(**changes)).transforms["tp"]
+        tensor = transform.sharding
         drawn = "draws random numbers for each tensor-parallel rank's part"
         # compiled code cannot change the generator
         assert (drawn in transform.why_not_compiled("blocks.1")) == bool(tensor.draws)
@@ -83,7 +83,7 @@ def steps(config: Config, worker: Worker) -> tuple[list[Tensor], dict[str, Tenso
             norm = gradient_norm(job.run.owned, job.mesh, config, job.run.shares)
             optimizer_step(job.run, config, step, norm)
             drop_gradients(job.run)
-        placements = job.run.draft.placements
+        placements = job.run.plan.placements
         named = job.parameters()
         found = {n: p.detach().clone() for n, p in named if placements[n].part is None}
     found["drawn next"] = torch.rand(3)

@@ -28,7 +28,7 @@ from titanlike.config.schema import (
     ZeroBubbleSchedule,
 )
 from titanlike.models.hf_config import FAMILIES
-from titanlike.training.draft import draft, preflight
+from titanlike.training.train_plan import make_plan, preflight
 
 SEQ_LEN = 16
 # packed queries, keys and values, gate and up; biases; embedded positions; norms of heads
@@ -179,7 +179,7 @@ def test_a_users_yaml_has_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(ROOT / "examples")
     config = examined(*MIXER).config
     assert config is not None and not preflight(config)
-    blocks = draft(config).model_graph.model.trunk.blocks
+    blocks = make_plan(config).model_graph.model.trunk.blocks
     assert blocks[0].mlp[0].out_features == 16 and blocks[0].mlp[2].in_features == 16
     told = examined(*MIXER, "model.tp_plan={write: colwis}").config
     assert told is not None and "model.tp_plan.write=colwis: no such style" in problems_of(told)

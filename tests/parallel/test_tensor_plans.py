@@ -13,7 +13,7 @@ from support.models import tiny
 from support.wrong_plans import FUSED, PLAN
 from titanlike.config.schema import Config, Model
 from titanlike.models import llama
-from titanlike.training.draft import draft, preflight
+from titanlike.training.train_plan import make_plan, preflight
 
 
 def config(plan: dict[str, Any] = PLAN, whole: bool = False, **args: str) -> Config:
@@ -194,13 +194,13 @@ def test_equal_blocks_are_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
         "vocab_size": 97,
         "num_hidden_layers": 6,
     }
-    draft(tiny(tp=2, model=Model("llama", sizes)))
+    make_plan(tiny(tp=2, model=Model("llama", sizes)))
     # whole, divided with and without the sequence, and recorded in training and in evaluation
     assert len(calls) == 5
 
 
 def test_a_forward_that_meta_tensors_cannot_run_is_not_compared_and_says_so() -> None:
-    tensor = draft(config(attention="Looking")).transforms["tp"].draft
+    tensor = make_plan(config(attention="Looking")).transforms["tp"].sharding
     assert tensor is not None and "item()" in tensor.unchecked
     (problem,) = preflight(config(without(f"{A}.scale"), attention="Looking"))
     assert "scale has parameters beside q and k, which are divided" in str(problem)

@@ -53,7 +53,7 @@ def measured(config: Config, worker: Worker) -> Measured:
     with live:
         run = build(config, mesh)
         for stage in run.stages:
-            for name in (unit.name for unit in run.draft.model_graph.units if unit.block):
+            for name in (unit.name for unit in run.plan.model_graph.units if unit.block):
                 if name in dict(stage.named_modules()):
                     _count(stage.get_submodule(name), forwards)
         stream = batches(open_data(config).train, config, dp_rank=mesh.dp_rank)

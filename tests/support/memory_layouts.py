@@ -25,7 +25,7 @@ from titanlike.config.schema import (
     SyntheticData,
     ZeroBubbleSchedule,
 )
-from titanlike.training.draft import draft
+from titanlike.training.train_plan import make_plan
 
 MODEL = {
     "hidden_size": 128,
@@ -118,6 +118,6 @@ LAYOUTS = {
 
 def estimated_and_measured(config: Config, folder: Path) -> tuple[int, int]:
     """Bytes on the fullest rank."""
-    drafted = draft(config)
-    expected = max(drafted.memory().of_ranks(drafted.recomputed.blocks))
+    plan = make_plan(config)
+    expected = max(plan.memory().of_ranks(plan.recomputed.blocks))
     return expected, max(rank.peak for rank in run_world(measured, config, folder))

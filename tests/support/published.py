@@ -34,7 +34,7 @@ from titanlike.costs.stage_times import (
     stage_times,
     unit_times,
 )
-from titanlike.training.draft import draft
+from titanlike.training.train_plan import make_plan
 
 
 @dataclass(frozen=True)
@@ -149,17 +149,17 @@ def planned(row: Row, **hardware: float) -> Estimate:
     assert checked.config is not None and not checked.problems, checked.problems
     device = replace(planned_hardware(checked.config), **hardware)
     config = replace(checked.config, hardware=device)
-    drafted = draft(config)
-    return make_estimate(config, device, drafted, times=times_of(row, config, drafted, device))
+    estimate = make_plan(config)
+    return make_estimate(config, device, estimate, times=times_of(row, config, estimate, device))
 
 
-def times_of(row: Row, config, drafted, device: Hardware) -> LayoutTimes:
+def times_of(row: Row, config, estimate, device: Hardware) -> LayoutTimes:
     roofline = replace(Roofline.of(config, device), float8=row.float8)
-    units = unit_times(config, drafted, roofline)
+    units = unit_times(config, estimate, roofline)
     if row.scores:
         more = row.scores / (device.memory_bandwidth * device.memory_efficiency)
         units = {n: _unfused(u, more) if n.startswith("layers.") else u for n, u in units.items()}
-    return stage_times(config, StageLayout.of(config, drafted), device, units)
+    return stage_times(config, StageLayout.of(config, estimate), device, units)
 
 
 def _unfused(times: UnitTimes, seconds: float) -> UnitTimes:
@@ -177,14 +177,14 @@ def _unfused(times: UnitTimes, seconds: float) -> UnitTimes:
     )
 
 
-def predicted(row: Row, plan: Estimate) -> float:
+def predicted(row: Row, estimate: Estimate) -> float:
     """In the units of what was measured."""
     if row.teraflops:
-        assert plan.draft.flops_per_token is not None
-        return plan.tokens_per_second_per_gpu * plan.draft.flops_per_token / 1e12
+        assert estimate.plan.flops_per_token is not None
+        return estimate.tokens_per_second_per_gpu * estimate.plan.flops_per_token / 1e12
     if not row.megatron:
-        return plan.tokens_per_second_per_gpu
+        return estimate.tokens_per_second_per_gpu
     layers, dim = row.megatron
-    flops = 96 * plan.tokens * layers * dim**2
-    flops *= 1 + plan.config.seq_len / (6 * dim) + 51200 / (16 * layers * dim)
-    return flops / plan.step_seconds / plan.config.world_size / 1e12
+    flops = 96 * estimate.tokens * layers * dim**2
+    flops *= 1 + estimate.config.seq_len / (6 * dim) + 51200 / (16 * layers * dim)
+    return flops / estimate.step_seconds / estimate.config.world_size / 1e12

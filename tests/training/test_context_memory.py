@@ -10,7 +10,7 @@ from support.live_memory import measured
 from support.models import tiny
 from support.world import run_world
 from titanlike.config.schema import Config, Model
-from titanlike.training.draft import draft
+from titanlike.training.train_plan import make_plan
 
 # activations are the most of it
 MODEL = Model(
@@ -44,7 +44,7 @@ def test_a_longer_sequence_takes_no_more_on_as_many_ranks(method: str, tmp_path:
 @pytest.mark.parametrize("method", ["ulysses", "ring"])
 def test_it_is_known_before(method: str) -> None:
     def saved(tokens: int, cp: int) -> list[int]:
-        costs = draft(config_of(tokens, cp, method)).memory().unit_costs
+        costs = make_plan(config_of(tokens, cp, method)).memory().unit_costs
         assert costs is not None
         return costs.saved_bytes()
 

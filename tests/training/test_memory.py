@@ -22,9 +22,9 @@ from titanlike.launch.worker import Worker
 from titanlike.torch_private.pipeline_stage import _TORCH_KEEPS_BUFFERS
 from titanlike.training.anomalies import Guard
 from titanlike.training.build import build, memory_is_short
-from titanlike.training.draft import draft
 from titanlike.training.feed import to_device
 from titanlike.training.step import measured_step
+from titanlike.training.train_plan import make_plan
 
 
 def train_two_steps(config: Config, worker: Worker) -> int:
@@ -58,7 +58,7 @@ def test_a_ranks_memory_falls_with_pp_and_with_dp_as_the_parameters_do(tmp_path:
 
     one = fullest("one")
     # weights, gradients and two moments in fp32
-    assert one > 16 * draft(tiny(model=model)).whole_numel > 300 * 2**20
+    assert one > 16 * make_plan(tiny(model=model)).whole_numel > 300 * 2**20
     assert fullest("pp", pp=2) < 0.6 * one
     assert fullest("dp", dp=2) < 0.75 * one  # besides its shards, the block that runs
     assert fullest("pp dp", pp=2, dp=2) < 0.6 * one  # a stage's parameters stay gathered
@@ -79,7 +79,7 @@ def test_freed_memory_is_returned_where_memory_is_short(
 ) -> None:
     config = tiny(layers=2, dp=dp)
     mesh = SimpleNamespace(device=torch.device("cpu"), pp_rank=0)
-    assert memory_is_short(config, draft(config), mesh, lambda: limit) == expected
+    assert memory_is_short(config, make_plan(config), mesh, lambda: limit) == expected
 
 
 def growth_with_microbatches(config: Config, worker: Worker, few: int, many: int) -> int:

@@ -34,10 +34,10 @@ from titanlike.metrics.timeline_file import Timeline as Recorded
 from titanlike.training import loop
 from titanlike.training import timeline as timeline_module
 from titanlike.training.build import build
-from titanlike.training.draft import draft
 from titanlike.training.loop import train
 from titanlike.training.step import drop_gradients, forward_backward
 from titanlike.training.timeline import events_of
+from titanlike.training.train_plan import make_plan
 
 
 def short(pp: int = 1, dp: int = 1, schedule: Any = "1f1b", **changes: Any) -> Config:
@@ -170,7 +170,7 @@ def recorded(
     run_dir: Path, config: Config, stages: list[StageTimes], slower: float = 1.0
 ) -> Simulation:
     """Write the timeline of a run whose stages take so long; dp=2: the second copy `slower`."""
-    plan = draft(config)
+    plan = make_plan(config)
     found = simulate(plan.order, stages)
     steps = []
     for rank in range(config.world_size):
@@ -197,7 +197,7 @@ def test_equal_stages_have_the_bubble_of_the_simulation_and_nothing_stands_out(
     tmp_path: Path,
 ) -> None:
     config = short(2)
-    simulated = recorded(tmp_path, config, equal_stages(draft(config).order))
+    simulated = recorded(tmp_path, config, equal_stages(make_plan(config).order))
     report = report_of(tmp_path)
     assert report.bubble == pytest.approx(simulated.bubble) == pytest.approx(1 / 5)
     assert not [text for text in report.sentences() if "heavier" in text]
@@ -207,7 +207,7 @@ def test_a_stage_that_takes_longer_is_named_with_a_better_split(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = short(2, layers=8)
-    order = draft(config).order
+    order = make_plan(config).order
     light, heavy = equal_stages(order, 1.0, 2.0)[0], equal_stages(order, 2.0, 4.0)[1]
     recorded(tmp_path, config, [light, heavy])
     assert main([str(tmp_path)]) == 0
@@ -225,7 +225,7 @@ def test_a_stage_that_takes_longer_is_named_with_a_better_split(
 
 def test_a_rank_that_is_slower_than_its_copies_is_named(tmp_path: Path) -> None:
     config = short(1, 2)
-    recorded(tmp_path, config, equal_stages(draft(config).order), slower=1.5)
+    recorded(tmp_path, config, equal_stages(make_plan(config).order), slower=1.5)
     (first, *_) = report_of(tmp_path).sentences()
     assert first.startswith("rank 1 (machine 1, cpu) computes 50% longer than the ranks with")
 

@@ -14,7 +14,7 @@ from titanlike.config.schema import Config, CrossEntropy, FitActivationCheckpoin
 from titanlike.device.choose import first_device
 from titanlike.launch.environment import available_cores
 from titanlike.metrics import units
-from titanlike.training.draft import Draft, draft, memory_for_training
+from titanlike.training.train_plan import TrainPlan, make_plan, memory_for_training
 
 if TYPE_CHECKING:  # imported where changes are planned
     from titanlike.costs.estimate import Estimate
@@ -32,36 +32,36 @@ class Advice:
 
     overrides: str
     gain: float
-    plan: Estimate
+    estimate: Estimate
 
     def __str__(self) -> str:
         return f"{self.overrides} gains {self.gain:.0%}"
 
 
-def advise(plan: Estimate, seconds: float = _SECONDS) -> list[Advice]:
+def advise(estimate: Estimate, seconds: float = _SECONDS) -> list[Advice]:
     """Single changes that fit and are faster, the best first."""
     from titanlike.costs.estimate import make_estimate
 
     end = time.process_time() + seconds
     found = []
-    for choices in _faster(plan):
+    for choices in _faster(estimate):
         if time.process_time() > end:
             break
-        config = with_choices(plan.config, choices)
+        config = with_choices(estimate.config, choices)
         if validate.problems(config):
             continue
         try:
-            other = make_estimate(config, plan.hardware, checked=plan.draft.transforms)
+            other = make_estimate(config, estimate.hardware, checked=estimate.estimate.transforms)
         except (ConfigError, ValueError):
             continue
-        gain = plan.step_seconds / other.step_seconds - 1
+        gain = estimate.step_seconds / other.step_seconds - 1
         if other.fits and gain > _LEAST:
             found.append(Advice(_shown(choices), gain, other))
     return sorted(found, key=lambda advice: -advice.gain)
 
 
 def memory_warning(
-    config: Config, drafted: Draft, room: int | None = None, seconds: float = _FIT_SECONDS
+    config: Config, estimate: TrainPlan, room: int | None = None, seconds: float = _FIT_SECONDS
 ) -> str:
     """What a rank would take and has, and overrides with which it fits; "" where it fits.
 
@@ -72,7 +72,7 @@ def memory_warning(
     cores: it is meant for another machine.
     """
     room = _room(config) if room is None else room
-    needed = None if room is None else _peak_bytes(drafted)
+    needed = None if room is None else _peak_bytes(estimate)
     if room is None or needed is None or needed <= room:
         return ""
     text = f"a rank would take about {units.size(needed)}, and has {units.size(room)}"
@@ -81,19 +81,19 @@ def memory_warning(
     for key in _SMALLER:
         if time.process_time() > end:
             break
-        choices = _smaller(key, config, drafted)
+        choices = _smaller(key, config, estimate)
         smaller = with_choices(config, choices)
         if not choices or validate.problems(smaller):
             continue
         try:
-            other = draft(smaller, device_memory=lambda: room)
+            other = make_plan(smaller, device_memory=lambda: room)
         except ConfigError:
             continue
         taken = _peak_bytes(other)
         if taken is None or taken >= needed:
             continue
         changed |= choices
-        config, drafted, needed = smaller, other, taken
+        config, estimate, needed = smaller, other, taken
         if taken <= room:
             return f"{text}; with {_shown(changed)} it would take {units.size(taken)}"
     also = f", nor does it fit with {_shown(changed)}" if changed else ""
@@ -105,17 +105,17 @@ def _shown(choices: Mapping[str, Any]) -> str:
     return " ".join(f"{key}={word}" for key, word in words.items())
 
 
-def _faster(plan: Estimate) -> Iterator[Choices]:
+def _faster(estimate: Estimate) -> Iterator[Choices]:
     """Single changes that change nothing of what is trained, those that often help first."""
-    config, now = plan.config, plan.draft.microbatches
+    config, now = estimate.config, estimate.estimate.microbatches
     schedule: Any = config.schedule
     counts = hasattr(schedule, "microbatches")
-    if config.precision.name == "fp32" and plan.hardware.runs_ahead:
+    if config.precision.name == "fp32" and estimate.hardware.runs_ahead:
         yield {"precision": "bf16"}
-    if not config.compile and plan.hardware.runs_ahead:
+    if not config.compile and estimate.hardware.runs_ahead:
         yield {"compile": True}
     how = config.activation_checkpoint.name
-    if how != "none" and plan.draft.recomputed.count:
+    if how != "none" and estimate.estimate.recomputed.count:
         others = (name for name in ("none", "fit", "selective") if name != how)
         yield from ({"activation_checkpoint": name} for name in others)
     if config.pp > 1 and counts:
@@ -125,7 +125,9 @@ def _faster(plan: Estimate) -> Iterator[Choices]:
         if config.split.name != "auto":
             yield {"split": "auto"}
     yield from (
-        {"fsdp.zero": zero} for zero in (1, 2) if plan.draft.zero > zero and config.shards > 1
+        {"fsdp.zero": zero}
+        for zero in (1, 2)
+        if estimate.estimate.zero > zero and config.shards > 1
     )
     each = config.batch_size // config.dp
     if counts:
@@ -148,21 +150,21 @@ _SMALLER = (
 )
 
 
-def _smaller(key: str, config: Config, drafted: Draft) -> Choices:
+def _smaller(key: str, config: Config, estimate: TrainPlan) -> Choices:
     """Another value of this key that takes less memory; {} where there is none."""
     schedule: Any = config.schedule
     rows, dp = config.batch_size // config.dp, 2 * config.dp
     match key:
         case "schedule.microbatches":
-            fewer = hasattr(schedule, "microbatches") and drafted.microbatches < rows
+            fewer = hasattr(schedule, "microbatches") and estimate.microbatches < rows
             return {key: rows} if fewer else {}
         case "loss":
             return {key: "chunked_cross_entropy"} if type(config.loss) is CrossEntropy else {}
         case "activation_checkpoint":
             return {key: "fit"} if config.activation_checkpoint.name != "fit" else {}
         case "fsdp.zero":
-            whole = config.shards > 1 and drafted.zero != 3
-            return {key: 3} if whole and not drafted.order.splits_backward else {}
+            whole = config.shards > 1 and estimate.zero != 3
+            return {key: 3} if whole and not estimate.order.splits_backward else {}
         case "dp" if config.batch_size % dp == 0:
             if (count := getattr(schedule, "microbatches", None)) is None:
                 return {key: dp}
@@ -184,7 +186,7 @@ def _room(config: Config) -> int | None:
     return memory_for_training(config)
 
 
-def _peak_bytes(drafted: Draft) -> int | None:
+def _peak_bytes(estimate: TrainPlan) -> int | None:
     """Bytes on the fullest rank; None where activations cannot be estimated."""
-    memory = drafted.memory()
-    return None if memory.unknown else max(memory.of_ranks(drafted.recomputed.blocks))
+    memory = estimate.memory()
+    return None if memory.unknown else max(memory.of_ranks(estimate.recomputed.blocks))

@@ -1,6 +1,6 @@
 """What a layout will cost on a device: memory of each rank, time of a step, traffic, and what bounds it.
 
-1. `draft` decides stages, order and sharding, as for a run: nothing is allocated.
+1. `make_plan` decides stages, order and sharding, as for a run: nothing is allocated.
 2. `layout_times`: each stage's times and traffic; `simulate`: the step of every pipeline rank.
 3. `RankMemory.memory_timeline`: what is in memory when, by what it is.
 """
@@ -59,8 +59,8 @@ from titanlike.torch_private.fake_ranks import (
     fake_tensors,
 )
 from titanlike.training.build import Run, assemble
-from titanlike.training.draft import Draft, draft
 from titanlike.training.step import drop_gradients, optimizer_step
+from titanlike.training.train_plan import TrainPlan, make_plan
 
 # With which rounds all ranks agree on the loss and the norm of the gradients, and read them
 _AGREEMENTS = 2
@@ -72,7 +72,7 @@ class Estimate:
 
     config: Config
     hardware: Hardware
-    draft: Draft
+    estimate: TrainPlan
     times: LayoutTimes
     simulation: Simulation
     # bytes of pipeline ranks whose memory was counted in a step (`with_exact_memory`)
@@ -81,7 +81,7 @@ class Estimate:
 
     @property
     def order(self) -> Order:
-        return self.draft.order
+        return self.estimate.order
 
     @property
     def step_seconds(self) -> float:
@@ -99,15 +99,15 @@ class Estimate:
     @property
     def mfu(self) -> float | None:
         """Of the dense bf16 peak, by the model's FLOPs a token as metrics.jsonl has it."""
-        if self.draft.flops_per_token is None:
+        if self.estimate.flops_per_token is None:
             return None
-        flops = self.tokens_per_second_per_gpu * self.draft.flops_per_token
+        flops = self.tokens_per_second_per_gpu * self.estimate.flops_per_token
         return flops / self.hardware.bf16_flops
 
     @cached_property
     def memory_timeline(self) -> list[list[MemorySample]]:
         """Of each pipeline rank, by its actions."""
-        memory, blocks = self.draft.memory(), self.draft.recomputed.blocks
+        memory, blocks = self.estimate.memory(), self.estimate.recomputed.blocks
         return [memory.memory_timeline(rank, blocks) for rank in range(self.config.pp)]
 
     @cached_property
@@ -120,13 +120,13 @@ class Estimate:
     @cached_property
     def memory_bytes(self) -> list[int]:
         """What each pipeline rank takes at the most: counted, or else estimated."""
-        estimated = self.draft.memory().of_ranks(self.draft.recomputed.blocks)
+        estimated = self.estimate.memory().of_ranks(self.estimate.recomputed.blocks)
         return [self.counted.get(rank, nbytes) for rank, nbytes in enumerate(estimated)]
 
     @property
     def memory_unknown(self) -> str:
         """Why activations are not counted; "" = they are."""
-        return self.draft.memory().unknown
+        return self.estimate.memory().unknown
 
     @property
     def fullest(self) -> int:
@@ -152,7 +152,7 @@ class Estimate:
 
     def shares(self, rank: int) -> dict[str, float]:
         """What a rank does in a step, as shares of it."""
-        step, m = self.step_seconds, self.draft.microbatches
+        step, m = self.step_seconds, self.estimate.microbatches
         seconds: defaultdict[str, float] = defaultdict(float)
         for stage in self.order.local(rank):
             for name, each in self.times.parts[stage].items():
@@ -179,42 +179,42 @@ class Estimate:
 def make_estimate(
     config: Config,
     hardware: Hardware,
-    drafted: Draft | None = None,
+    estimate: TrainPlan | None = None,
     jitter: float = 0.0,
     times: LayoutTimes | None = None,
     checked: Mapping[str, Transform] | None = None,
 ) -> Estimate:
-    """checked: see `draft`. Raises ConfigError where a run of this config would be refused before it
+    """checked: see `make_plan`. Raises ConfigError where a run of this config would be refused before it
     starts."""
-    if drafted is None:
-        drafted = draft(config, device_memory=lambda: hardware.usable, checked=checked)
+    if estimate is None:
+        estimate = make_plan(config, device_memory=lambda: hardware.usable, checked=checked)
     if times is None:
-        seconds = seconds_of_units(config, drafted, drafted.deferred)
-        times = layout_times(config, drafted, hardware, seconds)
+        seconds = seconds_of_units(config, estimate, estimate.deferred)
+        times = layout_times(config, estimate, hardware, seconds)
     simulation = simulate(
-        drafted.order,
+        estimate.order,
         times.stages,
         runs_ahead=hardware.runs_ahead,
         agree=agreement(config, hardware),
         jitter=jitter,
         seed=config.seed,
     )
-    return Estimate(config, hardware, drafted, times, simulation)
+    return Estimate(config, hardware, estimate, times, simulation)
 
 
 def seconds_of_units(
-    config: Config, drafted: Draft, deferred: Collection[int]
+    config: Config, estimate: TrainPlan, deferred: Collection[int]
 ) -> Sequence[Sequence[float]] | None:
     """Of each unit, where this machine or a run is the hardware; None = by what they compute.
 
     deferred: stages whose weight gradients wait.
     """
-    memory, hardware = drafted.memory(), config.hardware
+    memory, hardware = estimate.memory(), config.hardware
     if isinstance(hardware, MeasuredHardware) and not memory.unknown:
-        return measured_times(config, drafted, deferred)
+        return measured_times(config, estimate, deferred)
     if not isinstance(hardware, RunHardware):
         return None
-    names = [name for stage in drafted.stages for name in stage]
+    names = [name for stage in estimate.stages for name in stage]
     try:
         if memory.unit_costs is None:
             raise CostError(memory.unknown)
@@ -230,15 +230,15 @@ def agreement(config: Config, hardware: Hardware) -> float:
     return 2 * _AGREEMENTS * sum(link_of(config, name, hardware).latency for name in names)
 
 
-def estimate(config: Config, drafted: Draft) -> Estimate:
-    """Of a draft of this config, on the config's hardware or what is likely here.
+def estimate(config: Config, estimate: TrainPlan) -> Estimate:
+    """Of a plan of this config, on the config's hardware or what is likely here.
 
     Of 27 layouts (docs/layouts.md) the memory is 0.97 to 1.02 of what a rank's live storages take at
     their peak. A CPU process takes more: libraries and gloo 45 MiB, and where glibc keeps freed blocks
     (no sharding, small microbatches) up to twice as much. A unit whose costs cannot be measured alone
     counts only with its parameters.
     """
-    return make_estimate(config, likely_hardware(config), drafted)
+    return make_estimate(config, likely_hardware(config), estimate)
 
 
 # --- the memory of each pipeline rank, counted in its own step --------------------------------------
@@ -249,7 +249,7 @@ def estimate(config: Config, drafted: Draft) -> Estimate:
 # seconds a rank.
 
 
-def with_exact_memory(plan: Estimate, ranks: Sequence[int] | None = None) -> Estimate:
+def with_exact_memory(estimate: Estimate, ranks: Sequence[int] | None = None) -> Estimate:
     """The plan with what the first rank of each pipeline rank takes: the bytes of its live storages at
     the most over a step.
 
@@ -258,12 +258,14 @@ def with_exact_memory(plan: Estimate, ranks: Sequence[int] | None = None) -> Est
     ranks: only these pipeline ranks. The plan says why where the memory is left as it was
     estimated: it depends on values (documents), or is that of two devices (fsdp.cpu_offload).
     """
-    config, room = plan.config, plan.hardware.usable
+    config, room = estimate.config, estimate.hardware.usable
     if config.fsdp.cpu_offload:
-        return replace(plan, not_counted="with fsdp.cpu_offload a part of it is on the host")
+        return replace(estimate, not_counted="with fsdp.cpu_offload a part of it is on the host")
     if config.ep > 1:
-        return replace(plan, not_counted="how many tokens experts receive depends on their values")
-    config = replace(_shortened(plan), device="cpu", compile=False)
+        return replace(
+            estimate, not_counted="how many tokens experts receive depends on their values"
+        )
+    config = replace(_shortened(estimate), device="cpu", compile=False)
     example = example_batch(config)
     every, counted = range(config.pp) if ranks is None else ranks, {}
     for rank in every:
@@ -271,25 +273,25 @@ def with_exact_memory(plan: Estimate, ranks: Sequence[int] | None = None) -> Est
             first = rank * config.world_size // config.pp
             counted[rank] = _of_rank(config, room, example, first)
         except Exception as error:  # whatever a model does with a value
-            return replace(plan, not_counted=_reason(error))
-    return replace(plan, counted=counted)
+            return replace(estimate, not_counted=_reason(error))
+    return replace(estimate, counted=counted)
 
 
-def _shortened(plan: Estimate) -> Config:
+def _shortened(estimate: Estimate) -> Config:
     """The config with fewer microbatches, where the same memory is estimated with them."""
-    config, drafted, room = plan.config, plan.draft, plan.hardware.usable
-    if config.schedule.name not in SCHEDULES or plan.memory_unknown:
+    config, estimate, room = estimate.config, estimate.estimate, estimate.hardware.usable
+    if config.schedule.name not in SCHEDULES or estimate.memory_unknown:
         return config
-    expected = drafted.memory().of_ranks(drafted.recomputed.blocks)
-    for count in (2 * drafted.order.stages, 4 * drafted.order.stages):
-        if count >= drafted.microbatches:
+    expected = estimate.memory().of_ranks(estimate.recomputed.blocks)
+    for count in (2 * estimate.order.stages, 4 * estimate.order.stages):
+        if count >= estimate.microbatches:
             break
         schedule: Any = config.schedule
         schedule = replace(schedule, microbatches=count)
-        rows = config.batch_size // drafted.microbatches * count
+        rows = config.batch_size // estimate.microbatches * count
         shorter = replace(config, batch_size=rows, schedule=schedule)
         try:
-            other = draft(shorter, device_memory=lambda: room)
+            other = make_plan(shorter, device_memory=lambda: room)
         except ConfigError:  # a number that the schedule does not take
             continue
         if other.memory().of_ranks(other.recomputed.blocks) == expected:
@@ -329,7 +331,7 @@ def _assembled(
     fake: AbstractContextManager[Any],
     live: LiveStorages,
 ) -> Run:
-    decided = draft(config, None, None, lambda: room, mesh)
+    decided = make_plan(config, None, None, lambda: room, mesh)
 
     def fill(stage: nn.Module, _: object, device: torch.device, *__: object, **___: object) -> None:
         with fake, live:
@@ -357,7 +359,7 @@ class CostTable:
         rows: int,
         checked: Mapping[str, Transform] | None = None,
     ) -> None:
-        """checked: see `draft`. Raises ConfigError and CostError."""
+        """checked: see `make_plan`. Raises ConfigError and CostError."""
         alone = replace(
             config,
             pp=1,
@@ -369,8 +371,8 @@ class CostTable:
             split=EvenSplit(),
             activation_checkpoint=ActivationCheckpoint("none"),
         )
-        self.draft: Draft = draft(alone, device_memory=lambda: None, checked=checked)
-        self.units = self.draft.model_graph.units
+        self.estimate: TrainPlan = make_plan(alone, device_memory=lambda: None, checked=checked)
+        self.units = self.estimate.model_graph.units
         self.blocks = {unit.name for unit in self.units if unit.block}
         self.times: dict[str, UnitTimes] = {}
         self._hardware = hardware
@@ -379,7 +381,7 @@ class CostTable:
     @cached_property
     def message(self) -> int:
         """Bytes between two stages."""
-        halves, graphs = partition(self.units, EvenSplit(), 2), self.draft.model_graph
+        halves, graphs = partition(self.units, EvenSplit(), 2), self.estimate.model_graph
         before, graphs.stages = graphs.stages, halves
         try:
             return sum(t.nbytes for t in messages(graphs.graphs(graphs.fields, True)[0])[1])
@@ -388,13 +390,13 @@ class CostTable:
 
     @cached_property
     def memory(self) -> RankMemory:
-        return self.draft.memory()
+        return self.estimate.memory()
 
     def with_recompute(self, config: Config) -> CostTable:
         """The same, with what `config.activation_checkpoint` keeps and computes again."""
         other = copy.copy(self)
-        other.memory = self.draft.memory().with_recompute(config)
-        other.times = unit_times(config, self.draft, Roofline.of(config, self._hardware))
+        other.memory = self.estimate.memory().with_recompute(config)
+        other.times = unit_times(config, self.estimate, Roofline.of(config, self._hardware))
         return other
 
     def recomputed(self, config: Config) -> frozenset[str]:

@@ -38,143 +38,153 @@ _AXES = {  # kind of traffic -> what it is called, its axis
 }
 
 
-def as_data(plan: Estimate, advice: Sequence[Advice] = (), warning: str = "") -> dict[str, Any]:
+def as_data(estimate: Estimate, advice: Sequence[Advice] = (), warning: str = "") -> dict[str, Any]:
     """One JSON object. Seconds, bytes, shares of 1."""
-    config = plan.config
+    config = estimate.config
     ranks = range(config.pp)
     return {
-        "step_seconds": plan.step_seconds,
-        "tokens_per_second_per_gpu": plan.tokens_per_second_per_gpu,
-        "mfu": plan.mfu,
-        "bubble": plan.simulation.bubble,
-        "memory_bytes": plan.memory_bytes,
-        "memory_counted": [rank in plan.counted for rank in ranks],
-        "not_counted": plan.not_counted,
-        "fits": plan.fits,
-        "device_memory_bytes": plan.hardware.usable,
-        "seconds": plan.seconds,
-        "gpu_hours": plan.seconds * config.world_size / 3600,
-        "hardware": plan.hardware.title,
+        "step_seconds": estimate.step_seconds,
+        "tokens_per_second_per_gpu": estimate.tokens_per_second_per_gpu,
+        "mfu": estimate.mfu,
+        "bubble": estimate.simulation.bubble,
+        "memory_bytes": estimate.memory_bytes,
+        "memory_counted": [rank in estimate.counted for rank in ranks],
+        "not_counted": estimate.not_counted,
+        "fits": estimate.fits,
+        "device_memory_bytes": estimate.hardware.usable,
+        "seconds": estimate.seconds,
+        "gpu_hours": estimate.seconds * config.world_size / 3600,
+        "hardware": estimate.hardware.title,
         "mesh": {**axes(config), "cp": config.cp, "ep": config.ep},
         "schedule": config.schedule.name,
-        "microbatches": plan.draft.microbatches,
-        "zero": plan.draft.zero,
-        "recomputed_blocks": plan.draft.recomputed.count,
+        "microbatches": estimate.estimate.microbatches,
+        "zero": estimate.estimate.zero,
+        "recomputed_blocks": estimate.estimate.recomputed.count,
         "ranks": [
             {
                 "rank": rank,
-                "stages": list(plan.order.local(rank)),
-                "parameters": sum(map(plan.draft.stage_numel, plan.order.local(rank))),
-                "memory": vars(plan.memory[rank]),
-                "shares": plan.shares(rank),
-                "traffic_bytes": vars(plan.traffic(rank)),
+                "stages": list(estimate.order.local(rank)),
+                "parameters": sum(map(estimate.estimate.stage_numel, estimate.order.local(rank))),
+                "memory": vars(estimate.memory[rank]),
+                "shares": estimate.shares(rank),
+                "traffic_bytes": vars(estimate.traffic(rank)),
             }
             for rank in ranks
         ],
         "stages": [
             {
                 "stage": stage,
-                "rank": plan.order.stage_to_rank[stage],
+                "rank": estimate.order.stage_to_rank[stage],
                 **times.as_data(),
-                "units": plan.draft.stages[stage],
-                "recomputed": plan.draft.recomputed.blocks[stage],
+                "units": estimate.estimate.stages[stage],
+                "recomputed": estimate.estimate.recomputed.blocks[stage],
             }
-            for stage, times in enumerate(plan.times.stages)
+            for stage, times in enumerate(estimate.times.stages)
         ],
         "waits": [
-            {"rank": rank, "stage": stage, "share": seconds / plan.step_seconds}
-            for (rank, stage), seconds in sorted(plan.simulation.waits.items())
+            {"rank": rank, "stage": stage, "share": seconds / estimate.step_seconds}
+            for (rank, stage), seconds in sorted(estimate.simulation.waits.items())
         ],
         "advice": [{"overrides": one.overrides, "gain": one.gain} for one in advice],
         "warning": warning,
-        "estimated": plan.times.estimated or plan.memory_unknown,
+        "estimated": estimate.times.estimated or estimate.memory_unknown,
     }
 
 
 def as_text(
-    plan: Estimate, advice: Sequence[Advice] = (), warning: str = "", width: int = 80
+    estimate: Estimate, advice: Sequence[Advice] = (), warning: str = "", width: int = 80
 ) -> str:
-    parts = [_summary(plan, warning, width), _memory_table(plan, width), _time_table(plan, width)]
-    parts += [_traffic_table(plan, width), _bounds(plan, advice, width)]
-    if reason := plan.times.estimated or plan.memory_unknown:
+    parts = [
+        _summary(estimate, warning, width),
+        _memory_table(estimate, width),
+        _time_table(estimate, width),
+    ]
+    parts += [_traffic_table(estimate, width), _bounds(estimate, advice, width)]
+    if reason := estimate.times.estimated or estimate.memory_unknown:
         text = f"guessed by the number of parameters, and without activations: {reason}"
         parts.append("\n".join(textwrap.wrap(text, width)))
     return "\n\n".join(part for part in parts if part)
 
 
-def mesh_text(plan: Estimate) -> str:
-    config = plan.config
+def mesh_text(estimate: Estimate) -> str:
+    config = estimate.config
     names = ("pp", "dp", "cp", "tp", "ep", "replicate")
     sizes = [(n, getattr(config, n)) for n in names]
     return " ".join(f"{n}={size}" for n, size in sizes if size > 1) or "one device"
 
 
-def _summary(plan: Estimate, warning: str, width: int) -> str:
-    config, drafted, device = plan.config, plan.draft, plan.hardware
-    rows = drafted.memory().tokens // config.seq_len
-    blocks = sum(unit.block for unit in drafted.model_graph.units)
-    many = f"{drafted.microbatches} microbatch" + ("es" if drafted.microbatches > 1 else "")
+def _summary(estimate: Estimate, warning: str, width: int) -> str:
+    config, estimate, device = estimate.config, estimate.estimate, estimate.hardware
+    rows = estimate.memory().tokens // config.seq_len
+    blocks = sum(unit.block for unit in estimate.model_graph.units)
+    many = f"{plan.microbatches} microbatch" + ("es" if estimate.microbatches > 1 else "")
     layout = f"{config.schedule.name}, " if config.pp > 1 else ""
-    layout += f"{many} of {rows} x {config.seq_len} tokens, ZeRO {drafted.zero}"
-    if drafted.recomputed.count:
-        layout += f", {drafted.recomputed.count} of {blocks} blocks recomputed"
-    speed = f"{plan.tokens_per_second_per_gpu:,.0f} tokens/s a device"
-    speed += "" if plan.mfu is None else f", MFU {plan.mfu:.1%}"
-    room = f"{units.size(plan.fullest)} of {units.size(device.usable)} on the fullest rank"
-    days = units.duration(plan.seconds)
-    if plan.seconds >= 2 * 86400:
-        days = f"{plan.seconds / 86400:.1f} days"
-    hours = plan.seconds * config.world_size / 3600
+    layout += f"{many} of {rows} x {config.seq_len} tokens, ZeRO {plan.zero}"
+    if estimate.recomputed.count:
+        layout += f", {plan.recomputed.count} of {blocks} blocks recomputed"
+    speed = f"{estimate.tokens_per_second_per_gpu:,.0f} tokens/s a device"
+    speed += "" if estimate.mfu is None else f", MFU {estimate.mfu:.1%}"
+    room = f"{units.size(estimate.fullest)} of {units.size(device.usable)} on the fullest rank"
+    days = units.duration(estimate.seconds)
+    if estimate.seconds >= 2 * 86400:
+        days = f"{estimate.seconds / 86400:.1f} days"
+    hours = estimate.seconds * config.world_size / 3600
     lines = [
-        f"{config.model.name}, {units.count(drafted.whole_numel)} parameters, on "
-        f"{config.world_size:,} x {device.title}: {mesh_text(plan)}",
+        f"{config.model.name}, {units.count(plan.whole_numel)} parameters, on "
+        f"{config.world_size:,} x {device.title}: {mesh_text(estimate)}",
         layout,
         "",
-        f"step    {units.short_time(plan.step_seconds)}, {units.count(plan.tokens)} tokens; {speed}",
-        f"bubble  {plan.simulation.bubble:.1%}",
-        f"memory  {room}: {'fits' if plan.fits else 'DOES NOT FIT'}",
+        f"step    {units.short_time(estimate.step_seconds)}, {units.count(estimate.tokens)} tokens; {speed}",
+        f"bubble  {estimate.simulation.bubble:.1%}",
+        f"memory  {room}: {'fits' if estimate.fits else 'DOES NOT FIT'}",
         f"run     {config.last_step:,} steps: {days}, {hours:,.0f} device hours",
         *([warning] if warning else []),
     ]
-    if plan.not_counted:
-        lines.append(f"the memory is estimated, as a step could not be counted: {plan.not_counted}")
+    if estimate.not_counted:
+        lines.append(
+            f"the memory is estimated, as a step could not be counted: {estimate.not_counted}"
+        )
     wrapped = (textwrap.wrap(line, width, subsequent_indent=" " * 8) or [""] for line in lines)
     return "\n".join(line for found in wrapped for line in found)
 
 
-def _memory_table(plan: Estimate, width: int) -> str:
-    used = [name for name in _PARTS if any(getattr(parts, name) for parts in plan.memory)]
-    unit, scale = ("GiB", _GIB) if plan.fullest >= _GIB else ("MiB", 2**20)
+def _memory_table(estimate: Estimate, width: int) -> str:
+    used = [name for name in _PARTS if any(getattr(parts, name) for parts in estimate.memory)]
+    unit, scale = ("GiB", _GIB) if estimate.fullest >= _GIB else ("MiB", 2**20)
     header = ["rank", "stages", *(_PARTS[name] for name in used), "total"]
-    header += ["exact", "of"] if plan.counted else ["of"]
+    header += ["exact", "of"] if estimate.counted else ["of"]
     rows = []
-    for rank, parts in enumerate(plan.memory):
+    for rank, parts in enumerate(estimate.memory):
         sizes: list[float | None] = [*(getattr(parts, name) for name in used), parts.total]
-        sizes += [plan.counted.get(rank)] if plan.counted else []
-        sizes.append(plan.hardware.usable)
+        sizes += [estimate.counted.get(rank)] if estimate.counted else []
+        sizes.append(estimate.hardware.usable)
         shown = ["" if size is None else f"{size / scale:.1f}" for size in sizes]
-        rows.append([str(rank), _stages(plan.order.local(rank)), *shown])
+        rows.append([str(rank), _stages(estimate.order.local(rank)), *shown])
     what = (
         "activ: of microbatches in flight; queued: for weight gradients that wait; msgs: between "
     )
     what += "stages; gather: whole parameters; peak: while a block runs"
-    what += "; exact: counted in a step" if plan.counted else ""
+    what += "; exact: counted in a step" if estimate.counted else ""
     title = f"memory at the fullest moment, {unit}"
     return "\n".join([title, *textwrap.wrap(what, width), table(header, rows, width)])
 
 
-def _time_table(plan: Estimate, width: int) -> str:
+def _time_table(estimate: Estimate, width: int) -> str:
     header = ["rank", "stages", "parameters", "forward", "backward", "computes", "moves", "waits"]
-    few = plan.config.pp <= _FEW
+    few = estimate.config.pp <= _FEW
     header += ["mostly for"] if few else []
-    rows, simulated, step = [], plan.simulation, plan.step_seconds
-    for rank in range(plan.config.pp):
-        local = plan.order.local(rank)
-        times = [plan.times.stages[stage] for stage in local]
+    rows, simulated, step = [], estimate.simulation, estimate.step_seconds
+    for rank in range(estimate.config.pp):
+        local = estimate.order.local(rank)
+        times = [estimate.times.stages[stage] for stage in local]
         computes, moves = simulated.computes[rank], simulated.exchanges[rank]
         waits = {s: t for (r, s), t in simulated.waits.items() if r == rank}
         stage = max(waits, key=lambda s: waits[s], default=None)
-        row = [str(rank), _stages(local), units.count(sum(map(plan.draft.stage_numel, local)))]
+        row = [
+            str(rank),
+            _stages(local),
+            units.count(sum(map(estimate.estimate.stage_numel, local))),
+        ]
         row.append(units.short_time(sum(t.forward.device for t in times)))
         row.append(units.short_time(sum(t.backward.device for t in times)))
         row += [f"{part / step:.1%}" for part in (computes, moves, step - computes - moves)]
@@ -183,26 +193,26 @@ def _time_table(plan: Estimate, width: int) -> str:
     return "time: of a microbatch, and of the step\n" + table(header, rows, width)
 
 
-def _traffic_table(plan: Estimate, width: int) -> str:
+def _traffic_table(estimate: Estimate, width: int) -> str:
     rows = []
-    ranks = [plan.traffic(rank) for rank in range(plan.config.pp)]
+    ranks = [estimate.traffic(rank) for rank in range(estimate.config.pp)]
     for kind, (what, axis) in _AXES.items():
         if most := max(getattr(traffic, kind) for traffic in ranks):
-            link = link_of(plan.config, axis, plan.hardware)
+            link = link_of(estimate.config, axis, estimate.hardware)
             where = "in a node" if link.inside else f"over {link.nodes} nodes"
-            rate = units.size(most / plan.step_seconds)
+            rate = units.size(most / estimate.step_seconds)
             rows.append([what, axis, where, units.size(most), f"{rate}/s"])
     header = ["what a rank sends in a step", "axis", "link", "bytes", "on average"]
     return table(header, rows, width) if rows else ""
 
 
-def _bounds(plan: Estimate, advice: Sequence[Advice], width: int) -> str:
-    shares = sorted(plan.shares(plan.slowest).items(), key=lambda pair: -pair[1])
+def _bounds(estimate: Estimate, advice: Sequence[Advice], width: int) -> str:
+    shares = sorted(estimate.shares(estimate.slowest).items(), key=lambda pair: -pair[1])
     text = ", ".join(f"{name} {share:.0%}" for name, share in shares if share >= 0.005)
-    lines = textwrap.wrap(f"rank {plan.slowest} has the most to do: {text}", width)
-    if waits := plan.simulation.waits:
+    lines = textwrap.wrap(f"rank {estimate.slowest} has the most to do: {text}", width)
+    if waits := estimate.simulation.waits:
         (rank, stage), seconds = max(waits.items(), key=lambda pair: pair[1])
-        share = seconds / plan.step_seconds
+        share = seconds / estimate.step_seconds
         lines.append(f"rank {rank} waits {share:.0%} of the step for stage {stage}")
     if advice:
         lines += ["what would help", *(f"  {one}" for one in advice[:5])]
@@ -237,37 +247,37 @@ def _stages(stages: Sequence[int]) -> str:
 # --- the step of a plan as a chart, with the memory of each rank ----------------------------------
 
 
-def chart_of(plan: Estimate) -> Chart:
-    ranks, step = range(plan.config.pp), plan.step_seconds
-    schedule = f"{plan.config.schedule.name}, {plan.draft.microbatches} microbatches"
-    bubble = f"step {units.short_time(step)}, bubble {plan.simulation.bubble:.1%}"
+def chart_of(estimate: Estimate) -> Chart:
+    ranks, step = range(estimate.config.pp), estimate.step_seconds
+    schedule = f"{estimate.config.schedule.name}, {estimate.plan.microbatches} microbatches"
+    bubble = f"step {units.short_time(step)}, bubble {estimate.simulation.bubble:.1%}"
     return Chart(
-        title=f"{schedule}, {mesh_text(plan)} on {plan.hardware.title}: {bubble}",
-        rows=[[*_boxes(plan, rank)] for rank in ranks],
-        first=[next(iter(plan.order.local(rank)), -1) for rank in ranks],
+        title=f"{schedule}, {mesh_text(estimate)} on {estimate.hardware.title}: {bubble}",
+        rows=[[*_boxes(estimate, rank)] for rank in ranks],
+        first=[next(iter(estimate.order.local(rank)), -1) for rank in ranks],
         seconds=step,
-        messages=plan.simulation.messages,
-        memory=[_memory_curve(plan, rank) for rank in ranks],
-        device_memory=plan.hardware.usable,
+        messages=estimate.simulation.messages,
+        memory=[_memory_curve(estimate, rank) for rank in ranks],
+        device_memory=estimate.hardware.usable,
     )
 
 
-def _boxes(plan: Estimate, rank: int) -> Iterator[Box]:
-    for event in plan.simulation.events[rank]:
+def _boxes(estimate: Estimate, rank: int) -> Iterator[Box]:
+    for event in estimate.simulation.events[rank]:
         recompute = 0.0  # seconds, at its beginning, in which a forward runs again
         if event.kind in ("B", "I"):
-            recompute = plan.times.stages[event.stage].of(event.kind).recompute
+            recompute = estimate.times.stages[event.stage].of(event.kind).recompute
         if recompute > 0:
             yield event._replace(kind="again", end=event.start + recompute)
         yield event._replace(start=event.start + recompute)
 
 
-def _memory_curve(plan: Estimate, rank: int) -> MemoryCurve:
-    samples = plan.memory_timeline[rank]
-    events = {event[:3]: event for event in plan.simulation.events[rank]}
+def _memory_curve(estimate: Estimate, rank: int) -> MemoryCurve:
+    samples = estimate.memory_timeline[rank]
+    events = {event[:3]: event for event in estimate.simulation.events[rank]}
     times, sizes = [0.0], [samples[0].after.total if samples else 0]
     for sample in samples:
-        begin, end = plan.simulation.pipeline, plan.step_seconds
+        begin, end = estimate.simulation.pipeline, estimate.step_seconds
         if sample.act is not None:
             _, _, _, begin, end = events[sample.act[:3]]
         times += [begin, begin, end, end]

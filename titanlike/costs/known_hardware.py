@@ -44,7 +44,7 @@ from titanlike.device import accelerator
 from titanlike.device.accelerator import count, synchronize
 from titanlike.device.choose import first_device
 from titanlike.launch.environment import available_cores
-from titanlike.training.draft import Draft, draft
+from titanlike.training.train_plan import TrainPlan, make_plan
 
 _FOLDER = "~/.cache/titanlike/hardware"
 _TIMEOUT = 300  # seconds
@@ -253,12 +253,12 @@ def measured_hardware(config: Config, ranks: int) -> Hardware:
     return hardware
 
 
-def measured_times(config: Config, draft: Draft, deferred: Collection[int]) -> list[Seconds]:
-    """Of each unit of a draft in its microbatches, on this machine; kept, too. Raises ConfigError.
+def measured_times(config: Config, estimate: TrainPlan, deferred: Collection[int]) -> list[Seconds]:
+    """Of each unit of a run in its microbatches, on this machine; kept, too. Raises ConfigError.
 
     deferred: stages whose weight gradients wait.
     """
-    settings, costs = config.hardware, draft.memory().unit_costs
+    settings, costs = config.hardware, estimate.memory().unit_costs
     assert isinstance(settings, MeasuredHardware) and costs is not None
     ranks = _at_once(config.world_size)
     path = _folder(settings) / "units" / f"{costs.signature}-{platform.node()}-{ranks}-ranks.yaml"
@@ -277,7 +277,7 @@ def measured_times(config: Config, draft: Draft, deferred: Collection[int]) -> l
         about = "Seconds of a model's units: forward, backward, weight gradients."
         _write(path, about, profiles)
     seconds: list[Seconds] = []
-    for stage, names in enumerate(draft.stages):
+    for stage, names in enumerate(estimate.stages):
         profile = profiles["deferred" if stage in deferred else "together"]
         seconds += profile[len(seconds) : len(seconds) + len(names)]
     return seconds
@@ -351,7 +351,7 @@ def main(spec_path: str, rank: int) -> None:
     wait = timedelta(seconds=120)
     backend = accelerator.backends(device)
     dist.init_process_group(backend, store=store, rank=rank, world_size=spec["ranks"], timeout=wait)
-    costs = draft(config).memory().unit_costs if spec["what"] == "units" else None
+    costs = make_plan(config).memory().unit_costs if spec["what"] == "units" else None
     dist.barrier()
     found: dict[str, Any]
     if costs is not None:

@@ -4,7 +4,7 @@
    level of ZeRO, and with blocks recomputed selectively or as few as fit (`fit`).
 2. All are judged by closed forms (`judge`), of units that were counted once (`CostTable`): what does not
    fit is dropped.
-3. The most promising are simulated, the best of these are drafted and planned as `plan` does it.
+3. The most promising are simulated, the best of these are planned and estimated as `plan` does it.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Ranked:
     """A layout of the end, with its command line's overrides."""
 
     overrides: list[str]
-    plan: Estimate
+    estimate: Estimate
 
 
 @dataclass
@@ -132,15 +132,15 @@ def search(
         if enough and found.ranked:
             break
         try:
-            plan = make_estimate(one.config, hardware, checked=one.transforms)
+            estimate = make_estimate(one.config, hardware, checked=one.transforms)
         except ConfigError:
             found.refused += 1
             continue
-        if plan.fits:
-            found.ranked.append(Ranked(overrides, plan))
+        if estimate.fits:
+            found.ranked.append(Ranked(overrides, estimate))
     if "split" not in map(key_of, kept):
         found.ranked += [*_with_auto_split(found.ranked[:_AUTO])]
-    found.ranked.sort(key=lambda item: item.plan.step_seconds)
+    found.ranked.sort(key=lambda item: item.estimate.step_seconds)
     if exact:
         counted = [*_counted(found.ranked[:most])]
         found.too_large, found.ranked = len(found.ranked[:most]) - len(counted), counted
@@ -153,23 +153,25 @@ def search(
 def _counted(ranked: list[Ranked]) -> Iterator[Ranked]:
     """Those that fit when their fullest rank is counted, or cannot be."""
     for one in ranked:
-        fullest = one.plan.memory_bytes.index(one.plan.fullest)
-        one = Ranked(one.overrides, with_exact_memory(one.plan, [fullest]))
-        if one.plan.fits:
+        fullest = one.estimate.memory_bytes.index(one.estimate.fullest)
+        one = Ranked(one.overrides, with_exact_memory(one.estimate, [fullest]))
+        if one.estimate.fits:
             yield one
 
 
 def _with_auto_split(ranked: list[Ranked]) -> Iterator[Ranked]:
     for one in ranked:
-        if one.plan.config.pp == 1:
+        if one.estimate.config.pp == 1:
             continue
-        config = with_choices(one.plan.config, {"split": "auto"})
+        config = with_choices(one.estimate.config, {"split": "auto"})
         try:
-            plan = make_estimate(config, one.plan.hardware, checked=one.plan.draft.transforms)
+            estimate = make_estimate(
+                config, one.estimate.hardware, checked=one.estimate.estimate.transforms
+            )
         except ConfigError:
             continue
-        if plan.fits and plan.step_seconds < one.plan.step_seconds:
-            yield Ranked([*one.overrides, "split=auto"], plan)
+        if estimate.fits and estimate.step_seconds < one.estimate.step_seconds:
+            yield Ranked([*one.overrides, "split=auto"], estimate)
 
 
 # --- every layout ---------------------------------------------------------------------------------
@@ -287,7 +289,7 @@ class CostCache:
         self._sizes: dict[int, set[int]] = {}
         table = self(config, 1)
         self.units = len(table.units)
-        modules: list[Any] = [*experts_of(table.draft.model_graph.model).values()]
+        modules: list[Any] = [*experts_of(table.estimate.model_graph.model).values()]
         self.experts = min((int(one.num_experts) for one in modules), default=0)  # of a layer
 
     def sensible(self, config: Config, microbatches: int) -> bool:
@@ -307,7 +309,7 @@ class CostCache:
         if at not in self._known:
             own = replace(self._config, tp=config.tp, ep=config.ep)
             table = CostTable(own, self._hardware, rows, self._checked.get(config.tp))
-            self._known[at], self._checked[config.tp] = table, table.draft.transforms
+            self._known[at], self._checked[config.tp] = table, table.estimate.transforms
         if key not in self._known:
             self._known[key] = self._known[at].with_recompute(config)
         return self._known[key]
@@ -367,7 +369,9 @@ def judge(
     )
     each = stage_times(config, layout, hardware, table.times)
     seconds, parts = _step_seconds(order, each, microbatches, agreement(config, hardware))
-    return ScoredLayout(config, layout, each, seconds, taken, order, parts, table.draft.transforms)
+    return ScoredLayout(
+        config, layout, each, seconds, taken, order, parts, table.estimate.transforms
+    )
 
 
 def _as_must_be(
@@ -442,7 +446,7 @@ def _is_pipeline_of(schedule: str, config: Config) -> bool:
 
 def _lost(judged: list[tuple[list[str], ScoredLayout]], found: LayoutSearch) -> Iterator[str]:
     """Of each well-known choice, by its fastest layout: how much slower it is, and why."""
-    best = found.ranked[0].plan
+    best = found.ranked[0].estimate
     usable = found.hardware.usable
     own = [word for word in found.ranked[0].overrides if word != "split=auto"]
     mine = next((j for o, j in judged if o == own), None)
@@ -490,7 +494,7 @@ def search_data(found: LayoutSearch, most: int = 10) -> dict[str, Any]:
         "hardware": found.hardware.title,
         "gpus": found.gpus,
         "ranked": [
-            {"command": command_line(one), **as_data(one.plan)} for one in found.ranked[:most]
+            {"command": command_line(one), **as_data(one.estimate)} for one in found.ranked[:most]
         ],
         "lost": found.lost,
     }
@@ -513,22 +517,22 @@ def search_text(found: LayoutSearch, most: int = 10, width: int = 80) -> str:
         least = units.size(found.least_memory)
         lines.append(f"none fits: the least is {least} on the fullest rank; take more devices")
         return "\n".join(lines)
-    best = found.ranked[0].plan
+    best = found.ranked[0].estimate
     rows = []
     for at, one in enumerate(found.ranked[:most], 1):
-        plan = one.plan
-        slower = plan.step_seconds / best.step_seconds - 1
+        estimate = one.estimate
+        slower = estimate.step_seconds / best.step_seconds - 1
         rows.append(
             [
                 str(at),
-                mesh_text(plan),
-                plan.config.schedule.name if plan.config.pp > 1 else "",
-                str(plan.draft.microbatches),
-                units.short_time(plan.step_seconds),
-                f"{plan.tokens_per_second_per_gpu:,.0f}",
-                "" if plan.mfu is None else f"{plan.mfu:.1%}",
-                f"{plan.simulation.bubble:.0%}",
-                f"{plan.fullest / 2**30:.1f}",
+                mesh_text(estimate),
+                estimate.config.schedule.name if estimate.config.pp > 1 else "",
+                str(estimate.estimate.microbatches),
+                units.short_time(estimate.step_seconds),
+                f"{estimate.tokens_per_second_per_gpu:,.0f}",
+                "" if estimate.mfu is None else f"{estimate.mfu:.1%}",
+                f"{estimate.simulation.bubble:.0%}",
+                f"{estimate.fullest / 2**30:.1f}",
                 f"+{slower:.1%}" if at > 1 else "",
             ]
         )

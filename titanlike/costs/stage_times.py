@@ -1,4 +1,4 @@
-"""How long the units and stages of a drafted layout take on a device, and what its ranks exchange.
+"""How long the units and stages of a planned layout take on a device, and what its ranks exchange.
 
 1. Operators (`unit_costs.py`) take what a roofline says. What ranks exchange inside of a unit (tp, cp,
    ep) takes the time of their link, for which they wait; but a ring sends keys and values on while it
@@ -6,7 +6,7 @@
 2. FSDP's gathers and reductions come once a step, or unit by unit beside what is computed
    (`overlapped_seconds`), by `fsdp.zero` as in `parallel/sharding.py`; those of experts are by themselves,
    among fewer ranks.
-3. Messages between stages have the sizes of the draft.
+3. Messages between stages have the sizes of the plan.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from titanlike.graph.cut import messages
 from titanlike.optim.muon import hidden_matrices
 from titanlike.parallel.activation_checkpoint import keeps, saved_operators
 from titanlike.parallel.expert_parallel import SEND_TOKENS
-from titanlike.training.draft import Draft
+from titanlike.training.train_plan import TrainPlan
 
 # Of what operators that are no products read and write, and of their launches, compiled code leaves
 # so much: a chain of them becomes one kernel.
@@ -155,17 +155,17 @@ class UnitTimes:
         return sum(self.waits_backward.values())
 
 
-def unit_times(config: Config, draft: Draft, roofline: Roofline) -> dict[str, UnitTimes]:
+def unit_times(config: Config, estimate: TrainPlan, roofline: Roofline) -> dict[str, UnitTimes]:
     """By the names of the units. Raises CostError where they cannot be run alone."""
-    memory = draft.memory()
+    memory = estimate.memory()
     if memory.unit_costs is None:
         raise CostError(memory.unknown)
-    calls = memory.unit_costs.operators(draft.peers)
+    calls = memory.unit_costs.operators(estimate.peers)
     numel = memory.unit_parameters()
-    blocks = {unit.name for unit in draft.model_graph.units if unit.block}
-    exchanges, save = _Exchanges(config, draft, roofline.hardware), saved_operators(config)
+    blocks = {unit.name for unit in estimate.model_graph.units if unit.block}
+    exchanges, save = _Exchanges(config, estimate, roofline.hardware), saved_operators(config)
     kept = frozenset({"ep"} if keeps(SEND_TOKENS, save) else ())
-    names = [name for stage in draft.stages for name in stage]
+    names = [name for stage in estimate.stages for name in stage]
     known: dict[tuple[tuple[int, ...], bool], UnitTimes] = {}  # of equal calls
 
     def times(nodes: Sequence[NodeCosts], block: bool) -> UnitTimes:
@@ -205,9 +205,9 @@ def unit_times(config: Config, draft: Draft, roofline: Roofline) -> dict[str, Un
 class _Exchanges:
     """How long what is exchanged takes, by the way each axis does it."""
 
-    def __init__(self, config: Config, draft: Draft, hardware: Hardware) -> None:
-        context = getattr(draft.peers.get("cp"), "method", None)
-        self._links = {axis: link_of(config, axis, hardware) for axis in draft.peers}
+    def __init__(self, config: Config, estimate: TrainPlan, hardware: Hardware) -> None:
+        context = getattr(estimate.peers.get("cp"), "method", None)
+        self._links = {axis: link_of(config, axis, hardware) for axis in estimate.peers}
         self._rates = {axis: link.bandwidth for axis, link in self._links.items()}
         for axis, link in self._links.items():
             if axis == "ep" or (axis == "cp" and context == "ulysses"):
@@ -226,12 +226,12 @@ class _Exchanges:
         return (seconds - hidden) * (self._visible if axis == "tp" else 1.0)
 
 
-def _guessed_times(config: Config, draft: Draft, roofline: Roofline) -> dict[str, UnitTimes]:
+def _guessed_times(config: Config, estimate: TrainPlan, roofline: Roofline) -> dict[str, UnitTimes]:
     """Of stages whose units cannot be run alone: by their parameters, all in a first unit."""
-    tokens, itemsize = draft.memory().tokens, compute_dtype(config).itemsize
+    tokens, itemsize = estimate.memory().tokens, compute_dtype(config).itemsize
     table: dict[str, UnitTimes] = {}
-    for stage, names in enumerate(draft.stages):
-        numel = draft.stage_numel(stage)
+    for stage, names in enumerate(estimate.stages):
+        numel = estimate.stage_numel(stage)
         product = {Operator("aten.mm", 2 * numel * tokens, itemsize * numel, itemsize): 1}
         each = roofline.seconds(product, True)
         table |= {name: UnitTimes() for name in names}
@@ -280,7 +280,7 @@ class Traffic:
 
 @dataclass(frozen=True)
 class LayoutTimes:
-    """Of a drafted layout on a device."""
+    """Of a planned layout on a device."""
 
     stages: list[StageTimes]
     traffic: list[Traffic]  # of each stage
@@ -290,7 +290,7 @@ class LayoutTimes:
 
 @dataclass(frozen=True)
 class StageLayout:
-    """What of a draft decides how long its stages take."""
+    """What of a plan decides how long its stages take."""
 
     stages: Sequence[Sequence[str]]  # names of their units
     recomputed: Sequence[Collection[str]]  # units of each stage
@@ -305,41 +305,41 @@ class StageLayout:
     orthogonalized: Sequence[float] = ()  # FLOPs of Muon's updates, of each stage
 
     @classmethod
-    def of(cls, config: Config, draft: Draft) -> StageLayout:
-        graphs = draft.model_graph.graphs(draft.model_graph.fields, True)
-        numel = draft.memory().unit_parameters()
+    def of(cls, config: Config, estimate: TrainPlan) -> StageLayout:
+        graphs = estimate.model_graph.graphs(estimate.model_graph.fields, True)
+        numel = estimate.memory().unit_parameters()
         sizes = [[sum(t.nbytes for t in flow) for flow in messages(graph)] for graph in graphs]
         return cls(
-            stages=draft.stages,
-            recomputed=draft.recomputed.blocks,
-            deferred=draft.deferred,
-            place=draft.order.stage_to_rank,
-            zero=draft.zero,
-            microbatches=draft.microbatches,
-            numel=[draft.stage_numel(stage) for stage in range(draft.order.stages)],
+            stages=estimate.stages,
+            recomputed=estimate.recomputed.blocks,
+            deferred=estimate.deferred,
+            place=estimate.order.stage_to_rank,
+            zero=estimate.zero,
+            microbatches=estimate.microbatches,
+            numel=[estimate.stage_numel(stage) for stage in range(estimate.order.stages)],
             received=[0, *(received for received, _ in sizes[1:])],
             sent=[*(sent for _, sent in sizes[:-1]), 0],
-            experts=[sum(numel[name][1] for name in names) for names in draft.stages],
+            experts=[sum(numel[name][1] for name in names) for names in estimate.stages],
             orthogonalized=_orthogonalization(
-                config, draft.model_graph.model, draft.stage_parameters
+                config, estimate.model_graph.model, estimate.stage_parameters
             ),
         )
 
 
 def layout_times(
     config: Config,
-    draft: Draft,
+    estimate: TrainPlan,
     hardware: Hardware,
     measured: Sequence[Sequence[float]] | None = None,
 ) -> LayoutTimes:
     """measured: seconds of each unit: forward, input gradients, weight gradients."""
     roofline, estimated = Roofline.of(config, hardware), ""
     try:
-        units = unit_times(config, draft, roofline)
+        units = unit_times(config, estimate, roofline)
         units = units if measured is None else as_measured(units, measured)
     except CostError as error:
-        units, estimated = _guessed_times(config, draft, roofline), str(error)
-    return stage_times(config, StageLayout.of(config, draft), hardware, units, estimated)
+        units, estimated = _guessed_times(config, estimate, roofline), str(error)
+    return stage_times(config, StageLayout.of(config, estimate), hardware, units, estimated)
 
 
 def stage_times(

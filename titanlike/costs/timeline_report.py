@@ -55,9 +55,9 @@ class RankTimes:
 class TimelineReport:
     """Of a timeline, and of what a plan says of the same run."""
 
-    def __init__(self, timeline: Timeline, plan: Estimate | None) -> None:
+    def __init__(self, timeline: Timeline, estimate: Estimate | None) -> None:
         """plan: None where none can be made."""
-        self.timeline, self.plan = timeline, plan
+        self.timeline, self.estimate = timeline, estimate
         self.config: Config = parse(timeline.config)[0]
 
     @cached_property
@@ -152,15 +152,17 @@ class TimelineReport:
     def better_split(self) -> tuple[list[int], float] | None:
         """(blocks of each stage, share of the step that simulation says is gained); None where moving
         blocks gains nothing, or it is not known what they take."""
-        plan, order = self.plan, self.order
-        if plan is None or plan.times.estimated or len(order.ranks) == 1:
+        estimate, order = self.estimate, self.order
+        if estimate is None or estimate.times.estimated or len(order.ranks) == 1:
             return None
-        model = plan.draft.model_graph.units
-        table = unit_times(plan.config, plan.draft, Roofline.of(plan.config, plan.hardware))
+        model = estimate.estimate.model_graph.units
+        table = unit_times(
+            estimate.config, estimate.estimate, Roofline.of(estimate.config, estimate.hardware)
+        )
         weight = {name: unit.computes.device for name, unit in table.items()}
         # share of its stage's time, by the plan, and what the stage took
         of_unit: dict[str, tuple[float, StageTimes]] = {}
-        for names, times in zip(plan.draft.stages, self.measured, strict=True):
+        for names, times in zip(estimate.estimate.stages, self.measured, strict=True):
             total = sum(weight[name] for name in names) or 1.0
             of_unit |= {name: (weight[name] / total, times) for name in names}
         costs, pending = [], 0.0  # nanoseconds of each block, with what comes before it
@@ -242,7 +244,7 @@ def report_of(run: Path) -> TimelineReport:
     else:
         # no plan where its model or its data are not here any more
         with contextlib.suppress(ConfigError, ValueError):
-            report.plan = make_estimate(report.config, likely_hardware(report.config))
+            report.estimate = make_estimate(report.config, likely_hardware(report.config))
         return report
     fix = "train with timeline=true, and write the directory of that run"
     raise ConfigError([Problem("timeline", str(run), reason, fix)])
@@ -261,11 +263,11 @@ _FEW = 32  # ranks that each have a line
 
 def as_data(report: TimelineReport) -> dict[str, Any]:
     """One JSON object. Seconds, shares of 1."""
-    plan, better = report.plan, report.better_split
-    planned = plan and {
-        "hardware": plan.hardware.title,
-        "step_seconds": plan.step_seconds,
-        "bubble": plan.simulation.bubble,
+    estimate, better = report.estimate, report.better_split
+    planned = estimate and {
+        "hardware": estimate.hardware.title,
+        "step_seconds": estimate.step_seconds,
+        "bubble": estimate.simulation.bubble,
     }
     return {
         "steps": [step[0].step for step in report.timeline.steps],
@@ -307,9 +309,9 @@ def _summary(name: str, report: TimelineReport) -> str:
         f"  measured                  {step(report.seconds, report.bubble)}",
         f"  order with these times    {step(simulated.step, simulated.bubble)}",
     ]
-    if (plan := report.plan) is not None:
-        planned = step(plan.step_seconds, plan.simulation.bubble)
-        lines.append(f"  plan                      {planned} ({plan.hardware.title})")
+    if (estimate := report.estimate) is not None:
+        planned = step(estimate.step_seconds, estimate.simulation.bubble)
+        lines.append(f"  plan                      {planned} ({estimate.hardware.title})")
     if report.timeline.clock_error:
         error = units.short_time(report.timeline.clock_error)
         lines.append(f"  clocks of two ranks are at most {error} apart")
@@ -335,8 +337,8 @@ def _rank_table(report: TimelineReport, width: int) -> str:
         shares = [f"{seconds / rank.step:.1%}" if rank.step else "-" for seconds in times]
         computes, exchanges, waits, *others = shares
         planned = "-"
-        if report.plan is not None:
-            simulated = report.plan.simulation
+        if report.estimate is not None:
+            simulated = report.estimate.simulation
             planned = f"{simulated.computes[rank.pp_rank] / simulated.step:.1%}"
         sender = "-" if rank.waits_for is None else f"pp {rank.waits_for}"
         row = [str(rank.rank), str(rank.pp_rank), units.short_time(rank.step), computes, planned]
@@ -351,8 +353,8 @@ def _stage_table(report: TimelineReport, width: int) -> str:
         kinds = {"forward": "forward", "input gradient": "input_gradient"}
         kinds["weight gradient"] = "weight_gradient"
     of_mean, planned = _of_mean(report.stage_seconds), ["-"] * report.order.stages
-    if report.plan is not None:
-        stages = report.plan.times.stages
+    if report.estimate is not None:
+        stages = report.estimate.times.stages
         planned = _of_mean([times.forward.device + times.backward.device for times in stages])
     rows = []
     for stage, times in enumerate(report.measured):

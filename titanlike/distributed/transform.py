@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from titanlike.graph.model_graph import Fields, ModelGraph, SequenceParts
     from titanlike.optim.loss import Loss
     from titanlike.optim.optimizer import StageState
-    from titanlike.training.draft import Draft
+    from titanlike.training.train_plan import TrainPlan
 
 
 @dataclass(frozen=True)
@@ -63,13 +63,13 @@ class Transform:
     def check(self, recorded: Recorded) -> None:
         """Raise ConfigError where the changed model would compute other results."""
 
-    def describe(self, plan: Draft) -> Iterator[tuple[str, str]]:
+    def describe(self, plan: TrainPlan) -> Iterator[tuple[str, str]]:
         """Rows (title, text) of the opening table."""
         return iter(())
 
     # --- while this rank's stages are built
 
-    def open(self, mesh: Mesh, plan: Draft) -> None:
+    def open(self, mesh: Mesh, plan: TrainPlan) -> None:
         """Make process groups, before any stage is built. Collective."""
 
     def on_model(self, model: nn.Module, placements: dict[str, Placement]) -> None:

@@ -36,7 +36,7 @@ from titanlike.metrics.sinks import tensorboard_problem
 from titanlike.models.hf_names import FAMILIES, counterpart
 
 if TYPE_CHECKING:
-    from titanlike.training.draft import Draft
+    from titanlike.training.train_plan import TrainPlan
 
 # without these no mesh and no stages can be derived
 _LAYOUT_KEYS = (
@@ -66,9 +66,9 @@ def problems(
     if isinstance(config.logger, TensorBoard) and (text := tensorboard_problem()):
         found.append(Problem.parse("logger", text))
     if not any(problem.key in _LAYOUT_KEYS for problem in found):
-        from titanlike.training.draft import preflight  # imports torch: after the quick checks
+        from titanlike.training.train_plan import preflight  # imports torch: after the quick checks
 
-        def drafted(decided: Draft) -> None:
+        def plan(decided: TrainPlan) -> None:
             from titanlike.costs.advice import memory_warning
 
             empty, count = sum(not units for units in decided.stages), len(decided.stages)
@@ -82,7 +82,7 @@ def problems(
                 elif warn is not None:
                     warn(text)
 
-        found += preflight(config, drafted)
+        found += preflight(config, plan)
     if not found and warn is not None and world_size is not None:  # else all are on this machine
         local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
         if text := validate.placement_warning(config, local_ranks):

@@ -33,7 +33,7 @@ from titanlike.driver.sweep import SweepRun
 from titanlike.launch.failures import JobFailed
 from titanlike.metrics import units
 from titanlike.models.registry import build_model, resolve_model
-from titanlike.training.draft import Draft, draft
+from titanlike.training.train_plan import TrainPlan, make_plan
 
 
 def read_space(plain: Mapping[str, Any]) -> SearchSpace:
@@ -127,7 +127,7 @@ def filter_layouts(
     on: Machine,
     runner: JobRunner,
 ) -> SearchResult:
-    """All layouts, and which of them are skipped: quick checks first, those that take a draft last.
+    """All layouts, and which of them are skipped: quick checks first, those that take a plan last.
 
     Raises as `search` does.
     """
@@ -149,7 +149,7 @@ def filter_layouts(
             text = f"needs {how} {units.size(needed)} on a rank, of {units.size(on.memory)}"
             raise _Skipped("too large", text)
 
-    def draft_of(config: Config, refused: str) -> Draft:
+    def draft_of(config: Config, refused: str) -> TrainPlan:
         if refused:
             raise _Skipped("invalid", refused)
         if config.world_size != on.ranks:
@@ -160,7 +160,7 @@ def filter_layouts(
             raise _Skipped("invalid", str(problems[0]))
         try:
             check_memory(least_memory(config, parameters(config)), "more than")
-            return draft(config)
+            return make_plan(config)
         except ConfigError as error:
             raise _Skipped("invalid", str(error.problems[0])) from error
 
@@ -169,8 +169,8 @@ def filter_layouts(
         for candidate in candidates(combination, compose, on.ranks, space, sizes):
             config = candidate.config
             try:
-                drafted = draft_of(config, candidate.refused)
-                layout = (*combination, config.dp, config.tp, drafted.order)
+                plan = draft_of(config, candidate.refused)
+                layout = (*combination, config.dp, config.tp, plan.order)
                 if layout in seen:
                     continue
                 seen.add(layout)
@@ -178,9 +178,9 @@ def filter_layouts(
                     if problems := config_problems(config, started, []):
                         raise ConfigError(problems)
                     checked = True
-                expected = estimate(config, drafted)
+                expected = estimate(config, plan)
                 check_memory(expected.fullest, "about")
-                ranking.append((expected.step_seconds, drafted.microbatches, candidate.overrides))
+                ranking.append((expected.step_seconds, plan.microbatches, candidate.overrides))
             except _Skipped as skipped:
                 found.skip(candidate.overrides, *skipped.args)
             found.combinations.append(candidate.overrides)

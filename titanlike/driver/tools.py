@@ -119,28 +119,30 @@ def _plan(config: Config, flags: argparse.Namespace) -> int:
         if not (Path(folder) / WHY).exists():  # that of a run is used; nothing is left in another
             folder = stack.enter_context(tempfile.TemporaryDirectory())
         found = with_found_order(replace(config, run_dir=folder), say)
-        plan = make_estimate(found, hardware, jitter=flags.jitter)
+        estimate = make_estimate(found, hardware, jitter=flags.jitter)
         if flags.exact:
-            plan = with_exact_memory(plan)
-        warning = "" if plan.fits else memory_warning(config, plan.draft, hardware.usable, 4.0)
-        advice = advise(plan) if plan.fits else []
+            estimate = with_exact_memory(estimate)
+        warning = (
+            "" if estimate.fits else memory_warning(config, estimate.estimate, hardware.usable, 4.0)
+        )
+        advice = advise(estimate) if estimate.fits else []
         if flags.json:
-            print(json.dumps(as_data(plan, advice, warning)))
+            print(json.dumps(as_data(estimate, advice, warning)))
         else:
             width = max(60, shutil.get_terminal_size().columns)
-            print(as_text(plan, advice, warning, width))
+            print(as_text(estimate, advice, warning, width))
         if flags.picture is not None:
             from titanlike.metrics.chart_picture import draw
 
-            draw(chart_of(plan), flags.picture)
+            draw(chart_of(estimate), flags.picture)
         if flags.trace is not None:
             from titanlike.metrics.chart import write_trace
 
-            write_trace(chart_of(plan), flags.trace)
+            write_trace(chart_of(estimate), flags.trace)
         for path in (flags.picture, flags.trace):
             if path is not None and not flags.json:
                 print(f"written: {path}")
-    return 0 if plan.fits else 1
+    return 0 if estimate.fits else 1
 
 
 def _search(config: Config, words: list[str], gpus: int, flags: argparse.Namespace) -> int:

@@ -60,7 +60,7 @@ _PLAIN = (bool, int, float, str, type(None))
 def call_key(module: nn.Module, args: Any, kwargs: Any) -> Hashable | None:
     """Equal for calls that give equal results on meta; None where that is not known.
 
-    So equal blocks of a model are recorded once: a draft of 405B (126 equal blocks) takes half of the
+    So equal blocks of a model are recorded once: a plan of 405B (126 equal blocks) takes half of the
     time. Only titanlike's own blocks, made of torch's modules, are taken for equal: they have no
     other state than their parameters, while a user's may count its calls or keep a tensor.
     """

@@ -35,7 +35,7 @@ from titanlike.parallel.tp.plan import Entry
 from titanlike.parallel.tp.traces import ReferenceTrace, ShardedTrace, shapes_of, tensors_in
 
 if TYPE_CHECKING:
-    from titanlike.training.draft import Draft
+    from titanlike.training.train_plan import TrainPlan
 
 IGNORED = -100  # a target that counts for no loss
 _PADDING = {"targets": IGNORED, "document_ids": -1}  # else 0, or False
@@ -75,7 +75,7 @@ class ContextParallel(Transform):
     def name(self) -> str:
         return f"{self.ranks.method} of {self.ranks.size}"
 
-    def describe(self, plan: Draft) -> Iterator[tuple[str, str]]:
+    def describe(self, plan: TrainPlan) -> Iterator[tuple[str, str]]:
         """How sequences are divided."""
         text = {
             "gather": "keys and values are gathered",
@@ -85,7 +85,7 @@ class ContextParallel(Transform):
         text += f" ({self.why}); {_length(plan.fields) // self._config.cp} tokens a rank"
         yield "context parallel", f"{self.ranks.method}, {text}"
 
-    def open(self, mesh: Mesh, plan: Draft) -> None:
+    def open(self, mesh: Mesh, plan: TrainPlan) -> None:
         timeout = timedelta(seconds=self._config.launch.timeout)
         ranks = mesh.context_ranks()
         self.ranks.group = dist.new_group(ranks, timeout=timeout, use_local_synchronization=True)

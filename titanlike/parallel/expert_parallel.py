@@ -40,7 +40,7 @@ from titanlike.torch_private.autograd import in_backward
 from titanlike.torch_private.process_groups import group_named
 
 if TYPE_CHECKING:
-    from titanlike.training.draft import Draft
+    from titanlike.training.train_plan import TrainPlan
 
 SEND_TOKENS = "titanlike.send_tokens"  # the name of an operator
 
@@ -57,13 +57,13 @@ class ExpertParallel(Transform):
         self.first = self.ranks = GroupInfo(config.ep, 0)
         self.on_model(model, {})
 
-    def describe(self, plan: Draft) -> Iterator[tuple[str, str]]:
+    def describe(self, plan: TrainPlan) -> Iterator[tuple[str, str]]:
         modules: list[Any] = [*experts_of(plan.model_graph.model).values()]
         counts = {experts.num_experts for experts in modules}
         shown = " or ".join(f"{count // self._config.ep} of {count}" for count in sorted(counts))
         yield "expert parallel", f"each rank has {shown} experts of a layer"
 
-    def open(self, mesh: Mesh, plan: Draft) -> None:
+    def open(self, mesh: Mesh, plan: TrainPlan) -> None:
         group = mesh.expert_group
         rank = 0 if group is None else dist.get_rank(group)
         self.ranks = GroupInfo(self._config.ep, rank, group)

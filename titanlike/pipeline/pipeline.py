@@ -76,7 +76,7 @@ class Pipeline:
         return self.sum_loss(loss, torch.zeros(0))[0], count
 
     def used_fields(self) -> set[str]:
-        """Fields of a batch whose values this rank's stages read, for batches as in the draft."""
+        """Fields of a batch whose values this rank's stages read, for batches as in the plan."""
         used = set()
         for index in self._stages:
             used |= {"inputs"} if index == 0 else set()
@@ -255,13 +255,13 @@ class Pipeline:
     def _make_runtime(self, fields: Fields) -> OrderRuntime:
         """Add the forwards of such a batch to the stages; the runtime that calls them.
 
-        Raises ValueError where a forward uses modules that it did not use in the draft.
+        Raises ValueError where a forward uses modules that it did not use in the plan.
         """
         training, evaluation = (self._model_graph.graphs(fields, on) for on in (True, False))
         wrapped, used = [], set()
         for index, stage in self._stages.items():
             graphs = {True: training[index], False: evaluation[index]}
-            assert same_messages(*graphs.values()), "checked by the draft"
+            assert same_messages(*graphs.values()), "checked by the plan"
             modules = dict(stage.named_modules())
             for name in (name for graph in graphs.values() for name in graph.units):
                 if name not in modules:

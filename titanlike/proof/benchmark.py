@@ -30,11 +30,11 @@ from titanlike.metrics.sinks import JsonlSink
 from titanlike.proof.plain_loops import plain_loop, why_no_plain_loop
 from titanlike.training.anomalies import Guard
 from titanlike.training.build import Run, build
-from titanlike.training.draft import draft
 from titanlike.training.feed import batches_for
 from titanlike.training.first_batch import compile_blocks
 from titanlike.training.session import open_data_on_every_rank
 from titanlike.training.step import forward_backward, settle, update
+from titanlike.training.train_plan import make_plan
 
 WARMUP = 4  # steps after the first that are not counted
 STEPS = 40  # counted, unless the command line has steps=
@@ -78,10 +78,10 @@ def bench(config: Config, worker: Worker) -> dict[str, Any]:
     before = resident_memory(mesh.device)
     ours = plain = None
     if config.bench.loop == "plain":
-        plan = draft(config, data)
+        plan = make_plan(config, data)
     else:
         run = build(config, mesh, data)
-        plan, ours = run.draft, _Measured(_titanlike_loop(run, config, data, worker), mesh.device)
+        plan, ours = run.plan, _Measured(_titanlike_loop(run, config, data, worker), mesh.device)
     reason = why_no_plain_loop(config, plan)
     if config.bench.loop != "ours" and not reason:
         plain = _Measured(plain_loop(config, data, plan, mesh), mesh.device)

@@ -33,10 +33,10 @@ from titanlike.optim.optimizer import build_optimizers, set_lr
 from titanlike.parallel.activation_checkpoint import checkpoint_blocks, saved_operators
 from titanlike.proof.plain_tensor_parallel import divide_by_hand, loss_context
 from titanlike.torch_private.dtensor import local
-from titanlike.training.draft import Draft
+from titanlike.training.train_plan import TrainPlan
 
 
-def why_no_plain_loop(config: Config, plan: Draft) -> str:
+def why_no_plain_loop(config: Config, plan: TrainPlan) -> str:
     """What the loops here are not written for; "" = nothing, there is one for this run."""
     if not isinstance(config.loss, (CrossEntropy, ChunkedCrossEntropy)):
         return "of cross entropy alone"
@@ -57,14 +57,14 @@ def why_no_plain_loop(config: Config, plan: Draft) -> str:
     return ""
 
 
-def plain_loop(config: Config, data: Data, plan: Draft, mesh: Mesh) -> Iterator[float]:
+def plain_loop(config: Config, data: Data, plan: TrainPlan, mesh: Mesh) -> Iterator[float]:
     """Losses of its steps."""
     if mesh.world_size == 1:
         return _one_process(config, data, plan, mesh)
     return _several(config, data, plan, mesh)
 
 
-def _one_process(config: Config, data: Data, plan: Draft, mesh: Mesh) -> Iterator[float]:
+def _one_process(config: Config, data: Data, plan: TrainPlan, mesh: Mesh) -> Iterator[float]:
     device = mesh.device
     model = build_model(plan.model)
     use_float8(model, config, device)
@@ -86,7 +86,7 @@ def _one_process(config: Config, data: Data, plan: Draft, mesh: Mesh) -> Iterato
         yield loss.item()
 
 
-def _several(config: Config, data: Data, plan: Draft, mesh: Mesh) -> Iterator[float]:
+def _several(config: Config, data: Data, plan: TrainPlan, mesh: Mesh) -> Iterator[float]:
     device, pipelined = mesh.device, config.pp > 1
     model: Any = build_model(plan.model)
     part = _StageByHand(model, mesh.pp_rank, config.pp) if pipelined else model
@@ -127,7 +127,9 @@ def _several(config: Config, data: Data, plan: Draft, mesh: Mesh) -> Iterator[fl
         yield loss.item() / (mesh.dp * mesh.tp)
 
 
-def _accumulated(model: Any, batch: Any, plan: Draft, device: torch.device, stay: bool) -> Tensor:
+def _accumulated(
+    model: Any, batch: Any, plan: TrainPlan, device: torch.device, stay: bool
+) -> Tensor:
     """Forward and backward of each microbatch; gradients are reduced in the last one, and until then
     parameters stay gathered, or are gathered twice in each."""
     loss = torch.zeros((), device=device)
@@ -190,7 +192,7 @@ class _StageByHand(nn.Module):
         return self.lm_head(self.norm[0](x)) if self.norm else x
 
 
-def _recompute_and_compile(part: nn.Module, config: Config, plan: Draft) -> list[nn.Module]:
+def _recompute_and_compile(part: nn.Module, config: Config, plan: TrainPlan) -> list[nn.Module]:
     """The blocks of the model that this part of it has, in order."""
     found = []
     for stage, recomputed in enumerate(plan.recomputed.blocks):
@@ -208,7 +210,7 @@ def _recompute_and_compile(part: nn.Module, config: Config, plan: Draft) -> list
 
 
 def _microbatches(
-    batch: Any, plan: Draft, device: torch.device
+    batch: Any, plan: TrainPlan, device: torch.device
 ) -> Iterator[tuple[Tensor, Tensor, dict[str, Tensor]]]:
     """(inputs, targets, what else the model takes) of each."""
     used = {*plan.fields, "inputs", "targets"}

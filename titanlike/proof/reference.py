@@ -26,7 +26,7 @@ from titanlike.optim.optimizer import build_optimizers, optimizer_state, set_lr
 from titanlike.proof.comparison import compare, reliable
 from titanlike.torch_private.autograd import watch_autocast
 from titanlike.torch_private.operators import BatchNorm
-from titanlike.training.draft import draft
+from titanlike.training.train_plan import make_plan
 
 # Relative change of the weights by which the growth of rounding is measured: layouts' gradients
 # differ from the reference's by some 1e-7 to 1e-6 of their norm.
@@ -62,7 +62,7 @@ def reference_steps(
     process."""
     groups = 1
     if config.mixes_samples or _batch_norms(build_model(resolve_model(config))):
-        groups = config.dp * draft(config, data).microbatches
+        groups = config.dp * make_plan(config, data).microbatches
     if config.precision.low:
         exact = _single_process(config, data, device, torch.float32, groups)
         return exact, _single_process(config, data, device, torch.bfloat16, groups)

@@ -137,9 +137,9 @@ def compare_with_one_process(config: Config, worker: Worker) -> Found:
     rows = merge(every)
     if rounded is None:
         rows = _explain(rows, config, data, exact, worker, mesh.device)
-    copies = Counter(name for names in run.draft.stage_parameters for name in names)
+    copies = Counter(name for names in run.plan.stage_parameters for name in names)
     # each element once a replica, and once a copy of a tied weight
-    for name, placement in run.draft.placements.items():  # and once for each rank that has it
+    for name, placement in run.plan.placements.items():  # and once for each rank that has it
         copies[name] *= placement.copies
     wanted = {n: t.numel() * config.replicate * copies[n] for n, t in exact.initial.items()}
     compared = {row.name: row.elements for row in rows if row.kind == "initial"}
@@ -261,7 +261,7 @@ def _compare_copies(
 ) -> Iterator[Comparison]:
     """What several ranks of an axis inside of layers have of the same elements, against the first of them, which
     it is equal to: else what they compute alike has come apart, as with other dropout masks."""
-    for transform in run.draft.transforms.values():
+    for transform in run.plan.transforms.values():
         ranks, placements = transform.ranks, transform.placements
         if not placements or ranks is None:
             continue

@@ -1,4 +1,4 @@
-"""The training job: decide (draft), allocate (build), train (loop, step), check each step (anomalies).
+"""The training job: decide (train_plan), allocate (build), train (loop, step), check each step (anomalies).
 
 May import all rooms below it: checkpoint, split, pipeline, models, optim, graph, parallel, data,
 launch, metrics, config and torch_private.

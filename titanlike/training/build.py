@@ -1,6 +1,6 @@
 """From a config to everything that a run is made of, in the order in which it happens.
 
-1. `draft` decides: the stages and the order of computing.
+1. `make_plan` decides: the stages and the order of computing.
 2. This rank's stages are taken out of the model on the meta device, sharded, allocated and
    initialized; each gets an optimizer.
 3. The pipeline is laid over them.
@@ -35,7 +35,7 @@ from titanlike.models.registry import build_model, initial_weights_of
 from titanlike.optim.loss import build_loss
 from titanlike.optim.optimizer import StageState, build_optimizers
 from titanlike.pipeline.pipeline import Pipeline
-from titanlike.training.draft import Draft, draft, memory_for_training
+from titanlike.training.train_plan import TrainPlan, make_plan, memory_for_training
 from titanlike.training.transforms import stage_transforms
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ class Run:
     """This rank's share of the model, ready to train."""
 
     mesh: Mesh
-    draft: Draft
+    plan: TrainPlan
     stages: list[Stage]
     stage_states: list[StageState]
     pipeline: Pipeline
@@ -144,7 +144,7 @@ class Run:
     def shares(self) -> Tensor | None:
         """Of each of `owned`: 1 / the ranks of an axis inside of layers that have the same elements,
         fp32 on the device; None without such an axis."""
-        placements = self.draft.placements
+        placements = self.plan.placements
         if not placements:
             return None
         names = [n for state in self.stage_states for n, _ in state.parameters() if state.owns(n)]
@@ -153,7 +153,7 @@ class Run:
 
     def train_mode(self, on: bool) -> None:
         """Set each module to training or evaluation as the whole model's `train(on)` does."""
-        flags = self.draft.model_graph.training_flags[on]
+        flags = self.plan.model_graph.training_flags[on]
         for stage in self.stages:
             stage.train(on)
             for name, module in stage.named_modules():
@@ -169,7 +169,7 @@ def build(
 ) -> Run:
     """Build this rank's stages and the pipeline over them. Collective.
 
-    data: see `draft`; say: called with lines of progress where it takes long.
+    data: see `make_plan`; say: called with lines of progress where it takes long.
     """
 
     # 1. decide
@@ -179,7 +179,7 @@ def build(
         return measured_times(config, mesh, unit_costs)
 
     memory = functools.cache(partial(_least_memory, config, mesh))
-    plan = draft(config, data, times, memory, mesh)
+    plan = make_plan(config, data, times, memory, mesh)
     if memory_is_short(config, plan, mesh, memory):
         return_freed_memory()
     return assemble(config, mesh, plan, say)
@@ -188,7 +188,7 @@ def build(
 def assemble(
     config: Config,
     mesh: Mesh,
-    plan: Draft,
+    plan: TrainPlan,
     say: Callable[[str], object] = lambda _: None,
     fill: Callable[..., object] = initialize,
 ) -> Run:
@@ -243,7 +243,7 @@ class _Made:
 def _make_stages(
     config: Config,
     mesh: Mesh,
-    plan: Draft,
+    plan: TrainPlan,
     transforms: Sequence[Transform],
     canonical: Mapping[str, str],
     fill: Callable[..., object],
@@ -272,7 +272,7 @@ def _make_stages(
 def _make_states(
     config: Config,
     mesh: Mesh,
-    plan: Draft,
+    plan: TrainPlan,
     made: _Made,
     canonical: Mapping[str, str],
     holders: Mapping[str, list[int]],
@@ -305,7 +305,7 @@ def _weight_group(config: Config, mesh: Mesh) -> dist.ProcessGroup | None:
 
 
 def memory_is_short(
-    config: Config, plan: Draft, mesh: Mesh, memory: Callable[[], int | None]
+    config: Config, plan: TrainPlan, mesh: Mesh, memory: Callable[[], int | None]
 ) -> bool:
     """Whether a rank on the CPU may run out of memory if the blocks that it gathers and frees stay
     holes between others, which then take as much again as what is in use.
@@ -328,7 +328,7 @@ def _least_memory(config: Config, mesh: Mesh) -> int | None:
 
 
 def _shard(
-    stage: Stage, config: Config, plan: Draft, modules: list[str], used: list[str], mesh: Mesh
+    stage: Stage, config: Config, plan: TrainPlan, modules: list[str], used: list[str], mesh: Mesh
 ) -> None:
     """modules: the stage's; used: weights that it uses outside of them."""
     units = [unit for unit in plan.model_graph.units if unit.name in modules]

@@ -30,7 +30,7 @@ def batches_for(run: Run, config: Config, stream: Iterator[Batch]) -> Iterator[B
     numbers, which a checkpoint saves.
     """
     # batches of another length may use other fields
-    used = None if run.draft.variable else run.pipeline.used_fields()
+    used = None if run.plan.variable else run.pipeline.used_fields()
     stream = (_needed(batch, used) for batch in stream)
     if run.mesh.device.type == "cpu":
         return (to_device(batch, run.mesh, config) for batch in stream)

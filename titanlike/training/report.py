@@ -12,7 +12,7 @@ from titanlike.config.schema import Config, Muon
 from titanlike.distributed.mesh import Mesh
 from titanlike.metrics import units
 from titanlike.metrics.summary import summarize
-from titanlike.training.draft import Draft
+from titanlike.training.train_plan import TrainPlan
 
 if TYPE_CHECKING:
     from titanlike.costs.auto_split import AutoSplitResult, CostedSplit
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def opening(session: Session) -> None:
     """What will run: mesh, stages, parameters, tokens a step, where things are written."""
     console, config, run, data = session.console, session.config, session.run, session.data
-    draft, mesh, start = run.draft, run.mesh, session.progress.step
+    plan, mesh, start = run.plan, run.mesh, session.progress.step
     shape = f"pp {config.pp} x dp {config.dp}"
     if config.replicate > 1:
         shape += f" ({config.replicate} replicas)"
@@ -30,31 +30,29 @@ def opening(session: Session) -> None:
         shape += f" x {axis} {size}" if size > 1 else ""
     if config.ep > 1:
         shape += f"; ep {config.ep}"
-    shape += f"; ZeRO {draft.zero} ({draft.why_zero})"
-    described = {
-        title: text for t in draft.transforms.values() for title, text in t.describe(draft)
-    }
+    shape += f"; ZeRO {plan.zero} ({plan.why_zero})"
+    described = {title: text for t in plan.transforms.values() for title, text in t.describe(plan)}
     precision = described.pop("precision", config.precision.name)
     tokens = config.batch_size * config.seq_len
     most = "at most " if data.variable is not None else ""
-    cut = f"{draft.microbatches} x {draft.model_graph.microbatch_size} sequences on each dp rank"
+    cut = f"{plan.microbatches} x {plan.model_graph.microbatch_size} sequences on each dp rank"
     fields = [
         ("device", f"{mesh.device.type} with {mesh.backend} ({mesh.reason})"),
         ("mesh", shape if mesh.world_size > 1 else "one process"),
-        ("model", f"{config.model.name}, {units.count(draft.whole_numel)} parameters"),
+        ("model", f"{config.model.name}, {units.count(plan.whole_numel)} parameters"),
         ("weights", "" if start or config.checkpoint.start_from else run.origin),
         *described.items(),
-        ("not used", f"{_first(draft.unused)}: no gradient, no update" if draft.unused else ""),
-        ("not checked", "; ".join(t.unchecked for t in draft.transforms.values() if t.unchecked)),
+        ("not used", f"{_first(plan.unused)}: no gradient, no update" if plan.unused else ""),
+        ("not checked", "; ".join(t.unchecked for t in plan.transforms.values() if t.unchecked)),
         ("precision", precision),
-        ("optimizer", _optimizer(config, draft)),
-        ("recomputed", _recomputed(config, draft)),
-        ("gradients", f"of weights {draft.why_together}" if draft.why_together else ""),
+        ("optimizer", _optimizer(config, plan)),
+        ("recomputed", _recomputed(config, plan)),
+        ("gradients", f"of weights {plan.why_together}" if plan.why_together else ""),
         ("data", data.description),
         ("epochs", epochs(config, len(data.train))),
         ("warm-up", warmup(config)),
         ("batch", f"{config.batch_size} x {config.seq_len} = {most}{units.count(tokens)} tokens"),
-        ("microbatches", f"{cut} ({draft.why_microbatches})"),
+        ("microbatches", f"{cut} ({plan.why_microbatches})"),
         ("schedule", config.schedule.name if mesh.pp > 1 else ""),
         ("steps", f"{start + 1} to {config.steps}" if start < config.steps else "none left"),
         ("profile", session.profile.describe(start) if session.profile else ""),
@@ -63,31 +61,31 @@ def opening(session: Session) -> None:
     ]
     console.fields([field for field in fields if field[1]])
     console.line()
-    found, headings, rows = draft.auto_split, ["rank", "stage", "modules", "parameters"], []
+    found, headings, rows = plan.auto_split, ["rank", "stage", "modules", "parameters"], []
     if mesh.tp > 1 or config.ep > 1:
         headings[-1] += " of a tp rank" if config.ep == 1 else " of a rank's part"
     costed = found if found is not None and found.cost != "params" else None  # has a column already
     if costed:
         headings.append("memory" if costed.cost == "memory" else "one microbatch")
-    chosen, recomputed = draft.recomputed, config.activation_checkpoint.name != "none"
+    chosen, recomputed = plan.recomputed, config.activation_checkpoint.name != "none"
     if recomputed:
         headings += ["recomputed", *(["memory of rank"] if chosen.memory else [])]
-    if draft.why_together:
+    if plan.why_together:
         headings.append("weight gradients")
     for rank in range(mesh.pp):
         ranks = ranks_text(mesh, rank)
-        for stage in draft.order.local(rank):
-            numel = units.count(draft.stage_numel(stage))
-            rows.append([ranks, stage, span(draft.stages[stage]), numel])
+        for stage in plan.order.local(rank):
+            numel = units.count(plan.stage_numel(stage))
+            rows.append([ranks, stage, span(plan.stages[stage]), numel])
             if costed:
                 cost = costed.chosen.stages[stage] * costed.scale
                 rows[-1].append(_TEXT[costed.cost](cost))
             if recomputed:
-                rows[-1].append(f"{len(chosen.blocks[stage])} of {len(draft.blocks(stage))} blocks")
+                rows[-1].append(f"{len(chosen.blocks[stage])} of {len(plan.blocks(stage))} blocks")
             if chosen.memory:
                 rows[-1].append(units.size(chosen.memory[rank]))
-            if draft.why_together:
-                rows[-1].append("deferred" if stage in draft.deferred else "together")
+            if plan.why_together:
+                rows[-1].append("deferred" if stage in plan.deferred else "together")
     console.table("", headings, rows)
     if found is not None and mesh.pp > 1:
         console.line()
@@ -143,28 +141,28 @@ def _splits(found: AutoSplitResult) -> list[tuple[str, str]]:
     ]
 
 
-def _optimizer(config: Config, draft: Draft) -> str:
+def _optimizer(config: Config, plan: TrainPlan) -> str:
     """What Muon updates; "" without it."""
     if not isinstance(config.optimizer, Muon):
         return ""
     from titanlike.optim.muon import hidden_matrices
 
-    hidden = hidden_matrices(draft.model_graph.model, config.optimizer)
-    sizes = {name: size for stage in draft.stage_parameters for name, size in stage.items()}
+    hidden = hidden_matrices(plan.model_graph.model, config.optimizer)
+    sizes = {name: size for stage in plan.stage_parameters for name, size in stage.items()}
     total = units.count(sum(sizes[name] for name in hidden))
     others = len(sizes) - len(hidden)
     text = f"muon: {len(hidden)} matrices with {total} parameters; adamw: {others} others"
     return text if hidden else ""
 
 
-def _recomputed(config: Config, draft: Draft) -> str:
+def _recomputed(config: Config, plan: TrainPlan) -> str:
     """What is computed again in the backward, and for `fit` how much memory that leaves."""
-    how, chosen = config.activation_checkpoint.name, draft.recomputed
+    how, chosen = config.activation_checkpoint.name, plan.recomputed
     if how == "none":
         return ""
-    total = sum(len(draft.blocks(stage)) for stage in range(draft.order.stages))
+    total = sum(len(plan.blocks(stage)) for stage in range(plan.order.stages))
     text = f"{how}: {chosen.count} of {total} blocks, in the backward"
-    if alone := draft.model_graph.taking_gradients:
+    if alone := plan.model_graph.taking_gradients:
         text += f" (not {_first(sorted(alone))}: gradients are taken in the forward)"
     if chosen.limit is None:
         return text
@@ -221,23 +219,23 @@ def ranks_text(mesh: Mesh, pp_rank: int) -> str:
     return str(first) if first == last else f"{first}-{last}"
 
 
-def layout(config: Config, draft: Draft, mesh: Mesh) -> dict[str, Any]:
+def layout(config: Config, plan: TrainPlan, mesh: Mesh) -> dict[str, Any]:
     """Mesh and stages as plain data."""
     axes = ("pp", "dp", "replicate", "tp", "cp", "ep")
     sizes = [f"{axis}={size}" for axis in axes if (size := getattr(config, axis)) > 1]
     schedule = [f"schedule={config.schedule.name}"] if config.pp > 1 else []
-    many = f"{draft.microbatches} microbatch" + "es" * (draft.microbatches > 1)
-    more = [*schedule, many, f"ZeRO {draft.zero}"]
+    many = f"{plan.microbatches} microbatch" + "es" * (plan.microbatches > 1)
+    more = [*schedule, many, f"ZeRO {plan.zero}"]
     return {
         "mesh": ", ".join([" ".join(sizes) or "one process", *more]),
         "stages": [
             {
                 "stage": stage,
                 "ranks": f"rank {ranks_text(mesh, rank)}",
-                "modules": span(draft.stages[stage]),
-                "parameters": draft.stage_numel(stage),
+                "modules": span(plan.stages[stage]),
+                "parameters": plan.stage_numel(stage),
             }
             for rank in range(mesh.pp)
-            for stage in draft.order.local(rank)
+            for stage in plan.order.local(rank)
         ],
     }

@@ -55,7 +55,7 @@ class Sampler:
         """The text after each prompt, the same on all ranks."""
         settings = self._config.sample
         sampling = Sampling(settings.temperature, settings.top_k, settings.top_p, seed)
-        count, found = self._run.draft.microbatches, []
+        count, found = self._run.plan.microbatches, []
         random = sampling.generators(len(self._prompts))
         self._run.train_mode(False)
         try:
@@ -79,7 +79,7 @@ class Sampler:
         mesh, longest = self._run.mesh, self._config.seq_len
         shown = [ids[-longest:] for ids in texts]  # what the model was trained to see
         length = min(-(-max(map(len, shown)) // _LENGTH) * _LENGTH, longest)
-        rows = shown + shown[:1] * (self._run.draft.microbatches - len(shown))
+        rows = shown + shown[:1] * (self._run.plan.microbatches - len(shown))
         ids = torch.stack([F.pad(torch.tensor(row), (0, length - len(row))) for row in rows])
         wanted = torch.zeros_like(ids)
         wanted[range(len(rows)), [len(row) - 1 for row in rows]] = 1
@@ -87,7 +87,7 @@ class Sampler:
         logits = self._pipeline.outputs(batch)  # [B, V or part of it]
         chosen = torch.zeros(len(texts), dtype=torch.int64)
         if logits is not None:
-            for transform in self._run.draft.transforms.values():
+            for transform in self._run.plan.transforms.values():
                 logits = transform.logits(logits)
             logits = logits[: len(texts)]
             if mesh.dp_rank == 0 and mesh.tp_rank == 0:

@@ -168,8 +168,8 @@ def step_record(run: Run, config: Config, launched: Launched, sent: list[float])
         record["busiest_rank"] = waited.index(min(waited))
         record["busiest_seconds"] = max(0.0, seconds - min(waited))
     peak = peak_flops(run.mesh.device, config.precision.name)
-    if peak is not None and run.draft.flops_per_token is not None:
-        flops = record["tokens_per_second"] * run.draft.flops_per_token
+    if peak is not None and run.plan.flops_per_token is not None:
+        flops = record["tokens_per_second"] * run.plan.flops_per_token
         record["mfu"] = flops / (peak * run.mesh.world_size)
     return record | launched.more
 

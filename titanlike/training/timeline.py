@@ -178,14 +178,14 @@ class Timeline:
         timeline_file.write(path, found)
 
     def _merge(self) -> None:
-        order, run_dir = self._run.draft.order, Path(self._worker.run_dir)
+        order, run_dir = self._run.plan.order, Path(self._worker.run_dir)
         merged = timeline_file.merge(
             [timeline_file.read_rank(self._path(rank)) for rank in self._ranks],
             to_plain(self._config),
             [[*map(str, acts)] for acts in order.ranks],
             order.stage_to_rank,
-            self._run.draft.stages,
-            self._run.draft.model_graph.microbatch_size,
+            self._run.plan.stages,
+            self._run.plan.model_graph.microbatch_size,
         )
         timeline_file.write(run_dir / TIMELINE, merged)
         last = merged.steps[-1]

@@ -22,7 +22,7 @@ from titanlike.distributed.sharding import CastParameters, compute_dtype, wrappe
 from titanlike.distributed.transform import Transform
 
 if TYPE_CHECKING:
-    from titanlike.training.draft import Draft
+    from titanlike.training.train_plan import TrainPlan
 
 
 @dataclass(frozen=True)
@@ -93,13 +93,13 @@ class _Built:
 
     config: Config
     mesh: Mesh
-    plan: Draft
+    plan: TrainPlan
     made: dict[str, Transform] = field(
         default_factory=dict
     )  # those of the rows above, and of `_MODEL`
 
 
-def stage_transforms(config: Config, mesh: Mesh, plan: Draft) -> dict[str, Transform]:
+def stage_transforms(config: Config, mesh: Mesh, plan: TrainPlan) -> dict[str, Transform]:
     """All that the config asks for, by their names; those of the plan are opened. Collective."""
     for transform in plan.transforms.values():
         transform.open(mesh, plan)

@@ -34,11 +34,11 @@ from titanlike.torch_private.dtensor import local
 
 if TYPE_CHECKING:
     from titanlike.optim.optimizer import StageState
-    from titanlike.training.draft import Draft
+    from titanlike.training.train_plan import TrainPlan
 
 
 @dataclass(frozen=True)
-class TensorDraft:
+class TensorSharding:
     """How a model is sharded; the same on every rank."""
 
     modules: Mapping[str, Entry]  # see `plan.named`
@@ -65,32 +65,32 @@ def tokens_of(fields: Fields) -> int:
 
 
 class TensorParallel(Transform):
-    def __init__(self, config: Config, draft: TensorDraft, ranks: TensorRanks) -> None:
+    def __init__(self, config: Config, sharding: TensorSharding, ranks: TensorRanks) -> None:
         """ranks: of this process."""
-        self._config, self.draft, self._ranks = config, draft, ranks
-        self.first, self.ranks = draft.like, ranks
-        self.placements, self.unchecked = draft.placements, ""
+        self._config, self.sharding, self._ranks = config, sharding, ranks
+        self.first, self.ranks = sharding.like, ranks
+        self.placements, self.unchecked = sharding.placements, ""
         self._running: list[_Region] = []  # of random numbers, one in another
-        if draft.unchecked:
+        if sharding.unchecked:
             what = "the tensor-parallel plan against the whole model's forward, and dropout masks"
-            self.unchecked = f"{what}: {draft.unchecked}"
+            self.unchecked = f"{what}: {sharding.unchecked}"
 
     def loss(self, device: torch.device | None = None) -> Loss:
-        size = self.draft.vocabulary
+        size = self.sharding.vocabulary
         divided = None if size is None else DividedVocabulary(size, self._ranks).cross_entropy
         return build_loss(self._config.loss, device, divided)
 
     def check(self, recorded: Recorded) -> None:
         """Raise ConfigError where random numbers are drawn for a rank's part between the units."""
         units = [f"{unit.name}." for unit in recorded.graph.units]
-        for name, parts in self.draft.draws.items():
+        for name, parts in self.sharding.draws.items():
             if True in parts and not any(f"{name}.".startswith(unit) for unit in units):
                 where = "for a rank's part (dropout) between the modules of stages"
                 reason = f"draws random numbers {where}"
                 mistake = ShardingError(reason, style="nn.Dropout", module=name)
-                raise plan_error(self._config, self.draft.modules, [mistake])
+                raise plan_error(self._config, self.sharding.modules, [mistake])
 
-    def describe(self, plan: Draft) -> Iterator[tuple[str, str]]:
+    def describe(self, plan: TrainPlan) -> Iterator[tuple[str, str]]:
         """Which layers are divided, and whether activations between them are."""
         config, tp = self._config, self._config.tp
         parts = {name: p for name, p in self.placements.items() if p.part is not None}
@@ -104,7 +104,7 @@ class TensorParallel(Transform):
         length = tokens_of(plan.fields)
         if not config.tp_sequence:
             activations = "whole (tp_sequence=false)"
-        elif not self.draft.sequence:
+        elif not self.sharding.sequence:
             activations = "whole: the plan has no style sequence"
         elif plan.variable:
             activations = (
@@ -117,31 +117,33 @@ class TensorParallel(Transform):
             activations = "divided along the sequence"
         yield "tensor parallel", f"{text}; activations between them {activations}"
 
-    def open(self, mesh: Mesh, plan: Draft) -> None:
+    def open(self, mesh: Mesh, plan: TrainPlan) -> None:
         self._mesh = mesh
         self._ranks.group = mesh.axes.get_group("tp")
 
     def on_model(self, model: nn.Module, placements: dict[str, Placement]) -> None:
-        draft = self.draft
-        of_rank = shard_model(model, draft.modules, self._ranks, whole_logits=draft.whole_logits)
+        sharding = self.sharding
+        of_rank = shard_model(
+            model, sharding.modules, self._ranks, whole_logits=sharding.whole_logits
+        )
         placements.update(of_rank)
 
     def why_not_compiled(self, block: str) -> str:
-        for draws in (self.draft.draws, self.draft.draws_whole):
+        for draws in (self.sharding.draws, self.sharding.draws_whole):
             for name, parts in draws.items():  # its forward changes the generator
                 if True in parts and f"{name}.".startswith(f"{block}."):
                     return "it draws random numbers for each tensor-parallel rank's part (dropout)"
         return ""
 
     def prepare(self, fields: Fields) -> None:
-        sequence, wrong = self.draft.divides(fields), self.draft.wrong_whole
-        if self.draft.sequence and not sequence and wrong:
+        sequence, wrong = self.sharding.divides(fields), self.sharding.wrong_whole
+        if self.sharding.sequence and not sequence and wrong:
             raise ValueError(
                 f"tp={self._config.tp}: {tokens_of(fields)} tokens, which are not a multiple, are "
                 f"computed with whole activations between layers, and {wrong}; write lengths that are "
                 "a multiple"
             )
-        self.draft.like.sequence = self._ranks.sequence = sequence
+        self.sharding.like.sequence = self._ranks.sequence = sequence
 
     # Gradients of parameters that several ranks hold (a norm's weight, repeated heads): where the
     # ranks computed with different tokens or heads, each has a part of the sum. It is made once a
@@ -191,7 +193,7 @@ class TensorParallel(Transform):
                     gradient.copy_(total.view_as(gradient))
 
     def logits(self, part: Tensor) -> Tensor:
-        size, ranks = self.draft.vocabulary, self._ranks
+        size, ranks = self.sharding.vocabulary, self._ranks
         if size is None:
             return part
         padded = F.pad(part.float(), (0, -(-size // ranks.size) - part.size(-1)))
@@ -208,7 +210,7 @@ class TensorParallel(Transform):
 
     def on_stage(self, index: int, stage: nn.Module, units: Sequence[str]) -> None:
         """Let its modules draw in regions, before all else that replaces forwards."""
-        draws = {True: self.draft.draws, False: self.draft.draws_whole}  # by `ranks.sequence`
+        draws = {True: self.sharding.draws, False: self.sharding.draws_whole}  # by `ranks.sequence`
         regions = {sequence: _regions(stage, found) for sequence, found in draws.items()}
         for name, module in stage.named_modules():
             parts = {sequence: found.get(name) for sequence, found in regions.items()}
@@ -282,21 +284,21 @@ def tensor_parallel(
     if isinstance(config.split, TraceSplit):
         reason = "a graph that is traced has no exchanges between tensor-parallel ranks"
         raise ConfigError([Problem("split", "trace", reason, "split=points")])
-    draft = checked.draft if isinstance(checked, TensorParallel) else None
+    sharding = checked.sharding if isinstance(checked, TensorParallel) else None
     like = TensorRanks(config.tp, 0)
-    if draft is not None and (draft.like.size, draft.context) == (config.tp, config.cp):
-        draft = replace(draft, like=like)
-        shard_model(model.train(), draft.modules, like, whole_logits=draft.whole_logits)
-        like.sequence = draft.divides(fields_of(batch))
+    if sharding is not None and (sharding.like.size, sharding.context) == (config.tp, config.cp):
+        sharding = replace(sharding, like=like)
+        shard_model(model.train(), sharding.modules, like, whole_logits=sharding.whole_logits)
+        like.sequence = sharding.divides(fields_of(batch))
     else:
-        draft = _draft(config, model, batch, like)
+        sharding = _sharding_of(config, model, batch, like)
     ranks = like if mesh is None else TensorRanks(mesh.tp, mesh.tp_rank)
-    return TensorParallel(config, draft, ranks)
+    return TensorParallel(config, sharding, ranks)
 
 
-def _draft(
+def _sharding_of(
     config: Config, model: nn.Module, batch: dict[str, Tensor], like: TensorRanks
-) -> TensorDraft:
+) -> TensorSharding:
     """Raises ConfigError where the divided model would compute other numbers than the whole one."""
     modules = tensor_plan(config, model)
     whole_logits = not takes_divided_logits(config.loss)
@@ -312,10 +314,10 @@ def _draft(
     check = ForwardCheck(undivided, modules, two)
     placements = shard_model(model, modules, like, whole_logits=whole_logits)
     sequence = config.tp_sequence and any(entry.style == "sequence" for entry in modules.values())
-    draft = TensorDraft(
+    sharding = TensorSharding(
         modules, sequence, whole_logits, vocabulary, placements, like, context=config.cp
     )
-    like.sequence = draft.divides(fields_of(batch))
+    like.sequence = sharding.divides(fields_of(batch))
 
     def divided(sequence: bool) -> tuple[list[ShardingError], Draws]:
         probe, ranks = probes.pop(), TensorRanks(config.tp, 0)
@@ -330,7 +332,7 @@ def _draft(
     mistakes, draws = divided(like.sequence)
     if mistakes and not config.tp_check:
         reason = plan_error(config, modules, mistakes).problems[0].reason
-        return replace(draft, unchecked=f"{reason} (tp_check=false)")
+        return replace(sharding, unchecked=f"{reason} (tp_check=false)")
     mistakes += left_out("replicate_sum" if mistakes or check.unchecked else "replicate")
     if mistakes := mistakes or mixed_draws(draws):
         raise plan_error(config, modules, mistakes)
@@ -339,7 +341,7 @@ def _draft(
         mistakes, draws_whole = divided(False)
         if mistakes := mistakes or mixed_draws(draws_whole):
             wrong = f"its {mistakes[0].module or 'forward'} {mistakes[0].reason}"
-    found = replace(draft, draws=draws, draws_whole=draws_whole, wrong_whole=wrong)
+    found = replace(sharding, draws=draws, draws_whole=draws_whole, wrong_whole=wrong)
     return replace(found, unchecked=check.unchecked)
 
 

@@ -1,7 +1,7 @@
 """What a config decides before anything is allocated: model, stages, order, sharding.
 
-No process group and no memory: everything is on the meta device. The launcher drafts a run to find
-errors before a worker starts (`preflight`), and every rank drafts it again before it builds.
+No process group and no memory: everything is on the meta device. The launcher plans a run to find
+errors before a worker starts (`preflight`), and every rank plans it again before it builds.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ if TYPE_CHECKING:  # each is imported where a config asks for it
 
 
 @dataclass(frozen=True)
-class Draft:
+class TrainPlan:
     """What is decided before anything is allocated."""
 
     model: Custom  # with all of its arguments
@@ -106,20 +106,20 @@ class Draft:
         return sum(self.stage_parameters[stage].values())
 
 
-def draft(
+def make_plan(
     config: Config,
     data: Data | None = None,
     measure_times: MeasureTimes | None = None,
     device_memory: Callable[[], int | None] | None = None,
     mesh: Mesh | None = None,
     checked: Mapping[str, Transform] | None = None,
-) -> Draft:
+) -> TrainPlan:
     """Decide stages, order and sharding. Raises ConfigError with every problem found.
 
     data: if it is open already; else a user's own data is opened for an example batch.
     measure_times: times units, for split.cost=time; without it FLOPs stand for times.
     device_memory: as `memory_for_training`, the same on every rank; mesh: None in the launcher;
-    checked: the transforms of a draft of the same model and data: a check that holds is not repeated.
+    checked: the transforms of a plan of the same model and data: a check that holds is not repeated.
     """
     resolved = resolve_model(config)
     model = build_model(resolved)
@@ -154,7 +154,7 @@ def draft(
     used = {
         name for graph in graphs for name in model_graph.parameters_of(graph.units, graph.weights)
     }
-    return Draft(
+    return TrainPlan(
         model=resolved,
         order=order,
         why_microbatches=why_microbatches,
@@ -176,10 +176,12 @@ def draft(
     )
 
 
-def preflight(config: Config, drafted: Callable[[Draft], object] = lambda _: None) -> list[Problem]:
+def preflight(
+    config: Config, plan: Callable[[TrainPlan], object] = lambda _: None
+) -> list[Problem]:
     """Every problem that takes the model to be found, before a worker starts; allocates nothing.
 
-    drafted: called with what is decided where that has no problem.
+    planned: called with what is decided where that has no problem.
     """
     problems = []
     try:
@@ -201,9 +203,9 @@ def preflight(config: Config, drafted: Callable[[Draft], object] = lambda _: Non
     except ConfigError as error:
         problems += error.problems
     try:
-        decided = draft(config)
+        decided = make_plan(config)
         if not problems:
-            drafted(decided)
+            plan(decided)
     except ConfigError as error:
         problems += [problem for problem in error.problems if problem not in problems]
     except DataError as error:  # of a user's own data, which are opened

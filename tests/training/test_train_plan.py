@@ -27,8 +27,8 @@ from titanlike.config.schema import (
 from titanlike.driver.checks import problems
 from titanlike.graph.cut import message
 from titanlike.parallel.tp import tensor_parallel as tensor_draft
-from titanlike.training.draft import draft, preflight
 from titanlike.training.report import epochs, warmup
+from titanlike.training.train_plan import make_plan, preflight
 
 
 def test_a_405b_model_is_drafted_in_seconds() -> None:
@@ -42,7 +42,7 @@ def test_a_405b_model_is_drafted_in_seconds() -> None:
     config = tiny(
         16, 64, batch_size=16 * 64, model=Custom("llama", {**sizes, "vocab_size": 128256})
     )
-    plan = draft(config)
+    plan = make_plan(config)
     assert plan.whole_numel == pytest.approx(405.9e9, rel=1e-3)
     biggest = max(plan.stage_numel(stage) for stage in range(16))
     assert biggest < 1.1 * plan.whole_numel / 16
@@ -73,10 +73,10 @@ def named(name: str = "llama", **sizes: object) -> Config:
 def test_a_model_that_cannot_be_laid_out_is_refused_with_one_that_can(
     config: Config, expected: str
 ) -> None:
-    """By the launcher, and by a rank that drafts it."""
+    """By the launcher, and by a rank that plans it."""
     assert expected in "\n".join(map(str, preflight(config)))
     with pytest.raises((ConfigError, ImportError, ValueError), match=expected.replace(".", r"\.")):
-        draft(config)
+        make_plan(config)
 
 
 # --- what is said of data and of the learning rate ---------------------------------------------
@@ -172,10 +172,10 @@ def test_what_cannot_be_divided_is_refused_in_words_with_what_can(
 def test_messages_flops_and_parameters_are_those_of_one_tensor_parallel_rank() -> None:
     sizes = {**LLAMA, "num_key_value_heads": 4, "num_hidden_layers": 2, "vocab_size": 64}
     whole = tiny(2, model=Model("llama", sizes))
-    one = draft(whole)
+    one = make_plan(whole)
     flops, tokens, parameters = {}, {}, {}
     for tp in (1, 2, 4):
-        plan = one if tp == 1 else draft(replace(whole, tp=tp))
+        plan = one if tp == 1 else make_plan(replace(whole, tp=tp))
         (sent,) = plan.model_graph.graphs(plan.fields, True)[0].sends
         tokens[tp] = message(sent).shape[1]
         flops[tp] = sum(plan.memory().unit_costs.flops())
@@ -192,10 +192,10 @@ def test_a_plan_that_was_checked_is_not_compared_again(monkeypatch: pytest.Monke
     """What is found is the same, in other microbatches and with other stages, too."""
     config = tiny(tp=2, layers=4, batch_size=8)
     other = replace(config, pp=2, schedule=Schedule("1f1b", 4))
-    before, alone = draft(config), draft(other)
+    before, alone = make_plan(config), make_plan(other)
     monkeypatch.setattr(tensor_draft, "ForwardCheck", None)
-    again = draft(other, checked=before.transforms)
-    tensors = [x.transforms["tp"].draft for x in (before, again, alone)]
+    again = make_plan(other, checked=before.transforms)
+    tensors = [x.transforms["tp"].sharding for x in (before, again, alone)]
     assert tensors[1] is not tensors[0]
     assert replace(tensors[1], like=tensors[2].like) == tensors[2]
     assert tensors[1].like.sequence == tensors[2].like.sequence is True
@@ -209,7 +209,7 @@ def test_a_loss_of_ones_own_is_given_all_logits_of_all_tokens(loss: str) -> None
     config = tiny(tp=2, layers=1)
     if loss != "cross_entropy":
         config = replace(config, loss=Custom(loss, {"amount": 0.1}))
-    plan = draft(config)
+    plan = make_plan(config)
     output = plan.model_graph.meta_output(plan.fields, True)
     assert list(output.shape[1:]) == [16, 32 if loss == "cross_entropy" else 64]
 
@@ -226,7 +226,7 @@ def test_a_loss_of_ones_own_is_given_all_logits_of_all_tokens(loss: str) -> None
     ids=["tp=2", "tp=4", "tp_sequence=false", "15 tokens", "a plan without sequence"],
 )  # fmt: skip
 def test_the_opening_table_says_what_is_divided(config: Config, said: str) -> None:
-    plan = draft(config)
+    plan = make_plan(config)
     [(title, text)] = plan.transforms["tp"].describe(plan)
     assert title == "tensor parallel" and said in text
     assert "% of the parameters divided" in text
