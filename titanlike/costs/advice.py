@@ -51,7 +51,7 @@ def advise(estimate: Estimate, seconds: float = _SECONDS) -> list[Advice]:
         if validate.problems(config):
             continue
         try:
-            other = make_estimate(config, estimate.hardware, checked=estimate.estimate.transforms)
+            other = make_estimate(config, estimate.hardware, checked=estimate.plan.transforms)
         except (ConfigError, ValueError):
             continue
         gain = estimate.step_seconds / other.step_seconds - 1
@@ -61,7 +61,7 @@ def advise(estimate: Estimate, seconds: float = _SECONDS) -> list[Advice]:
 
 
 def memory_warning(
-    config: Config, estimate: TrainPlan, room: int | None = None, seconds: float = _FIT_SECONDS
+    config: Config, plan: TrainPlan, room: int | None = None, seconds: float = _FIT_SECONDS
 ) -> str:
     """What a rank would take and has, and overrides with which it fits; "" where it fits.
 
@@ -72,7 +72,7 @@ def memory_warning(
     cores: it is meant for another machine.
     """
     room = _room(config) if room is None else room
-    needed = None if room is None else _peak_bytes(estimate)
+    needed = None if room is None else _peak_bytes(plan)
     if room is None or needed is None or needed <= room:
         return ""
     text = f"a rank would take about {units.size(needed)}, and has {units.size(room)}"
@@ -81,7 +81,7 @@ def memory_warning(
     for key in _SMALLER:
         if time.process_time() > end:
             break
-        choices = _smaller(key, config, estimate)
+        choices = _smaller(key, config, plan)
         smaller = with_choices(config, choices)
         if not choices or validate.problems(smaller):
             continue
@@ -93,7 +93,7 @@ def memory_warning(
         if taken is None or taken >= needed:
             continue
         changed |= choices
-        config, estimate, needed = smaller, other, taken
+        config, plan, needed = smaller, other, taken
         if taken <= room:
             return f"{text}; with {_shown(changed)} it would take {units.size(taken)}"
     also = f", nor does it fit with {_shown(changed)}" if changed else ""
@@ -107,7 +107,7 @@ def _shown(choices: Mapping[str, Any]) -> str:
 
 def _faster(estimate: Estimate) -> Iterator[Choices]:
     """Single changes that change nothing of what is trained, those that often help first."""
-    config, now = estimate.config, estimate.estimate.microbatches
+    config, now = estimate.config, estimate.plan.microbatches
     schedule: Any = config.schedule
     counts = hasattr(schedule, "microbatches")
     if config.precision.name == "fp32" and estimate.hardware.runs_ahead:
@@ -115,7 +115,7 @@ def _faster(estimate: Estimate) -> Iterator[Choices]:
     if not config.compile and estimate.hardware.runs_ahead:
         yield {"compile": True}
     how = config.activation_checkpoint.name
-    if how != "none" and estimate.estimate.recomputed.count:
+    if how != "none" and estimate.plan.recomputed.count:
         others = (name for name in ("none", "fit", "selective") if name != how)
         yield from ({"activation_checkpoint": name} for name in others)
     if config.pp > 1 and counts:
@@ -125,9 +125,7 @@ def _faster(estimate: Estimate) -> Iterator[Choices]:
         if config.split.name != "auto":
             yield {"split": "auto"}
     yield from (
-        {"fsdp.zero": zero}
-        for zero in (1, 2)
-        if estimate.estimate.zero > zero and config.shards > 1
+        {"fsdp.zero": zero} for zero in (1, 2) if estimate.plan.zero > zero and config.shards > 1
     )
     each = config.batch_size // config.dp
     if counts:
@@ -150,21 +148,21 @@ _SMALLER = (
 )
 
 
-def _smaller(key: str, config: Config, estimate: TrainPlan) -> Choices:
+def _smaller(key: str, config: Config, plan: TrainPlan) -> Choices:
     """Another value of this key that takes less memory; {} where there is none."""
     schedule: Any = config.schedule
     rows, dp = config.batch_size // config.dp, 2 * config.dp
     match key:
         case "schedule.microbatches":
-            fewer = hasattr(schedule, "microbatches") and estimate.microbatches < rows
+            fewer = hasattr(schedule, "microbatches") and plan.microbatches < rows
             return {key: rows} if fewer else {}
         case "loss":
             return {key: "chunked_cross_entropy"} if type(config.loss) is CrossEntropy else {}
         case "activation_checkpoint":
             return {key: "fit"} if config.activation_checkpoint.name != "fit" else {}
         case "fsdp.zero":
-            whole = config.shards > 1 and estimate.zero != 3
-            return {key: 3} if whole and not estimate.order.splits_backward else {}
+            whole = config.shards > 1 and plan.zero != 3
+            return {key: 3} if whole and not plan.order.splits_backward else {}
         case "dp" if config.batch_size % dp == 0:
             if (count := getattr(schedule, "microbatches", None)) is None:
                 return {key: dp}
@@ -186,7 +184,7 @@ def _room(config: Config) -> int | None:
     return memory_for_training(config)
 
 
-def _peak_bytes(estimate: TrainPlan) -> int | None:
+def _peak_bytes(plan: TrainPlan) -> int | None:
     """Bytes on the fullest rank; None where activations cannot be estimated."""
-    memory = estimate.memory()
-    return None if memory.unknown else max(memory.of_ranks(estimate.recomputed.blocks))
+    memory = plan.memory()
+    return None if memory.unknown else max(memory.of_ranks(plan.recomputed.blocks))

@@ -144,8 +144,8 @@ class _Search:
         rows = rows_of(config, self.microbatches)
         self.table = CostTable(config, self.hardware, rows).with_recompute(config)
         self.recomputed = self.table.recomputed(config)
-        estimate = self.table.estimate
-        seconds = seconds_of_units(config, estimate, self._waiting(estimate.stages))
+        plan = self.table.plan
+        seconds = seconds_of_units(config, plan, self._waiting(plan.stages))
         if seconds is not None:
             self.table.times = as_measured(self.table.times, seconds)
         self.limits: dict[str, float] = {}  # bytes that each key allows

@@ -72,7 +72,7 @@ class Estimate:
 
     config: Config
     hardware: Hardware
-    estimate: TrainPlan
+    plan: TrainPlan
     times: LayoutTimes
     simulation: Simulation
     # bytes of pipeline ranks whose memory was counted in a step (`with_exact_memory`)
@@ -81,7 +81,7 @@ class Estimate:
 
     @property
     def order(self) -> Order:
-        return self.estimate.order
+        return self.plan.order
 
     @property
     def step_seconds(self) -> float:
@@ -99,15 +99,15 @@ class Estimate:
     @property
     def mfu(self) -> float | None:
         """Of the dense bf16 peak, by the model's FLOPs a token as metrics.jsonl has it."""
-        if self.estimate.flops_per_token is None:
+        if self.plan.flops_per_token is None:
             return None
-        flops = self.tokens_per_second_per_gpu * self.estimate.flops_per_token
+        flops = self.tokens_per_second_per_gpu * self.plan.flops_per_token
         return flops / self.hardware.bf16_flops
 
     @cached_property
     def memory_timeline(self) -> list[list[MemorySample]]:
         """Of each pipeline rank, by its actions."""
-        memory, blocks = self.estimate.memory(), self.estimate.recomputed.blocks
+        memory, blocks = self.plan.memory(), self.plan.recomputed.blocks
         return [memory.memory_timeline(rank, blocks) for rank in range(self.config.pp)]
 
     @cached_property
@@ -120,13 +120,13 @@ class Estimate:
     @cached_property
     def memory_bytes(self) -> list[int]:
         """What each pipeline rank takes at the most: counted, or else estimated."""
-        estimated = self.estimate.memory().of_ranks(self.estimate.recomputed.blocks)
+        estimated = self.plan.memory().of_ranks(self.plan.recomputed.blocks)
         return [self.counted.get(rank, nbytes) for rank, nbytes in enumerate(estimated)]
 
     @property
     def memory_unknown(self) -> str:
         """Why activations are not counted; "" = they are."""
-        return self.estimate.memory().unknown
+        return self.plan.memory().unknown
 
     @property
     def fullest(self) -> int:
@@ -152,7 +152,7 @@ class Estimate:
 
     def shares(self, rank: int) -> dict[str, float]:
         """What a rank does in a step, as shares of it."""
-        step, m = self.step_seconds, self.estimate.microbatches
+        step, m = self.step_seconds, self.plan.microbatches
         seconds: defaultdict[str, float] = defaultdict(float)
         for stage in self.order.local(rank):
             for name, each in self.times.parts[stage].items():
@@ -179,42 +179,42 @@ class Estimate:
 def make_estimate(
     config: Config,
     hardware: Hardware,
-    estimate: TrainPlan | None = None,
+    plan: TrainPlan | None = None,
     jitter: float = 0.0,
     times: LayoutTimes | None = None,
     checked: Mapping[str, Transform] | None = None,
 ) -> Estimate:
     """checked: see `make_plan`. Raises ConfigError where a run of this config would be refused before it
     starts."""
-    if estimate is None:
-        estimate = make_plan(config, device_memory=lambda: hardware.usable, checked=checked)
+    if plan is None:
+        plan = make_plan(config, device_memory=lambda: hardware.usable, checked=checked)
     if times is None:
-        seconds = seconds_of_units(config, estimate, estimate.deferred)
-        times = layout_times(config, estimate, hardware, seconds)
+        seconds = seconds_of_units(config, plan, plan.deferred)
+        times = layout_times(config, plan, hardware, seconds)
     simulation = simulate(
-        estimate.order,
+        plan.order,
         times.stages,
         runs_ahead=hardware.runs_ahead,
         agree=agreement(config, hardware),
         jitter=jitter,
         seed=config.seed,
     )
-    return Estimate(config, hardware, estimate, times, simulation)
+    return Estimate(config, hardware, plan, times, simulation)
 
 
 def seconds_of_units(
-    config: Config, estimate: TrainPlan, deferred: Collection[int]
+    config: Config, plan: TrainPlan, deferred: Collection[int]
 ) -> Sequence[Sequence[float]] | None:
     """Of each unit, where this machine or a run is the hardware; None = by what they compute.
 
     deferred: stages whose weight gradients wait.
     """
-    memory, hardware = estimate.memory(), config.hardware
+    memory, hardware = plan.memory(), config.hardware
     if isinstance(hardware, MeasuredHardware) and not memory.unknown:
-        return measured_times(config, estimate, deferred)
+        return measured_times(config, plan, deferred)
     if not isinstance(hardware, RunHardware):
         return None
-    names = [name for stage in estimate.stages for name in stage]
+    names = [name for stage in plan.stages for name in stage]
     try:
         if memory.unit_costs is None:
             raise CostError(memory.unknown)
@@ -230,7 +230,7 @@ def agreement(config: Config, hardware: Hardware) -> float:
     return 2 * _AGREEMENTS * sum(link_of(config, name, hardware).latency for name in names)
 
 
-def estimate(config: Config, estimate: TrainPlan) -> Estimate:
+def estimate(config: Config, plan: TrainPlan) -> Estimate:
     """Of a plan of this config, on the config's hardware or what is likely here.
 
     Of 27 layouts (docs/layouts.md) the memory is 0.97 to 1.02 of what a rank's live storages take at
@@ -238,7 +238,7 @@ def estimate(config: Config, estimate: TrainPlan) -> Estimate:
     (no sharding, small microbatches) up to twice as much. A unit whose costs cannot be measured alone
     counts only with its parameters.
     """
-    return make_estimate(config, likely_hardware(config), estimate)
+    return make_estimate(config, likely_hardware(config), plan)
 
 
 # --- the memory of each pipeline rank, counted in its own step --------------------------------------
@@ -279,16 +279,16 @@ def with_exact_memory(estimate: Estimate, ranks: Sequence[int] | None = None) ->
 
 def _shortened(estimate: Estimate) -> Config:
     """The config with fewer microbatches, where the same memory is estimated with them."""
-    config, estimate, room = estimate.config, estimate.estimate, estimate.hardware.usable
+    config, plan, room = estimate.config, estimate.plan, estimate.hardware.usable
     if config.schedule.name not in SCHEDULES or estimate.memory_unknown:
         return config
-    expected = estimate.memory().of_ranks(estimate.recomputed.blocks)
-    for count in (2 * estimate.order.stages, 4 * estimate.order.stages):
-        if count >= estimate.microbatches:
+    expected = plan.memory().of_ranks(plan.recomputed.blocks)
+    for count in (2 * plan.order.stages, 4 * plan.order.stages):
+        if count >= plan.microbatches:
             break
         schedule: Any = config.schedule
         schedule = replace(schedule, microbatches=count)
-        rows = config.batch_size // estimate.microbatches * count
+        rows = config.batch_size // plan.microbatches * count
         shorter = replace(config, batch_size=rows, schedule=schedule)
         try:
             other = make_plan(shorter, device_memory=lambda: room)
@@ -371,8 +371,8 @@ class CostTable:
             split=EvenSplit(),
             activation_checkpoint=ActivationCheckpoint("none"),
         )
-        self.estimate: TrainPlan = make_plan(alone, device_memory=lambda: None, checked=checked)
-        self.units = self.estimate.model_graph.units
+        self.plan: TrainPlan = make_plan(alone, device_memory=lambda: None, checked=checked)
+        self.units = self.plan.model_graph.units
         self.blocks = {unit.name for unit in self.units if unit.block}
         self.times: dict[str, UnitTimes] = {}
         self._hardware = hardware
@@ -381,7 +381,7 @@ class CostTable:
     @cached_property
     def message(self) -> int:
         """Bytes between two stages."""
-        halves, graphs = partition(self.units, EvenSplit(), 2), self.estimate.model_graph
+        halves, graphs = partition(self.units, EvenSplit(), 2), self.plan.model_graph
         before, graphs.stages = graphs.stages, halves
         try:
             return sum(t.nbytes for t in messages(graphs.graphs(graphs.fields, True)[0])[1])
@@ -390,13 +390,13 @@ class CostTable:
 
     @cached_property
     def memory(self) -> RankMemory:
-        return self.estimate.memory()
+        return self.plan.memory()
 
     def with_recompute(self, config: Config) -> CostTable:
         """The same, with what `config.activation_checkpoint` keeps and computes again."""
         other = copy.copy(self)
-        other.memory = self.estimate.memory().with_recompute(config)
-        other.times = unit_times(config, self.estimate, Roofline.of(config, self._hardware))
+        other.memory = self.plan.memory().with_recompute(config)
+        other.times = unit_times(config, self.plan, Roofline.of(config, self._hardware))
         return other
 
     def recomputed(self, config: Config) -> frozenset[str]:

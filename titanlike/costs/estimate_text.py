@@ -57,14 +57,14 @@ def as_data(estimate: Estimate, advice: Sequence[Advice] = (), warning: str = ""
         "hardware": estimate.hardware.title,
         "mesh": {**axes(config), "cp": config.cp, "ep": config.ep},
         "schedule": config.schedule.name,
-        "microbatches": estimate.estimate.microbatches,
-        "zero": estimate.estimate.zero,
-        "recomputed_blocks": estimate.estimate.recomputed.count,
+        "microbatches": estimate.plan.microbatches,
+        "zero": estimate.plan.zero,
+        "recomputed_blocks": estimate.plan.recomputed.count,
         "ranks": [
             {
                 "rank": rank,
                 "stages": list(estimate.order.local(rank)),
-                "parameters": sum(map(estimate.estimate.stage_numel, estimate.order.local(rank))),
+                "parameters": sum(map(estimate.plan.stage_numel, estimate.order.local(rank))),
                 "memory": vars(estimate.memory[rank]),
                 "shares": estimate.shares(rank),
                 "traffic_bytes": vars(estimate.traffic(rank)),
@@ -76,8 +76,8 @@ def as_data(estimate: Estimate, advice: Sequence[Advice] = (), warning: str = ""
                 "stage": stage,
                 "rank": estimate.order.stage_to_rank[stage],
                 **times.as_data(),
-                "units": estimate.estimate.stages[stage],
-                "recomputed": estimate.estimate.recomputed.blocks[stage],
+                "units": estimate.plan.stages[stage],
+                "recomputed": estimate.plan.recomputed.blocks[stage],
             }
             for stage, times in enumerate(estimate.times.stages)
         ],
@@ -114,13 +114,13 @@ def mesh_text(estimate: Estimate) -> str:
 
 
 def _summary(estimate: Estimate, warning: str, width: int) -> str:
-    config, estimate, device = estimate.config, estimate.estimate, estimate.hardware
-    rows = estimate.memory().tokens // config.seq_len
-    blocks = sum(unit.block for unit in estimate.model_graph.units)
-    many = f"{plan.microbatches} microbatch" + ("es" if estimate.microbatches > 1 else "")
+    config, plan, device = estimate.config, estimate.plan, estimate.hardware
+    rows = plan.memory().tokens // config.seq_len
+    blocks = sum(unit.block for unit in plan.model_graph.units)
+    many = f"{plan.microbatches} microbatch" + ("es" if plan.microbatches > 1 else "")
     layout = f"{config.schedule.name}, " if config.pp > 1 else ""
     layout += f"{many} of {rows} x {config.seq_len} tokens, ZeRO {plan.zero}"
-    if estimate.recomputed.count:
+    if plan.recomputed.count:
         layout += f", {plan.recomputed.count} of {blocks} blocks recomputed"
     speed = f"{estimate.tokens_per_second_per_gpu:,.0f} tokens/s a device"
     speed += "" if estimate.mfu is None else f", MFU {estimate.mfu:.1%}"
@@ -180,11 +180,7 @@ def _time_table(estimate: Estimate, width: int) -> str:
         computes, moves = simulated.computes[rank], simulated.exchanges[rank]
         waits = {s: t for (r, s), t in simulated.waits.items() if r == rank}
         stage = max(waits, key=lambda s: waits[s], default=None)
-        row = [
-            str(rank),
-            _stages(local),
-            units.count(sum(map(estimate.estimate.stage_numel, local))),
-        ]
+        row = [str(rank), _stages(local), units.count(sum(map(estimate.plan.stage_numel, local)))]
         row.append(units.short_time(sum(t.forward.device for t in times)))
         row.append(units.short_time(sum(t.backward.device for t in times)))
         row += [f"{part / step:.1%}" for part in (computes, moves, step - computes - moves)]

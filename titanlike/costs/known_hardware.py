@@ -253,12 +253,12 @@ def measured_hardware(config: Config, ranks: int) -> Hardware:
     return hardware
 
 
-def measured_times(config: Config, estimate: TrainPlan, deferred: Collection[int]) -> list[Seconds]:
+def measured_times(config: Config, plan: TrainPlan, deferred: Collection[int]) -> list[Seconds]:
     """Of each unit of a run in its microbatches, on this machine; kept, too. Raises ConfigError.
 
     deferred: stages whose weight gradients wait.
     """
-    settings, costs = config.hardware, estimate.memory().unit_costs
+    settings, costs = config.hardware, plan.memory().unit_costs
     assert isinstance(settings, MeasuredHardware) and costs is not None
     ranks = _at_once(config.world_size)
     path = _folder(settings) / "units" / f"{costs.signature}-{platform.node()}-{ranks}-ranks.yaml"
@@ -277,7 +277,7 @@ def measured_times(config: Config, estimate: TrainPlan, deferred: Collection[int
         about = "Seconds of a model's units: forward, backward, weight gradients."
         _write(path, about, profiles)
     seconds: list[Seconds] = []
-    for stage, names in enumerate(estimate.stages):
+    for stage, names in enumerate(plan.stages):
         profile = profiles["deferred" if stage in deferred else "together"]
         seconds += profile[len(seconds) : len(seconds) + len(names)]
     return seconds

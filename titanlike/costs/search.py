@@ -166,7 +166,7 @@ def _with_auto_split(ranked: list[Ranked]) -> Iterator[Ranked]:
         config = with_choices(one.estimate.config, {"split": "auto"})
         try:
             estimate = make_estimate(
-                config, one.estimate.hardware, checked=one.estimate.estimate.transforms
+                config, one.estimate.hardware, checked=one.estimate.plan.transforms
             )
         except ConfigError:
             continue
@@ -289,7 +289,7 @@ class CostCache:
         self._sizes: dict[int, set[int]] = {}
         table = self(config, 1)
         self.units = len(table.units)
-        modules: list[Any] = [*experts_of(table.estimate.model_graph.model).values()]
+        modules: list[Any] = [*experts_of(table.plan.model_graph.model).values()]
         self.experts = min((int(one.num_experts) for one in modules), default=0)  # of a layer
 
     def sensible(self, config: Config, microbatches: int) -> bool:
@@ -309,7 +309,7 @@ class CostCache:
         if at not in self._known:
             own = replace(self._config, tp=config.tp, ep=config.ep)
             table = CostTable(own, self._hardware, rows, self._checked.get(config.tp))
-            self._known[at], self._checked[config.tp] = table, table.estimate.transforms
+            self._known[at], self._checked[config.tp] = table, table.plan.transforms
         if key not in self._known:
             self._known[key] = self._known[at].with_recompute(config)
         return self._known[key]
@@ -369,9 +369,7 @@ def judge(
     )
     each = stage_times(config, layout, hardware, table.times)
     seconds, parts = _step_seconds(order, each, microbatches, agreement(config, hardware))
-    return ScoredLayout(
-        config, layout, each, seconds, taken, order, parts, table.estimate.transforms
-    )
+    return ScoredLayout(config, layout, each, seconds, taken, order, parts, table.plan.transforms)
 
 
 def _as_must_be(
@@ -527,7 +525,7 @@ def search_text(found: LayoutSearch, most: int = 10, width: int = 80) -> str:
                 str(at),
                 mesh_text(estimate),
                 estimate.config.schedule.name if estimate.config.pp > 1 else "",
-                str(estimate.estimate.microbatches),
+                str(estimate.plan.microbatches),
                 units.short_time(estimate.step_seconds),
                 f"{estimate.tokens_per_second_per_gpu:,.0f}",
                 "" if estimate.mfu is None else f"{estimate.mfu:.1%}",

@@ -155,17 +155,17 @@ class UnitTimes:
         return sum(self.waits_backward.values())
 
 
-def unit_times(config: Config, estimate: TrainPlan, roofline: Roofline) -> dict[str, UnitTimes]:
+def unit_times(config: Config, plan: TrainPlan, roofline: Roofline) -> dict[str, UnitTimes]:
     """By the names of the units. Raises CostError where they cannot be run alone."""
-    memory = estimate.memory()
+    memory = plan.memory()
     if memory.unit_costs is None:
         raise CostError(memory.unknown)
-    calls = memory.unit_costs.operators(estimate.peers)
+    calls = memory.unit_costs.operators(plan.peers)
     numel = memory.unit_parameters()
-    blocks = {unit.name for unit in estimate.model_graph.units if unit.block}
-    exchanges, save = _Exchanges(config, estimate, roofline.hardware), saved_operators(config)
+    blocks = {unit.name for unit in plan.model_graph.units if unit.block}
+    exchanges, save = _Exchanges(config, plan, roofline.hardware), saved_operators(config)
     kept = frozenset({"ep"} if keeps(SEND_TOKENS, save) else ())
-    names = [name for stage in estimate.stages for name in stage]
+    names = [name for stage in plan.stages for name in stage]
     known: dict[tuple[tuple[int, ...], bool], UnitTimes] = {}  # of equal calls
 
     def times(nodes: Sequence[NodeCosts], block: bool) -> UnitTimes:
@@ -205,9 +205,9 @@ def unit_times(config: Config, estimate: TrainPlan, roofline: Roofline) -> dict[
 class _Exchanges:
     """How long what is exchanged takes, by the way each axis does it."""
 
-    def __init__(self, config: Config, estimate: TrainPlan, hardware: Hardware) -> None:
-        context = getattr(estimate.peers.get("cp"), "method", None)
-        self._links = {axis: link_of(config, axis, hardware) for axis in estimate.peers}
+    def __init__(self, config: Config, plan: TrainPlan, hardware: Hardware) -> None:
+        context = getattr(plan.peers.get("cp"), "method", None)
+        self._links = {axis: link_of(config, axis, hardware) for axis in plan.peers}
         self._rates = {axis: link.bandwidth for axis, link in self._links.items()}
         for axis, link in self._links.items():
             if axis == "ep" or (axis == "cp" and context == "ulysses"):
@@ -226,12 +226,12 @@ class _Exchanges:
         return (seconds - hidden) * (self._visible if axis == "tp" else 1.0)
 
 
-def _guessed_times(config: Config, estimate: TrainPlan, roofline: Roofline) -> dict[str, UnitTimes]:
+def _guessed_times(config: Config, plan: TrainPlan, roofline: Roofline) -> dict[str, UnitTimes]:
     """Of stages whose units cannot be run alone: by their parameters, all in a first unit."""
-    tokens, itemsize = estimate.memory().tokens, compute_dtype(config).itemsize
+    tokens, itemsize = plan.memory().tokens, compute_dtype(config).itemsize
     table: dict[str, UnitTimes] = {}
-    for stage, names in enumerate(estimate.stages):
-        numel = estimate.stage_numel(stage)
+    for stage, names in enumerate(plan.stages):
+        numel = plan.stage_numel(stage)
         product = {Operator("aten.mm", 2 * numel * tokens, itemsize * numel, itemsize): 1}
         each = roofline.seconds(product, True)
         table |= {name: UnitTimes() for name in names}
@@ -305,41 +305,41 @@ class StageLayout:
     orthogonalized: Sequence[float] = ()  # FLOPs of Muon's updates, of each stage
 
     @classmethod
-    def of(cls, config: Config, estimate: TrainPlan) -> StageLayout:
-        graphs = estimate.model_graph.graphs(estimate.model_graph.fields, True)
-        numel = estimate.memory().unit_parameters()
+    def of(cls, config: Config, plan: TrainPlan) -> StageLayout:
+        graphs = plan.model_graph.graphs(plan.model_graph.fields, True)
+        numel = plan.memory().unit_parameters()
         sizes = [[sum(t.nbytes for t in flow) for flow in messages(graph)] for graph in graphs]
         return cls(
-            stages=estimate.stages,
-            recomputed=estimate.recomputed.blocks,
-            deferred=estimate.deferred,
-            place=estimate.order.stage_to_rank,
-            zero=estimate.zero,
-            microbatches=estimate.microbatches,
-            numel=[estimate.stage_numel(stage) for stage in range(estimate.order.stages)],
+            stages=plan.stages,
+            recomputed=plan.recomputed.blocks,
+            deferred=plan.deferred,
+            place=plan.order.stage_to_rank,
+            zero=plan.zero,
+            microbatches=plan.microbatches,
+            numel=[plan.stage_numel(stage) for stage in range(plan.order.stages)],
             received=[0, *(received for received, _ in sizes[1:])],
             sent=[*(sent for _, sent in sizes[:-1]), 0],
-            experts=[sum(numel[name][1] for name in names) for names in estimate.stages],
+            experts=[sum(numel[name][1] for name in names) for names in plan.stages],
             orthogonalized=_orthogonalization(
-                config, estimate.model_graph.model, estimate.stage_parameters
+                config, plan.model_graph.model, plan.stage_parameters
             ),
         )
 
 
 def layout_times(
     config: Config,
-    estimate: TrainPlan,
+    plan: TrainPlan,
     hardware: Hardware,
     measured: Sequence[Sequence[float]] | None = None,
 ) -> LayoutTimes:
     """measured: seconds of each unit: forward, input gradients, weight gradients."""
     roofline, estimated = Roofline.of(config, hardware), ""
     try:
-        units = unit_times(config, estimate, roofline)
+        units = unit_times(config, plan, roofline)
         units = units if measured is None else as_measured(units, measured)
     except CostError as error:
-        units, estimated = _guessed_times(config, estimate, roofline), str(error)
-    return stage_times(config, StageLayout.of(config, estimate), hardware, units, estimated)
+        units, estimated = _guessed_times(config, plan, roofline), str(error)
+    return stage_times(config, StageLayout.of(config, plan), hardware, units, estimated)
 
 
 def stage_times(

@@ -155,14 +155,14 @@ class TimelineReport:
         estimate, order = self.estimate, self.order
         if estimate is None or estimate.times.estimated or len(order.ranks) == 1:
             return None
-        model = estimate.estimate.model_graph.units
+        model = estimate.plan.model_graph.units
         table = unit_times(
-            estimate.config, estimate.estimate, Roofline.of(estimate.config, estimate.hardware)
+            estimate.config, estimate.plan, Roofline.of(estimate.config, estimate.hardware)
         )
         weight = {name: unit.computes.device for name, unit in table.items()}
         # share of its stage's time, by the plan, and what the stage took
         of_unit: dict[str, tuple[float, StageTimes]] = {}
-        for names, times in zip(estimate.estimate.stages, self.measured, strict=True):
+        for names, times in zip(estimate.plan.stages, self.measured, strict=True):
             total = sum(weight[name] for name in names) or 1.0
             of_unit |= {name: (weight[name] / total, times) for name in names}
         costs, pending = [], 0.0  # nanoseconds of each block, with what comes before it

@@ -123,7 +123,7 @@ def _plan(config: Config, flags: argparse.Namespace) -> int:
         if flags.exact:
             estimate = with_exact_memory(estimate)
         warning = (
-            "" if estimate.fits else memory_warning(config, estimate.estimate, hardware.usable, 4.0)
+            "" if estimate.fits else memory_warning(config, estimate.plan, hardware.usable, 4.0)
         )
         advice = advise(estimate) if estimate.fits else []
         if flags.json:
