@@ -161,7 +161,7 @@ def test_a_search_leaves_out_what_does_not_fit_when_it_is_counted(
     ]
     found = search(config, words, 2, most=2, exact=True)
     assert [ranks for _, ranks in asked] == [[0], [0]]
-    assert found.too_large == 1 and [one.plan for one in found.ranked] == [asked[1][0]]
+    assert found.too_large == 1 and [one.estimate for one in found.ranked] == [asked[1][0]]
     assert "1 of the fastest left out" in search_text(found)
 
 

@@ -49,7 +49,7 @@ def test_a_table_fits_into_a_terminal_and_its_advice_fits_and_is_faster() -> Non
     words = "pp=2 dp=2 schedule=zbvzerobubble schedule.microbatches=8 activation_checkpoint=full"
     plan = planned(*TINY, *words.split(), "hardware.memory=11MiB")
     advice = advise(plan, 60)
-    assert plan.fits and advice and all(one.plan.fits and one.gain > 0.01 for one in advice)
+    assert plan.fits and advice and all(one.estimate.fits and one.gain > 0.01 for one in advice)
     for columns in (80, 160):
         text = as_text(plan, advice, "", columns)
         assert "fits" in text and "queued" in text and "reduce-scatters of gradients" in text
