@@ -227,7 +227,7 @@ MORE_EXCHANGED = {
 @pytest.mark.parametrize("config", cells(EXCHANGED, MORE_EXCHANGED))
 def test_a_mixture_trains_as_one_process_does(config: Config, tmp_path: Path) -> None:
     assert preflight(config) == []
-    assert_proven(config, tmp_path)
+    assert_proven(config, tmp_path, timeout=300)
 
 
 def exchanges_of_a_step(config: Config, worker: Worker) -> tuple[int, list[str]]:

@@ -17,8 +17,9 @@ from titanlike.data.registry import open_data
 from titanlike.distributed.mesh import close_mesh, open_mesh
 from titanlike.launch.worker import Worker
 from titanlike.proof import benchmark, benchmark_data
-from titanlike.proof.plain_loops import plain_loop
+from titanlike.proof.plain_loops import plain_loop, why_no_plain_loop
 from titanlike.training.build import build
+from titanlike.training.train_plan import make_plan
 
 
 def third_steps(config: Config, worker: Worker) -> list[tuple[dict[str, int], int]]:
@@ -75,6 +76,19 @@ def test_the_bench_compares_loops_pair_by_pair(
     ours: list[float], plain: list[float], ratio: float
 ) -> None:
     assert benchmark._paired_ratio(ours, plain) == pytest.approx(ratio)
+
+
+@pytest.mark.parametrize(
+    "config, reason",
+    [
+        (tiny(tp=2, pp=2), "tensor parallelism for a Llama of ours, without a pipeline"),
+        # each rank would compute with whole sequences
+        (tiny(cp=2, context_parallel="gather"), "without CPU offload, float8 and context parallelism"),
+        (tiny(pp=2, tied=True), "weights that are not tied"),
+    ],
+)  # fmt: skip
+def test_what_no_loop_is_written_by_hand_for_is_said(config: Config, reason: str) -> None:
+    assert reason in why_no_plain_loop(config, make_plan(config))
 
 
 @pytest.mark.slow

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
+
 import pytest
 import torch
 import torch._inductor.config as inductor
 import torch.distributed as dist
+import torch.distributed._symmetric_memory as symmetric_memory
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -17,6 +23,8 @@ from titanlike.distributed.collectives import GroupInfo, autograd_collective
 from titanlike.distributed.mesh import open_mesh
 from titanlike.launch.worker import Worker
 from titanlike.torch_private.dtensor import traced_collective
+from titanlike.training import transforms
+from titanlike.training.train_plan import make_plan
 
 
 def patterns(config: Config, worker: Worker) -> tuple[int, int]:
@@ -75,3 +83,17 @@ def test_collectives_of_compiled_blocks_are_those_of_others(found: list[tuple]) 
 
 def test_asynchronous_tensor_parallelism_has_no_public_switch() -> None:
     assert hasattr(inductor, "_micro_pipeline_tp") and not hasattr(inductor, "micro_pipeline_tp")
+
+
+def test_a_run_does_not_inherit_the_overlap_of_the_one_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As a job of a sweep, in the same process: only a run with tp_async asks for it."""
+    monkeypatch.setattr(inductor, "_micro_pipeline_tp", False)
+    monkeypatch.setattr(symmetric_memory, "enable_symm_mem_for_group", lambda name: None)
+    config = tiny(tp=2, compile=True)
+    for overlaps in (True, False):
+        own = replace(config, tp_async=overlaps)
+        made: dict[str, Any] = {"tp": SimpleNamespace(ranks=SimpleNamespace(group=Mock()))}
+        transforms._compiled(transforms._Built(own, Mock(), make_plan(config), made))
+        assert inductor._micro_pipeline_tp == overlaps

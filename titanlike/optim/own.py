@@ -21,9 +21,8 @@ from titanlike.config.errors import ConfigError, Problem, nearest, override_text
 from titanlike.config.imports import import_object
 from titanlike.config.schema import Config, Custom, OwnOptimizer
 
-Ranks = Sequence[
-    tuple[Any, Any]
-]  # of each: what it has of a matrix and of a vector; None = nothing
+# of each: what it has of a matrix and of a vector; None = nothing
+Ranks = Sequence[tuple[Any, Any]]
 
 
 def own_optimizer(
@@ -103,7 +102,8 @@ def _check_parts(config: Config, choice: OwnOptimizer, in_layers: str) -> None:
         in_parts.append(("two stages", [(everything, None), (None, everything)], "pp=1"))
     if in_layers:
         cuts = (by_rows, [(left, upper), (right, lower)])
-        in_parts += [("the parts of two tp ranks", cut, in_layers) for cut in cuts]
+        where = f"the parts of two {in_layers.partition('=')[0]} ranks"
+        in_parts += [(where, cut, in_layers) for cut in cuts]
     if not in_parts:
         return
     choice = replace(choice, lr=0.01)  # the smallest ones change nothing

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
+from itertools import compress
 from math import lcm
 from typing import TYPE_CHECKING, Any
 
@@ -29,10 +30,15 @@ from titanlike.models.documents import document_spans, sequence_spans
 from titanlike.optim.loss import CustomLoss, Loss, takes_divided_logits
 from titanlike.parallel.context_attention import ContextAttention, Looking, repeated
 from titanlike.parallel.context_tokens import ContextRanks, Take
-from titanlike.parallel.tp.check import first_line
-from titanlike.parallel.tp.operators import Layout, Shape, Shard, ShardingError
+from titanlike.parallel.tp.operators import Layout, Shard, ShardingError
 from titanlike.parallel.tp.plan import Entry
-from titanlike.parallel.tp.traces import ReferenceTrace, ShardedTrace, shapes_of, tensors_in
+from titanlike.parallel.tp.traces import (
+    ReferenceTrace,
+    ShardedTrace,
+    first_line,
+    shapes_of,
+    tensors_in,
+)
 
 if TYPE_CHECKING:
     from titanlike.training.train_plan import TrainPlan
@@ -410,15 +416,14 @@ def _check_mode(
     divided = shard_sequence(*recordings, _shard(ranks, looking.take, attention))
     attention.instead, attention.looking = trace.attention, looking
     try:
-        results = tensors_in(trace.run(partial(replay, divided, model, batch)))
-        trace.check_outputs(results, outputs, trained)
+        results = trace.run_checked(partial(replay, divided, model, batch), outputs)
+        used = trained if trained and len(trained) == len(results) else [True] * len(results)
+        for tensor, shape in compress(results, used):
+            layout = trace.layout(tensor, shape)
+            if not _tokens_at(layout, 1):
+                wrong = next(filter(None, layout), None) or "a whole tensor"
+                raise ShardingError(f"it returns {wrong}, and the loss is of tokens [B, T, ...]")
         trace.complete([])
-    except ShardingError as error:
-        called = f"calls {trace.called}: " if trace.called else ""
-        raise ShardingError(called + error.reason, module=trace.path) from None
-    except Exception as error:  # of the forward's own
-        reason = f"raises {type(error).__name__}: {first_line(error)}"
-        raise ShardingError(reason, module=trace.path) from error
     finally:
         attention.instead = attention.looking = None
         calls = attention.counted
@@ -479,18 +484,6 @@ class _TokenTrace(ShardedTrace):
         self._track(result, q.layout)
         self.called = ""
         return result
-
-    def check_outputs(
-        self, outputs: list[Tensor], wholes: tuple[Shape, ...], trained: Sequence[bool] | None
-    ) -> None:
-        used = trained if trained is not None and len(trained) == len(outputs) else None
-        for at, (tensor, whole) in enumerate(zip(outputs, wholes, strict=True)):
-            if used is not None and not used[at]:
-                continue
-            layout = self.layout(tensor, whole)
-            if not _tokens_at(layout, 1):
-                wrong = next(filter(None, layout), None) or "a whole tensor"
-                raise ShardingError(f"it returns {wrong}, and the loss is of tokens [B, T, ...]")
 
 
 def _tokens_at(layout: Layout, dim: int) -> bool:

@@ -6,6 +6,7 @@ step in turns, so that noise of the machine hits both, in a loop of `plain_loops
 
 from __future__ import annotations
 
+import operator
 import os
 import time
 from collections.abc import Iterator
@@ -114,20 +115,15 @@ def bench(config: Config, worker: Worker) -> dict[str, Any]:
         "computations": sum(map(len, plan.order.ranks)) * config.dp,
         "memory_bytes": [peak for peak, _ in each_memory],
         "memory_of_training_bytes": [own for _, own in each_memory],
-        "plain_step_seconds": None,
-        "plain_cpu_seconds": None,
-        "cpu_more_seconds": None,
-        "ratio": None,
-        "cpu_ratio": None,
         "no_plain_loop": reason,
     }
+    names = "plain_step_seconds", "plain_cpu_seconds", "cpu_more_seconds", "ratio", "cpu_ratio"
+    figures |= dict.fromkeys(names)
     for plain_wall, plain_cpu in others:
-        figures["plain_step_seconds"] = median(plain_wall)
-        figures["ratio"] = _paired_ratio(wall, plain_wall)
-        figures["cpu_ratio"] = _paired_ratio(cpu, plain_cpu)
-        figures["plain_cpu_seconds"] = median(plain_cpu)
-        pairs = zip(cpu, plain_cpu, strict=True)
-        figures["cpu_more_seconds"] = median(ours - by_hand for ours, by_hand in pairs)
+        more = median(map(operator.sub, cpu, plain_cpu))
+        ratios = _paired_ratio(wall, plain_wall), _paired_ratio(cpu, plain_cpu)
+        values = median(plain_wall), median(plain_cpu), more, *ratios
+        figures |= dict(zip(names, values, strict=True))
     if ours is not None and "mfu" in record:
         speed = record["mfu"] / record["tokens_per_second"]
         figures["mfu"] = speed * figures["value"]

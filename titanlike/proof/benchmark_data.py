@@ -12,7 +12,7 @@ import shlex
 import tempfile
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,14 +21,7 @@ import torch
 import torch.nn.functional as F
 
 from titanlike.config.program import program
-from titanlike.config.schema import (
-    Config,
-    Custom,
-    MixtureData,
-    SyntheticData,
-    TextData,
-    TokenData,
-)
+from titanlike.config.schema import Config, Custom, MixtureData, SyntheticData, TextData, TokenData
 from titanlike.data.loader import batches
 from titanlike.data.registry import open_data
 from titanlike.data.tokenize_corpus import Settings, tokenize_corpus_files
@@ -58,9 +51,9 @@ def main(argv: list[str] | None = None) -> int:
         rows: list[list[object]] = []
         least = float("inf")
         for name, config in configs.items():
-            found = [_rate(_with_workers(config, count), arguments.seconds) for count in workers]
-            least = min(least, min(found) / model)
-            rows.append([name, *map(units.count, found), f"{found[0] / model:.0f}"])
+            rates = [_rate(config, count, arguments.seconds) for count in workers]
+            least = min(least, min(rates) / model)
+            rows.append([name, *map(units.count, rates), f"{rates[0] / model:.0f}"])
     heads = [f"{count} workers" for count in workers]
     console.table("", ["tokens/s", *heads, "times the model"], rows)
     console.line()
@@ -76,25 +69,20 @@ def _corpora(folder: Path, files: int) -> tuple[list[tuple[str, str]], dict[str,
         part.mkdir(parents=True, exist_ok=True)
         (part / f"{number:06d}.txt").write_text(f"document {number}: " + "some words of it. " * 20)
     config = Config(data=TextData(path=str(text), cache=str(folder / "cache")))
-    opened = []
-    for what in ("tokenized", "in the cache"):
-        begin = time.perf_counter()
-        open_data(config)
-        opened.append(
-            (f"data=text, {what}", f"{time.perf_counter() - begin:.2f} s, {files:,} files")
-        )
-    begin = time.perf_counter()
-    for name in ("a", "b"):
-        tokenize_corpus_files(text, folder / name, Settings("bytes"), 1)
-    seconds = (time.perf_counter() - begin) / 2
-    opened.append(("titanlike tokenize", f"{seconds:.2f} s, {files:,} files, one process"))
     tokens = replace(config, data=TokenData(path=[str(folder / "a"), str(folder / "b")]))
-    begin = time.perf_counter()
-    open_data(tokens)
-    opened.append(("data=tokens", f"{time.perf_counter() - begin:.2f} s"))
-    sources = {
-        name: {"path": str(folder / name), "weight": w} for name, w in (("a", 0.7), ("b", 0.3))
-    }
+    opened = [
+        ("data=text, tokenized", f"{_seconds(open_data, config):.2f} s, {files:,} files"),
+        ("data=text, in the cache", f"{_seconds(open_data, config):.2f} s, {files:,} files"),
+    ]
+    parts = folder / "a", folder / "b"
+    one_process = [
+        _seconds(tokenize_corpus_files, text, part, Settings("bytes"), 1) for part in parts
+    ]
+    each = f"{sum(one_process) / 2:.2f} s, {files:,} files, one process"
+    opened += [("titanlike tokenize", each)]
+    opened += [("data=tokens", f"{_seconds(open_data, tokens):.2f} s")]
+    weights = {"a": 0.7, "b": 0.3}
+    sources = {name: {"path": str(folder / name), "weight": w} for name, w in weights.items()}
     return opened, {
         "text": config,
         "tokens": tokens,
@@ -103,15 +91,17 @@ def _corpora(folder: Path, files: int) -> tuple[list[tuple[str, str]], dict[str,
     }
 
 
-def _with_workers(config: Config, count: int) -> Config:
-    data: Any = config.data
-    if not hasattr(data, "workers"):
-        return config
-    return replace(config, data=replace(data, workers=count))
+def _seconds(function: Callable[..., object], *args: object) -> float:
+    begin = time.perf_counter()
+    function(*args)
+    return time.perf_counter() - begin
 
 
-def _rate(config: Config, seconds: float) -> float:
+def _rate(config: Config, workers: int, seconds: float) -> float:
     """Tokens a second of the batches of one process, after the first."""
+    data: Any = config.data
+    if hasattr(data, "workers"):
+        config = replace(config, data=replace(data, workers=workers))
     with warnings.catch_warnings():  # of more workers than cores, which is measured
         warnings.filterwarnings("ignore", "This DataLoader will create")
         stream = batches(open_data(config).train, config, dp_rank=0)

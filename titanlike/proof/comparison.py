@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 
 from torch import Tensor
@@ -26,6 +27,10 @@ NEGLIGIBLE = 1e-9  # absolute difference of gradients or updates, fp32
 UPDATE_TOLERANCE = {"fp32": 1e-3, "bf16": 5e-2}
 RELIABLE = {"fp32": 1e-3, "bf16": 1e-1, "float8": 0.5}  # of the root mean square of a gradient
 
+# what of a Comparison is added, and of what the largest counts, where the parts of a tensor are merged
+_SUMS = {"elements", "squared", "scale", "along", "rounding_along"}
+_MAXIMA = {"largest", "difference"}
+
 
 @dataclass(frozen=True)
 class Comparison:
@@ -44,21 +49,11 @@ class Comparison:
     amplified: bool = False  # fp32: rounding alone differs as much by now (see `explain`)
 
     def __add__(self, other: Comparison) -> Comparison:
-        rounding = None
+        both = {name: (getattr(self, name), getattr(other, name)) for name in _SUMS | _MAXIMA}
+        values = {name: sum(pair) if name in _SUMS else max(pair) for name, pair in both.items()}
         if self.rounding is not None and other.rounding is not None:
-            rounding = self.rounding + other.rounding
-        return Comparison(
-            self.kind,
-            self.name,
-            self.elements + other.elements,
-            max(self.largest, other.largest),
-            max(self.difference, other.difference),
-            self.squared + other.squared,
-            self.scale + other.scale,
-            self.along + other.along,
-            rounding,
-            self.rounding_along + other.rounding_along,
-        )
+            values["rounding"] = self.rounding + other.rounding
+        return replace(self, **({"rounding": None} | values))
 
     @property
     def relative(self) -> float:
@@ -132,17 +127,13 @@ def compare(
 
     base: differences are relative to reference - base (an update), not to the reference.
     in_bf16: the reference's tensor computed in bf16; mask: of the elements that are compared; part:
-    of a parameter of which a tensor-parallel rank has a part.
+    of a parameter of which a rank has a part.
     """
-
-    def here(whole: Tensor) -> Tensor:
-        assert mine is not None
-        return local_of(mine, part, whole)
-
     if mine is None:
         rounding = None if in_bf16 is None else 0.0
         lost = (math.nan, math.inf, math.inf, 1.0, math.inf)
         return Comparison(kind, name, reference.numel(), *lost, rounding, 0.0)
+    here = partial(local_of, mine, part)
     own = local(mine).detach().cpu().double()
     right = here(reference).double()
     scale = right - here(base).double() if base is not None else right
@@ -156,7 +147,8 @@ def compare(
         name,
         own.numel(),
         right.abs().max().item() if right.numel() else 0.0,
-        _largest(difference),
+        # infinite if there is a NaN, which no comparison would notice
+        difference.abs().nan_to_num(math.inf).max().item() if own.numel() else 0.0,
         difference.square().sum().nan_to_num(math.inf).item(),
         scale.square().sum().item(),
         (difference * scale).sum().nan_to_num(math.inf).item(),
@@ -170,11 +162,6 @@ def reliable(gradient: Tensor, precision: str) -> Tensor:
     size = gradient.abs()
     limit = max(RELIABLE[precision] * gradient.square().mean().sqrt().item(), NEGLIGIBLE)
     return (size > limit) | (size == 0)
-
-
-def _largest(difference: Tensor) -> float:
-    """Largest absolute value; infinite if there is a NaN, which no comparison would notice."""
-    return difference.abs().nan_to_num(math.inf).max().item() if difference.numel() else 0.0
 
 
 def merge(ranks: list[list[Comparison]]) -> list[Comparison]:

@@ -1,9 +1,9 @@
-"""What gpu_check runs: cells, each a command line (or several) of its own, chosen by the devices.
+"""What gpu_check runs: cells, each a command line (or two) of its own, chosen by the devices.
 
-Each number of devices that is a power of two has its meshes. In those of the largest number every
-schedule is verified in fp32 and in bf16, with another ZeRO level each time, and every second time
-with compiled blocks; the smaller meshes have a schedule or two. What has kernels of its own on a GPU
-(documents, rings, experts, float8) is verified in the meshes of `_OTHERS`.
+The layouts are those of `gpu_cells.yaml`, for each number of devices that is a power of two. In those of
+the largest number every schedule is verified in fp32 and in bf16, with another ZeRO level each time, and
+every second time with compiled blocks; the smaller meshes have a schedule or two. What has kernels of its
+own on a GPU (documents, rings, experts, float8) is verified in the layouts called `others`.
 """
 
 from __future__ import annotations
@@ -12,67 +12,23 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import cycle
 from math import prod
+from pathlib import Path
 
-KINDS = ("verify", "determinism", "hangs", "kills", "resumes", "speed")
-_SPLIT = (  # the backward: ZeRO 1 alone
-    *("interleavedzerobubble", "zbvzerobubble", "dualpipev"),
-    *("zbh1", "vhalf", "vmin"),
-)
+import yaml
+
+from titanlike.config.schema import MESH_AXES
+
+KINDS = {  # of checks -> what passes
+    "verify": "the layout trains as one process in plain torch: schedules, ZeRO levels, bf16, compile",
+    "determinism": "two runs with deterministic=true are equal to the last bit",
+    "hangs": "a rank is stopped: the run ends in time and names it",
+    "kills": "a rank is killed: the run restarts, and no number changes",
+    "resumes": "what one layout saves another continues, in each mode of saving",
+    "speed": "tokens/s, MFU and memory of 1B and 8B, with recommended settings",
+}
+# the backward: ZeRO 1 alone
+_SPLIT = ("interleavedzerobubble", "zbvzerobubble", "dualpipev", "zbh1", "vhalf", "vmin")
 _SCHEDULES = ("1f1b", "gpipe", "interleaved1f1b", "loopedbfs", *_SPLIT)
-# a model of sixteen blocks that a GPU's matrix products and attention kernels can take
-_SMALL = (
-    "model.hidden_size=256 model.num_attention_heads=4 model.num_key_value_heads=2 "
-    "model.intermediate_size=704 model.num_hidden_layers=16 seq_len=256"
-)
-_TINY = (
-    "model.hidden_size=32 model.num_attention_heads=4 model.num_key_value_heads=2 "
-    "model.intermediate_size=64 model.num_hidden_layers=8 seq_len=16"
-)
-_BATCH = "batch_size=32 data=synthetic logger=none"
-# recommended: blocks compiled, bf16, activations recomputed as far as memory asks for it
-_FAST = "precision=bf16 compile=true loss=chunked_cross_entropy matmul_precision=high"
-_BIG = f"{_FAST} seq_len=8192 data=synthetic data.vocab_size=128256 logger=none"
-_MESHES = {  # by the number of devices: (pp, dp, replicate)
-    1: [(1, 1, 1)],
-    2: [(2, 1, 1), (1, 2, 1), (1, 2, 2)],
-    4: [(2, 2, 1), (4, 1, 1), (1, 4, 2)],
-    8: [(4, 2, 1), (2, 4, 2), (8, 1, 1), (1, 8, 1)],
-}
-_TENSOR = {  # the same with tensor parallelism
-    2: ["tp=2"],
-    4: ["tp=4", "dp=2 tp=2", "pp=2 tp=2 schedule=zbvzerobubble"],
-    8: ["pp=2 dp=2 tp=2 schedule=interleaved1f1b", "dp=4 replicate=2 tp=2"],
-}
-_DOCUMENTS = "data=text data.documents=true"
-_MIXTURE = "model=moe_tiny model.moe_intermediate_size=256 model.num_local_experts=8"
-_OTHERS = {  # by the number of devices, each in fp32 and in bf16 unless it says a precision
-    1: [
-        "activation_checkpoint=selective",
-        "loss=chunked_cross_entropy",
-        _DOCUMENTS,
-        f"{_DOCUMENTS} compile=true",
-        f"{_MIXTURE} activation_checkpoint=selective",
-        "optimizer=muon",
-        "precision=float8",
-        "fsdp.cpu_offload=true",
-    ],
-    2: [
-        *(f"cp=2 context_parallel={how}" for how in ("ulysses", "ring", "gather")),
-        "cp=2 context_parallel=gather compile=true",
-        *(f"cp=2 context_parallel={how} {_DOCUMENTS}" for how in ("ulysses", "gather")),
-        *(f"{_MIXTURE} dp=2 ep=2 activation_checkpoint={how}" for how in ("none", "full")),
-        f"{_MIXTURE} dp=2 ep=2 activation_checkpoint=selective compile=true",
-        "dp=2 optimizer=muon",
-        "dp=2 precision=float8 compile=true",
-    ],
-    4: [
-        "dp=2 cp=2 context_parallel=ring fsdp.zero=3",
-        "tp=2 cp=2 context_parallel=gather",
-        f"{_MIXTURE} dp=2 tp=2 ep=2",
-        f"{_MIXTURE} pp=2 dp=2 ep=2 schedule=zbh1 activation_checkpoint=selective",
-    ],
-    8: [f"{_MIXTURE} pp=2 dp=2 cp=2 ep=4 schedule=interleaved1f1b"],
-}
 
 
 @dataclass(frozen=True)
@@ -87,128 +43,136 @@ class Cell:
     then: tuple[str, ...] = ()  # more, of the command that goes on with the run
 
 
-def plan(devices: int, kinds: tuple[str, ...] = KINDS, *, cpu: bool = False) -> list[Cell]:
+def plan(devices: int, kinds: tuple[str, ...] = tuple(KINDS), *, cpu: bool = False) -> list[Cell]:
     """The cells for so many devices of a machine; with `cpu` few and tiny ones, for as many ranks."""
-    sizes = [size for size in _MESHES if size <= devices]
-    cells: list[Cell] = []
-    makers = {
-        "verify": _verify,
-        "determinism": _determinism,
-        "hangs": _hangs,
-        "kills": _kills,
-        "resumes": _resumes,
-        "speed": _speed,
-    }
-    for kind in KINDS:
-        if kind in kinds:
-            cells += makers[kind](sizes, cpu)
-    return cells
+    cells = _Cells(devices, cpu)
+    return [cell for kind in KINDS if kind in kinds for cell in getattr(cells, kind)()]
 
 
-def _cell(kind: str, name: str, words: str, cpu: bool, timeout: float = 600.0) -> Cell:
-    common = f"{_TINY if cpu else _SMALL} {_BATCH} device={'cpu' if cpu else 'auto'}"
-    texts = (*(common if kind != "speed" or cpu else "").split(), *words.split())
-    overrides = tuple({text.partition("=")[0]: text for text in texts}.values())
-    axes = ("pp=", "dp=", "cp=", "tp=")
-    sizes = [int(word.partition("=")[2]) for word in overrides if word.startswith(axes)]
-    return Cell(kind, name, overrides, prod(sizes), timeout)
+class _Cells:
+    """A method for each kind."""
 
+    def __init__(self, devices: int, cpu: bool) -> None:
+        text = Path(__file__).with_name("gpu_cells.yaml").read_text(encoding="utf-8")
+        tables = yaml.safe_load(text)
+        self._short: dict[str, str] = tables["short"]
+        self._meshes: dict[int, list[str]] = tables["meshes"]
+        self._sizes = [size for size in self._meshes if size <= devices]
+        self._divided, self._others = (
+            [words for size in self._sizes for words in tables[key].get(size, ())]
+            for key in ("divided", "others")
+        )
+        self._divided_fast: str = tables["divided_fast"]
+        self._cpu = cpu
+        # up to two meshes of all devices: a pipeline, and data parallel
+        meshes = self._meshes[self._sizes[-1]]
+        piped = [mesh for mesh in meshes if "pp" in mesh]
+        self._largest = [*piped[:1], *[mesh for mesh in meshes if mesh not in piped][:1]]
 
-def _mesh(pp: int, dp: int, replicate: int) -> str:
-    words = [f"pp={pp}" * (pp > 1), f"dp={dp}" * (dp > 1), f"replicate={replicate}"]
-    return " ".join(filter(None, words[: 3 if replicate > 1 else 2]))
+    def _cell(self, kind: str, name: str, words: str, timeout: float = 600.0) -> Cell:
+        common = "" if kind == "speed" and not self._cpu else "BATCH"
+        if common:
+            common = f"TINY {common} device=cpu" if self._cpu else f"SMALL {common} device=auto"
+        texts = self._in_full(f"{common} {words}").split()
+        overrides = tuple({text.partition("=")[0]: text for text in texts}.values())
+        ranks = prod(_axes(overrides).get(axis, 1) for axis in MESH_AXES)
+        return Cell(kind, self._in_full(name) or "one process", overrides, ranks, timeout)
 
+    def _in_full(self, words: str) -> str:
+        return " ".join(self._short.get(word, word) for word in words.split())
 
-def _verify(sizes: list[int], cpu: bool) -> Iterator[Cell]:
-    precisions = ("fp32", "bf16")
-    for size in sizes:
-        for pp, dp, replicate in _MESHES[size][: 2 if cpu else None]:
-            shards = dp > replicate
-            compiled = cycle((False, True, True, False))
-            schedules = _SCHEDULES if pp > 1 else ("1f1b",) * (3 if shards else 1)
-            if cpu or size < sizes[-1]:
-                schedules = [s for s in schedules if s in ("1f1b", "zbvzerobubble")][:2]
-            for number, schedule in enumerate(schedules):
-                for turn, precision in enumerate(precisions[: 1 if cpu else None]):
-                    words = [_mesh(pp, dp, replicate)]
-                    words += [f"schedule={schedule}"] * (pp > 1)
-                    if shards and not (pp > 1 and schedule in _SPLIT):
-                        words.append(f"fsdp.zero={1 + (number + turn) % 3}")
-                    words += ["precision=bf16"] * (precision == "bf16")
-                    words += ["compile=true"] * (not cpu and next(compiled))
-                    text = " ".join(filter(None, words))
-                    yield _cell("verify", text or "one process", text, cpu)
-    for words in (words for size in sizes for words in _TENSOR.get(size, ())):
+    def verify(self) -> Iterator[Cell]:
+        for words in self._schedules():
+            yield self._cell("verify", words, words)
         ways = ("", " precision=bf16 compile=true", " compile=true tp_async=true")
-        for more in ways[: 1 if cpu else 3]:
-            yield _cell("verify", words + more, words + more, cpu)
-    for words in (words for size in sizes for words in _OTHERS[size] if not cpu):
-        for more in ("",) if "precision=" in words else ("", " precision=bf16"):
-            yield _cell("verify", words + more, words + more, cpu)
+        texts = [words + more for words in self._divided for more in ways[: 1 if self._cpu else 3]]
+        for words in [] if self._cpu else self._others:
+            both = [words, f"{words} precision=bf16"]
+            texts += both[:1] if "precision=" in words else both
+        for words in texts:
+            yield self._cell("verify", words, words)
 
+    def _schedules(self) -> Iterator[str]:
+        for size in self._sizes:
+            for mesh in self._meshes[size][: 2 if self._cpu else None]:
+                axes = _axes(mesh.split())
+                shards = axes.get("dp", 1) > axes.get("replicate", 1)
+                compiled = cycle((False, True, True, False))
+                schedules = _SCHEDULES if "pp" in axes else ("1f1b",) * (3 if shards else 1)
+                if self._cpu or size < self._sizes[-1]:
+                    few = ("1f1b", "zbvzerobubble")
+                    schedules = tuple(name for name in schedules if name in few)[:2]
+                for number, schedule in enumerate(schedules):
+                    for turn, precision in enumerate(("fp32", "bf16")[: 1 if self._cpu else 2]):
+                        words = [mesh] * bool(mesh)
+                        words += [f"schedule={schedule}"] * ("pp" in axes)
+                        if shards and not ("pp" in axes and schedule in _SPLIT):
+                            words.append(f"fsdp.zero={1 + (number + turn) % 3}")
+                        words += ["precision=bf16"] * (precision == "bf16")
+                        words += ["compile=true"] * (not self._cpu and next(compiled))
+                        yield " ".join(words)
 
-def _largest(sizes: list[int]) -> list[str]:
-    """Up to two meshes of all devices: pipelines, and data parallel."""
-    meshes = _MESHES[sizes[-1]]
-    chosen = [
-        next((m for m in meshes if m[0] > 1), None),
-        next((m for m in meshes if m[0] == 1), None),
-    ]
-    return [_mesh(*mesh) for mesh in chosen if mesh is not None]
+    def determinism(self) -> Iterator[Cell]:
+        for mesh in self._largest[: 1 if self._cpu else 2]:
+            words = f"{mesh} deterministic=true precision=bf16 steps=6"
+            yield self._cell("determinism", mesh, words)
 
+    def hangs(self) -> Iterator[Cell]:
+        limit = 4 if self._cpu else 30
+        for mesh in filter(None, self._largest[: 1 if self._cpu else 2]):
+            words = f"{mesh} steps=100000 launch.step_timeout={limit} launch.heartbeat=1"
+            yield self._cell("hangs", f"{mesh}, the last rank is stopped", words)
 
-def _determinism(sizes: list[int], cpu: bool) -> Iterator[Cell]:
-    for mesh in _largest(sizes)[: 1 if cpu else 2]:
-        words = f"{mesh} deterministic=true precision=bf16 steps=6".strip()
-        yield _cell("determinism", mesh or "one process", words, cpu)
+    def kills(self) -> Iterator[Cell]:
+        for mesh in filter(None, self._largest[: 1 if self._cpu else 2]):
+            steps = 40 if self._cpu else 200  # the kill comes after the first checkpoint
+            restarts = "launch.max_restarts=1 checkpoint.every=10"
+            words = f"{mesh} deterministic=true steps={steps} {restarts}"
+            yield self._cell("kills", f"{mesh}, the last rank is killed", words)
 
+    def resumes(self) -> Iterator[Cell]:
+        """Saved in each way by one process, or in one layout, and loaded in another."""
+        meshes = self._largest
+        pairs = [*dict.fromkeys([*(("", mesh) for mesh in meshes), (meshes[-1], "")])]
+        for mode in ("async", "async_pinned", "async_process")[: 1 if self._cpu else 3]:
+            common = f"lr=constant checkpoint.every=6 checkpoint.mode={mode}"
+            for before, after in pairs[: 1 if self._cpu else None]:
+                name = f"{before or 'one process'}, then {after or 'one process'}, {mode}"
+                saved = self._cell("resumes", name, f"{before} {common} steps=6")
+                resumed = self._cell("resumes", name, f"{after} {common} steps=12")
+                ranks = max(saved.ranks, resumed.ranks)
+                yield replace(saved, then=resumed.overrides, ranks=ranks)
 
-def _hangs(sizes: list[int], cpu: bool) -> Iterator[Cell]:
-    limit = 4 if cpu else 30
-    for mesh in filter(None, _largest(sizes)[: 1 if cpu else 2]):
-        words = f"{mesh} steps=100000 launch.step_timeout={limit} launch.heartbeat=1"
-        yield _cell("hangs", f"{mesh}, the last rank is stopped", words, cpu)
-
-
-def _kills(sizes: list[int], cpu: bool) -> Iterator[Cell]:
-    for mesh in filter(None, _largest(sizes)[: 1 if cpu else 2]):
-        steps = 40 if cpu else 200  # the kill comes after the first checkpoint
-        words = f"{mesh} deterministic=true steps={steps} launch.max_restarts=1 checkpoint.every=10"
-        yield _cell("kills", f"{mesh}, the last rank is killed", words, cpu)
-
-
-def _resumes(sizes: list[int], cpu: bool) -> Iterator[Cell]:
-    """Saved in each way by one process, or in one layout, and loaded in another."""
-    meshes = _largest(sizes)
-    pairs = [*dict.fromkeys([*(("", mesh) for mesh in meshes), (meshes[-1], "")])]
-    for mode in ("async", "async_pinned", "async_process")[: 1 if cpu else 3]:
-        common = f"lr=constant checkpoint.every=6 checkpoint.mode={mode}"
-        for before, after in pairs[: 1 if cpu else None]:
-            name = f"{before or 'one process'}, then {after or 'one process'}, {mode}"
-            saved = _cell("resumes", name, f"{before} {common} steps=6", cpu)
-            resumed = _cell("resumes", name, f"{after} {common} steps=12", cpu)
-            yield replace(saved, then=resumed.overrides, ranks=max(saved.ranks, resumed.ranks))
-
-
-def _speed(sizes: list[int], cpu: bool) -> Iterator[Cell]:
-    if cpu:
-        yield _cell("speed", "tiny", f"{_mesh(*_MESHES[sizes[-1]][0])} steps=6", cpu)
-        return
-    for size in sorted({1, sizes[-1]}):
-        for pp, dp, replicate in _MESHES[size]:
-            layout = _mesh(pp, dp, replicate)
-            layout += " schedule=interleaved1f1b" * (1 < pp < 8)
-            microbatches = 4 * pp if pp > 1 else 2  # of one sequence
-            batch = f"batch_size={microbatches * dp} schedule.microbatches={microbatches} steps=12"
-            for model, least in (("llama3_1b", 1), ("llama3_8b", 4)):
-                if size >= 2 and pp == 1 and dp == size and replicate == 1:
-                    tp = f"dp={dp // 2} tp=2 tp_async=true activation_checkpoint=selective"
-                    words = f"model={model} {tp} batch_size={dp} schedule.microbatches=2 steps=12"
-                    yield _cell("speed", f"model={model} {tp}", f"{words} {_BIG}", cpu, 1200.0)
-                for recomputed in ("selective", "fit")[pp > 1 :]:
-                    if size >= least:
-                        chosen = f"model={model} {layout} activation_checkpoint={recomputed}"
-                        name = " ".join(chosen.split()).replace(
-                            "activation_checkpoint", "recomputed"
+    def speed(self) -> Iterator[Cell]:
+        if self._cpu:
+            words = f"{self._meshes[self._sizes[-1]][0]} steps=6"
+            yield self._cell("speed", "tiny", words)
+            return
+        for size in sorted({1, self._sizes[-1]}):
+            for mesh in self._meshes[size]:
+                axes = _axes(mesh.split())
+                pp, dp = axes.get("pp", 1), axes.get("dp", 1)
+                layout = mesh + " schedule=interleaved1f1b" * (1 < pp < 8)
+                count = 4 * pp if pp > 1 else 2  # microbatches, of one sequence
+                batch = f"batch_size={count * dp} schedule.microbatches={count} steps=12"
+                for model, least in (("llama3_1b", 1), ("llama3_8b", 4)):
+                    cells = [
+                        (f"{layout} activation_checkpoint={recomputed}", batch)
+                        for recomputed in ("selective", "fit")[pp > 1 :]
+                        if size >= least
+                    ]
+                    if size >= 2 and mesh == f"dp={size}":
+                        half = f"batch_size={dp} schedule.microbatches=2 steps=12"
+                        cells.insert(0, (f"dp={dp // 2} {self._divided_fast}", half))
+                    for words, sizes in cells:
+                        name = f"model={model} {words}"
+                        if sizes == batch:
+                            name = name.replace("activation_checkpoint", "recomputed")
+                        yield self._cell(
+                            "speed", name, f"model={model} {words} {sizes} BIG", 1200.0
                         )
-                        yield _cell("speed", name, f"{chosen} {batch} {_BIG}", cpu, 1200.0)
+
+
+def _axes(words: tuple[str, ...] | list[str]) -> dict[str, int]:
+    pairs = (word.partition("=") for word in words)
+    return {key: int(value) for key, _, value in pairs if value.isdigit()}

@@ -7,18 +7,18 @@ command line on its batches, in its microbatches, with the same blocks recompute
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor import DTensor
-from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from titanlike.config.schema import ChunkedCrossEntropy, Config, CrossEntropy
 from titanlike.data.loader import batches
@@ -31,7 +31,7 @@ from titanlike.models.llama import Llama, rotary_table
 from titanlike.models.registry import build_model, initial_weights_of
 from titanlike.optim.optimizer import build_optimizers, set_lr
 from titanlike.parallel.activation_checkpoint import checkpoint_blocks, saved_operators
-from titanlike.proof.plain_tensor_parallel import divide_by_hand, loss_context
+from titanlike.parallel.plain_tensor_parallel import divide_by_hand, loss_parallel
 from titanlike.torch_private.dtensor import local
 from titanlike.training.train_plan import TrainPlan
 
@@ -42,9 +42,10 @@ def why_no_plain_loop(config: Config, plan: TrainPlan) -> str:
         return "of cross entropy alone"
     if config.world_size == 1:
         return ""
-    if config.fsdp.cpu_offload or config.precision.name == "float8":
-        return "of several ranks without CPU offload and float8"
-    if config.tp > 1 and (config.pp > 1 or config.model.name != "llama" or config.precision.low):
+    if config.fsdp.cpu_offload or config.precision.name == "float8" or config.cp > 1:
+        return "of several ranks without CPU offload, float8 and context parallelism"
+    simple = config.pp == 1 and config.model.name == "llama" and not config.precision.low
+    if _axis_in_layers(plan) and not simple:
         return "of tensor parallelism for a Llama of ours, without a pipeline, in fp32"
     if config.pp > 1:
         model = plan.model_graph.model
@@ -57,46 +58,25 @@ def why_no_plain_loop(config: Config, plan: TrainPlan) -> str:
     return ""
 
 
+def _axis_in_layers(plan: TrainPlan) -> str:
+    """The mesh axis whose ranks have a part of each layer; "" = there is none."""
+    return next((axis for axis, t in plan.transforms.items() if t.placements), "")
+
+
 def plain_loop(config: Config, data: Data, plan: TrainPlan, mesh: Mesh) -> Iterator[float]:
     """Losses of its steps."""
-    if mesh.world_size == 1:
-        return _one_process(config, data, plan, mesh)
-    return _several(config, data, plan, mesh)
-
-
-def _one_process(config: Config, data: Data, plan: TrainPlan, mesh: Mesh) -> Iterator[float]:
-    device = mesh.device
-    model = build_model(plan.model)
-    use_float8(model, config, device)
-    _recompute_and_compile(model, config, plan)
-    initialize(model, initial_weights_of(plan.model, config.seed), device)
-    optimizers = build_optimizers(dict(model.named_parameters()), model, config)
-    stream = batches(data.train, replace(config, dp=1, replicate=1), dp_rank=0)
-    for step in range(1, config.steps + 1):
-        loss = torch.zeros((), device=device)
-        for inputs, targets, fields in _microbatches(next(stream), plan, device):
-            with torch.autocast(device.type, torch.bfloat16, enabled=config.precision.low):
-                logits = model(inputs, **fields)
-            share = _cross_entropy(logits, targets) / plan.microbatches
-            share.backward()
-            loss += share.detach()
-        if config.optimizer.clip is not None:
-            clip_grad_norm_(model.parameters(), config.optimizer.clip)
-        _update(optimizers, config, step)
-        yield loss.item()
-
-
-def _several(config: Config, data: Data, plan: TrainPlan, mesh: Mesh) -> Iterator[float]:
-    device, pipelined = mesh.device, config.pp > 1
-    model: Any = build_model(plan.model)
-    part = _StageByHand(model, mesh.pp_rank, config.pp) if pipelined else model
-    if mesh.tp > 1:
-        divide_by_hand(model, mesh.axes["tp"])
-    blocks = _recompute_and_compile(part, config, plan)
+    device, alone, pipelined = mesh.device, mesh.world_size == 1, config.pp > 1
     low = torch.bfloat16 if config.precision.low else None
+    model: Any = build_model(plan.model)
+    use_float8(model, config, device)
+    part = _StageByHand(model, mesh.pp_rank, config.pp) if pipelined else model
+    divided = _axis_in_layers(plan)
+    if divided:
+        divide_by_hand(model, mesh.axes[divided])
+    blocks = _recompute_and_compile(part, config, plan)
     # in a pipeline, and where the command line says so, parameters stay gathered within a step
     stay = pipelined or config.fsdp.zero == 1
-    if mesh.dp > 1 or low or mesh.tp > 1:  # for gradients divided as their parameters are
+    if mesh.dp > 1 or divided or (low and not alone):  # gradients as their parameters are
         axes = ("replicate", "shard") if config.replicate > 1 else ("shard",)
         options: dict[str, Any] = {
             "mesh": mesh.axes[axes],
@@ -108,39 +88,41 @@ def _several(config: Config, data: Data, plan: TrainPlan, mesh: Mesh) -> Iterato
         fully_shard(part, **options)
     initialize(part, initial_weights_of(plan.model, config.seed), device)
     optimizers = build_optimizers(dict(part.named_parameters()), model, config)
-    stream = batches(data.train, config, dp_rank=mesh.dp_rank)
     schedule = None
     if pipelined:
         group = mesh.axes.get_group("pp")
         stage = PipelineStage(part, mesh.pp_rank, config.pp, device, group=group)
         schedule = Schedule1F1B(stage, plan.microbatches, loss_fn=_cross_entropy)
+    stream = batches(data.train, config, dp_rank=mesh.dp_rank)
     for step in range(1, config.steps + 1):
         batch = next(stream)
-        if schedule is None:
-            with loss_context(mesh.tp > 1)():
-                loss = _accumulated(part, batch, plan, device, stay)
-        else:
+        if schedule is not None:
             loss = _pipelined(schedule, batch, mesh)
-        _clip(part, config, mesh)
-        _update(optimizers, config, step)
-        dist.all_reduce(loss)
-        yield loss.item() / (mesh.dp * mesh.tp)
+        else:
+            with loss_parallel() if divided else nullcontext():
+                loss = _accumulated(part, batch, plan, device, stay, cast=alone and bool(low))
+        take_step(part.parameters(), optimizers, config, step, mesh)
+        if not alone:
+            dist.all_reduce(loss)
+        yield loss.item() / (mesh.world_size // mesh.pp)
 
 
 def _accumulated(
-    model: Any, batch: Any, plan: TrainPlan, device: torch.device, stay: bool
+    model: Any, batch: Any, plan: TrainPlan, device: torch.device, stay: bool, cast: bool
 ) -> Tensor:
     """Forward and backward of each microbatch; gradients are reduced in the last one, and until then
-    parameters stay gathered, or are gathered twice in each."""
+    parameters stay gathered, or are gathered twice in each. cast: compute in bf16 by autocast."""
     loss = torch.zeros((), device=device)
     for index, (inputs, targets, fields) in enumerate(_microbatches(batch, plan, device)):
         last = index == plan.microbatches - 1
-        model.set_requires_gradient_sync(last)
-        model.set_reshard_after_backward(last or not stay)
-        share = _cross_entropy(model(inputs, **fields), targets) / plan.microbatches
+        if isinstance(model, FSDPModule):
+            model.set_requires_gradient_sync(last)
+            model.set_reshard_after_backward(last or not stay)
+        with torch.autocast(device.type, torch.bfloat16, enabled=cast):
+            logits = model(inputs, **fields)
+        share = _cross_entropy(logits, targets) / plan.microbatches
         share.backward()
-        share = share.detach()
-        loss += local(share)
+        loss += local(share.detach())
     return loss
 
 
@@ -226,21 +208,24 @@ def _cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(flat, targets.flatten(), ignore_index=IGNORE)
 
 
-def _clip(part: nn.Module, config: Config, mesh: Mesh) -> None:
-    """By the norm over all shards and stages."""
-    gradients = [p.grad for p in part.parameters() if p.grad is not None]
-    norm = get_total_norm(gradients)
+def take_step(
+    parameters: Iterable[Tensor],
+    optimizers: list[torch.optim.Optimizer],
+    config: Config,
+    step: int,
+    mesh: Mesh | None = None,
+) -> None:
+    """Clip gradients by the norm over all shards and stages, and update; gradients are dropped."""
+    parameters = [p for p in parameters if p.grad is not None]
+    norm = get_total_norm([p.grad for p in parameters if p.grad is not None])
     if isinstance(norm, DTensor):
         norm = norm.full_tensor()
-    if mesh.pp > 1:
+    if mesh is not None and mesh.pp > 1:
         squared = norm.square()
         dist.all_reduce(squared, group=mesh.axes.get_group("pp"))
         norm = squared.sqrt()
     if config.optimizer.clip is not None:
-        clip_grads_with_norm_(part.parameters(), config.optimizer.clip, norm)
-
-
-def _update(optimizers: list[torch.optim.Optimizer], config: Config, step: int) -> None:
+        clip_grads_with_norm_(parameters, config.optimizer.clip, norm)
     set_lr(optimizers, config, step)
     for optimizer in optimizers:
         optimizer.step()

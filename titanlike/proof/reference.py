@@ -9,6 +9,7 @@ import copy
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,8 +23,9 @@ from titanlike.distributed.placement import experts_of
 from titanlike.models.float8 import use_float8
 from titanlike.models.registry import build_model, initial_weights_of, resolve_model
 from titanlike.optim.loss import build_loss
-from titanlike.optim.optimizer import build_optimizers, optimizer_state, set_lr
+from titanlike.optim.optimizer import build_optimizers, optimizer_state
 from titanlike.proof.comparison import compare, reliable
+from titanlike.proof.plain_loops import take_step
 from titanlike.torch_private.autograd import watch_autocast
 from titanlike.torch_private.operators import BatchNorm
 from titanlike.training.train_plan import make_plan
@@ -87,12 +89,12 @@ def rounding_of_one_process(
     runs: list[dict[str, Any]] = [{"groups": config.batch_size}]
     if exact.groups > 1 or not kernels:
         runs = [{"groups": exact.groups, "nudge": seed} for seed in range(_NUDGES)]
-    found: dict[tuple[str, str], float] = {}
+    largest: dict[tuple[str, str], float] = {}
     for run in runs:
         other = _single_process(config, data, device, torch.float32, **run)
         for key, squared in _distances(exact, other).items():
-            found[key] = max(found.get(key, 0.0), squared)
-    return found
+            largest[key] = max(largest.get(key, 0.0), squared)
+    return largest
 
 
 def _distances(exact: Reference, other: Reference) -> dict[tuple[str, str], float]:
@@ -102,26 +104,20 @@ def _distances(exact: Reference, other: Reference) -> dict[tuple[str, str], floa
         compare("gradient", name, other.gradients[name], g) for name, g in exact.gradients.items()
     ]
     rows += [compare("buffer", name, other.buffers[name], b) for name, b in exact.buffers.items()]
-    rows += [
-        compare("update", name, _moved(exact, other, name), right, mask=exact.reliable[name])
-        for name, right in exact.updated.items()
-    ]
+    for name, right in exact.updated.items():  # from the same weights
+        update = other.updated[name].double() - other.initial[name].double()
+        moved = exact.initial[name].double() + update
+        rows.append(compare("update", name, moved, right, mask=exact.reliable[name]))
     rows += [
         compare("state", name, value, exact.state[name])
         for name, value in other.state.items()
         if name in exact.state
     ]
-    found = {(row.kind, row.name): row.squared for row in rows}
+    distances = {(row.kind, row.name): row.squared for row in rows}
     for losses in (EARLY_LOSSES, exact.losses.keys() - EARLY_LOSSES):
-        moved = max(abs(other.losses[name] - exact.losses[name]) for name in losses) ** 2
-        found |= {("loss", name): moved for name in losses}
-    return found
-
-
-def _moved(exact: Reference, nudged: Reference, name: str) -> Tensor:
-    """`exact`'s initial weights with the update that they have in `nudged`."""
-    update = nudged.updated[name].double() - nudged.initial[name].double()
-    return exact.initial[name].double() + update
+        squared = max(abs(other.losses[name] - exact.losses[name]) for name in losses) ** 2
+        distances |= {("loss", name): squared for name in losses}
+    return distances
 
 
 def _single_process(
@@ -204,7 +200,7 @@ def _single_process(
         losses[loss_name(step)] = total.item() / count
         # before a recomputation in the backward
         buffers = buffers or norms.buffers()
-        counts = experts.counts()
+        counts = dict(experts.counts)
         (total / count).backward()
         gradients = copy_of((name, gradient_of(p)) for name, p in model.named_parameters())
         if step == 1:
@@ -213,12 +209,7 @@ def _single_process(
             masks[name] = masks.get(name, True) & reliable(
                 gradient, rounding or config.precision.name
             )
-        if config.optimizer.clip is not None:
-            nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.clip)
-        set_lr(optimizers, config, step)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        take_step(model.parameters(), optimizers, config, step)
         buffers = experts.balance(counts) | buffers
     losses["loss after the last step"] = mean_over(iter([next(stream)]))
     updated = copy_of(model.named_parameters())
@@ -274,16 +265,13 @@ class _WholeBatchStatistics:
         self._calls: Counter[str] = Counter()
         self._handles = [model.register_forward_pre_hook(lambda *_: self._calls.clear())]
         for name, norm in norms.items():
-            self._handles.append(norm.register_forward_pre_hook(self._keep(name)))
+            self._handles.append(norm.register_forward_pre_hook(partial(self._keep, name)))
 
-    def _keep(self, name: str) -> Any:
-        def hook(_: nn.Module, args: tuple[Tensor, ...]) -> None:
-            # a copy: an operation after a batch norm may work in place
-            inputs = self._inputs.setdefault((name, self._calls[name]), [])
-            inputs.append(args[0].detach().clone())
-            self._calls[name] += 1
-
-        return hook
+    def _keep(self, name: str, _: nn.Module, args: tuple[Tensor, ...]) -> None:
+        # a copy: an operation after a batch norm may work in place
+        inputs = self._inputs.setdefault((name, self._calls[name]), [])
+        inputs.append(args[0].detach().clone())
+        self._calls[name] += 1
 
     def buffers(self) -> dict[str, Tensor]:
         """The buffers after a step on all inputs, by name. Ends the recording."""
@@ -302,40 +290,31 @@ class _WholeBatchCounts:
     """How many tokens the experts of a model that runs in one process had."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self._counts: dict[str, Tensor] = {}
+        self.counts: dict[str, Tensor] = {}  # of the step, by the name of the experts
+        self._holders: dict[str, tuple[str, Any]] = {}  # of these: their names, and they
         for name, experts in experts_of(model).items():
-            experts.register_forward_pre_hook(self._count(name))
+            holder = name.rpartition(".")[0]
+            self._holders[name] = holder, model.get_submodule(holder)
+            experts.register_forward_pre_hook(partial(self._count, name))
 
-    def _count(self, name: str) -> Any:
-        def hook(experts: nn.Module, args: tuple[Tensor, ...]) -> None:
-            if experts.training:
-                self._counts[name] = self._counts.get(name, 0) + args[1]
-
-        return hook
-
-    def _holder(self, name: str) -> tuple[str, Any]:
-        holder = name.rpartition(".")[0]
-        return holder, self._model.get_submodule(holder)
+    def _count(self, name: str, experts: nn.Module, args: tuple[Tensor, ...]) -> None:
+        if experts.training:
+            self.counts[name] = self.counts.get(name, 0) + args[1]
 
     def begin(self, tokens: int) -> None:
         """A step on so many tokens."""
-        self._counts = {}
-        for name in experts_of(self._model):
-            _, holder = self._holder(name)
+        self.counts = {}
+        for _, holder in self._holders.values():
             if hasattr(holder, "token_share"):
                 holder.token_share = torch.tensor(1 / tokens)
 
-    def counts(self) -> dict[str, Tensor]:
-        return dict(self._counts)
-
     def balance(self, counts: dict[str, Tensor]) -> dict[str, Tensor]:
         """Tell the layers that hold experts; their buffers then, by name."""
-        found: dict[str, Tensor] = {}
+        buffers: dict[str, Tensor] = {}
         for name, of_experts in counts.items():
-            path, holder = self._holder(name)
+            path, holder = self._holders[name]
             if hasattr(holder, "balance"):
                 holder.balance(of_experts)
                 named = holder.named_buffers(recurse=False)
-                found |= {f"{path}.{key}": b.detach().cpu().clone() for key, b in named}
-        return found
+                buffers |= {f"{path}.{key}": b.detach().cpu().clone() for key, b in named}
+        return buffers

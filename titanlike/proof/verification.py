@@ -20,14 +20,15 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import reduce
+from itertools import groupby
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from titanlike.config.schema import Config
 from titanlike.data.loader import batches
@@ -38,7 +39,7 @@ from titanlike.distributed.mesh import close_mesh, open_mesh
 from titanlike.distributed.placement import Part, pieces
 from titanlike.launch.worker import Worker, barrier
 from titanlike.metrics.console import Console
-from titanlike.optim.optimizer import StageState, gradient_norm
+from titanlike.optim.optimizer import gradient_norm
 from titanlike.proof.comparison import Comparison, compare, merge
 from titanlike.proof.reference import (
     EARLY_LOSSES,
@@ -58,16 +59,12 @@ from titanlike.training.first_batch import compile_blocks, refuse_mixed_samples
 from titanlike.training.session import open_data_on_every_rank
 from titanlike.training.step import drop_gradients, optimizer_step, validate
 
-KINDS = (
-    "loss",
-    "initial",
-    "gradient",
-    "tp gradient",
-    "buffer",
-    "update",
-    "tp update",
-    "state",
-)  # of comparisons, causes before effects
+# of comparisons, causes before effects; also "AXIS gradient" and "AXIS update": see `_compare_copies`
+KINDS = ("loss", "initial", "gradient", "buffer", "update", "state")
+
+
+def _rank(row: Comparison) -> tuple[int, str]:
+    return KINDS.index(row.kind.split()[-1]), row.kind
 
 
 class OutOfMemory(RuntimeError):
@@ -90,7 +87,7 @@ class Found:
     def verdict(self) -> str:
         if self.agrees:
             return f"PASS: {len(self.rows)} comparisons agree"
-        wrong = [r for kind in KINDS for r in self.rows if r.kind == kind and not r.agrees]
+        wrong = sorted((row for row in self.rows if not row.agrees), key=_rank)
         names = ", ".join([*(f"{row.kind} of {row.name}" for row in wrong[:10]), *self.missing[:3]])
         more = f" and {len(wrong) - 10} more" if len(wrong) > 10 else ""
         return f"FAIL: {len(wrong)} of {len(self.rows)} comparisons differ: {names}{more}"
@@ -234,18 +231,20 @@ def _compare_layout(
                 reference = exact.gradients[name]
                 mine = parameter.grad if reference.any() else gradient_of(parameter)
                 yield compare("gradient", name, mine, reference, in_bf16, part=part)
-        if step == 1:
-            yield from _compare_copies(run, "tp gradient", lambda parameter: parameter.grad)
+            yield from _compare_copies(run, "gradient")
         optimizer_step(run, config, step, gradient_norm(run.owned, run.mesh, config, run.shares))
         drop_gradients(run)
         if step == 1:
-            yield from _compare_buffers(run, exact, rounded)
+            for name, buffer in (pair for stage in run.stages for pair in stage.named_buffers()):
+                if name in exact.buffers:
+                    in_bf16 = rounded.buffers[name] if rounded else None
+                    yield compare("buffer", name, buffer, exact.buffers[name], in_bf16)
     for name, parameter, part in parameters():
         in_bf16 = rounded.updated[name] if rounded else None
         options: dict[str, Any]
         options = {"base": exact.initial[name], "mask": exact.reliable[name], "part": part}
         yield compare("update", name, parameter, exact.updated[name], in_bf16, **options)
-    yield from _compare_copies(run, "tp update", lambda parameter: parameter)
+    yield from _compare_copies(run, "update")
     yield from _compare_states(run, exact, rounded)
 
     after, _ = run.pipeline.evaluate(to_device(next(stream), run.mesh, config))
@@ -256,32 +255,23 @@ def _compare_layout(
         yield compare("loss", name, torch.tensor([value], dtype=torch.float64), reference, in_bf16)
 
 
-def _compare_copies(
-    run: Run, kind: str, tensor_of: Callable[[nn.Parameter], Tensor | None]
-) -> Iterator[Comparison]:
-    """What several ranks of an axis inside of layers have of the same elements, against the first of them, which
-    it is equal to: else what they compute alike has come apart, as with other dropout masks."""
-    for transform in run.plan.transforms.values():
+def _compare_copies(run: Run, kind: str) -> Iterator[Comparison]:
+    """Of gradients, or of updated parameters: what several ranks of an axis inside of layers have of the same elements, against the first of
+    them, which it is equal to: else what they compute alike has come apart, as with other dropout masks.
+    """
+    for axis, transform in run.plan.transforms.items():
         ranks, placements = transform.ranks, transform.placements
         if not placements or ranks is None:
             continue
         for name, parameter in (item for state in run.stage_states for item in state.parameters()):
             if (copies := placements[name].copies) == 1:
                 continue
-            value = tensor_of(parameter)
-            value = torch.zeros_like(parameter) if value is None else value
+            value = gradient_of(parameter) if kind == "gradient" else parameter
             mine = local(value.detach()).contiguous()
             every = [torch.empty_like(mine) for _ in range(ranks.size)]
             dist.all_gather(every, mine, group=ranks.group)
-            yield compare(kind, name, mine, every[ranks.rank // copies * copies].cpu())
-
-
-def _compare_buffers(run: Run, exact: Reference, rounded: Reference | None) -> Iterator[Comparison]:
-    for stage in run.stages:
-        for name, buffer in stage.named_buffers():
-            if name in exact.buffers:
-                in_bf16 = rounded.buffers[name] if rounded else None
-                yield compare("buffer", name, buffer, exact.buffers[name], in_bf16)
+            first = every[ranks.rank // copies * copies].cpu()
+            yield compare(f"{axis} {kind}", name, mine, first)
 
 
 def _compare_states(run: Run, exact: Reference, rounded: Reference | None) -> Iterator[Comparison]:
@@ -294,33 +284,26 @@ def _compare_states(run: Run, exact: Reference, rounded: Reference | None) -> It
             expected = {name for name in exact.state if name.startswith(of_parameter)}
             for name in sorted(expected | {of_parameter + key for key in mine}):
                 value = mine.get(name.removeprefix(of_parameter))
+                # not of a count of steps
+                like = value is not None and value.shape == parameter.shape
+                part = stage.part(parameter_name) if like else None
                 reference = exact.state.get(name)
                 if reference is None:
                     assert value is not None  # the name is one of `mine`
-                    reference = torch.zeros(_whole_shape(stage, parameter_name, value))
+                    reference = torch.zeros(value.shape if part is None else part.shape)
                 zeros = torch.zeros(reference.shape)
                 in_bf16 = rounded.state.get(name, zeros) if rounded else None
                 if value is not None and value.dtype == torch.bfloat16 and in_bf16 is None:
                     in_bf16 = reference  # kept in bf16: it agrees to the last digit of that
-                # not of a count of steps
-                like = value is not None and value.shape == parameter.shape
-                part = stage.part(parameter_name) if like else None
                 yield compare("state", name, value, reference, in_bf16, part=part)
-
-
-def _whole_shape(stage: StageState, name: str, value: Tensor) -> torch.Size:
-    """Of the state of a parameter of which this rank may have a part."""
-    part = stage.part(name)
-    return value.shape if part is None or value.dim() == 0 else part.shape
 
 
 def print_found(config: Config, found: Found) -> None:
     """The worst first within each kind; all that disagree, and the largest few of the rest."""
     console, rows, groups = Console(steps=1), found.rows, found.groups
     shown = []
-    for kind in KINDS:
-        of_kind = [row for row in rows if row.kind == kind]
-        of_kind.sort(key=lambda row: (row.agrees, -row.relative))
+    for _, group in groupby(sorted(rows, key=_rank), lambda row: row.kind):
+        of_kind = sorted(group, key=lambda row: (row.agrees, -row.relative))
         count = max(3, sum(not row.agrees for row in of_kind))
         shown += of_kind[:count]
         if agreeing := of_kind[count:]:

@@ -26,6 +26,7 @@ from titanlike.parallel.tp.traces import (
     Need,
     ReferenceTrace,
     ShardedTrace,
+    first_line,
     shapes_of,
     tensors_in,
 )
@@ -77,29 +78,20 @@ class ForwardCheck:
         trace = ShardedTrace(model, self._modules, self._steps, placements)
         try:
             with as_if_compiling() if self._compiling else contextlib.nullcontext():
-                outputs = tensors_in(trace.run(partial(_run, model, self._batch)))
-            for tensor, whole in zip(outputs, self._outputs, strict=True):
+                outputs = trace.run_checked(partial(_run, model, self._batch), self._outputs)
+            for tensor, whole in outputs:
                 layout = trace.layout(tensor, whole)
                 for shard in filter(None, layout[:-1] if vocabulary else layout):
-                    return [ShardingError(f"returns {shard}", style="vocab")], {}
+                    raise ShardingError(f"returns {shard}", style="vocab")
         except ShardingError as error:
-            called = f"calls {trace.called}: " if trace.called else ""
-            where = error.shard, error.pieces, error.style, trace.path
-            return [ShardingError(called + error.reason, *where)], {}
-        except Exception as error:  # of the forward's own
-            reason = f"raises {type(error).__name__}: {first_line(error)}"
-            return [ShardingError(reason, module=trace.path)], {}
-        trace.complete(outputs)
+            return [error], {}
+        trace.complete([tensor for tensor, _ in outputs])
         return _gradient_mistakes(model, trace.needs, placements, ranks), trace.draws
 
 
 def _run(model: nn.Module, batch: dict[str, Tensor]) -> object:
     others = {name: tensor for name, tensor in batch.items() if name != "inputs"}
     return model(*([batch["inputs"]] if "inputs" in batch else []), **others)
-
-
-def first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0]
 
 
 # (what a parameter computes with, when its gradient is summed, the style that does it) by what it needs

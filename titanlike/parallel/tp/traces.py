@@ -293,6 +293,24 @@ class ShardedTrace(TracedForward):
                 layout = tuple(shard if dim == part.dim else None for dim in dims)
             self._track(parameter, layout, pending=self._await(name))
 
+    def run_checked(
+        self, forward: Callable[[], Any], wholes: Sequence[Shape]
+    ) -> list[tuple[Tensor, Shape]]:
+        """The tensors that a forward returns, and their shapes in the whole model. Raises ShardingError
+        whatever the forward raises."""
+        try:
+            tensors = tensors_in(self.run(forward))
+        except ShardingError as error:
+            called = f"calls {self.called}: " if self.called else ""
+            where = error.shard, error.pieces, error.style, self.path
+            raise ShardingError(called + error.reason, *where) from None
+        except Exception as error:
+            reason = f"raises {type(error).__name__}: {first_line(error)}"
+            raise ShardingError(reason, module=self.path) from error
+        if len(tensors) != len(wholes):
+            raise ShardingError(f"returns {len(tensors)} tensors, not {len(wholes)}")
+        return [*zip(tensors, wholes, strict=True)]
+
     def complete(self, results: list[Tensor]) -> None:
         """After the forward: its results are the loss' as they are. What was found of a block is so of
         those that equal it, too."""
@@ -539,6 +557,10 @@ class ShardedTrace(TracedForward):
 
 
 RESULT = "the result of "
+
+
+def first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]
 
 
 def tensors_in(*values: Any) -> list[Tensor]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import nn
@@ -15,9 +13,11 @@ from torch.distributed.tensor.parallel import (
     PrepareModuleInput,
     RowwiseParallel,
     SequenceParallel,
-    loss_parallel,
+    loss_parallel,  # around forward and backward: the loss is computed of divided logits
     parallelize_module,
 )
+
+__all__ = ["divide_by_hand", "loss_parallel"]
 
 
 def divide_by_hand(model: nn.Module, mesh: DeviceMesh) -> None:
@@ -58,8 +58,3 @@ def _gathered(arguments: int) -> PrepareModuleInput:
     return PrepareModuleInput(
         input_layouts=(Shard(1), *rest), desired_input_layouts=(Replicate(), *rest)
     )
-
-
-def loss_context(divided: bool) -> Callable[[], AbstractContextManager[object]]:
-    """Around forward and backward: the loss is computed of divided logits."""
-    return loss_parallel if divided else nullcontext
