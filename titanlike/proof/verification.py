@@ -63,8 +63,9 @@ from titanlike.training.step import drop_gradients, optimizer_step, validate
 KINDS = ("loss", "initial", "gradient", "buffer", "update", "state")
 
 
-def _rank(row: Comparison) -> tuple[int, str]:
-    return KINDS.index(row.kind.split()[-1]), row.kind
+def _rank(row: Comparison) -> tuple[Any, ...]:
+    *axis, kind = row.kind.split()
+    return KINDS.index(kind), *axis
 
 
 class OutOfMemory(RuntimeError):
