@@ -85,7 +85,7 @@ def _group(pp_ranks: tuple[int, ...], mesh: Mesh, timeout: float) -> dist.Proces
 
 
 class UnusedParameters:
-    """Which of this rank's parameters have no gradient, and which have none on any rank."""
+    """The parameters of this rank that have no gradient, and those that have none on any rank."""
 
     def __init__(
         self,
@@ -131,8 +131,8 @@ class UnusedParameters:
         return parameter.grad is not None
 
     def unreached(self, counts: Tensor) -> dict[nn.Parameter, Tensor]:
-        """Of each parameter that this rank did not reach, but has a gradient (of zeros) for: a flag on
-        the device, fp32, 1 if no rank reached it. An optimizer leaves it alone then.
+        """A flag on the device, fp32, for each parameter that this rank did not reach, but has a
+        gradient (of zeros) for: 1 if no rank reached it. An optimizer leaves it alone then.
 
         counts: the sum over all ranks of what `flags` returned.
         """

@@ -42,7 +42,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a parameter is among tensor-parallel ranks."""
+    """The place of a parameter among the ranks that divide layers."""
 
     part: Part | None = None  # None = whole on each rank
     copies: int = 1  # ranks that hold the same elements
@@ -52,7 +52,7 @@ class Placement:
 
 
 def pieces(tensor: Tensor, part: Part | None) -> Iterator[tuple[Slices, Slices]]:
-    """Where this rank's elements of a parameter, or of a tensor like it, are in the whole.
+    """Places of this rank's elements of a parameter, or of a tensor like it, in the whole.
 
     tensor: a rank's part, or FSDP's DTensor of it; part: None where the rank has, or FSDP shards, the
     whole. Gives (place in the local tensor, place in the whole one), a slice a dimension each.
@@ -71,7 +71,7 @@ def pieces(tensor: Tensor, part: Part | None) -> Iterator[tuple[Slices, Slices]]
 
 
 def places(tensor: Tensor, part: Part | None) -> list[Tensor]:
-    """Of each dimension, where what this rank holds of it is in the whole: int64 vectors."""
+    """Places, in each dimension of the whole, of what this rank holds: int64 vectors."""
     held = local_slices(tensor)
     ranges = [[piece] for piece in held]
     if part is not None:
@@ -114,7 +114,7 @@ def style_of(module: nn.Module) -> str:
 
 
 def gathered_parts(module: nn.Module) -> int:
-    """Of how many parts of the sequence a module computes with the whole; 1 = of the one it is given."""
+    """How many parts of the sequence a module gathers and computes with; 1 = the one it is given."""
     ranks: Any = vars(module).get(GATHERS)
     return ranks.size if ranks is not None and ranks.sequence else 1
 

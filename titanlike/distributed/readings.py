@@ -142,7 +142,7 @@ class Clock:
             self._host_zero = time.perf_counter()
 
     def seconds(self, marks: Sequence[Any]) -> list[float]:
-        """Of this host's clock (`time.perf_counter`), once the device has come to the last mark."""
+        """Times of this host's clock (`time.perf_counter`), once the device has come to the last mark."""
         if isinstance(self._zero, float):
             return [*marks]
         return [self._host_zero + _seconds(self._zero, mark) for mark in marks]

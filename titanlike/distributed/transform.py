@@ -58,7 +58,7 @@ class Transform:
         """The loss of what the changed model returns; None = as the config says."""
 
     def recorded(self, graph: ModelGraph) -> None:
-        """When the changed model's forward is recorded."""
+        """Called when the changed model's forward is recorded."""
 
     def check(self, recorded: Recorded) -> None:
         """Raise ConfigError where the changed model would compute other results."""
@@ -108,19 +108,19 @@ class Transform:
         return nullcontext()
 
     def weight_gradients(self, stage: int) -> Callable[[], Callable[[], None]] | None:
-        """Of a stage whose weight gradients wait, in a schedule that splits the backward: takes those
-        that are queued; what it returns computes them."""
+        """What takes the queued weight gradients of a stage where they wait, in a schedule that splits the
+        backward; what that returns computes them."""
         return None
 
     def after_backward(self) -> None:
-        """When this rank's backwards are done, in reversed order. Collective."""
+        """Called when this rank's backwards are done, in reversed order. Collective."""
 
     def after_update(self, skip: Tensor | None) -> None:
-        """When the optimizers have stepped. Collective. skip: a scalar on the device, 1 = the step is
+        """Called when the optimizers have stepped. Collective. skip: a scalar on the device, 1 = the step is
         not applied; None = 0."""
 
     def logits(self, part: Tensor) -> Tensor:
-        """Of the whole vocabulary [B, V], of what this rank's last stage returns [B, V or a part]."""
+        """Logits of the whole vocabulary [B, V]; part: what this rank's last stage returns [B, V or less]."""
         return part
 
     # --- for metrics.jsonl
@@ -130,5 +130,5 @@ class Transform:
         return ()
 
     def record(self, values: Sequence[float]) -> dict[str, float]:
-        """Of these, what a step's record shows."""
+        """What a step's record shows of these."""
         return {}

@@ -210,11 +210,11 @@ def check_loss(config: Settings, output: Any, targets: Tensor, rows: int) -> lis
             loss.total(output, targets)
         if not isinstance(loss, CustomLoss) or loss.count_function is not None:
             return []
-        one = loss.terms(output, targets)
-        two = loss.terms(tree_map(output, lambda x: _twice(x, rows)), _twice(targets, rows))
-        if two == 2 * one:
+        count = loss.terms(output, targets)
+        twice = loss.terms(tree_map(output, lambda x: _twice(x, rows)), _twice(targets, rows))
+        if twice == 2 * count:
             return []
-        reason = f"it returns {one} losses for {rows} sequences and {two} for {2 * rows}"
+        reason = f"it returns {count} losses for {rows} sequences and {twice} for {2 * rows}"
         fix = "return the losses of each sequence by itself, [B, ...]"
     except ConfigError as error:
         return error.problems
@@ -233,7 +233,7 @@ def check_loss(config: Settings, output: Any, targets: Tensor, rows: int) -> lis
 
 
 def trained_outputs(loss: Loss, output: Any, targets: Tensor) -> list[bool]:
-    """For each tensor of a model's output, whether the loss uses it; both are on meta."""
+    """Whether the loss uses each tensor of a model's output; both are on meta."""
     with torch.device("meta"), torch.enable_grad():
         total = loss.total(output, targets)
     return used_by(total, [leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, Tensor)])

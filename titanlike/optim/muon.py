@@ -143,7 +143,7 @@ class Muon(SkippingOptimizer):
 
 
 def lr_ratio(adjust_lr: str, rows: int, columns: int) -> float:
-    """By what the learning rate of a matrix is multiplied."""
+    """What the learning rate of a matrix is multiplied by."""
     if adjust_lr == "original":
         return math.sqrt(max(1.0, rows / columns))
     return 0.2 * math.sqrt(max(rows, columns))  # as large an update as AdamW's, on average

@@ -84,7 +84,7 @@ def build_optimizers(
     placements: Mapping[str, Placement] | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> list[torch.optim.Optimizer]:
-    """Of some parameters of a model, by name: each by one optimizer, whose choice does not depend on
+    """Optimizers of some parameters of a model, by name: each has one, whose choice does not depend on
     the layout. Vectors (norms, biases) are not decayed. A group's `initial_lr` is its peak.
 
     model: the whole one, which may be on meta; placements: of parameters among tensor-parallel

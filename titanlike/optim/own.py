@@ -153,7 +153,8 @@ def _trained(choice: OwnOptimizer, ranks: Ranks) -> Tensor:
                 optimizer.step()
                 for tensor, parameter in held.items():
                     after[tensor][parts[tensor]] = parameter.detach()
-    return torch.stack([torch.cat([weight.flatten() for weight in each]) for each in results])
+    flat = [torch.cat([weight.flatten() for weight in weights]) for weights in results]
+    return torch.stack(flat)
 
 
 def _tried(group: str, config: Custom, function: Callable[..., Any], *args: Any) -> Any:

@@ -99,9 +99,12 @@ class CompiledBlocks(Transform):
     def notes(self) -> list[str]:
         """What there is to say of blocks that are not compiled as a whole, a line a reason."""
         lines = []
-        for found, what in ((self.eager, "not compiled"), (self.broken, "not compiled as a whole")):
-            for reason in dict.fromkeys(found.values()):
-                names = [name for name, why in found.items() if why == reason]
+        for reasons, what in (
+            (self.eager, "not compiled"),
+            (self.broken, "not compiled as a whole"),
+        ):
+            for reason in dict.fromkeys(reasons.values()):
+                names = [name for name, why in reasons.items() if why == reason]
                 more = f" and {len(names) - 1} more" if len(names) > 1 else ""
                 lines.append(f"{names[0]}{more} {what}: {reason}")
         return lines

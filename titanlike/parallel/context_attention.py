@@ -164,9 +164,11 @@ class ContextAttention(TorchFunctionMode):
             if number == len(calls):
                 like = looking.alike.get(mode[0], ""), mode[1]
                 whole = looking.whole.get(mode) or looking.whole.get(like, [])
-                known = number < len(whole)
-                found = counted(whole[number], call, looking.tokens, size) if known else None
-                calls.append(found or Counted(call.kind))
+                calls.append(
+                    counted(whole[number], call, looking.tokens, size)
+                    if number < len(whole)
+                    else Counted(call.kind)
+                )
         if number >= len(calls) or calls[number].kind != call.kind:
             raise self._other_calls(mode[0])
         dims = calls[number].dims
@@ -212,7 +214,7 @@ class ContextAttention(TorchFunctionMode):
             return _by_heads(attend, query, key, value, ranks)
         if ranks.method == "ring":
             assert mask is None, "of the ring's blocks none takes a mask"
-            return ring_attention(query, key, value, ranks, is_causal, scale)
+            return _Ring.apply(query, key, value, ranks, is_causal, scale)
         options["enable_gqa"] = enable_gqa
         key, value = _gathered(key, value, ranks)
         if mask is None and is_causal:
@@ -298,29 +300,24 @@ def _by_heads(
         q, k, v = _to_heads(every, ranks).split(sizes, dim=1)
     else:
         q, k, v = (_to_heads(x.unflatten(1, (ranks.size, -1)), ranks) for x in (q, k, v))
-    return _to_tokens(attend(q, k, v), ranks)
+    y = attend(q, k, v).unflatten(2, (ranks.size, -1)).movedim(2, 0)  # [ranks, B, h, t, E]
+    y = autograd_collective(y, ranks, "all_to_all", "all_to_all", 0)
+    return y.movedim(0, 1).flatten(1, 2)  # [B, H, t, E]
 
 
 def _to_heads(x: Tensor, ranks: ContextRanks) -> Tensor:
     """[B, ranks, h, t, E] -> [B, h, T, E], this rank's heads."""
-    x = autograd_collective(
-        x.movedim(1, 0), ranks, "all_to_all", "all_to_all", 0
-    )  # [ranks, B, h, t, E]
+    x = x.movedim(1, 0)  # [ranks, B, h, t, E]
+    x = autograd_collective(x, ranks, "all_to_all", "all_to_all", 0)
     return x.movedim(0, 2).flatten(2, 3)
-
-
-def _to_tokens(x: Tensor, ranks: ContextRanks) -> Tensor:
-    """[B, h, T, E] -> [B, H, t, E]."""
-    x = x.unflatten(2, (ranks.size, -1)).movedim(2, 0)  # [ranks, B, h, t, E]
-    return autograd_collective(x, ranks, "all_to_all", "all_to_all", 0).movedim(0, 1).flatten(1, 2)
 
 
 def _of_heads(mask: Tensor | None, heads: int, ranks: ContextRanks) -> Tensor | None:
     """The part of a mask or bias, which may differ between heads, of this rank's."""
     if mask is None or mask.dim() < 3 or mask.shape[-3] != heads or heads == 1:
         return mask
-    each = heads // ranks.size
-    return mask.narrow(mask.dim() - 3, ranks.rank * each, each)
+    size = heads // ranks.size
+    return mask.narrow(mask.dim() - 3, ranks.rank * size, size)
 
 
 # --- a ring: keys and values go from rank to rank while each attends -----------------------------
@@ -330,14 +327,9 @@ def _of_heads(mask: Tensor | None, heads: int, ranks: ContextRanks) -> Tensor | 
 # rank computes two blocks a step, three in the first, with its own keys.
 
 
-def ring_attention(
-    q: Tensor, k: Tensor, v: Tensor, ranks: ContextRanks, causal: bool, scale: float | None
-) -> Tensor:
-    """q [B, H, t, E], k and v [B, K, t, E] -> [B, H, t, E]. Collective over the ranks."""
-    return _Ring.apply(q, k, v, ranks, causal, scale)
-
-
 class _Ring(torch.autograd.Function):
+    """q [B, H, t, E], k and v [B, K, t, E] -> [B, H, t, E]. Collective over the ranks."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -350,7 +342,7 @@ class _Ring(torch.autograd.Function):
     ) -> Tensor:
         ctx.ranks, ctx.causal, ctx.scale = ranks, causal, scale
         queries = q.chunk(2, _TOKENS)
-        found: list[Block | None] = [None, None]
+        sums_of: list[Block | None] = [None, None]  # of each chunk of queries
         held = torch.stack([k, v])
         for step in range(ranks.size):
             coming = _send_on(held, ranks, True) if step < ranks.size - 1 else None
@@ -358,10 +350,10 @@ class _Ring(torch.autograd.Function):
             for mine, theirs, same in _pairs(ranks, step, causal):
                 keys, values = halves[theirs]
                 block = block_attention.forward(queries[mine], keys, values, same, scale)
-                found[mine] = _added(found[mine], block)
+                sums_of[mine] = _added(sums_of[mine], block)
             if coming is not None:
                 held = coming()
-        blocks = [block for block in found if block is not None]
+        blocks = [block for block in sums_of if block is not None]
         result = torch.cat([block.result for block in blocks], _TOKENS).to(q.dtype)
         sums = torch.cat([block.sums for block in blocks], _TOKENS)
         ctx.save_for_backward(q, k, v, result, sums)
@@ -419,12 +411,12 @@ def _heads(held: Tensor, heads: int) -> Tensor:
 
 
 def _added(sum_: Block | None, block: Block) -> Block:
-    """Of the same queries with the keys of both."""
+    """Attention of the same queries with the keys of both."""
     if sum_ is None:
         return Block(block.result.float(), block.sums.float())
     sums = torch.logaddexp(sum_.sums, block.sums)
-    weights = [(one.sums - sums).exp().unsqueeze(-1) for one in (sum_, block)]
-    return Block(sum_.result * weights[0] + block.result * weights[1], sums)
+    a, b = ((part.sums - sums).exp().unsqueeze(-1) for part in (sum_, block))
+    return Block(sum_.result * a + block.result * b, sums)
 
 
 def _send_on(x: Tensor, ranks: ContextRanks, beside: bool = False) -> Callable[[], Tensor]:

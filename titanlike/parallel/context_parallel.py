@@ -144,15 +144,20 @@ class ContextParallel(Transform):
             self.attention.instead, self.attention.active = None, True
 
     def shorter(self, fields: Fields) -> Fields:
-        """Of half the length, or a little less where tensor-parallel ranks could not divide that."""
+        """Sequences of half the length, or a little less where ranks inside of layers could not divide
+        that."""
         tokens, tp = _length(fields), self._config.tp
         less = tokens // 2 if tokens // 2 % tp == 0 else tokens - tp
-        shorter = {}
-        for name, (shape, dtype) in fields.items():
-            dims = _token_dims(name, shape, tokens)
-            sizes = (less if dim in dims else size for dim, size in enumerate(shape))
-            shorter[name] = Field(tuple(sizes), dtype)
-        return shorter
+        return {
+            name: Field(
+                tuple(
+                    less if dim in _token_dims(name, shape, tokens) else size
+                    for dim, size in enumerate(shape)
+                ),
+                dtype,
+            )
+            for name, (shape, dtype) in fields.items()
+        }
 
     def shard(self, recording: Recording, shorter: Recording) -> SequenceShard:
         if not self.why:
@@ -162,13 +167,12 @@ class ContextParallel(Transform):
         return _shard(self.ranks, self.ranks.take, self.attention)
 
     def problem(self, error: UnknownTokens) -> Problem:
-        """Of a model whose recorded forward does not tell which of its values are a token's."""
+        """What a model is told whose recorded forward hides which of its values are a token's."""
         return self._problem(f"{error.call} {error.reason}, and a cp rank has a part of the tokens")
 
     def _problem(self, reason: str) -> Problem:
-        return Problem(
-            "cp", self._config.cp, reason, f"cp=1 dp={self._config.dp * self._config.cp}"
-        )
+        cp, dp = self._config.cp, self._config.dp
+        return Problem("cp", cp, reason, f"cp=1 dp={dp * cp}")
 
     def _note(self, given: Mapping[str, Any]) -> Tensor:
         q, k, mask = given["query"], given["key"], given["attn_mask"]
@@ -277,10 +281,9 @@ class ContextParallel(Transform):
         except Unchecked as error:
             self.unchecked = f"whether a token sees others by attention alone: {error}"
             if attention.counted:
-                known = "its blocks count their tokens, and their evaluation is not known"
-                raise ConfigError(
-                    [Problem("cp", self._config.cp, f"{known}: {error}", "cp=1")]
-                ) from None
+                reason = "its blocks count their tokens, and their evaluation is not known"
+                problem = Problem("cp", self._config.cp, f"{reason}: {error}", "cp=1")
+                raise ConfigError([problem]) from None
         except ShardingError as error:
             alone = "a token sees others by scaled_dot_product_attention alone"
             reason = f"its {error.module or 'forward'} {error.reason}; with cp {alone}"

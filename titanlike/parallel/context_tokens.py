@@ -1,4 +1,4 @@
-"""Which tokens of a sequence a context-parallel rank has, and calls by which a block counts them.
+"""The tokens of a sequence that a context-parallel rank has, and calls by which a block counts them.
 
 With n ranks the sequence is cut into 2n chunks, and rank r has chunks r and 2n - 1 - r: of causal
 attention, whose last queries see the most keys, each then computes the same share (arXiv 2407.21783,
@@ -70,8 +70,9 @@ _FILLED = (torch.ones, torch.zeros, torch.full)
 
 
 class Call(NamedTuple):
-    """Of arange: (start, end, step). Of an index: (size, stop) of each dimension that is cut from its
-    start, None of others. Of a tensor that is filled with a number: its sizes."""
+    """A call that may count tokens. numbers: of arange (start, end, step); of an index (size, stop) of
+    each dimension that is cut from its start, None of others; of a tensor that is filled with a number
+    its sizes."""
 
     kind: str
     numbers: tuple[Any, ...]

@@ -26,7 +26,7 @@ from titanlike.torch_private.autograd import accumulates, in_functorch, shaped
 
 
 class WeightGradientsLater(Transform):
-    """Of the stages whose weight gradients wait for W."""
+    """The stages whose weight gradients wait for W."""
 
     def __init__(self, stages: Collection[int], device: torch.device) -> None:
         self._stages, self._device = stages, device
@@ -57,9 +57,9 @@ class DeferredWeightGradients:
         self._layers: list[nn.Linear] = []
         self._before: list[Any] = []  # of each the forward that it had, None = that of its class
         for module in stage.modules():
-            own = vars(module).get("forward")
-            if type(module) is nn.Linear and (own is None or adds_bias_later(module)):
-                self._before.append(own)
+            replaced = vars(module).get("forward")
+            if type(module) is nn.Linear and (replaced is None or adds_bias_later(module)):
+                self._before.append(replaced)
                 # not a closure: of blocks whose layers have other functions each is compiled
                 patched: Any = module
                 patched.forward = MethodType(_forward, module)
@@ -111,9 +111,9 @@ def _bias(layer: nn.Linear) -> nn.Parameter | None:
 
 def _forward(module: nn.Linear, input: Tensor) -> Tensor:
     weight, bias = module.weight, _bias(module)
-    own = [weight] if bias is None else [weight, bias]
     # not of weights that are computed from others or frozen, nor in other dtypes by autocast
-    trained = all(isinstance(p, nn.Parameter) and p.requires_grad for p in own)
+    weights = [weight] if bias is None else [weight, bias]
+    trained = all(isinstance(p, nn.Parameter) and p.requires_grad for p in weights)
     kind = input.device.type
     autocast = kind != "meta" and torch.is_autocast_enabled(kind)
     if not trained or autocast or not torch.is_grad_enabled():
@@ -181,7 +181,7 @@ _waiting: list[tuple[Tensor, Tensor, Address]] = []
 
 
 def _address(weight: Tensor, bias: Tensor | None) -> Address:
-    """Of a layer; layers that share a weight may have a bias each."""
+    """What tells a layer from others; layers that share a weight may have a bias each."""
     return weight.data_ptr(), 0 if bias is None else bias.data_ptr()
 
 

@@ -53,7 +53,7 @@ def repeated(block: list[tuple[int, int]], place: tuple[int, ...], microbatches:
 
 
 def _with_weights(steps: Steps) -> Steps:
-    """With each W in the first free step after its I, oldest first."""
+    """Put each W into the first free step after its I, oldest first."""
     busy = {step: act for act, step in steps.items()}
     waiting: deque[Action] = deque()
     result, step = dict(steps), 0
@@ -102,7 +102,7 @@ def _held(steps: Steps) -> list[int]:
 
 
 def _filled(ranks: list[list[Action]], stages: int, most: int) -> tuple[tuple[Action, ...], ...]:
-    """With a W in every step in which a rank cannot go on in its order of F and I."""
+    """Put a W into every step in which a rank cannot go on in its order of F and I."""
     todo = [deque(acts) for acts in ranks]
     weights: list[deque[Action]] = [deque() for _ in ranks]
     result: list[list[Action]] = [[] for _ in ranks]

@@ -183,7 +183,7 @@ class Pipeline:
         return torch.cat(loss.kept) if loss.kept else None
 
     def with_microbatches_of(self, size: int, fields: Fields) -> Pipeline | None:
-        """For batches of as many microbatches of another size, over the same stages; None where the
+        """One for batches of as many microbatches of another size, over the same stages; None where the
         model's forward cannot take such a batch."""
         other = copy.copy(self)
         other._model_graph = self._model_graph.with_microbatches_of(size)
@@ -196,7 +196,7 @@ class Pipeline:
         return other
 
     def _own(self, batch: Batch) -> Batch:
-        """Of a batch of a dp rank, what this rank computes with."""
+        """What this rank computes with of a batch of its dp rank."""
         for transform in self._transforms:
             batch = transform.batch(batch)
         return batch
@@ -249,7 +249,7 @@ class Pipeline:
         return runtime
 
     def _key(self, fields: Fields) -> Hashable:
-        """Of runtimes, and of the stages' forwards."""
+        """The key of runtimes, and of the stages' forwards."""
         return self._kind, self._model_graph.microbatch_size, shapes(fields)
 
     def _make_runtime(self, fields: Fields) -> OrderRuntime:
@@ -302,10 +302,10 @@ class Pipeline:
 
 
 def _sum_of(losses: list[Tensor], like: Tensor) -> Tensor:
-    """Of this rank's microbatches; 0 where the last stage is on another rank."""
+    """The sum of this rank's microbatches; 0 where the last stage is on another rank."""
     return torch.stack(losses).sum().detach() if losses else torch.zeros_like(like)
 
 
 def _nothing_queued() -> Callable[[], None]:
-    """Of a stage whose weight gradients are computed in I: what W does."""
+    """What W does where a stage's weight gradients are computed in I."""
     return lambda: None

@@ -61,10 +61,9 @@ def train(config: Config, worker: Worker) -> dict[str, Any]:
 
 def outside_code(config: Config) -> dict[str, str]:
     """key -> import path of what is not titanlike's, but the learning rate, equal in each layout."""
-    found = dict(named_code(to_plain(config), {}))
     return {
         key: path
-        for key, path in found.items()
+        for key, path in named_code(to_plain(config), {})
         if key != "lr.name" and not path.startswith("titanlike.")
     }
 
@@ -81,8 +80,8 @@ def _verified(config: Config, worker: Worker) -> str:
             decision["note"] = "verified before"
         elif mode == "auto" and (reason := _too_much(config, worker)):
             decision["note"] = _not_verified(config, reason)
-    told = barrier(worker, "verified", config.launch.timeout, json.dumps(decision), listens=True)
-    decision = json.loads(told[0])
+    texts = barrier(worker, "verified", config.launch.timeout, json.dumps(decision), listens=True)
+    decision = json.loads(texts[0])
     if note := decision.get("note", ""):
         _say(worker, note)
         return note
@@ -185,14 +184,14 @@ def _key(config: Config, code: dict[str, str]) -> str:
 
 def _sources(code: dict[str, str]) -> set[Path]:
     """Files of modules that are the user's own, and of what the config names."""
-    known = [sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib")]
-    known += [str(Path(titanlike.__file__).parent)]
-    found = set()
-    for path in code.values():
-        module = getattr(import_object(path), "__module__", "")
-        found.add(str(getattr(sys.modules.get(module), "__file__", None) or ""))
-    for module in [*sys.modules.values()]:
-        file = str(getattr(module, "__file__", None) or "")
-        if not any(Path(file).is_relative_to(folder) for folder in known):
-            found.add(file)
-    return {Path(file) for file in found if file.endswith(".py") and Path(file).is_file()}
+    installed = [sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib")]
+    installed += [str(Path(titanlike.__file__).parent)]
+    modules = [getattr(import_object(path), "__module__", "") for path in code.values()]
+    named = {Path(file) for module in modules if (file := _file(sys.modules.get(module)))}
+    loaded = {Path(file) for module in [*sys.modules.values()] if (file := _file(module))}
+    own = {path for path in loaded if not any(map(path.is_relative_to, installed))}
+    return {path for path in named | own if path.suffix == ".py" and path.is_file()}
+
+
+def _file(module: object) -> str:
+    return str(getattr(module, "__file__", None) or "")

@@ -151,7 +151,7 @@ class _Run:
         return _records(self.folder / name)
 
     def _process_of(self, command: Command, name: str, steps: int) -> int:
-        """Of the last rank of a run, once that has trained for so many steps."""
+        """The process of the last rank of a run, once that has trained for so many steps."""
         run_dir = self.folder / name
         command.wait_for(lambda: len(_records(run_dir)) >= steps)
         return read_beats(run_dir, self.cell.ranks)[self._last_rank].pid

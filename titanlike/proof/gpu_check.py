@@ -122,7 +122,7 @@ def _run(cells: Sequence[Cell], folder: Path, machine: dict[str, Any]) -> int:
 
 
 def _print_line(text: str, end: str = "\n") -> None:
-    """On a terminal over the line of the cell that was running."""
+    """Print it, on a terminal over the line of the cell that was running."""
     width = _width() - 1
     shown = shorten(text, width)
     print(shown.ljust(width) if sys.stdout.isatty() else shown, end=end, flush=True)

@@ -118,8 +118,8 @@ def compare_with_one_process(config: Config, worker: Worker) -> Found:
             ):
                 raise
             error = " ".join(str(problem).split())[:200]
-    told = barrier(worker, "reference", REFERENCE_TIMEOUT, error, listens=True)
-    if error := told.get(0, ""):
+    errors = barrier(worker, "reference", REFERENCE_TIMEOUT, error, listens=True)
+    if error := errors.get(0, ""):
         raise OutOfMemory(error)
     mesh = open_mesh(config, worker)
     exact, rounded = torch.load(path, map_location="cpu", weights_only=False, mmap=True)
@@ -185,14 +185,14 @@ def _explain(
         if is_accelerator(device):
             rows = explained(kernels=True)
         different = [row for row in rows if not row.agrees]
-        known = is_accelerator(device) and exact.groups > 1  # the same was done above
-        if different and all(map(late, different)) and config.verify.steps > 1 and not known:
+        done = is_accelerator(device) and exact.groups > 1  # the same, above
+        if different and all(map(late, different)) and config.verify.steps > 1 and not done:
             rows = explained(kernels=False)
     barrier(worker, "rounding", REFERENCE_TIMEOUT)
     if worker.world_size > 1:
-        told: list[Any] = [rows]
-        dist.broadcast_object_list(told, src=0)
-        (rows,) = told
+        objects: list[Any] = [rows]
+        dist.broadcast_object_list(objects, src=0)
+        (rows,) = objects
     return rows
 
 

@@ -16,7 +16,7 @@ _aten = torch.ops.aten
 
 
 class Block(NamedTuple):
-    """Of queries [B, H, t, E] with keys and values [B, H, s, E]."""
+    """Attention of queries [B, H, t, E] with keys and values [B, H, s, E]."""
 
     result: Tensor  # [B, H, t, E]
     sums: Tensor  # fp32 [B, H, t]: logarithm of the sum of exp(scores)

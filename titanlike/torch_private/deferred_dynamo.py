@@ -133,7 +133,7 @@ class _Imported:
 
 
 class _IsOptimized(type):
-    """Of what `torch.compile` returns, which is none before the compiler is imported."""
+    """The class of what `torch.compile` returns, which is none before the compiler is imported."""
 
     def __instancecheck__(cls, module: Any) -> bool:
         real = sys.modules[NAME]

@@ -134,12 +134,12 @@ def _received_after(
         rank: [(index, waiting) for index, _, to, waiting in sends(rank) if to == me]
         for rank in ranks
     }
-    found: dict[int, list[Any]] = {}
+    received_after: dict[int, list[Any]] = {}
     for _, action, to, received in sends(me):
         arrived = next((waiting for index, waiting in answers[to] if index > received), None)
         if arrived is not None:
-            found.setdefault(arrived, []).append(action)
-    return found
+            received_after.setdefault(arrived, []).append(action)
+    return received_after
 
 
 def _post(operations: Sequence[Any]) -> list[Any]:

@@ -68,7 +68,7 @@ def forget_groups_of_meshes() -> None:
     """
     from torch.distributed.device_mesh import DeviceMesh
 
-    for mesh in [each for each in gc.get_objects() if type(each) is DeviceMesh]:
+    for mesh in [item for item in gc.get_objects() if type(item) is DeviceMesh]:
         getattr(mesh, "_pg_registry", {}).clear()
 
 

@@ -19,7 +19,7 @@ from titanlike.config.errors import ConfigError, Problem
 from titanlike.config.schema import Config
 from titanlike.distributed.placement import Placement
 from titanlike.parallel.tp.operators import ShardingError
-from titanlike.parallel.tp.plan import DIVIDING, Entry, written_plan
+from titanlike.parallel.tp.plan import DIVIDING, Entry, entries_above, written_plan
 from titanlike.parallel.tp.styles import TensorRanks, mark
 from titanlike.parallel.tp.traces import (
     RESULT,
@@ -111,25 +111,25 @@ def _gradient_mistakes(
 ) -> list[ShardingError]:
     """Whole parameters whose gradients are summed over ranks and should not be, or the reverse."""
     mistakes: dict[str, ShardingError] = {}
-    for name, found in needs.items():
-        if name not in placements and found - {"never"}:
+    for name, kinds in needs.items():
+        if name not in placements and kinds - {"never"}:
             module = name.removeprefix(RESULT)
             reason = "gives whole activations, which meet a rank's part of others elsewhere"
             mistakes.setdefault(module, ShardingError(reason, style="gather", module=module))
     for name, parameter in model.named_parameters():
-        placement, found = placements[name], needs[name]
-        if placement.part is not None or not found or not parameter.requires_grad:
+        placement, kinds = placements[name], needs[name]
+        if placement.part is not None or not kinds or not parameter.requires_grad:
             continue
         module, _, last = name.rpartition(".")
-        if "never" in found and len(found) > 1:
+        if "never" in kinds and len(kinds) > 1:
             reason = f"its {last} is used with whole activations and with a rank's part of others"
             mistakes.setdefault(module, ShardingError(reason, module=module))
             continue
-        what, needed, style = next(_SUMS[kind] for kind in _SUMS if kind in found)
-        given = placement.partial
-        given = "never" if given == "sequence" and not ranks.sequence else given
-        if given != needed:
-            reason = f"computes with {what}, and the gradient of its {last} is {_SUMMED[given]}"
+        what, needed, style = next(_SUMS[kind] for kind in _SUMS if kind in kinds)
+        summed = placement.partial
+        summed = "never" if summed == "sequence" and not ranks.sequence else summed
+        if summed != needed:
+            reason = f"computes with {what}, and the gradient of its {last} is {_SUMMED[summed]}"
             mistake = ShardingError(f"{reason} over the ranks", style=style, module=module)
             mistakes.setdefault(module, mistake)
     return list(mistakes.values())
@@ -138,9 +138,8 @@ def _gradient_mistakes(
 def unnamed(model: nn.Module, modules: Mapping[str, Entry], style: str) -> list[ShardingError]:
     """Modules with parameters beside sharded ones, in the same module, that a plan leaves out; style:
     what they would need."""
-    holders = {n.rpartition(".")[0] for n, entry in modules.items() if entry.style in _PARTS}
     mistakes: dict[str, ShardingError] = {}
-    for holder in holders:
+    for holder in {n.rpartition(".")[0] for n, entry in modules.items() if entry.style in _PARTS}:
         beside = [n for n, entry in modules.items() if n.rpartition(".")[0] == holder]
         others = " and ".join(name.rpartition(".")[2] for name in beside[:2])
         for name, module in _leaves(model.get_submodule(holder), holder):
@@ -162,9 +161,7 @@ def _leaves(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _named(name: str, modules: Mapping[str, Entry]) -> bool:
-    parts = name.split(".")
-    above = (".".join(parts[:count]) for count in range(1, len(parts)))
-    return name in modules or any(modules[n].style in _WHOLE for n in above if n in modules)
+    return name in modules or any(e.style in _WHOLE for e in entries_above(name, modules))
 
 
 def mixed_draws(draws: Draws) -> list[ShardingError]:
@@ -231,5 +228,5 @@ def _pattern(module: str) -> str:
 
 
 def _override(module: str, style: str) -> str:
-    """As a line of `tp_plan`, in the model's YAML file."""
+    """A line of `tp_plan`, in the model's YAML file."""
     return f"an entry `{_pattern(module)}: {style}` in its tp_plan"

@@ -107,23 +107,22 @@ def transformers_plan(model: PreTrainedModel, size: int) -> dict[str, Any]:
     of_keys = {"colwise_kv" if repeats else "colwise": width}
     by_head = {"q_proj": {"colwise": width}, "k_proj": of_keys, "v_proj": of_keys}
     by_head["query_key_value"] = {"colwise": 3 * width}
-    separate = [
-        pattern
+    separate = {
+        pattern: by_head[last]
         for pattern, style in plan.items()
-        if style == "colwise" and pattern.rpartition(".")[2] in by_head
-    ]
-    plan |= {pattern: by_head[pattern.rpartition(".")[2]] for pattern in separate}
+        if style == "colwise" and (last := pattern.rpartition(".")[2]) in by_head
+    }
+    plan |= separate
 
     def share(ranks: int) -> bool:
         shared = kv_heads % ranks == 0 or repeats and ranks % kv_heads == 0
         return heads % ranks == 0 and shared
 
     if (fused or separate) and not share(size):
-        keys = {"num_attention_heads": heads, "num_key_value_heads": kv_heads}
-        if kv_heads == heads:
-            keys.pop("num_key_value_heads")
-        named = {settings.attribute_map.get(key, key): value for key, value in keys.items()}
-        shown = " and ".join(f"{key}={value}" for key, value in named.items())
+        keys = [("num_attention_heads", heads), ("num_key_value_heads", kv_heads)]
+        keys = keys[: 1 if kv_heads == heads else 2]
+        named = settings.attribute_map
+        shown = " and ".join(f"{named.get(key, key)}={value}" for key, value in keys)
         fits = next(ranks for ranks in range(size - 1, 0, -1) if share(ranks))
         reason = f"so many ranks cannot share the heads of model.config: {shown}"
         raise ConfigError([Problem("tp", size, reason, f"tp={fits}")])
@@ -137,7 +136,7 @@ def transformers_plan(model: PreTrainedModel, size: int) -> dict[str, Any]:
     # embedding and head, which may be tied
     ends = model.get_input_embeddings(), model.get_output_embeddings()
     modules = dict(model.named_modules())
-    vocabulary = {name: "vocab" for name, each in modules.items() if any(each is e for e in ends)}
+    vocabulary = {name: "vocab" for name, m in modules.items() if any(m is end for end in ends)}
     return plan | _between(model, plan, size) | vocabulary
 
 
@@ -169,10 +168,8 @@ def set_local_sizes(model: nn.Module) -> None:
 def _set_heads(name: str, attention: nn.Module, q: nn.Module, k: nn.Module) -> None:
     if _is_divided(q) != _is_divided(k):
         left = "k_proj" if _is_divided(q) else "q_proj"
-        problem = Problem(
-            "model.tp_plan", "", f"{name}.{left} is whole", "q, k and v divided alike"
-        )
-        raise ConfigError([problem])
+        fix = "q, k and v divided alike"
+        raise ConfigError([Problem("model.tp_plan", "", f"{name}.{left} is whole", fix)])
     if not _is_divided(q):
         return
     queries, keys = _output_features(q), _output_features(k)
@@ -190,7 +187,7 @@ def _is_divided(linear: nn.Module) -> bool:
 
 
 def _output_features(linear: Any) -> int:
-    """Of what a linear layer of a divided model returns."""
+    """How many features a linear layer of a divided model returns."""
     if style_of(linear) == "colwise_gather":
         return linear.tp_rows
     return linear.nf if hasattr(linear, "nf") else linear.out_features
@@ -229,21 +226,21 @@ def _between(model: PreTrainedModel, plan: Mapping[str, Any], size: int) -> dict
         if style == "colwise" or isinstance(style, Mapping)
     }
     regions = [pattern for pattern in divided if plan.get(pattern) == "gather"]
-    found: dict[str, str] = {}
+    between: dict[str, str] = {}
     for name, module in model.named_modules():
-        own = next(module.parameters(recurse=False), None)
-        if own is None or any(Entry(pattern, "").matches(name) for pattern in plan):
+        parameter = next(module.parameters(recurse=False), None)
+        if parameter is None or any(Entry(pattern, "").matches(name) for pattern in plan):
             continue
         parts = name.split(".")
         above = [".".join(parts[:count]) for count in range(len(parts))]
-        if _BETWEEN.fullmatch(".".join(parts[-2:])) and own.dim() == 1:
-            found[re.sub(r"\.\d+\.", ".*.", name)] = "replicate_sum"
+        if _BETWEEN.fullmatch(".".join(parts[-2:])) and parameter.dim() == 1:
+            between[re.sub(r"\.\d+\.", ".*.", name)] = "replicate_sum"
         elif any(Entry(region, "").matches(path) for region in regions for path in above):
             family = model.config.model_type
             reason = f"transformers' plan of {family} leaves out {name}, between divided layers"
             fix = "tp=1 with pp or dp, or a config without it"
             raise ConfigError([Problem("tp", size, reason, fix)])
-    return found
+    return between
 
 
 def _heads(settings: PreTrainedConfig) -> tuple[int, int, int]:

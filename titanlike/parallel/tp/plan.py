@@ -111,8 +111,8 @@ def parse_plan(plain: Mapping[str, Any]) -> list[Entry]:
 
 
 def _argument_problem(style: str, argument: Any) -> tuple[str, str] | None:
-    numbers = argument if isinstance(argument, tuple) else (argument,)
     if style == "packed_colwise":
+        numbers = argument if isinstance(argument, tuple) else (argument,)
         fine = all(map(_positive, numbers))
         return None if fine else ("needs the number of matrices in one", "{packed_colwise: 3}")
     if style in ("colwise", "colwise_kv"):
@@ -127,19 +127,17 @@ def _positive(value: Any) -> bool:
 
 def named(model: nn.Module, entries: list[Entry]) -> dict[str, Entry]:
     """Module -> its entry. Raises ConfigError where a pattern matches none, or two match one."""
-    found: dict[str, Entry] = {}
+    modules: dict[str, Entry] = {}
     problems, unmatched = [], {entry.pattern: entry for entry in entries}
     names = [name for name, _ in model.named_modules() if name]
     for name in names:
-        for entry in entries:
-            if not entry.matches(name):
-                continue
+        for entry in (entry for entry in entries if entry.matches(name)):
             unmatched.pop(entry.pattern, None)
-            if name in found:
-                reason = f"{name} is also named by {found[name].pattern}"
+            if name in modules:
+                reason = f"{name} is also named by {modules[name].pattern}"
                 fix = "one entry for each module"
                 problems.append(Problem(f"{KEY}.{entry.pattern}", entry.style, reason, fix))
-            found[name] = entry
+            modules[name] = entry
     for pattern, entry in unmatched.items():
         fix, near = f"a module's name, such as {names[0]}", nearest(pattern, names)
         if near is not None:
@@ -149,7 +147,19 @@ def named(model: nn.Module, entries: list[Entry]) -> dict[str, Entry]:
         problems.append(Problem(f"{KEY}.{pattern}", entry.style, "matches no module", fix))
     if problems:
         raise ConfigError(problems)
-    return found
+    return modules
+
+
+def entries_above(name: str, modules: Mapping[str, Entry]) -> list[Entry]:
+    """The entries of the modules that one is in."""
+    parts = name.split(".")
+    above = (".".join(parts[:count]) for count in range(1, len(parts)))
+    return [modules[path] for path in above if path in modules]
+
+
+def gathered_above(name: str, modules: Mapping[str, Entry]) -> bool:
+    """Whether a module that it is in gathers what its layers take."""
+    return any(entry.style == "gather" for entry in entries_above(name, modules))
 
 
 def written_plan(config: Config) -> Mapping[str, Any] | None:
@@ -163,9 +173,8 @@ def tensor_plan(config: Config, model: nn.Module) -> dict[str, Entry]:
 
     plain = written_plan(config)
     if plain is None:
-        own = getattr(model, "tp_plan", None)
-        if callable(own):
-            plain = own()
+        if callable(of_model := getattr(model, "tp_plan", None)):
+            plain = of_model()
         elif has_transformers_plan(model):
             plain = transformers_plan(model, config.tp)
     if not plain:

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from titanlike.config.errors import ConfigError, Problem
 from titanlike.distributed.collectives import GroupInfo, autograd_collective
 from titanlike.distributed.placement import BIAS_LATER, GATHERS, STYLE, Part, Placement, When
-from titanlike.parallel.tp.plan import DIVIDING, Entry
+from titanlike.parallel.tp.plan import DIVIDING, Entry, gathered_above
 from titanlike.torch_private.known_code import own_code
 
 
@@ -85,9 +85,7 @@ class _Sharder:
     def shard(self, name: str, entry: Entry) -> None:
         module, ranks, style = self._model.get_submodule(name), self._ranks, entry.style
         mark(module, entry)
-        parts = name.split(".")
-        around = [self._modules.get(".".join(parts[:count])) for count in range(1, len(parts))]
-        gathered = any(above is not None and above.style == "gather" for above in around)
+        gathered = gathered_above(name, self._modules)
         if style == "vocab" and isinstance(module, nn.Embedding):
             self._vocabulary(module)
         elif style in ("colwise", "colwise_kv", "colwise_gather", "packed_colwise", "vocab"):

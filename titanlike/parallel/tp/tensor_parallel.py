@@ -211,10 +211,10 @@ class TensorParallel(Transform):
     def on_stage(self, index: int, stage: nn.Module, units: Sequence[str]) -> None:
         """Let its modules draw in regions, before all else that replaces forwards."""
         draws = {True: self.sharding.draws, False: self.sharding.draws_whole}  # by `ranks.sequence`
-        regions = {sequence: _regions(stage, found) for sequence, found in draws.items()}
+        regions = {sequence: _regions(stage, names) for sequence, names in draws.items()}
         for name, module in stage.named_modules():
-            parts = {sequence: found.get(name) for sequence, found in regions.items()}
-            if any(own is not None for own in parts.values()):
+            parts = {sequence: named.get(name) for sequence, named in regions.items()}
+            if set(parts.values()) != {None}:
                 module.forward = partial(self._draw, parts, module.forward)
 
     def _draw(
@@ -325,15 +325,13 @@ def _sharding_of(
         ranks.sequence = sequence
         return check.mistakes(probe, placements, ranks, vocabulary is not None)
 
-    def left_out(style: str) -> list[ShardingError]:
-        written = written_plan(config) is not None or callable(getattr(model, "tp_plan", None))
-        return unnamed(model, modules, style) if written else []
-
     mistakes, draws = divided(like.sequence)
     if mistakes and not config.tp_check:
         reason = plan_error(config, modules, mistakes).problems[0].reason
         return replace(sharding, unchecked=f"{reason} (tp_check=false)")
-    mistakes += left_out("replicate_sum" if mistakes or check.unchecked else "replicate")
+    if written_plan(config) is not None or callable(getattr(model, "tp_plan", None)):
+        style = "replicate_sum" if mistakes or check.unchecked else "replicate"
+        mistakes += unnamed(model, modules, style)
     if mistakes := mistakes or mixed_draws(draws):
         raise plan_error(config, modules, mistakes)
     draws_whole, wrong = draws, ""
@@ -341,8 +339,13 @@ def _sharding_of(
         mistakes, draws_whole = divided(False)
         if mistakes := mistakes or mixed_draws(draws_whole):
             wrong = f"its {mistakes[0].module or 'forward'} {mistakes[0].reason}"
-    found = replace(sharding, draws=draws, draws_whole=draws_whole, wrong_whole=wrong)
-    return replace(found, unchecked=check.unchecked)
+    return replace(
+        sharding,
+        draws=draws,
+        draws_whole=draws_whole,
+        wrong_whole=wrong,
+        unchecked=check.unchecked,
+    )
 
 
 def async_problems(config: Config) -> list[Problem]:

@@ -25,7 +25,7 @@ from titanlike.parallel.tp.operators import (
     layouts_of,
     packed,
 )
-from titanlike.parallel.tp.plan import DIVIDING, Entry
+from titanlike.parallel.tp.plan import DIVIDING, Entry, gathered_above
 from titanlike.torch_private.autograd import intercept_checkpoints
 from titanlike.torch_private.deferred_dynamo import force_eager
 from titanlike.torch_private.operators import TorchDispatchMode, in_parts
@@ -122,17 +122,15 @@ class TracedForward(TorchDispatchMode):
             self.end(name, tensors_in(result))
 
         before: Any = partial(module.register_forward_pre_hook, with_kwargs=True)
-        after, handles = module.register_forward_hook, []
-        if leaf or style == "gather":
-            handles.append(before(enter, prepend=True))
-        if style == "gather":
-            handles.append(before(entered))
-        if style == "split":
-            handles.append(after(leave, prepend=True))
-        if leaf or style == "split":
-            handles.append(after(left))
-        for handle in handles:
-            stack.callback(handle.remove)
+        after: Any = module.register_forward_hook
+        for wanted, register, hook, first in (
+            (leaf or style == "gather", before, enter, True),
+            (style == "gather", before, entered, False),
+            (style == "split", after, leave, True),
+            (leaf or style == "split", after, left, False),
+        ):
+            if wanted:
+                stack.callback(register(hook, prepend=first).remove)
 
     def _watch_block(self, name: str, module: nn.Module, stack: contextlib.ExitStack) -> None:
         had, forward = "forward" in vars(module), module.forward
@@ -288,9 +286,8 @@ class ShardedTrace(TracedForward):
         for name, parameter in model.named_parameters():
             part, layout = placements[name].part, None
             if part is not None:
-                dims = range(len(part.shape))
                 shard = Shard("features", (part.shape[part.dim],))
-                layout = tuple(shard if dim == part.dim else None for dim in dims)
+                layout = tuple(shard if d == part.dim else None for d in range(len(part.shape)))
             self._track(parameter, layout, pending=self._await(name))
 
     def run_checked(
@@ -405,8 +402,7 @@ class ShardedTrace(TracedForward):
             self._given = layout, frozenset() if kinds else pending
             return
         exchanges = style in ("vocab", "rowwise_split") or not _is_leaf(style)  # by itself
-        around = [self._modules.get(path) for path in _above(name)]
-        summed = any(entry is not None and entry.style == "gather" for entry in around)
+        summed = gathered_above(name, self._modules)
         self._resolve(self._pending(first), {"features"} if summed and not exchanges else {"never"})
         if style == "rowwise" and shard is not None and not shard.plain:
             reason = f"takes {shard}, of {shard.matrices} matrices: a piece of each"
@@ -452,11 +448,8 @@ class ShardedTrace(TracedForward):
     def operation(self, function: Any, args: Any, kwargs: Any) -> Any:
         given, name = tensors_in(args, kwargs), function._schema.name
         pending = self._pending(given)
-        if _short(name) not in _LEFT_OUT:
-            step: Step | None = self._must_find("operation", name, self.path)
-        else:
-            step = self._find("operation", name, self.path)
-        if step is None:
+        find = self._find if _short(name) in _LEFT_OUT else self._must_find
+        if (step := find("operation", name, self.path)) is None:
             result = function(*args, **kwargs)
             # torch leaves a slice of all that there is out: here it takes less
             if _short(name) == "slice" and result.shape != given[0].shape:
@@ -550,8 +543,8 @@ class ShardedTrace(TracedForward):
         result = forward(*args, **kwargs)
         self._blocks.pop()
         self._steps, self._at = outside
-        known = key is not None and _same_form(result, args) and id(result) in self._tracked
-        if known and self._of(args[0]).layout == self._of(result).layout:
+        alike = key is not None and _same_form(result, args) and id(result) in self._tracked
+        if alike and self._of(args[0]).layout == self._of(result).layout:
             self._equal[key] = name
         return result
 
@@ -588,11 +581,10 @@ def _by_name(
 
 def _same_form(result: Any, args: Any) -> bool:
     """Whether a block's result may stand in for its first argument."""
-    first = args[0] if args else None
-    if not isinstance(result, Tensor) or not isinstance(first, Tensor):
+    both = result, args[0] if args else None
+    if not all(isinstance(tensor, Tensor) for tensor in both):
         return False
-    forms = ((tensor.shape, tensor.dtype, tensor.stride()) for tensor in (result, first))
-    return next(forms) == next(forms)
+    return len({(tensor.shape, tensor.dtype, tensor.stride()) for tensor in both}) == 1
 
 
 def _kinds(layout: Sequence[Shard | None]) -> set[Kind]:
@@ -606,12 +598,6 @@ def _is_leaf(style: str) -> bool:
 
 def _within(path: str, block: str) -> bool:
     return f"{path}.".startswith(f"{block}.")
-
-
-def _above(name: str) -> list[str]:
-    """The modules around one."""
-    parts = name.split(".")
-    return [".".join(parts[:count]) for count in range(1, len(parts))]
 
 
 def _short(name: str) -> str:
