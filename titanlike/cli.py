@@ -5,9 +5,9 @@
    every rank of the mesh calls. `TOOLS` are plain functions of one process, with their own options.
 2. `start_job`: one process, the driver, reads the overrides and runs the job. Started alone, it
    launches the workers itself. Of the ranks that torchrun or srun started, rank 0 is the driver and
-   the others follow it (`launch.external`).
+   the others follow it (`launch.torchrun`).
 3. The driver checks the command line, composes the config and runs the job, or the jobs of a sweep
-   (`command.hydra_run`).
+   (`driver.drive`).
 
 Exit codes of a job:
     0    completed
@@ -31,7 +31,6 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from titanlike.config.errors import nearest
-from titanlike.config.help import command_help, help_text
 from titanlike.config.program import conf_dir, program, set_program
 
 
@@ -175,10 +174,9 @@ def _drive_or_follow(
 ) -> int | str | None:
     """This process' part of a job; its exit code."""
     from titanlike.driver.job import JobRunner
-    from titanlike.launch.environment import adopt_slurm, is_restart
+    from titanlike.launch.environment import RestartState, adopt_slurm, is_restart
     from titanlike.launch.local import PrestartedWorkers
     from titanlike.launch.signals import die_with_parent
-    from titanlike.launch.torchrun import RestartState, TorchrunRanks
 
     adopt_slurm()
     if "TORCHELASTIC_RUN_ID" in os.environ:
@@ -186,12 +184,15 @@ def _drive_or_follow(
     # job scripts check before the ranks start: WORLD_SIZE without RANK
     before_ranks = "--check" in sys.argv[1:] and "RANK" not in os.environ
     alone = before_ranks or int(os.environ.get("WORLD_SIZE", "1")) == 1
-    ranks = None if alone else TorchrunRanks()
-    if ranks is not None and ranks.rank > 0:
-        return ranks.run_follower()
+    if not alone:
+        from titanlike.launch.torchrun import TorchrunRanks
+
+        ranks = TorchrunRanks()
+        if ranks.rank > 0:
+            return ranks.run_follower()
     from titanlike.driver.drive import drive  # Hydra, which the followers do not need
 
-    if ranks is None:
+    if alone:
         restart_state = RestartState.load()
         restart_state.count_start()
         with PrestartedWorkers() as workers:
@@ -246,6 +247,8 @@ def _versions() -> str:
 
 
 def _print_help(command: str, list_commands: bool) -> None:
+    from titanlike.config.help import command_help, help_text
+
     if int(os.environ.get("RANK", "0")) > 0:
         return
     if command == "train":

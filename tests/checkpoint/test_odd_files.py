@@ -29,10 +29,10 @@ from titanlike.config.schema import Config
 from titanlike.driver import sweep_table as report
 from titanlike.driver.job import SWEEP_FILE
 from titanlike.driver.sweep_status import Job, SweepSpec, read_spec, write_spec
+from titanlike.launch.environment import RestartState
 from titanlike.launch.failures import root_cause
 from titanlike.launch.heartbeat import read_beats
 from titanlike.launch.run_dir_lock import OWNER, RunDirOwner
-from titanlike.launch.torchrun import RestartState
 from titanlike.metrics.run_files import Events, read_result
 from titanlike.metrics.sinks import JsonlSink
 from titanlike.metrics.summary import summarize

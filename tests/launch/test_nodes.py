@@ -22,7 +22,7 @@ from support.waiting import until
 from support.world import run_world
 from titanlike.config.schema import Config, Custom, Launch, Schedule, SyntheticData
 from titanlike.driver.checks import available_ranks, fit_mesh
-from titanlike.launch.torchrun import RestartState
+from titanlike.launch.environment import RestartState
 from titanlike.training.loop import train
 
 EVERY = 5
@@ -186,7 +186,7 @@ def test_the_state_of_a_job_whose_torchrun_has_ended_is_removed(
     """The next one may have the same process id, and the same --rdzv-id."""
     program = (
         f"import tempfile; tempfile.tempdir = {str(tmp_path)!r}\n"
-        "from titanlike.launch.torchrun import RestartState\n"
+        "from titanlike.launch.environment import RestartState\n"
         "state = RestartState.load(); state.count_start(); print(state.get('key'))\n"
         "state.set_default('key', 'value')"
     )

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import shlex
 import sys
 import time
 from datetime import datetime
@@ -29,7 +28,7 @@ from titanlike.checkpoint.integrity import (
 )
 from titanlike.checkpoint.storage import Storage, UnreadableFile
 from titanlike.config.files import NotRegularFile
-from titanlike.config.program import program
+from titanlike.config.program import argument_parser
 from titanlike.metrics import units
 from titanlike.metrics.console import Console
 
@@ -69,7 +68,7 @@ _COMMANDS: dict[str, tuple[str, str, dict[str, str]]] = {
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command; the exit code."""
-    parser = argparse.ArgumentParser(prog=shlex.join(program()), description=_DESCRIPTION)
+    parser = argument_parser(_DESCRIPTION)
     commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
     for name, (text, positional, options) in _COMMANDS.items():
         command = commands.add_parser(name, help=text, description=text)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
-import shlex
 import shutil
 import sys
 import time
@@ -26,7 +24,7 @@ from titanlike.checkpoint.state_dict import DTYPES
 from titanlike.checkpoint.storage import Storage
 from titanlike.config.files import read_object
 from titanlike.config.parse import bytes_of
-from titanlike.config.program import program
+from titanlike.config.program import argument_parser
 from titanlike.config.schema import ChatData, HFData, TextData
 from titanlike.data.chat import find_template
 from titanlike.data.registry import DataError, vocabulary
@@ -45,7 +43,7 @@ a run directory, of which the newest checkpoint is taken, or a checkpoint; a pat
 
 def main(argv: list[str] | None = None) -> int:
     """The exit code: 2 where nothing could be written."""
-    parser = argparse.ArgumentParser(prog=shlex.join(program()), description=_DESCRIPTION)
+    parser = argument_parser(_DESCRIPTION)
     parser.add_argument("run", metavar="RUN")
     parser.add_argument("out", metavar="OUT", help="a new folder")
     text = "of the weights; default: that of the folder from which the model was started, or fp32"

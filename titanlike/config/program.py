@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import shlex
 import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 _VARIABLE = "TITANLIKE_PROGRAM"  # inherited by workers and by the jobs of a sweep
 _PACKAGE = Path(__file__).parents[1]
@@ -42,6 +44,11 @@ def program() -> list[str]:
     """The words before the overrides: `titanlike verify`, `python train.py`."""
     recorded = os.environ.get(_VARIABLE)
     return shlex.split(recorded) if recorded else _executable()
+
+
+def argument_parser(description: str | None, **options: Any) -> argparse.ArgumentParser:
+    """The parser of a tool with flags of its own."""
+    return argparse.ArgumentParser(prog=shlex.join(program()), description=description, **options)
 
 
 def train_program() -> list[str]:

@@ -28,7 +28,7 @@ from typing import Any, Literal
 import xxhash
 
 from titanlike.config.files import atomic_write_text, read_object, temporary_beside
-from titanlike.config.program import program
+from titanlike.config.program import argument_parser
 from titanlike.data.registry import DataError
 from titanlike.data.text import (
     SUFFIXES,
@@ -83,7 +83,7 @@ class RefusedRecord(ValueError):
 
 def main(argv: list[str] | None = None) -> int:
     """The exit code: 1 for a bad record or damaged files, 2 for another error of the user's."""
-    parser = argparse.ArgumentParser(prog=shlex.join(program()), description=_DESCRIPTION)
+    parser = argument_parser(_DESCRIPTION)
     parser.add_argument("corpus", metavar="CORPUS", help="a file or a folder")
     parser.add_argument("out", metavar="OUT", help="a folder")
     text = "bytes, a tokenizer.json, a folder of transformers, or a sentencepiece model"

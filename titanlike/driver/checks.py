@@ -30,7 +30,7 @@ from titanlike.config.errors import Problem
 from titanlike.config.parse import to_plain
 from titanlike.config.schema import MESH_AXES, Config, MemoryProfile, TensorBoard
 from titanlike.data import registry as data
-from titanlike.launch.torchrun import RestartState
+from titanlike.launch.environment import RestartState
 from titanlike.metrics.run_files import Events
 from titanlike.metrics.sinks import tensorboard_problem
 from titanlike.models.hf_names import FAMILIES, counterpart

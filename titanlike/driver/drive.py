@@ -3,7 +3,7 @@
 1. `drive` parses the command line with Hydra's parser and completes it.
 2. Everything is checked before Hydra runs; all errors are shown at once. `--check` ends here.
 3. Hydra composes the config, once, or once for each job of a sweep (`-m`), and calls `Task`.
-4. `Task` runs the job (`job.run.JobRunner`), which leaves run_dir/result.json.
+4. `Task` runs the job (`job.JobRunner`), which leaves run_dir/result.json.
 5. A sweep ends with a table of its jobs (`SweepRun.close`).
 """
 
@@ -46,8 +46,7 @@ from titanlike.driver.job import (
 )
 from titanlike.driver.overrides import CheckedOverrides, check_overrides, one_line
 from titanlike.launch.environment import adopt_slurm
-from titanlike.launch.failures import JobFailed
-from titanlike.launch.torchrun import TorchrunRanks, record_for_torchrun
+from titanlike.launch.failures import JobFailed, record_for_torchrun
 from titanlike.metrics.run_files import Status
 
 if TYPE_CHECKING:
@@ -129,6 +128,8 @@ def _run_elsewhere(runner: JobRunner, *job: Any) -> JobEnd:
     adopt_slurm()
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return runner.run(*job)
+    from titanlike.launch.torchrun import TorchrunRanks
+
     ranks = TorchrunRanks()
     if ranks.rank > 0:
         return JobEnd(ranks.run_follower())

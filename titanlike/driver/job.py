@@ -8,19 +8,22 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from titanlike.config.credentials import redact_command, redact_override
 from titanlike.config.errors import ConfigError, Problem
 from titanlike.config.parse import write_config
 from titanlike.config.schema import Config, Wandb
-from titanlike.launch.environment import available_cores, will_restart
-from titanlike.launch.failures import Failure, JobFailed, describe, root_cause
+from titanlike.launch.environment import RestartState, available_cores, will_restart
+from titanlike.launch.failures import Failure, JobFailed, describe, record_for_torchrun, root_cause
 from titanlike.launch.local import PrestartedWorkers, run_local
 from titanlike.launch.run_dir_lock import lock_run_dir
 from titanlike.launch.signals import MAX_TIME, Interrupted, StopRequest, interruptible, stop_reason
-from titanlike.launch.torchrun import RestartState, TorchrunRanks, record_for_torchrun
 from titanlike.launch.worker import Job
 from titanlike.metrics.run_files import Events, Status, write_result
+
+if TYPE_CHECKING:
+    from titanlike.launch.torchrun import TorchrunRanks
 
 SWEEP_FILE = "sweep.jsonl"  # in the directory of a sweep
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import csv
 import io
 import math
@@ -18,7 +17,7 @@ from typing import Any, TypeGuard
 
 from titanlike.config import files
 from titanlike.config.credentials import REDACTED
-from titanlike.config.program import program, program_length, train_program
+from titanlike.config.program import argument_parser, program_length, train_program
 from titanlike.driver.job import SWEEP_FILE
 from titanlike.driver.sweep_status import JobRow, SweepSpec, read_job_rows, read_spec
 from titanlike.metrics import units
@@ -366,9 +365,8 @@ def report(
 def main(argv: list[str] | None = None) -> int:
     """tools/sweep.py; the exit code: 0 where all is done, 1 where something is left, 2 for a folder
     that is no sweep's."""
-    parser = argparse.ArgumentParser(
-        prog=shlex.join(program()),
-        description="Print the table of a sweep, also while it runs, and write sweep.csv, sweep.md "
+    parser = argument_parser(
+        "Print the table of a sweep, also while it runs, and write sweep.csv, sweep.md "
         "and the picture sweep.png into its directory. Exit code 0 if all jobs are done, else 1.",
     )
     parser.add_argument("folder", metavar="DIR", type=Path, help="the sweep's run_dir")

@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import json
 import os
-import shlex
 import shutil
 import sys
 import tempfile
@@ -17,9 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from titanlike.config import validate
 from titanlike.config.errors import ConfigError, Problem
-from titanlike.config.help import command_help
 from titanlike.config.keys import MAX_RANKS
-from titanlike.config.program import program, scripts_dir
+from titanlike.config.program import argument_parser, program, scripts_dir
 from titanlike.config.schema import Config
 from titanlike.driver.argv import complete_args, parse_argv
 from titanlike.driver.job import print_problems
@@ -52,6 +50,8 @@ _FLAGS: dict[str, tuple[str, dict[str, Any]]] = {  # in --help; for argparse
 def plan(argv: list[str]) -> int:
     """The exit code: 0; 1 if the run would not fit; 2 for errors in the config."""
     if {"-h", "--help"} & set(argv):
+        from titanlike.config.help import command_help
+
         rows = [f"  {flag:<16}  {meaning}" for flag, (meaning, _) in _FLAGS.items()]
         example = "example: search experiment=llama3_8b gpus=64 hardware=h100_sxm"
         print("\n".join([command_help(program(), _PLAN), "", *rows, "", example]))
@@ -167,9 +167,7 @@ _TIMELINE = (
 
 def timeline(argv: list[str]) -> int:
     """The exit code: 0; 2 where a run has no timeline."""
-    parser = argparse.ArgumentParser(
-        prog=shlex.join(program()), description=_TIMELINE, allow_abbrev=False
-    )
+    parser = argument_parser(_TIMELINE, allow_abbrev=False)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="directory of a run")
     parser.add_argument("--json", action="store_true", help="print one JSON object a run")
     flags = parser.parse_args(argv)
@@ -193,9 +191,8 @@ def timeline(argv: list[str]) -> int:
 
 def scripts(argv: list[str] | None = None) -> int:
     """Copy the scripts. The exit code is 2 if nothing was copied."""
-    parser = argparse.ArgumentParser(
-        prog=shlex.join(program()),
-        description="Copy the job scripts of a scheduler into a folder. They need no checkout.",
+    parser = argument_parser(
+        "Copy the job scripts of a scheduler into a folder. They need no checkout.",
     )
     parser.add_argument("scheduler", choices=("slurm", "kubernetes"))
     parser.add_argument("folder", metavar="DIR", type=Path, help="made if it does not exist")

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import shlex
 import subprocess
 import sys
 import time
@@ -21,7 +20,7 @@ from titanlike.config.errors import nearest, quoted
 from titanlike.config.imports import TRUST_CODE, imports_line, named_code
 from titanlike.config.overrides import aliases_problem
 from titanlike.config.parse import hydra_sections
-from titanlike.config.program import conf_dir, program
+from titanlike.config.program import argument_parser, conf_dir
 from titanlike.device.choose import first_device
 from titanlike.generation.generate import LoadedModel, Sampling, generate, load_model
 
@@ -68,7 +67,7 @@ def evaluate_main(argv: list[str] | None = None) -> int:
 
 
 def _parser(description: str, of: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog=shlex.join(program()), description=description)
+    parser = argument_parser(description)
     parser.add_argument("run", metavar="RUN", nargs="?")
     parser.add_argument("settings", metavar="KEY=VALUE", nargs="*")
     text = f"{of}of the weights (default: %(default)s)"

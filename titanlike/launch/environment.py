@@ -1,14 +1,21 @@
-"""Environment variables: those of an outer launcher (torchrun, SLURM's srun), and those for workers."""
+"""What an outer launcher (torchrun, SLURM's srun) says by environment variables and lets a job remember,
+and the variables of workers."""
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import re
 import socket
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from titanlike.config import files
 
 _PREFIXES = ("TORCHELASTIC_", "GROUP_", "ROLE_", "PET_")
 _NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -115,3 +122,89 @@ def tasks_of_nodes(text: str) -> list[int]:
 def _scontrol(*arguments: str) -> str:
     command = ["scontrol", *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout
+
+
+class RestartState:
+    """What a job remembers when torchrun restarts its ranks: strings by key, in a JSON file per agent.
+
+    An agent is a torchrun process; it outlives its workers. An agent that was killed comes back with
+    an empty state, so every start collects the states of all machines and takes the one that has seen
+    the most starts. The state ends with its agent: the next job with the same --rdzv-id is another
+    job. The default run directory has the time in its name; a restart writes to that of the first start.
+    """
+
+    def __init__(self, path: Path | None = None) -> None:
+        """path: the file of this machine's agent; None = in memory alone."""
+        self._path = path
+        self._values: dict[str, str] = {}
+        if path is not None:
+            with contextlib.suppress(OSError, ValueError):  # a restart begins with less
+                self._values = _texts(files.read_object(path))
+
+    @classmethod
+    def load(cls) -> RestartState:
+        """The state of the agent that started this process; empty without torchrun."""
+        if "TORCHELASTIC_RUN_ID" not in os.environ:
+            return cls()
+        folder = Path(tempfile.gettempdir()) / f"titanlike-agents-{os.getuid()}"
+        try:
+            folder.mkdir(mode=0o700, exist_ok=True)
+            if folder.lstat().st_uid != os.getuid():  # another user's: it would choose our run_dir
+                return cls()
+        except OSError:
+            return cls()
+        here = _file_name(os.getpid()).split("-")[0]
+        for path in folder.glob("*-*-*.json"):  # of agents in this pid namespace that have ended
+            namespace, pid, _ = path.name.split("-")
+            if namespace == here and pid.isdigit() and _file_name(int(pid)) != path.name:
+                path.unlink(missing_ok=True)
+        return cls(folder / _file_name(os.getppid()))
+
+    def get(self, key: str) -> str | None:
+        return self._values.get(key)
+
+    def set_default(self, key: str, value: str) -> None:
+        """Set `key` unless this start or an earlier one has."""
+        if key not in self._values:
+            self.set(key, value)
+
+    def set(self, key: str, value: str) -> None:
+        self._write({**self._values, key: value})
+
+    def count_start(self) -> None:
+        self.set("starts", str(_starts(self._values) + 1))
+
+    def adopt_newest(self, others: Iterable[str]) -> None:
+        """Replace this state by the one of `others` (`to_json`) with the most starts, if newer."""
+        states = [self._values, *(_texts(files.parse_object(text)) for text in others)]
+        newest = max(states, key=_starts)
+        if newest is not self._values:
+            self._write(newest)
+
+    def to_json(self) -> str:
+        return json.dumps(self._values)
+
+    def _write(self, values: dict[str, str]) -> None:
+        self._values = values
+        if self._path is not None:
+            with contextlib.suppress(OSError):  # full disk: a restart begins with less
+                files.atomic_write_text(self._path, self.to_json(), sync=False)
+
+
+def _texts(record: dict[str, object]) -> dict[str, str]:
+    return {key: value for key, value in record.items() if isinstance(value, str)}
+
+
+def _starts(values: dict[str, str]) -> int:
+    starts = values.get("starts", "")
+    return int(starts) if starts.isdecimal() and len(starts) < 10 else 0
+
+
+def _file_name(pid: int) -> str:
+    """PID_NAMESPACE-PID-START_TIME.json: unique to a process on this machine, for all time."""
+    namespace, start_time = "0", "0"
+    with contextlib.suppress(OSError, ValueError, IndexError):  # not Linux: the process id alone
+        namespace = str(os.stat("/proc/self/ns/pid").st_ino)
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
+        start_time = stat.rpartition(")")[2].split()[19]  # in clock ticks since boot
+    return f"{namespace}-{pid}-{start_time}.json"

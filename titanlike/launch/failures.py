@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import signal
 import time
 import traceback
@@ -208,6 +209,18 @@ def describe_exit(code: int) -> str:
     name = signal.Signals(-code).name
     hint = "; often by the kernel's out-of-memory killer" if name == "SIGKILL" else ""
     return f"killed by {name}{hint}"
+
+
+def record_for_torchrun(error: BaseException) -> None:
+    """Show this error in the report of an outer torchrun."""
+    if "TORCHELASTIC_ERROR_FILE" in os.environ:
+        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+        try:
+            # the handler formats the exception being handled
+            raise RuntimeError(describe(0, error).error) from None
+        except BaseException:
+            get_error_handler().record_exception(error)
 
 
 def _error_paths(run_dir: Path) -> list[Path]:

@@ -24,19 +24,23 @@ import json
 import os
 import signal
 import sys
-import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
-from titanlike.config import files
 from titanlike.config.schema import Launch
-from titanlike.launch.environment import will_restart
-from titanlike.launch.failures import Failure, JobFailed, clear_failures, describe, root_cause
+from titanlike.launch.environment import RestartState, will_restart
+from titanlike.launch.failures import (
+    Failure,
+    JobFailed,
+    clear_failures,
+    describe,
+    record_for_torchrun,
+    root_cause,
+)
 from titanlike.launch.signals import (
     GRACE,
     MAX_TIME,
@@ -248,18 +252,6 @@ def leave_groups(timeout: float) -> bool:
     return not thread.is_alive()
 
 
-def record_for_torchrun(error: BaseException) -> None:
-    """Show this error in the report of an outer torchrun."""
-    if "TORCHELASTIC_ERROR_FILE" in os.environ:
-        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
-
-        try:
-            # the handler formats the exception being handled
-            raise RuntimeError(describe(0, error).error) from None
-        except BaseException:
-            get_error_handler().record_exception(error)
-
-
 def start_id(store: Any, rank: int, world_size: int, timeout: float) -> str:
     """An id that all ranks of one start agree on, through a store that outlives restarts.
 
@@ -303,89 +295,3 @@ def start_id(store: Any, rank: int, world_size: int, timeout: float) -> str:
             raise RuntimeError(f"rank {in_words(missing)} did not start in {timeout:g} s")
         time.sleep(wait)
         wait = min(wait * _LONGER, _LONGEST_WAIT)
-
-
-class RestartState:
-    """What a job remembers when torchrun restarts its ranks: strings by key, in a JSON file per agent.
-
-    An agent is a torchrun process; it outlives its workers. An agent that was killed comes back with
-    an empty state, so every start collects the states of all machines and takes the one that has seen
-    the most starts. The state ends with its agent: the next job with the same --rdzv-id is another
-    job. The default run directory has the time in its name; a restart writes to that of the first start.
-    """
-
-    def __init__(self, path: Path | None = None) -> None:
-        """path: the file of this machine's agent; None = in memory alone."""
-        self._path = path
-        self._values: dict[str, str] = {}
-        if path is not None:
-            with contextlib.suppress(OSError, ValueError):  # a restart begins with less
-                self._values = _texts(files.read_object(path))
-
-    @classmethod
-    def load(cls) -> RestartState:
-        """The state of the agent that started this process; empty without torchrun."""
-        if "TORCHELASTIC_RUN_ID" not in os.environ:
-            return cls()
-        folder = Path(tempfile.gettempdir()) / f"titanlike-agents-{os.getuid()}"
-        try:
-            folder.mkdir(mode=0o700, exist_ok=True)
-            if folder.lstat().st_uid != os.getuid():  # another user's: it would choose our run_dir
-                return cls()
-        except OSError:
-            return cls()
-        here = _file_name(os.getpid()).split("-")[0]
-        for path in folder.glob("*-*-*.json"):  # of agents in this pid namespace that have ended
-            namespace, pid, _ = path.name.split("-")
-            if namespace == here and pid.isdigit() and _file_name(int(pid)) != path.name:
-                path.unlink(missing_ok=True)
-        return cls(folder / _file_name(os.getppid()))
-
-    def get(self, key: str) -> str | None:
-        return self._values.get(key)
-
-    def set_default(self, key: str, value: str) -> None:
-        """Set `key` unless this start or an earlier one has."""
-        if key not in self._values:
-            self.set(key, value)
-
-    def set(self, key: str, value: str) -> None:
-        self._write({**self._values, key: value})
-
-    def count_start(self) -> None:
-        self.set("starts", str(_starts(self._values) + 1))
-
-    def adopt_newest(self, others: Iterable[str]) -> None:
-        """Replace this state by the one of `others` (`to_json`) with the most starts, if newer."""
-        states = [self._values, *(_texts(files.parse_object(text)) for text in others)]
-        newest = max(states, key=_starts)
-        if newest is not self._values:
-            self._write(newest)
-
-    def to_json(self) -> str:
-        return json.dumps(self._values)
-
-    def _write(self, values: dict[str, str]) -> None:
-        self._values = values
-        if self._path is not None:
-            with contextlib.suppress(OSError):  # full disk: a restart begins with less
-                files.atomic_write_text(self._path, self.to_json(), sync=False)
-
-
-def _texts(record: dict[str, object]) -> dict[str, str]:
-    return {key: value for key, value in record.items() if isinstance(value, str)}
-
-
-def _starts(values: dict[str, str]) -> int:
-    starts = values.get("starts", "")
-    return int(starts) if starts.isdecimal() and len(starts) < 10 else 0
-
-
-def _file_name(pid: int) -> str:
-    """PID_NAMESPACE-PID-START_TIME.json: unique to a process on this machine, for all time."""
-    namespace, start_time = "0", "0"
-    with contextlib.suppress(OSError, ValueError, IndexError):  # not Linux: the process id alone
-        namespace = str(os.stat("/proc/self/ns/pid").st_ino)
-        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
-        start_time = stat.rpartition(")")[2].split()[19]  # in clock ticks since boot
-    return f"{namespace}-{pid}-{start_time}.json"

@@ -7,12 +7,10 @@ script (report_page.html); the script draws them in the browser.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import math
 import mmap
 import os
-import shlex
 import sys
 import time
 from collections import deque
@@ -22,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from titanlike.config import files
-from titanlike.config.program import program
+from titanlike.config.program import argument_parser
 from titanlike.metrics.run_files import STARTS, changed_keys, flat, read_result
 from titanlike.metrics.summary import is_number, jsonl_records, parse_records
 
@@ -48,9 +46,8 @@ _TEXT = 4_000  # characters of a sample
 
 def main(argv: list[str]) -> int:
     """tools/report.py; the exit code: 2 for a folder that is no run's."""
-    parser = argparse.ArgumentParser(
-        prog=shlex.join(program()),
-        description="Write a run's curves, events, configuration, layout and samples as one page, also "
+    parser = argument_parser(
+        "Write a run's curves, events, configuration, layout and samples as one page, also "
         "while it runs; several runs are laid over each other.",
     )
     parser.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="a run_dir")

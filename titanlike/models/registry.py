@@ -23,7 +23,6 @@ from torch.overrides import TorchFunctionMode
 
 from titanlike.config.errors import ConfigError, Problem, nearest, override_text
 from titanlike.config.imports import import_object, is_library_code
-from titanlike.config.other_frameworks import Context, other_names, translate
 from titanlike.config.parse import convert
 from titanlike.config.schema import Config, Custom
 from titanlike.data.registry import vocab_size
@@ -131,8 +130,12 @@ def _makes_modules(function: Any) -> bool:
 def _unknown_keys(model: Custom, parameters: Mapping[str, inspect.Parameter]) -> list[Problem]:
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return []
+    if not (unknown := model.args.keys() - parameters.keys()):
+        return []
+    from titanlike.config.other_frameworks import Context, other_names, translate
+
     problems = []
-    for key in model.args.keys() - parameters.keys():
+    for key in unknown:
         value = override_text(model.args[key])
         here, note = translate(key, value, Context()) or ([], "")
         usual = "".join(here).partition("=")[0].removeprefix("model.")

@@ -7,8 +7,6 @@ this machine.
 
 from __future__ import annotations
 
-import argparse
-import shlex
 import tempfile
 import time
 import warnings
@@ -20,7 +18,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from titanlike.config.program import program
+from titanlike.config.program import argument_parser
 from titanlike.config.schema import Config, Custom, MixtureData, SyntheticData, TextData, TokenData
 from titanlike.data.loader import batches
 from titanlike.data.registry import open_data
@@ -34,7 +32,7 @@ _MIN_STEPS = 20  # of a measurement
 
 def main(argv: list[str] | None = None) -> int:
     """The exit code: 1 if any kind of data is slower than `--least` times the model, with any number of workers."""
-    parser = argparse.ArgumentParser(prog=shlex.join(program()), description=__doc__)
+    parser = argument_parser(__doc__)
     parser.add_argument("--seconds", type=float, default=2.0, help="of each (default: %(default)s)")
     parser.add_argument("--workers", default="0,1,4", help="of the loader (default: %(default)s)")
     parser.add_argument(

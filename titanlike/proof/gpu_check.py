@@ -13,7 +13,6 @@ import argparse
 import json
 import os
 import platform
-import shlex
 import shutil
 import signal
 import subprocess
@@ -26,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from titanlike.config.files import atomic_write_text, make_new_folder
-from titanlike.config.program import program
+from titanlike.config.program import argument_parser
 from titanlike.metrics import units
 from titanlike.metrics.console import shorten
 from titanlike.proof.gpu_cells import Outcome, run_cell, source_environment
@@ -68,9 +67,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     kinds = "\n".join(f"  {kind:12} {text}" for kind, text in KINDS.items())
-    parser = argparse.ArgumentParser(
-        prog=shlex.join(program()),
-        description="Check the GPUs of this machine, and write a report to keep.",
+    parser = argument_parser(
+        "Check the GPUs of this machine, and write a report to keep.",
         epilog=f"kinds of checks, for --only:\n{kinds}\n\n{_END}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
