@@ -62,9 +62,7 @@ class PointSplit:
     """Stages that begin at named modules."""
 
     name: str = key("points", "choice")
-    points: list[str] = key(
-        [], "modules where a new stage begins, e.g. [model.layers.3,model.layers.6]"
-    )
+    points: list[str] = key([], "modules where a stage begins: [model.layers.3,model.layers.6]")
 
 
 @dataclass
@@ -92,9 +90,7 @@ class AutoSplit:
         "params; flops of a training step; time, measured on the device; memory of state and "
         "activations; run = what `split.run` has measured",
     )
-    run: str | None = key(
-        None, "directory of a run with timeline=true; split.cost=RUN is short for both"
-    )
+    run: str | None = key(None, "directory of a run with timeline=true; split.cost=RUN for both")
 
 
 # --- schedule: the order of a pipeline's computations ------------------------------------------
@@ -105,9 +101,7 @@ class Schedule:
     """A schedule with whole backwards and one stage on each pipeline rank."""
 
     name: str = key("1f1b", "choice")
-    microbatches: int | None = key(
-        None, "number per dp rank and step; null = derived and printed", le=100_000
-    )
+    microbatches: int | None = key(None, "number per dp rank and step; null = derived", le=100_000)
 
 
 @dataclass
@@ -154,9 +148,7 @@ class AutoSchedule:
     """An order made for the costs of this model's stages: kept as order.csv in run_dir."""
 
     name: str = key("auto", "choice")
-    microbatches: int | None = key(
-        None, "number per dp rank and step; null = derived and printed", le=100_000
-    )
+    microbatches: int | None = key(None, "number per dp rank and step; null = derived", le=100_000)
     stages_per_rank: int = key(
         2, "stages on each pipeline rank; search=placement|split: the most", ge=1, le=256
     )
@@ -328,9 +320,7 @@ class Float8Precision(Precision):
     skip: list[str] = key(
         [], "linear layers that stay in bf16, by patterns of their names: [*.layers.0.*,*.o_proj]"
     )
-    min_features: int = key(
-        64, "linear layers with fewer inputs or outputs stay in bf16, too", ge=1
-    )
+    min_features: int = key(64, "linear layers with fewer inputs or outputs stay in bf16", ge=1)
 
 
 # --- activation checkpointing -------------------------------------------------------------------
@@ -382,9 +372,7 @@ class Wandb:
     name: str = key("wandb", "choice")
     project: str = key("titanlike", "project")
     entity: str | None = key(None, "user or team; null = the key's default")
-    run_name: str | None = key(
-        None, "name of the run; null = its overrides, else its folder's name"
-    )
+    run_name: str | None = key(None, "of the run; null = its overrides, else its folder's name")
     group: str | None = key(None, "group of the run")
     tags: list[str] = key([], "tags of the run: [a,b]")
     notes: str | None = key(None, "description of the run")
@@ -414,9 +402,7 @@ class Data:
     """What every choice has."""
 
     name: str = key("synthetic", "choice")
-    changed: bool = key(
-        False, "resume although the data are not those of the checkpoint; for one start"
-    )
+    changed: bool = key(False, "resume although the data are not the checkpoint's; for one start")
 
 
 @dataclass(kw_only=True)
@@ -434,9 +420,7 @@ class Corpus(Data):
         0.05,
         "share for validation: of the documents (rows, conversations), or the end of token files",
     )
-    documents: bool = key(
-        False, "attention stays within each document of a sequence, where positions begin at 0"
-    )
+    documents: bool = key(False, "attention stays within each document, where positions begin at 0")
     workers: int = key(0, "loader processes per rank; 0 = load in the training process")
 
 
@@ -476,9 +460,7 @@ class HFData(Tokenized):
     subset: str | None = key(None, "configuration of a dataset that has several")
     split: str = key("train", "which of the dataset's splits; validation is a share of it")
     revision: str | None = key(None, "of a name on the hub: branch, tag or commit")
-    streaming: bool = key(
-        True, "read without a copy in datasets' own cache; false = download first"
-    )
+    streaming: bool = key(True, "read without a copy in datasets' cache; false = download first")
     rows: int | None = key(None, "the first rows alone; null = all")
     text_key: str = key("text", _TEXT_KEY)
 
@@ -549,9 +531,7 @@ class MemoryProfile(NoProfile):
 
     name: str = key("memory", "choice")
     steps: list[int] = key([10, 12], "first and last step that are recorded")
-    ranks: list[int] = key(
-        [], "ranks that write a file: [0,8]; [] = the first rank of each pipeline rank"
-    )
+    ranks: list[int] = key([], "ranks that write: [0,8]; [] = the first of each pipeline rank")
 
 
 @dataclass
@@ -618,9 +598,7 @@ class Hardware(NoHardware):
     name: str = key("profile", "choice")
     title: str = required("what the device is called")
     bf16_flops: float = required("FLOP/s of dense bf16 matrix products, of the data sheet", gt=0)
-    fp8_flops: float = required(
-        "FLOP/s of dense float8 matrix products; that of bf16 if none", gt=0
-    )
+    fp8_flops: float = required("FLOP/s of dense float8 matrix products; if none, of bf16", gt=0)
     tf32_flops: float = required("FLOP/s of fp32 matrix products by matmul_precision=high", gt=0)
     fp32_flops: float = required("FLOP/s of fp32 matrix products", gt=0)
     memory: Bytes = required("memory of a device that programs see")
@@ -646,26 +624,16 @@ class Hardware(NoHardware):
         5e-6, "seconds of a step of a collective, or a message, in a node", ge=0
     )
     network_latency: float = key(15e-6, "seconds of a step of a collective between nodes", ge=0)
-    matmul_efficiency: float = key(
-        0.74, "share of the peak that large matrix products reach", gt=0, le=1
-    )
-    matmul_half: float = key(
-        60.0, "rows, columns or sum at which a product reaches half of that", ge=0
-    )
-    attention_efficiency: float = key(
-        0.25, "share of the peak that fused attention reaches", gt=0, le=1
-    )
+    matmul_efficiency: float = key(0.74, "share of the peak that large products reach", gt=0, le=1)
+    matmul_half: float = key(60.0, "rows, columns or sum at which a product has half of that", ge=0)
+    attention_efficiency: float = key(0.25, "share of the peak fused attention reaches", gt=0, le=1)
     memory_efficiency: float = key(0.6, "share of the bandwidth that operators reach", gt=0, le=1)
-    link_efficiency: float = key(
-        0.8, "share of a link's bandwidth that large messages reach", gt=0, le=1
-    )
+    link_efficiency: float = key(0.8, "share of bandwidth that large messages reach", gt=0, le=1)
     kernel_seconds: float = key(3e-6, "seconds that an operator takes besides", ge=0)
     host_seconds: float = key(6e-6, "seconds of the host to launch an operator", ge=0)
     action_seconds: float = key(2e-4, "seconds of the host for an action of the schedule", ge=0)
     runs_ahead: bool = key(True, "the host queues work on the device, and does not wait for it")
-    allocator_loss: float = key(
-        0.08, "share of the memory that allocator and libraries take", ge=0, lt=1
-    )
+    allocator_loss: float = key(0.08, "memory share that allocator and libraries take", ge=0, lt=1)
 
     @property
     def usable(self) -> int:
@@ -681,12 +649,8 @@ class CpuHardware(Hardware):
         1e-4, "seconds of a step of a collective, or a message, in a node", ge=0
     )
     network_latency: float = key(2e-4, "seconds of a step of a collective between nodes", ge=0)
-    matmul_half: float = key(
-        20.0, "rows, columns or sum at which a product reaches half of that", ge=0
-    )
-    attention_efficiency: float = key(
-        0.3, "share of the peak that fused attention reaches", gt=0, le=1
-    )
+    matmul_half: float = key(20.0, "rows, columns or sum at which a product has half of that", ge=0)
+    attention_efficiency: float = key(0.3, "share of the peak fused attention reaches", gt=0, le=1)
     kernel_seconds: float = key(1e-5, "seconds that an operator takes besides", ge=0)
     host_seconds: float = key(0.0, "seconds of the host to launch an operator", ge=0)
     action_seconds: float = key(5e-4, "seconds of the host for an action of the schedule", ge=0)
@@ -774,9 +738,7 @@ class Checkpoint:
         "process of each rank writes (Linux)",
     )
     keep: int = key(10, "newest checkpoints to retain; 0 = all", ge=0)
-    keep_every: int = key(
-        0, "also retain every checkpoint at a multiple of this step; 0 = none", ge=0
-    )
+    keep_every: int = key(0, "also retain checkpoints at multiples of this step; 0 = none", ge=0)
     keep_best: int = key(0, "also retain this many with the lowest validation loss", ge=0)
     model_only: Literal["none", "fp32", "bf16", "fp16"] = key(
         "none", "after the last step also save the model alone in this dtype (model-XXXXXXXX)"
@@ -829,9 +791,7 @@ class Sweep:
     """How the jobs of a sweep (`-m`) are run."""
 
     resume: bool = key(False, "run the unfinished jobs of run_dir's sweep; stopped ones resume")
-    parallel: int = key(
-        1, "concurrent jobs on this machine; 0 = as many as devices (cores) allow", ge=0
-    )
+    parallel: int = key(1, "jobs at a time here; 0 = as many as devices (cores) allow", ge=0)
     submit: str | None = key(
         None, "submit each job by this command instead: 'sbatch tools/slurm/train.sbatch'"
     )
@@ -848,9 +808,7 @@ class Config:
     """One run."""
 
     pp: int = key(1, "pipeline-parallel ranks", ge=1, le=256)
-    dp: int = key(
-        1, "data-parallel ranks, sharded (FSDP) and replicated together", ge=1, le=MAX_RANKS
-    )
+    dp: int = key(1, "data-parallel ranks, sharded (FSDP) and replicated", ge=1, le=MAX_RANKS)
     tp: int = key(
         1, "tensor-parallel ranks: each has a part of every layer (needs a tp plan)", ge=1, le=256
     )
