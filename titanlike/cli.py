@@ -33,6 +33,8 @@ from typing import NoReturn
 from titanlike.config.errors import nearest
 from titanlike.config.program import conf_dir, program, set_program
 
+ExitCode = int | str | None  # as sys.exit takes it
+
 
 @dataclass(frozen=True)
 class Command:
@@ -159,7 +161,7 @@ def start_job(
 
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # the user's models
-    code: int | str | None = 1
+    code: ExitCode = 1
     try:
         with interruptible(), no_garbage_collection():
             code = _drive_or_follow(function, folder, result_dir, checked)
@@ -169,10 +171,8 @@ def start_job(
     sys.exit(code)
 
 
-def _drive_or_follow(
-    function: str, folder: str, result_dir: str | None, checked: bool
-) -> int | str | None:
-    """This process' part of a job; its exit code."""
+def _drive_or_follow(function: str, folder: str, result_dir: str | None, checked: bool) -> ExitCode:
+    """This process' part of a job."""
     from titanlike.driver.job import JobRunner
     from titanlike.launch.environment import RestartState, adopt_slurm, is_restart
     from titanlike.launch.local import PrestartedWorkers
@@ -199,7 +199,7 @@ def _drive_or_follow(
             restarted = is_restart()
             runner = JobRunner(function, folder, None, restart_state, restarted, checked, workers)
             return drive(runner, result_dir)
-    code: int | str | None = 1
+    code: ExitCode = 1
     try:
         runner = JobRunner(function, folder, ranks, ranks.restart_state, is_restart())
         code = drive(runner, result_dir)
@@ -252,10 +252,8 @@ def _print_help(command: str, list_commands: bool) -> None:
     if int(os.environ.get("RANK", "0")) > 0:
         return
     if command == "train":
-        known = JOBS | TOOLS
-        groups = {
-            title: {name: known[name].help for name in names} for title, names in LISTED.items()
-        }
+        helps = {name: command.help for name, command in (JOBS | TOOLS).items()}
+        groups = {title: {n: helps[n] for n in names} for title, names in LISTED.items()}
         text = help_text([conf_dir()], program(), groups if list_commands else {})
     else:
         text = command_help(program(), JOBS[command].description)

@@ -151,9 +151,7 @@ def _without(text: str, secret: str) -> str:
     return re.sub(rf"(?<!\w){re.escape(secret)}(?!\w)", REDACTED, text) if secret in text else text
 
 
-def _replace(
-    pattern: re.Pattern[str], text: str, is_secret: Callable[[re.Match[str]], bool]
-) -> str:
+def _replace(pattern: re.Pattern[str], text: str, is_secret: Callable[[re.Match], bool]) -> str:
     """The text with *** after group 1 of each match that is a secret; others may contain one."""
     position = 0
     while match := pattern.search(text, position):
@@ -256,9 +254,8 @@ def _is_secret_parameter(name: str) -> bool:
 def _environment_secrets() -> list[tuple[str, str]]:
     """(name, value) of the environment variables that are secrets, longest first: no everyday words,
     such as 1 or true, and no paths."""
-    named = [name for name in os.environ if is_secret_name(name, True)]
     secrets = []
-    for name in named:
+    for name in [name for name in os.environ if is_secret_name(name, True)]:
         value = os.environ.get(name, "").strip()
         is_mixed = len(value) >= _MIN_MIXED and not (value.isalpha() or value.isdigit())
         is_long = len(value) >= _MIN_LENGTH or is_mixed

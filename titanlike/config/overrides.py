@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -67,12 +68,8 @@ def aliases_problem(path: Path) -> str:
         if id(node) not in known:
             known[id(node)] = float("inf")  # of an alias inside of what it names
             entries = node.value if isinstance(node.value, list) else []
-            parts = [
-                part
-                for entry in entries
-                for part in (entry if isinstance(entry, tuple) else [entry])
-            ]
-            known[id(node)] = 1.0 + sum(map(count, parts))
+            parts = (entry if isinstance(entry, tuple) else [entry] for entry in entries)
+            known[id(node)] = 1.0 + sum(map(count, chain.from_iterable(parts)))
         return known[id(node)]
 
     try:

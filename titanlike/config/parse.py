@@ -36,6 +36,7 @@ from titanlike.config.schema import (
 )
 
 MISSING = "???"  # how YAML files mark a value that the user must give
+_NO_DEFAULT = dataclasses.MISSING
 _NULL = ("none", "nil", "off", "no", "false", "disabled", "")  # how others write null
 
 
@@ -77,7 +78,7 @@ def _dataclass(cls: type, plain: dict[str, Any], prefix: str, problems: list[Pro
     values = {}
     for name, field in fields.items():
         key = f"{prefix}{name}"
-        if name not in plain and _default(field) is not dataclasses.MISSING:
+        if name not in plain and _default(field) is not _NO_DEFAULT:
             continue
         if plain.get(name, MISSING) == MISSING:
             reason = f"required: {field.metadata['doc']}"
@@ -92,13 +93,13 @@ def _dataclass(cls: type, plain: dict[str, Any], prefix: str, problems: list[Pro
         if len(problems) == before or dataclasses.is_dataclass(value):
             values[name] = value
     for name, field in fields.items():
-        if name not in values and _default(field) is dataclasses.MISSING:
+        if name not in values and _default(field) is _NO_DEFAULT:
             values[name] = {int: 1}.get(hints[name], "")  # its problem is recorded
     return cls(**values)
 
 
 def _default(field: dataclasses.Field[Any]) -> Any:
-    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory
+    return field.default if field.default_factory is _NO_DEFAULT else field.default_factory
 
 
 def _group(group: str, plain: Any, problems: list[Problem]) -> Any:
@@ -110,9 +111,8 @@ def _group(group: str, plain: Any, problems: list[Problem]) -> Any:
         plain = {"name": kinds.pop().name, **plain}
     if not isinstance(plain, dict) or not isinstance(plain.get("name"), str):
         example = next(iter(variants), "llama_tiny")
-        key, value = (
-            (f"{group}.name", plain.get("name")) if isinstance(plain, dict) else (group, plain)
-        )
+        has_name = isinstance(plain, dict)
+        key, value = (f"{group}.name", plain.get("name")) if has_name else (group, plain)
         problems.append(Problem(key, value, "a choice must be given", f"{group}={example}"))
         return None
     name = plain["name"]
@@ -121,9 +121,8 @@ def _group(group: str, plain: Any, problems: list[Problem]) -> Any:
         problems.append(Problem(f"{group}.name", name, "required: where your own code is", fix))
         return Model(name) if group not in VARIANTS else None
     if group in OPEN_GROUPS and (group not in VARIANTS or "." in name):
-        own = {"model": Model, "optimizer": OwnOptimizer, "schedule": OwnSchedule}.get(
-            group, Custom
-        )
+        kinds_of_own = {"model": Model, "optimizer": OwnOptimizer, "schedule": OwnSchedule}
+        own = kinds_of_own.get(group, Custom)
         fields = {field.name for field in dataclasses.fields(own)} - {"args"}
         known = {key: value for key, value in plain.items() if key in fields}
         made = _dataclass(own, known, f"{group}.", problems)
@@ -143,11 +142,7 @@ def _group(group: str, plain: Any, problems: list[Problem]) -> Any:
 
 
 def convert(
-    annotation: Any,
-    value: Any,
-    key: str,
-    problems: list[Problem],
-    default: Any = dataclasses.MISSING,
+    annotation: Any, value: Any, key: str, problems: list[Problem], default: Any = _NO_DEFAULT
 ) -> Any:
     """`value` as the type `annotation`; None, and a problem, if it is not one.
 
@@ -237,7 +232,7 @@ def convert(
             fix = f"-m {key}={','.join(map(override_text, value))}"
             problems.append(Problem(key, value, f"{expected}; several are a sweep", fix))
             return None
-    if not example and default is not dataclasses.MISSING:
+    if not example and default is not _NO_DEFAULT:
         example = override_text(default() if callable(default) else default)
     problems.append(Problem(key, value, expected, f"{key}={example}" if example else ""))
     return None

@@ -30,9 +30,7 @@ def _shipped(installed: str, checkout: str) -> Path:
     for folder in folders:
         if folder.is_dir():
             return folder
-    raise FileNotFoundError(
-        f"titanlike's own files are neither in {folders[0]} nor in {folders[1]}"
-    )
+    raise FileNotFoundError(f"titanlike's files are neither in {folders[0]} nor in {folders[1]}")
 
 
 def set_program(command: str | None = None) -> None:

@@ -140,9 +140,8 @@ def _rules(config: Config) -> Iterator[Problem]:
     if config.value == "val_loss" and config.validation.every == 0:
         yield broken("value", "nothing is validated with validation.every=0", "value=loss")
     if sample.every and not sample.prompts:
-        yield broken(
-            "sample.prompts", "there is nothing to continue", "sample.prompts=[def,import]"
-        )
+        fix = "sample.prompts=[def,import]"
+        yield broken("sample.prompts", "there is nothing to continue", fix)
     if sample.every and isinstance(config.data, SyntheticData):
         yield broken("sample.every", "random tokens have no text", "sample.every=0")
     if sample.every and config.cp > 1:
@@ -235,9 +234,8 @@ def _names(config: Config) -> Iterator[Problem]:
         for name in ("project", "entity", "run_name", "group"):
             key, value = f"logger.{name}", getattr(logger, name)
             if value is not None and not 1 <= len(value) <= _LONGEST_NAME:
-                yield Problem(
-                    key, value, f"must have 1 to {_LONGEST_NAME} characters", f"{key}=NAME"
-                )
+                reason = f"must have 1 to {_LONGEST_NAME} characters"
+                yield Problem(key, value, reason, f"{key}=NAME")
             wrong = sorted({*(value or "")} & {*"/\\#?%:"})
             if wrong and name in ("project", "entity"):
                 reason = f"cannot have {' '.join(wrong)} in it"
@@ -338,9 +336,8 @@ def _batch(config: Config) -> Iterator[Problem]:
         reason = f"more than {MAX_BATCH} sequences for a dp rank"
         yield Problem("batch_size", size, reason, f"batch_size={MAX_BATCH * dp}")
     elif size % dp:
-        yield Problem(
-            "batch_size", size, f"does not divide among dp={dp}", f"batch_size={each * dp}"
-        )
+        reason = f"does not divide among dp={dp}"
+        yield Problem("batch_size", size, reason, f"batch_size={each * dp}")
     elif count > 1 and each % count:
         batch = f"{size} / {dp} = {each}"
         reason = f"each dp rank's batch of {batch} does not divide into {count}"

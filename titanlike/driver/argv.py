@@ -68,9 +68,9 @@ def parse_argv(words: Sequence[str]) -> argparse.Namespace:
         if "=" not in word and rest and (option.nargs is None or optional):
             flags.append(rest.pop(0))
     args = made.parse_args(flags)
-    found = [*_overrides(others)]
-    args.overrides = [item for item in found if isinstance(item, str)]
-    args.invalid_overrides = [item for item in found if isinstance(item, InvalidOverride)]
+    items = [*_overrides(others)]
+    args.overrides = [item for item in items if isinstance(item, str)]
+    args.invalid_overrides = [item for item in items if isinstance(item, InvalidOverride)]
     return args
 
 
@@ -107,10 +107,9 @@ def _spaced(word: str, words: list[str]) -> str | InvalidOverride:
     if len(typed) == 1:
         if word.endswith("=") and key:
             return word
-        is_file = _CONFIG_FILE.fullmatch(word) is not None
-        return InvalidOverride(
-            word, "config_file" if is_file else word, word if is_file else "true"
-        )
+        if _CONFIG_FILE.fullmatch(word):
+            return InvalidOverride(word, "config_file", word)
+        return InvalidOverride(word, word, "true")
     return InvalidOverride(" ".join(typed), key, typed[-1].removeprefix("="))
 
 
@@ -163,9 +162,9 @@ def _complete_choices(args: argparse.Namespace, searched: list[str]) -> set[str]
     shipped = args.config_path == str(conf_dir())
     finished = None if shipped else _finished(args)
     named = {
-        found[1]
+        match[1]
         for text in args.overrides
-        if (found := re.match(r"[+]*(\w+)\.name=.*\w\.\w", text)) and found[1] in OPEN_GROUPS
+        if (match := re.match(r"[+]*(\w+)\.name=.*\w\.\w", text)) and match[1] in OPEN_GROUPS
     }
     chosen = {key_of(text) for text in args.overrides} & _GROUPS
     by_file = {} if finished is not None else _of_experiments(args, searched)
@@ -175,11 +174,8 @@ def _complete_choices(args: argparse.Namespace, searched: list[str]) -> set[str]
             args.overrides = [f"{group}={choice}", *args.overrides]
         elif typed[group] != choice and typed[group] in VARIANTS.get(group, ()):
             args.overrides.append(f"{group}.name={typed[group]}")  # else the file's would win
-    own = {
-        group
-        for group in OPEN_GROUPS
-        if finished is not None and "." in str((finished.get(group) or {}).get("name"))
-    }
+    in_run = finished or {}
+    own = {g for g in OPEN_GROUPS if "." in str((in_run.get(g) or {}).get("name"))}
     if finished is not None or (shipped and "experiment" not in map(key_of, args.overrides)):
         added = sorted(named - chosen - own)
         args.overrides = [*(f"{group}=own" for group in added), *args.overrides]

@@ -55,7 +55,7 @@ def problems(
     warn: called with what is no error, and may fail later; when_valid: where the numbers fit together,
     before the checks that take longer.
     """
-    if secrets := list(secret_problems(to_plain(config))):
+    if secrets := secret_problems(to_plain(config)):
         return secrets  # first, and alone: the messages of other rooms quote values
     if found := validate.out_of_bounds(config):
         return found
@@ -90,10 +90,9 @@ def problems(
     return found or [*_checkpoint_problems(config)] or [*_write_problems(config)]
 
 
-def secret_problems(plain: dict[str, Any]) -> Iterator[Problem]:
+def secret_problems(plain: dict[str, Any]) -> list[Problem]:
     """Passwords, keys and tokens in a config, which would end up in config.yaml and W&B."""
-    for key, reason in credentials.find_secrets(plain):
-        yield _secret_problem(key, reason)
+    return [_secret_problem(key, reason) for key, reason in credentials.find_secrets(plain)]
 
 
 def _secret_problem(key: str, reason: str) -> Problem:
@@ -162,9 +161,8 @@ def _checkpoint_problems(config: Config) -> Iterator[Problem]:
         elif found.path is None and start_from is not None:
             check_quick(resolve("checkpoint.start_from", start_from))
     except DamagedCheckpoint as error:
-        yield Problem(
-            "checkpoint", str(error.folder), str(error), "checkpoint.resume=/another/checkpoint"
-        )
+        fix = "checkpoint.resume=/another/checkpoint"
+        yield Problem("checkpoint", str(error.folder), str(error), fix)
     except ValueError as error:
         yield Problem.parse("checkpoint.resume", str(error))
     except UnreadableFile as error:

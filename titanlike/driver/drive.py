@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import errno
 import io
@@ -18,6 +17,7 @@ import re
 import sys
 import time
 import traceback
+from argparse import Namespace
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -141,7 +141,7 @@ def _run_elsewhere(runner: JobRunner, *job: Any) -> JobEnd:
         ranks.shutdown(end.code)
 
 
-def _prepare(args: argparse.Namespace, task: Task, result_dir: str | None) -> ExitCode:
+def _prepare(args: Namespace, task: Task, result_dir: str | None) -> ExitCode:
     """Check everything and open the sweep; the exit code if the command ends here, else None."""
     state = task.runner.restart_state
     paths = {key: state.get(key) for key in ("hydra.run.dir", "hydra.sweep.dir")}
@@ -166,9 +166,8 @@ def _prepare(args: argparse.Namespace, task: Task, result_dir: str | None) -> Ex
             state.set_default("hydra.sweep.dir", str(settings.folder))
             from titanlike.driver.sweep import open_sweep
 
-            task.sweep_run, problems = open_sweep(
-                args, checked.config, settings, runner.folder, runner.restart, missing
-            )
+            sweep = open_sweep(args, checked.config, settings, runner, missing)
+            task.sweep_run, problems = sweep
             task.sweep_run.imports += checked.notes
     except JobFailed as failed:
         print(failed, file=sys.stderr)
@@ -189,9 +188,7 @@ def _prepare(args: argparse.Namespace, task: Task, result_dir: str | None) -> Ex
     return None
 
 
-def _problems(
-    args: argparse.Namespace, checked: CheckedOverrides, runner: JobRunner
-) -> list[Problem]:
+def _problems(args: Namespace, checked: CheckedOverrides, runner: JobRunner) -> list[Problem]:
     """Every problem of the command; the configs of a sweep's jobs are checked later, each by itself."""
     from titanlike.checkpoint.discovery import resumed_config
     from titanlike.driver import checks
@@ -225,20 +222,16 @@ def _problems(
         if may_start:
             start_workers()
         return []
-    may_start = may_start and not (known or args.check)
-    return known + (
-        unfit or config_problems(config, ranks, known, start_workers if may_start else None)
-    )
+    when_valid = start_workers if may_start and not (known or args.check) else None
+    return known + (unfit or config_problems(config, ranks, known, when_valid))
 
 
-def _write_result(
-    result_dir: str | None, args: argparse.Namespace, status: Status, error: str
-) -> None:
+def _write_result(result_dir: str | None, args: Namespace, status: Status, error: str) -> None:
     if result_dir is not None:
         ResultReporter(Path(result_dir), args.overrides, 1).write(status, error=error)
 
 
-def _run(args: argparse.Namespace, task: Task) -> ExitCode:
+def _run(args: Namespace, task: Task) -> ExitCode:
     """Let Hydra compose and call `task`; the exit code."""
     sweep_run = task.sweep_run
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises its errors; they are shown here
@@ -260,10 +253,8 @@ def _run(args: argparse.Namespace, task: Task) -> ExitCode:
         code = print_problems(error.problems)
     except Exception as error:
         unwritten = isinstance(error, OSError) and error.errno in _OF_STORAGE
-        frames = [
-            frame.f_globals.get("__name__") for frame, _ in traceback.walk_tb(error.__traceback__)
-        ]
-        raised_in = type(error).__module__, str(frames[-1]) if frames else ""
+        frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+        raised_in = type(error).__module__, str(frames[-1].f_globals.get("__name__"))
         # by Hydra or Optuna for the user, and not by this program
         if not unwritten and not any(re.match(r"(hydra|omegaconf|optuna)\b", n) for n in raised_in):
             raise
@@ -282,7 +273,7 @@ def _run(args: argparse.Namespace, task: Task) -> ExitCode:
     return code
 
 
-def _run_composed(args: argparse.Namespace, task: Task, checked: CheckedOverrides) -> None:
+def _run_composed(args: Namespace, task: Task, checked: CheckedOverrides) -> None:
     """Let Hydra run a job whose config has been composed (its folder, logging and callbacks), or compose
     the jobs of a sweep."""
     loader = checked.loader

@@ -132,9 +132,7 @@ class JobRunner:
         except Exception as error:
             _warn(f"report.html could not be written: {type(error).__name__}: {error}")
 
-    def _prepare(
-        self, config: Config, problems: list[Problem], run_dir: Path, single: bool
-    ) -> Config:
+    def _prepare(self, config: Config, known: list[Problem], run_dir: Path, single: bool) -> Config:
         """The config to run, written to config.yaml. Raises ConfigError."""
         from titanlike.checkpoint.discovery import resumed_config
         from titanlike.driver import checks
@@ -144,7 +142,7 @@ class JobRunner:
         started = self.ranks.world_size if self.ranks else None
         ranks = checks.available_ranks(config, started, self.restart_state)
         fitted, mesh_problems = checks.fit_mesh(config, ranks)
-        problems += mesh_problems
+        problems = known + mesh_problems
         if not (single or self.checked or mesh_problems):  # a single run has been checked before
             problems += config_problems(fitted, ranks, problems)
         if problems:
@@ -215,11 +213,9 @@ def restarted_config(config: Config, failed: JobFailed, number: int) -> Config:
     resumed, step = resumed_config(config)
     most = config.launch.max_restarts
     where = f"from step {step}" if step else "from the beginning"
-    events = Events(
-        Path(config.run_dir), lambda line: print(f"\n{line}", file=sys.stderr, flush=True)
-    )
     text = f"{failed.error}; restart {number} of {most} {where}"
-    events.log("restart", step, text, restart=number, of=most)
+    say = partial(print, "", sep="\n", file=sys.stderr, flush=True)
+    Events(Path(config.run_dir), say).log("restart", step, text, restart=number, of=most)
     return resumed
 
 
@@ -238,15 +234,10 @@ class ResultReporter:
         error: str | None = None,
         numbers: str = "",
     ) -> None:
+        fields = {"seconds": time.monotonic() - self._start, "overrides": self._overrides}
         try:
             write_result(
-                self._run_dir,
-                status=status,
-                value=value,
-                error=error,
-                seconds=time.monotonic() - self._start,
-                overrides=self._overrides,
-                numbers=numbers,
+                self._run_dir, status=status, value=value, error=error, numbers=numbers, **fields
             )
         except OSError as problem:  # a full disk must not hide how the job ended
             print(f"result.json could not be written: {problem}", file=sys.stderr)

@@ -119,9 +119,8 @@ class CheckedOverrides:
         self._overrides = [o for o in typed if o.key_or_group != "hydra.searchpath"]
         self._lines = [o.input_line or "" for o in typed if o.key_or_group == "hydra.searchpath"]
         try:
-            _, self._repository = loader._parse_overrides_and_create_caching_repo(
-                self._config_name, self._lines
-            )
+            parse_lines = loader._parse_overrides_and_create_caching_repo
+            _, self._repository = parse_lines(self._config_name, self._lines)
             self._valid = self._compose_first()
             self._default_choices = self._valid.hydra.runtime.choices
         except Exception as error:

@@ -20,7 +20,7 @@ from titanlike.config.overrides import from_hydra, key_of
 from titanlike.config.program import program
 from titanlike.config.schema import Config, Sweep
 from titanlike.config.validate import parse_share
-from titanlike.driver.job import SWEEP_FILE
+from titanlike.driver.job import SWEEP_FILE, JobRunner
 from titanlike.driver.sweep_status import (
     SUBMITTED,
     Job,
@@ -324,14 +324,12 @@ def open_sweep(
     args: argparse.Namespace,
     config: Config,
     settings: SweepSettings,
-    inner: str,
-    restart: bool,
+    runner: JobRunner,
     created: list[Path],
 ) -> tuple[SweepRun, list[Problem]]:
     """Start or resume a sweep; appends to args.overrides what its sweeper has to know.
 
-    inner: a job's subfolder of its run directory, or "". restart: whether this command was started
-    before. created: folders that exist for this sweep, removed again if no job is valid.
+    created: folders that exist for this sweep, removed again if no job is valid.
     """
     words, value = sys.argv[1:], config.value or ("val_loss" if config.validation.every else "loss")
     sweep_run = SweepRun(
@@ -341,10 +339,10 @@ def open_sweep(
         program=program(),
         options=_job_options(words),
         command=words,
-        inner=inner,
+        inner=runner.folder,
         grid=settings.grid,
         fixed=settings.fixed,
-        restart=restart,
+        restart=runner.restart,
         check=args.check,
         created=created,
     )

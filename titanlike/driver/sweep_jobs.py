@@ -50,9 +50,7 @@ _RESULT_POLL = 2.0  # seconds, for the results of submitted jobs
 _POLL = 0.05  # seconds
 _KILL_AFTER = 30.0  # seconds from a second signal
 _STOPPED = 75  # exit code of a run that has stopped with a checkpoint
-_TAIL = (
-    2000  # characters of output that are searched for the last lines of a job without result.json
-)
+_TAIL = 2000  # characters of output in which a job's last lines are, if it has no result.json
 
 
 @dataclass
@@ -79,6 +77,7 @@ class Prepared:
 
 # the value of a job that is done, or why there is none
 End = float | None | Exception
+Ends = dict[int, End]  # by the job's number
 Here = Callable[[Prepared], float | None]  # runs a job in this process; raises JobFailed
 
 
@@ -90,7 +89,7 @@ def run_jobs(sweep: SweepRun, runner: JobRunner, jobs: list[Prepared], here: Her
     refused = _check_all(sweep, runner, jobs)
     valid = [item for item in jobs if item.job.number not in refused]
     sweep.refused += len(refused)
-    ends: dict[int, End] = {**refused}
+    ends: Ends = {**refused}
     if sweep.check or not (valid or sweep.begun):
         return [ends.get(item.job.number) for item in jobs]
     sweep.begun = True
@@ -177,11 +176,9 @@ def _indented(text: str) -> str:
 # --- submitted ------------------------------------------------------------------------------------
 
 
-def _submit_all(
-    sweep: SweepRun, runner: JobRunner, jobs: list[Prepared], submit: str
-) -> dict[int, End]:
+def _submit_all(sweep: SweepRun, runner: JobRunner, jobs: list[Prepared], submit: str) -> Ends:
     """Pass each job to the submit command; wait for the results if sweep.wait is set."""
-    ends: dict[int, End] = {}
+    ends: Ends = {}
     waiting: list[Prepared] = []
     for item in jobs:
         if error := _submit(sweep, runner, item, submit):
@@ -227,9 +224,8 @@ def _submit(sweep: SweepRun, runner: JobRunner, item: Prepared, submit: str) -> 
     name, problem, printed = f"sweep.submit={redact_command(command[0])}", "", ""
     try:
         streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "capture_output": True}
-        done = subprocess.run(
-            command, timeout=_SUBMIT_TIMEOUT, text=True, errors="replace", **streams
-        )
+        streams |= {"text": True, "errors": "replace"}
+        done = subprocess.run(command, timeout=_SUBMIT_TIMEOUT, **streams)
         printed = redact_output(" ".join(f"{done.stdout} {done.stderr}".split()), submit)
         if done.returncode:
             problem = f"{name} ended with {done.returncode}: {printed}"

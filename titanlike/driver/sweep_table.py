@@ -89,9 +89,8 @@ def read_table(folder: Path, ended: Collection[int] = ()) -> Table:
     """
     if (spec := read_spec(folder)) is None:
         what = "one run" if (folder / "config.yaml").exists() else f"no {SWEEP_FILE} is in it"
-        raise ValueError(
-            f"{folder} is no sweep's: {what}" if folder.is_dir() else f"{folder} is no folder"
-        )
+        reason = f"is no sweep's: {what}" if folder.is_dir() else "is no folder"
+        raise ValueError(f"{folder} {reason}")
     return Table(folder, spec, read_job_rows(folder, spec, ended))
 
 
@@ -173,10 +172,8 @@ def _fitting(table: Table, width: int) -> list[Column]:
     spare = ["time", "memory", *([other] if len(losses) > 1 else []), "tok/s"]
 
     def fits() -> bool:
-        widths = [
-            min(column.width, _SETTING) if 1 <= i < last else column.width
-            for i, column in enumerate(columns)
-        ]
+        widths = [column.width for column in columns]
+        widths[1:last] = [min(setting, _SETTING) for setting in widths[1:last]]
         return 2 * len(widths) + sum(widths) <= width
 
     for name in spare:

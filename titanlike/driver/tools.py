@@ -203,9 +203,8 @@ def scripts(argv: list[str] | None = None) -> int:
     try:
         existing = [path.name for path in files if (folder / path.name).exists()]
         if existing and not arguments.force:
-            raise FileExistsError(
-                f"{folder} already has {', '.join(existing)}; --force overwrites them"
-            )
+            names = ", ".join(existing)
+            raise FileExistsError(f"{folder} already has {names}; --force overwrites them")
         folder.mkdir(parents=True, exist_ok=True)
         for path in files:
             shutil.copy(path, folder)

@@ -284,9 +284,7 @@ class Watchdog:
                 print(f"no progress for {seconds:.0f} s; all threads:", file=log, flush=True)
                 faulthandler.dump_traceback(log)
             before.update(self._beats())
-            if (
-                "torch.distributed" in sys.modules
-            ):  # else there is nothing; it takes seconds to import
+            if "torch.distributed" in sys.modules:  # else there is nothing, after seconds of import
                 from titanlike.torch_private.process_groups import write_records
 
                 folder = self._worker.run_dir / "logs" / "flight_recorder"

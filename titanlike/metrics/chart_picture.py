@@ -94,9 +94,7 @@ def draw(chart: Chart, path: Path, title: str = "") -> None:
     with matplotlib.rc_context(settings):
         figure.savefig(drawn, format=kind, metadata={"Date": None} if kind == "svg" else None)
     data = drawn.getvalue()
-    if (
-        kind == "svg"
-    ):  # an outline and a text take a line each, and not a line a point and an element
+    if kind == "svg":  # an outline and a text take a line each, not a line a point and an element
         data = re.sub(rb"<!--.*?-->", b"", data, flags=re.DOTALL)
         data = re.sub(rb"\s*\n\s*(?=[MLQCz\"])", b" ", data)
         data = re.sub(rb">\s+(?=<text|<path|<use|</g>)", b">", data)
@@ -140,9 +138,7 @@ def _draw_rows(axes: Axes, chart: Chart, shapes: list[_Shape], width: float) -> 
     _label_ranks(axes, ranks)
 
 
-def _add(
-    axes: Axes, boxes: list[tuple[float, float, float, float]], colour: str, line: float
-) -> None:
+def _add(axes: Axes, boxes: list[tuple[float, ...]], colour: str, line: float) -> None:
     """All (left, right, low, high) of a colour as one shape: a file of a path, and not of thousands."""
     corners = [[(left, y), (right, y), (right, z), (left, z)] for left, right, y, z in boxes]
     outline = Outline.make_compound_path_from_polys(np.array(corners))

@@ -138,10 +138,10 @@ def table_lines(
     """A table as lines of at most `width` characters: title, headers, a rule, rows."""
     cells = [[_cell(value) for value in row] for row in rows]
     columns = list(zip(*([list(headers)] if headers else []), *cells, strict=True))
-    aligns = [
-        ">" if cells and all(NUMBER.fullmatch(row[i]) for row in cells) else "<"
-        for i in range(len(columns))
-    ]
+    numbers = (
+        cells and all(NUMBER.fullmatch(row[i]) for row in cells) for i in range(len(columns))
+    )
+    aligns = [">" if number else "<" for number in numbers]
     widths = [max(map(len, column)) for column in columns]
     indent, gap = "  ", "  "
     room = width - len(indent) - len(gap) * (len(widths) - 1)

@@ -158,11 +158,7 @@ _GIT_TIMEOUT = 5.0  # seconds for each call
 
 
 def log_start(
-    run_dir: Path,
-    step: int,
-    overrides: list[str],
-    config: dict[str, Any],
-    layout: dict[str, Any],
+    run_dir: Path, step: int, overrides: list[str], config: dict[str, Any], layout: dict[str, Any]
 ) -> None:
     """Append this start. config: as plain dicts; credentials are written as ***. layout: mesh and
     stages, for the report."""

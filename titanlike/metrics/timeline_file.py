@@ -150,9 +150,8 @@ def merge(
             begin, end = rank.begin - zero, rank.end - zero
             steps[-1].append(replace(rank, begin=begin, end=end, events=events))
         _wait_for_the_last(steps[-1])
-    places = [
-        Place(file.steps[0].rank, file.host, file.device) for file in rank_files if file.steps
-    ]
+    recorded = [file for file in rank_files if file.steps]
+    places = [Place(file.steps[0].rank, file.host, file.device) for file in recorded]
     error = 2 * max(file.clock_error for file in rank_files)
     units = [*map(list, stages)]
     return Timeline(config, [*map(list, order)], [*place], units, microbatch, error, steps, places)
