@@ -151,12 +151,12 @@ def _without(text: str, secret: str) -> str:
     return re.sub(rf"(?<!\w){re.escape(secret)}(?!\w)", REDACTED, text) if secret in text else text
 
 
-def _replace(pattern: re.Pattern[str], text: str, is_secret: Callable[[re.Match], bool]) -> str:
+def _replace(pattern: re.Pattern[str], text: str, secret: Callable[[re.Match[str]], bool]) -> str:
     """The text with *** after group 1 of each match that is a secret; others may contain one."""
     position = 0
     while match := pattern.search(text, position):
         position = match.end(1)
-        if is_secret(match):
+        if secret(match):
             text = text[:position] + REDACTED + text[match.end() :]
             position += len(REDACTED)
     return text

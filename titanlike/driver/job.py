@@ -234,11 +234,9 @@ class ResultReporter:
         error: str | None = None,
         numbers: str = "",
     ) -> None:
-        fields = {"seconds": time.monotonic() - self._start, "overrides": self._overrides}
+        seconds, overrides = time.monotonic() - self._start, self._overrides
         try:
-            write_result(
-                self._run_dir, status=status, value=value, error=error, numbers=numbers, **fields
-            )
+            write_result(self._run_dir, status, value, error, seconds, overrides, numbers)
         except OSError as problem:  # a full disk must not hide how the job ended
             print(f"result.json could not be written: {problem}", file=sys.stderr)
 

@@ -105,8 +105,9 @@ def run_local(
 
 
 def _run_here(job: Job, stop: StopRequest, report: Callable[[Failure], None]) -> dict[str, Any]:
-    place = {"one_machine": True, "report_failure": report}
-    worker = Worker(0, 1, 0, 1, job.run_dir, None, job.overrides, stop, **place)
+    worker = Worker(
+        0, 1, 0, 1, job.run_dir, None, job.overrides, stop, one_machine=True, report_failure=report
+    )
     try:
         return run_job(job, worker)
     except KeyboardInterrupt:

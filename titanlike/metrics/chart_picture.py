@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 import re
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -138,7 +138,7 @@ def _draw_rows(axes: Axes, chart: Chart, shapes: list[_Shape], width: float) -> 
     _label_ranks(axes, ranks)
 
 
-def _add(axes: Axes, boxes: list[tuple[float, ...]], colour: str, line: float) -> None:
+def _add(axes: Axes, boxes: Sequence[tuple[float, ...]], colour: str, line: float) -> None:
     """All (left, right, low, high) of a colour as one shape: a file of a path, and not of thousands."""
     corners = [[(left, y), (right, y), (right, z), (left, z)] for left, right, y, z in boxes]
     outline = Outline.make_compound_path_from_polys(np.array(corners))

@@ -225,7 +225,6 @@ Status = Literal["completed", "stopped", "failed", "invalid", "interrupted"]
 
 def write_result(
     run_dir: Path,
-    *,
     status: Status,
     value: float | None,
     error: str | None,
