@@ -14,14 +14,13 @@ a tied weight, has a gradient of is left alone on all ranks; where some have one
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from titanlike.distributed.mesh import Mesh
+from titanlike.distributed.mesh import Mesh, new_group
 from titanlike.distributed.readings import on_device
 from titanlike.distributed.transform import Transform
 from titanlike.torch_private.dtensor import local
@@ -79,9 +78,8 @@ def _group(pp_ranks: tuple[int, ...], mesh: Mesh, timeout: float) -> dist.Proces
     next one, and under NCCL may split the communicator of all ranks, in which all take part.
     """
     holds = mesh.pp_rank in pp_ranks
-    ranks = [r for at, r in enumerate(mesh.pipeline_ranks()) if (at in pp_ranks) == holds]
-    # by themselves: the other pipelines' groups are none of this rank's
-    return dist.new_group(ranks, timeout=timedelta(seconds=timeout), use_local_synchronization=True)
+    pipeline = enumerate(mesh.neighbours("pp", mesh.pp))
+    return new_group([rank for at, rank in pipeline if (at in pp_ranks) == holds], timeout)
 
 
 class UnusedParameters:

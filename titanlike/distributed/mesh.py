@@ -65,31 +65,27 @@ class Mesh:
         """Ranks that have this rank's stages, or shards of them: those of dp and cp."""
         return self.dp * self.cp
 
-    def context_ranks(self) -> list[int]:
-        """The ranks that have the sequences of this rank, in order."""
-        pp_rank, replica, shard, *others = _coordinate(self.axes)
-        start = shard // self.cp * self.cp
-        return self.axes.mesh[(pp_rank, replica, slice(start, start + self.cp), *others)].tolist()
-
-    def pipeline_ranks(self) -> list[int]:
-        """The ranks of this rank's pipeline, by pipeline rank."""
-        _, *others = _coordinate(self.axes)
-        return self.axes.mesh[(slice(None), *others)].tolist()
+    def neighbours(self, axis: str, count: int) -> list[int]:
+        """The ranks of the block of `count` neighbours along an axis that this one is in, in order."""
+        names, place = self.axes.mesh_dim_names, [*_coordinate(self.axes)]
+        assert names is not None
+        dim = names.index(axis)
+        start = place[dim] // count * count
+        place[dim] = slice(start, start + count)
+        return self.axes.mesh[tuple(place)].tolist()
 
     def stage_ranks(self, pp_rank: int) -> list[int]:
         """All ranks that have a pipeline rank's stages, in order."""
         return self.axes.mesh[pp_rank].flatten().tolist()
 
-    def tensor_ranks(self, count: int) -> list[int]:
-        """The ranks of the block of `count` neighbours along tp that this one is in."""
-        *others, mine = _coordinate(self.axes)
-        start = mine // count * count
-        return self.axes.mesh[(*others, slice(start, start + count))].tolist()
-
-    def weight_ranks(self) -> list[int]:
-        """The ranks that have a replica of this rank's stages together."""
+    def weight_group(self, seconds: float) -> dist.ProcessGroup | None:
+        """The ranks that have a replica of this rank's stages together; None where FSDP has that group.
+        Collective over them; seconds: its timeout."""
+        if self.tp == 1:
+            return None
         pp_rank, replica, *_ = _coordinate(self.axes)
-        return self.axes.mesh[pp_rank, replica].flatten().tolist()
+        ranks = self.axes.mesh[pp_rank, replica].flatten().tolist()
+        return self.axes.get_group("tp") if len(ranks) == self.tp else new_group(ranks, seconds)
 
     def sum(self, values: Tensor, axis: str | None = None) -> Tensor:
         """Sum over all ranks, or along one axis, in place."""
@@ -170,6 +166,12 @@ def lay_mesh(
     return mesh if config.ep == 1 else _with_experts(mesh, config)
 
 
+def new_group(ranks: list[int], seconds: float) -> dist.ProcessGroup:
+    """A group that its ranks alone make; seconds: its timeout. torch counts the groups that a rank makes,
+    to name the next one."""
+    return dist.new_group(ranks, timeout=timedelta(seconds=seconds), use_local_synchronization=True)
+
+
 def _coordinate(axes: DeviceMesh) -> tuple[Any, ...]:
     place = axes.get_coordinate()
     assert place is not None, "every rank is in the mesh"
@@ -178,15 +180,11 @@ def _coordinate(axes: DeviceMesh) -> tuple[Any, ...]:
 
 def _with_experts(mesh: Mesh, config: Config) -> Mesh:
     """The ranks of the axis shard are ep neighbours, so many times. Collective."""
-    coordinate, every = _coordinate(mesh.axes), mesh.axes.mesh
-    pp_rank, _, shard, *others = coordinate
-    first = shard // config.ep * config.ep
-    together = every[(*coordinate[:2], slice(first, first + config.ep), *others)]
-    alike = every[(pp_rank, slice(None), slice(shard % config.ep, None, config.ep), *others)]
-    options: dict[str, Any] = {"timeout": timedelta(seconds=config.launch.timeout)}
-    options["use_local_synchronization"] = True
-    group = dist.new_group(together.tolist(), **options)
-    shards = dist.new_group(alike[coordinate[1]].tolist(), **options)
+    pp_rank, replica, shard, *others = _coordinate(mesh.axes)
+    every_ep = slice(shard % config.ep, None, config.ep)
+    alike = mesh.axes.mesh[(pp_rank, slice(None), every_ep, *others)]
+    group = new_group(mesh.neighbours("shard", config.ep), config.launch.timeout)
+    shards = new_group(alike[replica].tolist(), config.launch.timeout)
     if config.replicate == 1:
         names, groups, ranks = ("expert_shard",), shards, alike[0]
     else:

@@ -5,21 +5,19 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from functools import partial
 from itertools import compress
 from math import lcm
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titanlike.config.errors import ConfigError, Problem
 from titanlike.config.schema import Config, TraceSplit
 from titanlike.device.choose import first_device
-from titanlike.distributed.mesh import Mesh
+from titanlike.distributed.mesh import Mesh, new_group
 from titanlike.distributed.placement import Placement, experts_of
 from titanlike.distributed.transform import Recorded, Transform
 from titanlike.graph.model_graph import Field, Fields, ModelGraph, fields_of
@@ -92,9 +90,8 @@ class ContextParallel(Transform):
         yield "context parallel", f"{self.ranks.method}, {text}"
 
     def open(self, mesh: Mesh, plan: TrainPlan) -> None:
-        timeout = timedelta(seconds=self._config.launch.timeout)
-        ranks = mesh.context_ranks()
-        self.ranks.group = dist.new_group(ranks, timeout=timeout, use_local_synchronization=True)
+        timeout = self._config.launch.timeout
+        self.ranks.group = new_group(mesh.neighbours("shard", mesh.cp), timeout)
 
     def on_stage(self, index: int, stage: nn.Module, units: Sequence[str]) -> None:
         for name in units:

@@ -29,9 +29,10 @@ def build_order(schedule: AnySchedule, pp: int, microbatches: int) -> Order:
     if _in_a_file(schedule):
         return csv_order(schedule)
     schedule = _until_found(schedule)
-    looped = isinstance(schedule, LoopedSchedule)
-    more = {"stages_per_rank": schedule.stages_per_rank} if looped else {}
-    return SCHEDULES[schedule.name](pp=pp, microbatches=microbatches, **more).check()
+    sizes = {"pp": pp, "microbatches": microbatches}
+    if isinstance(schedule, LoopedSchedule):
+        sizes["stages_per_rank"] = schedule.stages_per_rank
+    return SCHEDULES[schedule.name](**sizes).check()
 
 
 def stage_count(schedule: AnySchedule, pp: int, microbatches: int | None = None) -> int:
@@ -92,15 +93,15 @@ def microbatch_problem(schedule: AnySchedule, pp: int, microbatches: int) -> str
     if isinstance(schedule, Custom):
         try:
             _custom_order(schedule, pp, microbatches)
+            return None
         except ValueError as error:
             return str(error)
-        return None
     if _in_a_file(schedule):
         order = csv_order(schedule)
-        has = {"pp": (len(order.ranks), pp), "microbatches": (order.microbatches, microbatches)}
-        for what, (found, asked) in has.items():
-            if asked != found:
-                return f"schedule.path={schedule.path}: its order has {what}={found}, not {asked}"
+        sizes = {"pp": (len(order.ranks), pp), "microbatches": (order.microbatches, microbatches)}
+        for what, (size, asked) in sizes.items():
+            if asked != size:
+                return f"schedule.path={schedule.path}: its order has {what}={size}, not {asked}"
         return None
     if problem := _stages_problem(schedule):
         return problem
@@ -122,31 +123,30 @@ def microbatch_problem(schedule: AnySchedule, pp: int, microbatches: int) -> str
 
 def _stages_problem(schedule: Schedule | CsvSchedule | AutoSchedule) -> str | None:
     """What is wrong whatever the number of microbatches: the name, the stages a rank."""
-
-    def wrong(key: str, reason: str, fix: str) -> str:
-        return f"schedule.{key}={getattr(schedule, key)}: {reason}; write {fix}"
-
-    per_rank = "schedule.stages_per_rank"
+    rules: list[tuple[bool, str, str, str]] = []  # (whether it is broken, key, reason, what works)
     if isinstance(schedule, AutoSchedule):
-        count = schedule.stages_per_rank
-        if count < 1:
-            return wrong("stages_per_rank", "a rank has at least 1 stage", f"{per_rank}=1")
-        if schedule.search == "order" and schedule.placement == "v" and count != 2:
-            fix = f"{per_rank}=2, or schedule.placement=loop"
-            return wrong("stages_per_rank", "a V has two stages a rank", fix)
-        if schedule.memory is not None and schedule.memory <= 0:
-            return wrong("memory", "must be a share of 1f1b's", "schedule.memory=1.0")
-        if schedule.in_flight is not None and schedule.in_flight < 1:
-            reason = "a rank holds at least a microbatch of all its stages"
-            return wrong("in_flight", reason, "schedule.in_flight=1")
-        return None
-    if schedule.name not in SCHEDULES:
+        count, memory, in_flight = schedule.stages_per_rank, schedule.memory, schedule.in_flight
+        a_v = schedule.search == "order" and schedule.placement == "v"
+        held = "a rank holds at least a microbatch of all its stages"
+        rules = [
+            (count < 1, "stages_per_rank", "a rank has at least 1 stage", "1"),
+            (
+                a_v and count != 2,
+                *("stages_per_rank", "a V has two stages a rank", "2, or schedule.placement=loop"),
+            ),
+            (memory is not None and memory <= 0, "memory", "must be a share of 1f1b's", "1.0"),
+            (in_flight is not None and in_flight < 1, "in_flight", held, "1"),
+        ]
+    elif schedule.name not in SCHEDULES:
         return _unknown_schedule(schedule.name)
-    least = 2 if schedule.name == "interleavedzerobubble" else 1
-    if isinstance(schedule, LoopedSchedule) and schedule.stages_per_rank < least:
-        return wrong(
-            "stages_per_rank", f"{schedule.name} needs at least {least}", f"{per_rank}={least}"
-        )
+    elif isinstance(schedule, LoopedSchedule):
+        least = 2 if schedule.name == "interleavedzerobubble" else 1
+        reason = f"{schedule.name} needs at least {least}"
+        rules = [(schedule.stages_per_rank < least, "stages_per_rank", reason, f"{least}")]
+    for broken, key, reason, works in rules:
+        if broken:
+            value = getattr(schedule, key)
+            return f"schedule.{key}={value}: {reason}; write schedule.{key}={works}"
     return None
 
 
@@ -219,11 +219,11 @@ def _import_schedule(name: str) -> Callable[..., Any]:
 
 
 def _unknown_schedule(name: str) -> str:
-    known = [*SCHEDULES, "csv", "auto"]
-    near = difflib.get_close_matches(name, known, n=1)
+    names = [*SCHEDULES, "csv", "auto"]
+    near = difflib.get_close_matches(name, names, n=1)
     return (
         f"schedule.name={name}: no such schedule{f'; did you mean {near[0]}?' if near else ''} "
-        f"Known: {', '.join(known)}, or an import path package.module.function"
+        f"Known: {', '.join(names)}, or an import path package.module.function"
     )
 
 

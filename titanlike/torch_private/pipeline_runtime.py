@@ -9,6 +9,7 @@ import contextlib
 import io
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -153,16 +154,6 @@ def _post(operations: Sequence[Any]) -> list[Any]:
     return [op.op(op.tensor, op.peer, group=op.group, tag=op.tag) for op in operations]
 
 
-class _Arrival:
-    """Stands behind the messages that a computation waits for, in torch's list of what it waits for.
-
-    Its turn comes when the wait for them is in the device's queue: it is called then.
-    """
-
-    def __init__(self, waited: Callable[[], None]) -> None:
-        self.wait = waited
-
-
 class OrderRuntime(torch_schedules._PipelineScheduleRuntime):
     """torch's pipeline runtime on an Order, for every schedule: training and evaluation.
 
@@ -275,8 +266,10 @@ class OrderRuntime(torch_schedules._PipelineScheduleRuntime):
         operations = stage.get_fwd_recv_ops if forward else stage.get_bwd_recv_ops
         works = _post(operations(microbatch))
         if self.on_queued is not None:
+            # behind the messages in torch's list of what the computation waits for: its turn comes when
+            # the wait for them is in the device's queue
             waiting = self._waiting[forward, action.stage_index, microbatch]
-            works.append(_Arrival(partial(self.on_queued, waiting, True)))
+            works.append(SimpleNamespace(wait=partial(self.on_queued, waiting, True)))
         received = self.fwd_recv_ops if forward else self.bwd_recv_ops
         received[action.stage_index, microbatch] = works
 

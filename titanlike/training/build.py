@@ -11,12 +11,10 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from titanlike.config.schema import Config, Muon
@@ -279,7 +277,8 @@ def _make_states(
 ) -> dict[int, StageState]:
     """What is trained of each stage; holders: parameter -> the stages that hold it."""
     states: dict[int, StageState] = {}
-    group = _weight_group(config, mesh)
+    matrices = isinstance(config.optimizer, Muon)  # which are gathered from their parts
+    group = mesh.weight_group(config.launch.timeout) if matrices else None
     for index, stage in made.stages.items():
         if stage.state_dict():  # a batch norm without weights has buffers to save
             every = stage.named_parameters(remove_duplicate=False)
@@ -290,18 +289,6 @@ def _make_states(
             optimizers = build_optimizers(parameters, *shared)
             states[index] = StageState(stage, optimizers, names, owned, made.placements)
     return states
-
-
-def _weight_group(config: Config, mesh: Mesh) -> dist.ProcessGroup | None:
-    """The ranks that have parts of this rank's weights, where an optimizer is to ask them; None where
-    FSDP has such a group. Collective over them."""
-    if config.tp == 1 or not isinstance(config.optimizer, Muon):
-        return None
-    if config.shards == 1:
-        return mesh.axes.get_group("tp")
-    timeout = timedelta(seconds=config.launch.timeout)
-    ranks = mesh.weight_ranks()
-    return dist.new_group(ranks, timeout=timeout, use_local_synchronization=True)
 
 
 def memory_is_short(

@@ -6,7 +6,6 @@ import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +20,7 @@ from titanlike.config.schema import Config, TraceSplit
 from titanlike.device.accelerator import kept_rng, own_backend
 from titanlike.device.choose import first_device
 from titanlike.distributed.initialize import piece_seed
-from titanlike.distributed.mesh import Mesh
+from titanlike.distributed.mesh import Mesh, new_group
 from titanlike.distributed.placement import Placement
 from titanlike.distributed.transform import Recorded, Transform
 from titanlike.graph.model_graph import Fields, fields_of
@@ -169,9 +168,7 @@ class TensorParallel(Transform):
         if copies == self._ranks.size:
             assert self._ranks.group is not None
             return self._ranks.group
-        timeout, ranks = self._config.launch.timeout, self._mesh.tensor_ranks(copies)
-        options: Any = {"timeout": timedelta(seconds=timeout), "use_local_synchronization": True}
-        return dist.new_group(ranks, **options)
+        return new_group(self._mesh.neighbours("tp", copies), self._config.launch.timeout)
 
     @torch.no_grad()
     def after_backward(self) -> None:
