@@ -18,7 +18,7 @@ from titanlike.config.schema import Config, CsvSchedule, LoopedSchedule
 from titanlike.config.validate import MAX_TENSOR_RANKS
 from titanlike.device import accelerator
 from titanlike.device.memory import free_memory, resident_memory
-from titanlike.distributed.sharding import state_bytes
+from titanlike.distributed.sharding import StateBytes
 from titanlike.launch.environment import available_cores
 from titanlike.models.registry import build_model, resolve_model
 from titanlike.parallel.tp.plan import tensor_plan, written_plan
@@ -178,7 +178,7 @@ def least_memory(config: Config, parameters: int) -> int:
     """Bytes that the ranks need on average, by the model's number of parameters alone: as if
     Muon updated all, if it is the optimizer."""
     zero = 3 if config.fsdp.zero == "auto" else config.fsdp.zero
-    return int(parameters * state_bytes(config, zero, True) / config.model_ranks)
+    return int(parameters * StateBytes.of(config, zero, hidden=True).whole / config.model_ranks)
 
 
 # --- the machine that layouts are searched for ----------------------------------------------------

@@ -94,6 +94,10 @@ class Mesh:
             dist.all_reduce(values, group=group)
         return values
 
+    def sum_copies(self, values: Tensor) -> Tensor:
+        """Sum over the ranks that have this rank's stages or shards of them, in place."""
+        return self.sum(self.sum(values, "shard"), "replicate")
+
     def max(self, values: Tensor) -> Tensor:
         """Largest over all ranks, in place."""
         dist.all_reduce(values, op=dist.ReduceOp.MAX)

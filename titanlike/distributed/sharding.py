@@ -182,8 +182,3 @@ class StateBytes:
     def whole(self) -> float:
         """In a step, with gradients, between activations."""
         return self.kept + self.gathered + self.gradient
-
-
-def state_bytes(config: Config, zero: int, hidden: bool, expert: bool = False) -> float:
-    """Bytes of parameter, gradient and optimizer state on one rank, for each parameter."""
-    return StateBytes.of(config, zero, hidden, expert).whole

@@ -66,12 +66,12 @@ class BatchNorms(Transform):
 
     def on_weights(self, stage: nn.Module) -> None:
         """Stop training forwards from updating the modules' running statistics."""
-        own = freeze_statistics(stage)
-        for module in own:
-            module.register_forward_pre_hook(self._collect)
-        if own:
+        norms = freeze_statistics(stage)
+        for norm in norms:
+            norm.register_forward_pre_hook(self._collect)
+        if norms:
             stage.register_forward_pre_hook(lambda *_: self._calls.clear())
-        self._modules += own
+        self._modules += norms
 
     @contextmanager
     def training(self, tokens: Tensor) -> Iterator[None]:
@@ -94,9 +94,7 @@ class BatchNorms(Transform):
         centers = [_running_mean(module).to(m.mean) for module, m in collected]
         parts = [m.sums_about(center) for (_, m), center in zip(collected, centers, strict=True)]
         flat = torch.cat(parts)
-        for axis in ("shard", "replicate"):
-            self._mesh.sum(flat, axis)
-        sums = flat.split([len(part) for part in parts])
+        sums = self._mesh.sum_copies(flat).split([len(part) for part in parts])
         for (module, _), center, part in zip(collected, centers, sums, strict=True):
             count, first, second = part.split([1, len(center), len(center)])
             offset = first / count

@@ -298,12 +298,9 @@ class ExpertBalance(Transform):
         """Tell the layers what was counted. Collective over the ranks that have the same stages."""
         if not self._layers or self._tokens is None:
             return
-        flat = torch.cat([layer.total for layer in self._layers])
-        mesh = self._mesh
-        for axis in ("shard", "replicate"):
-            mesh.sum(flat, axis)
-        if mesh.tp > 1 and self._tensor_parts():
-            mesh.sum(flat, "tp")
+        flat = self._mesh.sum_copies(torch.cat([layer.total for layer in self._layers]))
+        if self._mesh.tp > 1 and self._tensor_parts():
+            self._mesh.sum(flat, "tp")
         loads = []
         sums = flat.split([len(layer.total) for layer in self._layers])
         for layer, counts in zip(self._layers, sums, strict=True):

@@ -25,7 +25,7 @@ from titanlike.distributed.initialize import initialize, piece_seed
 from titanlike.distributed.mesh import Mesh
 from titanlike.distributed.placement import Placement
 from titanlike.distributed.readings import AsyncScalars, BusyTime, on_device
-from titanlike.distributed.sharding import shard_stage, state_bytes
+from titanlike.distributed.sharding import StateBytes, shard_stage
 from titanlike.distributed.transform import Transform
 from titanlike.graph.stage import Stage, fsdp_groups
 from titanlike.launch.process_end import built
@@ -303,7 +303,8 @@ def memory_is_short(
         return False
     limit = memory()
     numel = sum(plan.stage_numel(stage) for stage in plan.order.local(mesh.pp_rank))
-    return limit is None or _FRAGMENTATION * state_bytes(config, plan.zero, False) * numel > limit
+    state = StateBytes.of(config, plan.zero).whole * numel
+    return limit is None or _FRAGMENTATION * state > limit
 
 
 def _least_memory(config: Config, mesh: Mesh) -> int | None:
