@@ -18,7 +18,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -161,19 +162,15 @@ def parameters_on_meta(
 
     keep: (module, a parameter's name in it) -> whether that one is real, too.
     """
-    patched: Any = nn.Module
-    register = patched.register_parameter
+    register = nn.Module.register_parameter
 
     def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         if parameter is not None and not parameter.is_meta and not keep(module, name):
             parameter = nn.Parameter(parameter.to("meta"), parameter.requires_grad)
         register(module, name, parameter)
 
-    patched.register_parameter = on_meta
-    try:
+    with patch.object(nn.Module, "register_parameter", on_meta):
         yield
-    finally:
-        patched.register_parameter = register
 
 
 @torch.no_grad()

@@ -7,6 +7,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -70,7 +71,8 @@ class TracedForward(TorchDispatchMode):
                 if name in self._modules:
                     self._watch(name, module, stack)
                 elif name.rpartition(".")[2].isdigit() and not (block and _within(name, block)):
-                    self._watch_block(name, module, stack)
+                    forward_of_block = partial(self.block, name, module, module.forward)
+                    stack.enter_context(patch.object(module, "forward", forward_of_block))
                     block = name
             self._follow_paths(stack)
             stack.enter_context(torch.inference_mode())
@@ -131,17 +133,6 @@ class TracedForward(TorchDispatchMode):
         ):
             if wanted:
                 stack.callback(register(hook, prepend=first).remove)
-
-    def _watch_block(self, name: str, module: nn.Module, stack: contextlib.ExitStack) -> None:
-        had, forward = "forward" in vars(module), module.forward
-
-        def restore() -> None:
-            vars(module).pop("forward", None)
-            if had:
-                module.forward = forward
-
-        module.forward = partial(self.block, name, module, forward)
-        stack.callback(restore)
 
     def _token_wise(self, name: str) -> bool:
         """Whether a module says that it computes each token by itself, however it does it (a routed
