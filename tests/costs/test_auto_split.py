@@ -32,7 +32,7 @@ from titanlike.config.schema import (
 from titanlike.costs.auto_split import TIMES_FILE, stages_in_flight
 from titanlike.costs.unit_costs import UnitCosts
 from titanlike.distributed.mesh import close_mesh, open_mesh
-from titanlike.distributed.sharding import state_bytes
+from titanlike.distributed.sharding import StateBytes
 from titanlike.graph.model_graph import Field, ModelGraph
 from titanlike.launch.worker import Worker
 from titanlike.metrics import units
@@ -151,9 +151,11 @@ def test_memory_of_a_chunked_loss_is_without_logits() -> None:
 
 def test_state_of_matrices_that_muon_updates_is_counted_as_one_mean() -> None:
     config = tiny(dp=2, optimizer=Muon())
-    assert state_bytes(config, 3, True) == 12 / 2
-    assert state_bytes(config, 3, False) == 16 / 2
-    assert state_bytes(replace(config, optimizer=Muon(state_dtype="bf16")), 3, False) == 12 / 2
+    assert StateBytes.of(config, 3, True).whole == 12 / 2
+    assert StateBytes.of(config, 3, False).whole == 16 / 2
+    assert (
+        StateBytes.of(replace(config, optimizer=Muon(state_dtype="bf16")), 3, False).whole == 12 / 2
+    )
 
 
 @pytest.mark.parametrize(
@@ -173,7 +175,7 @@ def test_state_of_matrices_that_muon_updates_is_counted_as_one_mean() -> None:
 def test_bytes_of_a_parameter(changes: dict[str, Any], each: float) -> None:
     config = tiny(**changes)
     zero = 3 if config.fsdp.zero == "auto" else config.fsdp.zero
-    assert state_bytes(config, zero, False) == each
+    assert StateBytes.of(config, zero, False).whole == each
 
 
 def test_microbatches_in_flight_follow_from_the_order() -> None:

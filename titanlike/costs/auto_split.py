@@ -30,7 +30,7 @@ from titanlike.costs.simulate import in_flight
 from titanlike.costs.unit_costs import CostError, UnitCosts
 from titanlike.device import accelerator
 from titanlike.distributed.mesh import Mesh
-from titanlike.distributed.sharding import state_bytes
+from titanlike.distributed.sharding import StateBytes
 from titanlike.graph.model_graph import ModelGraph
 from titanlike.graph.partition import Unit, partition
 from titanlike.metrics.timeline_file import Timeline, read_timeline, stage_seconds
@@ -144,7 +144,7 @@ def _state_table(unit_costs: UnitCosts, config: Config, zero: int) -> np.ndarray
         names = hidden_matrices(unit_costs.model, config.optimizer)
     hidden = {id(unit_costs.model.get_parameter(name)) for name in names}
     return unit_costs.parameter_table(
-        lambda p: math.ceil(p.numel() * state_bytes(config, zero, id(p) in hidden))
+        lambda p: math.ceil(p.numel() * StateBytes.of(config, zero, id(p) in hidden).whole)
     )
 
 
