@@ -33,7 +33,7 @@ class Problem:
         return redact(f"{shown}: {reason}" + (f"; {write}{fix}" if fix else ""))
 
     def hiding(self, values: Mapping[str, str]) -> Problem:
-        """With each of these values replaced by a text: values from the environment may be secret."""
+        """Replace each of these values by a text: values from the environment may be secret."""
 
         def hide(text: str) -> str:
             for value, name in values.items():
@@ -51,11 +51,8 @@ class Problem:
 
         A text of another form is the reason of a problem of `key`.
         """
-        found = re.fullmatch(r"([\w.]+)=(.*?): (.*?)(?:; write (.*))?", text, re.DOTALL)
-        if found is None:
-            return cls(key, "", text)
-        named, value, reason, fix = found.groups(default="")
-        return cls(named, value, reason, fix)
+        match = re.fullmatch(r"([\w.]+)=(.*?): (.*?)(?:; write (.*))?", text, re.DOTALL)
+        return cls(*match.groups(default="")) if match else cls(key, "", text)
 
 
 class ConfigError(ValueError):
@@ -96,8 +93,8 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
         ratio = difflib.SequenceMatcher(None, word.lower(), other.lower()).ratio()
         return ratio, other[:1] == word[:1]  # for dpp: dp, not pp
 
-    found = max(known, key=similarity, default=None)
-    return found if found is not None and similarity(found)[0] >= 0.6 else None
+    best = max(known, key=similarity, default=None)
+    return best if best is not None and similarity(best)[0] >= 0.6 else None
 
 
 def abbreviates(short: str, word: str) -> bool:

@@ -40,10 +40,10 @@ def import_object(path: str) -> Any:
         near = difflib.get_close_matches(attribute, vars(module), n=1)
         hint = f"; did you mean {module_name}.{near[0]}?" if near else ""
         raise ValueError(f"module {module_name} has no {attribute}{hint}")
-    found = getattr(module, attribute)
-    if inspect.isroutine(found) or inspect.isclass(found):  # perhaps imported there
-        _check_library(path, str(found.__module__))
-    return found
+    imported = getattr(module, attribute)
+    if inspect.isroutine(imported) or inspect.isclass(imported):  # perhaps imported there
+        _check_library(path, str(imported.__module__))
+    return imported
 
 
 def _check_library(path: str, module_name: str) -> None:
@@ -107,10 +107,10 @@ def _is_hydras(path: str) -> bool:
         return False
     parts, folders = path.split("."), None
     for count in range(1, len(parts)):  # each a module, and not a name in one
-        found = _find(".".join(parts[:count]), folders) if count == 1 or folders else None
-        if found is None:
+        spec = _find(".".join(parts[:count]), folders) if count == 1 or folders else None
+        if spec is None:
             return False
-        folders = found.submodule_search_locations
+        folders = spec.submodule_search_locations
     return True
 
 
@@ -122,12 +122,12 @@ def _place(module_name: str) -> str | None:
     folders: list[str] | None = None
     parts = module_name.split(".")
     for count in range(1, len(parts) + 1):
-        found = _find(".".join(parts[:count]), folders)
-        if found is None:  # perhaps a package without __init__.py in another
+        spec = _find(".".join(parts[:count]), folders)
+        if spec is None:  # perhaps a package without __init__.py in another
             inner = [Path(folder, parts[count - 1]) for folder in folders or ()]
             folders = [str(path) for path in inner if path.is_dir()]
         else:
-            file, folders = found.origin or file, found.submodule_search_locations
+            file, folders = spec.origin or file, spec.submodule_search_locations
         if not folders:  # or a parent's code provides it
             break
     if file is None:

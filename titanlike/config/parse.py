@@ -241,10 +241,10 @@ def convert(
 def _number(value: Any) -> float | None:
     """A number, also one that is written 10k, 1.5M or 2B; None for anything else."""
     text = "" if isinstance(value, bool) else str(value).strip()
-    found = re.fullmatch(r"([-+]?[\d_.]+(?:[eE][-+]?\d+)?)([kKmMbBgG]?)", text)
+    match = re.fullmatch(r"([-+]?[\d_.]+(?:[eE][-+]?\d+)?)([kKmMbBgG]?)", text)
     try:
-        scale = {"": 1, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9}[found[2].lower()] if found else 0
-        return float(found[1]) * scale if found else None
+        scale = {"": 1, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9}
+        return float(match[1]) * scale[match[2].lower()] if match else None
     except (ValueError, OverflowError):
         return None
 
@@ -260,10 +260,8 @@ def bytes_of(value: Any) -> int | None:
     """A number of bytes, 512MiB, 75GB or 75G (powers of 1024); None for anything else."""
     if isinstance(value, int):
         return None if isinstance(value, bool) else value
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?\s*", str(value), re.I)
-    if found is None:
-        return None
-    return int(float(found[1]) * 1024 ** " KMGT".index(found[2].upper() or " "))
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?\s*", str(value), re.I)
+    return int(float(match[1]) * 1024 ** " KMGT".index(match[2].upper() or " ")) if match else None
 
 
 def _seconds(value: Any) -> float | None:

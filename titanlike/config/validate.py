@@ -52,10 +52,10 @@ def problems(config: Config, world_size: int | None = None) -> list[Problem]:
     """Every problem of a parsed config; world_size: processes that were started for it."""
     if found := out_of_bounds(config):
         return found  # alone: other checks compute with these numbers
-    found = [problem for problem, _ in _number_problems(config)]
-    if not {*MESH_AXES, "ep", "replicate", "batch_size", "seq_len"} & {p.key for p in found}:
-        found += [*_mesh(config, world_size), *_batch(config), *_steps(config)]
-    return [*found, *_rules(config), *_names(config), *_sweep(config)]
+    numbers = [problem for problem, _ in _number_problems(config)]
+    if not {*MESH_AXES, "ep", "replicate", "batch_size", "seq_len"} & {p.key for p in numbers}:
+        numbers += [*_mesh(config, world_size), *_batch(config), *_steps(config)]
+    return [*numbers, *_rules(config), *_names(config), *_sweep(config)]
 
 
 # --- numbers, by themselves -----------------------------------------------------------------------
@@ -213,8 +213,8 @@ def _sweep(config: Config) -> Iterator[Problem]:
 
 def parse_share(share: str) -> tuple[int, int] | None:
     """sweep.share as (i, n); None if it is not of the form i/n."""
-    found = re.fullmatch(r"(\d+)/(\d+)", share)
-    return (int(found[1]), int(found[2])) if found and int(found[1]) < int(found[2]) else None
+    match = re.fullmatch(r"(\d+)/(\d+)", share)
+    return (int(match[1]), int(match[2])) if match and int(match[1]) < int(match[2]) else None
 
 
 def _names(config: Config) -> Iterator[Problem]:
@@ -292,28 +292,25 @@ def _meshes(config: Config, world_size: int) -> list[str]:
 
     tp only becomes less, by a divisor: that divides all that the config's divides.
     """
-    found = []
+    meshes = []
     smaller = [n for n in range(1, config.tp + 1) if config.tp % n == 0]
     for pp, tp in product(range(1, min(world_size, MAX_STAGES) + 1), smaller):
         dp = world_size // (pp * config.cp * tp)
         mesh = replace(config, pp=pp, dp=dp, tp=tp, replicate=gcd(config.replicate, dp))
         if mesh.world_size == world_size and not [*_mesh(mesh, None), *_batch(mesh)]:
             change = math.log(config.tp / tp), abs(math.log(pp / config.pp))
-            found.append((*change, mesh_words(config, mesh)))
-    return [words for _, _, words in sorted(found)[:_MAX_MESHES]]
+            meshes.append((*change, mesh_words(config, mesh)))
+    return [words for _, _, words in sorted(meshes)[:_MAX_MESHES]]
 
 
 def mesh_words(config: Config, mesh: Config) -> str:
     """A config's mesh as overrides; what is the same as in `config` only of pp and dp."""
-    words = f"pp={mesh.pp} dp={mesh.dp}"
-    for key in (*MESH_AXES[2:], "replicate"):
-        if getattr(mesh, key) != getattr(config, key):
-            words += f" {key}={getattr(mesh, key)}"
-    return words
+    others = [k for k in (*MESH_AXES[2:], "replicate") if getattr(mesh, k) != getattr(config, k)]
+    return " ".join(f"{key}={getattr(mesh, key)}" for key in ("pp", "dp", *others))
 
 
 def placement_warning(config: Config, local_ranks: int) -> str:
-    """Of tp groups that span machines of so many ranks, and the mesh whose groups would not."""
+    """Warn of tp groups that span machines of so many ranks; names the mesh whose groups would not."""
     tp = config.tp
     if tp == 1 or local_ranks % tp == 0 or config.world_size <= local_ranks:
         return ""

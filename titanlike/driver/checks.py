@@ -151,14 +151,14 @@ def _checkpoint_problems(config: Config) -> Iterator[Problem]:
             yield Problem(f"checkpoint.{key}", location, reason, fix)
             return
     try:
-        found = select_resume(config)
-        if found.path is not None and (text := incompatibility(found.path, config)):
+        newest = select_resume(config).path
+        if newest is not None and (text := incompatibility(newest, config)):
             raise ValueError(text)
-        if found.path is None and from_folder:
+        if newest is None and from_folder:
             from titanlike.checkpoint import hf_start  # imports torch
 
             yield from hf_start.problems(config)
-        elif found.path is None and start_from is not None:
+        elif newest is None and start_from is not None:
             check_quick(resolve("checkpoint.start_from", start_from))
     except DamagedCheckpoint as error:
         fix = "checkpoint.resume=/another/checkpoint"

@@ -95,8 +95,8 @@ class JobRunner:
                 reporter.interrupted(interrupted)
                 self._write_report(config, run_dir)
                 raise
-            except ConfigError as found:
-                error = ConfigError(item.hiding(self.environment) for item in found.problems)
+            except ConfigError as invalid:
+                error = ConfigError(item.hiding(self.environment) for item in invalid.problems)
                 reporter.write("invalid", error=str(error))
                 return JobEnd(print_problems(error.problems), str(error))
             except JobFailed as failed:
@@ -169,7 +169,7 @@ class JobEnd:
 
 
 def with_run_name(config: Config, sweep: str, name: str) -> Config:
-    """With W&B's group and run name of a sweep's job, unless the user has set them."""
+    """Set W&B's group and run name of a sweep's job, unless the user has set them."""
     if not isinstance(config.logger, Wandb):
         return config
     group, run_name = config.logger.group or sweep, config.logger.run_name or name
@@ -190,7 +190,7 @@ def config_problems(
     from titanlike.driver.checks import problems
 
     try:
-        found = problems(config, world_size, _warn, when_valid)
+        others = problems(config, world_size, _warn, when_valid)
     except Exception as error:
         if known:  # defaults stand in for values that could not be parsed, and may not fit together
             return []
@@ -198,7 +198,7 @@ def config_problems(
         text = f"{failure.error}\n{failure.frames}".rstrip()
         raise JobFailed(text, failure.error) from error
     keys = {problem.key.lstrip("+~") for problem in known}
-    unique = {str(problem): problem for problem in found if problem.key not in keys}
+    unique = {str(problem): problem for problem in others if problem.key not in keys}
     return list(unique.values())
 
 

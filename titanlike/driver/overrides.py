@@ -77,8 +77,8 @@ def _config_path_problem(path: Path, name: str) -> Problem | None:
         reason = f"no {file} is in it: it is the folder of a run, or a copy of conf/"
     elif path == conf_dir() or not (reason := aliases_problem(path / file)):
         return None
-    found = next((parent for parent in path.parents if (parent / file).is_file()), None)
-    fix = f"give --config-path {shlex.quote(str(found))}" if found else ""
+    parent = next((parent for parent in path.parents if (parent / file).is_file()), None)
+    fix = f"give --config-path {shlex.quote(str(parent))}" if parent else ""
     return Problem(f"--config-path {shlex.quote(str(path))}", "", reason, fix)
 
 
@@ -156,7 +156,7 @@ class CheckedOverrides:
             self.add(self._advice().invalid_override(words))
 
     def _compose_first(self) -> DictConfig:
-        """With the choices that are given, which most often are right, or with none of them."""
+        """Compose with the choices that are given, which most often are right, or with none of them."""
         groups = [o for o in self._overrides if self._repository.group_exists(o.key_or_group)]
         single = [o for o in groups if not o.is_sweep_override()]
         choices = tuple(str(o.input_line) for o in single)
@@ -170,7 +170,7 @@ class CheckedOverrides:
         return self._compose(self._lines)
 
     def _compose(self, lines: list[str]) -> DictConfig:
-        """To be copied before it is changed."""
+        """Compose once; to be copied before it is changed."""
         known = self._compositions.get(key := tuple(lines))
         if known is None:
             known = self._loader.load_configuration(self._config_name, lines, RunMode.RUN)

@@ -24,6 +24,7 @@ from titanlike.driver.job import SWEEP_FILE, JobRunner
 from titanlike.driver.sweep_status import (
     SUBMITTED,
     Job,
+    JobRow,
     SweepSpec,
     add_jobs,
     read_job_rows,
@@ -163,17 +164,18 @@ class SweepRun:
         if self.check:
             return list(jobs.values())
         add_jobs(self.folder, new)
-        done, ended = set[int](), set[int]()
+        rows: list[JobRow] = []
         if self.resumes and (spec := read_spec(self.folder)):
             rows = [row for row in read_job_rows(self.folder, spec) if row.job.number in jobs]
-            done = {row.job.number for row in rows if row.done}
-            ended = {row.job.number for row in rows if row.status in ("failed", "invalid")}
+        done = {row.job.number for row in rows if row.done}
+        ended = {row.job.number for row in rows if row.status in ("failed", "invalid")}
         before = f", {len(done)} of them done before" if done else ""
         self.say(f"a sweep of {_count(len(jobs))}{before}, in {self.folder}")
-        for row in rows if self.resumes else ():
+        submitted = "is submitted; to submit it again, remove"
+        for row in rows:
             if row.status in ("running", "submitted"):
-                submitted = f"is submitted; to submit it again, remove {row.run_dir / SUBMITTED}"
-                where = submitted if row.status == "submitted" else "runs elsewhere"
+                runs = row.status == "running"
+                where = "runs elsewhere" if runs else f"{submitted} {row.run_dir / SUBMITTED}"
                 self.say(f"job {row.job.number} {where}")
                 del jobs[row.job.number]
         left = [job for at, job in jobs.items() if at not in done]
@@ -253,7 +255,7 @@ def job_overrides(overrides: Iterable[str]) -> list[str]:
 
 
 def _identity(overrides: Iterable[str]) -> tuple[str, ...]:
-    """Equal for jobs with equal settings; of a key that is given twice, the last counts."""
+    """A key that jobs with equal settings share; of a key that is given twice, the last counts."""
     return tuple(sorted({key_of(text): redact_override(text) for text in overrides}.values()))
 
 

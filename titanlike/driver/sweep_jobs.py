@@ -275,7 +275,7 @@ class JobProcess:
 
     @property
     def code(self) -> int:
-        """Of a process that has ended; negative: the signal that killed it."""
+        """The exit code of a process that has ended; negative: the signal that killed it."""
         return 1 if self.process is None else self.process.returncode
 
     @property

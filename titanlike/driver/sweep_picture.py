@@ -82,7 +82,7 @@ def _ranked(rows: list[JobRow], value: str) -> list[JobRow]:
 def _draw_losses(
     axes: Axes, table: Table, rows: list[JobRow], ranked: list[JobRow], colours: dict[int, Any]
 ) -> None:
-    """Few jobs with a legend of all; of many the best and the worst are named, above the others."""
+    """Draw few jobs with a legend of all; of many, the best and the worst are named, above the others."""
     few = len(rows) <= FEW
     curves = [_read_curve(row.run_dir, max(100, _POINTS // len(rows)), few) for row in rows]
     # layouts of one model have the same losses: those below are drawn wider, so that all are seen

@@ -151,7 +151,7 @@ def read_columns(table: Table, keys: list[str]) -> list[Column]:
 
 
 def _setting(row: JobRow, key: str) -> str:
-    """As written, except long fractions: 0.00031622776601683795 as 0.0003162."""
+    """A setting as written, except long fractions: 0.00031622776601683795 as 0.0003162."""
     text = row.settings.get(key, "")
     return f"{float(text):.4g}" if len(text) > 8 and _FRACTION.fullmatch(text) else text
 

@@ -137,7 +137,7 @@ class Interrupted(BaseException):
 
     @property
     def exit_code(self) -> int:
-        """As in shells: 130 for Ctrl-C, 143 for SIGTERM, 138 for SIGUSR1."""
+        """The code as in shells: 130 for Ctrl-C, 143 for SIGTERM, 138 for SIGUSR1."""
         return 128 + self.signum
 
 

@@ -56,7 +56,7 @@ class Message(NamedTuple):
 
 
 class MemoryCurve(NamedTuple):
-    """Of a rank."""
+    """A rank's memory over time."""
 
     seconds: list[float]
     nbytes: list[int]

@@ -146,7 +146,7 @@ def _add(axes: Axes, boxes: Sequence[tuple[float, ...]], colour: str, line: floa
 
 
 def _draw_memory(axes: Axes, chart: Chart) -> None:
-    """Of each rank a curve in a row of its own; a row is what a device has, or the fullest rank takes
+    """Draw each rank's curve in a row of its own; a row is what a device has, or the fullest rank takes
     where that is far less."""
     fullest = max(max(curve.nbytes) for curve in chart.memory)
     small = fullest < 0.3 * chart.device_memory

@@ -149,7 +149,7 @@ def _thinned(records: list[dict[str, Any]], name: str, most: int) -> list[list[f
 
 
 def _finite(record: dict[str, Any], key: str) -> float | None:
-    """With six digits, which a curve shows."""
+    """A number with six digits, which a curve shows; None for what is none."""
     if not is_number(record, key) or not math.isfinite(value := record[key]):
         return None
     return value if type(value) is int else float(f"{value:.6g}")
@@ -184,7 +184,7 @@ def _spread_records(path: Path, count: int) -> list[dict[str, Any]]:
 
 
 def _events(path: Path) -> list[dict[str, Any]]:
-    """Few saves, and the newest of the others."""
+    """A few of the saves, and the newest of the other events."""
     saves: list[dict[str, Any]] = []
     others: list[dict[str, Any]] = []
     for event in jsonl_records(path):

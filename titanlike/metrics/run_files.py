@@ -176,7 +176,7 @@ def log_start(
 
 
 def versions() -> dict[str, Any]:
-    """Of the program, of torch and Python, and of the git repository that it runs in, if any."""
+    """The versions of the program, torch and Python, and of the git repository that it runs in, if any."""
     import torch  # late: a rank has it
 
     versions = {"titanlike": titanlike.__version__, "torch": str(torch.__version__)}

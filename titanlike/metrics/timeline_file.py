@@ -172,7 +172,7 @@ def _wait_for_the_last(ranks: list[RankStep]) -> None:
 
 
 def chart_of(timeline: Timeline, step: list[RankStep]) -> Chart:
-    """Of one rank of each pipeline rank."""
+    """A step's chart: one rank of each pipeline rank."""
     ranks = timeline.first_pipeline(step)
     end = max(rank.end for rank in ranks)
     microbatches = len({act for acts in timeline.order for act in acts if act.startswith("0F")})
