@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from titanlike.config.errors import nearest
-from titanlike.config.program import conf_dir, program, set_program
+from titanlike.config.program import program, set_program
 
 ExitCode = int | str | None  # as sys.exit takes it
 
@@ -254,7 +254,7 @@ def _print_help(command: str, list_commands: bool) -> None:
     if command == "train":
         helps = {name: command.help for name, command in (JOBS | TOOLS).items()}
         groups = {title: {n: helps[n] for n in names} for title, names in LISTED.items()}
-        text = help_text([conf_dir()], program(), groups if list_commands else {})
+        text = help_text(program(), groups if list_commands else {})
     else:
         text = command_help(program(), JOBS[command].description)
     try:

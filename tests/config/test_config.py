@@ -245,7 +245,7 @@ def all_keys() -> set[str]:
 
 def test_help_lists_every_key_and_every_choice_within_the_terminal() -> None:
     for width in (80, 160):
-        text = help_text([conf_dir()], ["python", "train.py"], {}, width)
+        text = help_text(["python", "train.py"], {}, width)
         words = text.split()
         missing = {key for key in all_keys() if not any(word.startswith(key) for word in words)}
         assert missing == set()

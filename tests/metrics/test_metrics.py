@@ -231,7 +231,7 @@ def test_result_json_says_how_a_run_ended(tmp_path):
 def test_tensorboard_is_written_or_named_as_missing(tmp_path):
     """With the package the events can be read back; without it, the extra to install is named."""
     if importlib.util.find_spec("tensorboard") is None:
-        assert "pip install 'titanlike[tensorboard]'" in tensorboard_problem()
+        assert "pip install 'titanlike[tensorboard]'" in str(tensorboard_problem())
         with pytest.raises(ValueError, match=r"pip install 'titanlike\[tensorboard\]'"):
             TensorBoardSink(tmp_path, 0)
         return

@@ -9,12 +9,11 @@ import shutil
 import textwrap
 import typing
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, Literal
 
 from titanlike.config.errors import override_text
 from titanlike.config.parse import to_plain
-from titanlike.config.program import train_program
+from titanlike.config.program import conf_dir, train_program
 from titanlike.config.schema import OPEN_GROUPS, VARIANTS, Config, Model
 
 _FLAGS = [
@@ -28,15 +27,12 @@ _FLAGS = [
 
 
 def help_text(
-    conf_dirs: list[Path],
-    words: list[str],
-    commands: Mapping[str, Mapping[str, str]],
-    width: int | None = None,
+    words: list[str], commands: Mapping[str, Mapping[str, str]], width: int | None = None
 ) -> str:
     """The help for training. words: how the program was started, `python train.py`.
 
-    conf_dirs: where the choices of the groups are looked up. commands: titles, and below each a line
-    for each subcommand; none where there are no subcommands. width: columns; None = the terminal's.
+    commands: titles, and below each a line for each subcommand; none where there are no subcommands.
+    width: columns; None = the terminal's.
     """
     width = min(width or shutil.get_terminal_size().columns, 160)
     program, command = shlex.join(words), "[COMMAND] " if commands else ""
@@ -51,7 +47,7 @@ def help_text(
     completion = f'tab completion: eval "$({program} -sc install=bash)"'
     flags = [*_FLAGS, ("-sc install=bash", completion)]
     lines += ["examples", *_rows(_examples(words), width), "", "flags", *_rows(flags, width), ""]
-    return "\n".join([*lines, *_keys_and_groups(conf_dirs, width)]).rstrip()
+    return "\n".join([*lines, *_keys_and_groups(width)]).rstrip()
 
 
 def command_help(words: list[str], description: str) -> str:
@@ -76,7 +72,7 @@ def _examples(words: list[str]) -> list[tuple[str, str]]:
     ]
 
 
-def _keys_and_groups(conf_dirs: list[Path], width: int) -> list[str]:
+def _keys_and_groups(width: int) -> list[str]:
     """Every key of the config, then every group with its choices and their keys."""
     hints, config = typing.get_type_hints(Config), to_plain(Config())
     fields = dataclasses.fields(Config)
@@ -89,19 +85,18 @@ def _keys_and_groups(conf_dirs: list[Path], width: int) -> list[str]:
         lines += [f"{field.name}: {field.metadata['doc']}", *rows, ""]
     lines += ["groups (group=choice; a choice is a file in conf/ with its own keys)", ""]
     for field in groups:
-        group = _group(field.name, conf_dirs, width)
-        lines += [f"{field.name}=  {field.metadata['doc']}", *group, ""]
+        lines += [f"{field.name}=  {field.metadata['doc']}", *_group(field.name, width), ""]
     lines += ["experiment=  a file that sets many keys at once"]
-    return lines + _choices("experiment", conf_dirs, width)
+    return lines + _choices("experiment", width)
 
 
-def _group(group: str, conf_dirs: list[Path], width: int) -> list[str]:
+def _group(group: str, width: int) -> list[str]:
     """A group's choices, then their keys; choices with the same keys together."""
 
     def wrapped(text: str) -> list[str]:
         return textwrap.wrap(text, width, initial_indent="  ", subsequent_indent="  ")
 
-    lines = _choices(group, conf_dirs, width)
+    lines = _choices(group, width)
     if group in OPEN_GROUPS:
         own = "package.module.attribute"
         lines += wrapped(f"or your own: {group}.name={own}, with its arguments")
@@ -113,13 +108,11 @@ def _group(group: str, conf_dirs: list[Path], width: int) -> list[str]:
             title = f"keys of {', '.join(names)}:" if len(variants) > 1 else "keys:"
             lines += [*wrapped(title), *keys]
     if group == "model":
-        lines += wrapped(
-            "keys: arguments of the model's constructor; for llama, with llama_tiny's values:"
-        )
-        files = (folder / "model" / "llama_tiny.yaml" for folder in conf_dirs)
-        texts = [path.read_text(encoding="utf-8") for path in files if path.is_file()]
+        title = "keys: arguments of the model's constructor; for llama, with llama_tiny's values:"
+        lines += wrapped(title)
         rows = []
-        for line in "".join(texts).splitlines():
+        text = (conf_dir() / "model" / "llama_tiny.yaml").read_text(encoding="utf-8")
+        for line in text.splitlines():
             if not line.startswith(("#", "name:")):
                 setting, _, comment = line.partition(" # ")
                 rows.append((f"model.{setting.replace(': ', '=')}", comment))
@@ -127,19 +120,18 @@ def _group(group: str, conf_dirs: list[Path], width: int) -> list[str]:
     return lines
 
 
-def _choices(group: str, conf_dirs: list[Path], width: int) -> list[str]:
+def _choices(group: str, width: int) -> list[str]:
     """Each choice with the comment that its file begins with."""
     rows = []
-    for path in sorted(path for folder in conf_dirs for path in (folder / group).glob("*.yaml")):
+    for path in sorted((conf_dir() / group).glob("*.yaml")):
         comment = re.search(r"^# (?!@)(.*)", path.read_text(encoding="utf-8"), re.MULTILINE)
         rows.append((path.stem, comment[1] if comment else ""))
     return _rows(rows, width)
 
 
 def _keys(variant: type, prefix: str, width: int) -> list[str]:
-    hints = typing.get_type_hints(variant)
-    shown = [field for field in dataclasses.fields(variant) if field.name != "name"]
-    return _rows([_row(field, prefix, hints, {}) for field in shown], width)
+    hints, fields = typing.get_type_hints(variant), dataclasses.fields(variant)
+    return _rows([_row(f, prefix, hints, {}) for f in fields if f.name != "name"], width)
 
 
 def _row(

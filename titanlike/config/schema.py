@@ -947,57 +947,36 @@ class Config:
         return min(self.steps, -(-self.max_tokens // (self.batch_size * self.seq_len)))
 
 
+def _by_name(*choices: Any) -> dict[str, Any]:
+    return {choice.name: choice for choice in choices}
+
+
 # group -> name of the choice -> dataclass of its keys
 VARIANTS: dict[str, dict[str, type[Any]]] = {
-    "split": {
-        "even": EvenSplit,
-        "points": PointSplit,
-        "trace": TraceSplit,
-        "balance": BalanceSplit,
-        "auto": AutoSplit,
-    },
+    "split": _by_name(EvenSplit, PointSplit, TraceSplit, BalanceSplit, AutoSplit),
     "schedule": {
-        "gpipe": Schedule,
-        "1f1b": Schedule,
-        "interleaved1f1b": LoopedSchedule,
-        "loopedbfs": LoopedSchedule,
+        **dict.fromkeys(("gpipe", "1f1b"), Schedule),
+        **dict.fromkeys(("interleaved1f1b", "loopedbfs"), LoopedSchedule),
         "interleavedzerobubble": LoopedZeroBubbleSchedule,
         **dict.fromkeys(("zbh1", "zbh2", "vhalf", "vmin"), ZeroBubbleSchedule),
-        "zbvzerobubble": ZeroBubbleSchedule,
-        "dualpipev": ZeroBubbleSchedule,
-        "csv": CsvSchedule,
-        "auto": AutoSchedule,
+        **dict.fromkeys(("zbvzerobubble", "dualpipev"), ZeroBubbleSchedule),
+        **_by_name(CsvSchedule, AutoSchedule),
     },
-    "data": {
-        "text": TextData,
-        "hf": HFData,
-        "tokens": TokenData,
-        "mixture": MixtureData,
-        "chat": ChatData,
-        "synthetic": SyntheticData,
-    },
-    "optimizer": {"adamw": AdamW, "muon": Muon, "sgd": Sgd},
+    "data": _by_name(TextData, HFData, TokenData, MixtureData, ChatData, SyntheticData),
+    "optimizer": _by_name(AdamW, Muon, Sgd),
     "lr": {"constant": ConstantLr, "linear": DecayLr, "cosine": DecayLr, "wsd": WsdLr},
-    "loss": {
-        "cross_entropy": CrossEntropy,
-        "chunked_cross_entropy": ChunkedCrossEntropy,
-        "mse": Mse,
-    },
+    "loss": _by_name(CrossEntropy, ChunkedCrossEntropy, Mse),
     "precision": {"fp32": Precision, "bf16": Precision, "float8": Float8Precision},
     "activation_checkpoint": {
-        "none": ActivationCheckpoint,
-        "full": ActivationCheckpoint,
-        "selective": SelectiveActivationCheckpoint,
-        "every": EveryActivationCheckpoint,
-        "fit": FitActivationCheckpoint,
+        **dict.fromkeys(("none", "full"), ActivationCheckpoint),
+        **_by_name(SelectiveActivationCheckpoint, EveryActivationCheckpoint),
+        **_by_name(FitActivationCheckpoint),
     },
-    "verify": {"auto": Verify, "required": Verify, "off": Verify},
-    "logger": {"wandb": Wandb, "tensorboard": TensorBoard, "none": NoLogger},
-    "profile": {"none": NoProfile, "trace": TraceProfile, "memory": MemoryProfile},
+    "verify": dict.fromkeys(("auto", "required", "off"), Verify),
+    "logger": _by_name(Wandb, TensorBoard, NoLogger),
+    "profile": _by_name(NoProfile, TraceProfile, MemoryProfile),
     "hardware": {
-        "none": NoHardware,
-        "measure": MeasuredHardware,
-        "run": RunHardware,
+        **_by_name(NoHardware, MeasuredHardware, RunHardware),
         **dict.fromkeys(("a100_40g", "a100_80g", "h100_sxm", "h100_pcie", "h200"), Hardware),
         **dict.fromkeys(("b200", "mi300x"), Hardware),
         "cpu": CpuHardware,

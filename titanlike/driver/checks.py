@@ -63,8 +63,8 @@ def problems(
     if not found and when_valid is not None:
         when_valid()
     found += data.problems(config)
-    if isinstance(config.logger, TensorBoard) and (text := tensorboard_problem()):
-        found.append(Problem.parse("logger", text))
+    if isinstance(config.logger, TensorBoard) and (problem := tensorboard_problem()):
+        found.append(problem)
     if not any(problem.key in _LAYOUT_KEYS for problem in found):
         from titanlike.training.train_plan import preflight  # imports torch: after the quick checks
 

@@ -6,18 +6,19 @@ import argparse
 import contextlib
 import json
 import os
+import shlex
 import shutil
 import sys
 import tempfile
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from titanlike.config import validate
 from titanlike.config.errors import ConfigError, Problem
 from titanlike.config.keys import MAX_RANKS
-from titanlike.config.program import argument_parser, program, scripts_dir
+from titanlike.config.program import argument_parser, scripts_dir, train_program
 from titanlike.config.schema import Config
 from titanlike.driver.argv import complete_args, parse_argv
 from titanlike.driver.job import print_problems
@@ -31,36 +32,28 @@ _PLAN = (
     "tokens/s, MFU, bubble, traffic, and what would help. No GPU, process group or data are needed. "
     "hardware= names the devices. `search` tries every layout of gpus=N devices for the global batch."
 )
-_FLAGS: dict[str, tuple[str, dict[str, Any]]] = {  # in --help; for argparse
-    "--json": ("print one JSON object", {"action": "store_true"}),
-    "--picture FILE": ("draw the pipeline: .svg or .png", {"type": Path}),
-    "--trace FILE": ("write the events for https://ui.perfetto.dev", {"type": Path}),
-    "--exact": (
-        "count the memory in a step of each pipeline rank, without devices: seconds a rank",
-        {"action": "store_true"},
-    ),
-    "--jitter SHARE": (
-        "let each action's time vary by this standard deviation",
-        {"type": float, "default": 0.0},
-    ),
-    "--top N": ("layouts that a search prints (10)", {"type": int, "default": 10}),
-}
 
 
 def plan(argv: list[str]) -> int:
     """The exit code: 0; 1 if the run would not fit; 2 for errors in the config."""
-    if {"-h", "--help"} & set(argv):
-        from titanlike.config.help import command_help
-
-        rows = [f"  {flag:<16}  {meaning}" for flag, (meaning, _) in _FLAGS.items()]
-        example = "example: search experiment=llama3_8b gpus=64 hardware=h100_sxm"
-        print("\n".join([command_help(program(), _PLAN), "", *rows, "", example]))
-        return 0
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # the user's models
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for flag, (_, options) in _FLAGS.items():
-        parser.add_argument(flag.partition(" ")[0], **options)
+    usage = "%(prog)s [search] [key=value ...] [group=choice ...] [FLAG ...]"
+    overrides = f"Takes the overrides of training: {shlex.join(train_program())} --help lists them."
+    example = "Example: search experiment=llama3_8b gpus=64 hardware=h100_sxm"
+    parser = argument_parser(
+        _PLAN, usage=usage, epilog=f"{overrides} {example}", allow_abbrev=False
+    )
+    add = parser.add_argument
+    add("--json", action="store_true", help="print one JSON object")
+    add("--picture", metavar="FILE", type=Path, help="draw the pipeline: .svg or .png")
+    add("--trace", metavar="FILE", type=Path, help="write the events for https://ui.perfetto.dev")
+    text = "count the memory in a step of each pipeline rank, without devices: seconds a rank"
+    add("--exact", action="store_true", help=text)
+    text = "let each action's time vary by this standard deviation"
+    add("--jitter", metavar="SHARE", type=float, default=0.0, help=text)
+    text = "layouts that a search prints (%(default)s)"
+    add("--top", metavar="N", type=int, default=10, help=text)
     flags, words = parser.parse_known_args(argv)
     searching = "search" in words[:1]
     words = words[1:] if searching else words

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from titanlike.config import files, schema
+from titanlike.config.errors import ConfigError, Problem
 from titanlike.metrics.run_files import AppendedFile
 from titanlike.metrics.summary import parse_records
 
@@ -101,26 +102,24 @@ def lost_steps(records: list[dict[str, Any]], step: int) -> str:
     return f"{missing[0]} to {missing[-1]}"
 
 
-def tensorboard_problem() -> str | None:
+def tensorboard_problem() -> Problem | None:
     """Why `logger=tensorboard` cannot work here, or None. Imports nothing."""
-    if importlib.util.find_spec("tensorboard") is None:
-        return (
-            "logger=tensorboard: the package tensorboard is missing; write logger=none, or install "
-            "it first: pip install 'titanlike[tensorboard]'"
-        )
-    return None
+    if importlib.util.find_spec("tensorboard") is not None:
+        return None
+    fix = "logger=none, or install it first: pip install 'titanlike[tensorboard]'"
+    return Problem("logger", "tensorboard", "the package tensorboard is missing", fix)
 
 
 class TensorBoardSink(Sink):
     """Event files in run_dir/tensorboard: a scalar for every number of a record, over steps.
 
     Points of an earlier attempt beyond `start_step` are hidden by TensorBoard.
-    Raises ValueError where the package is missing.
+    Raises ConfigError where the package is missing.
     """
 
     def __init__(self, run_dir: Path, start_step: int) -> None:
         if problem := tensorboard_problem():
-            raise ValueError(problem)
+            raise ConfigError([problem])
         from torch.utils.tensorboard import SummaryWriter  # late: torch, for this sink alone
 
         folder = Path(run_dir) / "tensorboard"
