@@ -26,6 +26,7 @@ from titanlike.config.schema import Config, SelectiveActivationCheckpoint
 from titanlike.distributed.placement import experts_of
 from titanlike.distributed.transform import Transform
 from titanlike.torch_private.autograd import ignore_ranges_in_selective_checkpoints
+from titanlike.torch_private.operators import arguments_of
 from titanlike.torch_private.tensors import tree_leaves
 
 # operators of our own that are matrix products: of `weight_gradients.py` and `models/expert_linear.py`
@@ -128,8 +129,8 @@ def _written(operator: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
     schema = getattr(operator, "_schema", None)
     if schema is None or not schema.is_mutable:
         return
-    given = {**dict(zip((a.name for a in schema.arguments), args, strict=False)), **kwargs}
+    values = arguments_of(operator, args, kwargs)
     for argument in schema.arguments:
         if argument.alias_info is not None and argument.alias_info.is_write:
-            leaves = tree_leaves(given.get(argument.name))
+            leaves = tree_leaves(values.get(argument.name))
             yield from (leaf for leaf in leaves if isinstance(leaf, Tensor))

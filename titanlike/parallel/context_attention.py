@@ -193,8 +193,8 @@ class ContextAttention(TorchFunctionMode):
         """
         options: dict[str, Any] = {"dropout_p": dropout_p, "scale": scale}
         if self.instead is not None:
-            given = {"attn_mask": attn_mask, "is_causal": is_causal, "enable_gqa": enable_gqa}
-            return self.instead({"query": query, "key": key, "value": value, **given, **options})
+            options |= {"attn_mask": attn_mask, "is_causal": is_causal, "enable_gqa": enable_gqa}
+            return self.instead({"query": query, "key": key, "value": value, **options})
         ranks = self.ranks
         mask = attn_mask
         if mask is not None and mask.dim() and mask.shape[-1] == key.shape[_TOKENS]:
@@ -203,13 +203,11 @@ class ContextAttention(TorchFunctionMode):
             if mask is not None and mask.dim() > 1 and mask.shape[-2] == query.shape[_TOKENS]:
                 mask = _all_tokens(mask, ranks, mask.dim() - 2)
             mask = _of_heads(mask, query.shape[1], ranks)
-            whole = mask is None and is_causal
+            options["is_causal"] = mask is None and is_causal
 
             def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-                grouped = {"enable_gqa": q.shape[1] != k.shape[1]}
-                return F.scaled_dot_product_attention(
-                    q, k, v, mask, is_causal=whole, **options, **grouped
-                )
+                grouped = q.shape[1] != k.shape[1]
+                return F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=grouped, **options)
 
             return _by_heads(attend, query, key, value, ranks)
         if ranks.method == "ring":
@@ -379,8 +377,8 @@ class _Ring(torch.autograd.Function):
             parts = of_held.chunk(2, 1 + _TOKENS)
             for mine, theirs, same in _pairs(ranks, step, causal):
                 keys, values = halves[theirs]
-                given = gradients[mine], queries[mine], keys, values, wholes[mine]
-                of_query, *both = block_attention.backward(*given, same, scale)
+                block = gradients[mine], queries[mine], keys, values, wholes[mine]
+                of_query, *both = block_attention.backward(*block, same, scale)
                 of_queries[mine] += of_query
                 for total, part in zip(parts[theirs], both, strict=True):
                     total += part.float().unflatten(1, (k.shape[1], -1)).sum(2)

@@ -399,20 +399,20 @@ def _check_mode(
             token_wise[name] = Entry(name, "sequence")
 
     # 1. whole sequences
-    whole = ReferenceTrace(model, token_wise)
+    reference = ReferenceTrace(model, token_wise)
     looking = Looking(batch["inputs"].shape[1], lambda x, dim: trace.take(x, dim, ranks.size))
     attention.active, attention.looking = False, looking
     try:
-        outputs = shapes_of(tensors_in(whole.run(partial(replay, recordings[0], model, batch))))
+        outputs = shapes_of(tensors_in(reference.run(partial(replay, recordings[0], model, batch))))
     except Exception as error:  # whatever a forward raises
         raise Unchecked(first_line(error) or repr(error)) from error
     finally:
         attention.active, attention.looking = True, None
-    looking.alike = whole.alike
+    looking.alike = reference.alike
 
     # 2. a rank's tokens
     placements = {name: Placement(None, ranks.size) for name, _ in model.named_parameters()}
-    trace = _TokenTrace(model, token_wise, whole.steps, placements)
+    trace = _TokenTrace(model, token_wise, reference.steps, placements)
     divided = shard_sequence(*recordings, _shard(ranks, looking.take, attention))
     attention.instead, attention.looking = trace.attention, looking
     try:

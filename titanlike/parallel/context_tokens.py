@@ -90,8 +90,8 @@ def call_of(function: Any, args: Any, kwargs: Any) -> Call | None:
     """None for what counts nothing."""
     if function is torch.arange:
         start, end, step = {0: (0, None, 1), 1: (0, *args, 1), 2: (*args, 1)}.get(len(args), args)
-        given = kwargs.get("start", start), kwargs.get("end", end), kwargs.get("step", step)
-        return Call("arange", given)
+        ends = kwargs.get("start", start), kwargs.get("end", end), kwargs.get("step", step)
+        return Call("arange", ends)
     if function in _FILLED:
         sizes = _sizes(args, kwargs)
         return Call("filled", sizes) if len(sizes) > 1 else None

@@ -58,8 +58,8 @@ def dependencies(act: Action, last: int) -> tuple[Action, ...]:
         return (Action("F", stage - 1, mb),) if stage else ()
     if kind == "W":
         return (Action("I", stage, mb),)
-    own = Action("F", stage, mb)
-    return (own,) if stage == last else (own, Action("I", stage + 1, mb))
+    forward = Action("F", stage, mb)
+    return (forward,) if stage == last else (forward, Action("I", stage + 1, mb))
 
 
 def completion_key(act: Action) -> Action:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch.nn.modules.instancenorm import _InstanceNorm as InstanceNorm
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = ["BatchNorm", "InstanceNorm", "OpOverload", "TorchDispatchMode"]
-__all__ += ["in_parts", "operator_names"]
+__all__ += ["arguments_of", "in_parts", "operator_names"]
 
 _REGISTERED_LATE = ("torch.nn.attention.varlen",)  # with the first import of these modules
 
@@ -24,6 +25,12 @@ def operator_names() -> set[str]:
     qualified = torch._C._dispatch_get_all_op_names()  # "aten::mm.out"
     names = {name.split(".")[0].replace("::", ".") for name in qualified}
     return names | set(_higher_order_ops)
+
+
+def arguments_of(operator: Any, args: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """What an operator is called with, by the names in its schema."""
+    names = (argument.name for argument in operator._schema.arguments)
+    return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
 def in_parts(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -58,9 +58,9 @@ class ForwardCheck:
                 self.unchecked = first_line(error) or repr(error)
 
     def _record(self, model: nn.Module) -> None:
-        whole = ReferenceTrace(model, self._modules)
-        self._outputs = shapes_of(tensors_in(whole.run(partial(_run, model, self._batch))))
-        self._steps = whole.steps
+        trace = ReferenceTrace(model, self._modules)
+        self._outputs = shapes_of(tensors_in(trace.run(partial(_run, model, self._batch))))
+        self._steps = trace.steps
 
     def mistakes(
         self,

@@ -393,11 +393,11 @@ class _CrossEntropy(torch.autograd.Function):
         counted = targets != ignore
         inside = counted & (targets >= start) & (targets < stop)
         rows = (targets - start).masked_fill(~inside, 0).unsqueeze(-1)
-        own = shares.gather(-1, rows).squeeze(-1).masked_fill(~inside, 0)  # of the target, or 0
+        of_target = shares.gather(-1, rows).squeeze(-1).masked_fill(~inside, 0)  # or 0
         unknown = counted & ((targets < 0) | (targets >= vocabulary.size))
-        own.masked_fill_(unknown, math.nan)
+        of_target.masked_fill_(unknown, math.nan)
         shares.exp_()
-        sums = torch.stack([shares.sum(-1), own])
+        sums = torch.stack([shares.sum(-1), of_target])
         if not alone:
             dist.all_reduce(sums, group=ranks.group)
         total, of_target = sums

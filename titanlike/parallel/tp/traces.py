@@ -29,7 +29,7 @@ from titanlike.parallel.tp.operators import (
 from titanlike.parallel.tp.plan import DIVIDING, Entry, gathered_above
 from titanlike.torch_private.autograd import intercept_checkpoints
 from titanlike.torch_private.deferred_dynamo import force_eager
-from titanlike.torch_private.operators import TorchDispatchMode, in_parts
+from titanlike.torch_private.operators import TorchDispatchMode, arguments_of, in_parts
 from titanlike.torch_private.tensors import storage_id, tree_leaves
 
 
@@ -565,9 +565,8 @@ def _by_name(
             return [changed(part) for part in value]
         return change(value) if isinstance(value, Tensor) else value
 
-    names = (argument.name for argument in function._schema.arguments)
-    given = dict(zip(names, args, strict=False)) | kwargs
-    return {name: changed(value) for name, value in given.items()}
+    values = arguments_of(function, args, kwargs)
+    return {name: changed(value) for name, value in values.items()}
 
 
 def _same_form(result: Any, args: Any) -> bool:
