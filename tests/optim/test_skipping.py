@@ -18,7 +18,7 @@ from support.world import run_world
 from titanlike.config.schema import AdamW, Config, Custom, Fsdp, Muon, OwnOptimizer, Sgd
 from titanlike.launch.worker import Worker
 from titanlike.torch_private.dtensor import local
-from titanlike.training.anomalies import Guard
+from titanlike.training.anomalies import AnomalyDetector
 
 BAD = (1, 3)  # steps: also the first, in which state begins
 
@@ -40,15 +40,15 @@ Steps = list[tuple[str | None, bool]]
 
 
 def changes(config: Config, worker: Worker) -> Steps:
-    """Of each step the kind of the verdict, and whether anything changed."""
+    """Of each step the kind of anomaly, and whether anything changed."""
     found: Steps = []
     with opened(config, worker) as job:
-        guard = Guard(config, {})
+        detector = AnomalyDetector(config, {})
         for step in range(1, 6):
-            before, verdict, after = bits(job), job.step(step, guard).verdict, bits(job)
+            before, anomaly, after = bits(job), job.step(step, detector).anomaly, bits(job)
             same = before.keys() == after.keys()
             same = same and all(torch.equal(value, after[name]) for name, value in before.items())
-            found.append((verdict and verdict.kind, not same))
+            found.append((anomaly and anomaly.kind, not same))
     return found
 
 

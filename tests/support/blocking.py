@@ -107,7 +107,7 @@ class _Operations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-PARTS = ("forward_backward", "settle", "update", "measured_step")  # of a step, in the loop
+PARTS = ("forward_backward", "finish_step", "update", "measured_step")  # of a step, in the loop
 
 
 def blocking_calls(config: Config, worker: Worker) -> tuple[int, list[str]]:
@@ -117,7 +117,7 @@ def blocking_calls(config: Config, worker: Worker) -> tuple[int, list[str]]:
     numbers of the step before, and the documents of a batch that the host has, too.
     """
     blocking, counted = Blocking(), set()
-    if hasattr(loop, "settle"):
+    if hasattr(loop, "finish_step"):
         from titanlike.distributed.readings import PendingScalars
 
         PendingScalars.read = blocking.allowed(PendingScalars.read)

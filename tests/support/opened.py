@@ -15,7 +15,7 @@ from titanlike.data.loader import batches
 from titanlike.data.sources import Batch
 from titanlike.distributed.mesh import Mesh, close_mesh, open_mesh
 from titanlike.launch.worker import Worker
-from titanlike.training.anomalies import Guard
+from titanlike.training.anomalies import AnomalyDetector
 from titanlike.training.build import Run, build
 from titanlike.training.feed import to_device
 from titanlike.training.session import open_data_on_every_rank
@@ -40,11 +40,11 @@ class Opened:
     def step(
         self,
         number: int,
-        guard: Guard | None = None,
+        detector: AnomalyDetector | None = None,
         before_update: Callable[[], Any] = lambda: None,
     ) -> StepResult:
-        guard = guard or Guard(self.config, {})
-        work = self.run, self.config, number, self.stream, guard, self.worker
+        detector = detector or AnomalyDetector(self.config, {})
+        work = self.run, self.config, number, self.stream, detector, self.worker
         return measured_step(*work, before_update=before_update)
 
     def parameters(self) -> list[tuple[str, nn.Parameter]]:

@@ -10,16 +10,16 @@ from support.opened import opened
 from titanlike.config.schema import Config
 from titanlike.data.registry import open_data
 from titanlike.launch.worker import Worker
-from titanlike.training.anomalies import Guard, Verdict
+from titanlike.training.anomalies import Anomaly, AnomalyDetector
 from titanlike.training.step import validate
 
 
-class Skips(Guard):
+class Skips(AnomalyDetector):
     def limits(self) -> tuple[float, float]:
         return 0.0, 0.0
 
-    def judge(self, record: dict, first_bad_gradient: Callable[[], str]) -> Verdict | None:
-        return Verdict("spike", "skip", "for the test")
+    def classify(self, record: dict, first_bad_gradient: Callable[[], str]) -> Anomaly | None:
+        return Anomaly("spike", "skip", "for the test")
 
 
 BALANCE = "balance of experts"

@@ -20,7 +20,7 @@ from titanlike.device.memory import peak_memory, resident_memory, return_freed_m
 from titanlike.distributed.mesh import close_mesh, open_mesh
 from titanlike.launch.worker import Worker
 from titanlike.torch_private.pipeline_stage import _TORCH_KEEPS_BUFFERS
-from titanlike.training.anomalies import Guard
+from titanlike.training.anomalies import AnomalyDetector
 from titanlike.training.build import build, memory_is_short
 from titanlike.training.feed import to_device
 from titanlike.training.step import measured_step
@@ -36,7 +36,7 @@ def train_two_steps(config: Config, worker: Worker) -> int:
     run = build(config, mesh)
     stream = batches(data.train, config, dp_rank=mesh.dp_rank)
     for step in (1, 2):
-        measured_step(run, config, step, stream, Guard(config, {}), worker)
+        measured_step(run, config, step, stream, AnomalyDetector(config, {}), worker)
     return peak_memory(mesh.device).allocated - before
 
 

@@ -247,14 +247,14 @@ def test_who_was_waited_for_is_told_where_a_gather_comes_first() -> None:
 
 
 def failing(config: Config, worker: Worker) -> None:
-    raise_in = loop.settle
+    raise_in = loop.finish_step
 
-    def settle(*args: Any) -> Any:
+    def finish_step(*args: Any) -> Any:
         if args[2].step == 3:
             raise OSError("gone")
         return raise_in(*args)
 
-    with mock.patch.object(loop, "settle", settle):
+    with mock.patch.object(loop, "finish_step", finish_step):
         train(config, worker)
 
 

@@ -42,7 +42,7 @@ class Progress:
     step: int = 0
     value: float | None = None  # last validation loss, or loss
     left_out: int = 0  # batches that rollbacks have skipped
-    guard: dict[str, Any] = field(default_factory=dict)  # see guard.Guard.state
+    guard: dict[str, Any] = field(default_factory=dict)  # see anomalies.AnomalyDetector.state
 
 
 class Checkpointer:

@@ -58,7 +58,7 @@ from titanlike.torch_private.fake_ranks import (
     fake_process_group,
     fake_tensors,
 )
-from titanlike.training.build import Run, assemble
+from titanlike.training.build import Run, build_planned
 from titanlike.training.step import drop_gradients, optimizer_step
 from titanlike.training.train_plan import TrainPlan, make_plan
 
@@ -310,7 +310,7 @@ def _of_rank(config: Config, room: int, example: Batch, rank: int) -> int:
     live, fake = LiveStorages(), fake_tensors()
     with fake_process_group(rank, config.world_size):
         mesh = lay_mesh(config, torch.device("cpu"), "fake", "planned")
-        run = _assembled(config, mesh, room, fake, live)
+        run = _build_plannedd(config, mesh, room, fake, live)
         with fake, live:
             # an optimizer's state is there from the second step on
             for parameter in run.parameters:
@@ -324,7 +324,7 @@ def _of_rank(config: Config, room: int, example: Batch, rank: int) -> int:
     return live.peak
 
 
-def _assembled(
+def _build_plannedd(
     config: Config,
     mesh: Mesh,
     room: int,
@@ -337,7 +337,7 @@ def _assembled(
         with fake, live:
             allocate(stage, device)
 
-    return assemble(config, mesh, decided, fill=fill)
+    return build_planned(config, mesh, decided, init_weights=fill)
 
 
 def _batch(config: Config, example: Batch) -> Batch:

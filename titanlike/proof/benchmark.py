@@ -29,12 +29,12 @@ from titanlike.metrics import units
 from titanlike.metrics.console import Console
 from titanlike.metrics.sinks import JsonlSink
 from titanlike.proof.plain_loops import plain_loop, why_no_plain_loop
-from titanlike.training.anomalies import Guard
+from titanlike.training.anomalies import AnomalyDetector
 from titanlike.training.build import Run, build
 from titanlike.training.feed import batches_for
 from titanlike.training.first_batch import compile_blocks
 from titanlike.training.session import open_data_on_every_rank
-from titanlike.training.step import forward_backward, settle, update
+from titanlike.training.step import finish_step, forward_backward, update
 from titanlike.training.train_plan import make_plan
 
 WARMUP = 4  # steps after the first that are not counted
@@ -149,17 +149,17 @@ def _titanlike_loop(
         first = next(stream)
         compile_blocks(run, config, first, worker)
         stream = chain([first], stream)
-    guard = Guard(config, {})
+    detector = AnomalyDetector(config, {})
     sink = JsonlSink(worker.run_dir / "metrics.jsonl") if worker.rank == 0 else None
     record: dict[str, Any] = {}
-    launched = None
+    pending = None
     for step in range(1, config.steps + 1):  # as in training/loop.py, a step ahead of the numbers
         gradients = forward_backward(run, config, step, stream)
-        if launched is not None:
-            record = settle(run, config, launched, guard).record
+        if pending is not None:
+            record = finish_step(run, config, pending, detector).record
             if sink:
                 sink.log(record)
-        launched = update(run, config, gradients, guard, worker)
+        pending = update(run, config, gradients, detector, worker)
         yield record
 
 

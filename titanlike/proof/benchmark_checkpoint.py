@@ -31,7 +31,7 @@ from titanlike.launch.worker import Worker
 from titanlike.metrics import units
 from titanlike.metrics.console import Console
 from titanlike.metrics.run_files import Events
-from titanlike.training.anomalies import Guard
+from titanlike.training.anomalies import AnomalyDetector
 from titanlike.training.build import Run, build
 from titanlike.training.session import open_data_on_every_rank
 from titanlike.training.step import measured_step
@@ -47,7 +47,10 @@ def bench(config: Config, worker: Worker) -> dict[str, Any]:
     data = open_data_on_every_rank(config, worker)
     mesh = open_mesh(config, worker)
     run = build(config, mesh, data)
-    guard, stream = Guard(config, {}), batches(data.train, config, dp_rank=mesh.dp_rank)
+    detector, stream = (
+        AnomalyDetector(config, {}),
+        batches(data.train, config, dp_rank=mesh.dp_rank),
+    )
     quiet = Events(worker.run_dir, None)
     folders = {mode: worker.run_dir / mode for mode in MODES}
     checkpointers = {}
@@ -56,7 +59,7 @@ def bench(config: Config, worker: Worker) -> dict[str, Any]:
         in_mode = replace(config, checkpoint=settings)
         checkpointers[mode] = Checkpointer(run.stage_states, in_mode, data, quiet)
     step = 1
-    measured_step(run, config, step, stream, guard, worker)
+    measured_step(run, config, step, stream, detector, worker)
     stalls: dict[str, list[float]] = {mode: [] for mode in MODES}
     during: dict[str, list[float]] = {mode: [] for mode in MODES}
     loads, writes, reads = [], [], []
@@ -67,7 +70,7 @@ def bench(config: Config, worker: Worker) -> dict[str, Any]:
             for _ in range(STEPS):
                 step += 1
                 before = checkpointer.before_update
-                result = measured_step(run, config, step, stream, guard, worker, before)
+                result = measured_step(run, config, step, stream, detector, worker, before)
                 record = result.record
                 during[mode].append(record["step_seconds"])
             # the next mode has the disk to itself

@@ -3,7 +3,7 @@ is slower than the others for many steps. A bad step changes no parameter.
 
 1. `limits` follow from the numbers of the steps before; the device compares a step's with them, and
    skips its update where they are above. Nobody waits for it.
-2. `judge` says the same of the numbers once they have come from the device, and what is wrong.
+2. `classify` says the same of the numbers once they have come from the device, and what is wrong.
 
 A spike is a loss or a gradient norm more than `spike_zscore` standard deviations above the mean of
 the last `spike_window` good steps. The deviation is at least a share of the mean, so that small
@@ -42,7 +42,7 @@ class BadNumbers(ValueError):
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Anomaly:
     """What is wrong with a step, and the action that the config asks for."""
 
     kind: Literal["nonfinite", "spike"]
@@ -50,7 +50,7 @@ class Verdict:
     text: str  # step, numbers; ranks and parameters, or z-score, mean and window
 
 
-class Guard:
+class AnomalyDetector:
     """Judges every step of a run by the numbers of the last good ones."""
 
     def __init__(self, config: Config, state: dict[str, Any]) -> None:
@@ -64,10 +64,10 @@ class Guard:
         loss, norm = map(self._limit, JUDGED)
         return loss, norm
 
-    def judge(
+    def classify(
         self, record: dict[str, Any], first_bad_gradient: Callable[[], str]
-    ) -> Verdict | None:
-        """None for a good step. The same verdict on all ranks. Collective where it is bad.
+    ) -> Anomaly | None:
+        """None for a good step. The same anomaly on all ranks. Collective where it is bad.
 
         first_bad_gradient: its name on this rank, "" for none.
         """
@@ -82,7 +82,7 @@ class Guard:
                 text = f"step {record['step']}: {'; '.join(high)}"
                 if count > 1:
                     text += f"; spike {count} in a row, {MOST_IN_A_ROW} are taken as a new level"
-                return Verdict("spike", self._config.on_spike, text)
+                return Anomaly("spike", self._config.on_spike, text)
             for window in self._good.values():
                 window.clear()
             for spike in self._spikes:
@@ -139,7 +139,7 @@ class Guard:
                 )
         return found
 
-    def _not_finite(self, record: dict[str, Any], first_bad_gradient: Callable[[], str]) -> Verdict:
+    def _not_finite(self, record: dict[str, Any], first_bad_gradient: Callable[[], str]) -> Anomaly:
         found: list[str] = [""] * dist.get_world_size()
         dist.all_gather_object(found, first_bad_gradient())
         where = [f"rank {rank}: gradient of {name}" for rank, name in enumerate(found) if name]
@@ -155,7 +155,7 @@ class Guard:
             action = "stop"
             reason += f"; step {self._nonfinite} in a row, so that skipping does not help"
         numbers = ", ".join(f"{name} {record[name]}" for name in JUDGED)
-        return Verdict("nonfinite", action, f"step {record['step']}: {numbers}; {reason}")
+        return Anomaly("nonfinite", action, f"step {record['step']}: {numbers}; {reason}")
 
 
 def mean_and_deviation(window: deque[float]) -> tuple[float, float]:

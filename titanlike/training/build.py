@@ -86,7 +86,7 @@ class Ranges:
 
     def remove(self, listener: Listener) -> None:
         """Does nothing for one that does not listen."""
-        self._listeners = tuple(each for each in self._listeners if each is not listener)
+        self._listeners = tuple(other for other in self._listeners if other is not listener)
         self._call_back()
 
     def _call_back(self) -> None:
@@ -118,7 +118,7 @@ class Run:
     pipeline: Pipeline
     transforms: dict[str, Transform]  # what was done to the stages, see `transforms.py`
     late: AsyncScalars  # takes numbers off the device
-    origin: str  # of the initial weights, for the opening table
+    weights_source: str  # of the initial weights, for the opening table
     ranges: Ranges = field(default_factory=Ranges)  # what a profile shows
     busy: BusyTime | None = None  # how long this rank waits for others, where that is measured
 
@@ -180,34 +180,36 @@ def build(
     plan = make_plan(config, data, times, memory, mesh)
     if memory_is_short(config, plan, mesh, memory):
         return_freed_memory()
-    return assemble(config, mesh, plan, say)
+    return build_planned(config, mesh, plan, say)
 
 
-def assemble(
+def build_planned(
     config: Config,
     mesh: Mesh,
     plan: TrainPlan,
     say: Callable[[str], object] = lambda _: None,
-    fill: Callable[..., object] = initialize,
+    init_weights: Callable[..., object] = initialize,
 ) -> Run:
     """Build what was decided. Collective: process groups are made here, not while a run is planned, when
     rank 0 may have timed units alone.
 
-    fill: allocates a stage and gives it its weights, called as `initialize`.
+    init_weights: allocates a stage and gives it its weights, called as `initialize`.
     """
     transforms = stage_transforms(config, mesh, plan)
 
     # 2. stages, weights, optimizers
     canonical = plan.model_graph.canonical_names()
-    each = [*transforms.values()]
-    made = _make_stages(config, mesh, plan, each, canonical, partial(fill, say=say))
-    stages = made.stages
+    ordered = [*transforms.values()]
+    built_stages = _make_stages(
+        config, mesh, plan, ordered, canonical, partial(init_weights, say=say)
+    )
+    stages = built_stages.stages
     # of each parameter the stages that hold it: of a tied one, the first is its owner
     holders = {
         name: [index for index, names in enumerate(plan.stage_parameters) if name in names]
         for name in canonical.values()
     }
-    states = _make_states(config, mesh, plan, made, canonical, holders)
+    states = _make_states(config, mesh, plan, built_stages, canonical, holders)
 
     # 3. the pipeline
     local_parameters = {index: dict(state.parameters()) for index, state in states.items()}
@@ -215,27 +217,29 @@ def assemble(
     tied = TiedWeights(*at, mesh, config.launch.timeout)
     # random numbers of training (dropout) differ on every rank but those that share layers
     torch.manual_seed(piece_seed(config.seed, "rank", mesh.layers_rank))
-    losses = (transform.loss(mesh.device) for transform in each)
+    losses = (transform.loss(mesh.device) for transform in ordered)
     loss = next(filter(None, losses), None) or build_loss(config.loss, mesh.device)
-    for transform in each:
+    for transform in ordered:
         transform.on_states(states)
     transforms["tied weights"] = tied
     common = plan.order, plan.model_graph, stages, loss, mesh, plan.zero
     pipeline = Pipeline(*common, [*transforms.values()])
     lists = [*stages.values()], [*states.values()]
-    run = Run(mesh, plan, *lists, pipeline, transforms, AsyncScalars(mesh), made.origin)
+    run = Run(
+        mesh, plan, *lists, pipeline, transforms, AsyncScalars(mesh), built_stages.weights_source
+    )
     run.train_mode(True)
     built()
     return run
 
 
 @dataclass(frozen=True)
-class _Made:
+class _BuiltStages:
     """This rank's stages, with their weights."""
 
     stages: dict[int, Stage]
     placements: Mapping[str, Placement]  # of parameters
-    origin: str  # of the weights
+    weights_source: str
 
 
 def _make_stages(
@@ -244,8 +248,8 @@ def _make_stages(
     plan: TrainPlan,
     transforms: Sequence[Transform],
     canonical: Mapping[str, str],
-    fill: Callable[..., object],
-) -> _Made:
+    init_weights: Callable[..., object],
+) -> _BuiltStages:
     weights = initial_weights_of(plan.model, config.seed)
     stages: dict[int, Stage] = {}
     placements: dict[str, Placement] = {}
@@ -260,18 +264,18 @@ def _make_stages(
         _shard(stage, config, plan, units, used, mesh)
         device = torch.device("cpu") if config.fsdp.cpu_offload else mesh.device
         parts = {name: placement.part for name, placement in placements.items()}
-        fill(stage, weights, device, canonical, parts=parts)
+        init_weights(stage, weights, device, canonical, parts=parts)
     for stage in stages.values():
         for transform in transforms:
             transform.on_weights(stage)
-    return _Made(stages, placements, weights.origin)
+    return _BuiltStages(stages, placements, weights.origin)
 
 
 def _make_states(
     config: Config,
     mesh: Mesh,
     plan: TrainPlan,
-    made: _Made,
+    built_stages: _BuiltStages,
     canonical: Mapping[str, str],
     holders: Mapping[str, list[int]],
 ) -> dict[int, StageState]:
@@ -279,15 +283,15 @@ def _make_states(
     states: dict[int, StageState] = {}
     matrices = isinstance(config.optimizer, Muon)  # which are gathered from their parts
     group = mesh.weight_group(config.launch.timeout) if matrices else None
-    for index, stage in made.stages.items():
+    for index, stage in built_stages.stages.items():
         if stage.state_dict():  # a batch norm without weights has buffers to save
             every = stage.named_parameters(remove_duplicate=False)
             names = {name: canonical[name] for name, _ in every}
             owned = frozenset(name for name in names.values() if holders[name][0] == index)
             parameters = {names[name]: parameter for name, parameter in stage.named_parameters()}
-            shared = plan.model_graph.model, config, made.placements, group
+            shared = plan.model_graph.model, config, built_stages.placements, group
             optimizers = build_optimizers(parameters, *shared)
-            states[index] = StageState(stage, optimizers, names, owned, made.placements)
+            states[index] = StageState(stage, optimizers, names, owned, built_stages.placements)
     return states
 
 

@@ -26,14 +26,14 @@ from titanlike.distributed.mesh import close_mesh
 from titanlike.launch.worker import Worker
 from titanlike.metrics.summary import objective_value, summarize
 from titanlike.training import report
-from titanlike.training.anomalies import BadNumbers, Verdict
+from titanlike.training.anomalies import Anomaly, BadNumbers
 from titanlike.training.checks import may_mix_samples
 from titanlike.training.feed import batches_for
 from titanlike.training.session import Session, open_session
 from titanlike.training.step import (
     drop_gradients,
+    finish_step,
     forward_backward,
-    settle,
     step_record,
     update,
     validate,
@@ -118,7 +118,7 @@ def train_steps(s: Session) -> None:
 
             # 2. meanwhile the numbers of the step before have left the device: judge and record them
             if s.pending is not None:
-                record = _settle(s, rollbacks)
+                record = _finish_pending(s, rollbacks)
                 if record is None:  # back at a checkpoint
                     drop_gradients(s.run)
                     step, stream = s.progress.step, batches_from(s)
@@ -127,7 +127,7 @@ def train_steps(s: Session) -> None:
 
             # 3. launch the update, which the device skips if this step's numbers are bad
             s.checkpointer.before_update()
-            s.pending = update(s.run, config, gradients, s.guard, s.worker)
+            s.pending = update(s.run, config, gradients, s.detector, s.worker)
             if stall is not None:
                 s.pending.more["save_stall_seconds"], stall = stall, None  # between the steps
 
@@ -137,7 +137,7 @@ def train_steps(s: Session) -> None:
             sample = _samples_are_due(s, step, final)
             if not (final or save or sample or s.stop_code or _validation_is_due(s, step, final)):
                 continue
-            record = _settle(s, rollbacks)
+            record = _finish_pending(s, rollbacks)
             if record is None:
                 step, stream = s.progress.step, batches_from(s)
                 continue
@@ -157,32 +157,32 @@ def train_steps(s: Session) -> None:
         s.stop_code = 0
 
 
-def _settle(s: Session, rollbacks: list[int]) -> dict[str, Any] | None:
+def _finish_pending(s: Session, rollbacks: list[int]) -> dict[str, Any] | None:
     """The record of the step whose numbers are on their way. After a bad step the run stops (raises
     BadNumbers), goes on without its update, or goes back to a checkpoint: then the result is None."""
     assert s.pending is not None
-    launched, s.pending = s.pending, None
-    record, waited, verdict, stop_code, graphs = settle(s.run, s.config, launched, s.guard)
-    s.stragglers.step(launched.step, record["step_seconds"], waited)
+    pending, s.pending = s.pending, None
+    record, waited, anomaly, stop_code, graphs = finish_step(s.run, s.config, pending, s.detector)
+    s.stragglers.step(pending.step, record["step_seconds"], waited)
     s.stop_code = s.stop_code or stop_code
     if graphs:
-        text = f"step {launched.step} compiled {graphs} more graph{'s' * (graphs > 1)} on a rank"
-        s.events.log("compile", launched.step, text, graphs=graphs)
-    if verdict is not None:
-        s.events.log(verdict.kind, launched.step, verdict.text, action=verdict.action)
-        if verdict.action == "stop":
-            raise BadNumbers(f"{verdict.text}; {s.checkpointer.resume_hint()}")
-        if verdict.action == "rollback":
-            roll_back(s, verdict, rollbacks)
+        text = f"step {pending.step} compiled {graphs} more graph{'s' * (graphs > 1)} on a rank"
+        s.events.log("compile", pending.step, text, graphs=graphs)
+    if anomaly is not None:
+        s.events.log(anomaly.kind, pending.step, anomaly.text, action=anomaly.action)
+        if anomaly.action == "stop":
+            raise BadNumbers(f"{anomaly.text}; {s.checkpointer.resume_hint()}")
+        if anomaly.action == "rollback":
+            roll_back(s, anomaly, rollbacks)
             return None
-        record["skipped"] = verdict.kind
+        record["skipped"] = anomaly.kind
     return record
 
 
 def _complete(s: Session, record: dict[str, Any]) -> None:
     """A step's numbers are known and good, or its update was skipped: progress and metrics."""
     value = record.get("val_loss", record["loss"])
-    s.progress = replace(s.progress, step=record["step"], value=value, guard=s.guard.state())
+    s.progress = replace(s.progress, step=record["step"], value=value, guard=s.detector.state())
     s.run.ranges.begin("metrics")
     if s.data.progress is not None:
         record |= s.data.progress(record["step"] + s.progress.left_out)
@@ -197,11 +197,11 @@ def _recorded_on_an_error(s: Session) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        launched, s.pending = s.pending, None
+        pending, s.pending = s.pending, None
         with contextlib.suppress(Exception):
-            numbers = launched and launched.sent.read(LAST_NUMBERS)
-            if launched and numbers and not numbers[2]:
-                s.log(step_record(s.run, s.config, launched, numbers))
+            numbers = pending and pending.sent.read(LAST_NUMBERS)
+            if pending and numbers and not numbers[2]:
+                s.log(step_record(s.run, s.config, pending, numbers))
         raise
 
 
@@ -224,7 +224,7 @@ def batches_from(s: Session) -> Iterator[Batch]:
     return batches_for(s.run, s.config, stream)
 
 
-def roll_back(s: Session, verdict: Verdict, rollbacks: list[int]) -> None:
+def roll_back(s: Session, anomaly: Anomaly, rollbacks: list[int]) -> None:
     """Load the newest checkpoint; the batches from there to the bad step are left out from now on.
 
     rollbacks: the steps rolled back to so far; this one is appended. Raises BadNumbers where there
@@ -234,15 +234,15 @@ def roll_back(s: Session, verdict: Verdict, rollbacks: list[int]) -> None:
     s.watchdog.enter_phase(bad, "load", s.config.checkpoint.timeout)
     restored = s.checkpointer.rollback()
     if restored is None:
-        raise BadNumbers(f"{verdict.text}; there is no checkpoint to go back to")
+        raise BadNumbers(f"{anomaly.text}; there is no checkpoint to go back to")
     step = restored.step
     if rollbacks[-MOST_ROLLBACKS:] == [step] * MOST_ROLLBACKS:
-        raise BadNumbers(f"{verdict.text}, after {MOST_ROLLBACKS} rollbacks to step {step}")
+        raise BadNumbers(f"{anomaly.text}, after {MOST_ROLLBACKS} rollbacks to step {step}")
     rollbacks.append(step)
     left_out = bad - step
     text = f"back to step {step}; the batches of {left_out} step{'s' * (left_out > 1)} are left out"
     s.events.log("rollback", bad, text, to=step, left_out=left_out)
-    s.guard.load(restored.guard)
+    s.detector.load(restored.guard)
     s.console.start_at(step)
     for sink in s.sinks:
         sink.rewind(step)

@@ -40,7 +40,7 @@ def opening(session: Session) -> None:
         ("device", f"{mesh.device.type} with {mesh.backend} ({mesh.reason})"),
         ("mesh", shape if mesh.world_size > 1 else "one process"),
         ("model", f"{config.model.name}, {units.count(plan.whole_numel)} parameters"),
-        ("weights", "" if start or config.checkpoint.start_from else run.origin),
+        ("weights", "" if start or config.checkpoint.start_from else run.weights_source),
         *described.items(),
         ("not used", f"{_first(plan.unused)}: no gradient, no update" if plan.unused else ""),
         ("not checked", "; ".join(t.unchecked for t in plan.transforms.values() if t.unchecked)),

@@ -26,10 +26,10 @@ from titanlike.metrics.run_files import Events, RunFiles, log_start
 from titanlike.metrics.sinks import Sink, open_sinks
 from titanlike.torch_private.fsdp import parameter_groups
 from titanlike.torch_private.process_groups import abort_groups
-from titanlike.training.anomalies import Guard, Stragglers
+from titanlike.training.anomalies import AnomalyDetector, Stragglers
 from titanlike.training.build import Run, build
 from titanlike.training.report import layout
-from titanlike.training.step import Launched
+from titanlike.training.step import PendingStep
 
 if TYPE_CHECKING:  # each is imported where a config asks for it
     from titanlike.training.profile import Profile
@@ -56,7 +56,7 @@ class Session:
     worker: Worker
     data: Data
     run: Run
-    guard: Guard
+    detector: AnomalyDetector
     checkpointer: Checkpointer
     watchdog: Watchdog
     console: Console
@@ -69,7 +69,7 @@ class Session:
     sampler: Sampler | None  # with sample.every
     stragglers: Stragglers
     progress: Progress  # after the last step whose numbers are known
-    pending: Launched | None = None  # the step after it, whose numbers are on their way
+    pending: PendingStep | None = None  # the step after it, whose numbers are on their way
     stop_code: int = 0  # of the stop request that ends the run, the same on every rank; 0 = none
 
     @property
@@ -184,7 +184,7 @@ def open_session(config: Config, worker: Worker) -> Iterator[Session]:
                 worker,
                 data,
                 run,
-                Guard(config, progress.guard),
+                AnomalyDetector(config, progress.guard),
                 checkpointer,
                 watchdog,
                 console,

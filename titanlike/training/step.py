@@ -5,7 +5,7 @@ forward and backward of the next step are launched, or at once where something n
 
 1. `forward_backward`: the gradients, their norm and the loss, on the device.
 2. `update`: parameters change unless these are bad, which the device decides; the numbers are sent off.
-3. `settle`: the numbers are here: the record, and what is wrong with them.
+3. `finish_step`: the numbers are here: the record, and what is wrong with them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from titanlike.optim.optimizer import (
     set_lr,
     square_sum,
 )
-from titanlike.training.anomalies import Guard, Verdict, is_bad
+from titanlike.training.anomalies import Anomaly, AnomalyDetector, is_bad
 from titanlike.training.build import Run
 from titanlike.training.feed import batches_for, to_device
 
@@ -51,7 +51,7 @@ class Gradients:
 
 
 @dataclass(frozen=True)
-class Launched:
+class PendingStep:
     """A step that is launched as a whole, whose numbers are on their way."""
 
     gradients: Gradients
@@ -83,7 +83,7 @@ class _Numbers:
 class StepResult(NamedTuple):
     record: dict[str, Any]  # for metrics.jsonl
     waited: list[float]  # seconds in which each rank waited for others; [] = not known
-    verdict: Verdict | None  # of the guard; None = the numbers are good
+    anomaly: Anomaly | None  # None = the numbers are good
     stop_code: int  # of a stop request, the same on every rank; 0 = none
     graphs: int  # compiled in this step, by the rank with the most
 
@@ -104,15 +104,15 @@ def forward_backward(run: Run, config: Config, step: int, stream: Iterator[Batch
 
 
 def update(
-    run: Run, config: Config, gradients: Gradients, guard: Guard, worker: Worker
-) -> Launched:
+    run: Run, config: Config, gradients: Gradients, detector: AnomalyDetector, worker: Worker
+) -> PendingStep:
     """Update the parameters, and send the step's numbers off.
 
-    A step whose numbers the guard rejects changes neither a parameter nor what an optimizer or a
-    batch norm keeps. guard: knows the numbers of all steps before.
+    A step whose numbers the detector rejects changes neither a parameter nor what an optimizer or a
+    batch norm keeps. detector: knows the numbers of all steps before.
     """
     step, loss, norm = gradients.step, gradients.loss, gradients.norm
-    bad = is_bad(loss, norm, guard.limits())
+    bad = is_bad(loss, norm, detector.limits())
     lr = optimizer_step(run, config, step, norm, bad)
     drop_gradients(run)
     run.ranges.begin("measure")
@@ -129,33 +129,37 @@ def update(
         largest += waited
     measured = [number for transform in run.transforms.values() for number in transform.measured()]
     sent = run.late.send([loss, norm, bad, *measured], largest)
-    return Launched(gradients, sent, lr, time.time())
+    return PendingStep(gradients, sent, lr, time.time())
 
 
-def settle(run: Run, config: Config, launched: Launched, guard: Guard) -> StepResult:
-    """The step's numbers, once they are here, and the guard's verdict. Collective where it is bad."""
-    sent = launched.sent.read()
+def finish_step(
+    run: Run, config: Config, pending: PendingStep, detector: AnomalyDetector
+) -> StepResult:
+    """The step's numbers, once they are here, and what is wrong with them. Collective where it is bad."""
+    sent = pending.sent.read()
     assert sent is not None
-    record, numbers = step_record(run, config, launched, sent), _read(run, sent)
-    verdict = guard.judge(record, lambda: _first_bad(run, launched.gradients.norms))
-    assert numbers.bad == (verdict is not None), "the device and the guard disagree on a step"
-    if verdict is not None:
+    record, numbers = step_record(run, config, pending, sent), _read(run, sent)
+    anomaly = detector.classify(record, lambda: _first_bad(run, pending.gradients.norms))
+    assert numbers.bad == (anomaly is not None), "the device and the detector disagree on a step"
+    if anomaly is not None:
         record["lr"] = 0.0
-    return StepResult(record, numbers.waited, verdict, numbers.stop_code, numbers.graphs)
+    return StepResult(record, numbers.waited, anomaly, numbers.stop_code, numbers.graphs)
 
 
-def step_record(run: Run, config: Config, launched: Launched, sent: list[float]) -> dict[str, Any]:
+def step_record(
+    run: Run, config: Config, pending: PendingStep, sent: list[float]
+) -> dict[str, Any]:
     """A record for metrics.jsonl from the numbers that `update` has sent."""
     numbers = _read(run, sent)
-    step, seconds = launched.step, launched.gradients.timer.seconds()
+    step, seconds = pending.step, pending.gradients.timer.seconds()
     tokens = config.batch_size * config.seq_len
     record = {
         "step": step,
         "loss": numbers.loss,
         "grad_norm": numbers.norm,
-        "lr": launched.lr,
+        "lr": pending.lr,
         "tokens": step * tokens,
-        "time": launched.time,
+        "time": pending.time,
         "tokens_per_second": tokens / seconds,
         "step_seconds": seconds,
         "memory_bytes": int(numbers.allocated),
@@ -171,7 +175,7 @@ def step_record(run: Run, config: Config, launched: Launched, sent: list[float])
     if peak is not None and run.plan.flops_per_token is not None:
         flops = record["tokens_per_second"] * run.plan.flops_per_token
         record["mfu"] = flops / (peak * run.mesh.world_size)
-    return record | launched.more
+    return record | pending.more
 
 
 def _read(run: Run, sent: list[float]) -> _Numbers:
@@ -203,7 +207,7 @@ def measured_step(
     config: Config,
     step: int,
     stream: Iterator[Batch],
-    guard: Guard,
+    detector: AnomalyDetector,
     worker: Worker,
     before_update: Callable[[], object] = lambda: None,
 ) -> StepResult:
@@ -211,7 +215,7 @@ def measured_step(
     moved = (to_device(batch, run.mesh, config) for batch in stream)
     gradients = forward_backward(run, config, step, moved)
     before_update()
-    return settle(run, config, update(run, config, gradients, guard, worker), guard)
+    return finish_step(run, config, update(run, config, gradients, detector, worker), detector)
 
 
 def optimizer_step(

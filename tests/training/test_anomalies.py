@@ -33,7 +33,7 @@ from titanlike.metrics.sinks import read_jsonl
 from titanlike.models.registry import build_model, initial_weights_of, resolve_model
 from titanlike.optim.optimizer import build_optimizers, set_lr
 from titanlike.training import anomalies as guard_module
-from titanlike.training.anomalies import MOST_IN_A_ROW, Guard, is_bad
+from titanlike.training.anomalies import MOST_IN_A_ROW, AnomalyDetector, is_bad
 from titanlike.training.loop import MOST_ROLLBACKS, train
 
 # --- what is a spike ---------------------------------------------------------------------------
@@ -41,50 +41,53 @@ from titanlike.training.loop import MOST_ROLLBACKS, train
 NUMBERS = st.floats(1.0, 1.1)
 
 
-def judge(guard: Guard, step: int, loss: float, grad_norm: float = 1.0):
-    return guard.judge({"step": step, "loss": loss, "grad_norm": grad_norm}, lambda: "")
+def classify(detector: AnomalyDetector, step: int, loss: float, grad_norm: float = 1.0):
+    return detector.classify({"step": step, "loss": loss, "grad_norm": grad_norm}, lambda: "")
 
 
 def watching(**changes) -> Config:
     return Config(on_spike="skip", spike_window=20, **changes)
 
 
-def settled(steps: int = 20) -> Guard:
-    """A guard that has seen so many good steps: losses of 2.0 and 2.1, a norm of 1."""
-    guard = Guard(watching(), {})
+def settled(steps: int = 20) -> AnomalyDetector:
+    """A detector that has seen so many good steps: losses of 2.0 and 2.1, a norm of 1."""
+    detector = AnomalyDetector(watching(), {})
     for step in range(1, steps + 1):
-        assert judge(guard, step, 2.0 + 0.1 * (step % 2)) is None
-    return guard
+        assert classify(detector, step, 2.0 + 0.1 * (step % 2)) is None
+    return detector
 
 
 def test_a_spike_is_far_above_the_last_steps_and_named_with_its_zscore() -> None:
-    assert judge(settled(9), 10, 9.0) is None, "half of the window is not there yet"
-    guard = settled()
-    assert judge(guard, 21, 0.1) is None, "falling is no spike"
+    assert classify(settled(9), 10, 9.0) is None, "half of the window is not there yet"
+    detector = settled()
+    assert classify(detector, 21, 0.1) is None, "falling is no spike"
     for loss, norm, name in ((9.0, 1.0, "loss 9 is"), (2.0, 5.0, "grad_norm 5 is")):
-        verdict = judge(guard, 22, loss, norm)
-        assert verdict is not None and (verdict.kind, verdict.action) == ("spike", "skip")
-        assert f"step 22: {name}" in verdict.text
-        assert "standard deviations above" in verdict.text
-        assert "mean of the last 20 good steps (spike_zscore=6)" in verdict.text
-    assert judge(Guard(replace(watching(), on_spike="ignore"), guard.state()), 23, 9.0) is None
+        anomaly = classify(detector, 22, loss, norm)
+        assert anomaly is not None and (anomaly.kind, anomaly.action) == ("spike", "skip")
+        assert f"step 22: {name}" in anomaly.text
+        assert "standard deviations above" in anomaly.text
+        assert "mean of the last 20 good steps (spike_zscore=6)" in anomaly.text
+    assert (
+        classify(AnomalyDetector(replace(watching(), on_spike="ignore"), detector.state()), 23, 9.0)
+        is None
+    )
 
 
 def test_after_steps_that_were_all_the_same_a_wiggle_is_no_spike() -> None:
-    guard = Guard(watching(), {})
+    detector = AnomalyDetector(watching(), {})
     for step in range(1, 30):
-        assert judge(guard, step, 2.0) is None
-    assert judge(guard, 30, 2.05) is None
-    assert judge(guard, 31, 4.0) is not None
+        assert classify(detector, step, 2.0) is None
+    assert classify(detector, 30, 2.05) is None
+    assert classify(detector, 31, 4.0) is not None
 
 
 def test_a_level_that_stays_is_taken_in_after_so_many_spikes_in_a_row() -> None:
-    guard = settled()
-    verdicts = [judge(guard, step, 8.0 + 0.1 * (step % 2)) for step in range(30, 100)]
-    bad = [verdict is not None for verdict in verdicts]
+    detector = settled()
+    anomalies = [classify(detector, step, 8.0 + 0.1 * (step % 2)) for step in range(30, 100)]
+    bad = [anomaly is not None for anomaly in anomalies]
     assert bad == [True] * (MOST_IN_A_ROW - 1) + [False] * (70 - MOST_IN_A_ROW + 1)
-    assert "spike 9 in a row, 10 are taken as a new level" in verdicts[8].text
-    assert judge(guard, 101, 20.0) is not None, "the new level is watched in turn"
+    assert "spike 9 in a row, 10 are taken as a new level" in anomalies[8].text
+    assert classify(detector, 101, 20.0) is not None, "the new level is watched in turn"
 
 
 @given(
@@ -94,11 +97,11 @@ def test_a_level_that_stays_is_taken_in_after_so_many_spikes_in_a_row() -> None:
 @settings(max_examples=20, deadline=None)
 def test_a_resumed_run_judges_as_one_that_was_not_stopped(numbers, cut) -> None:
     """To the last bit: the state goes through a checkpoint's JSON."""
-    whole, part = Guard(watching(), {}), Guard(watching(), {})
+    whole, part = AnomalyDetector(watching(), {}), AnomalyDetector(watching(), {})
     for step, (loss, norm) in enumerate(numbers):
         if step == cut:
-            part = Guard(watching(), json.loads(json.dumps(part.state())))
-        assert judge(whole, step, loss, norm) == judge(part, step, loss, norm)
+            part = AnomalyDetector(watching(), json.loads(json.dumps(part.state())))
+        assert classify(whole, step, loss, norm) == classify(part, step, loss, norm)
     assert whole.state() == part.state()
 
 
@@ -124,12 +127,12 @@ def test_the_device_skips_what_the_host_then_calls_bad(
 
     ranks = SimpleNamespace(get_world_size=lambda: 3, all_gather_object=gather)
     monkeypatch.setattr(guard_module, "dist", ranks)
-    guard = settled()
-    assert bool(is_bad(torch.tensor(loss), torch.tensor(norm), guard.limits())) == bool(kind)
-    verdict = judge(guard, 21, loss, norm)
-    assert (verdict and verdict.kind) == kind
+    detector = settled()
+    assert bool(is_bad(torch.tensor(loss), torch.tensor(norm), detector.limits())) == bool(kind)
+    anomaly = classify(detector, 21, loss, norm)
+    assert (anomaly and anomaly.kind) == kind
     if kind == "nonfinite":
-        assert "not finite on rank 1: gradient of wq; rank 2: gradient of wk" in verdict.text
+        assert "not finite on rank 1: gradient of wq; rank 2: gradient of wk" in anomaly.text
 
 
 # --- whole runs --------------------------------------------------------------------------------
