@@ -57,10 +57,7 @@ _OF_STORAGE = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EROFS, errno.EACCE
 
 
 def drive(runner: JobRunner, result_dir: str | None) -> ExitCode:
-    """Run the command line's job, or its sweep.
-
-    result_dir: where a sweep's job leaves result.json if it is refused before it has a run_dir.
-    """
+    """Run the command line's job, or its sweep. result_dir: as in `cli.start_job`."""
     args = parse_argv(sys.argv[1:])
     modes = [flag for flag in ("run", "multirun", "cfg", "info") if getattr(args, flag)]
     if len(modes) > 1:
@@ -166,9 +163,8 @@ def _prepare(args: Namespace, task: Task, result_dir: str | None) -> ExitCode:
             state.set_default("hydra.sweep.dir", str(settings.folder))
             from titanlike.driver.sweep import open_sweep
 
-            sweep = open_sweep(args, checked.config, settings, runner, missing)
-            task.sweep_run, problems = sweep
-            task.sweep_run.imports += checked.notes
+            task.sweep_run = open_sweep(args, checked, settings, runner, missing)
+            problems = task.sweep_run.problems
     except JobFailed as failed:
         print(failed, file=sys.stderr)
         record_for_torchrun(failed)

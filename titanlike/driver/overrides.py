@@ -334,7 +334,17 @@ class CheckedOverrides:
             return
         swept = {o.key_or_group for o in self._overrides if o.is_sweep_override()}
         if self.multirun:
-            self._read_sweep(composed, folder.absolute(), swept)
+            from titanlike.driver.sweep import SweepSettings
+
+            given = frozenset(override.key_or_group for override in self._overrides)
+            self.sweep = SweepSettings(
+                folder.absolute(), composed.hydra.sweeper, given, given - swept
+            )
+            for override in self._overrides if self.sweep.grid else ():
+                if override.is_interval_sweep():
+                    key, value = override.key_or_group, override.get_value_string()
+                    reason = "an interval is for a search, or write values: a,b,c"
+                    self.add(Problem(key, value, reason, "hydra/sweeper=optuna"))
         hydra, run_dir = unresolved["hydra"], str(unresolved["run_dir"])
         if re.search(r"\$\{now:[^}]*%S", hydra[kind]["dir"].replace("${run_dir}", run_dir)):
             self.new_folder = folder
@@ -344,17 +354,6 @@ class CheckedOverrides:
         for problem in problems:
             if problem.key not in swept:
                 self.add(self._with_applied_fix(problem))
-
-    def _read_sweep(self, composed: DictConfig, folder: Path, swept: set[str]) -> None:
-        from titanlike.driver.sweep import SweepSettings
-
-        given = frozenset(override.key_or_group for override in self._overrides)
-        self.sweep = SweepSettings(folder, composed.hydra.sweeper, given, given - swept)
-        for override in self._overrides if self.sweep.grid else ():
-            if override.is_interval_sweep():
-                key, value = override.key_or_group, override.get_value_string()
-                reason = "an interval is for a search, or write values: a,b,c"
-                self.add(Problem(key, value, reason, "hydra/sweeper=optuna"))
 
     def _with_applied_fix(self, problem: Problem) -> Problem:
         """The problem, with a fix that is right by the rules for numbers, too."""

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import IO
+from typing import IO, TYPE_CHECKING
 
 from omegaconf import DictConfig
 
@@ -33,6 +33,9 @@ from titanlike.driver.sweep_status import (
 )
 from titanlike.launch.run_dir_lock import claim
 from titanlike.metrics.summary import OBJECTIVES
+
+if TYPE_CHECKING:
+    from titanlike.driver.overrides import CheckedOverrides
 
 _RESTART_PATIENCE = 60.0  # seconds for the start before this one to end
 
@@ -58,6 +61,7 @@ class SweepRun:
     begun: bool = False  # whether its folder has a sweep, of this start or an earlier one
     refused: int = 0  # jobs whose configs have errors
     imports: list[str] = field(default_factory=list)  # lines that were printed
+    problems: list[Problem] = field(default_factory=list)  # for which nothing is started
     ran: set[int] = field(default_factory=set)  # numbers of jobs that this command has run
     planned: dict[str, Job] = field(default_factory=dict)  # jobs by their folders
     lock: IO[str] | None = None  # open for as long as this process runs the sweep
@@ -324,15 +328,17 @@ def _direction(value: str) -> str:
 
 def open_sweep(
     args: argparse.Namespace,
-    config: Config,
+    checked: CheckedOverrides,
     settings: SweepSettings,
     runner: JobRunner,
     created: list[Path],
-) -> tuple[SweepRun, list[Problem]]:
-    """Start or resume a sweep; appends to args.overrides what its sweeper has to know.
+) -> SweepRun:
+    """Start or resume a sweep, or find its problems; appends to args.overrides what its sweeper has to know.
 
     created: folders that exist for this sweep, removed again if no job is valid.
     """
+    config = checked.config
+    assert config is not None
     words, value = sys.argv[1:], config.value or ("val_loss" if config.validation.every else "loss")
     sweep_run = SweepRun(
         folder=settings.folder,
@@ -347,16 +353,17 @@ def open_sweep(
         restart=runner.restart,
         check=args.check,
         created=created,
+        imports=[*checked.notes],
     )
     args.overrides.append(f"hydra.sweep.dir={quoted(str(settings.folder))}")
     if args.check:
         args.overrides.append("hydra/launcher=jobs")  # others would start the jobs
-    problems = [*settings.problems(value, config.sweep)] or sweep_run.open()
-    if not problems and not settings.grid:
+    sweep_run.problems = [*settings.problems(value, config.sweep)] or sweep_run.open()
+    if not sweep_run.problems and not settings.grid:
         args.overrides += settings.search_overrides(config, value, sweep_run.done)
         if sweep_run.base:  # a resumed search adds jobs, whose launcher counts from 0 again
             args.overrides.append(f"hydra.sweep.subdir='{sweep_run.base}+${{hydra.job.num}}'")
-    return sweep_run, problems
+    return sweep_run
 
 
 def _job_options(words: list[str]) -> list[str]:

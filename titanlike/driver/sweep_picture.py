@@ -50,7 +50,10 @@ def draw(table: Table) -> Path | None:
         bars.sort(key=lambda row: -(row.summary.tokens_per_second or 0))
         if len(bars) > _FASTEST + _SLOWEST:
             bars = bars[:_FASTEST] + bars[-_SLOWEST:]
-    ranked, colours = _ranked(rows, table.value), dict.fromkeys((r.job.number for r in rows), GREY)
+    ranked, colours = (
+        _ranked(rows, table.spec.value),
+        dict.fromkeys((r.job.number for r in rows), GREY),
+    )
     if len(rows) <= FEW:
         colours = dict(zip(colours, COLOURS, strict=False))
     else:  # viridis' brightest end is hard to see on white
@@ -107,7 +110,7 @@ def _draw_losses(
         note = "best" if row is table.best else row.status
         label = _label(table, row, 60)
         labels.append(label if note == "completed" else f"{label} ({note})")
-    title = "" if few else f"best and worst {_plain(table.value)}"
+    title = "" if few else f"best and worst {_plain(table.spec.value)}"
     lines = [handles[row.job.number] for row in named]
     legend = axes.legend(lines, labels, title=title, title_fontsize=8, fontsize=8)
     for line in legend.get_lines():

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
 from titanlike.config import files
 from titanlike.config.credentials import REDACTED
@@ -43,11 +43,6 @@ class Table:
     rows: list[JobRow]
 
     @property
-    def value(self) -> str:
-        """The objective's name."""
-        return self.spec.value
-
-    @property
     def keys(self) -> list[str]:
         """The settings that differ between jobs: a column each."""
         return list(dict.fromkeys(key for row in self.rows for key in row.settings))
@@ -63,10 +58,11 @@ class Table:
 
         None for a tool's sweep: whether its value is to be maximized is unknown.
         """
-        if self.spec.inner or self.value not in OBJECTIVES:
+        if self.spec.inner or self.spec.value not in OBJECTIVES:
             return None
-        sign = -1 if OBJECTIVES[self.value] else 1
-        done = [(sign * row.value, row) for row in self.rows if row.done and _is_finite(row.value)]
+        sign = -1 if OBJECTIVES[self.spec.value] else 1
+        rows = [(row.value, row) for row in self.rows if row.done]
+        done = [(sign * v, row) for v, row in rows if v is not None and math.isfinite(v)]
         least = min((value for value, _ in done), default=0.0)
 
         def slowness(row: JobRow) -> tuple[float, float, int]:
@@ -168,7 +164,7 @@ def _fitting(table: Table, width: int) -> list[Column]:
     columns[1:1] = settings
     last = 1 + (len(settings) or len(table.keys))
     losses = {column.header for column in columns} & {"loss", "val_loss"}
-    other = "loss" if table.value == "val_loss" else "val_loss"
+    other = "loss" if table.spec.value == "val_loss" else "val_loss"
     spare = ["time", "memory", *([other] if len(losses) > 1 else []), "tok/s"]
 
     def fits() -> bool:
@@ -207,10 +203,6 @@ def first_line(error: str | None) -> str:
     return next((line.strip() for line in (error or "").splitlines() if line.strip()), "")
 
 
-def _is_finite(value: float | None) -> TypeGuard[float]:
-    return value is not None and math.isfinite(value)
-
-
 def counts(table: Table) -> str:
     """How many are done, and which are left, by status."""
     skipped = sum(row.status == "skipped" for row in table.rows)
@@ -228,8 +220,8 @@ def counts(table: Table) -> str:
 def best_line(table: Table, best: JobRow) -> str:
     assert best.value is not None
     form = {"tokens_per_second": units.count, "memory_bytes": units.size, "mfu": "{:.1%}".format}
-    shown = form.get(table.value, units.decimal)(best.value)
-    return f"best {table.value}: {shown}, of job {best.job.number}"
+    shown = form.get(table.spec.value, units.decimal)(best.value)
+    return f"best {table.spec.value}: {shown}, of job {best.job.number}"
 
 
 def _numbers(rows: list[JobRow]) -> str:

@@ -86,9 +86,16 @@ def plan(argv: list[str]) -> int:
     if problems or config is None:
         return print_problems([problem.hiding(checked.environment) for problem in problems])
     try:
-        if searching:
-            return _search(config, words, int(gpus[0]) if gpus else config.world_size, flags)
-        return _plan(config, flags)
+        if not searching:
+            return _plan(config, flags)
+        from titanlike.costs.search import search, search_data, search_text
+
+        devices = int(gpus[0]) if gpus else config.world_size
+        say = partial(print, file=sys.stderr, flush=True)
+        layouts = search(config, words, devices, flags.top, flags.exact, say)
+        as_json = flags.json and json.dumps(search_data(layouts, flags.top))
+        print(as_json or search_text(layouts, flags.top, _width()))
+        return 0 if layouts.ranked else 1
     except ConfigError as error:
         return print_problems([p.hiding(checked.environment) for p in error.problems])
     except ModuleNotFoundError as error:  # of an extra that is not installed
@@ -138,17 +145,8 @@ def _plan(config: Config, flags: argparse.Namespace) -> int:
     return 0 if estimate.fits else 1
 
 
-def _search(config: Config, words: list[str], gpus: int, flags: argparse.Namespace) -> int:
-    from titanlike.costs.search import search, search_data, search_text
-
-    say = partial(print, file=sys.stderr, flush=True)
-    found = search(config, words, gpus, flags.top, flags.exact, say)
-    if flags.json:
-        print(json.dumps(search_data(found, flags.top)))
-    else:
-        width = max(60, shutil.get_terminal_size().columns)
-        print(search_text(found, flags.top, width))
-    return 0 if found.ranked else 1
+def _width() -> int:
+    return max(60, shutil.get_terminal_size().columns)
 
 
 _TIMELINE = (
@@ -178,7 +176,7 @@ def timeline(argv: list[str]) -> int:
         for _, report in reports:
             print(json.dumps(as_data(report)))
     else:
-        print(as_text(reports, max(60, shutil.get_terminal_size().columns)))
+        print(as_text(reports, _width()))
     return 0
 
 
