@@ -197,9 +197,7 @@ class AdamW:
     lr: float = key(3e-3, "peak learning rate", ge=0)
     betas: list[float] = key([0.9, 0.95], "decay of the two running means", ge=0, lt=1)
     eps: float = key(1e-8, "added to the denominator", gt=0)
-    weight_decay: float = key(
-        0.1, "decoupled decay of matrices; vectors (norms, biases) have none", ge=0
-    )
+    weight_decay: float = key(0.1, "decoupled decay; vectors (norms, biases) have none", ge=0)
     clip: float | None = key(1.0, "largest global gradient norm; null = no clipping", gt=0)
     state_dtype: Literal["fp32", "bf16"] = key("fp32", _STATE_DTYPE)
 
@@ -218,9 +216,7 @@ class Muon:
         "lr of a matrix: match_rms_adamw = 0.2 sqrt(longer side), so that AdamW's lr fits; original "
         "= sqrt(rows / columns), at least 1",
     )
-    weight_decay: float = key(
-        0.1, "decoupled decay of matrices; vectors (norms, biases) have none", ge=0
-    )
+    weight_decay: float = key(0.1, "decoupled decay; vectors (norms, biases) have none", ge=0)
     clip: float | None = key(1.0, "largest global gradient norm; null = no clipping", gt=0)
     adamw_lr: float | None = key(None, "peak learning rate of all others; null = lr", ge=0)
     betas: list[float] = key([0.9, 0.95], "of AdamW: decay of the two running means", ge=0, lt=1)
@@ -265,9 +261,7 @@ class WsdLr:
 
     name: str = key("wsd", "choice")
     warmup: int = key(20, "steps of linear warm-up from 0", ge=0)
-    decay: float = key(
-        0.2, "share of all steps, at the end, in which it falls linearly", gt=0, le=1
-    )
+    decay: float = key(0.2, "share of all steps, at the end, where it falls linearly", gt=0, le=1)
     final: float = key(0.05, "learning rate of the last step, as a share of the peak", ge=0, le=1)
 
 
@@ -620,9 +614,7 @@ class Hardware(NoHardware):
         gt=0,
     )
     host_bandwidth: float = key(25e9, "bytes/s between a device and the host's memory", gt=0)
-    node_latency: float = key(
-        5e-6, "seconds of a step of a collective, or a message, in a node", ge=0
-    )
+    node_latency: float = key(5e-6, "seconds of a collective's step, or a message, in a node", ge=0)
     network_latency: float = key(15e-6, "seconds of a step of a collective between nodes", ge=0)
     matmul_efficiency: float = key(0.74, "share of the peak that large products reach", gt=0, le=1)
     matmul_half: float = key(60.0, "rows, columns or sum at which a product has half of that", ge=0)
@@ -645,9 +637,7 @@ class Hardware(NoHardware):
 class CpuHardware(Hardware):
     """A core of a CPU, which computes by itself and exchanges messages by gloo."""
 
-    node_latency: float = key(
-        1e-4, "seconds of a step of a collective, or a message, in a node", ge=0
-    )
+    node_latency: float = key(1e-4, "seconds of a collective's step, or a message, in a node", ge=0)
     network_latency: float = key(2e-4, "seconds of a step of a collective between nodes", ge=0)
     matmul_half: float = key(20.0, "rows, columns or sum at which a product has half of that", ge=0)
     attention_efficiency: float = key(0.3, "share of the peak fused attention reaches", gt=0, le=1)
@@ -774,9 +764,7 @@ class Launch:
         ge=0,
         le=1e6,
     )
-    heartbeat: float = key(
-        10.0, "seconds between a rank's writes to logs/rankN.heartbeat", gt=0, le=1e6
-    )
+    heartbeat: float = key(10.0, "seconds between writes of logs/rankN.heartbeat", gt=0, le=1e6)
     straggler: float = key(
         0.25,
         "a rank that is busy for so much longer than others, 50 steps long, is named; 0 = none",
@@ -793,7 +781,7 @@ class Sweep:
     resume: bool = key(False, "run the unfinished jobs of run_dir's sweep; stopped ones resume")
     parallel: int = key(1, "jobs at a time here; 0 = as many as devices (cores) allow", ge=0)
     submit: str | None = key(
-        None, "submit each job by this command instead: 'sbatch tools/slurm/train.sbatch'"
+        None, "submit each job by a command: 'sbatch tools/slurm/train.sbatch'"
     )
     wait: Seconds | None = key(None, "with submit: longest wait for the jobs (12h); null = no wait")
     share: str | None = key(None, "i/n: run only jobs i, i+n, i+2n, ... from 0; for job arrays")

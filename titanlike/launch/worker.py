@@ -9,7 +9,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import faulthandler
 import json
 import logging
@@ -52,12 +51,8 @@ class Job:
     started: float = field(default_factory=time.time)  # seconds since the epoch; for max_time
 
     def to_json(self) -> str:
-        plain = {
-            **{field.name: getattr(self, field.name) for field in dataclasses.fields(self)},
-            "config": to_plain(self.config),
-            "run_dir": str(self.run_dir),
-        }
-        return json.dumps(plain)
+        plain = {"config": to_plain(self.config), "run_dir": str(self.run_dir)}
+        return json.dumps(vars(self) | plain)
 
     @classmethod
     def from_json(cls, text: str) -> Job:

@@ -77,22 +77,11 @@ class WandbSink(Sink):
         self._put(lambda run: run.summary.update({name: text}))
 
     def table(self, name: str, step: int, rows: list[dict[str, Any]]) -> None:
-        def add(run: Any) -> None:
-            import wandb
-
-            columns: list[str | int] = [*rows[0]] if rows else []
-            table = wandb.Table(columns=columns, data=[[*row.values()] for row in rows])
-            run.log({name: table}, step=step)
-
-        self._put(add)
+        content = {"columns": [*rows[0]] if rows else [], "data": [[*row.values()] for row in rows]}
+        self._put(lambda run: run.log({name: self._wandb.Table(**content)}, step=step))
 
     def image(self, name: str, step: int, path: Path) -> None:
-        def add(run: Any) -> None:
-            import wandb
-
-            run.log({name: wandb.Image(str(path))}, step=step)
-
-        self._put(add)
+        self._put(lambda run: run.log({name: self._wandb.Image(str(path))}, step=step))
 
     def close(self, status: str) -> None:
         """Finish the W&B run, or after a timeout leave it to `wandb sync`."""
@@ -157,6 +146,7 @@ class WandbSink(Sink):
         try:
             import wandb
 
+            self._wandb: Any = wandb
             mode = _mode(self._settings.mode)
             if mode == "disabled":
                 self.location = "W&B: disabled by WANDB_MODE"
@@ -167,7 +157,7 @@ class WandbSink(Sink):
                     # environment and netrc, unless the settings say offline
                     wandb.setup(settings=wandb.Settings(silent=True, mode="online"))
                     if wandb.login(prompt=False, verify=False):
-                        return self._init(wandb, "online")
+                        return self._init("online")
                     if mode == "online":
                         no_key = "no API key (`wandb login`, or WANDB_API_KEY)"
                         self._notes.put(f"W&B: {no_key}; continuing offline")
@@ -175,16 +165,16 @@ class WandbSink(Sink):
                     self._notes.put(f"W&B: continuing offline, online failed: {_one_line(error)}")
                     # the service keeps the id of a run that failed: start another service
                     _end_service()
-            return None if self._stopped.is_set() else self._init(wandb, "offline")
+            return None if self._stopped.is_set() else self._init("offline")
         finally:
             sys.exit, sys.excepthook = hooks  # wandb's would print a traceback twice
 
-    def _init(self, wandb: Any, mode: str) -> Any:
+    def _init(self, mode: str) -> Any:
         settings, folder, argv = self._settings, self._run_dir / "wandb", sys.argv
         # wandb.init stores the command line
         sys.argv = [*argv[:1], *map(redact_override, argv[1:])]
         try:
-            run = wandb.init(
+            run = self._wandb.init(
                 project=settings.project,
                 entity=settings.entity,
                 id=_saved(folder / "run_id", secrets.token_hex(4)),
@@ -196,7 +186,7 @@ class WandbSink(Sink):
                 config=self._config,
                 mode=mode,
                 resume="allow",
-                settings=wandb.Settings(
+                settings=self._wandb.Settings(
                     silent=True,
                     console="off",
                     init_timeout=settings.timeout,
