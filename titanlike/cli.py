@@ -40,44 +40,44 @@ ExitCode = int | str | None  # as sys.exit takes it
 class Command:
     """A subcommand."""
 
-    function: str  # import path
+    function: str  # its place inside titanlike
     help: str  # its line in --help
     description: str = ""  # more, for its own --help
     folder: str = ""  # of a job: its place inside run_dir, so that it never touches a run's files
 
 
 JOBS = {
-    "train": Command("titanlike.proof.first_start.train", "train a model (default)"),
+    "train": Command("proof.first_start.train", "train a model (default)"),
     "verify": Command(
-        "titanlike.proof.verification.verify",
+        "proof.verification.verify",
         "compare a layout with one process of plain torch",
         "Trains verify.steps steps in the layout and in a single process of plain torch, and compares "
         "loss, gradients, updated parameters and optimizer state by name. Exit code 1 if they differ.",
         folder="verify",
     ),
     "bench": Command(
-        "titanlike.proof.benchmark.bench",
+        "proof.benchmark.bench",
         "measure speed and memory",
         "Measures tokens/s, step time, peak memory per rank and the time to the first step, and in "
         "the same run a plain torch loop of the same model and batch in one process.",
         folder="bench",
     ),
     "sample": Command(
-        "titanlike.training.sample_job.sample",
+        "training.sample_job.sample",
         "write text in a run's own layout",
         "Continues sample.prompts with the newest checkpoint of a run, in any layout: --config-path RUN. "
         "For a model that fits one process `titanlike generate RUN` is faster.",
         folder="samples",
     ),
     "perplexity": Command(
-        "titanlike.training.evaluate_job.perplexity",
+        "training.evaluate_job.perplexity",
         "the loss of a run on any data",
         "Evaluates the newest checkpoint of a run on evaluate.part of the data, in any layout: "
         "--config-path RUN. `titanlike evaluate RUN` calls it.",
         folder="perplexity",
     ),
     "bench-checkpoint": Command(
-        "titanlike.proof.benchmark_checkpoint.bench",
+        "proof.benchmark_checkpoint.bench",
         "measure checkpoints",
         "Measures how long training waits for a save in each mode, and how fast saves and loads are "
         "compared with a plain write and read of the same bytes.",
@@ -85,33 +85,21 @@ JOBS = {
     ),
 }
 TOOLS = {
-    "plan": Command("titanlike.driver.tools.plan", "what a run will cost, before it is paid for"),
-    "timeline": Command(
-        "titanlike.driver.tools.timeline", "what a run did, beside what its plan says"
-    ),
-    "checkpoint": Command(
-        "titanlike.checkpoint.commands.main", "list, verify, convert checkpoints"
-    ),
-    "tokenize": Command(
-        "titanlike.data.tokenize_corpus.main", "a corpus of many files as files of token ids"
-    ),
-    "export": Command(
-        "titanlike.checkpoint.hf_export.main", "write a checkpoint as a folder for transformers"
-    ),
-    "generate": Command(
-        "titanlike.generation.commands.generate_main", "write text with a trained model"
-    ),
+    "plan": Command("driver.tools.plan", "what a run will cost, before it is paid for"),
+    "timeline": Command("driver.tools.timeline", "what a run did, beside what its plan says"),
+    "checkpoint": Command("checkpoint.commands.main", "list, verify, convert checkpoints"),
+    "tokenize": Command("data.tokenize_corpus.main", "a corpus of many files as token ids"),
+    "export": Command("checkpoint.hf_export.main", "write a checkpoint for transformers"),
+    "generate": Command("generation.commands.generate_main", "write text with a trained model"),
     "evaluate": Command(
-        "titanlike.generation.commands.evaluate_main",
+        "generation.commands.evaluate_main",
         "perplexity, bits a byte, and lm-evaluation-harness",
     ),
-    "report": Command("titanlike.metrics.report.main", "runs as one page: report.html"),
-    "sweep": Command("titanlike.driver.sweep_table.main", "print and draw the table of a sweep"),
-    "bench-data": Command("titanlike.proof.benchmark_data.main", "measure input"),
-    "gpu-check": Command(
-        "titanlike.proof.gpu_check.main", "check the GPUs of this machine, and write a report"
-    ),
-    "scripts": Command("titanlike.driver.tools.scripts", "copy the job scripts of a cluster"),
+    "report": Command("metrics.report.main", "runs as one page: report.html"),
+    "sweep": Command("driver.sweep_table.main", "print and draw the table of a sweep"),
+    "bench-data": Command("proof.benchmark_data.main", "measure input"),
+    "gpu-check": Command("proof.gpu_check.main", "check this machine's GPUs, and write a report"),
+    "scripts": Command("driver.tools.scripts", "copy the job scripts of a cluster"),
 }
 LISTED = {  # in --help
     "plan and train": ("train", "verify", "plan", "tokenize", "scripts"),
@@ -139,11 +127,11 @@ def main(command: str | None = None) -> None:
     list_commands = command is None and typed is None
     command = command or typed or "train"
     if command in TOOLS:
-        sys.exit(pkgutil.resolve_name(TOOLS[command].function)(sys.argv[1:]))
+        sys.exit(pkgutil.resolve_name(f"titanlike.{TOOLS[command].function}")(sys.argv[1:]))
     if {"-h", "--help"} & set(sys.argv[1:]):
         _print_help(command, list_commands)
         return
-    start_job(JOBS[command].function, JOBS[command].folder)
+    start_job(f"titanlike.{JOBS[command].function}", JOBS[command].folder)
 
 
 def start_job(
