@@ -28,7 +28,7 @@ from titanlike.distributed import readings as clock
 from titanlike.distributed.mesh import close_mesh, open_mesh
 from titanlike.driver.tools import timeline as main
 from titanlike.launch.worker import Worker
-from titanlike.metrics.chart import Box
+from titanlike.metrics.chart import Span
 from titanlike.metrics.timeline_file import Place, RankStep, read_timeline, write
 from titanlike.metrics.timeline_file import Timeline as Recorded
 from titanlike.training import loop
@@ -127,12 +127,12 @@ def test_what_interrupts_an_action_is_cut_out_of_it() -> None:
         (8.0, ("end", None)),
     ]
     assert events_of(marks) == [
-        Box("data", -1, -1, 0.0, 1.0),
-        Box("wait", 1, 2, 1.0, 2.0),
-        Box("F", 1, 2, 2.0, 3.0),
-        Box("gather", 1, 2, 3.0, 5.0),
-        Box("F", 1, 2, 5.0, 7.0),
-        Box("host", -1, -1, 7.0, 8.0),
+        Span("data", -1, -1, 0.0, 1.0),
+        Span("wait", 1, 2, 1.0, 2.0),
+        Span("F", 1, 2, 2.0, 3.0),
+        Span("gather", 1, 2, 3.0, 5.0),
+        Span("F", 1, 2, 5.0, 7.0),
+        Span("host", -1, -1, 7.0, 8.0),
     ]
 
 
@@ -175,14 +175,14 @@ def recorded(
     steps = []
     for rank in range(config.world_size):
         pp_rank, copy = divmod(rank, config.dp)
-        events: list[Box] = []
+        events: list[Span] = []
         for box in found.events[pp_rank]:
             now = events[-1].end if events else 0.0
             if box.start > now:
-                events.append(Box("wait", box.stage, box.mb, now, box.start))
+                events.append(Span("wait", box.stage, box.mb, now, box.start))
             events.append(box)
         if events[-1].end < found.pipeline:
-            events.append(Box("agree", -1, -1, events[-1].end, found.pipeline))
+            events.append(Span("agree", -1, -1, events[-1].end, found.pipeline))
         factor = slower if copy else 1.0
         events = [e._replace(start=factor * e.start, end=factor * e.end) for e in events]
         steps.append(RankStep(rank, pp_rank, 3, 0.0, events[-1].end, events))
@@ -232,9 +232,9 @@ def test_a_rank_that_is_slower_than_its_copies_is_named(tmp_path: Path) -> None:
 
 def test_who_was_waited_for_is_told_where_a_gather_comes_first() -> None:
     """FSDP may gather between the arrival of a message and the forward that needs it."""
-    first = [Box("F", 0, 0, 0.0, 2.0), Box("wait", 0, 0, 2.0, 8.0), Box("B", 0, 0, 8.0, 9.0)]
-    last = [Box("wait", 1, 0, 0.0, 2.0), Box("gather", 1, 0, 2.0, 3.0)]
-    last += [Box("F", 1, 0, 3.0, 4.0), Box("B", 1, 0, 4.0, 9.0)]
+    first = [Span("F", 0, 0, 0.0, 2.0), Span("wait", 0, 0, 2.0, 8.0), Span("B", 0, 0, 8.0, 9.0)]
+    last = [Span("wait", 1, 0, 0.0, 2.0), Span("gather", 1, 0, 2.0, 3.0)]
+    last += [Span("F", 1, 0, 3.0, 4.0), Span("B", 1, 0, 4.0, 9.0)]
     steps = [
         [RankStep(rank, rank, 3, 0.0, 9.0, events) for rank, events in enumerate((first, last))]
     ]

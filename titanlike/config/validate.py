@@ -46,6 +46,7 @@ _MOST_OF_ARGUMENT = {  # of a model's constructor, and of a user's own data
 _LONGEST_FILE = 200  # bytes of a name: the 255 of file systems, without what temporary names add
 _LONGEST_NAME = 128  # characters, in W&B
 _MAX_MESHES = 3  # that an error names
+MESH_KEYS = (*MESH_AXES, "ep", "replicate", "batch_size", "seq_len")  # without which there is none
 
 
 def problems(config: Config, world_size: int | None = None) -> list[Problem]:
@@ -53,7 +54,7 @@ def problems(config: Config, world_size: int | None = None) -> list[Problem]:
     if found := out_of_bounds(config):
         return found  # alone: other checks compute with these numbers
     numbers = [problem for problem, _ in _number_problems(config)]
-    if not {*MESH_AXES, "ep", "replicate", "batch_size", "seq_len"} & {p.key for p in numbers}:
+    if not {*MESH_KEYS} & {problem.key for problem in numbers}:
         numbers += [*_mesh(config, world_size), *_batch(config), *_steps(config)]
     return [*numbers, *_rules(config), *_names(config), *_sweep(config)]
 

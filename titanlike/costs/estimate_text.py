@@ -11,7 +11,7 @@ from titanlike.costs.advice import Advice
 from titanlike.costs.estimate import Estimate
 from titanlike.costs.known_hardware import axes, link_of
 from titanlike.metrics import units
-from titanlike.metrics.chart import Box, Chart, MemoryCurve
+from titanlike.metrics.chart import Chart, MemoryCurve, Span
 
 _GIB = 2**30
 _FEW = 8  # pipeline ranks that each have a line
@@ -249,7 +249,7 @@ def chart_of(estimate: Estimate) -> Chart:
     bubble = f"step {units.short_time(step)}, bubble {estimate.simulation.bubble:.1%}"
     return Chart(
         title=f"{schedule}, {mesh_text(estimate)} on {estimate.hardware.title}: {bubble}",
-        rows=[[*_boxes(estimate, rank)] for rank in ranks],
+        rows=[[*_spans(estimate, rank)] for rank in ranks],
         first=[next(iter(estimate.order.local(rank)), -1) for rank in ranks],
         seconds=step,
         messages=estimate.simulation.messages,
@@ -258,7 +258,7 @@ def chart_of(estimate: Estimate) -> Chart:
     )
 
 
-def _boxes(estimate: Estimate, rank: int) -> Iterator[Box]:
+def _spans(estimate: Estimate, rank: int) -> Iterator[Span]:
     for event in estimate.simulation.events[rank]:
         recompute = 0.0  # seconds, at its beginning, in which a forward runs again
         if event.kind in ("B", "I"):

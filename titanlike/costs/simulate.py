@@ -21,7 +21,7 @@ import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from titanlike.metrics.chart import Box, Message
+from titanlike.metrics.chart import Span, Transfer
 from titanlike.pipeline.order import Action, Order
 
 
@@ -64,8 +64,8 @@ class StageTimes:
 class Simulation:
     """Of one step."""
 
-    events: list[list[Box]]  # of each pipeline rank: actions, gather, reduce, update, agree
-    messages: list[Message]
+    events: list[list[Span]]  # of each pipeline rank: actions, gather, reduce, update, agree
+    messages: list[Transfer]
     pipeline: float  # seconds until the last rank has no more to compute or to reduce
     step: float  # with the update
     computes: list[float]  # seconds of each rank
@@ -98,8 +98,8 @@ def simulate(
     Raises ValueError for an order that waits forever.
     """
     place, last, ranks = order.stage_to_rank, order.stages - 1, len(order.ranks)
-    events: list[list[Box]] = [[] for _ in range(ranks)]
-    messages: list[Message] = []
+    events: list[list[Span]] = [[] for _ in range(ranks)]
+    messages: list[Transfer] = []
     waits: dict[tuple[int, int], float] = {}
     device, computes, exchanges = [0.0] * ranks, [0.0] * ranks, [0.0] * ranks
 
@@ -107,7 +107,7 @@ def simulate(
         """A collective for which the computations of a stage's rank wait."""
         if seconds:
             rank = place[stage]
-            events[rank].append(Box(kind, stage, -1, device[rank], device[rank] + seconds))
+            events[rank].append(Span(kind, stage, -1, device[rank], device[rank] + seconds))
             device[rank] += seconds
             exchanges[rank] += seconds
 
@@ -148,7 +148,7 @@ def simulate(
             end = max(start + seconds, host[rank])
             device[rank] = end
             computes[rank] += end - start
-            events[rank].append(Box(kind, stage, mb, start, end))
+            events[rank].append(Span(kind, stage, mb, start, end))
             if kind in "BW":
                 left[stage] -= 1
                 if not left[stage]:
@@ -163,7 +163,7 @@ def simulate(
                 begin = max(end, device[to], pairs.get(pair, 0.0))
                 end = begin + (times.sends_forward if forward else times.sends_backward)
                 pairs[pair] = end
-                messages.append(Message("F" if forward else "B", stage, mb, rank, to, begin, end))
+                messages.append(Transfer("F" if forward else "B", stage, mb, rank, to, begin, end))
             arrived[forward, other, mb] = end
         if sum(at) == before:
             waiting = ", ".join(str(order.ranks[rank][at[rank]]) for rank in todo)
@@ -176,9 +176,9 @@ def simulate(
     for rank, seconds in enumerate(updates):
         begin = pipeline + agree
         if agree:
-            events[rank].append(Box("agree", -1, -1, pipeline, begin))
+            events[rank].append(Span("agree", -1, -1, pipeline, begin))
         if seconds:
-            events[rank].append(Box("update", -1, -1, begin, begin + seconds))
+            events[rank].append(Span("update", -1, -1, begin, begin + seconds))
     step = pipeline + agree + max(updates)
     return Simulation(events, messages, pipeline, step, computes, exchanges, waits)
 

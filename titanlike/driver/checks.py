@@ -39,10 +39,8 @@ if TYPE_CHECKING:
     from titanlike.training.train_plan import TrainPlan
 
 # without these no mesh and no stages can be derived
-_LAYOUT_KEYS = (
-    *(*MESH_AXES, "ep", "replicate", "batch_size", "seq_len"),
-    *("schedule.stages_per_rank", "activation_checkpoint.every"),
-)
+_STAGE_KEYS = ("schedule.stages_per_rank", "activation_checkpoint.every")
+_LAYOUT_KEYS = (*validate.MESH_KEYS, *_STAGE_KEYS)
 
 
 def problems(

@@ -1,4 +1,4 @@
-"""A step of every pipeline rank as boxes in time: what plans and timelines are drawn from. Plain data."""
+"""A step of every pipeline rank as spans in time: what plans and timelines are drawn from. Plain data."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ KINDS = {
 }
 
 
-class Box(NamedTuple):
+class Span(NamedTuple):
     """What a rank does for a while. kind: of KINDS; stage, mb: -1 of what belongs to none."""
 
     kind: str
@@ -43,7 +43,7 @@ class Box(NamedTuple):
         return name + (f" microbatch {self.mb}" if self.mb >= 0 else "")
 
 
-class Message(NamedTuple):
+class Transfer(NamedTuple):
     """way: "F" to the next stage, "B" to the one before; stage: that which sends."""
 
     way: str
@@ -65,10 +65,10 @@ class MemoryCurve(NamedTuple):
 @dataclass(frozen=True)
 class Chart:
     title: str
-    rows: list[list[Box]]  # of each pipeline rank
+    rows: list[list[Span]]  # of each pipeline rank
     first: list[int]  # each rank's first stage, drawn darker; -1 = it has none
     seconds: float  # until the end
-    messages: list[Message] = field(default_factory=list)
+    messages: list[Transfer] = field(default_factory=list)
     memory: list[MemoryCurve] = field(default_factory=list)  # of each rank; empty = unknown
     device_memory: int = 0  # bytes
 
@@ -92,9 +92,9 @@ def _events(chart: Chart) -> Iterator[dict[str, Any]]:
         yield event("M", rank, 0, name="thread_name", args={"name": "device"})
         if chart.messages:
             yield event("M", rank, 1, name="thread_name", args={"name": "messages it sends"})
-        for box in row:
-            dur = 1e6 * (box.end - box.start)
-            yield event("X", rank, 0, box.start, dur=dur, name=box.words, cat=box.kind)
+        for span in row:
+            dur = 1e6 * (span.end - span.start)
+            yield event("X", rank, 0, span.start, dur=dur, name=span.words, cat=span.kind)
     for number, (way, stage, mb, sender, receiver, start, end) in enumerate(chart.messages):
         what = "activations" if way == "F" else "gradients"
         name = f"{what} of stage {stage} microbatch {mb} to rank {receiver}"

@@ -103,11 +103,11 @@ def draw(chart: Chart, path: Path, title: str = "") -> None:
 
 def _shapes(chart: Chart) -> Iterator[_Shape]:
     for rank, row in enumerate(chart.rows):
-        for box in row:
-            if box.end > box.start:
-                first = box.stage in (chart.first[rank], -1)
-                label = str(box.mb) if box.mb >= 0 and box.kind != "again" else ""
-                yield _Shape(box.kind, rank, first, box.start, box.end, label)
+        for span in row:
+            if span.end > span.start:
+                first = span.stage in (chart.first[rank], -1)
+                label = str(span.mb) if span.mb >= 0 and span.kind != "again" else ""
+                yield _Shape(span.kind, rank, first, span.start, span.end, label)
     for message in chart.messages:
         if message.end > message.start:
             yield _Shape("message", message.sender, True, message.start, message.end, "")

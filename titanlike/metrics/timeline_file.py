@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from titanlike.config import files
 from titanlike.metrics import units
-from titanlike.metrics.chart import Box, Chart
+from titanlike.metrics.chart import Chart, Span
 
 IDLE = ("wait", "agree")
 _COMPUTED = ("F", "B", "I", "W")
@@ -35,7 +35,7 @@ class RankStep:
     step: int
     begin: float
     end: float
-    events: list[Box]
+    events: list[Span]
 
     def spent(self) -> dict[str, float]:
         """Seconds by kind, the most first."""
@@ -128,7 +128,7 @@ def read_timeline(path: Path) -> Timeline:
 
 
 def _rank_step(data: dict[str, Any]) -> RankStep:
-    return RankStep(**{**data, "events": [Box(*event) for event in data["events"]]})
+    return RankStep(**{**data, "events": [Span(*event) for event in data["events"]]})
 
 
 def merge(
@@ -167,7 +167,7 @@ def _wait_for_the_last(ranks: list[RankStep]) -> None:
         for rank, event in zip(ranks, met, strict=True):
             if event.start < last < event.end:
                 at = rank.events.index(event)
-                waited = Box("wait", -1, -1, event.start, last)
+                waited = Span("wait", -1, -1, event.start, last)
                 rank.events[at : at + 1] = [waited, event._replace(start=last)]
 
 

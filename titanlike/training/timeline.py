@@ -28,7 +28,7 @@ from titanlike.distributed.readings import Clock, clock_offset
 from titanlike.launch.watchdog import Watchdog
 from titanlike.launch.worker import Worker
 from titanlike.metrics import timeline_file
-from titanlike.metrics.chart import Box
+from titanlike.metrics.chart import Span
 from titanlike.metrics.sinks import Sink
 from titanlike.metrics.timeline_file import RankFile, RankStep
 from titanlike.torch_private.fsdp import exchanges_told, parameter_groups
@@ -210,13 +210,13 @@ class Timeline:
             sink.image("timeline", max(self._marks), run_dir / "timeline.png")
 
 
-def events_of(marks: Sequence[tuple[float, _Entry]]) -> list[Box]:
+def events_of(marks: Sequence[tuple[float, _Entry]]) -> list[Span]:
     """Events side by side, from marks (seconds, (what, of what)) in order.
 
     An exchange within an action has the action's stage and microbatch.
     """
     waited = {str(of) for _, (what, of) in marks if what == "received"}
-    found: list[Box] = []
+    found: list[Span] = []
     now: tuple[str, int, int] = ("host", -1, -1)
     interrupted: list[tuple[str, int, int]] = []  # by exchanges
     since = marks[0][0]
@@ -241,10 +241,10 @@ def events_of(marks: Sequence[tuple[float, _Entry]]) -> list[Box]:
             interrupted = []
         if now != before:
             if at > since:
-                found.append(Box(*before, since, at))
+                found.append(Span(*before, since, at))
             since = at
     if marks[-1][0] > since:
-        found.append(Box(*now, since, marks[-1][0]))
+        found.append(Span(*now, since, marks[-1][0]))
     return found
 
 
