@@ -415,7 +415,7 @@ class Corpus(Data):
         "share for validation: of the documents (rows, conversations), or the end of token files",
     )
     documents: bool = key(False, "attention stays within each document, where positions begin at 0")
-    workers: int = key(0, "loader processes per rank; 0 = load in the training process")
+    workers: int = key(0, "loader processes per rank; 0 = load in the training process", le=4096)
 
 
 @dataclass(kw_only=True)
@@ -770,7 +770,9 @@ class Launch:
         "a rank that is busy for so much longer than others, 50 steps long, is named; 0 = none",
         ge=0,
     )
-    max_restarts: int = key(0, "restarts of failed workers, from the newest checkpoint", ge=0)
+    max_restarts: int = key(
+        0, "restarts of failed workers, from the newest checkpoint", ge=0, le=1_000_000
+    )
     elastic: bool = key(False, "dp follows the number of ranks that torchrun starts: --nnodes 1:2")
 
 
@@ -779,7 +781,9 @@ class Sweep:
     """How the jobs of a sweep (`-m`) are run."""
 
     resume: bool = key(False, "run the unfinished jobs of run_dir's sweep; stopped ones resume")
-    parallel: int = key(1, "jobs at a time here; 0 = as many as devices (cores) allow", ge=0)
+    parallel: int = key(
+        1, "jobs at a time here; 0 = as many as devices (cores) allow", ge=0, le=100_000
+    )
     submit: str | None = key(
         None, "submit each job by a command: 'sbatch tools/slurm/train.sbatch'"
     )
@@ -855,7 +859,9 @@ class Config:
         "ignore", "the same for a loss or gradient norm far above that of recent steps"
     )
     spike_zscore: float = key(6.0, "standard deviations above the mean that count as a spike", gt=0)
-    spike_window: int = key(100, "recent steps in that mean; detection needs half of them", ge=2)
+    spike_window: int = key(
+        100, "recent steps in that mean; detection needs half of them", ge=2, le=1_000_000
+    )
     run_dir: str = key(
         "outputs/run", "output folder; a run in it resumes; if not given, outputs/DATE/TIME"
     )
