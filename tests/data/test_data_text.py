@@ -21,6 +21,7 @@ from titanlike.data.registry import DataError
 from titanlike.data.text import (
     PARTS,
     TokenizedCorpus,
+    cache_key,
     documents,
     identity,
     texts,
@@ -229,9 +230,15 @@ def test_a_cache_that_cannot_be_written_and_a_fifo_are_named(tmp_path: Path) -> 
     data = TextData(path=str(tmp_path / "file"), cache=str(tmp_path / "file" / "cache"))
     with pytest.raises(DataError, match="data.cache=.*cannot be written"):
         tokenized(data, ByteTokenizer())
-    os.mkfifo(tmp_path / "a.txt")
-    with pytest.raises(DataError, match="a.txt.*regular file"):
-        list(documents([tmp_path / "a.txt"], "text"))
+    for name in ("a.txt", "a.jsonl.gz", "a.txt.zst"):
+        os.mkfifo(tmp_path / name)
+        with pytest.raises(DataError, match=f"{name}.*regular file"):
+            list(documents([tmp_path / name], "text"))
+
+
+def test_the_key_of_a_cache_entry_does_not_depend_on_the_order_of_keys() -> None:
+    assert cache_key([{"a": 1, "b": [2]}]) == cache_key([{"b": [2], "a": 1}])
+    assert cache_key([{"a": 1, "b": [2]}]) != cache_key([{"a": 1, "b": [3]}])
 
 
 EMPTY = {"type": "WordLevel", "vocab": {}, "unk_token": "x"}

@@ -41,6 +41,7 @@ from titanlike.data.text import (
     files_under,
     no_files,
     opened,
+    read_failure,
     vocabulary,
 )
 from titanlike.data.tokenizer import Tokenizer, open_tokenizer
@@ -227,22 +228,30 @@ def _find_files(path: str) -> list[Path]:
 def _conversations(files: list[Path], key: str) -> Iterator[tuple[str, list[Message]]]:
     """(where it is, messages) of each line. Raises DataError."""
     for file in files:
-        with opened(file) as lines:
-            for number, line in enumerate(lines, 1):
-                if not line.strip():
-                    continue
-                place = f"{file}, line {number}"
-                try:
-                    row = json.loads(line)
-                except (ValueError, RecursionError) as error:
-                    raise DataError("data.path", place, f"is not JSON ({error})", _FIX) from None
-                messages = row.get(key) if isinstance(row, dict) else None
-                if not isinstance(messages, list) or not all(map(_is_message, messages)):
-                    names = ", ".join(row) if isinstance(row, dict) else "no object"
-                    reason = f"has no list of messages with a role and a content in {key} ({names})"
-                    fix = f"Name the field, data.messages_key=conversations; or {_FIX.lower()}"
-                    raise DataError("data.path", place, reason, fix)
-                yield place, messages
+        try:
+            with opened(file) as lines:
+                for number, line in enumerate(lines, 1):
+                    if line.strip():
+                        place = f"{file}, line {number}"
+                        yield place, _messages(line, place, key)
+        except DataError:
+            raise
+        except Exception as error:
+            raise DataError("data.path", file, read_failure(error), "Fix or delete it") from None
+
+
+def _messages(line: bytes, place: str, key: str) -> list[Message]:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise DataError("data.path", place, f"is not JSON ({error})", _FIX) from None
+    messages = row.get(key) if isinstance(row, dict) else None
+    if not isinstance(messages, list) or not all(map(_is_message, messages)):
+        names = ", ".join(row) if isinstance(row, dict) else "no object"
+        reason = f"has no list of messages with a role and a content in {key} ({names})"
+        fix = f"Name the field, data.messages_key=conversations; or {_FIX.lower()}"
+        raise DataError("data.path", place, reason, fix)
+    return messages
 
 
 def _is_message(value: Any) -> bool:

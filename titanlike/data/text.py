@@ -24,7 +24,7 @@ import sysconfig
 import tempfile
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TypeVar, cast
@@ -246,13 +246,17 @@ def records(path: Path, text_key: str) -> Iterator[str | BadRecord]:
             else:
                 if text:
                     yield text
-    except (OSError, EOFError, zlib.error) as error:  # BadGzipFile is an OSError
-        reason = getattr(error, "strerror", None) or error
-        yield BadRecord(0, f"cannot be read to its end ({reason})")
     except DataError:
         raise
-    except Exception as error:  # zstandard and pyarrow raise errors of their own
-        yield BadRecord(0, f"cannot be read to its end ({type(error).__name__}: {error})")
+    except Exception as error:
+        yield BadRecord(0, read_failure(error))
+
+
+def read_failure(error: Exception) -> str:
+    """Why a file cannot be read; zstandard and pyarrow raise errors of their own."""
+    plain = isinstance(error, (OSError, EOFError, zlib.error))  # BadGzipFile is an OSError
+    reason = getattr(error, "strerror", None) or error
+    return f"cannot be read to its end ({reason if plain else f'{type(error).__name__}: {error}'})"
 
 
 def _jsonl(line: bytes, number: int, text_key: str) -> str | BadRecord | None:
@@ -304,18 +308,23 @@ def _kind(path: Path) -> str:
     return inner.suffix.lower()
 
 
-def opened(path: Path) -> IO[Any]:
+@contextmanager
+def opened(path: Path) -> Iterator[IO[bytes]]:
     """A file's content, decompressed. Raises DataError for a package that is missing."""
-    if path.suffix.lower() == ".gz":
-        return cast(IO[Any], gzip.open(path, "rb"))  # a BufferedIOBase, in typeshed not an IO
-    if path.suffix.lower() != ".zst":
-        return open_regular(path)
-    try:
-        from zstandard import ZstdDecompressor
-    except ImportError:
-        raise missing_package("data.path", path, "zstandard", "zstd") from None
-    stream = ZstdDecompressor().stream_reader(open_regular(path), read_across_frames=True)
-    return io.BufferedReader(stream)
+    with open_regular(path) as file:
+        if path.suffix.lower() == ".gz":
+            yield cast(
+                IO[bytes], gzip.GzipFile(fileobj=file)
+            )  # a BufferedIOBase, in typeshed not an IO
+        elif path.suffix.lower() == ".zst":
+            try:
+                from zstandard import ZstdDecompressor
+            except ImportError:
+                raise missing_package("data.path", path, "zstandard", "zstd") from None
+            stream = ZstdDecompressor().stream_reader(file, read_across_frames=True)
+            yield cast(IO[bytes], io.BufferedReader(stream))
+        else:
+            yield file
 
 
 # --- the cache ----------------------------------------------------------------------------------
@@ -358,7 +367,8 @@ def cached(
 
 
 def cache_key(content: list[Any]) -> str:
-    return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:32]
+    """Of JSON, in which the order of an object's keys does not matter."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
 
 
 @dataclass
