@@ -34,7 +34,6 @@ from titanlike.distributed.collectives import GroupInfo
 from titanlike.graph.cut import cut, unit_starts
 from titanlike.graph.model_graph import ModelGraph
 from titanlike.graph.recording import DEVICE, Node, tree_map
-from titanlike.models.float8 import in_bf16
 from titanlike.optim.loss import Loss
 from titanlike.parallel.weight_gradients import DeferredWeightGradients
 from titanlike.torch_private.operators import TorchDispatchMode
@@ -208,8 +207,12 @@ class UnitCosts:
         key = deferred, peers is not None
 
         def counted(node: Node) -> NodeCosts:
-            with in_bf16(self.model.modules() if peers is not None and node.kind == "unit" else ()):
+            if peers is None or node.kind != "unit":
                 return count(node, self.model, deferred, peers or {})
+            from titanlike.parallel.float8 import in_bf16
+
+            with in_bf16(self.model.modules()):
+                return count(node, self.model, deferred, peers)
 
         if key not in self._counted:
             self._counted[key] = self._costs(counted, NodeCosts())

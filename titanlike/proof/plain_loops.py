@@ -25,12 +25,12 @@ from titanlike.data.loader import batches
 from titanlike.data.sources import IGNORE, Data
 from titanlike.distributed.initialize import initialize
 from titanlike.distributed.mesh import Mesh
-from titanlike.models.float8 import use_float8
 from titanlike.models.gpt2 import Gpt2
 from titanlike.models.llama import Llama, rotary_table
 from titanlike.models.registry import build_model, initial_weights_of
 from titanlike.optim.optimizer import build_optimizers, set_lr
 from titanlike.parallel.activation_checkpoint import checkpoint_blocks, saved_operators
+from titanlike.parallel.float8 import use_float8
 from titanlike.parallel.plain_tensor_parallel import divide_by_hand, loss_parallel
 from titanlike.torch_private.dtensor import local
 from titanlike.training.train_plan import TrainPlan

@@ -20,10 +20,10 @@ from titanlike.data.loader import batches, validation_batches
 from titanlike.data.sources import Data
 from titanlike.distributed.initialize import draw, initialize
 from titanlike.distributed.placement import experts_of
-from titanlike.models.float8 import use_float8
 from titanlike.models.registry import build_model, initial_weights_of, resolve_model
 from titanlike.optim.loss import build_loss
 from titanlike.optim.optimizer import build_optimizers, optimizer_state
+from titanlike.parallel.float8 import use_float8
 from titanlike.proof.comparison import compare, reliable
 from titanlike.proof.plain_loops import take_step
 from titanlike.torch_private.autograd import watch_autocast

@@ -22,7 +22,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -38,7 +38,6 @@ from titanlike.device.accelerator import kept_rng
 from titanlike.distributed.initialize import seeded
 from titanlike.graph.model_graph import fields_of
 from titanlike.launch.worker import Worker, barrier
-from titanlike.models.float8 import in_bf16
 from titanlike.pipeline.pipeline import Pipeline
 from titanlike.torch_private.compiler import compiler_error
 from titanlike.torch_private.operators import BatchNorm
@@ -287,7 +286,11 @@ def _mode(run: Run, training: bool) -> Iterator[None]:
     for norm in affine:  # without running statistics it always mixes
         norm.forward = _affine.__get__(norm)
     try:
-        with in_bf16(modules):  # the largest number of a microbatch sets a scale of float8
+        with ExitStack() as stack:
+            if "float8" in run.transforms:  # the largest number of a microbatch sets a scale of it
+                from titanlike.parallel.float8 import in_bf16
+
+                stack.enter_context(in_bf16(modules))
             yield
     finally:
         for norm in affine:

@@ -56,7 +56,7 @@ def model_transforms(
 
 
 def _float8(p: _Planned) -> Transform:
-    from titanlike.models.float8 import Float8
+    from titanlike.parallel.float8 import Float8
 
     return Float8(p.config, p.model)
 

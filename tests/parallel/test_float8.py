@@ -26,8 +26,8 @@ from titanlike.config.schema import (
 )
 from titanlike.costs.estimate import estimate
 from titanlike.metrics.sinks import read_jsonl
-from titanlike.models.float8 import in_bf16, use_float8
 from titanlike.models.registry import build_model, resolve_model
+from titanlike.parallel.float8 import in_bf16, use_float8
 from titanlike.training.loop import train
 from titanlike.training.train_plan import make_plan, preflight
 
@@ -97,9 +97,9 @@ def test_linear_layers_of_blocks_compute_in_float8_but_small_and_named_ones(
 
 
 def test_a_chain_of_layers_keeps_its_head_shared_and_odd_layers() -> None:
-    chain = Custom("models.test_float8.Chain", {})
+    chain = Custom("parallel.test_float8.Chain", {})
     assert in_float8(tiny(model=chain, precision=FLOAT8)) == {"1", "3"}
-    normed = Custom("models.test_float8.Normed", {})
+    normed = Custom("parallel.test_float8.Normed", {})
     assert in_float8(tiny(model=normed, precision=FLOAT8)) == {"layers.0.0"}
 
 
