@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from support.saved_runs import a_run, checkpoint, events, numbers, reseal, train_all
 from support.saved_state import going_on, load, load_each, opened, update
 from support.world import run_world
-from titanlike.checkpoint import checkpointer, integrity, state_dict
+from titanlike.checkpoint import integrity, state_dict
 from titanlike.checkpoint.checkpointer import Progress
 from titanlike.checkpoint.integrity import (
     CHUNKS,
@@ -217,12 +217,12 @@ def load_old_ones(config: Config, worker: Worker, runs: list[Config]) -> Any:
     """What is loaded of checkpoints of an older version, whole and damaged; and of `runs`."""
     run, of_run = opened(config, worker)
     shared = state_dict.share_step
-    checkpointer.state_dict.share_step = lambda tensors, group: tensors
+    state_dict.share_step = lambda tensors, group: tensors
     for step in (3, 6):
         of_run.save(Progress(step=step))
         update(run)
         reseal(checkpoint(worker.run_dir, step))  # without checksums of pieces
-    checkpointer.state_dict.share_step = shared
+    state_dict.share_step = shared
     entries = read_tensors(Storage(checkpoint(worker.run_dir, 6)))
     own = "optimizer.state.lm_head.weight.step"
     assert own in entries and state_dict.SHARED_STEP not in entries

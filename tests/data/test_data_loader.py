@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from support.paths import ROOT
 from support.waiting import until
 from titanlike.config.schema import Config, Custom, SyntheticData, TextData, TokenData
-from titanlike.data.loader import batches, make_loader, validation_batches
+from titanlike.data.loader import batches, validation_batches
 from titanlike.data.registry import open_data, problems, vocab_size
 from titanlike.data.text import find_files
 
@@ -86,23 +86,12 @@ def test_a_run_goes_on_at_any_step_in_any_layout(
     assert torch.equal(run_of(replace(config, dp=dp), steps=3, start=start), whole[start:])
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_the_loaders_own_state_goes_on_too(tmp_path: Path, workers: int) -> None:
-    """What loader processes have read ahead is not lost."""
+@pytest.mark.parametrize("workers", [1, 2])
+def test_loader_processes_go_on_at_any_step_too(tmp_path: Path, workers: int) -> None:
     config = token_config(tmp_path)
-    expected = run_of(config, steps=9)[5:, :, 0]
+    expected = run_of(config, steps=9)[5:]
     config.data.workers = workers
-    source = open_data(config).train
-    first = make_loader(source, config, dp_rank=0)
-    list(islice(first, 5))
-    state = first.state_dict()
-    config.dp = 2
-    ranks = []
-    for r in range(2):
-        resumed = make_loader(source, config, dp_rank=r)
-        resumed.load_state_dict(state)
-        ranks.append(torch.stack([batch["inputs"] for batch in islice(resumed, 4)]))
-    assert torch.equal(torch.cat(ranks, 1), expected)
+    assert torch.equal(run_of(replace(config, dp=2), steps=4, start=5), expected)
 
 
 def test_loading_leaves_the_generator_of_dropout_alone(tmp_path: Path) -> None:

@@ -18,10 +18,10 @@ from torch import Tensor
 from support.models import tiny
 from titanlike.config.schema import Custom, SyntheticData, TextData, TokenData
 from titanlike.data import sources
+from titanlike.data.packed import PackedSource
 from titanlike.data.registry import open_data
 from titanlike.data.sources import (
     Data,
-    PackedSource,
     VariableLength,
     data_fingerprint,
     fingerprint_changes,

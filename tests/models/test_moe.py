@@ -13,7 +13,7 @@ from support.hf_tiny import model_of, own, sizes
 from support.models import tiny
 from titanlike.config.schema import Model
 from titanlike.costs.unit_costs import EXPERTS_PRODUCT
-from titanlike.models.expert_linear import EXPERT_LINEAR, expert_linear, runs_grouped
+from titanlike.models.experts import EXPERT_LINEAR, expert_linear, runs_grouped
 from titanlike.models.moe import RoutedMLP, Routing
 from titanlike.models.registry import build_model, resolve_model
 from titanlike.parallel.activation_checkpoint import PRODUCTS

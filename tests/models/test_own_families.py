@@ -13,7 +13,7 @@ from torch import nn
 from support.hf_tiny import sizes
 from titanlike.config.schema import Custom
 from titanlike.models.hf_names import FAMILIES, Counterpart
-from titanlike.models.hf_weights import OwnWeights
+from titanlike.models.hf_weights import own_weights
 from titanlike.models.registry import build_model
 
 KINDS = {theirs.model_type: (ours, theirs) for ours, each in FAMILIES.items() for theirs in each}
@@ -44,7 +44,7 @@ def ours_of(name: str, theirs: Counterpart, folder: Path) -> nn.Module:
     config = json.loads((folder / "config.json").read_text())
     model = build_model(Custom(name, theirs.our_sizes(config)), "cpu")
     shapes = {key: parameter.shape for key, parameter in model.named_parameters()}
-    weights = OwnWeights(theirs, folder, shapes)
+    weights = own_weights(theirs, folder, shapes)
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             place = tuple(slice(0, size) for size in parameter.shape)

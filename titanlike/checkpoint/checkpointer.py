@@ -12,27 +12,28 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
-from titanlike.checkpoint import discovery, integrity, state_dict
+from titanlike.checkpoint import discovery, integrity
 from titanlike.checkpoint.discovery import Selection, step_of
-from titanlike.checkpoint.integrity import OPTIMIZER, CheckpointHeader, DamagedCheckpoint
-from titanlike.checkpoint.reader import read_header_on_all_ranks
+from titanlike.checkpoint.integrity import CheckpointHeader, DamagedCheckpoint
 from titanlike.checkpoint.storage import Storage, UnreadableFile
-from titanlike.checkpoint.writer import CheckpointWriter, Save
 from titanlike.config.credentials import redact_value
 from titanlike.config.errors import ConfigError, Problem
 from titanlike.config.files import as_record
 from titanlike.config.parse import to_plain
-from titanlike.config.schema import Config
+from titanlike.config.schema import MESH_AXES, Config
 from titanlike.data.registry import data_changed
 from titanlike.data.sources import Data, data_fingerprint, fingerprint_changes
 from titanlike.metrics.run_files import Events, changed_keys
 from titanlike.models.registry import resolve_model
 from titanlike.optim.optimizer import StageState
+
+if TYPE_CHECKING:
+    from titanlike.checkpoint.writer import CheckpointWriter
 
 
 @dataclass(frozen=True)
@@ -62,14 +63,9 @@ class Checkpointer:
         # save needs its own group
         timeout = timedelta(seconds=self._settings.timeout)
         self._group = dist.new_group(backend="gloo", timeout=timeout)
-        late = {f"model.{name}" for stage in stage_states for name, _ in stage.parameters()}
-        self._writer = CheckpointWriter(
-            self._settings,
-            self._folder,
-            self._group,
-            events,
-            lambda name: name in late or name.startswith(OPTIMIZER),
-        )
+        self._made_writer: CheckpointWriter | None = None
+        if self._settings.every or self._settings.last or self._settings.model_only != "none":
+            _ = self._writer  # imported here, while nobody waits for a save
         fingerprint = [data_fingerprint(data, config) if self._rank == 0 else {}]
         dist.broadcast_object_list(fingerprint, src=0, group=self._group)
         self._fingerprint = fingerprint[0]
@@ -77,9 +73,19 @@ class Checkpointer:
         self._model = redact_value("", to_plain(resolve_model(config, data.vocab_size)))
 
     @property
+    def _writer(self) -> CheckpointWriter:
+        """Also knows what has been saved; a run without checkpoints has none."""
+        if self._made_writer is None:
+            from titanlike.checkpoint.writer import CheckpointWriter
+
+            of_run = self._group, self._events, self._stage_states
+            self._made_writer = CheckpointWriter(self._settings, self._folder, *of_run)
+        return self._made_writer
+
+    @property
     def newest(self) -> int:
         """Step of the newest committed checkpoint; 0 for none."""
-        return self._writer.newest
+        return 0 if self._made_writer is None else self._made_writer.newest
 
     # --- loading -----------------------------------------------------------------------------
 
@@ -104,7 +110,7 @@ class Checkpointer:
         if progress is not None:
             return progress
         if self._settings.start_from:
-            from titanlike.checkpoint import hf_start
+            from titanlike.checkpoint import hf_start, state_dict
 
             of_run = self._stage_states, self._group
             if hf_start.is_folder(self._settings.start_from):
@@ -162,6 +168,8 @@ class Checkpointer:
             dist.broadcast_object_list(selected, src=0, group=self._group)
             if not selected[0]:
                 return None
+            from titanlike.checkpoint.reader import read_header_on_all_ranks
+
             path = Storage(selected[0])
             try:
                 return self._load(read_header_on_all_ranks(path, self._group, "run_dir"))
@@ -184,6 +192,8 @@ class Checkpointer:
             self._writer.saved.pop(step_of(path), None)
 
     def _load(self, header: CheckpointHeader) -> Progress:
+        from titanlike.checkpoint import state_dict
+
         path, state = header.folder, header.state
         if text := discovery.incompatibility(path, self._config, state):
             raise ValueError(text)
@@ -225,35 +235,36 @@ class Checkpointer:
         self._writer.wait()
         if progress.step != self.newest:
             folder = self._folder.at(discovery.step_name(progress.step))
-            save = Save(folder, self._state(progress, val_loss), begin=begin)
-            tensors = state_dict.run_tensors(self._stage_states)
-            tensors = state_dict.share_step(tensors, self._group)
-            self._writer.start(save, tensors, self._settings.mode)
+            self._writer.start(folder, self._state(progress, val_loss), self._settings.mode, begin)
         return time.perf_counter() - begin
 
     def poll(self) -> None:
         """Report a background save that has ended. Not collective."""
-        self._writer.poll()
+        if self._made_writer is not None:
+            self._made_writer.poll()
 
     def before_update(self) -> None:
         """To be called before parameters change: a save may still be copying them."""
-        self._writer.before_update()
+        if self._made_writer is not None:
+            self._made_writer.before_update()
 
     def close(self) -> None:
         """Let go of what saving needs: threads, a process, memory."""
-        self._writer.close()
+        if self._made_writer is not None:
+            self._made_writer.close()
 
     def finish(self, progress: Progress, *, done: bool) -> None:
         """Complete all saves; of a run that is done, save the model alone if configured.
 
         Raises OSError if the last save failed.
         """
+        if self._made_writer is None:
+            return
         self._writer.wait()
         if done and self._settings.model_only != "none":
-            dtype = state_dict.DTYPES[self._settings.model_only]
             folder = self._folder.at(f"model-{progress.step:08d}")
-            save = Save(folder, self._state(progress, None), model_only=True)
-            self._writer.start(save, state_dict.model_tensors(self._stage_states, dtype), "sync")
+            begin, state = time.perf_counter(), self._state(progress, None)
+            self._writer.start(folder, state, "sync", begin, model_only=True)
         if self._writer.failures:
             raise OSError(self._writer.failures[-1])
         if self._rank == 0:
@@ -268,9 +279,10 @@ class Checkpointer:
             "run_dir": str(Path(config.run_dir).absolute()),
             "world_size": self._world_size,
             "layout": {
-                key: getattr(config, key) for key in ("pp", "dp", "replicate", "cp", "tp", "ep")
-            }
-            | {"schedule": config.schedule.name, "split": config.split.name},
+                **{key: getattr(config, key) for key in (*MESH_AXES, "ep", "replicate")},
+                "schedule": config.schedule.name,
+                "split": config.split.name,
+            },
             "same": discovery.run_identity(config),
             "sequences": len(self._data.train),
             "data": self._fingerprint,

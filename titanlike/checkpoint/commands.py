@@ -29,6 +29,7 @@ from titanlike.checkpoint.integrity import (
 from titanlike.checkpoint.storage import Storage, UnreadableFile
 from titanlike.config.files import NotRegularFile
 from titanlike.config.program import argument_parser
+from titanlike.config.schema import MESH_AXES
 from titanlike.metrics import units
 from titanlike.metrics.console import Console
 
@@ -305,7 +306,7 @@ def _loss(state: dict[str, Any]) -> str | None:
 def _layout(state: dict[str, Any]) -> str:
     """pp2 x dp4 1f1b: degrees above one."""
     layout = state.get("layout") or {}
-    shown = {key: layout.get(key) for key in ("pp", "dp", "cp", "tp")}
+    shown = {key: layout.get(key) for key in MESH_AXES}
     degrees = [f"{key}{n}" for key, n in shown.items() if isinstance(n, int) and n > 1]
     schedule = [layout["schedule"]] if layout.get("pp", 1) > 1 else []
     return " ".join([" x ".join(degrees), *schedule]) if degrees else "one rank" if layout else "-"

@@ -39,7 +39,7 @@ from titanlike.checkpoint.integrity import (
     open_header,
 )
 from titanlike.checkpoint.reader import ShardReader
-from titanlike.checkpoint.state_dict import DTYPES
+from titanlike.checkpoint.state_dict import DTYPES, cast_weights
 from titanlike.checkpoint.storage import Storage
 from titanlike.checkpoint.writer import prepare_save, write_checkpoint
 from titanlike.config.files import parse_object, temporary_beside
@@ -85,12 +85,7 @@ def consolidate(location: str, file: str, *, dtype: str | None, with_optimizer: 
         if short.startswith(_RUN_PREFIXES):
             raise ValueError(f"a parameter is named {short}, a prefix reserved for the run's state")
         tensor = source.whole(name)
-        if dtype and tensor.is_floating_point():
-            finite = tensor.isfinite()
-            tensor = tensor.to(DTYPES[dtype])
-            if not torch.equal(tensor.isfinite(), finite):
-                raise ValueError(f"--dtype {dtype}: {name} has values too large for it; write bf16")
-        tensors[short] = tensor
+        tensors[short] = cast_weights(tensor, DTYPES[dtype], name) if dtype else tensor
     state = source.header.state
     about = {"format": "pt", "step": str(state["step"]), "titanlike": json.dumps(state)}
     about |= {"contents": "run" if with_optimizer else "model", "xxh3": _checksum(tensors)}

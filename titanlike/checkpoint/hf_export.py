@@ -8,7 +8,7 @@ import shutil
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,9 +18,7 @@ from torch import Tensor
 
 from titanlike.checkpoint.integrity import MODEL, SavedTensor
 from titanlike.checkpoint.reader import SavedModel, ShardReader, dtype_of, saved_model
-from titanlike.checkpoint.safetensors_stream import DTYPES as SAFETENSORS_DTYPES
-from titanlike.checkpoint.safetensors_stream import Planned, ShardedSafetensors
-from titanlike.checkpoint.state_dict import DTYPES
+from titanlike.checkpoint.state_dict import DTYPES, cast_weights
 from titanlike.checkpoint.storage import Storage
 from titanlike.config.files import read_object
 from titanlike.config.parse import bytes_of
@@ -33,6 +31,8 @@ from titanlike.metrics import units
 from titanlike.models.hf_names import FAMILIES, counterpart
 from titanlike.models.hf_weights import source_of
 from titanlike.models.registry import build_model, complete_arguments
+from titanlike.models.safetensors_folder import DTYPES as SAFETENSORS_DTYPES
+from titanlike.models.safetensors_folder import Planned, write_folder
 
 _GENERATION = "generation_config.json"
 _PROGRESS = 5.0  # seconds between lines of progress
@@ -93,22 +93,26 @@ def export(
     try:
         note = _write_small_files(unfinished, config, saved)
         planned = [output for tensor in tensors for output in tensor.outputs]
-        writer = ShardedSafetensors(unfinished, planned, shard_bytes)
-        total, done, said = sum(output.bytes for output in planned), 0, begin
-        for tensor in tensors:
-            name = MODEL + tensor.name
-            if tensor.convert is None:
-                for slab in rows.rows(name):
-                    writer.write(_cast(tensor.outputs[0], slab))
-            else:
-                converted = tensor.convert(rows.whole(name))
-                for output in tensor.outputs:
-                    writer.write(_cast(output, converted[output.name]))
-            done += sum(output.bytes for output in tensor.outputs)
-            if time.monotonic() > said + _PROGRESS:
-                said = time.monotonic()
-                say(f"{done / max(1, total):.0%} of {units.size(total)} after {said - begin:.0f} s")
-        writer.close()
+        total = sum(output.bytes for output in planned)
+
+        def values() -> Iterator[Tensor]:
+            done, said = 0, begin
+            for tensor in tensors:
+                name, output = MODEL + tensor.name, tensor.outputs[0]
+                if tensor.convert is None:
+                    for slab in rows.rows(name):
+                        yield cast_weights(slab, output.dtype, output.name)
+                else:
+                    converted = tensor.convert(rows.whole(name))
+                    for output in tensor.outputs:
+                        yield cast_weights(converted[output.name], output.dtype, output.name)
+                done += sum(output.bytes for output in tensor.outputs)
+                if time.monotonic() > said + _PROGRESS:
+                    said = time.monotonic()
+                    share = f"{done / max(1, total):.0%} of {units.size(total)}"
+                    say(f"{share} after {said - begin:.0f} s")
+
+        write_folder(unfinished, planned, shard_bytes, values())
         if folder.is_dir():  # an empty one
             folder.rmdir()
         unfinished.rename(folder)
@@ -117,16 +121,6 @@ def export(
         shutil.rmtree(unfinished, ignore_errors=True)
     count = f"{len(planned)} tensors ({config['dtype']}, {units.size(total)})"
     say(f"{folder}: {count} of {rows.folder}; {note}")
-
-
-def _cast(planned: Planned, tensor: Tensor) -> Tensor:
-    """Floating-point tensors only. Raises ValueError for values that the dtype cannot hold."""
-    if not tensor.is_floating_point() or tensor.dtype == planned.dtype:
-        return tensor
-    cast = tensor.to(planned.dtype)
-    if planned.dtype == torch.float16 and not torch.equal(cast.isfinite(), tensor.isfinite()):
-        raise ValueError(f"--dtype fp16: {planned.name} has values too large for it; write bf16")
-    return cast
 
 
 # --- which tensors -----------------------------------------------------------------------------------------

@@ -10,12 +10,12 @@ import torch.distributed as dist
 
 from titanlike.checkpoint.state_dict import sync_tied_copies
 from titanlike.config.errors import ConfigError, Problem, override_text
+from titanlike.config.imports import quiet_import
 from titanlike.config.schema import Config
 from titanlike.distributed.placement import pieces
 from titanlike.models.hf_config import read_config
 from titanlike.models.hf_names import FAMILIES, counterpart, whole_sizes
-from titanlike.models.hf_weights import OwnWeights
-from titanlike.models.quiet_import import quiet_import
+from titanlike.models.hf_weights import own_weights
 from titanlike.models.registry import build_model, complete_arguments, resolve_model
 from titanlike.models.safetensors_folder import first_names, has_weights
 from titanlike.optim.optimizer import StageState
@@ -86,7 +86,7 @@ def _folder_problems(config: Config, folder: Path) -> Iterable[Problem]:
     ]
     yield from wrong
     shapes = {name: parameter.shape for name, parameter in built.named_parameters()}
-    if not wrong and (lacks := list(OwnWeights(theirs, folder, shapes).mismatches(shapes))):
+    if not wrong and (lacks := list(own_weights(theirs, folder, shapes).mismatches(shapes))):
         yield Problem(key, location, first_names(lacks), "copy the folder's files again")
 
 
@@ -95,15 +95,15 @@ def start_from_folder(
     config: Config, stage_states: list[StageState], group: dist.ProcessGroup
 ) -> str:
     """Read each rank's shards; returns a summary. Collective. Raises ConfigError."""
-    found = list(problems(config))
-    everywhere = [found] * dist.get_world_size(group)
-    dist.all_gather_object(everywhere, found, group=group)
+    here = list(problems(config))
+    everywhere = [here] * dist.get_world_size(group)
+    dist.all_gather_object(everywhere, here, group=group)
     if wrong := next(filter(None, everywhere), None):  # one machine may not see the folder
         raise ConfigError(wrong)
     model = resolve_model(config)
     theirs = counterpart(model.name, complete_arguments(model))
     shapes = {name: parameter.shape for name, parameter in build_model(model).named_parameters()}
-    weights = OwnWeights(theirs, _path(config), shapes)
+    weights = own_weights(theirs, _path(config), shapes)
     for stage in stage_states:
         for name, parameter in stage.parameters():
             for here, place in pieces(parameter, stage.part(name)):

@@ -36,6 +36,7 @@ import xxhash
 from titanlike.checkpoint.storage import Storage
 from titanlike.config.files import NotRegularFile, parse_object
 from titanlike.config.program import tool_program
+from titanlike.config.schema import MESH_AXES
 
 MODEL, OPTIMIZER, RNG = "model.", "optimizer.state.", "rng."  # prefixes of tensors' names
 MARKER = "COMMITTED"  # without this file a checkpoint is incomplete
@@ -56,7 +57,7 @@ _REQUIRED: dict[str, tuple[type, ...]] = {  # in state.json
 }
 _OPTIONAL: dict[str, tuple[type, ...]] = {
     **{"layout": (dict,), "world_size": (int,), "run_dir": (str,), "torch": (str,)},
-    **{f"layout.{key}": (int,) for key in ("pp", "dp", "replicate")},
+    **{f"layout.{key}": (int,) for key in (*MESH_AXES, "ep", "replicate")},
     **{f"layout.{key}": (str,) for key in ("schedule", "split")},
     **{"progress.step": (int,), "progress.value": _NUMBER},
     **{"progress.left_out": (int,), "progress.guard": (dict,)},

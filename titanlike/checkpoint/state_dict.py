@@ -41,6 +41,19 @@ _MAX_NAMES = 8  # in a message
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
+def cast_weights(tensor: Tensor, dtype: torch.dtype, name: str) -> Tensor:
+    """In another dtype, where it is a floating-point tensor. Raises ValueError for values that are too
+    large for it."""
+    if not tensor.is_floating_point() or tensor.dtype == dtype:
+        return tensor
+    cast = tensor.to(dtype)
+    if dtype.itemsize < tensor.dtype.itemsize and not cast.isfinite().equal(tensor.isfinite()):
+        word = next((word for word, other in DTYPES.items() if other == dtype), dtype)
+        fix = "fp32" if dtype == torch.bfloat16 else "bf16"
+        raise ValueError(f"--dtype {word}: {name} has values too large for it; write {fix}")
+    return cast
+
+
 def model_tensors(
     stage_states: list[StageState], dtype: torch.dtype | None = None, *, copies: bool = False
 ) -> Tensors:

@@ -37,10 +37,13 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.tensor import DTensor
 
+from titanlike.checkpoint import state_dict
 from titanlike.checkpoint.discovery import step_name
 from titanlike.checkpoint.integrity import (
     CHUNKS,
     METADATA,
+    MODEL,
+    OPTIMIZER,
     DamagedCheckpoint,
     Manifest,
     check_sizes,
@@ -62,11 +65,11 @@ from titanlike.config.schema import Checkpoint
 from titanlike.device.accelerator import set_device, started
 from titanlike.metrics import units
 from titanlike.metrics.run_files import Events
+from titanlike.optim.optimizer import StageState
 from titanlike.torch_private.distributed_checkpoint import Blocks, describe_files
 from titanlike.torch_private.dtensor import local
 
 MAX_FAILURES = 2  # saves in a row
-Tensors = Mapping[str, Tensor | Blocks]
 WriteFile = Callable[[Storage, str, Iterable[Tensor]], WrittenFile]
 
 
@@ -74,8 +77,8 @@ WriteFile = Callable[[Storage, str, Iterable[Tensor]], WrittenFile]
 class Save:
     folder: Storage
     state: dict[str, Any]  # for state.json
-    model_only: bool = False
-    begin: float = field(default_factory=time.perf_counter)
+    begin: float
+    model_only: bool
     future: Future[Any] = field(default_factory=Future)
     plan: CachedSavePlan | None = None  # to be kept when it has succeeded
     stall: float = 0.0  # seconds that training waited
@@ -96,11 +99,12 @@ class CheckpointWriter:
         folder: Storage,
         group: dist.ProcessGroup,
         events: Events,
-        is_late: Callable[[str], bool],
+        stage_states: list[StageState],
     ) -> None:
-        """is_late: whether an entry is changed by nothing but an optimizer's step."""
-        self._settings, self._folder = settings, folder
-        self._group, self._events, self._is_late = group, events, is_late
+        self._settings, self._folder, self._stage_states = settings, folder, stage_states
+        self._group, self._events = group, events
+        # entries that, as the optimizer's, nothing but an optimizer's step changes
+        self._late = {MODEL + name for stage in stage_states for name, _ in stage.parameters()}
         self._plan: CachedSavePlan | None = None  # of the last save of the run's state
         self._in_progress: Save | None = None
         self._copy: Copy | None = None  # that may be in progress
@@ -112,9 +116,26 @@ class CheckpointWriter:
         self.failures: list[str] = []  # since the last save that succeeded
         self.newest = 0  # step of the newest committed checkpoint; 0 for none
 
-    def start(self, save: Save, tensors: Tensors, mode: str) -> None:
-        """Save `tensors`; in the background after a copy, or at once."""
-        last = None if save.model_only else self._plan
+    def start(
+        self,
+        folder: Storage,
+        state: dict[str, Any],
+        mode: str,
+        begin: float,
+        *,
+        model_only: bool = False,
+    ) -> None:
+        """Save the run, or its model alone; in the background after a copy, or at once.
+
+        state: for state.json; begin: since when training waits, as time.perf_counter() says it.
+        """
+        save = Save(folder, state, begin, model_only)
+        if model_only:
+            dtype = state_dict.DTYPES[self._settings.model_only]
+            tensors, last = state_dict.model_tensors(self._stage_states, dtype), None
+        else:
+            tensors = state_dict.run_tensors(self._stage_states)
+            tensors, last = state_dict.share_step(tensors, self._group), self._plan
         prepared = prepare_save(tensors, last, self._group)
         save.plan, self._in_progress = prepared.plan, save
         copy, write_file = None, write_tensors
@@ -130,7 +151,10 @@ class CheckpointWriter:
                 self._process = self._process or WriterProcess(memory, self._settings.timeout)
                 self._process.start()
                 write_file = self._process.write
-            is_late = lambda index: self._is_late(index.fqn)  # noqa: E731
+
+            def is_late(index: MetadataIndex) -> bool:
+                return index.fqn in self._late or index.fqn.startswith(OPTIMIZER)
+
             copy = self._copy = Copy(prepared.tensors, memory, is_late)
             prepared.tensors = copy.tensors
 
@@ -308,7 +332,9 @@ class PreparedSave:
 
 
 def prepare_save(
-    tensors: Tensors, last: CachedSavePlan | None, group: dist.ProcessGroup | None
+    tensors: Mapping[str, Tensor | Blocks],
+    last: CachedSavePlan | None,
+    group: dist.ProcessGroup | None,
 ) -> PreparedSave:
     """Plan what this rank may write. Collective. Without a group this process is alone.
 

@@ -7,10 +7,12 @@ it has no model, but functions such as os.system.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import importlib
 import importlib.machinery
 import inspect
+import logging
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -145,3 +147,19 @@ def _find(name: str, folders: Any) -> importlib.machinery.ModuleSpec | None:
         return next((spec for spec in finders if spec is not None), None)
     except (KeyError, ImportError, AttributeError):  # in a package without __init__.py
         return None
+
+
+@contextlib.contextmanager
+def quiet_import() -> Iterator[None]:
+    """Within it nothing is logged but errors: around imports of torchao, also by transformers.
+
+    Symptom without it: importing torchao logs each of its libraries that is for another device, and
+    torch a deprecation. Test:
+    `test_float8.py::test_a_run_says_that_it_is_emulated_and_nothing_of_torchao`.
+    """
+    level = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(level)

@@ -7,7 +7,7 @@ import os
 import shlex
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +69,25 @@ def tool_program(name: str) -> list[str]:
     if last.suffix == ".py":  # a program of the user's own
         return ["titanlike", name]
     return [*(words[:-1] if words[-1] == "train" else words), name]
+
+
+def exit_code(
+    command: Callable[[], int],
+    codes: Mapping[type[Exception], int] | None = None,
+    interrupted: str = "interrupted",
+) -> int:
+    """The exit code of a tool's command; a line on stderr says what the user has to mend.
+
+    codes: of errors that have another one than 2.
+    """
+    try:
+        return command()
+    except (ValueError, OSError, ImportError) as error:
+        print("error:", " ".join(str(error).split()), file=sys.stderr)
+        return next((c for kind, c in (codes or {}).items() if isinstance(error, kind)), 2)
+    except KeyboardInterrupt:
+        print(interrupted, file=sys.stderr)
+        return 130
 
 
 def program_length(words: Sequence[str]) -> int:

@@ -365,7 +365,7 @@ _ATTENTION = (
     "torch_attn._varlen_attn",
     "flex_attention",
 )
-EXPERTS_PRODUCT = "titanlike.expert_linear"  # the operator of `models/expert_linear.py`
+EXPERTS_PRODUCT = "titanlike.expert_linear"  # the operator of `models/experts.py`
 ATTENTION = "attention"
 _KERNELS = "_scaled_dot_product_"  # in their names
 _FREE = ("detach", "alias", "empty", "new_empty", "_unsafe_view", "lift", "unbind")

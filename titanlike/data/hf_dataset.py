@@ -70,11 +70,10 @@ def _local_path(data: HFData) -> Path | None:
 
 
 def identity(data: HFData) -> list[Any]:
-    """What the texts depend on, as JSON: the key of their cache entry."""
+    """All that the texts depend on, as JSON: the key of their cache entry."""
     place = _local_path(data)
-    where: list[Any] = [data.path, data.revision]
-    if place is not None:
-        where = [*file_states(files_under(place, BUILDERS))]
+    remote = [data.path, data.revision]
+    where = remote if place is None else file_states(files_under(place, BUILDERS))
     return ["hf", where, data.subset, data.split, data.rows]
 
 
@@ -109,7 +108,7 @@ def _opened(data: HFData) -> Any:
     except ImportError:
         raise missing_package("data", "hf", "datasets", "datasets") from None
     datasets.disable_progress_bars()
-    place, more = _local_path(data), dict[str, Any]()
+    place = _local_path(data)
     try:
         if place is not None and any((place / f).exists() for f in _SAVED):
             rows = datasets.load_from_disk(str(place))
@@ -120,22 +119,22 @@ def _opened(data: HFData) -> Any:
                     raise DataError("data.split", data.split, reason, fix)
                 rows = rows[data.split]
         else:
-            source, more = data.path, {"revision": data.revision}
+            source, options = data.path, {"revision": data.revision}
             if place is not None and place.is_file():
                 source = BUILDERS.get(place.suffix.lower(), "text")
-                more = {"data_files": str(place)}
+                options = {"data_files": str(place)}
             elif place is not None:
-                source, more = str(place), {}
-            more |= {"split": data.split, "streaming": data.streaming}
-            rows = datasets.load_dataset(source, data.subset, **more)
+                source, options = str(place), {}
+            common = {"split": data.split, "streaming": data.streaming}
+            rows = datasets.load_dataset(source, data.subset, **options, **common)
     except DataError:
         raise
     except Exception as error:
         raise _unreadable(data, error) from None
     if data.rows is None:
         return rows
-    known = getattr(rows, "num_rows", None)  # of a stream it is not
-    return rows.take(data.rows if known is None else min(data.rows, known))
+    count = getattr(rows, "num_rows", data.rows)  # a stream has none
+    return rows.take(min(data.rows, count))
 
 
 def _unreadable(data: HFData, error: Exception) -> DataError:

@@ -20,14 +20,13 @@ import inspect
 import os
 import signal
 import threading
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from queue import SimpleQueue
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
-from torchdata.stateful_dataloader import StatefulDataLoader
+from torch.utils.data import DataLoader
 
 from titanlike.config.errors import Problem
 from titanlike.config.schema import Config, Custom
@@ -42,31 +41,6 @@ _JOIN_TIMEOUT = 5.0  # seconds to complete the item that nobody will use
 _T = TypeVar("_T")
 
 
-def make_loader(
-    source: Source, config: Config, *, dp_rank: int, start_step: int = 0
-) -> StatefulDataLoader:
-    """An endless loader of the training batches of a dp rank; its state is the step alone.
-
-    So the state can be loaded on another dp rank or with another dp, but only with the same
-    `data.workers` (torchdata stores a state for each loader process).
-    """
-    if hasattr(source, "batch_sampler"):
-        sampler = source.batch_sampler(config, dp_rank, start_step)
-    else:
-        sampler = GlobalBatchSampler(len(source), config, dp_rank, start_step)
-    with warnings.catch_warnings():  # torchdata 0.11 calls a function that torch 2.13 deprecates
-        warnings.filterwarnings("ignore", "'set_vital' is deprecated")
-        return StatefulDataLoader(
-            source,
-            batch_sampler=sampler,
-            collate_fn=collate(source),
-            num_workers=loader_workers(config),
-            worker_init_fn=_init_worker,
-            # The loader draws a number when it starts: not from the generator of dropout.
-            generator=torch.Generator(),
-        )
-
-
 def batches(
     source: Source, config: Config, *, dp_rank: int, start_step: int = 0
 ) -> Iterator[Batch]:
@@ -75,7 +49,20 @@ def batches(
     Each is dict(inputs=[B, T], targets=[B, T]), int64, on the CPU, with the other fields
     of the source's samples.
     """
-    return iter(make_loader(source, config, dp_rank=dp_rank, start_step=start_step))
+    if hasattr(source, "batch_sampler"):
+        sampler = source.batch_sampler(config, dp_rank, start_step)
+    else:
+        sampler = GlobalBatchSampler(len(source), config, dp_rank, start_step)
+    loader: DataLoader[Any] = DataLoader(
+        cast(Any, source),
+        batch_sampler=sampler,
+        collate_fn=collate(source),
+        num_workers=loader_workers(config),
+        worker_init_fn=_init_worker,
+        # The loader draws a number when it starts: not from the generator of dropout.
+        generator=torch.Generator(),
+    )
+    return iter(loader)
 
 
 def validation_batches(source: Source, config: Config, *, dp_rank: int) -> Iterator[Batch]:
@@ -90,7 +77,7 @@ def validation_batches(source: Source, config: Config, *, dp_rank: int) -> Itera
 
 
 def collate(source: Source) -> Callable[[list[Batch]], Batch]:
-    """What makes a batch of a source's samples."""
+    """The function that makes a batch of a source's samples."""
     return getattr(source, "collate", stack)
 
 

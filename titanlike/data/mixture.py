@@ -45,7 +45,7 @@ def open_data(data: MixtureData, config: Config) -> Data:
 
 
 def vocabulary(data: MixtureData) -> Vocabulary:
-    """That of its first source; all have the same."""
+    """The first source's; all have the same."""
     return registry.vocabulary(_section(data, next(iter(data.sources.values()))))
 
 
@@ -112,7 +112,7 @@ def points_of(weight: Any) -> Points:
 
 
 def weight_at(points: Points, step: int) -> float:
-    """Between two points on the line between them, else as at the nearest."""
+    """The weight on the line between two points, or at the nearest one."""
     at = bisect_right(points, (step, float("inf")))
     if at == 0 or at == len(points):
         return points[min(at, len(points) - 1)][1]
@@ -129,7 +129,7 @@ class Quotas:
         self._last = max(points[-1][0] for points in weights)
         self._shares: list[float] | None = None
         self._due: list[float]
-        self._given: list[int]
+        self._dealt: list[int]
         self._restart()
 
     def before(self, step: int) -> list[int]:
@@ -138,15 +138,15 @@ class Quotas:
             self._restart()
         while self._step < step:
             self.deal()
-        return list(self._given)
+        return list(self._dealt)
 
     def deal(self) -> list[int]:
-        """Of the next step, after which it goes on."""
+        """How many of the next step are each source's."""
         shares = self._shares_now()
         self._due = [
             due + self._batch * share for due, share in zip(self._due, shares, strict=True)
         ]
-        need = [due - given for due, given in zip(self._due, self._given, strict=True)]
+        need = [due - before for due, before in zip(self._due, self._dealt, strict=True)]
         dealt = [max(0, int(share // 1)) for share in need]
         left = self._batch - sum(dealt)
         by_need = sorted(range(len(need)), key=lambda k: (dealt[k] - need[k], k))
@@ -154,13 +154,13 @@ class Quotas:
             dealt[k] += 1
         for k in [k for k in reversed(by_need) if dealt[k]][: max(0, -left)]:
             dealt[k] -= 1
-        self._given = [given + new for given, new in zip(self._given, dealt, strict=True)]
+        self._dealt = [before + new for before, new in zip(self._dealt, dealt, strict=True)]
         self._step += 1
         return dealt
 
     def _restart(self) -> None:
         self._step = 0
-        self._due, self._given = [0.0] * len(self._weights), [0] * len(self._weights)
+        self._due, self._dealt = [0.0] * len(self._weights), [0] * len(self._weights)
 
     def _shares_now(self) -> list[float]:
         if self._shares is not None and (self._constant or self._step > self._last + 1):
@@ -254,7 +254,7 @@ def mixture_of(opened: Mapping[str, Data], data: MixtureData, config: Config) ->
 
     def progress(steps: int) -> dict[str, float]:
         had = zip(opened, quotas.before(steps), train.sizes, strict=True)
-        return {f"epochs/{name}": given / size for name, given, size in had}
+        return {f"epochs/{name}": read / size for name, read, size in had}
 
     parts = {name: source_fingerprint(source.train) for name, source in opened.items()}
     total = sum(points[0][1] for points in weights)
@@ -274,6 +274,6 @@ def mixture_of(opened: Mapping[str, Data], data: MixtureData, config: Config) ->
 
 
 def _seed(seed: int, name: str) -> int:
-    """Of a source's own order: it does not depend on the sources beside it."""
+    """The seed of a source's order: it does not depend on the sources beside it."""
     digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

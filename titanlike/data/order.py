@@ -98,12 +98,6 @@ class GlobalBatchSampler:
         first = steps[:, None] * self._global + self._offset
         return shuffled_index(first + np.arange(self._local), self._size, self._seed)
 
-    def state_dict(self) -> dict[str, int]:
-        return {"step": self._step}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self._step = state["step"]
-
 
 class SimilarLengthBatchSampler(GlobalBatchSampler):
     """The same samples in every `_WINDOW` steps, but those of a step have similar lengths.

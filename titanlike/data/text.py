@@ -71,7 +71,7 @@ def open_texts(
     data: TextData | HFData, config: Config, what: str, source: list[Any], documents: Iterable[str]
 ) -> Data:
     """Documents as data, from the cache or tokenized now. source: what they depend on, as JSON."""
-    from titanlike.data.sources import packed_data  # imports torch
+    from titanlike.data.packed import packed_data  # imports torch
 
     tokenizer = open_tokenizer(data.tokenizer)
     corpus = tokenize_corpus(data, tokenizer, source, documents)
@@ -135,8 +135,8 @@ def find_files(path: str | None) -> list[Path]:
     root = Path(path).expanduser().resolve()
     if files := files_under(root, SUFFIXES):
         return files
-    more = " with text, JSONL or Parquet, or data.path=null for Python's own sources"
-    raise no_files("data.path", path, root, SUFFIXES, more)
+    advice = " with text, JSONL or Parquet, or data.path=null for Python's own sources"
+    raise no_files("data.path", path, root, SUFFIXES, advice)
 
 
 def files_under(
@@ -161,12 +161,12 @@ def files_under(
 
 
 def no_files(
-    key: str, path: object, root: Path, suffixes: Collection[str], more: str = ""
+    key: str, path: object, root: Path, suffixes: Collection[str], advice: str = ""
 ) -> DataError:
-    """The error where there is no file. more: what else to say where there is no such path."""
+    """The error where there is no file. advice: added where there is no such path."""
     if not root.is_dir():
         reason = f"there is no such file or folder (from {os.getcwd()})"
-        return DataError(key, path, reason, f"Give the path of a file or folder{more}")
+        return DataError(key, path, reason, f"Give the path of a file or folder{advice}")
     fix = f"Give a file, or a folder with files that end in {' '.join(sorted(suffixes))}"
     return DataError(key, path, f"no file to read in {root}", fix)
 
@@ -181,7 +181,7 @@ def file_states(files: Iterable[Path]) -> list[tuple[str, int, int]]:
 
 
 def identity(data: TextData) -> list[Any]:
-    """What the texts depend on, as JSON: the key of their cache entry."""
+    """All that the texts depend on, as JSON: the key of their cache entry."""
     return file_states(find_files(data.path))
 
 
@@ -313,9 +313,8 @@ def opened(path: Path) -> Iterator[IO[bytes]]:
     """A file's content, decompressed. Raises DataError for a package that is missing."""
     with open_regular(path) as file:
         if path.suffix.lower() == ".gz":
-            yield cast(
-                IO[bytes], gzip.GzipFile(fileobj=file)
-            )  # a BufferedIOBase, in typeshed not an IO
+            # a BufferedIOBase, in typeshed not an IO
+            yield cast(IO[bytes], gzip.GzipFile(fileobj=file))
         elif path.suffix.lower() == ".zst":
             try:
                 from zstandard import ZstdDecompressor
@@ -367,7 +366,7 @@ def cached(
 
 
 def cache_key(content: list[Any]) -> str:
-    """Of JSON, in which the order of an object's keys does not matter."""
+    """A hash of JSON; the order of an object's keys does not matter."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
 
 

@@ -15,12 +15,12 @@ import json
 import os
 import shlex
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Literal
@@ -28,7 +28,7 @@ from typing import Any, Literal
 import xxhash
 
 from titanlike.config.files import atomic_write_text, read_object, temporary_beside
-from titanlike.config.program import argument_parser
+from titanlike.config.program import argument_parser, exit_code
 from titanlike.data.registry import DataError
 from titanlike.data.text import (
     SUFFIXES,
@@ -57,7 +57,7 @@ reads: data.path=OUT. Killed at any moment, the same command goes on, and gives 
 
 @dataclass(frozen=True)
 class Settings:
-    """What the bytes depend on, besides the corpus."""
+    """Settings that the bytes depend on, besides the corpus."""
 
     tokenizer: str
     text_key: str = "text"
@@ -67,7 +67,7 @@ class Settings:
 
 @dataclass
 class Unit:
-    """What is known of a tokenized unit."""
+    """A tokenized unit: its counts and its checksum."""
 
     name: str
     tokens: int = 0
@@ -99,18 +99,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--verify", action="store_true", help=text)
     arguments = parser.parse_args(argv)
     out = Path(arguments.out).expanduser()
-    try:
-        return _verify(out) if arguments.verify else _tokenize(arguments, out)
-    except RefusedRecord as error:
-        line = f"{' '.join(str(error).split())}; fix it, or write --bad skip in a new folder"
-        print("error:", line, file=sys.stderr)
-        return 1
-    except (ValueError, OSError, ImportError) as error:
-        print("error:", " ".join(str(error).split()), file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted; the same command goes on", file=sys.stderr)
-        return 130
+    command = partial(_verify, out) if arguments.verify else partial(_tokenize, arguments, out)
+    return exit_code(command, {RefusedRecord: 1}, "interrupted; the same command goes on")
 
 
 def _tokenize(arguments: argparse.Namespace, out: Path) -> int:
@@ -265,7 +255,8 @@ def _tokenize_unit(out: str, number: int, paths: list[str], settings: Settings) 
                     continue
                 if settings.bad == "refuse":
                     place = f"{path}, record {record.number}" if record.number else path
-                    raise RefusedRecord(f"{place}: {record.reason}")
+                    fix = "fix it, or write --bad skip in a new folder"
+                    raise RefusedRecord(f"{place}: {record.reason}; {fix}")
                 unit.bad_count += 1
                 if len(bad) < _MOST_NAMED:
                     bad.append({"file": path, "record": record.number, "reason": record.reason})

@@ -76,7 +76,7 @@ class TokenSet:
 
 
 def open_data(data: TokenData, config: Config) -> Data:
-    from titanlike.data.sources import packed_data  # imports torch
+    from titanlike.data.packed import packed_data  # imports torch
 
     tokens = read_tokens(data)
     parts = tokens.parts(data.validation_fraction)

@@ -33,7 +33,6 @@ from titanlike.data import registry as data
 from titanlike.launch.environment import RestartState
 from titanlike.metrics.run_files import Events
 from titanlike.metrics.sinks import tensorboard_problem
-from titanlike.models.hf_names import FAMILIES, counterpart
 
 if TYPE_CHECKING:
     from titanlike.training.train_plan import TrainPlan
@@ -173,6 +172,8 @@ def _checkpoint_problems(config: Config) -> Iterator[Problem]:
 
 def _export_problem(config: Config) -> Problem | None:
     """Why a run could not write a folder for transformers at its end."""
+    from titanlike.models.hf_names import FAMILIES, counterpart
+
     settings, families = config.checkpoint, (*FAMILIES, "hf")
     reason, fix = "", "checkpoint.export=none"
     if config.model.name not in families:

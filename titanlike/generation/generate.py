@@ -31,14 +31,13 @@ from titanlike.checkpoint.reader import (
     saved_model,
 )
 from titanlike.checkpoint.storage import Storage
-from titanlike.config.imports import imports_line
+from titanlike.config.imports import imports_line, quiet_import
 from titanlike.config.schema import ChatData, Custom
 from titanlike.data.chat import find_template
 from titanlike.data.registry import DataError, vocabulary
 from titanlike.data.tokenizer import open_tokenizer
 from titanlike.distributed.initialize import parameters_on_meta
 from titanlike.models.cache import KeyValueCache
-from titanlike.models.quiet_import import quiet_import
 from titanlike.models.registry import MODELS, build_model, constructed_buffers, resolve_model
 
 Prompts = list[list[int]]  # ids of each

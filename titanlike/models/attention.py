@@ -53,25 +53,19 @@ def attention(
         mask = None  # which documents there are is unknown; whole sequences cost the most
     if isinstance(mask, Documents) and mask.attend is not None:
         return mask.attend(q, k, v, mask, scale, dropout)
-    return _attention(F.scaled_dot_product_attention, q, k, v, mask, scale, dropout)
+    return undivided_attention(q, k, v, mask, scale, dropout, F.scaled_dot_product_attention)
 
 
 def undivided_attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | Documents, scale: float | None, dropout: float
-) -> Tensor:
-    """The same by an operator that no mode replaces, of documents or a mask."""
-    return _attention(torch.ops.aten.scaled_dot_product_attention, q, k, v, mask, scale, dropout)
-
-
-def _attention(
-    function: Callable[..., Any],
     q: Tensor,
     k: Tensor,
     v: Tensor,
     mask: Tensor | Documents | None,
     scale: float | None,
     dropout: float,
+    function: Callable[..., Any] = torch.ops.aten.scaled_dot_product_attention,
 ) -> Tensor:
+    """The same where all tokens are here, by default by an operator that no mode replaces."""
     if isinstance(mask, Documents):
         if not dropout and takes_offsets(q, v):
             return _varlen(q, k, v, mask, scale)
@@ -120,35 +114,21 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, documents: Documents, scale: float 
     queries, keys, values = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
     offsets, longest = documents.spans[0], documents.spans.size(0)
     left = -1 if documents.window is None else documents.window - 1
+    options: dict[str, Any] = {"scale": scale, "window_size": (left, 0)}
+    if q.size(1) != k.size(1) and "enable_gqa" in (varlen_attn.__kwdefaults__ or {}):
+        options["enable_gqa"] = True  # of torch 2.11 it is no argument: K < H is taken as it is
     # flash alone: cuDNN, which torch 2.15 prefers here, plans anew for each number of documents
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
         result: Any = varlen_attn(
-            queries,
-            keys,
-            values,
-            offsets,
-            offsets,
-            longest,
-            longest,
-            scale=scale,
-            window_size=(left, 0),
-            **_grouping(q.size(1) != k.size(1)),
+            queries, keys, values, offsets, offsets, longest, longest, **options
         )
     return result.unflatten(0, (q.size(0), -1)).transpose(1, 2)  # [B, H, T, E]
 
 
-def _grouping(grouped: bool) -> dict[str, Any]:
-    """varlen_attn's argument for K < H; torch 2.11 has none, and takes them."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    known = "enable_gqa" in (varlen_attn.__kwdefaults__ or {})
-    return {"enable_gqa": True} if grouped and known else {}
-
-
 def takes_blocks(q: Tensor, v: Tensor) -> bool:
     """Whether flex attention's kernels take these queries and values."""
-    known = q.dtype in (torch.float32, torch.bfloat16, torch.float16)
-    return q.is_cuda and known and q.size(-1) >= 16 and v.size(-1) >= 16
+    dtypes = torch.float32, torch.bfloat16, torch.float16
+    return q.is_cuda and q.dtype in dtypes and q.size(-1) >= 16 and v.size(-1) >= 16
 
 
 def _flex(q: Tensor, k: Tensor, v: Tensor, documents: Documents, scale: float | None) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 
 class KeyValueCache:
-    """For sequences that end together: shorter ones are padded on the left."""
+    """A cache for sequences that end together: shorter ones are padded on the left."""
 
     def __init__(self, padding: Tensor, size: int) -> None:
         """padding: how many tokens of each sequence are padding, integers [B]; size: the most tokens,
@@ -41,6 +41,6 @@ class KeyValueCache:
             shape = (*k.shape[:2], self._size, k.size(-1))
             self._layers[layer] = k.new_zeros(shape), v.new_zeros((*shape[:3], v.size(-1)))
         kept = self._layers[layer]
-        for whole, part in zip(kept, (k, v), strict=True):
-            whole[:, :, self._start : self._stop] = part
+        for all_tokens, new in zip(kept, (k, v), strict=True):
+            all_tokens[:, :, self._start : self._stop] = new
         return kept[0][:, :, : self._stop], kept[1][:, :, : self._stop]

@@ -38,19 +38,19 @@ def model_problems(model: nn.Module, config: Config) -> list[Problem]:
         reason = f"is longer than the model's {key}={longest}"
         wrong("seq_len", config.seq_len, reason, fix)
     if config.model.args.get("vocab_size") is not None:
-        needed, given = vocab_size(config), config.model.args["vocab_size"]
-        if given < needed:
+        needed, size = vocab_size(config), config.model.args["vocab_size"]
+        if size < needed:
             reason = f"is smaller than the {needed} token ids of data={config.data.name}"
-            wrong("model.vocab_size", given, reason, "model.vocab_size=null (taken from the data)")
+            wrong("model.vocab_size", size, reason, "model.vocab_size=null (taken from the data)")
     return problems
 
 
 def _unregistered_tensor(model: nn.Module) -> str | None:
     """The name of a tensor attribute that is neither parameter nor buffer, or None."""
-    known = {id(t) for t in (*model.parameters(), *model.buffers())}
+    registered = {id(t) for t in (*model.parameters(), *model.buffers())}
     for name, module in model.named_modules():
         for attribute, value in vars(module).items():
-            if isinstance(value, torch.Tensor) and id(value) not in known:
+            if isinstance(value, torch.Tensor) and id(value) not in registered:
                 return f"{name}.{attribute}".lstrip(".")
     return None
 

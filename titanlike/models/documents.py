@@ -137,7 +137,7 @@ def _on_host(tensor: Tensor) -> Tensor:
 
 
 def _count_and_longest(document_ids: Tensor) -> tuple[int, int]:
-    """Of documents in all sequences, and of tokens in one of them."""
+    """The number of documents in all sequences, and of tokens in the longest."""
     starts = document_starts(document_ids)
     starts[:, 0] = True
     (first,) = torch.where(starts.flatten())

@@ -65,8 +65,8 @@ class Block(nn.Module):
     def forward(
         self, x: Tensor, mask: Tensor | Documents | None, cache: KeyValueCache | None = None
     ) -> Tensor:
-        more = () if cache is None else (cache,)
-        x = x + self.attn(self.ln_1(x), mask, *more)
+        cached = () if cache is None else (cache,)
+        x = x + self.attn(self.ln_1(x), mask, *cached)
         return x + self.mlp(self.ln_2(x))
 
 
@@ -84,9 +84,9 @@ class Transformer(nn.Module):
         self, ids: Tensor, positions: Tensor, mask: Any, cache: KeyValueCache | None = None
     ) -> Tensor:
         x = self.wte(ids) + self.wpe(positions)  # [B, T] -> [B, T, D]
-        more = () if cache is None else (cache,)  # blocks of a user's own know none
+        cached = () if cache is None else (cache,)  # blocks of a user's own know none
         for block in self.h:
-            x = block(x, mask, *more)
+            x = block(x, mask, *cached)
         return self.ln_f(x)
 
 

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from titanlike.config.imports import quiet_import
 from titanlike.models import hf_layers
 from titanlike.models.documents import (
     Documents,
@@ -36,7 +37,6 @@ from titanlike.models.documents import (
 from titanlike.models.hf_config import needs_eager, routes, settings_of
 from titanlike.models.hf_init import ScratchWeights
 from titanlike.models.hf_weights import FolderWeights
-from titanlike.models.quiet_import import quiet_import
 from titanlike.models.safetensors_folder import INDEX, SINGLE, has_weights, other_weights
 from titanlike.parallel.tp.hf_plan import set_local_sizes
 
@@ -138,11 +138,11 @@ class Decoder(nn.Module):
         config: Any = self.config
         by_offsets = config._attn_implementation == hf_layers.NAME
         positions, allowed = attention_inputs(ids, document_ids, positions, mask, by_offsets)
-        given: dict[str, Any] = {"input_ids": ids, "use_cache": False}
+        arguments: dict[str, Any] = {"input_ids": ids, "use_cache": False}
         if "position_ids" in inspect.signature(super().forward).parameters:
-            given["position_ids"] = positions[None] if positions.dim() == 1 else positions
+            arguments["position_ids"] = positions[None] if positions.dim() == 1 else positions
         with _our_masks(self, ids, allowed), _shapes_of_experts(config, ids):
-            return super().forward(**given).logits
+            return super().forward(**arguments).logits
 
     def warn_if_padding_and_no_attention_mask(self, *_: Any) -> None:
         """Does nothing: transformers would read the batch's values to find padding."""
@@ -195,8 +195,8 @@ def _construct(settings: PreTrainedConfig, attention: str) -> Any:
         from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 
     hf_layers.register()
-    known: Any = MODEL_FOR_CAUSAL_LM_MAPPING
-    if attention == "sdpa" and hf_layers.takes_documents(known[type(settings)]):
+    kinds: Any = MODEL_FOR_CAUSAL_LM_MAPPING
+    if attention == "sdpa" and hf_layers.takes_documents(kinds[type(settings)]):
         attention = hf_layers.NAME
 
     # of a mixture of experts: one that does not branch on values

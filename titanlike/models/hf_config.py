@@ -54,10 +54,9 @@ def settings_of(
         _check_family(family, "family", family)
         settings = transformers.AutoConfig.for_model(family)
         _add_sizes_of_data(settings, config, vocab_size, max_seq_len)
-    problems, known = [], {*settings.to_dict(), *settings.attribute_map}
-    known_here = {*known, *inspect.signature(type(settings)).parameters}
-    for key in config.keys() - known_here:
-        near, value = nearest(key, known), override_text(config[key])
+    problems, keys = [], {*settings.to_dict(), *settings.attribute_map}
+    for key in config.keys() - keys - inspect.signature(type(settings)).parameters.keys():
+        near, value = nearest(key, keys), override_text(config[key])
         fix = f"; write model.config.{near}={value}" if near else ""
         reason = f"{settings.model_type} has no such key in transformers"
         problems.append(f"model.config.{key}={value}: {reason}{fix}")
@@ -83,10 +82,8 @@ def read_config(transformers: Any, path: str) -> PreTrainedConfig:
         if folder.is_dir():
             reason = "has no config.json; write model.path=..., a folder that has one"
         elif path.count("/") == 1 and not path.startswith((".", "/", "~")):
-            reason = (
-                "is not a folder, and nothing is downloaded here; write model.path=FOLDER after "
-            )
-            reason += f"hf download {path} --local-dir FOLDER"
+            reason = "is not a folder, and nothing is downloaded here; write model.path=FOLDER "
+            reason += f"after hf download {path} --local-dir FOLDER"
         else:
             reason = "is not a folder; write model.path=..., one that save_pretrained wrote"
         raise ValueError(f"path={path}: {reason}")
@@ -116,23 +113,23 @@ def _add_sizes_of_data(
     max_seq_len: int | None,
 ) -> None:
     """Add to `config` what depends on the data, where it has none of it."""
-    given = {settings.attribute_map.get(key, key) for key in config}
-    known = {*settings.to_dict(), *settings.attribute_map}
+    configured = {settings.attribute_map.get(key, key) for key in config}
+    keys = {*settings.to_dict(), *settings.attribute_map}
     for key, value in (("vocab_size", vocab_size), ("max_position_embeddings", max_seq_len)):
         own_key = settings.attribute_map.get(key, key)
-        if value is not None and own_key not in given and key in known:
+        if value is not None and own_key not in configured and key in keys:
             config[key] = value
     for key in ("pad_token_id", "bos_token_id", "eos_token_id"):  # of the family's tokenizer
         token = getattr(settings, key, None)
         outside = type(token) is int and token >= config.get("vocab_size", settings.vocab_size)
-        if outside and key not in given:
+        if outside and key not in configured:
             config[key] = None
 
 
 def _untrainable(
     settings: PreTrainedConfig, path: str | None, vocab_size: int | None, max_seq_len: int | None
 ) -> list[str]:
-    """What no layout can train, and sizes that the data exceeds."""
+    """Problems with what no layout can train, and with sizes that the data exceeds."""
     problems = []
     if getattr(settings, "quantization_config", None):
         problems.append(f"path={path}: its weights are quantized; write a folder in bf16 or fp32")

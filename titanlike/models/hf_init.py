@@ -130,9 +130,9 @@ def _distribution(
     """(mean, std) of what a call writes; None if it is neither normal nor constant."""
     if called in _CONSTANT:
         return _CONSTANT[called], 0.0
-    given = dict(zip(("tensor", "mean", "std"), args, strict=False)) | kwargs
     if called == "normal_":
-        return float(given.get("mean", 0.0)), float(given.get("std", 1.0))
+        arguments = dict(zip(("tensor", "mean", "std"), args, strict=False)) | kwargs
+        return float(arguments.get("mean", 0.0)), float(arguments.get("std", 1.0))
     if called in ("fill_", "constant_"):
         value: Any = args[1] if len(args) > 1 else kwargs.get("val", kwargs.get("value"))
         return float(value), 0.0

@@ -19,8 +19,7 @@ from torch import Tensor, nn
 
 from titanlike.models.attention import attention, by_priority
 from titanlike.models.documents import Documents
-from titanlike.models.expert_linear import expert_linear
-from titanlike.models.experts import through_experts
+from titanlike.models.experts import expert_linear, through_experts
 
 NAME = "titanlike"  # among transformers' attention functions, beside sdpa and eager
 

@@ -44,7 +44,7 @@ class Counterpart:
         return name
 
     def config_json(self, sizes: Mapping[str, Any], length: int) -> dict[str, Any]:
-        """For a model of all of these sizes, and sequences of `length`."""
+        """config.json for a model of all of these sizes, and sequences of `length`."""
         config: dict[str, Any] = {
             "architectures": [self.architecture],
             "model_type": self.model_type,
@@ -152,7 +152,7 @@ FAMILIES = {"llama": (LLAMA,), "gpt2": (GPT2,), "moe": (MIXTRAL, QWEN3_MOE)}
 
 
 def counterpart(name: str, sizes: Mapping[str, Any]) -> Counterpart:
-    """Which model of theirs a model of ours is; sizes: all of its arguments. Raises ValueError, with
+    """The model of theirs that a model of ours is; sizes: all of its arguments. Raises ValueError, with
     the arguments that the nearest one does not have."""
 
     def unmet(theirs: Counterpart) -> dict[str, Any]:
@@ -169,7 +169,7 @@ def counterpart(name: str, sizes: Mapping[str, Any]) -> Counterpart:
 
 
 def whole_sizes(sizes: Mapping[str, Any]) -> dict[str, Any]:
-    """With the head_dim that null stands for."""
+    """The sizes with the head_dim that null stands for."""
     if "head_dim" not in sizes or sizes["head_dim"] is not None:
         return dict(sizes)
     return {**sizes, "head_dim": sizes["hidden_size"] // sizes["num_attention_heads"]}

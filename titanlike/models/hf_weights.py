@@ -34,7 +34,7 @@ class Source(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Where it is one tensor."""
+        """The tensor's, where it is one."""
         ((name,),) = self.rows
         return name
 
@@ -51,8 +51,9 @@ def source_of(theirs: Counterpart, name: str, shape: Sequence[int]) -> Source:
 class StoredWeights:
     """The values of parameters in a folder's files."""
 
-    files: SafetensorsFolder
-    sources: Mapping[str, Source]
+    def __init__(self, files: SafetensorsFolder, sources: Mapping[str, Source]) -> None:
+        """sources: by the names of parameters and buffers, every name of a tied one."""
+        self.files, self.sources = files, sources
 
     def block(self, name: str, shape: torch.Size, place: Slices) -> Tensor:
         """A block of a parameter of this shape, fp32 on the CPU; `place` has a slice a dimension."""
@@ -72,7 +73,7 @@ class StoredWeights:
         return torch.cat([self.files.slice(key)[:] for key in keys])[tuple(place)]
 
     def mismatches(self, shapes: Mapping[str, torch.Size]) -> Iterator[str]:
-        """What is missing, or has another shape than parameters; reads headers only."""
+        """Say what is missing, or has another shape than parameters; reads headers only."""
         for name, shape in shapes.items():
             rows, form = self.sources[name]
             if missing := [key for keys in rows for key in keys if key not in self.files.files]:
@@ -81,30 +82,29 @@ class StoredWeights:
             stored = [[self.files.slice(key).get_shape() for key in keys] for keys in rows]
             if form == "stacked":
                 matrices = {(sum(part[0] for part in row), *row[0][1:]) for row in stored}
-                found = [len(rows), *matrices.pop()] if len(matrices) == 1 else []
+                in_files = [len(rows), *matrices.pop()] if len(matrices) == 1 else []
             else:
-                found = stored[0][0][:: -1 if form == "transposed" else 1]
-            if found != [*shape]:
-                yield f"{name} is {found} in the files and {[*shape]} in the model"
+                in_files = stored[0][0][:: -1 if form == "transposed" else 1]
+            if in_files != [*shape]:
+                yield f"{name} is {in_files} in the files and {[*shape]} in the model"
 
 
-class OwnWeights(StoredWeights):
-    """Of a model of our own."""
+def own_weights(
+    theirs: Counterpart, folder: Path, shapes: Mapping[str, torch.Size]
+) -> StoredWeights:
+    """The weights of a model of our own. Raises ValueError where the files cannot be read."""
+    files = SafetensorsFolder(folder)
 
-    def __init__(self, theirs: Counterpart, folder: Path, shapes: Mapping[str, torch.Size]) -> None:
-        """Raises ValueError where the files cannot be read."""
-        self.files = SafetensorsFolder(folder)
+    def here(key: str) -> str:
+        """Some files are written without the prefix."""
+        short = key.removeprefix(theirs.prefix)
+        return short if key not in files.files and short in files.files else key
 
-        def here(key: str) -> str:
-            """Some files are written without the prefix."""
-            short = key.removeprefix(theirs.prefix)
-            return short if key not in self.files.files and short in self.files.files else key
-
-        plain = {name: source_of(theirs, name, shape) for name, shape in shapes.items()}
-        self.sources = {
-            name: Source([[here(key) for key in row] for row in rows], form)
-            for name, (rows, form) in plain.items()
-        }
+    sources = {}
+    for name, shape in shapes.items():
+        rows, form = source_of(theirs, name, shape)
+        sources[name] = Source([[here(key) for key in row] for row in rows], form)
+    return StoredWeights(files, sources)
 
 
 class FolderWeights(StoredWeights):
@@ -119,9 +119,8 @@ class FolderWeights(StoredWeights):
         """
         self._folder, self._model, self._buffer = folder, model, buffer
         self.origin = f"from {folder}"
-        self.files = SafetensorsFolder(folder)
-        # parameter or buffer, every name of a tied one
-        self.sources = self._find_sources()
+        files = SafetensorsFolder(folder)
+        super().__init__(files, self._find_sources(files))
 
     def buffer(self, name: str) -> Tensor:
         """From the files where they contain it."""
@@ -137,7 +136,7 @@ class FolderWeights(StoredWeights):
             remedy = "use the sizes of its config.json, or model.weights=scratch"
             raise ValueError(f"path={self._folder}: {first_names(wrong)}; {remedy}")
 
-    def _find_sources(self) -> dict[str, Source]:
+    def _find_sources(self, files: SafetensorsFolder) -> dict[str, Source]:
         """Parameter or buffer -> name in the files, or experts to merge. Raises ValueError."""
         from transformers import core_model_loading as loading
         from transformers.conversion_mapping import get_model_conversion_mapping
@@ -149,7 +148,7 @@ class FolderWeights(StoredWeights):
         state = dict.fromkeys(model.state_dict(keep_vars=True), True)
         sources: dict[str, Source] = {}
         merged: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
-        for key in sorted(self.files.files, key=_natural):
+        for key in sorted(files.files, key=_natural):
             prefix = model.base_model_prefix
             name, pattern = loading.rename_source_key(key, renamings, converters, prefix, state)
             if pattern is None or key in state:

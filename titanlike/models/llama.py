@@ -123,8 +123,8 @@ class Block(nn.Module):
         mask: Tensor | Documents | None,
         cache: KeyValueCache | None = None,
     ) -> Tensor:
-        more = () if cache is None else (cache,)
-        x = x + self.self_attn(self.input_layernorm(x), table, mask, *more)
+        cached = () if cache is None else (cache,)
+        x = x + self.self_attn(self.input_layernorm(x), table, mask, *cached)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
@@ -143,9 +143,9 @@ class Decoder(nn.Module):
         self, ids: Tensor, table: Tensor, mask: Any, cache: KeyValueCache | None = None
     ) -> Tensor:
         x = self.embed_tokens(ids)  # [B, T] -> [B, T, D]
-        more = () if cache is None else (cache,)  # blocks of a user's own know none
+        cached = () if cache is None else (cache,)  # blocks of a user's own know none
         for block in self.layers:
-            x = block(x, table, mask, *more)
+            x = block(x, table, mask, *cached)
         return self.norm(x)
 
 

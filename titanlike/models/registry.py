@@ -52,7 +52,7 @@ def resolve_model(config: Config, vocabulary: int | None = None) -> Custom:
 
 
 def _required(name: str) -> set[str]:
-    """Those sizes that follow from data and seq_len, and that a model of the user's own needs."""
+    """The sizes that follow from data and seq_len, and that a model of the user's own needs."""
     try:
         parameters = inspect.signature(_import_family(name)).parameters
     except (ConfigError, ValueError, TypeError):
@@ -64,9 +64,7 @@ def _required(name: str) -> set[str]:
 def complete_arguments(model: Custom) -> dict[str, Any]:
     """A model's arguments with the defaults of its constructor."""
     parameters = inspect.signature(_import_family(model.name)).parameters.values()
-    return {
-        one.name: one.default for one in parameters if one.default is not one.empty
-    } | model.args
+    return {p.name: p.default for p in parameters if p.default is not p.empty} | model.args
 
 
 def build_model(model: Custom, device: str = "meta") -> nn.Module:
@@ -77,9 +75,9 @@ def build_model(model: Custom, device: str = "meta") -> nn.Module:
     family = _import_family(model.name)
     parameters = inspect.signature(family).parameters
     if unknown := _unknown_keys(model, parameters):
-        known = {key: value for key, value in model.args.items() if key in parameters}
+        arguments = {key: value for key, value in model.args.items() if key in parameters}
         try:  # to report the problems of the other keys as well
-            build_model(Custom(model.name, known), device)
+            build_model(Custom(model.name, arguments), device)
         except ConfigError as error:
             unknown += [problem for problem in error.problems if problem.key != "model"]
         raise ConfigError(unknown)
@@ -193,9 +191,10 @@ def _construct(model: Custom, family: Callable[..., Any], device: str) -> nn.Mod
             built = family(**model.args)
     except ValueError as error:
         keys = inspect.signature(family).parameters
-        found = [Problem.parse("model", str(text)) for text in error.args]
-        named = [replace(p, key=f"model.{p.key}") if p.key in keys else p for p in found]
-        raise ConfigError(named) from None
+        problems = [Problem.parse("model", str(text)) for text in error.args]
+        raise ConfigError(
+            [replace(p, key=f"model.{p.key}") if p.key in keys else p for p in problems]
+        ) from None
     except ConfigError:
         raise
     except Exception as error:  # of any kind

@@ -1,15 +1,30 @@
-"""The safetensors of a folder that transformers wrote: which file has a tensor, and slices of it."""
+"""A folder of safetensors, as transformers has them: slices are read of it, and it is written of a stream.
+
+A file is 8 bytes of length, a JSON object of that length (name -> dtype, shape, begin and end of its
+bytes), and the tensors' bytes without gaps (https://github.com/huggingface/safetensors).
+"""
 
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+# the format's words
+DTYPES = {
+    **{"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16},
+    **{"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8},
+    **{"U8": torch.uint8, "BOOL": torch.bool},
+}
 _MAX_SHOWN = 3  # names in a message
 
 
@@ -86,3 +101,66 @@ def first_names(names: list[str]) -> str:
     """Some names, for a message."""
     more = f" and {len(names) - _MAX_SHOWN} more" if len(names) > _MAX_SHOWN else ""
     return ", ".join(names[:_MAX_SHOWN]) + more
+
+
+# --- writing --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A tensor that is to be written."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def bytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
+def write_folder(
+    folder: Path, planned: Iterable[Planned], shard_bytes: int, values: Iterable[Tensor]
+) -> None:
+    """Write tensors, in their order, to files of at most `shard_bytes` each, where a single tensor is
+    not larger.
+
+    values: of all of them, in parts: each of a part of a tensor, or of several, of one dtype.
+    """
+    shards: list[list[Planned]] = [[]]
+    size = 0
+    for tensor in planned:
+        if shards[-1] and size + tensor.bytes > shard_bytes:
+            shards.append([])
+            size = 0
+        shards[-1].append(tensor)
+        size += tensor.bytes
+    words = {dtype: word for word, dtype in DTYPES.items()}
+    files: dict[str, str] = {}  # name of a tensor -> file
+    parts, data, total = iter(values), memoryview(b""), 0
+    for number, shard in enumerate(shards, 1):
+        several = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        file_name = several if len(shards) > 1 else SINGLE
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        left = 0
+        for tensor in shard:
+            places = [left, left := left + tensor.bytes]
+            about = {"dtype": words[tensor.dtype], "shape": tensor.shape, "data_offsets": places}
+            header[tensor.name], files[tensor.name] = about, file_name
+        total += left
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        with open(folder / file_name, "wb") as file:
+            file.write(len(text).to_bytes(8, "little") + text)
+            while left:
+                if not data:
+                    data = next(parts).contiguous().flatten().view(torch.uint8).numpy().data
+                part, data = data[:left], data[left:]
+                left -= file.write(part)
+            file.flush()
+            os.fsync(file.fileno())
+    for _ in parts:  # of empty tensors
+        pass
+    if len(shards) > 1:
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(files.items()))}
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")

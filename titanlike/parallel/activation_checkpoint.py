@@ -29,7 +29,7 @@ from titanlike.torch_private.autograd import ignore_ranges_in_selective_checkpoi
 from titanlike.torch_private.operators import arguments_of
 from titanlike.torch_private.tensors import tree_leaves
 
-# operators of our own that are matrix products: of `weight_gradients.py` and `models/expert_linear.py`
+# operators of our own that are matrix products: of `weight_gradients.py` and `models/experts.py`
 PRODUCTS = ("titanlike.linear_queueing", "titanlike.expert_linear")
 # which experts a token goes to: computed again it may be another one of equal scores, of which then
 # some ranks have more tokens than before. Of layers that say so: others change its results in place

@@ -22,13 +22,13 @@ import torch
 from torch import nn
 
 from titanlike.config.errors import ConfigError, Problem, nearest
+from titanlike.config.imports import quiet_import
 from titanlike.config.schema import Config, Custom, Float8Precision
 from titanlike.device.accelerator import multiplies_float8
 from titanlike.device.choose import first_device
 from titanlike.distributed.placement import Placement
 from titanlike.distributed.transform import Transform
 from titanlike.graph.units import find_units
-from titanlike.models.quiet_import import quiet_import
 from titanlike.torch_private.known_code import own_code
 
 _MULTIPLE = 16  # of both sides of a matrix, for the kernels of float8

@@ -1,0 +1,126 @@
+"""Files of token ids as sequences, which text is packed into, too."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import torch
+
+from titanlike.config.schema import Config
+from titanlike.data.registry import DataError
+from titanlike.data.sources import Data, documents_note, numbers_hash
+from titanlike.data.tokenizer import Tokenizer
+from titanlike.data.tokens import Parts, TokenFile, open_tokens, too_short
+
+
+def packed_data(
+    config: Config,
+    parts: Parts,
+    vocab_size: int,
+    boundary: int | None,
+    tokenizer: Tokenizer | None,
+    what: str,
+) -> Data:
+    """Files of tokens as data. what: the data in words. Raises DataError for a part that is shorter
+    than a sequence."""
+    for error in too_short(parts, config.seq_len):
+        raise error
+    data: Any = config.data
+    sources, separated = {}, boundary if data.documents else None
+    for part, files in parts.items():
+        sources[part] = PackedSource(files, config.seq_len, vocab_size, separated)
+        if not len(sources[part]):
+            reason = f"no file of the {part} part has as many as seq_len + 1 tokens"
+            raise DataError("data.path", data.path, reason, "Give larger files")
+    train, validation = sources["train"], sources["validation"]
+    what += f": {train.count:,} tokens for training, {validation.count:,} for validation"
+    return Data(
+        train,
+        validation,
+        vocab_size=vocab_size,
+        description=what + documents_note(config),
+        boundary=boundary,
+        decode=None if tokenizer is None else tokenizer.decode,
+        encode=None if tokenizer is None else tokenizer.encode,
+        tokenizer=None if tokenizer is None else tokenizer.fingerprint,
+    )
+
+
+class PackedSource:
+    """Token files cut into sequences without gap or overlap; none goes over the end of a file.
+
+    Sequence i of a file reads its tokens [i * seq_len, i * seq_len + seq_len]: the last is a target
+    only, and the first input of the next sequence. A remainder shorter than a sequence is not used.
+
+    boundary: the token that begins a document; if given, samples have document_ids, the number of
+    boundaries up to each token. Targets do not change: the target of a document's last token is the
+    next document's boundary, from which the model learns to end a document.
+    """
+
+    def __init__(
+        self,
+        files: Sequence[TokenFile],
+        seq_len: int,
+        vocab_size: int,
+        boundary: int | None = None,
+    ) -> None:
+        self._arguments = files, seq_len, vocab_size, boundary
+        self._files, self._seq_len = files, seq_len
+        self._vocab_size, self._boundary = vocab_size, boundary
+        self._tokens = [open_tokens(file.path, file.dtype) for file in files]
+        # ends of the files, in sequences and in tokens
+        self._ends = [*accumulate(max(0, (file.count - 1) // seq_len) for file in files)]
+        self._token_ends = [*accumulate(file.count for file in files)]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A spawned loader process maps the files again: pickling the maps would copy their content.
+        return type(self), self._arguments
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    @property
+    def count(self) -> int:
+        """Number of tokens."""
+        return self._token_ends[-1]
+
+    def read(self, start: int, number: int) -> np.ndarray:
+        """So many tokens from `start`, if there are, without the maps: a page fault may read
+        megabytes ahead."""
+        pieces, stop = [np.empty(0, np.int64)], min(start + number, self.count)
+        while start < stop:
+            at = bisect_right(self._token_ends, start)
+            file, mapped = self._files[at], self._tokens[at].base
+            assert isinstance(mapped, np.memmap) and mapped.filename is not None
+            place = file.start + start - (self._token_ends[at] - file.count)
+            count = min(stop, self._token_ends[at]) - start
+            offset = mapped.offset + place * mapped.itemsize
+            piece = np.fromfile(mapped.filename, mapped.dtype, count, offset=offset)
+            pieces.append(piece.astype(np.int64))
+            start += count
+        return np.concatenate(pieces)
+
+    def fingerprint(self) -> str:
+        return f"{self.count:,} tokens, {numbers_hash(self.count, self.read)}"
+
+    def __getitem__(self, i: int) -> dict[str, torch.Tensor]:
+        at = bisect_right(self._ends, i)
+        file = self._files[at]
+        start = file.start + (i - (self._ends[at - 1] if at else 0)) * self._seq_len
+        tokens = self._tokens[at][start : start + self._seq_len + 1].astype(np.int64)
+        if tokens.min() < 0 or tokens.max() >= self._vocab_size:
+            bad = tokens[(tokens < 0) | (tokens >= self._vocab_size)][0]
+            raise ValueError(
+                f"{file.path}: token id {bad} near position {start} is outside of the "
+                f"vocabulary of {self._vocab_size}. Set data.vocab_size to more than the largest "
+                "id in the file, and check data.dtype"
+            )
+        ids = torch.from_numpy(tokens)
+        sample = {"inputs": ids[:-1], "targets": ids[1:]}
+        if self._boundary is not None:
+            sample["document_ids"] = (sample["inputs"] == self._boundary).cumsum(0)
+        return sample
