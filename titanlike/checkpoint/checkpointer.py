@@ -127,7 +127,7 @@ class Checkpointer:
         return self._load_first_intact(newest)
 
     def resume_hint(self) -> str:
-        """What to do about a run that diverged; waits for the save in progress."""
+        """Say what to do about a run that diverged; waits for the save in progress."""
         with contextlib.suppress(OSError):
             self._writer.wait()
         if not self.newest:
@@ -244,7 +244,7 @@ class Checkpointer:
             self._made_writer.poll()
 
     def before_update(self) -> None:
-        """To be called before parameters change: a save may still be copying them."""
+        """Wait, before parameters change, for a save that may still be copying them."""
         if self._made_writer is not None:
             self._made_writer.before_update()
 

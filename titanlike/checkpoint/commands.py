@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import sys
 import time
 from datetime import datetime
 from typing import Any
@@ -28,12 +27,12 @@ from titanlike.checkpoint.integrity import (
 )
 from titanlike.checkpoint.storage import Storage, UnreadableFile
 from titanlike.config.files import NotRegularFile
-from titanlike.config.program import argument_parser
+from titanlike.config.program import argument_parser, exit_code
 from titanlike.config.schema import MESH_AXES
 from titanlike.metrics import units
 from titanlike.metrics.console import Console
 
-OK, DIFFERENT, INVALID = 0, 1, 2  # exit codes
+OK, DIFFERENT = 0, 1  # exit codes; 2 is that of another error of the user's
 COMPLETE, DAMAGED, REJECTED, INCOMPLETE = "complete", "damaged", "rejected", "incomplete"
 UNREADABLE = "unreadable"  # now: that is no verdict
 _MAX_FILES = 9  # that `show` lists without --tensors
@@ -83,17 +82,10 @@ def main(argv: list[str] | None = None) -> int:
         elif name == "consolidate":
             command.add_argument("--dtype", choices=["fp32", "bf16", "fp16"], help="of the weights")
     args = parser.parse_args(argv)
-    error: BaseException | str
-    try:
-        return OK if _run(Console(steps=1), args) else DIFFERENT
-    except (DamagedCheckpoint, UnsafeCheckpoint) as failure:
-        error, code = failure, DIFFERENT
-    except (ValueError, OSError, ImportError) as failure:
-        error, code = failure, INVALID
-    except KeyboardInterrupt:
-        error, code = "interrupted", 130
-    print("error:", " ".join(str(error).split()), file=sys.stderr)
-    return code
+    codes: dict[type[Exception], int] = dict.fromkeys(
+        (DamagedCheckpoint, UnsafeCheckpoint), DIFFERENT
+    )
+    return exit_code(lambda: OK if _run(Console(steps=1), args) else DIFFERENT, codes)
 
 
 def _run(console: Console, args: argparse.Namespace) -> bool:
@@ -172,9 +164,9 @@ def show(console: Console, location: str, *, all_names: bool) -> bool:
     saved_by = None
     if layout := state.get("layout"):  # else of a file that another program wrote
         ranks = state.get("world_size", 1)
-        more = f", {layout['replicate']} replicas" if layout.get("replicate", 1) > 1 else ""
-        more += f", split {layout['split']}" if layout.get("pp", 1) > 1 else ""
-        saved_by = f"{ranks} rank{'s' * (ranks > 1)} ({_layout(state)}{more})"
+        details = f", {layout['replicate']} replicas" if layout.get("replicate", 1) > 1 else ""
+        details += f", split {layout['split']}" if layout.get("pp", 1) > 1 else ""
+        saved_by = f"{ranks} rank{'s' * (ranks > 1)} ({_layout(state)}{details})"
         saved_by += f", torch {state.get('torch')}"
     fields = {
         "checkpoint": path,
@@ -266,22 +258,21 @@ def verify(console: Console, location: str, *, repair: bool = False) -> bool:
 
 
 def _problems(path: Storage, marked: bool) -> list[str]:
-    """What is wrong with the bytes of a checkpoint, committed or marked as damaged."""
-    damages: list[DamagedCheckpoint] = []
-    more: list[str] = []
+    """The problems of the bytes of a checkpoint, committed or marked as damaged."""
+    problems: list[str] = []
     try:
         files = integrity.read_manifest(path, integrity.marked_checksum(path) if marked else None)
-        damages += integrity.damaged_files(path, files)
-        names = {damage.file for damage in damages}
-        if integrity.STATE not in names:
+        damages = {damage.file: damage.reason for damage in integrity.damaged_files(path, files)}
+        problems += [f"{file} {reason}" for file, reason in damages.items()]
+        if integrity.STATE not in damages:
             integrity.read_state(path)
-        if integrity.METADATA not in names:
-            more = [*missing_data(read_tensors(path), files)]
+        if integrity.METADATA not in damages:
+            problems += missing_data(read_tensors(path), files)
     except DamagedCheckpoint as damage:
-        damages.append(damage)
+        problems.append(f"{damage.file} {damage.reason}")
     except UnsafeCheckpoint as error:
-        more = [str(error)]
-    return [*(f"{damage.file} {damage.reason}" for damage in damages), *more]
+        problems.append(str(error))
+    return problems
 
 
 def _sizes(path: Storage) -> dict[str, int]:

@@ -188,7 +188,7 @@ def select_resume(config: Config, rejected: Collection[str] = ()) -> Selection:
 
 
 def run_identity(config: Config) -> dict[str, Any]:
-    """What a resumed run must not change, by key: the order of the samples and the model depend
+    """Values that a resumed run must not change, by key: the order of the samples and the model depend
     on it. "same" in state.json."""
     sizes = {f"model.{key}": value for key, value in to_plain(config.model).items()}
     # null or not: shapes are compared; and a plan for tp changes no value

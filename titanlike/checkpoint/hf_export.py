@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,7 +22,7 @@ from titanlike.checkpoint.state_dict import DTYPES, cast_weights
 from titanlike.checkpoint.storage import Storage
 from titanlike.config.files import read_object
 from titanlike.config.parse import bytes_of
-from titanlike.config.program import argument_parser
+from titanlike.config.program import argument_parser, exit_code
 from titanlike.config.schema import ChatData, HFData, TextData
 from titanlike.data.chat import find_template
 from titanlike.data.registry import DataError, vocabulary
@@ -51,19 +51,16 @@ def main(argv: list[str] | None = None) -> int:
     text = "largest size of a file (default: %(default)s)"
     parser.add_argument("--shard", default="5GiB", metavar="SIZE", help=text)
     arguments = parser.parse_args(argv)
-    try:
+
+    def command() -> int:
         size = bytes_of(arguments.shard)
         if not size:
             raise ValueError(f"--shard {arguments.shard}: not a size; write --shard 5GiB")
-        say = lambda text: print(text, flush=True)  # noqa: E731
+        say = partial(print, flush=True)
         export(arguments.run, arguments.out, arguments.dtype, size, say)
         return 0
-    except (ValueError, OSError, ImportError) as error:
-        print("error:", " ".join(str(error).split()), file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
+
+    return exit_code(command)
 
 
 def export(
@@ -170,7 +167,7 @@ def plan_export(
                 stored = [weights.files.slice(key) for key in keys]
                 kind = dtype or SAFETENSORS_DTYPES.get(stored[0].get_dtype(), dtypes[name])
                 shapes = [tuple(tensor.get_shape()) for tensor in stored]
-                outputs = [Planned(*each, kind) for each in zip(keys, shapes, strict=True)]
+                outputs = [Planned(k, shape, kind) for k, shape in zip(keys, shapes, strict=True)]
                 tensors.append(Exported(name, outputs))
         built.config.architectures = [type(built).__name__]
         config = built.config.to_dict()
@@ -191,8 +188,8 @@ def plan_export(
 def _reverted(
     built: Any, entries: Mapping[str, SavedTensor], dtypes: Mapping[str, torch.dtype]
 ) -> list[Exported]:
-    """In the names and forms that transformers' save_pretrained writes, by its own conversion: of
-    each tensor alone, where that gives what it does of all together; else as the model has them."""
+    """The tensors in the names and forms that transformers' save_pretrained writes, by its own conversion
+    of each alone, where that gives what it does of all together; else as the model has them."""
     from transformers.core_model_loading import revert_weight_conversion
 
     def revert(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -203,12 +200,12 @@ def _reverted(
     alone = {name: {name: tensor} for name, tensor in meta.items()}
     with contextlib.suppress(Exception):  # one that needs several raises whatever it finds missing
         by_itself = {name: revert(tensors) for name, tensors in alone.items()}
-        union = {key: each.shape for tensors in by_itself.values() for key, each in tensors.items()}
-        if union == {key: each.shape for key, each in revert(meta).items()}:
+        union = {key: t.shape for tensors in by_itself.values() for key, t in tensors.items()}
+        if union == {key: tensor.shape for key, tensor in revert(meta).items()}:
             alone = by_itself
     tensors = []
-    for name, found in alone.items():
-        outputs = [Planned(key, tuple(each.shape), dtypes[name]) for key, each in found.items()]
+    for name, reverted in alone.items():
+        outputs = [Planned(key, tuple(t.shape), dtypes[name]) for key, t in reverted.items()]
         plain = len(outputs) == 1 and outputs[0].shape == entries[name].shape
         convert = None if plain else lambda tensor, name=name: revert({name: tensor})
         tensors.append(Exported(name, outputs, convert))
@@ -245,10 +242,9 @@ def _write_small_files(folder: Path, config: dict[str, Any], saved: SavedModel) 
     if source is not None and (source / _GENERATION).is_file():
         generation = read_object(source / _GENERATION)
     elif saved.model.name != "hf":
-        config |= {"bos_token_id": boundary, "eos_token_id": boundary, "pad_token_id": None}
-        generation = (
-            {} if boundary is None else {"bos_token_id": boundary, "eos_token_id": boundary}
-        )
+        ids = {"bos_token_id": boundary, "eos_token_id": boundary}
+        config |= {**ids, "pad_token_id": None}
+        generation = {} if boundary is None else ids
     if ends:
         generation = {**(generation or {}), "eos_token_id": sorted(ends)}
     for file, content in (("config.json", config), (_GENERATION, generation)):

@@ -142,7 +142,7 @@ def mark_damaged(folder: Storage, reason: str) -> None:
 
 
 def marked_checksum(folder: Storage) -> str:
-    """What the marker of a checkpoint that was marked as damaged must hold. Raises DamagedCheckpoint."""
+    """The checksum that lifts the mark of a damaged checkpoint. Raises DamagedCheckpoint."""
     with reading(folder, DAMAGED_MARKER):
         marked = folder.read(DAMAGED_MARKER).decode(errors="replace")
     with reading(folder, MANIFEST):
@@ -450,7 +450,7 @@ def missing_data(tensors: dict[str, SavedTensor], files: Manifest) -> Iterator[s
 
 
 def _tensors(metadata: Any) -> Iterator[tuple[str, SavedTensor]]:
-    """What DCP's Metadata says of each tensor."""
+    """Each tensor of DCP's Metadata, by name."""
     places = {}
     for key, place in (metadata.storage_data or {}).items():
         file = place.relative_path

@@ -136,16 +136,14 @@ _Places = dict[tuple[int, int], list[tuple[Tensor, Slices]]]
 def _targets(
     header: CheckpointHeader, tensors: Mapping[str, Tensor | Blocks]
 ) -> dict[str, _Places]:
-    """By file."""
+    """The places that are to be read, by file."""
     targets: dict[str, _Places] = {}
     for name, tensor in tensors.items():
-        if isinstance(
-            tensor, Blocks
-        ):  # what this rank has of a tensor, by its offsets in the whole
+        # what this rank has of the tensor, by its offsets in the whole
+        if isinstance(tensor, Blocks):
             blocks = {tuple(at): block for at, block in tensor.blocks.items()}
         else:
-            at = tuple(held.start for held in local_slices(tensor))
-            blocks = {at: local(tensor.detach())}
+            blocks = {tuple(s.start for s in local_slices(tensor)): local(tensor.detach())}
         for at, block in blocks.items():
             values = 0
             for chunk in header.tensors[name].chunks:
@@ -162,7 +160,7 @@ def _targets(
 
 
 def _overlap(at: tuple[int, ...], block: Tensor, chunk: Chunk) -> tuple[Slices, Slices] | None:
-    """What a block and a saved chunk have in common: its places in the block and in the chunk."""
+    """The part that a block and a saved chunk have in common: its places in either."""
     here, there = [], []
     for start, size, offset, saved in zip(at, block.shape, chunk.offsets, chunk.sizes, strict=True):
         if start >= offset + saved or offset >= start + size:
@@ -211,7 +209,7 @@ class ShardReader:
 
     @classmethod
     def open(cls, key: str, location: str) -> ShardReader:
-        """Of a checkpoint, or of a run's newest one. Raises ValueError, naming `key`, where there is
+        """Open a checkpoint, or a run's newest one. Raises ValueError, naming `key`, where there is
         none; DamagedCheckpoint, UnsafeCheckpoint."""
         return cls(open_header(resolve(key, location)))
 
@@ -299,7 +297,7 @@ def dtype_of(tensor: SavedTensor) -> torch.dtype:
 
 
 def _begin_of_values(read_bytes: ReadBytes, chunk: Chunk, dtype: torch.dtype) -> int | None:
-    """Where in a chunk its values begin, in their order; None where its record has another form."""
+    """The place in a chunk where its values begin, in a row; None where its record has another form."""
     try:
         tensor, begin = describe_record(_Record(read_bytes, chunk))
     except OSError:

@@ -76,7 +76,7 @@ class Copy:
                 self.tensors[key].copy_(source)
 
     def before_update(self) -> None:
-        """To be called in training before any parameter changes."""
+        """Wait for the copy; to be called in training before any parameter changes."""
         if self._late:
             self._copied.wait()
         if self._gpu_copied is not None:
@@ -128,7 +128,7 @@ class HostMemory:
         }
 
     def offset(self, tensor: Tensor) -> int:
-        """Where one of these tensors begins."""
+        """The place where one of these tensors begins."""
         return tensor.data_ptr() - self._address if tensor.numel() else 0
 
     def close(self) -> None:
@@ -156,7 +156,7 @@ def _tensor_at(
 
 @dataclass(frozen=True)
 class WrittenFile:
-    """What was written into a file of tensors."""
+    """A file of tensors that has been written."""
 
     name: str
     size: int
@@ -307,7 +307,7 @@ class WriterProcess:
 
 
 def serve() -> None:
-    """In the process: serve requests until the trainer is gone."""
+    """Serve requests until the trainer is gone, in a process of its own."""
     trainer, fd = int(sys.argv[1]), int(sys.argv[2])
     for number in _SIGNALS:
         signal.signal(number, signal.SIG_IGN)

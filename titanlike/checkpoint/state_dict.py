@@ -42,8 +42,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def cast_weights(tensor: Tensor, dtype: torch.dtype, name: str) -> Tensor:
-    """In another dtype, where it is a floating-point tensor. Raises ValueError for values that are too
-    large for it."""
+    """A floating-point tensor in another dtype. Raises ValueError for values that are too large for it."""
     if not tensor.is_floating_point() or tensor.dtype == dtype:
         return tensor
     cast = tensor.to(dtype)

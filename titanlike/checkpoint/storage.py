@@ -98,7 +98,7 @@ class Storage:
         return True
 
     def size(self, name: str) -> int:
-        """In bytes."""
+        """A file's bytes."""
 
         def size() -> int:
             info = self._fs.info(self._path(name))
@@ -231,7 +231,7 @@ class Storage:
         return f"{self._root}/{name}"
 
     def _retry(self, name: str, read: Callable[[], _Result]) -> _Result:
-        """What `read` returns; `name` is what it reads, for the error."""
+        """Read, if need be again; name: of what is read, for the error."""
         errors: type[Exception] = OSError if self.local else Exception
         for pause in (*_PAUSES, None):
             self._fs.invalidate_cache()  # other processes write here

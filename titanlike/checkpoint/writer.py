@@ -313,7 +313,7 @@ def superseded(saved: Mapping[int, float | None], settings: Checkpoint) -> list[
 
 @dataclass
 class CachedSavePlan:
-    """What a save that succeeded leaves to the next ones."""
+    """The plan of a save that succeeded, for the next ones."""
 
     signature: list[Any]  # of this rank's tensors: what the plan depends on
     items: list[MetadataIndex] = field(default_factory=list)  # what this rank writes, in this order
@@ -323,7 +323,7 @@ class CachedSavePlan:
 
 @dataclass
 class PreparedSave:
-    """What this rank may write."""
+    """A plan, and the tensors that this rank may write by it."""
 
     plan: CachedSavePlan
     tensors: dict[MetadataIndex, Tensor]  # copies may take their place before they are written
@@ -405,11 +405,12 @@ def write_checkpoint(
                 plans, metadata = global_plan(local_plans)
     if not cached:
         items = [[item.index for item in part.items] for part in plans]
-        own = items[:1]
-        if group is not None:
-            own = [[]]
-            dist.scatter_object_list(own, items or None, group=group, group_src=0)
-        plan.items = own[0]
+        if group is None:
+            (plan.items,) = items
+        else:
+            scattered: list[list[MetadataIndex]] = [[]]
+            dist.scatter_object_list(scattered, items or None, group=group, group_src=0)
+            plan.items = scattered[0]
     # 2. each rank writes its file
     with raise_on_all_ranks(group):
         name = f"__{rank}_0.distcp"
@@ -440,7 +441,7 @@ def write_checkpoint(
 
 
 def global_plan(local_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-    """What each rank writes, and the description of all tensors."""
+    """The plan of each rank, and the description of all tensors."""
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     plans, metadata = planner.create_global_plan(local_plans)
     # as torch's planner writes it for a state dict without nesting: its converters need it
