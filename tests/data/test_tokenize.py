@@ -19,7 +19,7 @@ from support.models import tiny
 from support.paths import ROOT
 from titanlike.config.parse import parse
 from titanlike.config.schema import Config, TokenData
-from titanlike.data import sources
+from titanlike.data import packed
 from titanlike.data.loader import batches
 from titanlike.data.registry import DataError, open_data
 from titanlike.data.tokenize_corpus import Settings, main, tokenize_corpus_files
@@ -152,8 +152,8 @@ def test_many_small_files_become_one_that_is_opened_once(
         (folder / f"{number:05d}.txt").write_text(f"{number} ")
     index = tokenize_corpus_files(folder, tmp_path / "out", Settings("bytes"), 1)
     assert index["documents"] == 500 and len(index["files"]) == 1
-    mapped = mock.Mock(wraps=sources.open_tokens)
-    monkeypatch.setattr(sources, "open_tokens", mapped)
+    mapped = mock.Mock(wraps=packed.open_tokens)
+    monkeypatch.setattr(packed, "open_tokens", mapped)
     open_data(of(tmp_path / "out"))
     assert mapped.call_count == 2, "once for each part"
 

@@ -18,12 +18,7 @@ from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
-from titanlike.config.files import (
-    NotRegularFile,
-    atomic_write_bytes,
-    check_writable,
-    open_regular,
-)
+from titanlike.config.files import NotRegularFile, atomic_write_bytes, check_writable, open_regular
 
 _PAUSES = (0.1, 0.4, 1.5)  # seconds before another attempt to read
 # of a removal: files have been added, or are still open on a network file system

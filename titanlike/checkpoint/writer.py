@@ -53,13 +53,7 @@ from titanlike.checkpoint.integrity import (
     dump_checksums,
 )
 from titanlike.checkpoint.reader import raise_on_all_ranks
-from titanlike.checkpoint.staging import (
-    Copy,
-    HostMemory,
-    WriterProcess,
-    WrittenFile,
-    write_tensors,
-)
+from titanlike.checkpoint.staging import Copy, HostMemory, WriterProcess, WrittenFile, write_tensors
 from titanlike.checkpoint.storage import Storage, error_line
 from titanlike.config.schema import Checkpoint
 from titanlike.device.accelerator import set_device, started

@@ -62,11 +62,7 @@ class PackedSource:
     """
 
     def __init__(
-        self,
-        files: Sequence[TokenFile],
-        seq_len: int,
-        vocab_size: int,
-        boundary: int | None = None,
+        self, files: Sequence[TokenFile], seq_len: int, vocab_size: int, boundary: int | None = None
     ) -> None:
         self._arguments = files, seq_len, vocab_size, boundary
         self._files, self._seq_len = files, seq_len

@@ -330,10 +330,7 @@ def opened(path: Path) -> Iterator[IO[bytes]]:
 
 
 def cached(
-    cache: str | None,
-    name: str,
-    read: Callable[[Path], _T | None],
-    write: Callable[[Path], object],
+    cache: str | None, name: str, read: Callable[[Path], _T | None], write: Callable[[Path], object]
 ) -> _T:
     """An entry of `data.cache`: what `read` returns of its folder, which `write` fills if need be.
 

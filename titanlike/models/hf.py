@@ -28,12 +28,7 @@ from torch import Tensor, nn
 
 from titanlike.config.imports import quiet_import
 from titanlike.models import hf_layers
-from titanlike.models.documents import (
-    Documents,
-    attention_inputs,
-    sequence_spans,
-    takes_documents,
-)
+from titanlike.models.documents import Documents, attention_inputs, sequence_spans, takes_documents
 from titanlike.models.hf_config import needs_eager, routes, settings_of
 from titanlike.models.hf_init import ScratchWeights
 from titanlike.models.hf_weights import FolderWeights
