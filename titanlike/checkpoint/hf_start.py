@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from titanlike.checkpoint.state_dict import sync_tied_copies
-from titanlike.config.errors import ConfigError, Problem, override_text
+from titanlike.config.errors import ConfigError, Problem, override_text, some_names
 from titanlike.config.imports import quiet_import
 from titanlike.config.schema import Config
 from titanlike.distributed.placement import pieces
@@ -17,7 +17,7 @@ from titanlike.models.hf_config import read_config
 from titanlike.models.hf_names import FAMILIES, counterpart, whole_sizes
 from titanlike.models.hf_weights import own_weights
 from titanlike.models.registry import build_model, complete_arguments, resolve_model
-from titanlike.models.safetensors_folder import first_names, has_weights
+from titanlike.models.safetensors_folder import has_weights
 from titanlike.optim.optimizer import StageState
 from titanlike.torch_private.dtensor import local
 
@@ -87,7 +87,7 @@ def _folder_problems(config: Config, folder: Path) -> Iterable[Problem]:
     yield from wrong
     shapes = {name: parameter.shape for name, parameter in built.named_parameters()}
     if not wrong and (lacks := list(own_weights(theirs, folder, shapes).mismatches(shapes))):
-        yield Problem(key, location, first_names(lacks), "copy the folder's files again")
+        yield Problem(key, location, some_names(lacks), "copy the folder's files again")
 
 
 @torch.no_grad()

@@ -8,6 +8,7 @@ rng.RANK.cpu rng.RANK.cuda random generators, restored only in as many ranks wit
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from titanlike.checkpoint.integrity import (
 )
 from titanlike.checkpoint.reader import read, read_header_on_all_ranks
 from titanlike.checkpoint.storage import Storage
+from titanlike.config.errors import some_names
 from titanlike.config.schema import Checkpoint
 from titanlike.device.accelerator import rng_states, set_rng_state
 from titanlike.distributed.placement import Part, pieces
@@ -37,7 +39,6 @@ from titanlike.torch_private.dtensor import local
 _FLAT = dcp_state_dict.StateDictOptions(flatten_optimizer_state_dict=True)
 Tensors = dict[str, Tensor | Blocks]  # blocks of those that tensor parallelism divides
 SHARED_STEP = f"{OPTIMIZER}step"
-_MAX_NAMES = 8  # in a message
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -186,10 +187,10 @@ def load_run(
         if there != here:
             problems.append(f"{name} is {there} there and {here} here")
     if problems:
-        more = f", and {len(problems) - 3} more" if len(problems) > 3 else ""
+        others = f", and {len(problems) - 3} more" if len(problems) > 3 else ""
         raise ValueError(
-            f"checkpoint {header.folder} is from another model or optimizer: {'; '.join(problems[:3])}{more}"
-            "; write the config that saved it (its config.yaml is in the run directory), "
+            f"checkpoint {header.folder} is from another model or optimizer: "
+            f"{'; '.join(problems[:3])}{others}; write the config that saved it (its config.yaml is in the run directory), "
             "another run_dir, or checkpoint.start_from to load only its weights"
         )
     read(header, tensors, group, unread="" if random else RNG)
@@ -280,6 +281,7 @@ def warm_start(
     of_ranks = [shapes] * dist.get_world_size(group)
     dist.all_gather_object(of_ranks, shapes, group=group)
     model = {name: shape for shapes in of_ranks for name, shape in shapes.items()}
+    names_of = partial(some_names, most=8)
     wrong = []
     for name in sorted(model.keys() & sources.keys()):
         shape = header.tensors[MODEL + sources[name]].shape
@@ -287,12 +289,12 @@ def warm_start(
             wrong.append(f"{name} is {shape} there and {model[name]} here")
     if wrong:
         raise ValueError(
-            f"checkpoint.start_from={folder}: {_list(wrong)}; write that model's sizes"
+            f"checkpoint.start_from={folder}: {names_of(wrong)}; write that model's sizes"
         )
     missing = sorted(model.keys() - sources.keys())
     unused = sorted(sources.keys() - model.keys())
     sides = (missing, "not in the checkpoint"), (unused, "only in the checkpoint")
-    notes = [f"{len(names)} {what}: {_list(names)}" for names, what in sides if names]
+    notes = [f"{len(names)} {what}: {names_of(names)}" for names, what in sides if names]
     if notes and (settings.strict or len(missing) == len(model)):
         raise ValueError(
             f"checkpoint.start_from={folder}: parameters {'; '.join(notes)}; write "
@@ -304,7 +306,7 @@ def warm_start(
     sync_tied_copies(stage_states)
     moves = [(old, new) for new, old in sorted(sources.items()) if new != old and new in model]
     if moved := [f"{old} as {new}" for old, new in moves]:
-        notes.insert(0, f"{len(moved)} renamed: {_list(moved)}")
+        notes.insert(0, f"{len(moved)} renamed: {names_of(moved)}")
     count = len(model.keys() & sources.keys())
     return "; ".join([f"starting from {folder}: {count} parameters loaded", *notes])
 
@@ -316,8 +318,3 @@ def renamed(name: str, rules: list[str]) -> str:
         if name.startswith(old):
             return new + name.removeprefix(old)
     return name
-
-
-def _list(items: list[str]) -> str:
-    more = f", and {len(items) - _MAX_NAMES} more" if len(items) > _MAX_NAMES else ""
-    return ", ".join(items[:_MAX_NAMES]) + more

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,6 +95,12 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
 
     best = max(known, key=similarity, default=None)
     return best if best is not None and similarity(best)[0] >= 0.6 else None
+
+
+def some_names(names: Sequence[str], most: int = 3) -> str:
+    """The first names of a list, and how many others there are."""
+    others = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + others
 
 
 def abbreviates(short: str, word: str) -> bool:

@@ -17,9 +17,10 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from titanlike.config.errors import some_names
 from titanlike.distributed.placement import Slices
 from titanlike.models.hf_names import Counterpart
-from titanlike.models.safetensors_folder import SafetensorsFolder, first_names
+from titanlike.models.safetensors_folder import SafetensorsFolder
 
 
 class Source(NamedTuple):
@@ -134,7 +135,7 @@ class FolderWeights(StoredWeights):
         shapes = {name: parameter.shape for name, parameter in self._model.named_parameters()}
         if wrong := list(self.mismatches(shapes)):
             remedy = "use the sizes of its config.json, or model.weights=scratch"
-            raise ValueError(f"path={self._folder}: {first_names(wrong)}; {remedy}")
+            raise ValueError(f"path={self._folder}: {some_names(wrong)}; {remedy}")
 
     def _find_sources(self, files: SafetensorsFolder) -> dict[str, Source]:
         """Parameter or buffer -> name in the files, or experts to merge. Raises ValueError."""
@@ -163,7 +164,7 @@ class FolderWeights(StoredWeights):
                 sources.setdefault(first[id(parameter)], sources[name])
         if missing := [name for name in first.values() if name not in sources]:
             remedy = "write model.weights=scratch, or copy the files again"
-            raise ValueError(f"path={folder}: its files lack {first_names(missing)}; {remedy}")
+            raise ValueError(f"path={folder}: its files lack {some_names(missing)}; {remedy}")
         self._check_unexpected([name for name in sources if name not in state])
         return sources
 
@@ -193,7 +194,7 @@ class FolderWeights(StoredWeights):
         left = [name for name in names if not any(re.search(part, name) for part in ignored)]
         if left:
             raise ValueError(
-                f"path={self._folder}: the model has no {first_names(left)}, which its files "
+                f"path={self._folder}: the model has no {some_names(left)}, which its files "
                 "have; use its own config.json, or model.weights=scratch"
             )
 

@@ -18,6 +18,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from titanlike.config.errors import some_names
+
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 # the format's words
 DTYPES = {
@@ -25,7 +27,6 @@ DTYPES = {
     **{"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8},
     **{"U8": torch.uint8, "BOOL": torch.bool},
 }
-_MAX_SHOWN = 3  # names in a message
 
 
 class SafetensorsFolder:
@@ -83,11 +84,11 @@ def _files(folder: Path) -> dict[str, str]:
             reason = f"path={folder}: {INDEX} is damaged ({error}); copy it again"
             raise ValueError(reason) from None
         if elsewhere:
-            reason = f"names {first_names(elsewhere)}, which is no file of this folder"
+            reason = f"names {some_names(elsewhere)}, which is no file of this folder"
             raise ValueError(f"path={folder}: {INDEX} {reason}; put the file into it")
         lost = sorted({name for name in files.values() if not (folder / name).is_file()})
         if lost:
-            raise ValueError(f"path={folder}: lacks {first_names(lost)}; copy the files again")
+            raise ValueError(f"path={folder}: lacks {some_names(lost)}; copy the files again")
         return files
     try:
         with safe_open(folder / SINGLE, framework="pt") as opened:
@@ -95,12 +96,6 @@ def _files(folder: Path) -> dict[str, str]:
     except (OSError, SafetensorError) as error:
         reason = f"path={folder}: {SINGLE} cannot be read: {error}; copy the file again"
         raise ValueError(reason) from None
-
-
-def first_names(names: list[str]) -> str:
-    """Some names, for a message."""
-    more = f" and {len(names) - _MAX_SHOWN} more" if len(names) > _MAX_SHOWN else ""
-    return ", ".join(names[:_MAX_SHOWN]) + more
 
 
 # --- writing --------------------------------------------------------------------------------------

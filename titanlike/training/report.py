@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from titanlike.config.errors import some_names
 from titanlike.config.program import train_program
 from titanlike.config.schema import Config, Muon
 from titanlike.distributed.mesh import Mesh
@@ -42,7 +43,7 @@ def opening(session: Session) -> None:
         ("model", f"{config.model.name}, {units.count(plan.whole_numel)} parameters"),
         ("weights", "" if start or config.checkpoint.start_from else run.weights_source),
         *described.items(),
-        ("not used", f"{_first(plan.unused)}: no gradient, no update" if plan.unused else ""),
+        ("not used", f"{some_names(plan.unused)}: no gradient, no update" if plan.unused else ""),
         ("not checked", "; ".join(t.unchecked for t in plan.transforms.values() if t.unchecked)),
         ("precision", precision),
         ("optimizer", _optimizer(config, plan)),
@@ -163,7 +164,7 @@ def _recomputed(config: Config, plan: TrainPlan) -> str:
     total = sum(len(plan.blocks(stage)) for stage in range(plan.order.stages))
     text = f"{how}: {chosen.count} of {total} blocks, in the backward"
     if alone := plan.model_graph.taking_gradients:
-        text += f" (not {_first(sorted(alone))}: gradients are taken in the forward)"
+        text += f" (not {some_names(sorted(alone))}: gradients are taken in the forward)"
     if chosen.limit is None:
         return text
     most, rank = max((size, -rank) for rank, size in enumerate(chosen.memory))
@@ -171,11 +172,6 @@ def _recomputed(config: Config, plan: TrainPlan) -> str:
     if most > chosen.limit:
         text += "; WARNING: that is too much: a larger pp or dp, or more schedule.microbatches"
     return text
-
-
-def _first(names: list[str]) -> str:
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return f"{', '.join(names[:3])}{more}"
 
 
 def epochs(config: Config, sequences: int) -> str:
