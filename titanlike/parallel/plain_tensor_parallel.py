@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
-    ParallelStyle,
     PrepareModuleInput,
     RowwiseParallel,
     SequenceParallel,
@@ -22,34 +19,24 @@ __all__ = ["divide_by_hand", "loss_parallel"]
 
 def divide_by_hand(model: nn.Module, mesh: DeviceMesh) -> None:
     """Divide a Llama on meta over the ranks of a mesh axis, activations along the sequence."""
-    parallelize_module(
-        model,
-        mesh,
-        {
-            "model.embed_tokens": RowwiseParallel(
-                input_layouts=Replicate(), output_layouts=Shard(1)
-            ),
-            "model.norm": SequenceParallel(),
-            "lm_head": ColwiseParallel(
-                input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False
-            ),
-        },
-    )
-    blocks: Any = model.get_submodule("model.layers")
-    for block in blocks:
-        plan: dict[str, ParallelStyle] = {
-            "input_layernorm": SequenceParallel(),
-            "post_attention_layernorm": SequenceParallel(),
-            "self_attn": _gathered(3),
-            "mlp": _gathered(1),
-            "self_attn.o_proj": RowwiseParallel(output_layouts=Shard(1)),
-            "mlp.down_proj": RowwiseParallel(output_layouts=Shard(1)),
-        }
-        for name in ("q_proj", "k_proj", "v_proj"):
-            plan[f"self_attn.{name}"] = ColwiseParallel()
-        for name in ("gate_proj", "up_proj"):
-            plan[f"mlp.{name}"] = ColwiseParallel()
-        parallelize_module(block, mesh, plan)
+    block = "model.layers.*"
+    to_tokens, columns = RowwiseParallel(output_layouts=Shard(1)), ColwiseParallel()
+    plan = {
+        "model.embed_tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        f"{block}.*_layernorm": SequenceParallel(),
+        f"{block}.self_attn": _gathered(3),
+        f"{block}.self_attn.[qkv]_proj": columns,
+        f"{block}.self_attn.o_proj": to_tokens,
+        f"{block}.mlp": _gathered(1),
+        f"{block}.mlp.gate_proj": columns,
+        f"{block}.mlp.up_proj": columns,
+        f"{block}.mlp.down_proj": to_tokens,
+        "model.norm": SequenceParallel(),
+        "lm_head": ColwiseParallel(
+            input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False
+        ),
+    }
+    parallelize_module(model, mesh, plan)
 
 
 def _gathered(arguments: int) -> PrepareModuleInput:
