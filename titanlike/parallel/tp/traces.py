@@ -279,7 +279,7 @@ class ShardedTrace(TracedForward):
             if part is not None:
                 shard = Shard("features", (part.shape[part.dim],))
                 layout = tuple(shard if d == part.dim else None for d in range(len(part.shape)))
-            self._track(parameter, layout, pending=self._await(name))
+            self._track(parameter, layout, pending=self._partial_of(name))
 
     def run_checked(
         self, forward: Callable[[], Any], wholes: Sequence[Shape]
@@ -322,7 +322,8 @@ class ShardedTrace(TracedForward):
     ) -> None:
         self._tracked[id(tensor)] = _Tracked(tensor, layout, kind, pending)
 
-    def _await(self, name: str) -> frozenset[str]:
+    def _partial_of(self, name: str) -> frozenset[str]:
+        """What is pending of a parameter, or a module's result, from here on."""
         self.needs.setdefault(name, set())
         return frozenset([name])
 
@@ -433,7 +434,7 @@ class ShardedTrace(TracedForward):
                 pattern = count if isinstance(count, tuple) else (w // count,) * count
             layout[dim] = packed(Shard("features", pattern, 1, name), w)
         summed = entry is not None and entry.style in _SUMMED and not any(layout)
-        pending = self._await(f"{RESULT}{name}") if summed else frozenset[str]()
+        pending = self._partial_of(f"{RESULT}{name}") if summed else frozenset[str]()
         self._track(tensor, tuple(layout), pending=pending)
 
     def operation(self, function: Any, args: Any, kwargs: Any) -> Any:
