@@ -572,10 +572,8 @@ def _by_name(
 
 def _same_form(result: Any, args: Any) -> bool:
     """Whether a block's result may stand in for its first argument."""
-    both = result, args[0] if args else None
-    if not all(isinstance(tensor, Tensor) for tensor in both):
-        return False
-    return len({(tensor.shape, tensor.dtype, tensor.stride()) for tensor in both}) == 1
+    tensors = [x for x in (result, *args[:1]) if isinstance(x, Tensor)]
+    return len(tensors) == 2 and len({(x.shape, x.dtype, x.stride()) for x in tensors}) == 1
 
 
 def _kinds(layout: Sequence[Shard | None]) -> set[Kind]:
