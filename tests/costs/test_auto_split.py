@@ -63,6 +63,24 @@ class Mixed(nn.Module):
         return F.linear(self.once(x), self.embed.weight)
 
 
+class Twice(nn.Module):
+    """A block that is given one tensor twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, WIDTH)
+        self.layers = nn.ModuleList([Product(), nn.Linear(WIDTH, VOCAB)])
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        x = self.embed(inputs)
+        return self.layers[1](self.layers[0](x, x))
+
+
+class Product(nn.Module):
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        return a * b
+
+
 class Once(nn.Module):
     """Can be called in its model's forward alone."""
 
@@ -79,9 +97,9 @@ def unit_costs_of(config: Config) -> UnitCosts:
     return UnitCosts(graph, targets, build_loss(config.loss))
 
 
-def mixed() -> UnitCosts:
+def mixed(kind: type[nn.Module] = Mixed) -> UnitCosts:
     with torch.device("meta"):
-        model = Mixed()
+        model = kind()
         targets = torch.empty(ROWS, TOKENS, dtype=torch.int64)
     model_graph = ModelGraph(model, {"inputs": Field((TOKENS,), torch.int64)}, ROWS, [])
     return UnitCosts(model_graph, targets, build_loss(tiny().loss))
@@ -110,6 +128,10 @@ def test_parameters_that_two_units_use_are_held_once_in_a_stage() -> None:
     assert held[0, 1] == tied and held[5, 6] == tied and held[1, 2] == layer
     assert held[0, 6] == sum(p.numel() for p in Mixed().parameters())
     assert held[1, 6] == held[0, 6]
+
+
+def test_what_a_unit_is_given_twice_is_held_once() -> None:
+    assert mixed(Twice).saved_bytes()[1] == 4 * ROWS * TOKENS * WIDTH
 
 
 def test_memory_is_what_the_backward_waits_for() -> None:
@@ -232,8 +254,8 @@ def test_times_hold_for_the_same_shapes_alone() -> None:
 def stages_twice(config: Config, worker: Worker) -> tuple[int, Any, list[list[list[str]]]]:
     """How often a rank measured, what is stored after that, and the stages of two starts."""
     mesh, path, found = open_mesh(config, worker), worker.run_dir / TIMES_FILE, []
-    UnitCosts.nanoseconds = measured = mock.Mock(wraps=UnitCosts.nanoseconds)
-    UnitCosts.nanoseconds = lambda *args: measured(*args)
+    UnitCosts.times = measured = mock.Mock(wraps=UnitCosts.times)
+    UnitCosts.times = lambda *args: measured(*args)
     for _ in range(2):
         found.append(build(config, mesh).plan.stages)
         dist.barrier()

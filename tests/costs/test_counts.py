@@ -8,7 +8,6 @@ from collections import Counter
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
@@ -16,9 +15,8 @@ from support.cells import cells
 from support.families import llama
 from support.models import tiny
 from titanlike.config.schema import Config, Fsdp, Schedule
-from titanlike.costs import estimate as estimates
+from titanlike.costs.estimate import assemble_fake, zeros
 from titanlike.data.loader import example_batch
-from titanlike.distributed.mesh import lay_mesh
 from titanlike.optim.optimizer import gradient_norm
 from titanlike.torch_private.fake_ranks import LiveStorages, fake_process_group, fake_tensors
 from titanlike.training.step import optimizer_step
@@ -36,9 +34,8 @@ def counted(config: Config) -> dict[str, int]:
     """Of the first rank in its second step; and the process groups that it is in."""
     live, fake = LiveStorages(), fake_tensors()
     with fake_process_group(0, config.world_size):
-        mesh = lay_mesh(config, torch.device("cpu"), "fake", "planned")
-        run = estimates._assembled(config, mesh, 1 << 40, fake, live)
-        batch = estimates._batch(config, example_batch(config))
+        run = assemble_fake(config, 1 << 40, fake, live)
+        batch = zeros(config, example_batch(config))
         found = Counter({"groups": len(dist.distributed_c10d._world.pg_map)})
         with fake:
             run.pipeline.train(batch)

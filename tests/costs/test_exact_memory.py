@@ -28,7 +28,7 @@ from titanlike.config.schema import (
     Sgd,
 )
 from titanlike.costs import advice
-from titanlike.costs.estimate import Estimate, estimate, make_estimate, with_exact_memory
+from titanlike.costs.estimate import Estimate, make_estimate, with_exact_memory
 from titanlike.costs.estimate_text import as_data, as_text
 from titanlike.costs.known_hardware import shipped
 from titanlike.costs.search import search, search_text
@@ -179,4 +179,4 @@ def test_a_shipped_experiment_fits_on_the_gpus_that_it_is_for(words: str) -> Non
     assert checked.config is not None and not checked.problems
     plan = make_plan(checked.config)
     assert max(plan.recomputed.memory, default=0) <= limit
-    assert estimate(checked.config, plan).fullest <= limit
+    assert make_estimate(checked.config, plan=plan).fullest <= limit

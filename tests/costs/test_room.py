@@ -25,7 +25,7 @@ from titanlike.config.schema import (
     ZeroBubbleSchedule,
 )
 from titanlike.costs.advice import memory_warning
-from titanlike.costs.estimate import estimate
+from titanlike.costs.estimate import make_estimate
 from titanlike.training.train_plan import make_plan
 
 SMALL = [f"model.{key}={value}" for key, value in MODEL.items() if value is not None]
@@ -46,7 +46,7 @@ def warned(*words: str, memory: int) -> tuple[str, list[str]]:
 def test_a_run_that_cannot_fit_is_told_what_does() -> None:
     config = examined(*WORDS, *PIPELINE, "activation_checkpoint=full").config
     assert config is not None
-    needed = estimate(config, make_plan(config)).fullest
+    needed = make_estimate(config, plan=make_plan(config)).fullest
     for share in (0.9, 0.45):
         memory = int(share * needed)
         text, overrides = warned(*PIPELINE, memory=memory)
@@ -72,7 +72,7 @@ def test_auto_takes_the_least_traffic_that_fits() -> None:
     assert roomy.zero == 1 and "least traffic" in roomy.why_zero
     assert tight.zero == 2 and "would take about" in tight.why_zero
     assert make_plan(config, device_memory=lambda: None).zero == 2
-    assert estimate(config, tight).fullest == needed
+    assert make_estimate(config, plan=tight).fullest == needed
 
     config = tiny(1, 2, Schedule("1f1b", 4))
     roomy = make_plan(config, device_memory=lambda: 2**30)

@@ -22,10 +22,10 @@ from support.paths import ROOT
 from titanlike.config.errors import ConfigError
 from titanlike.config.parse import parse
 from titanlike.config.schema import Config
-from titanlike.costs.estimate import estimate
-from titanlike.costs.layouts import Machine, SearchSpace
+from titanlike.costs.estimate import make_estimate
+from titanlike.costs.layouts import SearchSpace
 from titanlike.driver.job import JobRunner, config_problems
-from titanlike.driver.layout_search import filter_layouts, read_space
+from titanlike.driver.layout_search import Machine, filter_layouts, read_space
 from titanlike.driver.sweep_status import read_spec
 from titanlike.pipeline.schedules import SCHEDULES
 from titanlike.training.train_plan import make_plan
@@ -197,7 +197,7 @@ def test_a_layout_that_is_another_one_in_other_words_is_run_once():
         "schedule.microbatches=2", "schedule.microbatches=4",
     ]  # fmt: skip
     configs = [composed(words) for words in found.combinations]
-    times = [estimate(config, make_plan(config)).step_seconds for config in configs]
+    times = [make_estimate(config, plan=make_plan(config)).step_seconds for config in configs]
     (skipped,) = found.skipped
     assert composed(list(skipped)) == configs[times.index(max(times))]
     search = SearchSpace(schedules=["gpipe", "1f1b"], microbatches=[1])

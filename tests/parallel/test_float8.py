@@ -24,7 +24,7 @@ from titanlike.config.schema import (
     Precision,
     Sgd,
 )
-from titanlike.costs.estimate import estimate
+from titanlike.costs.estimate import make_estimate
 from titanlike.metrics.sinks import read_jsonl
 from titanlike.models.registry import build_model, resolve_model
 from titanlike.parallel.float8 import in_bf16, use_float8
@@ -170,7 +170,7 @@ def test_the_estimates_and_flops_are_those_of_bf16() -> None:
     config = tiny(2, 2, layers=4, precision=BF16)
     float8 = replace(config, precision=FLOAT8)
     plans = [make_plan(config), make_plan(float8)]
-    bf16, eight = (estimate(c, d) for c, d in zip((config, float8), plans, strict=True))
+    bf16, eight = (make_estimate(c, plan=d) for c, d in zip((config, float8), plans, strict=True))
     assert plans[0].flops_per_token == plans[1].flops_per_token
     # on the CPU it is emulated: operands are cast once more
     assert bf16.step_seconds <= eight.step_seconds < 1.05 * bf16.step_seconds

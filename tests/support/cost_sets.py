@@ -16,6 +16,7 @@ from titanlike.costs.order_search import (
     SearchResult,
     best_known,
     best_order,
+    fastest,
     lower_bound,
 )
 from titanlike.costs.simulate import Duration, StageTimes
@@ -108,7 +109,7 @@ class CostSet:
             for f, i, w in zip(of(self.forward), of(self.inputs), of(self.weights), strict=True)
         ]
         held = of(self.held)
-        return OrderProblem(place, self.microbatches, times, held, held, limit)
+        return OrderProblem(place, self.microbatches, times, held, held, limit, starts=tuple(split))
 
 
 @cache
@@ -138,8 +139,8 @@ def compare(costs: CostSet, limit: float, trials: int) -> Compared:
         problem = costs.problem(place, costs.even(place), limit)
         own = known(place, costs.pp, costs.microbatches)
         bounds.append(lower_bound(problem))
-        built_in = _faster(built_in, best_known(problem, own))
-        found = _faster(found, best_order(problem, own, trials))
+        built_in = fastest((built_in, best_known(problem, own)))
+        found = fastest((found, best_order(problem, own, trials)))
     return Compared(built_in, found, min(bounds))
 
 
@@ -156,17 +157,13 @@ def compare_all(costs: CostSet, limit: float, trials: int) -> Compared:
     for place in costs.places:
         balanced = Placement(place, costs.balanced(place))
         problem = problem_of(balanced)
-        built_in = _faster(built_in, best_known(problem, known_of(problem)))
+        built_in = fastest((built_in, best_known(problem, known_of(problem))))
         cuts += [
             balanced,
             Placement(place, costs.even(place)),
             Placement(place, costs.balanced(place, True)),
         ]
-    one = best_cut(problem_of, known_of, cuts, len(costs.forward), trials)
+    problems = [problem_of(cut) for cut in cuts]
+    best = best_cut(problem_of, known_of, problems, len(costs.forward), trials)
     work = sum(costs.forward) + sum(costs.inputs) + sum(costs.weights)
-    return Compared(built_in, one and one.found, costs.microbatches * work / costs.pp)
-
-
-def _faster(one: SearchResult | None, other: SearchResult | None) -> SearchResult | None:
-    found = [each for each in (one, other) if each is not None]
-    return min(found, key=lambda each: each.seconds, default=None)
+    return Compared(built_in, best, costs.microbatches * work / costs.pp)

@@ -13,6 +13,7 @@ from unittest import mock
 import pytest
 
 from support.cells import cells
+from support.equal_stages import equal_stages
 from support.live_memory import Live
 from support.models import tiny
 from support.saved_runs import events
@@ -20,7 +21,7 @@ from support.world import RankError, run_world
 from titanlike.config import validate
 from titanlike.config.parse import to_plain
 from titanlike.config.schema import Checkpoint, Config, Fsdp, Schedule, Timeline, Validation
-from titanlike.costs.simulate import Simulation, StageTimes, equal_stages, simulate
+from titanlike.costs.simulate import Simulation, StageTimes, simulate
 from titanlike.costs.timeline_report import TimelineReport, report_of
 from titanlike.data.loader import batches
 from titanlike.data.registry import open_data

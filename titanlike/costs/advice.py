@@ -43,7 +43,7 @@ def advise(estimate: Estimate, seconds: float = _SECONDS) -> list[Advice]:
     from titanlike.costs.estimate import make_estimate
 
     end = time.process_time() + seconds
-    found = []
+    gains = []
     for choices in _faster(estimate):
         if time.process_time() > end:
             break
@@ -56,8 +56,8 @@ def advise(estimate: Estimate, seconds: float = _SECONDS) -> list[Advice]:
             continue
         gain = estimate.step_seconds / other.step_seconds - 1
         if other.fits and gain > _LEAST:
-            found.append(Advice(_shown(choices), gain, other))
-    return sorted(found, key=lambda advice: -advice.gain)
+            gains.append(Advice(_shown(choices), gain, other))
+    return sorted(gains, key=lambda advice: -advice.gain)
 
 
 def memory_warning(

@@ -33,9 +33,11 @@ from titanlike.costs.order_search import (
     adapted,
     best_known,
     best_order,
+    fastest,
     lower_bound,
     trials_for,
 )
+from titanlike.costs.rank_memory import StageLayout
 from titanlike.costs.stage_times import as_measured, stage_times
 from titanlike.costs.unit_costs import CostError
 from titanlike.graph.partition import SplitError, partition
@@ -99,15 +101,15 @@ def with_found_order(config: Config, say: Any = lambda _: None) -> Config:
             return _with_order(config, path, kept["points"])
     except (OSError, ValueError, KeyError, TypeError):
         pass  # missing, or another's
-    found = find(config)
+    result = find(config)
     points = None
     if schedule.search == "split" or isinstance(config.split, AutoSplit):
-        points = [names[0] for names in found.stages[1:]]
-    text = json.dumps({"for": wanted, "points": points, "found": found.text}, indent=1)
+        points = [names[0] for names in result.stages[1:]]
+    text = json.dumps({"for": wanted, "points": points, "found": result.text}, indent=1)
     path.parent.mkdir(parents=True, exist_ok=True)
-    files.atomic_write_text(path, found.order.to_csv())
+    files.atomic_write_text(path, result.order.to_csv())
     files.atomic_write_text(why, text + "\n")
-    say(found.text)
+    say(result.text)
     return _with_order(config, path, points)
 
 
@@ -149,9 +151,10 @@ class _Search:
         if seconds is not None:
             self.table.times = as_measured(self.table.times, seconds)
         self.limits: dict[str, float] = {}  # bytes that each key allows
-        self._bytes: dict[object, tuple[int, int]] = {}
+        self._bytes: dict[tuple[str, ...], tuple[int, int]] = {}
         self._orders: dict[tuple[int, ...], dict[str, Order]] = {}
-        whole = self._given(loop(config.pp)) or self._given(loop(config.pp), even=True)
+        place = loop(config.pp)
+        whole = self._by_config(place) or self._by_config(place, even=True)
         if whole is None:
             raise ValueError(f"schedule=auto: the model has fewer units than pp={config.pp}; pp=1")
         first = self.problem(whole)
@@ -166,15 +169,15 @@ class _Search:
     def run(self) -> FoundSchedule:
         """Raises ConfigError."""
         cuts: list[Placement] = []
-        given = [cut for place in self._places() if (cut := self._given(place)) is not None]
+        by_config = [cut for place in self._places() if (cut := self._by_config(place))]
         splits = self.schedule.search == "split"
         for place in self._places():
-            own = [cut for cut in given if cut.place == place]
+            of_place = [cut for cut in by_config if cut.place == place]
             if splits:  # whose stages are not empty
-                own = [cut for cut in own if len({*cut.starts}) == len(place)]
+                of_place = [cut for cut in of_place if len({*cut.starts}) == len(place)]
                 balanced = self._balanced(place), self._balanced(place, by_memory=True)
-                own += [cut for cut in balanced if cut is not None]
-            cuts += dict.fromkeys(own)
+                of_place += filter(None, balanced)
+            cuts += dict.fromkeys(of_place)
         if not cuts:
             reason = "no placement that schedule=auto may choose has so many stages"
             fix = "split=even, or schedule.search=placement"
@@ -183,21 +186,16 @@ class _Search:
         # placements that are searched, each with as many
         trials = trials_for(problems[:3] if splits else problems)
         if splits:
-            best = best_cut(self.problem, self._known, cuts, len(self.table.units), trials, seed)
+            units = len(self.table.units)
+            best = best_cut(self.problem, self._known, problems, units, trials, seed)
         else:
-            each = [
-                PlacedOrder(cut, found)
-                for cut, problem in zip(cuts, problems, strict=True)
-                if (found := best_order(problem, self._known(problem), trials, seed)) is not None
-            ]
-            best = min(each, key=lambda one: one.found.seconds, default=None)
+            orders = [best_order(p, self._known(p), trials, seed) for p in problems]
+            best = fastest(orders)
         if best is None:
             raise ConfigError(self._too_little(problems))
-        known = [best_known(problem := self.problem(cut), self._known(problem)) for cut in given]
-        fastest = min(filter(None, known), key=lambda one: one.seconds, default=None)
-        found, names = best.found, self.names(best.cut)
-        bound = lower_bound(found.problem)
-        return FoundSchedule(found.order.check(), names, found.seconds, bound, fastest)
+        known = [best_known(p, self._known(p)) for p in map(self.problem, by_config)]
+        names, bound = self.names(best.problem.starts), lower_bound(best.problem)
+        return FoundSchedule(best.order.check(), names, best.seconds, bound, fastest(known))
 
     def _places(self) -> list[tuple[int, ...]]:
         """Placements that may be chosen."""
@@ -208,8 +206,8 @@ class _Search:
         return [vee(pp), *loops] if schedule.stages_per_rank > 1 and pp > 1 else loops
 
     def _too_little(self, problems: Sequence[OrderProblem]) -> list[Problem]:
-        """Of the keys that allow less than any order needs."""
-        schedule, found = self.schedule, []
+        """The keys that allow less than any order needs."""
+        schedule, too_little = self.schedule, []
         least = min(problem.least_memory for problem in problems)
         reason = "a rank holds at least a microbatch of all its stages, which takes more"
         for name, limit in self.limits.items():
@@ -219,16 +217,18 @@ class _Search:
                 value = 1.0 if schedule.memory is None else schedule.memory
                 fix = f"{math.ceil(100 * least / limit * value) / 100:g}"
             if limit < least:
-                found.append(Problem(f"schedule.{name}", value, reason, f"schedule.{name}={fix}"))
-        return found
+                too_little.append(
+                    Problem(f"schedule.{name}", value, reason, f"schedule.{name}={fix}")
+                )
+        return too_little
 
-    def names(self, cut: Placement) -> list[list[str]]:
-        """Of the units of each stage."""
+    def names(self, starts: Starts) -> list[list[str]]:
+        """Names of the units of each stage."""
         names = [unit.name for unit in self.table.units]
-        return [names[a:b] for a, b in pairwise([*cut.starts, len(names)])]
+        return [names[a:b] for a, b in pairwise([*starts, len(names)])]
 
-    def _given(self, place: tuple[int, ...], even: bool = False) -> Placement | None:
-        """As config.split cuts; None where it has another number of stages."""
+    def _by_config(self, place: tuple[int, ...], even: bool = False) -> Placement | None:
+        """The placement as config.split cuts; None where it has another number of stages."""
         split = schema.EvenSplit() if even else self.config.split
         if isinstance(split, AutoSplit):
             return self._balanced(place)
@@ -243,44 +243,51 @@ class _Search:
         """With ranks that take the same time, or the same memory, as far as can be."""
         names = [unit.name for unit in self.table.units]
         if by_memory:
-            each = [self._held([name], False)[0] for name in names]
+            costs = [self._held([name])[0] for name in names]
         else:
             times = [self.table.times[name] for name in names]
-            each = [round(unit.computes.device * 1e9) for unit in times]
-        starts = best_split(StageCosts(None, each, [1] * len(place)), place).starts
+            costs = [round(unit.computes.device * 1e9) for unit in times]
+        starts = best_split(StageCosts(None, costs, [1] * len(place)), place).starts
         return Placement(place, tuple(starts)) if len(names) >= len(place) else None
 
     def problem(self, cut: Placement) -> OrderProblem:
         """What an order of such stages is made for."""
-        table, stages = self.table, self.names(cut)
-        deferred = self._waiting(stages)
-        layout = table.layout(stages, self.recomputed, deferred, cut.place, 1, self.microbatches)
-        times = stage_times(self.config, layout, self.hardware, table.times).stages
-        held, queued = zip(*(self._held(own) for own in stages), strict=True)
-        ahead = self.hardware.runs_ahead
-        limit = min(self.limits.values(), default=math.inf)
-        most = math.inf if self.schedule.in_flight is None else self.schedule.in_flight
-        return OrderProblem(cut.place, self.microbatches, times, held, queued, limit, ahead, most)
+        stages = self.names(cut.starts)
+        layout = self._layout(stages, cut.place)
+        times = stage_times(self.config, layout, self.hardware, self.table.times).stages
+        held, queued = zip(*map(self._held, stages), strict=True)
+        in_flight = self.schedule.in_flight
+        return OrderProblem(
+            *(cut.place, self.microbatches, times, held, queued),
+            limit=min(self.limits.values(), default=math.inf),
+            runs_ahead=self.hardware.runs_ahead,
+            in_flight=math.inf if in_flight is None else in_flight,
+            starts=cut.starts,
+        )
 
     def _waiting(self, stages: Stages) -> Collection[int]:
         """Those whose weight gradients wait."""
         return range(len(stages)) if self.schedule.weight_gradients == "deferred" else ()
 
-    def _held(self, names: Sequence[str], sends: bool = True) -> tuple[int, int]:
+    def _held(self, names: Sequence[str]) -> tuple[int, int]:
         """Bytes of a microbatch of a stage of these units, and of what waits between I and W."""
-        key = tuple(names), sends
+        key = tuple(names)
         if key not in self._bytes:
-            order, message = Order(((),), (0,), self.microbatches), self.table.message * sends
-            layout = order, 1, [names], self._waiting([names]), message
-            memory = self.table.memory.with_layout(self.config, *layout)
-            self._bytes[key] = memory.activations(0, self.recomputed.intersection(names))
+            layout = self._layout([names], (0,))
+            order = Order(((),), (0,), self.microbatches)
+            memory = self.table.memory.with_layout(self.config, order, layout)
+            self._bytes[key] = memory.activations(0, layout.recomputed[0])
         return self._bytes[key]
+
+    def _layout(self, stages: Stages, place: tuple[int, ...]) -> StageLayout:
+        waiting = self._waiting(stages)
+        return self.table.layout(stages, self.recomputed, waiting, place, 1, self.microbatches)
 
     def _known(self, problem: OrderProblem) -> dict[str, Order]:
         """Schedules of a problem's placement."""
         place = problem.place
         if place not in self._orders:
-            found = self._orders[place] = dict[str, Order]()
+            orders = self._orders[place] = dict[str, Order]()
             pp, m, chunks = problem.ranks, problem.microbatches, len(place) // problem.ranks
             for name in SCHEDULES:
                 schedule: Any = schema.Schedule(name, m)
@@ -288,7 +295,7 @@ class _Search:
                     schedule = schema.LoopedSchedule(name, m, chunks)
                 of = vee(pp) if name in V_SCHEDULES else loop(pp, chunks if name in LOOPED else 1)
                 if of == place and microbatch_problem(schedule, pp, m) is None:
-                    found[name] = build_order(schedule, pp, m)
+                    orders[name] = build_order(schedule, pp, m)
         return self._orders[place]
 
 
@@ -308,76 +315,63 @@ class Placement:
     starts: Starts
 
 
-@dataclass(frozen=True)
-class PlacedOrder:
-    cut: Placement
-    found: SearchResult
-
-
 def best_cut(
     problem_of: Callable[[Placement], OrderProblem],
     known_of: Callable[[OrderProblem], dict[str, Order]],
-    cuts: Sequence[Placement],
+    problems: Sequence[OrderProblem],
     units: int,
     trials: int,
     seed: int = 0,
-) -> PlacedOrder | None:
-    """The fastest, beginning with `cuts`; None where no order fits. units: of the model."""
-    first = []
-    for cut in cuts:
-        problem = problem_of(cut)
-        found = best_order(problem, known_of(problem), trials // len(cuts), seed)
-        if found is not None:
-            first.append(PlacedOrder(cut, found))
+) -> SearchResult | None:
+    """The fastest order of any split, beginning with those of `problems`; None where none fits. units:
+    of the model."""
+    share = trials // len(problems)
+    orders = [best_order(problem, known_of(problem), share, seed) for problem in problems]
+    first = sorted(filter(None, orders), key=lambda result: result.seconds)
     if not first:
         return None
-    first.sort(key=lambda one: one.found.seconds)
-    changed = [
-        _changed(one, problem_of, units, trials, random.Random(seed)) for one in first[:_CHANGED]
-    ]
-    best = min(changed, key=lambda one: one.found.seconds)
-    known = known_of(best.found.problem) | {"": best.found.order}
-    found = best_order(best.found.problem, known, trials, seed)
-    if found is not None and found.seconds < best.found.seconds:
-        best = PlacedOrder(best.cut, found)
-    return best
+    best = fastest(
+        _with_moved_units(result, problem_of, units, trials, random.Random(seed))
+        for result in first[:_CHANGED]
+    )
+    assert best is not None
+    known = known_of(best.problem) | {"": best.order}
+    return fastest((best, best_order(best.problem, known, trials, seed)))
 
 
-def _changed(
-    best: PlacedOrder,
+def _with_moved_units(
+    best: SearchResult,
     problem_of: Callable[[Placement], OrderProblem],
     units: int,
     trials: int,
     draw: random.Random,
-) -> PlacedOrder:
-    """With units moved between stages as long as steps get shorter."""
+) -> SearchResult:
+    """The order for units moved between stages as long as steps get shorter."""
     left = trials
     while left > 0:
-        moves = _moves(best.cut, units)
+        moves = _moves(best.problem.starts, units)
         draw.shuffle(moves)
-        for cut in moves:
-            problem = problem_of(cut)
-            if left <= 0 or lower_bound(problem) >= best.found.seconds:
+        for starts in moves:
+            problem = problem_of(Placement(best.problem.place, starts))
+            if left <= 0 or lower_bound(problem) >= best.seconds:
                 continue
             left -= 1
-            found = adapted(problem, best.found.order)
-            if found is not None and found.seconds < best.found.seconds * (1 - 1e-6):
-                best = PlacedOrder(cut, found)
+            result = adapted(problem, best.order)
+            if result is not None and result.seconds < best.seconds * (1 - 1e-6):
+                best = result
                 break
         else:
             break
     return best
 
 
-def _moves(cut: Placement, units: int) -> list[Placement]:
+def _moves(before: Starts, units: int) -> list[Starts]:
     """Every way to take a unit from a stage and give one to another."""
-    found, stages = [], len(cut.starts)
-    for first in range(1, stages):
-        for last in range(first, stages):
-            for by in (-1, 1):
-                starts = [
-                    at + by if first <= stage <= last else at for stage, at in enumerate(cut.starts)
-                ]
-                if all(a < b for a, b in pairwise([*starts, units])):
-                    found.append(replace(cut, starts=tuple(starts)))
-    return found
+    stages = len(before)
+    splits = (
+        tuple(at + by if first <= stage <= last else at for stage, at in enumerate(before))
+        for first in range(1, stages)
+        for last in range(first, stages)
+        for by in (-1, 1)
+    )
+    return [starts for starts in splits if all(a < b for a, b in pairwise([*starts, units]))]

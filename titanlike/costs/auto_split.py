@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -32,7 +33,7 @@ from titanlike.device import accelerator
 from titanlike.distributed.mesh import Mesh
 from titanlike.distributed.sharding import StateBytes
 from titanlike.graph.model_graph import ModelGraph
-from titanlike.graph.partition import Unit, partition
+from titanlike.graph.partition import INFINITE, Unit, lightest_parts, partition
 from titanlike.metrics.timeline_file import Timeline, read_timeline, stage_seconds
 from titanlike.optim.loss import Loss
 from titanlike.pipeline.order import Order
@@ -73,24 +74,24 @@ def find_auto_split(
     unit_costs, units, cost = UnitCosts(*forward), forward[0].units, config.split.cost
     if cost == "time" and measure_times is None:
         cost = "flops"
-    fixed, each, factors = None, [0] * len(units), [1] * order.stages
+    fixed, variable, factors = None, [0] * len(units), [1] * order.stages
     try:
         match cost:
             case "params":
                 fixed = unit_costs.parameter_table(lambda p: p.numel())
             case "memory":  # activations count for the most microbatches in flight on a stage
-                fixed, each = _state_table(unit_costs, config, zero), unit_costs.saved_bytes()
+                fixed, variable = _state_table(unit_costs, config, zero), unit_costs.saved_bytes()
                 factors = stages_in_flight(order)
             case "run":
                 names = [unit.name for unit in units]
                 seconds = seconds_of_run(config.split.run or "", names, unit_costs, config)
-                each = [round(1e9 * sum(times)) for times in seconds]
+                variable = [round(1e9 * sum(times)) for times in seconds]
             case "time":
                 assert measure_times is not None
-                each = measure_times(unit_costs)
+                variable = measure_times(unit_costs)
             case _:
-                each = unit_costs.flops()
-        costs = StageCosts(fixed, each, factors)
+                variable = unit_costs.flops()
+        costs = StageCosts(fixed, variable, factors)
     except CostError as error:
         others = {"params": "split=even", "time": "split.cost=flops", "run": "split.cost=time"}
         fix = others.get(config.split.cost, "split.cost=params")
@@ -114,10 +115,10 @@ def measured_times(config: Config, mesh: Mesh, unit_costs: UnitCosts) -> list[in
             result = [f"{error}"]
     if mesh.world_size > 1:
         dist.broadcast_object_list(result, src=0, device=torch.device("cpu"))
-    (found,) = result
-    if not isinstance(found, list):
-        raise CostError(str(found))
-    return found
+    (times,) = result
+    if not isinstance(times, list):
+        raise CostError(str(times))
+    return times
 
 
 def _read_or_measure(config: Config, device: torch.device, unit_costs: UnitCosts) -> list[int]:
@@ -129,7 +130,7 @@ def _read_or_measure(config: Config, device: torch.device, unit_costs: UnitCosts
             return [int(time) for time in stored["nanoseconds"]]
     except (OSError, ValueError, KeyError, TypeError):
         pass  # missing, or of other calls
-    times = unit_costs.nanoseconds(device)
+    times = [round(1e9 * sum(seconds)) for seconds in unit_costs.times(device, False)]
     accelerator.empty_cache()
     atomic_write_text(path, json.dumps({**key, "nanoseconds": times}) + "\n")
     return times
@@ -150,11 +151,10 @@ def _state_table(unit_costs: UnitCosts, config: Config, zero: int) -> np.ndarray
 
 def stages_in_flight(order: Order) -> list[int]:
     """For each stage: the largest number of microbatches waiting for their backward."""
-    acts = [
-        [act for act in order.ranks[rank] if act.stage == stage]
+    return [
+        in_flight([act for act in order.ranks[rank] if act.stage == stage])
         for stage, rank in enumerate(order.stage_to_rank)
     ]
-    return [*map(in_flight, acts)]
 
 
 # --- what a run's timeline says of the units of a model, in any layout of it ----------------------
@@ -179,17 +179,18 @@ def run_timeline(run: str) -> Timeline:
 def seconds_of_run(
     run: str, names: Sequence[str], costs: UnitCosts, config: Config
 ) -> list[Seconds]:
-    """Of each unit, named `names`, in a run of `config`. Raises CostError where the run is of another model."""
+    """Seconds of each unit, named `names`, in a run of `config`, by the timeline of `run`. Raises CostError
+    where that is of another model."""
     timeline = run_timeline(run)
     weight = dict(zip(names, costs.flops(), strict=True))
-    known = [name for stage in timeline.stages for name in stage]
-    if known != [*names]:
-        other = next((b for a, b in zip(names, known, strict=False) if a != b), "")
-        raise CostError(f"{run} is a run of another model: it has {other or len(known)}")
+    recorded = [name for stage in timeline.stages for name in stage]
+    if recorded != [*names]:
+        other = next((b for a, b in zip(names, recorded, strict=False) if a != b), "")
+        raise CostError(f"{run} is a run of another model: it has {other or len(recorded)}")
     before = parse(timeline.config)[0]
     scale = costs.microbatch_size * config.seq_len / (config.cp * config.tp)
     scale /= timeline.microbatch * before.seq_len / (before.cp * before.tp)
-    found: dict[str, Seconds] = {}
+    of_unit: dict[str, Seconds] = {}
     for stage, inside in enumerate(timeline.stages):
         seconds = stage_seconds(timeline, stage)
         forward, backward = seconds["F"], seconds["B"]
@@ -199,8 +200,8 @@ def seconds_of_run(
         total = sum(weight[name] for name in inside)
         for name in inside:
             share = scale * (weight[name] / total if total else 1 / len(inside))
-            found[name] = forward * share, inputs * share, weights * share
-    return [found[name] for name in names]
+            of_unit[name] = forward * share, inputs * share, weights * share
+    return [of_unit[name] for name in names]
 
 
 # --- the split into consecutive units whose most expensive rank is cheapest -------------------------
@@ -257,10 +258,10 @@ def best_split(costs: StageCosts, place: Sequence[int], max_nodes: int = _MAX_NO
     """
     n, stages = costs.units, costs.stages
     if n <= stages:
-        own = list(range(max(1, n - 1)))
+        starts = list(range(max(1, n - 1)))
         last = n - 1 if n > 1 else n  # empty stages come before the last stage
-        return cost_of_split(costs, place, [*own, *[last] * (stages - len(own))])
-    bottleneck, starts = _one_stage_per_rank(costs)
+        return cost_of_split(costs, place, [*starts, *[last] * (stages - len(starts))])
+    bottleneck, starts = lightest_parts([costs.table(stage) for stage in range(stages)])
     if len(set(place)) == stages:
         return cost_of_split(costs, place, starts)
     best = _improve(costs, place, cost_of_split(costs, place, starts))
@@ -274,34 +275,6 @@ def best_split(costs: StageCosts, place: Sequence[int], max_nodes: int = _MAX_NO
         return best
     rank = max(best.ranks)
     return _minimize(costs, place, best, 1, bottleneck, lambda limit: search.find(rank, limit), v)
-
-
-# --- one stage per rank --------------------------------------------------------------------------
-
-
-def _one_stage_per_rank(costs: StageCosts) -> tuple[int, Starts]:
-    """The smallest cost of the most expensive stage, and of the splits with it the one with the
-    smallest sum of squares."""
-    n = costs.units
-    costliest = np.full(n + 1, INFINITE)
-    costliest[0] = 0
-    for stage in range(costs.stages):
-        costliest = np.maximum(costliest[:, None], costs.table(stage)).min(axis=0)
-    limit = int(costliest[n])
-    squares = np.full(n + 1, np.inf)
-    squares[0] = 0.0
-    chosen = []
-    for stage in range(costs.stages):
-        table = costs.table(stage)
-        own = np.where(table <= limit, table.astype(np.float64) ** 2, np.inf)
-        sums = squares[:, None] + own
-        chosen.append(sums.argmin(axis=0))
-        squares = sums.min(axis=0)
-    starts, stop = [], n
-    for choice in reversed(chosen):
-        stop = int(choice[stop])
-        starts.append(stop)
-    return limit, starts[::-1]
 
 
 # --- several stages per rank ---------------------------------------------------------------------
@@ -340,15 +313,13 @@ def _improve(costs: StageCosts, place: Sequence[int], best: CostedSplit) -> Cost
     stages = costs.stages
     for _ in range(_MAX_MOVES):
         edges, key = [*best.starts, costs.units], best.key
-        heavy = {s for s in range(stages) if best.ranks[place[s]] == key[0]}
-        heavy |= {s for s in range(stages) if best.stages[s] == key[1]}
-        sources = sorted(range(stages), key=lambda stage: stage not in heavy)  # heavy ones first
-        sources = [s for s in sources if edges[s + 1] - edges[s] >= 2]
+        sources = [s for s in range(stages) if edges[s + 1] - edges[s] >= 2]
+        # heavy ones first
+        sources.sort(key=lambda s: best.ranks[place[s]] < key[0] and best.stages[s] < key[1])
         moves = (_best_move(costs, place, best, edges, source) for source in sources)
-        found = next((move for move in moves if move is not None), None)
-        if found is None:
+        if (better := next(filter(None, moves), None)) is None:
             return best
-        best = found
+        best = better
     return best
 
 
@@ -387,8 +358,6 @@ def _best_move(
 
 # --- the cost of every possible stage, in whole numbers -------------------------------------------
 
-
-INFINITE = 2**61  # more than any cost; the sum of two does not overflow
 
 Starts = list[int]  # for each stage, the position of its first unit
 
@@ -458,14 +427,9 @@ class SearchLimit(Exception):
 def load_lower_bound(weights: Sequence[int], bins: int) -> int:
     """A lower bound on the load of the fullest of `bins` bins that contain all weights."""
     low = max(max(weights), -(-sum(weights) // bins))
-    high = sum(weights)
-    while low < high:  # a load at which they cannot fit is a bound, whatever larger loads do
-        middle = (low + high) // 2
-        if cannot_fit(weights, bins, middle):
-            low = middle + 1
-        else:
-            high = middle
-    return low
+    # a load at which they cannot fit is a bound, whatever larger loads do
+    loads = range(low, sum(weights))
+    return low + bisect_left(loads, True, key=lambda load: not cannot_fit(weights, bins, load))
 
 
 def cannot_fit(weights: Sequence[int], bins: int, capacity: int) -> bool:
@@ -548,17 +512,13 @@ class BranchAndBound:
 
     def __init__(self, costs: StageCosts, place: Sequence[int], max_nodes: int) -> None:
         self._costs, self._place, self._nodes_left = costs, list(place), max_nodes
-        lists: dict[int, Any] = {factor: None for factor in costs.factors}
-        for stage, factor in enumerate(costs.factors):
-            lists[factor] = lists[factor] or costs.table(stage).tolist()
+        one_of_each = {factor: stage for stage, factor in enumerate(costs.factors)}
+        lists = {factor: costs.table(stage).tolist() for factor, stage in one_of_each.items()}
         self._tables = [lists[factor] for factor in costs.factors]
-        rest = accumulate(reversed(costs.lower_bounds))
-        self._rest = [*reversed([0, *rest])]  # lower bounds summed over units[i:]
-        self._later = [0] * costs.stages  # how many later stages are on the same rank
-        seen: dict[int, int] = {}
-        for stage in reversed(range(costs.stages)):
-            self._later[stage] = seen.get(place[stage], 0)
-            seen[place[stage]] = self._later[stage] + 1
+        # lower bounds summed over units[i:]
+        self._rest = [*accumulate(reversed(costs.lower_bounds), initial=0)][::-1]
+        # how many later stages are on the same rank
+        self._later = [self._place[at + 1 :].count(rank) for at, rank in enumerate(self._place)]
         self._sums = _sums(costs.lower_bounds) if len(set(costs.factors)) == 1 else None
 
     def find(self, rank: int, stage: int) -> Starts | None:

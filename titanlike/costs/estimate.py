@@ -3,6 +3,11 @@
 1. `make_plan` decides stages, order and sharding, as for a run: nothing is allocated.
 2. `layout_times`: each stage's times and traffic; `simulate`: the step of every pipeline rank.
 3. `RankMemory.memory_timeline`: what is in memory when, by what it is.
+
+Of 27 layouts (docs/layouts.md) the memory is 0.97 to 1.02 of what a rank's live storages take at their
+peak. A CPU process takes more: libraries and gloo 45 MiB, and where glibc keeps freed blocks (no sharding,
+small microbatches) up to twice as much. A unit whose costs cannot be measured alone counts only with its
+parameters.
 """
 
 from __future__ import annotations
@@ -32,12 +37,11 @@ from titanlike.config.schema import (
 )
 from titanlike.costs.auto_split import seconds_of_run
 from titanlike.costs.known_hardware import axes, likely_hardware, link_of, measured_times
-from titanlike.costs.rank_memory import MemoryParts, MemorySample, RankMemory
+from titanlike.costs.rank_memory import MemoryParts, MemorySample, RankMemory, StageLayout
 from titanlike.costs.simulate import Simulation, simulate
 from titanlike.costs.stage_times import (
     LayoutTimes,
     Roofline,
-    StageLayout,
     Traffic,
     UnitTimes,
     layout_times,
@@ -46,7 +50,7 @@ from titanlike.costs.stage_times import (
 from titanlike.costs.unit_costs import CostError
 from titanlike.data.loader import example_batch
 from titanlike.data.sources import Batch
-from titanlike.distributed.mesh import Mesh, lay_mesh
+from titanlike.distributed.mesh import lay_mesh
 from titanlike.distributed.transform import Transform
 from titanlike.graph.cut import messages
 from titanlike.graph.partition import partition
@@ -68,7 +72,7 @@ _AGREEMENTS = 2
 
 @dataclass(frozen=True)
 class Estimate:
-    """Of one command line."""
+    """What the layout of one command line costs."""
 
     config: Config
     hardware: Hardware
@@ -89,7 +93,7 @@ class Estimate:
 
     @property
     def tokens(self) -> int:
-        """Of a step."""
+        """Tokens of a step."""
         return self.config.batch_size * self.config.seq_len
 
     @property
@@ -98,7 +102,7 @@ class Estimate:
 
     @property
     def mfu(self) -> float | None:
-        """Of the dense bf16 peak, by the model's FLOPs a token as metrics.jsonl has it."""
+        """Share of the dense bf16 peak, by the model's FLOPs a token as metrics.jsonl has it."""
         if self.plan.flops_per_token is None:
             return None
         flops = self.tokens_per_second_per_gpu * self.plan.flops_per_token
@@ -106,16 +110,15 @@ class Estimate:
 
     @cached_property
     def memory_timeline(self) -> list[list[MemorySample]]:
-        """Of each pipeline rank, by its actions."""
+        """The memory of each pipeline rank, by its actions."""
         memory, blocks = self.plan.memory(), self.plan.recomputed.blocks
         return [memory.memory_timeline(rank, blocks) for rank in range(self.config.pp)]
 
     @cached_property
     def memory(self) -> list[MemoryParts]:
-        """Of each pipeline rank at its fullest."""
-        return [
-            max((m.most for m in found), key=lambda p: p.total) for found in self.memory_timeline
-        ]
+        """The memory of each pipeline rank at its fullest."""
+        timeline = self.memory_timeline
+        return [max((s.most for s in samples), key=lambda p: p.total) for samples in timeline]
 
     @cached_property
     def memory_bytes(self) -> list[int]:
@@ -139,11 +142,11 @@ class Estimate:
 
     @property
     def seconds(self) -> float:
-        """Of all steps."""
+        """Seconds of all steps."""
         return self.config.last_step * self.step_seconds
 
     def traffic(self, rank: int) -> Traffic:
-        """Of a pipeline rank: its stages together."""
+        """What a pipeline rank sends: its stages together."""
         total = Traffic()
         for stage in self.order.local(rank):
             for name, nbytes in vars(self.times.traffic[stage]).items():
@@ -157,11 +160,10 @@ class Estimate:
         for stage in self.order.local(rank):
             for name, each in self.times.parts[stage].items():
                 seconds[name] += m * each
-        events = self.simulation.events[rank]
-        computes = self.simulation.computes[rank]
         # what units do not account for: the host, and FSDP's messages beside them
+        computes = self.simulation.computes[rank]
         seconds["host and sharding"] = max(0.0, computes - sum(seconds.values()))
-        for event in events:
+        for event in self.simulation.events[rank]:
             name = {"gather": "gathers", "reduce": "reductions", "update": "update"}.get(event.kind)
             if name is not None:
                 seconds[name] += event.end - event.start
@@ -171,21 +173,22 @@ class Estimate:
     @property
     def slowest(self) -> int:
         """The rank that has the most to do."""
-        busy = zip(self.simulation.computes, self.simulation.exchanges, strict=True)
-        each = [sum(pair) for pair in busy]
-        return each.index(max(each))
+        simulated = self.simulation
+        busy = [*map(sum, zip(simulated.computes, simulated.exchanges, strict=True))]
+        return busy.index(max(busy))
 
 
 def make_estimate(
     config: Config,
-    hardware: Hardware,
+    hardware: Hardware | None = None,
     plan: TrainPlan | None = None,
     jitter: float = 0.0,
     times: LayoutTimes | None = None,
     checked: Mapping[str, Transform] | None = None,
 ) -> Estimate:
-    """checked: see `make_plan`. Raises ConfigError where a run of this config would be refused before it
-    starts."""
+    """hardware: None = the config's, or what is likely here; checked: see `make_plan`. Raises ConfigError
+    where a run of this config would be refused before it starts."""
+    hardware = hardware or likely_hardware(config)
     if plan is None:
         plan = make_plan(config, device_memory=lambda: hardware.usable, checked=checked)
     if times is None:
@@ -205,7 +208,7 @@ def make_estimate(
 def seconds_of_units(
     config: Config, plan: TrainPlan, deferred: Collection[int]
 ) -> Sequence[Sequence[float]] | None:
-    """Of each unit, where this machine or a run is the hardware; None = by what they compute.
+    """Seconds of each unit, where this machine or a run is the hardware; None = by what they compute.
 
     deferred: stages whose weight gradients wait.
     """
@@ -228,17 +231,6 @@ def agreement(config: Config, hardware: Hardware) -> float:
     """Seconds in which all ranks agree on a few numbers."""
     names = axes(config)
     return 2 * _AGREEMENTS * sum(link_of(config, name, hardware).latency for name in names)
-
-
-def estimate(config: Config, plan: TrainPlan) -> Estimate:
-    """Of a plan of this config, on the config's hardware or what is likely here.
-
-    Of 27 layouts (docs/layouts.md) the memory is 0.97 to 1.02 of what a rank's live storages take at
-    their peak. A CPU process takes more: libraries and gloo 45 MiB, and where glibc keeps freed blocks
-    (no sharding, small microbatches) up to twice as much. A unit whose costs cannot be measured alone
-    counts only with its parameters.
-    """
-    return make_estimate(config, likely_hardware(config), plan)
 
 
 # --- the memory of each pipeline rank, counted in its own step --------------------------------------
@@ -271,7 +263,7 @@ def with_exact_memory(estimate: Estimate, ranks: Sequence[int] | None = None) ->
     for rank in every:
         try:
             first = rank * config.world_size // config.pp
-            counted[rank] = _of_rank(config, room, example, first)
+            counted[rank] = _bytes_of_rank(config, room, example, first)
         except Exception as error:  # whatever a model does with a value
             return replace(estimate, not_counted=_reason(error))
     return replace(estimate, counted=counted)
@@ -306,11 +298,10 @@ def _reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {next(filter(None, str(error).splitlines()), '')}"
 
 
-def _of_rank(config: Config, room: int, example: Batch, rank: int) -> int:
+def _bytes_of_rank(config: Config, room: int, example: Batch, rank: int) -> int:
     live, fake = LiveStorages(), fake_tensors()
     with fake_process_group(rank, config.world_size):
-        mesh = lay_mesh(config, torch.device("cpu"), "fake", "planned")
-        run = _build_plannedd(config, mesh, room, fake, live)
+        run = assemble_fake(config, room, fake, live)
         with fake, live:
             # an optimizer's state is there from the second step on
             for parameter in run.parameters:
@@ -319,28 +310,27 @@ def _of_rank(config: Config, room: int, example: Batch, rank: int) -> int:
                 for optimizer in state.optimizers:
                     optimizer.step()
             drop_gradients(run)
-            run.pipeline.train(_batch(config, example))
+            run.pipeline.train(zeros(config, example))
             optimizer_step(run, config, 1, torch.ones(()))
     return live.peak
 
 
-def _build_plannedd(
-    config: Config,
-    mesh: Mesh,
-    room: int,
-    fake: AbstractContextManager[Any],
-    live: LiveStorages,
+def assemble_fake(
+    config: Config, room: int, fake: AbstractContextManager[Any], live: LiveStorages
 ) -> Run:
-    decided = make_plan(config, None, None, lambda: room, mesh)
+    """The run of a rank of a fake process group; room: bytes that training may take."""
+    mesh = lay_mesh(config, torch.device("cpu"), "fake", "planned")
 
     def fill(stage: nn.Module, _: object, device: torch.device, *__: object, **___: object) -> None:
         with fake, live:
             allocate(stage, device)
 
-    return build_planned(config, mesh, decided, init_weights=fill)
+    plan = make_plan(config, None, None, lambda: room, mesh)
+    return build_planned(config, mesh, plan, init_weights=fill)
 
 
-def _batch(config: Config, example: Batch) -> Batch:
+def zeros(config: Config, example: Batch) -> Batch:
+    """A batch of a rank."""
     rows = config.batch_size // config.dp
     return {n: torch.zeros((rows, *v.shape[1:]), dtype=v.dtype) for n, v in example.items()}
 
@@ -349,8 +339,8 @@ def _batch(config: Config, example: Batch) -> Batch:
 
 
 class CostTable:
-    """Of a model's units in microbatches of `rows` sequences on `config.tp` ranks: each is counted once, for
-    any layout of them."""
+    """Costs of a model's units in microbatches of `rows` sequences on `config.tp` ranks: each is counted
+    once, for any layout of them."""
 
     def __init__(
         self,
@@ -415,14 +405,14 @@ class CostTable:
         zero: int,
         microbatches: int,
     ) -> StageLayout:
-        """Of stages of these units; recomputed: names of units."""
+        """The layout with stages of these units, and messages of one size; recomputed: names of units."""
         numel = self.memory.unit_parameters()
         sizes = [[numel[name] for name in names] for names in stages]
         messages = [self.message] * (len(stages) - 1)
         return StageLayout(
             stages=stages,
             recomputed=[frozenset(recomputed).intersection(names) for names in stages],
-            deferred=deferred,
+            deferred=frozenset(deferred),
             place=place,
             zero=zero,
             microbatches=microbatches,

@@ -25,6 +25,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -70,7 +71,12 @@ def planned_hardware(config: Config, ranks: int | None = None) -> Hardware:
     if isinstance(config.hardware, Hardware):
         return config.hardware
     if isinstance(config.hardware, RunHardware):
-        return likely_hardware(_of_run(config.hardware))
+        try:
+            timeline = run_timeline(config.hardware.path)
+        except CostError as error:
+            problem = Problem("hardware", config.hardware.path, str(error), "hardware=measure")
+            raise ConfigError([problem]) from None
+        return likely_hardware(parse(timeline.config)[0])
     if isinstance(config.hardware, MeasuredHardware):
         return measured_hardware(config, ranks or config.world_size)
     reason = "a plan is made for a device"
@@ -78,27 +84,15 @@ def planned_hardware(config: Config, ranks: int | None = None) -> Hardware:
     raise ConfigError([Problem("hardware", config.hardware.name, reason, fix)])
 
 
-def _of_run(settings: RunHardware) -> Config:
-    """The config of the run. Raises ConfigError where it has no timeline."""
-    try:
-        return parse(run_timeline(settings.path).config)[0]
-    except CostError as error:
-        problem = Problem("hardware", settings.path, str(error), "hardware=measure")
-        raise ConfigError([problem]) from None
-
-
 def likely_hardware(config: Config) -> Hardware:
     """The config's, or that of the shipped choices which is nearest to this machine's devices."""
     if isinstance(config.hardware, Hardware):
         return config.hardware
-    return shipped(_choice(first_device(config.device)))
-
-
-def _choice(device: torch.device) -> str:
+    device = first_device(config.device)
     if not accelerator.is_accelerator(device):
-        return "cpu"
+        return shipped("cpu")
     name = accelerator.name(device) if accelerator.started() else ""
-    return next((choice for words, choice in _CHOICES.items() if words in name), "h100_sxm")
+    return shipped(next((c for words, c in _CHOICES.items() if words in name), "h100_sxm"))
 
 
 @functools.cache
@@ -166,7 +160,7 @@ def _place(config: Config, axis: str) -> tuple[int, int]:
 
 
 def link_of(config: Config, axis: str, hardware: Hardware) -> Link:
-    """Of the ranks along an axis.
+    """The link between the ranks along an axis.
 
     A ring over several nodes leaves each by as many links as it has ranks there.
     """
@@ -245,8 +239,11 @@ def measured_hardware(config: Config, ranks: int) -> Hardware:
         kept = yaml.safe_load(path.read_text(encoding="utf-8"))
         return replace(base, **{k: v for k, v in kept.items() if k in vars(base)})
     print(f"measuring this machine with {ranks} processes ...", file=sys.stderr, flush=True)
-    each = _measure(config, "hardware", ranks)
-    numbers: dict[str, Any] = {n: statistics.median(one[n] for one in each) for n in each[0]}
+    ranks_numbers = _measure(config, "hardware", ranks)
+    numbers: dict[str, Any] = {
+        name: statistics.median(of_rank[name] for of_rank in ranks_numbers)
+        for name in ranks_numbers[0]
+    }
     hardware = replace(base, title=f"{platform.node()} ({ranks} ranks)", **numbers)
     _write(path, "This machine, measured.", to_plain(hardware))
     print(f"kept in {path}", file=sys.stderr, flush=True)
@@ -254,7 +251,7 @@ def measured_hardware(config: Config, ranks: int) -> Hardware:
 
 
 def measured_times(config: Config, plan: TrainPlan, deferred: Collection[int]) -> list[Seconds]:
-    """Of each unit of a run in its microbatches, on this machine; kept, too. Raises ConfigError.
+    """Seconds of each unit of a plan in its microbatches, on this machine; kept, too. Raises ConfigError.
 
     deferred: stages whose weight gradients wait.
     """
@@ -266,13 +263,10 @@ def measured_times(config: Config, plan: TrainPlan, deferred: Collection[int]) -
         profiles = yaml.safe_load(path.read_text(encoding="utf-8"))
     else:
         print("measuring the model's units ...", file=sys.stderr, flush=True)
-        each = _measure(config, "units", ranks)
+        measured = _measure(config, "units", ranks)
         profiles = {
-            name: [
-                [statistics.median(part) for part in zip(*unit, strict=True)]
-                for unit in zip(*(one[name] for one in each), strict=True)
-            ]
-            for name in each[0]
+            name: np.median([of_rank[name] for of_rank in measured], axis=0).tolist()
+            for name in measured[0]
         }
         about = "Seconds of a model's units: forward, backward, weight gradients."
         _write(path, about, profiles)
@@ -353,19 +347,19 @@ def main(spec_path: str, rank: int) -> None:
     dist.init_process_group(backend, store=store, rank=rank, world_size=spec["ranks"], timeout=wait)
     costs = make_plan(config).memory().unit_costs if spec["what"] == "units" else None
     dist.barrier()
-    found: dict[str, Any]
+    measured: dict[str, Any]
     if costs is not None:
-        found = seconds_of_units(costs, device)
+        measured = seconds_of_units(costs, device)
     else:
-        found = hardware_numbers(device, rank, spec["ranks"])
+        measured = hardware_numbers(device, rank, spec["ranks"])
     dist.barrier()
-    (folder / f"{rank}.json").write_text(json.dumps(found))
+    (folder / f"{rank}.json").write_text(json.dumps(measured))
     dist.destroy_process_group()
 
 
 def seconds_of_units(costs: UnitCosts, device: torch.device) -> dict[str, list[list[float]]]:
-    """Of each unit, where weight gradients wait and where not: means over rounds, each of all units. A
-    machine's speed changes from one second to the next, by a quarter where it is shared: what is measured
+    """Times of each unit, where weight gradients wait and where not: means over rounds, each of all
+    units. A machine's speed changes from one second to the next, by a quarter where it is shared: what is measured
     in one go may be that of a fast moment, beside another unit's of a slow one."""
     rounds: dict[str, list[list[Times]]] = {"together": [], "deferred": []}
     begin, count = time.perf_counter(), 0
@@ -373,17 +367,11 @@ def seconds_of_units(costs: UnitCosts, device: torch.device) -> dict[str, list[l
         for name, times in rounds.items():
             times.append(costs.times(device, name == "deferred", repeats=5))
         count += 1
-    return {
-        name: [
-            [statistics.fmean(part) for part in zip(*unit, strict=True)]
-            for unit in zip(*times, strict=True)
-        ]
-        for name, times in rounds.items()
-    }
+    return {name: np.mean(times, axis=0).tolist() for name, times in rounds.items()}
 
 
 def hardware_numbers(device: torch.device, rank: int, ranks: int) -> dict[str, float]:
-    """Of `config.hardware.Hardware`; shares are 1, as these are what is reached."""
+    """Values of `config.hardware.Hardware`; shares are 1, as these are what is reached."""
 
     def seconds(function: Callable[[], object], repeats: int = 9) -> float:
         times = []
@@ -412,7 +400,7 @@ def hardware_numbers(device: torch.device, rank: int, ranks: int) -> dict[str, f
     attends = seconds(lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True))
     batch, heads, tokens, width = _ATTENTION
     attended = 2 * batch * heads * tokens**2 * width / attends
-    found = {
+    numbers = {
         **dict.fromkeys(("bf16_flops", "fp8_flops"), bf16 / share),
         **dict.fromkeys(("fp32_flops", "tf32_flops"), large / share),
         "matmul_efficiency": 1.0,
@@ -422,7 +410,7 @@ def hardware_numbers(device: torch.device, rank: int, ranks: int) -> dict[str, f
         "memory_efficiency": 1.0,
         "kernel_seconds": kernel,
     }
-    return found | (link_numbers(device, rank, ranks) if ranks > 1 else {})
+    return numbers | (link_numbers(device, rank, ranks) if ranks > 1 else {})
 
 
 # --- what local ranks exchange with each other ----------------------------------------------------
@@ -443,31 +431,31 @@ def link_numbers(device: torch.device, rank: int, ranks: int) -> dict[str, float
     """
     on_cpu = not accelerator.is_accelerator(device)
     size = (_MESSAGE if on_cpu else _LARGE) // 4 // ranks * ranks
-    large, one = (torch.ones(n, device=device) for n in (size, 1))
+    large, small = (torch.ones(n, device=device) for n in (size, 1))
 
     def there_and_back(tensor: Tensor) -> None:
         for sender in (0, 1) * _TIMES if rank < 2 else ():
             (dist.send if rank == sender else dist.recv)(tensor, 1 - rank)
 
-    latency = _median(device, partial(there_and_back, one)) / (2 * _TIMES)
+    latency = _median(device, partial(there_and_back, small)) / (2 * _TIMES)
     seconds = _median(device, partial(there_and_back, large)) / (2 * _TIMES) - latency
     part = large[: size // ranks].clone()
     gather = _median(device, lambda: dist.all_gather_into_tensor(large, part))
     reduce = _median(device, lambda: dist.reduce_scatter_tensor(part, large))
-    found = {
+    numbers = {
         "node_bandwidth": 4 * size / max(1e-9, seconds),
         "node_latency": latency,
         "collective_bandwidth": 4 * size * (ranks - 1) / ranks / ((gather + reduce) / 2),
     }
     if on_cpu:
-        found |= _sharded(device, ranks)
-    agreed = torch.tensor([*found.values()], dtype=torch.float64)
+        numbers |= _sharded(device, ranks)
+    agreed = torch.tensor([*numbers.values()], dtype=torch.float64)
     dist.broadcast(agreed, 0)
-    found = dict(zip(found, agreed.tolist(), strict=True))
+    numbers = dict(zip(numbers, agreed.tolist(), strict=True))
     if on_cpu:
-        found["network_bandwidth"] = found["node_bandwidth"]
-        found["network_latency"] = found["node_latency"]
-    return {**found, "link_efficiency": 1.0}
+        numbers["network_bandwidth"] = numbers["node_bandwidth"]
+        numbers["network_latency"] = numbers["node_latency"]
+    return {**numbers, "link_efficiency": 1.0}
 
 
 def _sharded(device: torch.device, ranks: int) -> dict[str, float]:

@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cache
-from pathlib import Path
 from typing import Any
 
-import torch
-
-from titanlike.config.errors import ConfigError, Problem
+from titanlike.config.errors import ConfigError
 from titanlike.config.keys import Bytes
 from titanlike.config.overrides import key_of, with_choices
 from titanlike.config.schema import Config, CsvSchedule, LoopedSchedule
 from titanlike.config.validate import MAX_TENSOR_RANKS
-from titanlike.device import accelerator
-from titanlike.device.memory import free_memory, resident_memory
-from titanlike.distributed.sharding import StateBytes
-from titanlike.launch.environment import available_cores
 from titanlike.models.registry import build_model, resolve_model
 from titanlike.parallel.tp.plan import tensor_plan, written_plan
 from titanlike.parallel.tp.styles import TensorRanks, shard_model
@@ -54,44 +46,45 @@ def candidates(
     combination: list[str],
     compose: Compose,
     ranks: int,
+    machine: int,
     space: SearchSpace,
-    sizes: TensorSizes = lambda _: {1: ""},
 ) -> Iterator[Candidate]:
     """Every layout of so many ranks that agrees with the overrides in `combination`.
 
     Without a pipeline there is one schedule, 1f1b, whose microbatches are gradient accumulation.
     What the command line fixes is kept, even where it is invalid: a check gives the reason. A tp that
-    `sizes` refuses is one candidate.
+    cannot be is one candidate. machine: ranks of one.
     Raises ConfigError where the overrides alone are invalid.
     """
-    given = {key_of(text) for text in combination}
+    fixed = {key_of(text) for text in combination}
     base = compose(combination)
     composed = cache(lambda name: compose([*combination, f"schedule={name}"]))
-    own_schedule = bool(given & {"schedule", "schedule.name"})
-    tensor = {base.tp: ""} if "tp" in given else sizes(base)
+    tensor = {base.tp: ""} if "tp" in fixed else _tensor_sizes(base, ranks, machine)
     for tp in (tp for tp, refused in tensor.items() if refused):
         yield Candidate([*combination, f"tp={tp}"], replace(base, tp=tp), tensor[tp])
     possible = [tp for tp, refused in tensor.items() if not refused]
-    for pp, dp, tp in _meshes(base, given, ranks, possible):
-        mesh = {key: size for key, size in (("pp", pp), ("dp", dp)) if key not in given}
+    for pp, dp, tp in _meshes(base, fixed, ranks, possible):
+        mesh = {key: size for key, size in (("pp", pp), ("dp", dp)) if key not in fixed}
         mesh |= {"tp": tp} if tp != base.tp else {}
-        names = [None] if own_schedule else ["1f1b"] if pp == 1 else space.schedules
+        names = ["1f1b"] if pp == 1 else space.schedules
+        if fixed & {"schedule", "schedule.name"}:
+            names = [None]
         for name in dict.fromkeys(names):
             config = replace(base if name is None else composed(name), pp=pp, dp=dp, tp=tp)
             chosen = mesh | ({} if name is None else {"schedule": name})
-            for more in _schedules(config, given, space):
-                words = [f"{key}={value}" for key, value in (chosen | more).items()]
-                yield Candidate([*combination, *words], with_choices(config, more))
+            for sizes in _schedule_sizes(config, fixed, space):
+                words = [f"{key}={value}" for key, value in (chosen | sizes).items()]
+                yield Candidate([*combination, *words], with_choices(config, sizes))
 
 
 def _meshes(
-    base: Config, given: Collection[str], ranks: int, tensor: Iterable[int]
+    base: Config, fixed: Collection[str], ranks: int, tensor: Iterable[int]
 ) -> Iterator[tuple[int, int, int]]:
-    """(pp, dp, tp) with pp * dp * cp * tp = ranks, as far as they are not given; tensor: tp to try."""
+    """(pp, dp, tp) with pp * dp * cp * tp = ranks, as far as they are not fixed; tensor: tp to try."""
     ranks //= base.cp
     for tp in tensor:
         left = max(1, ranks // max(1, tp))
-        match "pp" in given, "dp" in given:
+        match "pp" in fixed, "dp" in fixed:
             case True, True:
                 meshes = [(base.pp, base.dp)]
             case True, False:
@@ -105,17 +98,17 @@ def _meshes(
                 yield pp, dp, tp
 
 
-def _schedules(
-    config: Config, given: Collection[str], space: SearchSpace
+def _schedule_sizes(
+    config: Config, fixed: Collection[str], space: SearchSpace
 ) -> Iterator[dict[str, Any]]:
     """Each number of stages and microbatches of the config's schedule."""
     stages: list[dict[str, Any]] = [{}]
-    if isinstance(config.schedule, LoopedSchedule) and "schedule.stages_per_rank" not in given:
+    if isinstance(config.schedule, LoopedSchedule) and "schedule.stages_per_rank" not in fixed:
         sizes = dict.fromkeys(space.stages_per_rank)
         stages = [{"schedule.stages_per_rank": size} for size in sizes]
     for choices in stages:
         counts = []
-        if not isinstance(config.schedule, CsvSchedule) and "schedule.microbatches" not in given:
+        if not isinstance(config.schedule, CsvSchedule) and "schedule.microbatches" not in fixed:
             counts = _microbatches(with_choices(config, choices), space)
         yield from [choices | {"schedule.microbatches": n} for n in counts] or [choices]
 
@@ -138,18 +131,12 @@ def _microbatches(config: Config, space: SearchSpace) -> list[int]:
     )
 
 
-# --- how many tensor-parallel ranks a search tries ------------------------------------------------
-
-
-TensorSizes = Callable[[Config], Mapping[int, str]]  # tp -> why it cannot be, or ""
-
-
-def tensor_sizes(config: Config, ranks: int, machine: int) -> dict[int, str]:
+def _tensor_sizes(config: Config, ranks: int, machine: int) -> dict[int, str]:
     """Each tp that divides `ranks` -> why it cannot be, or ""; 1 alone for a model without a plan.
 
     machine: ranks of one. Raises ConfigError where the plan in the config is wrong.
     """
-    found = {1: ""}
+    refused = {1: ""}
     resolved = resolve_model(config)
     for tp in range(2, min(ranks, MAX_TENSOR_RANKS) + 1):
         if ranks % tp:
@@ -163,71 +150,12 @@ def tensor_sizes(config: Config, ranks: int, machine: int) -> dict[int, str]:
                 raise
             return {1: ""}
         if machine % tp:
-            found[tp] = f"tp={tp}: activations of every layer would go over the network: a machine"
-            found[tp] += f" has {machine} ranks"
+            why = "activations of every layer would go over the network: a machine has"
+            refused[tp] = f"tp={tp}: {why} {machine} ranks"
             continue
         try:
             shard_model(model, modules, TensorRanks(tp, 0), whole_logits=False)
-            found[tp] = ""
+            refused[tp] = ""
         except ConfigError as error:
-            found[tp] = str(error.problems[0])
-    return found
-
-
-def least_memory(config: Config, parameters: int) -> int:
-    """Bytes that the ranks need on average, by the model's number of parameters alone: as if
-    Muon updated all, if it is the optimizer."""
-    zero = 3 if config.fsdp.zero == "auto" else config.fsdp.zero
-    return int(parameters * StateBytes.of(config, zero, hidden=True).whole / config.model_ranks)
-
-
-# --- the machine that layouts are searched for ----------------------------------------------------
-
-
-_USUAL_GPUS = 8  # of a machine
-_LIBRARIES = 64 << 20  # bytes that libraries allocate in a CPU rank once it trains
-
-
-@dataclass(frozen=True)
-class Machine:
-    ranks: int
-    memory: int | None  # bytes that training may take on each; None = unknown
-    together: int | None = None  # ranks of one machine; None = all
-
-
-def find_machine(
-    config: Config, ranks: int | None, memory: int | None, started: int | None
-) -> Machine:
-    """The given ranks and memory, or else what was started, or what this machine has.
-
-    started: ranks that torchrun or srun started, or None. Raises ConfigError for more ranks than GPUs.
-    """
-    gpus = accelerator.count() if config.device != "cpu" else 0
-    ranks = ranks or started or gpus or available_cores()
-    if gpus and ranks > gpus and started is None and config.sweep.submit is None:
-        reason = f"there are {gpus} GPUs on this machine"
-        fix = f"hydra.sweeper.ranks={gpus}, or device=cpu"
-        raise ConfigError([Problem("hydra.sweeper.ranks", ranks, reason, fix)])
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if started else ranks
-    together = here
-    if config.sweep.submit is not None:  # to machines like this one, if it has GPUs
-        together = min(ranks, gpus or _USUAL_GPUS)
-    if memory is None:
-        memory = free_memory() if gpus else _free_on_cpu(here)
-    return Machine(ranks, memory, together)
-
-
-def _free_on_cpu(ranks: int) -> int | None:
-    """A rank's share of the free memory, less what a process takes before it trains."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        free = next(int(x.split()[1]) << 10 for x in lines if x.startswith("MemAvailable:"))
-    except (OSError, StopIteration, ValueError):
-        return None
-    try:  # the container's limit
-        group = Path("/sys/fs/cgroup")
-        most, used = ((group / f"memory.{name}").read_text() for name in ("max", "current"))
-        free = min(free, int(most) - int(used))
-    except (OSError, ValueError):
-        pass  # no limit
-    return max(0, free // ranks - resident_memory(torch.device("cpu")) - _LIBRARIES)
+            refused[tp] = str(error.problems[0])
+    return refused

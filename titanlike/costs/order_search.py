@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import heapq
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
@@ -34,7 +34,7 @@ Keys = Sequence[Sequence[float]]  # of each stage, of each microbatch
 class OrderProblem:
     """What an order is made for. Memory in any unit."""
 
-    place: tuple[int, ...]
+    place: tuple[int, ...]  # rank of each stage
     microbatches: int
     times: Sequence[StageTimes]
     held: Sequence[float]  # memory of a microbatch in each stage, from F to the end of its backward
@@ -42,6 +42,7 @@ class OrderProblem:
     limit: float  # of a rank
     runs_ahead: bool = True  # whether the host queues work on the device
     in_flight: float = _NEVER  # microbatches of all stages of a rank that it may hold
+    starts: tuple[int, ...] = ()  # the first unit of each stage
 
     @property
     def ranks(self) -> int:
@@ -54,10 +55,10 @@ class OrderProblem:
 
     @cached_property
     def seconds(self) -> list[tuple[float, float, float]]:
-        """Of F, I and W of each stage."""
+        """Seconds of F, I and W of durations stage."""
         join = max if self.runs_ahead else (lambda device, host: device + host)
-        each = [(t.forward, t.input_gradient, t.weight_gradient) for t in self.times]
-        return [tuple(join(d.device, d.host) for d in row) for row in each]
+        durations = [(t.forward, t.input_gradient, t.weight_gradient) for t in self.times]
+        return [tuple(join(d.device, d.host) for d in row) for row in durations]
 
     @cached_property
     def messages(self) -> list[tuple[float, float]]:
@@ -65,25 +66,25 @@ class OrderProblem:
         place, last = self.place, len(self.place) - 1
         return [
             (
-                own.sends_forward if s < last and place[s] != place[s + 1] else 0.0,
-                own.sends_backward if s and place[s] != place[s - 1] else 0.0,
+                times.sends_forward if s < last and place[s] != place[s + 1] else 0.0,
+                times.sends_backward if s and place[s] != place[s - 1] else 0.0,
             )
-            for s, own in enumerate(self.times)
+            for s, times in enumerate(self.times)
         ]
 
     def room(self, rank: int) -> float:
         """Memory that activations of a rank may take."""
-        return min(self.limit, self.in_flight * self.own[rank]) * (1 + _EQUAL)
+        return min(self.limit, self.in_flight * self.microbatch_memory[rank]) * (1 + _EQUAL)
 
     @cached_property
-    def own(self) -> list[float]:
+    def microbatch_memory(self) -> list[float]:
         """Memory of a microbatch in all stages of each rank."""
         return [sum((self.held[stage] for stage in local), 0.0) for local in self.local]
 
     @property
     def least_memory(self) -> float:
         """What activations take on the fullest rank with one microbatch at a time."""
-        return max(self.own)
+        return max(self.microbatch_memory)
 
     def fits(self, order: Order) -> bool:
         return all(self.peak(order, rank) <= self.room(rank) for rank in range(self.ranks))
@@ -103,6 +104,11 @@ class SearchResult:
     order: Order
     seconds: float  # of a step, simulated
     name: str = ""  # of the known schedule that it is
+
+
+def fastest(results: Iterable[SearchResult | None]) -> SearchResult | None:
+    """The first of the fastest; None where there is none."""
+    return min(filter(None, results), key=lambda result: result.seconds, default=None)
 
 
 # --- list scheduling ------------------------------------------------------------------------------
@@ -158,8 +164,8 @@ class _Run:
         self.problem, self.rule, self.backward = problem, rule, backward
         stages, ranks, m = len(problem.place), problem.ranks, problem.microbatches
         self.forwards = [  # of each rank, the last is next
-            sorted(((forward[s][j], s, j) for s in own for j in range(m)), reverse=True)
-            for own in problem.local
+            sorted(((forward[s][j], s, j) for s in stages_of_rank for j in range(m)), reverse=True)
+            for stages_of_rank in problem.local
         ]
         self.next_input = [0] * stages
         # when the input of F and I of each stage and microbatch is there
@@ -283,9 +289,11 @@ def trials_for(problems: Sequence[OrderProblem]) -> int:
 
 def best_known(problem: OrderProblem, known: Mapping[str, Order]) -> SearchResult | None:
     """The fastest of the known orders that fit."""
-    fitting = {name: order for name, order in known.items() if problem.fits(order)}
-    each = [SearchResult(problem, own, problem.step(own), name) for name, own in fitting.items()]
-    return min(each, key=lambda result: result.seconds, default=None)
+    return fastest(
+        SearchResult(problem, order, problem.step(order), name)
+        for name, order in known.items()
+        if problem.fits(order)
+    )
 
 
 def best_order(
@@ -304,11 +312,11 @@ def best_order(
     unit = sum(map(sum, problem.seconds)) / problem.ranks
     while pool.kept and tried < trials:
         tried += 1
-        one = pool.kept[min(int(draw.expovariate(1.0)), len(pool.kept) - 1)]
-        forward, backward = one.forward, one.backward
+        base = pool.kept[min(int(draw.expovariate(1.0)), len(pool.kept) - 1)]
+        forward, backward = base.forward, base.backward
         if draw.random() < 0.3:
-            forward, backward = wanted(problem, one.order)
-        rule = draw.choice(_RULES) if draw.random() < 0.5 else one.rule
+            forward, backward = wanted(problem, base.order)
+        rule = draw.choice(_RULES) if draw.random() < 0.5 else base.rule
         far = draw.choice((0.1, 0.3, 1.0)) * unit
         forward, backward = (_shifted(keys, far, draw) for keys in (forward, backward))
         pool.consider(forward, backward, rule)
@@ -348,10 +356,10 @@ class _Pool:
         if len(kept) == _KEPT and seconds >= kept[-1].seconds:
             return
         if not kept or seconds < kept[0].seconds:  # a step may be shorter with whole backwards
-            whole = self.problem.step(one := joined(order))
-            if whole <= seconds:
-                order, seconds = one, whole
-        if any(abs(seconds - one.seconds) <= 1e-9 * seconds for one in kept):
+            whole = joined(order)
+            if (shorter := self.problem.step(whole)) <= seconds:
+                order, seconds = whole, shorter
+        if any(abs(seconds - candidate.seconds) <= 1e-9 * seconds for candidate in kept):
             return
         kept.append(_Candidate(seconds, forward, backward, rule, order))
         kept.sort(key=lambda candidate: candidate.seconds)
@@ -425,7 +433,7 @@ def _polished(best: SearchResult, trials: int, draw: random.Random) -> SearchRes
         if seconds <= now.seconds + longer:
             name = best.name if seconds == best.seconds else ""
             now = SearchResult(problem, order, seconds, name)
-            best = min(now, best, key=lambda one: one.seconds)
+            best = min(now, best, key=lambda result: result.seconds)
     return best
 
 
@@ -437,8 +445,8 @@ def _moved(order: Order, draw: random.Random) -> Order | None:
     end = max(0, min(len(acts) - 1, start + draw.choice((-1, 1)) * draw.randint(1, _FAR)))
     act = acts.pop(start)
     passed = acts[min(start, end) : max(start, end)]
-    own = (other for other in passed if other.stage == act.stage)
-    if not passed or any(other.mb == act.mb or other.kind == act.kind for other in own):
+    of_stage = (other for other in passed if other.stage == act.stage)
+    if not passed or any(other.mb == act.mb or other.kind == act.kind for other in of_stage):
         return None
     acts.insert(end, act)
     ranks = (*order.ranks[:rank], tuple(acts), *order.ranks[rank + 1 :])
@@ -458,11 +466,11 @@ def lower_bound(problem: OrderProblem) -> float:
         min(t.backward.device, i + w) for t, (_, i, w) in zip(problem.times, seconds, strict=True)
     ]
     arrives = [sum(seconds[s][0] + messages[s][0] for s in range(at)) for at in range(stages)]
-    for rank, own in enumerate(problem.local):
-        load = sum(seconds[stage][0] + whole[stage] for stage in own)
-        bound = max(bound, min(arrives[stage] for stage in own) + m * load)
+    for rank, local in enumerate(problem.local):
+        load = sum(seconds[stage][0] + whole[stage] for stage in local)
+        bound = max(bound, min(arrives[stage] for stage in local) + m * load)
         life = 0.0
-        for stage in own:
+        for stage in local:
             back = range(stage, stages)
             way = sum(sum(seconds[s][:2]) for s in back)
             way += sum(messages[s - 1][0] + messages[s][1] for s in back[1:])

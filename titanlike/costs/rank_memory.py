@@ -95,8 +95,25 @@ def _change(most: int, **parts: int) -> _Change:
     return _Change(most, MemoryParts(**parts), sum(parts.values()))
 
 
+@dataclass(frozen=True)
+class StageLayout:
+    """What decides how much memory stages take, and how long they compute; lists have an item for each."""
+
+    stages: Sequence[Sequence[str]]  # names of their units
+    deferred: Collection[int]  # stages whose weight gradients wait
+    place: Sequence[int]  # pipeline rank of each stage
+    zero: int
+    microbatches: int
+    numel: Sequence[int]  # parameters, of a tensor-parallel rank
+    experts: Sequence[int]  # parameters of experts among them, of which a rank has a part
+    received: Sequence[int]  # bytes of the messages to a stage, 0 of the first
+    sent: Sequence[int]  # to the next stage; of the last what the model returns
+    recomputed: Sequence[Collection[str]] = ()  # units
+    orthogonalized: Sequence[float] = ()  # FLOPs of Muon's updates
+
+
 class RankMemory:
-    """Of stages that are known, for any choice of blocks that are recomputed."""
+    """The memory of stages that are known, for any choice of blocks that are recomputed."""
 
     def __init__(
         self,
@@ -121,7 +138,6 @@ class RankMemory:
             self.unit_costs = UnitCosts(model_graph, targets, loss)
             self.unknown = ""
         self._computing = compute_dtype(config).itemsize
-        self._deferred = frozenset(deferred)
         hidden: set[str] = set()
         if isinstance(config.optimizer, Muon):
             from titanlike.optim.muon import hidden_matrices
@@ -138,80 +154,63 @@ class RankMemory:
         def sizes(names: Collection[str]) -> list[int]:
             return [sum(n for name, n in stage.items() if name in names) for stage in parameters]
 
-        numel = [sum(stage.values()) for stage in parameters]
-        # of ranks of orders, each walked once: a search asks for the same again and again
-        self._kinds: dict[tuple[int, int], tuple[Order, list[tuple[int, str]], np.ndarray]] = {}
-        self._arrange(
-            config, order, zero, model_graph.stages, numel, sizes(hidden), sizes(of_experts)
-        )
-        self._units = functools.cache(functools.partial(self._count_units, config))
-        for stage in range(order.stages):
-            self._units(stage in self._deferred)  # finds out what is unknown
         graphs = model_graph.graphs(model_graph.fields, True)
         flows = [[sum(t.nbytes for t in flow) for flow in messages(graph)] for graph in graphs]
-        self._received = [0, *(received for received, _ in flows[1:])]
-        self._sent = [sent for _, sent in flows]
+        layout = StageLayout(
+            stages=model_graph.stages,
+            deferred=frozenset(deferred),
+            place=order.stage_to_rank,
+            zero=zero,
+            microbatches=order.microbatches,
+            numel=[sum(stage.values()) for stage in parameters],
+            experts=sizes(of_experts),
+            received=[0, *(received for received, _ in flows[1:])],
+            sent=[sent for _, sent in flows],
+        )
+        # of ranks of orders, each walked once: a search asks for the same many times
+        self._walks: dict[tuple[int, int], tuple[Order, list[tuple[int, str]], np.ndarray]] = {}
+        self._lay_out(config, order, layout, sizes(hidden))
+        self._units = functools.cache(functools.partial(self._count_units, config))
+        for stage in range(order.stages):
+            self._units(stage in layout.deferred)  # finds out what is unknown
 
-    def _arrange(
-        self,
-        config: Config,
-        order: Order,
-        zero: int,
-        stages: Sequence[Sequence[str]],
-        parameters: Sequence[int],
-        by_muon: Sequence[int],
-        experts: Sequence[int],
+    def _lay_out(
+        self, config: Config, order: Order, layout: StageLayout, by_muon: Sequence[int]
     ) -> None:
-        """stages: names of their units; parameters, by_muon, experts: how many each has, updates by Muon,
-        and has of experts, of which a rank has a part, which is sharded over fewer ranks."""
-        self._order, self._stages, self._parameters = order, stages, [*parameters]
-        self._zero, self._state = zero, StateBytes.of(config, zero)
-        muon, shards = StateBytes.of(config, zero, True).kept, self._state.shards
-        self._ep, self._experts = config.ep, [*experts]
+        """by_muon: how many parameters of each stage Muon updates."""
+        self._order, self.layout, self._ep = order, layout, config.ep
+        self._state = StateBytes.of(config, layout.zero)
+        muon, shards = StateBytes.of(config, layout.zero, True).kept, self._state.shards
         self._kept = [  # bytes of each stage's parameters and optimizer state
-            self._state.kept * (self._in_shards(numel, of_experts) - own) + muon * own
-            for numel, own, of_experts in zip(self._parameters, by_muon, experts, strict=True)
+            self._state.kept * (self._in_shards(numel, experts) - hidden) + muon * hidden
+            for numel, hidden, experts in zip(layout.numel, by_muon, layout.experts, strict=True)
         ]
         self._update = self._computing * _UPDATE * max(by_muon) // shards if shards > 1 else 0
-        self._known: dict[tuple[int, bool, frozenset[str]], dict[str, _Change]] = {}
+        self._stage_changes: dict[tuple[int, bool, frozenset[str]], dict[str, _Change]] = {}
 
-    def with_layout(
-        self,
-        config: Config,
-        order: Order,
-        zero: int,
-        stages: Sequence[Sequence[str]],
-        deferred: Collection[int],
-        message: int,
-        by_muon: bool = False,
-    ) -> RankMemory:
-        """The same units and microbatches in another layout; message: bytes between any two stages;
-        by_muon: whether Muon updates what is in blocks. Weights of several stages count in each."""
-        other = self.with_deferred(deferred)
-        units = other._units(False)
-        numel = [sum(units[name].parameters for name in names) for names in stages]
-        experts = [sum(units[name].experts for name in names) for names in stages]
-        muon = numel if by_muon else [0] * len(numel)
-        other._arrange(config, order, zero, stages, numel, muon, experts)
-        other._received = [0, *([message] * (len(stages) - 1))]
-        other._sent = [*([message] * (len(stages) - 1)), 0]
+    def with_layout(self, config: Config, order: Order, layout: StageLayout) -> RankMemory:
+        """The same units and microbatches in another layout. Weights of several stages count in each,
+        and Muon updates all."""
+        other = copy.copy(self)
+        muon = isinstance(config.optimizer, Muon)
+        other._lay_out(config, order, layout, layout.numel if muon else [0] * len(layout.numel))
         return other
 
     def with_recompute(self, config: Config) -> RankMemory:
         """The same, where blocks are recomputed as another config says."""
         other = copy.copy(self)
         other._units = functools.cache(functools.partial(self._count_units, config))
-        other._known = {}
+        other._stage_changes = {}
         return other
 
     def with_deferred(self, stages: Collection[int]) -> RankMemory:
         """The same, where the weight gradients of these stages wait."""
         other = copy.copy(self)
-        other._deferred = frozenset(stages)
+        other.layout = replace(self.layout, deferred=frozenset(stages))
         return other
 
     def unit_parameters(self) -> dict[str, tuple[int, int]]:
-        """Of each unit, and of its experts."""
+        """The number of parameters of each unit, and of its experts."""
         return {name: (u.parameters, u.experts) for name, u in self._units(False).items()}
 
     def activations(self, stage: int, recomputed: Collection[str]) -> tuple[int, int]:
@@ -223,24 +222,23 @@ class RankMemory:
         """Bytes on a pipeline rank; recomputed: blocks of each stage."""
         base = sum(self._base(rank))
         key = id(self._order), rank
-        if key not in self._kinds:
+        if key not in self._walks:
             index: dict[tuple[int, str], int] = {}
             at = [index.setdefault((a.stage, kind), len(index)) for a, kind in self._steps(rank)]
             # with the order, so that no later one has its id
-            self._kinds[key] = self._order, [*index], np.array(at, dtype=np.int64)
-        _, kinds, steps = self._kinds[key]
+            self._walks[key] = self._order, [*index], np.array(at, dtype=np.int64)
+        _, kinds, steps = self._walks[key]
         if not kinds:
             return base + self._update
-        local = self._order.local(rank)
-        changes = {s: self._changes(s, frozenset(recomputed[s])) for s in local}
-        each = [changes[stage][kind] for stage, kind in kinds]
-        most = np.array([change.most for change in each], dtype=np.int64)[steps]
-        after = np.array([change.after for change in each], dtype=np.int64)[steps]
+        of_stage = {s: self._changes(s, frozenset(recomputed[s])) for s in self._order.local(rank)}
+        changes = [of_stage[stage][kind] for stage, kind in kinds]
+        most = np.array([change.most for change in changes], dtype=np.int64)[steps]
+        after = np.array([change.after for change in changes], dtype=np.int64)[steps]
         then = base + np.cumsum(after)
         return int(max(base, (then - after + most).max(), then[-1] + self._update))
 
     def of_ranks(self, recomputed: Sequence[Collection[str]]) -> list[int]:
-        """As `of_rank`, of each pipeline rank."""
+        """Bytes on each pipeline rank, as `of_rank`."""
         return [self.of_rank(rank, recomputed) for rank in range(len(self._order.ranks))]
 
     def memory_timeline(
@@ -248,7 +246,7 @@ class RankMemory:
     ) -> list[MemorySample]:
         """What is in memory during each action of a rank, and in the update; arguments as `of_rank`."""
         kept, sent = self._base(rank)
-        numel = (self._parameters[stage] for stage in self._order.local(rank))
+        numel = (self.layout.numel[stage] for stage in self._order.local(rank))
         weights = int(sum(self._state.weights * n for n in numel))
         now = MemoryParts(min(weights, kept), max(0, kept - weights), messages=sent)
         samples = []
@@ -287,12 +285,12 @@ class RankMemory:
     def _base(self, rank: int) -> tuple[int, int]:
         """Bytes of a rank's parameters and optimizer state, and of messages that are under way."""
         local = self._order.local(rank)
-        received = sum(self._received[stage] for stage in local)
+        received = sum(self.layout.received[stage] for stage in local)
         return int(sum(self._kept[stage] for stage in local)), _MESSAGES * received
 
     def _count_units(self, config: Config, deferred: bool) -> dict[str, _Unit]:
-        """By name; deferred: for stages whose weight gradients wait."""
-        names = [name for stage in self._stages for name in stage]
+        """Units by name; deferred: for stages whose weight gradients wait."""
+        names = [name for stage in self.layout.stages for name in stage]
         costs = self.unit_costs
         if costs is None:
             return dict.fromkeys(names, _Unit())
@@ -310,31 +308,32 @@ class RankMemory:
         return dict(zip(names, (_Unit(*row) for row in rows), strict=True))
 
     def _changes(self, stage: int, recompute: frozenset[str]) -> dict[str, _Change]:
-        """Of a stage's actions by their kind; recompute: names of the units that are recomputed."""
-        deferred = stage in self._deferred
+        """Changes by a stage's actions, by their kind; recompute: names of the units that are recomputed."""
+        layout, state = self.layout, self._state
+        deferred, numel = stage in layout.deferred, layout.numel[stage]
         key = stage, deferred, recompute
-        if key in self._known:
-            return self._known[key]
-        table, state, numel = self._units(deferred), self._state, self._parameters[stage]
-        runs = [(table[name], name in recompute) for name in self._stages[stage]]
+        if key in self._stage_changes:
+            return self._stage_changes[key]
+        table = self._units(deferred)
+        runs = [(table[name], name in recompute) for name in layout.stages[stage]]
         units = [unit for unit, _ in runs]
         held = [unit.kept if recomputed else unit.saved for unit, recomputed in runs]
-        activations, queued = sum(held) + self._sent[stage], sum(unit.queued for unit in units)
+        activations, queued = sum(held) + layout.sent[stage], sum(unit.queued for unit in units)
         gathered = int(state.gathered * numel)
         sizes = sorted(unit.parameters for unit in units)
         # of a unit that is gathered while the one before is copied to its place
         message = self._computing * sum(sizes[-2:]) if gathered else 0
-        sharded = self._in_shards(numel, self._experts[stage])
-        before = numel if self._zero == 1 else sharded
+        sharded = self._in_shards(numel, layout.experts[stage])
+        whole = layout.zero == 1
+        before = numel if whole else sharded
         reduced = 0  # bytes of the largest unit's gradients in a message, where FSDP has whole ones
-        if state.fsdp and self._zero == 1 and sizes:
+        if state.fsdp and whole and sizes:
             reduced = int((_REDUCED + state.reduced_gradient) * sizes[-1])
-        whole = self._zero == 1
         local = [u.parameters if whole else self._in_shards(u.parameters, u.experts) for u in units]
         new = [int(state.gradient * size) for size in local]  # gradients of the first backward
         first, later = self._backward(runs, new), self._backward(runs, [])
         backward = {"activations": -activations}
-        self._known[key] = {
+        self._stage_changes[key] = {
             "gather": _change(gathered + message, gathered=gathered),
             "F": _change(self._forward(units, held, activations), activations=activations),
             "first I": _change(first, **backward, gradients=sum(new), queued=queued),
@@ -348,15 +347,17 @@ class RankMemory:
                 gradients=int(state.reduced_gradient * sharded - state.gradient * before),
             ),
         }
-        return self._known[key]
+        return self._stage_changes[key]
 
     def _held(self, unit: _Unit) -> int:
         """Bytes of the message with a unit's gradients, kept after its backward."""
-        return _REDUCED * unit.parameters if self._state.fsdp and self._zero > 1 else 0
+        return _REDUCED * unit.parameters if self._state.fsdp and self.layout.zero > 1 else 0
 
     def _gathered(self, unit: _Unit) -> int:
         """Bytes of a unit that is gathered when it runs."""
-        return self._computing * unit.parameters if self._state.fsdp and self._zero == 3 else 0
+        return (
+            self._computing * unit.parameters if self._state.fsdp and self.layout.zero == 3 else 0
+        )
 
     def _forward(self, units: Sequence[_Unit], held: Sequence[int], activations: int) -> int:
         """Bytes that a forward adds at the most; held: of each unit, for the backward."""
@@ -370,7 +371,7 @@ class RankMemory:
     def _backward(self, runs: Sequence[tuple[_Unit, bool]], new: Sequence[int]) -> int:
         """Bytes that a backward adds at the most; new: of each unit's gradients, if it is the first."""
         state = self._state
-        anew = bool(new) or (state.fsdp and self._zero > 1) or self._computing < _REDUCED
+        anew = bool(new) or (state.fsdp and self.layout.zero > 1) or self._computing < _REDUCED
         now = most = 0  # beyond the begin
         held = self._held(runs[0][0]) if runs else 0
         for at in range(len(runs) - 1, -1, -1):

@@ -2,7 +2,7 @@
 
 1. `layouts.candidates` lists meshes, schedules, stages and microbatches; here each is taken with every
    level of ZeRO, and with blocks recomputed selectively or as few as fit (`fit`).
-2. All are judged by closed forms (`judge`), of units that were counted once (`CostTable`): what does not
+2. All are scored by closed forms (`score`), of units that were counted once (`CostTable`): what does not
    fit is dropped.
 3. The most promising are simulated, the best of these are planned and estimated as `plan` does it.
 """
@@ -35,10 +35,10 @@ from titanlike.costs.estimate import (
 )
 from titanlike.costs.estimate_text import as_data, mesh_text, table
 from titanlike.costs.known_hardware import planned_hardware
-from titanlike.costs.layouts import SearchSpace, candidates, tensor_sizes
-from titanlike.costs.rank_memory import RankMemory
+from titanlike.costs.layouts import SearchSpace, candidates
+from titanlike.costs.rank_memory import RankMemory, StageLayout
 from titanlike.costs.simulate import simulate
-from titanlike.costs.stage_times import LayoutTimes, StageLayout, stage_times
+from titanlike.costs.stage_times import LayoutTimes, stage_times
 from titanlike.distributed.placement import experts_of
 from titanlike.distributed.transform import Transform
 from titanlike.graph.partition import SplitError
@@ -69,22 +69,24 @@ _PROGRESS = 3.0  # seconds between lines
 _PLANNED_SECONDS = 15.0  # of this process, for the last step
 
 
-@dataclass(frozen=True)
+@dataclass
 class Ranked:
-    """A layout of the end, with its command line's overrides."""
+    """One of the fastest layouts, with its command line's overrides."""
 
     overrides: list[str]
     estimate: Estimate
 
+    @property
+    def command_line(self) -> str:
+        return shlex.join([*train_program(), *self.overrides])
+
 
 @dataclass
 class LayoutSearch:
-    """Of a search."""
-
     gpus: int
     hardware: Hardware
     ranked: list[Ranked] = field(default_factory=list)  # the fastest first
-    judged: int = 0
+    judged: int = 0  # by closed forms
     fitting: int = 0
     refused: int = 0  # invalid
     too_large: int = 0  # of the fastest, which do not fit when their memory is counted
@@ -104,175 +106,165 @@ def search(
     """words: the overrides of the config; what they fix stays; exact: count the memory of the fullest
     rank of what is found, where it can be; say: is told every few seconds how far it is. Raises
     ConfigError."""
-    begin, said, slow = time.process_time(), time.monotonic(), False
+    begin, spoke, slow = time.process_time(), time.monotonic(), False
     hardware = planned_hardware(config, gpus)
-    found = LayoutSearch(gpus, hardware)
+    result = LayoutSearch(gpus, hardware)
     kept = [word for word in words if key_of(word) not in ("hardware", "gpus")]
-    judged: list[tuple[list[str], ScoredLayout]] = []
-    for overrides, one in _judged(config, kept, found):
-        judged.append((overrides, one))
-        if time.monotonic() > said + _PROGRESS:
-            said, slow = time.monotonic(), True
-            own = (word for word in overrides if word not in kept)
-            say(f"{len(judged)} layouts estimated, now {' '.join(own)}")
+    scored: list[ScoredLayout] = []
+    for layout in _score_all(config, kept, result):
+        scored.append(layout)
+        if time.monotonic() > spoke + _PROGRESS:
+            spoke, slow = time.monotonic(), True
+            chosen = (word for word in layout.overrides if word not in kept)
+            say(f"{len(scored)} layouts estimated, now {' '.join(chosen)}")
     if slow:
-        say(f"{len(judged)} layouts estimated; the fastest are planned")
-    if not judged:
+        say(f"{len(scored)} layouts estimated; the fastest are planned")
+    if not scored:
         reason = f"no layout of {gpus} devices is valid for batch_size={config.batch_size}"
         raise ConfigError([Problem("gpus", gpus, reason, "another batch_size, or other devices")])
-    fitting = [(overrides, one) for overrides, one in judged if one.most <= hardware.usable]
-    fitting.sort(key=lambda item: item[1].seconds)
-    found.judged, found.fitting = len(judged), len(fitting)
-    found.least_memory = min(one.most for _, one in judged)
-    simulated = [(simulated_seconds(one, hardware), o, one) for o, one in fitting[:_SIMULATED]]
-    simulated.sort(key=lambda item: item[0])
+    fitting = [layout for layout in scored if layout.most <= hardware.usable]
+    fitting.sort(key=lambda layout: layout.seconds)
+    result.judged, result.fitting = len(scored), len(fitting)
+    result.least_memory = min(layout.most for layout in scored)
+    simulated = sorted(fitting[:_SIMULATED], key=partial(simulated_seconds, hardware=hardware))
     end = time.process_time() + _PLANNED_SECONDS
-    for _, overrides, one in simulated[: 2 * most]:
-        enough = len(found.ranked) >= most or time.process_time() > end
-        if enough and found.ranked:
+    for layout in simulated[: 2 * most]:
+        enough = len(result.ranked) >= most or time.process_time() > end
+        if enough and result.ranked:
             break
         try:
-            estimate = make_estimate(one.config, hardware, checked=one.transforms)
+            estimate = make_estimate(layout.config, hardware, checked=layout.transforms)
         except ConfigError:
-            found.refused += 1
+            result.refused += 1
             continue
         if estimate.fits:
-            found.ranked.append(Ranked(overrides, estimate))
+            result.ranked.append(Ranked(layout.overrides, estimate))
     if "split" not in map(key_of, kept):
-        found.ranked += [*_with_auto_split(found.ranked[:_AUTO])]
-    found.ranked.sort(key=lambda item: item.estimate.step_seconds)
-    if exact:
-        counted = [*_counted(found.ranked[:most])]
-        found.too_large, found.ranked = len(found.ranked[:most]) - len(counted), counted
-    if found.ranked:
-        found.lost = [*_lost(judged, found)]
-    found.seconds = time.process_time() - begin
-    return found
+        result.ranked += [*_with_auto_split(result.ranked[:_AUTO])]
+    result.ranked.sort(key=lambda ranked: ranked.estimate.step_seconds)
+    if exact:  # those that fit when their fullest rank is counted, or cannot be
+        fastest = result.ranked[:most]
+        for ranked in fastest:
+            fullest = ranked.estimate.memory_bytes.index(ranked.estimate.fullest)
+            ranked.estimate = with_exact_memory(ranked.estimate, [fullest])
+        result.ranked = [ranked for ranked in fastest if ranked.estimate.fits]
+        result.too_large = len(fastest) - len(result.ranked)
+    if result.ranked:
+        result.lost = [*_lost(scored, result)]
+    result.seconds = time.process_time() - begin
+    return result
 
 
-def _counted(ranked: list[Ranked]) -> Iterator[Ranked]:
-    """Those that fit when their fullest rank is counted, or cannot be."""
-    for one in ranked:
-        fullest = one.estimate.memory_bytes.index(one.estimate.fullest)
-        one = Ranked(one.overrides, with_exact_memory(one.estimate, [fullest]))
-        if one.estimate.fits:
-            yield one
-
-
-def _with_auto_split(ranked: list[Ranked]) -> Iterator[Ranked]:
-    for one in ranked:
-        if one.estimate.config.pp == 1:
+def _with_auto_split(fastest: list[Ranked]) -> Iterator[Ranked]:
+    for ranked in fastest:
+        before = ranked.estimate
+        if before.config.pp == 1:
             continue
-        config = with_choices(one.estimate.config, {"split": "auto"})
+        config = with_choices(before.config, {"split": "auto"})
         try:
-            estimate = make_estimate(
-                config, one.estimate.hardware, checked=one.estimate.plan.transforms
-            )
+            estimate = make_estimate(config, before.hardware, checked=before.plan.transforms)
         except ConfigError:
             continue
-        if estimate.fits and estimate.step_seconds < one.estimate.step_seconds:
-            yield Ranked([*one.overrides, "split=auto"], estimate)
+        if estimate.fits and estimate.step_seconds < before.step_seconds:
+            yield Ranked([*ranked.overrides, "split=auto"], estimate)
 
 
 # --- every layout ---------------------------------------------------------------------------------
 
 
-def _judged(
-    config: Config, words: list[str], found: LayoutSearch
-) -> Iterator[tuple[list[str], ScoredLayout]]:
-    """Every candidate that is valid, with its overrides."""
-    given, gpus = set(map(key_of, words)), found.gpus
-    contexts = {config.cp}
-    if "cp" not in given:  # more ranks where sequences are long
+def _score_all(config: Config, words: list[str], result: LayoutSearch) -> Iterator[ScoredLayout]:
+    """Every candidate that is valid."""
+    gpus, contexts = result.gpus, {config.cp}
+    if "cp" not in map(key_of, words):  # more ranks where sequences are long
         most = min(gpus, config.seq_len // _LEAST_TOKENS)
         contexts |= {2**n for n in range(1, 9) if 2**n <= most and gpus % 2**n == 0}
     for cp in sorted(contexts):
-        own = replace(config, cp=cp)
+        chosen = words if cp == config.cp else [*words, f"cp={cp}"]
+        of_context = replace(config, cp=cp)
         try:
-            tables = CostCache(own, found.hardware)
+            tables = CostCache(of_context, result.hardware)
         except ConfigError:
             if cp == config.cp:
                 raise
-            found.refused += 1  # a model whose tokens see each other by other ways than attention
+            result.refused += 1  # a model whose tokens see each other by other ways than attention
             continue
-        chosen = words if cp == config.cp else [*words, f"cp={cp}"]
-        yield from _of_context(own, chosen, found, tables)
+        yield from _score_context(of_context, chosen, result, tables)
 
 
-def _of_context(
-    config: Config, words: list[str], found: LayoutSearch, tables: CostCache
-) -> Iterator[tuple[list[str], ScoredLayout]]:
-    given, gpus, hardware = set(map(key_of, words)), found.gpus, found.hardware
+def _score_context(
+    config: Config, words: list[str], result: LayoutSearch, tables: CostCache
+) -> Iterator[ScoredLayout]:
+    fixed, gpus, hardware = set(map(key_of, words)), result.gpus, result.hardware
 
     def compose(overrides: list[str]) -> Config:
         names = [o.removeprefix("schedule=") for o in overrides if o.startswith("schedule=")]
         composed = config
-        if names and "schedule" not in given:
+        if names and "schedule" not in fixed:
             composed = with_choices(config, {"schedule": names[0]})
         # as experiments write them, schedules' microbatches are not the user's
         written = getattr(composed.schedule, "microbatches", None) is not None
-        if written and composed.schedule.name != "csv" and "schedule.microbatches" not in given:
+        if written and composed.schedule.name != "csv" and "schedule.microbatches" not in fixed:
             return with_choices(composed, {"schedule.microbatches": None})
         return composed
 
     counts = [n for n in range(1, config.batch_size + 1) if config.batch_size % n == 0]
     space = SearchSpace(gpus, _SCHEDULES, counts, _STAGES_PER_RANK)
-    sizes = partial(tensor_sizes, ranks=gpus, machine=min(gpus, hardware.devices_per_node))
+    machine = min(gpus, hardware.devices_per_node)
     orders: dict[object, Order] = {}
-    for candidate in candidates(words, compose, gpus, space, sizes):
-        one = candidate.config
-        if candidate.refused or one.world_size != gpus or one.batch_size % one.dp:
-            found.refused += 1
+    for candidate in candidates(words, compose, gpus, machine, space):
+        base = candidate.config
+        if candidate.refused or base.world_size != gpus or base.batch_size % base.dp:
+            result.refused += 1
             continue
-        rows = one.batch_size // one.dp
         try:
-            count = declared_microbatches(one.schedule)
-            count = count or derive_microbatches(one.schedule, one.pp, rows)[0]
-            stages = stage_count(one.schedule, one.pp, count)
+            count = declared_microbatches(base.schedule)
+            rows = base.batch_size // base.dp
+            count = count or derive_microbatches(base.schedule, base.pp, rows)[0]
+            stages = stage_count(base.schedule, base.pp, count)
         except ValueError:
-            found.refused += 1
+            result.refused += 1
             continue
-        if not tables.sensible(one, count) or stages > tables.units:
+        if not tables.sensible(base, count) or stages > tables.units:
             continue
-        if one.dp % one.replicate:
-            one = replace(one, replicate=1)
-        if one.dp * one.cp == 1 and "fsdp.zero" not in given:
-            one = with_choices(one, {"fsdp.zero": 1})
-        for choices in _variants(one, given, hardware, tables.experts):
-            changed = with_choices(one, choices)
+        if base.dp % base.replicate:
+            base = replace(base, replicate=1)
+        if base.dp * base.cp == 1 and "fsdp.zero" not in fixed:
+            base = with_choices(base, {"fsdp.zero": 1})
+        for choices in _variants(base, fixed, hardware, tables.experts):
+            changed = with_choices(base, choices)
             if validate.problems(changed):
-                found.refused += 1
+                result.refused += 1
                 continue
-            zero = 1 if changed.fsdp.zero == "auto" else changed.fsdp.zero
-            table, more = tables(changed, rows_of(changed, count)), [*candidate.overrides]
-            more += [f"{key}={value}" for key, value in choices.items()]
+            table = tables(changed, rows_of(changed, count))
+            overrides = [f"{key}={value}" for key, value in choices.items()]
+            overrides = [*candidate.overrides, *overrides]
             try:
-                yield more, judge(changed, table, hardware, orders, count, zero)
+                yield score(overrides, changed, table, hardware, orders, count)
             except (ValueError, SplitError):
-                found.refused += 1
+                result.refused += 1
 
 
 def _variants(
-    config: Config, given: set[str], hardware: Hardware, experts: int
+    config: Config, fixed: set[str], hardware: Hardware, experts: int
 ) -> Iterator[dict[str, Any]]:
     """Each level of ZeRO, each way to recompute, replicas and expert-parallel ranks that the command line
     leaves open; experts: of a layer."""
     splits = hasattr(config.schedule, "weight_gradients")
     levels = [1] if splits or config.shards == 1 else [1, 2, 3]
     zeros: list[dict[str, Any]] = [{"fsdp.zero": level} for level in levels]
-    zeros = [{}] if "fsdp.zero" in given or config.dp * config.cp == 1 else zeros
+    zeros = [{}] if "fsdp.zero" in fixed or config.dp * config.cp == 1 else zeros
     ways: list[dict[str, Any]] = [{"activation_checkpoint": how} for how in ("fit", "selective")]
-    ways = [{}] if "activation_checkpoint" in given else ways
+    ways = [{}] if "activation_checkpoint" in fixed else ways
     for zero, how in product(zeros, ways):
         sharded = [zero | how]
         # of what is gathered for each block, shards in a node and replicas of it may be faster
         near = max(1, hardware.devices_per_node // (config.tp * config.cp))
-        gathers = zero.get("fsdp.zero", config.fsdp.zero) == 3 and "replicate" not in given
+        gathers = zero.get("fsdp.zero", config.fsdp.zero) == 3 and "replicate" not in fixed
         if gathers and config.replicate == 1 and config.dp > near and config.dp % near == 0:
             sharded.append(zero | how | {"replicate": config.dp // near})
         for choices in sharded:
             sizes = [config.ep]
-            if "ep" not in given and experts:
+            if "ep" not in fixed and experts:
                 together = gcd(experts, with_choices(config, choices).shards)
                 inside = gcd(together, hardware.devices_per_node // config.tp)
                 sizes = sorted({1, together, inside})
@@ -280,17 +272,17 @@ def _variants(
 
 
 class CostCache:
-    """Of units, by tensor-parallel ranks and sequences of a microbatch: each is counted once."""
+    """Costs of units by tensor-parallel ranks and sequences of a microbatch, counted once."""
 
     def __init__(self, config: Config, hardware: Hardware) -> None:
         self._config, self._hardware = config, hardware
-        self._known: dict[object, CostTable] = {}
+        self._tables: dict[object, CostTable] = {}
         self._checked: dict[int, Mapping[str, Transform]] = {}
         self._sizes: dict[int, set[int]] = {}
         table = self(config, 1)
         self.units = len(table.units)
         modules: list[Any] = [*experts_of(table.plan.model_graph.model).values()]
-        self.experts = min((int(one.num_experts) for one in modules), default=0)  # of a layer
+        self.experts = min((int(module.num_experts) for module in modules), default=0)  # of a layer
 
     def sensible(self, config: Config, microbatches: int) -> bool:
         """Whether microbatches of this size are tried."""
@@ -304,15 +296,15 @@ class CostCache:
         return True
 
     def __call__(self, config: Config, rows: int) -> CostTable:
-        at = config.tp, config.ep, rows
-        key = *at, tuple(getattr(config.activation_checkpoint, "save", ()))
-        if at not in self._known:
-            own = replace(self._config, tp=config.tp, ep=config.ep)
-            table = CostTable(own, self._hardware, rows, self._checked.get(config.tp))
-            self._known[at], self._checked[config.tp] = table, table.plan.transforms
-        if key not in self._known:
-            self._known[key] = self._known[at].with_recompute(config)
-        return self._known[key]
+        sizes = config.tp, config.ep, rows
+        key = *sizes, tuple(getattr(config.activation_checkpoint, "save", ()))
+        if sizes not in self._tables:
+            on_ranks = replace(self._config, tp=config.tp, ep=config.ep)
+            table = CostTable(on_ranks, self._hardware, rows, self._checked.get(config.tp))
+            self._tables[sizes], self._checked[config.tp] = table, table.plan.transforms
+        if key not in self._tables:
+            self._tables[key] = self._tables[sizes].with_recompute(config)
+        return self._tables[key]
 
 
 # --- a layout by closed forms ---------------------------------------------------------------------
@@ -320,8 +312,9 @@ class CostCache:
 
 @dataclass(frozen=True)
 class ScoredLayout:
-    """A layout by closed forms, judged in some 2 ms."""
+    """A layout by closed forms, in some 2 ms."""
 
+    overrides: list[str]
     config: Config
     layout: StageLayout
     times: LayoutTimes
@@ -336,16 +329,18 @@ class ScoredLayout:
         return max(self.memory)
 
 
-def judge(
+def score(
+    overrides: list[str],
     config: Config,
     table: CostTable,
     hardware: Hardware,
     orders: dict[object, Order],
     microbatches: int,
-    zero: int,
 ) -> ScoredLayout:
-    """As many blocks are recomputed as must be, or as `activation_checkpoint` says; orders: known ones."""
+    """Estimate a layout, with as many blocks recomputed as must be, or as `activation_checkpoint` says; orders: a cache of
+    them."""
     pp, schedule = config.pp, config.schedule
+    zero = 1 if config.fsdp.zero == "auto" else config.fsdp.zero
     # of as few microbatches as show how it goes on
     count = min(microbatches, _ROUNDS * pp) if schedule.name in _PERIODIC else microbatches
     key = schedule.name, getattr(schedule, "stages_per_rank", 1), pp, count
@@ -355,21 +350,21 @@ def judge(
     names = table.stages(stage_count(schedule, pp, microbatches), config)
     waits = order.splits_backward and defers_weight_gradients(schedule)
     deferred = range(order.stages) if waits else ()
-    muon = config.optimizer.name == "muon"
     blocks = [[name for name in stage if name in table.blocks] for stage in names]
-    memory = table.memory.with_layout(config, order, zero, names, deferred, table.message, muon)
+    chosen = table.recomputed(config)
+    layout = table.layout(names, chosen, deferred, order.stage_to_rank, zero, microbatches)
+    memory = table.memory.with_layout(config, order, layout)
     if config.activation_checkpoint.name == "fit":
         recomputed, taken = _as_must_be(memory, blocks, order, hardware.usable)
+        layout = replace(layout, recomputed=[*map(frozenset, recomputed)])
     else:
-        chosen = table.recomputed(config)
-        recomputed = [[name for name in stage if name in chosen] for stage in blocks]
-        taken = memory.of_ranks(recomputed)
-    layout = table.layout(
-        names, sum(recomputed, []), deferred, order.stage_to_rank, zero, microbatches
+        taken = memory.of_ranks(layout.recomputed)
+    times = stage_times(config, layout, hardware, table.times)
+    seconds, parts = _step_seconds(order, times, microbatches, agreement(config, hardware))
+    return ScoredLayout(
+        *(overrides, config, layout, times, seconds, taken, order, parts),
+        transforms=table.plan.transforms,
     )
-    each = stage_times(config, layout, hardware, table.times)
-    seconds, parts = _step_seconds(order, each, microbatches, agreement(config, hardware))
-    return ScoredLayout(config, layout, each, seconds, taken, order, parts, table.plan.transforms)
 
 
 def _as_must_be(
@@ -392,8 +387,8 @@ def _as_must_be(
         for a, b in zip(kept, least, strict=True)
     ]
     recomputed = [
-        own[: math.ceil(shares[order.stage_to_rank[stage]] * len(own))]
-        for stage, own in enumerate(blocks)
+        names[: math.ceil(shares[rank] * len(names))]
+        for rank, names in zip(order.stage_to_rank, blocks, strict=True)
     ]
     return recomputed, memory.of_ranks(recomputed)
 
@@ -401,16 +396,16 @@ def _as_must_be(
 def _step_seconds(
     order: Order, times: LayoutTimes, microbatches: int, agree: float
 ) -> tuple[float, dict[str, float]]:
-    """By a closed form: the busiest rank, and what fills and drains the pipeline; agree: seconds."""
+    """Seconds by a closed form: the busiest rank, and what fills and drains the pipeline; agree: seconds."""
     ranks, chunks = len(order.ranks), order.stages / len(order.ranks)
     work, once, update = [0.0] * ranks, [0.0] * ranks, [0.0] * ranks
-    for stage, own in enumerate(times.stages):
-        rank, back = order.stage_to_rank[stage], own.backward.device
+    for rank, of_stage in zip(order.stage_to_rank, times.stages, strict=True):
+        forward, back = of_stage.forward, of_stage.backward.device
         if order.splits_backward:
-            back = own.input_gradient.device + own.weight_gradient.device
-        work[rank] += max(own.forward.device + back, own.forward.host + own.backward.host)
-        once[rank] += own.gather + own.reduce
-        update[rank] += own.update
+            back = of_stage.input_gradient.device + of_stage.weight_gradient.device
+        work[rank] += max(forward.device + back, forward.host + of_stage.backward.host)
+        once[rank] += of_stage.gather + of_stage.reduce
+        update[rank] += of_stage.update
     at = work.index(max(work))
     share = 1 / 3 if order.splits_backward else 1.0
     fill = share * (sum(work) - work[at]) / chunks
@@ -426,31 +421,26 @@ def _step_seconds(
     return seconds + agree, parts
 
 
-def simulated_seconds(judged: ScoredLayout, hardware: Hardware) -> float:
-    """Of a step: that of the short order is simulated, and what it lacks goes on at its pace."""
-    order, agree = judged.order, agreement(judged.config, hardware)
+def simulated_seconds(scored: ScoredLayout, hardware: Hardware) -> float:
+    """Seconds of a step: that of the short order is simulated, the rest goes on at its pace."""
+    order, agree = scored.order, agreement(scored.config, hardware)
     ahead = hardware.runs_ahead
-    simulation = simulate(order, judged.times.stages, runs_ahead=ahead, agree=agree)
-    more = judged.layout.microbatches - order.microbatches
-    return simulation.step + more * max(simulation.computes) / order.microbatches
+    simulation = simulate(order, scored.times.stages, runs_ahead=ahead, agree=agree)
+    rest = scored.layout.microbatches - order.microbatches
+    return simulation.step + rest * max(simulation.computes) / order.microbatches
 
 
 # --- why well-known choices lose ----------------------------------------------------------------
 
 
-def _is_pipeline_of(schedule: str, config: Config) -> bool:
-    return config.pp > 1 and config.schedule.name == schedule
-
-
-def _lost(judged: list[tuple[list[str], ScoredLayout]], found: LayoutSearch) -> Iterator[str]:
-    """Of each well-known choice, by its fastest layout: how much slower it is, and why."""
-    best = found.ranked[0].estimate
-    usable = found.hardware.usable
-    own = [word for word in found.ranked[0].overrides if word != "split=auto"]
-    mine = next((j for o, j in judged if o == own), None)
-    if mine is None:
+def _lost(scored: list[ScoredLayout], result: LayoutSearch) -> Iterator[str]:
+    """How much slower each well-known choice is, by its fastest layout, and why."""
+    usable, best = result.hardware.usable, result.ranked[0]
+    overrides = [word for word in best.overrides if word != "split=auto"]
+    winner = next((layout for layout in scored if layout.overrides == overrides), None)
+    if winner is None:
         return
-    tp = max((j.config.tp for _, j in judged), default=1)
+    tp = max(layout.config.tp for layout in scored)
     famous: dict[str, Callable[[Config], bool]] = {
         "FSDP alone (pp=1 tp=1)": lambda c: c.pp == c.tp == 1,
         f"tp={tp} without a pipeline": lambda c: c.tp == tp > 1 and c.pp == 1,
@@ -458,20 +448,22 @@ def _lost(judged: list[tuple[list[str], ScoredLayout]], found: LayoutSearch) -> 
         "a pipeline without tp": lambda c: c.pp > 1 and c.tp == 1,
     }
     for schedule in _SCHEDULES:
-        famous[f"schedule={schedule}"] = partial(_is_pipeline_of, schedule)
+        famous[f"schedule={schedule}"] = lambda c, name=schedule: (
+            c.pp > 1 and c.schedule.name == name
+        )
     for name, belongs in famous.items():
-        own = [j for _, j in judged if belongs(j.config)]
-        if not own or belongs(best.config):
+        layouts = [layout for layout in scored if belongs(layout.config)]
+        if not layouts or belongs(best.estimate.config):
             continue
-        fitting = [j for j in own if j.most <= usable]
+        fitting = [layout for layout in layouts if layout.most <= usable]
         if not fitting:
-            least = min(j.most for j in own)
+            least = min(layout.most for layout in layouts)
             yield f"{name}: does not fit: {least / 2**30:.1f} of {usable / 2**30:.1f} GiB"
             continue
-        fastest = min(fitting, key=lambda j: j.seconds)
-        slower = fastest.seconds / mine.seconds - 1
-        more = {k: fastest.parts[k] - mine.parts.get(k, 0.0) for k in fastest.parts}
-        why = max(more, key=lambda k: more[k])
+        fastest = min(fitting, key=lambda layout: layout.seconds)
+        slower = fastest.seconds / winner.seconds - 1
+        longer = {k: seconds - winner.parts.get(k, 0.0) for k, seconds in fastest.parts.items()}
+        why = max(longer, key=lambda k: longer[k])
         share = fastest.parts[why] / fastest.seconds
         where = f"pp={fastest.config.pp} dp={fastest.config.dp} tp={fastest.config.tp}"
         if slower > 0.005:
@@ -481,44 +473,37 @@ def _lost(judged: list[tuple[list[str], ScoredLayout]], found: LayoutSearch) -> 
 # --- what is printed ----------------------------------------------------------------------------
 
 
-def search_data(found: LayoutSearch, most: int = 10) -> dict[str, Any]:
+def search_data(result: LayoutSearch, most: int = 10) -> dict[str, Any]:
     """One JSON object."""
     return {
-        "layouts": found.judged,
-        "fitting": found.fitting,
-        "refused": found.refused,
-        "too_large": found.too_large,
-        "seconds": found.seconds,
-        "hardware": found.hardware.title,
-        "gpus": found.gpus,
+        "layouts": result.judged,
+        "fitting": result.fitting,
+        "refused": result.refused,
+        "too_large": result.too_large,
+        "seconds": result.seconds,
+        "hardware": result.hardware.title,
+        "gpus": result.gpus,
         "ranked": [
-            {"command": command_line(one), **as_data(one.estimate)} for one in found.ranked[:most]
+            {"command": r.command_line, **as_data(r.estimate)} for r in result.ranked[:most]
         ],
-        "lost": found.lost,
+        "lost": result.lost,
     }
 
 
-def command_line(ranked: Ranked) -> str:
-    return shlex.join([*train_program(), *ranked.overrides])
-
-
-def search_text(found: LayoutSearch, most: int = 10, width: int = 80) -> str:
-    have = units.size(found.hardware.usable)
+def search_text(result: LayoutSearch, most: int = 10, width: int = 80) -> str:
     lines = [
-        f"{found.judged:,} layouts of {found.gpus:,} x {found.hardware.title}, of which "
-        f"{found.fitting:,} fit into {have}; {found.seconds:.0f} s"
+        f"{result.judged:,} layouts of {result.gpus:,} x {result.hardware.title}, of which "
+        f"{result.fitting:,} fit into {units.size(result.hardware.usable)}; {result.seconds:.0f} s"
     ]
-    if found.too_large:
-        text = f"{found.too_large} of the fastest left out: counted, they take more than estimated"
+    if result.too_large:
+        text = f"{result.too_large} of the fastest left out: counted, they take more than estimated"
         lines += textwrap.wrap(text, width)
-    if not found.ranked:
-        least = units.size(found.least_memory)
+    if not result.ranked:
+        least = units.size(result.least_memory)
         lines.append(f"none fits: the least is {least} on the fullest rank; take more devices")
         return "\n".join(lines)
-    best = found.ranked[0].estimate
-    rows = []
-    for at, one in enumerate(found.ranked[:most], 1):
-        estimate = one.estimate
+    best, rows = result.ranked[0].estimate, []
+    for at, estimate in enumerate((ranked.estimate for ranked in result.ranked[:most]), 1):
         slower = estimate.step_seconds / best.step_seconds - 1
         rows.append(
             [
@@ -536,7 +521,7 @@ def search_text(found: LayoutSearch, most: int = 10, width: int = 80) -> str:
         )
     header = ["", "mesh", "schedule", "mb", "step", "tok/s", "MFU", "bubble", "GiB", "slower"]
     lines += ["", table(header, rows, width), ""]
-    lines += [f"{at}  {command_line(one)}" for at, one in enumerate(found.ranked[:most], 1)]
-    if found.lost:
-        lines += ["", "why others lose", *(f"  {text}" for text in found.lost)]
+    lines += [f"{at}  {r.command_line}" for at, r in enumerate(result.ranked[:most], 1)]
+    if result.lost:
+        lines += ["", "why others lose", *(f"  {text}" for text in result.lost)]
     return "\n".join(lines)

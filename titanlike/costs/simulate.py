@@ -38,7 +38,7 @@ class Duration:
 
 @dataclass(frozen=True)
 class StageTimes:
-    """Of a stage and a microbatch."""
+    """What a stage takes for a microbatch, and what it takes once a step."""
 
     forward: Duration
     backward: Duration  # whole
@@ -62,7 +62,7 @@ class StageTimes:
 
 @dataclass
 class Simulation:
-    """Of one step."""
+    """One step of all pipeline ranks."""
 
     events: list[list[Span]]  # of each pipeline rank: actions, gather, reduce, update, agree
     messages: list[Transfer]
@@ -181,17 +181,6 @@ def simulate(
             events[rank].append(Span("update", -1, -1, begin, begin + seconds))
     step = pipeline + agree + max(updates)
     return Simulation(events, messages, pipeline, step, computes, exchanges, waits)
-
-
-def equal_stages(order: Order, forward: float = 1.0, backward: float = 2.0) -> list[StageTimes]:
-    """Of stages that together take a rank so long for a microbatch; messages take no time.
-
-    Half of a split backward is W.
-    """
-    chunks = order.stages / len(order.ranks)
-    half = Duration(backward / 2 / chunks)
-    times = StageTimes(Duration(forward / chunks), Duration(backward / chunks), half, half)
-    return [times] * order.stages
 
 
 def most_held(acts: Iterable[Action], held: Sequence[float], queued: Sequence[float]) -> float:

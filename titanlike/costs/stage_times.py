@@ -12,7 +12,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any
@@ -21,11 +21,11 @@ from torch import nn
 
 from titanlike.config.schema import AdamW, Config, Float8Precision, Hardware, Muon, Sgd
 from titanlike.costs.known_hardware import link_of, message_link, overlapped_seconds, sharded
+from titanlike.costs.rank_memory import StageLayout
 from titanlike.costs.simulate import Duration, StageTimes
 from titanlike.costs.unit_costs import ATTENTION, CostError, NodeCosts, Operator, Operators
 from titanlike.distributed import collectives
 from titanlike.distributed.sharding import StateBytes, compute_dtype
-from titanlike.graph.cut import messages
 from titanlike.optim.muon import hidden_matrices
 from titanlike.parallel.activation_checkpoint import keeps, saved_operators
 from titanlike.parallel.expert_parallel import SEND_TOKENS
@@ -48,7 +48,7 @@ _CLIP = 12  # bytes a parameter: the norm reads gradients, clipping reads and wr
 
 @dataclass(frozen=True)
 class Seconds:
-    """Of some operators: device, of it in products and attention, and how many are launched."""
+    """Seconds of a device, those of them in products and attention, and operators that are launched."""
 
     device: float = 0.0
     products: float = 0.0
@@ -156,7 +156,7 @@ class UnitTimes:
 
 
 def unit_times(config: Config, plan: TrainPlan, roofline: Roofline) -> dict[str, UnitTimes]:
-    """By the names of the units. Raises CostError where they cannot be run alone."""
+    """Times by the names of the units. Raises CostError where they cannot be run alone."""
     memory = plan.memory()
     if memory.unit_costs is None:
         raise CostError(memory.unknown)
@@ -166,7 +166,7 @@ def unit_times(config: Config, plan: TrainPlan, roofline: Roofline) -> dict[str,
     exchanges, save = _Exchanges(config, plan, roofline.hardware), saved_operators(config)
     kept = frozenset({"ep"} if keeps(SEND_TOKENS, save) else ())
     names = [name for stage in plan.stages for name in stage]
-    known: dict[tuple[tuple[int, ...], bool], UnitTimes] = {}  # of equal calls
+    of_calls: dict[tuple[tuple[int, ...], bool], UnitTimes] = {}  # of equal calls
 
     def times(nodes: Sequence[NodeCosts], block: bool) -> UnitTimes:
         forward = recompute = inputs = weights = Seconds()
@@ -196,9 +196,9 @@ def unit_times(config: Config, plan: TrainPlan, roofline: Roofline) -> dict[str,
     table: dict[str, UnitTimes] = {}
     for name, nodes in zip(names, calls, strict=True):
         key = tuple(map(id, nodes)), name in blocks
-        if key not in known:
-            known[key] = times(nodes, name in blocks)
-        table[name] = replace(known[key], parameters=numel[name][0], experts=numel[name][1])
+        if key not in of_calls:
+            of_calls[key] = times(nodes, name in blocks)
+        table[name] = replace(of_calls[key], parameters=numel[name][0], experts=numel[name][1])
     return table
 
 
@@ -227,16 +227,16 @@ class _Exchanges:
 
 
 def _guessed_times(config: Config, plan: TrainPlan, roofline: Roofline) -> dict[str, UnitTimes]:
-    """Of stages whose units cannot be run alone: by their parameters, all in a first unit."""
+    """Times of units that cannot be run alone: by the parameters of stages, all in a first unit."""
     tokens, itemsize = plan.memory().tokens, compute_dtype(config).itemsize
     table: dict[str, UnitTimes] = {}
     for stage, names in enumerate(plan.stages):
         numel = plan.stage_numel(stage)
         product = {Operator("aten.mm", 2 * numel * tokens, itemsize * numel, itemsize): 1}
-        each = roofline.seconds(product, True)
+        seconds = roofline.seconds(product, True)
         table |= {name: UnitTimes() for name in names}
         if names:
-            table[names[0]] = UnitTimes(each, each, each, each, parameters=numel)
+            table[names[0]] = UnitTimes(seconds, seconds, seconds, seconds, parameters=numel)
     return table
 
 
@@ -280,50 +280,12 @@ class Traffic:
 
 @dataclass(frozen=True)
 class LayoutTimes:
-    """Of a planned layout on a device."""
+    """Times of the stages of a layout on a device."""
 
     stages: list[StageTimes]
     traffic: list[Traffic]  # of each stage
     estimated: str = ""  # why units' times are guessed by parameters
     parts: list[dict[str, float]] = field(default_factory=list)  # of each stage, a microbatch's
-
-
-@dataclass(frozen=True)
-class StageLayout:
-    """What of a plan decides how long its stages take."""
-
-    stages: Sequence[Sequence[str]]  # names of their units
-    recomputed: Sequence[Collection[str]]  # units of each stage
-    deferred: Collection[int]  # stages whose weight gradients wait
-    place: Sequence[int]  # pipeline rank of each stage
-    zero: int
-    microbatches: int
-    numel: Sequence[int]  # parameters of each stage, of a tensor-parallel rank
-    received: Sequence[int]  # bytes of the messages of each stage, 0 of the first
-    sent: Sequence[int]  # and 0 of the last
-    experts: Sequence[int]  # parameters of experts among them
-    orthogonalized: Sequence[float] = ()  # FLOPs of Muon's updates, of each stage
-
-    @classmethod
-    def of(cls, config: Config, plan: TrainPlan) -> StageLayout:
-        graphs = plan.model_graph.graphs(plan.model_graph.fields, True)
-        numel = plan.memory().unit_parameters()
-        sizes = [[sum(t.nbytes for t in flow) for flow in messages(graph)] for graph in graphs]
-        return cls(
-            stages=plan.stages,
-            recomputed=plan.recomputed.blocks,
-            deferred=plan.deferred,
-            place=plan.order.stage_to_rank,
-            zero=plan.zero,
-            microbatches=plan.microbatches,
-            numel=[plan.stage_numel(stage) for stage in range(plan.order.stages)],
-            received=[0, *(received for received, _ in sizes[1:])],
-            sent=[*(sent for _, sent in sizes[:-1]), 0],
-            experts=[sum(numel[name][1] for name in names) for names in plan.stages],
-            orthogonalized=_orthogonalization(
-                config, plan.model_graph.model, plan.stage_parameters
-            ),
-        )
 
 
 def layout_times(
@@ -339,7 +301,13 @@ def layout_times(
         units = units if measured is None else as_measured(units, measured)
     except CostError as error:
         units, estimated = _guessed_times(config, plan, roofline), str(error)
-    return stage_times(config, StageLayout.of(config, plan), hardware, units, estimated)
+    graph, parameters = plan.model_graph, plan.stage_parameters
+    layout = replace(
+        plan.memory().layout,
+        recomputed=plan.recomputed.blocks,
+        orthogonalized=_orthogonalization(config, graph.model, parameters),
+    )
+    return stage_times(config, layout, hardware, units, estimated)
 
 
 def stage_times(
@@ -353,20 +321,20 @@ def stage_times(
     shape = _Shape(config, layout, hardware)
     times = LayoutTimes([], [], estimated, [])
     for stage, names in enumerate(layout.stages):
-        own = [(units[name], name in layout.recomputed[stage]) for name in names]
-        times.stages.append(shape.stage(stage, own))
-        times.traffic.append(shape.traffic(stage, own))
-        times.parts.append(_parts(own))
+        runs = [(units[name], name in layout.recomputed[stage]) for name in names]
+        times.stages.append(shape.stage(stage, runs))
+        times.traffic.append(shape.traffic(stage, runs))
+        times.parts.append(_parts(runs))
     return times
 
 
-def _parts(own: Sequence[tuple[UnitTimes, bool]]) -> dict[str, float]:
+def _parts(runs: Sequence[tuple[UnitTimes, bool]]) -> dict[str, float]:
     """Seconds of a microbatch by what they are, forward and backward."""
-    both = [unit.computes for unit, _ in own]
+    both = [unit.computes for unit, _ in runs]
     products, device = sum(b.products for b in both), sum(b.device for b in both)
-    recompute = sum(u.recompute.device + u.exchanged_again for u, recomputed in own if recomputed)
+    recompute = sum(u.recompute.device + u.exchanged_again for u, recomputed in runs if recomputed)
     exchanged: Counter[str] = Counter()
-    for unit, _ in own:
+    for unit, _ in runs:
         exchanged.update(unit.waits_forward)
         exchanged.update(unit.waits_backward)
     return {
@@ -395,8 +363,8 @@ class _Shape:
     def gather(self, numel: int, experts: int, count: int) -> float:
         """Seconds in which parameters are gathered; experts: how many of them are of experts."""
         shard, expert_shard = self.gathers
-        one = shard.gather(self.itemsize * (numel - experts), count)
-        return one + expert_shard.gather(self.itemsize * experts, count if experts else 0)
+        dense = shard.gather(self.itemsize * (numel - experts), count)
+        return dense + expert_shard.gather(self.itemsize * experts, count if experts else 0)
 
     def reduction(self, numel: int, experts: int, count: int) -> float:
         """Seconds in which gradients are summed, in fp32."""
@@ -407,20 +375,20 @@ class _Shape:
                 seconds += self.replicas.all_reduce(4 * size / shard.size, count)
         return seconds
 
-    def stage(self, stage: int, own: Sequence[tuple[UnitTimes, bool]]) -> StageTimes:
+    def stage(self, stage: int, runs: Sequence[tuple[UnitTimes, bool]]) -> StageTimes:
         layout, zero, device = self.layout, self.layout.zero, self.hardware
-        numel, experts, count = layout.numel[stage], layout.experts[stage], max(1, len(own))
+        numel, experts, count = layout.numel[stage], layout.experts[stage], max(1, len(runs))
         sharded = self.state.fsdp and self.shard.size > 1
-        gathers, reduced = [0.0 for _ in own], [0.0 for _ in own]
+        gathers, reduced = [0.0 for _ in runs], [0.0 for _ in runs]
         if sharded and zero == 3:
-            gathers = [self.gather(u.parameters, u.experts, 1) for u, _ in own]
+            gathers = [self.gather(u.parameters, u.experts, 1) for u, _ in runs]
         if zero > 1:
-            reduced = [self.reduction(u.parameters, u.experts, 1) for u, _ in own]
+            reduced = [self.reduction(u.parameters, u.experts, 1) for u, _ in runs]
         deferred = stage in layout.deferred
-        forward = [u.forward.device + u.exchanged_forward for u, _ in own]
-        recompute = [u.recompute.device + u.exchanged_again if on else 0.0 for u, on in own]
-        inputs = [u.input_gradient.device + u.exchanged_backward for u, _ in own]
-        weights = [u.weight_gradient.device for u, _ in own]
+        forward = [u.forward.device + u.exchanged_forward for u, _ in runs]
+        recompute = [u.recompute.device + u.exchanged_again if on else 0.0 for u, on in runs]
+        inputs = [u.input_gradient.device + u.exchanged_backward for u, _ in runs]
+        weights = [u.weight_gradient.device for u, _ in runs]
         whole = [a + b + c for a, b, c in zip(recompute, inputs, weights, strict=True)]
         halves = [a + b for a, b in zip(recompute, inputs, strict=True)] if deferred else whole
         if device.runs_ahead:
@@ -429,10 +397,10 @@ class _Shape:
         else:  # a core that computes sends, too
             all_forward = sum(forward) + sum(gathers)
             all_backward = sum(whole) + sum(gathers) + sum(reduced)
-        exchanged, again = sum(u.exchanged_forward for u, _ in own), sum(recompute)
-        sent_back = sum(u.exchanged_backward for u, _ in own)
+        exchanged, again = sum(u.exchanged_forward for u, _ in runs), sum(recompute)
+        sent_back = sum(u.exchanged_backward for u, _ in runs)
         launched = [
-            sum(getattr(u, part).launches for u, on in own if on or part != "recompute")
+            sum(getattr(u, part).launches for u, on in runs if on or part != "recompute")
             for part in ("forward", "recompute", "input_gradient", "weight_gradient")
         ]
 
@@ -449,7 +417,7 @@ class _Shape:
                 sum(halves), sum(launched[1 : 3 if deferred else 4]), again, sent_back
             ),
             weight_gradient=later if deferred else Duration(0.0, device.action_seconds),
-            sends_forward=self._message(layout.sent[stage]),
+            sends_forward=self._message(layout.sent[stage] if stage + 1 < len(layout.sent) else 0),
             sends_backward=self._message(layout.received[stage]),
             gather=self.gather(numel, experts, count) if sharded and zero < 3 else 0.0,
             reduce=self.reduction(numel, experts, count) if zero == 1 else 0.0,
@@ -479,14 +447,14 @@ class _Shape:
             seconds = numel * (8 + touched) / device.host_bandwidth
         return seconds + flops / (device.bf16_flops * device.matmul_efficiency)
 
-    def traffic(self, stage: int, own: Sequence[tuple[UnitTimes, bool]]) -> Traffic:
+    def traffic(self, stage: int, runs: Sequence[tuple[UnitTimes, bool]]) -> Traffic:
         config, layout, m = self.config, self.layout, self.layout.microbatches
         place, moved = layout.place, Traffic()
         if stage and place[stage - 1] != place[stage]:
             moved.messages += m * layout.received[stage]
         if stage + 1 < len(place) and place[stage + 1] != place[stage]:
             moved.messages += m * layout.sent[stage]
-        for unit, recomputed in own:
+        for unit, recomputed in runs:
             for axis, nbytes in unit.sent_forward.items():
                 times = 1 + (recomputed and axis not in unit.kept)
                 nbytes = nbytes * times + unit.sent_backward.get(axis, 0)

@@ -39,7 +39,7 @@ _UNEVEN, _SLOW, _LEAST = 0.05, 0.1, 0.01  # shares that are worth a sentence
 
 @dataclass(frozen=True)
 class RankTimes:
-    """Of a rank, seconds of a step: medians over the recorded ones."""
+    """Seconds of a rank in a step: medians over the recorded ones."""
 
     rank: int
     pp_rank: int
@@ -53,7 +53,7 @@ class RankTimes:
 
 
 class TimelineReport:
-    """Of a timeline, and of what a plan says of the same run."""
+    """What a timeline says, and a plan of the same run."""
 
     def __init__(self, timeline: Timeline, estimate: Estimate | None) -> None:
         """plan: None where none can be made."""
@@ -99,7 +99,7 @@ class TimelineReport:
 
     @cached_property
     def seconds(self) -> float:
-        """Of a step."""
+        """Seconds of a step."""
         return statistics.median(max(r.end for r in step) for step in self.timeline.steps)
 
     @cached_property
@@ -120,7 +120,7 @@ class TimelineReport:
 
     @cached_property
     def simulation(self) -> Simulation:
-        """Of the same order with measured times."""
+        """The same order with measured times."""
         return simulate(self.order, self.measured)
 
     @cached_property
@@ -135,18 +135,18 @@ class TimelineReport:
         for rank in self.ranks:
             groups[rank.pp_rank].append(rank.rank)
         several = [group for group in groups.values() if len(group) > 1]
-        found = slow_ranks(busy, several, _SLOW)
-        return [(rank, found[rank.rank]) for rank in self.ranks if rank.rank in found]
+        shares = slow_ranks(busy, several, _SLOW)
+        return [(rank, shares[rank.rank]) for rank in self.ranks if rank.rank in shares]
 
     def heaviest(self) -> tuple[int, float]:
         """(pipeline rank, by which share its stages take longer than the mean)"""
-        each = [
+        seconds = [
             sum(self.stage_seconds[stage] for stage in self.order.local(rank))
             for rank in range(len(self.order.ranks))
         ]
-        worst = max(range(len(each)), key=each.__getitem__)
-        mean = sum(each) / len(each)
-        return worst, each[worst] / mean - 1 if mean else 0.0
+        worst = max(range(len(seconds)), key=seconds.__getitem__)
+        mean = sum(seconds) / len(seconds)
+        return worst, seconds[worst] / mean - 1 if mean else 0.0
 
     @cached_property
     def better_split(self) -> tuple[list[int], float] | None:
@@ -191,11 +191,11 @@ class TimelineReport:
 
     def sentences(self) -> list[str]:
         """What to change, the most important first."""
-        found = []
+        advice = []
         places = {place.rank: place for place in self.timeline.ranks}
         for rank, share in self.slow_copies():
             place = places[rank.rank]
-            found.append(
+            advice.append(
                 f"rank {rank.rank} ({place.host}, {place.device}) computes {share:.0%} longer than the "
                 "ranks with the same stages: look at that machine"
             )
@@ -210,30 +210,30 @@ class TimelineReport:
                 text += (
                     f": split=balance split.balance=[{blocks}] is {gain:.0%} faster by simulation"
                 )
-            found.append(text)
+            advice.append(text)
         waiting = max(self.ranks, key=lambda rank: rank.waiting)
         if waiting.waits_for is not None and waiting.waiting > _SLOW * waiting.step:
-            found.append(
+            advice.append(
                 f"rank {waiting.rank} waits {waiting.waiting / waiting.step:.0%} of the step for messages, "
                 f"most for those of pipeline rank {waiting.waits_for}"
             )
         rank = max(self.ranks, key=lambda rank: rank.exchanging)
         if rank.exchanging > _SLOW * rank.step:
-            found.append(
+            advice.append(
                 f"rank {rank.rank} gathers and reduces for {rank.exchanging / rank.step:.0%} of the step: "
                 "more microbatches, or another fsdp.zero"
             )
         rank = max(self.ranks, key=lambda rank: rank.host)
         if rank.host > _SLOW * rank.step:
-            found.append(
+            advice.append(
                 f"rank {rank.rank} spends {rank.host / rank.step:.0%} of the step outside of actions: "
                 "in its data, its update, or its host"
             )
-        return found
+        return advice
 
 
 def report_of(run: Path) -> TimelineReport:
-    """Of a run's directory. Raises ConfigError where it has no timeline that can be read."""
+    """The report of a run's directory. Raises ConfigError where it has no timeline that can be read."""
     path = run / TIMELINE
     try:
         report = TimelineReport(timeline_file.read_timeline(path), None)
@@ -319,18 +319,8 @@ def _summary(name: str, report: TimelineReport) -> str:
 
 
 def _rank_table(report: TimelineReport, width: int) -> str:
-    header = [
-        "rank",
-        "pp",
-        "step",
-        "computes",
-        "planned",
-        "exchanges",
-        "waits",
-        "for",
-        "agrees",
-        "rest",
-    ]
+    header = ["rank", "pp", "step", "computes", "planned"]
+    header += ["exchanges", "waits", "for", "agrees", "rest"]
     rows = []
     for rank in report.ranks[:_FEW]:
         times = rank.computing, rank.exchanging, rank.waiting, rank.agreeing, rank.host
@@ -358,9 +348,9 @@ def _stage_table(report: TimelineReport, width: int) -> str:
         planned = _of_mean([times.forward.device + times.backward.device for times in stages])
     rows = []
     for stage, times in enumerate(report.measured):
-        each = [units.short_time(getattr(times, name).device) for name in kinds.values()]
+        seconds = [units.short_time(getattr(times, name).device) for name in kinds.values()]
         place = str(report.order.stage_to_rank[stage])
-        rows.append([str(stage), place, *each, of_mean[stage], planned[stage]])
+        rows.append([str(stage), place, *seconds, of_mean[stage], planned[stage]])
     return table(["stage", "pp", *kinds, "of the mean", "planned"], rows, width)
 
 

@@ -33,7 +33,7 @@ from titanlike.device.accelerator import kept_rng, synchronize
 from titanlike.distributed.collectives import GroupInfo
 from titanlike.graph.cut import cut, unit_starts
 from titanlike.graph.model_graph import ModelGraph
-from titanlike.graph.recording import DEVICE, Node, tree_map
+from titanlike.graph.recording import Node, tree_map, with_values
 from titanlike.optim.loss import Loss
 from titanlike.parallel.weight_gradients import DeferredWeightGradients
 from titanlike.torch_private.operators import TorchDispatchMode
@@ -95,21 +95,21 @@ class UnitCosts:
 
         A weight that several of these units use (a tied weight) counts once.
         """
-        own = [{id(p): size(p) for p in self._parameters(calls)} for calls in self._calls]
-        table = np.zeros((len(own) + 1, len(own) + 1), dtype=np.int64)
-        for start in range(len(own)):
+        units = [{id(p): size(p) for p in self._parameters(calls)} for calls in self._calls]
+        table = np.zeros((len(units) + 1, len(units) + 1), dtype=np.int64)
+        for start in range(len(units)):
             seen: set[int] = set()
             total = 0
-            for stop, parameters in enumerate(own[start:], start + 1):
+            for stop, parameters in enumerate(units[start:], start + 1):
                 total += sum(size for key, size in parameters.items() if key not in seen)
                 seen.update(parameters)
                 table[start, stop] = total
         return table
 
     def parameter_sizes(self, size: Callable[[nn.Parameter], int]) -> list[int]:
-        """Of the parameters of each unit."""
-        own = ({id(p): p for p in self._parameters(calls)} for calls in self._calls)
-        return [sum(map(size, parameters.values())) for parameters in own]
+        """Sizes of the parameters of each unit together."""
+        units = ({id(p): p for p in self._parameters(calls)} for calls in self._calls)
+        return [sum(map(size, parameters.values())) for parameters in units]
 
     def flops(self) -> list[int]:
         """FLOPs of each unit, forward and backward of a microbatch: matrix products, convolutions and
@@ -121,7 +121,7 @@ class UnitCosts:
         return [sum(node.saved for node in nodes) for nodes in self._counts(False)]
 
     def recomputed_bytes(self, save: Sequence[str]) -> list[int]:
-        """As `saved_bytes`, where a unit is recomputed but for the results of the operators `save` (as
+        """`saved_bytes` where a unit is recomputed but for the results of the operators `save` (as
         "aten.mm")."""
 
         def kept(call: Node, costs: NodeCosts) -> int:
@@ -166,10 +166,6 @@ class UnitCosts:
         """
         return self._counts(True, peers)
 
-    def nanoseconds(self, device: torch.device) -> list[int]:
-        """Measured times of each unit, forward and backward of a microbatch."""
-        return [round(1e9 * sum(times)) for times in self.times(device, False)]
-
     def times(self, device: torch.device, deferred: bool, repeats: int = 15) -> list[Times]:
         """Measured seconds of each unit and a microbatch, see `node_times`; deferred: where weight
         gradients wait, for which layers are replaced.
@@ -183,8 +179,8 @@ class UnitCosts:
                 return 0.0, 0.0, 0.0
             return node_times(node, self.model, device, deferred, repeats)
 
-        found = self._costs(measured, (0.0, 0.0, 0.0))
-        sums = [[sum(part) for part in zip(*calls, strict=True)] for calls in found]
+        of_calls = self._costs(measured, (0.0, 0.0, 0.0))
+        sums = ([sum(part) for part in zip(*calls, strict=True)] for calls in of_calls)
         return [(forward, inputs, weights) for forward, inputs, weights in sums]
 
     @property
@@ -203,7 +199,7 @@ class UnitCosts:
     def _counts(
         self, deferred: bool, peers: Mapping[str, GroupInfo] | None = None
     ) -> list[list[NodeCosts]]:
-        """Of each unit's calls; peers: also what they exchange, and as if in bf16."""
+        """Counts of each unit's calls; peers: also what they exchange, and as if in bf16."""
         key = deferred, peers is not None
 
         def counted(node: Node) -> NodeCosts:
@@ -219,22 +215,22 @@ class UnitCosts:
         return self._counted[key]
 
     def _costs(self, cost: Callable[[Node], _T], free: _T) -> list[list[_T]]:
-        """Of each unit's calls; of equal calls once."""
-        known: dict[str, _T] = {}
+        """Costs of each unit's calls; equal ones are run once."""
+        costs: dict[str, _T] = {}
         for node in (node for calls in self._calls for node in calls):
             key = self._key(node)
-            if key not in known:
+            if key not in costs:
                 # getting an item of a tuple or dict is free
                 on_tensors = all(use.value is not None for use in node.input_nodes)
                 try:
-                    known[key] = cost(node) if on_tensors else free
+                    costs[key] = cost(node) if on_tensors else free
                 except Exception as error:  # of any kind, from the user's model
                     name = getattr(node.target, "__name__", node.target)
                     text = (str(error).strip().splitlines() or [""])[0]
                     raise CostError(
                         f"{name} alone raised {type(error).__name__}: {text}"
                     ) from error
-        return [[known[self._key(node)] for node in calls] for calls in self._calls]
+        return [[costs[self._key(node)] for node in calls] for calls in self._calls]
 
     def _key(self, node: Node) -> str:
         """Equal for calls of equal cost."""
@@ -309,15 +305,11 @@ class Call:
 
     def arguments(self) -> Any:
         """For a forward: (args, kwargs)."""
-
-        def real(leaf: Any) -> Any:
-            if not isinstance(leaf, Node):
-                return self._device if leaf is DEVICE else leaf
-            tensor = self._inputs[leaf]
-            # a clone: a leaf that requires a gradient must not be changed in place
-            return tensor.clone() if tensor.requires_grad and not _is_weight(leaf) else tensor
-
-        return tree_map((self._node.args, self._node.kwargs), real)
+        values = {  # clones: a leaf that requires a gradient must not be changed in place
+            use: tensor.clone() if tensor.requires_grad and not _is_weight(use) else tensor
+            for use, tensor in self._inputs.items()
+        }
+        return with_values((self._node.args, self._node.kwargs), values, self._device)
 
     def forward(self, arguments: Any = None) -> list[Tensor]:
         """The results that require a gradient."""
@@ -487,11 +479,15 @@ class _Counter(TorchDispatchMode):
             if results:
                 torch.autograd.backward(results, [torch.empty_like(result) for result in results])
                 for operator, times in self._attention.items():
-                    self._noted[_backward_of(operator)] += times
+                    # five products for the forward's two, as many tensors again
+                    flops, nbytes = operator.flops * 5 // 2, 2 * operator.bytes
+                    self._noted[operator._replace(flops=flops, bytes=nbytes)] += times
             inputs, self.backward_peak = self._noted, self._peak - before
             self._noted = Counter()
-            if waiting is not None:
-                self.queued = _queued(waiting)
+            if waiting is not None:  # and where each layer has a copy of its input
+                queue = [t for inputs, gradient, *_ in waiting._queue for t in (inputs, gradient)]
+                sizes = {storage_id(t): t.untyped_storage().nbytes() for t in queue}
+                self.queued = sum(sizes.values()), sum(sizes[storage_id(t)] for t in queue)
                 waiting.take()()
         self.operators = forward, inputs, self._noted
         end = {axis: ranks.traffic for axis, ranks in peers.items()}
@@ -530,14 +526,14 @@ class _Counter(TorchDispatchMode):
         short = name.rpartition(".")[2]
         if getattr(function, "is_view", False) or short.startswith(_FREE) or not made:
             return result
-        given = _tensors([args, kwargs])
+        arguments = _tensors([args, kwargs])
         if short in ("_to_copy", "contiguous", "reshape", "clone") and not {
-            *map(storage_id, given)
+            *map(storage_id, arguments)
         }.isdisjoint(map(storage_id, made)):
             return result  # it was as it is to be
         sizes, flops = None, 0
         if short in _PRODUCTS:
-            a, b = given[-2:]
+            a, b = arguments[-2:]
             sizes = a.shape[-2], b.shape[-1], a.shape[-1]
             flops = 2 * made[0].numel() * a.shape[-1]
             self.flops += flops
@@ -549,9 +545,9 @@ class _Counter(TorchDispatchMode):
                 at = [argument.name for argument in function._schema.arguments].index("is_causal")
                 flops //= 2 if len(args) > at and args[at] else 1
             elif name.startswith(EXPERTS_PRODUCT):
-                sizes = _of_an_expert(given[0], given[1], made[0])
+                sizes = _of_an_expert(arguments[0], arguments[1], made[0])
         # of an expanded tensor less is read than it has elements
-        read = sum(min(tensor.nbytes, tensor.untyped_storage().nbytes()) for tensor in given)
+        read = sum(min(tensor.nbytes, tensor.untyped_storage().nbytes()) for tensor in arguments)
         written = sum(tensor.nbytes for tensor in made)
         if "embedding" in short or short in ("gather", "index", "index_select"):
             read = written  # of a table only some rows
@@ -563,21 +559,9 @@ class _Counter(TorchDispatchMode):
         self._now -= nbytes
 
 
-def _queued(waiting: DeferredWeightGradients) -> tuple[int, int]:
-    """Bytes of what waits; and where each layer has a copy of its input."""
-    tensors = [tensor for inputs, gradient, *_ in waiting._queue for tensor in (inputs, gradient)]
-    storages = {storage_id(t): t.untyped_storage().nbytes() for t in tensors}
-    return sum(storages.values()), sum(t.untyped_storage().nbytes() for t in tensors)
-
-
 def _difference(before: Exchanges, after: Exchanges) -> Exchanges:
     pairs = {axis: zip(before[axis], after[axis], strict=True) for axis in before}
     return {axis: tuple(b - a for a, b in both) for axis, both in pairs.items()}
-
-
-def _backward_of(operator: Operator) -> Operator:
-    """Of fused attention: five products for the forward's two, as many tensors again."""
-    return operator._replace(flops=operator.flops * 5 // 2, bytes=2 * operator.bytes)
 
 
 def _of_an_expert(a: Tensor, b: Tensor, result: Tensor) -> tuple[int, int, int]:
@@ -670,7 +654,7 @@ def node_times(
 
 
 def now(device: torch.device) -> float:
-    """Of one thread of a CPU its own time, which other programs do not lengthen."""
+    """Seconds on a clock; of one thread of a CPU its own time, which other programs do not lengthen."""
     if device.type == "cpu" and torch.get_num_threads() == 1:
         return time.process_time()
     synchronize(device)

@@ -1,35 +1,33 @@
 """The throughput search: which layouts of a model are run on a machine.
 
 1. `read_space` reads the keys of `hydra.sweeper`;
-2. `find_machine` says how many ranks there are and how much memory each has, where those do not;
-3. `candidates` lists the layouts: what the command line fixes stays as it is;
-4. `filter_layouts` skips those that are invalid, do not fit, or are not promising.
+2. `find_machine` finds how many ranks there are and how much memory each has, where those do not;
+3. `filter_layouts` lists the layouts (`costs/layouts.py`), and skips those that are invalid, do not fit, or are not promising.
 """
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field
-from functools import partial
+from pathlib import Path
 from typing import Any, get_type_hints
+
+import torch
 
 from titanlike.config import validate
 from titanlike.config.errors import ConfigError, Problem, override_text
 from titanlike.config.parse import convert
 from titanlike.config.schema import Config
-from titanlike.costs.estimate import estimate
-from titanlike.costs.layouts import (
-    Compose,
-    Machine,
-    SearchSpace,
-    candidates,
-    find_machine,
-    least_memory,
-    tensor_sizes,
-)
+from titanlike.costs.estimate import make_estimate
+from titanlike.costs.layouts import Compose, SearchSpace, candidates
+from titanlike.device import accelerator
+from titanlike.device.memory import free_memory, resident_memory
+from titanlike.distributed.sharding import StateBytes
 from titanlike.driver.job import JobRunner, config_problems
 from titanlike.driver.sweep import SweepRun
+from titanlike.launch.environment import available_cores
 from titanlike.launch.failures import JobFailed
 from titanlike.metrics import units
 from titanlike.models.registry import build_model, resolve_model
@@ -134,15 +132,17 @@ def filter_layouts(
     found, seen = SearchResult(), set[object]()
     started = runner.ranks.world_size if runner.ranks else None
     ranking: list[tuple[float, int, list[str]]] = []
-    sizes = partial(tensor_sizes, ranks=on.ranks, machine=on.together or on.ranks)
-
     counts: dict[str, int] = {}  # parameters of each model
 
-    def parameters(config: Config) -> int:
+    def least_memory(config: Config) -> int:
+        """Bytes that the ranks need on average, by the number of parameters alone: as if Muon
+        updated all, if it is the optimizer."""
         model = resolve_model(config)
         if str(model) not in counts:
             counts[str(model)] = sum(p.numel() for p in build_model(model).parameters())
-        return counts[str(model)]
+        zero = 3 if config.fsdp.zero == "auto" else config.fsdp.zero
+        each = StateBytes.of(config, zero, hidden=True).whole
+        return int(counts[str(model)] * each / config.model_ranks)
 
     def check_memory(needed: int, how: str) -> None:
         if on.memory is not None and needed > on.memory:
@@ -159,14 +159,15 @@ def filter_layouts(
         if problems := validate.problems(config, started):
             raise _Skipped("invalid", str(problems[0]))
         try:
-            check_memory(least_memory(config, parameters(config)), "more than")
+            check_memory(least_memory(config), "more than")
             return make_plan(config)
         except ConfigError as error:
             raise _Skipped("invalid", str(error.problems[0])) from error
 
     for combination in combinations:
         checked = False
-        for candidate in candidates(combination, compose, on.ranks, space, sizes):
+        machine = on.together or on.ranks
+        for candidate in candidates(combination, compose, on.ranks, machine, space):
             config = candidate.config
             try:
                 plan = draft_of(config, candidate.refused)
@@ -178,7 +179,7 @@ def filter_layouts(
                     if problems := config_problems(config, started, []):
                         raise ConfigError(problems)
                     checked = True
-                expected = estimate(config, plan)
+                expected = make_estimate(config, plan=plan)
                 check_memory(expected.fullest, "about")
                 ranking.append((expected.step_seconds, plan.microbatches, candidate.overrides))
             except _Skipped as skipped:
@@ -187,3 +188,55 @@ def filter_layouts(
     for _, _, overrides in sorted(ranking)[space.most :]:
         found.skip(overrides, "less promising", f"not among the {space.most} most promising")
     return found
+
+
+# --- the machine that layouts are searched for ----------------------------------------------------
+
+
+_USUAL_GPUS = 8  # of a machine
+_LIBRARIES = 64 << 20  # bytes that libraries allocate in a CPU rank once it trains
+
+
+@dataclass(frozen=True)
+class Machine:
+    ranks: int
+    memory: int | None  # bytes that training may take on each; None = unknown
+    together: int | None = None  # ranks of one machine; None = all
+
+
+def find_machine(
+    config: Config, ranks: int | None, memory: int | None, started: int | None
+) -> Machine:
+    """The given ranks and memory, or else what was started, or what this machine has.
+
+    started: ranks that torchrun or srun started, or None. Raises ConfigError for more ranks than GPUs.
+    """
+    gpus = accelerator.count() if config.device != "cpu" else 0
+    ranks = ranks or started or gpus or available_cores()
+    if gpus and ranks > gpus and started is None and config.sweep.submit is None:
+        reason = f"there are {gpus} GPUs on this machine"
+        fix = f"hydra.sweeper.ranks={gpus}, or device=cpu"
+        raise ConfigError([Problem("hydra.sweeper.ranks", ranks, reason, fix)])
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if started else ranks
+    together = here
+    if config.sweep.submit is not None:  # to machines like this one, if it has GPUs
+        together = min(ranks, gpus or _USUAL_GPUS)
+    if memory is None:
+        memory = free_memory() if gpus else _free_on_cpu(here)
+    return Machine(ranks, memory, together)
+
+
+def _free_on_cpu(ranks: int) -> int | None:
+    """A rank's share of the free memory, less what a process takes before it trains."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        free = next(int(x.split()[1]) << 10 for x in lines if x.startswith("MemAvailable:"))
+    except (OSError, StopIteration, ValueError):
+        return None
+    try:  # the container's limit
+        group = Path("/sys/fs/cgroup")
+        most, used = ((group / f"memory.{name}").read_text() for name in ("max", "current"))
+        free = min(free, int(most) - int(used))
+    except (OSError, ValueError):
+        pass  # no limit
+    return max(0, free // ranks - resident_memory(torch.device("cpu")) - _LIBRARIES)

@@ -41,14 +41,11 @@ def generate_main(argv: list[str] | None = None) -> int:
     parser.add_argument("--prompt", action="append", default=[], metavar="TEXT", help=text)
     text = "the most tokens of each text (default: %(default)s)"
     parser.add_argument("--tokens", type=int, default=200, metavar="N", help=text)
-    text = "ask for prompts, behind those of --prompt"
-    parser.add_argument("--chat", action="store_true", help=text)
+    parser.add_argument("--chat", action="store_true", help="ask for prompts, behind --prompt")
     text = "a whole forward for each token, to compare with"
     parser.add_argument("--no-cache", action="store_true", help=text)
-    text = (
-        "in the run's own pp, dp and tp, for a model that does not fit one process; KEY=VALUE may "
-    )
-    text += "then be any key of the run, such as pp=4"
+    text = "in the run's own pp, dp and tp, for a model that does not fit one process; "
+    text += "KEY=VALUE may then be any key of the run, such as pp=4"
     parser.add_argument("--layout", action="store_true", help=text)
     return _run(parser, argv, _generate)
 
@@ -204,7 +201,7 @@ def chat(loaded: LoadedModel, tokens: int, sampling: Sampling, first: Sequence[s
 
 
 def _perplexity(arguments: argparse.Namespace) -> int:
-    """By the job that evaluates in a run's own layout: of other data all, not only a part."""
+    """Run the job that evaluates in a run's own layout: on other data all of them, not only a part."""
     run = Path(arguments.run).expanduser()
     if (run / "config.json").is_file() and not (run / "config.yaml").is_file():
         fix = f"train a step from it (model=hf model.path={run}), or give --tasks"
@@ -244,7 +241,7 @@ def _job(arguments: argparse.Namespace, job: str, words: list[str]) -> int:
     Raises ValueError where that names code which is none of titanlike's, and the user has not said
     --trust-code.
     """
-    run, trust_code = Path(arguments.run).expanduser(), arguments.trust_code
+    run = Path(arguments.run).expanduser()
     path = run / "config.yaml"
     if not path.is_file():
         fix = "write the directory of a run, which has a config.yaml"
@@ -260,7 +257,7 @@ def _job(arguments: argparse.Namespace, job: str, words: list[str]) -> int:
     overridden = {word.partition("=")[0] for word in words}  # the user's, instead of the file's
     code = named_code(plain, plain.get("hydra", {}))
     named = [(key, name) for key, name in code if key not in overridden]
-    if not trust_code:
+    if not arguments.trust_code:
         # settings of Hydra's own may import or read more
         written = hydra_sections()
         strange = [f"section {k} in config.yaml" for k in written if plain.get(k) != written[k]]

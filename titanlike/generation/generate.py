@@ -278,7 +278,6 @@ def load_model(
     )
 
 
-@torch.no_grad()
 def _model_to_build(saved: SavedModel, place: object, trust_code: bool) -> Custom:
     """The model, if its code may run here: titanlike's own, or that of others if the user has said
     so; then what is imported is printed first. Raises ValueError."""

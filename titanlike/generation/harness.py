@@ -36,12 +36,12 @@ def evaluate_tasks(
     if not folders and os.environ.get("HF_HUB_OFFLINE") != "1":
         say = "the tasks' data come from the Hugging Face hub, which is asked again and again where"
         print(say, "there is no network; HF_HUB_OFFLINE=1 takes its cache alone", file=sys.stderr)
-    found = simple_evaluate(
+    results = simple_evaluate(
         model=model, tasks=tasks, limit=limit, task_manager=manager, bootstrap_iters=1000
     )
     return {
         task: {name.removesuffix(",none"): value for name, value in numbers.items()}
-        for task, numbers in found["results"].items()
+        for task, numbers in results["results"].items()
     }
 
 
@@ -58,7 +58,7 @@ class HarnessModel(LM):
         self._first = [loaded.boundary] if loaded.boundary is not None else []
 
     def loglikelihood(self, requests: list[Any], **_: Any) -> list[tuple[float, bool]]:
-        """Of each (context, continuation): log-probability, and whether it is the greedy one."""
+        """For each (context, continuation): log-probability, and whether it is the greedy one."""
         pairs = []
         for context, continuation in (request.args for request in requests):
             ids, before = self._encode(context + continuation), len(self._encode(context))
@@ -67,7 +67,7 @@ class HarnessModel(LM):
         return self._scores(pairs)
 
     def loglikelihood_rolling(self, requests: list[Any], **_: Any) -> list[float]:
-        """Of whole texts, in windows where the model takes no longer ones."""
+        """Log-probabilities of whole texts, in windows where the model takes no longer ones."""
         totals, most = [], self._loaded.most_tokens or 2**15
         for (text,) in (request.args for request in requests):
             ids = self._first + self._encode(text)
@@ -93,7 +93,7 @@ class HarnessModel(LM):
 
     @torch.inference_mode()
     def _scores(self, pairs: list[tuple[list[int], int]]) -> list[tuple[float, bool]]:
-        """Of each (ids, first): the log-probability of ids[first:], and whether each is the greedy one."""
+        """For each (ids, first): the log-probability of ids[first:], and whether each is the greedy one."""
         order = sorted(range(len(pairs)), key=lambda number: -len(pairs[number][0]))
         scores: dict[int, tuple[float, bool]] = {}
         most = self._loaded.most_tokens

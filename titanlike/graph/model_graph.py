@@ -94,7 +94,7 @@ class ModelGraph:
 
     @property
     def sequence_parts(self) -> str:
-        """Of a rank that has a part of every sequence: how."""
+        """How a rank has a part of every sequence; "" = it has all."""
         return "" if self._sequence is None else self._sequence.name
 
     @property

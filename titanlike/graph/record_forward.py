@@ -270,7 +270,7 @@ class _Interceptor(TorchFunctionMode):
         return args, kwargs
 
     def _pass_size_on(self, given: Any, result: Any) -> None:
-        """Of a call that is given a tensor whose size depends on values: what has as many rows."""
+        """Mark results with as many rows as an argument whose size depends on values."""
         # only shapes are read here: other methods of a tensor would be recorded
         if not self._sized_by_values:
             return

@@ -59,7 +59,7 @@ class Node:
 
     @property
     def name(self) -> str:
-        """Of its function, or its target."""
+        """The name of its function, or its target."""
         return str(getattr(self.target, "__name__", self.target))
 
     @property
@@ -75,7 +75,7 @@ class Node:
 
     @property
     def shape(self) -> torch.Size:
-        """Of `value`, which must be a tensor."""
+        """The shape of `value`, which must be a tensor."""
         return self.tensor.shape
 
 

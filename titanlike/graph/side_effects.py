@@ -73,7 +73,7 @@ def changed_attributes(before: Mapping[str, Any], module: nn.Module) -> list[str
 
 
 def rng_state() -> tuple[Any, ...]:
-    """Of Python's and numpy's global generators."""
+    """The state of Python's and numpy's global generators."""
     state: Any = np.random.get_state()
     return random.getstate(), state[1].tobytes(), state[2]
 
