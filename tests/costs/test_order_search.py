@@ -86,7 +86,7 @@ def test_an_order_follows_its_keys_and_keeps_within_its_memory() -> None:
     assert found is not None and queues.fits(found.check())
     less = replace(problem, limit=0.5)
     assert list_order(less, *wanted(problem, order), Rule()) is None
-    assert best_order(less, [], 10) is None
+    assert best_order(less, {}, 10) is None
     # a search takes seconds, whatever the sizes: so many actions are scheduled
     for microbatches in (4, 64, 1024):
         many = replace(problem, microbatches=microbatches)
