@@ -35,7 +35,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from titanlike.config import validate
-from titanlike.config.errors import Problem, override_text
+from titanlike.config.errors import Problem, override_text, some_names
 from titanlike.config.imports import outside
 from titanlike.config.overrides import ADDED, aliases_problem, from_hydra, key_of, to_hydra
 from titanlike.config.parse import parse
@@ -396,8 +396,8 @@ def mapping_kept(override: Override, composed: DictConfig) -> Iterator[str]:
     if not isinstance(value, dict) or not isinstance(node, DictConfig) or key.startswith("hydra"):
         return
     if kept := [str(name) for name in node if name not in value]:
-        shown = ", ".join([*kept[:4], *(["..."] if len(kept) > 4 else [])])
-        yield f"{key}: what is given is merged into the file's {len(node)}; of these stay: {shown}"
+        names = some_names(kept, 4)
+        yield f"{key}: what is given is merged into the file's {len(node)}; of these stay: {names}"
 
 
 def _node(composed: DictConfig, key: str) -> Any:

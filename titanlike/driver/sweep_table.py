@@ -17,7 +17,7 @@ from typing import Any
 
 from titanlike.config import files
 from titanlike.config.credentials import REDACTED
-from titanlike.config.program import argument_parser, program_length, train_program
+from titanlike.config.program import argument_parser, exit_code, program_length, train_program
 from titanlike.driver.job import SWEEP_FILE
 from titanlike.driver.sweep_status import JobRow, SweepSpec, read_job_rows, read_spec
 from titanlike.metrics import units
@@ -361,12 +361,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("folder", metavar="DIR", type=Path, help="the sweep's run_dir")
     parser.add_argument("--no-picture", action="store_true", help="draw nothing")
     arguments = parser.parse_args(argv)
-    try:
-        say, picture = Console(steps=1).line, not arguments.no_picture
-        return int(bool(report(arguments.folder, say, picture=picture).left))
-    except (OSError, ValueError) as error:
-        print("error:", " ".join(str(error).split()), file=sys.stderr)
-        return 2
+    say, picture = Console(steps=1).line, not arguments.no_picture
+    return exit_code(lambda: int(bool(report(arguments.folder, say, picture=picture).left)))
 
 
 def write_csv(table: Table) -> Path:

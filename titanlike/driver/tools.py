@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from titanlike.config import validate
 from titanlike.config.errors import ConfigError, Problem
 from titanlike.config.keys import MAX_RANKS
-from titanlike.config.program import argument_parser, scripts_dir, train_program
+from titanlike.config.program import argument_parser, exit_code, scripts_dir, train_program
 from titanlike.config.schema import Config
 from titanlike.driver.argv import complete_args, parse_argv
 from titanlike.driver.job import print_problems
@@ -191,7 +191,8 @@ def scripts(argv: list[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     source, folder = scripts_dir() / arguments.scheduler, arguments.folder
     files = sorted(path for path in source.iterdir() if path.is_file())
-    try:
+
+    def copy() -> int:
         existing = [path.name for path in files if (folder / path.name).exists()]
         if existing and not arguments.force:
             names = ", ".join(existing)
@@ -199,8 +200,7 @@ def scripts(argv: list[str] | None = None) -> int:
         folder.mkdir(parents=True, exist_ok=True)
         for path in files:
             shutil.copy(path, folder)
-    except OSError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    print(f"copied to {folder}: {', '.join(path.name for path in files)}")
-    return 0
+        print(f"copied to {folder}: {', '.join(path.name for path in files)}")
+        return 0
+
+    return exit_code(copy)

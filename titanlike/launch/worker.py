@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from titanlike.config.credentials import redact
-from titanlike.config.errors import ConfigError
+from titanlike.config.errors import ConfigError, some_names
 from titanlike.config.imports import import_object
 from titanlike.config.parse import parse, to_plain
 from titanlike.config.schema import Config
@@ -157,8 +157,7 @@ def _arrived(store: Store, key: str) -> dict[int, str]:
 
 def in_words(ranks: list[int]) -> str:
     """ "1, 2, 3", or the first of many and the number of the others."""
-    more = len(ranks) - _NAMED
-    return ", ".join(map(str, ranks[:_NAMED])) + (f" and {more} more" if more > 0 else "")
+    return some_names([*map(str, ranks)], _NAMED)
 
 
 def start_together(worker: Worker, machine: str, timeout: float) -> list[int]:

@@ -11,7 +11,6 @@ import itertools
 import math
 import mmap
 import os
-import sys
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -20,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from titanlike.config import files
-from titanlike.config.program import argument_parser
+from titanlike.config.program import argument_parser, exit_code
 from titanlike.metrics.run_files import STARTS, changed_keys, flat, read_result
 from titanlike.metrics.summary import is_number, jsonl_records, parse_records
 
@@ -53,16 +52,15 @@ def main(argv: list[str]) -> int:
     parser.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="a run_dir")
     parser.add_argument("--out", type=Path, help=f"the page (RUN/{FILE}; of several runs ./{FILE})")
     arguments = parser.parse_args(argv)
-    folders: list[Path] = arguments.runs
-    out = arguments.out or (folders[0] / FILE if len(folders) == 1 else Path(FILE))
-    try:
-        if len(folders) > MOST_RUNS:
-            raise ValueError(f"{len(folders)} runs are too many for a page: at most {MOST_RUNS}")
-        points = min(_POINTS, _ALL_POINTS // len(folders))
-        files.atomic_write_text(out, page([read_history(folder, points) for folder in folders]))
-    except (OSError, ValueError) as error:
-        print("error:", " ".join(str(error).split()), file=sys.stderr)
-        return 2
+    return exit_code(lambda: _write_page(arguments.runs, arguments.out))
+
+
+def _write_page(folders: list[Path], out: Path | None) -> int:
+    out = out or (folders[0] / FILE if len(folders) == 1 else Path(FILE))
+    if len(folders) > MOST_RUNS:
+        raise ValueError(f"{len(folders)} runs are too many for a page: at most {MOST_RUNS}")
+    points = min(_POINTS, _ALL_POINTS // len(folders))
+    files.atomic_write_text(out, page([read_history(folder, points) for folder in folders]))
     print(f"written: {out}")
     return 0
 
