@@ -286,6 +286,9 @@ class Synthetic:
         begins = torch.rand(16, generator=generator) < 0.05 * (index % 7)
         return {"inputs": ids[:-1], "targets": ids[1:], "document_ids": begins.cumsum(0)}
 
+    def example(self) -> dict[str, Tensor]:
+        return {name: value[None] for name, value in self[0].items()}
+
 
 def data(seq_len: int) -> Data:
     return Data(Synthetic(), Synthetic(), 64, "documents")
