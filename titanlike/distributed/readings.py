@@ -12,7 +12,7 @@ clock stamps; they are laid on the host's by one point that both know.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -41,38 +41,51 @@ class AsyncScalars:
         # a copy that waits for a message must not hold up the stream that computes
         self._stream = None if mesh.device.type == "cpu" else torch.Stream(mesh.device)
 
-    def send(self, numbers: Sequence[Tensor], largest: Sequence[float]) -> PendingScalars:
-        """Send fp32 scalars of the device, the same on all ranks, and numbers of the host, of which
-        the largest of all ranks is wanted. Collective; waits neither for the device nor for ranks."""
+    def send(
+        self, numbers: Mapping[str, Tensor], host: Mapping[str, float | list[float]]
+    ) -> PendingScalars:
+        """Send fp32 scalars of the device, and numbers of the host, by their names, which are the same
+        on all ranks. What arrives is the largest of all ranks (NaN may be lost to a number). Collective;
+        waits neither for the device nor for other ranks."""
         mesh = self._mesh
-        host = on_device(torch.tensor(largest, dtype=torch.float32), mesh.device)
-        all_ = torch.cat([torch.stack([*numbers]), host])
+        sizes = dict.fromkeys(numbers, 0) | {
+            name: len(value) if isinstance(value, list) else 0 for name, value in host.items()
+        }
+        flat = [x for v in host.values() for x in (v if isinstance(v, list) else [v])]
+        on_host = on_device(torch.tensor(flat, dtype=torch.float32), mesh.device)
+        all_ = torch.cat([torch.stack([*numbers.values()]), on_host])
         work = None
         if mesh.world_size > 1:
             work = dist.all_reduce(all_, op=dist.ReduceOp.MAX, async_op=True)
         if self._stream is None:
-            return PendingScalars(all_, work, None)
+            return PendingScalars(sizes, all_, work, None)
         pinned = torch.empty(all_.shape, dtype=all_.dtype, pin_memory=True)
         self._stream.wait_stream(torch.accelerator.current_stream(mesh.device))
         with self._stream:
             if work is not None:
                 work.wait()  # the stream does
             pinned.copy_(all_, non_blocking=True)
-        return PendingScalars(pinned, None, self._stream.record_event(), kept=all_)
+        return PendingScalars(sizes, pinned, None, self._stream.record_event(), kept=all_)
 
 
 class PendingScalars:
     """Numbers on their way."""
 
     def __init__(
-        self, numbers: Tensor, work: Any, arrived: Any, kept: Tensor | None = None
+        self,
+        sizes: Mapping[str, int],
+        numbers: Tensor,
+        work: Any,
+        arrived: Any,
+        kept: Tensor | None = None,
     ) -> None:
-        """work: of gloo, that completes them; arrived: the event on a device that does; kept: what is
-        copied, and must not be freed before."""
-        self._numbers, self._work, self._arrived, self._kept = numbers, work, arrived, kept
+        """sizes: name -> numbers of a list, 0 for one that is none; work: of gloo, that completes them;
+        arrived: the event on a device that does; kept: what is copied, and must not be freed before."""
+        self._sizes, self._numbers = sizes, numbers
+        self._work, self._arrived, self._kept = work, arrived, kept
 
-    def read(self, timeout: float | None = None) -> list[float] | None:
-        """The numbers in the order in which they were sent; waits for them.
+    def read(self, timeout: float | None = None) -> dict[str, Any] | None:
+        """The numbers, and lists of them, by the names under which they were sent; waits for them.
 
         timeout: seconds, after which the result is None; without it that of the process group holds.
         """
@@ -92,7 +105,11 @@ class PendingScalars:
                 time.sleep(0.01)
             self._arrived.synchronize()
         self._work = self._arrived = self._kept = None
-        return self._numbers.tolist()
+        left = iter(self._numbers.tolist())
+        return {
+            name: [next(left) for _ in range(size)] if size else next(left)
+            for name, size in self._sizes.items()
+        }
 
 
 # --- times ---------------------------------------------------------------------------------------

@@ -125,10 +125,10 @@ class Transform:
 
     # --- for metrics.jsonl
 
-    def measured(self) -> Sequence[Tensor]:
-        """fp32 scalars on the device, always as many, of which the largest of all ranks counts."""
-        return ()
+    def measured(self) -> dict[str, Tensor]:
+        """fp32 scalars on the device, always the same names; the largest of all ranks counts."""
+        return {}
 
-    def record(self, values: Sequence[float]) -> dict[str, float]:
-        """What a step's record shows of these."""
+    def record(self, numbers: Mapping[str, float]) -> dict[str, float]:
+        """What a step's record shows of these; numbers: all that the step has measured."""
         return {}

@@ -18,7 +18,7 @@ experts, n ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -312,12 +312,15 @@ class ExpertBalance(Transform):
             loads.append(torch.stack([relative.max(), -relative.min(), dropped]))
         self.loads = torch.stack(loads).amax(0).float()
 
-    def measured(self) -> Sequence[Tensor]:
-        return self.loads.unbind()
+    def measured(self) -> dict[str, Tensor]:
+        return dict(zip(("busiest_expert", "-idlest_expert", "dropped"), self.loads, strict=True))
 
-    def record(self, values: Sequence[float]) -> dict[str, float]:
-        busiest, idlest, dropped = values
-        return {"busiest_expert": busiest, "idlest_expert": -idlest, "dropped": dropped}
+    def record(self, numbers: Mapping[str, float]) -> dict[str, float]:
+        return {
+            "busiest_expert": numbers["busiest_expert"],
+            "idlest_expert": -numbers["-idlest_expert"],
+            "dropped": numbers["dropped"],
+        }
 
 
 # attributes of a module of experts: the forward that it had, None = that of its class; the count

@@ -200,7 +200,7 @@ def _recorded_on_an_error(s: Session) -> Iterator[None]:
         pending, s.pending = s.pending, None
         with contextlib.suppress(Exception):
             numbers = pending and pending.sent.read(LAST_NUMBERS)
-            if pending and numbers and not numbers[2]:
+            if pending and numbers and not numbers["bad"]:
                 s.log(step_record(s.run, s.config, pending, numbers))
         raise
 

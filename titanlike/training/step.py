@@ -65,21 +65,6 @@ class PendingStep:
         return self.gradients.step
 
 
-@dataclass(frozen=True)
-class _Numbers:
-    """What `update` has sent, of all ranks."""
-
-    loss: float
-    norm: float
-    bad: bool
-    more: dict[str, float]  # of the run's transforms, for the record
-    stop_code: int
-    graphs: int
-    allocated: float  # bytes
-    reserved: float | None
-    waited: list[float]  # seconds of each rank; [] = not known
-
-
 class StepResult(NamedTuple):
     record: dict[str, Any]  # for metrics.jsonl
     waited: list[float]  # seconds in which each rank waited for others; [] = not known
@@ -120,15 +105,17 @@ def update(
     stop_code = worker.stop_request.code(config.max_time)
     graphs = run.compiled.new_graphs() if run.compiled else 0
     peak = peak_memory(run.mesh.device)
-    largest: list[float] = [stop_code, graphs, peak.allocated]
-    if peak.reserved is not None:
-        largest.append(peak.reserved)
+    numbers = {"loss": loss, "grad_norm": norm, "bad": bad}
+    for transform in run.transforms.values():
+        numbers |= transform.measured()
+    host: dict[str, float | list[float]] = {"stop_code": stop_code, "graphs": graphs}
+    host["allocated"] = peak.allocated
+    if peak.reserved is not None:  # of an accelerator
+        host["reserved"] = peak.reserved
     if run.busy is not None:
-        waited = [0.0] * run.mesh.world_size
+        host["waited"] = waited = [0.0] * run.mesh.world_size
         waited[worker.rank] = run.busy.waited()
-        largest += waited
-    measured = [number for transform in run.transforms.values() for number in transform.measured()]
-    sent = run.late.send([loss, norm, bad, *measured], largest)
+    sent = run.late.send(numbers, host)
     return PendingStep(gradients, sent, lr, time.time())
 
 
@@ -136,38 +123,40 @@ def finish_step(
     run: Run, config: Config, pending: PendingStep, detector: AnomalyDetector
 ) -> StepResult:
     """The step's numbers, once they are here, and what is wrong with them. Collective where it is bad."""
-    sent = pending.sent.read()
-    assert sent is not None
-    record, numbers = step_record(run, config, pending, sent), _read(run, sent)
+    numbers = pending.sent.read()
+    assert numbers is not None
+    record = step_record(run, config, pending, numbers)
     anomaly = detector.classify(record, lambda: _first_bad(run, pending.gradients.norms))
-    assert numbers.bad == (anomaly is not None), "the device and the detector disagree on a step"
+    same = bool(numbers["bad"]) == (anomaly is not None)
+    assert same, "the device and the detector disagree on a step"
     if anomaly is not None:
         record["lr"] = 0.0
-    return StepResult(record, numbers.waited, anomaly, numbers.stop_code, numbers.graphs)
+    stop_code, graphs = int(numbers["stop_code"]), int(numbers["graphs"])
+    return StepResult(record, numbers.get("waited", []), anomaly, stop_code, graphs)
 
 
 def step_record(
-    run: Run, config: Config, pending: PendingStep, sent: list[float]
+    run: Run, config: Config, pending: PendingStep, numbers: dict[str, Any]
 ) -> dict[str, Any]:
     """A record for metrics.jsonl from the numbers that `update` has sent."""
-    numbers = _read(run, sent)
     step, seconds = pending.step, pending.gradients.timer.seconds()
     tokens = config.batch_size * config.seq_len
     record = {
         "step": step,
-        "loss": numbers.loss,
-        "grad_norm": numbers.norm,
+        "loss": numbers["loss"],
+        "grad_norm": numbers["grad_norm"],
         "lr": pending.lr,
         "tokens": step * tokens,
         "time": pending.time,
         "tokens_per_second": tokens / seconds,
         "step_seconds": seconds,
-        "memory_bytes": int(numbers.allocated),
+        "memory_bytes": int(numbers["allocated"]),
     }
-    record |= numbers.more
-    if numbers.reserved is not None:
-        record["memory_reserved_bytes"] = int(numbers.reserved)
-    if waited := numbers.waited:
+    for transform in run.transforms.values():
+        record |= transform.record(numbers)
+    if "reserved" in numbers:
+        record["memory_reserved_bytes"] = int(numbers["reserved"])
+    if waited := numbers.get("waited"):
         record["busy_seconds"] = max(0.0, seconds - sum(waited) / len(waited))
         record["busiest_rank"] = waited.index(min(waited))
         record["busiest_seconds"] = max(0.0, seconds - min(waited))
@@ -176,30 +165,6 @@ def step_record(
         flops = record["tokens_per_second"] * run.plan.flops_per_token
         record["mfu"] = flops / (peak * run.mesh.world_size)
     return record | pending.more
-
-
-def _read(run: Run, sent: list[float]) -> _Numbers:
-    """In the order in which `update` sends them."""
-    left = iter(sent)
-    loss, norm, bad = (next(left) for _ in range(3))
-    of_transforms: dict[str, float] = {}
-    for transform in run.transforms.values():
-        of_transforms |= transform.record([next(left) for _ in transform.measured()])
-    stop_code, graphs, allocated = (next(left) for _ in range(3))
-    more = [*left]
-    waited = more[-run.mesh.world_size :] if run.busy is not None else []
-    reserved = more[0] if len(more) > len(waited) else None  # of an accelerator
-    return _Numbers(
-        loss,
-        norm,
-        bool(bad),
-        of_transforms,
-        int(stop_code),
-        int(graphs),
-        allocated,
-        reserved,
-        waited,
-    )
 
 
 def measured_step(
