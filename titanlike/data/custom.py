@@ -50,13 +50,18 @@ def open_data(data: Custom, config: Config) -> Data:
         reason = f"the function returned {type(opened).__name__}"
         fix = "Let it return a titanlike.data.sources.Data"
         raise DataError("data.name", data.name, reason, fix)
+    return checked(opened, data.name, config.seq_len)
+
+
+def checked(opened: Data, name: str, seq_len: int) -> Data:
+    """The data that a user's function `name` has returned, whose samples are checked as they are read."""
     for part, source in (("training", opened.train), ("validation", opened.validation)):
         if len(source) < 1:
             reason = f"its {part} part is empty"
-            raise DataError("data.name", data.name, reason, "It needs at least one sample")
-    variable, common = opened.variable, (data.name, config.seq_len, opened.variable)
+            raise DataError("data.name", name, reason, "It needs at least one sample")
+    variable, common = opened.variable, (name, seq_len, opened.variable)
     if variable is not None:
-        _check_variable(variable, data.name, len(opened.train))
+        _check_variable(variable, name, len(opened.train))
     train = CheckedSource(opened.train, "training", *common)
     train.lengths = None if variable is None else variable.lengths
     validation = CheckedSource(opened.validation, "validation", *common)

@@ -146,8 +146,12 @@ def example_batch(config: Config, data: Data | None = None) -> dict[str, torch.T
     is opened. Raises DataError for an invalid sample of the user's.
     """
     if isinstance(config.data, Custom):
-        train: Any = (data or open_data(config)).train
-        batch = train.example()
+        from titanlike.data.custom import CheckedSource, checked
+
+        train = (data or open_data(config)).train
+        if data is not None and not isinstance(train, CheckedSource):  # not opened by its config
+            train = checked(data, config.data.name, config.seq_len).train
+        batch = cast(CheckedSource, train).example()
     else:
         ids = torch.empty(config.seq_len, dtype=torch.int64, device="meta")
         sample = {"inputs": ids, "targets": ids}

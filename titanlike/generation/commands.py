@@ -20,7 +20,7 @@ from titanlike.config.errors import nearest, quoted
 from titanlike.config.imports import TRUST_CODE, imports_line, named_code
 from titanlike.config.overrides import aliases_problem
 from titanlike.config.parse import hydra_sections
-from titanlike.config.program import argument_parser, conf_dir
+from titanlike.config.program import argument_parser, conf_dir, exit_code
 from titanlike.device.choose import first_device
 from titanlike.generation.generate import LoadedModel, Sampling, generate, load_model
 
@@ -83,14 +83,7 @@ def _run(
     arguments = parser.parse_intermixed_args(argv)
     if arguments.run is None:
         parser.error("which RUN? write the directory of a run, outputs/run")
-    try:
-        return command(arguments)
-    except (ValueError, OSError, ImportError) as error:
-        print("error:", " ".join(str(error).split()), file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("\ninterrupted", file=sys.stderr)
-        return 130
+    return exit_code(lambda: command(arguments), interrupted="\ninterrupted")
 
 
 def _load(arguments: argparse.Namespace) -> LoadedModel:
