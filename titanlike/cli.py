@@ -226,12 +226,12 @@ def _versions() -> str:
     from importlib.metadata import PackageNotFoundError, version  # takes 0.05 s
 
     try:
-        own = version("titanlike")
+        titanlike = version("titanlike")
     except PackageNotFoundError:
-        own = "(a checkout)"
+        titanlike = "(a checkout)"
     python = sys.version.split()[0]
     hydra, torch = version("hydra-core"), version("torch")
-    return f"titanlike {own}, torch {torch}, Hydra {hydra}, Python {python}"
+    return f"titanlike {titanlike}, torch {torch}, Hydra {hydra}, Python {python}"
 
 
 def _print_help(command: str, list_commands: bool) -> None:

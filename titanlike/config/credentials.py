@@ -137,8 +137,8 @@ def redact_command(command: str) -> str:
 def redact_output(text: str, command: str) -> str:
     """`redact` for what a command has printed, which may quote the secrets in its arguments."""
     public = map(re.escape, redact_command(command).split(REDACTED))
-    found = re.fullmatch("(.*?)".join(public), command, re.DOTALL)
-    for secret in found.groups() if found else ():
+    match = re.fullmatch("(.*?)".join(public), command, re.DOTALL)
+    for secret in match.groups() if match else ():
         for part in (secret.strip("\\'\""), *re.split(r"[:\s]", secret)):
             text = _without(text, part) if len(part) >= _MIN_PART else text
     return redact(text)

@@ -57,9 +57,9 @@ def _check_library(path: str, module_name: str) -> None:
         )
 
 
-def is_library_code(path: str, found: Any) -> bool:
+def is_library_code(path: str, imported: Any) -> bool:
     """Whether an imported object, or the module at its path, is of an installed package."""
-    names = {path.rpartition(".")[0], str(getattr(found, "__module__", ""))}
+    names = {path.rpartition(".")[0], str(getattr(imported, "__module__", ""))}
     files = [getattr(sys.modules.get(name), "__file__", None) or "" for name in names]
     return any({"site-packages", "dist-packages"} & {*Path(file).parts} for file in files)
 

@@ -81,8 +81,8 @@ def _fill(template: str, value: str, context: Context) -> str:
     # sharded: a dp among whose ranks there is something to shard
     numbers: dict[str, Any] = {"60": 60.0, "sharded": max(context.dp, 2)} | asdict(context)
 
-    def filled(found: re.Match[str]) -> str:
-        name, operations = found.groups()
+    def filled(match: re.Match[str]) -> str:
+        name, operations = match.groups()
         if not operations:
             return value if name == "value" else str(numbers[name])
         try:

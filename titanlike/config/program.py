@@ -109,5 +109,5 @@ def _executable() -> list[str]:
         return ["python", sys.argv[0]]
     if path.name == "-c":
         return ["titanlike"]
-    found = shutil.which(path.name)  # None or another: of an environment that is not on PATH
-    return [path.name if found is not None and path.samefile(found) else sys.argv[0]]
+    on_path = shutil.which(path.name)  # None or another: of an environment that is not on PATH
+    return [path.name if on_path is not None and path.samefile(on_path) else sys.argv[0]]

@@ -51,8 +51,8 @@ MESH_KEYS = (*MESH_AXES, "ep", "replicate", "batch_size", "seq_len")  # without 
 
 def problems(config: Config, world_size: int | None = None) -> list[Problem]:
     """Every problem of a parsed config; world_size: processes that were started for it."""
-    if found := out_of_bounds(config):
-        return found  # alone: other checks compute with these numbers
+    if impossible := out_of_bounds(config):
+        return impossible  # alone: other checks compute with these numbers
     numbers = [problem for problem, _ in _number_problems(config)]
     if not {*MESH_KEYS} & {problem.key for problem in numbers}:
         numbers += [*_mesh(config, world_size), *_batch(config), *_steps(config)]

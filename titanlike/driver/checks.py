@@ -54,15 +54,15 @@ def problems(
     """
     if secrets := secret_problems(to_plain(config)):
         return secrets  # first, and alone: the messages of other rooms quote values
-    if found := validate.out_of_bounds(config):
-        return found
-    found = validate.problems(config, world_size)
-    if not found and when_valid is not None:
+    if wrong := validate.out_of_bounds(config):
+        return wrong
+    wrong = validate.problems(config, world_size)
+    if not wrong and when_valid is not None:
         when_valid()
-    found += data.problems(config)
+    wrong += data.problems(config)
     if isinstance(config.logger, TensorBoard) and (problem := tensorboard_problem()):
-        found.append(problem)
-    if not any(problem.key in _LAYOUT_KEYS for problem in found):
+        wrong.append(problem)
+    if not any(problem.key in _LAYOUT_KEYS for problem in wrong):
         from titanlike.training.train_plan import preflight  # imports torch: after the quick checks
 
         def plan(decided: TrainPlan) -> None:
@@ -75,16 +75,16 @@ def problems(
                 return
             if text := memory_warning(config, decided):
                 if config.plan == "strict":
-                    found.append(Problem("plan", config.plan, text, "plan=warn"))
+                    wrong.append(Problem("plan", config.plan, text, "plan=warn"))
                 elif warn is not None:
                     warn(text)
 
-        found += preflight(config, plan)
-    if not found and warn is not None and world_size is not None:  # else all are on this machine
+        wrong += preflight(config, plan)
+    if not wrong and warn is not None and world_size is not None:  # else all are on this machine
         local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
         if text := validate.placement_warning(config, local_ranks):
             warn(text)
-    return found or [*_checkpoint_problems(config)] or [*_write_problems(config)]
+    return wrong or [*_checkpoint_problems(config)] or [*_write_problems(config)]
 
 
 def secret_problems(plain: dict[str, Any]) -> list[Problem]:
@@ -108,16 +108,16 @@ def secrets_in_command(overrides: list[str], config: Config | None) -> list[Prob
     config: the composed config, of a sweep's first job; None if the overrides do not compose.
     """
     plain = to_plain(config) if config is not None else {}
-    found = {problem.key: problem for problem in secret_problems(plain)}
+    secrets = {problem.key: problem for problem in secret_problems(plain)}
     for text in overrides:
         key, _, value = text.lstrip("+~").partition("=")
         if credentials.is_command(key):  # not written with its secrets
             continue
-        if key not in found and credentials.redact_override(text) != text:
+        if key not in secrets and credentials.redact_override(text) != text:
             reasons = (reason for _, reason in credentials.find_secrets(value, key))
             reason = next(reasons, "it contains a secret")
-            found[key] = _secret_problem(credentials.redact(key), reason)
-    return list(found.values())
+            secrets[key] = _secret_problem(credentials.redact(key), reason)
+    return list(secrets.values())
 
 
 def _checkpoint_problems(config: Config) -> Iterator[Problem]:

@@ -166,12 +166,12 @@ class Advice:
         right = {k: v for k, v in numbers.items() if isinstance(v, (int, float)) and v}
         if (pp := right.pop("pp", 1)) > 1 and "microbatches" not in right:
             right |= {"microbatches": 2 * pp, "cut": f"schedule.microbatches={2 * pp}"}
-        found = translate(key, value, Context(**right))
-        if found is None:
+        translation = translate(key, value, Context(**right))
+        if translation is None:
             return "", ""
-        words, note = found
+        words, note = translation
         if words and not (words := self.applied(words)):
-            words = self.applied([self.default(word.partition("=")[0]) for word in found[0]])
+            words = self.applied([self.default(word.partition("=")[0]) for word in translation[0]])
         return _shell(words), note
 
 

@@ -118,8 +118,8 @@ def _plan(config: Config, flags: argparse.Namespace) -> int:
         folder = config.run_dir
         if not (Path(folder) / WHY).exists():  # that of a run is used; nothing is left in another
             folder = stack.enter_context(tempfile.TemporaryDirectory())
-        found = with_found_order(replace(config, run_dir=folder), say)
-        estimate = make_estimate(found, hardware, jitter=flags.jitter)
+        ordered = with_found_order(replace(config, run_dir=folder), say)
+        estimate = make_estimate(ordered, hardware, jitter=flags.jitter)
         if flags.exact:
             estimate = with_exact_memory(estimate)
         warning = (

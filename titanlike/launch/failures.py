@@ -104,8 +104,8 @@ def describe(rank: int, error: BaseException) -> Failure:
     cause = _unwrapped(error)
     inner = traceback.extract_tb(cause.__traceback__)
     # the message of an error that this package raises is complete
-    own = bool(inner) and Path(inner[-1].filename).is_relative_to(Path(__file__).parents[1])
-    by_program = own and isinstance(cause, (ValueError, OSError))
+    raised_here = bool(inner) and Path(inner[-1].filename).is_relative_to(Path(__file__).parents[1])
+    by_program = raised_here and isinstance(cause, (ValueError, OSError))
     explains_itself = by_program or isinstance(cause, ConfigError)
     text = redact(str(cause) if explains_itself else f"{type(cause).__name__}: {cause}")
     if cause is error:

@@ -195,15 +195,15 @@ def stage_seconds(timeline: Timeline, stage: int) -> dict[str, float]:
         for kind, seconds in _actions(rank, stage):
             every[kind].append(seconds)
         for kind in ("gather", "reduce"):
-            own = [e for e in rank.events if e.kind == kind and e.stage == stage and e.mb < 0]
-            every[kind].append(sum(event.end - event.start for event in own))
+            exchanges = [e for e in rank.events if e.kind == kind and e.stage == stage and e.mb < 0]
+            every[kind].append(sum(event.end - event.start for event in exchanges))
     return {kind: statistics.median(seconds or [0.0]) for kind, seconds in every.items()}
 
 
 def _actions(rank: RankStep, stage: int) -> Iterator[tuple[str, float]]:
     """(kind, seconds) of the actions of a stage, with the exchanges inside."""
-    for (own, mb), events in groupby(rank.events, key=lambda event: event[1:3]):
-        if own != stage or mb < 0:
+    for (of_stage, mb), events in groupby(rank.events, key=lambda event: event[1:3]):
+        if of_stage != stage or mb < 0:
             continue
         kind, seconds = "", 0.0
         for event in events:
