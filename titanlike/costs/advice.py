@@ -127,9 +127,9 @@ def _faster(estimate: Estimate) -> Iterator[Choices]:
     yield from (
         {"fsdp.zero": zero} for zero in (1, 2) if estimate.plan.zero > zero and config.shards > 1
     )
-    each = config.batch_size // config.dp
+    rows = config.batch_size // config.dp
     if counts:
-        sizes = (count for count in (2 * now, now // 2) if count and each % count == 0)
+        sizes = (count for count in (2 * now, now // 2) if count and rows % count == 0)
         yield from ({"schedule.microbatches": count} for count in sizes)
     for key in ("tp", "pp"):
         size = getattr(config, key)

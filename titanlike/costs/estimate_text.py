@@ -145,7 +145,7 @@ def _summary(estimate: Estimate, warning: str, width: int) -> str:
             f"the memory is estimated, as a step could not be counted: {estimate.not_counted}"
         )
     wrapped = (textwrap.wrap(line, width, subsequent_indent=" " * 8) or [""] for line in lines)
-    return "\n".join(line for found in wrapped for line in found)
+    return "\n".join(line for lines in wrapped for line in lines)
 
 
 def _memory_table(estimate: Estimate, width: int) -> str:

@@ -378,9 +378,9 @@ def _starts(problem: OrderProblem, known: Mapping[str, Order]) -> Iterator[tuple
     keys = [wanted(problem, order) for order in known.values()]
     blocks = [*block_keys(problem)]
     for rule in _RULES[1:3]:
-        yield from ((*each, rule) for each in (*keys, *blocks))
+        yield from ((*pair, rule) for pair in (*keys, *blocks))
     for rule in (*_RULES[3:], _RULES[0]):
-        yield from ((*each, rule) for each in keys)
+        yield from ((*pair, rule) for pair in keys)
 
 
 def block_keys(problem: OrderProblem) -> Iterator[tuple[Keys, Keys]]:

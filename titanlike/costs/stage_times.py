@@ -147,7 +147,7 @@ class UnitTimes:
         return sum(self.waits_forward.values())
 
     @property
-    def exchanged_again(self) -> float:
+    def exchanged_recompute(self) -> float:
         return sum(s for axis, s in self.waits_forward.items() if axis not in self.kept)
 
     @property
@@ -332,7 +332,9 @@ def _parts(runs: Sequence[tuple[UnitTimes, bool]]) -> dict[str, float]:
     """Seconds of a microbatch by what they are, forward and backward."""
     both = [unit.computes for unit, _ in runs]
     products, device = sum(b.products for b in both), sum(b.device for b in both)
-    recompute = sum(u.recompute.device + u.exchanged_again for u, recomputed in runs if recomputed)
+    recompute = sum(
+        u.recompute.device + u.exchanged_recompute for u, recomputed in runs if recomputed
+    )
     exchanged: Counter[str] = Counter()
     for unit, _ in runs:
         exchanged.update(unit.waits_forward)
@@ -386,7 +388,7 @@ class _Shape:
             reduced = [self.reduction(u.parameters, u.experts, 1) for u, _ in runs]
         deferred = stage in layout.deferred
         forward = [u.forward.device + u.exchanged_forward for u, _ in runs]
-        recompute = [u.recompute.device + u.exchanged_again if on else 0.0 for u, on in runs]
+        recompute = [u.recompute.device + u.exchanged_recompute if on else 0.0 for u, on in runs]
         inputs = [u.input_gradient.device + u.exchanged_backward for u, _ in runs]
         weights = [u.weight_gradient.device for u, _ in runs]
         whole = [a + b + c for a, b, c in zip(recompute, inputs, weights, strict=True)]
@@ -397,26 +399,28 @@ class _Shape:
         else:  # a core that computes sends, too
             all_forward = sum(forward) + sum(gathers)
             all_backward = sum(whole) + sum(gathers) + sum(reduced)
-        exchanged, again = sum(u.exchanged_forward for u, _ in runs), sum(recompute)
+        exchanged = sum(u.exchanged_forward for u, _ in runs)
         sent_back = sum(u.exchanged_backward for u, _ in runs)
+        recomputed = sum(recompute)
         launched = [
             sum(getattr(u, part).launches for u, on in runs if on or part != "recompute")
             for part in ("forward", "recompute", "input_gradient", "weight_gradient")
         ]
 
-        def duration(seconds: float, launches: float, again: float, waiting: float) -> Duration:
-            host = launches * device.host_seconds + device.action_seconds
-            return Duration(seconds, host, again, waiting)
+        def host(launches: float) -> float:
+            return launches * device.host_seconds + device.action_seconds
 
-        waits = all_backward - sum(whole) + sent_back
-        later = duration(sum(weights), launched[3], 0.0, 0.0)
+        in_forward, in_recompute, in_inputs, in_weights = launched
+        in_backward = in_recompute + in_inputs + in_weights
+        in_halves = in_recompute + in_inputs if deferred else in_backward
+        waits_forward = exchanged + all_forward - sum(forward)
+        waits_backward = all_backward - sum(whole) + sent_back
+        later = Duration(sum(weights), host(in_weights)) if deferred else Duration(0.0, host(0))
         return StageTimes(
-            forward=duration(all_forward, launched[0], 0.0, exchanged + all_forward - sum(forward)),
-            backward=duration(all_backward, sum(launched[1:]), again, waits),
-            input_gradient=duration(
-                sum(halves), sum(launched[1 : 3 if deferred else 4]), again, sent_back
-            ),
-            weight_gradient=later if deferred else Duration(0.0, device.action_seconds),
+            forward=Duration(all_forward, host(in_forward), 0.0, waits_forward),
+            backward=Duration(all_backward, host(in_backward), recomputed, waits_backward),
+            input_gradient=Duration(sum(halves), host(in_halves), recomputed, sent_back),
+            weight_gradient=later,
             sends_forward=self._message(layout.sent[stage] if stage + 1 < len(layout.sent) else 0),
             sends_backward=self._message(layout.received[stage]),
             gather=self.gather(numel, experts, count) if sharded and zero < 3 else 0.0,

@@ -91,8 +91,8 @@ class TimelineReport:
         """(pipeline rank whose message was waited for, seconds) of each wait for a message."""
         for at, wait in enumerate(step.events):
             if wait.kind == "wait" and wait.stage >= 0:
-                own = (e.kind for e in step.events[at:] if e[1:3] == wait[1:3])
-                kind = next((kind for kind in own if kind in _COMPUTED), "")
+                kinds = (e.kind for e in step.events[at:] if e[1:3] == wait[1:3])
+                kind = next((kind for kind in kinds if kind in _COMPUTED), "")
                 if kind:  # else the run ended meanwhile
                     sender = wait.stage + (-1 if kind == "F" else 1)
                     yield self.timeline.place[sender], wait.end - wait.start
@@ -180,9 +180,11 @@ class TimelineReport:
         moved = []
         stages = partition(model, BalanceSplit("balance", balance), order.stages)
         for names, before in zip(stages, self.measured, strict=True):
-            own = [of_unit[name] for name in names]
+            parts_of_stage = [of_unit[name] for name in names]
             parts: dict[str, Any] = {
-                kind: Duration(sum(share * getattr(times, kind).device for share, times in own))
+                kind: Duration(
+                    sum(share * getattr(times, kind).device for share, times in parts_of_stage)
+                )
                 for kind in ("forward", "backward", "input_gradient", "weight_gradient")
             }
             moved.append(replace(before, **parts))

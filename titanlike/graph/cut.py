@@ -165,12 +165,12 @@ def _cheapest_cut(recording: Recording, at: int, recomputable: set[Node]) -> int
 
 def _recomputable(recording: Recording) -> set[Node]:
     """The batch, weights, and what is computed from the batch alone: never sent."""
-    found: set[Node] = set()
+    recomputable: set[Node] = set()
     for node in recording.nodes:
         pure = not (node.random or node.has_parameters or node.mutated)
-        if node.kind == "input" or (pure and found.issuperset(node.input_nodes)):
-            found.add(node)
-    return found | {node for node in recording.nodes if node.kind == "weight"}
+        if node.kind == "input" or (pure and recomputable.issuperset(node.input_nodes)):
+            recomputable.add(node)
+    return recomputable | {node for node in recording.nodes if node.kind == "weight"}
 
 
 # --- messages between stages -------------------------------------------------------------------

@@ -103,9 +103,9 @@ def _users_line(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     users = [frame for frame in frames if not frame.filename.startswith((*ours, "<"))]
     models = [frame for frame in frames if frame.filename.startswith(_MODELS)]
-    if not (found := users or models):
+    if not (named := users or models):
         return str(error).strip().splitlines()[0]
-    return f"{found[-1].filename}:{found[-1].lineno}: {found[-1].line}"
+    return f"{named[-1].filename}:{named[-1].lineno}: {named[-1].line}"
 
 
 @dataclass

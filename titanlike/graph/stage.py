@@ -85,13 +85,13 @@ def fsdp_groups(stage: nn.Module, units: Sequence[Unit], used: Iterable[str]) ->
     seen = {id(parameter) for name, parameter in parameters if name in used}
     shared = set(seen)
     parameters_of = [{id(p) for p in stage.get_submodule(unit.name).parameters()} for unit in units]
-    for own in parameters_of:
-        shared |= own & seen
-        seen |= own
+    for parameter_ids in parameters_of:
+        shared |= parameter_ids & seen
+        seen |= parameter_ids
     groups: list[list[str]] = []
     before: Unit | None = None
-    for unit, own in zip(units, parameters_of, strict=True):
-        if not own or own & shared:
+    for unit, parameter_ids in zip(units, parameters_of, strict=True):
+        if not parameter_ids or parameter_ids & shared:
             continue
         if before is not None and not unit.block and not before.block:
             groups[-1].append(unit.name)

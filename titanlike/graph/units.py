@@ -99,8 +99,8 @@ def is_divided(module: nn.Module) -> bool:
 
 def is_new(result: Any, args: Any, kwargs: Any) -> bool:
     """Whether the result is one tensor, and no view of an argument."""
-    given = set(map(storage_id, tensors(args, kwargs)))
-    return isinstance(result, Tensor) and storage_id(result) not in given
+    arguments = set(map(storage_id, tensors(args, kwargs)))
+    return isinstance(result, Tensor) and storage_id(result) not in arguments
 
 
 def _is_plain(value: Any) -> bool:
@@ -151,11 +151,11 @@ def run_on_cpu(module: nn.Module, args: Any, kwargs: Any, sized_by_values: list[
         torch.default_generator.manual_seed(0)  # of the CPU alone: all ranks get the same
         result = tree_map(call(0.02), to_meta)
         uncertain = {id(tensor) for tensor in sized_by_values}
-        given = tensors(args, kwargs)
-        known = {tensor.shape for tensor in given if id(tensor) not in uncertain}
-        unknown = {tensor.shape for tensor in given} - known
+        arguments = tensors(args, kwargs)
+        known_shapes = {tensor.shape for tensor in arguments if id(tensor) not in uncertain}
+        unknown_shapes = {tensor.shape for tensor in arguments} - known_shapes
         results = tensors(result)
-        if any(tensor.shape not in known for tensor in results):  # rarely: it runs again
+        if any(tensor.shape not in known_shapes for tensor in results):  # rarely: it runs again
             repeated = []
             for std in (1.0, 3.0):
                 try:
@@ -165,15 +165,15 @@ def run_on_cpu(module: nn.Module, args: Any, kwargs: Any, sized_by_values: list[
                 ):  # whatever a forward raises: of large numbers an index may be made
                     continue
             for tensor, *others in zip(results, *filter(None, repeated), strict=False):
-                if tensor.shape in unknown or any(tensor.shape != x.shape for x in others):
+                if tensor.shape in unknown_shapes or any(tensor.shape != x.shape for x in others):
                     sized_by_values.append(tensor)
     return result
 
 
 def depends_on(tensor: Tensor, module: nn.Module, args: Any, kwargs: Any) -> Tensor:
     """The same tensor, with a place in the autograd graph behind a call's arguments and parameters."""
-    given = tensors(*tree_flatten((args, kwargs))[0])
-    wanted = [other for other in [*given, *module.parameters()] if other.requires_grad]
+    arguments = tensors(*tree_flatten((args, kwargs))[0])
+    wanted = [other for other in [*arguments, *module.parameters()] if other.requires_grad]
     return DependsOn.apply(tensor, *wanted)
 
 
