@@ -433,6 +433,10 @@ def simulated_seconds(scored: ScoredLayout, hardware: Hardware) -> float:
 # --- why well-known choices lose ----------------------------------------------------------------
 
 
+def _is_pipeline_of(schedule: str, config: Config) -> bool:
+    return config.pp > 1 and config.schedule.name == schedule
+
+
 def _lost(scored: list[ScoredLayout], result: LayoutSearch) -> Iterator[str]:
     """How much slower each well-known choice is, by its fastest layout, and why."""
     usable, best = result.hardware.usable, result.ranked[0]
@@ -447,10 +451,7 @@ def _lost(scored: list[ScoredLayout], result: LayoutSearch) -> Iterator[str]:
         f"tp={tp}": lambda c: c.tp == tp > 1,
         "a pipeline without tp": lambda c: c.pp > 1 and c.tp == 1,
     }
-    for schedule in _SCHEDULES:
-        famous[f"schedule={schedule}"] = lambda c, name=schedule: (
-            c.pp > 1 and c.schedule.name == name
-        )
+    famous |= {f"schedule={name}": partial(_is_pipeline_of, name) for name in _SCHEDULES}
     for name, belongs in famous.items():
         layouts = [layout for layout in scored if belongs(layout.config)]
         if not layouts or belongs(best.estimate.config):
