@@ -74,7 +74,10 @@ def test_what_does_not_fit_is_said_with_what_would(capsys) -> None:
         (["hardware=h100"], "no such choice; choices: a100_40g, a100_80g, b200"),
         (["hardware=cpu", "gpus=4"], "gpus=4: is for a search"),
         (["hardware=cpu", "--picture", "a.jpg"], "must end in .svg or .png"),
-        (["hardware=cpu", "hardware.memory_efficiency=1.5"], "is a share: above 0, at most 1"),
+        (
+            ["hardware=cpu", "hardware.memory_efficiency=1.5"],
+            "must be at most 1; write hardware.memory_efficiency=0.6",
+        ),
         (["search", "hardware=cpu", "gpus=many"], "must be a number of devices; write gpus=64"),
         (["hardware=cpu", "pp=3", "dp=3"], "does not divide among dp=3"),
     ],
