@@ -18,10 +18,9 @@ from support.world import run_world
 from support.wrong_plans import PLAN
 from titanlike.config.schema import ActivationCheckpoint, Checkpoint, Config, Model, Schedule
 from titanlike.launch.worker import Worker
-from titanlike.optim.optimizer import gradient_norm
 from titanlike.training.loop import train
 from titanlike.training.session import open_session
-from titanlike.training.step import drop_gradients, optimizer_step
+from titanlike.training.step import drop_gradients, forward_backward, optimizer_step
 from titanlike.training.train_plan import make_plan, preflight
 
 # of each forward: weights of attention, its result, hidden features, their result
@@ -78,10 +77,9 @@ def steps(config: Config, worker: Worker) -> tuple[list[Tensor], dict[str, Tenso
         # a length that tp does not divide: activations are whole in it
         shorter = {name: field[:, :-1].contiguous() for name, field in next(job.stream).items()}
         for step, batch in enumerate((whole, shorter), 1):
-            job.run.pipeline.train(batch)
+            gradients = forward_backward(job.run, config, step, iter([batch]))
             first = first if step > 1 else list(masks)
-            norm = gradient_norm(job.run.owned, job.mesh, config, job.run.shares)
-            optimizer_step(job.run, config, step, norm)
+            optimizer_step(job.run, config, step, gradients.norm)
             drop_gradients(job.run)
         placements = job.run.plan.placements
         named = job.parameters()

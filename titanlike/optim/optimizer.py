@@ -22,7 +22,6 @@ from titanlike.config.schema import (
     WsdLr,
 )
 from titanlike.distributed.initialize import piece_seed
-from titanlike.distributed.mesh import Mesh
 from titanlike.distributed.placement import Part, Placement
 from titanlike.distributed.sharding import compute_dtype
 from titanlike.optim import fused
@@ -158,17 +157,6 @@ def norm_of_squares(squares: Tensor, config: Config) -> Tensor:
     """The 2-norm of all gradients of the whole model, from `square_sum` summed over all ranks:
     replicas of a shard count once."""
     return (squares / config.replicate).sqrt()
-
-
-def gradient_norm(
-    parameters: Sequence[Tensor], mesh: Mesh, config: Config, shares: Tensor | None = None
-) -> Tensor:
-    """The 2-norm of all gradients of the whole model: a scalar, the same on every rank.
-
-    shares: see `square_sum`.
-    """
-    squares = square_sum(gradient_norms(parameters).to(mesh.device), shares)
-    return norm_of_squares(mesh.sum(squares) if mesh.world_size > 1 else squares, config)
 
 
 @torch.no_grad()

@@ -39,7 +39,6 @@ from titanlike.distributed.mesh import close_mesh, open_mesh
 from titanlike.distributed.placement import Part, pieces
 from titanlike.launch.worker import Worker, barrier
 from titanlike.metrics.console import Console
-from titanlike.optim.optimizer import gradient_norm
 from titanlike.proof.comparison import Comparison, compare, merge
 from titanlike.proof.reference import (
     EARLY_LOSSES,
@@ -57,7 +56,12 @@ from titanlike.training.build import Run, build
 from titanlike.training.feed import to_device
 from titanlike.training.first_batch import compile_blocks, refuse_mixed_samples
 from titanlike.training.session import open_data_on_every_rank
-from titanlike.training.step import drop_gradients, optimizer_step, validate
+from titanlike.training.step import (
+    drop_gradients,
+    forward_backward,
+    optimizer_step,
+    validate,
+)
 
 # of comparisons, causes before effects; also "AXIS gradient" and "AXIS update": see `_compare_copies`
 KINDS = ("loss", "initial", "gradient", "buffer", "update", "state")
@@ -223,9 +227,10 @@ def _compare_layout(
     losses = {VALIDATION_LOSS: validate(run, config, data)}
 
     stream = batches(data.train, config, dp_rank=run.mesh.dp_rank)
+    stream = (to_device(batch, run.mesh, config) for batch in stream)
     for step in range(1, config.verify.steps + 1):
-        loss, _ = run.pipeline.train(to_device(next(stream), run.mesh, config))
-        losses[loss_name(step)] = loss.item()
+        gradients = forward_backward(run, config, step, stream)
+        losses[loss_name(step)] = gradients.loss.item()
         if step == 1:
             for name, parameter, part in parameters():
                 in_bf16 = rounded.gradients[name] if rounded else None
@@ -233,7 +238,7 @@ def _compare_layout(
                 mine = parameter.grad if reference.any() else gradient_of(parameter)
                 yield compare("gradient", name, mine, reference, in_bf16, part=part)
             yield from _compare_copies(run, "gradient")
-        optimizer_step(run, config, step, gradient_norm(run.owned, run.mesh, config, run.shares))
+        optimizer_step(run, config, step, gradients.norm)
         drop_gradients(run)
         if step == 1:
             for name, buffer in (pair for stage in run.stages for pair in stage.named_buffers()):
@@ -248,7 +253,7 @@ def _compare_layout(
     yield from _compare_copies(run, "update")
     yield from _compare_states(run, exact, rounded)
 
-    after, _ = run.pipeline.evaluate(to_device(next(stream), run.mesh, config))
+    after, _ = run.pipeline.evaluate(next(stream))
     losses["loss after the last step"] = after.item()
     for name, value in losses.items():
         reference = torch.tensor([exact.losses[name]], dtype=torch.float64)
