@@ -98,6 +98,11 @@ def test_embedding_and_head_weigh_as_much_as_the_config_says():
     free = EvenSplit(embedding_weight=0.0, head_weight=0.0)
     assert blocks_of(partition(units, free, 3)) == [2, 2, 2]
     assert blocks_of(partition(units, EvenSplit(head_weight=4.0), 2)) == [4, 2]
+    assert even_sizes([3.0, 1.0, 1.0, 1.0, 1.0], 3) == [
+        1,
+        2,
+        2,
+    ]  # what is below the most is even, too
     # of equal splits that with the smallest first stages, whatever the last bits of their sums
     assert even_sizes([1.65, 1.0, 1.0, 1.0, 1.65], 3) == [1, 2, 2]
     assert blocks_of(partition(units, EvenSplit(head_weight=1e300), 3)) == [2, 3, 1]
