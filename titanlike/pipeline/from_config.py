@@ -269,7 +269,7 @@ def derive_microbatches(schedule: AnySchedule, pp: int, batch_per_dp_rank: int) 
         fewest = f"the fewest that {schedule.name} runs"
         return count, "no pipeline to fill" if count == 1 else fewest
     reason = f"{count / pp:.3g} per pipeline rank"
-    if schedule.name in ("gpipe", "1f1b", "interleaved1f1b", "loopedbfs"):
+    if type(schedule) in (Schedule, LoopedSchedule):  # whole backwards
         # a rank computes v * M steps out of those until the last rank has had its last microbatch
         v = stage_count(schedule, pp) // pp
         bubble = 1 - v * count / (v * max(count, pp) + min(count, pp) - 1)
