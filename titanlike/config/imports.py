@@ -151,7 +151,8 @@ def _find(name: str, folders: Any) -> importlib.machinery.ModuleSpec | None:
 
 @contextlib.contextmanager
 def quiet_import() -> Iterator[None]:
-    """Within it nothing is logged but errors: around imports of torchao, also by transformers.
+    """A context in which nothing is logged but errors: around imports of torchao, also by
+    transformers.
 
     Symptom without it: importing torchao logs each of its libraries that is for another device, and
     torch a deprecation. Test:

@@ -348,7 +348,7 @@ class EveryActivationCheckpoint(ActivationCheckpoint):
 
 @dataclass
 class FitActivationCheckpoint(ActivationCheckpoint):
-    """As few blocks are recomputed as fit into memory, on each rank its own number."""
+    """Recompute as few blocks as fit into memory, on each rank its own number."""
 
     name: str = key("fit", "choice")
     memory: Bytes | None = key(

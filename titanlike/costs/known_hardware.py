@@ -118,7 +118,7 @@ def axes(config: Config) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Link:
-    """Between the ranks of one axis."""
+    """A link between the ranks of one axis."""
 
     size: int  # ranks
     nodes: int  # over which they are spread

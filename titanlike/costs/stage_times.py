@@ -219,7 +219,7 @@ class _Exchanges:
         self._beside = 1 - 1 / config.cp
 
     def seconds(self, axis: str, sent: collectives.Traffic, attention: float) -> float:
-        """For which a rank waits; attention: seconds in which it attends."""
+        """Seconds for which a rank waits; attention: seconds in which it attends."""
         rate = self._rates[axis]
         seconds = self._links[axis].sent(sent.nbytes, sent.messages, rate)
         hidden = min(sent.beside / rate, self._beside * attention)
@@ -243,7 +243,7 @@ def _guessed_times(config: Config, plan: TrainPlan, roofline: Roofline) -> dict[
 def as_measured(
     units: Mapping[str, UnitTimes], measured: Sequence[Sequence[float]]
 ) -> dict[str, UnitTimes]:
-    """With seconds that were measured (forward, backward, weight gradients that wait); of what runs
+    """Times with seconds that were measured (forward, backward, weight gradients that wait); of what runs
     again the share that was estimated."""
     table = {}
     for (name, unit), (forward, inputs, weights) in zip(units.items(), measured, strict=True):

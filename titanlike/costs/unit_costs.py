@@ -304,7 +304,7 @@ class Call:
             self._function = node.target if module is None else module
 
     def arguments(self) -> Any:
-        """For a forward: (args, kwargs)."""
+        """Arguments of a forward: (args, kwargs)."""
         values = {  # clones: a leaf that requires a gradient must not be changed in place
             use: tensor.clone() if tensor.requires_grad and not _is_weight(use) else tensor
             for use, tensor in self._inputs.items()
@@ -320,7 +320,7 @@ class Call:
 
     @contextmanager
     def weight_gradients(self, deferred: bool) -> Iterator[DeferredWeightGradients | None]:
-        """Within it those of its linear layers wait, if they are deferred."""
+        """A context in which those of its linear layers wait, if they are deferred."""
         waiting = DeferredWeightGradients(self.module, _META) if deferred else None
         try:
             yield waiting
@@ -334,7 +334,7 @@ def _is_weight(node: Node) -> bool:
 
 
 def _empty_like(tensor: Tensor) -> Tensor:
-    """Without values, with the same need of a gradient; a parameter itself."""
+    """A tensor without values, with the same need of a gradient; a parameter itself."""
     if isinstance(tensor, nn.Parameter):
         return tensor
     return torch.empty_like(tensor).requires_grad_(tensor.requires_grad)

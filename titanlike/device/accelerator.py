@@ -42,7 +42,7 @@ def own_backend(device: torch.device) -> str | None:
 
 
 def backends(device: torch.device) -> str:
-    """For `init_process_group`: objects, which are not on the device, are sent by gloo."""
+    """Backends for `init_process_group`: objects, which are not on the device, are sent by gloo."""
     own = own_backend(device)
     return f"cpu:gloo,{device.type}:{own}" if own else "gloo"
 
@@ -65,7 +65,7 @@ def name(device: torch.device) -> str:
 
 
 def uuid(device: torch.device) -> str | None:
-    """Of the physical device, None where the driver says none. Initializes the accelerator."""
+    """The UUID of the physical device, None where the driver says none. Initializes the accelerator."""
     if not is_accelerator(device):
         return None
     properties = torch.get_device_module(device).get_device_properties(device)
@@ -114,7 +114,7 @@ def pin(address: int, size: int) -> bool:
 
 
 def unpin(address: int) -> None:
-    """Of memory that `pin` has pinned."""
+    """Undo `pin`."""
     torch.cuda.cudart().cudaHostUnregister(address)
 
 
@@ -173,7 +173,8 @@ def visible_names() -> list[str]:
 
 @contextlib.contextmanager
 def matmul_precision(name: str) -> Iterator[None]:
-    """Within it, products of fp32 matrices are computed as torch.set_float32_matmul_precision says."""
+    """A context in which products of fp32 matrices are computed as
+    torch.set_float32_matmul_precision says."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(name)
     try:
@@ -184,7 +185,8 @@ def matmul_precision(name: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def deterministic(on: bool) -> Iterator[None]:
-    """Within it, torch uses deterministic kernels alone, and raises where an operation has none.
+    """A context in which torch uses deterministic kernels alone, and raises where an operation has
+    none.
 
     Afterwards the settings are restored (a sweep's jobs share a process), except that cuBLAS keeps
     the workspace that it was initialized with.

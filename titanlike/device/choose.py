@@ -51,7 +51,7 @@ def choose_device(
 
 
 def first_device(wanted: str) -> torch.device:
-    """Of a machine's first rank, also where its GPUs are too few."""
+    """The device of a machine's first rank, also where its GPUs are too few."""
     kind = accelerator.accelerator()
     if kind is None or wanted == "cpu" or accelerator.count() == 0:
         return torch.device("cpu")

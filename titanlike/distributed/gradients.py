@@ -109,7 +109,7 @@ class UnusedParameters:
                 reduce_missing_gradients(stage, self._reached, zero)
 
     def flags(self) -> Tensor:
-        """After the backwards of a step: for each parameter of the whole model 1 if one of this rank
+        """Flags after the backwards of a step: for each parameter of the whole model 1 if one of this rank
         reached it, else 0; to be summed over all ranks, for `unreached`. On this rank's device."""
         reached = {name for name, parameter in self._trained if self._has_gradient(parameter)}
         self._missing = {name for name, _ in self._trained} - reached

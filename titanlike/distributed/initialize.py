@@ -107,7 +107,7 @@ class InitialWeights(Protocol):
 
 @dataclass(frozen=True)
 class SeededWeights:
-    """From (seed, name) alone."""
+    """Weights drawn from (seed, name) alone."""
 
     origin = "initialized from seed and parameter name"
     initial: Callable[[str], tuple[float, float]]  # the model's: name -> (mean, std)
@@ -124,7 +124,7 @@ class SeededWeights:
 
 
 class ConstructedWeights:
-    """As the model's constructor leaves them; holds the whole model in memory."""
+    """Weights as the model's constructor leaves them; holds the whole model in memory."""
 
     origin = "the constructor's (each rank builds the whole model once)"
 
@@ -141,7 +141,8 @@ class ConstructedWeights:
 
 @contextlib.contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Within it torch's, numpy's and Python's generators start at the seed; afterwards they continue."""
+    """A context in which torch's, numpy's and Python's generators start at the seed; afterwards
+    they continue."""
     before = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

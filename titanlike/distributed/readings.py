@@ -125,7 +125,7 @@ def _mark(device: torch.device) -> Any:
 
 
 def _seconds(begin: Any, end: Any) -> float:
-    """Between two marks, once the device has come to them."""
+    """Seconds between two marks, once the device has come to them."""
     return end - begin if isinstance(begin, float) else begin.elapsed_time(end) / 1e3
 
 
@@ -142,7 +142,7 @@ class Timer:
         self._end = _mark(self._device)
 
     def seconds(self) -> float:
-        """After `stop`, once the device has come that far, e.g. because numbers sent later arrived."""
+        """The seconds, after `stop`, once the device has come that far, e.g. because numbers sent later arrived."""
         return _seconds(self._begin, self._end)
 
 

@@ -107,8 +107,8 @@ class CastParameters(Transform):
 
     @contextlib.contextmanager
     def computing(self) -> Iterator[None]:
-        """Within it the stages compute with the copies, as the parameters are now. Afterwards the
-        parameters have the gradients."""
+        """A context in which the stages compute with the copies, as the parameters are now.
+        Afterwards the parameters have the gradients."""
         with torch.no_grad():
             copy_values([*self._copies.values()], [*self._copies])
         for module, name, parameter in self._places:

@@ -96,7 +96,7 @@ class Transform:
         return batch
 
     def prepare(self, fields: Fields) -> None:
-        """Before forwards on a batch of these fields."""
+        """Called before forwards on a batch of these fields."""
 
     def training(self, tokens: Tensor) -> AbstractContextManager[None]:
         """Around the forwards and backwards of a training step. tokens: of the global batch, padding

@@ -35,7 +35,7 @@ from titanlike.training.train_plan import TrainPlan, make_plan
 
 
 def read_space(plain: Mapping[str, Any]) -> SearchSpace:
-    """From hydra.sweeper's plain values. Raises ConfigError with every mistake."""
+    """Read hydra.sweeper's plain values. Raises ConfigError with every mistake."""
     problems: list[Problem] = []
     examples = {"ranks": 8, "most": 24, "microbatches": [4, 8], "stages_per_rank": [2, 4]}
     values: dict[str, Any] = {}

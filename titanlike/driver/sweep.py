@@ -125,7 +125,7 @@ class SweepRun:
         return shlex.join([*self.program, *words])
 
     def swept(self, overrides: Iterable[str]) -> list[str]:
-        """Those of a job's overrides that the sweep varies."""
+        """The ones of a job's overrides that the sweep varies."""
         return [text for text in overrides if key_of(text) not in self.fixed]
 
     def job_name(self, overrides: Iterable[str]) -> str:

@@ -177,7 +177,7 @@ class _Curve:
 
 
 def _read_curve(run_dir: Path, most: int, few: bool) -> _Curve:
-    """At most about `most` steps of a run, and as many validations; smoothed where there are many."""
+    """Read at most about `most` steps of a run, and as many validations; smoothed where there are many."""
     try:
         with files.open_regular(run_dir / "metrics.jsonl") as file:
             lines = file.read().split(b"\n")[:-1]

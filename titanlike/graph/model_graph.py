@@ -38,7 +38,7 @@ class SequenceParts(Protocol):
         """Another one where units compute something else of the same shapes."""
 
     def whole(self) -> AbstractContextManager[None]:
-        """Within it, the model computes with whole sequences."""
+        """A context in which the model computes with whole sequences."""
 
     def shorter(self, fields: Fields) -> Fields:
         """Those of shorter sequences."""

@@ -344,8 +344,8 @@ class _Interceptor(TorchFunctionMode):
 
     @contextmanager
     def _shortened(self, module: nn.Module) -> Iterator[None]:
-        """Within it, a unit does not run again if an equal one has run, and one that fails on meta
-        tensors runs on the CPU to find output shapes."""
+        """A context in which a unit does not run again if an equal one has run, and one that fails
+        on meta tensors runs on the CPU to find output shapes."""
         forward, own = module.forward, vars(module).get("forward")
 
         def restore() -> None:

@@ -211,11 +211,11 @@ class RecordingBuilder:
         return self.add(Node("weight", name, value=tensor, has_parameters=is_parameter))
 
     def enter(self, *arguments: Any) -> None:
-        """To be called where a unit is called with these."""
+        """Called where a unit is called with these."""
         self._given = {id(tensor) for tensor in tensors(*arguments)}
 
     def add_inside(self, unit: str, function: str, used: Sequence[Tensor], result: Any) -> None:
-        """To be called with each torch function that a unit calls, and the tensors in its arguments."""
+        """Called with each torch function that a unit calls, and the tensors in its arguments."""
         if function.endswith("_like") or function.startswith("new_"):
             return  # of an argument's shape and dtype, not of its values
         if function == "to" or function.endswith("_as"):
@@ -311,7 +311,7 @@ class _GradientFlow:
         self._edges: dict[Node, _Edge | None] = {}  # in the order of the nodes
 
     def add(self, node: Node, position: int) -> None:
-        """To be called with each node when it is recorded: its value may be changed later."""
+        """Called with each node when it is recorded: its value may be changed later."""
         self._edges[node] = None
         if node.value is not None and node.value.grad_fn is not None:
             self._edges[node] = _edge(node.value)

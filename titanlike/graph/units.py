@@ -125,7 +125,7 @@ def run_on_cpu(module: nn.Module, args: Any, kwargs: Any, sized_by_values: list[
     real = copy.deepcopy(module).to_empty(device="cpu")
 
     def call(std: float) -> Any:
-        """With random values of that size."""
+        """Call it with random values of that size."""
 
         def to_cpu(leaf: Any) -> Any:
             if isinstance(leaf, torch.device) and leaf.type == "meta":
@@ -190,7 +190,7 @@ class DependsOn(torch.autograd.Function):
 
 
 def _filled(tensor: Tensor, std: float) -> Tensor:
-    """With values that most modules accept: floats, index 0, True."""
+    """Arguments with values that most modules accept: floats, index 0, True."""
     if tensor.is_floating_point() or tensor.is_complex():
         return tensor.normal_(0, std)
     return tensor.fill_(tensor.dtype == torch.bool)

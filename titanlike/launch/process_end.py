@@ -95,7 +95,8 @@ def _is_whole_process(frame: FrameType | None) -> bool:
 
 @contextlib.contextmanager
 def no_garbage_collection() -> Iterator[None]:
-    """Within it, cycles are kept: imports and a build make many objects and hardly any garbage."""
+    """A context in which cycles are kept: imports and a build make many objects and hardly any
+    garbage."""
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -97,7 +97,8 @@ def lock_as_rank(run_dir: Path) -> contextlib.AbstractContextManager[object]:
 
 @contextlib.contextmanager
 def lock_run_dir(run_dir: Path) -> Iterator[None]:
-    """Within it, a lock shows others that this process runs; however it ends, it is released."""
+    """A context in which a lock shows others that this process runs; however it ends, it is
+    released."""
     with contextlib.ExitStack() as stack:
         if (file := _open_lock(run_dir / JOB_LOCK)) is not None:
             stack.enter_context(file)

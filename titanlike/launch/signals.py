@@ -58,7 +58,7 @@ class StopRequest:
 
     @contextlib.contextmanager
     def deferred(self) -> Iterator[None]:
-        """Within it, a first signal is recorded for the next step boundary."""
+        """A context in which a first signal is recorded for the next step boundary."""
         marker = self._folder / f"deferred.{os.getpid()}" if self._folder is not None else None
         if marker is not None:
             marker.touch()
@@ -72,7 +72,8 @@ class StopRequest:
 
     @contextlib.contextmanager
     def forwarding(self, folder: Path) -> Iterator[None]:
-        """Within it, this process is the driver of workers and forwards its request to them."""
+        """A context in which this process is the driver of workers and forwards its request to
+        them."""
         self._workers = folder
         try:
             yield
@@ -153,7 +154,7 @@ def interruptible(
     stop: StopRequest | None = None,
     grace: float = GRACE,
 ) -> Iterator[None]:
-    """Within it, a signal that `stop` does not defer raises Interrupted in the main thread.
+    """A context in which a signal that `stop` does not defer raises Interrupted in the main thread.
 
     A main thread inside a C call (a collective whose peer is gone) would raise it late or never:
     after `grace` seconds a watcher thread calls `report` and ends the process. It also does so if a

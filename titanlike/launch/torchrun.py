@@ -84,7 +84,7 @@ class TorchrunRanks:
     def run(
         self, job: Job, stop: StopRequest, report_failure: Callable[[Failure], None]
     ) -> dict[str, Any]:
-        """On rank 0: run a job on all ranks. Returns and raises like `run_local`."""
+        """Called on rank 0: run a job on all ranks. Returns and raises like `run_local`."""
         clear_failures(job.run_dir)
         self.restart_state.count_start()
         task = [job.to_json(), self.restart_state.to_json()]
@@ -92,7 +92,7 @@ class TorchrunRanks:
         return self._run(job, stop, report_failure)
 
     def shutdown(self, code: int) -> None:
-        """On rank 0: no more jobs; the followers exit with `code`."""
+        """Called on rank 0: no more jobs; the followers exit with `code`."""
         with contextlib.suppress(RuntimeError):  # without the store there are no followers
             self._store.set(f"job{self._jobs}", str(code))
             # without torchrun this process hosts the store: it must outlive their reading
@@ -100,7 +100,7 @@ class TorchrunRanks:
             self._store.wait([] if self._stuck else read, timedelta(seconds=GRACE))
 
     def run_follower(self) -> int:
-        """On the other ranks: run jobs until rank 0 has no more, or is gone; the exit code."""
+        """Called on the other ranks: run jobs until rank 0 has no more, or is gone; the exit code."""
         die_with_parent(os.getppid(), signal.SIGTERM)  # during a run, a stop request
         for signum in handled_signals():
             signal.signal(signum, signal.SIG_DFL)  # exit immediately; rank 0 reports

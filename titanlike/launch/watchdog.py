@@ -72,7 +72,7 @@ _KEYS = {"load": "checkpoint.timeout", "save": "checkpoint.timeout"}
 
 
 class Watchdog:
-    """Within it, watches the progress of the thread that entered it."""
+    """A context in which watches the progress of the thread that entered it."""
 
     def __init__(
         self,

@@ -190,7 +190,7 @@ def _peer_ended(run_dir: Path, rank: int, pids: list[int]) -> bool:
 
 @contextlib.contextmanager
 def _logged(run_dir: Path, rank: int) -> Iterator[TextIO]:
-    """Within it, this process' output goes to the rank's log file, which is yielded.
+    """A context in which this process' output goes to the rank's log file, which is yielded.
 
     Python's output of rank 0 goes to the console, too, and the terminal stays a terminal. On the
     others the file replaces the process' stdout and stderr, so that it also gets the output of C

@@ -130,7 +130,7 @@ def read_history(run_dir: Path, points: int = _POINTS, quick: bool = False) -> d
 
 
 def _thinned(records: list[dict[str, Any]], name: str, most: int) -> list[list[float | None]]:
-    """At most `most` points of a curve: the first, the last, and the lowest and highest of each of
+    """Keep at most `most` points of a curve: the first, the last, and the lowest and highest of each of
     equal parts, so that no spike disappears."""
     kept = having = [record for record in records if is_number(record, name)]
     if len(having) > most:

@@ -225,7 +225,7 @@ def _without_hidden_state(module: nn.Module, args: Any, kwargs: Any) -> Any:
 
 @contextlib.contextmanager
 def _shapes_of_experts(config: PreTrainedConfig, ids: Tensor) -> Iterator[None]:
-    """On meta use batched_mm, which gives the same shapes: grouped_mm accepts bf16 only."""
+    """Use batched_mm on meta, which gives the same shapes: grouped_mm accepts bf16 only."""
     if not (ids.is_meta and routes(config)):
         yield
         return
@@ -239,7 +239,7 @@ def _shapes_of_experts(config: PreTrainedConfig, ids: Tensor) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _our_masks(model: nn.Module, ids: Tensor, allowed: Tensor | Documents | None) -> Iterator[None]:
-    """Within it, transformers' mask functions do not read values.
+    """A context in which transformers' mask functions do not read values.
 
     allowed: documents; bool [B, 1, T, T]; or None = causal over the whole sequence.
     """

@@ -124,7 +124,7 @@ class FolderWeights(StoredWeights):
         super().__init__(files, self._find_sources(files))
 
     def buffer(self, name: str) -> Tensor:
-        """From the files where they contain it."""
+        """Read it from the files where they contain it."""
         if name in self.sources:
             return self.files.tensor(self.sources[name].name)
         assert self._buffer is not None

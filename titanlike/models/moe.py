@@ -119,7 +119,7 @@ class RoutedMLP(nn.Module):
 
     @torch.no_grad()
     def balance(self, counts: Tensor, skip: Tensor | None = None) -> None:
-        """After a step: counts [E] int64 over the global batch.
+        """Balance after a step: counts [E] int64 over the global batch.
 
         skip: a scalar on the device, 1 = the step was not applied; None = 0.
         """
@@ -221,11 +221,11 @@ class Moe(Llama):
         return plan
 
     def initial(self, name: str) -> tuple[float, float]:
-        """As `Llama.initial`; an expert's projections are like those of one network."""
+        """What `Llama.initial` says; an expert's projections are like those of one network."""
         return super().initial(name if name.endswith("weight") else f"{name}.weight")
 
     def flops_per_token(self, tokens: int) -> float:
-        """As `Llama.flops_per_token`; of the experts those that a token goes to."""
+        """What `Llama.flops_per_token` says; of the experts those that a token goes to."""
         matrices = sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Linear))
         routed = [p for m in self.modules() if isinstance(m, Experts) for p in m.parameters()]
         active = sum(p.numel() // len(p) for p in routed) * self.routing.num_experts_per_tok

@@ -214,7 +214,7 @@ _DRAWS = {
 
 
 class _WithoutValues(TorchFunctionMode):
-    """Within it, drawing into a tensor on the meta device returns it as it is.
+    """A context in which drawing into a tensor on the meta device returns it as it is.
 
     torch's meta kernels of random numbers are written in Python: they take most of the time of
     constructing a model, and import the compiler (half a second) to do nothing.

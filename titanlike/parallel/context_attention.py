@@ -187,7 +187,7 @@ class ContextAttention(TorchFunctionMode):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        """As scaled_dot_product_attention of [B, H or K, t, E] -> [B, H, t, E].
+        """Do what scaled_dot_product_attention does of [B, H or K, t, E] -> [B, H, t, E].
 
         attn_mask: [..., T or t, T or t]; a dimension of t is this rank's part.
         """
@@ -254,7 +254,7 @@ def _all_tokens(x: Tensor, ranks: ContextRanks, dim: int) -> Tensor:
 
 
 def _gathered(k: Tensor, v: Tensor, ranks: ContextRanks) -> tuple[Tensor, Tensor]:
-    """Those of all ranks, in one message where they have one size."""
+    """Gather those of all ranks, in one message where they have one size."""
     if k.shape != v.shape:
         return _all_tokens(k, ranks, _TOKENS), _all_tokens(v, ranks, _TOKENS)
     k, v = _all_tokens(torch.stack([k, v]), ranks, 1 + _TOKENS).unbind()

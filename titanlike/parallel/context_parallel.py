@@ -131,7 +131,8 @@ class ContextParallel(Transform):
 
     @contextlib.contextmanager
     def whole(self) -> Iterator[None]:
-        """Within it, the model computes with whole sequences; its calls of attention are noted."""
+        """A context in which the model computes with whole sequences; its calls of attention are
+        noted."""
         self.attention.instead = self._note
         self.attention.active = False
         try:
@@ -454,7 +455,7 @@ class _TokenTrace(ShardedTrace):
         return result
 
     def attention(self, given: dict[str, Any]) -> Tensor:
-        """In place of a call of scaled_dot_product_attention."""
+        """Called in place of scaled_dot_product_attention."""
         tensors = [x for x in given.values() if isinstance(x, Tensor)]
         step = self._must_find("operation", "aten::scaled_dot_product_attention", self.path)
         self.called = "scaled_dot_product_attention"

@@ -95,7 +95,7 @@ class Float8(Transform):
 
 @contextlib.contextmanager
 def in_bf16(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Within it, linear layers in float8 compute as others do."""
+    """A context in which linear layers in float8 compute as others do."""
     # by name: without float8 torchao is not imported
     layers = [m for m in modules if any(c.__name__ == "Float8Linear" for c in type(m).__mro__)]
     replaced = [vars(layer).pop("forward", None) for layer in layers]  # of blocks that are layers

@@ -195,7 +195,7 @@ def _take_waiting() -> list[tuple[Tensor, Tensor, Address]]:
 def _linear(
     inputs: Tensor, weight: Tensor, bias: Tensor | None, call: Tensor, alive: Tensor
 ) -> Tensor:
-    """As F.linear; its backward gives no gradients of weight and bias.
+    """Compute F.linear; its backward gives no gradients of weight and bias.
 
     alive: one number that requires a gradient, from outside of the compiled function; its gradient
     means nothing. Symptom without it: where nobody needs the gradient of the inputs the compiled

@@ -87,7 +87,7 @@ class Pipeline:
         return used
 
     def forward_backward(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """As `train`, but for the sum over all ranks: returns what `sum_loss` is called with, which
+        """Train, but for the sum over all ranks: returns what `sum_loss` is called with, which
         must follow."""
         batch = self._own(batch)
         runtime = self._runtime(batch)
@@ -121,7 +121,7 @@ class Pipeline:
         return self._unused.unreached(self._reached_counts)
 
     def evaluate(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """As `train`, forward alone; gradients are left as they are."""
+        """Run the forward alone; gradients are left as they are."""
         batch = self._own(batch)
         runtime, mesh = self._runtime(batch), self._mesh
         count, _ = self._count(batch)
@@ -131,7 +131,7 @@ class Pipeline:
         return (mesh.sum(loss) if mesh.world_size > 1 else loss) / self._loss_copies, count
 
     def evaluate_each(self, batch: Batch) -> list[Tensor]:
-        """As `evaluate`; on the rank with the last stage the terms of each microbatch's loss, or
+        """Evaluate; on the rank with the last stage the terms of each microbatch's loss, or
         their sum where the stage computes it in chunks. Elsewhere an empty list."""
         batch = self._own(batch)
         runtime, loss = self._runtime(batch), self._loss
@@ -173,7 +173,7 @@ class Pipeline:
         return other
 
     def outputs(self, batch: Batch) -> Tensor | None:
-        """On ranks with the last stage what the model returns at the places where "targets" is 1, a row
+        """Return, on ranks with the last stage, what the model returns at the places where "targets" is 1, a row
         each, of all microbatches; elsewhere None. Forward alone. Of `for_outputs`."""
         runtime, loss = self._runtime(batch), self._loss
         assert isinstance(loss, Kept)

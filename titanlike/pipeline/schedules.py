@@ -91,7 +91,7 @@ def zero_bubble_h1(pp: int, microbatches: int) -> Order:
 
 
 def zero_bubble_h2(pp: int, microbatches: int) -> Order:
-    """As ZB-H1 with twice the microbatches in flight: no rank waits between its first and its last
+    """ZB-H1 with twice the microbatches in flight: no rank waits between its first and its last
     action (arXiv 2401.10241). All ranks begin a step together here, as they agree on the norm of the
     gradients: so a step is no shorter than ZB-H1's where stages are equal."""
     return _with_weights_later(pp, microbatches, ahead=2)

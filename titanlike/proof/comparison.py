@@ -82,7 +82,7 @@ class Comparison:
 
     @property
     def verdict(self) -> str:
-        """For the table: ok, DIFFERS, rounding; or that a difference, however large beside the
+        """A word for the table: ok, DIFFERS, rounding; or that a difference, however large beside the
         reference, is below what is compared."""
         if not self.agrees:
             return "DIFFERS"

@@ -139,7 +139,7 @@ class _Run:
         self._last_rank = cell.ranks - 1
 
     def _command(self, name: str, *words: str, job: str = "train") -> Command:
-        """Into a run_dir and a log of this name."""
+        """A command that writes into a run_dir and a log of this name."""
         words = *words, f"run_dir={self.folder / name}"
         return Command(job, words, self.folder / f"{name}.log", self._deadline)
 

@@ -262,7 +262,7 @@ def _compare_layout(
 
 
 def _compare_copies(run: Run, kind: str) -> Iterator[Comparison]:
-    """Of gradients, or of updated parameters: what several ranks of an axis inside of layers have of the same elements, against the first of
+    """Compare, of gradients or of updated parameters, what several ranks of an axis inside of layers have of the same elements, against the first of
     them, which it is equal to: else what they compute alike has come apart, as with other dropout masks.
     """
     for axis, transform in run.plan.transforms.items():

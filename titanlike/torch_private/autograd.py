@@ -41,7 +41,8 @@ def accumulates(node: Any, index: int) -> bool:
 
 @contextmanager
 def intercept_custom_functions(callback: Callable[..., Any]) -> Iterator[None]:
-    """Within it, `apply(*args)` of a torch.autograd.Function is callback(the class, apply, args).
+    """A context in which `apply(*args)` of a torch.autograd.Function is callback(the class, apply,
+    args).
 
     Symptom without it: a TorchFunctionMode sees the calls in the function's forward, where autograd
     is off, and not the function.
@@ -58,7 +59,7 @@ def intercept_custom_functions(callback: Callable[..., Any]) -> Iterator[None]:
 
 @contextmanager
 def intercept_checkpoints(callback: Callable[[int], None]) -> Iterator[None]:
-    """Within it, torch.utils.checkpoint, reentrant or not, only calls its function, between
+    """A context in which torch.utils.checkpoint, reentrant or not, only calls its function, between
     callback(1) and callback(-1).
 
     Symptom without it: the reentrant form runs the function without autograd, inside a custom
@@ -104,7 +105,8 @@ def ignore_ranges_in_selective_checkpoints() -> None:
 
 @contextmanager
 def watch_autocast(off: bool = False) -> Iterator[list[Any]]:
-    """Within it, the autocasts that a model turns on are listed; with `off` they stay off."""
+    """A context in which the autocasts that a model turns on are listed; with `off` they stay
+    off."""
     used: list[Any] = []
     enter: Any = torch.autocast.__enter__
 

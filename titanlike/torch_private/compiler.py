@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 
 def as_if_compiling() -> AbstractContextManager[Any]:
-    """Within it, `torch.compiler.is_compiling()` is true.
+    """A context in which `torch.compiler.is_compiling()` is true.
 
     Libraries ask it to choose a forward that does not look at values (transformers: masks and
     mixtures of experts), which is what meta tensors need, too.

@@ -35,7 +35,8 @@ def defer_dynamo() -> None:
 
 @contextmanager
 def force_eager() -> Iterator[None]:
-    """Within it what is compiled runs as it was written, also if the compiler is imported within it."""
+    """A context in which what is compiled runs as it was written, also if the compiler is imported
+    within it."""
     module: Any = sys.modules.get(NAME)
     with ExitStack() as stack:
         if not isinstance(module, _StandIn):
@@ -67,7 +68,7 @@ class _StandIn(ModuleType):
         return getattr(self.real(), name)
 
     def disable(self, fn: Any = None, *how: Any, **more: Any) -> Any:
-        """As torch's, once the compiler is there; until then a call of what this returns calls fn."""
+        """Do as torch's, once the compiler is there; until then a call of what this returns calls fn."""
         if not callable(fn) or isinstance(fn, type) or sys.modules[NAME] is not self:
             return self.real().disable(fn, *how, **more)
         holder = SimpleNamespace(function=fn, options=(how, more))

@@ -22,8 +22,8 @@ from torch.utils._pytree import tree_leaves
 
 @contextlib.contextmanager
 def fake_process_group(rank: int, world_size: int) -> Iterator[None]:
-    """Within it this process is a rank whose collectives change nothing and whose messages neither
-    leave nor arrive. There must be no process group."""
+    """A context in which this process is a rank whose collectives change nothing and whose messages
+    neither leave nor arrive. There must be no process group."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
@@ -43,7 +43,7 @@ def fake_process_group(rank: int, world_size: int) -> Iterator[None]:
 
 
 def fake_tensors() -> FakeTensorMode:
-    """Within it tensors have no memory. An operation that needs a value raises.
+    """A context in which tensors have no memory. An operation that needs a value raises.
     Enter one and the same mode again: tensors of another are copied."""
     return FakeTensorMode(allow_non_fake_inputs=True)
 
@@ -84,7 +84,7 @@ def _first_messages_known(_: object, stages: list[Any], *__: object) -> None:
 
 
 class LiveStorages(TorchDispatchMode):
-    """Within it: bytes of the storages that were made within it and are still there.
+    """A context in which bytes of the storages that were made within it and are still there.
 
     torch's own trackers (`torch.distributed._tools.mem_tracker`) fail with microbatches (2.11 to
     2.15). Tensors on the meta device do not count.

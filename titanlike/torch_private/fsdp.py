@@ -55,7 +55,7 @@ def gather_with(part: FSDPModule, block: nn.Module) -> None:
 
 
 def gradients_in_one_dtype(groups: Iterable[Any]) -> None:
-    """Before gradients are reduced that waited in a schedule which splits the backward.
+    """Cast gradients before they are reduced that waited in a schedule which splits the backward.
 
     groups: of the stage, see `parameter_groups`.
 

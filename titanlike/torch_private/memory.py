@@ -8,7 +8,7 @@ import torch
 
 
 def use_expandable_segments() -> None:
-    """As PYTORCH_ALLOC_CONF=expandable_segments:True does; before or after the first allocation.
+    """Do as PYTORCH_ALLOC_CONF=expandable_segments:True does; before or after the first allocation.
 
     Symptom without it (2.11 to 2.15): torch has no public function for it, and reads the variable
     when its library is loaded, so that a process which has imported torch sets it in vain.

@@ -19,7 +19,7 @@ _REGISTERED_LATE = ("torch.nn.attention.varlen",)  # with the first import of th
 
 
 def operator_names() -> set[str]:
-    """Without overloads, as "aten.mm"; those of imported libraries as well."""
+    """Names of operators without overloads, as "aten.mm"; those of imported libraries as well."""
     for module in _REGISTERED_LATE:
         importlib.import_module(module)
     qualified = torch._C._dispatch_get_all_op_names()  # "aten::mm.out"

@@ -274,7 +274,7 @@ class OrderRuntime(torch_schedules._PipelineScheduleRuntime):
         received[action.stage_index, microbatch] = works
 
     def done(self, action: Any, received: Sequence[Any]) -> None:
-        """After an action: forget the tensors of these sends, received by now; waits for no one.
+        """Forget, after an action, the tensors of these sends, received by now; waits for no one.
 
         Symptom without `detach_`: torch keeps each loss to the end of a step, and with it the graph of
         its microbatch, which holds what the last stage received.

@@ -93,7 +93,7 @@ class AnomalyDetector:
         return None
 
     def state(self) -> dict[str, Any]:
-        """For a checkpoint, as JSON: a resumed run judges as one that was not stopped."""
+        """What a checkpoint keeps, as JSON: a resumed run judges as one that was not stopped."""
         return {
             **{name: list(window) for name, window in self._good.items()},
             "spikes": [dict(spike) for spike in self._spikes],
@@ -112,7 +112,7 @@ class AnomalyDetector:
             window.append(numbers[name])
 
     def _limit(self, name: str) -> float:
-        """Above it a number is a spike. The number is fp32, and so is the limit, rounded down: the
+        """The number above which there is a spike. The number is fp32, and so is the limit, rounded down: the
         device and this process come to the same."""
         window = self._good[name]
         if 2 * len(window) < self._config.spike_window:

@@ -57,7 +57,7 @@ class Listener(Protocol):
 
 
 class Ranges:
-    """With no listener, a call costs a comparison."""
+    """Calls back whoever listens to a step; with no listener, a call costs a comparison."""
 
     def __init__(self) -> None:
         self._listeners: tuple[Listener, ...] = ()
@@ -124,13 +124,13 @@ class Run:
 
     @property
     def compiled(self) -> CompiledBlocks | None:
-        """With compile=true."""
+        """The compiled blocks, with compile=true."""
         found: Any = self.transforms.get("compile")
         return found
 
     @cached_property
     def parameters(self) -> list[nn.Parameter]:
-        """Of all stages of this rank."""
+        """Parameters of all stages of this rank."""
         return [parameter for state in self.stage_states for _, parameter in state.parameters()]
 
     @cached_property
@@ -140,7 +140,7 @@ class Run:
 
     @cached_property
     def shares(self) -> Tensor | None:
-        """Of each of `owned`: 1 / the ranks of an axis inside of layers that have the same elements,
+        """A share of each of `owned`: 1 / the ranks of an axis inside of layers that have the same elements,
         fp32 on the device; None without such an axis."""
         placements = self.plan.placements
         if not placements:

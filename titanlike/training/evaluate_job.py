@@ -123,7 +123,7 @@ def _batches(source: Source, config: Config, dp_rank: int) -> Iterator[Batch]:
 
 
 def _bytes(source: Source, config: Config, data: Data) -> int | None:
-    """Of the text that the targets are, up to a few where it is cut within a character."""
+    """Bytes of the text that the targets are, up to a few where it is cut within a character."""
     if data.decode is None:
         return None
     total = 0

@@ -67,8 +67,8 @@ class Streams(Protocol):
     """The streams of a device: copies run beside the computation."""
 
     def copying(self) -> Any:
-        """Within it, operations run on the stream for copies, which the computation does not wait
-        for."""
+        """A context in which operations run on the stream for copies, which the computation does
+        not wait for."""
 
     def copied(self) -> Any:
         """An event after all copies so far."""
@@ -79,7 +79,7 @@ class Streams(Protocol):
 
 
 class DeviceStreams:
-    """Of an accelerator, in torch's device-neutral words."""
+    """Streams of an accelerator, in torch's device-neutral words."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._stream = device, torch.Stream(device)
@@ -119,7 +119,7 @@ def copied_ahead(
 
 
 def _pinned(batch: Batch) -> Batch:
-    """In memory from which a device copies while the CPU goes on."""
+    """A batch in memory from which a device copies while the CPU goes on."""
     return {
         name: value.pin_memory() if value.device.type == "cpu" else value
         for name, value in batch.items()

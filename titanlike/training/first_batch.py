@@ -50,8 +50,8 @@ _PLAIN = (bool, int, float, str, type(None))
 
 @contextmanager
 def unchanged(run: Run, seed: int) -> Iterator[None]:
-    """Within it random numbers follow from `seed`. Afterwards buffers, plain attributes of modules and
-    random states are what they were."""
+    """A context in which random numbers follow from `seed`. Afterwards buffers, plain attributes of
+    modules and random states are what they were."""
     modules = [module for stage in run.stages for module in stage.modules()]
     plain = [
         {name: value for name, value in vars(module).items() if isinstance(value, _PLAIN)}
@@ -274,7 +274,8 @@ def _most_by_size(config: Config) -> float:
 
 @contextmanager
 def _mode(run: Run, training: bool) -> Iterator[None]:
-    """Within it the model trains, torch's modules in it evaluate; `unchanged` restores the modes."""
+    """A context in which the model trains, torch's modules in it evaluate; `unchanged` restores the
+    modes."""
     modules = [module for stage in run.stages for module in stage.modules()]
     affine: list[Any]
     affine = [m for m in modules if isinstance(m, BatchNorm) and m.running_mean is None]

@@ -252,13 +252,13 @@ def roll_back(s: Session, anomaly: Anomaly, rollbacks: list[int]) -> None:
 
 
 def _validation_is_due(s: Session, step: int, final: bool) -> bool:
-    """After the last step, and every so many others that no stop request follows."""
+    """True after the last step, and every so many others that no stop request follows."""
     every = s.config.validation.every
     return _is_due(step, every, final and every > 0) and (final or not s.stop_code)
 
 
 def _samples_are_due(s: Session, step: int, final: bool) -> bool:
-    """After the last step, and every so many others that no stop request follows."""
+    """True after the last step, and every so many others that no stop request follows."""
     every = s.config.sample.every
     return _is_due(step, every, final and every > 0) and (final or not s.stop_code)
 

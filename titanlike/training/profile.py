@@ -38,7 +38,7 @@ from titanlike.training.build import Run
 
 
 class Profile:
-    """Of one run with a profile, on this rank."""
+    """The profile of one run, on this rank."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class Profile:
             self._recorder = recorder_for(settings, run.mesh.device)
 
     def describe(self, start: int) -> str:
-        """For the opening table of a run that goes on from step `start`."""
+        """A line for the opening table of a run that goes on from step `start`."""
         steps = _numbers("step", range(self._first, self._last + 1))
         if start >= self._last:
             return f"none: {steps} are over at step {start}, from which the run goes on"

@@ -40,7 +40,7 @@ DATA_TIMEOUT = 24 * 3600.0  # seconds for one process to tokenize while the othe
 
 
 class Recorder(Protocol):
-    """Of some steps; all ranks call it."""
+    """Records some steps; all ranks call it."""
 
     def begin_step(self, step: int) -> None: ...
 
@@ -78,7 +78,7 @@ class Session:
 
     @property
     def stopped(self) -> str:
-        """By which request the run was stopped; "" = it was not."""
+        """The request that stopped the run; "" = it was not."""
         return stop_reason(self.stop_code)
 
     def log(self, record: dict[str, Any]) -> None:

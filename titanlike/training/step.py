@@ -41,7 +41,7 @@ from titanlike.training.feed import batches_for, to_device
 
 @dataclass(frozen=True)
 class Gradients:
-    """Of a step whose forward and backward are launched; scalars on the device, fp32."""
+    """Results of a step whose forward and backward are launched; scalars on the device, fp32."""
 
     step: int
     loss: Tensor

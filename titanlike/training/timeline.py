@@ -52,7 +52,7 @@ _SHORT = 5e-5  # seconds in which torch finds that it has nothing to exchange
 
 
 class Timeline:
-    """Of one run with `timeline`, on this rank."""
+    """The timeline of one run with `timeline`, on this rank."""
 
     def __init__(
         self,

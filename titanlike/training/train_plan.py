@@ -78,17 +78,17 @@ class TrainPlan:
 
     @property
     def peers(self) -> dict[str, GroupInfo]:
-        """By the axes whose ranks exchange activations inside of layers."""
+        """Groups of the axes whose ranks exchange activations inside of layers."""
         return {n: t.first for n, t in self.transforms.items() if t.first is not None}
 
     @property
     def placements(self) -> dict[str, Placement]:
-        """Of parameters that several ranks of such an axis have, on the first of them."""
+        """Placements of parameters that several ranks of such an axis have, on the first of them."""
         return {n: p for t in self.transforms.values() for n, p in t.placements.items()}
 
     @property
     def fields(self) -> Fields:
-        """Of the batch, that the model takes."""
+        """Fields of the batch that the model takes."""
         return self.model_graph.fields
 
     @property
@@ -308,7 +308,7 @@ def _cut_stages(
 
 
 def _flops_per_token(config: Config, model: nn.Module, data: Data | None) -> float | None:
-    """As the model says; None for sequences of different lengths: a step's tokens are unknown."""
+    """What the model says; None for sequences of different lengths: a step's tokens are unknown."""
     flops = getattr(model, "flops_per_token", None)
     if flops is None or (data is not None and data.variable):
         return None

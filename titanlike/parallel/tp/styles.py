@@ -267,7 +267,7 @@ def _feature_dims(linear: nn.Module) -> tuple[int, int]:
 
 
 def _known_class(module: nn.Module) -> type[nn.Module] | None:
-    """Of modules that can be divided: torch's, or transformers' linear layer of GPT-2, whose weight is
+    """The class of modules that can be divided: torch's, or transformers' linear layer of GPT-2, whose weight is
     transposed."""
     for kind in type(module).__mro__:
         theirs = kind.__module__ == "transformers.pytorch_utils" and kind.__name__ == "Conv1D"

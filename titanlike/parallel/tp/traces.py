@@ -84,7 +84,7 @@ class TracedForward(TorchDispatchMode):
 
     @contextlib.contextmanager
     def muted(self) -> Iterator[None]:
-        """Within it operations are not looked at."""
+        """A context in which operations are not looked at."""
         self._muted += 1
         try:
             yield
@@ -300,7 +300,7 @@ class ShardedTrace(TracedForward):
         return [*zip(tensors, wholes, strict=True)]
 
     def complete(self, results: list[Tensor]) -> None:
-        """After the forward: its results are the loss' as they are. What was found of a block is so of
+        """Called after the forward: its results are the loss' as they are. What was found of a block is so of
         those that equal it, too."""
         self._resolve(self._pending(results), {"never"})
         for name, like in self.repeated:
