@@ -18,7 +18,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from titanlike.config.errors import override_text  # noqa: E402
 from titanlike.config.schema import VARIANTS, Config, Model  # noqa: E402
@@ -72,7 +72,8 @@ def _key(field: dataclasses.Field, prefix: str) -> tuple[str, ...]:
 
 def schedules() -> str:
     """Bubble, activations and messages of each schedule, walked through its Order."""
-    from titanlike.costs.simulate import equal_stages, in_flight, simulate
+    from support.equal_stages import equal_stages
+    from titanlike.costs.simulate import in_flight, simulate
     from titanlike.pipeline.schedules import SCHEDULES
 
     rows = []
