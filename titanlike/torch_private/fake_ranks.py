@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.pipelining import schedules
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor import debug as tensor_debug
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -39,7 +38,9 @@ def fake_process_group(rank: int, world_size: int) -> Iterator[None]:
         dist.destroy_process_group()
         # Symptom without it (2.13): parameters of the next such job have the mesh of this one, whose
         # groups are gone. Test: test_exact_memory.py (muon in a pipeline)
-        getattr(tensor_debug, "_clear_sharding_prop_cache", lambda: None)()
+        from torch.distributed.tensor import debug  # imports the compiler
+
+        getattr(debug, "_clear_sharding_prop_cache", lambda: None)()
 
 
 def fake_tensors() -> FakeTensorMode:
