@@ -25,7 +25,6 @@ from titanlike.config.errors import ConfigError, Problem
 from titanlike.config.schema import Custom
 from titanlike.data.sources import IGNORE
 from titanlike.graph.recording import describe, tree_flatten, tree_map, used_by
-from titanlike.optim import own
 
 # (logits fp32 [N, V], targets [N], the target that does not count) -> losses [N]
 DividedCrossEntropy = Callable[[Tensor, Tensor, int], Tensor]
@@ -246,6 +245,8 @@ def _twice(value: Any, rows: int) -> Any:
 
 
 def _own(config: Custom, device: torch.device | None) -> Loss:
+    from titanlike.optim import own
+
     function = own.import_callable("loss", config)
     is_class = inspect.isclass(function)
     positional = {} if is_class else {"output": None, "targets": None}

@@ -25,8 +25,6 @@ from titanlike.distributed.initialize import piece_seed
 from titanlike.distributed.placement import Part, Placement
 from titanlike.distributed.sharding import compute_dtype
 from titanlike.optim import fused
-from titanlike.optim.bf16_state import Bf16StateAdamW
-from titanlike.optim.own import own_lr_factor, own_optimizer
 from titanlike.torch_private.dtensor import local
 from titanlike.torch_private.tensors import norms, scale
 
@@ -107,6 +105,8 @@ def build_optimizers(
     matrices = [p for p in rest.values() if p.dim() >= 2]
     vectors = [p for p in rest.values() if p.dim() < 2]
     if isinstance(choice, OwnOptimizer):
+        from titanlike.optim.own import own_optimizer
+
         return [own_optimizer(choice, matrices, vectors)]
     groups: list[dict[str, Any]] = [
         {"params": params, "weight_decay": decay}
@@ -121,6 +121,8 @@ def build_optimizers(
     groups = [{**group, "initial_lr": lr} for group in groups]
     options: dict[str, Any] = {"lr": lr, "betas": tuple(choice.betas), "eps": choice.eps}
     if choice.state_dtype == "bf16":
+        from titanlike.optim.bf16_state import Bf16StateAdamW
+
         seeds = {p: piece_seed(config.seed, f"rounding of {n}", 0) for n, p in rest.items()}
         return [*optimizers, Bf16StateAdamW(groups, seeds, parts, **options)]
     return [*optimizers, fused.AdamW(groups, **options)]
@@ -181,6 +183,8 @@ def lr_factor(config: ConstantLr | DecayLr | WsdLr | Custom, step: int, steps: i
     steps follows the longer curve.
     """
     if isinstance(config, Custom):
+        from titanlike.optim.own import own_lr_factor
+
         return own_lr_factor(config, step, steps)
     if step < config.warmup:
         return step / config.warmup

@@ -32,7 +32,6 @@ from titanlike.graph.partition import SplitError, partition
 from titanlike.graph.recording import RecordError
 from titanlike.models.checks import model_problems
 from titanlike.models.registry import build_model, resolve_model
-from titanlike.optim import own
 from titanlike.optim.loss import Loss, build_loss
 from titanlike.pipeline import from_config
 from titanlike.pipeline.order import Order
@@ -197,7 +196,10 @@ def preflight(
         from titanlike.parallel.tp.tensor_parallel import async_problems
 
         problems += async_problems(config)
-    problems += own.problems(config, "tp=1" if config.tp > 1 else "")
+    if isinstance(config.optimizer, schema.OwnOptimizer) or isinstance(config.lr, Custom):
+        from titanlike.optim import own
+
+        problems += own.problems(config, "tp=1" if config.tp > 1 else "")
     try:  # before the model, whose problems would hide it
         build_loss(config.loss)
     except ConfigError as error:
