@@ -149,7 +149,7 @@ def filter_layouts(
             text = f"needs {how} {units.size(needed)} on a rank, of {units.size(on.memory)}"
             raise _Skipped("too large", text)
 
-    def draft_of(config: Config, refused: str) -> TrainPlan:
+    def plan_of(config: Config, refused: str) -> TrainPlan:
         if refused:
             raise _Skipped("invalid", refused)
         if config.world_size != on.ranks:
@@ -170,8 +170,8 @@ def filter_layouts(
         for candidate in candidates(combination, compose, on.ranks, machine, space):
             config = candidate.config
             try:
-                plan = draft_of(config, candidate.refused)
-                layout = (*combination, config.dp, config.tp, plan.order)
+                plan = plan_of(config, candidate.refused)
+                layout = (*combination, *config.axes.items(), plan.order)
                 if layout in seen:
                     continue
                 seen.add(layout)

@@ -19,7 +19,7 @@ from titanlike.config import validate
 from titanlike.config.errors import ConfigError, Problem
 from titanlike.config.keys import MAX_RANKS
 from titanlike.config.program import argument_parser, exit_code, scripts_dir, train_program
-from titanlike.config.schema import Config
+from titanlike.config.schema import MESH_AXES, Config
 from titanlike.driver.argv import complete_args, parse_argv
 from titanlike.driver.job import print_problems
 from titanlike.driver.overrides import check_overrides
@@ -62,7 +62,7 @@ def plan(argv: list[str]) -> int:
     problems = []
     for number in gpus:
         if not searching:
-            reason = "is for a search; the devices of a plan are pp x dp x tp"
+            reason = f"is for a search; the devices of a plan are {' x '.join(MESH_AXES)}"
             problems.append(Problem("gpus", number, reason, f"plan search gpus={number}"))
         elif not number.isdigit() or not 1 <= int(number) <= MAX_RANKS:
             problems.append(Problem("gpus", number, "must be a number of devices", "gpus=64"))

@@ -44,7 +44,7 @@ def generate_main(argv: list[str] | None = None) -> int:
     parser.add_argument("--chat", action="store_true", help="ask for prompts, behind --prompt")
     text = "a whole forward for each token, to compare with"
     parser.add_argument("--no-cache", action="store_true", help=text)
-    text = "in the run's own pp, dp and tp, for a model that does not fit one process; "
+    text = "in the run's own layout, for a model that does not fit one process; "
     text += "KEY=VALUE may then be any key of the run, such as pp=4"
     parser.add_argument("--layout", action="store_true", help=text)
     return _run(parser, argv, _generate)
