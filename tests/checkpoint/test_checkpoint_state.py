@@ -1,4 +1,5 @@
-"""What a save plans and copies, and what a checkpoint holds where it is not what one would think."""
+"""What a save plans and copies, and what a checkpoint holds where it is not what one would
+think."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""tools/checkpoint.py on the checkpoints of a real run: looking, verifying, comparing, converting."""
+"""tools/checkpoint.py on the checkpoints of a real run: looking, verifying, comparing,
+converting."""
 
 from __future__ import annotations
 

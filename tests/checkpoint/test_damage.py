@@ -1,4 +1,5 @@
-"""Checkpoints that are not what was written: named, set aside, never trained on; and never fresh."""
+"""Checkpoints that are not what was written: named, set aside, never trained on; and never
+fresh."""
 
 from __future__ import annotations
 

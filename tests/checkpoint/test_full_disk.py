@@ -1,4 +1,5 @@
-"""A disk that is full while a run saves: told at once, nothing lost that was there, no leftovers."""
+"""A disk that is full while a run saves: told at once, nothing lost that was there, no
+leftovers."""
 
 from __future__ import annotations
 

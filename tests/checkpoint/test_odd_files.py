@@ -1,4 +1,5 @@
-"""Files that no program of ours wrote, in the place of ours: one line that names them, never a hang."""
+"""Files that no program of ours wrote, in the place of ours: one line that names them, never a
+hang."""
 
 from __future__ import annotations
 

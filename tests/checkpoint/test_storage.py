@@ -28,7 +28,8 @@ from titanlike.launch.worker import Worker
 
 
 def test_any_file_system_of_fsspec_keeps_checkpoints(tmp_path: Path) -> None:
-    """Saves, retention, damage and going on, as on a disk; memory:// has no directories or renames."""
+    """Saves, retention, damage and going on, as on a disk; memory:// has no directories or
+    renames."""
     for url in ("memory://runs/a", f"file://{tmp_path}/kept elsewhere"):
         config = a_run(tmp_path / "run", folder=url, keep=2, mode="async")
         run_world(save_and_go_on, config, tmp_path / "run")

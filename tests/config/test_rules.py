@@ -1,5 +1,5 @@
-"""What is refused: numbers that no run can have, each rule at its bound, and meshes that do not fit;
-each with what can be written instead."""
+"""What is refused: numbers that no run can have, each rule at its bound, and meshes that do not
+fit; each with what can be written instead."""
 
 from __future__ import annotations
 

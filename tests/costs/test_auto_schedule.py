@@ -1,4 +1,5 @@
-"""schedule=auto: found before the start, exact, kept in run_dir, run again from there or from a CSV."""
+"""schedule=auto: found before the start, exact, kept in run_dir, run again from there or from a
+CSV."""
 
 from __future__ import annotations
 
@@ -157,7 +158,8 @@ def test_what_cannot_be_searched_is_refused(schedule: AutoSchedule, words: str) 
 def test_measured_times_are_those_of_weight_gradients_that_wait(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A unit whose weight gradients wait is measured so; the plan of what is found says the same."""
+    """A unit whose weight gradients wait is measured so; the plan of what is found says the
+    same."""
 
     def times(config: Config, plan: TrainPlan, deferred: Collection[int]) -> list[list[float]]:
         waits = [stage in deferred for stage, names in enumerate(plan.stages) for _ in names]

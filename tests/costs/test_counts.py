@@ -1,5 +1,5 @@
-"""What a rank of 1,024 sends in a step, counted: none of it grows with the number of ranks, and nothing
-waits for a device (a value that is read of a tensor without memory raises).
+"""What a rank of 1,024 sends in a step, counted: none of it grows with the number of ranks, and
+nothing waits for a device (a value that is read of a tensor without memory raises).
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ def counts(*numbers: int) -> dict[str, int]:
     return {kind: number for kind, number in zip(kinds, numbers, strict=False) if number}
 
 
-# Six units of FSDP (embedding, four blocks, head), one of them a rank's in a pipeline of four, with the
-# embedding; eight microbatches. In all: tokens, and the norm with the loss of all ranks.
+# Six units of FSDP (embedding, four blocks, head), one of them a rank's in a pipeline of four, with
+# the embedding; eight microbatches. In all: tokens, and the norm with the loss of all ranks.
 ONE_BY_ONE = Schedule("1f1b", 8)
 ROWS: dict[str, tuple[Config, dict[str, int]]] = {
     "dp=1024, ZeRO 1": (layout(1, 1024, fsdp=Fsdp(1)), counts(3, 2, 6, 6)),

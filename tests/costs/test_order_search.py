@@ -1,5 +1,5 @@
-"""Orders made for costs: never slower than a schedule that keeps within the same memory, near what is
-possible, and fit to be run."""
+"""Orders made for costs: never slower than a schedule that keeps within the same memory, near what
+is possible, and fit to be run."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def checked(found: SearchResult) -> None:
 )
 def test_an_order_made_for_costs_is_never_slower_than_a_schedule(sets, shares, trials) -> None:
     """Random costs, split=even and what a search cuts; and there is an order wherever there can be
-    one. On the median of many it halves what the best schedule is above the lower bound, and gains 5%
-    where the split is open, too."""
+    one. On the median of many it halves what the best schedule is above the lower bound, and gains
+    5% where the split is open, too."""
     left, gains = [], []
     for seed, share in product(sets, shares):
         costs = CostSet.draw(seed)

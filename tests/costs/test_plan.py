@@ -170,7 +170,8 @@ def test_pictures_and_traces_show_every_action(tmp_path: Path) -> None:
 def test_a_search_finds_what_planning_each_layout_finds(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a small space, by planning every layout in full. What all are judged by first is near that."""
+    """Of a small space, by planning every layout in full. What all are judged by first is near
+    that."""
     judged = []
     monkeypatch.setattr(
         "titanlike.costs.search.simulated_seconds",

@@ -1,9 +1,9 @@
 """Plans of published runs beside what was measured of them: `pytest -m grid -s` prints all.
 
-Fitted to the whole table were five numbers that all rows share, whatever the device or program: which
-share of the peaks of matrix products, attention, memory and links is reached (the defaults of
-`config.hardware.Hardware`), and what compiling leaves of the bytes of operators that are no products.
-All else is of data sheets, or counted.
+Fitted to the whole table were five numbers that all rows share, whatever the device or program:
+which share of the peaks of matrix products, attention, memory and links is reached (the defaults of
+`config.hardware.Hardware`), and what compiling leaves of the bytes of operators that are no
+products. All else is of data sheets, or counted.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ def row(name: str) -> Row:
 @pytest.mark.slow
 @pytest.mark.grid
 def test_all_published_runs_are_predicted() -> None:
-    """Those that nothing was fitted to, too; and what a schedule gains the 405B: 100 tokens/s a GPU with
-    1F1B, 128 interleaved."""
+    """Those that nothing was fitted to, too; and what a schedule gains the 405B: 100 tokens/s a GPU
+    with 1F1B, 128 interleaved."""
     for rows, most in (ROWS, 0.08), (LATER, 0.15):
         median, largest = table(rows)
         assert median < most and largest < 0.2

@@ -64,8 +64,8 @@ def test_no_alarm_where_it_fits_or_is_meant_for_another_machine() -> None:
 
 
 def test_auto_takes_the_least_traffic_that_fits() -> None:
-    """ZeRO 1 in a pipeline where there is room for whole gradients, else 2, and why. Without a pipeline
-    microbatches are gathered and reduced once where that fits."""
+    """ZeRO 1 in a pipeline where there is room for whole gradients, else 2, and why. Without a
+    pipeline microbatches are gathered and reduced once where that fits."""
     config = replace(LAYOUTS["1f1b, dp=2, ZeRO 1"], fsdp=Fsdp())
     needed = max(make_plan(config, device_memory=lambda: None).memory().of_ranks([[], []]))
     roomy, tight = (make_plan(config, device_memory=lambda m=m: m) for m in (2 * needed, needed))

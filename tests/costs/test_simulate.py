@@ -16,9 +16,9 @@ from titanlike.torch_private.pipeline_runtime import _lower
 
 @pytest.mark.parametrize("p", [1, 2, 4, 8])
 def test_bubbles_are_the_closed_forms(p: int) -> None:
-    """(p - 1) / (v m + p - 1): arXiv 1811.06965, 2104.04473 section 2.2. With F = I = W all that is left
-    of it is a third where backwards are split, also of dualpipev as torch runs it: a pair of a forward
-    and a backward is one after the other.
+    """(p - 1) / (v m + p - 1): arXiv 1811.06965, 2104.04473 section 2.2. With F = I = W all that is
+    left of it is a third where backwards are split, also of dualpipev as torch runs it: a pair of a
+    forward and a backward is one after the other.
     """
     whole = {"gpipe": [1], "1f1b": [1], "interleaved1f1b": [2, 4], "loopedbfs": [2, 4]}
     split = {"interleavedzerobubble": [2, 3], "zbvzerobubble": [2], "dualpipev": [2]}
@@ -78,7 +78,8 @@ def test_gathers_reductions_and_updates_hold_up_their_rank() -> None:
 
 
 def test_what_a_link_does_beside_the_computation_ends_behind_it() -> None:
-    """By hand: gathers of the unit that runs next, reductions of the one that has ended, in one stream."""
+    """By hand: gathers of the unit that runs next, reductions of the one that has ended, in one
+    stream."""
     assert overlapped_seconds([2, 2], []) == 4
     assert overlapped_seconds([2, 2], [1, 3]) == 1 + 3 + 2  # the second unit waits for its own
     assert overlapped_seconds([5, 2], [1, 3]) == 7

@@ -1,4 +1,5 @@
-"""What the ranks of a plan exchange, beside arithmetic by hand: bytes that one of them sends in a step."""
+"""What the ranks of a plan exchange, beside arithmetic by hand: bytes that one of them sends in a
+step."""
 
 from __future__ import annotations
 
@@ -75,7 +76,8 @@ def test_tokens_go_to_experts_and_experts_are_sharded_over_fewer_ranks() -> None
 
 @pytest.mark.slow
 def test_measured_collectives_count_inside_a_node_alone() -> None:
-    """A profile that was measured knows what collectives and FSDP reach, which is not what messages do."""
+    """A profile that was measured knows what collectives and FSDP reach, which is not what messages
+    do."""
     estimate = planned(*f"{WORDS} {SIZES} batch_size=64 dp=2 tp=2".split())
     config = estimate.config
     slow = replace(estimate.hardware, collective_bandwidth=1e9, gather_bandwidth=1e8)

@@ -1,4 +1,5 @@
-"""A corpus of many files as token ids: the same bytes whoever is killed, and nothing lost silently."""
+"""A corpus of many files as token ids: the same bytes whoever is killed, and nothing lost
+silently."""
 
 from __future__ import annotations
 
@@ -158,7 +159,8 @@ def test_many_small_files_become_one_that_is_opened_once(
     assert mapped.call_count == 2, "once for each part"
 
 
-# --- data=tokens of several folders ----------------------------------------------------------------------
+# --- data=tokens of several folders
+# ----------------------------------------------------------------------
 
 
 def of(*paths: Path, **changes: object) -> Config:
@@ -216,7 +218,8 @@ def test_what_does_not_fit_together_is_told(tmp_path: Path) -> None:
     assert "write data.path=[a/,b/]" in str(problems[0])
 
 
-# --- tokenizers ------------------------------------------------------------------------------------------
+# --- tokenizers
+# ------------------------------------------------------------------------------------------
 
 
 def test_a_folder_and_a_sentencepiece_model_are_tokenizers(tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
-"""NVML, which lists GPUs without starting CUDA: a stand-in of the library in C, called as the real one."""
+"""NVML, which lists GPUs without starting CUDA: a stand-in of the library in C, called as the real
+one."""
 
 from __future__ import annotations
 

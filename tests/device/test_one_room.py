@@ -1,4 +1,5 @@
-"""Nothing outside the room `device` asks whether it runs on CUDA: what is meant is an accelerator."""
+"""Nothing outside the room `device` asks whether it runs on CUDA: what is meant is an
+accelerator."""
 
 from __future__ import annotations
 

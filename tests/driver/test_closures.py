@@ -15,8 +15,8 @@ import yaml
 
 from support.paths import ROOT
 
-# in every process of a command: at its end, which files of titanlike it has imported; and who asked for
-# torch's compiler
+# in every process of a command: at its end, which files of titanlike it has imported; and who asked
+# for torch's compiler
 NOTED = """
 import atexit, os, sys, traceback
 end = os._exit
@@ -103,7 +103,8 @@ def test_a_command_imports_no_more_than_it_did(row: dict, tmp_path: Path) -> Non
 
 
 def test_no_two_files_import_each_other() -> None:
-    """Which of them works would depend on which is imported first. Raises CycleError with the files."""
+    """Which of them works would depend on which is imported first. Raises CycleError with the
+    files."""
     files = [path for path in (ROOT / "titanlike").rglob("*.py") if path.name != "__init__.py"]
     names = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in files}
     graph = {name: {*_imports(path, names)} for name, path in names.items()}

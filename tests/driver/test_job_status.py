@@ -94,7 +94,8 @@ def test_the_last_numbers_of_a_long_run_are_found_at_its_end(tmp_path):
 
 
 def test_a_run_without_a_whole_line_has_no_numbers(tmp_path):
-    """It is a row like others; a result that is torn, as a copy that broke off leaves it, is none."""
+    """It is a row like others; a result that is torn, as a copy that broke off leaves it, is
+    none."""
     write_spec(tmp_path, SweepSpec(COMMAND, "loss", "", [Job(i, str(i), [], []) for i in range(4)]))
     for number, text in enumerate((b"", b"\n", b'{"step": 1, "lo', b"\xff\xfe\n[1]\n{}\n")):
         folder = tmp_path / str(number)

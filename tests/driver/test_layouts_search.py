@@ -188,8 +188,8 @@ def test_tensor_parallel_ranks_are_tried_as_the_plan_allows_within_a_machine():
 
 
 def test_a_layout_that_is_another_one_in_other_words_is_run_once():
-    """Looped BFS with one stage a rank is GPipe; with one microbatch 1F1B is GPipe, too. Of several the
-    most promising is run."""
+    """Looped BFS with one stage a rank is GPipe; with one microbatch 1F1B is GPipe, too. Of several
+    the most promising is run."""
     search = SearchSpace(schedules=["gpipe", "loopedbfs"], stages_per_rank=[1], microbatches=[2, 4])
     words = [*MODEL, "pp=2", "batch_size=64"]
     found = filter_layouts(composed, [words], replace(search, most=1), Machine(2, None), RUNNER)

@@ -166,8 +166,8 @@ sys.exit({code})
 def test_jobs_share_the_devices_and_get_them_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of 3 GPUs two jobs of 2 ranks do not run at once, one of 2 and one of 1 do; one that fails, and
-    one whose result of an earlier start is still there, leave room as well."""
+    """Of 3 GPUs two jobs of 2 ranks do not run at once, one of 2 and one of 1 do; one that fails,
+    and one whose result of an earlier start is still there, leave room as well."""
     monkeypatch.setenv("RANK", "3")  # of an outer launcher
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(accelerator, "visible_variable", lambda: "CUDA_VISIBLE_DEVICES")

@@ -1,4 +1,5 @@
-"""Planted faults: each row of `tests/faults/*.yaml` breaks a line, and the test that it names fails.
+"""Planted faults: each row of `tests/faults/*.yaml` breaks a line, and the test that it names
+fails.
 
 A test that goes, or is merged into another, goes only as long as all of these are found. Rows:
 

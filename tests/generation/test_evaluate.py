@@ -1,4 +1,5 @@
-"""How good a trained model is: numbers that plain torch finds, too, written beside the checkpoint."""
+"""How good a trained model is: numbers that plain torch finds, too, written beside the
+checkpoint."""
 
 from __future__ import annotations
 
@@ -96,7 +97,8 @@ def test_what_is_no_run_or_has_no_harness_is_told(
     assert "pip install 'titanlike[eval]'" in capsys.readouterr().err
 
 
-# --- lm-evaluation-harness ---------------------------------------------------------------------------
+# --- lm-evaluation-harness
+# ---------------------------------------------------------------------------
 
 
 class Asked:

@@ -1,4 +1,5 @@
-"""Text from trained models: token for token what transformers writes, in one process and in layouts."""
+"""Text from trained models: token for token what transformers writes, in one process and in
+layouts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A rank that hangs, or its device, ends the run within the timeout and is named; a slow one does not.
+"""A rank that hangs, or its device, ends the run within the timeout and is named; a slow one does
+not.
 
 No GPU is needed: `Device` stands in for the events in its queue. Processes, hangs and reports are
 real.

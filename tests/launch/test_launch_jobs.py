@@ -1,5 +1,5 @@
-"""Jobs under any launcher: started early, signalled, ended; one run directory, console output of rank
-0, a log per rank, and no process that remains."""
+"""Jobs under any launcher: started early, signalled, ended; one run directory, console output of
+rank 0, a log per rank, and no process that remains."""
 
 from __future__ import annotations
 

@@ -138,7 +138,8 @@ def sockets_of_groups(config: Config, worker: Worker) -> int:
 
 
 def test_a_rank_connects_to_those_alone_that_it_sends_to(tmp_path: Path) -> None:
-    """Else each of 1,024 ranks has 1,023 sockets for each group of all, which is more than it may."""
+    """Else each of 1,024 ranks has 1,023 sockets for each group of all, which is more than it
+    may."""
     of_four, of_six = (
         run_world(sockets_of_groups, tiny(2, dp, batch_size=12), tmp_path / str(dp))[0]
         for dp in (2, 3)

@@ -1,4 +1,5 @@
-"""Attention within documents: every kernel gives what a mask gives, with no [T, T] mask on a GPU."""
+"""Attention within documents: every kernel gives what a mask gives, with no [T, T] mask on a
+GPU."""
 
 from __future__ import annotations
 

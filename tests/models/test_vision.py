@@ -1,4 +1,5 @@
-"""Models of images: skip connections over stages, and batch norm with the whole batch's statistics."""
+"""Models of images: skip connections over stages, and batch norm with the whole batch's
+statistics."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""optimizer=muon: Muon for the matrices of the blocks, AdamW for the rest, exact in every layout."""
+"""optimizer=muon: Muon for the matrices of the blocks, AdamW for the rest, exact in every
+layout."""
 
 from __future__ import annotations
 

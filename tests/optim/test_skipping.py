@@ -1,4 +1,5 @@
-"""After a bad step parameters, optimizer state and statistics are those before it, to the last bit."""
+"""After a bad step parameters, optimizer state and statistics are those before it, to the last
+bit."""
 
 from __future__ import annotations
 

@@ -143,8 +143,8 @@ class Choices(TorchDispatchMode):
 def test_a_recomputed_mixture_keeps_which_experts_its_tokens_go_to(
     family: str, save: list[str]
 ) -> None:
-    """Chosen again, among equal scores on a GPU, they may be others. Not where a router changes what
-    topk gives it in place."""
+    """Chosen again, among equal scores on a GPU, they may be others. Not where a router changes
+    what topk gives it in place."""
     mixtral = hf("mixtral", vocab_size=64, num_hidden_layers=2)
     model = real(moe(vocab_size=64) if family == "ours" else mixtral)
     blocks = [name for name, _ in model.named_modules() if name.endswith(("layers.0", "layers.1"))]

@@ -35,7 +35,8 @@ from titanlike.training.train_plan import make_plan
 
 
 def differences(config: Config, worker: Worker) -> list[float]:
-    """Of running statistics of parts in two microbatches from those of torch for the whole batch."""
+    """Of running statistics of parts in two microbatches from those of torch for the whole
+    batch."""
     x = 1e3 + torch.randn(12, 3, generator=torch.Generator().manual_seed(0)).double()
     norm, right = nn.BatchNorm1d(3), nn.BatchNorm1d(3).double()
     stage = nn.Sequential(norm)

@@ -1,4 +1,5 @@
-"""bf16 on ranks that shard nothing: cast once a step, with the numbers of FSDP's mixed precision."""
+"""bf16 on ranks that shard nothing: cast once a step, with the numbers of FSDP's mixed
+precision."""
 
 from __future__ import annotations
 

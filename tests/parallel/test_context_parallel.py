@@ -1,6 +1,6 @@
-"""Context parallelism: attention of a rank's tokens with those of all ranks is that of whole sequences,
-in any model whose attention is scaled_dot_product_attention; a model that mixes tokens otherwise is
-refused with the call.
+"""Context parallelism: attention of a rank's tokens with those of all ranks is that of whole
+sequences, in any model whose attention is scaled_dot_product_attention; a model that mixes tokens
+otherwise is refused with the call.
 
 Layouts of our own models are in `tests/proof/test_layouts.py`.
 """

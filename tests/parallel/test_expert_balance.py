@@ -1,5 +1,5 @@
-"""Experts: their balance over the global batch, once a step, the same in every layout; and ep, which
-gives each rank a part of every layer's experts."""
+"""Experts: their balance over the global batch, once a step, the same in every layout; and ep,
+which gives each rank a part of every layer's experts."""
 
 from __future__ import annotations
 
@@ -205,7 +205,8 @@ def test_a_step_that_is_not_applied_moves_no_balance(steps: tuple) -> None:
             assert (bias * (load - load.mean())).sum() < 0  # the busy ones are chosen less
 
 
-# --- ep: a rank has a part of the experts ----------------------------------------------------------
+# --- ep: a rank has a part of the experts
+# ----------------------------------------------------------
 
 
 def of(model: Any, **layout: Any) -> Config:

@@ -1,4 +1,5 @@
-"""A parameter that no rank reaches in a step is left alone, as torch's optimizers do in one process."""
+"""A parameter that no rank reaches in a step is left alone, as torch's optimizers do in one
+process."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Dropout on tensor-parallel ranks: the same masks for activations that each rank has as a whole, other
-masks for its own part of them; and what is equal on all of them stays equal."""
+"""Dropout on tensor-parallel ranks: the same masks for activations that each rank has as a whole,
+other masks for its own part of them; and what is equal on all of them stays equal."""
 
 from __future__ import annotations
 

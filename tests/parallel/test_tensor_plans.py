@@ -1,5 +1,5 @@
-"""Plans and models with which tensor parallelism would compute other numbers: each is refused, before
-anything starts, with the module, the operation and what to write."""
+"""Plans and models with which tensor parallelism would compute other numbers: each is refused,
+before anything starts, with the module, the operation and what to write."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ SUM = f"{A}.scale: replicate_sum"
 WHOLE_KEYS = without(f"{A}.[qkv]") | {f"{A}.[qv]": {"colwise": 8}}
 # a plan that is wrong -> what is refused, and what to write
 PLANS: dict[str, tuple[Config, str, str]] = {
-    # parameters beside divided ones, or whose gradients are summed and should not be, or the reverse
+    # parameters beside divided ones, or whose gradients are summed and should not be, or the
+    # reverse
     "a norm of queries unnamed": (config(without(f"{A}.scale")), HEADS, SUM),
     "a norm of queries as one of whole ones": (
         config({**PLAN, f"{A}.scale": "replicate"}, whole=True),

@@ -1,4 +1,5 @@
-"""Weight gradients that wait for W: of which layers, exact however a layer is used, in any order."""
+"""Weight gradients that wait for W: of which layers, exact however a layer is used, in any
+order."""
 
 from __future__ import annotations
 
@@ -120,7 +121,8 @@ def test_a_linear_layer_that_waits_is_used_as_any_other(use) -> None:
 
 @pytest.mark.parametrize("bias", [True, False])
 def test_what_a_linear_layer_returns_is_no_view(bias: bool) -> None:
-    """FSDP warns of a view, and a view that a custom function returns cannot be changed in place."""
+    """FSDP warns of a view, and a view that a custom function returns cannot be changed in
+    place."""
     stage = nn.Sequential(nn.Linear(4, 6, bias=bias))
     DeferredWeightGradients(stage, CPU)
     result = stage(torch.randn(2, 3, 4, requires_grad=True))

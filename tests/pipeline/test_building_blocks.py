@@ -14,7 +14,8 @@ SIZES = [(p, m * p) for p in (2, 3, 4, 6, 8) for m in (1, 2, 4)]
 
 
 def measured(name: str, pp: int, microbatches: int) -> tuple[float, float]:
-    """Time steps of a rank that waits, in F of a whole rank, and the most microbatches in flight."""
+    """Time steps of a rank that waits, in F of a whole rank, and the most microbatches in
+    flight."""
     order = SCHEDULES[name](pp, microbatches).check()
     # F, I and W take a step each
     simulation = simulate(order, equal_stages(order))
@@ -37,7 +38,8 @@ def test_zb_h1_and_h2_wait_a_third_of_1f1b_with_once_and_twice_its_memory() -> N
 
 
 def test_v_half_and_v_min_have_half_and_a_third_of_1f1bs_memory_and_small_bubbles() -> None:
-    """arXiv 2405.15362: (p + 2) // 2 and (p + 4) // 3 microbatches; bubbles of p / 2 m and 2 p / 3 m."""
+    """arXiv 2405.15362: (p + 2) // 2 and (p + 4) // 3 microbatches; bubbles of p / 2 m and 2 p / 3
+    m."""
     for pp, microbatches in (*SIZES, (12, 48)):
         waits, most = measured("vhalf", pp, microbatches)
         assert most <= (pp + 2) // 2 and waits <= 3 * pp / 2

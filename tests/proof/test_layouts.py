@@ -181,7 +181,8 @@ def test_a_wrong_gradient_of_a_later_step_is_not_taken_for_rounding(tmp_path: Pa
 def test_rounding_that_a_model_amplifies_from_step_to_step_is_no_fault(
     pp: int, tmp_path: Path
 ) -> None:
-    """With such a learning rate the loss is 1e6 after five steps, and its first digits are chance."""
+    """With such a learning rate the loss is 1e6 after five steps, and its first digits are
+    chance."""
     exploding = Sgd(lr=20.0, clip=None), ConstantLr(warmup=0)
     config = tiny(pp, 2, optimizer=exploding[0], lr=exploding[1], verify=Verify(steps=5))
     assert_proven(config, tmp_path)

@@ -91,7 +91,8 @@ def test_a_preempted_job_on_two_nodes_comes_back_and_goes_on(
 
 
 def test_srun_starts_each_rank_by_itself(cluster: Cluster, folder: Path) -> None:
-    """Three ranks on two nodes, two on one and one on the other, in a run directory of the user's."""
+    """Three ranks on two nodes, two on one and one on the other, in a run directory of the
+    user's."""
     options = ("--nodes=2", "--ntasks=3")
     words = [*TINY, "dp=3", "batch_size=6", "steps=3", "run_dir=my runs/first"]
     job = cluster.submit("train_srun.sbatch", *words, options=options, cwd=folder)

@@ -81,7 +81,8 @@ class Deep(nn.Module):
         return self.write(self.trunk(self.read(ids)))
 
 
-# --- models that are refused ------------------------------------------------------------------------
+# --- models that are refused
+# ------------------------------------------------------------------------
 
 
 class Looking(Deep):

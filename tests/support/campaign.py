@@ -3,8 +3,8 @@
     python tests/support/campaign.py --kills 100 --seed 0
 
 Each run is `train.py` on a tiny model. It is killed a few times, all its processes at once or one
-rank alone, at chosen places in the work on checkpoints (faults/sitecustomize.py holds rank 0 there) or
-in training; each time the same command starts it again, in the end until it is done. Checked:
+rank alone, at chosen places in the work on checkpoints (faults/sitecustomize.py holds rank 0 there)
+or in training; each time the same command starts it again, in the end until it is done. Checked:
 
 - every checkpoint that counts is whole, at every kill; the run goes on from the newest of them;
 - it loses at most `every` steps; with a background save at most those of one more interval, the one

@@ -13,7 +13,8 @@ GRID = [pytest.mark.slow, pytest.mark.grid]
 def cells(
     default: dict[str, Any], more: dict[str, Any], rest: dict[str, Any] | None = None
 ) -> Cells:
-    """Cases with their names; those of `more` are slow, others of `rest` left out by .ci/run, too."""
+    """Cases with their names; those of `more` are slow, others of `rest` left out by .ci/run,
+    too."""
     slow_ones = [pytest.param(case, id=name, marks=pytest.mark.slow) for name, case in more.items()]
     others = [
         pytest.param(case, id=name, marks=GRID)

@@ -5,7 +5,8 @@ directory, sys.path, standard streams and signal handlers as after a real start.
 that it starts (workers of a job, jobs of a sweep) are forks, too, and its own children.
 
 What differs: modules are imported already, of PYTHON* variables only PYTHONPATH has an effect, of
-Python's own options only -u, and /proc/PID shows the environment and the command line of the process that was forked.
+Python's own options only -u, and /proc/PID shows the environment and the command line of the
+process that was forked.
 """
 
 from __future__ import annotations

@@ -84,8 +84,8 @@ def exits_with_9(config, worker):
 
 
 def fails_beside_one_that_does_not_end(config, worker):
-    """Both ranks write the process ids of their parent and of themselves or a child, and whether they
-    run their parent's program, of which they are a fork."""
+    """Both ranks write the process ids of their parent and of themselves or a child, and whether
+    they run their parent's program, of which they are a fork."""
     pid = os.getpid()
     if worker.rank == 1:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -108,8 +108,8 @@ def never_reaches_a_step(config, worker):
 
 
 def stops(config, worker):
-    """Stops early, by max_time if the seed is 0, else by a signal. Changes the state of the process,
-    and prints the state that it found."""
+    """Stops early, by max_time if the seed is 0, else by a signal. Changes the state of the
+    process, and prints the state that it found."""
     import logging
 
     print(f"found {(os.environ.get('LEAK'), len(logging.getLogger().handlers))}", flush=True)

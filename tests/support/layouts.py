@@ -2,9 +2,9 @@
 
 `PAIRS` has each value of each dimension together with each one of every other dimension, wherever
 they do not exclude each other (`EXCLUDED`), on as few ranks as that allows. `layouts.csv` keeps it;
-after a change of dimensions, `PYTHONPATH=.:tests python -m support.layouts` makes it anew (a minute).
-`one_of_each` are some of a table's cells in which each value stands once at least, `random_cells` are
-any.
+after a change of dimensions, `PYTHONPATH=.:tests python -m support.layouts` makes it anew (a
+minute). `one_of_each` are some of a table's cells in which each value stands once at least,
+`random_cells` are any.
 """
 
 from __future__ import annotations
@@ -281,8 +281,8 @@ def one_of_each(cells: list[Cell]) -> list[Cell]:
 
 
 def with_fewer_ranks(cells: list[Cell]) -> list[Cell]:
-    """The same pairs of values on fewer ranks: a cell gets a smaller mesh, and one more value another,
-    as long as no pair is lost. Where a schedule has two ranks, it keeps them."""
+    """The same pairs of values on fewer ranks: a cell gets a smaller mesh, and one more value
+    another, as long as no pair is lost. Where a schedule has two ranks, it keeps them."""
 
     def pairs(cell: Cell) -> set[Any]:
         return set(combinations(cell.items(), 2))

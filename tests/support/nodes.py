@@ -12,8 +12,8 @@ import torch.distributed as dist
 from support.launched import Launched
 from support.paths import ROOT
 
-# a dead machine is detected after 6 s (sooner, a busy one might be taken for dead, and two runs would
-# write to one folder); the machines that have joined 1 s later take part in the next start
+# a dead machine is detected after 6 s (sooner, a busy one might be taken for dead, and two runs
+# would write to one folder); the machines that have joined 1 s later take part in the next start
 TIMES = "keep_alive_interval=1,keep_alive_max_attempt=6,last_call_timeout=1,join_timeout=60"
 
 

@@ -1,20 +1,21 @@
 """Published runs, as command lines, and what was measured of them.
 
 - Megatron-LM: arXiv 2104.04473, table 1, on A100 of 80 GB in DGX A100s; sizes of microbatches and
-  stages a rank from its repository, examples/sc21/run_table_1.sh. FLOPs are those of its section 5.1,
-  with the recomputation.
-- torchtitan: benchmarks/llama3_h100_202412_torchtitan.md and asyncTP_llama3_h100_2025-06_torchtitan.md in
-  its repository, and arXiv 2410.06511; tokens/s a GPU, on H100 of 96 GB and 2.4 TB/s at 500 W. The 405B
-  has as many microbatches as pipeline ranks, torchtitan's default then.
+  stages a rank from its repository, examples/sc21/run_table_1.sh. FLOPs are those of its section
+  5.1, with the recomputation.
+- torchtitan: benchmarks/llama3_h100_202412_torchtitan.md and
+  asyncTP_llama3_h100_2025-06_torchtitan.md in its repository, and arXiv 2410.06511; tokens/s a GPU,
+  on H100 of 96 GB and 2.4 TB/s at 500 W. The 405B has as many microbatches as pipeline ranks,
+  torchtitan's default then.
 
-Where they did what this program does not (float8 with tp, attention without a fused kernel) the plan is
-made of the nearest that it can say.
+Where they did what this program does not (float8 with tp, attention without a fused kernel) the
+plan is made of the nearest that it can say.
 
 `LATER` are rows that nothing was fitted to, held against the plan when all was fitted:
 
 - torchtitan on H200: benchmarks/llama3_8b_h200_2025-06_torchtitan.md in its repository.
-- Llama 3 405B: arXiv 2407.21783, table 4, teraFLOP/s a GPU; what it does not say (stages a rank, FLOPs of
-  attention) is guessed: 7 of a block or two, and all of attention's.
+- Llama 3 405B: arXiv 2407.21783, table 4, teraFLOP/s a GPU; what it does not say (stages a rank,
+  FLOPs of attention) is guessed: 7 of a block or two, and all of attention's.
 """
 
 from __future__ import annotations

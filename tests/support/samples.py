@@ -87,7 +87,8 @@ class Mixing(nn.Module):
 
 
 class Conditioned(nn.Module):
-    """Uses the mask in every block, the scale in the middle and at the end, the image at the start."""
+    """Uses the mask in every block, the scale in the middle and at the end, the image at the
+    start."""
 
     def __init__(self) -> None:
         super().__init__()

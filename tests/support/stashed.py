@@ -106,7 +106,8 @@ class InnerOutput(Chain):
         return x + self.seen.pop().mean()
 
 
-# --- what a stage can do ----------------------------------------------------------------------------
+# --- what a stage can do
+# ----------------------------------------------------------------------------
 
 
 class WithinABlock(nn.Module):

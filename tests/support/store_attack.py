@@ -1,5 +1,6 @@
-"""`python store_attack.py HOST:PORT ...` tries to set a value in a TCPStore at each of the addresses,
-as the attack on an elastic agent's rendezvous does, and prints the addresses where it can."""
+"""`python store_attack.py HOST:PORT ...` tries to set a value in a TCPStore at each of the
+addresses, as the attack on an elastic agent's rendezvous does, and prints the addresses where it
+can."""
 
 import os
 import sys

@@ -1,4 +1,5 @@
-"""A config from overrides without Hydra, which takes a quarter of a second for each command line."""
+"""A config from overrides without Hydra, which takes a quarter of a second for each command
+line."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from titanlike.config.schema import Config
 
 
 def typed(words: Iterable[str]) -> dict[str, Any]:
-    """The config's plain data: choices of groups are the shipped files, in place of the defaults."""
+    """The config's plain data: choices of groups are the shipped files, in place of the
+    defaults."""
     plain, settings = to_plain(Config()), []
     for word in words:
         name, _, text = word.partition("=")

@@ -1,4 +1,5 @@
-"""A user's model with a tensor-parallel plan, and models and plans that are wrong in one place each."""
+"""A user's model with a tensor-parallel plan, and models and plans that are wrong in one place
+each."""
 
 from __future__ import annotations
 

@@ -66,7 +66,8 @@ def test_a_gpus_kernel_gets_sums_without_gaps(kernel: str) -> None:
     assert not whole.sums.is_contiguous() and sums.is_contiguous()
 
 
-# --- the last queries of a sequence -----------------------------------------------------------------
+# --- the last queries of a sequence
+# -----------------------------------------------------------------
 
 
 def compiled(function: Any, *tensors: Tensor) -> list[str]:

@@ -1,4 +1,5 @@
-"""What torch.compile and recomputation get wrong, or do silently: when one of these fails, its fence can go."""
+"""What torch.compile and recomputation get wrong, or do silently: when one of these fails, its
+fence can go."""
 
 from __future__ import annotations
 

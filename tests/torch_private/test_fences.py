@@ -53,7 +53,8 @@ CHECKS: dict[str, tuple[Config, Check]] = {}
 Found = dict[str, list[Any]]  # what a function returned on each rank
 
 
-# --- jobs of two ranks, one after the other in one world -------------------------------------------
+# --- jobs of two ranks, one after the other in one world
+# -------------------------------------------
 
 
 def job_of(config: Config) -> Callable[[Check], Callable[..., None]]:

@@ -1,4 +1,5 @@
-"""Messages between stages are in memory while they are under way or in use, not for a whole step."""
+"""Messages between stages are in memory while they are under way or in use, not for a whole
+step."""
 
 from __future__ import annotations
 
@@ -28,8 +29,8 @@ MICROBATCHES = 16
 
 
 def most_in_memory(config: Config, worker: Worker, as_torch_does: bool) -> tuple[int, int, int]:
-    """In a training step, at once: sent tensors, and buffers for received ones, that are in memory; and
-    how many of those that it has received are at the last action."""
+    """In a training step, at once: sent tensors, and buffers for received ones, that are in memory;
+    and how many of those that it has received are at the last action."""
     if as_torch_does:
         pipeline_stage._free = lambda _: None
         pipeline_runtime.OrderRuntime.done = lambda self, action, received: None

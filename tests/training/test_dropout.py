@@ -1,4 +1,5 @@
-"""Dropout: every dp rank, microbatch and stage has masks of its own, and a recomputation the same."""
+"""Dropout: every dp rank, microbatch and stage has masks of its own, and a recomputation the
+same."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What is replaced is what it replaces: a layer that a user has changed is refused, or left whole."""
+"""What is replaced is what it replaces: a layer that a user has changed is refused, or left
+whole."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Whole commands, as a user types them: the main job, verify, continuing, stopping and being killed."""
+"""Whole commands, as a user types them: the main job, verify, continuing, stopping and being
+killed."""
 
 from __future__ import annotations
 
@@ -104,7 +105,8 @@ def test_verify_leaves_a_runs_files_alone_and_ends_with_a_verdict(
     assert {path.name: path.read_bytes() for path in run.glob("*.*")} == before
 
 
-# --- real signals and kills: the same command resumes, with the metrics of an uninterrupted run --------
+# --- real signals and kills: the same command resumes, with the metrics of an uninterrupted run
+# --------
 
 STEPS, EVERY = 60, 10
 SHORT = [*TINY, "model.num_hidden_layers=4", "batch_size=8", "device=cpu", "data=synthetic"]

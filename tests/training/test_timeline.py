@@ -1,4 +1,5 @@
-"""A few steps as they were computed: every action on every rank, who waited for whom, and what to change."""
+"""A few steps as they were computed: every action on every rank, who waited for whom, and what to
+change."""
 
 from __future__ import annotations
 
@@ -56,7 +57,8 @@ def told(run_dir: Path) -> list[str]:
     return [event["text"] for event in events(run_dir, "timeline")]
 
 
-# --- what is recorded ------------------------------------------------------------------------------
+# --- what is recorded
+# ------------------------------------------------------------------------------
 
 
 def train_with_wrong_clocks(config: Config, worker: Worker) -> None:

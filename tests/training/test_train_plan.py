@@ -1,4 +1,5 @@
-"""What a config decides, says and refuses before anything is allocated: stages, names, and what tp divides."""
+"""What a config decides, says and refuses before anything is allocated: stages, names, and what tp
+divides."""
 
 from __future__ import annotations
 

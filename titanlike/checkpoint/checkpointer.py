@@ -1,7 +1,7 @@
 """A run's checkpoints, as training uses them: resume and roll back here; written by writer.py.
 
-To load, rank 0 selects the newest complete checkpoint (discovery.py); all ranks check its files, each
-some of them; a damaged one is marked, and the next older one is tried.
+To load, rank 0 selects the newest complete checkpoint (discovery.py); all ranks check its files,
+each some of them; a damaged one is marked, and the next older one is tried.
 """
 
 from __future__ import annotations

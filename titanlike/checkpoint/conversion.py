@@ -1,8 +1,8 @@
-"""The commands of tools/checkpoint.py that read tensors: consolidate and restore, a checkpoint to one
-safetensors file and back; and compare, whether two checkpoints have the same tensors.
+"""The commands of tools/checkpoint.py that read tensors: consolidate and restore, a checkpoint to
+one safetensors file and back; and compare, whether two checkpoints have the same tensors.
 
-The safetensors file has the model's tensors, names without `model.`; with the optimizer also everything else
-that a run needs to resume, names as in the checkpoint. Its metadata (strings):
+The safetensors file has the model's tensors, names without `model.`; with the optimizer also
+everything else that a run needs to resume, names as in the checkpoint. Its metadata (strings):
 
 format     pt
 step       of the run

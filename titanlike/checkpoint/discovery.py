@@ -1,5 +1,5 @@
-"""The checkpoints in a folder, the one that a path given by the user refers to, and the one that a run
-resumes from. No torch, so that a config can be checked with it."""
+"""The checkpoints in a folder, the one that a path given by the user refers to, and the one that a
+run resumes from. No torch, so that a config can be checked with it."""
 
 from __future__ import annotations
 
@@ -188,8 +188,8 @@ def select_resume(config: Config, rejected: Collection[str] = ()) -> Selection:
 
 
 def run_identity(config: Config) -> dict[str, Any]:
-    """Values that a resumed run must not change, by key: the order of the samples and the model depend
-    on it. "same" in state.json."""
+    """Values that a resumed run must not change, by key: the order of the samples and the model
+    depend on it. "same" in state.json."""
     sizes = {f"model.{key}": value for key, value in to_plain(config.model).items()}
     # null or not: shapes are compared; and a plan for tp changes no value
     for changing in ("vocab_size", "max_seq_len", "n_positions", "tp_plan"):

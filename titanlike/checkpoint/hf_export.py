@@ -1,4 +1,5 @@
-"""`titanlike export RUN OUT`: a checkpoint as a folder that transformers loads, a few rows at a time."""
+"""`titanlike export RUN OUT`: a checkpoint as a folder that transformers loads, a few rows at a
+time."""
 
 from __future__ import annotations
 
@@ -120,7 +121,8 @@ def export(
     say(f"{folder}: {count} of {rows.folder}; {note}")
 
 
-# --- which tensors -----------------------------------------------------------------------------------------
+# --- which tensors
+# -----------------------------------------------------------------------------------------
 
 
 class Exported(NamedTuple):
@@ -188,8 +190,9 @@ def plan_export(
 def _reverted(
     built: Any, entries: Mapping[str, SavedTensor], dtypes: Mapping[str, torch.dtype]
 ) -> list[Exported]:
-    """The tensors in the names and forms that transformers' save_pretrained writes, by its own conversion
-    of each alone, where that gives what it does of all together; else as the model has them."""
+    """The tensors in the names and forms that transformers' save_pretrained writes, by its own
+    conversion of each alone, where that gives what it does of all together; else as the model has
+    them."""
     from transformers.core_model_loading import revert_weight_conversion
 
     def revert(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -212,7 +215,8 @@ def _reverted(
     return tensors
 
 
-# --- config, generation config and tokenizer ----------------------------------------------------------------
+# --- config, generation config and tokenizer
+# ----------------------------------------------------------------
 
 
 def _write_small_files(folder: Path, config: dict[str, Any], saved: SavedModel) -> str:

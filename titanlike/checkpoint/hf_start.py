@@ -1,4 +1,5 @@
-"""Starting a run of our own families from a folder of transformers: `checkpoint.start_from=hf:/path`."""
+"""Starting a run of our own families from a folder of transformers:
+`checkpoint.start_from=hf:/path`."""
 
 from __future__ import annotations
 

@@ -125,7 +125,8 @@ def commit(folder: Storage, files: Manifest, state: dict[str, Any]) -> None:
 
 
 def delete_checkpoint(folder: Storage) -> None:
-    """Delete a checkpoint, its marker first: a crash leaves an incomplete one, never a damaged one."""
+    """Delete a checkpoint, its marker first: a crash leaves an incomplete one, never a damaged
+    one."""
     folder.remove(MARKER)
     folder.remove_all()
 
@@ -265,7 +266,8 @@ def damaged_files(folder: Storage, files: Manifest) -> Iterator[DamagedCheckpoin
 
 
 def read_state(folder: Storage, files: Manifest | None = None) -> dict[str, Any]:
-    """state.json. Raises DamagedCheckpoint, and ValueError for a later format, or for earlier names.
+    """state.json. Raises DamagedCheckpoint, and ValueError for a later format, or for earlier
+    names.
 
     files: the manifest with its checksum; None = not compared.
     """
@@ -319,8 +321,8 @@ def check_chunk(
 
 
 def dump_checksums(checksums: ChunkChecksums) -> bytes:
-    """The content of `pieces.json`: file -> [ends, "32 hexadecimal digits of xxh3 a chunk"], with the
-    chunks in the order of the file, each beginning where the one before it ends."""
+    """The content of `pieces.json`: file -> [ends, "32 hexadecimal digits of xxh3 a chunk"], with
+    the chunks in the order of the file, each beginning where the one before it ends."""
     content = {file: [ends, sums.hex()] for file, (ends, sums) in checksums.items()}
     return json.dumps(content).encode() + b"\n"
 
@@ -390,8 +392,8 @@ def read_header(
 ) -> CheckpointHeader:
     """Read and check the small files of a checkpoint with this manifest.
 
-    A checkpoint of an older version has no checksums of its chunks: of that one all files are read and
-    checked, a share on each rank. Raises DamagedCheckpoint, UnsafeCheckpoint.
+    A checkpoint of an older version has no checksums of its chunks: of that one all files are read
+    and checked, a share on each rank. Raises DamagedCheckpoint, UnsafeCheckpoint.
     """
     if CHUNKS not in files:
         check_sums(folder, files, sorted(files)[rank::ranks])

@@ -1,8 +1,9 @@
 """Reads a checkpoint's tensors, into those of a run or by themselves; what is read is checked.
 
-A chunk (a block of a tensor) is a record of torch.save, a ZIP file that is not compressed. It is read as a
-whole, each once; or, of a tensor that is larger than what may be in memory, a few rows at a time: the values
-lie in the record in a row, its checksum is computed on the way, and compared before the last row is used.
+A chunk (a block of a tensor) is a record of torch.save, a ZIP file that is not compressed. It is
+read as a whole, each once; or, of a tensor that is larger than what may be in memory, a few rows at
+a time: the values lie in the record in a row, its checksum is computed on the way, and compared
+before the last row is used.
 """
 
 from __future__ import annotations
@@ -109,9 +110,9 @@ def read(
 ) -> None:
     """Read the entries of the same names into `tensors`. Collective where `group` is given.
 
-    unread: a prefix of entries that no rank loads, to be checked all the same. On all ranks raises what
-    the first rank did whose reading failed: UnreadableFile, DamagedCheckpoint, OSError. Then `tensors`
-    have parts of the checkpoint, none of them damaged.
+    unread: a prefix of entries that no rank loads, to be checked all the same. On all ranks raises
+    what the first rank did whose reading failed: UnreadableFile, DamagedCheckpoint, OSError. Then
+    `tensors` have parts of the checkpoint, none of them damaged.
     """
     text = f"checkpoint {header.folder} could not be read: "
     with raise_on_all_ranks(group, UnreadableFile, DamagedCheckpoint, text=text):
@@ -129,7 +130,8 @@ def read(
             _read_file(header, file, targets[file])
 
 
-# (begin, length) of a chunk in a file -> tensors to be filled, and where in the chunk their values are
+# (begin, length) of a chunk in a file -> tensors to be filled, and where in the chunk their values
+# are
 _Places = dict[tuple[int, int], list[tuple[Tensor, Slices]]]
 
 
@@ -297,7 +299,8 @@ def dtype_of(tensor: SavedTensor) -> torch.dtype:
 
 
 def _begin_of_values(read_bytes: ReadBytes, chunk: Chunk, dtype: torch.dtype) -> int | None:
-    """The place in a chunk where its values begin, in a row; None where its record has another form."""
+    """The place in a chunk where its values begin, in a row; None where its record has another
+    form."""
     try:
         tensor, begin = describe_record(_Record(read_bytes, chunk))
     except OSError:

@@ -1,13 +1,13 @@
-"""A rank's part of a save: a copy of its tensors in memory, and the file that is written of them, by the
-trainer or by a process of its own.
+"""A rank's part of a save: a copy of its tensors in memory, and the file that is written of them,
+by the trainer or by a process of its own.
 
 The modes async_pinned and async_process copy while training goes on:
 
 1. `Copy`, in training: what may change at any time (buffers, random generators) is copied at once.
    Parameters and optimizer state change in an optimizer's step alone: they are copied meanwhile, by
    the GPU on a stream of its own, or by the saving thread.
-2. `before_update`, in training: the next optimizer step waits for the copy; on a GPU the stream does,
-   and the CPU goes on.
+2. `before_update`, in training: the next optimizer step waits for the copy; on a GPU the stream
+   does, and the CPU goes on.
 3. `finish`, in the saving thread: the copy is complete.
 """
 
@@ -96,8 +96,9 @@ class Copy:
 class HostMemory:
     """Memory that tensors are copied to: kept between saves, pinned with a GPU, shared on request.
 
-    One mapping for all tensors of a save, which grows when it is too small; the tensors of the save before
-    are then invalid. Shared memory has no name (memfd), so that nothing is left when the process is killed.
+    One mapping for all tensors of a save, which grows when it is too small; the tensors of the save
+    before are then invalid. Shared memory has no name (memfd), so that nothing is left when the
+    process is killed.
     """
 
     def __init__(self, *, shared: bool) -> None:
@@ -225,8 +226,8 @@ class WriterProcess:
     """A process that writes a rank's file, so that training keeps Python's interpreter lock.
 
     The trainer copies its tensors into shared memory and asks for a file; planning and the commit,
-    which take little, stay in the trainer. So this process can never complete a checkpoint: whatever
-    becomes of it, the save is complete or does not count, as without it.
+    which take little, stay in the trainer. So this process can never complete a checkpoint:
+    whatever becomes of it, the save is complete or does not count, as without it.
 
     It ends with its trainer, however that ends: by the kernel (Linux: PR_SET_PDEATHSIG), and at the
     end of the trainer's socket. It ignores the signals that ask a run to stop, because the trainer

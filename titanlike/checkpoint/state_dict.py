@@ -43,7 +43,8 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def cast_weights(tensor: Tensor, dtype: torch.dtype, name: str) -> Tensor:
-    """A floating-point tensor in another dtype. Raises ValueError for values that are too large for it."""
+    """A floating-point tensor in another dtype. Raises ValueError for values that are too large for
+    it."""
     if not tensor.is_floating_point() or tensor.dtype == dtype:
         return tensor
     cast = tensor.to(dtype)
@@ -157,8 +158,8 @@ def load_run(
     """Load a checkpoint, saved in any layout. Collective.
 
     same_tp: whether it was saved with as many tensor-parallel ranks, which draw some random numbers
-    together. Raises ValueError where a tensor is missing or has another shape, and what `read` raises:
-    then the state is not to be used, but another checkpoint may be loaded in its place.
+    together. Raises ValueError where a tensor is missing or has another shape, and what `read`
+    raises: then the state is not to be used, but another checkpoint may be loaded in its place.
     """
     saved = header.tensors
     for stage in stage_states:
@@ -246,7 +247,8 @@ def _optimizer_state(stage: StageState, optimizers: list[torch.optim.Optimizer])
     return dcp_state_dict.get_optimizer_state_dict(stage.stage, optimizers, options=_FLAT)
 
 
-# --- starting from the weights of another run ------------------------------------------------------
+# --- starting from the weights of another run
+# ------------------------------------------------------
 
 
 def warm_start(

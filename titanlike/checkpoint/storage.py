@@ -1,4 +1,5 @@
-"""A folder on a file system that fsspec supports: a local path, or a URL such as s3://bucket/runs/a.
+"""A folder on a file system that fsspec supports: a local path, or a URL such as
+s3://bucket/runs/a.
 
 No torch, so that a config can be checked with it.
 """
@@ -104,7 +105,8 @@ class Storage:
         return self._retry(name, size)
 
     def sizes(self) -> dict[str, int | None]:
-        """Bytes of each entry, None of one that is no regular file; {} for a folder that is not there.
+        """Bytes of each entry, None of one that is no regular file; {} for a folder that is not
+        there.
 
         One listing, for a folder of any number of files: a request each takes a minute on S3.
         """
@@ -125,7 +127,8 @@ class Storage:
             return None
 
     def create(self, name: str) -> IO[bytes]:
-        """A file to be written; durable only once it is closed and, on a local file system, synced."""
+        """A file to be written; durable only once it is closed and, on a local file system,
+        synced."""
         return self._fs.open(self._path(name), "wb")
 
     def read(self, name: str) -> bytes:
@@ -134,7 +137,8 @@ class Storage:
 
     @contextlib.contextmanager
     def reader(self, name: str) -> Iterator[Callable[[int, int], bytes]]:
-        """A function of (begin, length) that reads from an open file, opened again after an error."""
+        """A function of (begin, length) that reads from an open file, opened again after an
+        error."""
         opened: list[IO[bytes]] = []
 
         def read(begin: int, length: int) -> bytes:
@@ -214,7 +218,8 @@ class Storage:
         return None
 
     def check_writable(self) -> None:
-        """Write a file and remove it; creates no local folder. Raises what the file system raises."""
+        """Write a file and remove it; creates no local folder. Raises what the file system
+        raises."""
         if self.local:
             return check_writable(Path(self._root))
         self._fs.makedirs(self._root, exist_ok=True)

@@ -1,8 +1,8 @@
 """Writes checkpoints: at once, or in the background from a copy in memory.
 
-1. `start`: it is planned which rank writes what; the tensors are copied (staging.py); a thread writes
-   them, by itself or through a process of its own, and commits the checkpoint (`write_checkpoint`);
-   then older ones are deleted (`superseded`).
+1. `start`: it is planned which rank writes what; the tensors are copied (staging.py); a thread
+   writes them, by itself or through a process of its own, and commits the checkpoint
+   (`write_checkpoint`); then older ones are deleted (`superseded`).
 2. `wait`: the next save waits for the one in progress: two never overlap.
 3. A failed save is reported and its files are deleted, and training continues; the second failure
    in a row ends it.
@@ -11,8 +11,8 @@ DCP's plan of a save goes from all ranks to rank 0 and back, which takes rank 0 
 for 1,024 ranks with a few hundred tensors each. The plan depends on names, shapes and layout alone:
 as long as these are the same on every rank, each goes on with its own part of the last plan, and
 rank 0 with the `.metadata` that it has written. torch's planner can remember plans, too
-(`enable_plan_caching`), but in attributes of the class: two runs in one process, as in a sweep, would
-write by each other's plans.
+(`enable_plan_caching`), but in attributes of the class: two runs in one process, as in a sweep,
+would write by each other's plans.
 """
 
 from __future__ import annotations
@@ -105,7 +105,8 @@ class CheckpointWriter:
         self._thread: ThreadPoolExecutor | None = None
         self._memory: HostMemory | None = None
         self._process: WriterProcess | None = None
-        # on rank 0: validation losses of the committed checkpoints, by step; None where not validated
+        # on rank 0: validation losses of the committed checkpoints, by step; None where not
+        # validated
         self.saved: dict[int, float | None] = {}
         self.failures: list[str] = []  # since the last save that succeeded
         self.newest = 0  # step of the newest committed checkpoint; 0 for none

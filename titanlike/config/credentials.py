@@ -29,7 +29,8 @@ _MIN_LENGTH = 8  # characters; shorter values of environment variables are not s
 _MIN_PART = 4  # of a secret in a command that its output may quote
 _MIN_MIXED = 6  # if they have letters and other characters; then as a whole word
 
-# --- names, as words in lower case: _hf_token_ -------------------------------------------------------
+# --- names, as words in lower case: _hf_token_
+# -------------------------------------------------------
 
 _SECRET_NAME = re.compile(
     r"""password | passwd | passphrase | secret | credential | apikey  # PGPASSWORD, clientsecret
@@ -252,8 +253,8 @@ def _is_secret_parameter(name: str) -> bool:
 
 
 def _environment_secrets() -> list[tuple[str, str]]:
-    """(name, value) of the environment variables that are secrets, longest first: no everyday words,
-    such as 1 or true, and no paths."""
+    """(name, value) of the environment variables that are secrets, longest first: no everyday
+    words, such as 1 or true, and no paths."""
     secrets = []
     for name in [name for name in os.environ if is_secret_name(name, True)]:
         value = os.environ.get(name, "").strip()

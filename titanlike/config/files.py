@@ -1,4 +1,5 @@
-"""The program's own files: strict JSON (NaN and infinities as strings), regular files, atomic writes."""
+"""The program's own files: strict JSON (NaN and infinities as strings), regular files, atomic
+writes."""
 
 from __future__ import annotations
 
@@ -167,7 +168,8 @@ def atomic_write_text(path: Path, text: str, sync: bool = True) -> None:
 
 
 def atomic_write_bytes(path: Path, data: bytes, sync: bool = True) -> None:
-    """Write `path` so that readers, with `sync` also after a crash, see the old file or the new one."""
+    """Write `path` so that readers, with `sync` also after a crash, see the old file or the new
+    one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = temporary_beside(path)
     try:

@@ -1,4 +1,5 @@
-"""`--help`: the commands, then every key with its default and meaning. Imports no torch, no Hydra."""
+"""`--help`: the commands, then every key with its default and meaning. Imports no torch, no
+Hydra."""
 
 from __future__ import annotations
 
@@ -31,8 +32,8 @@ def help_text(
 ) -> str:
     """The help for training. words: how the program was started, `python train.py`.
 
-    commands: titles, and below each a line for each subcommand; none where there are no subcommands.
-    width: columns; None = the terminal's.
+    commands: titles, and below each a line for each subcommand; none where there are no
+    subcommands. width: columns; None = the terminal's.
     """
     width = min(width or shutil.get_terminal_size().columns, 160)
     program, command = shlex.join(words), "[COMMAND] " if commands else ""

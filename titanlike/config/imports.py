@@ -104,7 +104,8 @@ def _hydra_imports(section: Any, key: str) -> Iterator[tuple[str, str]]:
 
 
 def _is_hydras(path: str) -> bool:
-    """Whether code is Hydra's own or logging's, and not what these import, as in logging.os.system."""
+    """Whether code is Hydra's own or logging's, and not what these import, as in
+    logging.os.system."""
     if not path.startswith(_HYDRA_CODE):
         return False
     parts, folders = path.split("."), None

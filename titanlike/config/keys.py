@@ -28,8 +28,8 @@ BOUNDS: dict[str, dict[str, Any]] = {  # of numbers, by what a key is declared a
 def key(default: Any, doc: str, **bounds: Any) -> Any:
     """A config field: its default, the line that `--help` prints for it, and bounds of its numbers.
 
-    bounds: at least (ge), above (gt), at most (le), below (lt), where these are narrower than BOUNDS;
-    example: what an error proposes if neither the bound nor the default is right.
+    bounds: at least (ge), above (gt), at most (le), below (lt), where these are narrower than
+    BOUNDS; example: what an error proposes if neither the bound nor the default is right.
     """
     metadata = {"doc": doc, "bounds": bounds}
     if isinstance(default, list):

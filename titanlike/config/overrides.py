@@ -57,7 +57,8 @@ _MOST = 100_000  # values of a config
 
 
 def aliases_problem(path: Path) -> str:
-    """Why a file is not to be read by what writes its aliases out, as OmegaConf does; "" if it may."""
+    """Why a file is not to be read by what writes its aliases out, as OmegaConf does; "" if it
+    may."""
     try:
         root = yaml.compose(path.read_text(encoding="utf-8"), yaml.SafeLoader)
     except (OSError, ValueError, yaml.YAMLError):
@@ -80,8 +81,8 @@ def aliases_problem(path: Path) -> str:
 
 
 def with_choices(config: Config, choices: Mapping[str, Any]) -> Config:
-    """The config with other values of keys, as {"fsdp.zero": 3}; of a group with the defaults of the choice
-    that is named, as {"schedule": "1f1b"}."""
+    """The config with other values of keys, as {"fsdp.zero": 3}; of a group with the defaults of
+    the choice that is named, as {"schedule": "1f1b"}."""
     for key, value in choices.items():
         name, _, inner = key.partition(".")
         if inner:

@@ -6,7 +6,8 @@
 3. A wrong value is a problem and its default is used, so that the rest can still be checked: all
    problems of a config are found at once.
 
-`write_config` writes run_dir/config.yaml: the complete config of a run, from which it can be launched again.
+`write_config` writes run_dir/config.yaml: the complete config of a run, from which it can be
+launched again.
 """
 
 from __future__ import annotations

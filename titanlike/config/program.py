@@ -91,7 +91,8 @@ def exit_code(
 
 
 def program_length(words: Sequence[str]) -> int:
-    """How many words of a shell line name the program and its subcommand; 0 if it is none of ours."""
+    """How many words of a shell line name the program and its subcommand; 0 if it is none of
+    ours."""
     for i, word in enumerate(words):
         if word.endswith(".py"):
             return i + 1

@@ -67,7 +67,8 @@ class PointSplit:
 
 @dataclass
 class TraceSplit(PointSplit):
-    """Stages that begin at named modules of any depth, cut from the graph that torch.export traces."""
+    """Stages that begin at named modules of any depth, cut from the graph that torch.export
+    traces."""
 
     name: str = key("trace", "choice")
 
@@ -329,7 +330,8 @@ class ActivationCheckpoint:
 
 @dataclass
 class SelectiveActivationCheckpoint(ActivationCheckpoint):
-    """Every block is recomputed but for what takes longest: matrix products, attention, exchanges."""
+    """Every block is recomputed but for what takes longest: matrix products, attention,
+    exchanges."""
 
     name: str = key("selective", "choice")
     save: list[str] = key(
@@ -495,7 +497,8 @@ class MixtureData(Tokenized):
 
 @dataclass(kw_only=True)
 class ChatData(Tokenized):
-    """Conversations, with loss on the answers alone; of a tokenizer's folder its chat template, too."""
+    """Conversations, with loss on the answers alone; of a tokenizer's folder its chat template,
+    too."""
 
     name: str = key("chat", "choice")
     path: str = required("JSONL file, or folder of them (.jsonl, .jsonl.gz, .jsonl.zst)")
@@ -579,7 +582,8 @@ class MeasuredHardware(NoHardware):
 
 @dataclass(kw_only=True)
 class RunHardware(NoHardware):
-    """The devices of a run that has recorded a timeline: its stages' times, for any layout of it."""
+    """The devices of a run that has recorded a timeline: its stages' times, for any layout of
+    it."""
 
     name: str = key("run", "choice")
     path: str = required("directory of that run; hardware=RUN is short for both")
@@ -925,7 +929,8 @@ class Config:
 
     @property
     def model_ranks(self) -> int:
-        """Ranks that a batch of one dp rank takes: the other axes divide the model or the sequences."""
+        """Ranks that a batch of one dp rank takes: the other axes divide the model or the
+        sequences."""
         return prod(getattr(self, axis) for axis in MESH_AXES if axis != "dp")
 
     @property
@@ -935,7 +940,8 @@ class Config:
 
     @property
     def last_step(self) -> int:
-        """The step that completes the run: `steps`, or the first that has trained on `max_tokens`."""
+        """The step that completes the run: `steps`, or the first that has trained on
+        `max_tokens`."""
         if self.max_tokens is None:
             return self.steps
         return min(self.steps, -(-self.max_tokens // (self.batch_size * self.seq_len)))

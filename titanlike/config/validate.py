@@ -99,7 +99,8 @@ def _number_problems(owner: Any, prefix: str = "") -> Iterator[tuple[Problem, bo
 
 
 def _numbers(owner: Any, key: str) -> Iterator[tuple[str, Any, dict[str, Any], Any]]:
-    """(key, value, bounds, proposal) of each number in a config, and of each list that is too long."""
+    """(key, value, bounds, proposal) of each number in a config, and of each list that is too
+    long."""
 
     def inside(value: Any, key: str, bounds: dict[str, Any], default: Any) -> Iterator[Any]:
         if isinstance(value, (list, tuple)) and len(value) <= _MOST_ITEMS:
@@ -311,7 +312,8 @@ def mesh_words(config: Config, mesh: Config) -> str:
 
 
 def placement_warning(config: Config, local_ranks: int) -> str:
-    """Warn of tp groups that span machines of so many ranks; names the mesh whose groups would not."""
+    """Warn of tp groups that span machines of so many ranks; names the mesh whose groups would
+    not."""
     tp = config.tp
     if tp == 1 or local_ranks % tp == 0 or config.world_size <= local_ranks:
         return ""

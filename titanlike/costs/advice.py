@@ -1,4 +1,5 @@
-"""What would help: the nearest layout that fits into a device, and changes that make a step shorter."""
+"""What would help: the nearest layout that fits into a device, and changes that make a step
+shorter."""
 
 from __future__ import annotations
 
@@ -140,8 +141,8 @@ def _faster(estimate: Estimate) -> Iterator[Choices]:
             yield choices
 
 
-# Keys that are changed in this order, each with those before it: what costs little, then FLOPs, traffic,
-# and more ranks
+# Keys that are changed in this order, each with those before it: what costs little, then FLOPs,
+# traffic, and more ranks
 _SMALLER = (
     *("schedule.microbatches", "loss", "activation_checkpoint", "fsdp.zero"),
     *("dp", "dp", "dp", "pp", "pp", "pp"),

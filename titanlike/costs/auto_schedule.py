@@ -1,11 +1,12 @@
 """`schedule=auto`: the order for the costs of this model's stages, found before a run starts.
 
-1. The model's units are counted (or, with hardware=measure, timed) once; times and activations of the
-   stages of any split and placement follow.
+1. The model's units are counted (or, with hardware=measure, timed) once; times and activations of
+   the stages of any split and placement follow.
 2. Each placement that `schedule.search` allows is searched (`order_search.py`). With search=split
    where stages begin is searched as well (`split_search.py`).
-3. What is found is written to run_dir/order.csv, and run from there; beside it what it was found for, in
-   order.json: a run that resumes, or starts again, with the same settings has the same order.
+3. What is found is written to run_dir/order.csv, and run from there; beside it what it was found
+   for, in order.json: a run that resumes, or starts again, with the same settings has the same
+   order.
 """
 
 from __future__ import annotations
@@ -299,7 +300,8 @@ class _Search:
         return self._orders[place]
 
 
-# --- where stages begin, which rank has them, and in which order they are computed, chosen together ---
+# --- where stages begin, which rank has them, and in which order they are computed, chosen together
+# ---
 
 
 _CHANGED = 2  # layouts
@@ -323,8 +325,8 @@ def best_cut(
     trials: int,
     seed: int = 0,
 ) -> SearchResult | None:
-    """The fastest order of any split, beginning with those of `problems`; None where none fits. units:
-    of the model."""
+    """The fastest order of any split, beginning with those of `problems`; None where none fits.
+    units: of the model."""
     share = trials // len(problems)
     orders = [best_order(problem, known_of(problem), share, seed) for problem in problems]
     first = sorted(filter(None, orders), key=lambda result: result.seconds)

@@ -137,7 +137,8 @@ def _read_or_measure(config: Config, device: torch.device, unit_costs: UnitCosts
 
 
 def _state_table(unit_costs: UnitCosts, config: Config, zero: int) -> np.ndarray:
-    """[start, stop] -> bytes on a rank of the parameters, gradients and optimizer state of these units."""
+    """[start, stop] -> bytes on a rank of the parameters, gradients and optimizer state of these
+    units."""
     names: set[str] = set()
     if isinstance(config.optimizer, Muon):
         from titanlike.optim.muon import hidden_matrices
@@ -179,8 +180,8 @@ def run_timeline(run: str) -> Timeline:
 def seconds_of_run(
     run: str, names: Sequence[str], costs: UnitCosts, config: Config
 ) -> list[Seconds]:
-    """Seconds of each unit, named `names`, in a run of `config`, by the timeline of `run`. Raises CostError
-    where that is of another model."""
+    """Seconds of each unit, named `names`, in a run of `config`, by the timeline of `run`. Raises
+    CostError where that is of another model."""
     timeline = run_timeline(run)
     weight = dict(zip(names, costs.flops(), strict=True))
     recorded = [name for stage in timeline.stages for name in stage]
@@ -204,14 +205,16 @@ def seconds_of_run(
     return [of_unit[name] for name in names]
 
 
-# --- the split into consecutive units whose most expensive rank is cheapest -------------------------
+# --- the split into consecutive units whose most expensive rank is cheapest
+# -------------------------
 #
-# Minimized are, in this order: the cost of the most expensive rank (the sum over its stages), of the
-# most expensive stage, and the sum of squares over ranks. The first two minima are exact:
+# Minimized are, in this order: the cost of the most expensive rank (the sum over its stages), of
+# the most expensive stage, and the sum of squares over ranks. The first two minima are exact:
 #
 # - one stage per rank: dynamic programming over the stages;
 # - two stages per rank in a V: dynamic programming from both ends inwards;
-# - any other placement (loops, an order from a file): branch and bound, starting at a good split. At
+# - any other placement (loops, an order from a file): branch and bound, starting at a good split.
+# At
 #   the search limit the best split so far is returned, with `CostedSplit.proven` false.
 #
 # Costs are whole numbers, so that every rank of a run finds the same split.
@@ -291,7 +294,8 @@ def _minimize(
 ) -> CostedSplit:
     """Minimize `best.key[which]`, which is at least `low`.
 
-    find: a split within a limit, or None; bisect: halve the interval, as `find` takes equally long for any limit.
+    find: a split within a limit, or None; bisect: halve the interval, as `find` takes equally long
+    for any limit.
     """
     halve = False
     while low < best.key[which]:
@@ -371,8 +375,9 @@ class StageCosts:
     def __init__(
         self, fixed: np.ndarray | None, variable: Sequence[int], factors: Sequence[int]
     ) -> None:
-        """fixed: None = 0, or [units + 1, units + 1] whole numbers, at most the sum of the stage's units (what
-        units share counts once) and growing with the range; variable: [units]; factors: [stages].
+        """fixed: None = 0, or [units + 1, units + 1] whole numbers, at most the sum of the stage's
+        units (what units share counts once) and growing with the range; variable: [units]; factors:
+        [stages].
         """
         if fixed is None:
             fixed = np.zeros((len(variable) + 1, len(variable) + 1), dtype=np.int64)

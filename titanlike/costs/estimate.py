@@ -1,13 +1,14 @@
-"""What a layout will cost on a device: memory of each rank, time of a step, traffic, and what bounds it.
+"""What a layout will cost on a device: memory of each rank, time of a step, traffic, and what
+bounds it.
 
 1. `make_plan` decides stages, order and sharding, as for a run: nothing is allocated.
 2. `layout_times`: each stage's times and traffic; `simulate`: the step of every pipeline rank.
 3. `RankMemory.memory_timeline`: what is in memory when, by what it is.
 
-Of 27 layouts (docs/layouts.md) the memory is 0.97 to 1.02 of what a rank's live storages take at their
-peak. A CPU process takes more: libraries and gloo 45 MiB, and where glibc keeps freed blocks (no sharding,
-small microbatches) up to twice as much. A unit whose costs cannot be measured alone counts only with its
-parameters.
+Of 27 layouts (docs/layouts.md) the memory is 0.97 to 1.02 of what a rank's live storages take at
+their peak. A CPU process takes more: libraries and gloo 45 MiB, and where glibc keeps freed blocks
+(no sharding, small microbatches) up to twice as much. A unit whose costs cannot be measured alone
+counts only with its parameters.
 """
 
 from __future__ import annotations
@@ -186,8 +187,8 @@ def make_estimate(
     times: LayoutTimes | None = None,
     checked: Mapping[str, Transform] | None = None,
 ) -> Estimate:
-    """hardware: None = the config's, or what is likely here; checked: see `make_plan`. Raises ConfigError
-    where a run of this config would be refused before it starts."""
+    """hardware: None = the config's, or what is likely here; checked: see `make_plan`. Raises
+    ConfigError where a run of this config would be refused before it starts."""
     hardware = hardware or likely_hardware(config)
     if plan is None:
         plan = make_plan(config, device_memory=lambda: hardware.usable, checked=checked)
@@ -208,7 +209,8 @@ def make_estimate(
 def seconds_of_units(
     config: Config, plan: TrainPlan, deferred: Collection[int]
 ) -> Sequence[Sequence[float]] | None:
-    """Seconds of each unit, where this machine or a run is the hardware; None = by what they compute.
+    """Seconds of each unit, where this machine or a run is the hardware; None = by what they
+    compute.
 
     deferred: stages whose weight gradients wait.
     """
@@ -233,21 +235,22 @@ def agreement(config: Config, hardware: Hardware) -> float:
     return 2 * _AGREEMENTS * sum(link_of(config, name, hardware).latency for name in names)
 
 
-# --- the memory of each pipeline rank, counted in its own step --------------------------------------
+# --- the memory of each pipeline rank, counted in its own step
+# --------------------------------------
 #
-# `rank_memory.py` adds up what a rank keeps, in milliseconds; here a rank is built and trains a step by
-# the code of a run, under tensors without memory (FSDP's buffers, messages and the optimizer's state
-# included), in a job whose other ranks are not there, and the storages that live are counted. That takes
-# seconds a rank.
+# `rank_memory.py` adds up what a rank keeps, in milliseconds; here a rank is built and trains a
+# step by the code of a run, under tensors without memory (FSDP's buffers, messages and the
+# optimizer's state included), in a job whose other ranks are not there, and the storages that live
+# are counted. That takes seconds a rank.
 
 
 def with_exact_memory(estimate: Estimate, ranks: Sequence[int] | None = None) -> Estimate:
-    """The plan with what the first rank of each pipeline rank takes: the bytes of its live storages at
-    the most over a step.
+    """The plan with what the first rank of each pipeline rank takes: the bytes of its live storages
+    at the most over a step.
 
-    Of ranks that share stages the first has the largest shards. Blocks are counted as they are without
-    compile; of more microbatches than pass before memory repeats itself, only so many are computed.
-    ranks: only these pipeline ranks. The plan says why where the memory is left as it was
+    Of ranks that share stages the first has the largest shards. Blocks are counted as they are
+    without compile; of more microbatches than pass before memory repeats itself, only so many are
+    computed. ranks: only these pipeline ranks. The plan says why where the memory is left as it was
     estimated: it depends on values (documents), or is that of two devices (fsdp.cpu_offload).
     """
     config, room = estimate.config, estimate.hardware.usable
@@ -335,12 +338,13 @@ def zeros(config: Config, example: Batch) -> Batch:
     return {n: torch.zeros((rows, *v.shape[1:]), dtype=v.dtype) for n, v in example.items()}
 
 
-# --- what the units of a model cost, in any layout of them ------------------------------------------
+# --- what the units of a model cost, in any layout of them
+# ------------------------------------------
 
 
 class CostTable:
-    """Costs of a model's units in microbatches of `rows` sequences on `config.tp` ranks: each is counted
-    once, for any layout of them."""
+    """Costs of a model's units in microbatches of `rows` sequences on `config.tp` ranks: each is
+    counted once, for any layout of them."""
 
     def __init__(
         self,
@@ -405,7 +409,8 @@ class CostTable:
         zero: int,
         microbatches: int,
     ) -> StageLayout:
-        """The layout with stages of these units, and messages of one size; recomputed: names of units."""
+        """The layout with stages of these units, and messages of one size; recomputed: names of
+        units."""
         numel = self.memory.unit_parameters()
         sizes = [[numel[name] for name in names] for names in stages]
         messages = [self.message] * (len(stages) - 1)

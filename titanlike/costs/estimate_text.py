@@ -216,7 +216,8 @@ def _bounds(estimate: Estimate, advice: Sequence[Advice], width: int) -> str:
 
 
 def table(header: list[str], rows: list[list[str]], width: int) -> str:
-    """Equal rows that follow each other are one, but for ranks and stages in the first two columns."""
+    """Equal rows that follow each other are one, but for ranks and stages in the first two
+    columns."""
     of_ranks = header[0] == "rank"
     merged: list[list[str]] = []
     for _, equal in groupby(rows, key=lambda row: row[2:] if of_ranks else row):

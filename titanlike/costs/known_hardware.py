@@ -1,9 +1,10 @@
-"""The hardware that a plan is made for: what the config names, what was measured, what is likely; and the
-links between its ranks.
+"""The hardware that a plan is made for: what the config names, what was measured, what is likely;
+and the links between its ranks.
 
-`hardware=measure` is this machine's own profile, and the times of a model's units on it: measured by as
-many processes at once as a run would have here, each with its share of the cores, and kept as YAML in a
-folder: a hardware choice that can be given to others, and times by what the units compute.
+`hardware=measure` is this machine's own profile, and the times of a model's units on it: measured
+by as many processes at once as a run would have here, each with its share of the cores, and kept as
+YAML in a folder: a hardware choice that can be given to others, and times by what the units
+compute.
 """
 
 from __future__ import annotations
@@ -104,10 +105,11 @@ def shipped(choice: str) -> Hardware:
     return hardware
 
 
-# --- the links that the ranks of an axis are joined by ----------------------------------------------
+# --- the links that the ranks of an axis are joined by
+# ----------------------------------------------
 #
-# The mesh is laid over the devices in the order of their ranks, so the last of its axes has neighbours.
-# To add an axis, name it in `axes`, or in `_place` if it is a part of one.
+# The mesh is laid over the devices in the order of their ranks, so the last of its axes has
+# neighbours. To add an axis, name it in `axes`, or in `_place` if it is a part of one.
 
 
 def axes(config: Config) -> dict[str, int]:
@@ -132,8 +134,8 @@ class Link:
         return self.nodes == 1
 
     def gather(self, nbytes: float, count: float = 1) -> float:
-        """Seconds of `count` all-gathers, or reduce-scatters, of so many bytes together, a rank's part
-        and all others'."""
+        """Seconds of `count` all-gathers, or reduce-scatters, of so many bytes together, a rank's
+        part and all others'."""
         if self.size == 1:
             return 0.0
         return self.sent(nbytes * (self.size - 1) / self.size, count, self.bandwidth)
@@ -147,8 +149,8 @@ class Link:
 
 
 def _place(config: Config, axis: str) -> tuple[int, int]:
-    """(ranks along an axis, how far apart they are). Those of cp and ep are neighbours in shard; what
-    has the same experts is ep apart."""
+    """(ranks along an axis, how far apart they are). Those of cp and ep are neighbours in shard;
+    what has the same experts is ep apart."""
     inside = {"cp": config.cp, "ep": config.ep}
     if axis in inside:
         return inside[axis], config.tp
@@ -186,7 +188,8 @@ def link_of(config: Config, axis: str, hardware: Hardware) -> Link:
 
 
 def sharded(link: Link, bandwidth: float | None) -> Link:
-    """The link for what FSDP exchanges, with its copies; bandwidth: in a node, where it is known."""
+    """The link for what FSDP exchanges, with its copies; bandwidth: in a node, where it is
+    known."""
     if bandwidth is None or not link.inside:
         return link
     return replace(link, bandwidth=bandwidth, latency=0.0)
@@ -202,14 +205,15 @@ def message_link(config: Config, hardware: Hardware) -> tuple[float, float]:
     return bandwidth * hardware.link_efficiency, latency
 
 
-# --- how long a stage's forward or backward takes where FSDP gathers and reduces its units meanwhile ---
+# --- how long a stage's forward or backward takes where FSDP gathers and reduces its units
+# meanwhile ---
 
 
 def overlapped_seconds(
     units: Sequence[float], gathers: Sequence[float], reductions: Sequence[float] = ()
 ) -> float:
-    """units, gathers, reductions: seconds of each unit, in the order in which they run; none = they are not.
-    It ends when all is reduced."""
+    """units, gathers, reductions: seconds of each unit, in the order in which they run; none = they
+    are not. It ends when all is reduced."""
     if not any(gathers) and not any(reductions):
         return sum(units)
     end, ready = 0.0, 0.0
@@ -225,7 +229,8 @@ def overlapped_seconds(
     return max(end, link)
 
 
-# --- this machine, measured -------------------------------------------------------------------------
+# --- this machine, measured
+# -------------------------------------------------------------------------
 
 
 def measured_hardware(config: Config, ranks: int) -> Hardware:
@@ -251,7 +256,8 @@ def measured_hardware(config: Config, ranks: int) -> Hardware:
 
 
 def measured_times(config: Config, plan: TrainPlan, deferred: Collection[int]) -> list[Seconds]:
-    """Seconds of each unit of a plan in its microbatches, on this machine; kept, too. Raises ConfigError.
+    """Seconds of each unit of a plan in its microbatches, on this machine; kept, too. Raises
+    ConfigError.
 
     deferred: stages whose weight gradients wait.
     """
@@ -359,8 +365,8 @@ def main(spec_path: str, rank: int) -> None:
 
 def seconds_of_units(costs: UnitCosts, device: torch.device) -> dict[str, list[list[float]]]:
     """Times of each unit, where weight gradients wait and where not: means over rounds, each of all
-    units. A machine's speed changes from one second to the next, by a quarter where it is shared: what is measured
-    in one go may be that of a fast moment, beside another unit's of a slow one."""
+    units. A machine's speed changes from one second to the next, by a quarter where it is shared:
+    what is measured in one go may be that of a fast moment, beside another unit's of a slow one."""
     rounds: dict[str, list[list[Times]]] = {"together": [], "deferred": []}
     begin, count = time.perf_counter(), 0
     while count < _ROUNDS or time.perf_counter() - begin < _SECONDS:
@@ -425,9 +431,9 @@ _TIMES = 8  # there and back in a row
 def link_numbers(device: torch.device, rank: int, ranks: int) -> dict[str, float]:
     """Bytes/s and seconds of messages and collectives. Collective over the default group.
 
-    A CPU's ranks have no other links than these, and send what FSDP exchanges in between. Of devices the
-    network's numbers stay as they are known, and what FSDP exchanges is as other collectives, on a stream of
-    its own.
+    A CPU's ranks have no other links than these, and send what FSDP exchanges in between. Of
+    devices the network's numbers stay as they are known, and what FSDP exchanges is as other
+    collectives, on a stream of its own.
     """
     on_cpu = not accelerator.is_accelerator(device)
     size = (_MESSAGE if on_cpu else _LARGE) // 4 // ranks * ranks
@@ -459,8 +465,8 @@ def link_numbers(device: torch.device, rank: int, ranks: int) -> dict[str, float
 
 
 def _sharded(device: torch.device, ranks: int) -> dict[str, float]:
-    """Bytes/s that a rank sends while FSDP gathers parameters, and reduces gradients, with its copies
-    and hooks."""
+    """Bytes/s that a rank sends while FSDP gathers parameters, and reduces gradients, with its
+    copies and hooks."""
     plain, sharded = (
         nn.Sequential(*(nn.Linear(_WIDTH, _WIDTH, bias=False) for _ in range(_LAYERS))).to(device)
         for _ in range(2)
@@ -485,8 +491,8 @@ def _sharded(device: torch.device, ranks: int) -> dict[str, float]:
 
 
 def _median(device: torch.device, function: Callable[[], object]) -> float:
-    """Seconds of the wall, all ranks begin together: others' work and what a rank waits for are a part of
-    an exchange."""
+    """Seconds of the wall, all ranks begin together: others' work and what a rank waits for are a
+    part of an exchange."""
     times = []
     for _ in range(2 + _REPEATS):
         dist.barrier()

@@ -52,9 +52,9 @@ def candidates(
     """Every layout of so many ranks that agrees with the overrides in `combination`.
 
     Without a pipeline there is one schedule, 1f1b, whose microbatches are gradient accumulation.
-    What the command line fixes is kept, even where it is invalid: a check gives the reason. A tp that
-    cannot be is one candidate. machine: ranks of one.
-    Raises ConfigError where the overrides alone are invalid.
+    What the command line fixes is kept, even where it is invalid: a check gives the reason. A tp
+    that cannot be is one candidate. machine: ranks of one. Raises ConfigError where the overrides
+    alone are invalid.
     """
     fixed = {key_of(text) for text in combination}
     base = compose(combination)
@@ -80,7 +80,8 @@ def candidates(
 def _meshes(
     base: Config, fixed: Collection[str], ranks: int, tensor: Iterable[int]
 ) -> Iterator[tuple[int, int, int]]:
-    """(pp, dp, tp) with pp * dp * cp * tp = ranks, as far as they are not fixed; tensor: tp to try."""
+    """(pp, dp, tp) with pp * dp * cp * tp = ranks, as far as they are not fixed; tensor: tp to
+    try."""
     ranks //= base.cp
     for tp in tensor:
         left = max(1, ranks // max(1, tp))

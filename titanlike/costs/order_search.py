@@ -1,12 +1,15 @@
-"""The best order for costs of stages under a limit of memory: known schedules, list scheduling, changes.
+"""The best order for costs of stages under a limit of memory: known schedules, list scheduling,
+changes.
 
 1. Known orders that fit are candidates themselves; of all, fitting or not, the times at which their
    actions begin are keys for list scheduling (`list_order`).
-2. So are blocks: a microbatch through all stages and back without a pause, the next one a period later.
-   With a period as long as the block it is one microbatch at a time, the least memory that there is.
+2. So are blocks: a microbatch through all stages and back without a pause, the next one a period
+   later. With a period as long as the block it is one microbatch at a time, the least memory that
+   there is.
 3. The best are changed at random, a stage's keys earlier or later, and kept where they get better.
-4. In the fastest single actions are moved, as long as steps get no longer. A small order is annealed, its
-   step may get longer for a while: from the best of one rank to a better one several have to change.
+4. In the fastest single actions are moved, as long as steps get no longer. A small order is
+   annealed, its step may get longer for a while: from the best of one rank to a better one several
+   have to change.
 
 Every candidate is simulated: what is found is never slower than the best known order that fits.
 """
@@ -325,7 +328,8 @@ def best_order(
 
 
 def adapted(problem: OrderProblem, order: Order) -> SearchResult | None:
-    """An order of much the same costs, fitted to these: the faster of a few; None where none fits."""
+    """An order of much the same costs, fitted to these: the faster of a few; None where none
+    fits."""
     pool = _Pool(problem)
     for rule in _RULES[1:3]:
         pool.consider(*wanted(problem, order), rule)
@@ -438,7 +442,8 @@ def _polished(best: SearchResult, trials: int, draw: random.Random) -> SearchRes
 
 
 def _moved(order: Order, draw: random.Random) -> Order | None:
-    """With an action at another place; None where that breaks the order of its microbatch or stage."""
+    """With an action at another place; None where that breaks the order of its microbatch or
+    stage."""
     rank = draw.randrange(len(order.ranks))
     acts = list(order.ranks[rank])
     start = draw.randrange(len(acts))

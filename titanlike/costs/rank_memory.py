@@ -1,14 +1,15 @@
 """The memory that training takes on each pipeline rank, estimated: nothing is allocated.
 
-A rank's actions are walked through, and in each the units of its stage, with what is in memory then:
-parameters and optimizer state as `fsdp.zero` shards them, gradients from the first backward on,
-activations of the microbatches in flight, queued weight gradients, messages, and what a unit takes
-while it runs (`UnitCosts.peaks`). What FSDP holds besides (torch 2.13, `_fsdp_param_group.py`):
+A rank's actions are walked through, and in each the units of its stage, with what is in memory
+then: parameters and optimizer state as `fsdp.zero` shards them, gradients from the first backward
+on, activations of the microbatches in flight, queued weight gradients, messages, and what a unit
+takes while it runs (`UnitCosts.peaks`). What FSDP holds besides (torch 2.13,
+`_fsdp_param_group.py`):
 
 - ZeRO 1 and 2 gather a whole stage, unit by unit, before its first forward.
 - ZeRO 1 accumulates whole gradients to the end of a step, where they are reduced unit by unit.
-- ZeRO 2 and 3 make a unit's gradients anew in each backward, and keep the message that reduces them,
-  in fp32, until the next unit's are made.
+- ZeRO 2 and 3 make a unit's gradients anew in each backward, and keep the message that reduces
+  them, in fp32, until the next unit's are made.
 - ZeRO 3 gathers a unit when it runs, and keeps the message; in a backward, the next unit's.
 """
 
@@ -84,7 +85,8 @@ class MemorySample(NamedTuple):
 
 
 class _Change(NamedTuple):
-    """Bytes that an action adds: at the most while it runs, and when it is done, by what they are."""
+    """Bytes that an action adds: at the most while it runs, and when it is done, by what they
+    are."""
 
     most: int
     parts: MemoryParts
@@ -97,7 +99,8 @@ def _change(most: int, **parts: int) -> _Change:
 
 @dataclass(frozen=True)
 class StageLayout:
-    """What decides how much memory stages take, and how long they compute; lists have an item for each."""
+    """What decides how much memory stages take, and how long they compute; lists have an item for
+    each."""
 
     stages: Sequence[Sequence[str]]  # names of their units
     deferred: Collection[int]  # stages whose weight gradients wait
@@ -189,8 +192,8 @@ class RankMemory:
         self._stage_changes: dict[tuple[int, bool, frozenset[str]], dict[str, _Change]] = {}
 
     def with_layout(self, config: Config, order: Order, layout: StageLayout) -> RankMemory:
-        """The same units and microbatches in another layout. Weights of several stages count in each,
-        and Muon updates all."""
+        """The same units and microbatches in another layout. Weights of several stages count in
+        each, and Muon updates all."""
         other = copy.copy(self)
         muon = isinstance(config.optimizer, Muon)
         other._lay_out(config, order, layout, layout.numel if muon else [0] * len(layout.numel))
@@ -244,7 +247,8 @@ class RankMemory:
     def memory_timeline(
         self, rank: int, recomputed: Sequence[Collection[str]]
     ) -> list[MemorySample]:
-        """What is in memory during each action of a rank, and in the update; arguments as `of_rank`."""
+        """What is in memory during each action of a rank, and in the update; arguments as
+        `of_rank`."""
         kept, sent = self._base(rank)
         numel = (self.layout.numel[stage] for stage in self._order.local(rank))
         weights = int(sum(self._state.weights * n for n in numel))
@@ -308,7 +312,8 @@ class RankMemory:
         return dict(zip(names, (_Unit(*row) for row in rows), strict=True))
 
     def _changes(self, stage: int, recompute: frozenset[str]) -> dict[str, _Change]:
-        """Changes by a stage's actions, by their kind; recompute: names of the units that are recomputed."""
+        """Changes by a stage's actions, by their kind; recompute: names of the units that are
+        recomputed."""
         layout, state = self.layout, self._state
         deferred, numel = stage in layout.deferred, layout.numel[stage]
         key = stage, deferred, recompute
@@ -369,7 +374,8 @@ class RankMemory:
         return most
 
     def _backward(self, runs: Sequence[tuple[_Unit, bool]], new: Sequence[int]) -> int:
-        """Bytes that a backward adds at the most; new: of each unit's gradients, if it is the first."""
+        """Bytes that a backward adds at the most; new: of each unit's gradients, if it is the
+        first."""
         state = self._state
         anew = bool(new) or (state.fsdp and self.layout.zero > 1) or self._computing < _REDUCED
         now = most = 0  # beyond the begin

@@ -1,9 +1,9 @@
 """`plan search`: every layout of so many devices for a global batch, and the fastest that fit.
 
-1. `layouts.candidates` lists meshes, schedules, stages and microbatches; here each is taken with every
-   level of ZeRO, and with blocks recomputed selectively or as few as fit (`fit`).
-2. All are scored by closed forms (`score`), of units that were counted once (`CostTable`): what does not
-   fit is dropped.
+1. `layouts.candidates` lists meshes, schedules, stages and microbatches; here each is taken with
+   every level of ZeRO, and with blocks recomputed selectively or as few as fit (`fit`).
+2. All are scored by closed forms (`score`), of units that were counted once (`CostTable`): what
+   does not fit is dropped.
 3. The most promising are simulated, the best of these are planned and estimated as `plan` does it.
 """
 
@@ -103,9 +103,9 @@ def search(
     exact: bool = False,
     say: Callable[[str], object] = lambda _: None,
 ) -> LayoutSearch:
-    """words: the overrides of the config; what they fix stays; exact: count the memory of the fullest
-    rank of what is found, where it can be; say: is told every few seconds how far it is. Raises
-    ConfigError."""
+    """words: the overrides of the config; what they fix stays; exact: count the memory of the
+    fullest rank of what is found, where it can be; say: is told every few seconds how far it is.
+    Raises ConfigError."""
     begin, spoke, slow = time.process_time(), time.monotonic(), False
     hardware = planned_hardware(config, gpus)
     result = LayoutSearch(gpus, hardware)
@@ -247,8 +247,8 @@ def _score_context(
 def _variants(
     config: Config, fixed: set[str], hardware: Hardware, experts: int
 ) -> Iterator[dict[str, Any]]:
-    """Each level of ZeRO, each way to recompute, replicas and expert-parallel ranks that the command line
-    leaves open; experts: of a layer."""
+    """Each level of ZeRO, each way to recompute, replicas and expert-parallel ranks that the
+    command line leaves open; experts: of a layer."""
     splits = hasattr(config.schedule, "weight_gradients")
     levels = [1] if splits or config.shards == 1 else [1, 2, 3]
     zeros: list[dict[str, Any]] = [{"fsdp.zero": level} for level in levels]
@@ -337,8 +337,8 @@ def score(
     orders: dict[object, Order],
     microbatches: int,
 ) -> ScoredLayout:
-    """Estimate a layout, with as many blocks recomputed as must be, or as `activation_checkpoint` says; orders: a cache of
-    them."""
+    """Estimate a layout, with as many blocks recomputed as must be, or as `activation_checkpoint`
+    says; orders: a cache of them."""
     pp, schedule = config.pp, config.schedule
     zero = 1 if config.fsdp.zero == "auto" else config.fsdp.zero
     # of as few microbatches as show how it goes on
@@ -370,8 +370,8 @@ def score(
 def _as_must_be(
     memory: RankMemory, blocks: list[list[str]], order: Order, limit: int
 ) -> tuple[list[list[str]], list[int]]:
-    """(blocks of each stage that are recomputed so that a rank takes no more than `limit`, bytes of each
-    rank with these)."""
+    """(blocks of each stage that are recomputed so that a rank takes no more than `limit`, bytes of
+    each rank with these)."""
     # the first rank has the most microbatches in flight, the last the loss: what does not fit is
     # most often known by these two
     edges = [memory.of_rank(rank, blocks) for rank in {0, len(order.ranks) - 1}]
@@ -396,7 +396,8 @@ def _as_must_be(
 def _step_seconds(
     order: Order, times: LayoutTimes, microbatches: int, agree: float
 ) -> tuple[float, dict[str, float]]:
-    """Seconds by a closed form: the busiest rank, and what fills and drains the pipeline; agree: seconds."""
+    """Seconds by a closed form: the busiest rank, and what fills and drains the pipeline; agree:
+    seconds."""
     ranks, chunks = len(order.ranks), order.stages / len(order.ranks)
     work, once, update = [0.0] * ranks, [0.0] * ranks, [0.0] * ranks
     for rank, of_stage in zip(order.stage_to_rank, times.stages, strict=True):

@@ -1,14 +1,15 @@
 """A training step on every pipeline rank, as events in time: the Order, with what it costs.
 
-1. The Order is walked as torch's lowering walks it (`_add_send_recv`): an action of each rank in turn,
-   as soon as what it needs has been walked. A send comes behind the action that makes its message, and
-   its receive at once behind what the receiver has walked by then. So each rank's list is that of the
-   runtime, and when an action is walked all that it waits for has its time already.
-2. A rank computes in one stream, in the order of its list. A message is a rendezvous in the stream of
-   its pair of ranks: it begins when both have reached it, behind what they computed before and behind
-   earlier messages of the pair, either way. A computation waits for its message; nobody waits for sends.
-3. The first action of a rank comes behind the gathers of all its stages (ZeRO 1 and 2), and behind the
-   last backward of a stage its gradients are reduced (`StageTimes`): both hold up the rank.
+1. The Order is walked as torch's lowering walks it (`_add_send_recv`): an action of each rank in
+   turn, as soon as what it needs has been walked. A send comes behind the action that makes its
+   message, and its receive at once behind what the receiver has walked by then. So each rank's list
+   is that of the runtime, and when an action is walked all that it waits for has its time already.
+2. A rank computes in one stream, in the order of its list. A message is a rendezvous in the stream
+   of its pair of ranks: it begins when both have reached it, behind what they computed before and
+   behind earlier messages of the pair, either way. A computation waits for its message; nobody
+   waits for sends.
+3. The first action of a rank comes behind the gathers of all its stages (ZeRO 1 and 2), and behind
+   the last backward of a stage its gradients are reduced (`StageTimes`): both hold up the rank.
 4. On a device that works by itself the host is ahead of it, or holds it up; else the host's time is
    added. A step ends for all ranks at once: they agree on the norm of the gradients.
 
@@ -92,8 +93,9 @@ def simulate(
     jitter: float = 0.0,
     seed: int = 0,
 ) -> Simulation:
-    """stages: what each takes; runs_ahead: whether the host queues work on a device; agree: seconds in
-    which all ranks agree on the norm; jitter: standard deviation of an action's time, as a share.
+    """stages: what each takes; runs_ahead: whether the host queues work on a device; agree: seconds
+    in which all ranks agree on the norm; jitter: standard deviation of an action's time, as a
+    share.
 
     Raises ValueError for an order that waits forever.
     """
@@ -184,8 +186,8 @@ def simulate(
 
 
 def most_held(acts: Iterable[Action], held: Sequence[float], queued: Sequence[float]) -> float:
-    """The most that a rank holds for microbatches, from F to the end of their backward; held: of one in
-    each stage; queued: of that, what stays between I and W."""
+    """The most that a rank holds for microbatches, from F to the end of their backward; held: of
+    one in each stage; queued: of that, what stays between I and W."""
     now = most = 0.0
     for kind, stage, _ in acts:
         if kind == "F":

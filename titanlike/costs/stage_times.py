@@ -1,11 +1,11 @@
 """How long the units and stages of a planned layout take on a device, and what its ranks exchange.
 
-1. Operators (`unit_costs.py`) take what a roofline says. What ranks exchange inside of a unit (tp, cp,
-   ep) takes the time of their link, for which they wait; but a ring sends keys and values on while it
-   attends with others, and compiled blocks hide a part of what tp exchanges (`tp_async`).
+1. Operators (`unit_costs.py`) take what a roofline says. What ranks exchange inside of a unit (tp,
+   cp, ep) takes the time of their link, for which they wait; but a ring sends keys and values on
+   while it attends with others, and compiled blocks hide a part of what tp exchanges (`tp_async`).
 2. FSDP's gathers and reductions come once a step, or unit by unit beside what is computed
-   (`overlapped_seconds`), by `fsdp.zero` as in `parallel/sharding.py`; those of experts are by themselves,
-   among fewer ranks.
+   (`overlapped_seconds`), by `fsdp.zero` as in `parallel/sharding.py`; those of experts are by
+   themselves, among fewer ranks.
 3. Messages between stages have the sizes of the plan.
 """
 
@@ -48,7 +48,8 @@ _CLIP = 12  # bytes a parameter: the norm reads gradients, clipping reads and wr
 
 @dataclass(frozen=True)
 class Seconds:
-    """Seconds of a device, those of them in products and attention, and operators that are launched."""
+    """Seconds of a device, those of them in products and attention, and operators that are
+    launched."""
 
     device: float = 0.0
     products: float = 0.0
@@ -243,8 +244,8 @@ def _guessed_times(config: Config, plan: TrainPlan, roofline: Roofline) -> dict[
 def as_measured(
     units: Mapping[str, UnitTimes], measured: Sequence[Sequence[float]]
 ) -> dict[str, UnitTimes]:
-    """Times with seconds that were measured (forward, backward, weight gradients that wait); of what runs
-    again the share that was estimated."""
+    """Times with seconds that were measured (forward, backward, weight gradients that wait); of
+    what runs again the share that was estimated."""
     table = {}
     for (name, unit), (forward, inputs, weights) in zip(units.items(), measured, strict=True):
         recompute = forward * unit.recompute.device / (unit.forward.device or 1.0)

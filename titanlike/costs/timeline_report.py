@@ -1,8 +1,8 @@
 """A timeline beside the plan: where each rank's time went, and what would make the step shorter.
 
-The same order is simulated twice: with the times that a plan has for these stages, and with those that
-were measured. What the second leaves of the bubble is the schedule's; the rest is jitter, messages and
-the host.
+The same order is simulated twice: with the times that a plan has for these stages, and with those
+that were measured. What the second leaves of the bubble is the schedule's; the rest is jitter,
+messages and the host.
 """
 
 from __future__ import annotations
@@ -109,7 +109,8 @@ class TimelineReport:
 
     @cached_property
     def measured(self) -> list[StageTimes]:
-        """What each stage took, of its first ranks; the exchanges within an action are part of it."""
+        """What each stage took, of its first ranks; the exchanges within an action are part of
+        it."""
         stages = []
         for stage in range(self.order.stages):
             seconds = timeline_file.stage_seconds(self.timeline, stage)
@@ -150,8 +151,8 @@ class TimelineReport:
 
     @cached_property
     def better_split(self) -> tuple[list[int], float] | None:
-        """(blocks of each stage, share of the step that simulation says is gained); None where moving
-        blocks gains nothing, or it is not known what they take."""
+        """(blocks of each stage, share of the step that simulation says is gained); None where
+        moving blocks gains nothing, or it is not known what they take."""
         estimate, order = self.estimate, self.order
         if estimate is None or estimate.times.estimated or len(order.ranks) == 1:
             return None
@@ -235,7 +236,8 @@ class TimelineReport:
 
 
 def report_of(run: Path) -> TimelineReport:
-    """The report of a run's directory. Raises ConfigError where it has no timeline that can be read."""
+    """The report of a run's directory. Raises ConfigError where it has no timeline that can be
+    read."""
     path = run / TIMELINE
     try:
         report = TimelineReport(timeline_file.read_timeline(path), None)

@@ -2,9 +2,9 @@
 
 A unit's cost includes the operations between it and its neighbours (a residual, a product with a
 weight) that a stage would run which begins or ends there; the last unit's includes the loss. Each
-call is run alone: on meta, where one dispatch mode counts all that it costs (`count`), with attention
-as fused kernels compute it; or on a device, timed (`node_times`). Equal calls (modules of one class with
-equal settings, on tensors of equal shapes) are run once.
+call is run alone: on meta, where one dispatch mode counts all that it costs (`count`), with
+attention as fused kernels compute it; or on a device, timed (`node_times`). Equal calls (modules of
+one class with equal settings, on tensors of equal shapes) are run once.
 """
 
 from __future__ import annotations
@@ -112,8 +112,8 @@ class UnitCosts:
         return [sum(map(size, parameters.values())) for parameters in units]
 
     def flops(self) -> list[int]:
-        """FLOPs of each unit, forward and backward of a microbatch: matrix products, convolutions and
-        attention (without the saving of causal kernels)."""
+        """FLOPs of each unit, forward and backward of a microbatch: matrix products, convolutions
+        and attention (without the saving of causal kernels)."""
         return [sum(node.flops for node in nodes) for nodes in self._counts(False)]
 
     def saved_bytes(self) -> list[int]:
@@ -131,14 +131,14 @@ class UnitCosts:
         return [sum(map(kept, calls, nodes)) for calls, nodes in pairs]
 
     def queued_bytes(self, compiled: bool) -> list[int]:
-        """Bytes of each unit that wait for deferred weight gradients of a microbatch: inputs of its linear
-        layers, and gradients of their results; compiled: of blocks that are."""
+        """Bytes of each unit that wait for deferred weight gradients of a microbatch: inputs of its
+        linear layers, and gradients of their results; compiled: of blocks that are."""
         counts = self._counts(True)
         return [sum(node.queued[compiled] for node in nodes) for nodes in counts]
 
     def peaks(self, deferred: bool) -> list[UnitPeak]:
-        """The most that each unit takes while it runs: its calls, one after the other, and their backwards
-        in reverse.
+        """The most that each unit takes while it runs: its calls, one after the other, and their
+        backwards in reverse.
 
         deferred: weight gradients of linear layers are not computed in the backward.
         """
@@ -161,8 +161,9 @@ class UnitCosts:
         return peaks
 
     def operators(self, peers: Mapping[str, GroupInfo]) -> list[list[NodeCosts]]:
-        """What each call of each unit computes, as it is on the first rank of each axis, with weight
-        gradients apart; those of equal calls are one object. Linear layers in float8 are counted in bf16.
+        """What each call of each unit computes, as it is on the first rank of each axis, with
+        weight gradients apart; those of equal calls are one object. Linear layers in float8 are
+        counted in bf16.
         """
         return self._counts(True, peers)
 
@@ -281,8 +282,8 @@ class Call:
         device: torch.device = _META,
         make: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
-        """make: an argument's copy, and those of a copy of its module; None: without values, and its
-        module itself."""
+        """make: an argument's copy, and those of a copy of its module; None: without values, and
+        its module itself."""
         self._node, self._device = node, device
         module = model.get_submodule(node.target) if node.kind == "unit" else None
         if module is not None and make is not None:
@@ -365,7 +366,8 @@ _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
 
 
 class Operator(NamedTuple):
-    """What an operator does; of a matrix product its sizes, batched: rows x columns, summed over."""
+    """What an operator does; of a matrix product its sizes, batched: rows x columns, summed
+    over."""
 
     name: str  # "aten.mm"; ATTENTION
     flops: int
@@ -402,8 +404,8 @@ class NodeCosts:
     exchanged_backward: Exchanges = field(default_factory=dict)
 
     def kept(self, save: Sequence[str]) -> int:
-        """Bytes that are kept of a call that runs again in the backward: what it is given, and the results
-        of the operators `save`."""
+        """Bytes that are kept of a call that runs again in the backward: what it is given, and the
+        results of the operators `save`."""
 
         def matches(operator: str) -> bool:
             names = _ATTENTION if operator == ATTENTION else (operator,)
@@ -565,8 +567,8 @@ def _difference(before: Exchanges, after: Exchanges) -> Exchanges:
 
 
 def _of_an_expert(a: Tensor, b: Tensor, result: Tensor) -> tuple[int, int, int]:
-    """Sizes of the product of one expert, where all have equally many rows: a [N, I] and b [E, O, I],
-    or gradients a [N, O] and rows b [N, I] of a weight [E, O, I]."""
+    """Sizes of the product of one expert, where all have equally many rows: a [N, I] and b [E, O,
+    I], or gradients a [N, O] and rows b [N, I] of a weight [E, O, I]."""
     if b.dim() == 3:
         return a.shape[0] // b.shape[0], b.shape[1], b.shape[2]
     return result.shape[1], result.shape[2], a.shape[0] // result.shape[0]
@@ -654,7 +656,8 @@ def node_times(
 
 
 def now(device: torch.device) -> float:
-    """Seconds on a clock; of one thread of a CPU its own time, which other programs do not lengthen."""
+    """Seconds on a clock; of one thread of a CPU its own time, which other programs do not
+    lengthen."""
     if device.type == "cpu" and torch.get_num_threads() == 1:
         return time.process_time()
     synchronize(device)

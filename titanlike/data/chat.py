@@ -1,15 +1,16 @@
 """Instruction data (`data=chat`): conversations in JSONL, loss on the answers alone.
 
-1. Each line is an object with a list of messages ({"role": "user", "content": "..."}). A chat template
-   makes a text of it; the pieces between its answers are tokenized one by one.
-2. Conversations are put into sequences of seq_len in their order, as many whole ones as fit; one that
-   is longer is cut at its end. The rest of a sequence is padding without loss.
+1. Each line is an object with a list of messages ({"role": "user", "content": "..."}). A chat
+   template makes a text of it; the pieces between its answers are tokenized one by one.
+2. Conversations are put into sequences of seq_len in their order, as many whole ones as fit; one
+   that is longer is cut at its end. The rest of a sequence is padding without loss.
 3. Attention stays within a conversation, where positions begin at 0 (`document_ids`).
 
 All of it is done once, into the cache (`data.cache`), and then mapped into memory.
 
-A template is that of transformers' tokenizer_config.json: it gets `messages`, `add_generation_prompt`,
-`bos_token` and `eos_token`. It is rendered in a sandbox: it may come with a tokenizer of others.
+A template is that of transformers' tokenizer_config.json: it gets `messages`,
+`add_generation_prompt`, `bos_token` and `eos_token`. It is rendered in a sandbox: it may come with
+a tokenizer of others.
 """
 
 from __future__ import annotations
@@ -272,7 +273,8 @@ class ChatTemplate:
         tokens: Mapping[str, str] | None = None,
         ends: frozenset[int] = frozenset(),
     ) -> None:
-        """tokens: bos_token and eos_token; ends: ids that are known to end an answer. Raises ValueError for what is no template."""
+        """tokens: bos_token and eos_token; ends: ids that are known to end an answer. Raises
+        ValueError for what is no template."""
         from jinja2 import TemplateSyntaxError
         from jinja2.ext import loopcontrols
         from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -305,7 +307,8 @@ class ChatTemplate:
         return self._ends | tokenizer.special & first
 
     def render(self, messages: Sequence[Message], *, ask: bool = False) -> str:
-        """The text of a conversation; ask: up to where the next answer begins. Raises BadConversation."""
+        """The text of a conversation; ask: up to where the next answer begins. Raises
+        BadConversation."""
         try:
             return self._template.render(
                 messages=list(messages), add_generation_prompt=ask, **self._tokens
@@ -315,9 +318,9 @@ class ChatTemplate:
             raise BadConversation(f"the chat template fails: {reason}") from None
 
     def pieces(self, messages: Sequence[Message]) -> list[tuple[str, bool]]:
-        """The text of a conversation, cut where answers begin and end: (text, whether it is an answer,
-        which the model is to learn). Raises BadConversation where the template writes earlier messages
-        otherwise once others follow."""
+        """The text of a conversation, cut where answers begin and end: (text, whether it is an
+        answer, which the model is to learn). Raises BadConversation where the template writes
+        earlier messages otherwise once others follow."""
         text, pieces, at = self.render(messages), list[tuple[str, bool]](), 0
         for number, message in enumerate(messages):
             if message.get("role") != "assistant":

@@ -1,7 +1,8 @@
-"""Data of the user's own: a function that returns `sources.Data`, whose samples are checked and padded.
+"""Data of the user's own: a function that returns `sources.Data`, whose samples are checked and
+padded.
 
-Each sample is checked against the first. Shapes: B samples in a batch, T tokens of a sample or of the
-longest in a batch.
+Each sample is checked against the first. Shapes: B samples in a batch, T tokens of a sample or of
+the longest in a batch.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ def open_data(data: Custom, config: Config) -> Data:
     """The `Data` that the user's function returns; its samples are checked when they are read.
 
     It is called with `data.args`, without `workers` and `changed`, which are not its arguments, and
-    with `seq_len` if it takes it. Raises DataError where the result is not a Data, is empty, or has an
-    invalid `variable`.
+    with `seq_len` if it takes it. Raises DataError where the result is not a Data, is empty, or has
+    an invalid `variable`.
     """
     function = _function(data)
     arguments = {name: value for name, value in data.args.items() if name not in _COMMON_KEYS}
@@ -54,7 +55,8 @@ def open_data(data: Custom, config: Config) -> Data:
 
 
 def checked(opened: Data, name: str, seq_len: int) -> Data:
-    """The data that a user's function `name` has returned, whose samples are checked as they are read."""
+    """The data that a user's function `name` has returned, whose samples are checked as they are
+    read."""
     for part, source in (("training", opened.train), ("validation", opened.validation)):
         if len(source) < 1:
             reason = f"its {part} part is empty"

@@ -1,7 +1,8 @@
-"""Hugging Face datasets (`data=hf`): a local folder or file, or a name on the hub, as a series of texts.
+"""Hugging Face datasets (`data=hf`): a local folder or file, or a name on the hub, as a series of
+texts.
 
-The texts are read once, in the dataset's own order, and tokenized into the cache as those of data=text
-(text.py). So a run's position in them is a number, in any layout, and no rank imports
+The texts are read once, in the dataset's own order, and tokenized into the cache as those of
+data=text (text.py). So a run's position in them is a number, in any layout, and no rank imports
 `datasets` where the cache has them.
 """
 

@@ -1,10 +1,10 @@
 """From the config to batches.
 
 1. registry.py checks the config before any worker starts.
-2. `registry.open_data` opens a source (sources.py) for training and one for validation, by the module
-   of the kind of data: text is tokenized into a cache first (text.py), a token file is mapped
-   (tokens.py), random tokens are generated (synthetic.py), or the user's function is called, whose
-   samples are checked and padded (custom.py).
+2. `registry.open_data` opens a source (sources.py) for training and one for validation, by the
+   module of the kind of data: text is tokenized into a cache first (text.py), a token file is
+   mapped (tokens.py), random tokens are generated (synthetic.py), or the user's function is called,
+   whose samples are checked and padded (custom.py).
 3. `batches` reads the training source in the run's global order (order.py): step s is samples
    [s * batch_size, (s + 1) * batch_size) of that order, and dp rank r reads the r-th of dp equal,
    contiguous slices of them. So the order depends on seed and step alone, not on the mesh, and a

@@ -1,12 +1,13 @@
 """Several corpora in one run (`data=mixture`), by weights that may change over the steps.
 
-1. `Quotas` deals the sequences of each step to the sources, so that after every step each source has
-   had its share of all sequences so far, to within one.
-2. A source's n-th sequence in the run is the n-th of its own shuffled order, and another one in each
-   epoch of the source. So nothing is repeated before all of a source has been read.
+1. `Quotas` deals the sequences of each step to the sources, so that after every step each source
+   has had its share of all sequences so far, to within one.
+2. A source's n-th sequence in the run is the n-th of its own shuffled order, and another one in
+   each epoch of the source. So nothing is repeated before all of a source has been read.
 3. The sequences of a step are shuffled among each other.
 
-All of it depends on (seed, step, weights, batch size) alone: not on the mesh, and a run resumes at any step.
+All of it depends on (seed, step, weights, batch size) alone: not on the mesh, and a run resumes at
+any step.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
 """The global order of samples: shuffled without memory, and which a dp rank reads in each step.
 
-Step s is samples [s * batch_size, (s + 1) * batch_size) of the order. An epoch's order is a pseudo-random permutation of 0..size-1, computed for one position at a time:
-a Feistel network permutes the smallest domain of 4^k numbers that contains `size`, and numbers
-outside of 0..size-1 are permuted again until they are inside (cycle walking; Black and Rogaway,
-"Ciphers with Arbitrary Finite Domains", 2002). So the order depends on (seed, size, position)
-alone: not on the mesh, and not on what was read before.
+Step s is samples [s * batch_size, (s + 1) * batch_size) of the order. An epoch's order is a
+pseudo-random permutation of 0..size-1, computed for one position at a time: a Feistel network
+permutes the smallest domain of 4^k numbers that contains `size`, and numbers outside of 0..size-1
+are permuted again until they are inside (cycle walking; Black and Rogaway, "Ciphers with Arbitrary
+Finite Domains", 2002). So the order depends on (seed, size, position) alone: not on the mesh, and
+not on what was read before.
 """
 
 from __future__ import annotations

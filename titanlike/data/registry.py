@@ -2,10 +2,11 @@
 
 Such a module has (synthetic.py is the smallest one):
 
-    CHECKS                   functions as `open_data`, each of which yields or raises DataErrors that are
-                             quick to find
+    CHECKS                   functions as `open_data`, each of which yields or raises DataErrors
+                             that are quick to find
     vocabulary(data)         of a section of the config, `config.data`. Raises DataError
-    open_data(data, config)  `sources.Data`: the training and the validation source. Raises DataError
+    open_data(data, config)  `sources.Data`: the training and the validation source. Raises
+    DataError
 
 Importing this file does not import torch.
 """

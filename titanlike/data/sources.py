@@ -154,7 +154,8 @@ def source_fingerprint(source: Source) -> str:
 
 
 def numbers_hash(count: int, read: Callable[[int, int], np.ndarray]) -> str:
-    """A hash of integers [count], as little-endian int64. read: (start, number) to these of them."""
+    """A hash of integers [count], as little-endian int64. read: (start, number) to these of
+    them."""
     hasher = xxhash.xxh3_64()
     if count <= _WHOLE:
         starts, size = range(0, count, _BLOCKS * _BLOCK), _BLOCKS * _BLOCK

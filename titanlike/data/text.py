@@ -224,8 +224,8 @@ class BadRecord:
 def records(path: Path, text_key: str) -> Iterator[str | BadRecord]:
     """The texts of a file, without empty and null ones, and what is bad.
 
-    text_key: the field (JSONL) or column (Parquet) of the text. Raises DataError for a package that is
-    missing.
+    text_key: the field (JSONL) or column (Parquet) of the text. Raises DataError for a package that
+    is missing.
     """
     kind = _kind(path)
     try:
@@ -335,7 +335,8 @@ def cached(
     """An entry of `data.cache`: what `read` returns of its folder, which `write` fills if need be.
 
     It is written under a temporary name and then renamed, so that several processes may do this
-    concurrently and none reads an incomplete one. Raises DataError for a cache that cannot be written.
+    concurrently and none reads an incomplete one. Raises DataError for a cache that cannot be
+    written.
     """
     root = Path(cache or "~/.cache/titanlike").expanduser().resolve()
     folder = root / name

@@ -1,9 +1,10 @@
-"""`titanlike tokenize CORPUS OUT`: a corpus of many files into a folder of token ids, by several processes.
+"""`titanlike tokenize CORPUS OUT`: a corpus of many files into a folder of token ids, by several
+processes.
 
-1. The files, sorted, are dealt into units of about 64 MiB: the plan (plan.json), which depends on the
-   corpus alone.
-2. Each unit is tokenized by one process into a file, which gets its name once it is whole; beside it
-   is what is known of it (tokens, documents, checksum, bad records).
+1. The files, sorted, are dealt into units of about 64 MiB: the plan (plan.json), which depends on
+   the corpus alone.
+2. Each unit is tokenized by one process into a file, which gets its name once it is whole; beside
+   it is what is known of it (tokens, documents, checksum, bad records).
 3. When all are there, index.json is written. A start on a folder with a plan goes on with the units
    that are not there yet: so the bytes do not depend on kills, and not on the number of processes.
 """
@@ -192,7 +193,8 @@ def _init_worker(parent: int) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a process a core is enough
 
 
-# --- the plan ---------------------------------------------------------------------------------------
+# --- the plan
+# ---------------------------------------------------------------------------------------
 
 
 def _plan(files: list[Path], settings: Settings, tokenizer: Tokenizer) -> dict[str, Any]:
@@ -224,7 +226,8 @@ def _check_plan(out: Path, plan: dict[str, Any]) -> None:
         raise DataError("OUT", out, reason, "Give a new folder, or remove this one")
 
 
-# --- a unit ----------------------------------------------------------------------------------------
+# --- a unit
+# ----------------------------------------------------------------------------------------
 
 
 def _name(number: int) -> str:
@@ -283,7 +286,8 @@ def _tokenize_unit(out: str, number: int, paths: list[str], settings: Settings) 
     return unit
 
 
-# --- the end -----------------------------------------------------------------------------------------
+# --- the end
+# -----------------------------------------------------------------------------------------
 
 
 def _finish(out: Path, count: int, settings: Settings, tokenizer: Tokenizer) -> dict[str, Any]:

@@ -53,8 +53,8 @@ class Tokenizer(Protocol):
 
 
 def open_tokenizer(name: str) -> Tokenizer:
-    """The tokenizer for `data.tokenizer`: "bytes", or the path of a tokenizer.json, of a folder with
-    one, or of a sentencepiece model (.model).
+    """The tokenizer for `data.tokenizer`: "bytes", or the path of a tokenizer.json, of a folder
+    with one, or of a sentencepiece model (.model).
 
     Raises DataError (a ValueError) where the file or a library is missing.
     """
@@ -244,7 +244,8 @@ def write_tokenizer(name: str, folder: Path) -> Tokenizer:
 
 
 def byte_tokenizer(boundary: str) -> dict[str, Any]:
-    """tokenizer.json for `data.tokenizer=bytes`: ids are bytes, and one more separates documents."""
+    """tokenizer.json for `data.tokenizer=bytes`: ids are bytes, and one more separates
+    documents."""
     added = {"content": boundary, "single_word": False, "lstrip": False, "rstrip": False}
     added |= {"id": ByteTokenizer.boundary, "normalized": False, "special": True}
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}

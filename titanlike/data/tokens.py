@@ -1,5 +1,5 @@
-"""Token ids in files (`data=tokens`), memory-mapped: .npy, raw little-endian integers, and folders that
-`titanlike tokenize` writes:
+"""Token ids in files (`data=tokens`), memory-mapped: .npy, raw little-endian integers, and folders
+that `titanlike tokenize` writes:
 
     index.json         the files below, their dtype, the vocabulary, the token between documents
     tokens-00000.bin   ids, little-endian; each document begins with that token
@@ -165,7 +165,8 @@ def open_tokens(path: Path, dtype: str) -> np.ndarray:
 
 
 def read_tokens(data: TokenData) -> TokenSet:
-    """The files and folders of `data.path`; sizes are compared with the index, contents are not read.
+    """The files and folders of `data.path`; sizes are compared with the index, contents are not
+    read.
 
     Raises DataError for what is missing or incomplete, and for folders of different tokenizers.
     """

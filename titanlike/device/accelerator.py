@@ -1,9 +1,9 @@
 """What torch's accelerator can do, in functions that do nothing on the CPU.
 
 The accelerator is the one kind of device that this torch is built for (`torch.accelerator`), as far
-as torch.distributed has a backend for its tensors: cuda with nccl (ROCm's is named so, too), xpu with
-xccl, or what a plugin registers. Below: settings of torch's kernels, which a job changes and gets back, and
-the most FLOP/s of a device by its name.
+as torch.distributed has a backend for its tensors: cuda with nccl (ROCm's is named so, too), xpu
+with xccl, or what a plugin registers. Below: settings of torch's kernels, which a job changes and
+gets back, and the most FLOP/s of a device by its name.
 """
 
 from __future__ import annotations
@@ -65,7 +65,8 @@ def name(device: torch.device) -> str:
 
 
 def uuid(device: torch.device) -> str | None:
-    """The UUID of the physical device, None where the driver says none. Initializes the accelerator."""
+    """The UUID of the physical device, None where the driver says none. Initializes the
+    accelerator."""
     if not is_accelerator(device):
         return None
     properties = torch.get_device_module(device).get_device_properties(device)
@@ -120,7 +121,8 @@ def unpin(address: int) -> None:
 
 @contextlib.contextmanager
 def kept_rng(device: torch.device) -> Iterator[None]:
-    """Afterwards random numbers go on, on the CPU and on the device, as if nothing had been drawn."""
+    """Afterwards random numbers go on, on the CPU and on the device, as if nothing had been
+    drawn."""
     kind = {"device_type": device.type} if is_accelerator(device) else {}
     with torch.random.fork_rng([device] if kind else [], **kind):
         yield
@@ -219,12 +221,12 @@ def deterministic(on: bool) -> Iterator[None]:
 # Dense bf16 matrix products with fp32 sums, FLOP/s, by words of the device's name. Vendors' data
 # sheets often print twice as much, for matrices of which half is zero.
 _BF16_PEAK = {
-    # NVIDIA data sheets: HGX B200, HGX B300 (36 PFLOP/s sparse for 8 GPUs), GB200 NVL72, GB300 NVL72
-    # (360 PFLOP/s sparse for 72)
+    # NVIDIA data sheets: HGX B200, HGX B300 (36 PFLOP/s sparse for 8 GPUs), GB200 NVL72, GB300
+    # NVL72 (360 PFLOP/s sparse for 72)
     "B200|B300": 2.25e15,
     "GB200|GB300": 2.5e15,
-    # H100 (sparse: SXM 1,979, PCIe 1,513, NVL 1,671), H200 (1,979; NVL 1,671), GH200 (1,979); H800 has
-    # the H100's cores; H20 has 148 dense
+    # H100 (sparse: SXM 1,979, PCIe 1,513, NVL 1,671), H200 (1,979; NVL 1,671), GH200 (1,979); H800
+    # has the H100's cores; H20 has 148 dense
     "H100|H200|GH200|H800": 989e12,
     "H100 PCIe|H800 PCIe": 756e12,
     "H100 NVL|H200 NVL": 835e12,
@@ -239,8 +241,8 @@ _BF16_PEAK = {
     "L4": 121e12,
     "L40": 181e12,
     "L40S": 362e12,
-    # architecture whitepapers: Ada (728.5 sparse for RTX 6000, 330.3 for RTX 4090), RTX Blackwell (419),
-    # GA102 (142)
+    # architecture whitepapers: Ada (728.5 sparse for RTX 6000, 330.3 for RTX 4090), RTX Blackwell
+    # (419), GA102 (142)
     "RTX 6000 Ada": 364.2e12,
     "RTX 4090": 165.2e12,
     "RTX 5090": 209.5e12,
@@ -255,7 +257,8 @@ _OTHER = re.compile(r"\b(MIG|Laptop|Max-Q|Mobile|RTX 4090 D|RTX 5090 D|RTX 3090 
 
 
 def bf16_peak(name: str) -> float | None:
-    """The peak of a device by its name, of the entry with the longest words in it; None = not known."""
+    """The peak of a device by its name, of the entry with the longest words in it; None = not
+    known."""
     if _OTHER.search(name):
         return None
     matches = ((re.search(rf"\b({words})\b", name), peak) for words, peak in _BF16_PEAK.items())
@@ -266,8 +269,8 @@ def bf16_peak(name: str) -> float | None:
 def peak_flops(device: torch.device, precision: str) -> float | None:
     """FLOP/s of one device in matrix products, None where it is not known.
 
-    Of float8 that of bf16, in which part of the model computes: so runs in both can be compared, and
-    float8 may come to more than 1.
+    Of float8 that of bf16, in which part of the model computes: so runs in both can be compared,
+    and float8 may come to more than 1.
     """
     if not is_accelerator(device) or precision == "fp32":
         return None

@@ -20,9 +20,9 @@ def choose_device(
 ) -> tuple[torch.device, str]:
     """This rank's device and why, for `device=` and so many ranks on this machine.
 
-    one_each: whoever started the ranks may show each of them a GPU of its own and no other
-    (srun --gpus-per-task=1); `claim_device` finds out whether it did. Does not initialize CUDA.
-    Raises ConfigError where there are GPUs and not one for each rank, or none and they are asked for.
+    one_each: whoever started the ranks may show each of them a GPU of its own and no other (srun
+    --gpus-per-task=1); `claim_device` finds out whether it did. Does not initialize CUDA. Raises
+    ConfigError where there are GPUs and not one for each rank, or none and they are asked for.
     """
     if wanted == "cpu":
         return torch.device("cpu"), "asked for"

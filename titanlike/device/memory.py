@@ -57,7 +57,8 @@ def count_anew(device: torch.device) -> None:
 
 
 def resident_memory(device: torch.device) -> int:
-    """Bytes in use now, in the sense of `PeakMemory.allocated`: on a CPU that is torch itself, at first."""
+    """Bytes in use now, in the sense of `PeakMemory.allocated`: on a CPU that is torch itself, at
+    first."""
     if is_accelerator(device):
         return torch.accelerator.memory_allocated(device)
     pages = int(Path("/proc/self/statm").read_text().split()[1])
@@ -109,8 +110,8 @@ def prepare_allocator(device: torch.device) -> None:
 
 
 def print_machine() -> None:
-    """Print as JSON what is installed: versions, names and bytes of memory of the accelerators, which
-    this initializes."""
+    """Print as JSON what is installed: versions, names and bytes of memory of the accelerators,
+    which this initializes."""
     versions = {"torch": torch.__version__, "CUDA": torch.version.cuda, "ROCm": torch.version.hip}
     devices = [torch.device(accelerator() or "cpu", index) for index in range(count())]
     if devices and torch.distributed.is_nccl_available():
@@ -123,10 +124,11 @@ def return_freed_memory() -> None:
     """Let glibc give large blocks back to the system as soon as they are freed.
 
     FSDP frees a block's gathered parameters after each use. By default malloc keeps them as holes
-    between smaller blocks, and a rank that shards takes more memory than one that does not
-    (8 blocks of 3M parameters: 470 MiB alone, 550 to 650 MiB with dp=2, 318 MiB with this). The price
-    is that each block faults in its pages again and again: 1.1 s of CPU a step there, 1.8 s with this.
-    So it is for where memory is short. A lower limit would save more, and slow activations down.
+    between smaller blocks, and a rank that shards takes more memory than one that does not (8
+    blocks of 3M parameters: 470 MiB alone, 550 to 650 MiB with dp=2, 318 MiB with this). The price
+    is that each block faults in its pages again and again: 1.1 s of CPU a step there, 1.8 s with
+    this. So it is for where memory is short. A lower limit would save more, and slow activations
+    down.
     """
     mmap_threshold = -3  # M_MMAP_THRESHOLD in <malloc.h>; to set it also turns off its growth
     if sys.platform == "linux":

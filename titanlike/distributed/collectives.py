@@ -29,8 +29,8 @@ class Traffic(NamedTuple):
 class GroupInfo:
     """The ranks that this one exchanges activations with.
 
-    group: None = there are no others here: where tensors are on meta, or units are timed alone, only
-    shapes are exchanged.
+    group: None = there are no others here: where tensors are on meta, or units are timed alone,
+    only shapes are exchanged.
     """
 
     size: int

@@ -1,14 +1,15 @@
 """Gradients that several ranks must agree on: of tied weights, and of parameters that none reached.
 
 Tied weights are one parameter of the model that several stages hold a copy of. The copies are
-initialized equal (from the parameter's name), and each step their gradients are summed: locally where
-they are on one rank, else by an all-reduce among the pipeline ranks that hold one. So they take the
-same updates and stay equal to the last bit.
+initialized equal (from the parameter's name), and each step their gradients are summed: locally
+where they are on one rank, else by an all-reduce among the pipeline ranks that hold one. So they
+take the same updates and stay equal to the last bit.
 
-A parameter that a step's backward does not reach (an expert that no token chose, a layer left out) has
-no gradient in one process, and torch's optimizers leave it alone: no update, no weight decay, no count
-of the step. The same holds in every layout: a parameter that no microbatch of any rank, and no copy of
-a tied weight, has a gradient of is left alone on all ranks; where some have one, the others add zeros.
+A parameter that a step's backward does not reach (an expert that no token chose, a layer left out)
+has no gradient in one process, and torch's optimizers leave it alone: no update, no weight decay,
+no count of the step. The same holds in every layout: a parameter that no microbatch of any rank,
+and no copy of a tied weight, has a gradient of is left alone on all ranks; where some have one, the
+others add zeros.
 """
 
 from __future__ import annotations
@@ -109,8 +110,9 @@ class UnusedParameters:
                 reduce_missing_gradients(stage, self._reached, zero)
 
     def flags(self) -> Tensor:
-        """Flags after the backwards of a step: for each parameter of the whole model 1 if one of this rank
-        reached it, else 0; to be summed over all ranks, for `unreached`. On this rank's device."""
+        """Flags after the backwards of a step: for each parameter of the whole model 1 if one of
+        this rank reached it, else 0; to be summed over all ranks, for `unreached`. On this rank's
+        device."""
         reached = {name for name, parameter in self._trained if self._has_gradient(parameter)}
         self._missing = {name for name, _ in self._trained} - reached
         self._reached.clear()

@@ -53,8 +53,8 @@ def draw(
 ) -> Tensor:
     """Rows `rows` of the fp32 tensor `name` of the given shape: normal(mean, std), on the CPU.
 
-    threads: each draws a piece at a time. Beside the result they take the memory of two pieces (1 MiB
-    each, or that of a row): those in which the shard begins and ends.
+    threads: each draws a piece at a time. Beside the result they take the memory of two pieces (1
+    MiB each, or that of a row): those in which the shard begins and ends.
     """
     if not shape:  # a scalar
         return draw(torch.Size([1]), slice(0, 1), seed, name, mean, std)[0]
@@ -185,9 +185,9 @@ def initialize(
 ) -> None:
     """Allocate a meta stage on `device` and fill its parameters and buffers.
 
-    names: what a parameter of the stage is called in the whole model, where that differs; say: called
-    with a line every `PROGRESS` seconds, by another thread; parts: of parameters, by their names in
-    the whole model, of which this rank has a part.
+    names: what a parameter of the stage is called in the whole model, where that differs; say:
+    called with a line every `PROGRESS` seconds, by another thread; parts: of parameters, by their
+    names in the whole model, of which this rank has a part.
     """
     names, parts = names or {}, parts or {}
     shared: dict[int, list[tuple[nn.Module, str]]] = {}

@@ -1,9 +1,9 @@
 """The device mesh: pipeline x replicate x shard x tensor, in this order over the ranks.
 
-Ranks that are neighbours share the layers (tp), then the sequences (cp), then a stage (dp): the heaviest
-traffic stays inside a machine where it can; pipeline neighbours are dp x cp x tp ranks apart. FSDP
-shards weights over the ranks of dp in one replica and of cp: together they are the axis shard, in
-which those of cp are neighbours. All arithmetic of ranks is here.
+Ranks that are neighbours share the layers (tp), then the sequences (cp), then a stage (dp): the
+heaviest traffic stays inside a machine where it can; pipeline neighbours are dp x cp x tp ranks
+apart. FSDP shards weights over the ranks of dp in one replica and of cp: together they are the axis
+shard, in which those of cp are neighbours. All arithmetic of ranks is here.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from titanlike.torch_private.process_groups import pipeline_backend, set_timeout
 
 @dataclass(frozen=True)
 class Mesh:
-    """This rank's place; `axes` has the mesh axes pp, replicate and shard, and tp where that is more
-    than one: each axis has torch make a group for every rank, one after the other."""
+    """This rank's place; `axes` has the mesh axes pp, replicate and shard, and tp where that is
+    more than one: each axis has torch make a group for every rank, one after the other."""
 
     axes: DeviceMesh
     device: torch.device
@@ -66,7 +66,8 @@ class Mesh:
         return self.dp * self.cp
 
     def neighbours(self, axis: str, count: int) -> list[int]:
-        """The ranks of the block of `count` neighbours along an axis that this one is in, in order."""
+        """The ranks of the block of `count` neighbours along an axis that this one is in, in
+        order."""
         names, place = self.axes.mesh_dim_names, [*_coordinate(self.axes)]
         assert names is not None
         dim = names.index(axis)
@@ -79,8 +80,8 @@ class Mesh:
         return self.axes.mesh[pp_rank].flatten().tolist()
 
     def weight_group(self, seconds: float) -> dist.ProcessGroup | None:
-        """The ranks that have a replica of this rank's stages together; None where FSDP has that group.
-        Collective over them; seconds: its timeout."""
+        """The ranks that have a replica of this rank's stages together; None where FSDP has that
+        group. Collective over them; seconds: its timeout."""
         if self.tp == 1:
             return None
         pp_rank, replica, *_ = _coordinate(self.axes)
@@ -114,7 +115,8 @@ def open_mesh(config: Config, worker: Worker) -> Mesh:
         start_device(config.device, device)
         claim_device(config.device, device, worker.rank, worker.store)
         reason = f"{accelerator.name(device)}, {reason}"
-        # if NCCL fails or times out, end the process without waiting for the GPU, as torchtitan does
+        # if NCCL fails or times out, end the process without waiting for the GPU, as torchtitan
+        # does
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3")
     count_anew(device)
     _allow_connections()
@@ -133,8 +135,8 @@ def open_mesh(config: Config, worker: Worker) -> Mesh:
 
 
 def _allow_connections() -> None:
-    """gloo, which sends objects, connects each pair of a group's ranks when it is made: from about 500
-    ranks more sockets than a process may have by default (gloo#419)."""
+    """gloo, which sends objects, connects each pair of a group's ranks when it is made: from about
+    500 ranks more sockets than a process may have by default (gloo#419)."""
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")  # a pair connects at its first message
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(ValueError, OSError):  # of a kernel whose own limit is lower
@@ -171,8 +173,8 @@ def lay_mesh(
 
 
 def new_group(ranks: list[int], seconds: float) -> dist.ProcessGroup:
-    """A group that its ranks alone make; seconds: its timeout. torch counts the groups that a rank makes,
-    to name the next one."""
+    """A group that its ranks alone make; seconds: its timeout. torch counts the groups that a rank
+    makes, to name the next one."""
     return dist.new_group(ranks, timeout=timedelta(seconds=seconds), use_local_synchronization=True)
 
 

@@ -1,7 +1,9 @@
-"""Where a parameter is among the ranks that divide a model's layers, and what such a layer says of itself.
+"""Where a parameter is among the ranks that divide a model's layers, and what such a layer says of
+itself.
 
-What cuts parameters (`tp/`, `expert_parallel.py`) gives each a `Placement`, by its name, and puts marks
-on the modules. Optimizers, checkpoints, losses and proofs read these, and need not know what cut them.
+What cuts parameters (`tp/`, `expert_parallel.py`) gives each a `Placement`, by its name, and puts
+marks on the modules. Optimizers, checkpoints, losses and proofs read these, and need not know what
+cut them.
 """
 
 from __future__ import annotations
@@ -25,8 +27,8 @@ When = Literal["never", "sequence", "always"]
 class Part:
     """This rank's part of a parameter.
 
-    Along `dim` it is the whole's rows `ranges`, (start, stop) each, one after the other: several for
-    packed weights such as q, k and v in one matrix.
+    Along `dim` it is the whole's rows `ranges`, (start, stop) each, one after the other: several
+    for packed weights such as q, k and v in one matrix.
     """
 
     shape: torch.Size  # of the whole parameter
@@ -54,8 +56,8 @@ class Placement:
 def pieces(tensor: Tensor, part: Part | None) -> Iterator[tuple[Slices, Slices]]:
     """Places of this rank's elements of a parameter, or of a tensor like it, in the whole.
 
-    tensor: a rank's part, or FSDP's DTensor of it; part: None where the rank has, or FSDP shards, the
-    whole. Gives (place in the local tensor, place in the whole one), a slice a dimension each.
+    tensor: a rank's part, or FSDP's DTensor of it; part: None where the rank has, or FSDP shards,
+    the whole. Gives (place in the local tensor, place in the whole one), a slice a dimension each.
     """
     held = local_slices(tensor)  # of the rank's part
     lengths = [piece.stop - piece.start for piece in held]
@@ -114,7 +116,8 @@ def style_of(module: nn.Module) -> str:
 
 
 def gathered_parts(module: nn.Module) -> int:
-    """How many parts of the sequence a module gathers and computes with; 1 = the one it is given."""
+    """How many parts of the sequence a module gathers and computes with; 1 = the one it is
+    given."""
     ranks: Any = vars(module).get(GATHERS)
     return ranks.size if ranks is not None and ranks.sequence else 1
 

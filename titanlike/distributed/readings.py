@@ -1,9 +1,9 @@
 """What a host reads of a device that computes on: numbers, and when work was done.
 
 A host that waits for a number of a device waits until everything that it launched is done, and the
-device then waits for the host to launch more. So numbers are sent off, and read when the next step has
-been launched: on a device by a copy into pinned memory on a stream of its own, on the CPU by a message
-that gloo's thread completes.
+device then waits for the host to launch more. So numbers are sent off, and read when the next step
+has been launched: on a device by a copy into pinned memory on a stream of its own, on the CPU by a
+message that gloo's thread completes.
 
 A CPU's work is timed by the host's clock. A device's is timed by events in its queue, which its own
 clock stamps; they are laid on the host's by one point that both know.
@@ -29,7 +29,8 @@ _ROUNDS = 16
 
 
 def on_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor of the CPU on the device, which is not waited for: only pinned memory is copied so."""
+    """A tensor of the CPU on the device, which is not waited for: only pinned memory is copied
+    so."""
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
@@ -44,9 +45,9 @@ class AsyncScalars:
     def send(
         self, numbers: Mapping[str, Tensor], host: Mapping[str, float | list[float]]
     ) -> PendingScalars:
-        """Send fp32 scalars of the device, and numbers of the host, by their names, which are the same
-        on all ranks. What arrives is the largest of all ranks (NaN may be lost to a number). Collective;
-        waits neither for the device nor for other ranks."""
+        """Send fp32 scalars of the device, and numbers of the host, by their names, which are the
+        same on all ranks. What arrives is the largest of all ranks (NaN may be lost to a number).
+        Collective; waits neither for the device nor for other ranks."""
         mesh = self._mesh
         sizes = dict.fromkeys(numbers, 0) | {
             name: len(value) if isinstance(value, list) else 0 for name, value in host.items()
@@ -79,15 +80,17 @@ class PendingScalars:
         arrived: Any,
         kept: Tensor | None = None,
     ) -> None:
-        """sizes: name -> numbers of a list, 0 for one that is none; work: of gloo, that completes them;
-        arrived: the event on a device that does; kept: what is copied, and must not be freed before."""
+        """sizes: name -> numbers of a list, 0 for one that is none; work: of gloo, that completes
+        them; arrived: the event on a device that does; kept: what is copied, and must not be freed
+        before."""
         self._sizes, self._numbers = sizes, numbers
         self._work, self._arrived, self._kept = work, arrived, kept
 
     def read(self, timeout: float | None = None) -> dict[str, Any] | None:
         """The numbers, and lists of them, by the names under which they were sent; waits for them.
 
-        timeout: seconds, after which the result is None; without it that of the process group holds.
+        timeout: seconds, after which the result is None; without it that of the process group
+        holds.
         """
         if self._work is not None:
             if timeout is None:
@@ -142,7 +145,8 @@ class Timer:
         self._end = _mark(self._device)
 
     def seconds(self) -> float:
-        """The seconds, after `stop`, once the device has come that far, e.g. because numbers sent later arrived."""
+        """The seconds, after `stop`, once the device has come that far, e.g. because numbers sent
+        later arrived."""
         return _seconds(self._begin, self._end)
 
 
@@ -159,7 +163,8 @@ class Clock:
             self._host_zero = time.perf_counter()
 
     def seconds(self, marks: Sequence[Any]) -> list[float]:
-        """Times of this host's clock (`time.perf_counter`), once the device has come to the last mark."""
+        """Times of this host's clock (`time.perf_counter`), once the device has come to the last
+        mark."""
         if isinstance(self._zero, float):
             return [*marks]
         return [self._host_zero + _seconds(self._zero, mark) for mark in marks]
@@ -208,8 +213,8 @@ class BusyTime:
             exchanges_told(groups, self._exchange)
 
     def waited(self) -> float:
-        """Seconds of this step, of a device: of the step before, whose numbers have arrived. Asked once
-        a step."""
+        """Seconds of this step, of a device: of the step before, whose numbers have arrived. Asked
+        once a step."""
         self._close()
         waits, self._waits = self._waits, []
         if not self._on_cpu:

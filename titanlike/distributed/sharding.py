@@ -82,10 +82,11 @@ def shard_stage(
 class CastParameters(Transform):
     """Parameters are cast once a step, without FSDP's hooks.
 
-    Within a step the stage's modules hold copies in the compute dtype, with gradients in fp32 (torch's
-    `grad_dtype`); outside of it the fp32 parameters, which optimizers and checkpoints see. The numbers
-    are those of FSDP's mixed precision: both compute in bf16 and accumulate microbatches in fp32. Only a
-    gradient that autograd has in fp32, as that of a norm's weight, is not rounded to bf16 on its way.
+    Within a step the stage's modules hold copies in the compute dtype, with gradients in fp32
+    (torch's `grad_dtype`); outside of it the fp32 parameters, which optimizers and checkpoints see.
+    The numbers are those of FSDP's mixed precision: both compute in bf16 and accumulate
+    microbatches in fp32. Only a gradient that autograd has in fp32, as that of a norm's weight, is
+    not rounded to bf16 on its way.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -151,7 +152,8 @@ class StateBytes:
     def of(
         cls, config: Config, zero: int, hidden: bool = False, expert: bool = False
     ) -> StateBytes:
-        """hidden: of a parameter that Muon updates, if that is the optimizer; expert: of an expert."""
+        """hidden: of a parameter that Muon updates, if that is the optimizer; expert: of an
+        expert."""
         match config.optimizer:
             case Sgd(momentum=momentum):
                 optimizer = 4 * (momentum > 0)

@@ -45,8 +45,9 @@ class Transform:
 
     # --- while a run is planned: the model is on meta, and there are no process groups
 
-    # Ranks with which layers exchange activations, if they do: the first of them, as which the model is
-    # recorded, and this one, whose group `open` makes. Their transform is named after their mesh axis.
+    # Ranks with which layers exchange activations, if they do: the first of them, as which the
+    # model is recorded, and this one, whose group `open` makes. Their transform is named after
+    # their mesh axis.
     first: GroupInfo | None = None
     ranks: GroupInfo | None = None
     # of parameters that several of these ranks have, on the first one
@@ -73,8 +74,8 @@ class Transform:
         """Make process groups, before any stage is built. Collective."""
 
     def on_model(self, model: nn.Module, placements: dict[str, Placement]) -> None:
-        """Change a model on meta in place, before a stage takes its modules out of it; placements: of
-        the parameters that concern it, by their names, to be added to."""
+        """Change a model on meta in place, before a stage takes its modules out of it; placements:
+        of the parameters that concern it, by their names, to be added to."""
 
     def on_stage(self, index: int, stage: nn.Module, units: Sequence[str]) -> None:
         """Change a stage on meta in place, before it is sharded; units: the names of its own."""
@@ -99,8 +100,8 @@ class Transform:
         """Called before forwards on a batch of these fields."""
 
     def training(self, tokens: Tensor) -> AbstractContextManager[None]:
-        """Around the forwards and backwards of a training step. tokens: of the global batch, padding
-        included, a scalar on the device."""
+        """Around the forwards and backwards of a training step. tokens: of the global batch,
+        padding included, a scalar on the device."""
         return nullcontext()
 
     def computing(self) -> AbstractContextManager[None]:
@@ -108,19 +109,20 @@ class Transform:
         return nullcontext()
 
     def weight_gradients(self, stage: int) -> Callable[[], Callable[[], None]] | None:
-        """What takes the queued weight gradients of a stage where they wait, in a schedule that splits the
-        backward; what that returns computes them."""
+        """What takes the queued weight gradients of a stage where they wait, in a schedule that
+        splits the backward; what that returns computes them."""
         return None
 
     def after_backward(self) -> None:
         """Called when this rank's backwards are done, in reversed order. Collective."""
 
     def after_update(self, skip: Tensor | None) -> None:
-        """Called when the optimizers have stepped. Collective. skip: a scalar on the device, 1 = the step is
-        not applied; None = 0."""
+        """Called when the optimizers have stepped. Collective. skip: a scalar on the device, 1 =
+        the step is not applied; None = 0."""
 
     def logits(self, part: Tensor) -> Tensor:
-        """Logits of the whole vocabulary [B, V]; part: what this rank's last stage returns [B, V or less]."""
+        """Logits of the whole vocabulary [B, V]; part: what this rank's last stage returns [B, V or
+        less]."""
         return part
 
     # --- for metrics.jsonl

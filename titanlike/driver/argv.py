@@ -1,9 +1,10 @@
-"""A command line: flags, overrides, and what is neither (`--max-steps 100`, `pp 2`); and what need not be typed.
+"""A command line: flags, overrides, and what is neither (`--max-steps 100`, `pp 2`); and what need
+not be typed.
 
-`GROUP=own` is added where GROUP.name is an import path, and so are the choice that an experiment's file
-names, and choices of a finished run. The config of a run folder is complete, without a defaults list. So
-that a group's choice replaces the group there, the config is given to Hydra without that group, which is
-added to its defaults.
+`GROUP=own` is added where GROUP.name is an import path, and so are the choice that an experiment's
+file names, and choices of a finished run. The config of a run folder is complete, without a
+defaults list. So that a group's choice replaces the group there, the config is given to Hydra
+without that group, which is added to its defaults.
 """
 
 from __future__ import annotations

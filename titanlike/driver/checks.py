@@ -1,9 +1,10 @@
 """All problems of a parsed config, collected from the rooms that check it before a start.
 
-launch.elastic: dp follows the number of ranks that torchrun has started (`--nnodes 1:4`). When machines
-join or leave, torchrun restarts the ranks, as many as there are machines for. pp, tp, the model and the
-global batch size stay as declared; dp becomes ranks / (pp x cp x tp) if the rest of the config allows it, and
-the checkpoint is loaded in that layout. So the losses stay those of the declared layout, up to rounding.
+launch.elastic: dp follows the number of ranks that torchrun has started (`--nnodes 1:4`). When
+machines join or leave, torchrun restarts the ranks, as many as there are machines for. pp, tp, the
+model and the global batch size stay as declared; dp becomes ranks / (pp x cp x tp) if the rest of
+the config allows it, and the checkpoint is loaded in that layout. So the losses stay those of the
+declared layout, up to rounding.
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ def problems(
     when_valid: Callable[[], object] | None = None,
 ) -> list[Problem]:
     """world_size: processes that have been started for the run; None if they have not been yet;
-    warn: called with what is no error, and may fail later; when_valid: where the numbers fit together,
-    before the checks that take longer.
+    warn: called with what is no error, and may fail later; when_valid: where the numbers fit
+    together, before the checks that take longer.
     """
     if secrets := secret_problems(to_plain(config)):
         return secrets  # first, and alone: the messages of other rooms quote values

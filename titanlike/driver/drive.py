@@ -121,7 +121,8 @@ class Task:
 
 
 def _run_elsewhere(runner: JobRunner, *job: Any) -> JobEnd:
-    """`runner.run(*job)` in a process without `drive`: alone, or one of the ranks that srun started."""
+    """`runner.run(*job)` in a process without `drive`: alone, or one of the ranks that srun
+    started."""
     adopt_slurm()
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return runner.run(*job)
@@ -185,7 +186,8 @@ def _prepare(args: Namespace, task: Task, result_dir: str | None) -> ExitCode:
 
 
 def _problems(args: Namespace, checked: CheckedOverrides, runner: JobRunner) -> list[Problem]:
-    """Every problem of the command; the configs of a sweep's jobs are checked later, each by itself."""
+    """Every problem of the command; the configs of a sweep's jobs are checked later, each by
+    itself."""
     from titanlike.checkpoint.discovery import resumed_config
     from titanlike.driver import checks
 
@@ -270,8 +272,8 @@ def _run(args: Namespace, task: Task) -> ExitCode:
 
 
 def _run_composed(args: Namespace, task: Task, checked: CheckedOverrides) -> None:
-    """Let Hydra run a job whose config has been composed (its folder, logging and callbacks), or compose
-    the jobs of a sweep."""
+    """Let Hydra run a job whose config has been composed (its folder, logging and callbacks), or
+    compose the jobs of a sweep."""
     loader = checked.loader
     assert loader is not None
     hydra = Hydra("titanlike", loader)

@@ -60,8 +60,8 @@ class JobRunner:
     ) -> JobEnd:
         """Run a job to its end, with result.json.
 
-        problems: what was found where the config was parsed. name: of the sweep and of this job in it; None for a
-        single run. Raises Interrupted if a signal ended the job immediately.
+        problems: what was found where the config was parsed. name: of the sweep and of this job in
+        it; None for a single run. Raises Interrupted if a signal ended the job immediately.
         """
         # 1. make the run's folder
         run_dir = run_dir / self.folder

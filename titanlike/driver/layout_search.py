@@ -2,7 +2,8 @@
 
 1. `read_space` reads the keys of `hydra.sweeper`;
 2. `find_machine` finds how many ranks there are and how much memory each has, where those do not;
-3. `filter_layouts` lists the layouts (`costs/layouts.py`), and skips those that are invalid, do not fit, or are not promising.
+3. `filter_layouts` lists the layouts (`costs/layouts.py`), and skips those that are invalid, do not
+   fit, or are not promising.
 """
 
 from __future__ import annotations
@@ -209,7 +210,8 @@ def find_machine(
 ) -> Machine:
     """The given ranks and memory, or else what was started, or what this machine has.
 
-    started: ranks that torchrun or srun started, or None. Raises ConfigError for more ranks than GPUs.
+    started: ranks that torchrun or srun started, or None. Raises ConfigError for more ranks than
+    GPUs.
     """
     gpus = accelerator.count() if config.device != "cpu" else 0
     ranks = ranks or started or gpus or available_cores()

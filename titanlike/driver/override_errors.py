@@ -108,7 +108,8 @@ class Advice:
         return Problem(f"~{key}", "", "nothing can be removed", fix or "leave it out")
 
     def rejected_key(self, override: Override, error: Exception | None) -> Problem:
-        """Why an override cannot be applied: `error` of Hydra, or None for a key that is not in the schema."""
+        """Why an override cannot be applied: `error` of Hydra, or None for a key that is not in the
+        schema."""
         key = override.key_or_group
         value = "" if override.is_delete() else override.get_value_string()
         if key in self.known and override.is_add():
@@ -135,7 +136,8 @@ class Advice:
         return list(flat_keys(self.composed))
 
     def default(self, key: str) -> str:
-        """An override that sets the key, or the group, to what it has already; "" if there is none."""
+        """An override that sets the key, or the group, to what it has already; "" if there is
+        none."""
         chosen = self.composed.hydra.runtime.choices
         in_file = OmegaConf.select(self.composed, key, throw_on_missing=False)
         value = chosen.get(key) if key in chosen else in_file

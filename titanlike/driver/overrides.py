@@ -156,12 +156,13 @@ class CheckedOverrides:
             self.add(self._advice().invalid_override(words))
 
     def _compose_first(self) -> DictConfig:
-        """Compose with the choices that are given, which most often are right, or with none of them."""
+        """Compose with the choices that are given, which most often are right, or with none of
+        them."""
         groups = [o for o in self._overrides if self._repository.group_exists(o.key_or_group)]
         single = [o for o in groups if not o.is_sweep_override()]
         choices = tuple(str(o.input_line) for o in single)
-        # of a group that is added, only the defaults alone tell whether it may be chosen; of several
-        # choices Hydra keeps none
+        # of a group that is added, only the defaults alone tell whether it may be chosen; of
+        # several choices Hydra keeps none
         if not any(o.is_add() or isinstance(o.value(), list) for o in single):
             with contextlib.suppress(Exception):  # reported when the choices are checked
                 composed = self._compose([*self._lines, *choices])
@@ -372,7 +373,8 @@ def environment(text: str) -> dict[str, str]:
 
 
 def may_set(override: Override, composed: DictConfig) -> bool:
-    """Whether the key can be given: what no file names is an argument of the user's own, or Hydra's."""
+    """Whether the key can be given: what no file names is an argument of the user's own, or
+    Hydra's."""
     key = override.key_or_group
     group, _, rest = key.partition(".")
     if group == "hydra":  # this program and Hydra rely on what is below its keys

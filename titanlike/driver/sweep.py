@@ -333,7 +333,8 @@ def open_sweep(
     runner: JobRunner,
     created: list[Path],
 ) -> SweepRun:
-    """Start or resume a sweep, or find its problems; appends to args.overrides what its sweeper has to know.
+    """Start or resume a sweep, or find its problems; appends to args.overrides what its sweeper has
+    to know.
 
     created: folders that exist for this sweep, removed again if no job is valid.
     """

@@ -1,12 +1,13 @@
-"""Runs the jobs of a sweep: only checked, on the ranks of torchrun or srun, submitted, or as processes.
+"""Runs the jobs of a sweep: only checked, on the ranks of torchrun or srun, submitted, or as
+processes.
 
 Each process of a job is as if the user had typed its command: a crash does not affect the next one.
 One after another they share the terminal; several at a time, each writes to its own output.log, and
 a line says when it begins and ends.
 
 Several share the devices: each job gets as many GPUs as it has ranks (by the driver's variable,
-CUDA_VISIBLE_DEVICES for CUDA), or on the CPU a share of the threads. A job that needs more than there
-are runs alone.
+CUDA_VISIBLE_DEVICES for CUDA), or on the CPU a share of the threads. A job that needs more than
+there are runs alone.
 """
 
 from __future__ import annotations
@@ -206,7 +207,8 @@ def _submit_all(sweep: SweepRun, runner: JobRunner, jobs: list[Prepared], submit
 
 
 def _submit(sweep: SweepRun, runner: JobRunner, item: Prepared, submit: str) -> str:
-    """Submit a job; the error, "" for none. Both it and the output are without the secrets in `submit`."""
+    """Submit a job; the error, "" for none. Both it and the output are without the secrets in
+    `submit`."""
     folder = sweep.job_folder(item.job)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -306,7 +308,8 @@ class JobProcess:
 
 
 def run_processes(sweep: SweepRun, runner: JobRunner, jobs: list[Prepared]) -> list[JobProcess]:
-    """Run jobs, at most sweep.parallel at a time (0 = as many as there are devices for); how each ended.
+    """Run jobs, at most sweep.parallel at a time (0 = as many as there are devices for); how each
+    ended.
 
     Raises SystemExit(75) where a signal stopped the jobs with checkpoints, Interrupted where
     it ended them.

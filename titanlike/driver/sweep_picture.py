@@ -1,5 +1,5 @@
-"""sweep.png: the loss curves of a sweep's jobs, and their throughput. Imports matplotlib, not pyplot,
-so that a program's own figures are not affected."""
+"""sweep.png: the loss curves of a sweep's jobs, and their throughput. Imports matplotlib, not
+pyplot, so that a program's own figures are not affected."""
 
 from __future__ import annotations
 
@@ -85,7 +85,8 @@ def _ranked(rows: list[JobRow], value: str) -> list[JobRow]:
 def _draw_losses(
     axes: Axes, table: Table, rows: list[JobRow], ranked: list[JobRow], colours: dict[int, Any]
 ) -> None:
-    """Draw few jobs with a legend of all; of many, the best and the worst are named, above the others."""
+    """Draw few jobs with a legend of all; of many, the best and the worst are named, above the
+    others."""
     few = len(rows) <= FEW
     curves = [_read_curve(row.run_dir, max(100, _POINTS // len(rows)), few) for row in rows]
     # layouts of one model have the same losses: those below are drawn wider, so that all are seen
@@ -177,7 +178,8 @@ class _Curve:
 
 
 def _read_curve(run_dir: Path, most: int, few: bool) -> _Curve:
-    """Read at most about `most` steps of a run, and as many validations; smoothed where there are many."""
+    """Read at most about `most` steps of a run, and as many validations; smoothed where there are
+    many."""
     try:
         with files.open_regular(run_dir / "metrics.jsonl") as file:
             lines = file.read().split(b"\n")[:-1]

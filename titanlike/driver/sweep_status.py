@@ -1,8 +1,9 @@
-"""sweep.jsonl, the jobs of a sweep, and the status of each, read from the files in its directory. No torch.
+"""sweep.jsonl, the jobs of a sweep, and the status of each, read from the files in its directory.
+No torch.
 
-sweep.jsonl has a header, then a line for each job. The directory may be written by several processes at
-once (the tasks of a job array, a search that adds jobs as it goes), so jobs are appended; of a number that
-is there twice, the last line counts.
+sweep.jsonl has a header, then a line for each job. The directory may be written by several
+processes at once (the tasks of a job array, a search that adds jobs as it goes), so jobs are
+appended; of a number that is there twice, the last line counts.
 
 Whether a job without result.json is alive is derived from the age of the files that a run rewrites
 (heartbeats, metrics.jsonl): waiting for a heartbeat to change would take 10 s or more.
@@ -220,8 +221,8 @@ def _settings(overrides: list[str]) -> dict[str, str]:
 def _alive(run_dir: Path) -> bool:
     """Whether a run without a result is in progress.
 
-    On another machine: whether its files changed within three heartbeats, by the clock of their file
-    system.
+    On another machine: whether its files changed within three heartbeats, by the clock of their
+    file system.
     """
     if (locked := is_locked(run_dir)) is not None:
         return locked

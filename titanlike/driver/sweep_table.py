@@ -1,4 +1,5 @@
-"""A sweep's table, at its end and by tools/sweep.py: on the terminal, as sweep.csv and as sweep.md."""
+"""A sweep's table, at its end and by tools/sweep.py: on the terminal, as sweep.csv and as
+sweep.md."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The commands that start nothing: `titanlike plan [search] ...`, `timeline RUN [RUN]`, `scripts SCHEDULER DIR`."""
+"""The commands that start nothing: `titanlike plan [search] ...`, `timeline RUN [RUN]`, `scripts
+SCHEDULER DIR`."""
 
 from __future__ import annotations
 

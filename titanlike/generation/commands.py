@@ -1,5 +1,5 @@
-"""`titanlike generate` and `titanlike evaluate`: text and numbers from a run, a checkpoint or a folder of
-transformers, in this process or by a job in the run's own layout."""
+"""`titanlike generate` and `titanlike evaluate`: text and numbers from a run, a checkpoint or a
+folder of transformers, in this process or by a job in the run's own layout."""
 
 from __future__ import annotations
 
@@ -194,7 +194,8 @@ def chat(loaded: LoadedModel, tokens: int, sampling: Sampling, first: Sequence[s
 
 
 def _perplexity(arguments: argparse.Namespace) -> int:
-    """Run the job that evaluates in a run's own layout: on other data all of them, not only a part."""
+    """Run the job that evaluates in a run's own layout: on other data all of them, not only a
+    part."""
     run = Path(arguments.run).expanduser()
     if (run / "config.json").is_file() and not (run / "config.yaml").is_file():
         fix = f"train a step from it (model=hf model.path={run}), or give --tasks"

@@ -1,8 +1,9 @@
-"""Text from a trained model in one process: the model is loaded, and continues several prompts at a time.
+"""Text from a trained model in one process: the model is loaded, and continues several prompts at a
+time.
 
-A model is that of a run, of a checkpoint, or of a folder of transformers. Our own families keep keys and
-values of the tokens before (`models/cache.py`), those of transformers are left to their own `generate`,
-and any other model computes its whole forward for each token.
+A model is that of a run, of a checkpoint, or of a folder of transformers. Our own families keep
+keys and values of the tokens before (`models/cache.py`), those of transformers are left to their
+own `generate`, and any other model computes its whole forward for each token.
 
 Shapes: B sequences, V vocabulary.
 """
@@ -49,8 +50,9 @@ OnToken = Callable[[int, int], object]  # (prompt, id)
 
 @dataclass(frozen=True)
 class Sampling:
-    """temperature: 0 = the most probable token (greedy); top_k: of so many most probable tokens, 0 = of
-    all; top_p: of the most probable ones that together have this probability (arXiv 1904.09751)."""
+    """temperature: 0 = the most probable token (greedy); top_k: of so many most probable tokens, 0
+    = of all; top_p: of the most probable ones that together have this probability (arXiv
+    1904.09751)."""
 
     temperature: float = 0.8
     top_k: int = 0
@@ -168,8 +170,8 @@ def generate(
 ) -> Prompts:
     """Up to `tokens` more ids of each prompt; one ends before an id that ends a text.
 
-    cached: False = a whole forward for each token, also where there could be a cache. Raises ValueError
-    for a prompt without tokens, and for more tokens than the model takes.
+    cached: False = a whole forward for each token, also where there could be a cache. Raises
+    ValueError for a prompt without tokens, and for more tokens than the model takes.
     """
     if not all(prompts):
         raise ValueError("a prompt has no tokens; write some text")
@@ -389,8 +391,8 @@ def _from_folder(folder: Path, device: torch.device, dtype: torch.dtype) -> Load
 
 
 def _most_tokens(model: Any) -> int | None:
-    """Tokens of transformers' longest sequence, where positions are learned: others go on beyond what is
-    trained."""
+    """Tokens of transformers' longest sequence, where positions are learned: others go on beyond
+    what is trained."""
     embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     if all(module is model.get_input_embeddings() for module in embeddings):
         return None

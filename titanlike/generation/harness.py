@@ -24,8 +24,8 @@ _TOKENS = 256  # of a generated text, where a task says nothing
 def evaluate_tasks(
     loaded: LoadedModel, tasks: list[str], folders: list[str], limit: int | None, batch: int
 ) -> dict[str, dict[str, Any]]:
-    """Task -> its numbers. folders: of task files beside the harness' own. Raises ValueError for a task
-    that there is not."""
+    """Task -> its numbers. folders: of task files beside the harness' own. Raises ValueError for a
+    task that there is not."""
     manager = TaskManager(include_path=folders or None)
     if unknown := [task for task in tasks if task not in manager.all_tasks]:
         raise ValueError(
@@ -58,7 +58,8 @@ class HarnessModel(LM):
         self._first = [loaded.boundary] if loaded.boundary is not None else []
 
     def loglikelihood(self, requests: list[Any], **_: Any) -> list[tuple[float, bool]]:
-        """A pair for each (context, continuation): log-probability, and whether it is the greedy one."""
+        """A pair for each (context, continuation): log-probability, and whether it is the greedy
+        one."""
         pairs = []
         for context, continuation in (request.args for request in requests):
             ids, before = self._encode(context + continuation), len(self._encode(context))
@@ -93,7 +94,8 @@ class HarnessModel(LM):
 
     @torch.inference_mode()
     def _scores(self, pairs: list[tuple[list[int], int]]) -> list[tuple[float, bool]]:
-        """A pair for each (ids, first): the log-probability of ids[first:], and whether each is the greedy one."""
+        """A pair for each (ids, first): the log-probability of ids[first:], and whether each is the
+        greedy one."""
         order = sorted(range(len(pairs)), key=lambda number: -len(pairs[number][0]))
         scores: dict[int, tuple[float, bool]] = {}
         most = self._loaded.most_tokens

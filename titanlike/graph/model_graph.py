@@ -69,8 +69,8 @@ class ModelGraph:
         """model: on meta, in the dtype in which it computes; fields: what its forward takes;
         points: modules where a stage begins, so they are not inside a unit; traced: with
         torch.export, so that every module, at any depth, is a unit; device: type of the run's;
-        buffers: gives the model's buffers with their values; before: called before a forward on such
-        fields is recorded; sequence: of a rank that has a part of every sequence.
+        buffers: gives the model's buffers with their values; before: called before a forward on
+        such fields is recorded; sequence: of a rank that has a part of every sequence.
 
         Raises RecordError, and UnknownTokens with `sequence`.
         """

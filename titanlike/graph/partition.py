@@ -80,11 +80,11 @@ def even_sizes(weights: list[float], stages: int) -> list[int]:
 
 
 def lightest_parts(tables: Sequence[np.ndarray], latest: bool = False) -> tuple[Any, list[int]]:
-    """(the smallest cost of the most expensive part, where parts begin, of those with that cost with the
-    smallest sum of squares). Exact: dynamic programming over the parts.
+    """(the smallest cost of the most expensive part, where parts begin, of those with that cost
+    with the smallest sum of squares). Exact: dynamic programming over the parts.
 
-    tables: of each part, [start, stop] -> its cost, INFINITE where it is empty; latest: of equal ones
-    the last parts begin late, else early.
+    tables: of each part, [start, stop] -> its cost, INFINITE where it is empty; latest: of equal
+    ones the last parts begin late, else early.
     """
     import numpy as np
 
@@ -116,8 +116,8 @@ def _even_starts(units: list[Unit], split: EvenSplit, stages: int) -> list[int]:
     blocks = _blocks(units)
     if stages <= len(blocks):
         weights = [1.0] * len(blocks)
-        # all units before the blocks are on the first stage, all after them on the last; what weighs
-        # more than all blocks is with one of them
+        # all units before the blocks are on the first stage, all after them on the last; what
+        # weighs more than all blocks is with one of them
         if blocks[0] > 0:
             weights[0] += min(split.embedding_weight, len(blocks))
         if blocks[-1] < len(units) - 1:

@@ -143,8 +143,8 @@ class _Interceptor(TorchFunctionMode):
         self._call: _Call | None = None  # the outermost one that runs
         self._checkpoints = 0  # calls of torch.utils.checkpoint that run
         self._rng = side_effects.rng_state()
-        # by key of a unit's call: the result's shape, strides, dtype, whether it has a gradient; whether
-        # the call drew random numbers
+        # by key of a unit's call: the result's shape, strides, dtype, whether it has a gradient;
+        # whether the call drew random numbers
         self._results: dict[Hashable, tuple[Any, ...]] = {}
         self._sized_by_values: list[Tensor] = []
         # of each unit: the tensors that it was given, and their versions after it

@@ -85,8 +85,9 @@ class Recording:
 
     nodes: list[Node]  # in execution order
     output: Any  # what the model returns, with nodes in place of tensors
-    # outputs that the loss depends on -> node -> the position in `nodes` of the last call from which
-    # it gets a gradient, their number where it is the loss itself; without an entry it gets none
+    # outputs that the loss depends on -> node -> the position in `nodes` of the last call from
+    # which it gets a gradient, their number where it is the loss itself; without an entry it gets
+    # none
     last_uses: Callable[[Iterable[Tensor]], dict[Node, int]]
     traced: dict[str, int] | None = None  # `starts` of a traced forward, which has no units
 
@@ -225,7 +226,8 @@ class RecordingBuilder:
                 self._made.setdefault(id(tensor), (tensor, unit))
 
     def check_used(self, unit: str, used: Sequence[Tensor]) -> None:
-        """Raise RecordError where a unit uses a tensor that it is not given and that is not its own."""
+        """Raise RecordError where a unit uses a tensor that it is not given and that is not its
+        own."""
         for tensor in used:
             _, maker = self._made.get(id(tensor), (None, ""))
             node = self._node_of.get(id(tensor))
@@ -244,9 +246,9 @@ class RecordingBuilder:
     def constant(
         self, tensor: Tensor, buffers: Callable[[], Mapping[str, Tensor]]
     ) -> Tensor | None:
-        """The value of a recorded tensor, computed on the CPU; None where it depends on the batch, on
-        parameters, units or random numbers, or on what was changed in place. A causal mask that is
-        compared with another is an example. buffers: gives those of the model, by name.
+        """The value of a recorded tensor, computed on the CPU; None where it depends on the batch,
+        on parameters, units or random numbers, or on what was changed in place. A causal mask that
+        is compared with another is an example. buffers: gives those of the model, by name.
         """
         node = self._node_of.get(id(tensor))
         if node is None:
@@ -298,10 +300,11 @@ _Edge = tuple[Hashable, int]  # a function of the autograd graph, and which of i
 class _GradientFlow:
     """Which call made each function of the autograd graph, while a forward is recorded.
 
-    A stage may use a tensor of an earlier one without needing its gradient: `x.detach()`, `x > 0`, an
-    output that the loss ignores. The backward of one process then computes no gradient along that
-    way, and a parameter that has no other way to the loss has none at all: it is neither updated nor
-    decayed. So such a tensor is sent as a value, and no gradient flows back, see `cut.py`.
+    A stage may use a tensor of an earlier one without needing its gradient: `x.detach()`, `x > 0`,
+    an output that the loss ignores. The backward of one process then computes no gradient along
+    that way, and a parameter that has no other way to the loss has none at all: it is neither
+    updated nor decayed. So such a tensor is sent as a value, and no gradient flows back, see
+    `cut.py`.
 
     The recorded values have autograd graphs (on meta): they are read here and never run.
     """
@@ -334,7 +337,8 @@ class _GradientFlow:
 
 
 def used_by(total: Tensor, outputs: Sequence[Tensor]) -> list[bool]:
-    """For each output, whether `total` is computed of it, and not only of what is computed of it."""
+    """For each output, whether `total` is computed of it, and not only of what is computed of
+    it."""
     ends = {value.grad_fn for value in outputs}
     functions = _functions_before([total], ends.__contains__)
     edges = {edge for f in functions for edge in f.next_functions} | {_edge(total)}
@@ -348,7 +352,8 @@ def _edge(value: Tensor) -> _Edge:
 def _functions_before(
     values: Iterable[Tensor], is_end: Callable[[Any], bool] = lambda _: False
 ) -> list[Any]:
-    """The functions of the autograd graphs of these values, not the ends, nor what is before them."""
+    """The functions of the autograd graphs of these values, not the ends, nor what is before
+    them."""
     functions: dict[Hashable, None] = {}
     todo = [value.grad_fn for value in values]
     while todo:
@@ -405,8 +410,8 @@ def with_values(value: Any, values: Mapping[Node, Any], device: Any = DEVICE) ->
 
 
 def tensors(*values: Any) -> list[Tensor]:
-    """The tensors in values and nested containers. Called for each torch function: it is quick where
-    a value is a tensor or a number itself."""
+    """The tensors in values and nested containers. Called for each torch function: it is quick
+    where a value is a tensor or a number itself."""
     result = []
     for value in values:
         if isinstance(value, Tensor):

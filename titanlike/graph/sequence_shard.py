@@ -1,9 +1,9 @@
 """The recording of a rank that has a part of every sequence, of the recording of whole ones.
 
-Each rank has the whole batch, whose ids, masks and positions are small: what is computed of the batch
-and of constants alone stays whole. Where it meets a weight, or what was computed with one, the rank's
-tokens are taken of it; from there on every tensor has them alone. So a position is that of the token in
-the whole sequence, and no model is written for it.
+Each rank has the whole batch, whose ids, masks and positions are small: what is computed of the
+batch and of constants alone stays whole. Where it meets a weight, or what was computed with one,
+the rank's tokens are taken of it; from there on every tensor has them alone. So a position is that
+of the token in the whole sequence, and no model is written for it.
 
 Which dimensions are tokens is seen in a second recording, of shorter sequences.
 """
@@ -157,8 +157,8 @@ class _Divider:
         return dims[:1] if len(dims) == 1 or self._shard.rows else []
 
     def _part(self, node: Node, dims: Sequence[int]) -> Tensor:
-        """A tensor as the node's, at the same place of the autograd graph, with the rank's part of the
-        dimensions `dims`."""
+        """A tensor as the node's, at the same place of the autograd graph, with the rank's part of
+        the dimensions `dims`."""
         shape = [
             size // (self._shard.ranks if dim in dims else 1) for dim, size in enumerate(node.shape)
         ]

@@ -23,9 +23,9 @@ def find_units(model: nn.Module, points: Sequence[str] = ()) -> list[Unit]:
     """The model's units in registration order, which may differ from execution order.
 
     The entries of containers (ModuleList, ModuleDict, Sequential) are the blocks, wherever in the
-    model the containers are. A module that contains a container is expanded into its children, until
-    only modules without one are left: embedding, layers.0, layers.1, ..., norm, head. A block is one
-    unit even if it has containers inside, unless a split point names a module in it.
+    model the containers are. A module that contains a container is expanded into its children,
+    until only modules without one are left: embedding, layers.0, layers.1, ..., norm, head. A block
+    is one unit even if it has containers inside, unless a split point names a module in it.
 
     points: modules where a stage begins, which must therefore not be inside a unit.
     """
@@ -60,9 +60,9 @@ _PLAIN = (bool, int, float, str, type(None))
 def call_key(module: nn.Module, args: Any, kwargs: Any) -> Hashable | None:
     """Equal for calls that give equal results on meta; None where that is not known.
 
-    So equal blocks of a model are recorded once: a plan of 405B (126 equal blocks) takes half of the
-    time. Only titanlike's own blocks, made of torch's modules, are taken for equal: they have no
-    other state than their parameters, while a user's may count its calls or keep a tensor.
+    So equal blocks of a model are recorded once: a plan of 405B (126 equal blocks) takes half of
+    the time. Only titanlike's own blocks, made of torch's modules, are taken for equal: they have
+    no other state than their parameters, while a user's may count its calls or keep a tensor.
     """
     if not type(module).__module__.startswith(_OWN):
         return None
@@ -79,7 +79,8 @@ def call_key(module: nn.Module, args: Any, kwargs: Any) -> Hashable | None:
         plain = styled or forward is None or getattr(forward, "changes_nothing", False)
         if (path and not plain) or not all(_is_plain(value) for _, value in settings):
             return None
-        # a buffer may be what it keeps for the next call; those of a routed layer change once a step
+        # a buffer may be what it keeps for the next call; those of a routed layer change once a
+        # step
         if part._buffers and not getattr(type(part), "token_wise", False):
             return None
         held = (*part._parameters.items(), *part._buffers.items())
@@ -171,7 +172,8 @@ def run_on_cpu(module: nn.Module, args: Any, kwargs: Any, sized_by_values: list[
 
 
 def depends_on(tensor: Tensor, module: nn.Module, args: Any, kwargs: Any) -> Tensor:
-    """The same tensor, with a place in the autograd graph behind a call's arguments and parameters."""
+    """The same tensor, with a place in the autograd graph behind a call's arguments and
+    parameters."""
     arguments = tensors(*tree_flatten((args, kwargs))[0])
     wanted = [other for other in [*arguments, *module.parameters()] if other.requires_grad]
     return DependsOn.apply(tensor, *wanted)

@@ -1,5 +1,5 @@
-"""What an outer launcher (torchrun, SLURM's srun) says by environment variables and lets a job remember,
-and the variables of workers."""
+"""What an outer launcher (torchrun, SLURM's srun) says by environment variables and lets a job
+remember, and the variables of workers."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def available_cores() -> int:
 
 
 def workers_environment(workers: int) -> dict[str, str]:
-    """The variables of `workers` ranks on this machine, without an outer torchrun's, which would make
-    them ranks of its job; OMP_NUM_THREADS = cores / workers unless the user has set it."""
+    """The variables of `workers` ranks on this machine, without an outer torchrun's, which would
+    make them ranks of its job; OMP_NUM_THREADS = cores / workers unless the user has set it."""
     threads = {"OMP_NUM_THREADS": str(max(1, available_cores() // workers))}
     size = {"WORLD_SIZE": str(workers), "LOCAL_WORLD_SIZE": str(workers)}
     return threads | without_rank_variables(os.environ) | size
@@ -125,12 +125,14 @@ def _scontrol(*arguments: str) -> str:
 
 
 class RestartState:
-    """What a job remembers when torchrun restarts its ranks: strings by key, in a JSON file per agent.
+    """What a job remembers when torchrun restarts its ranks: strings by key, in a JSON file per
+    agent.
 
-    An agent is a torchrun process; it outlives its workers. An agent that was killed comes back with
-    an empty state, so every start collects the states of all machines and takes the one that has seen
-    the most starts. The state ends with its agent: the next job with the same --rdzv-id is another
-    job. The default run directory has the time in its name; a restart writes to that of the first start.
+    An agent is a torchrun process; it outlives its workers. An agent that was killed comes back
+    with an empty state, so every start collects the states of all machines and takes the one that
+    has seen the most starts. The state ends with its agent: the next job with the same --rdzv-id is
+    another job. The default run directory has the time in its name; a restart writes to that of the
+    first start.
     """
 
     def __init__(self, path: Path | None = None) -> None:

@@ -125,7 +125,8 @@ def describe(rank: int, error: BaseException) -> Failure:
 
 
 def _is_transport(error: BaseException | None) -> bool:
-    """Whether a peer that failed probably caused it: torch wraps the error of a lost peer in its own."""
+    """Whether a peer that failed probably caused it: torch wraps the error of a lost peer in its
+    own."""
     while error is not None:
         text = f"{type(error).__name__} {error}".lower()
         if isinstance(error, PeerFailed) or any(phrase in text for phrase in _TRANSPORT):
@@ -167,8 +168,8 @@ def clear_failures(run_dir: Path) -> None:
 def peer_failed(run_dir: Path, rank: int) -> bool:
     """Whether a rank other than `rank` has written an error.
 
-    Each of a thousand ranks asks twice a second while the run is to stop: the folder, which has a few
-    files of each, is only listed once there is an error.
+    Each of a thousand ranks asks twice a second while the run is to stop: the folder, which has a
+    few files of each, is only listed once there is an error.
     """
     return (run_dir / _FAILED).exists() and any(
         path != _error_path(run_dir, rank) for path in _error_paths(run_dir)

@@ -1,8 +1,9 @@
-"""Heartbeats of the ranks, and what they say of a hang: which rank is stuck where, and who waits for it.
+"""Heartbeats of the ranks, and what they say of a hang: which rank is stuck where, and who waits
+for it.
 
-A rank rewrites run_dir/logs/rankN.heartbeat, a JSON object, regularly. It measures by its own monotonic
-clock how long it has been in its present phase, and numbers its beats. A rank is alive if its number
-changes between two reads: the clocks of two machines, or of a file server, may differ.
+A rank rewrites run_dir/logs/rankN.heartbeat, a JSON object, regularly. It measures by its own
+monotonic clock how long it has been in its present phase, and numbers its beats. A rank is alive if
+its number changes between two reads: the clocks of two machines, or of a file server, may differ.
 """
 
 from __future__ import annotations
@@ -158,8 +159,8 @@ def innermost_frames(thread: int) -> tuple[str, str, bool]:
 
 
 def _waits(stack: traceback.StackSummary) -> bool:
-    """Whether the innermost frame, the first, waits for other ranks: for a message, a collective, the
-    store."""
+    """Whether the innermost frame, the first, waits for other ranks: for a message, a collective,
+    the store."""
     for frame in stack:
         name = frame.filename.replace("\\", "/")
         if name.endswith("torch/_ops.py"):  # between a functional collective and its wait

@@ -1,22 +1,23 @@
-"""Jobs on this machine: in the driver's own process, or in worker processes that it starts and watches.
+"""Jobs on this machine: in the driver's own process, or in worker processes that it starts and
+watches.
 
 The root cause of an error is read from the workers' own files (`failures`): the first process that
 ends is often a peer. The driver forwards a first signal to the workers, which stop by themselves; a
 second one ends them.
 
 torch's elastic agent starts processes only once there is a job for them, and imports for a second
-itself. Nothing listens here: the ranks meet in a file of the driver's scratch folder, which no other
-user can open.
+itself. Nothing listens here: the ranks meet in a file of the driver's scratch folder, which no
+other user can open.
 
-1. A fork server starts once the number of ranks is known, and imports torch and the job's modules while
-   the driver still checks the config (`PrestartedWorkers`): one import for all ranks.
+1. A fork server starts once the number of ranks is known, and imports torch and the job's modules
+   while the driver still checks the config (`PrestartedWorkers`): one import for all ranks.
 2. Once the job is in the folder that it shares with the driver, it forks a process for each rank
    (`serve`). It has started no device, no thread pool and no process group: these are the ranks'.
 3. The server writes into the same folder how its children end. When one fails, the driver sends
    SIGTERM to the others, later SIGKILL.
 
-A launch that is given up (an error in the config, a signal) kills the server, which has forked nothing. If
-the driver dies, the kernel kills the server, and with it the ranks.
+A launch that is given up (an error in the config, a signal) kills the server, which has forked
+nothing. If the driver dies, the kernel kills the server, and with it the ranks.
 """
 
 from __future__ import annotations
@@ -174,7 +175,8 @@ class WorkerProcesses:
         self._server = subprocess.Popen(command, env=env, start_new_session=True)
 
     def run(self, job: str) -> dict[int, int]:
-        """Run a job (JSON) to its end; the exit codes of ranks that failed, the others are ended."""
+        """Run a job (JSON) to its end; the exit codes of ranks that failed, the others are
+        ended."""
         files.atomic_write_text(self.folder / "job.json", job, sync=False)
         try:
             while self._running() and not any(self._codes.values()):
@@ -218,8 +220,8 @@ class WorkerProcesses:
 
 @contextlib.contextmanager
 def scratch_folder() -> Iterator[Path]:
-    """A new folder that no other user can read, write or replace (the workers run what it says), removed
-    at the end. Raises ConfigError where none is private.
+    """A new folder that no other user can read, write or replace (the workers run what it says),
+    removed at the end. Raises ConfigError where none is private.
 
     A driver that is killed with SIGKILL cannot remove its folder; the next driver does. Each driver
     holds a lock in its folder, so a folder whose lock is free has no driver.
@@ -253,9 +255,9 @@ def _replaceable(folder: Path) -> bool:
 def serve(scratch: str, driver: int, function: str, count: int) -> NoReturn:
     """The fork server of a job's ranks.
 
-    It imports what the job's function needs while the driver (a process id) checks the config, forks a
-    process for each of `count` ranks once there is scratch/job.json, and writes into scratch/ranks that
-    one has begun (with its process id) or ended (its exit code).
+    It imports what the job's function needs while the driver (a process id) checks the config,
+    forks a process for each of `count` ranks once there is scratch/job.json, and writes into
+    scratch/ranks that one has begun (with its process id) or ended (its exit code).
     """
     die_with_parent(driver, signal.SIGKILL)  # and the ranks die with it
     folder = Path(scratch)

@@ -18,7 +18,8 @@ from typing import NoReturn
 
 
 def run_as_process(run: Callable[[], object]) -> NoReturn:
-    """`run()`, which may end with sys.exit, in a process that has nothing to do after it: `leave`."""
+    """`run()`, which may end with sys.exit, in a process that has nothing to do after it:
+    `leave`."""
     code: int | str | None = 0
     try:
         run()

@@ -1,11 +1,11 @@
-"""Ctrl-C, SIGTERM and dead parents: a run stops at the next step, or its processes exit soon, report it,
-and leave no children.
+"""Ctrl-C, SIGTERM and dead parents: a run stops at the next step, or its processes exit soon,
+report it, and leave no children.
 
 A request to stop the run, by a signal or by max_time, is deferred to the next step boundary. Within
-`StopRequest.deferred` a first signal is only recorded: the run stops where all ranks agree to, with a
-checkpoint. A second signal, or one outside, ends the process immediately. The same signal may arrive
-twice (SLURM sends it to every process of a job, and torchrun or the driver forward theirs), so a signal
-within a second of the first is not a second one.
+`StopRequest.deferred` a first signal is only recorded: the run stops where all ranks agree to, with
+a checkpoint. A second signal, or one outside, ends the process immediately. The same signal may
+arrive twice (SLURM sends it to every process of a job, and torchrun or the driver forward theirs),
+so a signal within a second of the first is not a second one.
 
 The driver of a local job and its workers communicate by files in a shared folder: `deferred.PID` of
 each worker that defers signals, `stop_code`, the driver's signal, and `stop_now`, once the driver

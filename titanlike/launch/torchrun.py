@@ -100,7 +100,8 @@ class TorchrunRanks:
             self._store.wait([] if self._stuck else read, timedelta(seconds=GRACE))
 
     def run_follower(self) -> int:
-        """Called on the other ranks: run jobs until rank 0 has no more, or is gone; the exit code."""
+        """Called on the other ranks: run jobs until rank 0 has no more, or is gone; the exit
+        code."""
         die_with_parent(os.getppid(), signal.SIGTERM)  # during a run, a stop request
         for signum in handled_signals():
             signal.signal(signum, signal.SIG_DFL)  # exit immediately; rank 0 reports
@@ -257,10 +258,11 @@ def start_id(store: Any, rank: int, world_size: int, timeout: float) -> str:
 
     Raises RuntimeError with the ranks that did not start in time.
 
-    The store keeps the keys of all earlier starts, and torchrun counts restarts per machine. So each
-    rank publishes a new id; rank 0 answers every id that it sees with its own (dead ranks never read
-    theirs) until all ranks have confirmed. Rank 0 reads and answers many ranks at a time, and waits
-    longer the longer it takes: tens of requests however many ranks there are, six of each other rank.
+    The store keeps the keys of all earlier starts, and torchrun counts restarts per machine. So
+    each rank publishes a new id; rank 0 answers every id that it sees with its own (dead ranks
+    never read theirs) until all ranks have confirmed. Rank 0 reads and answers many ranks at a
+    time, and waits longer the longer it takes: tens of requests however many ranks there are, six
+    of each other rank.
     """
     start = own = uuid.uuid4().hex
     if rank > 0:

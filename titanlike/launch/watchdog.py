@@ -2,8 +2,8 @@
 
 1. The training thread records what it begins: a phase of the job, an action of the schedule.
 2. One thread writes that to this rank's heartbeat file, another watches for progress.
-3. After nearly `timeout` seconds without any, all threads' stacks go to the rank's log, torch's record
-   of collectives to logs/flight_recorder, and the heartbeats of all ranks are read twice, to
+3. After nearly `timeout` seconds without any, all threads' stacks go to the rank's log, torch's
+   record of collectives to logs/flight_recorder, and the heartbeats of all ranks are read twice, to
    distinguish ranks that do not respond, are stuck, or wait.
 4. The failure is written and this process exits; the launcher ends the other ranks.
 
@@ -82,8 +82,8 @@ class Watchdog:
         queue: DeviceQueue | None = None,
         abort: Callable[[], object] = lambda: None,
     ) -> None:
-        """report_failure: in the process that reports the job, called before it exits. queue: of the
-        device, where it has one; abort: ends what waits in it for other ranks."""
+        """report_failure: in the process that reports the job, called before it exits. queue: of
+        the device, where it has one; abort: ends what waits in it for other ranks."""
         self._worker, self._settings, self._report_failure = worker, settings, report_failure
         self._queue, self._abort = queue, abort
         self._unfinished: Mark | None = None  # the first in the queue, when it was last looked at
@@ -380,8 +380,8 @@ class DeviceQueue:
     """What a device has done of what its training thread has put into its queue.
 
     A GPU's work is queued by Python and done later: Python has long gone through a step's schedule
-    when the GPU hangs in its second action. So after each action an event is put into the queue, and
-    the first event that has not come to pass tells the action. On a CPU work is done when it is
+    when the GPU hangs in its second action. So after each action an event is put into the queue,
+    and the first event that has not come to pass tells the action. On a CPU work is done when it is
     called, and there is no queue. The marks are made in one thread and read in others.
     """
 

@@ -41,8 +41,8 @@ _NAMED = 16  # missing ranks that an error names
 
 @dataclass(frozen=True)
 class Job:
-    """What every rank gets as JSON: a function by its import path (`package.module:function`), and its
-    arguments."""
+    """What every rank gets as JSON: a function by its import path (`package.module:function`), and
+    its arguments."""
 
     function: str
     config: Config

@@ -1,4 +1,5 @@
-"""A step of every pipeline rank as spans in time: what plans and timelines are drawn from. Plain data."""
+"""A step of every pipeline rank as spans in time: what plans and timelines are drawn from. Plain
+data."""
 
 from __future__ import annotations
 

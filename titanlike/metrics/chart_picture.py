@@ -139,15 +139,16 @@ def _draw_rows(axes: Axes, chart: Chart, shapes: list[_Shape], width: float) -> 
 
 
 def _add(axes: Axes, boxes: Sequence[tuple[float, ...]], colour: str, line: float) -> None:
-    """All (left, right, low, high) of a colour as one shape: a file of a path, and not of thousands."""
+    """All (left, right, low, high) of a colour as one shape: a file of a path, and not of
+    thousands."""
     corners = [[(left, y), (right, y), (right, z), (left, z)] for left, right, y, z in boxes]
     outline = Outline.make_compound_path_from_polys(np.array(corners))
     axes.add_patch(PathPatch(outline, facecolor=colour, edgecolor="white", linewidth=line))
 
 
 def _draw_memory(axes: Axes, chart: Chart) -> None:
-    """Draw each rank's curve in a row of its own; a row is what a device has, or the fullest rank takes
-    where that is far less."""
+    """Draw each rank's curve in a row of its own; a row is what a device has, or the fullest rank
+    takes where that is far less."""
     fullest = max(max(curve.nbytes) for curve in chart.memory)
     small = fullest < 0.3 * chart.device_memory
     most = fullest if small else max(chart.device_memory, fullest)

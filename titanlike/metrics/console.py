@@ -49,8 +49,8 @@ class Console:
         self._stream.flush()
 
     def fields(self, rows: Sequence[tuple[str, str]]) -> None:
-        """Print labels and texts; long texts are wrapped and indented, those without a label are not:
-        they may hold a command that is to be copied."""
+        """Print labels and texts; long texts are wrapped and indented, those without a label are
+        not: they may hold a command that is to be copied."""
         indent = 4 + max(len(label) for label, _ in rows)
         wrapper = textwrap.TextWrapper(max(indent + 20, self._width()))
         wrapper.break_long_words = wrapper.break_on_hyphens = False  # paths can be copied

@@ -1,8 +1,8 @@
-"""report.html: runs as one static page, without a server or a network. Written when a run ends, and by
-`python tools/report.py RUN [RUN ...]`, which lays several over each other.
+"""report.html: runs as one static page, without a server or a network. Written when a run ends, and
+by `python tools/report.py RUN [RUN ...]`, which lays several over each other.
 
-What is damaged or missing is left out: of a run that still goes on, too. The page holds its data, style and
-script (report_page.html); the script draws them in the browser.
+What is damaged or missing is left out: of a run that still goes on, too. The page holds its data,
+style and script (report_page.html); the script draws them in the browser.
 """
 
 from __future__ import annotations
@@ -130,8 +130,8 @@ def read_history(run_dir: Path, points: int = _POINTS, quick: bool = False) -> d
 
 
 def _thinned(records: list[dict[str, Any]], name: str, most: int) -> list[list[float | None]]:
-    """Keep at most `most` points of a curve: the first, the last, and the lowest and highest of each of
-    equal parts, so that no spike disappears."""
+    """Keep at most `most` points of a curve: the first, the last, and the lowest and highest of
+    each of equal parts, so that no spike disappears."""
     kept = having = [record for record in records if is_number(record, name)]
     if len(having) > most:
         size = math.ceil(len(having) / max(1, (most - 2) // 2))

@@ -1,11 +1,14 @@
-"""The files of a run's directory that are written until its end, and result.json, which says how it ended.
+"""The files of a run's directory that are written until its end, and result.json, which says how it
+ended.
 
-starts.jsonl, a line each start and restart, never truncated: {"time": seconds since the epoch, "step": from
-which it begins, "host": ..., "overrides": [...], "versions": {"torch": ..., "git": ...}, "config": {...},
-"layout": {...}}; events.jsonl, the same: {"time": ..., "event": "rollback", "step": 120, ...}.
+starts.jsonl, a line each start and restart, never truncated: {"time": seconds since the epoch,
+"step": from which it begins, "host": ..., "overrides": [...], "versions": {"torch": ..., "git":
+...}, "config": {...}, "layout": {...}}; events.jsonl, the same: {"time": ..., "event": "rollback",
+"step": 120, ...}.
 
-They must stay where they are: a file that was deleted or replaced takes what is written to it without an error, and nobody can read
-it. A file system that is unavailable for a moment is waited for.
+They must stay where they are: a file that was deleted or replaced takes what is written to it
+without an error, and nobody can read it. A file system that is unavailable for a moment is waited
+for.
 """
 
 from __future__ import annotations
@@ -136,7 +139,8 @@ def _retried(attempt: Callable[[], _Result], final: type[OSError] | tuple[()]) -
 
 
 class Events:
-    """Appends to run_dir/events.jsonl and prints lines by `say`, which is None on ranks other than 0."""
+    """Appends to run_dir/events.jsonl and prints lines by `say`, which is None on ranks other than
+    0."""
 
     def __init__(self, run_dir: Path, say: Callable[[str], None] | None) -> None:
         self._path, self._say = run_dir / "events.jsonl", say
@@ -176,7 +180,8 @@ def log_start(
 
 
 def versions() -> dict[str, Any]:
-    """The versions of the program, torch and Python, and of the git repository that it runs in, if any."""
+    """The versions of the program, torch and Python, and of the git repository that it runs in, if
+    any."""
     import torch  # late: a rank has it
 
     versions = {"titanlike": titanlike.__version__, "torch": str(torch.__version__)}
@@ -232,8 +237,8 @@ def write_result(
     overrides: list[str],
     numbers: str = "",
 ) -> None:
-    """Write run_dir/result.json atomically. value: the objective. seconds: wall time. numbers: whether
-    those of the layout were verified, if that was asked."""
+    """Write run_dir/result.json atomically. value: the objective. seconds: wall time. numbers:
+    whether those of the layout were verified, if that was asked."""
     shown = [redact_override(text) for text in overrides]
     result: dict[str, Any] = {"status": status, "value": value, "error": error and redact(error)}
     result |= {"seconds": seconds, "overrides": shown} | ({"numbers": numbers} if numbers else {})

@@ -1,10 +1,10 @@
 """Where metrics are written. A record is a dict of one step, its floats in full precision:
 
 step loss grad_norm lr tokens time tokens_per_second step_seconds memory_bytes, and where known
-memory_reserved_bytes, mfu, val_loss; busy_seconds (mean of the ranks), busiest_rank busiest_seconds of
-several ranks; busiest_expert idlest_expert dropped of models with experts. `time`: seconds since the
-epoch, after the step. `tokens` counts from the start of the run, batch_size x seq_len a step, padding
-included.
+memory_reserved_bytes, mfu, val_loss; busy_seconds (mean of the ranks), busiest_rank busiest_seconds
+of several ranks; busiest_expert idlest_expert dropped of models with experts. `time`: seconds since
+the epoch, after the step. `tokens` counts from the start of the run, batch_size x seq_len a step,
+padding included.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from titanlike.metrics.summary import parse_records
 
 
 class Sink:
-    """Takes every record of a run; a method does nothing where there is no place for what it takes."""
+    """Takes every record of a run; a method does nothing where there is no place for what it
+    takes."""
 
     location = ""  # where the records can be seen, for the user
 
@@ -93,8 +94,8 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
 
 
 def lost_steps(records: list[dict[str, Any]], step: int) -> str:
-    """Steps up to `step`, which a run resumes from, that its records lack: "4 to 6", "" = none. A run
-    that began at the checkpoint of another one has no earlier records."""
+    """Steps up to `step`, which a run resumes from, that its records lack: "4 to 6", "" = none. A
+    run that began at the checkpoint of another one has no earlier records."""
     kept = {record["step"] for record in records}
     missing = [n for n in range(min(kept, default=1), step + 1) if n not in kept]
     if len(missing) < 2:

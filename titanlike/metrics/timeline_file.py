@@ -100,7 +100,8 @@ def window(ranks: Sequence[RankStep]) -> tuple[float, float]:
 
 
 def bubble(ranks: Sequence[RankStep]) -> float:
-    """Share of the pipeline's time in which a rank waits for others, on average; as a plan has it."""
+    """Share of the pipeline's time in which a rank waits for others, on average; as a plan has
+    it."""
     begin, end = window(ranks)
     if end <= begin:
         return 0.0
@@ -186,8 +187,8 @@ def chart_of(timeline: Timeline, step: list[RankStep]) -> Chart:
 
 
 def stage_seconds(timeline: Timeline, stage: int) -> dict[str, float]:
-    """Medians over microbatches and recorded steps, of one rank: F, B, I, W, each with the exchanges
-    inside; gather and reduce of the whole stage, once a step. 0 of what it has not."""
+    """Medians over microbatches and recorded steps, of one rank: F, B, I, W, each with the
+    exchanges inside; gather and reduce of the whole stage, once a step. 0 of what it has not."""
     every: dict[str, list[float]] = {kind: [] for kind in (*_COMPUTED, "gather", "reduce")}
     for step in timeline.steps:
         pipeline = timeline.first_pipeline(step)

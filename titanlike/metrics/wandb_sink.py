@@ -153,8 +153,8 @@ class WandbSink(Sink):
                 return None
             if mode != "offline":
                 try:
-                    # without a key wandb.init would ask for one, and wait. login() looks for it in the
-                    # environment and netrc, unless the settings say offline
+                    # without a key wandb.init would ask for one, and wait. login() looks for it in
+                    # the environment and netrc, unless the settings say offline
                     wandb.setup(settings=wandb.Settings(silent=True, mode="online"))
                     if wandb.login(prompt=False, verify=False):
                         return self._init("online")

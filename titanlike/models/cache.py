@@ -4,7 +4,8 @@ A model takes a cache as an argument of its forward; None, as in training, is no
 cache for positions and mask, and each attention layer hands its keys and values over and gets all
 of them so far.
 
-Shapes: B sequences, T tokens of this forward, S tokens so far with them, K key/value heads, E head dim.
+Shapes: B sequences, T tokens of this forward, S tokens so far with them, K key/value heads, E head
+dim.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ class KeyValueCache:
     """A cache for sequences that end together: shorter ones are padded on the left."""
 
     def __init__(self, padding: Tensor, size: int) -> None:
-        """padding: how many tokens of each sequence are padding, integers [B]; size: the most tokens,
-        padding included."""
+        """padding: how many tokens of each sequence are padding, integers [B]; size: the most
+        tokens, padding included."""
         self._padding, self._size = padding, size
         self._start = self._stop = 0  # of this forward's tokens
         self._layers: dict[nn.Module, tuple[Tensor, Tensor]] = {}  # [B, K, size, E] each
@@ -36,7 +37,8 @@ class KeyValueCache:
         return positions, (causal & real)[:, None]
 
     def extend(self, layer: nn.Module, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """A layer's keys and values so far [B, K, S, E], with those of this forward [B, K, T, E]."""
+        """A layer's keys and values so far [B, K, S, E], with those of this forward [B, K, T,
+        E]."""
         if layer not in self._layers:
             shape = (*k.shape[:2], self._size, k.size(-1))
             self._layers[layer] = k.new_zeros(shape), v.new_zeros((*shape[:3], v.size(-1)))

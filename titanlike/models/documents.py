@@ -1,7 +1,7 @@
 """Documents packed into sequences: attention stays within a document, and its positions start at 0.
 
-A mask has T * T values a sequence; offsets of documents, which attention kernels take, have a value a
-document.
+A mask has T * T values a sequence; offsets of documents, which attention kernels take, have a value
+a document.
 
 Shapes: B sequences of T tokens, N documents in all of them together.
 """
@@ -28,9 +28,9 @@ class Documents(NamedTuple):
     spans: int32 [L, N + 1], L times the same row, in the memory of one. The row is the offset of
     each document's first token among the B * T, then B * T; documents at its end may be empty. L is
     the length of the longest document, or more: kernels want it on the host, where it is a shape.
-    window: attends to so many tokens only, itself included; None = to all.
-    attend: computes attention where a rank has a part of the tokens, and the spans are of all of them:
-    (q, k, v, documents, scale, dropout). None = all tokens are here.
+    window: attends to so many tokens only, itself included; None = to all. attend: computes
+    attention where a rank has a part of the tokens, and the spans are of all of them: (q, k, v,
+    documents, scale, dropout). None = all tokens are here.
     """
 
     spans: Tensor

@@ -5,9 +5,9 @@ The contract of a module of experts, which expert parallelism and the count of t
     experts(tokens, counts) -> results
 
 tokens [S, D] are sorted by expert, counts [E] (int64, of sum S) says how many each expert has, the
-results [S, D] are in the order of the tokens. All of its parameters have the experts first, [E, ...];
-its class has the attribute `sorted_by_expert = True`, it has `num_experts` (E) and `top_k` (K). No
-token is dropped.
+results [S, D] are in the order of the tokens. All of its parameters have the experts first, [E,
+...]; its class has the attribute `sorted_by_expert = True`, it has `num_experts` (E) and `top_k`
+(K). No token is dropped.
 
 Shapes: N tokens, D hidden_size, E experts, K experts that a token goes to, S = N * K,
 F moe_intermediate_size.
@@ -45,8 +45,8 @@ class Experts(nn.Module):
 
 
 def through_experts(experts: Any, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-    """The weighted sum of what a token's experts give: x [N, D], weights [N, K], chosen [N, K] int64
-    -> [N, D] in the dtype of x.
+    """The weighted sum of what a token's experts give: x [N, D], weights [N, K], chosen [N, K]
+    int64 -> [N, D] in the dtype of x.
 
     experts: a module as above.
     """
@@ -64,7 +64,8 @@ def through_experts(experts: Any, x: Tensor, weights: Tensor, chosen: Tensor) ->
 class _Sorted(torch.autograd.Function):
     """Each row K times, in an order: [N, D] -> [N * K, D].
 
-    Plain indexing has the same values; its backward adds rows up in an order that GPUs do not repeat.
+    Plain indexing has the same values; its backward adds rows up in an order that GPUs do not
+    repeat.
     """
 
     @staticmethod
@@ -113,8 +114,8 @@ class AddLoss(torch.autograd.Function):
 # --- a linear layer with a matrix for each expert -------------------------------------------------
 #
 # An operator of our own: how it computes is decided where it runs, by what the device and the sizes
-# allow, and neither a compiled block nor a forward on meta tensors has to know how many rows an expert
-# gets. FLOPs and saved bytes are those of all rows together, however they are shared.
+# allow, and neither a compiled block nor a forward on meta tensors has to know how many rows an
+# expert gets. FLOPs and saved bytes are those of all rows together, however they are shared.
 #
 # Shapes: N rows, E experts, I inputs, O outputs of a matrix.
 

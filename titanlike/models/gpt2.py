@@ -131,8 +131,8 @@ class Gpt2(nn.Module):
         mask: Tensor | None = None,
         cache: KeyValueCache | None = None,
     ) -> Tensor:
-        """document_ids, positions, mask: see `attention_inputs` in `documents.py`; cache: of the tokens
-        before, which then gives positions and mask."""
+        """document_ids, positions, mask: see `attention_inputs` in `documents.py`; cache: of the
+        tokens before, which then gives positions and mask."""
         if cache is None:
             positions, mask = attention_inputs(ids, document_ids, positions, mask, True)
         else:

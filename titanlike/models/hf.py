@@ -56,12 +56,11 @@ def hf(
 ) -> nn.Module:
     """A causal language model of transformers: token ids [B, T] -> logits [B, T, V].
 
-    path: a folder with config.json, optionally with safetensors.
-    family: without a folder: transformers' `model_type`, one of `hf_config.FAMILIES`.
-    config: transformers' keys that differ from the folder's or the family's config.
-    vocab_size, max_seq_len: of a family, unless set in `config`; for a folder, what it must support.
-    attention: sdpa or eager.
-    weights: load (the folder's), scratch, or auto (the folder's if it has any).
+    path: a folder with config.json, optionally with safetensors. family: without a folder:
+    transformers' `model_type`, one of `hf_config.FAMILIES`. config: transformers' keys that differ
+    from the folder's or the family's config. vocab_size, max_seq_len: of a family, unless set in
+    `config`; for a folder, what it must support. attention: sdpa or eager. weights: load (the
+    folder's), scratch, or auto (the folder's if it has any).
 
     Raises ValueError with one argument per problem.
     """
@@ -210,7 +209,8 @@ def _construct(settings: PreTrainedConfig, attention: str) -> Any:
     return model
 
 
-# --- masks and positions, from the batch alone -----------------------------------------------------------
+# --- masks and positions, from the batch alone
+# -----------------------------------------------------------
 
 
 def _without_hidden_state(module: nn.Module, args: Any, kwargs: Any) -> Any:

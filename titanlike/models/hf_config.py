@@ -42,7 +42,8 @@ def settings_of(
     vocab_size: int | None,
     max_seq_len: int | None,
 ) -> PreTrainedConfig:
-    """transformers' config for `hf`'s arguments. Raises ValueError with one argument per problem."""
+    """transformers' config for `hf`'s arguments. Raises ValueError with one argument per
+    problem."""
     if (path is None) == (family is None):
         reason = "give a folder or a family" if path is None else "give model.path or model.family"
         raise ValueError(f"path={path or 'null'}: {reason}; write model.family=llama")

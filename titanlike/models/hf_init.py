@@ -25,7 +25,8 @@ _CONSTANT = {"zero_": 0.0, "zeros_": 0.0, "ones_": 1.0}
 
 @dataclass(frozen=True)
 class Write:
-    """A write to a parameter, or to one row: normal(mean, std), or the constant mean if std is 0."""
+    """A write to a parameter, or to one row: normal(mean, std), or the constant mean if std is
+    0."""
 
     row: int | None  # None = all
     mean: float
@@ -33,7 +34,8 @@ class Write:
 
 
 class ScratchWeights:
-    """`InitialWeights`: what transformers' own initialization gives, from seed and parameter name."""
+    """`InitialWeights`: what transformers' own initialization gives, from seed and parameter
+    name."""
 
     origin = "from scratch: transformers' initialization, from seed and parameter name"
 

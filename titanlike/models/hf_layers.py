@@ -1,13 +1,13 @@
 """How layers of transformers' models compute here: attention, and mixtures of experts.
 
-Attention takes documents by their offsets, and a GPU's kernels in order; transformers' `sdpa` computes
-everything else, so that its numbers are transformers' own.
+Attention takes documents by their offsets, and a GPU's kernels in order; transformers' `sdpa`
+computes everything else, so that its numbers are transformers' own.
 
-Experts are behind the contract of `experts.py`: transformers calls a module of experts with each token's
-choice and weights, in the order of the tokens. Here the module sorts them, calls itself with sorted tokens
-and counts, and adds up what it gave: the same numbers, and what counts or sends tokens sees them at one
-place in any family. Parameters keep their names. Experts of another form (biases, transposed matrices)
-stay as they are.
+Experts are behind the contract of `experts.py`: transformers calls a module of experts with each
+token's choice and weights, in the order of the tokens. Here the module sorts them, calls itself
+with sorted tokens and counts, and adds up what it gave: the same numbers, and what counts or sends
+tokens sees them at one place in any family. Parameters keep their names. Experts of another form
+(biases, transposed matrices) stay as they are.
 """
 
 from __future__ import annotations

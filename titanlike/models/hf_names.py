@@ -1,7 +1,8 @@
-"""Which of transformers' models a model of ours equals, and what of it their folders have otherwise.
+"""Which of transformers' models a model of ours equals, and what of it their folders have
+otherwise.
 
-Parameters and sizes have transformers' names already. To add a family: a `Counterpart` in `FAMILIES`. No
-torch, no transformers.
+Parameters and sizes have transformers' names already. To add a family: a `Counterpart` in
+`FAMILIES`. No torch, no transformers.
 """
 
 from __future__ import annotations
@@ -152,8 +153,8 @@ FAMILIES = {"llama": (LLAMA,), "gpt2": (GPT2,), "moe": (MIXTRAL, QWEN3_MOE)}
 
 
 def counterpart(name: str, sizes: Mapping[str, Any]) -> Counterpart:
-    """The model of theirs that a model of ours is; sizes: all of its arguments. Raises ValueError, with
-    the arguments that the nearest one does not have."""
+    """The model of theirs that a model of ours is; sizes: all of its arguments. Raises ValueError,
+    with the arguments that the nearest one does not have."""
 
     def unmet(theirs: Counterpart) -> dict[str, Any]:
         return {key: value for key, value in theirs.needs.items() if sizes[key] != value}

@@ -1,9 +1,9 @@
 """Initial weights from the safetensors of a folder of transformers, slice by slice.
 
-A rank reads only the rows of its shards, and of its tensor-parallel part of them. Names in the files
-are those of the transformers version that wrote them: for a model of transformers they are mapped by
-its own conversion rules, and experts that are stored one by one are merged; for models of our own see
-`hf_names.py`.
+A rank reads only the rows of its shards, and of its tensor-parallel part of them. Names in the
+files are those of the transformers version that wrote them: for a model of transformers they are
+mapped by its own conversion rules, and experts that are stored one by one are merged; for models of
+our own see `hf_names.py`.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ class StoredWeights:
         self.files, self.sources = files, sources
 
     def block(self, name: str, shape: torch.Size, place: Slices) -> Tensor:
-        """A block of a parameter of this shape, fp32 on the CPU; `place` has a slice a dimension."""
+        """A block of a parameter of this shape, fp32 on the CPU; `place` has a slice a
+        dimension."""
         source = self.sources[name]
         if source.form == "stacked":
             rows, *inside = place

@@ -195,8 +195,8 @@ class Llama(nn.Module):
         mask: Tensor | None = None,
         cache: KeyValueCache | None = None,
     ) -> Tensor:
-        """document_ids, positions, mask: see `attention_inputs` in `documents.py`; cache: of the tokens
-        before, which then gives positions and mask."""
+        """document_ids, positions, mask: see `attention_inputs` in `documents.py`; cache: of the
+        tokens before, which then gives positions and mask."""
         if cache is None:
             positions, mask = attention_inputs(ids, document_ids, positions, mask, True)
         else:
@@ -237,8 +237,9 @@ class Llama(nn.Module):
     def flops_per_token(self, tokens: int) -> float:
         """FLOPs of forward and backward per token, in sequences of `tokens`; of the whole model.
 
-        6 per matrix parameter, and 12 * hidden_size per layer and attended token: the convention of arXiv
-        2204.02311, appendix B, which does not subtract the causal half. Embedding lookups are free.
+        6 per matrix parameter, and 12 * hidden_size per layer and attended token: the convention of
+        arXiv 2204.02311, appendix B, which does not subtract the causal half. Embedding lookups are
+        free.
         """
         matrices = sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Linear))
         return 6 * matrices + 12 * self.depth * self.model.norm.weight.numel() * tokens

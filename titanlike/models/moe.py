@@ -1,10 +1,11 @@
-"""A mixture of experts: Llama's blocks, in which a router sends each token to a few of many networks.
+"""A mixture of experts: Llama's blocks, in which a router sends each token to a few of many
+networks.
 
-With the right sizes it is Mixtral (arXiv 2401.04088), Qwen3-MoE (2505.09388) or, but for its attention,
-DeepSeek-V3 (2412.19437). No expert has a capacity: no token is dropped.
+With the right sizes it is Mixtral (arXiv 2401.04088), Qwen3-MoE (2505.09388) or, but for its
+attention, DeepSeek-V3 (2412.19437). No expert has a capacity: no token is dropped.
 
-Sizes have the names of transformers' mixtures, and parameters those of Qwen3-MoE's files, of which the
-experts' matrices are stacked here.
+Sizes have the names of transformers' mixtures, and parameters those of Qwen3-MoE's files, of which
+the experts' matrices are stacked here.
 
 Shapes: B batch, T tokens, D hidden_size, N = B * T, E experts, K experts that a token goes to,
 V vocab_size. The model contains no parallelism.
@@ -49,10 +50,11 @@ class RoutedMLP(nn.Module):
 
     - without a loss (arXiv 2408.15664): `bias` is added to the scores for the choice alone. After a
       step it grows by `bias_rate` for experts below the mean, and falls for those above it.
-    - with one (2101.03961, equation 4): weight * E * sum over experts of f * p, where p is an expert's
-      mean share of the scores over the global batch and f (`load`) the share of tokens that it had in
-      the last step that was applied. f of the step itself is not known before all microbatches went
-      forward, when the first have gone backward. In the first step f is uniform: no gradient.
+    - with one (2101.03961, equation 4): weight * E * sum over experts of f * p, where p is an
+      expert's mean share of the scores over the global batch and f (`load`) the share of tokens
+      that it had in the last step that was applied. f of the step itself is not known before all
+      microbatches went forward, when the first have gone backward. In the first step f is uniform:
+      no gradient.
     - z-loss (2202.08906, equation 5): weight * mean of logsumexp(logits)^2 over the global batch.
 
     Both losses are added in the backward: the loss that is reported is that of the text alone.
@@ -137,8 +139,8 @@ class RoutedMLP(nn.Module):
 class Moe(Llama):
     """Token ids [B, T] -> logits [B, T, V].
 
-    The first first_k_dense_replace blocks have one network of intermediate_size; n_shared_experts: as
-    many more moe_intermediate_size wide, for all tokens. The others: see `Llama` and `Routing`.
+    The first first_k_dense_replace blocks have one network of intermediate_size; n_shared_experts:
+    as many more moe_intermediate_size wide, for all tokens. The others: see `Llama` and `Routing`.
     Raises ValueError with one argument per problem where sizes do not fit each other.
     """
 
@@ -209,8 +211,9 @@ class Moe(Llama):
             self.lm_head.weight = self.model.embed_tokens.weight
 
     def tp_plan(self) -> dict[str, Any]:
-        """How tensor parallelism divides it, see `parallel/tp/plan.py`: attention and dense layers by
-        heads and features; experts are whole on each rank, which has its part of the sequence."""
+        """How tensor parallelism divides it, see `parallel/tp/plan.py`: attention and dense layers
+        by heads and features; experts are whole on each rank, which has its part of the
+        sequence."""
         plan = super().tp_plan()
         mlp = {name: plan.pop(name) for name in [*plan] if ".mlp" in name}
         for layer in range(self.depth):

@@ -38,7 +38,8 @@ LENGTHS = ("max_seq_len", "n_positions")  # keys of the longest sequence
 
 
 def resolve_model(config: Config, vocabulary: int | None = None) -> Custom:
-    """The model's name and arguments, with vocab_size and the longest sequence filled in where null.
+    """The model's name and arguments, with vocab_size and the longest sequence filled in where
+    null.
 
     vocabulary: of the data, if they are open; None = the data are asked.
     """

@@ -1,7 +1,8 @@
-"""A folder of safetensors, as transformers has them: slices are read of it, and it is written of a stream.
+"""A folder of safetensors, as transformers has them: slices are read of it, and it is written of a
+stream.
 
-A file is 8 bytes of length, a JSON object of that length (name -> dtype, shape, begin and end of its
-bytes), and the tensors' bytes without gaps (https://github.com/huggingface/safetensors).
+A file is 8 bytes of length, a JSON object of that length (name -> dtype, shape, begin and end of
+its bytes), and the tensors' bytes without gaps (https://github.com/huggingface/safetensors).
 """
 
 from __future__ import annotations
@@ -117,8 +118,8 @@ class Planned:
 def write_folder(
     folder: Path, planned: Iterable[Planned], shard_bytes: int, values: Iterable[Tensor]
 ) -> None:
-    """Write tensors, in their order, to files of at most `shard_bytes` each, where a single tensor is
-    not larger.
+    """Write tensors, in their order, to files of at most `shard_bytes` each, where a single tensor
+    is not larger.
 
     values: of all of them, in parts: each of a part of a tensor, or of several, of one dtype.
     """

@@ -96,7 +96,8 @@ def round_stochastically(values: Tensor, noise: Tensor) -> Tensor:
 
 
 class Positions:
-    """Where the elements that this rank holds of a tensor are in the whole one, counted from its first."""
+    """Where the elements that this rank holds of a tensor are in the whole one, counted from its
+    first."""
 
     def __init__(self, tensor: Tensor, part: Part | None = None) -> None:
         """tensor: FSDP's shards, a tensor-parallel rank's part, both, or the whole."""

@@ -276,7 +276,8 @@ def _no_head_error(node: Node, model: nn.Module) -> RecordError:
 
 
 def _is_token_wise(head: ChunkedHead) -> bool:
-    """Whether the epilogue gives the same for each token alone as for all tokens, on random logits."""
+    """Whether the epilogue gives the same for each token alone as for all tokens, on random
+    logits."""
     shape = head.head.shape
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(*[1] * (len(shape) - 2), 4, shape[-1], generator=generator)

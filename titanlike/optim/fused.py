@@ -1,9 +1,9 @@
 """Optimizer steps that the device may skip; torch's fused AdamW and SGD that do.
 
-The host launches a step before it knows the step's numbers: to read a number is to wait for the device
-until all that was launched is done, and it then has nothing to do while the host launches more. So the
-flag that skips a step stays on the device, as torch's `found_inf` does: fused kernels read it, other
-updates are selected by it.
+The host launches a step before it knows the step's numbers: to read a number is to wait for the
+device until all that was launched is done, and it then has nothing to do while the host launches
+more. So the flag that skips a step stays on the device, as torch's `found_inf` does: fused kernels
+read it, other updates are selected by it.
 """
 
 from __future__ import annotations
@@ -105,8 +105,8 @@ class _Fused(SkippingOptimizer):
     """One of torch's, whose arithmetic, state and names of it these are.
 
     What differs: the update is computed on plain tensors, this rank's parts (for 291 parameters
-    AdamW's takes the host 1.5 ms, on DTensors 9.9), of all parameters that share a flag together; and
-    state begins as zeros before its first update, not within it: that one may be skipped.
+    AdamW's takes the host 1.5 ms, on DTensors 9.9), of all parameters that share a flag together;
+    and state begins as zeros before its first update, not within it: that one may be skipped.
     """
 
     def __init__(self, groups: Any, **options: Any) -> None:
@@ -156,8 +156,8 @@ class AdamW(_Fused, torch.optim.AdamW):
 class Sgd(_Fused, torch.optim.SGD):
     """torch.optim.SGD(fused=True).
 
-    torch's own leaves its momentum uninitialized where the first step is skipped.
-    Test: test_skipping.py::test_torchs_sgd_leaves_its_momentum_uninitialized_if_it_skips_the_first_step
+    torch's own leaves its momentum uninitialized where the first step is skipped. Test:
+    test_skipping.py::test_torchs_sgd_leaves_its_momentum_uninitialized_if_it_skips_the_first_step
     """
 
     def _update(

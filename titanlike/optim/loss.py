@@ -167,7 +167,8 @@ class Kept(Loss):
 
 
 def logits_of(output: Any) -> Any:
-    """The tensor that a built-in loss is computed of: the output, or what is called logits in it."""
+    """The tensor that a built-in loss is computed of: the output, or what is called logits in
+    it."""
     named = isinstance(output, dict) and "logits" in output
     logits = output["logits"] if named else getattr(output, "logits", None)
     if logits is not None:
@@ -201,7 +202,8 @@ def takes_divided_logits(config: Settings) -> bool:
 
 
 def check_loss(config: Settings, output: Any, targets: Tensor, rows: int) -> list[Problem]:
-    """What is wrong with a loss, by a call on meta; output and targets: of a microbatch [rows, ...]."""
+    """What is wrong with a loss, by a call on meta; output and targets: of a microbatch [rows,
+    ...]."""
     fix = "loss.name=package.function, a function of your own that takes them"
     try:
         loss = build_loss(config)

@@ -41,8 +41,8 @@ class Muon(SkippingOptimizer):
     ) -> None:
         """Collective over the ranks that share the matrices.
 
-        matrices: [rows, columns]; or those of experts, [experts, rows, columns], each a matrix of its
-        own: a rank's shard is of whole experts, which it orthogonalizes itself. dtype: in which
+        matrices: [rows, columns]; or those of experts, [experts, rows, columns], each a matrix of
+        its own: a rank's shard is of whole experts, which it orthogonalizes itself. dtype: in which
         matrices are orthogonalized, and sent to be; parts: of those that are divided among
         tensor-parallel ranks; group: the ranks that share them; None = FSDP's.
         """
@@ -100,8 +100,8 @@ class Muon(SkippingOptimizer):
         each tensor-parallel one a part of these:
 
         1. Each matrix gets an owner among the ranks that hold it together, all with equal work.
-        2. One all-to-all brings the elements of each matrix to its owner, which orthogonalizes it; of
-           ranks that hold the same ones, the first sends them.
+        2. One all-to-all brings the elements of each matrix to its owner, which orthogonalizes it;
+           of ranks that hold the same ones, the first sends them.
         3. Another takes what each rank holds of the results back.
 
         Two messages whatever the number of matrices, and no rank repeats another's work; replicas
@@ -150,9 +150,9 @@ def lr_ratio(adjust_lr: str, rows: int, columns: int) -> float:
 
 
 def hidden_matrices(model: nn.Module, optimizer: Any) -> set[str]:
-    """Names of the parameters of a whole model that Muon updates, if that is the optimizer: 2-D ones
-    of the blocks and those of experts, but for embeddings, what is used outside of the blocks too, and those that the
-    config leaves to AdamW."""
+    """Names of the parameters of a whole model that Muon updates, if that is the optimizer: 2-D
+    ones of the blocks and those of experts, but for embeddings, what is used outside of the blocks
+    too, and those that the config leaves to AdamW."""
     if not isinstance(optimizer, MuonConfig):
         return set()
     in_blocks: set[int] = set()
@@ -184,7 +184,8 @@ def newton_schulz(matrix: Tensor, steps: int) -> Tensor:
     """Nearly the orthogonal factor of a matrix [rows, columns]: singular values of about 1; of each
     of some matrices [number, rows, columns].
 
-    Computed in the dtype of `matrix`. Source: Keller Jordan, https://kellerjordan.github.io/posts/muon
+    Computed in the dtype of `matrix`. Source: Keller Jordan,
+    https://kellerjordan.github.io/posts/muon
     """
     a, b, c = _COEFFICIENTS
     tall = matrix.shape[-2] > matrix.shape[-1]
@@ -227,7 +228,8 @@ def _places(
     parts: Mapping[nn.Parameter, Part | None],
     group: dist.ProcessGroup,
 ) -> dict[Tensor, list[_Held]]:
-    """What each rank of a group has of each matrix; the matrices are the same on all. Collective."""
+    """What each rank of a group has of each matrix; the matrices are the same on all.
+    Collective."""
     mine = [(local(matrix).shape, [*pieces(matrix, parts.get(matrix))]) for matrix in matrices]
     of_ranks = [mine] * dist.get_world_size(group)
     dist.all_gather_object(of_ranks, mine, group=group)
@@ -242,7 +244,8 @@ def _places(
 
 
 def shard_group(parameter: Tensor) -> dist.ProcessGroup | None:
-    """The ranks of FSDP's mesh that hold the rows of a matrix; None where each holds all of them."""
+    """The ranks of FSDP's mesh that hold the rows of a matrix; None where each holds all of
+    them."""
     if not isinstance(parameter, DTensor):
         return None
     mesh = parameter.device_mesh
@@ -260,8 +263,8 @@ def shard_group(parameter: Tensor) -> dist.ProcessGroup | None:
 
 
 def deal(shapes: Sequence[Sequence[int]], ranks: int) -> list[int]:
-    """The rank that orthogonalizes each matrix: the costliest first, each to the rank with the least
-    work so far. The same on every rank."""
+    """The rank that orthogonalizes each matrix: the costliest first, each to the rank with the
+    least work so far. The same on every rank."""
     costs = [min(shape) ** 2 * (2 * max(shape) + min(shape)) for shape in shapes]
     loads = [(0, rank) for rank in range(ranks)]
     owners = [0] * len(shapes)

@@ -81,8 +81,8 @@ def build_optimizers(
     placements: Mapping[str, Placement] | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> list[torch.optim.Optimizer]:
-    """Optimizers of some parameters of a model, by name: each has one, whose choice does not depend on
-    the layout. Vectors (norms, biases) are not decayed. A group's `initial_lr` is its peak.
+    """Optimizers of some parameters of a model, by name: each has one, whose choice does not depend
+    on the layout. Vectors (norms, biases) are not decayed. A group's `initial_lr` is its peak.
 
     model: the whole one, which may be on meta; placements: of parameters among tensor-parallel
     ranks; group: the ranks that hold the parameters together, where these are not FSDP's alone.
@@ -130,8 +130,8 @@ def build_optimizers(
 
 @torch.no_grad()
 def gradient_norms(parameters: Sequence[Tensor]) -> Tensor:
-    """The 2-norm of this rank's part of each gradient, fp32 [parameters], on one device; 0 where there
-    is none. Not a number, or infinite, where the gradient is."""
+    """The 2-norm of this rank's part of each gradient, fp32 [parameters], on one device; 0 where
+    there is none. Not a number, or infinite, where the gradient is."""
     parts = {at: local(p.grad) for at, p in enumerate(parameters) if p.grad is not None}
     alike: dict[Any, list[int]] = {}
     for at, part in parts.items():
@@ -204,8 +204,8 @@ def learning_rate(config: Config, step: int) -> float:
 
 
 def set_lr(optimizers: Iterable[torch.optim.Optimizer], config: Config, step: int) -> None:
-    """Give all parameters the learning rate of a step; groups with a peak of their own (`initial_lr`)
-    keep their ratio to the others."""
+    """Give all parameters the learning rate of a step; groups with a peak of their own
+    (`initial_lr`) keep their ratio to the others."""
     factor = lr_factor(config.lr, step, config.steps)
     for optimizer in optimizers:
         for group in optimizer.param_groups:

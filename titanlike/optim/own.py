@@ -1,9 +1,10 @@
 """Optimizers and learning-rate schedules of the user's own, by import path, checked before a start.
 
-An optimizer (`optimizer.name=package.Class`) is a torch.optim.Optimizer, called with the parameters,
-`lr` and the other keys of `optimizer`; with `weight_decay` among them, vectors (norms, biases) have
-none. `optimizer.clip` clips before its step. A learning-rate schedule (`lr.name=package.function`) is
-called as `function(step, steps, **keys)`, the first step is 1, and returns the share of optimizer.lr.
+An optimizer (`optimizer.name=package.Class`) is a torch.optim.Optimizer, called with the
+parameters, `lr` and the other keys of `optimizer`; with `weight_decay` among them, vectors (norms,
+biases) have none. `optimizer.clip` clips before its step. A learning-rate schedule
+(`lr.name=package.function`) is called as `function(step, steps, **keys)`, the first step is 1, and
+returns the share of optimizer.lr.
 """
 
 from __future__ import annotations
@@ -127,8 +128,8 @@ _STEPS = 210
 
 
 def _trained(choice: OwnOptimizer, ranks: Ranks) -> Tensor:
-    """A matrix and a vector of six rows, flat, before and after each of some steps; each rank has an
-    optimizer of its own for the part of either that it holds."""
+    """A matrix and a vector of six rows, flat, before and after each of some steps; each rank has
+    an optimizer of its own for the part of either that it holds."""
     generator = torch.Generator().manual_seed(0)
     weights = [torch.randn(shape, generator=generator) for shape in ((6, 4), (6,))]
     size = torch.arange(1.0, 7.0)  # of each row's gradient

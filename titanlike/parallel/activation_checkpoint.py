@@ -65,8 +65,8 @@ def checkpoint_blocks(
     """Recompute these blocks of a stage in the backward; call it before `fully_shard`.
 
     save: operators whose results are kept, as in "aten.mm" or "aten._scaled_dot_product*"; all else
-    is computed again, but for the choice of experts (`keeps_choice`). exchanged: experts are on other
-    ranks, and how many tokens come from these is kept, too.
+    is computed again, but for the choice of experts (`keeps_choice`). exchanged: experts are on
+    other ranks, and how many tokens come from these is kept, too.
     """
     for name in blocks:
         block = stage.get_submodule(name)

@@ -1,7 +1,7 @@
 """Batch norm in a pipeline: running statistics of the whole batch, updated once a step.
 
-In training each microbatch is normalized by its own mean and variance. The running statistics, which
-evaluation uses, must not depend on the layout: they are updated once a step, by the mean and
+In training each microbatch is normalized by its own mean and variance. The running statistics,
+which evaluation uses, must not depend on the layout: they are updated once a step, by the mean and
 variance over all microbatches of all data-parallel ranks, which are those of the undivided batch
 (the idea of torchgpipe's DeferredBatchNorm). A skipped step updates nothing.
 """

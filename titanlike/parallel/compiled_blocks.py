@@ -33,8 +33,8 @@ class CompiledBlocks(Transform):
         blocks: Callable[[int], Iterable[str]] = lambda index: (),
         why_not: Callable[[str], str] = lambda block: "",
     ) -> None:
-        """dynamic: sizes of activations differ from batch to batch; one graph serves all. blocks: of a
-        stage; why_not: says of a block why it is not to be compiled, if so."""
+        """dynamic: sizes of activations differ from batch to batch; one graph serves all. blocks:
+        of a stage; why_not: says of a block why it is not to be compiled, if so."""
         self._blocks, self._why_not = blocks, why_not
         # None: a size that changes nevertheless is seen by torch, which compiles once more
         self._dynamic = dynamic or None

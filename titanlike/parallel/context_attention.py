@@ -6,11 +6,12 @@ given a rank's queries, keys and values, and gives its part of the result.
 | method | what ranks exchange | attention |
 |---|---|---|
 | gather | keys and values, before (arXiv 2407.21783, section 3.3.2) | of the rank's queries |
-| ulysses | heads for tokens, before and after (arXiv 2309.14509) | of whole sequences, of its heads |
+| ulysses | heads for tokens, before and after (arXiv 2309.14509) | of whole sequences, of its heads
+|
 | ring | keys and values, while it computes (arXiv 2310.01889) | of blocks |
 
-Shapes: B batch, T tokens of a sequence, t = T / ranks of this rank, H query heads, K key/value heads,
-E head dim.
+Shapes: B batch, T tokens of a sequence, t = T / ranks of this rank, H query heads, K key/value
+heads, E head dim.
 """
 
 from __future__ import annotations
@@ -85,7 +86,8 @@ class ContextAttention(TorchFunctionMode):
         return any(name == other for other, _ in self.counted)
 
     def _apart(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """A module that computes each token by itself: what it counts are the tokens that are here."""
+        """A module that computes each token by itself: what it counts are the tokens that are
+        here."""
         if self._place is None:
             return forward(*args, **kwargs)
         place, self._place = self._place, None
@@ -142,8 +144,8 @@ class ContextAttention(TorchFunctionMode):
             return self.attention(*args, **kwargs)
         if self._place is not None and (call := call_of(function, args, kwargs)) is not None:
             return self._count(call, function, args, kwargs)
-        # within a mode torch.compile cannot trace what is written in Python on tensors, and it looks
-        # functions up by name alone
+        # within a mode torch.compile cannot trace what is written in Python on tensors, and it
+        # looks functions up by name alone
         name = getattr(function, "__name__", "")
         if name == "unflatten":
             return torch.unflatten(*args, **kwargs)
@@ -320,9 +322,9 @@ def _of_heads(mask: Tensor | None, heads: int, ranks: ContextRanks) -> Tensor | 
 
 # --- a ring: keys and values go from rank to rank while each attends -----------------------------
 #
-# Each rank has two chunks of the sequence. Of causal attention a chunk of queries sees the chunks of
-# keys before it as a whole, its own causally, and none behind it: so no kernel needs a mask, and each
-# rank computes two blocks a step, three in the first, with its own keys.
+# Each rank has two chunks of the sequence. Of causal attention a chunk of queries sees the chunks
+# of keys before it as a whole, its own causally, and none behind it: so no kernel needs a mask, and
+# each rank computes two blocks a step, three in the first, with its own keys.
 
 
 class _Ring(torch.autograd.Function):
@@ -393,8 +395,8 @@ class _Ring(torch.autograd.Function):
 
 
 def _pairs(ranks: ContextRanks, step: int, causal: bool) -> Iterator[tuple[int, int, bool]]:
-    """(which of the rank's chunks of queries, which of the chunks of keys that it holds after so many
-    steps, whether they are of the same tokens) where queries see keys."""
+    """(which of the rank's chunks of queries, which of the chunks of keys that it holds after so
+    many steps, whether they are of the same tokens) where queries see keys."""
     last = 2 * ranks.size - 1
     source = (ranks.rank - step) % ranks.size
     for mine, query in enumerate((ranks.rank, last - ranks.rank)):

@@ -1,4 +1,5 @@
-"""Context parallelism: how sequences are divided, decided before anything is allocated; a run's batches."""
+"""Context parallelism: how sequences are divided, decided before anything is allocated; a run's
+batches."""
 
 from __future__ import annotations
 
@@ -104,7 +105,8 @@ class ContextParallel(Transform):
     # --- batches -------------------------------------------------------------------------------
 
     def batch(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """This rank's batch of one of whole sequences [B, T, ...]: padded, of the targets its tokens.
+        """This rank's batch of one of whole sequences [B, T, ...]: padded, of the targets its
+        tokens.
 
         The other fields stay whole: see `graph/sequence_shard.py`.
         """
@@ -142,8 +144,8 @@ class ContextParallel(Transform):
             self.attention.instead, self.attention.active = None, True
 
     def shorter(self, fields: Fields) -> Fields:
-        """Sequences of half the length, or a little less where ranks inside of layers could not divide
-        that."""
+        """Sequences of half the length, or a little less where ranks inside of layers could not
+        divide that."""
         tokens, tp = _length(fields), self._config.tp
         less = tokens // 2 if tokens // 2 % tp == 0 else tokens - tp
         return {
@@ -255,8 +257,8 @@ class ContextParallel(Transform):
     ) -> None:
         """Raise ConfigError where the model would compute other numbers with parts of sequences.
 
-        model: as it was recorded, or without tensor parallelism where that divides it, which is checked
-        by itself; batch: a microbatch on meta.
+        model: as it was recorded, or without tensor parallelism where that divides it, which is
+        checked by itself; batch: a microbatch on meta.
         """
         recordings, attention = self._recordings, self.attention
         if self._config.tp > 1:  # operations on parts of heads and features would only be noise
@@ -307,7 +309,8 @@ class ContextParallel(Transform):
             raise ConfigError([Problem("loss.name", self._config.loss.name, reason, fix)])
 
     def _check_padding(self, model: nn.Module, fields: Fields) -> None:
-        """Raise ConfigError where batches, which differ in length, cannot be padded to what cp needs."""
+        """Raise ConfigError where batches, which differ in length, cannot be padded to what cp
+        needs."""
         if not takes_divided_logits(self._config.loss):
             reason = "a loss that is no cross entropy would count what they are padded with"
         elif any(not call.causal for call in self._calls) and "document_ids" not in fields:
@@ -335,8 +338,8 @@ def _length(fields: Fields) -> int:
 
 
 def _token_dims(name: str, shape: Sequence[int], tokens: int) -> list[int]:
-    """Dimensions of tokens of a field of the batch, whose first dimension is left out: the first, and
-    of masks and biases the others of that size, too."""
+    """Dimensions of tokens of a field of the batch, whose first dimension is left out: the first,
+    and of masks and biases the others of that size, too."""
     of_pairs = any(word in name for word in ("mask", "bias"))
     return [dim for dim, size in enumerate(shape) if size == tokens and (of_pairs or dim == 0)]
 
@@ -368,10 +371,10 @@ def context_parallel(
 
 # --- whether a model computes with a part of the tokens what it does with all ---------------------
 #
-# As for tensor parallelism (`parallel/tp/check.py`): a forward runs on meta twice, with whole sequences
-# and with a rank's part, and of each operation the second trace finds whether it gives its part of the
-# result. Attention alone sees other tokens. So attention that is no scaled_dot_product_attention is
-# found here, and a convolution or recurrence over tokens.
+# As for tensor parallelism (`parallel/tp/check.py`): a forward runs on meta twice, with whole
+# sequences and with a rank's part, and of each operation the second trace finds whether it gives
+# its part of the result. Attention alone sees other tokens. So attention that is no
+# scaled_dot_product_attention is found here, and a convolution or recurrence over tokens.
 
 
 class Unchecked(Exception):
@@ -385,11 +388,12 @@ def _check_mode(
     batch: Mapping[str, Tensor],
     trained: Sequence[bool] | None,
 ) -> None:
-    """In the mode, training or evaluation, in which the model is. What modules count goes into `attention`,
-    which is around them.
+    """In the mode, training or evaluation, in which the model is. What modules count goes into
+    `attention`, which is around them.
 
-    recordings: of whole sequences, and of shorter ones; trained: of each tensor of the output, whether the
-    loss uses it. Raises Unchecked, and ShardingError for a call that does not compute each token by itself.
+    recordings: of whole sequences, and of shorter ones; trained: of each tensor of the output,
+    whether the loss uses it. Raises Unchecked, and ShardingError for a call that does not compute
+    each token by itself.
     """
     ranks = attention.ranks
     # what they do is not looked at: to tensor parallelism they are leaves, too

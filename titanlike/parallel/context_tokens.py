@@ -1,15 +1,16 @@
-"""The tokens of a sequence that a context-parallel rank has, and calls by which a block counts them.
+"""The tokens of a sequence that a context-parallel rank has, and calls by which a block counts
+them.
 
 With n ranks the sequence is cut into 2n chunks, and rank r has chunks r and 2n - 1 - r: of causal
-attention, whose last queries see the most keys, each then computes the same share (arXiv 2407.21783,
-section 3.3.2). Where heads are exchanged instead, each rank attends with whole sequences, and has
-chunk r of n.
+attention, whose last queries see the most keys, each then computes the same share (arXiv
+2407.21783, section 3.3.2). Where heads are exchanged instead, each rank attends with whole
+sequences, and has chunk r of n.
 
-A block that makes its positions itself (`torch.arange(x.shape[1])`, `self.table[:x.shape[1]]`) would
-count from zero on each rank. Which calls these are is seen where the forward runs on meta with whole
-sequences and with a rank's part of them (`context_parallel.py`): their numbers differ as the lengths do. In a run
-the same calls, by their place among such calls of the block, count the tokens of all ranks, of which
-the rank's are taken.
+A block that makes its positions itself (`torch.arange(x.shape[1])`, `self.table[:x.shape[1]]`)
+would count from zero on each rank. Which calls these are is seen where the forward runs on meta
+with whole sequences and with a rank's part of them (`context_parallel.py`): their numbers differ as
+the lengths do. In a run the same calls, by their place among such calls of the block, count the
+tokens of all ranks, of which the rank's are taken.
 """
 
 from __future__ import annotations
@@ -70,17 +71,17 @@ _FILLED = (torch.ones, torch.zeros, torch.full)
 
 
 class Call(NamedTuple):
-    """A call that may count tokens. numbers: of arange (start, end, step); of an index (size, stop) of
-    each dimension that is cut from its start, None of others; of a tensor that is filled with a number
-    its sizes."""
+    """A call that may count tokens. numbers: of arange (start, end, step); of an index (size, stop)
+    of each dimension that is cut from its start, None of others; of a tensor that is filled with a
+    number its sizes."""
 
     kind: str
     numbers: tuple[Any, ...]
 
 
 class Counted(NamedTuple):
-    """A call of a block, and the dimensions that count tokens: none; one, of which a rank has its part;
-    or two, of a mask of all tokens."""
+    """A call of a block, and the dimensions that count tokens: none; one, of which a rank has its
+    part; or two, of a mask of all tokens."""
 
     kind: str
     dims: tuple[int, ...] = ()
@@ -126,8 +127,8 @@ def _cut(size: int, at: Any) -> tuple[int, int] | None:
 
 
 def counted(whole: Call, here: Call, tokens: int, ranks: int) -> Counted:
-    """whole: the same call where the sequence is whole, of so many tokens; here: where a rank has its
-    part."""
+    """whole: the same call where the sequence is whole, of so many tokens; here: where a rank has
+    its part."""
     if whole.kind != here.kind or len(whole.numbers) != len(here.numbers):
         return Counted(here.kind)
 

@@ -1,4 +1,5 @@
-"""Routed experts: each rank has a part of every layer's (expert parallelism), and they are balanced.
+"""Routed experts: each rank has a part of every layer's (expert parallelism), and they are
+balanced.
 
 The ranks are those of data and context parallelism, which see other tokens (arXiv 2006.16668): they
 exchange tokens before a module of experts and results behind it. What such a module is, is said in
@@ -7,9 +8,9 @@ rows. Gradients come back with the results: of its experts, a rank has those of 
 group, and FSDP sums them over the ranks that hold the same experts.
 
 For the balance, tokens are counted where a training forward calls experts, not where activation
-checkpointing runs it again; all of them, padding included, since all are computed. After the step the
-counts are summed over all ranks that saw other tokens, so that they are those of the undivided batch in
-any layout: integers, the same on every rank. The layer that holds the experts is told
+checkpointing runs it again; all of them, padding included, since all are computed. After the step
+the counts are summed over all ranks that saw other tokens, so that they are those of the undivided
+batch in any layout: integers, the same on every rank. The layer that holds the experts is told
 (`balance(counts, skip)`), if it wants to know; a skipped step changes nothing.
 
 Shapes: S tokens of this rank times the experts that each goes to, R of those that it gets, D dim, E
@@ -49,8 +50,8 @@ class ExpertParallel(Transform):
     ranks: GroupInfo
 
     def __init__(self, config: Config, model: nn.Module) -> None:
-        """Divide the experts of a model on meta in place, as the first rank has them. Raises ConfigError
-        where there are none, or where they cannot be divided."""
+        """Divide the experts of a model on meta in place, as the first rank has them. Raises
+        ConfigError where there are none, or where they cannot be divided."""
         _check_experts(config, model)
         self._config = config
         self._eager: set[str] = set()
@@ -73,8 +74,8 @@ class ExpertParallel(Transform):
             self._eager = {name for name in recomputed if experts_of(model.get_submodule(name))}
 
     def why_not_compiled(self, block: str) -> str:
-        # the repeated ones and those of gradients do not depend on each other: a compiler orders them
-        # by sizes
+        # the repeated ones and those of gradients do not depend on each other: a compiler orders
+        # them by sizes
         differ = "it repeats the exchanges of experts, and lengths differ between ranks"
         return differ if block in self._eager else ""
 
@@ -116,7 +117,8 @@ def _check_experts(config: Config, model: nn.Module) -> None:
 def _elsewhere(
     forward: Callable[[Tensor, Tensor], Tensor], ranks: GroupInfo, tokens: Tensor, counts: Tensor
 ) -> Tensor:
-    """tokens [S, D] sorted by expert, counts [E] -> results [S, D]; forward: of this rank's experts."""
+    """tokens [S, D] sorted by expert, counts [E] -> results [S, D]; forward: of this rank's
+    experts."""
     of_rank = counts.unflatten(0, (ranks.size, -1))  # [n, E / n]
     operators = torch.ops.titanlike
     if ranks.group is None or tokens.is_meta:  # alone: as many tokens come as go
@@ -141,9 +143,9 @@ def _elsewhere(
 def _route(counts: Tensor, group: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """counts [n, E / n]: tokens that go to each rank's experts.
 
-    Returns the tokens that come for each of this rank's experts [E / n]; how many go to each rank and
-    come from it, on the host [2, n]; of what comes, which is by rank, the place of each row when it
-    is sorted by expert [R]; and the reverse.
+    Returns the tokens that come for each of this rank's experts [E / n]; how many go to each rank
+    and come from it, on the host [2, n]; of what comes, which is by rank, the place of each row
+    when it is sorted by expert [R]; and the reverse.
     """
     coming = torch.empty_like(counts)
     dist.all_to_all_single(coming, counts.contiguous(), group=group_named(group))
@@ -176,7 +178,8 @@ _alone.register_fake(_route_alone)
 
 @torch.library.custom_op("titanlike::send_tokens", mutates_args=())
 def _send(x: Tensor, sizes: Tensor, order: Tensor, place: Tensor, group: str) -> Tensor:
-    """Tokens go to their experts, sorted by them: [S, D] -> [R, D]. group: "" = there are no others."""
+    """Tokens go to their experts, sorted by them: [S, D] -> [R, D]. group: "" = there are no
+    others."""
     if not group:
         return x.clone()
     sent, received = sizes.tolist()
@@ -234,12 +237,12 @@ _return.register_autograd(_return_backward, setup_context=_keep_route)
 
 @torch.library.custom_op("titanlike::tokens_of_experts", mutates_args=())
 def _counted(counts: Tensor, total: Tensor) -> Tensor:
-    """A copy of `counts`, which are added to `total`: an operator, since a compiled block runs nothing
-    else. It does not say that it changes `total`; torch would take it out of a forward that is
-    recomputed, or refuse."""
+    """A copy of `counts`, which are added to `total`: an operator, since a compiled block runs
+    nothing else. It does not say that it changes `total`; torch would take it out of a forward that
+    is recomputed, or refuse."""
     if not in_backward():
-        # without a new version of it: a compiled block that recomputes keeps it for the backward, and
-        # would refuse it there
+        # without a new version of it: a compiled block that recomputes keeps it for the backward,
+        # and would refuse it there
         total.data.add_(counts)
     return counts.clone()
 
@@ -260,18 +263,19 @@ class ExpertBalance(Transform):
     """The modules of experts of this rank's stages; of any model that has some."""
 
     def __init__(self, mesh: Mesh, tensor_parts: Callable[[], bool]) -> None:
-        """tensor_parts: whether the tensor-parallel ranks see different tokens in the current step."""
+        """tensor_parts: whether the tensor-parallel ranks see different tokens in the current
+        step."""
         self._mesh, self._tensor_parts = mesh, tensor_parts
         self._share = torch.zeros((), device=mesh.device)
         self._layers: list[_Layer] = []
-        # of the busiest and the idlest expert, relative to the mean, in the step that was updated last;
-        # the share of choices that no expert computed. -inf where this rank has no experts
+        # of the busiest and the idlest expert, relative to the mean, in the step that was updated
+        # last; the share of choices that no expert computed. -inf where this rank has no experts
         self.loads = torch.full((3,), -torch.inf, device=mesh.device)
         self._tokens: Tensor | None = None
 
     def on_weights(self, stage: nn.Module) -> None:
-        """Count in the modules' forwards from now on: behind all else that replaces them, and before
-        one is compiled."""
+        """Count in the modules' forwards from now on: behind all else that replaces them, and
+        before one is compiled."""
         for name, experts in experts_of(stage).items():
             holder = stage.get_submodule(name.rpartition(".")[0])
             count: Any = experts.num_experts

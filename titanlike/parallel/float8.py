@@ -1,9 +1,9 @@
 """precision=float8: torchao's linear layers in place of torch's, in the blocks of a model on meta.
 
-A `Float8Linear` keeps its name and its fp32 weight. It scales its inputs, its weight and the gradient
-of its results so that each fills the range of float8 (a dynamic scale), and multiplies those; its
-results are bf16, as everything between such layers. Left in bf16 are the layers outside of blocks
-(embedding, head), weights of several names (tied), and sizes that gain nothing.
+A `Float8Linear` keeps its name and its fp32 weight. It scales its inputs, its weight and the
+gradient of its results so that each fills the range of float8 (a dynamic scale), and multiplies
+those; its results are bf16, as everything between such layers. Left in bf16 are the layers outside
+of blocks (embedding, head), weights of several names (tied), and sizes that gain nothing.
 
 Idea: https://arxiv.org/abs/2209.05433, and https://github.com/pytorch/ao for training.
 """
@@ -49,8 +49,8 @@ class Float8Layers:
 def use_float8(model: nn.Module, config: Config, device: torch.device) -> Float8Layers | None:
     """Replace linear layers of a model in place, if `precision` is float8.
 
-    device: on which it will compute. Raises ConfigError where torchao is missing, where a pattern of
-    `precision.skip` names no layer, where no layer is left, and with tensor parallelism: a scale
+    device: on which it will compute. Raises ConfigError where torchao is missing, where a pattern
+    of `precision.skip` names no layer, where no layer is left, and with tensor parallelism: a scale
     would be that of a rank's part of a weight, so that each tp would train another model.
     """
     settings = config.precision

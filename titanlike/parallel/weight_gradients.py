@@ -171,12 +171,12 @@ def _add(parameter: Tensor, gradient: Tensor) -> None:
 # A compiled backward runs no Python code but its operators. So the layer is an operator of our own,
 # and so is the gradient of its input, which leaves what the weight's gradient takes in a list, and
 # the weight's address beside it. Its arguments are tensors alone: of another number for each layer
-# there would be a graph for each block. torch keeps compiled graphs on disk by the operators' names:
-# operators that change get other names.
+# there would be a graph for each block. torch keeps compiled graphs on disk by the operators'
+# names: operators that change get other names.
 
 Address = tuple[int, int]
-# (inputs [rows, in], gradient of the outputs [rows, out], address of the layer) of the backward that
-# ran last: an operator knows no object that could hold it
+# (inputs [rows, in], gradient of the outputs [rows, out], address of the layer) of the backward
+# that ran last: an operator knows no object that could hold it
 _waiting: list[tuple[Tensor, Tensor, Address]] = []
 
 

@@ -1,11 +1,13 @@
-"""V-Half and V-Min (arXiv 2405.15362): one building block, repeated for every microbatch, then squeezed.
+"""V-Half and V-Min (arXiv 2405.15362): one building block, repeated for every microbatch, then
+squeezed.
 
 1. A block says in which time step each stage computes F and I of a microbatch, when every action
    takes one; the next microbatch follows six steps later, as a rank with two stages needs them:
    2 F, 2 I, 2 W. How long a rank's two activations live in the block decides its memory.
 2. W are put into the steps that are left, oldest first.
-3. Squeezed: in the order of time, each action moves to the first free step behind what it needs, unless its
-   rank would hold more activations than before. This closes the gaps at the beginning and the end.
+3. Squeezed: in the order of time, each action moves to the first free step behind what it needs,
+   unless its rank would hold more activations than before. This closes the gaps at the beginning
+   and the end.
 4. The order of F and I is that of the steps, and W fill the gaps that remain.
 """
 

@@ -228,7 +228,8 @@ def _unknown_schedule(name: str) -> str:
 
 
 class NoDivision(ValueError):
-    """No number of microbatches suits a dp rank's batch; `works` is a batch that has one, if any."""
+    """No number of microbatches suits a dp rank's batch; `works` is a batch that has one, if
+    any."""
 
     def __init__(self, text: str, works: int | None) -> None:
         super().__init__(text)

@@ -2,8 +2,8 @@
 
 A pipeline schedule is an order of compute actions: a list a pipeline rank, and the rank that holds
 each stage. The same Order is run, evaluated (`forward_only`), simulated and drawn (`walk`,
-`dependencies`), and written to a file (`to_csv`). `check` finds whether torch's pipeline runtime can run
-it to its end with the right gradients.
+`dependencies`), and written to a file (`to_csv`). `check` finds whether torch's pipeline runtime
+can run it to its end with the right gradients.
 
 Sends and receives are not part of it: they follow from the dependencies. torch inserts them in the
 order of one global walk, a send and its receive at once, so that two ranks post their messages in

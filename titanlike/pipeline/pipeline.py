@@ -47,8 +47,8 @@ class Pipeline:
         zero: int,
         transforms: Sequence[Transform],
     ) -> None:
-        """stages: of this rank, by index; zero: see `distributed/sharding.py`; transforms: what was done
-        to the stages."""
+        """stages: of this rank, by index; zero: see `distributed/sharding.py`; transforms: what was
+        done to the stages."""
         self._order, self._model_graph, self._stages = order, model_graph, stages
         self._loss, self._mesh, self._zero, self._transforms = loss, mesh, zero, transforms
         self._unused = UnusedParameters(stages.values(), model_graph.canonical_names(), mesh, zero)
@@ -60,8 +60,8 @@ class Pipeline:
         self._kind = "loss"  # what the last stage computes of its output
         # called back with each action of the schedule when it begins, with None after the last
         self.on_action: Callable[[Any], None] = lambda _: None
-        # called back with each computation once it is in the device's queue, with False; before, with
-        # True, once the wait for the messages that it needs is there
+        # called back with each computation once it is in the device's queue, with False; before,
+        # with True, once the wait for the messages that it needs is there
         self.on_queued: Callable[[Any, bool], None] | None = None
 
     def train(self, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -103,8 +103,8 @@ class Pipeline:
         return _sum_of(losses, count), count
 
     def sum_loss(self, loss: Tensor, measured: Tensor) -> tuple[Tensor, Tensor]:
-        """The loss of `forward_backward`, and what is measured of its gradients (an fp32 vector), summed
-        over all ranks in one message."""
+        """The loss of `forward_backward`, and what is measured of its gradients (an fp32 vector),
+        summed over all ranks in one message."""
         mesh = self._mesh
         sums = torch.cat([loss.view(1), measured.to(mesh.device), self._reached_counts])
         if mesh.world_size > 1:
@@ -114,8 +114,8 @@ class Pipeline:
         return loss[0] / self._loss_copies, measured
 
     def unreached(self) -> dict[nn.Parameter, Tensor]:
-        """Parameters whose gradients, zeros, the last `train` perhaps reached on no rank, with a flag
-        on the device: 1 = on none, so that an optimizer is to leave them alone."""
+        """Parameters whose gradients, zeros, the last `train` perhaps reached on no rank, with a
+        flag on the device: 1 = on none, so that an optimizer is to leave them alone."""
         if self._mesh.world_size == 1:  # they have none
             return {}
         return self._unused.unreached(self._reached_counts)
@@ -173,8 +173,9 @@ class Pipeline:
         return other
 
     def outputs(self, batch: Batch) -> Tensor | None:
-        """Return, on ranks with the last stage, what the model returns at the places where "targets" is 1, a row
-        each, of all microbatches; elsewhere None. Forward alone. Of `for_outputs`."""
+        """Return, on ranks with the last stage, what the model returns at the places where
+        "targets" is 1, a row each, of all microbatches; elsewhere None. Forward alone. Of
+        `for_outputs`."""
         runtime, loss = self._runtime(batch), self._loss
         assert isinstance(loss, Kept)
         loss.kept = []
@@ -183,8 +184,8 @@ class Pipeline:
         return torch.cat(loss.kept) if loss.kept else None
 
     def with_microbatches_of(self, size: int, fields: Fields) -> Pipeline | None:
-        """One for batches of as many microbatches of another size, over the same stages; None where the
-        model's forward cannot take such a batch."""
+        """One for batches of as many microbatches of another size, over the same stages; None where
+        the model's forward cannot take such a batch."""
         other = copy.copy(self)
         other._model_graph = self._model_graph.with_microbatches_of(size)
         other._runtimes = OrderedDict()

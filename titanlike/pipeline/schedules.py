@@ -92,14 +92,14 @@ def zero_bubble_h1(pp: int, microbatches: int) -> Order:
 
 def zero_bubble_h2(pp: int, microbatches: int) -> Order:
     """ZB-H1 with twice the microbatches in flight: no rank waits between its first and its last
-    action (arXiv 2401.10241). All ranks begin a step together here, as they agree on the norm of the
-    gradients: so a step is no shorter than ZB-H1's where stages are equal."""
+    action (arXiv 2401.10241). All ranks begin a step together here, as they agree on the norm of
+    the gradients: so a step is no shorter than ZB-H1's where stages are equal."""
     return _with_weights_later(pp, microbatches, ahead=2)
 
 
 def _with_weights_later(pp: int, microbatches: int, ahead: int) -> Order:
-    """1F1B with I for B, `ahead` forwards for each rank that comes after, and W so many microbatches
-    later that all ranks hold the same number."""
+    """1F1B with I for B, `ahead` forwards for each rank that comes after, and W so many
+    microbatches later that all ranks hold the same number."""
     ranks = []
     for rank in range(pp):
         forwards, inputs, weights = (

@@ -164,7 +164,8 @@ def _titanlike_loop(
 
 
 def _start_time(worker: Worker) -> float:
-    """The time of the command's start: of this process, or the launcher, whose fork server is its parent."""
+    """The time of the command's start: of this process, or the launcher, whose fork server is its
+    parent."""
     pid = os.getpid()
     for _ in range(1 if worker.world_size == 1 else 3):
         with open(f"/proc/{pid}/stat") as stat:

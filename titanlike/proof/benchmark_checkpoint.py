@@ -1,8 +1,8 @@
 """The bench of checkpoints: the stall of a save in each mode, and bandwidth beside plain files.
 
-The modes take turns, a few training steps after each save, so that noise of the machine hits all. The
-plain write is this rank's own bytes into one file with fsync, at the same time on all ranks; the
-plain read reads them back. Both are in the page cache for reading: what is compared is the
+The modes take turns, a few training steps after each save, so that noise of the machine hits all.
+The plain write is this rank's own bytes into one file with fsync, at the same time on all ranks;
+the plain read reads them back. Both are in the page cache for reading: what is compared is the
 program's own cost (checksums, DCP, copying into shards), not the disk's.
 """
 

@@ -1,8 +1,8 @@
 """`titanlike bench-data`: how fast input is, beside what the default model takes.
 
-Tokens a second of the loader alone for each kind of data and number of workers; seconds to open a corpus
-of many files, in the cache or not; and tokens a second of the default model's training step in plain torch on
-this machine.
+Tokens a second of the loader alone for each kind of data and number of workers; seconds to open a
+corpus of many files, in the cache or not; and tokens a second of the default model's training step
+in plain torch on this machine.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ _MIN_STEPS = 20  # of a measurement
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The exit code: 1 if any kind of data is slower than `--least` times the model, with any number of workers."""
+    """The exit code: 1 if any kind of data is slower than `--least` times the model, with any
+    number of workers."""
     parser = argument_parser(__doc__)
     parser.add_argument("--seconds", type=float, default=2.0, help="of each (default: %(default)s)")
     parser.add_argument("--workers", default="0,1,4", help="of the loader (default: %(default)s)")

@@ -27,7 +27,8 @@ NEGLIGIBLE = 1e-9  # absolute difference of gradients or updates, fp32
 UPDATE_TOLERANCE = {"fp32": 1e-3, "bf16": 5e-2}
 RELIABLE = {"fp32": 1e-3, "bf16": 1e-1, "float8": 0.5}  # of the root mean square of a gradient
 
-# what of a Comparison is added, and of what the largest counts, where the parts of a tensor are merged
+# what of a Comparison is added, and of what the largest counts, where the parts of a tensor are
+# merged
 _SUMS = {"elements", "squared", "scale", "along", "rounding_along"}
 _MAXIMA = {"largest", "difference"}
 
@@ -82,8 +83,8 @@ class Comparison:
 
     @property
     def verdict(self) -> str:
-        """A word for the table: ok, DIFFERS, rounding; or that a difference, however large beside the
-        reference, is below what is compared."""
+        """A word for the table: ok, DIFFERS, rounding; or that a difference, however large beside
+        the reference, is below what is compared."""
         if not self.agrees:
             return "DIFFERS"
         relative = UPDATE_TOLERANCE["fp32"] if self.kind == "update" else RELATIVE_TOLERANCE

@@ -1,10 +1,11 @@
 """The training job, which is compared with one process before the first start of a layout.
 
-`verify=auto` does so for code from outside of titanlike (a model, loss, optimizer, data, schedule) in
-several processes, where one process can hold the model and takes LIMIT seconds by estimate: no check of
-a forward knows all that code may do. `verify=required` does it for every layout. What agreed is
-remembered, by a hash of that code and of the config, in the run's directory and in the user's cache. The
-comparison is in fp32 and not compiled, in which nothing is rounding but the last digits.
+`verify=auto` does so for code from outside of titanlike (a model, loss, optimizer, data, schedule)
+in several processes, where one process can hold the model and takes LIMIT seconds by estimate: no
+check of a forward knows all that code may do. `verify=required` does it for every layout. What
+agreed is remembered, by a hash of that code and of the config, in the run's directory and in the
+user's cache. The comparison is in fp32 and not compiled, in which nothing is rounding but the last
+digits.
 """
 
 from __future__ import annotations
@@ -53,14 +54,16 @@ _OTHER_KEYS = (
 
 
 def train(config: Config, worker: Worker) -> dict[str, Any]:
-    """`training.loop.train`, after the comparison if it is due. Raises ConfigError where that fails."""
+    """`training.loop.train`, after the comparison if it is due. Raises ConfigError where that
+    fails."""
     note = _verified(config, worker)
     result = loop.train(config, worker)
     return result | {"numbers": note} if note else result
 
 
 def outside_code(config: Config) -> dict[str, str]:
-    """key -> import path of what is not titanlike's, but the learning rate, equal in each layout."""
+    """key -> import path of what is not titanlike's, but the learning rate, equal in each
+    layout."""
     return {
         key: path
         for key, path in named_code(to_plain(config), {})

@@ -131,7 +131,8 @@ class Command:
 
 
 class _Run:
-    """A method for each kind of cell; it returns what was found, and raises what run_cell catches."""
+    """A method for each kind of cell; it returns what was found, and raises what run_cell
+    catches."""
 
     def __init__(self, cell: Cell, folder: Path, deadline: float) -> None:
         self.cell, self.folder, self._deadline = cell, folder, deadline

@@ -1,7 +1,8 @@
 """`python tools/gpu_check.py`: does everything work on the GPUs of this machine, and how fast?
 
 1. The plan (`gpu_plan`): cells chosen by the number of GPUs.
-2. Each runs in processes of its own, with a time limit (`gpu_cells`); a failure costs no other cell.
+2. Each runs in processes of its own, with a time limit (`gpu_cells`); a failure costs no other
+   cell.
 3. The report is a Markdown file, written after every cell.
 
 With `--device cpu` the same code runs on as many gloo ranks, with tiny models and few cells.

@@ -1,9 +1,10 @@
 """What gpu_check runs: cells, each a command line (or two) of its own, chosen by the devices.
 
-The layouts are those of `gpu_cells.yaml`, for each number of devices that is a power of two. In those of
-the largest number every schedule is verified in fp32 and in bf16, with another ZeRO level each time, and
-every second time with compiled blocks; the smaller meshes have a schedule or two. What has kernels of its
-own on a GPU (documents, rings, experts, float8) is verified in the layouts called `others`.
+The layouts are those of `gpu_cells.yaml`, for each number of devices that is a power of two. In
+those of the largest number every schedule is verified in fp32 and in bf16, with another ZeRO level
+each time, and every second time with compiled blocks; the smaller meshes have a schedule or two.
+What has kernels of its own on a GPU (documents, rings, experts, float8) is verified in the layouts
+called `others`.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ class Cell:
 
 
 def plan(devices: int, kinds: tuple[str, ...] = tuple(KINDS), *, cpu: bool = False) -> list[Cell]:
-    """The cells for so many devices of a machine; with `cpu` few and tiny ones, for as many ranks."""
+    """The cells for so many devices of a machine; with `cpu` few and tiny ones, for as many
+    ranks."""
     cells = _Cells(devices, cpu)
     return [cell for kind in KINDS if kind in kinds for cell in getattr(cells, kind)()]
 

@@ -1,4 +1,5 @@
-"""Training loops as one writes them by hand, without a framework: what titanlike is measured against.
+"""Training loops as one writes them by hand, without a framework: what titanlike is measured
+against.
 
 One process: the model, the loss, `backward()`, the optimizer. Several: FSDP2 around each block, and
 torch's Schedule1F1B over stages cut by hand, as torchtitan does it. Each loop trains the model of a
@@ -110,8 +111,9 @@ def plain_loop(config: Config, data: Data, plan: TrainPlan, mesh: Mesh) -> Itera
 def _accumulated(
     model: Any, batch: Any, plan: TrainPlan, device: torch.device, stay: bool, cast: bool
 ) -> Tensor:
-    """Forward and backward of each microbatch; gradients are reduced in the last one, and until then
-    parameters stay gathered, or are gathered twice in each. cast: compute in bf16 by autocast."""
+    """Forward and backward of each microbatch; gradients are reduced in the last one, and until
+    then parameters stay gathered, or are gathered twice in each. cast: compute in bf16 by
+    autocast."""
     loss = torch.zeros((), device=device)
     for index, (inputs, targets, fields) in enumerate(_microbatches(batch, plan, device)):
         last = index == plan.microbatches - 1
@@ -143,8 +145,8 @@ _PARTS: dict[type[nn.Module], tuple[str, str, list[str], str]] = {
 
 
 class _StageByHand(nn.Module):
-    """Some blocks of a Llama or a GPT-2; the first stage also embeds, the last has the head. Modules
-    keep their names."""
+    """Some blocks of a Llama or a GPT-2; the first stage also embeds, the last has the head.
+    Modules keep their names."""
 
     def __init__(self, model: Llama | Gpt2, stage: int, stages: int) -> None:
         super().__init__()

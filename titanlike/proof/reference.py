@@ -44,8 +44,8 @@ class Reference:
     """What one process finds. Tensors are fp32 on the CPU, by parameter name."""
 
     initial: dict[str, Tensor]
-    # of these, those that are all zeros by themselves, and random here: behind a gate of zero neither a
-    # wrong gradient nor mixed samples would be seen
+    # of these, those that are all zeros by themselves, and random here: behind a gate of zero
+    # neither a wrong gradient nor mixed samples would be seen
     filled: frozenset[str]
     gradients: dict[str, Tensor]  # of the first step, before clipping
     reliable: dict[str, Tensor]  # elements whose gradients are no rounding in any step
@@ -60,8 +60,8 @@ class Reference:
 def reference_steps(
     config: Config, data: Data, device: torch.device
 ) -> tuple[Reference, Reference | None]:
-    """(in fp32, in bf16 or float8 if the config or an autocast in the model asks for it), each by one
-    process."""
+    """(in fp32, in bf16 or float8 if the config or an autocast in the model asks for it), each by
+    one process."""
     groups = 1
     if config.mixes_samples or _batch_norms(build_model(resolve_model(config))):
         groups = config.dp * make_plan(config, data).microbatches
@@ -79,12 +79,12 @@ def reference_steps(
 def rounding_of_one_process(
     config: Config, data: Data, device: torch.device, exact: Reference, *, kernels: bool
 ) -> dict[tuple[str, str], float]:
-    """How far rounding alone moves one process in fp32: (kind, name) -> sum of squares, of the first
-    step's gradients, of buffers, updates, optimizer state and losses.
+    """How far rounding alone moves one process in fp32: (kind, name) -> sum of squares, of the
+    first step's gradients, of buffers, updates, optimizer state and losses.
 
     kernels: the same steps a sample at a time, so that kernels get other sizes; or else, as where a
-    model normalizes samples together, from weights that differ by _NUDGE, several times; the largest
-    differences.
+    model normalizes samples together, from weights that differ by _NUDGE, several times; the
+    largest differences.
     """
     runs: list[dict[str, Any]] = [{"groups": config.batch_size}]
     if exact.groups > 1 or not kernels:
@@ -98,8 +98,8 @@ def rounding_of_one_process(
 
 
 def _distances(exact: Reference, other: Reference) -> dict[tuple[str, str], float]:
-    """One figure for all losses before the first update, and one for those after it, since that of a
-    single number may be small by chance."""
+    """One figure for all losses before the first update, and one for those after it, since that of
+    a single number may be small by chance."""
     rows = [
         compare("gradient", name, other.gradients[name], g) for name, g in exact.gradients.items()
     ]

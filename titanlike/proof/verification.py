@@ -6,10 +6,10 @@
 3. Each rank compares its part of each tensor with the reference (`comparison`): initial weights (to
    the last bit), losses, the first step's gradients, parameters and optimizer state after the last
    step, the loss after it.
-4. In fp32, where all agree up to the first update and not after it: rank 0 repeats the reference from
-   weights that are changed by rounding, for a model may amplify rounding from step to step. On an
-   accelerator, whose kernels are chosen by sizes and round differently, it first repeats it in other
-   microbatches.
+4. In fp32, where all agree up to the first update and not after it: rank 0 repeats the reference
+   from weights that are changed by rounding, for a model may amplify rounding from step to step. On
+   an accelerator, whose kernels are chosen by sizes and round differently, it first repeats it in
+   other microbatches.
 
 A model with batch norm depends on what is normalized together, as does one that mixes samples
 otherwise (`mixes_samples=true`): the reference then runs the same microbatches one after the other.
@@ -63,7 +63,8 @@ from titanlike.training.step import (
     validate,
 )
 
-# of comparisons, causes before effects; also "AXIS gradient" and "AXIS update": see `_compare_copies`
+# of comparisons, causes before effects; also "AXIS gradient" and "AXIS update": see
+# `_compare_copies`
 KINDS = ("loss", "initial", "gradient", "buffer", "update", "state")
 
 
@@ -108,7 +109,8 @@ def verify(config: Config, worker: Worker) -> dict[str, Any]:
 
 
 def compare_with_one_process(config: Config, worker: Worker) -> Found:
-    """Collective; the same on all ranks. Raises OutOfMemory on all where one process has too little."""
+    """Collective; the same on all ranks. Raises OutOfMemory on all where one process has too
+    little."""
     data = open_data_on_every_rank(config, worker)
     path = worker.run_dir / "reference.pt"
     error = ""
@@ -262,8 +264,9 @@ def _compare_layout(
 
 
 def _compare_copies(run: Run, kind: str) -> Iterator[Comparison]:
-    """Compare, of gradients or of updated parameters, what several ranks of an axis inside of layers have of the same elements, against the first of
-    them, which it is equal to: else what they compute alike has come apart, as with other dropout masks.
+    """Compare, of gradients or of updated parameters, what several ranks of an axis inside of
+    layers have of the same elements, against the first of them, which it is equal to: else what
+    they compute alike has come apart, as with other dropout masks.
     """
     for axis, transform in run.plan.transforms.items():
         ranks, placements = transform.ranks, transform.placements

@@ -1,4 +1,5 @@
-"""torch.autograd: what runs now; calls of custom and of checkpointed functions; who turns autocast on."""
+"""torch.autograd: what runs now; calls of custom and of checkpointed functions; who turns autocast
+on."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from torch import Tensor
 
 
 def in_backward() -> bool:
-    """Whether this thread is inside a backward: where activation checkpointing runs a forward again."""
+    """Whether this thread is inside a backward: where activation checkpointing runs a forward
+    again."""
     return torch._C._current_graph_task_id() != -1
 
 
@@ -92,10 +94,10 @@ def intercept_checkpoints(callback: Callable[[int], None]) -> Iterator[None]:
 def ignore_ranges_in_selective_checkpoints() -> None:
     """A profiler's ranges are no operators whose results are kept or computed again.
 
-    Symptom without it: FSDP names other ranges in a recomputation than in the forward where it shards
-    a module inside of the block, as experts with ep=2; torch 2.13 compares them, and the backward
-    fails with "_record_function_enter_new ... encountered during backward but not found in storage".
-    Test: `test_compile_fences.py::test_ranges_may_differ_in_a_selective_recomputation`.
+    Symptom without it: FSDP names other ranges in a recomputation than in the forward where it
+    shards a module inside of the block, as experts with ep=2; torch 2.13 compares them, and the
+    backward fails with "_record_function_enter_new ... encountered during backward but not found in
+    storage". Test: `test_compile_fences.py::test_ranges_may_differ_in_a_selective_recomputation`.
     """
     ignored: set[Any] = getattr(torch.utils.checkpoint, "SAC_IGNORED_OPS", set())
     operators = torch.ops.profiler

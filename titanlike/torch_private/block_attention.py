@@ -1,8 +1,8 @@
-"""Attention of some queries with some keys, with the logarithms of its sums, and its gradient; and of
-the last queries of a sequence.
+"""Attention of some queries with some keys, with the logarithms of its sums, and its gradient; and
+of the last queries of a sequence.
 
-scaled_dot_product_attention gives no sums, without which results of several blocks of keys cannot be
-added up. Test: test_block_attention.py::test_attention_gives_no_sums
+scaled_dot_product_attention gives no sums, without which results of several blocks of keys cannot
+be added up. Test: test_block_attention.py::test_attention_gives_no_sums
 """
 
 from __future__ import annotations
@@ -75,11 +75,13 @@ def backward(
 def of_last_queries(
     q: Tensor, k: Tensor, v: Tensor, *, dropout_p: float, scale: float | None, enable_gqa: bool
 ) -> Tensor:
-    """Causal attention of the last t of T tokens: q [B, H, t, E], k and v [B, K, T, E] -> [B, H, t, E].
+    """Causal attention of the last t of T tokens: q [B, H, t, E], k and v [B, K, T, E] -> [B, H, t,
+    E].
 
-    torch has a bias for it (`causal_lower_right`), which torch.compile cannot trace: "Calling subclass
-    default constructor with more than tensor argument". Flash's operator, which that calls, aligns
-    queries with the last keys. Test: test_block_attention.py::test_torchs_bias_breaks_the_graph
+    torch has a bias for it (`causal_lower_right`), which torch.compile cannot trace: "Calling
+    subclass default constructor with more than tensor argument". Flash's operator, which that
+    calls, aligns queries with the last keys. Test:
+    test_block_attention.py::test_torchs_bias_breaks_the_graph
     """
     if _aligns_last(q, v):
         return _aten._scaled_dot_product_flash_attention(

@@ -1,4 +1,5 @@
-"""torch.compile: graphs, where they break, how many there are; its overlap of tensor parallelism."""
+"""torch.compile: graphs, where they break, how many there are; its overlap of tensor
+parallelism."""
 
 from __future__ import annotations
 
@@ -83,8 +84,9 @@ def graph_count() -> int:
 
 
 def overlap_in_compiled_blocks(group: dist.ProcessGroup | None) -> None:
-    """Let inductor replace all-gather + product, and product + reduce-scatter, in what it compiles from
-    now on by kernels that do both at once, over symmetric memory of the group's GPUs; None = not.
+    """Let inductor replace all-gather + product, and product + reduce-scatter, in what it compiles
+    from now on by kernels that do both at once, over symmetric memory of the group's GPUs; None =
+    not.
 
     Source: torch._inductor.fx_passes.micro_pipeline_tp, which has no public switch.
     Test: `test_functional_collectives.py

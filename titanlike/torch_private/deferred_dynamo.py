@@ -1,9 +1,9 @@
 """torch's compiler frontend (`torch._dynamo`) imported when something is compiled, and not before.
 
-Symptom without it: `import torch` leaves torch._dynamo out, which costs nearly as much CPU time as all of
-torch; but its first pipeline schedule, process group or operator on the meta device with a
-Python decomposition imports it, though nothing is compiled: each asks for `disable`, whose work
-is to keep the compiler away from a function. Test: tests/torch_private/test_deferred_dynamo.py.
+Symptom without it: `import torch` leaves torch._dynamo out, which costs nearly as much CPU time as
+all of torch; but its first pipeline schedule, process group or operator on the meta device with a
+Python decomposition imports it, though nothing is compiled: each asks for `disable`, whose work is
+to keep the compiler away from a function. Test: tests/torch_private/test_deferred_dynamo.py.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ NAME = "torch._dynamo"
 
 
 def defer_dynamo() -> None:
-    """Let a stand-in answer for torch._dynamo what is asked of it where nothing is compiled; anything else
-    imports the real one, which takes its place. Does nothing where that is imported already."""
+    """Let a stand-in answer for torch._dynamo what is asked of it where nothing is compiled;
+    anything else imports the real one, which takes its place. Does nothing where that is imported
+    already."""
     if NAME not in sys.modules:
         stand_in = _StandIn()
         sys.modules[NAME] = torch._dynamo = stand_in
@@ -68,7 +69,8 @@ class _StandIn(ModuleType):
         return getattr(self.real(), name)
 
     def disable(self, fn: Any = None, *how: Any, **more: Any) -> Any:
-        """Do as torch's, once the compiler is there; until then a call of what this returns calls fn."""
+        """Do as torch's, once the compiler is there; until then a call of what this returns calls
+        fn."""
         if not callable(fn) or isinstance(fn, type) or sys.modules[NAME] is not self:
             return self.real().disable(fn, *how, **more)
         holder = SimpleNamespace(function=fn, options=(how, more))
@@ -101,8 +103,8 @@ class _StandIn(ModuleType):
 
 
 class _Finder:
-    """Finds modules of the real one, which is imported first, and they with it perhaps; but not for its
-    settings, which tensors on meta ask for: they stand alone."""
+    """Finds modules of the real one, which is imported first, and they with it perhaps; but not for
+    its settings, which tensors on meta ask for: they stand alone."""
 
     def __init__(self, real: Callable[[], ModuleType]) -> None:
         self._real = real

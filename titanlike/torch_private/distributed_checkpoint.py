@@ -64,8 +64,8 @@ def describe_files(
     """The description of tensors with the place of each chunk (file, begin, length), as torch's own
     writer completes it, which its reader looks up.
 
-    The class of a place is private, and `.metadata` has objects of it. It can go when torch makes it
-    public: `test_fences.py::test_the_place_of_a_chunk_is_still_private`.
+    The class of a place is private, and `.metadata` has objects of it. It can go when torch makes
+    it public: `test_fences.py::test_the_place_of_a_chunk_is_still_private`.
     """
     storage_data = {
         index: _StorageInfo(file, begin, length) for index, file, begin, length in places
@@ -79,8 +79,8 @@ def describe_files(
 
 
 def describe_record(record: Any) -> tuple[Tensor, int]:
-    """A tensor on meta like the one in a record of torch.save, and where in it the values begin, which
-    are not read. record: a file that can be read and searched.
+    """A tensor on meta like the one in a record of torch.save, and where in it the values begin,
+    which are not read. record: a file that can be read and searched.
 
     The attribute is documented, for torch's FakeTensors, under a name with an underscore. Test:
     `test_fences.py::test_a_record_says_where_its_values_begin`.

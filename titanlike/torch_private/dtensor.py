@@ -25,8 +25,8 @@ def local_slices(tensor: Tensor) -> tuple[slice, ...]:
 
 
 def traced_collective(operation: str, x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """all_reduce (a sum), all_gather or reduce_scatter (along `dim`), all_to_all, without gradient, in
-    the form that torch.compile traces into its graph, where inductor can overlap them.
+    """all_reduce (a sum), all_gather or reduce_scatter (along `dim`), all_to_all, without gradient,
+    in the form that torch.compile traces into its graph, where inductor can overlap them.
 
     torch has no other form of these that its pass for asynchronous tensor parallelism recognizes.
     Test: test_functional_collectives.py

@@ -1,5 +1,6 @@
 """One rank of a job whose other ranks are not there: collectives that return at once, tensors that
-have a size but no memory; and the bytes of the storages that live, of real tensors and of fake ones."""
+have a size but no memory; and the bytes of the storages that live, of real tensors and of fake
+ones."""
 
 from __future__ import annotations
 
@@ -36,8 +37,8 @@ def fake_process_group(rank: int, world_size: int) -> Iterator[None]:
             yield
     finally:
         dist.destroy_process_group()
-        # Symptom without it (2.13): parameters of the next such job have the mesh of this one, whose
-        # groups are gone. Test: test_exact_memory.py (muon in a pipeline)
+        # Symptom without it (2.13): parameters of the next such job have the mesh of this one,
+        # whose groups are gone. Test: test_exact_memory.py (muon in a pipeline)
         from torch.distributed.tensor import debug  # imports the compiler
 
         getattr(debug, "_clear_sharding_prop_cache", lambda: None)()
@@ -53,8 +54,8 @@ def fake_tensors() -> FakeTensorMode:
 def allocate(stage: nn.Module, device: torch.device) -> None:
     """Give a meta stage parameters and buffers on `device`. Within `fake_tensors` alone.
 
-    Symptom of torch's `Module.to_empty` there (2.11 to 2.15): "Cannot swap t2 because it has weakref
-    associated with it". Test: `test_fake_ranks.py::test_to_empty_fails_under_fake_tensors`.
+    Symptom of torch's `Module.to_empty` there (2.11 to 2.15): "Cannot swap t2 because it has
+    weakref associated with it". Test: `test_fake_ranks.py::test_to_empty_fails_under_fake_tensors`.
     """
     made: dict[int, nn.Parameter] = {}  # a tied parameter stays one
     for parameter in stage.parameters():
@@ -75,8 +76,8 @@ def allocate(stage: nn.Module, device: torch.device) -> None:
 
 def _first_messages_known(_: object, stages: list[Any], *__: object) -> None:
     """Instead of asking the neighbours, in a runtime's first step, whether all know the sizes of
-    messages: all of ours do (`make_stage`). Symptom without it (2.13): the answer, which never comes,
-    is read. Test: `test_fake_ranks.py::test_torchs_runtime_asks_its_neighbours_first`.
+    messages: all of ours do (`make_stage`). Symptom without it (2.13): the answer, which never
+    comes, is read. Test: `test_fake_ranks.py::test_torchs_runtime_asks_its_neighbours_first`.
     """
     from torch.distributed.pipelining._utils import InferenceMode
 

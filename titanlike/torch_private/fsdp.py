@@ -26,8 +26,8 @@ def reduce_missing_gradients(module: nn.Module, reached: set[nn.Parameter], zero
         post_backward = group.post_backward
 
         def with_every_gradient(*unused: Any) -> None:
-            # after the last backward torch calls it once more for all groups: to reduce them, or, if
-            # they are reduced already, for nothing
+            # after the last backward torch calls it once more for all groups: to reduce them, or,
+            # if they are reduced already, for nothing
             if group.reduce_grads and (zero == 1 or not state._state_ctx.is_last_backward):
                 _fill(group.fsdp_params, reached)
             post_backward(*unused)
@@ -114,8 +114,8 @@ def _fill(parameters: list[Any], reached: set[nn.Parameter]) -> None:
 
 
 def exchanges_told(groups: Iterable[Any], tell: Callable[[str], object]) -> Callable[[], None]:
-    """Call `tell` with "gather" or "reduce" when a rank begins to launch or to wait for one, and with ""
-    when it goes on; the result ends that.
+    """Call `tell` with "gather" or "reduce" when a rank begins to launch or to wait for one, and
+    with "" when it goes on; the result ends that.
 
     groups: see `parameter_groups`. torch has no hook for it.
     Test: `test_timeline.py::test_gathers_and_reductions_are_told_from_computing`.

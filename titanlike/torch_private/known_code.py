@@ -1,7 +1,8 @@
-"""Whether a module runs the code of its class, and not what somebody has put around or in place of it.
+"""Whether a module runs the code of its class, and not what somebody has put around or in place of
+it.
 
-What divides, defers or copies a layer of torch's computes what torch computes: a subclass with a forward
-of its own, a parametrization or a hook would be left out without a word.
+What divides, defers or copies a layer of torch's computes what torch computes: a subclass with a
+forward of its own, a parametrization or a hook would be left out without a word.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from torch import nn
 
 
 def own_code(module: nn.Module, kind: type[nn.Module]) -> str:
-    """What makes a module with a weight compute otherwise than `kind`, of which it is; "" = nothing."""
+    """What makes a module with a weight compute otherwise than `kind`, of which it is; "" =
+    nothing."""
     cls: Any = type(module)
     if cls.forward is not kind.forward or "forward" in vars(module):
         return f"a forward of its own ({cls.__name__})"

@@ -1,4 +1,5 @@
-"""The accelerator's memory: settings of its allocator, and its history, what was allocated where."""
+"""The accelerator's memory: settings of its allocator, and its history, what was allocated
+where."""
 
 from __future__ import annotations
 
@@ -21,10 +22,12 @@ MOST_EVENTS = 1_000_000  # the newest; a bound on the host's memory and on the t
 
 
 def has_memory_history(device: torch.device) -> bool:
-    """Whether torch records for such a device what was allocated where in the program, and what was freed.
+    """Whether torch records for such a device what was allocated where in the program, and what was
+    freed.
 
-    torch has no public name for it, although its documentation describes these functions ("Understanding
-    CUDA Memory Usage"). Test: test_fences.py::test_the_history_of_memory_has_no_public_name.
+    torch has no public name for it, although its documentation describes these functions
+    ("Understanding CUDA Memory Usage"). Test:
+    test_fences.py::test_the_history_of_memory_has_no_public_name.
     """
     if device.type == "cpu":
         return False

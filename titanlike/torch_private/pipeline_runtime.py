@@ -191,8 +191,8 @@ class OrderRuntime(torch_schedules._PipelineScheduleRuntime):
         self._sending: dict[Any, list[Any]] = {}  # by action: what may not be received yet
         # called with each action of this rank when it begins, and with None after the last
         self.on_action: Callable[[Any], None] = lambda _: None
-        # called with each computation of this rank once it is in the device's queue, with False; before,
-        # with True, once the wait for the messages that it needs is
+        # called with each computation of this rank once it is in the device's queue, with False;
+        # before, with True, once the wait for the messages that it needs is
         self.on_queued: Callable[[Any, bool], None] | None = None
         self._validated: set[bool] = set()  # whether gradients were on in steps that have run
         if not hasattr(_Kind, "WAIT_SEND_F"):
@@ -266,8 +266,8 @@ class OrderRuntime(torch_schedules._PipelineScheduleRuntime):
         operations = stage.get_fwd_recv_ops if forward else stage.get_bwd_recv_ops
         works = _post(operations(microbatch))
         if self.on_queued is not None:
-            # behind the messages in torch's list of what the computation waits for: its turn comes when
-            # the wait for them is in the device's queue
+            # behind the messages in torch's list of what the computation waits for: its turn comes
+            # when the wait for them is in the device's queue
             waiting = self._waiting[forward, action.stage_index, microbatch]
             works.append(SimpleNamespace(wait=partial(self.on_queued, waiting, True)))
         received = self.fwd_recv_ops if forward else self.bwd_recv_ops
@@ -276,9 +276,9 @@ class OrderRuntime(torch_schedules._PipelineScheduleRuntime):
     def done(self, action: Any, received: Sequence[Any]) -> None:
         """Forget, after an action, the tensors of these sends, received by now; waits for no one.
 
-        Symptom without `detach_`: torch keeps each loss to the end of a step, and with it the graph of
-        its microbatch, which holds what the last stage received.
-        Test: test_messages_in_memory.py::test_torchs_losses_keep_what_the_last_stage_received
+        Symptom without `detach_`: torch keeps each loss to the end of a step, and with it the graph
+        of its microbatch, which holds what the last stage received. Test:
+        test_messages_in_memory.py::test_torchs_losses_keep_what_the_last_stage_received
         """
         for send in received:
             torch_schedules._wait_batch_p2p(self._sending.pop(send, []))
@@ -295,11 +295,11 @@ class OrderRuntime(torch_schedules._PipelineScheduleRuntime):
         last = any(stage.is_last for stage in self._stages)
         kwargs: dict[str, Any] = {"target": batch["targets"], "losses": losses} if last else {}
         kwargs |= {FIELD + name: batch[name] for name in self._fields}
-        # Compare shapes and dtypes of messages in the first step with gradients and the first without:
-        # all batches of a runtime are of one shape, and so are its messages. Symptom without it: a
-        # message of another length or dtype is received as garbage (2.11 to 2.15), or each is compared
-        # in each step, which takes the host's time.
-        # Test: test_fences.py::test_torch_does_not_validate_messages_by_default
+        # Compare shapes and dtypes of messages in the first step with gradients and the first
+        # without: all batches of a runtime are of one shape, and so are its messages. Symptom
+        # without it: a message of another length or dtype is received as garbage (2.11 to 2.15), or
+        # each is compared in each step, which takes the host's time. Test:
+        # test_fences.py::test_torch_does_not_validate_messages_by_default
         for stage in self._stages:
             stage._runtime_validate = torch.is_grad_enabled() not in self._validated
         try:

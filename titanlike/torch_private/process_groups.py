@@ -1,4 +1,5 @@
-"""Process groups: backends, timeouts, how they end, what keeps them alive; the record of collectives."""
+"""Process groups: backends, timeouts, how they end, what keeps them alive; the record of
+collectives."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ def pipeline_backend(backend: str) -> str | None:
 
 
 def abort_groups() -> bool:
-    """End what is under way in all groups, on this rank alone; the groups cannot be used afterwards.
+    """End what is under way in all groups, on this rank alone; the groups cannot be used
+    afterwards.
 
     A thread that waits for a GPU's collective returns, with an error or with garbage. With gloo
     nothing ends: there a peer that leaves its groups is noticed. Returns False where torch can't.

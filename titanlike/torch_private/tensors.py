@@ -1,4 +1,5 @@
-"""Tensors: in nested structures (pytree), the memory that they use, one kernel for a list of them."""
+"""Tensors: in nested structures (pytree), the memory that they use, one kernel for a list of
+them."""
 
 from __future__ import annotations
 
@@ -16,9 +17,9 @@ tree_flatten_with_path, tree_leaves = _pytree.tree_flatten_with_path, _pytree.tr
 def norms(tensors: Sequence[Tensor]) -> list[Tensor]:
     """The 2-norm of each of some plain tensors; waits for no device.
 
-    Symptom without it: `torch.nn.utils.get_total_norm` returns the norm of all of them alone, and takes
-    DTensors through their dispatch: 3.6 ms of host time for 291 shards, beside 0.3.
-    Test: test_fences.py::test_torchs_norm_of_gradients_does_not_say_of_which
+    Symptom without it: `torch.nn.utils.get_total_norm` returns the norm of all of them alone, and
+    takes DTensors through their dispatch: 3.6 ms of host time for 291 shards, beside 0.3. Test:
+    test_fences.py::test_torchs_norm_of_gradients_does_not_say_of_which
     """
     return list(torch._foreach_norm(list(tensors)))
 
@@ -35,6 +36,6 @@ def copy_values(to: Sequence[Tensor], values: Sequence[Tensor]) -> None:
 
 
 def storage_id(tensor: Tensor) -> int:
-    """The same for tensors that are views of the same memory, while one of them lives; also on meta,
-    where torch's public `data_ptr` is 0 for all."""
+    """The same for tensors that are views of the same memory, while one of them lives; also on
+    meta, where torch's public `data_ptr` is 0 for all."""
     return tensor.untyped_storage()._cdata

@@ -1,5 +1,5 @@
-"""What goes wrong in a run that goes on: a step's loss or gradients are not finite, or a spike; a rank
-is slower than the others for many steps. A bad step changes no parameter.
+"""What goes wrong in a run that goes on: a step's loss or gradients are not finite, or a spike; a
+rank is slower than the others for many steps. A bad step changes no parameter.
 
 1. `limits` follow from the numbers of the steps before; the device compares a step's with them, and
    skips its update where they are above. Nobody waits for it.
@@ -112,8 +112,8 @@ class AnomalyDetector:
             window.append(numbers[name])
 
     def _limit(self, name: str) -> float:
-        """The number above which there is a spike. The number is fp32, and so is the limit, rounded down: the
-        device and this process come to the same."""
+        """The number above which there is a spike. The number is fp32, and so is the limit, rounded
+        down: the device and this process come to the same."""
         window = self._good[name]
         if 2 * len(window) < self._config.spike_window:
             return LARGEST
@@ -166,7 +166,8 @@ def mean_and_deviation(window: deque[float]) -> tuple[float, float]:
 
 
 def is_bad(loss: Tensor, norm: Tensor, limits: tuple[float, float]) -> Tensor:
-    """A flag on the device, fp32: 0 if loss and gradient norm are finite and within the limits, else 1.
+    """A flag on the device, fp32: 0 if loss and gradient norm are finite and within the limits,
+    else 1.
 
     loss, norm: fp32 scalars. Comparisons with NaN are false.
     """
@@ -179,10 +180,11 @@ _FEW = 16  # ranks of whose median a single one may be half
 
 
 class Stragglers:
-    """Knows how long each rank worked in each step; rank 0 names one that has been slow for long, once.
+    """Knows how long each rank worked in each step; rank 0 names one that has been slow for long,
+    once.
 
-    Ranks are compared with those that have the same stages, for equal work; where there are none, with
-    all others.
+    Ranks are compared with those that have the same stages, for equal work; where there are none,
+    with all others.
     """
 
     def __init__(self, config: Config, run: Run, worker: Worker, events: Events) -> None:

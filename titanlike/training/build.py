@@ -71,7 +71,8 @@ class Ranges:
         start_action: Callable[[Any], None],
         action_queued: Callable[[Any, bool], None] | None,
     ) -> None:
-        """The pipeline calls these back, whoever listens; action_queued: None = nobody need know."""
+        """The pipeline calls these back, whoever listens; action_queued: None = nobody need
+        know."""
         self._pipeline, self._always, self._always_queued = pipeline, start_action, action_queued
         self._call_back()
 
@@ -140,8 +141,8 @@ class Run:
 
     @cached_property
     def shares(self) -> Tensor | None:
-        """A share of each of `owned`: 1 / the ranks of an axis inside of layers that have the same elements,
-        fp32 on the device; None without such an axis."""
+        """A share of each of `owned`: 1 / the ranks of an axis inside of layers that have the same
+        elements, fp32 on the device; None without such an axis."""
         placements = self.plan.placements
         if not placements:
             return None
@@ -190,8 +191,8 @@ def build_planned(
     say: Callable[[str], object] = lambda _: None,
     init_weights: Callable[..., object] = initialize,
 ) -> Run:
-    """Build what was decided. Collective: process groups are made here, not while a run is planned, when
-    rank 0 may have timed units alone.
+    """Build what was decided. Collective: process groups are made here, not while a run is planned,
+    when rank 0 may have timed units alone.
 
     init_weights: allocates a stage and gives it its weights, called as `initialize`.
     """

@@ -69,7 +69,8 @@ def norm_problems(config: Config, model: nn.Module) -> list[Problem]:
 
 
 def changed_problems(config: Config, model: nn.Module) -> list[Problem]:
-    """Gradients or weights that are changed by what a layout replaces, or in the middle of a step."""
+    """Gradients or weights that are changed by what a layout replaces, or in the middle of a
+    step."""
     reasons = []
     whole = config.world_size == 1 and getattr(config.schedule, "microbatches", 1) in (None, 1)
     for name, parameter in model.named_parameters():

@@ -1,7 +1,7 @@
 """The perplexity job: the loss of a run's newest checkpoint on any data, in any layout.
 
-Every sequence of a part of the data counts once. Nats are summed over tokens; bits a byte are the same
-sum over the bytes of the text that these tokens are, so that tokenizers can be compared.
+Every sequence of a part of the data counts once. Nats are summed over tokens; bits a byte are the
+same sum over the bytes of the text that these tokens are, so that tokenizers can be compared.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ class Evaluation:
 
 
 def perplexity(config: Config, worker: Worker) -> dict[str, Any]:
-    """Evaluate `evaluate.part` of the data; prints the result, and writes it beside the checkpoint."""
+    """Evaluate `evaluate.part` of the data; prints the result, and writes it beside the
+    checkpoint."""
     # the job's own folder is inside the run's
     of_run = replace(config, run_dir=str(Path(config.run_dir).parent))
     data = open_data_on_every_rank(config, worker)
@@ -110,7 +111,8 @@ def _count(source: Source, config: Config) -> int:
 
 
 def _batches(source: Source, config: Config, dp_rank: int) -> Iterator[Batch]:
-    """All sequences in order, each once; the last batch is filled up with targets that do not count."""
+    """All sequences in order, each once; the last batch is filled up with targets that do not
+    count."""
     total, local = _count(source, config), config.batch_size // config.dp
     together = collate(source)
     for first in range(0, total, config.batch_size):

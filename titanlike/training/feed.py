@@ -25,9 +25,9 @@ def batches_for(run: Run, config: Config, stream: Iterator[Batch]) -> Iterator[B
     nothing is copied.
 
     On a GPU the next batch is read by a thread and copied on a stream of its own while a step runs.
-    Not on the CPU: the thread would take turns with the step's own on the same cores. And a source of
-    the user's that is read in this process (data.workers=0) is read by this thread: it may draw random
-    numbers, which a checkpoint saves.
+    Not on the CPU: the thread would take turns with the step's own on the same cores. And a source
+    of the user's that is read in this process (data.workers=0) is read by this thread: it may draw
+    random numbers, which a checkpoint saves.
     """
     # batches of another length may use other fields
     used = None if run.plan.variable else run.pipeline.used_fields()
@@ -47,8 +47,8 @@ def _needed(batch: Batch, used: set[str] | None) -> Batch:
 
 
 def to_device(batch: Batch, mesh: Mesh, config: Config) -> Batch:
-    """A batch on this rank's device, the model's floating-point inputs in the compute dtype. What is
-    there already, or on meta, is left as it is."""
+    """A batch on this rank's device, the model's floating-point inputs in the compute dtype. What
+    is there already, or on meta, is left as it is."""
     dtype = compute_dtype(config)
     moved = {}
     for name, value in batch.items():

@@ -1,20 +1,21 @@
-"""What is done with the first batch before the first step: blocks are compiled, while no rank waits for
-a message of another, and a model that mixes samples is refused. Modules are as they were afterwards.
+"""What is done with the first batch before the first step: blocks are compiled, while no rank waits
+for a message of another, and a model that mixes samples is refused. Modules are as they were
+afterwards.
 
 Mixing is a mean over dim 0, or attention over samples.
 
 What such a model mixes are the samples of a microbatch, so that it is another model in each layout.
-A graph of operations does not tell; but where nothing is mixed, the losses of a sample do not depend
-on the samples beside it. So the pipeline evaluates the first batch with other companions: each
-microbatch once as it is, once with its first half twice, once with its second half twice.
+A graph of operations does not tell; but where nothing is mixed, the losses of a sample do not
+depend on the samples beside it. So the pipeline evaluates the first batch with other companions:
+each microbatch once as it is, once with its first half twice, once with its second half twice.
 
 A norm or a sum over the batch hardly changes with the company, but with the number of samples: the
 halves of each microbatch are evaluated in microbatches of half the size, too.
 
-Microbatches of one sample are laid in pairs for it, as in other layouts. torch's own modules evaluate
-meanwhile (dropout is off, batch norm uses its running statistics) and the model's own ones train, so
-that a loss which exists in training alone is found. If a forward still draws random numbers, it is
-compared in evaluation instead.
+Microbatches of one sample are laid in pairs for it, as in other layouts. torch's own modules
+evaluate meanwhile (dropout is off, batch norm uses its running statistics) and the model's own ones
+train, so that a loss which exists in training alone is found. If a forward still draws random
+numbers, it is compared in evaluation instead.
 """
 
 from __future__ import annotations
@@ -78,8 +79,8 @@ def unchanged(run: Run, seed: int) -> Iterator[None]:
 def compile_blocks(run: Run, config: Config, batch: Batch, worker: Worker) -> str:
     """Compile the blocks of all stages for batches such as this one. Collective.
 
-    Returns what to say of it, on rank 0. Raises ConfigError where the compiler fails, BarrierTimeout
-    where a rank has not compiled its blocks in `launch.timeout`.
+    Returns what to say of it, on rank 0. Raises ConfigError where the compiler fails,
+    BarrierTimeout where a rank has not compiled its blocks in `launch.timeout`.
     """
     assert run.compiled is not None
     begin = time.perf_counter()
@@ -118,7 +119,8 @@ MOST_BY_SIZE, MOST_BY_SIZE_IN_BF16 = 1e-4, 1e-2
 
 
 def refuse_mixed_samples(run: Run, config: Config, stream: Iterator[Batch]) -> Iterator[Batch]:
-    """The same batches. Raises ConfigError where the model or the loss mixes samples. Collective."""
+    """The same batches. Raises ConfigError where the model or the loss mixes samples.
+    Collective."""
     if not may_mix_samples(config):
         return stream
     own_loss = isinstance(config.loss, Custom)
@@ -139,8 +141,8 @@ def refuse_mixed_samples(run: Run, config: Config, stream: Iterator[Batch]) -> I
 
 
 def _change_by_companions(run: Run, config: Config, first: list[Batch]) -> str | None:
-    """How much the losses of samples depend on the others in their microbatch, in words; None = not at
-    all, or there is nothing to compare."""
+    """How much the losses of samples depend on the others in their microbatch, in words; None = not
+    at all, or there is nothing to compare."""
     # a loss of the user's own may return the losses of a row in any place
     rows = _Rows.of(run, first, by_row=not isinstance(config.loss, Custom))
     if rows is None:
@@ -202,14 +204,15 @@ class _Rows:
         return cls(run, pipeline, batch, places, by_row)
 
     def losses(self, arrangement: int) -> tuple[int, Tensor]:
-        """(arrangement, losses of each sample, or sum of each microbatch), on the last stage's rank."""
+        """(arrangement, losses of each sample, or sum of each microbatch), on the last stage's
+        rank."""
         places = self.places[arrangement]
         batch = {name: value[places.to(value.device)] for name, value in self.batch.items()}
         return arrangement, self._evaluate(self.pipeline, batch)
 
     def change_in_halves(self, plain: tuple[int, Tensor]) -> float:
-        """Difference from the first arrangement if each half of a microbatch is one; 0 where there are
-        no halves, or the forward cannot take them."""
+        """Difference from the first arrangement if each half of a microbatch is one; 0 where there
+        are no halves, or the forward cannot take them."""
         size = len(self.places[0]) // self.run.plan.microbatches
         pipeline = None
         if size % 2 == 0:

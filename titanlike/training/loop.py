@@ -1,9 +1,9 @@
-"""The training job, what every rank does from the start of a run to its end, and its loop over steps:
-train, validate, record, save; stop, skip or roll back after a bad step.
+"""The training job, what every rank does from the start of a run to its end, and its loop over
+steps: train, validate, record, save; stop, skip or roll back after a bad step.
 
-The loop is a step ahead of the numbers: a step is judged and recorded once the forward and backward of the
-next one are launched, so that a device has work while the host reads. Before a validation, a save and
-the end they are waited for.
+The loop is a step ahead of the numbers: a step is judged and recorded once the forward and backward
+of the next one are launched, so that a device has work while the host reads. Before a validation, a
+save and the end they are waited for.
 """
 
 from __future__ import annotations
@@ -74,7 +74,8 @@ def train(config: Config, worker: Worker) -> dict[str, Any]:
 
 
 def _export(session: Session) -> None:
-    """A folder for transformers of the last step. The other ranks have ended: it takes rank 0 alone."""
+    """A folder for transformers of the last step. The other ranks have ended: it takes rank 0
+    alone."""
     from titanlike.checkpoint.hf_export import export
 
     step, config = session.progress.step, session.config
@@ -116,7 +117,8 @@ def train_steps(s: Session) -> None:
             timeout = None
             gradients = forward_backward(s.run, config, step, stream)
 
-            # 2. meanwhile the numbers of the step before have left the device: judge and record them
+            # 2. meanwhile the numbers of the step before have left the device: judge and record
+            # them
             if s.pending is not None:
                 record = _finish_pending(s, rollbacks)
                 if record is None:  # back at a checkpoint
@@ -159,7 +161,8 @@ def train_steps(s: Session) -> None:
 
 def _finish_pending(s: Session, rollbacks: list[int]) -> dict[str, Any] | None:
     """The record of the step whose numbers are on their way. After a bad step the run stops (raises
-    BadNumbers), goes on without its update, or goes back to a checkpoint: then the result is None."""
+    BadNumbers), goes on without its update, or goes back to a checkpoint: then the result is
+    None."""
     assert s.pending is not None
     pending, s.pending = s.pending, None
     record, waited, anomaly, stop_code, graphs = finish_step(s.run, s.config, pending, s.detector)
@@ -192,8 +195,8 @@ def _complete(s: Session, record: dict[str, Any]) -> None:
 
 @contextmanager
 def _recorded_on_an_error(s: Session) -> Iterator[None]:
-    """After an error within, the numbers that are on their way are recorded if they come soon and are
-    good; nothing is saved any more."""
+    """After an error within, the numbers that are on their way are recorded if they come soon and
+    are good; nothing is saved any more."""
     try:
         yield
     except BaseException:
@@ -218,7 +221,8 @@ def _compile(s: Session, stream: Iterator[Batch]) -> Iterator[Batch]:
 
 
 def batches_from(s: Session) -> Iterator[Batch]:
-    """This dp rank's batches after `s.progress`: the position in the data is a function of the step."""
+    """This dp rank's batches after `s.progress`: the position in the data is a function of the
+    step."""
     start = s.progress.step + s.progress.left_out
     stream = batches(s.data.train, s.config, dp_rank=s.run.mesh.dp_rank, start_step=start)
     return batches_for(s.run, s.config, stream)
@@ -274,7 +278,8 @@ def _sample(s: Session, step: int) -> None:
 
 
 def _validate(s: Session, step: int, record: dict[str, Any], final: bool) -> None:
-    """Add `val_loss` to the record; a stop request ends the validation of all steps but the last."""
+    """Add `val_loss` to the record; a stop request ends the validation of all steps but the
+    last."""
     s.watchdog.enter_phase(step, "validation")
     s.run.ranges.begin("validation")
     should_stop = None if final else lambda: _agreed_stop_code(s)
@@ -311,9 +316,9 @@ def _is_due(step: int, every: int, anyway: bool) -> bool:
 @contextmanager
 def collected_every(steps: int) -> Iterator[Callable[[int], None]]:
     """Collect garbage, within it, when the function that it gives is called with a step that is a
-    multiple of `steps`: the same steps on all ranks. 0: as Python does by itself, when enough objects
-    were made, which is another step on each rank, and all others wait for the one that does. Objects
-    in cycles are rare in a step; the others are freed at once in any case.
+    multiple of `steps`: the same steps on all ranks. 0: as Python does by itself, when enough
+    objects were made, which is another step on each rank, and all others wait for the one that
+    does. Objects in cycles are rare in a step; the others are freed at once in any case.
 
     What exists at the beginning, the model and torch itself, is not looked through again.
     """

@@ -1,5 +1,5 @@
-"""What a device's memory decides: `fsdp.zero=auto`, the blocks that `fit` recomputes, and the stages
-whose weight gradients wait in a schedule that splits the backward."""
+"""What a device's memory decides: `fsdp.zero=auto`, the blocks that `fit` recomputes, and the
+stages whose weight gradients wait in a schedule that splits the backward."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def choose_by_memory(
     zero: tuple[int, str],
     device_memory: Callable[[], int | None],
 ) -> MemoryChoices:
-    """targets: of a microbatch, on meta; loss: of what the model returns; graphs, parameters (name ->
-    elements): of the stages; zero: what `auto` means where no memory is known, and why;
+    """targets: of a microbatch, on meta; loss: of what the model returns; graphs, parameters (name
+    -> elements): of the stages; zero: what `auto` means where no memory is known, and why;
     device_memory: bytes that training may take. Raises ConfigError as `choose_recomputed` does.
     """
     how = config.activation_checkpoint

@@ -242,7 +242,8 @@ def viewer_of(settings: MemoryProfile, device: torch.device) -> str:
 
 
 class TraceRecorder:
-    """torch's profiler: ranges, operators and kernels; with `memory` also allocations, as a curve."""
+    """torch's profiler: ranges, operators and kernels; with `memory` also allocations, as a
+    curve."""
 
     ending = ".json.gz"
 

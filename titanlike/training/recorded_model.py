@@ -1,4 +1,5 @@
-"""The forward of a config's model, recorded on meta for a microbatch, and checked with its data and loss."""
+"""The forward of a config's model, recorded on meta for a microbatch, and checked with its data and
+loss."""
 
 from __future__ import annotations
 
@@ -34,10 +35,11 @@ def record_model(
     transforms: Mapping[str, Transform],
     variable: bool,
 ) -> Recorded:
-    """Record a changed model's forward on a microbatch, and have it checked by those that changed it.
+    """Record a changed model's forward on a microbatch, and have it checked by those that changed
+    it.
 
-    batch: of one sequence, see `example_batch`; loss: of what the model returns; variable: batches differ
-    in length. Raises ConfigError where model, data and loss do not fit each other.
+    batch: of one sequence, see `example_batch`; loss: of what the model returns; variable: batches
+    differ in length. Raises ConfigError where model, data and loss do not fit each other.
     """
     _prepare(model, config)
     size = config.batch_size // config.dp // microbatches

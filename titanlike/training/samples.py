@@ -2,7 +2,8 @@
 parallel part stays where it is.
 
 Each token takes a forward of the whole pipeline, without a cache of keys and values: right for any
-causal model, and slow. The logits are on the ranks of the last stage; rank by rank the same ids go on.
+causal model, and slow. The logits are on the ranks of the last stage; rank by rank the same ids go
+on.
 
 Shapes: B texts at a time (a microbatch each), T tokens, V vocabulary.
 """
@@ -104,7 +105,8 @@ def write_samples(
     run_dir: Any,
     say: Callable[[str], object] | None,
 ) -> None:
-    """Sample, and on rank 0 (which has `say`) print, append to samples.jsonl and hand to the sinks."""
+    """Sample, and on rank 0 (which has `say`) print, append to samples.jsonl and hand to the
+    sinks."""
     texts = sampler.sample(config.seed + step)
     if say is None:
         return

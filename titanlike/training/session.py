@@ -1,4 +1,5 @@
-"""What a training run has open: data, model, checkpoints, watchdog and metrics, from start to end."""
+"""What a training run has open: data, model, checkpoints, watchdog and metrics, from start to
+end."""
 
 from __future__ import annotations
 
@@ -49,8 +50,8 @@ class Recorder(Protocol):
 
 @dataclass
 class Session:
-    """What the loop works with. Console, events and sinks write on rank 0 alone, as do the owner and the
-    check of the run's files."""
+    """What the loop works with. Console, events and sinks write on rank 0 alone, as do the owner
+    and the check of the run's files."""
 
     config: Config
     worker: Worker
@@ -90,7 +91,8 @@ class Session:
                 sink.log(record)
 
     def check_run_dir(self) -> None:
-        """Raises TakenOver where a newer start owns the run's directory, LostFiles where it is gone."""
+        """Raises TakenOver where a newer start owns the run's directory, LostFiles where it is
+        gone."""
         if self.owner is not None and self.files is not None:
             self.owner.check()
             self.files.check()

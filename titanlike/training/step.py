@@ -1,10 +1,11 @@
 """The train step, and the validation: functions of a run and a batch.
 
-A step waits for no number of its own. It is launched in two halves; what it measured is read when the
-forward and backward of the next step are launched, or at once where something needs it:
+A step waits for no number of its own. It is launched in two halves; what it measured is read when
+the forward and backward of the next step are launched, or at once where something needs it:
 
 1. `forward_backward`: the gradients, their norm and the loss, on the device.
-2. `update`: parameters change unless these are bad, which the device decides; the numbers are sent off.
+2. `update`: parameters change unless these are bad, which the device decides; the numbers are sent
+   off.
 3. `finish_step`: the numbers are here: the record, and what is wrong with them.
 """
 
@@ -122,7 +123,8 @@ def update(
 def finish_step(
     run: Run, config: Config, pending: PendingStep, detector: AnomalyDetector
 ) -> StepResult:
-    """The step's numbers, once they are here, and what is wrong with them. Collective where it is bad."""
+    """The step's numbers, once they are here, and what is wrong with them. Collective where it is
+    bad."""
     numbers = pending.sent.read()
     assert numbers is not None
     record = step_record(run, config, pending, numbers)
@@ -187,8 +189,8 @@ def optimizer_step(
     run: Run, config: Config, step: int, norm: Tensor, skip: Tensor | None = None
 ) -> float:
     """Clip by the global norm, update the parameters, and what else is updated once a step (running
-    statistics, the balance of experts); returns the learning rate. A parameter that no rank's backward reached is left
-    alone.
+    statistics, the balance of experts); returns the learning rate. A parameter that no rank's
+    backward reached is left alone.
 
     skip: a flag on the device, 1 = change nothing; None = 0.
     """
@@ -212,7 +214,8 @@ def drop_gradients(run: Run) -> None:
 
 
 def _first_bad(run: Run, norms: Tensor) -> str:
-    """The first parameter of this rank whose gradient had a norm that is not finite; "" for none."""
+    """The first parameter of this rank whose gradient had a norm that is not finite; "" for
+    none."""
     names = [n for state in run.stage_states for n, _ in state.parameters() if state.owns(n)]
     found = (name for name, fine in zip(names, norms.isfinite().tolist(), strict=True) if not fine)
     return next(found, "")

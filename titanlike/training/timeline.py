@@ -1,9 +1,9 @@
 """A timeline: when this rank computed, waited and exchanged in a few steps of a run.
 
-1. With the first of the steps, marks are taken of phases, actions, their messages, and exchanges of FSDP:
-   the host's clock on a CPU, events in the queue of a device.
-2. When the next step begins, or the run ends before, each rank writes a file; rank 0 merges them on its
-   own clock into timeline.json, a picture and a trace.
+1. With the first of the steps, marks are taken of phases, actions, their messages, and exchanges of
+   FSDP: the host's clock on a CPU, events in the queue of a device.
+2. When the next step begins, or the run ends before, each rank writes a file; rank 0 merges them on
+   its own clock into timeline.json, a picture and a trace.
 
 A timeline that cannot be written is reported, and no reason for the run to fail.
 """

@@ -82,7 +82,8 @@ class TrainPlan:
 
     @property
     def placements(self) -> dict[str, Placement]:
-        """Placements of parameters that several ranks of such an axis have, on the first of them."""
+        """Placements of parameters that several ranks of such an axis have, on the first of
+        them."""
         return {n: p for t in self.transforms.values() for n, p in t.placements.items()}
 
     @property
@@ -118,7 +119,8 @@ def make_plan(
     data: if it is open already; else a user's own data is opened for an example batch.
     measure_times: times units, for split.cost=time; without it FLOPs stand for times.
     device_memory: as `memory_for_training`, the same on every rank; mesh: None in the launcher;
-    checked: the transforms of a plan of the same model and data: a check that holds is not repeated.
+    checked: the transforms of a plan of the same model and data: a check that holds is not
+    repeated.
     """
     resolved = resolve_model(config)
     model = build_model(resolved)

@@ -1,9 +1,9 @@
-"""What a config does to a model and to this rank's stages: a row a technique, in the order in which they
-are applied. A technique is imported by its row, where a config asks for it.
+"""What a config does to a model and to this rank's stages: a row a technique, in the order in which
+they are applied. A technique is imported by its row, where a config asks for it.
 
-Those that change the model (`_MODEL`) are made while a run is planned, since its forward is recorded
-with them; the others (`_STAGES`) when stages are built. FSDP is none of them: stages are sharded behind all
-of these (`build.py`).
+Those that change the model (`_MODEL`) are made while a run is planned, since its forward is
+recorded with them; the others (`_STAGES`) when stages are built. FSDP is none of them: stages are
+sharded behind all of these (`build.py`).
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def model_transforms(
 ) -> dict[str, Transform]:
     """Change a model on meta in place, as the first rank of each axis has it; by their names.
 
-    mesh: None in the launcher; batch: of one sequence, see `example_batch`; checked: those of another plan
-    for the same model and data. Raises ConfigError.
+    mesh: None in the launcher; batch: of one sequence, see `example_batch`; checked: those of
+    another plan for the same model and data. Raises ConfigError.
     """
     return {
         name: make(_Planned(config, model, mesh, batch, checked.get(name)))

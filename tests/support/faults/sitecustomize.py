@@ -1,9 +1,9 @@
 """With this folder on PYTHONPATH, rank 0 stops still at a place in its work on checkpoints.
 
 FAULT is JSON: {"event", "path", "marked", "count", "flag", "fsync"}. At the count-th audit event of
-that name whose path fits, and whose folder has a marker or not as `marked` says (null = either), the
-thread creates the file `flag` and waits until somebody removes it, or kills the process. `event` ""
-stops nowhere. `fsync`: seconds that each fsync takes longer, as on a slow disk.
+that name whose path fits, and whose folder has a marker or not as `marked` says (null = either),
+the thread creates the file `flag` and waits until somebody removes it, or kills the process.
+`event` "" stops nowhere. `fsync`: seconds that each fsync takes longer, as on a slow disk.
 """
 
 import json

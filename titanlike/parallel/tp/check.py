@@ -1,8 +1,9 @@
-"""Whether a sharded model computes what the whole one does, before anything starts; and what to write.
+"""Whether a sharded model computes what the whole one does, before anything starts; and what to
+write.
 
 The model's forward runs on meta twice: whole, and sharded as the first tensor-parallel rank has it.
-Layers that the plan shards are known to be right. Of each operation outside of them the second trace
-finds which dimensions the rank has a part of and whether it computes its part of the result
+Layers that the plan shards are known to be right. Of each operation outside of them the second
+trace finds which dimensions the rank has a part of and whether it computes its part of the result
 (`operators.py`), and of each whole parameter whether its gradient is a part of a sum.
 """
 
@@ -94,7 +95,8 @@ def _run(model: nn.Module, batch: dict[str, Tensor]) -> object:
     return model(*([batch["inputs"]] if "inputs" in batch else []), **others)
 
 
-# (what a parameter computes with, when its gradient is summed, the style that does it) by what it needs
+# (what a parameter computes with, when its gradient is summed, the style that does it) by what it
+# needs
 _SUMS = {
     "features": ("a rank's part of heads or features", "always", "replicate_sum"),
     "tokens": ("a rank's part of the tokens", "sequence", "sequence"),
@@ -136,8 +138,8 @@ def _gradient_mistakes(
 
 
 def unnamed(model: nn.Module, modules: Mapping[str, Entry], style: str) -> list[ShardingError]:
-    """Modules with parameters beside sharded ones, in the same module, that a plan leaves out; style:
-    what they would need."""
+    """Modules with parameters beside sharded ones, in the same module, that a plan leaves out;
+    style: what they would need."""
     mistakes: dict[str, ShardingError] = {}
     for holder in {n.rpartition(".")[0] for n, entry in modules.items() if entry.style in _PARTS}:
         beside = [n for n, entry in modules.items() if n.rpartition(".")[0] == holder]

@@ -1,13 +1,14 @@
 """How tensor parallelism divides transformers' models.
 
-transformers writes a plan into a config (`base_model_tp_plan`) and its class (`_tp_plan`), in words of
-its own. It becomes one of `parallel/tp/plan.py`, with what those words leave out: queries are divided
-by heads, keys and values repeated where there are fewer heads than ranks, embedding and head divided
-over the vocabulary, and what q, k and v (or gate and up) share is exchanged once for all of them.
-Fused layers, which transformers gathers or has no plan for, are divided matrix by matrix.
+transformers writes a plan into a config (`base_model_tp_plan`) and its class (`_tp_plan`), in words
+of its own. It becomes one of `parallel/tp/plan.py`, with what those words leave out: queries are
+divided by heads, keys and values repeated where there are fewer heads than ranks, embedding and
+head divided over the vocabulary, and what q, k and v (or gate and up) share is exchanged once for
+all of them. Fused layers, which transformers gathers or has no plan for, are divided matrix by
+matrix.
 
-Activations between divided layers stay whole: forwards of transformers take lengths from them. A plan
-in a model's YAML may divide them (`sequence`) where a forward does not.
+Activations between divided layers stay whole: forwards of transformers take lengths from them. A
+plan in a model's YAML may divide them (`sequence`) where a forward does not.
 """
 
 from __future__ import annotations
@@ -141,7 +142,8 @@ def transformers_plan(model: PreTrainedModel, size: int) -> dict[str, Any]:
 
 
 def set_local_sizes(model: nn.Module) -> None:
-    """Give attention modules of a divided model their own numbers of heads, where forwards read them.
+    """Give attention modules of a divided model their own numbers of heads, where forwards read
+    them.
 
     Raises ConfigError where keys are not divided as queries are.
     """
@@ -194,8 +196,9 @@ def _output_features(linear: Any) -> int:
 
 
 def _translated(model: PreTrainedModel, base: Mapping[str, Any], size: int) -> dict[str, Any]:
-    """transformers' words in ours, without those for modules that this model does not have: a plan is
-    for all sizes of a family. What names parameters stays, and is refused. Raises ConfigError."""
+    """transformers' words in ours, without those for modules that this model does not have: a plan
+    is for all sizes of a family. What names parameters stays, and is refused. Raises
+    ConfigError."""
     names = [name for name, _ in model.named_modules()]
     names += [name for name, _ in model.named_parameters()]
     plan: dict[str, Any] = {}

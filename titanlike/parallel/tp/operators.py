@@ -1,8 +1,8 @@
 """Which dimensions of a tensor a rank has a part of, and how operators of torch compute with that.
 
-A rule stands below the names of the operators that follow it. It gives the layouts of a call's results,
-or raises ShardingError with what the operator does over a dimension of which the rank has only a part.
-An operator without a rule is refused on a rank's parts.
+A rule stands below the names of the operators that follow it. It gives the layouts of a call's
+results, or raises ShardingError with what the operator does over a dimension of which the rank has
+only a part. An operator without a rule is refused on a rank's parts.
 """
 
 from __future__ import annotations
@@ -68,7 +68,8 @@ class ShardingError(Exception):
 
 
 def need_whole(verb: str, *shards: Shard | None) -> None:
-    """Raise ShardingError where the rank has a part of one of these dimensions: the call does this."""
+    """Raise ShardingError where the rank has a part of one of these dimensions: the call does
+    this."""
     if shard := next(filter(None, shards), None):
         raise ShardingError(f"it {verb} over {shard}", shard)
 
@@ -251,7 +252,8 @@ def layouts_of(call: Call) -> list[Layout]:
 
 
 def _check_same_numbers(call: Call) -> None:
-    """Raise ShardingError where an argument that is no tensor is another than in the whole model."""
+    """Raise ShardingError where an argument that is no tensor is another than in the whole
+    model."""
     for name, value in call.given.items():
         other = call.whole.get(name)
         if _has_operand(value) or name in ("dtype", "layout", "device", "pin_memory"):
@@ -331,8 +333,8 @@ def numbers(call: Call) -> list[Layout]:
     "native_dropout dropout bernoulli normal uniform exponential random"
 )
 def _inherited(call: Call) -> list[Layout]:
-    """Sizes tell which dimensions of a result are sharded, and the arguments' dimensions of the same
-    sizes how; a part of none of these is one of equal elements."""
+    """Sizes tell which dimensions of a result are sharded, and the arguments' dimensions of the
+    same sizes how; a part of none of these is one of equal elements."""
     shards: dict[tuple[int, int], Shard | None] = {}
     for x in call.operands:
         for w, n, shard in zip(x.whole, x.local, x.layout, strict=True):
@@ -350,8 +352,8 @@ def _inherited(call: Call) -> list[Layout]:
 
 
 def _over(verb: str, over: str | tuple[int, ...], operators: str) -> None:
-    """Operators that combine elements along dimensions of their input; over: these, or the argument that
-    says them (all without one)."""
+    """Operators that combine elements along dimensions of their input; over: these, or the argument
+    that says them (all without one)."""
 
     @_follow(operators)
     def rule(call: Call) -> list[Layout]:

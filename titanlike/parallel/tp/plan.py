@@ -168,7 +168,8 @@ def written_plan(config: Config) -> Mapping[str, Any] | None:
 
 
 def tensor_plan(config: Config, model: nn.Module) -> dict[str, Entry]:
-    """Module -> how it is divided. Raises ConfigError where the model has no plan, or a wrong one."""
+    """Module -> how it is divided. Raises ConfigError where the model has no plan, or a wrong
+    one."""
     from titanlike.parallel.tp.hf_plan import has_transformers_plan, transformers_plan
 
     plain = written_plan(config)

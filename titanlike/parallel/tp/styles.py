@@ -1,9 +1,10 @@
 """Shard a model among tensor-parallel ranks, as a plan says.
 
-Parameters of sharded layers become this rank's part, and hooks around forwards exchange activations.
-Between sharded layers each rank has either whole activations [B, T, D], or a part of the sequence
-[B, T / tp, D] (`TensorRanks.sequence`). Each exchange is a pair of operations, of which one is the
-other's gradient (arXiv 1909.08053, section 3; with the sequence divided, 2205.05198, section 4.2.2):
+Parameters of sharded layers become this rank's part, and hooks around forwards exchange
+activations. Between sharded layers each rank has either whole activations [B, T, D], or a part of
+the sequence [B, T / tp, D] (`TensorRanks.sequence`). Each exchange is a pair of operations, of
+which one is the other's gradient (arXiv 1909.08053, section 3; with the sequence divided,
+2205.05198, section 4.2.2):
 
     forward         backward
     identity        all-reduce        whole activations enter a sharded layer
@@ -43,8 +44,8 @@ class TensorRanks(GroupInfo):
     sequence: bool = False
 
     def part(self, length: int) -> tuple[int, int]:
-        """(start, stop) of this rank's part of so many rows, dealt as torch.chunk does: the last may
-        have fewer."""
+        """(start, stop) of this rank's part of so many rows, dealt as torch.chunk does: the last
+        may have fewer."""
         rows = -(-length // self.size)
         start = min(self.rank * rows, length)
         return start, min(start + rows, length)
@@ -55,9 +56,9 @@ def shard_model(
 ) -> dict[str, Placement]:
     """Shard a model on meta in place; the placement of each parameter, by its first name.
 
-    modules: see `plan.named`; whole_logits: the loss needs all of the vocabulary. A model may have a
-    method `tp_divided()`, which is called last. Raises ConfigError for what cannot be divided, with a
-    `tp` that can.
+    modules: see `plan.named`; whole_logits: the loss needs all of the vocabulary. A model may have
+    a method `tp_divided()`, which is called last. Raises ConfigError for what cannot be divided,
+    with a `tp` that can.
     """
     if problems := _problems(model, modules, ranks.size):
         fits = next(n for n in range(ranks.size - 1, 0, -1) if not _problems(model, modules, n))
@@ -267,8 +268,8 @@ def _feature_dims(linear: nn.Module) -> tuple[int, int]:
 
 
 def _known_class(module: nn.Module) -> type[nn.Module] | None:
-    """The class of modules that can be divided: torch's, or transformers' linear layer of GPT-2, whose weight is
-    transposed."""
+    """The class of modules that can be divided: torch's, or transformers' linear layer of GPT-2,
+    whose weight is transposed."""
     for kind in type(module).__mro__:
         theirs = kind.__module__ == "transformers.pytorch_utils" and kind.__name__ == "Conv1D"
         if kind in (nn.Linear, nn.Embedding) or theirs:

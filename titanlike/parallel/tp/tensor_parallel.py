@@ -1,4 +1,5 @@
-"""Tensor parallelism of a run: how a model is sharded, decided on meta, and what is done in a step."""
+"""Tensor parallelism of a run: how a model is sharded, decided on meta, and what is done in a
+step."""
 
 from __future__ import annotations
 
@@ -149,8 +150,8 @@ class TensorParallel(Transform):
     # step, in one message for all of these parameters, and not in each backward.
 
     def on_states(self, states: Mapping[int, StageState]) -> None:
-        """Each rank makes as many groups, by the parameters of all the model: torch counts them, to name
-        the next one."""
+        """Each rank makes as many groups, by the parameters of all the model: torch counts them, to
+        name the next one."""
         partial_ones = [p for p in self.placements.values() if p.partial != "never"]
         groups = {
             copies: self._group(copies) for copies in sorted({p.copies for p in partial_ones})
@@ -198,12 +199,12 @@ class TensorParallel(Transform):
         dist.all_gather(parts, padded.contiguous(), group=ranks.group)
         return torch.cat(parts, -1)[:, :size]
 
-    # Random numbers (dropout masks): all ranks of a group have the same default generator, so what they
-    # draw for activations that each has as a whole is the same. A module that draws for the rank's part
-    # of heads, features or tokens runs in a region: it takes one number from the default generator, as
-    # the others do, and draws with a generator seeded with this number and its rank. So the default
-    # generators stay equal, and a block that is recomputed, whose generator torch has set back, draws
-    # the same again.
+    # Random numbers (dropout masks): all ranks of a group have the same default generator, so what
+    # they draw for activations that each has as a whole is the same. A module that draws for the
+    # rank's part of heads, features or tokens runs in a region: it takes one number from the
+    # default generator, as the others do, and draws with a generator seeded with this number and
+    # its rank. So the default generators stay equal, and a block that is recomputed, whose
+    # generator torch has set back, draws the same again.
 
     def on_stage(self, index: int, stage: nn.Module, units: Sequence[str]) -> None:
         """Let its modules draw in regions, before all else that replaces forwards."""
@@ -274,9 +275,9 @@ def tensor_parallel(
 ) -> TensorParallel:
     """Divide a model on meta in place, as its first tensor-parallel rank has it.
 
-    mesh: None in the launcher; batch: of one sequence, on meta, see `example_batch`; checked: what was
-    made for the same model and batch before, whose checks hold for as many ranks. Raises ConfigError,
-    also where the divided model would compute other results.
+    mesh: None in the launcher; batch: of one sequence, on meta, see `example_batch`; checked: what
+    was made for the same model and batch before, whose checks hold for as many ranks. Raises
+    ConfigError, also where the divided model would compute other results.
     """
     if isinstance(config.split, TraceSplit):
         reason = "a graph that is traced has no exchanges between tensor-parallel ranks"
@@ -369,8 +370,8 @@ class DividedVocabulary:
     ranks: TensorRanks
 
     def cross_entropy(self, logits: Tensor, targets: Tensor, ignore: int) -> Tensor:
-        """Losses in nats [N], 0 where the target is `ignore`, NaN where it is not in the vocabulary;
-        the same on every rank.
+        """Losses in nats [N], 0 where the target is `ignore`, NaN where it is not in the
+        vocabulary; the same on every rank.
 
         logits: fp32 [N, this rank's part of the vocabulary]; targets: [N].
         """

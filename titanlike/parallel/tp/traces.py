@@ -1,4 +1,5 @@
-"""A model's forward on meta, operation by operation: whole, and in step with that as a rank has it."""
+"""A model's forward on meta, operation by operation: whole, and in step with that as a rank has
+it."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ from titanlike.torch_private.tensors import storage_id, tree_leaves
 
 @dataclass(frozen=True)
 class Step:
-    """What the whole model did: an operation, or a sharded module's beginning or end, or a block."""
+    """What the whole model did: an operation, or a sharded module's beginning or end, or a
+    block."""
 
     kind: Literal["operation", "begin", "end", "block"]
     name: str
@@ -284,8 +286,8 @@ class ShardedTrace(TracedForward):
     def run_checked(
         self, forward: Callable[[], Any], wholes: Sequence[Shape]
     ) -> list[tuple[Tensor, Shape]]:
-        """The tensors that a forward returns, and their shapes in the whole model. Raises ShardingError
-        whatever the forward raises."""
+        """The tensors that a forward returns, and their shapes in the whole model. Raises
+        ShardingError whatever the forward raises."""
         try:
             tensors = tensors_in(self.run(forward))
         except ShardingError as error:
@@ -300,8 +302,8 @@ class ShardedTrace(TracedForward):
         return [*zip(tensors, wholes, strict=True)]
 
     def complete(self, results: list[Tensor]) -> None:
-        """Called after the forward: its results are the loss' as they are. What was found of a block is so of
-        those that equal it, too."""
+        """Called after the forward: its results are the loss' as they are. What was found of a
+        block is so of those that equal it, too."""
         self._resolve(self._pending(results), {"never"})
         for name, like in self.repeated:
             for path in [path for path in self.draws if _within(path, like)]:
