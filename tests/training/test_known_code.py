@@ -89,5 +89,5 @@ def test_an_embedding_that_a_layout_would_change_is_refused(
 )
 def test_a_hook_of_a_module_is_kept(kind: str, layout: dict[str, Any], tmp_path: Path) -> None:
     """Also where equal blocks would share a compiled graph: that block is not compiled."""
-    config = tiny(**layout, model=changed("WithHook", kind=kind, layers=4))
+    config = tiny(**layout, model=changed("WithHook", kind=kind, num_hidden_layers=4))
     assert_proven(config, tmp_path, timeout=200)
