@@ -47,7 +47,7 @@ class Command:
 
 
 JOBS = {
-    "train": Command("proof.first_start.train", "train a model (default)"),
+    "train": Command("training.loop.train", "train a model (default)"),
     "verify": Command(
         "proof.verification.verify",
         "compare a layout with one process of plain torch",

@@ -32,10 +32,10 @@ from support.world import run_world
 from titanlike.checkpoint import staging, writer
 from titanlike.checkpoint.checkpointer import Checkpointer, Progress
 from titanlike.checkpoint.discovery import committed, select_resume, step_name
-from titanlike.checkpoint.integrity import METADATA, UnsafeCheckpoint, check_all, read_tensors
+from titanlike.checkpoint.integrity import UnsafeCheckpoint, check_all, read_tensors
 from titanlike.checkpoint.staging import Copy, HostMemory
 from titanlike.checkpoint.state_dict import SHARED_STEP
-from titanlike.checkpoint.storage import Storage
+from titanlike.checkpoint.storage import METADATA, Storage
 from titanlike.config.schema import Checkpoint, Config
 from titanlike.distributed.mesh import close_mesh, open_mesh
 from titanlike.launch.torchrun import start_id

@@ -20,8 +20,8 @@ from support.models import tiny
 from support.world import run_world
 from titanlike.checkpoint import integrity
 from titanlike.checkpoint.discovery import committed, step_name
-from titanlike.checkpoint.integrity import DAMAGED_MARKER, MARKER, check_all
-from titanlike.checkpoint.storage import Storage
+from titanlike.checkpoint.integrity import check_all
+from titanlike.checkpoint.storage import DAMAGED_MARKER, MARKER, Storage
 from titanlike.checkpoint.writer import prepare_save, write_checkpoint
 from titanlike.config.schema import Config
 from titanlike.launch.worker import Worker

@@ -24,16 +24,8 @@ from support.saved_state import going_on, load, load_each, opened, update
 from support.world import run_world
 from titanlike.checkpoint import integrity, state_dict
 from titanlike.checkpoint.checkpointer import Progress
-from titanlike.checkpoint.integrity import (
-    CHUNKS,
-    DAMAGED_MARKER,
-    MARKER,
-    UNEQUAL,
-    DamagedCheckpoint,
-    check_all,
-    read_tensors,
-)
-from titanlike.checkpoint.storage import Storage
+from titanlike.checkpoint.integrity import UNEQUAL, check_all, read_tensors
+from titanlike.checkpoint.storage import CHUNKS, DAMAGED_MARKER, MARKER, DamagedCheckpoint, Storage
 from titanlike.config.schema import Config
 from titanlike.launch.worker import Worker
 

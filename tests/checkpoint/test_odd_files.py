@@ -24,8 +24,8 @@ from support.saved_state import load_each
 from support.world import run_world
 from titanlike.checkpoint.commands import main
 from titanlike.checkpoint.discovery import newest_complete, select_resume
-from titanlike.checkpoint.integrity import MARKER, DamagedCheckpoint, checksum, read_state
-from titanlike.checkpoint.storage import Storage
+from titanlike.checkpoint.integrity import checksum, read_state
+from titanlike.checkpoint.storage import MARKER, DamagedCheckpoint, Storage
 from titanlike.config.schema import Config
 from titanlike.driver import sweep_table as report
 from titanlike.driver.job import SWEEP_FILE

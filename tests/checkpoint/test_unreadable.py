@@ -21,8 +21,7 @@ from support.saved_state import Loaded, going_on, load, load_each, opened
 from support.world import run_world
 from titanlike.checkpoint import integrity, storage
 from titanlike.checkpoint.commands import main
-from titanlike.checkpoint.integrity import DAMAGED_MARKER, MARKER
-from titanlike.checkpoint.storage import Storage, UnreadableFile
+from titanlike.checkpoint.storage import DAMAGED_MARKER, MARKER, Storage, UnreadableFile
 from titanlike.config.schema import Config
 from titanlike.driver import checks as check
 from titanlike.launch.worker import Worker

@@ -20,7 +20,7 @@ from support import saved_runs
 from support.command_lines import examined
 from support.commands import SCRIPTS, TINY, command
 from support.saved_runs import checkpoint, reseal
-from titanlike.checkpoint.integrity import STATE
+from titanlike.checkpoint.storage import STATE
 from titanlike.config.errors import ConfigError
 from titanlike.config.parse import hydra_sections, to_plain
 from titanlike.config.schema import Config, Custom

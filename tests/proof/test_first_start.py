@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,10 +12,12 @@ import pytest
 from support.cells import slow
 from support.commands import TINY, command
 from support.models import tiny
+from titanlike.config.imports import outside_code
 from titanlike.config.schema import Config, Custom, Sgd, Verify
+from titanlike.driver.job import JobRunner
 from titanlike.launch.worker import Worker
 from titanlike.proof import first_start
-from titanlike.proof.first_start import LIMIT, outside_code
+from titanlike.proof.first_start import LIMIT
 
 MODELS = """
 import torch
@@ -108,6 +111,12 @@ def test_a_layout_that_trains_another_model_is_not_started(
 )
 def test_what_is_titanlikes_own_is_not_asked_about(config: Config, code: dict[str, str]) -> None:
     assert outside_code(config) == code
+    asked = code or config.verify.name == "required"
+    job = JobRunner("titanlike.training.loop.train", "").job_of(config)
+    assert job == (
+        "titanlike.proof.first_start.train" if asked else "titanlike.training.loop.train"
+    )
+    assert JobRunner(job, "").job_of(replace(config, dp=1)) == job  # nothing is divided
 
 
 def test_what_one_process_cannot_do_is_left_out_with_the_reason(tmp_path: Path) -> None:

@@ -17,8 +17,8 @@ from safetensors.torch import load_file, save_file
 from support.models import tiny
 from support.world import run_world
 from titanlike.checkpoint.commands import main
-from titanlike.checkpoint.integrity import CHUNKS, MANIFEST, MARKER, checksum
-from titanlike.checkpoint.storage import Storage
+from titanlike.checkpoint.integrity import checksum
+from titanlike.checkpoint.storage import CHUNKS, MANIFEST, MARKER, Storage
 from titanlike.config.schema import Checkpoint, Config
 from titanlike.launch.worker import Worker
 from titanlike.metrics.sinks import read_jsonl

@@ -17,10 +17,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from titanlike.checkpoint import discovery, integrity
+from titanlike.checkpoint import discovery
 from titanlike.checkpoint.discovery import Selection, step_of
-from titanlike.checkpoint.integrity import CheckpointHeader, DamagedCheckpoint
-from titanlike.checkpoint.storage import Storage, UnreadableFile
+from titanlike.checkpoint.storage import (
+    DAMAGED_MARKER,
+    MARKER,
+    DamagedCheckpoint,
+    Storage,
+    UnreadableFile,
+)
 from titanlike.config.credentials import redact_value
 from titanlike.config.errors import ConfigError, Problem
 from titanlike.config.files import as_record
@@ -33,6 +38,7 @@ from titanlike.models.registry import resolve_model
 from titanlike.optim.optimizer import StageState
 
 if TYPE_CHECKING:
+    from titanlike.checkpoint.integrity import CheckpointHeader
     from titanlike.checkpoint.writer import CheckpointWriter
 
 
@@ -99,8 +105,10 @@ class Checkpointer:
         def select(rejected: set[str]) -> Selection:
             selection = discovery.select_resume(self._config, rejected)
             for path in (path for path in selection.marked if str(path) not in rejected):
+                from titanlike.checkpoint.integrity import repair_command
+
                 text = f"{path} is marked as damaged, and an older one is taken; read it again: "
-                again = integrity.repair_command(path)
+                again = repair_command(path)
                 self._events.log("passed_over", step_of(path), text + again)
             return selection
 
@@ -138,16 +146,18 @@ class Checkpointer:
     def _delete_leftovers(self) -> None:
         """Delete what killed saves and deletions have left, and note what retention may delete."""
         for path in discovery.all_steps(self._folder):
+            from titanlike.checkpoint import integrity
+
             with contextlib.suppress(ValueError, UnreadableFile):  # it stays
-                if path.exists(integrity.MARKER):
+                if path.exists(MARKER):
                     self._writer.saved[step_of(path)] = integrity.read_state(path)["val_loss"]
-                elif not path.exists(integrity.DAMAGED_MARKER):
+                elif not path.exists(DAMAGED_MARKER):
                     end = "deleted"
                     try:
                         integrity.delete_checkpoint(path)
                     except OSError as error:  # the save of that step will try again
                         end = f"it could not be deleted: {error}"
-                    text = f"{path} has no {integrity.MARKER}: its save was not completed; {end}"
+                    text = f"{path} has no {MARKER}: its save was not completed; {end}"
                     self._events.log("leftover", step_of(path), text)
 
     def _load_first_intact(self, select: Callable[[set[str]], Selection]) -> Progress | None:
@@ -185,6 +195,8 @@ class Checkpointer:
     def _mark_damaged(self, path: Storage, damage: str) -> None:
         self._events.log("damaged", step_of(path), f"{damage}; trying an older one")
         if self._rank == 0:
+            from titanlike.checkpoint import integrity
+
             try:
                 integrity.mark_damaged(path, damage)
             except OSError as error:  # each start will find the damage again

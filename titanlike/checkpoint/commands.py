@@ -14,18 +14,23 @@ from typing import Any
 from titanlike.checkpoint import integrity
 from titanlike.checkpoint.discovery import all_checkpoints
 from titanlike.checkpoint.integrity import (
-    DAMAGED_MARKER,
-    MARKER,
     MODEL,
     OPTIMIZER,
     RNG,
-    DamagedCheckpoint,
     SavedTensor,
     UnsafeCheckpoint,
     missing_data,
     read_tensors,
 )
-from titanlike.checkpoint.storage import Storage, UnreadableFile
+from titanlike.checkpoint.storage import (
+    DAMAGED_MARKER,
+    MARKER,
+    METADATA,
+    STATE,
+    DamagedCheckpoint,
+    Storage,
+    UnreadableFile,
+)
 from titanlike.config.files import NotRegularFile
 from titanlike.config.program import argument_parser, exit_code
 from titanlike.config.schema import MESH_AXES
@@ -264,9 +269,9 @@ def _problems(path: Storage, marked: bool) -> list[str]:
         files = integrity.read_manifest(path, integrity.marked_checksum(path) if marked else None)
         damages = {damage.file: damage.reason for damage in integrity.damaged_files(path, files)}
         problems += [f"{file} {reason}" for file, reason in damages.items()]
-        if integrity.STATE not in damages:
+        if STATE not in damages:
             integrity.read_state(path)
-        if integrity.METADATA not in damages:
+        if METADATA not in damages:
             problems += missing_data(read_tensors(path), files)
     except DamagedCheckpoint as damage:
         problems.append(f"{damage.file} {damage.reason}")

@@ -29,18 +29,16 @@ from torch import Tensor
 
 from titanlike.checkpoint.discovery import resolve
 from titanlike.checkpoint.integrity import (
-    MARKER,
     MODEL,
     OPTIMIZER,
     RNG,
-    DamagedCheckpoint,
     check_all,
     delete_checkpoint,
     open_header,
 )
 from titanlike.checkpoint.reader import ShardReader
 from titanlike.checkpoint.state_dict import DTYPES, cast_weights
-from titanlike.checkpoint.storage import Storage
+from titanlike.checkpoint.storage import MARKER, DamagedCheckpoint, Storage
 from titanlike.checkpoint.writer import prepare_save, write_checkpoint
 from titanlike.config.files import parse_object, temporary_beside
 from titanlike.metrics import units

@@ -1,5 +1,6 @@
 """The checkpoints in a folder, the one that a path given by the user refers to, and the one that a
-run resumes from. No torch, so that a config can be checked with it."""
+run resumes from. No torch, so that a config can be checked with it; what reads a checkpoint
+(integrity.py) is imported where there is one."""
 
 from __future__ import annotations
 
@@ -12,9 +13,15 @@ from typing import Any
 
 import yaml
 
-from titanlike.checkpoint import integrity
-from titanlike.checkpoint.integrity import DAMAGED_MARKER, MARKER, METADATA
-from titanlike.checkpoint.storage import Storage, UnreadableFile
+from titanlike.checkpoint.storage import (
+    DAMAGED_MARKER,
+    MARKER,
+    METADATA,
+    STATE,
+    DamagedCheckpoint,
+    Storage,
+    UnreadableFile,
+)
 from titanlike.config.parse import to_plain
 from titanlike.config.schema import Config
 
@@ -27,7 +34,7 @@ class Selection:
     """The selected checkpoint, None where there is none, and the newer ones that it is not."""
 
     path: Storage | None
-    damaged: list[integrity.DamagedCheckpoint] = field(default_factory=list)
+    damaged: list[DamagedCheckpoint] = field(default_factory=list)
     marked: list[Storage] = field(default_factory=list)  # as damaged, by an earlier start
 
 
@@ -68,12 +75,14 @@ def newest_complete(folder: Storage, rejected: Collection[str] = ()) -> Selectio
             continue
         try:
             if path.exists(MARKER):
-                integrity.check_quick(path)
+                from titanlike.checkpoint.integrity import check_quick
+
+                check_quick(path)
                 selection.path = path
                 break
             if path.exists(DAMAGED_MARKER):
                 selection.marked.append(path)
-        except integrity.DamagedCheckpoint as damage:
+        except DamagedCheckpoint as damage:
             if not path.exists(MARKER):  # its run has just deleted it, and has a newer one
                 return newest_complete(folder, rejected)
             selection.damaged.append(damage)
@@ -107,9 +116,11 @@ def resolve(key: str, location: str) -> Storage:
             return inside[0]
     reason = "no complete checkpoint there"
     if path.exists(DAMAGED_MARKER):
-        command = integrity.repair_command(path)
+        from titanlike.checkpoint.integrity import repair_command
+
+        command = repair_command(path)
         reason = f"is marked as damaged (see {path}/{DAMAGED_MARKER}); read it again: {command}"
-    elif path.exists(integrity.STATE) or path.exists(METADATA):
+    elif path.exists(STATE) or path.exists(METADATA):
         reason = f"incomplete: it has no file {MARKER}, so its save was not completed"
     fix = "write the path of a step-XXXXXXXX folder or of a run directory"
     raise ValueError(f"{key}={location}: {reason}; {fix}")
@@ -155,18 +166,22 @@ def select_resume(config: Config, rejected: Collection[str] = ()) -> Selection:
         selection = newest_complete(folder, rejected)
         if selection.path is not None and config.checkpoint.folder is not None:
             # it has one run's checkpoints: a sweep's jobs would resume each other's
-            owner = integrity.read_state(selection.path)["run_dir"]
+            from titanlike.checkpoint.integrity import read_state
+
+            owner = read_state(selection.path)["run_dir"]
             if owner != str(Path(config.run_dir).absolute()):
                 raise ValueError(
                     f"checkpoint.folder={folder}: it has the checkpoints of the run in {owner}; "
                     f"write run_dir={owner} to resume it, or another checkpoint.folder"
                 )
         if selection.path is None and (selection.damaged or selection.marked):
+            from titanlike.checkpoint.integrity import repair_command
+
             reasons = [*map(str, selection.damaged)]
             reasons += [f"{path} is marked as damaged" for path in selection.marked]
             raise ValueError(
                 f"checkpoint.resume=auto: no complete checkpoint is left in {folder}: "
-                f"{'; '.join(reasons)}; {integrity.repair_command(folder)} reads all bytes again and "
+                f"{'; '.join(reasons)}; {repair_command(folder)} reads all bytes again and "
                 "lifts marks that are wrong; write checkpoint.resume=/path/of/another/checkpoint"
             )
         return selection
@@ -205,8 +220,10 @@ def incompatibility(
 
     state: its state.json, if it has been read.
     """
+    from titanlike.checkpoint.integrity import read_state
+
     identity = run_identity(config)
-    for key, value in (state or integrity.read_state(path))["same"].items():
+    for key, value in (state or read_state(path))["same"].items():
         if value != identity.get(key):
             # a name without its model's keys would be the next mistake
             fix = "leave the model as it was" if key == "model.name" else f"write {key}={value}"

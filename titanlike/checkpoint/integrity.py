@@ -33,20 +33,22 @@ from typing import Any
 
 import xxhash
 
-from titanlike.checkpoint.storage import Storage
+from titanlike.checkpoint.storage import (
+    CHUNKS,
+    DAMAGED_MARKER,
+    FORMAT,
+    MANIFEST,
+    MARKER,
+    METADATA,
+    STATE,
+    DamagedCheckpoint,
+    Storage,
+)
 from titanlike.config.files import NotRegularFile, parse_object
 from titanlike.config.program import tool_program
 from titanlike.config.schema import MESH_AXES
 
 MODEL, OPTIMIZER, RNG = "model.", "optimizer.state.", "rng."  # prefixes of tensors' names
-MARKER = "COMMITTED"  # without this file a checkpoint is incomplete
-DAMAGED_MARKER = "DAMAGED"
-MANIFEST = "files.json"
-STATE = "state.json"
-METADATA = ".metadata"
-CHUNKS = "pieces.json"
-# version of these files: 1 has no pieces.json, and the step count of each parameter of its own
-FORMAT = 2
 _NUMBER = (float, int, type(None))
 _REQUIRED: dict[str, tuple[type, ...]] = {  # in state.json
     "step": (int,),
@@ -69,17 +71,6 @@ _DIGEST = 16  # bytes
 UNEQUAL = "does not match the checksum that was written"
 
 Manifest = dict[str, tuple[int, str]]  # file -> bytes, checksum
-
-
-class DamagedCheckpoint(ValueError):
-    """A file of a checkpoint is missing or differs from what was written."""
-
-    def __init__(self, folder: Storage, file: str, reason: str) -> None:
-        self.folder, self.file, self.reason = folder, file, reason
-        super().__init__(f"checkpoint {folder} is damaged: {file} {reason}")
-
-    def __reduce__(self) -> Any:  # between ranks
-        return type(self), (self.folder, self.file, self.reason)
 
 
 class UnsafeCheckpoint(ValueError):

@@ -25,11 +25,8 @@ from torch import Tensor
 
 from titanlike.checkpoint.discovery import resolve
 from titanlike.checkpoint.integrity import (
-    MARKER,
-    METADATA,
     CheckpointHeader,
     Chunk,
-    DamagedCheckpoint,
     SavedTensor,
     UnsafeCheckpoint,
     check_chunk,
@@ -39,7 +36,14 @@ from titanlike.checkpoint.integrity import (
     read_state,
     reading,
 )
-from titanlike.checkpoint.storage import Storage, UnreadableFile, error_line
+from titanlike.checkpoint.storage import (
+    MARKER,
+    METADATA,
+    DamagedCheckpoint,
+    Storage,
+    UnreadableFile,
+    error_line,
+)
 from titanlike.config.errors import ConfigError
 from titanlike.config.parse import parse
 from titanlike.config.schema import Config, Custom

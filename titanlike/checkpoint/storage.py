@@ -13,13 +13,23 @@ import time
 from collections.abc import Callable, Iterator
 from datetime import datetime
 from pathlib import Path
-from typing import IO, TypeVar
+from typing import IO, Any, TypeVar
 
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
 from titanlike.config.files import NotRegularFile, atomic_write_bytes, check_writable, open_regular
+
+# of a checkpoint, see integrity.py
+MARKER = "COMMITTED"  # without this file a checkpoint is incomplete
+DAMAGED_MARKER = "DAMAGED"
+MANIFEST = "files.json"
+STATE = "state.json"
+METADATA = ".metadata"
+CHUNKS = "pieces.json"
+# version of these files: 1 has no pieces.json, and the step count of each parameter of its own
+FORMAT = 2
 
 _PAUSES = (0.1, 0.4, 1.5)  # seconds before another attempt to read
 # of a removal: files have been added, or are still open on a network file system
@@ -33,6 +43,17 @@ class UnreadableFile(OSError):
     def __init__(self, text: str) -> None:
         super().__init__(text)
         self.errno = errno.EIO  # a restart may succeed
+
+
+class DamagedCheckpoint(ValueError):
+    """A file of a checkpoint is missing or differs from what was written."""
+
+    def __init__(self, folder: Storage, file: str, reason: str) -> None:
+        self.folder, self.file, self.reason = folder, file, reason
+        super().__init__(f"checkpoint {folder} is damaged: {file} {reason}")
+
+    def __reduce__(self) -> Any:  # between ranks
+        return type(self), (self.folder, self.file, self.reason)
 
 
 def error_line(error: BaseException) -> str:

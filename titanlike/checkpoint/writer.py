@@ -40,11 +40,8 @@ from torch.distributed.tensor import DTensor
 from titanlike.checkpoint import state_dict
 from titanlike.checkpoint.discovery import step_name
 from titanlike.checkpoint.integrity import (
-    CHUNKS,
-    METADATA,
     MODEL,
     OPTIMIZER,
-    DamagedCheckpoint,
     Manifest,
     check_sizes,
     checksum,
@@ -54,7 +51,7 @@ from titanlike.checkpoint.integrity import (
 )
 from titanlike.checkpoint.reader import raise_on_all_ranks
 from titanlike.checkpoint.staging import Copy, HostMemory, WriterProcess, WrittenFile, write_tensors
-from titanlike.checkpoint.storage import Storage, error_line
+from titanlike.checkpoint.storage import CHUNKS, METADATA, DamagedCheckpoint, Storage, error_line
 from titanlike.config.schema import Checkpoint
 from titanlike.device.accelerator import set_device, started
 from titanlike.metrics import units

@@ -18,6 +18,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from titanlike.config.parse import to_plain
+from titanlike.config.schema import Config
+
 # the help of --trust-code
 TRUST_CODE = "import and run the model that the checkpoint names, if it is none of titanlike's own"
 # of Hydra's section: keys that name code, and packages whose code configures Hydra
@@ -89,6 +92,16 @@ def named_code(plain: Mapping[str, Any], hydra: Any) -> Iterator[tuple[str, str]
         if isinstance(settings, Mapping) and "." in str(settings.get("name", "")):
             yield f"{group}.name", str(settings["name"])
     yield from _hydra_imports(hydra, "hydra")
+
+
+def outside_code(config: Config) -> dict[str, str]:
+    """key -> import path of what is not titanlike's, but the learning rate, equal in each
+    layout."""
+    return {
+        key: path
+        for key, path in named_code(to_plain(config), {})
+        if key != "lr.name" and not path.startswith("titanlike.")
+    }
 
 
 def _hydra_imports(section: Any, key: str) -> Iterator[tuple[str, str]]:

@@ -11,11 +11,9 @@ from typing import TYPE_CHECKING, Any
 from titanlike.config import validate
 from titanlike.config.errors import ConfigError
 from titanlike.config.overrides import with_choices
-from titanlike.config.schema import Config, CrossEntropy, FitActivationCheckpoint, Hardware
-from titanlike.device.choose import first_device
-from titanlike.launch.environment import available_cores
+from titanlike.config.schema import Config, CrossEntropy
 from titanlike.metrics import units
-from titanlike.training.train_plan import TrainPlan, make_plan, memory_for_training
+from titanlike.training.train_plan import TrainPlan, make_plan, too_large
 
 if TYPE_CHECKING:  # imported where changes are planned
     from titanlike.costs.estimate import Estimate
@@ -68,14 +66,10 @@ def memory_warning(
 
     room: bytes that training may take on a rank; None = by the config, or what this machine has;
     seconds: of this process, after which no other choice is tried.
-
-    Nothing is said where memory is unknown, and of a run on CPUs with more ranks than there are
-    cores: it is meant for another machine.
     """
-    room = _room(config) if room is None else room
-    needed = None if room is None else _peak_bytes(plan)
-    if room is None or needed is None or needed <= room:
+    if (over := too_large(config, plan, room)) is None:
         return ""
+    needed, room = over
     text = f"a rank would take about {units.size(needed)}, and has {units.size(room)}"
     end = time.process_time() + seconds
     changed: Choices = {}
@@ -90,7 +84,7 @@ def memory_warning(
             other = make_plan(smaller, device_memory=lambda: room)
         except ConfigError:
             continue
-        taken = _peak_bytes(other)
+        taken = other.peak_bytes()
         if taken is None or taken >= needed:
             continue
         changed |= choices
@@ -171,21 +165,3 @@ def _smaller(key: str, config: Config, plan: TrainPlan) -> Choices:
         case "pp":
             return {key: 2 * config.pp}
     return {}
-
-
-def _room(config: Config) -> int | None:
-    """Bytes that training may take on a rank; None = not known."""
-    how = config.activation_checkpoint
-    if isinstance(how, FitActivationCheckpoint) and how.memory is not None:
-        return how.memory
-    planned = isinstance(config.hardware, Hardware)
-    on_cpu = first_device(config.device).type == "cpu"
-    if not planned and on_cpu and config.world_size > available_cores():
-        return None
-    return memory_for_training(config)
-
-
-def _peak_bytes(plan: TrainPlan) -> int | None:
-    """Bytes on the fullest rank; None where activations cannot be estimated."""
-    memory = plan.memory()
-    return None if memory.unknown else max(memory.of_ranks(plan.recomputed.blocks))

@@ -18,8 +18,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titanlike.device import nvml
-
 KINDS = ("cpu", "cuda", "xpu", "mtia")  # by which a forward may ask: x.is_cuda, autocast("cuda")
 # the variable by which a driver shows a process some of the devices
 _VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "xpu": "ZE_AFFINITY_MASK"}
@@ -153,7 +151,9 @@ def multiplies_float8(device: torch.device) -> bool:
     if device.type != "cuda":
         return False
     if started() is None:
-        return all(gpu.capability >= (8, 9) for gpu in nvml.visible_gpus())
+        from titanlike.device.nvml import visible_gpus
+
+        return all(gpu.capability >= (8, 9) for gpu in visible_gpus())
     return torch.cuda.get_device_capability(device) >= ((9, 4) if torch.version.hip else (8, 9))
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from titanlike.config.errors import ConfigError, Problem
-from titanlike.device import accelerator, nvml
+from titanlike.device import accelerator
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -31,7 +31,9 @@ def choose_device(
         instead = f"is built for {kind}" if kind else "is built for no accelerator"
         raise _problem(wanted, f"torch {torch.__version__} {instead}", "device=auto")
     if count == 0:
-        if unused := len(nvml.visible_gpus()):
+        from titanlike.device.nvml import visible_gpus
+
+        if unused := len(visible_gpus()):
             reason = f"{_gpus(unused)} on this machine cannot be used by torch {torch.__version__}"
             why = "whose CUDA needs another driver" if kind else "which is built without CUDA"
             fix = f"{_CPU}, or install the torch that fits the driver"

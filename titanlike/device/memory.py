@@ -15,7 +15,6 @@ from typing import NamedTuple
 
 import torch
 
-from titanlike.device import nvml
 from titanlike.device.accelerator import (
     accelerator,
     count,
@@ -73,7 +72,9 @@ def total_memory(device: torch.device, local_ranks: int) -> int | None:
     if is_accelerator(device):
         if started() is not None:
             return torch.accelerator.get_memory_info(device)[1]
-        return min((gpu.total for gpu in nvml.visible_gpus()), default=None)
+        from titanlike.device.nvml import visible_gpus
+
+        return min((gpu.total for gpu in visible_gpus()), default=None)
     try:
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         limit = Path("/sys/fs/cgroup/memory.max")
@@ -89,7 +90,9 @@ def free_memory() -> int | None:
 
     Where NVML does not tell it is asked in another process: a context keeps memory on the device.
     """
-    if gpus := nvml.visible_gpus():
+    from titanlike.device.nvml import visible_gpus
+
+    if gpus := visible_gpus():
         return min(gpu.free for gpu in gpus)
     each = "(a.get_memory_info(i)[0] for i in range(a.device_count()))"
     command = [sys.executable, "-c", f"import torch; a = torch.accelerator; print(min({each}))"]

@@ -24,8 +24,7 @@ from titanlike.checkpoint.discovery import (
     resumed_config,
     select_resume,
 )
-from titanlike.checkpoint.integrity import DamagedCheckpoint, check_quick
-from titanlike.checkpoint.storage import Storage, UnreadableFile
+from titanlike.checkpoint.storage import DamagedCheckpoint, Storage, UnreadableFile
 from titanlike.config import credentials, files, validate
 from titanlike.config.errors import Problem
 from titanlike.config.parse import to_plain
@@ -64,17 +63,19 @@ def problems(
     if isinstance(config.logger, TensorBoard) and (problem := tensorboard_problem()):
         wrong.append(problem)
     if not any(problem.key in _LAYOUT_KEYS for problem in wrong):
-        from titanlike.training.train_plan import preflight  # imports torch: after the quick checks
+        # imports torch: after the quick checks
+        from titanlike.training.train_plan import preflight, too_large
 
         def plan(decided: TrainPlan) -> None:
-            from titanlike.costs.advice import memory_warning
-
             empty, count = sum(not units for units in decided.stages), len(decided.stages)
             if empty and warn is not None:
                 warn(f"{empty} of {count} stages have no module: fewer ranks of pp do as much")
             if warn is None and config.plan == "warn":
                 return
-            if text := memory_warning(config, decided):
+            if too_large(config, decided):
+                from titanlike.costs.advice import memory_warning
+
+                text = memory_warning(config, decided)
                 if config.plan == "strict":
                     wrong.append(Problem("plan", config.plan, text, "plan=warn"))
                 elif warn is not None:
@@ -157,6 +158,8 @@ def _checkpoint_problems(config: Config) -> Iterator[Problem]:
 
             yield from hf_start.problems(config)
         elif newest is None and start_from is not None:
+            from titanlike.checkpoint.integrity import check_quick
+
             check_quick(resolve("checkpoint.start_from", start_from))
     except DamagedCheckpoint as error:
         fix = "checkpoint.resume=/another/checkpoint"

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from titanlike.config.credentials import redact_command, redact_override
 from titanlike.config.errors import ConfigError, Problem
+from titanlike.config.imports import outside_code
 from titanlike.config.parse import write_config
 from titanlike.config.schema import Config, Wandb
 from titanlike.launch.environment import RestartState, available_cores, will_restart
@@ -25,6 +26,7 @@ from titanlike.metrics.run_files import Events, Status, write_result
 if TYPE_CHECKING:
     from titanlike.launch.torchrun import TorchrunRanks
 
+TRAIN, FIRST_START = "titanlike.training.loop.train", "titanlike.proof.first_start.train"
 SWEEP_FILE = "sweep.jsonl"  # in the directory of a sweep
 
 
@@ -32,7 +34,7 @@ SWEEP_FILE = "sweep.jsonl"  # in the directory of a sweep
 class JobRunner:
     """Runs the jobs of a command line; the fields are common to all of them."""
 
-    function: str  # of the job, `package.module:function`
+    function: str  # of the job, `package.module.function`
     folder: str  # a tool's own folder inside run_dir, or ""
     ranks: TorchrunRanks | None = None  # started by torchrun or srun; None = started here
     restart_state: RestartState = field(default_factory=RestartState)
@@ -42,13 +44,20 @@ class JobRunner:
     # of values from the environment, which errors do not show: their names
     environment: dict[str, str] = field(default_factory=dict)
 
+    def job_of(self, config: Config) -> str:
+        """The job's function: training where `verify` asks to be compared with one process first
+        is another one."""
+        if self.function != TRAIN or config.world_size == 1 or config.verify.name == "off":
+            return self.function
+        return FIRST_START if config.verify.name == "required" or outside_code(config) else TRAIN
+
     def start_workers(self, config: Config) -> None:
         """Start the workers of a single run, which import torch while its config is checked."""
         alone = config.world_size == 1 and (self.folder or not config.launch.max_restarts)
         many = config.world_size > max(8, available_cores())  # a slip, or a test of a large layout
         checks = config.device not in ("auto", "cpu")  # whether it is there, which needs torch
         if self.workers and self.ranks is None and not (alone or many or checks):
-            self.workers.start(config.world_size, self.function)
+            self.workers.start(config.world_size, self.job_of(config))
 
     def run(
         self,
@@ -82,7 +91,7 @@ class JobRunner:
                 # 3. run the job on all ranks
                 started = self.restart_state.get("started") if name is None else None
                 start = float(started or time.time())
-                job = Job(self.function, config, run_dir, overrides, start)
+                job = Job(self.job_of(config), config, run_dir, overrides, start)
                 if self.ranks:
                     result = self.ranks.run(job, stop, reporter.failed)
                 else:

@@ -1,7 +1,7 @@
 """The training job, which is compared with one process before the first start of a layout.
 
 `verify=auto` does so for code from outside of titanlike (a model, loss, optimizer, data, schedule)
-in several processes, where one process can hold the model and takes LIMIT seconds by estimate: no
+in several processes (`JobRunner`), where one process can hold the model and takes LIMIT seconds by estimate: no
 check of a forward knows all that code may do. `verify=required` does it for every layout. What
 agreed is remembered, by a hash of that code and of the config, in the run's directory and in the
 user's cache. The comparison is in fp32 and not compiled, in which nothing is rounding but the last
@@ -24,7 +24,7 @@ import torch
 import titanlike
 from titanlike.config import files
 from titanlike.config.errors import ConfigError, Problem
-from titanlike.config.imports import import_object, named_code
+from titanlike.config.imports import import_object, outside_code
 from titanlike.config.parse import to_plain
 from titanlike.config.program import program
 from titanlike.config.schema import Config, Precision
@@ -54,28 +54,15 @@ _OTHER_KEYS = (
 
 
 def train(config: Config, worker: Worker) -> dict[str, Any]:
-    """`training.loop.train`, after the comparison if it is due. Raises ConfigError where that
-    fails."""
+    """`training.loop.train`, after the comparison, unless it agreed before. Raises ConfigError
+    where it fails."""
     note = _verified(config, worker)
-    result = loop.train(config, worker)
-    return result | {"numbers": note} if note else result
-
-
-def outside_code(config: Config) -> dict[str, str]:
-    """key -> import path of what is not titanlike's, but the learning rate, equal in each
-    layout."""
-    return {
-        key: path
-        for key, path in named_code(to_plain(config), {})
-        if key != "lr.name" and not path.startswith("titanlike.")
-    }
+    return loop.train(config, worker) | {"numbers": note}
 
 
 def _verified(config: Config, worker: Worker) -> str:
-    """What is known of the numbers of this layout; "" = there was nothing to ask. Collective."""
+    """What is known of the numbers of this layout. Collective."""
     mode, code = config.verify.name, outside_code(config)
-    if mode == "off" or worker.world_size == 1 or (mode == "auto" and not code):
-        return ""
     decision: dict[str, Any] = {}
     if worker.rank == 0:
         decision["key"] = key = _key(config, code)

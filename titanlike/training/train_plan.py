@@ -30,6 +30,7 @@ from titanlike.graph.cut import StageGraph
 from titanlike.graph.model_graph import Fields, ModelGraph, fields_of
 from titanlike.graph.partition import SplitError, partition
 from titanlike.graph.recording import RecordError
+from titanlike.launch.environment import available_cores
 from titanlike.models.checks import model_problems
 from titanlike.models.registry import build_model, resolve_model
 from titanlike.optim.loss import Loss, build_loss
@@ -104,6 +105,11 @@ class TrainPlan:
     def stage_numel(self, stage: int) -> int:
         """Elements of a stage's parameters, of a tensor-parallel rank."""
         return sum(self.stage_parameters[stage].values())
+
+    def peak_bytes(self) -> int | None:
+        """Bytes on the fullest rank; None where activations cannot be estimated."""
+        memory = self.memory()
+        return None if memory.unknown else max(memory.of_ranks(self.recomputed.blocks))
 
 
 def make_plan(
@@ -236,6 +242,26 @@ def memory_for_training(config: Config) -> int | None:
     ranks = _local_ranks(config)
     total = total_memory(first_device(config.device), ranks)
     return None if total is None else int(0.92 * total)
+
+
+def too_large(config: Config, plan: TrainPlan, room: int | None = None) -> tuple[int, int] | None:
+    """(bytes that the fullest rank would take, `room`) where these are more; None where it fits,
+    where memory is unknown, and of a run on CPUs with more ranks than there are cores: it is meant
+    for another machine.
+
+    room: bytes that training may take on a rank; None = by the config, or what this machine has.
+    """
+    how = config.activation_checkpoint
+    if room is None and isinstance(how, schema.FitActivationCheckpoint):
+        room = how.memory
+    if room is None:
+        here = not isinstance(config.hardware, Hardware)
+        on_cpu = here and first_device(config.device).type == "cpu"
+        if on_cpu and config.world_size > available_cores():
+            return None
+        room = memory_for_training(config)
+    needed = None if room is None else plan.peak_bytes()
+    return None if room is None or needed is None or needed <= room else (needed, room)
 
 
 def _choose_order(config: Config, model: nn.Module) -> tuple[Order, str]:
