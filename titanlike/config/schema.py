@@ -327,6 +327,11 @@ class ActivationCheckpoint:
 
     name: str = key("none", "choice")
 
+    @property
+    def saved(self) -> list[str]:
+        """Patterns of the operators whose results a recomputed block keeps."""
+        return []
+
 
 @dataclass
 class SelectiveActivationCheckpoint(ActivationCheckpoint):
@@ -338,6 +343,10 @@ class SelectiveActivationCheckpoint(ActivationCheckpoint):
         ["aten.*mm", "aten.convolution", "titanlike.*_tokens", "*attention*", "*_attn*"],
         "operators whose results are kept, by patterns of their names",
     )
+
+    @property
+    def saved(self) -> list[str]:
+        return self.save
 
 
 @dataclass

@@ -31,7 +31,6 @@ from titanlike.distributed.sharding import StateBytes, compute_dtype
 from titanlike.graph.cut import messages
 from titanlike.graph.model_graph import ModelGraph
 from titanlike.optim.loss import Loss
-from titanlike.parallel.activation_checkpoint import saved_operators
 from titanlike.pipeline.order import Action, Order
 
 _REDUCED = 4  # bytes of a gradient in a message that reduces it: fp32
@@ -303,7 +302,10 @@ class RankMemory:
             costs.parameter_sizes(lambda p: p.numel() if id(p) in self._of_experts else 0),
         ]
         try:
-            columns += [costs.saved_bytes(), costs.recomputed_bytes(saved_operators(config))]
+            columns += [
+                costs.saved_bytes(),
+                costs.recomputed_bytes(config.activation_checkpoint.saved),
+            ]
             queued = costs.queued_bytes(config.compile) if deferred else [0] * len(names)
             rows = zip(*columns, queued, costs.peaks(deferred), strict=True)
         except CostError as error:

@@ -27,7 +27,7 @@ from titanlike.costs.unit_costs import ATTENTION, CostError, NodeCosts, Operator
 from titanlike.distributed import collectives
 from titanlike.distributed.sharding import StateBytes, compute_dtype
 from titanlike.optim.muon import hidden_matrices
-from titanlike.parallel.activation_checkpoint import keeps, saved_operators
+from titanlike.parallel.activation_checkpoint import keeps
 from titanlike.parallel.expert_parallel import SEND_TOKENS
 from titanlike.training.train_plan import TrainPlan
 
@@ -164,7 +164,10 @@ def unit_times(config: Config, plan: TrainPlan, roofline: Roofline) -> dict[str,
     calls = memory.unit_costs.operators(plan.peers)
     numel = memory.unit_parameters()
     blocks = {unit.name for unit in plan.model_graph.units if unit.block}
-    exchanges, save = _Exchanges(config, plan, roofline.hardware), saved_operators(config)
+    exchanges, save = (
+        _Exchanges(config, plan, roofline.hardware),
+        config.activation_checkpoint.saved,
+    )
     kept = frozenset({"ep"} if keeps(SEND_TOKENS, save) else ())
     names = [name for stage in plan.stages for name in stage]
     of_calls: dict[tuple[tuple[int, ...], bool], UnitTimes] = {}  # of equal calls

@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from itertools import pairwise
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -35,9 +35,11 @@ from titanlike.graph.cut import cut, unit_starts
 from titanlike.graph.model_graph import ModelGraph
 from titanlike.graph.recording import Node, tree_map, with_values
 from titanlike.optim.loss import Loss
-from titanlike.parallel.weight_gradients import DeferredWeightGradients
 from titanlike.torch_private.operators import TorchDispatchMode
 from titanlike.torch_private.tensors import storage_id, tree_leaves
+
+if TYPE_CHECKING:  # imported where a schedule defers them
+    from titanlike.parallel.weight_gradients import DeferredWeightGradients
 
 # Attributes with a module's own position, which do not change its cost
 _POSITIONS = ("index", "idx", "layer_number", "layer_id")
@@ -322,12 +324,16 @@ class Call:
     @contextmanager
     def weight_gradients(self, deferred: bool) -> Iterator[DeferredWeightGradients | None]:
         """A context in which those of its linear layers wait, if they are deferred."""
-        waiting = DeferredWeightGradients(self.module, _META) if deferred else None
+        if not deferred:
+            yield None
+            return
+        from titanlike.parallel.weight_gradients import DeferredWeightGradients
+
+        waiting = DeferredWeightGradients(self.module, _META)
         try:
             yield waiting
         finally:
-            if waiting is not None:
-                waiting.undo()
+            waiting.undo()
 
 
 def _is_weight(node: Node) -> bool:

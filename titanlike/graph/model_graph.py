@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -15,9 +15,11 @@ from titanlike.data.sources import Batch
 from titanlike.graph.cut import StageGraph, cut, start_offsets
 from titanlike.graph.partition import Unit
 from titanlike.graph.record_forward import record_forward
-from titanlike.graph.recording import Recording, with_values
-from titanlike.graph.sequence_shard import SequenceShard, UnknownTokens, shard_sequence
+from titanlike.graph.recording import Recording, UnknownTokens, with_values
 from titanlike.graph.units import find_units
+
+if TYPE_CHECKING:  # imported where a rank has a part of every sequence
+    from titanlike.graph.sequence_shard import SequenceShard
 
 
 class Field(NamedTuple):
@@ -123,6 +125,8 @@ class ModelGraph:
         return self._recordings[key]
 
     def _sharded(self, fields: Fields) -> Recording:
+        from titanlike.graph.sequence_shard import shard_sequence
+
         sequence = self._sequence
         assert sequence is not None
         with sequence.whole():

@@ -34,6 +34,14 @@ class RecordError(ValueError):
         self.reason, self.fix = reason, fix
 
 
+class UnknownTokens(ValueError):
+    """A forward that cannot compute with a part of the tokens: the call, and why."""
+
+    def __init__(self, call: str, reason: str) -> None:
+        super().__init__(f"{call}: {reason}")
+        self.call, self.reason = call, reason
+
+
 @dataclass(eq=False)
 class Node:
     """One value of the forward; stands for that value in the arguments of other nodes."""

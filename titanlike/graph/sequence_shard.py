@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from titanlike.graph.recording import Node, Recording, tree_flatten, with_values
+from titanlike.graph.recording import Node, Recording, UnknownTokens, tree_flatten, with_values
 from titanlike.graph.units import DependsOn
 
 
@@ -33,14 +33,6 @@ class SequenceShard:
     replaced: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda function: function
     # functions whose results are about all tokens, whatever their shape, as offsets of documents
     whole: frozenset[Callable[..., Any]] = frozenset()
-
-
-class UnknownTokens(ValueError):
-    """A forward that cannot compute with a part of the tokens: the call, and why."""
-
-    def __init__(self, call: str, reason: str) -> None:
-        super().__init__(f"{call}: {reason}")
-        self.call, self.reason = call, reason
 
 
 def shard_sequence(recording: Recording, shorter: Recording, shard: SequenceShard) -> Recording:

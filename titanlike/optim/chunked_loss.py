@@ -25,7 +25,7 @@ from torch.autograd.function import once_differentiable
 
 from titanlike.distributed.placement import gathered_parts, style_of
 from titanlike.graph.cut import StageGraph
-from titanlike.graph.recording import Node, RecordError, tree_map, with_values
+from titanlike.graph.recording import Node, RecordError, with_values
 from titanlike.optim.loss import Loss, OutputError, logits_of
 
 _LINEAR = ("linear", "matmul", "__matmul__")
@@ -218,27 +218,6 @@ def with_chunked_loss(graph: StageGraph, chunked: ChunkedHead) -> StageGraph:
         output=loss,
         differentiated_later=frozenset([loss]),
     )
-
-
-def loss_of_output(loss: Loss, graph: StageGraph, output: Any, targets: Tensor) -> Tensor:
-    """The scaled loss of the last stage's output."""
-    tensors = [output] if isinstance(output, Tensor) else list(output)
-    if graph.sends and graph.sends[0].chunked_head is not None:
-        return tensors[0].sum() * loss.scale
-    rest = iter(tensors)
-
-    def value(leaf: Any) -> Any:
-        """An integer output as integer again: `stage.to_send` made it fp64."""
-        if not isinstance(leaf, Node):
-            return leaf
-        tensor, meta = next(rest), leaf.tensor
-        same_kind = tensor.is_floating_point() == meta.is_floating_point()
-        return tensor if same_kind else tensor.to(meta.dtype)
-
-    structure = graph.output
-    # a tensor alone, as nearly always, is no structure to walk through in each microbatch
-    whole = value(structure) if isinstance(structure, Node) else tree_map(structure, value)
-    return loss(whole, targets)
 
 
 def _call(function: Callable[..., Any], node: Node, values: dict[Node, Tensor]) -> Any:

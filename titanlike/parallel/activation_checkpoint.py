@@ -22,7 +22,6 @@ from torch.utils.checkpoint import (
 )
 
 from titanlike.config.errors import ConfigError, Problem
-from titanlike.config.schema import Config, SelectiveActivationCheckpoint
 from titanlike.distributed.placement import experts_of
 from titanlike.distributed.transform import Transform
 from titanlike.torch_private.autograd import ignore_ranges_in_selective_checkpoints
@@ -46,12 +45,6 @@ class ActivationCheckpointing(Transform):
 
     def on_stage(self, index: int, stage: nn.Module, units: Sequence[str]) -> None:
         checkpoint_blocks(stage, self._blocks[index], self._save, self._exchanged)
-
-
-def saved_operators(config: Config) -> list[str]:
-    """Operators whose results a recomputed block keeps."""
-    how = config.activation_checkpoint
-    return how.save if isinstance(how, SelectiveActivationCheckpoint) else []
 
 
 def keeps(operator: str, save: Sequence[str]) -> bool:

@@ -23,8 +23,8 @@ from titanlike.distributed.placement import Placement, experts_of
 from titanlike.distributed.transform import Recorded, Transform
 from titanlike.graph.model_graph import Field, Fields, ModelGraph, fields_of
 from titanlike.graph.record_forward import record_forward
-from titanlike.graph.recording import Recording, replay
-from titanlike.graph.sequence_shard import SequenceShard, UnknownTokens, shard_sequence
+from titanlike.graph.recording import Recording, UnknownTokens, replay
+from titanlike.graph.sequence_shard import SequenceShard, shard_sequence
 from titanlike.models.documents import document_spans, sequence_spans
 from titanlike.optim.loss import CustomLoss, Loss, takes_divided_logits
 from titanlike.parallel.context_attention import ContextAttention, Looking, repeated

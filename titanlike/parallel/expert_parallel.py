@@ -36,7 +36,7 @@ from titanlike.distributed.collectives import GroupInfo, autograd_collective
 from titanlike.distributed.mesh import Mesh
 from titanlike.distributed.placement import Part, Placement, experts_of
 from titanlike.distributed.transform import Transform
-from titanlike.parallel.activation_checkpoint import keeps, saved_operators
+from titanlike.parallel.activation_checkpoint import keeps
 from titanlike.torch_private.autograd import in_backward
 from titanlike.torch_private.process_groups import group_named
 
@@ -68,7 +68,7 @@ class ExpertParallel(Transform):
         group = mesh.expert_group
         rank = 0 if group is None else dist.get_rank(group)
         self.ranks = GroupInfo(self._config.ep, rank, group)
-        if plan.variable and not keeps(SEND_TOKENS, saved_operators(self._config)):
+        if plan.variable and not keeps(SEND_TOKENS, self._config.activation_checkpoint.saved):
             recomputed = (name for blocks in plan.recomputed.blocks for name in blocks)
             model = plan.model_graph.model
             self._eager = {name for name in recomputed if experts_of(model.get_submodule(name))}

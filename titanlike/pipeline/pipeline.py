@@ -20,8 +20,8 @@ from titanlike.distributed.mesh import Mesh
 from titanlike.distributed.transform import Transform
 from titanlike.graph.cut import StageGraph, messages, same_messages
 from titanlike.graph.model_graph import Fields, ModelGraph, fields_of, shapes
+from titanlike.graph.recording import Node, tree_map
 from titanlike.graph.stage import Stage
-from titanlike.optim.chunked_loss import loss_of_output
 from titanlike.optim.loss import Kept, Loss, logits_of
 from titanlike.pipeline.order import Order
 from titanlike.torch_private.pipeline_runtime import OrderRuntime
@@ -275,7 +275,7 @@ class Pipeline:
 
         def loss_of(output: Any, targets: Tensor) -> Tensor:
             graphs = training if self._stages[last].training else evaluation
-            return loss_of_output(self._loss, graphs[last], output, targets)
+            return _loss_of_output(self._loss, graphs[last], output, targets)
 
         return OrderRuntime(self._order, wrapped, loss_of, sorted(used), zero=self._zero)
 
@@ -310,3 +310,24 @@ def _sum_of(losses: list[Tensor], like: Tensor) -> Tensor:
 def _nothing_queued() -> Callable[[], None]:
     """What W does where a stage's weight gradients are computed in I."""
     return lambda: None
+
+
+def _loss_of_output(loss: Loss, graph: StageGraph, output: Any, targets: Tensor) -> Tensor:
+    """The scaled loss of the last stage's output."""
+    tensors = [output] if isinstance(output, Tensor) else list(output)
+    if graph.sends and graph.sends[0].chunked_head is not None:
+        return tensors[0].sum() * loss.scale
+    rest = iter(tensors)
+
+    def value(leaf: Any) -> Any:
+        """An integer output as integer again: `stage.to_send` made it fp64."""
+        if not isinstance(leaf, Node):
+            return leaf
+        tensor, meta = next(rest), leaf.tensor
+        same_kind = tensor.is_floating_point() == meta.is_floating_point()
+        return tensor if same_kind else tensor.to(meta.dtype)
+
+    structure = graph.output
+    # a tensor alone, as nearly always, is no structure to walk through in each microbatch
+    whole = value(structure) if isinstance(structure, Node) else tree_map(structure, value)
+    return loss(whole, targets)

@@ -30,7 +30,7 @@ from titanlike.models.gpt2 import Gpt2
 from titanlike.models.llama import Llama, rotary_table
 from titanlike.models.registry import build_model, initial_weights_of
 from titanlike.optim.optimizer import build_optimizers, set_lr
-from titanlike.parallel.activation_checkpoint import checkpoint_blocks, saved_operators
+from titanlike.parallel.activation_checkpoint import checkpoint_blocks
 from titanlike.parallel.float8 import use_float8
 from titanlike.parallel.plain_tensor_parallel import divide_by_hand, loss_parallel
 from titanlike.torch_private.dtensor import local
@@ -186,7 +186,7 @@ def _recompute_and_compile(part: nn.Module, config: Config, plan: TrainPlan) -> 
             except AttributeError:  # another rank's
                 continue
             if name in recomputed:
-                checkpoint_blocks(part, [name], saved_operators(config))
+                checkpoint_blocks(part, [name], config.activation_checkpoint.saved)
             if config.compile:
                 block.forward = torch.compile(block.forward)
             found.append(block)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -17,10 +17,22 @@ from titanlike.metrics import units
 from titanlike.optim.loss import Loss
 from titanlike.pipeline.from_config import defers_weight_gradients
 from titanlike.pipeline.order import Order
-from titanlike.training.recomputed_blocks import Recomputed, choose_recomputed
 
 if TYPE_CHECKING:  # imported where memory is estimated
     from titanlike.costs.rank_memory import RankMemory
+
+
+@dataclass(frozen=True)
+class Recomputed:
+    """The blocks that are recomputed, and for `fit` why so many."""
+
+    blocks: list[list[str]]  # of each stage
+    limit: int | None = None  # bytes that training may take on a rank
+    memory: list[int] = field(default_factory=list)  # estimated bytes on each pipeline rank
+
+    @property
+    def count(self) -> int:
+        return sum(map(len, self.blocks))
 
 
 @dataclass(frozen=True)
@@ -62,6 +74,10 @@ def choose_by_memory(
         return RankMemory(config, model_graph, targets, loss, order, level, parameters, deferred)
 
     def recomputed_with(memory: Callable[[], RankMemory]) -> Recomputed:
+        if how.name == "none":
+            return Recomputed([[] for _ in graphs])
+        from titanlike.training.recomputed_blocks import choose_recomputed
+
         return choose_recomputed(config, model_graph, graphs, order, memory, limit)
 
     level, why = zero

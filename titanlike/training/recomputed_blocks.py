@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
@@ -20,6 +19,7 @@ from titanlike.graph.model_graph import ModelGraph
 from titanlike.graph.recording import Node
 from titanlike.pipeline.order import Order
 from titanlike.torch_private.operators import operator_names
+from titanlike.training.memory_choices import Recomputed
 
 if TYPE_CHECKING:  # imported where memory is estimated
     from titanlike.costs.rank_memory import RankMemory
@@ -27,19 +27,6 @@ if TYPE_CHECKING:  # imported where memory is estimated
 _FIX = "activation_checkpoint=none"
 _ALL = "activation_checkpoint=full"
 _MEMORY = "activation_checkpoint.memory=80GiB"
-
-
-@dataclass(frozen=True)
-class Recomputed:
-    """The blocks that are recomputed, and for `fit` why so many."""
-
-    blocks: list[list[str]]  # of each stage
-    limit: int | None = None  # bytes that training may take on a rank
-    memory: list[int] = field(default_factory=list)  # estimated bytes on each pipeline rank
-
-    @property
-    def count(self) -> int:
-        return sum(map(len, self.blocks))
 
 
 def choose_recomputed(
@@ -57,8 +44,6 @@ def choose_recomputed(
     there are no blocks, for names of `save` that no operator has, and where `fit` has no estimate.
     """
     how = config.activation_checkpoint
-    if how.name == "none":
-        return Recomputed([[] for _ in graphs])
     every = how.every if isinstance(how, EveryActivationCheckpoint) else 1
     calls = [node for graph in graphs for node in graph.nodes if node.kind == "unit"]
     own = {node.target for node in calls if node.checkpointed or node.checkpoints_inside}

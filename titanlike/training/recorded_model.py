@@ -18,10 +18,8 @@ from titanlike.distributed.sharding import compute_dtype
 from titanlike.distributed.transform import Recorded, Transform
 from titanlike.graph.cut import StageGraph, cut
 from titanlike.graph.model_graph import Fields, ModelGraph, fields_of
-from titanlike.graph.recording import RecordError
-from titanlike.graph.sequence_shard import UnknownTokens
+from titanlike.graph.recording import RecordError, UnknownTokens
 from titanlike.models.registry import build_model, constructed_buffers
-from titanlike.optim.chunked_loss import HeadNested, find_head, with_chunked_loss
 from titanlike.optim.loss import Loss, check_loss, trained_outputs
 
 
@@ -134,6 +132,7 @@ def _record(
 def _chunk_loss(model_graph: ModelGraph, loss: Loss) -> list[str]:
     """Let the last stage compute the loss in chunks of tokens; returns where the last unit must be
     cut first, because the head is nested in it."""
+    from titanlike.optim.chunked_loss import HeadNested, find_head, with_chunked_loss
 
     def last_stage(graph: StageGraph) -> StageGraph:
         return with_chunked_loss(graph, find_head(graph, model_graph.model, loss))

@@ -37,8 +37,7 @@ from titanlike.optim.loss import Loss, build_loss
 from titanlike.pipeline import from_config
 from titanlike.pipeline.order import Order
 from titanlike.training import checks
-from titanlike.training.memory_choices import choose_by_memory
-from titanlike.training.recomputed_blocks import Recomputed
+from titanlike.training.memory_choices import Recomputed, choose_by_memory
 from titanlike.training.recorded_model import record_model
 from titanlike.training.transforms import model_transforms
 

@@ -117,9 +117,9 @@ def _weight_gradients_later(b: _Built) -> Transform:
 
 
 def _recomputation(b: _Built) -> Transform:
-    from titanlike.parallel.activation_checkpoint import ActivationCheckpointing, saved_operators
+    from titanlike.parallel.activation_checkpoint import ActivationCheckpointing
 
-    save, exchanged = saved_operators(b.config), "ep" in b.made
+    save, exchanged = b.config.activation_checkpoint.saved, "ep" in b.made
     return ActivationCheckpointing(b.plan.recomputed.blocks, save, exchanged)
 
 
