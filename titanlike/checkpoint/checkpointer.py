@@ -30,7 +30,7 @@ from titanlike.config.credentials import redact_value
 from titanlike.config.errors import ConfigError, Problem
 from titanlike.config.files import as_record
 from titanlike.config.parse import to_plain
-from titanlike.config.schema import MESH_AXES, Config
+from titanlike.config.schema import LAYER_AXES, MESH_AXES, Config
 from titanlike.data.registry import data_changed
 from titanlike.data.sources import Data, data_fingerprint, fingerprint_changes
 from titanlike.metrics.run_files import Events, changed_keys
@@ -226,8 +226,9 @@ class Checkpointer:
                 fix = "data.changed=true to continue on these data, or another run_dir"
                 raise ConfigError([Problem("data", "", reason, fix)])
             self._events.log("data_changed", state["step"], f"data: {text}", changes=changes)
-        same_tp = state.get("layout", {}).get("tp", 1) == self._config.tp
-        state_dict.load_run(header, self._stage_states, self._group, same_tp=same_tp)
+        saved = state.get("layout", {})
+        alike = all(saved.get(axis, 1) == getattr(self._config, axis) for axis in LAYER_AXES)
+        state_dict.load_run(header, self._stage_states, self._group, same_layers=alike)
         self._writer.newest = state["step"]
         self._events.log("resume", self.newest, path=str(path), world_size=self._world_size)
         if changes := changed_keys(state.get("config", {}), self._plain_config):

@@ -3,7 +3,7 @@
 model.NAME                 parameters and persistent buffers
 optimizer.state.NAME.KEY   optimizer state of each parameter
 optimizer.state.step       the step count of all parameters that have no NAME.step of their own
-rng.RANK.cpu rng.RANK.cuda random generators, restored only in as many ranks with the same tp
+rng.RANK.cpu rng.RANK.cuda random generators, restored only in as many ranks that share layers alike
 """
 
 from __future__ import annotations
@@ -153,11 +153,11 @@ def load_run(
     stage_states: list[StageState],
     group: dist.ProcessGroup,
     *,
-    same_tp: bool = True,
+    same_layers: bool = True,
 ) -> None:
     """Load a checkpoint, saved in any layout. Collective.
 
-    same_tp: whether it was saved with as many tensor-parallel ranks, which draw some random numbers
+    same_layers: whether as many ranks had a part of every layer, which draw some random numbers
     together. Raises ValueError where a tensor is missing or has another shape, and what `read`
     raises: then the state is not to be used, but another checkpoint may be loaded in its place.
     """
@@ -172,7 +172,7 @@ def load_run(
             del tensors[name]
     random = [name for name in tensors if name.startswith("rng.")]
     ranks = sum(name.startswith("rng.") and name.endswith(".cpu") for name in saved)
-    if ranks != dist.get_world_size() or not same_tp or not saved.keys() >= set(random):
+    if ranks != dist.get_world_size() or not same_layers or not saved.keys() >= set(random):
         # another layout has other ranks: each keeps its own seed
         tensors = {name: value for name, value in tensors.items() if name not in random}
         random = []

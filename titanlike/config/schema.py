@@ -806,6 +806,7 @@ class Sweep:
 
 Objective = Literal["val_loss", "loss", "tokens_per_second", "step_seconds", "mfu", "memory_bytes"]
 MESH_AXES = ("pp", "dp", "cp", "tp")  # of which ranks are the product; ep is taken from dp and cp
+LAYER_AXES = MESH_AXES[3:]  # whose ranks have a part of every layer: neighbours in the mesh
 
 
 @dataclass
@@ -941,6 +942,11 @@ class Config:
         """Ranks that a batch of one dp rank takes: the other axes divide the model or the
         sequences."""
         return prod(getattr(self, axis) for axis in MESH_AXES if axis != "dp")
+
+    @property
+    def layer_ranks(self) -> int:
+        """Ranks that have a part of every layer each."""
+        return prod(getattr(self, axis) for axis in LAYER_AXES)
 
     @property
     def shards(self) -> int:

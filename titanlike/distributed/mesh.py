@@ -1,8 +1,8 @@
-"""The device mesh: pipeline x replicate x shard x tensor, in this order over the ranks.
+"""The device mesh: pipeline x replicate x shard x parts of layers, in this order over the ranks.
 
-Ranks that are neighbours share the layers (tp), then the sequences (cp), then a stage (dp): the
-heaviest traffic stays inside a machine where it can; pipeline neighbours are dp x cp x tp ranks
-apart. FSDP shards weights over the ranks of dp in one replica and of cp: together they are the axis
+Ranks that are neighbours share the layers (`LAYER_AXES`), then the sequences (cp), then a stage
+(dp): the heaviest traffic stays inside a machine where it can; pipeline neighbours are as many
+ranks apart as have a stage. FSDP shards weights over the ranks of dp in one replica and of cp: together they are the axis
 shard, in which those of cp are neighbours. All arithmetic of ranks is here.
 """
 
@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from titanlike.config.schema import Config
+from titanlike.config.schema import LAYER_AXES, Config
 from titanlike.device import accelerator
 from titanlike.device.choose import choose_device, claim_device, start_device
 from titanlike.device.memory import count_anew, prepare_allocator
@@ -30,8 +30,9 @@ from titanlike.torch_private.process_groups import pipeline_backend, set_timeout
 
 @dataclass(frozen=True)
 class Mesh:
-    """This rank's place; `axes` has the mesh axes pp, replicate and shard, and tp where that is
-    more than one: each axis has torch make a group for every rank, one after the other."""
+    """This rank's place; `axes` has the mesh axes pp, replicate and shard, and each of LAYER_AXES
+    where that is more than one: an axis has torch make a group for every rank, one after the
+    other."""
 
     axes: DeviceMesh
     device: torch.device
@@ -41,11 +42,11 @@ class Mesh:
     pp: int
     dp: int
     cp: int
-    tp: int
+    layer_ranks: int  # that have a part of every layer each
     pp_rank: int
     dp_rank: int
     cp_rank: int
-    tp_rank: int
+    layer_rank: int
     # of experts, whose weights are sharded over fewer ranks: expert_shard, and replicate where that
     # is more than one; None without expert parallelism
     expert_axes: DeviceMesh | None = None
@@ -53,11 +54,11 @@ class Mesh:
 
     @property
     def world_size(self) -> int:
-        return self.pp * self.dp * self.cp * self.tp
+        return self.pp * self.dp * self.cp * self.layer_ranks
 
     @property
     def layers_rank(self) -> int:
-        """The rank, if those that share layers (tp) were one."""
+        """The rank, if those that share layers were one."""
         return (self.pp_rank * self.dp + self.dp_rank) * self.cp + self.cp_rank
 
     @property
@@ -82,11 +83,12 @@ class Mesh:
     def weight_group(self, seconds: float) -> dist.ProcessGroup | None:
         """The ranks that have a replica of this rank's stages together; None where FSDP has that
         group. Collective over them; seconds: its timeout."""
-        if self.tp == 1:
+        if self.layer_ranks == 1:
             return None
         pp_rank, replica, *_ = _coordinate(self.axes)
         ranks = self.axes.mesh[pp_rank, replica].flatten().tolist()
-        return self.axes.get_group("tp") if len(ranks) == self.tp else new_group(ranks, seconds)
+        *_, innermost = self.axes.get_all_groups()
+        return innermost if len(ranks) == innermost.size() else new_group(ranks, seconds)
 
     def sum(self, values: Tensor, axis: str | None = None) -> Tensor:
         """Sum over all ranks, or along one axis, in place."""
@@ -150,10 +152,9 @@ def lay_mesh(
 
     messages: the backend of the pipeline's groups, where they need another than the default group.
     """
-    shape = (config.pp, config.replicate, config.shards, config.tp)
-    names = ("pp", "replicate", "shard", "tp")
-    if config.tp == 1:
-        shape, names = shape[:3], names[:3]
+    sizes = {"pp": config.pp, "replicate": config.replicate, "shard": config.shards}
+    names = (*sizes, *(axis for axis in LAYER_AXES if getattr(config, axis) > 1))
+    shape = tuple(sizes.get(name) or getattr(config, name) for name in names)
     axes = init_device_mesh(
         device.type,
         shape,
@@ -163,12 +164,11 @@ def lay_mesh(
     for name in names:
         set_timeout(axes.get_group(name), config.launch.timeout)
     pp_rank, replica, shard = (axes.get_local_rank(name) for name in names[:3])
-    tp_rank = axes.get_local_rank("tp") if config.tp > 1 else 0
     in_replica, cp_rank = divmod(shard, config.cp)
     dp_rank = replica * (config.dp // config.replicate) + in_replica
-    sizes = config.pp, config.dp, config.cp, config.tp
-    place = pp_rank, dp_rank, cp_rank, tp_rank
-    mesh = Mesh(axes, device, backend, reason, *sizes, *place)
+    ranks = config.pp, config.dp, config.cp, config.layer_ranks
+    place = pp_rank, dp_rank, cp_rank, dist.get_rank() % config.layer_ranks
+    mesh = Mesh(axes, device, backend, reason, *ranks, *place)
     return mesh if config.ep == 1 else _with_experts(mesh, config)
 
 

@@ -33,7 +33,6 @@ from titanlike.models.hf_config import needs_eager, routes, settings_of
 from titanlike.models.hf_init import ScratchWeights
 from titanlike.models.hf_weights import FolderWeights
 from titanlike.models.safetensors_folder import INDEX, SINGLE, has_weights, other_weights
-from titanlike.parallel.tp.hf_plan import set_local_sizes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -155,10 +154,6 @@ class Decoder(nn.Module):
         scratch = ScratchWeights(build, seed, everything=self._folder is None)
         folder = self._folder
         return scratch if folder is None else FolderWeights(self, folder, scratch.buffer)
-
-    def tp_divided(self) -> None:
-        """See `parallel/tp/styles.py`."""
-        set_local_sizes(self)
 
     def flops_per_token(self, tokens: int) -> float:
         """FLOPs of forward and backward per token, see `Llama.flops_per_token`.

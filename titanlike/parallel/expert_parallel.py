@@ -303,7 +303,7 @@ class ExpertBalance(Transform):
         if not self._layers or self._tokens is None:
             return
         flat = self._mesh.sum_copies(torch.cat([layer.total for layer in self._layers]))
-        if self._mesh.tp > 1 and self._tensor_parts():
+        if self._mesh.layer_ranks > 1 and self._tensor_parts():
             self._mesh.sum(flat, "tp")
         loads = []
         sums = flat.split([len(layer.total) for layer in self._layers])

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from titanlike.config.errors import some_names
 from titanlike.config.program import train_program
-from titanlike.config.schema import Config, Muon
+from titanlike.config.schema import MESH_AXES, Config, Muon
 from titanlike.distributed.mesh import Mesh
 from titanlike.metrics import units
 from titanlike.metrics.summary import summarize
@@ -27,8 +27,8 @@ def opening(session: Session) -> None:
     shape = f"pp {config.pp} x dp {config.dp}"
     if config.replicate > 1:
         shape += f" ({config.replicate} replicas)"
-    for axis, size in (("cp", config.cp), ("tp", config.tp)):
-        shape += f" x {axis} {size}" if size > 1 else ""
+    for axis in MESH_AXES[2:]:
+        shape += f" x {axis} {size}" if (size := getattr(config, axis)) > 1 else ""
     if config.ep > 1:
         shape += f"; ep {config.ep}"
     shape += f"; ZeRO {plan.zero} ({plan.why_zero})"
@@ -63,8 +63,8 @@ def opening(session: Session) -> None:
     console.fields([field for field in fields if field[1]])
     console.line()
     found, headings, rows = plan.auto_split, ["rank", "stage", "modules", "parameters"], []
-    if mesh.tp > 1 or config.ep > 1:
-        headings[-1] += " of a tp rank" if config.ep == 1 else " of a rank's part"
+    if mesh.layer_ranks > 1 or config.ep > 1:
+        headings[-1] += " of a rank's part"
     costed = found if found is not None and found.cost != "params" else None  # has a column already
     if costed:
         headings.append("memory" if costed.cost == "memory" else "one microbatch")
@@ -217,7 +217,7 @@ def ranks_text(mesh: Mesh, pp_rank: int) -> str:
 
 def layout(config: Config, plan: TrainPlan, mesh: Mesh) -> dict[str, Any]:
     """Mesh and stages as plain data."""
-    axes = ("pp", "dp", "replicate", "tp", "cp", "ep")
+    axes = (*MESH_AXES, "replicate", "ep")
     sizes = [f"{axis}={size}" for axis in axes if (size := getattr(config, axis)) > 1]
     schedule = [f"schedule={config.schedule.name}"] if config.pp > 1 else []
     many = f"{plan.microbatches} microbatch" + "es" * (plan.microbatches > 1)
