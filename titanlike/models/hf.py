@@ -109,6 +109,8 @@ def _check_choices(
 class Decoder(nn.Module):
     """A mixin: the first base class of the model, before transformers' own class."""
 
+    sizes_of_rank = True  # of attention modules, which tensor parallelism sets
+
     def set_up(self, folder: Path | None) -> None:
         """folder: of the initial weights. Raises ValueError where they do not fit the model."""
         self._folder = folder

@@ -74,20 +74,26 @@ def has_transformers_plan(model: nn.Module) -> TypeGuard[PreTrainedModel]:
     return hasattr(getattr(model, "config", None), "base_model_tp_plan")
 
 
+def sets_sizes(model: nn.Module) -> bool:
+    """Whether the sizes that its attention modules keep are set for a rank; a user's own model of
+    transformers sets them itself."""
+    return getattr(model, "sizes_of_rank", False)
+
+
 def transformers_plan(model: PreTrainedModel, size: int) -> dict[str, Any]:
     """Pattern -> style, for `plan.parse_plan`; empty where transformers has no plan for the family.
 
     model: on meta, whole; size: ranks. Raises ConfigError where they cannot share it.
     """
-    settings, sets_sizes = model.config, hasattr(model, "tp_divided")
+    settings, local = model.config, sets_sizes(model)
     base: dict[str, Any] = getattr(settings, "base_model_tp_plan", None) or {}
-    if sets_sizes:
+    if local:
         base = base or _OWN.get(settings.model_type, {})
     if not base:
         return {}
     plan = _translated(model, base, size)
     heads, kv_heads, width = _heads(settings)
-    if sets_sizes:  # divide matrix by matrix what transformers gathers behind fused layers
+    if local:  # divide matrix by matrix what transformers gathers behind fused layers
         rows: dict[str, Any] = {"gate_up_proj": 2}
         if settings.model_type == "phi3":
             rows["qkv_proj"] = [heads * width, kv_heads * width, kv_heads * width]
@@ -104,7 +110,7 @@ def transformers_plan(model: PreTrainedModel, size: int) -> dict[str, Any]:
         for pattern, style in plan.items()
         if isinstance(style, Mapping) and pattern.rpartition(".")[2] in _FUSED_HEADS
     ]
-    repeats = sets_sizes and not fused
+    repeats = local and not fused
     of_keys = {"colwise_kv" if repeats else "colwise": width}
     by_head = {"q_proj": {"colwise": width}, "k_proj": of_keys, "v_proj": of_keys}
     by_head["query_key_value"] = {"colwise": 3 * width}

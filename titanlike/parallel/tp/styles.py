@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from titanlike.config.errors import ConfigError, Problem
 from titanlike.distributed.collectives import GroupInfo, autograd_collective
 from titanlike.distributed.placement import BIAS_LATER, GATHERS, STYLE, Part, Placement, When
-from titanlike.parallel.tp.hf_plan import has_transformers_plan, set_local_sizes
+from titanlike.parallel.tp.hf_plan import set_local_sizes, sets_sizes
 from titanlike.parallel.tp.plan import DIVIDING, Entry, gathered_above
 from titanlike.torch_private.known_code import own_code
 
@@ -70,7 +70,7 @@ def shard_model(
     sharder = _Sharder(model, modules, ranks, whole_logits)
     for name, entry in modules.items():
         sharder.shard(name, entry)
-    if has_transformers_plan(model):
+    if sets_sizes(model):
         set_local_sizes(model)
     if (sharded := getattr(model, "tp_divided", None)) is not None:
         sharded()  # it sets the sizes that its forwards read
