@@ -40,6 +40,7 @@ DRAW = torch.Generator().manual_seed(0)
 RIGHT = torch.randn(1000, generator=DRAW)
 SMALL, UPDATE = 1e-4 * RIGHT, 1e-3 * torch.randn(1000, generator=DRAW)
 NOISE = [0.01 * torch.randn(1000, generator=DRAW) * RIGHT.abs() for _ in range(2)]  # of bf16
+SHRUNK = 0.96 * RIGHT  # as float8 makes a gradient in one process, too
 
 
 def with_first(value: float, tensor: Tensor = RIGHT) -> Tensor:
@@ -61,6 +62,7 @@ AGREES: dict[str, tuple[str, dict[str, Any]]] = {
     "an update but for rounding": ("update", update(UPDATE * 1.0001)),
     "an element whose sign is rounding": ("update", update(with_first(1.0, UPDATE), NOT_FIRST)),
     "bf16": ("gradient", {"mine": RIGHT + NOISE[0], "in_bf16": RIGHT + NOISE[1]}),
+    "float8, smaller": ("gradient", {"mine": SHRUNK + NOISE[0], "in_bf16": SHRUNK + NOISE[1]}),
 }
 DIFFERS: dict[str, tuple[str, dict[str, Any]]] = {
     "weights in their last digit": ("initial", {"mine": RIGHT * (1 + 2**-22)}),
@@ -75,6 +77,7 @@ DIFFERS: dict[str, tuple[str, dict[str, Any]]] = {
     "an optimizer's state by 0.1%": ("state", {"mine": 1.001 * SMALL, "reference": SMALL}),
     "a buffer by 0.1%": ("buffer", {"mine": 1.001 * RIGHT}),
     "bf16 that is 2% too large": ("gradient", {"mine": 1.02 * RIGHT, "in_bf16": RIGHT + NOISE[1]}),
+    "float8 that is 2% too small": ("gradient", {"mine": 0.98 * SHRUNK, "in_bf16": SHRUNK}),
     "bf16 of others": ("gradient", {"mine": RIGHT.flip(0), "in_bf16": RIGHT + NOISE[1]}),
 }
 

@@ -102,15 +102,15 @@ class Comparison:
         return replace(self, amplified=math.sqrt(self.squared) <= allowed < math.inf)
 
     def _has_the_right_size(self, rounding: float) -> bool:
-        """Whether a gradient in bf16 is as large as it should be: its rounding errors point in all
-        directions, so that of their norm little is left along the gradient itself. Their square is:
-        what is rounded to float8 is smaller by some such share, 1e-2 (in bf16 1e-4)."""
+        """Whether a gradient is as large as one process's in this precision: rounding errors point
+        in all directions, so that of their norm little is left along the gradient itself; the
+        share by which float8 makes all of them smaller, both have."""
         if self.kind not in ("gradient", "state"):
             return True
-        random = 6 * math.sqrt(rounding * self.scale / self.elements)  # deviations
-        random += ROUNDING[self.kind] * rounding
-        measured = ROUNDING[self.kind] * abs(self.rounding_along)
-        return abs(self.along) <= max(random, measured, SIZE_TOLERANCE * self.scale)
+        # deviations of the difference of two that are independent
+        random = 6 * math.sqrt(2 * rounding * self.scale / self.elements)
+        along = abs(self.along - self.rounding_along)
+        return along <= max(random, SIZE_TOLERANCE * self.scale)
 
 
 def compare(

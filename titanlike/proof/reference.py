@@ -67,6 +67,8 @@ def reference_steps(
         groups = config.dp * make_plan(config, data).microbatches
     if config.precision.low:
         exact = _single_process(config, data, device, torch.float32, groups)
+        # as the layout: what is rounded to float8 is scaled by the largest of a microbatch
+        groups = config.dp * make_plan(config, data).microbatches
         return exact, _single_process(config, data, device, torch.bfloat16, groups)
     with watch_autocast() as used:
         exact = _single_process(config, data, device, torch.float32, groups)
