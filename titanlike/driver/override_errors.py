@@ -150,6 +150,8 @@ class Advice:
         fix, note = self.translated(key, value)
         last, group = key.rpartition(".")[2].replace("-", "_"), f"{key.partition('.')[0]}."
         same = [name for name in self.known if name.rpartition(".")[2] == last]
+        if "." in key and (near := nearest(key, same)):  # its group is misspelt
+            same.insert(0, near)
         inside = [name for name in self.known if name.startswith(group)]
         similar = nearest(key, [*self.known, *SHORT]), nearest(key, inside)
         for near in (*same, *filter(None, similar)) if not (fix or note) else ():
