@@ -257,7 +257,7 @@ def test_the_table_of_a_sweep_survives_an_odd_file_of_a_job(
         sweep = a_sweep(tmp_path / odd)
         (sweep / "0" / "metrics.jsonl").write_text('{"step": 1, "loss": 1.0}\n')
         odd_file(sweep / "0" / name, odd)
-        code, error = report.main([str(sweep), "--no-picture"]), capsys.readouterr().err
+        code, error = report.main([str(sweep)]), capsys.readouterr().err
         assert code == 1 or (code == 2 and name in error and len(error.splitlines()) == 1), odd
         if name == "result.json" and odd != "dangling":
             assert name in (sweep / "sweep.csv").read_text()
@@ -283,5 +283,5 @@ def test_any_object_in_the_files_of_a_sweep_is_a_row_or_a_word(
         file.write(line)
     (folder / "0" / "result.json").write_text(line)
     (folder / "0" / "metrics.jsonl").write_text(line * 2)
-    assert report.main([str(folder), "--no-picture"]) in (0, 1)
+    assert report.main([str(folder)]) in (0, 1)
     capsys.readouterr()

@@ -83,7 +83,7 @@ def test_of_four_jobs_one_fails_one_is_invalid_one_is_killed_and_resume_runs_the
     assert "(3 of 3)" in out
     assert "killed by SIGKILL" in err
     assert "1 of 4 done; left: 0 (failed), 1 (invalid), 2 (killed)" in out
-    assert (tmp_path / "sweep.png").exists() and "| **" in (tmp_path / "sweep.md").read_text()
+    assert (tmp_path / "sweep.html").exists() and "| **" in (tmp_path / "sweep.md").read_text()
     assert first.all_exit()
 
     assert "to run what is left, without seed=five:" in out

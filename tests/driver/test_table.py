@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import csv
+import json
 import re
 import shlex
 import subprocess
 import sys
-import warnings
 from pathlib import Path
 
 from support.paths import ROOT
 from support.sweep_folders import COMMAND, STATUSES, config, done, every_status, log, steps
-from titanlike.driver.sweep_picture import draw
 from titanlike.driver.sweep_status import Job, JobRow, SweepSpec, write_spec
 from titanlike.driver.sweep_table import (
     job_command,
@@ -23,6 +22,7 @@ from titanlike.driver.sweep_table import (
     write_csv,
     write_markdown,
 )
+from titanlike.metrics.report import MOST_RUNS
 from titanlike.metrics.summary import Summary
 
 
@@ -79,11 +79,11 @@ def test_of_jobs_that_are_equally_good_the_fastest_is_the_best(tmp_path):
 def test_the_tool_tells_what_became_of_every_job_and_what_is_left(tmp_path):
     """One line a job, each error, the best job's command, and the command that runs the rest."""
     every_status(tmp_path)
-    code = (  # as tools/sweep.py, and answers at once: without torch and what draws
+    code = (  # as tools/sweep.py, and answers at once: without torch
         "import sys; from titanlike.driver.sweep_table import main; code = main(sys.argv[1:]);"
         "print({'torch', 'matplotlib', 'wandb', 'hydra'} & set(sys.modules)); sys.exit(code)"
     )
-    command = [sys.executable, "-c", code, str(tmp_path), "--no-picture"]
+    command = [sys.executable, "-c", code, str(tmp_path)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT)
     assert (ended.returncode, ended.stderr) == (1, "")
     text = ended.stdout
@@ -100,7 +100,6 @@ def test_the_tool_tells_what_became_of_every_job_and_what_is_left(tmp_path):
         "7 (killed), 8 (killed), 9 (running)\n"
     ) in text
     assert f"  {COMMAND} sweep.resume=true\n" in text
-    assert not (tmp_path / "sweep.png").exists()
 
 
 def test_the_tool_ends_with_0_where_all_is_done_and_with_2_where_there_is_no_sweep(
@@ -116,8 +115,9 @@ def test_the_tool_ends_with_0_where_all_is_done_and_with_2_where_there_is_no_swe
     assert main([str(tmp_path / "sweep")]) == 0
     out = capsys.readouterr().out
     assert "2 of 2 done\n" in out and "sweep.resume" not in out
-    assert (tmp_path / "sweep" / "sweep.png").read_bytes()[:4] == b"\x89PNG"
-    assert "![loss curves and throughput](sweep.png)" in (tmp_path / "sweep/sweep.md").read_text()
+    runs = runs_of_page(tmp_path / "sweep")
+    assert [run["name"] for run in runs] == ["0: pp=1", "1: pp=2"]
+    assert all(len(run["curves"]["loss"]) == 10 for run in runs)
     config(tmp_path / "run")
     for folder in ("empty", "torn"):
         (tmp_path / folder).mkdir()
@@ -133,10 +133,29 @@ def test_the_tool_ends_with_0_where_all_is_done_and_with_2_where_there_is_no_swe
         assert out == "" and why in err and err.count("\n") == 1
 
 
+def runs_of_page(sweep: Path) -> list[dict]:
+    text = (sweep / "sweep.html").read_text(encoding="utf-8")
+    found = re.search(r'<script id="data" type="application/json">(.*?)</script>', text, re.S)
+    return json.loads(found[1])["runs"]
+
+
+def test_of_many_jobs_the_page_shows_the_best(tmp_path):
+    """And of equal ones those that are completed."""
+    count = MOST_RUNS + 10
+    jobs = [Job(n, str(n), [f"seed={n}"], [f"seed={n}"]) for n in range(count)]
+    write_spec(tmp_path, SweepSpec("python train.py -m seed=range(50)", "loss", "", jobs))
+    for number in range(count):
+        log(tmp_path / str(number), steps(4, 9.0 - 0.1 * number))
+        done(tmp_path / str(number), *(("failed", "diverged") if number == count - 1 else ()))
+    report(tmp_path, lambda _: None)
+    shown = {int(run["name"].partition(":")[0]) for run in runs_of_page(tmp_path)}
+    assert shown == {*range(9, count - 1)}
+
+
 def test_a_folder_that_cannot_be_written_still_shows_its_table(tmp_path, monkeypatch):
     """A full disk must not hide what a sweep came to."""
     every_status(tmp_path)
-    for name in ("sweep.csv", "sweep.md", "sweep.png"):
+    for name in ("sweep.csv", "sweep.md", "sweep.html"):
         (tmp_path / name).mkdir()  # stands in the way
     lines: list[str] = []
     report(tmp_path, lines.append)
@@ -173,7 +192,7 @@ def test_any_override_is_written_so_that_it_can_be_read_again(tmp_path):
     assert (row["extra.key"], row["logger"]) == ("<b>$\\frac$ 字</b>", "deleted")
     assert row["error"] == 'a, "b" | c\nsecond line'
     assert shlex.split(row["overrides"]) == ["pp=1", *AWKWARD]
-    lines = write_markdown(table, picture=False).read_text(encoding="utf-8").splitlines()
+    lines = write_markdown(table).read_text(encoding="utf-8").splitlines()
     rows = [line for line in lines if line.startswith("|")]
     assert len(rows) == 4
     assert len({len(re.findall(r"(?<!\\)\|", line)) for line in rows}) == 1
@@ -182,9 +201,6 @@ def test_any_override_is_written_so_that_it_can_be_read_again(tmp_path):
         *("python", "train.py", "pp=1"),
         *AWKWARD,
     ]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert draw(table) == tmp_path / "sweep.png"
 
 
 def test_the_terminals_table_fits_and_keeps_what_matters(tmp_path):

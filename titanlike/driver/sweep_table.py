@@ -1,5 +1,5 @@
 """A sweep's table, at its end and by tools/sweep.py: on the terminal, as sweep.csv and as
-sweep.md."""
+sweep.md; and the page of its jobs, sweep.html."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ from titanlike.driver.job import SWEEP_FILE
 from titanlike.driver.sweep_status import JobRow, SweepSpec, read_job_rows, read_spec
 from titanlike.metrics import units
 from titanlike.metrics.console import LOG_WIDTH, Console, shorten, table_lines
+from titanlike.metrics.report import MOST_RUNS, write_reports
 from titanlike.metrics.summary import OBJECTIVES
 
-CSV, MARKDOWN, PICTURE = "sweep.csv", "sweep.md", "sweep.png"
+CSV, MARKDOWN, PAGE = "sweep.csv", "sweep.md", "sweep.html"
 _FRACTION = re.compile(r"-?\d*\.\d+(e[-+]?\d+)?", re.IGNORECASE)
 _WIDEST = 160  # columns of a terminal that are used
 _NAMED = 12  # jobs that are left are named, up to so many
@@ -317,10 +318,8 @@ def _without_search(overrides: list[str]) -> Iterator[str]:
             yield f"experiment=[{','.join(others)}]"
 
 
-def report(
-    folder: Path, say: Callable[[str], None], *, ended: Collection[int] = (), picture: bool = True
-) -> Table:
-    """Print a sweep's table, and write sweep.csv, sweep.md and sweep.png into its folder.
+def report(folder: Path, say: Callable[[str], None], *, ended: Collection[int] = ()) -> Table:
+    """Print a sweep's table, and write sweep.csv, sweep.md and sweep.html into its folder.
 
     ended: see `read_job_rows`. A file that cannot be written is reported by a line. Raises as
     `read_table` does.
@@ -331,11 +330,6 @@ def report(
         say(line)
     written: dict[str, Path] = {}
 
-    def draw() -> Path | None:
-        from titanlike.driver import sweep_picture  # matplotlib takes a second to import
-
-        return sweep_picture.draw(table)
-
     def write(name: str, file: Callable[[], Path | None]) -> None:
         try:
             if path := file():
@@ -343,11 +337,10 @@ def report(
         except Exception as error:  # its report must not make a sweep fail
             say(f"{name} could not be written: {type(error).__name__}: {error}")
 
-    if picture:
-        write(PICTURE, draw)
     write(CSV, lambda: write_csv(table))
-    write(MARKDOWN, lambda: write_markdown(table, PICTURE in written))
-    if paths := [str(written[name]) for name in (CSV, MARKDOWN, PICTURE) if name in written]:
+    write(MARKDOWN, lambda: write_markdown(table))
+    write(PAGE, lambda: write_page(table))
+    if paths := [str(path) for path in written.values()]:
         say(f"written: {', '.join(paths)}")
     return table
 
@@ -357,13 +350,12 @@ def main(argv: list[str] | None = None) -> int:
     that is no sweep's."""
     parser = argument_parser(
         "Print the table of a sweep, also while it runs, and write sweep.csv, sweep.md "
-        "and the picture sweep.png into its directory. Exit code 0 if all jobs are done, else 1.",
+        "and the page sweep.html into its directory. Exit code 0 if all jobs are done, else 1.",
     )
     parser.add_argument("folder", metavar="DIR", type=Path, help="the sweep's run_dir")
-    parser.add_argument("--no-picture", action="store_true", help="draw nothing")
     arguments = parser.parse_args(argv)
-    say, picture = Console(steps=1).line, not arguments.no_picture
-    return exit_code(lambda: int(bool(report(arguments.folder, say, picture=picture).left)))
+    say = Console(steps=1).line
+    return exit_code(lambda: int(bool(report(arguments.folder, say).left)))
 
 
 def write_csv(table: Table) -> Path:
@@ -388,8 +380,24 @@ def write_csv(table: Table) -> Path:
     return table.folder / CSV
 
 
-def write_markdown(table: Table, picture: bool) -> Path:
-    """A GitHub table with readable numbers, the best job in bold; `picture`: link sweep.png."""
+def write_page(table: Table) -> Path | None:
+    """The curves of the jobs over each other, and in what they differ: of many jobs the best; None
+    where no job has logged a step."""
+    sign = -1 if OBJECTIVES.get(table.spec.value) else 1
+
+    def place(row: JobRow) -> tuple[bool, float]:
+        value = math.inf if row.value is None or math.isnan(row.value) else sign * row.value
+        return row.status != "completed", value
+
+    rows = [row for row in table.rows if row.summary.steps]
+    if len(rows) > MOST_RUNS:
+        rows = sorted(rows, key=place)[:MOST_RUNS]
+    runs = {row.run_dir: f"{row.job.number}: {table.label(row)}" for row in rows}
+    return write_reports(table.folder / PAGE, runs) if runs else None
+
+
+def write_markdown(table: Table) -> Path:
+    """A GitHub table with readable numbers, the best job in bold."""
 
     def shown(text: str) -> str:
         """Text that a table's cell shows as it is."""
@@ -411,7 +419,5 @@ def write_markdown(table: Table, picture: bool) -> Path:
     if again := resume_command(table):
         purpose, command = again
         lines += ["", f"{purpose[0].upper()}{purpose[1:]}:", "", f"    {command}"]
-    if picture:
-        lines += ["", f"![loss curves and throughput]({PICTURE})"]
     files.atomic_write_text(table.folder / MARKDOWN, "\n".join(lines) + "\n")
     return table.folder / MARKDOWN

@@ -13,7 +13,7 @@ import mmap
 import os
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.resources import files as package_files
 from pathlib import Path
 from typing import Any
@@ -52,17 +52,28 @@ def main(argv: list[str]) -> int:
     parser.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="a run_dir")
     parser.add_argument("--out", type=Path, help=f"the page (RUN/{FILE}; of several runs ./{FILE})")
     arguments = parser.parse_args(argv)
-    return exit_code(lambda: _write_page(arguments.runs, arguments.out))
+    runs, out = arguments.runs, arguments.out
+    out = out or (runs[0] / FILE if len(runs) == 1 else Path(FILE))
+
+    def write() -> int:
+        if len(runs) > MOST_RUNS:
+            raise ValueError(f"{len(runs)} runs are too many for a page: at most {MOST_RUNS}")
+        print(f"written: {write_reports(out, dict.fromkeys(runs, ''))}")
+        return 0
+
+    return exit_code(write)
 
 
-def _write_page(folders: list[Path], out: Path | None) -> int:
-    out = out or (folders[0] / FILE if len(folders) == 1 else Path(FILE))
-    if len(folders) > MOST_RUNS:
-        raise ValueError(f"{len(folders)} runs are too many for a page: at most {MOST_RUNS}")
-    points = min(_POINTS, _ALL_POINTS // len(folders))
-    files.atomic_write_text(out, page([read_history(folder, points) for folder in folders]))
-    print(f"written: {out}")
-    return 0
+def write_reports(out: Path, runs: Mapping[Path, str]) -> Path:
+    """The page of several runs, laid over each other: directory -> name, "" = that of the
+    directory. At most MOST_RUNS."""
+    points = min(_POINTS, _ALL_POINTS // len(runs))
+    histories = [
+        read_history(folder, points) | ({"name": name} if name else {})
+        for folder, name in runs.items()
+    ]
+    files.atomic_write_text(out, page(histories))
+    return out
 
 
 def write_report(run_dir: Path) -> Path:
