@@ -211,7 +211,7 @@ def known_keys() -> set[str]:
 
 KEYS = known_keys()
 GROUPS = {key.partition(".")[0] for key in KEYS if "." in key}
-SUFFIXES = {"csv", "md", "png", "json", "jsonl", "yaml", "py"}
+SUFFIXES = {"csv", "md", "html", "png", "json", "jsonl", "yaml", "py"}
 
 
 def anchors(text: str) -> set[str]:
