@@ -26,7 +26,7 @@ from support.real_model import real
 from support.varlen import as_on_a_gpu
 from support.world import run_world
 from titanlike.config.schema import Config, Custom, SelectiveActivationCheckpoint
-from titanlike.costs.unit_costs import count
+from titanlike.costs.node_costs import count
 from titanlike.data.sources import Data
 from titanlike.distributed.mesh import close_mesh, open_mesh
 from titanlike.graph.model_graph import Field, ModelGraph

@@ -12,7 +12,7 @@ from support.command_lines import examined
 from support.hf_tiny import model_of, own, sizes
 from support.models import tiny
 from titanlike.config.schema import Model
-from titanlike.costs.unit_costs import EXPERTS_PRODUCT
+from titanlike.costs.node_costs import EXPERTS_PRODUCT
 from titanlike.models.experts import EXPERT_LINEAR, expert_linear, runs_grouped
 from titanlike.models.moe import RoutedMLP, Routing
 from titanlike.models.registry import build_model, resolve_model

@@ -41,7 +41,8 @@ from titanlike.config.parse import parse, to_plain
 from titanlike.config.program import conf_dir
 from titanlike.config.schema import Config, Hardware, MeasuredHardware, RunHardware
 from titanlike.costs.auto_split import run_timeline
-from titanlike.costs.unit_costs import CostError, Times, UnitCosts, now
+from titanlike.costs.node_costs import Times, now
+from titanlike.costs.unit_costs import CostError, UnitCosts
 from titanlike.device import accelerator
 from titanlike.device.accelerator import count, synchronize
 from titanlike.device.choose import first_device

@@ -25,7 +25,8 @@ import numpy as np
 from torch import Tensor, nn
 
 from titanlike.config.schema import Config, Muon, TraceSplit
-from titanlike.costs.unit_costs import CostError, UnitCosts, UnitPeak
+from titanlike.costs.node_costs import UnitPeak
+from titanlike.costs.unit_costs import CostError, UnitCosts
 from titanlike.distributed.placement import experts_of
 from titanlike.distributed.sharding import StateBytes, compute_dtype
 from titanlike.graph.cut import messages

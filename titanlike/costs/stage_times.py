@@ -1,6 +1,6 @@
 """How long the units and stages of a planned layout take on a device, and what its ranks exchange.
 
-1. Operators (`unit_costs.py`) take what a roofline says. What ranks exchange inside of a unit (tp,
+1. Operators (`node_costs.py`) take what a roofline says. What ranks exchange inside of a unit (tp,
    cp, ep) takes the time of their link, for which they wait; but a ring sends keys and values on
    while it attends with others, and compiled blocks hide a part of what tp exchanges (`tp_async`).
 2. FSDP's gathers and reductions come once a step, or unit by unit beside what is computed
@@ -21,9 +21,10 @@ from torch import nn
 
 from titanlike.config.schema import AdamW, Config, Float8Precision, Hardware, Muon, Sgd
 from titanlike.costs.known_hardware import link_of, message_link, overlapped_seconds, sharded
+from titanlike.costs.node_costs import ATTENTION, NodeCosts, Operator, Operators
 from titanlike.costs.rank_memory import StageLayout
 from titanlike.costs.simulate import Duration, StageTimes
-from titanlike.costs.unit_costs import ATTENTION, CostError, NodeCosts, Operator, Operators
+from titanlike.costs.unit_costs import CostError
 from titanlike.distributed import collectives
 from titanlike.distributed.sharding import StateBytes, compute_dtype
 from titanlike.optim.muon import hidden_matrices

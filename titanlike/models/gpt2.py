@@ -8,14 +8,16 @@ Shapes: B batch, T tokens, D n_embd, H heads, E = D // H head dim, V vocab_size.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titanlike.models.attention import attention
-from titanlike.models.cache import KeyValueCache
 from titanlike.models.documents import Documents, attention_inputs
+
+if TYPE_CHECKING:
+    from titanlike.models.cache import KeyValueCache
 
 
 class Attention(nn.Module):

@@ -9,15 +9,17 @@ F intermediate_size, V vocab_size. The model contains no parallelism.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titanlike.models.attention import attention
-from titanlike.models.cache import KeyValueCache
 from titanlike.models.documents import Documents, attention_inputs
+
+if TYPE_CHECKING:
+    from titanlike.models.cache import KeyValueCache
 
 
 class RMSNorm(nn.Module):
