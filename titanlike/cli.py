@@ -86,7 +86,7 @@ JOBS = {
 }
 TOOLS = {
     "plan": Command("driver.tools.plan", "what a run will cost, before it is paid for"),
-    "timeline": Command("driver.tools.timeline", "what a run did, beside what its plan says"),
+    "timeline": Command("driver.tools.timeline", "what each rank did, compared with the plan"),
     "checkpoint": Command("checkpoint.commands.main", "list, verify, convert checkpoints"),
     "tokenize": Command("data.tokenize_corpus.main", "a corpus of many files as token ids"),
     "export": Command("checkpoint.hf_export.main", "write a checkpoint for transformers"),

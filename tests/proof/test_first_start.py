@@ -138,5 +138,6 @@ def test_what_one_process_cannot_do_is_left_out_with_the_reason(tmp_path: Path) 
     assert first_start._too_much(tiny(dp=2), worker) == ""
     note = first_start._not_verified(tiny(dp=2), long)
     assert (
-        note.startswith("numbers of this layout: not verified (one process") and " verify`" in note
+        note.startswith("this layout is not verified against one process (one process")
+        and " verify`" in note
     )

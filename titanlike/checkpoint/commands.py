@@ -145,7 +145,7 @@ def condition(path: Storage) -> tuple[str, str]:
         if path.exists(DAMAGED_MARKER):
             reason = path.read(DAMAGED_MARKER).decode(errors="replace").partition("\n")[0]
             again = integrity.repair_command(path)
-            return REJECTED, f"a start found it damaged: {reason}; read it again: {again}"
+            return REJECTED, f"a launch found it damaged: {reason}; read it again: {again}"
     except DamagedCheckpoint as damage:
         return DAMAGED, f"{damage.file} {damage.reason}"
     except NotRegularFile:

@@ -723,7 +723,7 @@ class Bench:
     """What `titanlike bench` runs."""
 
     loop: Literal["both", "ours", "plain"] = key(
-        "both", "both = in turns, for times; ours, plain = one alone, for its memory"
+        "both", "both = interleaved, for times; ours, plain = one alone, for its memory"
     )
 
 
@@ -913,7 +913,7 @@ class Config:
     sample: Sample = key(Sample, "texts written by the model during training")
     evaluate: Evaluate = key(Evaluate, "perplexity of a checkpoint")
     verify: Verify = key(Verify, "the comparison with one process")
-    bench: Bench = key(Bench, "the comparison with loops written by hand")
+    bench: Bench = key(Bench, "the comparison with a plain PyTorch loop")
     checkpoint: Checkpoint = key(Checkpoint, "saving and resuming")
     logger: Wandb | TensorBoard | NoLogger = key(Wandb, "metrics sink besides metrics.jsonl")
     profile: NoProfile | TraceProfile | MemoryProfile = key(

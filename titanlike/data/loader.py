@@ -171,7 +171,7 @@ def field_problems(config: Config, model: nn.Module, fields: Iterable[str]) -> l
     kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     # a cache is for generation, and no field
     by_name = [p.name for p in parameters[1:] if p.kind in kinds and p.name != "cache"]
-    takes = f"beside its inputs it takes {', '.join(by_name)}"
+    takes = f"besides its inputs it takes {', '.join(by_name)}"
     takes = takes if by_name else "it takes inputs only"
     problems = []
     for name in (name for name in fields if name not in ("inputs", *by_name)):

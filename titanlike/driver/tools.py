@@ -151,7 +151,7 @@ def _width() -> int:
 
 
 _TIMELINE = (
-    "Prints the timeline that a run has recorded (timeline=true) beside its plan: what each rank "
+    "Prints the timeline that a run has recorded (timeline=true) next to its plan: what each rank "
     "computed and waited for, how heavy stages are, and what would make the step shorter. Several "
     "runs are compared."
 )

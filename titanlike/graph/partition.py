@@ -143,7 +143,7 @@ def _balance_starts(units: list[Unit], balance: list[int], stages: int) -> list[
         return SplitError("split.balance", balance, reason, fix)
 
     if len(balance) != stages:
-        raise wrong(f"it has {len(balance)} numbers, and the schedule has {stages} stages")
+        raise wrong(f"it has {len(balance)} entries, and the schedule has {stages} stages")
     if min(balance) < 0:
         stage = next(stage for stage, count in enumerate(balance) if count < 0)
         raise wrong(f"stage {stage} gets {balance[stage]} blocks")

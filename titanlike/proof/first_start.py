@@ -1,11 +1,11 @@
 """The training job, which is compared with one process before the first start of a layout.
 
 `verify=auto` does so for code from outside of titanlike (a model, loss, optimizer, data, schedule)
-in several processes (`JobRunner`), where one process can hold the model and takes LIMIT seconds by estimate: no
-check of a forward knows all that code may do. `verify=required` does it for every layout. What
-agreed is remembered, by a hash of that code and of the config, in the run's directory and in the
-user's cache. The comparison is in fp32 and not compiled, in which nothing is rounding but the last
-digits.
+in several processes, where one process can hold the model and takes LIMIT seconds by estimate: no
+check of a forward knows all that code may do. `verify=required` does it for every layout. Which
+runs are such a job, `driver/job.py` says (`job_of`). What agreed is remembered, by a hash of that
+code and of the config, in the run's directory and in the user's cache. The comparison is in fp32
+and not compiled, in which nothing is rounding but the last digits.
 """
 
 from __future__ import annotations
@@ -138,7 +138,8 @@ def _say(worker: Worker, note: str) -> None:
 def _not_verified(config: Config, reason: str) -> str:
     command = " ".join([program()[0], "verify"])
     return (
-        f"numbers of this layout: not verified ({reason}); `{command}` with the same overrides does"
+        f"this layout is not verified against one process ({reason}); `{command}` with the same "
+        "overrides does"
     )
 
 

@@ -47,11 +47,11 @@ def why_no_plain_loop(config: Config, plan: TrainPlan) -> str:
         return "of several ranks without CPU offload, float8 and context parallelism"
     simple = config.pp == 1 and config.model.name == "llama" and not config.precision.low
     if _axis_in_layers(plan) and not simple:
-        return "of tensor parallelism for a Llama of ours, without a pipeline, in fp32"
+        return "of tensor parallelism for a built-in Llama, without a pipeline, in fp32"
     if config.pp > 1:
         model = plan.model_graph.model
         if not isinstance(model, Llama | Gpt2) or model.depth < config.pp:
-            return "of a pipeline for Llama and GPT-2 of ours, a block or more a rank"
+            return "of a pipeline for the built-in Llama and GPT-2, a block or more a rank"
         if model.lm_head.weight is next(model.parameters()):
             return "of a pipeline for weights that are not tied"
         if plan.variable or set(plan.fields) - {"inputs", "targets"}:

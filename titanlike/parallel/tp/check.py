@@ -147,7 +147,9 @@ def unnamed(model: nn.Module, modules: Mapping[str, Entry], style: str) -> list[
         for name, module in _leaves(model.get_submodule(holder), holder):
             if next(module.parameters(recurse=False), None) is None or _named(name, modules):
                 continue
-            reason = f"has parameters beside {others}, which are divided, and the plan has no entry"
+            reason = (
+                f"has parameters besides {others}, which are divided, and the plan has no entry"
+            )
             mistakes[name] = ShardingError(reason, style=style, module=name)
     return list(mistakes.values())
 

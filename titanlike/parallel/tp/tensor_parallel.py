@@ -280,7 +280,7 @@ def tensor_parallel(
     ConfigError, also where the divided model would compute other results.
     """
     if isinstance(config.split, TraceSplit):
-        reason = "a graph that is traced has no exchanges between tensor-parallel ranks"
+        reason = "a graph that is traced has no collectives of tensor-parallel ranks"
         raise ConfigError([Problem("split", "trace", reason, "split=points")])
     sharding = checked.sharding if isinstance(checked, TensorParallel) else None
     like = TensorRanks(config.tp, 0)
