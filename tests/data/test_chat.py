@@ -22,7 +22,8 @@ from titanlike.data.chat import BUILT_IN, BadConversation, ChatTemplate, find_te
 from titanlike.data.registry import DataError, open_data
 from titanlike.data.sources import IGNORE
 from titanlike.data.tokenizer import ByteTokenizer, byte_tokenizer, open_tokenizer, write_tokenizer
-from titanlike.generation.generate import Sampling, generate, load_model
+from titanlike.generation.generate import generate, load_model
+from titanlike.models.sampling import Sampling
 
 CHATML = """
 {%- for message in messages -%}

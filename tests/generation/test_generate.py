@@ -21,7 +21,8 @@ from support.world import run_world
 from titanlike.checkpoint.hf_export import export
 from titanlike.config.schema import ChunkedCrossEntropy, Config, Sample
 from titanlike.generation.commands import generate_main as main
-from titanlike.generation.generate import LoadedModel, Sampling, generate, load_model, next_tokens
+from titanlike.generation.generate import LoadedModel, generate, load_model
+from titanlike.models.sampling import Sampling, next_tokens
 from titanlike.training.sample_job import sample
 
 CPU, GREEDY = torch.device("cpu"), Sampling(temperature=0)

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from titanlike.data.sources import Batch
 from titanlike.distributed.collectives import GroupInfo
 from titanlike.distributed.mesh import Mesh
 from titanlike.distributed.placement import Placement
@@ -32,7 +31,7 @@ class Recorded:
     """A changed model whose forward on a microbatch is recorded, on meta."""
 
     graph: ModelGraph
-    batch: Batch  # of one whole sequence, without what transforms make of it
+    batch: dict[str, Tensor]  # of one whole sequence, without what transforms make of it
     loss: Loss
     output: Any  # of the model, for a microbatch
     targets: Tensor
@@ -92,7 +91,7 @@ class Transform:
 
     # --- in a step
 
-    def batch(self, batch: Batch) -> Batch:
+    def batch(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         """What this rank computes with, of a batch [B, ...] of its data-parallel rank."""
         return batch
 

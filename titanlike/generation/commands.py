@@ -22,7 +22,8 @@ from titanlike.config.overrides import aliases_problem
 from titanlike.config.parse import hydra_sections
 from titanlike.config.program import argument_parser, conf_dir, exit_code
 from titanlike.device.choose import first_device
-from titanlike.generation.generate import LoadedModel, Sampling, generate, load_model
+from titanlike.generation.generate import LoadedModel, generate, load_model
+from titanlike.models.sampling import Sampling
 
 _GENERATE = """\
 Text from a trained model. RUN is a run directory, of which the newest checkpoint is taken, a checkpoint,

@@ -15,7 +15,7 @@ import inspect
 import itertools
 import os
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -40,82 +40,7 @@ from titanlike.data.tokenizer import open_tokenizer
 from titanlike.distributed.initialize import parameters_on_meta
 from titanlike.models.cache import KeyValueCache
 from titanlike.models.registry import MODELS, build_model, constructed_buffers, resolve_model
-
-Prompts = list[list[int]]  # ids of each
-OnToken = Callable[[int, int], object]  # (prompt, id)
-
-
-# --- the next token -----------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """temperature: 0 = the most probable token (greedy); top_k: of so many most probable tokens, 0
-    = of all; top_p: of the most probable ones that together have this probability (arXiv
-    1904.09751)."""
-
-    temperature: float = 0.8
-    top_k: int = 0
-    top_p: float = 0.95
-    seed: int = 0
-
-    def problems(self) -> list[str]:
-        """key=value: reason; write ..., of each value that is out of bounds."""
-        rules = {
-            "temperature": (0 <= self.temperature < float("inf"), "at least 0", 0.8),
-            "top_k": (self.top_k >= 0, "at least 0 (0 = all tokens)", 40),
-            "top_p": (0 < self.top_p <= 1, "above 0 and at most 1", 0.95),
-        }
-        return [
-            f"{key}={getattr(self, key)}: must be {bounds}; write {key}={example}"
-            for key, (is_right, bounds, example) in rules.items()
-            if not is_right
-        ]
-
-    def generators(self, count: int) -> list[torch.Generator]:
-        """One for each sequence: what it draws does not depend on those beside it."""
-        return [torch.Generator().manual_seed((self.seed << 20) + row) for row in range(count)]
-
-
-def next_tokens(logits: Tensor, sampling: Sampling, random: Sequence[torch.Generator]) -> Tensor:
-    """logits [B, V] -> ids [B], on the CPU; random: a generator for each sequence."""
-    if sampling.temperature == 0:
-        return logits.argmax(-1).cpu()
-    scaled = logits.float().cpu() / sampling.temperature
-    ordered, ids = torch.sort(scaled, dim=-1, descending=True, stable=True)
-    if sampling.top_k:
-        ordered[:, sampling.top_k :] = -torch.inf
-    kept = ordered.softmax(-1)
-    # a token stays where those before it have less than top_p together: the first always does
-    before = kept.cumsum(-1) - kept
-    kept = kept.masked_fill(before >= sampling.top_p, 0.0)
-    probabilities = torch.zeros_like(kept).scatter_(-1, ids, kept)
-    rows = zip(probabilities, random, strict=True)
-    return torch.cat([torch.multinomial(row, 1, generator=draw) for row, draw in rows])
-
-
-def continue_texts(
-    choose: Callable[[Prompts], list[int]],
-    prompts: Prompts,
-    tokens: int,
-    ends: Collection[int | None],
-    on_token: OnToken = lambda prompt, token: None,
-) -> Prompts:
-    """Up to `tokens` more ids of each prompt; one ends before an id of `ends`.
-
-    choose: the next id of each text, all of them; a text that has ended does not grow.
-    """
-    texts, ended = [list(ids) for ids in prompts], [False] * len(prompts)
-    for _ in range(tokens):
-        for number, token in enumerate(choose(texts)):
-            ended[number] = ended[number] or token in ends
-            if not ended[number]:
-                texts[number].append(token)
-                on_token(number, token)
-        if all(ended):
-            break
-    return [ids[len(prompt) :] for ids, prompt in zip(texts, prompts, strict=True)]
-
+from titanlike.models.sampling import OnToken, Prompts, Sampling, continue_texts, next_tokens
 
 # --- the loaded model ---------------------------------------------------------------------------
 

@@ -16,7 +16,8 @@ from lm_eval import simple_evaluate
 from lm_eval.api.model import LM
 from lm_eval.tasks import TaskManager
 
-from titanlike.generation.generate import LoadedModel, Sampling, generate
+from titanlike.generation.generate import LoadedModel, generate
+from titanlike.models.sampling import Sampling
 
 _TOKENS = 256  # of a generated text, where a task says nothing
 

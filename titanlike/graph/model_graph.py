@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from titanlike.config.errors import Problem
-from titanlike.data.sources import Batch
 from titanlike.graph.cut import StageGraph, cut, start_offsets
 from titanlike.graph.partition import Unit
 from titanlike.graph.record_forward import record_forward
@@ -192,7 +191,7 @@ class ModelGraph:
         return {name: self._first_names[id(p)] for name, p in everything}
 
 
-def fields_of(batch: Batch) -> Fields:
+def fields_of(batch: Mapping[str, Tensor]) -> Fields:
     """The fields of a batch that the model takes: all but the targets."""
     return {
         name: Field(tuple(tensor.shape[1:]), tensor.dtype)

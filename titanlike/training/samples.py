@@ -22,9 +22,9 @@ from titanlike.config import files
 from titanlike.config.errors import ConfigError, Problem
 from titanlike.config.schema import Config
 from titanlike.data.sources import Data
-from titanlike.generation.generate import Sampling, continue_texts, next_tokens
 from titanlike.metrics.run_files import append_line
 from titanlike.metrics.sinks import Sink
+from titanlike.models.sampling import Sampling, continue_texts, next_tokens
 from titanlike.training.build import Run
 
 FILE = "samples.jsonl"
