@@ -755,7 +755,7 @@ class Checkpoint:
     start_from: str | None = key(
         None,
         "checkpoint or run directory whose weights initialize a new run (warm start), or "
-        "hf:/path of a folder of transformers (llama, gpt2)",
+        "hf:/path of a folder of transformers (llama, gpt2, moe)",
     )
     strict: bool = key(
         True, "start_from must have exactly the model's parameters; false = list differences"
