@@ -29,7 +29,7 @@ from support.saved_state import (
     update,
 )
 from support.world import run_world
-from titanlike.checkpoint import staging, writer
+from titanlike.checkpoint import writer
 from titanlike.checkpoint.checkpointer import Checkpointer, Progress
 from titanlike.checkpoint.discovery import committed, select_resume, step_name
 from titanlike.checkpoint.integrity import UnsafeCheckpoint, check_all, read_tensors
@@ -201,7 +201,7 @@ def train_with_late_copies(config: Config, worker: Worker, runs: list[Config]) -
             super().finish()
 
     reached = threading.Event()
-    staging.Copy = Late
+    writer.Copy = Late
     return train_each(config, worker, runs)
 
 

@@ -25,7 +25,7 @@ from support.saved_runs import a_run, checkpoint, train_all
 from titanlike.checkpoint import reader
 from titanlike.checkpoint.hf_export import export, main
 from titanlike.checkpoint.integrity import MODEL, read_tensors
-from titanlike.checkpoint.reader import ShardReader
+from titanlike.checkpoint.reader import MOST_BYTES, ShardReader
 from titanlike.checkpoint.storage import Storage
 from titanlike.config.schema import Config, Model
 from titanlike.data.tokenizer import ByteTokenizer
@@ -78,7 +78,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Config:
     """A run of bytes that exports itself at its end."""
     folder = tmp_path_factory.mktemp("llama")
     data = byte_text(folder / "text")
-    return trained(folder / "run", LLAMA, data=data, export="hf", model_only="bf16")
+    return trained(folder / "run", LLAMA, data=data, dp=2, export="hf", model_only="bf16")
 
 
 @pytest.mark.slow
@@ -120,7 +120,7 @@ def test_exporting_takes_the_memory_of_some_rows(
     llama: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     export(llama.run_dir, str(tmp_path / "at once"))
-    most = 2**11  # bytes at a time, of tensors of up to 32 KiB
+    most = 2560  # bytes at a time, of tensors of up to 32 KiB: rows of several ranks
     monkeypatch.setattr(ShardReader.rows, "__defaults__", (most,))
     monkeypatch.setattr(reader, "_READ", most // 3)
     with Largest() as largest:
@@ -129,12 +129,19 @@ def test_exporting_takes_the_memory_of_some_rows(
     assert most / 2 < largest.bytes <= most
 
 
+@pytest.mark.parametrize("most", [2**11, MOST_BYTES], ids=["by rows", "at once"])
 def test_damage_is_found_while_it_is_read_and_leaves_no_folder(
-    llama: Config, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    most: int,
+    llama: Config,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(ShardReader.rows, "__defaults__", (most,))
     shutil.copytree(llama.run_dir, tmp_path / "run")
-    [file] = checkpoint(tmp_path / "run", 1).glob("*.distcp")
-    chunk = read_tensors(Storage(file.parent))["model.model.norm.weight"].chunks[0]
+    folder = checkpoint(tmp_path / "run", 1)
+    chunk = read_tensors(Storage(folder))["model.model.embed_tokens.weight"].chunks[-1]
+    file = folder / chunk.file
     data = bytearray(file.read_bytes())
     data[chunk.begin + chunk.length // 2] ^= 1
     file.write_bytes(bytes(data))
