@@ -163,7 +163,7 @@ TRACED = {"pp": 2, "split": TraceSplit(points=["model.layers.1"])}
         (of_family("llama", 2, {f"{LAYERS}.mlp": ["colwise"]}), "no such style"),
         (of_family("llama", 2, {f"{LAYERS}.self_attn.q_prj": "colwise"}), "matches no module; "),
         (of_family("llama", 2, {Q: {"colwise": 8}}), "self_attn.k_proj is whole"),
-        (replace(of_family("llama", 2), **TRACED), "a graph that is traced has no exchanges"),
+        (replace(of_family("llama", 2), **TRACED), "a graph that is traced has no collectives"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

@@ -204,5 +204,5 @@ def test_a_forward_that_meta_tensors_cannot_run_is_not_compared_and_says_so() ->
     tensor = make_plan(config(attention="Looking")).transforms["tp"].sharding
     assert tensor is not None and "item()" in tensor.unchecked
     (problem,) = preflight(config(without(f"{A}.scale"), attention="Looking"))
-    assert "scale has parameters beside q and k, which are divided" in str(problem)
+    assert "scale has parameters besides q and k, which are divided" in str(problem)
     assert SUM in problem.fix
