@@ -145,9 +145,11 @@ class Checkpointer:
 
     def _delete_leftovers(self) -> None:
         """Delete what killed saves and deletions have left, and note what retention may delete."""
-        for path in discovery.all_steps(self._folder):
-            from titanlike.checkpoint import integrity
+        if not (paths := discovery.all_steps(self._folder)):
+            return
+        from titanlike.checkpoint import integrity
 
+        for path in paths:
             with contextlib.suppress(ValueError, UnreadableFile):  # it stays
                 if path.exists(MARKER):
                     self._writer.saved[step_of(path)] = integrity.read_state(path)["val_loss"]

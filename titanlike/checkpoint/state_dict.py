@@ -3,7 +3,7 @@
 model.NAME                 parameters and persistent buffers
 optimizer.state.NAME.KEY   optimizer state of each parameter
 optimizer.state.step       the step count of all parameters that have no NAME.step of their own
-rng.RANK.cpu rng.RANK.cuda random generators, restored only in as many ranks that share layers alike
+rng.RANK.cpu rng.RANK.cuda random generators, restored in as many ranks with the same LAYER_AXES
 """
 
 from __future__ import annotations

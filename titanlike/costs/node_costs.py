@@ -1,5 +1,5 @@
-"""The costs of one recorded call, which is run alone: on meta, where one dispatch mode counts all that
-it costs (`count`), with attention as fused kernels compute it; or on a device, timed
+"""The costs of one recorded call, which is run alone: on meta, where one dispatch mode counts all
+that it costs (`count`), with attention as fused kernels compute it; or on a device, timed
 (`node_times`)."""
 
 from __future__ import annotations

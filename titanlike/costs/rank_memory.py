@@ -303,10 +303,8 @@ class RankMemory:
             costs.parameter_sizes(lambda p: p.numel() if id(p) in self._of_experts else 0),
         ]
         try:
-            columns += [
-                costs.saved_bytes(),
-                costs.recomputed_bytes(config.activation_checkpoint.saved),
-            ]
+            save = config.activation_checkpoint.saved
+            columns += [costs.saved_bytes(), costs.recomputed_bytes(save)]
             queued = costs.queued_bytes(config.compile) if deferred else [0] * len(names)
             rows = zip(*columns, queued, costs.peaks(deferred), strict=True)
         except CostError as error:

@@ -165,10 +165,8 @@ def unit_times(config: Config, plan: TrainPlan, roofline: Roofline) -> dict[str,
     calls = memory.unit_costs.operators(plan.peers)
     numel = memory.unit_parameters()
     blocks = {unit.name for unit in plan.model_graph.units if unit.block}
-    exchanges, save = (
-        _Exchanges(config, plan, roofline.hardware),
-        config.activation_checkpoint.saved,
-    )
+    exchanges = _Exchanges(config, plan, roofline.hardware)
+    save = config.activation_checkpoint.saved
     kept = frozenset({"ep"} if keeps(SEND_TOKENS, save) else ())
     names = [name for stage in plan.stages for name in stage]
     of_calls: dict[tuple[tuple[int, ...], bool], UnitTimes] = {}  # of equal calls

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -23,9 +23,6 @@ from titanlike.graph.cut import cut, unit_starts
 from titanlike.graph.model_graph import ModelGraph
 from titanlike.graph.recording import Node, tree_map
 from titanlike.optim.loss import Loss
-
-if TYPE_CHECKING:  # imported where a schedule defers them
-    pass
 
 # Attributes with a module's own position, which do not change its cost
 _POSITIONS = ("index", "idx", "layer_number", "layer_id")

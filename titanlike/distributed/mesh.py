@@ -2,8 +2,9 @@
 
 Ranks that are neighbours share the layers (`LAYER_AXES`), then the sequences (cp), then a stage
 (dp): the heaviest traffic stays inside a machine where it can; pipeline neighbours are as many
-ranks apart as have a stage. FSDP shards weights over the ranks of dp in one replica and of cp: together they are the axis
-shard, in which those of cp are neighbours. All arithmetic of ranks is here.
+ranks apart as have a stage. FSDP shards weights over the ranks of dp in one replica and of cp:
+together they are the axis shard, in which those of cp are neighbours. All arithmetic of ranks is
+here.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class Mesh:
     pp_rank: int
     dp_rank: int
     cp_rank: int
-    layer_rank: int
+    layer_part: int  # which of these parts
     # of experts, whose weights are sharded over fewer ranks: expert_shard, and replicate where that
     # is more than one; None without expert parallelism
     expert_axes: DeviceMesh | None = None

@@ -62,14 +62,14 @@ def reference_steps(
 ) -> tuple[Reference, Reference | None]:
     """(in fp32, in bf16 or float8 if the config or an autocast in the model asks for it), each by
     one process."""
-    groups = 1
-    if config.mixes_samples or _batch_norms(build_model(resolve_model(config))):
-        groups = config.dp * make_plan(config, data).microbatches
-    if config.precision.low:
+    low = config.precision.low
+    mixed = config.mixes_samples or bool(_batch_norms(build_model(resolve_model(config))))
+    in_layout = config.dp * make_plan(config, data).microbatches if mixed or low else 1
+    groups = in_layout if mixed else 1
+    if low:
         exact = _single_process(config, data, device, torch.float32, groups)
         # as the layout: what is rounded to float8 is scaled by the largest of a microbatch
-        groups = config.dp * make_plan(config, data).microbatches
-        return exact, _single_process(config, data, device, torch.bfloat16, groups)
+        return exact, _single_process(config, data, device, torch.bfloat16, in_layout)
     with watch_autocast() as used:
         exact = _single_process(config, data, device, torch.float32, groups)
     if not used:

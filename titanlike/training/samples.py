@@ -91,7 +91,7 @@ class Sampler:
             for transform in self._run.plan.transforms.values():
                 logits = transform.logits(logits)
             logits = logits[: len(texts)]
-            if mesh.dp_rank == 0 and mesh.layer_rank == 0:
+            if mesh.dp_rank == 0 and mesh.layer_part == 0:
                 chosen = next_tokens(logits, sampling, random)
         chosen = chosen.to(mesh.device)
         return (mesh.sum(chosen) if mesh.world_size > 1 else chosen).tolist()

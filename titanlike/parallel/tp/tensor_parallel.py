@@ -290,7 +290,7 @@ def tensor_parallel(
         like.sequence = sharding.divides(fields_of(batch))
     else:
         sharding = _sharding_of(config, model, batch, like)
-    ranks = like if mesh is None else TensorRanks(mesh.layer_ranks, mesh.layer_rank)
+    ranks = like if mesh is None else TensorRanks(mesh.layer_ranks, mesh.layer_part)
     return TensorParallel(config, sharding, ranks)
 
 
