@@ -188,8 +188,11 @@ def convert(
         convert(arguments[0], value, key, wrong)
         example = "" if wrong else f"[{override_text(value)}]"
     elif origin is dict:
-        if isinstance(value, dict):
+        if isinstance(value, dict) and arguments[1] is Any:
             return value
+        if isinstance(value, dict):
+            items = value.items()
+            return {n: convert(arguments[1], item, f"{key}.{n}", problems) for n, item in items}
         expected = "must be a mapping"
     elif annotation is bool:
         if isinstance(value, bool):

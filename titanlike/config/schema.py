@@ -187,6 +187,26 @@ class OwnSchedule(Custom):
 # --- optimization ------------------------------------------------------------------------------
 
 
+@dataclass
+class ParameterGroup:
+    """How the parameters that a pattern of `optimizer.groups` names are updated; null = as they would
+    be without it."""
+
+    lr: float | None = key(None, "peak learning rate", ge=0, example=1e-3)
+    weight_decay: float | None = key(None, "decay, of vectors too", ge=0, example=0.0)
+    betas: list[float] | None = key(
+        None, "of AdamW: decay of the two running means", ge=0, lt=1, example=[0.9, 0.95]
+    )
+    momentum: float | None = key(None, "of SGD and Muon", ge=0, lt=1, example=0.9)
+    optimizer: Literal["adamw", "sgd", "muon"] | None = key(
+        None, "which updates them; muon = matrices of blocks, with optimizer=muon"
+    )
+
+
+_GROUPS = (
+    "pattern of parameter names -> {lr, weight_decay, betas, momentum, optimizer} of these parameters: "
+    "{*norm*: {lr: 1e-3}}"
+)
 _STATE_DTYPE = "dtype of the two running means; bf16 = half the memory, rounded stochastically"
 
 
@@ -201,6 +221,7 @@ class AdamW:
     weight_decay: float = key(0.1, "decoupled decay; vectors (norms, biases) have none", ge=0)
     clip: float | None = key(1.0, "largest global gradient norm; null = no clipping", gt=0)
     state_dtype: Literal["fp32", "bf16"] = key("fp32", _STATE_DTYPE)
+    groups: dict[str, ParameterGroup] | None = key(None, _GROUPS)
 
 
 @dataclass
@@ -226,6 +247,7 @@ class Muon:
     adamw: list[str] = key(
         [], "matrices of blocks that AdamW updates too, by patterns of names: ['*.router.weight']"
     )
+    groups: dict[str, ParameterGroup] | None = key(None, _GROUPS)
 
 
 @dataclass
@@ -237,6 +259,7 @@ class Sgd:
     momentum: float = key(0.0, "momentum factor", ge=0, lt=1)
     weight_decay: float = key(0.0, "L2 decay of matrices; vectors (norms, biases) have none", ge=0)
     clip: float | None = key(1.0, "largest global gradient norm; null = no clipping", gt=0)
+    groups: dict[str, ParameterGroup] | None = key(None, _GROUPS)
 
 
 @dataclass

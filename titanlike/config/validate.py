@@ -139,6 +139,11 @@ def _rules(config: Config) -> Iterator[Problem]:
     broken, sample = partial(_problem, config), config.sample
     if len(getattr(config.optimizer, "betas", [0, 0])) != 2:
         yield broken("optimizer.betas", "must be two numbers", "optimizer.betas=[0.9,0.95]")
+    for pattern, group in (getattr(config.optimizer, "groups", None) or {}).items():
+        if len(betas := group.betas or [0, 0]) != 2:
+            key = f"optimizer.groups.{pattern}.betas"
+            fix = f"'optimizer.groups={{{pattern}:{{betas:[0.9,0.95]}}}}'"
+            yield Problem(key, betas, "must be two numbers", fix)
     if config.value == "val_loss" and config.validation.every == 0:
         yield broken("value", "nothing is validated with validation.every=0", "value=loss")
     if sample.every and not sample.prompts:

@@ -33,7 +33,7 @@ class Muon(SkippingOptimizer):
 
     def __init__(
         self,
-        matrices: Sequence[nn.Parameter],
+        groups: list[dict[str, Any]],
         config: MuonConfig,
         dtype: torch.dtype,
         parts: Mapping[nn.Parameter, Part | None] | None = None,
@@ -41,13 +41,14 @@ class Muon(SkippingOptimizer):
     ) -> None:
         """Collective over the ranks that share the matrices.
 
-        matrices: [rows, columns]; or those of experts, [experts, rows, columns], each a matrix of
+        groups: of matrices [rows, columns]; or those of experts, [experts, rows, columns], each a matrix of
         its own: a rank's shard is of whole experts, which it orthogonalizes itself. dtype: in which
         matrices are orthogonalized, and sent to be; parts: of those that are divided among
         tensor-parallel ranks; group: the ranks that share them; None = FSDP's.
         """
-        groups = [{"params": [*matrices]}]
-        super().__init__(groups, {"lr": config.lr, "weight_decay": config.weight_decay})
+        settings = {"weight_decay": config.weight_decay, "momentum": config.momentum}
+        super().__init__(groups, {"lr": config.lr, **settings})
+        matrices = [matrix for group in groups for matrix in group["params"]]
         self._config, self._dtype = config, dtype
         flat = [matrix for matrix in matrices if matrix.dim() == 2]
         whole = {matrix: part.shape for matrix, part in (parts or {}).items() if part is not None}
@@ -62,15 +63,16 @@ class Muon(SkippingOptimizer):
         """Collective over the ranks that share the matrices; a matrix without gradient is left
         alone."""
         assert closure is None
-        for group in self.param_groups:
-            reached = [p for p in group["params"] if p.grad is not None]
-            shared = [p for p in reached if p in self._places]
-            for parameter in (p for p in reached if p not in self._places):
-                update = newton_schulz(self._update(parameter), self._config.ns_steps)
-                self._apply(parameter, update, group)
-            if shared:  # in two messages
-                for parameter, update in zip(shared, self._orthogonalized(shared), strict=True):
-                    self._apply(parameter, update, group)
+        groups = {p: group for group in self.param_groups for p in group["params"]}
+        reached = [p for p in groups if p.grad is not None]
+        shared = [p for p in reached if p in self._places]
+        for parameter in (p for p in reached if p not in self._places):
+            update = newton_schulz(self._update(parameter, groups), self._config.ns_steps)
+            self._apply(parameter, update, groups[parameter])
+        if shared:  # in two messages
+            updates = self._orthogonalized(shared, groups)
+            for parameter, update in zip(shared, updates, strict=True):
+                self._apply(parameter, update, groups[parameter])
 
     def _apply(self, parameter: nn.Parameter, update: Tensor, group: dict[str, Any]) -> None:
         weights, skip = local(parameter), self.skip_of(parameter)
@@ -79,9 +81,9 @@ class Muon(SkippingOptimizer):
         updated.add_(update.to(weights.device), alpha=-rate)
         select(skip, weights, updated)
 
-    def _update(self, parameter: nn.Parameter) -> Tensor:
+    def _update(self, parameter: nn.Parameter, groups: Mapping[Any, dict[str, Any]]) -> Tensor:
         """What this rank has of the momentum, which is moved on, where it is orthogonalized."""
-        state, momentum = self.state[parameter], self._config.momentum
+        state, momentum = self.state[parameter], groups[parameter]["momentum"]
         assert parameter.grad is not None
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(parameter.grad)
@@ -93,8 +95,10 @@ class Muon(SkippingOptimizer):
             device = torch.device(parameter.device_mesh.device_type)
         return update.to(device, self._dtype)
 
-    def _orthogonalized(self, matrices: Sequence[nn.Parameter]) -> list[Tensor]:
-        """What this rank has of the orthogonalized momentum of each. Collective.
+    def _orthogonalized(
+        self, matrices: Sequence[nn.Parameter], groups: Mapping[Any, dict[str, Any]]
+    ) -> list[Tensor]:
+        """What this rank has of the orthogonalized momentum of each; groups: each one's. Collective.
 
         Newton-Schulz needs whole matrices, of which each rank of an FSDP mesh holds some rows, and
         each tensor-parallel one a part of these:
@@ -112,7 +116,7 @@ class Muon(SkippingOptimizer):
         rank, ranks = dist.get_rank(group), range(dist.get_world_size(group))
         held = [self._places[matrix] for matrix in matrices]
         shapes = [self._shapes[matrix] for matrix in matrices]
-        updates = [self._update(matrix) for matrix in matrices]
+        updates = [self._update(matrix, groups) for matrix in matrices]
         owned: list[list[int]] = [[] for _ in ranks]  # matrices of each rank
         for matrix, owner in enumerate(deal(shapes, len(ranks))):
             owned[owner].append(matrix)
@@ -152,13 +156,16 @@ def lr_ratio(adjust_lr: str, rows: int, columns: int) -> float:
 def hidden_matrices(model: nn.Module, optimizer: Any) -> set[str]:
     """Names of the parameters of a whole model that Muon updates, if that is the optimizer: 2-D
     ones of the blocks and those of experts, but for embeddings, what is used outside of the blocks
-    too, and those that the config leaves to AdamW."""
+    too, and those that the config leaves to others."""
     if not isinstance(optimizer, MuonConfig):
         return set()
     in_blocks: set[int] = set()
     elsewhere = {id(part.weight) for part in model.modules() if isinstance(part, nn.Embedding)}
     of_experts = {id(p) for module in experts_of(model).values() for p in module.parameters()}
     units = find_units(model)
+    others = [
+        p for p, group in (optimizer.groups or {}).items() if group.optimizer in ("adamw", "sgd")
+    ]
     head = model.get_submodule(units[-1].name)  # of a chain of layers, each of which is a block
     for unit in units:
         module = model.get_submodule(unit.name)
@@ -169,7 +176,7 @@ def hidden_matrices(model: nn.Module, optimizer: Any) -> set[str]:
         for name, parameter in model.named_parameters()
         if (parameter.dim() == 2 or (parameter.dim() == 3 and id(parameter) in of_experts))
         and id(parameter) in in_blocks - elsewhere
-        and not any(fnmatchcase(name, pattern) for pattern in optimizer.adamw)
+        and not any(fnmatchcase(name, pattern) for pattern in [*optimizer.adamw, *others])
     }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -12,12 +13,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from titanlike.config.schema import (
+    AdamW,
     Config,
     ConstantLr,
     Custom,
     DecayLr,
     Muon,
     OwnOptimizer,
+    ParameterGroup,
     Sgd,
     WsdLr,
 )
@@ -89,43 +92,98 @@ def build_optimizers(
     Collective over these ranks.
     """
     choice = config.optimizer
-    rest: dict[str, nn.Parameter] = dict(parameters)
-    optimizers: list[torch.optim.Optimizer] = []
-    placed = (placements or {}).items()
-    parts = {parameters[name]: placement.part for name, placement in placed if name in parameters}
-    if isinstance(choice, Muon):
-        from titanlike.optim import muon
-
-        hidden = muon.hidden_matrices(model, choice)
-        if updated := [rest.pop(name) for name in parameters if name in hidden]:
-            # in bf16 only where gradients are no more exact
-            optimizers = [muon.Muon(updated, choice, compute_dtype(config), parts, group)]
-        if optimizers and not rest:
-            return optimizers
-    matrices = [p for p in rest.values() if p.dim() >= 2]
-    vectors = [p for p in rest.values() if p.dim() < 2]
+    # matrices first
+    ordered = sorted(parameters.items(), key=lambda item: item[1].dim() < 2)
     if isinstance(choice, OwnOptimizer):
         from titanlike.optim.own import own_optimizer
 
-        return [own_optimizer(choice, matrices, vectors)]
-    groups: list[dict[str, Any]] = [
-        {"params": params, "weight_decay": decay}
-        for params, decay in ((matrices, choice.weight_decay), (vectors, 0.0))
-        if params
-    ] or [{"params": []}]  # a stage of buffers alone
-    if isinstance(choice, Sgd):
-        return [fused.Sgd(groups, lr=choice.lr, momentum=choice.momentum)]
-    lr = choice.lr
-    if isinstance(choice, Muon) and choice.adamw_lr is not None:
-        lr = choice.adamw_lr
-    groups = [{**group, "initial_lr": lr} for group in groups]
-    options: dict[str, Any] = {"lr": lr, "betas": tuple(choice.betas), "eps": choice.eps}
-    if choice.state_dtype == "bf16":
+        both: tuple[list[nn.Parameter], list[nn.Parameter]] = [], []
+        for _, parameter in ordered:
+            both[parameter.dim() < 2].append(parameter)
+        return [own_optimizer(choice, *both)]
+    hidden: set[str] = set()
+    if isinstance(choice, Muon):
+        from titanlike.optim.muon import hidden_matrices
+
+        hidden = hidden_matrices(model, choice)
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for name, parameter in ordered:
+        update = parameter_update(name, parameter.dim(), choice, name in hidden)
+        of_kind = groups.setdefault(update.optimizer, [])
+        options = update.options()
+        alike = (g for g in of_kind if all(g[key] == value for key, value in options.items()))
+        if (group_of := next(alike, None)) is None:
+            of_kind.append(group_of := {"params": [], **options})
+        group_of["params"].append(parameter)
+    if not groups:  # a stage of buffers alone
+        groups = {"sgd" if isinstance(choice, Sgd) else "adamw": [{"params": []}]}
+    placed = (placements or {}).items()
+    parts = {parameters[name]: placement.part for name, placement in placed if name in parameters}
+    optimizers: list[torch.optim.Optimizer] = []
+    if "muon" in groups:
+        from titanlike.optim.muon import Muon as MuonOptimizer
+
+        assert isinstance(choice, Muon)
+        # in bf16 only where gradients are no more exact
+        muon = MuonOptimizer(groups["muon"], choice, compute_dtype(config), parts, group)
+        optimizers.append(muon)
+    if "sgd" in groups:
+        optimizers.append(fused.Sgd(groups["sgd"], lr=choice.lr))
+    if "adamw" not in groups:
+        return optimizers
+    adamw = choice if isinstance(choice, AdamW | Muon) else AdamW()
+    settings: dict[str, Any] = {"lr": choice.lr, "betas": tuple(adamw.betas), "eps": adamw.eps}
+    if adamw.state_dtype == "bf16":
         from titanlike.optim.bf16_state import Bf16StateAdamW
 
-        seeds = {p: piece_seed(config.seed, f"rounding of {n}", 0) for n, p in rest.items()}
-        return [*optimizers, Bf16StateAdamW(groups, seeds, parts, **options)]
-    return [*optimizers, fused.AdamW(groups, **options)]
+        seeds = {p: piece_seed(config.seed, f"rounding of {n}", 0) for n, p in parameters.items()}
+        return [*optimizers, Bf16StateAdamW(groups["adamw"], seeds, parts, **settings)]
+    return [*optimizers, fused.AdamW(groups["adamw"], **settings)]
+
+
+@dataclass(frozen=True)
+class ParameterUpdate:
+    """How a parameter is updated."""
+
+    optimizer: str  # adamw, muon or sgd
+    lr: float  # its peak
+    weight_decay: float
+    betas: tuple[float, ...] = ()  # of adamw
+    momentum: float | None = None  # of sgd and muon
+
+    def options(self) -> dict[str, Any]:
+        """Of a parameter group of the optimizer; `initial_lr` is the peak."""
+        options: dict[str, Any] = {"initial_lr": self.lr, "weight_decay": self.weight_decay}
+        if self.optimizer == "adamw":
+            return {**options, "betas": self.betas}
+        return {**options, "momentum": self.momentum}
+
+
+def parameter_update(
+    name: str, dim: int, choice: AdamW | Muon | Sgd, hidden: bool
+) -> ParameterUpdate:
+    """What updates a parameter, by its name in the whole model and number of dimensions; hidden:
+    see `hidden_matrices`. The one pattern of `optimizer.groups` that matches comes before the rest."""
+    groups = choice.groups or {}
+    own = next((groups[pattern] for pattern in patterns_of(name, choice)), ParameterGroup())
+    by_default = "muon" if hidden else "sgd" if isinstance(choice, Sgd) else "adamw"
+    kind = own.optimizer or by_default
+    lr, decay = choice.lr, choice.weight_decay if dim >= 2 else 0.0
+    if isinstance(choice, Muon) and kind != "muon" and choice.adamw_lr is not None:
+        lr = choice.adamw_lr
+    lr = lr if own.lr is None else own.lr
+    decay = decay if own.weight_decay is None else own.weight_decay
+    if kind == "adamw":
+        betas = own.betas or getattr(choice, "betas", AdamW().betas)
+        return ParameterUpdate(kind, lr, decay, tuple(betas))
+    momentum = choice.momentum if kind == by_default and not isinstance(choice, AdamW) else 0.0
+    momentum = momentum if own.momentum is None else own.momentum
+    return ParameterUpdate(kind, lr, decay, momentum=momentum)
+
+
+def patterns_of(name: str, choice: AdamW | Muon | Sgd) -> list[str]:
+    """The patterns of `optimizer.groups` that match a parameter's name; checked to be one at most."""
+    return [pattern for pattern in choice.groups or () if fnmatchcase(name, pattern)]
 
 
 @torch.no_grad()

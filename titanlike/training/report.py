@@ -62,6 +62,14 @@ def opening(session: Session) -> None:
     ]
     console.fields([field for field in fields if field[1]])
     console.line()
+    if getattr(config.optimizer, "groups", None):
+        from titanlike.optim.groups import group_rows
+
+        headings, *rows = group_rows(
+            config.optimizer, plan.model_graph.model, plan.stage_parameters
+        )
+        console.table("", headings, rows)
+        console.line()
     found, headings, rows = plan.auto_split, ["rank", "stage", "modules", "parameters"], []
     if mesh.layer_ranks > 1 or config.ep > 1:
         headings[-1] += " of a rank's part"

@@ -270,6 +270,10 @@ def _choose_order(config: Config, model: nn.Module) -> tuple[Order, str]:
     """
     problems = model_problems(model, config) + checks.norm_problems(config, model)
     problems += checks.changed_problems(config, model) + checks.muon_problems(config, model)
+    if getattr(config.optimizer, "groups", None):
+        from titanlike.optim.groups import group_problems
+
+        problems += group_problems(config, model)
     try:
         microbatches, why = from_config.declared_microbatches(config.schedule), "asked for"
         if microbatches is None:

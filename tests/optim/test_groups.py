@@ -1,0 +1,101 @@
+"""optimizer.groups: what updates the parameters that a pattern names, exact in every layout."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from support.cells import cells
+from support.models import tiny
+from support.proven import assert_proven
+from titanlike.config.schema import AdamW, Config, Model, Muon, ParameterGroup, Sgd
+from titanlike.models.registry import build_model, resolve_model
+from titanlike.optim.optimizer import build_optimizers, set_lr
+from titanlike.training.train_plan import preflight
+
+EMBEDDING = ParameterGroup(lr=1e-3, weight_decay=0.0)
+NORMS = ParameterGroup(weight_decay=0.3, betas=[0.8, 0.9])
+HEAD = ParameterGroup(optimizer="sgd", momentum=0.5)
+OF_ALL = {"*embed*": EMBEDDING, "*norm*": NORMS, "lm_head.*": HEAD}
+OF_MUON = Muon(groups={**OF_ALL, "*.[qk]_proj.*": ParameterGroup(lr=1e-2, momentum=0.7)})
+MOE = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": None}
+MOE |= {"intermediate_size": 64, "num_hidden_layers": 2, "moe_intermediate_size": 32}
+EXPERTS = tiny(dp=2, ep=2, optimizer=AdamW(groups={"*.experts.*": NORMS, "*norm*": EMBEDDING}))
+
+
+def test_each_pattern_has_its_own_rates_decay_and_optimizer_as_torchs_groups_have() -> None:
+    """To the last bit, over a warm-up; also a decay of vectors."""
+    config = tiny(layers=1, optimizer=AdamW(groups=OF_ALL))
+    model, right = (build_model(resolve_model(config)).to_empty(device="cpu") for _ in range(2))
+    for at, (mine, its) in enumerate(zip(model.parameters(), right.parameters(), strict=True)):
+        mine.data = torch.randn(mine.shape, generator=torch.Generator().manual_seed(at))
+        its.data = mine.data.clone()
+    optimizers = build_optimizers(dict(model.named_parameters()), model, config)
+    named = dict(right.named_parameters())
+    norms = [p for name, p in named.items() if "norm" in name]
+    rest = [p for name, p in named.items() if "proj" in name]
+    expected: list[torch.optim.Optimizer] = [
+        torch.optim.AdamW(
+            [
+                {"params": [named["model.embed_tokens.weight"]], "peak": 1e-3, "weight_decay": 0.0},
+                {"params": norms, "peak": 3e-3, "weight_decay": 0.3, "betas": (0.8, 0.9)},
+                {"params": rest, "peak": 3e-3, "weight_decay": 0.1},
+            ],
+            betas=(0.9, 0.95),
+            fused=True,
+        ),
+        torch.optim.SGD(
+            [{"params": [named["lm_head.weight"]], "peak": 3e-3}],
+            weight_decay=0.1,
+            momentum=0.5,
+            fused=True,
+        ),
+    ]
+    for step in (1, 2, 3):
+        for mine, its in zip(model.parameters(), right.parameters(), strict=True):
+            mine.grad = torch.randn(mine.shape, generator=torch.Generator().manual_seed(step))
+            its.grad = mine.grad.clone()
+        set_lr(optimizers, config, step)
+        for group in (group for optimizer in expected for group in optimizer.param_groups):
+            group["lr"] = group["peak"] * (step / 20)
+        for optimizer in (*optimizers, *expected):
+            optimizer.step()
+    for (name, mine), its in zip(model.named_parameters(), right.parameters(), strict=True):
+        assert torch.equal(mine, its), name
+
+
+@pytest.mark.parametrize(
+    "config",
+    cells(
+        {"muon": tiny(2, 2, layers=2, optimizer=OF_MUON)},
+        {
+            "tp": tiny(dp=2, tp=2, layers=2, optimizer=OF_MUON),
+            "sgd": tiny(2, 2, layers=2, optimizer=Sgd(groups={"*norm*": HEAD})),
+            "ep": replace(EXPERTS, model=Model("moe", MOE)),
+        },
+    ),
+)
+def test_a_layout_updates_groups_as_one_process_does(config: Config, tmp_path: Path) -> None:
+    assert_proven(config, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "groups, said",
+    [
+        ({"*embod*": EMBEDDING}, "no parameter has such a name; a pattern of names such as"),
+        (
+            {"*norm*": EMBEDDING, "model.norm.*": NORMS},
+            "model.norm.weight is matched by model.norm",
+        ),
+        ({"*up_proj*": ParameterGroup(optimizer="muon")}, "with optimizer=adamw there is no Muon"),
+        ({"*norm*": ParameterGroup(momentum=0.5)}, "momentum has no effect: its parameters are"),
+    ],
+)
+def test_patterns_and_settings_without_an_effect_of_their_own_are_refused(
+    groups: dict[str, ParameterGroup], said: str
+) -> None:
+    (problem,) = preflight(tiny(layers=1, optimizer=AdamW(groups=groups)))
+    assert problem.key.startswith("optimizer.groups.") and said in str(problem)

@@ -1,0 +1,94 @@
+"""`optimizer.groups`: what is wrong with its patterns, and what the parameters of each received."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from titanlike.config.errors import Problem, nearest, override_text
+from titanlike.config.parse import to_plain
+from titanlike.config.schema import Config, Muon, OwnOptimizer
+from titanlike.metrics import units
+from titanlike.optim.muon import hidden_matrices
+from titanlike.optim.optimizer import ParameterUpdate, parameter_update, patterns_of
+
+
+def group_problems(config: Config, model: nn.Module) -> list[Problem]:
+    """Patterns of `optimizer.groups` that name no parameter, or one that another names too; and
+    settings that update none of theirs."""
+    choice = config.optimizer
+    assert not isinstance(choice, OwnOptimizer)
+    groups = choice.groups or {}
+
+    def problem(pattern: str, reason: str, fix: str) -> Problem:
+        given = {k: v for k, v in to_plain(groups[pattern]).items() if v is not None}
+        return Problem(f"optimizer.groups.{pattern}", given, reason, fix)
+
+    problems, hidden = [], hidden_matrices(model, choice)
+    no_muon: dict[str, str] = {}  # pattern -> a parameter that it leaves to Muon in vain
+    kinds: dict[str, set[str]] = {pattern: set() for pattern in groups}
+    overlaps: dict[str, tuple[str, str]] = {}  # pattern -> a parameter, and what matches it, too
+    for name, parameter in model.named_parameters():
+        found = patterns_of(name, choice)
+        if len(found) > 1:
+            overlaps.setdefault(found[0], (name, ", ".join(found[1:])))
+        for pattern in found:
+            update = parameter_update(name, parameter.dim(), choice, name in hidden)
+            kinds[pattern].add(update.optimizer)
+            if update.optimizer == "muon" and name not in hidden:
+                no_muon.setdefault(pattern, name)
+    for pattern, name in no_muon.items():
+        reason = f"Muon does not update {name}, only 2-D parameters of blocks"
+        fix = "a pattern that matches these alone"
+        if not isinstance(choice, Muon):
+            reason = f"with optimizer={choice.name} there is no Muon"
+            fix = "optimizer=muon, and {optimizer:adamw} for what AdamW is to update"
+        problems.append(problem(pattern, reason, fix))
+    for pattern, (name, others) in overlaps.items():
+        fix = "patterns of which one alone matches each parameter"
+        problems.append(problem(pattern, f"{name} is matched by {others}, too", fix))
+    for pattern, updated_by in kinds.items():
+        group = groups[pattern]
+        if not updated_by:
+            names = [name for name, _ in model.named_parameters()]
+            like = nearest(pattern, names) or names[0]
+            fix = f"a pattern of names such as {like}"
+            problems.append(problem(pattern, "no parameter has such a name", fix))
+        for key, value, fits in (
+            ("betas", group.betas, {"adamw"}),
+            ("momentum", group.momentum, {"sgd", "muon"}),
+        ):
+            if value is not None and updated_by and not updated_by & fits:
+                reason = f"{key} has no effect: its parameters are updated by {updated_by.pop()}"
+                problems.append(problem(pattern, reason, f"a group without {key}"))
+    return problems
+
+
+def group_rows(
+    config: Config, model: nn.Module, stage_parameters: Sequence[Mapping[str, int]]
+) -> list[list[Any]]:
+    """A table: its headings, then the parameters of each pattern, and all others, by how they are
+    updated. stage_parameters: name -> elements on a rank, of each stage."""
+    choice = config.optimizer
+    assert not isinstance(choice, OwnOptimizer)
+    hidden = hidden_matrices(model, choice)
+    sizes = {name: size for stage in stage_parameters for name, size in stage.items()}
+    found: dict[tuple[str, ParameterUpdate], list[int]] = {}
+    for name, parameter in model.named_parameters():
+        pattern = next(iter(patterns_of(name, choice)), "all others")
+        update = parameter_update(name, parameter.dim(), choice, name in hidden)
+        found.setdefault((pattern, update), []).append(sizes.get(name, 0))
+    order = [*(choice.groups or {}), "all others"]
+    headings = ["optimizer.groups", "optimizer", "tensors", "parameters", "lr", "weight decay"]
+    return [
+        [*headings, "betas, momentum"],
+        *(
+            [pattern, update.optimizer, len(numels), units.count(sum(numels)), update.lr]
+            + [update.weight_decay, override_text(update.betas or update.momentum)]
+            for (pattern, update), numels in sorted(
+                found.items(), key=lambda item: order.index(item[0][0])
+            )
+        ),
+    ]
