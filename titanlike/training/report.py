@@ -65,9 +65,7 @@ def opening(session: Session) -> None:
     if getattr(config.optimizer, "groups", None):
         from titanlike.optim.groups import group_rows
 
-        headings, *rows = group_rows(
-            config.optimizer, plan.model_graph.model, plan.stage_parameters
-        )
+        headings, *rows = group_rows(config, plan.model_graph.model, plan.stage_parameters)
         console.table("", headings, rows)
         console.line()
     found, headings, rows = plan.auto_split, ["rank", "stage", "modules", "parameters"], []
