@@ -40,9 +40,9 @@ from titanlike.distributed.mesh import close_mesh
 from titanlike.launch.worker import Worker
 from titanlike.proof.verification import verify
 from titanlike.torch_private import distributed_checkpoint, pipeline_stage, tensors
+from titanlike.torch_private.accelerator import use_expandable_segments
 from titanlike.torch_private.compiler import as_if_compiling, is_graph_break
 from titanlike.torch_private.fsdp import gather_with, reduce_missing_gradients
-from titanlike.torch_private.memory import use_expandable_segments
 from titanlike.torch_private.operators import TorchDispatchMode, in_parts
 from titanlike.torch_private.pipeline_runtime import FIELD, OrderRuntime, _Kind
 from titanlike.torch_private.process_groups import forget_groups_of_meshes
@@ -563,7 +563,7 @@ def test_a_forward_can_be_told_that_it_is_compiled() -> None:
 
 
 def test_the_history_of_memory_has_no_public_name() -> None:
-    """Once it has, these functions of torch_private/memory.py can go."""
+    """Once it has, these functions of torch_private/accelerator.py can go."""
     memory = torch.cuda.memory
     assert hasattr(memory, "_record_memory_history") and hasattr(memory, "_dump_snapshot")
     assert not hasattr(memory, "record_memory_history") and not hasattr(memory, "dump_snapshot")

@@ -53,10 +53,11 @@ from titanlike.checkpoint.reader import raise_on_all_ranks
 from titanlike.checkpoint.staging import Copy, HostMemory, WriterProcess, WrittenFile, write_tensors
 from titanlike.checkpoint.storage import CHUNKS, METADATA, DamagedCheckpoint, Storage, error_line
 from titanlike.config.schema import Checkpoint
-from titanlike.device.accelerator import set_device, started
+from titanlike.device.accelerator import set_device
 from titanlike.metrics import units
 from titanlike.metrics.run_files import Events
 from titanlike.optim.optimizer import StageState
+from titanlike.torch_private.accelerator import started
 from titanlike.torch_private.distributed_checkpoint import Blocks, describe_files
 from titanlike.torch_private.dtensor import local
 

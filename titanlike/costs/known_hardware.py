@@ -47,6 +47,7 @@ from titanlike.device import accelerator
 from titanlike.device.accelerator import count, synchronize
 from titanlike.device.choose import first_device
 from titanlike.launch.environment import available_cores
+from titanlike.torch_private.accelerator import started
 from titanlike.training.train_plan import TrainPlan, make_plan
 
 _FOLDER = "~/.cache/titanlike/hardware"
@@ -93,7 +94,7 @@ def likely_hardware(config: Config) -> Hardware:
     device = first_device(config.device)
     if not accelerator.is_accelerator(device):
         return shipped("cpu")
-    name = accelerator.name(device) if accelerator.started() else ""
+    name = accelerator.name(device) if started() else ""
     return shipped(next((c for words, c in _CHOICES.items() if words in name), "h100_sxm"))
 
 

@@ -18,6 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from titanlike.torch_private.accelerator import started
+
 KINDS = ("cpu", "cuda", "xpu", "mtia")  # by which a forward may ask: x.is_cuda, autocast("cuda")
 # the variable by which a driver shows a process some of the devices
 _VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "xpu": "ZE_AFFINITY_MASK"}
@@ -69,14 +71,6 @@ def uuid(device: torch.device) -> str | None:
         return None
     properties = torch.get_device_module(device).get_device_properties(device)
     return str(properties.uuid) if getattr(properties, "uuid", None) is not None else None
-
-
-def started() -> torch.device | None:
-    """The device that this process computes on, if it has initialized an accelerator."""
-    found = torch.accelerator.current_accelerator()
-    if found is None or not torch.get_device_module(found).is_initialized():
-        return None
-    return torch.device(found.type, torch.accelerator.current_device_index())
 
 
 def set_device(device: torch.device) -> None:

@@ -21,9 +21,8 @@ from titanlike.device.accelerator import (
     empty_cache,
     is_accelerator,
     name,
-    started,
 )
-from titanlike.torch_private.memory import use_expandable_segments
+from titanlike.torch_private.accelerator import started, use_expandable_segments
 
 _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 

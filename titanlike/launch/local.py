@@ -264,7 +264,7 @@ def serve(scratch: str, driver: int, function: str, count: int) -> NoReturn:
     # a cluster sends these to every process of a job: the ranks decide when to end
     handlers = {signum: signal.signal(signum, signal.SIG_IGN) for signum in _SIGNALS}
     with no_garbage_collection():
-        from titanlike.device import accelerator  # torch, which each rank needs
+        from titanlike.torch_private.accelerator import started  # and torch, which each rank needs
 
         if function.startswith("titanlike."):  # a user's code only once its config has been checked
             with contextlib.suppress(ImportError):  # raised and reported where the job is loaded
@@ -276,7 +276,7 @@ def serve(scratch: str, driver: int, function: str, count: int) -> NoReturn:
         events = os.open(folder / "ranks", os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
         gc.freeze()  # what is imported is garbage in no rank, and its memory stays shared
         # not once an import, as that of a plugin of torch, has initialized an accelerator
-        start = _fork_rank if accelerator.started() is None else _spawn_rank
+        start = _fork_rank if started() is None else _spawn_rank
         ranks: dict[int, int] = {}
         for rank in range(count):
             pid = start(scratch, rank, handlers)

@@ -28,7 +28,7 @@ from titanlike.config.schema import Config, MemoryProfile, TraceProfile
 from titanlike.launch.heartbeat import read_action
 from titanlike.launch.watchdog import Watchdog
 from titanlike.launch.worker import Worker
-from titanlike.torch_private.memory import (
+from titanlike.torch_private.accelerator import (
     has_memory_history,
     start_memory_history,
     stop_memory_history,

@@ -1,11 +1,22 @@
-"""The accelerator's memory: settings of its allocator, and its history, what was allocated
-where."""
+"""The accelerator: whether this process has initialized it, settings of its allocator, and the
+history of its memory, what was allocated where."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import torch
+
+
+def started() -> torch.device | None:
+    """The device that this process computes on, if it has initialized an accelerator.
+
+    torch says it of each kind of device alone.
+    """
+    found = torch.accelerator.current_accelerator()
+    if found is None or not torch.get_device_module(found).is_initialized():
+        return None
+    return torch.device(found.type, torch.accelerator.current_device_index())
 
 
 def use_expandable_segments() -> None:
