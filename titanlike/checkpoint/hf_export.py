@@ -51,6 +51,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--dtype", choices=[*DTYPES], help=text)
     text = "largest size of a file (default: %(default)s)"
     parser.add_argument("--shard", default="5GiB", metavar="SIZE", help=text)
+    parser.add_argument("--ema", action="store_true", help="the average of the weights (ema.decay)")
     arguments = parser.parse_args(argv)
 
     def command() -> int:
@@ -58,7 +59,7 @@ def main(argv: list[str] | None = None) -> int:
         if not size:
             raise ValueError(f"--shard {arguments.shard}: not a size; write --shard 5GiB")
         say = partial(print, flush=True)
-        export(arguments.run, arguments.out, arguments.dtype, size, say)
+        export(arguments.run, arguments.out, arguments.dtype, size, say, ema=arguments.ema)
         return 0
 
     return exit_code(command)
@@ -70,10 +71,12 @@ def export(
     dtype: str | None = None,
     shard_bytes: int = 5 * 2**30,
     say: Callable[[str], object] = lambda _: None,
+    *,
+    ema: bool = False,
 ) -> None:
     """Write the folder `out`, which is there only once it is whole.
 
-    say: called with lines of progress and a summary. Raises ValueError, DamagedCheckpoint, OSError.
+    say: called with lines of progress and a summary; ema: of the average of the weights. Raises ValueError, DamagedCheckpoint, OSError.
     """
     begin = time.monotonic()
     if "://" in out:
@@ -81,7 +84,7 @@ def export(
     folder = Path(out).expanduser().absolute()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"{folder} exists already; write another name, or remove it first")
-    rows = ShardReader.open("RUN", location)
+    rows = ShardReader.open("RUN", location, ema=ema)
     saved = saved_model(rows.folder)
     entries = rows.entries(MODEL)
     config, tensors = plan_export(saved, entries, DTYPES[dtype] if dtype else None)

@@ -13,7 +13,7 @@ import io
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import prod
 from typing import Any
@@ -25,6 +25,8 @@ from torch import Tensor
 
 from titanlike.checkpoint.discovery import resolve
 from titanlike.checkpoint.integrity import (
+    MODEL,
+    OPTIMIZER,
     CheckpointHeader,
     Chunk,
     SavedTensor,
@@ -214,10 +216,21 @@ class ShardReader:
         self.header, self.folder = header, header.folder
 
     @classmethod
-    def open(cls, key: str, location: str) -> ShardReader:
-        """Open a checkpoint, or a run's newest one. Raises ValueError, naming `key`, where there is
-        none; DamagedCheckpoint, UnsafeCheckpoint."""
-        return cls(open_header(resolve(key, location)))
+    def open(cls, key: str, location: str, *, ema: bool = False) -> ShardReader:
+        """Open a checkpoint, or a run's newest one; ema: the averages stand for the weights. Raises
+        ValueError, naming `key`, where there is none; DamagedCheckpoint, UnsafeCheckpoint."""
+        header = open_header(resolve(key, location))
+        if not ema:
+            return cls(header)
+        averages = {
+            MODEL + name.removeprefix(OPTIMIZER).removesuffix(".ema"): tensor
+            for name, tensor in header.tensors.items()
+            if name.startswith(OPTIMIZER) and name.endswith(".ema")
+        }
+        if not averages:
+            reason = "has no average of the weights, which ema.decay=0.999 trains with"
+            raise ValueError(f"--ema: {header.folder} {reason}; write it without")
+        return cls(replace(header, tensors=header.tensors | averages))
 
     def entries(self, prefix: str) -> dict[str, SavedTensor]:
         """The tensors whose names begin with a prefix, without it."""

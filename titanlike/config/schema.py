@@ -263,6 +263,15 @@ class Sgd:
 
 
 @dataclass
+class Ema:
+    """An exponential moving average of the weights, kept as optimizer state."""
+
+    decay: float | None = key(
+        None, "share of the average that a step keeps, such as 0.999; null = none", ge=0, lt=1
+    )
+
+
+@dataclass
 class ConstantLr:
     """Warm-up, then the peak."""
 
@@ -925,6 +934,7 @@ class Config:
         TextData, "training data"
     )
     optimizer: AdamW | Muon | Sgd | OwnOptimizer = key(AdamW, "optimizer")
+    ema: Ema = key(Ema, "average of the weights")
     lr: ConstantLr | DecayLr | WsdLr | Custom = key(WsdLr, "learning-rate schedule")
     loss: CrossEntropy | ChunkedCrossEntropy | Mse | Custom = key(CrossEntropy, "loss function")
     precision: Precision = key(Precision, "compute precision")

@@ -163,6 +163,7 @@ class StateBytes:
                 optimizer = 4
             case _:  # of the user's own, as AdamW
                 optimizer = 8
+        optimizer += 4 * (config.ema.decay is not None)
         shards = config.shards // config.ep if expert else config.shards
         offload = config.fsdp.cpu_offload
         computing = compute_dtype(config).itemsize

@@ -72,6 +72,7 @@ def _parser(description: str, of: str) -> argparse.ArgumentParser:
     parser.add_argument("--dtype", choices=[*DTYPES], default="fp32", help=text)
     text = f"{of}auto, cpu, cuda (default: %(default)s)"
     parser.add_argument("--device", default="auto", help=text)
+    parser.add_argument("--ema", action="store_true", help="with the average of the weights")
     parser.add_argument("--trust-code", action="store_true", help=TRUST_CODE)
     return parser
 
@@ -89,7 +90,7 @@ def _run(
 
 def _load(arguments: argparse.Namespace) -> LoadedModel:
     device, dtype = first_device(arguments.device), DTYPES[arguments.dtype]
-    return load_model(arguments.run, device, dtype, arguments.trust_code)
+    return load_model(arguments.run, device, dtype, arguments.trust_code, ema=arguments.ema)
 
 
 # --- generate -----------------------------------------------------------------------------------
@@ -236,6 +237,9 @@ def _job(arguments: argparse.Namespace, job: str, words: list[str]) -> int:
     Raises ValueError where that names code which is none of titanlike's, and the user has not said
     --trust-code.
     """
+    if arguments.ema:
+        fix = "leave out --layout, give --tasks, or read val_loss_ema in metrics.jsonl"
+        raise ValueError(f"--ema: a job in the run's own layout loads its weights; {fix}")
     run = Path(arguments.run).expanduser()
     path = run / "config.yaml"
     if not path.is_file():

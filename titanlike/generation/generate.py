@@ -162,15 +162,24 @@ def _by_transformers(
 
 
 def load_model(
-    location: str, device: torch.device, dtype: torch.dtype, trust_code: bool = False
+    location: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    trust_code: bool = False,
+    *,
+    ema: bool = False,
 ) -> LoadedModel:
-    """trust_code: whether a model that is none of titanlike's own, and whose name is in the
+    """ema: with the average of the weights that a run keeps; trust_code: whether a model that is none of titanlike's own, and whose name is in the
     checkpoint alone, may be imported and built. Raises ValueError where it may not, where there is
     no model, or where transformers is missing."""
     folder = Path(location).expanduser()
     if (folder / "config.json").is_file():
+        if ema:
+            raise ValueError(
+                f"--ema: {folder} is a folder with one set of weights; write it without"
+            )
         return _from_folder(folder, device, dtype)
-    rows = ShardReader.open("RUN", location)
+    rows = ShardReader.open("RUN", location, ema=ema)
     saved = saved_model(rows.folder)
     saved = replace(saved, model=_model_to_build(saved, rows.folder, trust_code))
     tensors = len(rows.entries(MODEL))

@@ -118,6 +118,7 @@ def step_line(record: dict[str, Any], steps: int, eta: str, width: int) -> str:
         (9, f"step {record['step']:>{len(str(steps)) + 1}}/{steps}"),
         (9, f"loss {units.decimal(record['loss'])}"),
         (8, f"val {units.decimal(record['val_loss'])}" if "val_loss" in record else ""),
+        (8, f"ema {units.decimal(record['val_loss_ema'])}" if "val_loss_ema" in record else ""),
         (4, f"grad_norm {record['grad_norm']:.2f}"),
         (6, f"lr {record['lr']:.1e}"),
         (7, f"{units.count(record['tokens_per_second'])} tok/s"),

@@ -28,6 +28,7 @@ MOST_RUNS = 40
 CURVES = {  # key of a record -> title
     "loss": "loss",
     "val_loss": "validation loss",
+    "val_loss_ema": "validation loss of the average",
     "grad_norm": "gradient norm",
     "lr": "learning rate",
     "tokens_per_second": "tokens/s",

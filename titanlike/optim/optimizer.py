@@ -91,6 +91,22 @@ def build_optimizers(
     ranks; group: the ranks that hold the parameters together, where these are not FSDP's alone.
     Collective over these ranks.
     """
+    optimizers = _by_kind(parameters, model, config, placements, group)
+    if config.ema.decay is not None:
+        from titanlike.optim.ema import keep_average
+
+        for optimizer in optimizers:
+            keep_average(optimizer, config.ema.decay)
+    return optimizers
+
+
+def _by_kind(
+    parameters: Mapping[str, nn.Parameter],
+    model: nn.Module,
+    config: Config,
+    placements: Mapping[str, Placement] | None,
+    group: dist.ProcessGroup | None,
+) -> list[torch.optim.Optimizer]:
     choice = config.optimizer
     # matrices first
     ordered = sorted(parameters.items(), key=lambda item: item[1].dim() < 2)

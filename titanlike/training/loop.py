@@ -286,8 +286,17 @@ def _validate(s: Session, step: int, record: dict[str, Any], final: bool) -> Non
     val_loss = validate(s.run, s.config, s.data, should_stop)
     if val_loss is None:
         s.stop_code = _agreed_stop_code(s)
-    else:
-        record["val_loss"] = val_loss
+        return
+    record["val_loss"] = val_loss
+    if s.config.ema.decay is not None:
+        from titanlike.optim.ema import averaged
+
+        with averaged(s.run.stage_states):
+            of_average = validate(s.run, s.config, s.data, should_stop)
+        if of_average is None:
+            s.stop_code = _agreed_stop_code(s)
+        else:
+            record["val_loss_ema"] = of_average
 
 
 def _save(s: Session, record: dict[str, Any]) -> float:

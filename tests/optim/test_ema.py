@@ -1,0 +1,101 @@
+"""ema.decay: an average of the weights, exact in every layout, saved, resumed and evaluated."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from support.cells import cells
+from support.models import tiny
+from support.proven import assert_proven
+from support.world import run_world
+from titanlike.checkpoint.integrity import MODEL
+from titanlike.checkpoint.reader import ShardReader
+from titanlike.config.files import parse_object
+from titanlike.config.schema import (
+    AdamW,
+    Checkpoint,
+    Config,
+    ConstantLr,
+    Ema,
+    Fsdp,
+    Muon,
+    Sgd,
+    Validation,
+)
+from titanlike.models.registry import build_model, resolve_model
+from titanlike.optim.fused import step_unless
+from titanlike.optim.optimizer import build_optimizers, optimizer_state
+from titanlike.training.loop import train
+
+AVERAGED = {"ema": Ema(0.6), "layers": 2, "steps": 4, "validation": Validation(2, 1)}
+AVERAGED |= {"checkpoint": Checkpoint(every=2), "lr": ConstantLr(warmup=0)}
+
+
+@pytest.mark.parametrize("choice", [AdamW(), AdamW(state_dtype="bf16"), Sgd(), Muon()])
+def test_the_average_is_that_of_torchs_averaged_model_and_not_of_skipped_steps(
+    choice: AdamW | Sgd | Muon,
+) -> None:
+    config = tiny(layers=1, optimizer=choice, ema=Ema(0.6))
+    model = build_model(resolve_model(config)).to_empty(device="cpu")
+    for parameter in model.parameters():
+        parameter.data = torch.randn(parameter.shape)
+    optimizers = build_optimizers(dict(model.named_parameters()), model, config)
+    expected = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.6))
+    for skip in (0.0, 0.0, 1.0, 0.0):
+        for parameter in model.parameters():
+            parameter.grad = torch.randn(parameter.shape)
+        for optimizer in optimizers:
+            step_unless(optimizer, torch.tensor(skip), {})
+        if not skip:
+            expected.update_parameters(model)
+    for parameter, average in zip(model.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(optimizer_state(optimizers, parameter)["ema"], average)
+
+
+@pytest.mark.parametrize(
+    "config",
+    cells(
+        {"pp and dp": tiny(2, 2, **AVERAGED)},
+        {
+            "tp": tiny(tp=2, dp=2, optimizer=Muon(), **AVERAGED),
+            "cp": tiny(cp=2, fsdp=Fsdp(3), **AVERAGED),
+        },
+    ),
+)
+def test_a_layout_keeps_the_average_of_one_process(config: Config, tmp_path: Path) -> None:
+    assert_proven(config, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "config",
+    cells(
+        {"ZeRO 2": tiny(dp=2, fsdp=Fsdp(2), **AVERAGED)},
+        {"ZeRO 3": tiny(dp=2, fsdp=Fsdp(3), **AVERAGED), "pp": tiny(2, tied=True, **AVERAGED)},
+    ),
+)
+def test_another_layout_goes_on_with_it_and_validates_it_as_one_process(
+    config: Config, tmp_path: Path
+) -> None:
+    """Its weights are exported, too."""
+    whole = replace(config, pp=1, dp=1, fsdp=Fsdp())
+    run_world(train, whole, tmp_path / "whole")
+    run_world(train, replace(config, steps=2), tmp_path / "moved")
+    run_world(train, whole, tmp_path / "moved")
+    records = {
+        run: [parse_object(line) for line in (tmp_path / run / "metrics.jsonl").open()]
+        for run in ("whole", "moved")
+    }
+    for one, other in zip(records["whole"], records["moved"], strict=True):
+        for key in one.keys() & {"val_loss", "val_loss_ema"}:
+            assert one[key] == pytest.approx(other[key], rel=1e-5), key
+    last = records["whole"][-1]
+    assert last["val_loss_ema"] != pytest.approx(last["val_loss"], rel=1e-4)
+    rows = {run: ShardReader.open("RUN", str(tmp_path / run), ema=True) for run in records}
+    for name in rows["whole"].entries(MODEL):
+        one, other = (reader.whole(MODEL + name) for reader in rows.values())
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)

@@ -1,0 +1,66 @@
+"""An exponential moving average of the weights: torch.optim.swa_utils.AveragedModel with
+get_ema_multi_avg_fn, on the shards that a rank updates.
+
+It is the entry `ema` of a parameter's optimizer state, so that checkpoints save and load it in any
+layout, and `verify` compares it. It begins as the weights after their first update; a step that is
+skipped, and a parameter that no rank's backward reached, leave it as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from titanlike.optim.fused import SkippingOptimizer
+from titanlike.optim.optimizer import StageState
+from titanlike.torch_private.dtensor import local
+
+KEY = "ema"
+
+
+def keep_average(optimizer: torch.optim.Optimizer, decay: float) -> None:
+    """Average the parameters of an optimizer, after each of its steps."""
+
+    @torch.no_grad()
+    def average(*_: Any) -> None:
+        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+            if parameter.grad is None:
+                continue
+            state = optimizer.state[parameter]
+            if KEY not in state:
+                state[KEY] = parameter.detach().clone()
+                continue
+            skip = None
+            if isinstance(optimizer, SkippingOptimizer):
+                skip = optimizer.skip_of(parameter)
+            share: Any = 1 - decay if skip is None else (1 - decay) * (1 - skip)
+            local(state[KEY]).lerp_(local(parameter), share)
+
+    optimizer.register_step_post_hook(average)
+
+
+@contextmanager
+def averaged(states: Iterable[StageState]) -> Iterator[None]:
+    """Within it the weights are their averages; those that were never updated stay."""
+    pairs: list[tuple[Tensor, Tensor]] = []
+    for state in states:
+        for _, parameter in state.parameters():
+            if (ema := state.optimizer_state(parameter).get(KEY)) is not None:
+                pairs.append((local(parameter.detach()), local(ema)))
+    _swap(pairs)
+    try:
+        yield
+    finally:
+        _swap(pairs)
+
+
+@torch.no_grad()
+def _swap(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+    for one, other in pairs:
+        kept = one.clone()
+        one.copy_(other)
+        other.copy_(kept)
