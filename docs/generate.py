@@ -72,8 +72,7 @@ def _key(field: dataclasses.Field, prefix: str) -> tuple[str, ...]:
 
 def schedules() -> str:
     """Bubble, activations and messages of each schedule, walked through its Order."""
-    from support.equal_stages import equal_stages
-    from titanlike.costs.simulate import in_flight, simulate
+    from titanlike.costs.simulate import equal_stages, in_flight, simulate
     from titanlike.pipeline.schedules import SCHEDULES
 
     rows = []

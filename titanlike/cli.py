@@ -95,7 +95,7 @@ TOOLS = {
         "generation.commands.evaluate_main",
         "perplexity, bits a byte, and lm-evaluation-harness",
     ),
-    "report": Command("metrics.report.main", "runs as one page: report.html"),
+    "report": Command("driver.tools.report", "runs as one page: report.html"),
     "sweep": Command("driver.sweep_table.main", "print and draw the table of a sweep"),
     "bench-data": Command("proof.benchmark_data.main", "measure input"),
     "gpu-check": Command("proof.gpu_check.main", "check this machine's GPUs, and write a report"),

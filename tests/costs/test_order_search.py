@@ -14,7 +14,6 @@ import pytest
 
 from support.cells import GRID, slow
 from support.cost_sets import CostSet, compare, compare_all, known
-from support.equal_stages import equal_stages
 from support.message_streams import a_pair, compute, makespan, one_stream
 from titanlike.costs.order_search import (
     OrderProblem,
@@ -26,7 +25,7 @@ from titanlike.costs.order_search import (
     trials_for,
     wanted,
 )
-from titanlike.costs.simulate import Duration, StageTimes
+from titanlike.costs.simulate import Duration, StageTimes, equal_stages
 from titanlike.pipeline.order import Action, Order
 from titanlike.pipeline.schedules import interleaved_1f1b, loop
 from titanlike.torch_private.pipeline_runtime import _lower

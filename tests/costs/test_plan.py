@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import struct
 from collections import Counter
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from titanlike.costs.known_hardware import shipped
 from titanlike.costs.search import simulated_seconds
 from titanlike.costs.stage_times import Roofline
 from titanlike.driver import tools
-from titanlike.metrics.chart import write_trace
+from titanlike.metrics.chart import Chart, Span, write_trace
 from titanlike.metrics.chart_picture import draw
 
 TINY = [
@@ -165,6 +166,16 @@ def test_pictures_and_traces_show_every_action(tmp_path: Path) -> None:
     computed = [e for e in events if e["ph"] == "X" and e["cat"] in "FB"]
     assert len(computed) == 4 * 4 * 2
     assert {e["ph"] for e in events} == {"M", "X", "s", "f", "C"}
+
+
+def test_a_long_step_goes_on_in_further_lines_of_a_picture(tmp_path: Path) -> None:
+    sizes = []
+    for count in (10, 400):
+        spans = [Span("F", 0, mb, mb, mb + 1) for mb in range(count)]
+        draw(Chart("t", [spans], [0], count), tmp_path / "a.png")
+        sizes.append(struct.unpack(">II", (tmp_path / "a.png").read_bytes()[16:24]))
+    (width, height), (long, high) = sizes
+    assert width == long < 2_000 and high > height + 100
 
 
 def test_a_search_finds_what_planning_each_layout_finds(

@@ -12,8 +12,10 @@ import pytest
 from support.browser import opened
 from support.commands import TINY, command
 from titanlike.config import files
+from titanlike.costs.run_charts import run_charts
+from titanlike.driver.tools import report as main
 from titanlike.metrics import report
-from titanlike.metrics.report import main, page, read_history, write_report
+from titanlike.metrics.report import page, read_history, write_report
 from titanlike.metrics.sinks import read_jsonl
 
 SCRIPT = "</script><script>console.error('ran')</script><!--"
@@ -33,8 +35,11 @@ def written(folder: Path, steps: int = 40, **changes: Any) -> Path:
         {"stage": at, "ranks": f"rank {at}", "modules": f"layers.{at}", "parameters": 1000 + at}
         for at in range(2)
     ]
-    layout = {"mesh": "pp=2, schedule=1f1b", "stages": stages}
+    layout = {"mesh": "pp=2, schedule=1f1b", "stages": stages, "model": "llama, 1.5M parameters"}
+    layout |= {"schedule": "gpipe", "place": [0, 1]}
+    layout["order"] = [[f"{rank}{kind}{mb}" for kind in "FB" for mb in (0, 1)] for rank in (0, 1)]
     first = {"step": 0, "time": 1.7e9, "overrides": ["pp=2"], "config": config, "layout": layout}
+    first["versions"] = {"torch": "2.13.0", "git": "0123456789abcdef", "git_dirty": True}
     again = first | {"step": 20, "config": config | {"optimizer": {"lr": 5e-4}}}
     events = [
         {"step": 10, "event": "saved", "path": "step-10"},
@@ -117,22 +122,29 @@ def test_several_runs_are_laid_over_each_other(
 
 
 def test_a_browser_draws_curves_and_events_without_an_error(tmp_path: Path) -> None:
-    (tmp_path / "p.html").write_text(
-        page([read_history(written(tmp_path / name)) for name in ("one", "two")])
-    )
+    runs = [read_history(written(tmp_path / n), charts_of=run_charts) for n in ("one", "two")]
+    jobs = [
+        {"number": at, "label": f"lr={lr}", "value": value, "settings": {"lr": lr, "seed": "0"}}
+        for at, (lr, value) in enumerate({"0.1": 3.5, "0.01": 2.5, "1e-3": None}.items())
+    ]
+    sweep = {"name": "lrs", "value": "loss", "best": 1, "jobs": jobs}
+    (tmp_path / "p.html").write_text(page(runs, sweep))
     document, console = opened(tmp_path / "p.html", tmp_path / "profile")
     assert console == []
     body = document[document.index("</noscript>") : document.index('<script id="data"')]
-    for name in ("loss", "val_loss", "grad_norm", "lr", "tokens_per_second", "memory_bytes"):
+    for name in ("loss", "grad_norm", "lr", "tokens_per_second", "memory_bytes"):
         figure = re.search(rf'<figure id="chart-{name}".*?</figure>', body, re.DOTALL)[0]
         paths = re.findall(r'<path class="curve[^"]*" d="(M[^"]+)"[^>]*data-run="(\w+)"', figure)
-        assert [run for _, run in paths] == ["one", "two"], name
+        assert [run for _, run in paths] == ["one", "two"] * (1 + (name == "loss")), name
         points = [tuple(map(float, point.split())) for point in re.split("[ML]", paths[0][0])[1:]]
-        assert len(points) == (3 if name == "val_loss" else 39)
+        assert len(points) == 39
         assert points == sorted(points), "steps go to the right"
         for kind in ("event saved", "event trouble", "event "):
             assert figure.count(f'class="{kind}"') >= 2, (name, kind)
     assert "rollback at step 15" in body and "optimizer.lr 0.001 -&gt; 0.0005" in body
+    assert 'class="curve validation"' in body and body.count('class="job"') == 2
+    assert body.count('class="span"') == 2 * 8, "two ranks of F and B of two microbatches"
+    assert "0123456789ab with uncommitted changes" in body and "2023-11-14 22:13:20 UTC" in body
     assert body.count('class="stage"') == 4 and "&lt;/script&gt;" in body
 
 
@@ -143,6 +155,13 @@ def test_the_page_is_there_at_the_end_of_a_run(tmp_path: Path) -> None:
     [run] = data_of(tmp_path / "run" / "report.html")["runs"]
     assert run["result"]["status"] == "completed" and len(run["curves"]["loss"]) == 5
     assert [stage["ranks"] for stage in run["layout"]["stages"]] == ["rank 0", "rank 1"]
+    assert (
+        run["layout"]["device"] == "2 x cpu with gloo" and "torch" in run["starts"][0]["versions"]
+    )
+    assert run["layout"]["model"].endswith("parameters") and run["layout"]["data"]
+    [schedule] = run["charts"]
+    microbatches = run["layout"]["mesh"].partition("schedule=")[2].split()[1]
+    assert [len(row) for row in schedule["rows"]] == [2 * int(microbatches)] * 2
     records = read_jsonl(tmp_path / "run" / "metrics.jsonl")
     assert [record["step"] for record in records] == [1, 2, 3, 4, 5]
     tokens = 16 * 16  # batch_size and seq_len

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from support.equal_stages import equal_stages
-from titanlike.costs.simulate import in_flight, simulate
+from titanlike.costs.simulate import equal_stages, in_flight, simulate
 from titanlike.pipeline.schedules import SCHEDULES
 
 SIZES = [(p, m * p) for p in (2, 3, 4, 6, 8) for m in (1, 2, 4)]

@@ -10,9 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from support.equal_stages import equal_stages
 from titanlike.config.schema import VARIANTS, CsvSchedule, Custom, LoopedSchedule, Schedule
-from titanlike.costs.simulate import in_flight, simulate
+from titanlike.costs.simulate import equal_stages, in_flight, simulate
 from titanlike.pipeline.from_config import (
     NoDivision,
     build_order,

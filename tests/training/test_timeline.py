@@ -14,15 +14,14 @@ from unittest import mock
 import pytest
 
 from support.cells import cells
-from support.equal_stages import equal_stages
 from support.live_memory import Live
 from support.models import tiny
 from support.saved_runs import events
 from support.world import RankError, run_world
 from titanlike.config import validate
 from titanlike.config.parse import to_plain
-from titanlike.config.schema import Checkpoint, Config, Fsdp, Schedule, Timeline, Validation
-from titanlike.costs.simulate import Simulation, StageTimes, simulate
+from titanlike.config.schema import Checkpoint, Config, Fsdp, Sample, Schedule, Timeline, Validation
+from titanlike.costs.simulate import Simulation, StageTimes, equal_stages, simulate
 from titanlike.costs.timeline_report import TimelineReport, report_of
 from titanlike.data.loader import batches
 from titanlike.data.registry import open_data
@@ -284,10 +283,10 @@ def test_a_run_without_a_timeline_is_an_error_with_the_fix(
 @pytest.mark.parametrize(
     "steps, reason, fix",
     [
-        ([3], "two numbers", [7, 8]),
-        ([0, 2], "the first step of a run is 1", [7, 8]),
+        ([3], "two numbers", [6, 7]),
+        ([0, 2], "the first step of a run is 1", [6, 7]),
         ([5, 4], "the last step is before the first", [4, 5]),
-        ([3, 9], "the run ends with step 8", [7, 8]),
+        ([3, 9], "the run ends with step 8", [6, 7]),
     ],
 )
 def test_steps_that_a_run_does_not_have_are_refused_with_some_that_it_has(
@@ -297,3 +296,31 @@ def test_steps_that_a_run_does_not_have_are_refused_with_some_that_it_has(
     (problem,) = validate.problems(config)
     assert reason in str(problem) and f"timeline.steps=[{fix[0]},{fix[1]}]" in str(problem)
     assert not validate.problems(replace(config, timeline=Timeline(True, fix)))
+
+
+@pytest.mark.parametrize(
+    "changes, steps",
+    [
+        ({"steps": 100}, (11, 12)),
+        ({"steps": 12}, (10, 11)),
+        ({"steps": 100, "validation": Validation(every=6)}, (13, 14)),
+        ({"steps": 100, "checkpoint": Checkpoint(every=4)}, (13, 14)),
+        ({"steps": 100, "sample": Sample(every=2)}, (11, 12)),  # there are no two others
+        ({"steps": 3}, (2, 3)),
+    ],
+)
+def test_steps_are_recorded_that_no_validation_save_or_sample_follows(
+    changes: dict[str, Any], steps: tuple[int, int]
+) -> None:
+    assert Config(**changes).timeline_steps == steps
+
+
+def test_the_picture_shows_a_step_without_validation(tmp_path: Path) -> None:
+    def step(number: int, end: float, *kinds: str) -> list[RankStep]:
+        events = [Span(kind, 0, -1, 0.0, end) for kind in kinds]
+        return [RankStep(0, 0, number, 0.0, end, events)]
+
+    steps = [step(1, 1.0, "F", "other"), step(2, 9.0, "F"), step(3, 3.0, "F"), step(4, 2.0, "F")]
+    plain = to_plain(short(1))
+    recorded = Recorded(plain, [["0F0"]], [0], [["a"]], 1, 0.0, steps, [Place(0, "here", "cpu")])
+    assert recorded.typical is steps[2]

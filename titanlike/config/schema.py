@@ -586,15 +586,10 @@ class Timeline:
 
     enabled: bool = key(False, "record; timeline=true is short for timeline.enabled=true")
     steps: list[int] = key(
-        [], "first and last step that are recorded: [10,11]; [] = two after ten, or the last two"
+        [],
+        "first and last step that are recorded: [10,11]; [] = two after ten that nothing follows, "
+        "no validation, save or sample",
     )
-
-    def window(self, last: int) -> tuple[int, int]:
-        """The first and the last step that are recorded, in a run of `last` steps."""
-        if self.steps:
-            return self.steps[0], self.steps[1]
-        first = max(1, min(11, last - 1))  # what compiles and allocates is over
-        return first, min(last, first + 1)
 
 
 # --- hardware: the device, its links and its node that a run is planned for ---------------------
@@ -993,6 +988,22 @@ class Config:
         if self.max_tokens is None:
             return self.steps
         return min(self.steps, -(-self.max_tokens // (self.batch_size * self.seq_len)))
+
+    @property
+    def timeline_steps(self) -> tuple[int, int]:
+        """The first and the last step that a timeline records."""
+        if self.timeline.steps:
+            return self.timeline.steps[0], self.timeline.steps[1]
+        last = self.last_step
+        usual = max(1, min(11, last - 1))  # what compiles and allocates is over
+        every = [e for e in (self.validation, self.checkpoint, self.sample) if e.every]
+
+        def plain(step: int) -> bool:
+            return step < last and not any(step % each.every == 0 for each in every)
+
+        firsts = (*range(usual, min(last, usual + 200)), *range(usual - 1, 1, -1))
+        first = next((step for step in firsts if plain(step) and plain(step + 1)), usual)
+        return first, min(last, first + 1)
 
 
 def _by_name(*choices: Any) -> dict[str, Any]:

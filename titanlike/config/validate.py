@@ -172,7 +172,7 @@ def _steps(config: Config) -> Iterator[Problem]:
             fix = override_text(sorted({*profile.ranks} - {*wrong}) or [0])
             yield Problem("profile.ranks", profile.ranks, reason, f"profile.ranks={fix}")
     if config.timeline.steps:
-        window = override_text(Timeline().window(max(1, last)))
+        window = override_text(replace(config, timeline=Timeline()).timeline_steps)
         yield from recorded_steps("timeline.steps", config.timeline.steps, last, window, 100)
 
 

@@ -61,6 +61,17 @@ class StageTimes:
         return {f"{name}_seconds": getattr(self, name).device for name in names}
 
 
+def equal_stages(order: Order, forward: float = 1.0, backward: float = 2.0) -> list[StageTimes]:
+    """Stages that together take a rank so long for a microbatch; messages take no time.
+
+    Half of a split backward is W.
+    """
+    chunks = order.stages / len(order.ranks)
+    half = Duration(backward / 2 / chunks)
+    times = StageTimes(Duration(forward / chunks), Duration(backward / chunks), half, half)
+    return [times] * order.stages
+
+
 @dataclass
 class Simulation:
     """One step of all pipeline ranks."""

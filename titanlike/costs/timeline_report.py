@@ -45,10 +45,10 @@ class RankTimes:
     pp_rank: int
     step: float
     computing: float
-    exchanging: float
-    waiting: float  # for messages
-    agreeing: float  # for all ranks
-    host: float  # all else: between actions, update, data
+    communication: float  # exposed all-gathers and gradient reductions of FSDP
+    waiting: float  # for P2P receives, or for the last rank to reach an all-reduce
+    all_reduce: float  # over all ranks: tokens, loss, norm
+    other: float  # between actions, update, data
     waits_for: int | None  # pipeline rank whose messages it waited for most
 
 
@@ -220,16 +220,16 @@ class TimelineReport:
                 f"rank {waiting.rank} waits {waiting.waiting / waiting.step:.0%} of the step for messages, "
                 f"most for those of pipeline rank {waiting.waits_for}"
             )
-        rank = max(self.ranks, key=lambda rank: rank.exchanging)
-        if rank.exchanging > _SLOW * rank.step:
+        rank = max(self.ranks, key=lambda rank: rank.communication)
+        if rank.communication > _SLOW * rank.step:
             advice.append(
-                f"rank {rank.rank} gathers and reduces for {rank.exchanging / rank.step:.0%} of the step: "
+                f"rank {rank.rank} gathers and reduces for {rank.communication / rank.step:.0%} of the step: "
                 "more microbatches, or another fsdp.zero"
             )
-        rank = max(self.ranks, key=lambda rank: rank.host)
-        if rank.host > _SLOW * rank.step:
+        rank = max(self.ranks, key=lambda rank: rank.other)
+        if rank.other > _SLOW * rank.step:
             advice.append(
-                f"rank {rank.rank} spends {rank.host / rank.step:.0%} of the step outside of actions: "
+                f"rank {rank.rank} spends {rank.other / rank.step:.0%} of the step outside of actions: "
                 "in its data, its update, or its host"
             )
         return advice
@@ -324,19 +324,19 @@ def _summary(name: str, report: TimelineReport) -> str:
 
 def _rank_table(report: TimelineReport, width: int) -> str:
     header = ["rank", "pp", "step", "computes", "planned"]
-    header += ["exchanges", "waits", "for", "agrees", "rest"]
+    header += ["comm", "waits", "for", "all-reduce", "other"]
     rows = []
     for rank in report.ranks[:_FEW]:
-        times = rank.computing, rank.exchanging, rank.waiting, rank.agreeing, rank.host
+        times = rank.computing, rank.communication, rank.waiting, rank.all_reduce, rank.other
         shares = [f"{seconds / rank.step:.1%}" if rank.step else "-" for seconds in times]
-        computes, exchanges, waits, *others = shares
+        computes, communication, waits, *others = shares
         planned = "-"
         if report.estimate is not None:
             simulated = report.estimate.simulation
             planned = f"{simulated.computes[rank.pp_rank] / simulated.step:.1%}"
         sender = "-" if rank.waits_for is None else f"pp {rank.waits_for}"
         row = [str(rank.rank), str(rank.pp_rank), units.short_time(rank.step), computes, planned]
-        rows.append([*row, exchanges, waits, sender, *others])
+        rows.append([*row, communication, waits, sender, *others])
     left = len(report.ranks) - _FEW
     return table(header, rows, width) + (f"\n  and {left} more: --json" if left > 0 else "")
 
@@ -369,7 +369,7 @@ def _comparison(reports: Sequence[tuple[str, TimelineReport]], width: int) -> st
     for name, report in reports:
         config, ranks = report.config, report.ranks
         computes = sum(rank.computing / rank.step for rank in ranks) / len(ranks)
-        waits = sum((rank.waiting + rank.agreeing) / rank.step for rank in ranks) / len(ranks)
+        waits = sum((rank.waiting + rank.all_reduce) / rank.step for rank in ranks) / len(ranks)
         speed = config.batch_size * config.seq_len / report.seconds
         shares = [f"{share:.1%}" for share in (report.bubble, computes, waits)]
         step = units.short_time(report.seconds)

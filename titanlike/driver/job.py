@@ -137,7 +137,12 @@ class JobRunner:
         try:
             from titanlike.metrics.report import write_report
 
-            write_report(run_dir)
+            if config.pp == 1 and not config.timeline.enabled:
+                write_report(run_dir)
+            else:
+                from titanlike.costs.run_charts import run_charts
+
+                write_report(run_dir, run_charts)
         except Exception as error:
             _warn(f"report.html could not be written: {type(error).__name__}: {error}")
 

@@ -381,8 +381,8 @@ def write_csv(table: Table) -> Path:
 
 
 def write_page(table: Table) -> Path | None:
-    """The curves of the jobs over each other, and in what they differ: of many jobs the best; None
-    where no job has logged a step."""
+    """The objective of each job against each parameter that differs, and the jobs' curves over
+    each other: of many jobs those of the best; None where no job has logged a step."""
     sign = -1 if OBJECTIVES.get(table.spec.value) else 1
 
     def place(row: JobRow) -> tuple[bool, float]:
@@ -393,7 +393,22 @@ def write_page(table: Table) -> Path | None:
     if len(rows) > MOST_RUNS:
         rows = sorted(rows, key=place)[:MOST_RUNS]
     runs = {row.run_dir: f"{row.job.number}: {table.label(row)}" for row in rows}
-    return write_reports(table.folder / PAGE, runs) if runs else None
+    sweep = {
+        "name": table.folder.resolve().name,
+        "value": table.spec.value,
+        "best": table.best and table.best.job.number,
+        "jobs": [
+            {
+                "number": row.job.number,
+                "label": table.label(row),
+                "status": row.status,
+                "value": row.value,
+                "settings": row.settings,
+            }
+            for row in table.rows
+        ],
+    }
+    return write_reports(table.folder / PAGE, runs, sweep=sweep) if runs else None
 
 
 def write_markdown(table: Table) -> Path:

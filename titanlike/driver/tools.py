@@ -1,5 +1,5 @@
-"""The commands that start nothing: `titanlike plan [search] ...`, `timeline RUN [RUN]`, `scripts
-SCHEDULER DIR`."""
+"""The commands that start nothing: `titanlike plan [search] ...`, `timeline RUN [RUN]`, `report RUN
+[RUN]`, `scripts SCHEDULER DIR`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,13 @@ from typing import TYPE_CHECKING
 from titanlike.config import validate
 from titanlike.config.errors import ConfigError, Problem
 from titanlike.config.keys import MAX_RANKS
-from titanlike.config.program import argument_parser, exit_code, scripts_dir, train_program
+from titanlike.config.program import (
+    argument_parser,
+    exit_code,
+    scripts_dir,
+    tool_program,
+    train_program,
+)
 from titanlike.config.schema import MESH_AXES, Config
 from titanlike.driver.argv import complete_args, parse_argv
 from titanlike.driver.job import print_problems
@@ -88,7 +94,7 @@ def plan(argv: list[str]) -> int:
         return print_problems([problem.hiding(checked.environment) for problem in problems])
     try:
         if not searching:
-            return _plan(config, flags)
+            return _plan(config, flags, words)
         from titanlike.costs.search import search, search_data, search_text
 
         devices = int(gpus[0]) if gpus else config.world_size
@@ -106,7 +112,7 @@ def plan(argv: list[str]) -> int:
         return 0
 
 
-def _plan(config: Config, flags: argparse.Namespace) -> int:
+def _plan(config: Config, flags: argparse.Namespace, words: list[str]) -> int:
     from titanlike.costs.advice import advise, memory_warning
     from titanlike.costs.auto_schedule import WHY, with_found_order
     from titanlike.costs.estimate import make_estimate, with_exact_memory
@@ -132,6 +138,13 @@ def _plan(config: Config, flags: argparse.Namespace) -> int:
         else:
             width = max(60, shutil.get_terminal_size().columns)
             print(as_text(estimate, advice, warning, width))
+            free = (*MESH_AXES, "replicate", "schedule", "split", "activation_checkpoint")
+            kept = [word for word in words if not word.partition("=")[0].startswith(free)]
+            search = [*tool_program("plan"), "search", f"gpus={config.world_size}", *kept]
+            if config.world_size > 1:
+                print(f"\nthe fastest layouts of {config.world_size} devices: {shlex.join(search)}")
+            if flags.picture is None:
+                print("the step as a picture, with each rank's memory: --picture plan.svg")
         if flags.picture is not None:
             from titanlike.metrics.chart_picture import draw
 
@@ -179,6 +192,30 @@ def timeline(argv: list[str]) -> int:
     else:
         print(as_text(reports, _width()))
     return 0
+
+
+def report(argv: list[str]) -> int:
+    """The exit code: 0; 2 for a folder that is no run's."""
+    from titanlike.costs.run_charts import run_charts
+    from titanlike.metrics.report import FILE, write_reports
+
+    parser = argument_parser(
+        "Write a run's curves, events, configuration, layout, pictures and samples as one page, "
+        "also while it runs; several runs are laid over each other.",
+    )
+    parser.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="a run_dir")
+    parser.add_argument("--out", type=Path, help=f"the page (RUN/{FILE}; of several runs ./{FILE})")
+    flags = parser.parse_args(argv)
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())  # the user's models
+    out = flags.out or (flags.runs[0] / FILE if len(flags.runs) == 1 else Path(FILE))
+
+    def write() -> int:
+        charts_of = partial(run_charts, planned=True)
+        print(f"written: {write_reports(out, dict.fromkeys(flags.runs, ''), charts_of)}")
+        return 0
+
+    return exit_code(write)
 
 
 def scripts(argv: list[str] | None = None) -> int:

@@ -11,19 +11,21 @@ from typing import Any, NamedTuple
 
 from titanlike.config import files
 
+# name of a kind, its colour on a rank's first stage and on its others
 KINDS = {
-    "F": "forward",
-    "again": "recomputation",
-    "B": "backward",
-    "I": "input gradient",
-    "W": "weight gradient",
-    "gather": "gather",
-    "reduce": "reduce",
-    "update": "update",
-    "agree": "agree on the norm",
-    "data": "data",
-    "host": "host",
-    "other": "validation, save",
+    "F": ("forward", "#3f90da", "#8fc0ee"),
+    "again": ("recomputation", "#ffa90e", "#ffd080"),
+    "B": ("backward", "#2a9d5c", "#7fcea0"),
+    "I": ("input gradient", "#1b8a8f", "#74c4c8"),
+    "W": ("weight gradient", "#832db6", "#c190de"),
+    "gather": ("all-gather", "#a96b59", "#a96b59"),
+    "reduce": ("gradient reduction", "#bd1f01", "#bd1f01"),
+    "update": ("update", "#333333", "#333333"),
+    "agree": ("all-reduce of metrics", "#94a4a2", "#94a4a2"),
+    "data": ("data", "#c8b400", "#c8b400"),
+    "host": ("host", "#717581", "#717581"),
+    "other": ("validation, save", "#c9b8a8", "#c9b8a8"),
+    "message": ("P2P send", "#e76300", "#e76300"),
 }
 
 
@@ -39,7 +41,7 @@ class Span(NamedTuple):
     @property
     def words(self) -> str:
         """forward stage 1 microbatch 3"""
-        name = KINDS.get(self.kind, self.kind)
+        name = KINDS[self.kind][0] if self.kind in KINDS else self.kind
         name += f" stage {self.stage}" if self.stage >= 0 else ""
         return name + (f" microbatch {self.mb}" if self.mb >= 0 else "")
 

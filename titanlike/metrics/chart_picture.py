@@ -1,4 +1,5 @@
-"""A chart as a picture: a row a rank, and the memory of each rank beneath.
+"""A chart as a picture: a row a rank, and the memory of each rank beneath; a long one goes on in
+further lines.
 
 Imports matplotlib, not pyplot, so that a program's own figures are not affected.
 """
@@ -6,6 +7,7 @@ Imports matplotlib, not pyplot, so that a program's own figures are not affected
 from __future__ import annotations
 
 import io
+import math
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -25,26 +27,10 @@ from titanlike.config import files
 from titanlike.metrics import units
 from titanlike.metrics.chart import KINDS, Chart
 
-# of kinds: (colour of a rank's first stage, of its others)
-_COLOURS = {
-    "F": ("#3f90da", "#8fc0ee"),
-    "again": ("#ffa90e", "#ffd080"),
-    "B": ("#2a9d5c", "#7fcea0"),
-    "I": ("#1b8a8f", "#74c4c8"),
-    "W": ("#832db6", "#c190de"),
-    "gather": ("#a96b59", "#a96b59"),
-    "reduce": ("#bd1f01", "#bd1f01"),
-    "update": ("#333333", "#333333"),
-    "agree": ("#94a4a2", "#94a4a2"),
-    "data": ("#c8b400", "#c8b400"),
-    "host": ("#717581", "#717581"),
-    "other": ("#c9b8a8", "#c9b8a8"),
-    "message": ("#e76300", "#e76300"),
-}
 _IDLE = "#f1f1f1"
 _INK = "#333333"
 _DPI = 110
-_INCHES = 14.0, 60.0  # width: of a usual picture, and at the most
+_WIDTH, _TALLEST = 14.0, 20.0  # inches: of a picture, and of its lines together
 _ACTION = 15.0  # pixels that the shortest action should have
 _ROW, _MEMORY_ROW = 0.34, 0.22  # inches
 
@@ -62,26 +48,34 @@ def draw(chart: Chart, path: Path, title: str = "") -> None:
     """Write an .svg or .png file. title: instead of the chart's own."""
     shapes, ranks = [*_shapes(chart)], len(chart.rows)
     lengths = sorted(shape.end - shape.start for shape in shapes if shape.kind in "FBIW")
-    width = _INCHES[0]
+    heights = [ranks * _ROW + 0.2, *([ranks * _MEMORY_ROW + 0.2] if chart.memory else [])]
+    lines = 1
     if lengths:
         usual = lengths[len(lengths) // 3] or chart.seconds  # some stages may be empty
-        width = min(_INCHES[1], max(width, _ACTION * chart.seconds / usual / _DPI))
-    height = 1.7 + ranks * (_ROW + (_MEMORY_ROW if chart.memory else 0))
-    figure = Figure(figsize=(width, height), dpi=_DPI, layout="constrained", facecolor="white")
+        wanted = math.ceil(_ACTION * chart.seconds / usual / (_WIDTH * _DPI))
+        lines = max(1, min(wanted, int(_TALLEST / sum(heights))))
+    figure = Figure(
+        figsize=(_WIDTH, 1.3 + lines * sum(heights)),
+        dpi=_DPI,
+        layout="constrained",
+        facecolor="white",
+    )
     FigureCanvasAgg(figure)
-    if chart.memory:
-        ratios = [ranks * _ROW + 0.2, ranks * _MEMORY_ROW + 0.2]
-        rows, memory = figure.subplots(2, 1, sharex=True, height_ratios=ratios)
-        rows.tick_params(axis="x", labelbottom=False)
-        _draw_memory(memory, chart)
-    else:
-        rows = memory = figure.subplots()
-    memory.xaxis.set_major_formatter(FuncFormatter(lambda value, _: units.short_time(value)))
-    memory.tick_params(axis="x", labelsize=8)
-    _draw_rows(rows, chart, shapes, width)
+    grid = figure.subplots(lines * len(heights), 1, squeeze=False, height_ratios=heights * lines)
+    for line in range(lines):
+        rows, *memory = grid[line * len(heights) : (line + 1) * len(heights), 0]
+        begin, end = (at * chart.seconds / lines for at in (line, line + 1))
+        within = [shape for shape in shapes if shape.start < end and shape.end > begin]
+        _draw_rows(rows, within, ranks, begin, end)
+        for axes in memory:
+            rows.tick_params(axis="x", labelbottom=False)
+            _draw_memory(axes, chart, begin, end)
+        for axes in (rows, *memory):
+            axes.set_xlim(begin, end)
+            axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: units.short_time(value)))
+            axes.tick_params(axis="x", labelsize=8)
     kinds = {shape.kind for shape in shapes}
-    names = {**KINDS, "message": "message"}
-    patches = [Patch(color=_COLOURS[k][0], label=names[k]) for k in _COLOURS if k in kinds]
+    patches = [Patch(color=KINDS[k][1], label=KINDS[k][0]) for k in KINDS if k in kinds]
     patches.append(Patch(facecolor=_IDLE, edgecolor="#cccccc", label="idle"))
     figure.legend(handles=patches, loc="outside lower left", ncols=6, fontsize=8, frameon=False)
     figure.suptitle(title or chart.title, fontsize=10, x=0.01, ha="left", color=_INK)
@@ -113,19 +107,18 @@ def _shapes(chart: Chart) -> Iterator[_Shape]:
             yield _Shape("message", message.sender, True, message.start, message.end, "")
 
 
-def _draw_rows(axes: Axes, chart: Chart, shapes: list[_Shape], width: float) -> None:
+def _draw_rows(axes: Axes, shapes: list[_Shape], ranks: int, begin: float, end: float) -> None:
     by_colour: dict[str, list[_Shape]] = defaultdict(list)
     for shape in shapes:
-        by_colour[_COLOURS[shape.kind][0 if shape.first else 1]].append(shape)
-    ranks, step = len(chart.rows), chart.seconds
-    _add(axes, [(0, step, rank - 0.42, rank + 0.42) for rank in range(ranks)], _IDLE, 0)
+        by_colour[KINDS[shape.kind][1 if shape.first else 2]].append(shape)
+    _add(axes, [(begin, end, rank - 0.42, rank + 0.42) for rank in range(ranks)], _IDLE, 0)
     for colour, same in by_colour.items():
         boxes = []
         for shape in same:
             low, high = (0.30, 0.42) if shape.kind == "message" else (-0.42, 0.42)
             boxes.append((shape.start, shape.end, shape.rank + low, shape.rank + high))
         _add(axes, boxes, colour, 0.4)
-    pixels = (width - 1.0) * _DPI / step
+    pixels = (_WIDTH - 1.0) * _DPI / (end - begin)
     for shape in shapes:
         size = min(8.0, (shape.end - shape.start) * pixels / (1.25 * max(1, len(shape.label))))
         if shape.label and size >= 3.5:
@@ -133,7 +126,6 @@ def _draw_rows(axes: Axes, chart: Chart, shapes: list[_Shape], width: float) -> 
             color = "white" if shape.first else _INK
             style: dict[str, Any] = {"ha": "center", "va": "center", "color": color}
             axes.text(middle, shape.rank, shape.label, fontsize=size, clip_on=True, **style)
-    axes.set_xlim(0, step)
     axes.set_ylim(ranks - 0.5, -0.5)
     _label_ranks(axes, ranks)
 
@@ -146,7 +138,7 @@ def _add(axes: Axes, boxes: Sequence[tuple[float, ...]], colour: str, line: floa
     axes.add_patch(PathPatch(outline, facecolor=colour, edgecolor="white", linewidth=line))
 
 
-def _draw_memory(axes: Axes, chart: Chart) -> None:
+def _draw_memory(axes: Axes, chart: Chart, begin: float, end: float) -> None:
     """Draw each rank's curve in a row of its own; a row is what a device has, or the fullest rank
     takes where that is far less."""
     fullest = max(max(curve.nbytes) for curve in chart.memory)
@@ -157,12 +149,14 @@ def _draw_memory(axes: Axes, chart: Chart) -> None:
         heights = [base - 0.92 * size / most for size in sizes]
         axes.fill_between(times, base, heights, color="#94a4a2", linewidth=0)
         peak = units.size(max(sizes))
-        axes.text(chart.seconds, base - 0.08, f" {peak}", fontsize=7, color=_INK, va="bottom")
+        if end == chart.seconds:
+            axes.text(end, base - 0.08, f" {peak}", fontsize=7, color=_INK, va="bottom")
     axes.set_ylim(len(chart.memory) - 0.45, -0.55)
     _label_ranks(axes, len(chart.memory))
     of = "the fullest rank takes" if small else "a device has"
-    title = f"memory; a row's height is what {of}, {units.size(most)}"
-    axes.set_title(title, fontsize=8, loc="left", color=_INK)
+    if not begin:
+        title = f"memory; a row's height is what {of}, {units.size(most)}"
+        axes.set_title(title, fontsize=8, loc="left", color=_INK)
 
 
 def _label_ranks(axes: Axes, ranks: int) -> None:

@@ -1,5 +1,5 @@
 """report.html: runs as one static page, without a server or a network. Written when a run ends, and
-by `python tools/report.py RUN [RUN ...]`, which lays several over each other.
+by `titanlike report RUN [RUN ...]`, which lays several over each other; of a sweep, sweep.html.
 
 What is damaged or missing is left out: of a run that still goes on, too. The page holds its data,
 style and script (report_page.html); the script draws them in the browser.
@@ -13,15 +13,18 @@ import mmap
 import os
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict
 from importlib.resources import files as package_files
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from titanlike.config import files
-from titanlike.config.program import argument_parser, exit_code
 from titanlike.metrics.run_files import STARTS, changed_keys, flat, read_result
-from titanlike.metrics.summary import is_number, jsonl_records, parse_records
+from titanlike.metrics.summary import is_number, jsonl_records, parse_records, summarize
+
+if TYPE_CHECKING:
+    from titanlike.metrics.chart import Chart
 
 FILE = "report.html"
 MOST_RUNS = 40
@@ -32,6 +35,8 @@ CURVES = {  # key of a record -> title
     "grad_norm": "gradient norm",
     "lr": "learning rate",
     "tokens_per_second": "tokens/s",
+    "step_seconds": "step time",
+    "mfu": "MFU",
     "memory_bytes": "memory",
 }
 QUICK = 4 << 20  # bytes of metrics.jsonl that are parsed in a tenth of a second
@@ -41,51 +46,52 @@ _RECORD = 4 << 10  # bytes, more than a record has
 _EVENTS = 300  # of each kind: saves, and others
 _SAMPLES = 40
 _STARTS = 100
+_SPANS = 6_000  # of a picture
+_DRAWN_RUNS = 4  # of a page, that have pictures
 _TEXT = 4_000  # characters of a sample
 
 
-def main(argv: list[str]) -> int:
-    """tools/report.py; the exit code: 2 for a folder that is no run's."""
-    parser = argument_parser(
-        "Write a run's curves, events, configuration, layout and samples as one page, also "
-        "while it runs; several runs are laid over each other.",
-    )
-    parser.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="a run_dir")
-    parser.add_argument("--out", type=Path, help=f"the page (RUN/{FILE}; of several runs ./{FILE})")
-    arguments = parser.parse_args(argv)
-    runs, out = arguments.runs, arguments.out
-    out = out or (runs[0] / FILE if len(runs) == 1 else Path(FILE))
-
-    def write() -> int:
-        if len(runs) > MOST_RUNS:
-            raise ValueError(f"{len(runs)} runs are too many for a page: at most {MOST_RUNS}")
-        print(f"written: {write_reports(out, dict.fromkeys(runs, ''))}")
-        return 0
-
-    return exit_code(write)
+ChartsOf = Callable[[Path, dict[str, Any]], "Iterable[Chart]"]  # run_dir, layout -> its pictures
 
 
-def write_reports(out: Path, runs: Mapping[Path, str]) -> Path:
-    """The page of several runs, laid over each other: directory -> name, "" = that of the
-    directory. At most MOST_RUNS."""
+def write_reports(
+    out: Path,
+    runs: Mapping[Path, str],
+    charts_of: ChartsOf | None = None,
+    sweep: dict[str, Any] | None = None,
+) -> Path:
+    """Write the page of one run, or of several laid over each other.
+
+    runs: directory -> name, "" = that of the directory. charts_of: the pictures of a run, which
+    are left out of more than a few runs. sweep: as `page` takes it. Raises ValueError for more
+    than MOST_RUNS, FileNotFoundError as `read_history` does.
+    """
+    if len(runs) > MOST_RUNS:
+        raise ValueError(f"{len(runs)} runs are too many for a page: at most {MOST_RUNS}")
     points = min(_POINTS, _ALL_POINTS // len(runs))
+    charts_of = charts_of if len(runs) <= _DRAWN_RUNS else None
     histories = [
-        read_history(folder, points) | ({"name": name} if name else {})
+        read_history(folder, points, charts_of=charts_of) | ({"name": name} if name else {})
         for folder, name in runs.items()
     ]
-    files.atomic_write_text(out, page(histories))
+    files.atomic_write_text(out, page(histories, sweep))
     return out
 
 
-def write_report(run_dir: Path) -> Path:
+def write_report(run_dir: Path, charts_of: ChartsOf | None = None) -> Path:
     """The page of a run that has ended, quickly."""
     path = run_dir / FILE
-    files.atomic_write_text(path, page([read_history(run_dir, quick=True)]))
+    history = read_history(run_dir, quick=True, charts_of=charts_of)
+    files.atomic_write_text(path, page([history]))
     return path
 
 
-def page(runs: Sequence[dict[str, Any]]) -> str:
-    """The page of some runs, as `read_history` returns them."""
+def page(runs: Sequence[dict[str, Any]], sweep: dict[str, Any] | None = None) -> str:
+    """The page of some runs, as `read_history` returns them.
+
+    sweep: {"name": its directory, "value": the objective, "best": number of the best job or None,
+    "jobs": [{"number", "label", "status", "value": number or None, "settings": {key: text}}]}.
+    """
     # the keys in which they differ, but for where they write
     values = {
         key: [run["config"].get(key, "unset") for run in runs]
@@ -96,6 +102,7 @@ def page(runs: Sequence[dict[str, Any]]) -> str:
         "titles": CURVES,
         "written": time.time(),
         "runs": runs,
+        "sweep": sweep,
         "differences": {key: row for key, row in values.items() if len({*row}) > 1},
     }
     # "<" could end the script element, or begin a comment in it
@@ -104,10 +111,13 @@ def page(runs: Sequence[dict[str, Any]]) -> str:
     return template.replace("@DATA@", text)
 
 
-def read_history(run_dir: Path, points: int = _POINTS, quick: bool = False) -> dict[str, Any]:
+def read_history(
+    run_dir: Path, points: int = _POINTS, quick: bool = False, charts_of: ChartsOf | None = None
+) -> dict[str, Any]:
     """What the page shows of a run.
 
-    quick: of a long run read evenly spaced records, not all; every validation is read.
+    quick: of a long run read evenly spaced records, not all; every validation is read. charts_of:
+    its pictures.
     Raises FileNotFoundError where no run has written anything.
     """
     starts = [*jsonl_records(run_dir / STARTS, b'"config"')]
@@ -121,24 +131,51 @@ def read_history(run_dir: Path, points: int = _POINTS, quick: bool = False) -> d
         result = read_result(run_dir) or {}
     except (OSError, ValueError):
         result = {}
+    layout = _object(newest.get("layout"))
+    charts = [*charts_of(run_dir, layout)] if charts_of else []
     samples = deque(jsonl_records(run_dir / "samples.jsonl"), maxlen=_SAMPLES)
     return {
         "name": run_dir.resolve().name,
         "folder": str(run_dir),
         "result": result,  # {} of a run that has not ended
         "last": records[-1] if records else {},
+        "summary": asdict(summarize(run_dir)),
+        "logged": _link(run_dir / "wandb" / "run_url"),
         # name -> points (step, tokens, value; None: nan)
         "curves": {name: c for name in CURVES if (c := _thinned(records, name, points))},
         "sampled": sampled,  # whether not all records were read
         "events": _events(run_dir / "events.jsonl"),
         "starts": _starts(starts),
         "config": flat(_object(newest.get("config"))),
-        "layout": _object(newest.get("layout")),
+        "layout": {key: value for key, value in layout.items() if key not in ("order", "place")},
+        "charts": [*map(_chart, charts)],
         "samples": [
             {"step": s["step"], "prompt": _text(s.get("prompt")), "text": _text(s.get("text"))}
             for s in samples
         ],
     }
+
+
+def _chart(chart: Chart) -> dict[str, Any]:
+    """A chart as plain data, times as shares of it. One of too many spans has its title alone."""
+    from titanlike.metrics.chart import KINDS  # not of a page without charts
+
+    fits, total = sum(map(len, chart.rows)) <= _SPANS, chart.seconds or 1.0
+    rows = [
+        [[*span[:3], round(span.start / total, 5), round(span.end / total, 5)] for span in row]
+        for row in (chart.rows if fits else [])
+    ]
+    title = chart.title + ("" if fits else " (more actions than this page draws)")
+    return {"title": title, "first": chart.first, "rows": rows, "kinds": KINDS}
+
+
+def _link(path: Path) -> str:
+    """The address in a file; "" where there is none."""
+    try:
+        text = path.read_text("utf-8").strip()
+    except (OSError, ValueError):
+        return ""
+    return text if text.startswith(("https://", "http://")) else ""
 
 
 def _thinned(records: list[dict[str, Any]], name: str, most: int) -> list[list[float | None]]:

@@ -85,6 +85,13 @@ class Timeline:
         first = {rank.pp_rank: rank for rank in reversed(step)}
         return [first[pp_rank] for pp_rank in sorted(first)]
 
+    @property
+    def typical(self) -> list[RankStep]:
+        """The step that a picture shows: the median one, of those without validation and save."""
+        plain = [s for s in self.steps if not any(e.kind == "other" for r in s for e in r.events)]
+        by_length = sorted(plain or self.steps, key=lambda step: max(rank.end for rank in step))
+        return by_length[(len(by_length) - 1) // 2]
+
     def local(self, pp_rank: int) -> list[int]:
         """The stages of a pipeline rank."""
         return [stage for stage, rank in enumerate(self.place) if rank == pp_rank]
@@ -172,9 +179,9 @@ def _wait_for_the_last(ranks: list[RankStep]) -> None:
                 rank.events[at : at + 1] = [waited, event._replace(start=last)]
 
 
-def chart_of(timeline: Timeline, step: list[RankStep]) -> Chart:
-    """A step's chart: one rank of each pipeline rank."""
-    ranks = timeline.first_pipeline(step)
+def chart_of(timeline: Timeline) -> Chart:
+    """The chart of the typical step: one rank of each pipeline rank."""
+    ranks = timeline.first_pipeline(timeline.typical)
     end = max(rank.end for rank in ranks)
     microbatches = len({act for acts in timeline.order for act in acts if act.startswith("0F")})
     title = (

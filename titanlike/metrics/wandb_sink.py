@@ -199,6 +199,8 @@ class WandbSink(Sink):
         self._folder = Path(run.dir).parent
         offline = f"W&B offline: {_sync_command(self._folder)}"
         self.location = f"W&B: {run.url}" if mode == "online" else offline
+        if mode == "online":
+            files.atomic_write_text(folder / "run_url", f"{run.url}\n")  # for the report
         return run
 
 

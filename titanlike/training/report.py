@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from titanlike.config.errors import some_names
 from titanlike.config.program import train_program
 from titanlike.config.schema import MESH_AXES, Config, Muon
+from titanlike.device import accelerator
 from titanlike.distributed.mesh import Mesh
 from titanlike.metrics import units
 from titanlike.metrics.summary import summarize
@@ -221,14 +222,27 @@ def ranks_text(mesh: Mesh, pp_rank: int) -> str:
     return str(first) if first == last else f"{first}-{last}"
 
 
-def layout(config: Config, plan: TrainPlan, mesh: Mesh) -> dict[str, Any]:
-    """Mesh and stages as plain data."""
+_DRAWN = 8_000  # actions of an order that a run's page may draw
+
+
+def layout(config: Config, plan: TrainPlan, mesh: Mesh, data: str) -> dict[str, Any]:
+    """What a start trains, and where, as plain data: device, model, data (their description),
+    mesh, stages, and the order of a pipeline."""
     axes = (*MESH_AXES, "replicate", "ep")
     sizes = [f"{axis}={size}" for axis in axes if (size := getattr(config, axis)) > 1]
     schedule = [f"schedule={config.schedule.name}"] if config.pp > 1 else []
     many = f"{plan.microbatches} microbatch" + "es" * (plan.microbatches > 1)
     more = [*schedule, many, f"ZeRO {plan.zero}"]
+    ranks = plan.order.ranks
+    order: dict[str, Any] = {}
+    if 1 < config.pp <= sum(map(len, ranks)) <= _DRAWN:
+        order = {"schedule": config.schedule.name, "place": [*plan.order.stage_to_rank]}
+        order["order"] = [[*map(str, acts)] for acts in ranks]
     return {
+        "device": f"{mesh.world_size} x {accelerator.name(mesh.device)} with {mesh.backend}",
+        "model": f"{config.model.name}, {units.count(plan.whole_numel)} parameters",
+        "data": data,
+        **order,
         "mesh": ", ".join([" ".join(sizes) or "one process", *more]),
         "stages": [
             {

@@ -176,7 +176,7 @@ def open_session(config: Config, worker: Worker) -> Iterator[Session]:
                 plain = to_plain(config)
                 write_config(config, worker.run_dir)  # not of a start that is refused
                 step, overrides = progress.step, worker.overrides
-                stages = layout(config, run.plan, mesh)
+                stages = layout(config, run.plan, mesh, data.description)
                 log_start(worker.run_dir, step, overrides, plain, stages)
                 where = config, plain, worker.run_dir, step
                 sinks += open_sinks(*where, console.line, overrides, report_lost)

@@ -66,7 +66,7 @@ class Timeline:
         """report: called with the step and the text once files are written, on each rank."""
         self._config, self._worker, self._run = config, worker, run
         self._watchdog, self._sinks, self._report = watchdog, sinks, report
-        self._first, self._last = config.timeline.window(config.last_step)
+        self._first, self._last = config.timeline_steps
         self._over = False
         mesh = run.mesh
         self._ranks = [*range(mesh.world_size)]
@@ -188,15 +188,14 @@ class Timeline:
             self._run.plan.model_graph.microbatch_size,
         )
         timeline_file.write(run_dir / TIMELINE, merged)
-        last = merged.steps[-1]
         from titanlike.metrics.chart import write_trace
 
-        chart = timeline_file.chart_of(merged, last)
+        chart = timeline_file.chart_of(merged)
         write_trace(chart, run_dir / "timeline_trace.json")
-        kinds = dict.fromkeys(kind for each in last for kind in each.spent())
+        kinds = dict.fromkeys(kind for each in merged.typical for kind in each.spent())
         rows = []
-        for each in last:
-            spent = {kind: each.spent().get(kind, 0.0) for kind in kinds}
+        for each in merged.typical:
+            spent = {Span(kind, -1, -1, 0, 0).words: each.spent().get(kind, 0.0) for kind in kinds}
             rows.append({"rank": each.rank, "step seconds": each.end - each.begin} | spent)
         for sink in self._sinks:
             sink.table("timeline", max(self._marks), rows)

@@ -1,0 +1,58 @@
+"""The pictures on a run's page (report.html): its schedule, the step that it recorded, its plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from titanlike.config.errors import ConfigError
+from titanlike.config.schema import TIMELINE
+from titanlike.metrics import timeline_file
+from titanlike.metrics.chart import Chart
+
+
+def run_charts(run_dir: Path, layout: dict[str, Any], planned: bool = False) -> Iterator[Chart]:
+    """Charts of a run, without those whose files are missing or damaged.
+
+    layout: of its newest start, in starts.jsonl. planned: also the plan of a run that has recorded
+    a timeline, which takes seconds and imports torch.
+    """
+    if (run_dir / TIMELINE).is_file():
+        try:
+            measured = timeline_file.chart_of(timeline_file.read_timeline(run_dir / TIMELINE))
+            yield replace(measured, title=f"measured: {measured.title}")
+        except (OSError, ValueError, KeyError, TypeError, IndexError):
+            planned = False
+        if planned:
+            from titanlike.costs.estimate_text import chart_of
+            from titanlike.costs.timeline_report import report_of
+
+            try:
+                estimate = report_of(run_dir).estimate
+            except ConfigError:
+                estimate = None
+            if estimate is not None:
+                yield replace(chart := chart_of(estimate), title=f"planned: {chart.title}")
+    try:
+        ranks, place, name = layout["order"], layout["place"], layout["schedule"]
+    except KeyError:  # no pipeline, or too long an order
+        return
+    yield _schedule_chart(name, ranks, place)
+
+
+def _schedule_chart(name: str, ranks: list[list[str]], place: list[int]) -> Chart:
+    """An order whose stages all take the same time."""
+    from titanlike.costs.simulate import equal_stages, simulate
+    from titanlike.pipeline.order import Action, Order
+
+    actions = tuple(tuple(map(Action.parse, row)) for row in ranks)
+    order = Order(actions, tuple(place), len({act.mb for row in actions for act in row}))
+    simulated = simulate(order, equal_stages(order))
+    title = (
+        f"{name}, {order.microbatches} microbatches, pp={len(ranks)}: the schedule, if all stages "
+    )
+    title += f"were equal and a backward took two forwards: bubble {simulated.bubble:.1%}"
+    first = [next(iter(order.local(rank)), -1) for rank in range(len(ranks))]
+    return Chart(title, simulated.events, first, simulated.step)
