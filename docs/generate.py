@@ -123,7 +123,7 @@ def styles() -> str:
     """How a plan of tensor parallelism divides a module."""
     from titanlike.parallel.tp.plan import STYLES
 
-    return _table(("style", "what is divided"), [(f"`{n}`", text) for n, text in STYLES.items()])
+    return _table(("style", "what is sharded"), [(f"`{n}`", text) for n, text in STYLES.items()])
 
 
 def families() -> str:

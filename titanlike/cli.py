@@ -122,7 +122,9 @@ def main(command: str | None = None) -> None:
     typed = _take_command() if command is None else None
     set_program(typed)
     if sys.argv[1:] == ["--version"]:
-        print(_versions())
+        from titanlike.driver.tools import versions
+
+        print(versions())
         return
     list_commands = command is None and typed is None
     command = command or typed or "train"
@@ -220,18 +222,6 @@ def _take_command() -> str | None:
         print(f"error: no such command: {word}; {hint}", file=sys.stderr)
         sys.exit(2)
     return None
-
-
-def _versions() -> str:
-    from importlib.metadata import PackageNotFoundError, version  # takes 0.05 s
-
-    try:
-        titanlike = version("titanlike")
-    except PackageNotFoundError:
-        titanlike = "(a checkout)"
-    python = sys.version.split()[0]
-    hydra, torch = version("hydra-core"), version("torch")
-    return f"titanlike {titanlike}, torch {torch}, Hydra {hydra}, Python {python}"
 
 
 def _print_help(command: str, list_commands: bool) -> None:

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 from support.command_lines import examined
@@ -73,7 +74,11 @@ def test_versions_are_those_of_titanlike_and_of_what_it_runs_on(
         monkeypatch.setattr(sys, "argv", ["titanlike", *words])
         cli.main()
         said = capsys.readouterr().out
-        assert re.match(r"titanlike .+, torch \d+\..+, Hydra 1\.3.*, Python 3\.", said)
+        names = dict(line.split(None, 1) for line in said.splitlines())
+        assert [*names] == ["titanlike", "torch", "CUDA", "NCCL", "Hydra", "Python"]
+        commit = re.fullmatch(r".+ \(commit ([0-9a-f]{12}|unknown)(-dirty)?\)", names["titanlike"])
+        assert commit if (ROOT / ".git").exists() else "commit" not in names["titanlike"]
+        assert names["torch"] == torch.__version__
 
 
 @pytest.mark.slow

@@ -70,7 +70,7 @@ def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_code_of_ones_own_is_verified_once_for_each_layout_and_text(tmp_path: Path) -> None:
     code, text = trained("Right", "dp=2", cwd=tmp_path)
     assert code == 0 and "verified: 3 steps are those of one process in fp32 (" in text, text
-    assert json.loads((tmp_path / "run" / "result.json").read_text())["numbers"] in text
+    assert json.loads((tmp_path / "run" / "result.json").read_text())["verification"] in text
     shutil.rmtree(tmp_path / "run")
     code, text = trained("Right", "dp=2", "seed=3", "precision=bf16", cwd=tmp_path)
     assert code == 0 and "verified before" in text

@@ -22,7 +22,7 @@ _FLAGS = [
     ("--check", "find every error, start nothing; with -m in each job"),
     ("--cfg job", "print the composed config, start nothing"),
     ("--config-dir DIR", "a folder of your own choices, laid out like conf/"),
-    ("--version", "of titanlike, torch, Hydra and Python"),
+    ("--version", "of titanlike, torch, CUDA, NCCL, Hydra and Python, and the commit"),
     ("--hydra-help", "Hydra's other flags"),
 ]
 

@@ -749,8 +749,8 @@ class Verify:
 class Bench:
     """What `titanlike bench` runs."""
 
-    loop: Literal["both", "ours", "plain"] = key(
-        "both", "both = interleaved, for times; ours, plain = one alone, for its memory"
+    loop: Literal["both", "titanlike", "plain"] = key(
+        "both", "both = interleaved, for times; titanlike, plain = one alone, for its memory"
     )
 
 

@@ -117,14 +117,14 @@ class JobRunner:
                 code = 2 if failed.invalid else 1
                 return JobEnd(code, failed.error, ends_sweep=failed.ends_sweep)
             value, code = result.get("value"), result.get("exit_code", 0)
-            stopped, numbers = result.get("stopped"), result.get("numbers", "")
+            stopped, verification = result.get("stopped"), result.get("verification", "")
             error_text = f"exit code {code}" if code else ""
             if stopped:
                 error_text = f"stopped early by {stopped}, with a checkpoint; the same command "
                 error_text += "resumes the run"
                 code = 0 if will_restart() else code
             status: Status = "stopped" if stopped else "completed"
-            reporter.write(status, value, error_text if stopped else None, numbers)
+            reporter.write(status, value, error_text if stopped else None, verification)
             self._write_report(config, run_dir)
         # a signal: the user wants to end a sweep, too
         by_signal = stopped is not None and stopped != stop_reason(MAX_TIME)
@@ -246,11 +246,11 @@ class ResultReporter:
         status: Status,
         value: float | None = None,
         error: str | None = None,
-        numbers: str = "",
+        verification: str = "",
     ) -> None:
         seconds, overrides = time.monotonic() - self._start, self._overrides
         try:
-            write_result(self._run_dir, status, value, error, seconds, overrides, numbers)
+            write_result(self._run_dir, status, value, error, seconds, overrides, verification)
         except OSError as problem:  # a full disk must not hide how the job ended
             print(f"result.json could not be written: {problem}", file=sys.stderr)
 

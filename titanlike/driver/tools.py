@@ -242,3 +242,43 @@ def scripts(argv: list[str] | None = None) -> int:
         return 0
 
     return exit_code(copy)
+
+
+def versions() -> str:
+    """A line each: titanlike with the commit of its checkout, torch with what it was built for."""
+    import subprocess
+    from importlib.metadata import version  # takes 0.05 s
+
+    import torch
+
+    import titanlike
+
+    commit, root = "", Path(titanlike.__file__).parents[1]
+    if (root / ".git").exists():  # else it is installed, and a repository around it is another's
+        git = [
+            "git",
+            "-C",
+            str(root),
+            "describe",
+            "--always",
+            "--abbrev=12",
+            "--dirty",
+            "--exclude=*",
+        ]
+        try:
+            commit = subprocess.check_output(git, stderr=subprocess.DEVNULL, timeout=5, text=True)
+        except (OSError, subprocess.SubprocessError):
+            commit = "unknown"
+    cuda, hip = torch.version.cuda, torch.version.hip
+    nccl = "none"
+    if torch.distributed.is_available() and torch.distributed.is_nccl_available():
+        nccl = ".".join(map(str, torch.cuda.nccl.version()))
+    lines = {
+        "titanlike": titanlike.__version__ + (f" (commit {commit.strip()})" if commit else ""),
+        "torch": str(torch.__version__),
+        "ROCm" if hip else "CUDA": hip or cuda or "none",
+        "RCCL" if hip else "NCCL": nccl,
+        "Hydra": version("hydra-core"),
+        "Python": sys.version.split()[0],
+    }
+    return "\n".join(f"{name:10}{text}" for name, text in lines.items())

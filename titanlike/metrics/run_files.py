@@ -235,13 +235,15 @@ def write_result(
     error: str | None,
     seconds: float,
     overrides: list[str],
-    numbers: str = "",
+    verification: str = "",
 ) -> None:
-    """Write run_dir/result.json atomically. value: the objective. seconds: wall time. numbers:
-    whether those of the layout were verified, if that was asked."""
+    """Write run_dir/result.json atomically. value: the objective. seconds: wall time.
+    verification: whether the layout was compared with one process, if that was asked."""
     shown = [redact_override(text) for text in overrides]
     result: dict[str, Any] = {"status": status, "value": value, "error": error and redact(error)}
-    result |= {"seconds": seconds, "overrides": shown} | ({"numbers": numbers} if numbers else {})
+    result |= {"seconds": seconds, "overrides": shown} | (
+        {"verification": verification} if verification else {}
+    )
     files.atomic_write_text(Path(run_dir) / "result.json", files.dumps(result) + "\n")
 
 
@@ -259,7 +261,7 @@ class _ResultFile:
     error: str | None
     seconds: float | None = None
     overrides: list[str] = field(default_factory=list)
-    numbers: str = ""
+    verification: str = ""
 
 
 def read_result(run_dir: Path) -> dict[str, Any] | None:

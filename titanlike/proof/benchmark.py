@@ -84,11 +84,11 @@ def bench(config: Config, worker: Worker) -> dict[str, Any]:
         run = build(config, mesh, data)
         plan, ours = run.plan, _Measured(_titanlike_loop(run, config, data, worker), mesh.device)
     reason = why_no_plain_loop(config, plan)
-    if config.bench.loop != "ours" and not reason:
+    if config.bench.loop != "titanlike" and not reason:
         plain = _Measured(plain_loop(config, data, plan, mesh), mesh.device)
     loops = [loop for loop in (ours, plain) if loop is not None]
     if not loops:
-        raise ValueError(f"bench.loop=plain: it is written {reason}; write bench.loop=ours")
+        raise ValueError(f"bench.loop=plain: it is written {reason}; write bench.loop=titanlike")
 
     figures: dict[str, Any] = {}
     for loop in loops:

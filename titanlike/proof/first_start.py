@@ -57,7 +57,7 @@ def train(config: Config, worker: Worker) -> dict[str, Any]:
     """`training.loop.train`, after the comparison, unless it agreed before. Raises ConfigError
     where it fails."""
     note = _verified(config, worker)
-    return loop.train(config, worker) | {"numbers": note}
+    return loop.train(config, worker) | {"verification": note}
 
 
 def _verified(config: Config, worker: Worker) -> str:

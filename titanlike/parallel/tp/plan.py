@@ -23,19 +23,20 @@ from titanlike.config.schema import Config
 
 KEY = "model.tp_plan"
 STYLES = {
-    "colwise": "a linear layer's output features; N = they are heads of N",
-    "colwise_kv": "the same for keys and values: with fewer heads of N than ranks, heads are repeated",
-    "colwise_gather": "a linear layer's output features, which are gathered behind it",
-    "packed_colwise": "the same of N equal matrices, or of matrices with [N, M, ...] rows, in one; "
-    "head: N = rows that stay together",
-    "rowwise": "a linear layer's input features; its output is summed",
-    "rowwise_split": "a linear layer's input features, which each rank has as a whole",
-    "vocab": "the vocabulary: an embedding's rows, a head's logits",
-    "sequence": "nothing: it works on a part of the sequence, token by token",
-    "replicate": "nothing: each rank computes the same",
-    "replicate_sum": "nothing: each rank computes with its own heads or features",
-    "gather": "nothing: its first argument is gathered for the divided layers in it",
-    "split": "nothing: its output is divided along the sequence",
+    "colwise": "output features of a linear layer; `colwise: N` in whole heads of N features",
+    "colwise_kv": "the same for keys and values: fewer heads than ranks are replicated",
+    "colwise_gather": "output features of a linear layer, followed by an all-gather",
+    "packed_colwise": "output features of N matrices fused into one, or of a fused weight of shape "
+    "[N, M, ...]; head: N = rows that are not separated",
+    "rowwise": "input features of a linear layer, followed by a reduce-scatter or an all-reduce",
+    "rowwise_split": "the same where the input is replicated: each rank slices it",
+    "vocab": "the vocabulary: rows of an embedding, logits of a head",
+    "sequence": "no weight; its activations are sharded along the sequence (norms, dropout)",
+    "replicate": "no weight and no activation: each rank computes the same",
+    "replicate_sum": "no weight; its input is the rank's heads or features, its gradients are "
+    "all-reduced",
+    "gather": "no weight; its first argument is all-gathered once for the sharded layers in it",
+    "split": "no weight; its output is sharded along the sequence",
 }
 DIVIDING = ("colwise", "colwise_kv", "colwise_gather", "packed_colwise", "rowwise", "rowwise_split")
 # what transformers calls them in `base_model_tp_plan`
