@@ -1,0 +1,70 @@
+"""What a newcomer to the repository relies on: CI runs what CONTRIBUTING says, and the site has
+every page."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import titanlike
+from support.paths import ROOT
+
+WORKFLOWS = {
+    path.name: yaml.safe_load(path.read_text("utf-8"))
+    for path in sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+}
+
+
+def steps(job: dict[str, Any]) -> str:
+    return "\n".join(step["run"] for step in job["steps"] if "run" in step)
+
+
+def test_ci_runs_every_check_and_every_planted_fault() -> None:
+    """Each job ends by itself, may only read, and uses GitHub's own actions."""
+    for name, workflow in WORKFLOWS.items():
+        assert workflow["permissions"] == {"contents": "read"}, name
+        for job in workflow["jobs"].values():
+            assert job["timeout-minutes"] <= 360
+            used = [step["uses"] for step in job["steps"] if "uses" in step]
+            assert all(re.fullmatch(r"actions/[\w-]+@v\d+", action) for action in used)
+    jobs = WORKFLOWS["ci.yml"]["jobs"]
+    run = "\n".join(map(steps, jobs.values())).splitlines()
+    wanted = ["ruff check .", "ruff format --check .", "lint-imports", "mypy", "pytest"]
+    assert {*wanted, "mkdocs build --strict"} <= {*run}
+    slow = WORKFLOWS["slow.yml"]["jobs"]
+    assert steps(slow["everything"]) == ".ci/run"
+    rooms = [path.stem for path in sorted((ROOT / "tests" / "faults").glob("*.yaml"))]
+    assert sorted(slow["faults"]["strategy"]["matrix"]["room"]) == rooms
+
+
+def test_the_citation_is_of_this_version() -> None:
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text("utf-8"))
+    assert {"cff-version", "message", "title", "authors"} <= citation.keys()
+    assert citation["version"] == titanlike.__version__ and citation["license"] == "Apache-2.0"
+
+
+@pytest.mark.slow
+def test_the_site_has_every_page_and_finds_its_words(tmp_path: Path) -> None:
+    """Strict: a link or an anchor that leads nowhere ends the build."""
+    line = [sys.executable, "-m", "mkdocs", "build", "--strict", "-d", str(tmp_path)]
+    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    pages = {path.stem for path in (ROOT / "docs").glob("*.md")}
+    for page in (*pages, "CONTRIBUTING", "CHANGELOG", "SECURITY"):
+        assert (tmp_path / page / "index.html").exists(), page
+    index = json.loads((tmp_path / "search" / "search_index.json").read_text("utf-8"))
+    found = {entry["location"].partition("/")[0] for entry in index["docs"]}
+    assert found >= {*pages, "CONTRIBUTING"}
+    outside = re.findall(r'<(?:script|link)[^>]+(?:src|href)="(https?://[^"]+)"', _first(tmp_path))
+    assert [link for link in outside if "canonical" not in link] == [], "nothing is loaded"
+
+
+def _first(folder: Path) -> str:
+    return (folder / "index.html").read_text("utf-8")
