@@ -49,7 +49,8 @@ def ended(end: str, *mesh: Any, **changes: Any) -> Config:
 
 
 LAYOUTS = {
-    "chunked": tiny(2, 1, loss=CHUNKED, data=UNEVEN, layers=2),
+    "chunked": tiny(2, 1, loss=replace(CHUNKED, z_loss=0.1), data=UNEVEN, layers=2),
+    "z-loss, vocabulary divided": tiny(tp=2, loss=CrossEntropy(z_loss=0.1), layers=1),
     "chunked, norm and head in one module": ended("inside", 2, 1),
     "own that counts": tiny(1, 2, data=UNEVEN, loss=own("Smoothed", amount=0.1), layers=2),
     "own of a dataclass": regression(own("likelihood"), 2, 1, returns="dataclass"),
@@ -67,6 +68,20 @@ MORE_LAYOUTS = {
 @pytest.mark.parametrize("config", cells(LAYOUTS, MORE_LAYOUTS))
 def test_losses_in_layouts(config: Config, tmp_path: Path) -> None:
     assert_proven(config, tmp_path)
+
+
+def test_z_loss_is_trained_and_not_evaluated() -> None:
+    logits = torch.randn(2, 3, 8, requires_grad=True)
+    targets = torch.tensor([[0, 7, IGNORE], [3, 3, IGNORE]])
+    counted = logits[:, :2].flatten(0, 1)
+    entropy = torch.nn.functional.cross_entropy(counted, targets[:, :2].flatten(), reduction="sum")
+    right = entropy + 0.1 * counted.exp().sum(-1).log().square().sum()
+    loss = build_loss(CrossEntropy(z_loss=0.1))
+    torch.testing.assert_close(loss(logits, targets), right)
+    gradients = (torch.autograd.grad(x, logits)[0] for x in (loss(logits, targets), right))
+    torch.testing.assert_close(*gradients)
+    with torch.no_grad():
+        torch.testing.assert_close(loss(logits, targets), entropy)
 
 
 def test_the_mean_of_ones_own_is_over_what_it_counts() -> None:

@@ -298,11 +298,15 @@ class WsdLr:
     final: float = key(0.05, "learning rate of the last step, as a share of the peak", ge=0, le=1)
 
 
+_Z_LOSS = "in training, add so many times the square of log(sum(exp(logits))) to each loss: 1e-4"
+
+
 @dataclass
 class CrossEntropy:
     """Token cross entropy in nats: summed, over the global number of valid tokens."""
 
     name: str = key("cross_entropy", "choice")
+    z_loss: float = key(0.0, _Z_LOSS, ge=0)
 
 
 @dataclass
@@ -310,6 +314,7 @@ class ChunkedCrossEntropy:
     """The same, a few tokens at a time: logits of the whole batch are never in memory."""
 
     name: str = key("chunked_cross_entropy", "choice")
+    z_loss: float = key(0.0, _Z_LOSS, ge=0)
     chunk: int = key(2048, "tokens of a microbatch whose logits are in memory at a time", ge=1)
 
 

@@ -89,10 +89,12 @@ class ChunkedHead:
     ) -> Tensor:
         """parameters: of the module, which has them already; weights: arguments of `head`."""
 
+        total = self.loss.total_now()
+
         def loss_of(x: Tensor, targets: Tensor, weights: Sequence[Tensor]) -> Tensor:
             values = dict(zip([self.x, *self.weights], [x, *weights], strict=True))
             logits = self.apply_epilogue(_call(head, self.head, values))
-            return self.loss.total(logits, targets)
+            return total(logits, targets)
 
         args = (loss_of, self.chunk, len(weights), x, targets, *weights, *parameters)
         return _LossInChunks.apply(*args)

@@ -26,8 +26,8 @@ from titanlike.config.schema import Custom
 from titanlike.data.sources import IGNORE
 from titanlike.graph.recording import describe, tree_flatten, tree_map, used_by
 
-# (logits fp32 [N, V], targets [N], the target that does not count) -> losses [N]
-DividedCrossEntropy = Callable[[Tensor, Tensor, int], Tensor]
+# (logits fp32 [N, V], targets [N], the target that does not count, z-loss) -> losses [N]
+DividedCrossEntropy = Callable[[Tensor, Tensor, int, float], Tensor]
 Settings = schema.CrossEntropy | schema.ChunkedCrossEntropy | schema.Mse | Custom
 
 
@@ -36,7 +36,8 @@ class OutputError(ValueError):
 
 
 class Loss:
-    """`loss(output, targets)` is a scalar: the sum of a microbatch's terms, times `scale`.
+    """`loss(output, targets)` is a scalar: the sum of a microbatch's terms, times `scale`; where no
+    gradients are taken, of what is evaluated.
 
     output: what the model's forward returns. targets: of the batch, [B, ...].
     """
@@ -47,15 +48,23 @@ class Loss:
         self.scale = torch.tensor(1.0)
 
     def __call__(self, output: Any, targets: Tensor) -> Tensor:
-        return self.total(output, targets) * self.scale
+        return self.total_now()(output, targets) * self.scale
 
     def each(self, output: Any, targets: Tensor) -> Tensor:
         """The terms one by one, those of a sequence together. Raises OutputError."""
         raise NotImplementedError
 
     def total(self, output: Any, targets: Tensor) -> Tensor:
-        """The sum of the terms, an fp32 scalar. Raises OutputError."""
+        """The sum of the terms that is trained, an fp32 scalar. Raises OutputError."""
         return self.each(output, targets).float().sum()
+
+    def evaluated(self, output: Any, targets: Tensor) -> Tensor:
+        """The same without what is added in training alone."""
+        return self.total(output, targets)
+
+    def total_now(self) -> Callable[[Any, Tensor], Tensor]:
+        """`total`, or `evaluated` where no gradients are taken."""
+        return self.total if torch.is_grad_enabled() else self.evaluated
 
     def count(self, targets: Tensor) -> Tensor | None:
         """How many terms there are: the loss that is reported is their mean.
@@ -73,7 +82,7 @@ class Loss:
         """(sum, count) of a whole batch at once."""
         count = self.count(targets)
         if count is not None:
-            return self.total(output, targets), float(count)
+            return self.total_now()(output, targets), float(count)
         losses = self.each(output, targets)
         return losses.float().sum(), float(losses.numel())
 
@@ -83,21 +92,31 @@ class CrossEntropy(Loss):
 
     chunk: the pipeline computes it of so many tokens at a time, see `chunked_loss.py`.
     divided: computes it of logits that are this rank's part of the vocabulary; None = of all.
+    z_loss: the coefficient of log(sum(exp(logits)))^2 of a token, which training adds to its loss
+    so that logits do not drift (PaLM, arXiv 2204.02311, section 5).
     """
 
     def __init__(
-        self, chunk: int | None = None, divided: DividedCrossEntropy | None = None
+        self,
+        chunk: int | None = None,
+        divided: DividedCrossEntropy | None = None,
+        z_loss: float = 0.0,
     ) -> None:
         super().__init__()
-        self.chunk, self._divided = chunk, divided
+        self.chunk, self._divided, self._z_loss = chunk, divided, z_loss
 
     def total(self, output: Any, targets: Tensor) -> Tensor:
+        return self._cross_entropy(output, targets, "sum", self._z_loss)
+
+    def evaluated(self, output: Any, targets: Tensor) -> Tensor:
         return self._cross_entropy(output, targets, "sum")
 
     def each(self, output: Any, targets: Tensor) -> Tensor:
         return self._cross_entropy(output, targets, "none")
 
-    def _cross_entropy(self, output: Any, targets: Tensor, reduction: str) -> Tensor:
+    def _cross_entropy(
+        self, output: Any, targets: Tensor, reduction: str, z_loss: float = 0.0
+    ) -> Tensor:
         logits = logits_of(output)
         if targets.is_floating_point() or logits.shape[:-1].numel() != targets.numel():
             takes = "logits [..., vocabulary] and a whole number for each as target"
@@ -106,9 +125,13 @@ class CrossEntropy(Loss):
             raise OutputError(f"it takes {takes}, not {given}")
         rows, goals = logits.flatten(0, -2).float(), targets.flatten()
         if self._divided is not None:
-            losses = self._divided(rows, goals, IGNORE)
+            losses = self._divided(rows, goals, IGNORE, z_loss)
             return losses.sum() if reduction == "sum" else losses
-        return F.cross_entropy(rows, goals, ignore_index=IGNORE, reduction=reduction)
+        loss = F.cross_entropy(rows, goals, ignore_index=IGNORE, reduction=reduction)
+        if z_loss:
+            squares = rows.logsumexp(-1).square().masked_fill(goals == IGNORE, 0)
+            loss = loss + z_loss * squares.sum()
+        return loss
 
     def count(self, targets: Tensor) -> Tensor:
         return (targets != IGNORE).sum()
@@ -193,7 +216,7 @@ def build_loss(
     if isinstance(config, schema.Mse):
         return Mse()
     chunk = config.chunk if isinstance(config, schema.ChunkedCrossEntropy) else None
-    return CrossEntropy(chunk, divided)
+    return CrossEntropy(chunk, divided, config.z_loss)
 
 
 def takes_divided_logits(config: Settings) -> bool:

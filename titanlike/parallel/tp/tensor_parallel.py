@@ -369,19 +369,26 @@ class DividedVocabulary:
     size: int  # of the whole
     ranks: TensorRanks
 
-    def cross_entropy(self, logits: Tensor, targets: Tensor, ignore: int) -> Tensor:
-        """Losses in nats [N], 0 where the target is `ignore`, NaN where it is not in the
-        vocabulary; the same on every rank.
+    def cross_entropy(
+        self, logits: Tensor, targets: Tensor, ignore: int, z_loss: float = 0.0
+    ) -> Tensor:
+        """Losses in nats [N], with `z_loss` times log(sum(exp(logits)))^2; 0 where the target is
+        `ignore`, NaN where it is not in the vocabulary; the same on every rank.
 
         logits: fp32 [N, this rank's part of the vocabulary]; targets: [N].
         """
-        return _CrossEntropy.apply(logits, targets, self, ignore)
+        return _CrossEntropy.apply(logits, targets, self, ignore, z_loss)
 
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, targets: Tensor, vocabulary: DividedVocabulary, ignore: int
+        ctx: Any,
+        logits: Tensor,
+        targets: Tensor,
+        vocabulary: DividedVocabulary,
+        ignore: int,
+        z_loss: float,
     ) -> Tensor:
         ranks = vocabulary.ranks
         start, stop = ranks.part(vocabulary.size)
@@ -403,14 +410,19 @@ class _CrossEntropy(torch.autograd.Function):
             dist.all_reduce(sums, group=ranks.group)
         total, of_target = sums
         shares.div_(total.unsqueeze(-1))
-        ctx.save_for_backward(shares, rows, inside, counted)
-        return (total.log() - of_target).masked_fill(~counted, 0)
+        losses, of_shares = total.log() - of_target, counted.to(shares.dtype)
+        if z_loss:
+            log_sum = total.log() + largest
+            losses += z_loss * log_sum.square()
+            of_shares *= 1 + 2 * z_loss * log_sum
+        ctx.save_for_backward(shares, rows, inside, of_shares)
+        return losses.masked_fill(~counted, 0)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        shares, rows, inside, counted = ctx.saved_tensors
-        gradient = (gradient * counted).unsqueeze(-1)
-        result = shares * gradient
+        shares, rows, inside, of_shares = ctx.saved_tensors
+        gradient = gradient.unsqueeze(-1)
+        result = shares * (gradient * of_shares.unsqueeze(-1))
         result.scatter_add_(-1, rows, -gradient * inside.unsqueeze(-1))
-        return result, None, None, None
+        return result, None, None, None, None
