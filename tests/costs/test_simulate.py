@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -11,6 +13,7 @@ from titanlike.costs.known_hardware import overlapped_seconds
 from titanlike.costs.simulate import Duration, StageTimes, equal_stages, simulate
 from titanlike.pipeline.schedules import LOOPED, SCHEDULES
 from titanlike.torch_private.pipeline_runtime import _lower
+from titanlike.torch_private.pipeline_skips import skip_posts
 
 
 @pytest.mark.parametrize("p", [1, 2, 4, 8])
@@ -54,6 +57,24 @@ def test_events_are_those_of_the_lists_that_torch_runs(
     assert simulated.pipeline == pytest.approx(expected)
     for acts, events in zip(order.ranks, simulated.events, strict=True):
         assert [event[:3] for event in events] == [tuple(act) for act in acts]
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zbh1"])
+def test_a_skip_that_takes_long_is_waited_for(name: str) -> None:
+    """As in the lists of torch's actions with the messages of skips among them."""
+    order, message = order_of(name, 4, 8), 3.0
+    unit = Duration(1), Duration(2), Duration(1), Duration(1)
+    plain = StageTimes(*unit, message, message)
+    times = [replace(plain, skips_forward=((2, message), (3, message))), plain]
+    times += [replace(plain, skips_backward=((0, message),))] * 2
+    lists, place = _lower(order, order.stages), order.stage_to_rank
+    posts = skip_posts(lists, place, {(0, 2): True, (0, 3): True})
+    expected = makespan(lists, place, a_pair, message, waits_for_sends=False, posts=posts)
+    assert simulate(order, times).pipeline == pytest.approx(expected)
+    short = StageTimes(*unit)  # the first F of stage 3 waits 20 - 2 for its skip
+    late = [replace(short, skips_forward=((3, 20.0),)), *[short] * 3]
+    gained = simulate(order, late).pipeline - simulate(order, [short] * 4).pipeline
+    assert gained >= 18
 
 
 def test_gathers_reductions_and_updates_hold_up_their_rank() -> None:

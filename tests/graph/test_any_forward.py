@@ -21,7 +21,7 @@ from support.forwards import VOCAB
 from support.models import tiny
 from support.proven import assert_proven
 from titanlike.config.schema import Custom, EvenSplit, PointSplit, Sgd, SyntheticData
-from titanlike.graph.cut import message, message_problem
+from titanlike.graph.cut import message, message_problem, same_messages
 from titanlike.graph.model_graph import Field, ModelGraph
 from titanlike.graph.partition import partition
 from titanlike.graph.record_forward import record_forward
@@ -56,6 +56,7 @@ MODELS = {
     "items set": forwards.Filled,
     "weight norm": forwards.Normed,
     "dense skips": forwards.Dense,
+    "two towers": forwards.TwoTowers,
     "no lists": forwards.Flat,
     "no gradients": forwards.WithoutGradient,
     "gradient of its own": forwards.Reversed,
@@ -84,6 +85,7 @@ MODELS = {
 POINTS = {  # where the even split in four would not cut
     "parameters and inputs of its own": ["steps.1", "steps.2", "again"],
     "no gradients": ["out"],
+    "two towers": ["blocks.1", "other", "blocks.3"],
     "a stage of one unit": ["blocks.1", "blocks.3", "out"],
 }
 
@@ -156,24 +158,35 @@ def test_a_cut_model_computes_what_the_whole_one_does(name: str) -> None:
     torch.manual_seed(1)
     loss_of(right).backward()
 
-    chain, arrived, sent = [], [], [inputs]
+    chain, sent = [], []
+    mailbox: dict[tuple[int, int], list[Tensor]] = {(-1, 0): [inputs]}  # (from stage, to stage)
+    back: dict[tuple[int, int], list[Tensor]] = {}
     for index, graph in enumerate(graphs):
         stage = Stage(copy.deepcopy(model), graph.units, graph.weights)
         stage.add_forwards("a shape", {True: graph}, index, torch.device("cpu"))
-        arrived.append([t.detach().requires_grad_(index > 0) for t in sent])
-        answer = stage(*arrived[-1], inputs=inputs)
+        ways = list(dict.fromkeys([index - 1, *graph.skips_in]))
+        arrived = [t.detach().requires_grad_(index > 0) for at in ways for t in mailbox[at, index]]
+        answer = stage(*arrived, inputs=inputs)
         sent = list(answer) if isinstance(answer, tuple) else [answer]
         declared = [(message(node).shape, message(node).dtype) for node in graph.sends]
         assert [(tensor.shape, tensor.dtype) for tensor in sent] == declared
-        chain.append((stage, sent))
+        near = [index + 1] * (len(sent) - len(graph.skips_out))
+        to = [*near, *graph.skips_out]
+        for place, tensor in zip(to, sent, strict=True):
+            mailbox.setdefault((index, place), []).append(tensor)
+        sources = [index - 1] * (len(arrived) - len(graph.skips_in)) + [*graph.skips_in]
+        chain.append((stage, index, sent, list(dict.fromkeys(to)), arrived, sources))
     assert torch.equal(sent[0], right["logits"] if isinstance(right, dict) else right)
 
-    gradients = list(torch.autograd.grad(sent[0].square().mean(), sent[:1]))
-    for (_, answer), leaves in zip(reversed(chain), reversed(arrived), strict=True):
+    back[len(graphs), len(graphs) - 1] = [torch.autograd.grad(sent[0].square().mean(), sent[0])[0]]
+    for _, index, answer, to, leaves, sources in reversed(chain):
+        gradients = [gradient for place in to for gradient in back[place, index]]
         torch.autograd.backward(answer[: len(gradients)], gradients)
-        gradients = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
+        for leaf, source in zip(leaves, sources, strict=True):
+            gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+            back.setdefault((index, source), []).append(gradient)
     canonical, found = model_graph.canonical_names(), Counter()
-    for stage, _ in chain:
+    for stage, *_ in chain:
         for key, parameter in stage.named_parameters():
             if parameter.grad is not None:
                 found[canonical[key]] = found[canonical[key]] + parameter.grad
@@ -202,6 +215,33 @@ def test_the_same_in_torchs_pipeline(name: str, schedule: str, tmp_path: Path) -
     config = tiny(2, 1, schedule, model=Custom(f"support.{module}.{name}"))
     config.data = SyntheticData(vocab_size=VOCAB)
     assert_proven(config, tmp_path)
+
+
+def test_a_skip_takes_the_same_way_in_evaluation() -> None:
+    """Else it is relayed: a stage that uses it in training alone would wait for it."""
+    with torch.device("meta"):
+        model = forwards.HelpedInTraining()
+    graph = ModelGraph(model, {"inputs": Field((12,), torch.int64)}, 4, [])
+    graph.stages = partition(graph.units, EvenSplit(), 4)
+    both = [graph.graphs(graph.fields, training) for training in (True, False)]
+    assert all(map(same_messages, *both))
+    assert [len(stage.receives) for stage in both[1]] == [0, 2, 2, 2]
+    points = PointSplit(points=["blocks.2", "blocks.3", "out"])
+    graph.stages = partition(graph.units, points, 4)
+    both = [graph.graphs(graph.fields, training) for training in (True, False)]  # now alike
+    assert [stage.skips_in for stage in both[1]] == [(), (), (0,), ()]
+
+
+def test_a_skip_comes_from_a_stage_of_its_rank_that_has_it() -> None:
+    with torch.device("meta"):
+        model = forwards.Dense()
+    graph = ModelGraph(model, {"inputs": Field((12,), torch.int64)}, 4, [])
+    graph.stages, graph.place = partition(graph.units, EvenSplit(), 4), (0, 1, 0, 1)
+    sources = [stage.skips_in for stage in graph.graphs(graph.fields, True)]
+    first = len(graph.graphs(graph.fields, True)[0].sends) // 2
+    assert sources == [(), (), (0,) * first, (1,) * len(sources[3])] and first and sources[3]
+    graph.place = None
+    assert not any(stage.skips_in for stage in graph.graphs(graph.fields, True))
 
 
 def one_stage(kind: type[nn.Module]) -> tuple[nn.Module, Stage]:

@@ -20,6 +20,7 @@ from titanlike.distributed.mesh import open_mesh
 from titanlike.launch.worker import Worker
 from titanlike.pipeline.schedules import SCHEDULES
 from titanlike.torch_private.pipeline_runtime import _lower
+from titanlike.torch_private.pipeline_skips import skip_posts
 
 MESSAGE = 0.1  # of a microbatch's forward on one rank
 
@@ -36,6 +37,35 @@ def test_no_schedule_deadlocks_or_waits_for_messages_to_others(name: str) -> Non
             for message in (MESSAGE, 0.25):
                 best = makespan(ranks, place, a_pair, message, False)
                 assert makespan(ranks, place, a_pair, message) <= 1.02 * best
+
+
+@pytest.mark.parametrize("name", sorted(SCHEDULES))
+def test_skip_connections_deadlock_under_no_schedule(name: str) -> None:
+    """From every stage to every later one but the next, with and without gradients."""
+    for pp, microbatches, chunks in ((2, 4, 2), (3, 7, 2), (4, 9, 3)):
+        order = order_of(name, pp, microbatches, chunks)
+        for run in (order, order.forward_only()) if order else ():
+            ranks, place, stages = _lower(run, run.stages), run.stage_to_rank, range(run.stages)
+            skips = {(a, b): (a + b) % 3 > 0 for a in stages for b in stages[a + 2 :]}
+            posts = skip_posts(ranks, place, skips)
+            started = [skip for of_rank in posts.values() for at in of_rank.values() for skip in at]
+            ways = 1 + (run is order)
+            over = [back for (a, b), back in skips.items() if place[a] != place[b]]
+            assert len(started) == 2 * microbatches * (len(over) + (ways - 1) * sum(over))
+            for stream in (compute, one_stream, a_pair):
+                makespan(ranks, place, stream, MESSAGE, posts=posts)
+
+
+@pytest.mark.parametrize("pp", [4, 8])
+def test_messages_of_skips_slow_no_other_down(pp: int) -> None:
+    """As they would if they were started later than what they carry is there."""
+    for name in ("gpipe", "1f1b", "zbh1", "zbh2", "vhalf"):
+        order = order_of(name, pp, 4 * pp)
+        ranks, last = _lower(order, order.stages), order.stages - 1
+        skips = {(stage, last - stage): True for stage in range(last // 2)}
+        posts = skip_posts(ranks, order.stage_to_rank, skips)
+        alone = makespan(ranks, order.stage_to_rank, a_pair, MESSAGE)
+        assert makespan(ranks, order.stage_to_rank, a_pair, MESSAGE, posts=posts) <= 1.001 * alone
 
 
 def test_one_stream_for_all_messages_would_cost_interleaved_schedules() -> None:

@@ -206,6 +206,34 @@ class Dense(nn.Module):
         return self.out(sum(found)) + F.one_hot(ids, VOCAB)
 
 
+class TwoTowers(Blocks):
+    """The second tower begins with the token ids again: nothing of the first is used before out."""
+
+    def __init__(self) -> None:
+        super().__init__(*(nn.Linear(DIM, DIM) for _ in range(4)))
+        self.other = nn.Embedding(VOCAB, DIM)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.blocks[1](self.blocks[0](self.tokens(ids)).tanh())
+        y = self.blocks[3](self.blocks[2](self.other(ids)).tanh())
+        return self.out(x * y)
+
+
+class HelpedInTraining(Blocks):
+    """Behind the second block the embedding is added in training alone, before the head always."""
+
+    def __init__(self) -> None:
+        super().__init__(*(nn.Linear(DIM, DIM) for _ in range(4)))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = first = self.tokens(ids)
+        for at, block in enumerate(self.blocks):
+            x = block(x).tanh()
+            if self.training and at == 1:
+                x = x + first
+        return self.out(x + first)
+
+
 class Flat(nn.Module):
     """Nine layers as nine attributes, without a list."""
 

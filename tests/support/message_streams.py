@@ -70,16 +70,23 @@ def makespan(
     stream: Stream,
     message_seconds: float,
     waits_for_sends: bool = True,
+    posts: Mapping[int, Mapping[int, Sequence[Any]]] | None = None,
 ) -> float:
     """Seconds from the first action to the end of the last one, of torch's actions of each rank.
 
     place: the rank of each stage. waits_for_sends: whether the computation of a rank waits where
-    the order says so (2.15). Raises Deadlock.
+    the order says so (2.15). posts: messages of skip connections, of each rank by the index of the
+    action before which it starts them. Raises Deadlock.
     """
+    needed: dict[Any, set[Any]] = defaultdict(set)  # (forward, stage, microbatch) -> its skips
+    for started in (posts or {}).values():
+        for skip in (skip for skips in started.values() for skip in skips):
+            needed[skip.forward, skip.to, skip.mb].add(skip)
     after: dict[Any, set[Any]] = {}  # node -> nodes that must have ended before it
     seconds: dict[Any, float] = {}
     stages_per_rank = len(place) / len(ranks)
-    for actions in ranks.values():
+    for rank, actions in ranks.items():
+        started = (posts or {}).get(rank, {})
         last: dict[Any, Any] = {}  # stream -> its last node
         awaited: set[Any] = set()  # what the next computation waits for besides
 
@@ -87,7 +94,15 @@ def makespan(
             needs = after.setdefault(node, set())
             needs.update(last[name] for name in streams if name in last)
 
-        for action in actions:
+        def start(skips: Sequence[Any], last: dict[Any, Any] = last, enter: Any = enter) -> None:
+            for skip in skips:
+                peers = {place[skip.source], place[skip.to]} - {rank}  # noqa: B023
+                seconds[skip] = message_seconds
+                enter(skip, {*map(stream, peers), COMPUTE})
+                last[stream(peers.pop())] = skip
+
+        for index, action in enumerate(actions):
+            start(started.get(index, ()))
             kind, stage, mb = (
                 action.computation_type.name,
                 action.stage_index,
@@ -110,8 +125,10 @@ def makespan(
                 seconds[node] = _SECONDS[letter] / stages_per_rank
                 enter(node, {COMPUTE})
                 after[node] |= awaited | _received(letter, stage, mb, place)
+                after[node] |= needed[letter == "F", stage, mb] if letter != "W" else set()
                 last[COMPUTE] = node
                 awaited.clear()
+        start(started.get(len(actions), ()))
     return _longest_path(after, seconds)
 
 

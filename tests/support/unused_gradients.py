@@ -38,7 +38,7 @@ class Compared(_Residual):
 
 
 class NormOfTheFirst(_Residual):
-    """Relayed through every stage, and used under no_grad by the last."""
+    """The first value passes by every stage, and the last uses it under no_grad."""
 
     def forward(self, ids: Tensor) -> Tensor:
         first = x = self.tokens(ids)

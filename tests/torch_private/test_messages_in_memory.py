@@ -20,6 +20,7 @@ from titanlike.pipeline.order import Order
 from titanlike.pipeline.schedules import SCHEDULES
 from titanlike.torch_private import pipeline_runtime, pipeline_stage
 from titanlike.torch_private.pipeline_runtime import _lower, _received_after
+from titanlike.torch_private.pipeline_skips import SkipMessage, skip_posts
 
 RELEASES = not hasattr(pipeline_runtime._Kind, "WAIT_SEND_F")  # 2.15 releases by itself
 BUFFERS = pipeline_stage._TORCH_KEEPS_BUFFERS
@@ -116,9 +117,12 @@ def test_torchs_losses_keep_what_the_last_stage_received(counts: list) -> None:
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.sampled_from(sorted(SCHEDULES)), st.integers(1, 5), st.integers(1, 12), st.booleans())
+@given(
+    *(st.sampled_from(sorted(SCHEDULES)), st.integers(1, 5), st.integers(1, 12)),
+    *(st.booleans(), st.lists(st.tuples(st.integers(0, 7), st.integers(2, 9)), max_size=4)),
+)
 def test_nothing_is_forgotten_before_it_is_received(
-    name: str, pp: int, microbatches: int, forward_only: bool
+    name: str, pp: int, microbatches: int, forward_only: bool, skips: list[tuple[int, int]]
 ) -> None:
     """Each release follows from what the rank has waited for, by what other ranks did before."""
     more = {"stages_per_rank": 2} if "inter" in name or "looped" in name else {}
@@ -128,35 +132,46 @@ def test_nothing_is_forgotten_before_it_is_received(
         return
     order = order.forward_only() if forward_only else order
     ranks = _lower(order, order.stages)
-    known = clocks(order, ranks)
+    there = {(a, a + far): True for a, far in skips if a + far < order.stages}
+    posts = skip_posts(ranks, order.stage_to_rank, there)
+    known = clocks(order, ranks, posts)
     for me in ranks:
-        for index, actions in _received_after(ranks, order.stage_to_rank, me).items():
+        for index, actions in _received_after(ranks, order.stage_to_rank, me, posts).items():
             for action in actions:
                 to, at = receipt(order, ranks, action)
                 assert known[me][index][to] >= at, (name, me, action)
 
 
 def receipt(order: Order, ranks: dict[int, list[Any]], action: Any) -> tuple[int, int]:
-    """(rank, index of its computation) that waits for a SEND."""
-    forward = action.computation_type.name == "SEND_F"
-    stage = action.stage_index + (1 if forward else -1)
+    """(rank, index of its computation) that waits for a SEND or for a skip's message."""
+    if isinstance(action, SkipMessage):
+        forward, _, stage, mb = action
+    else:
+        forward, mb = action.computation_type.name == "SEND_F", action.microbatch_index
+        stage = action.stage_index + (1 if forward else -1)
     rank = order.stage_to_rank[stage]
     kinds = "F" if forward else "BI"
     return rank, next(
         index
         for index, other in enumerate(ranks[rank])
         if other.computation_type.value in kinds
-        and (other.stage_index, other.microbatch_index) == (stage, action.microbatch_index)
+        and (other.stage_index, other.microbatch_index) == (stage, mb)
     )
 
 
-def clocks(order: Order, ranks: dict[int, list[Any]]) -> dict[int, list[dict[int, int]]]:
+def clocks(
+    order: Order, ranks: dict[int, list[Any]], posts: dict[int, dict[int, list[SkipMessage]]]
+) -> dict[int, list[dict[int, int]]]:
     """For each rank and action: the index of the last action of every rank that is done by then."""
     waits: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
     for rank, actions in ranks.items():
         for index, action in enumerate(actions):
             if action.computation_type.name.startswith("SEND"):
                 waits[receipt(order, ranks, action)].append((rank, index))
+        for index, messages in posts[rank].items():
+            for message in messages:
+                if order.stage_to_rank[message.source] == rank:  # behind the action before
+                    waits[receipt(order, ranks, message)].append((rank, index - 1))
     done: dict[int, list[dict[int, int]]] = {rank: [] for rank in ranks}
     while any(len(done[rank]) < len(ranks[rank]) for rank in ranks):
         for rank, actions in ranks.items():

@@ -376,11 +376,12 @@ class CostTable:
     def message(self) -> int:
         """Bytes between two stages."""
         halves, graphs = partition(self.units, EvenSplit(), 2), self.plan.model_graph
-        before, graphs.stages = graphs.stages, halves
+        before, graphs.stages = (graphs.stages, graphs.place), halves
+        graphs.place = None
         try:
             return sum(t.nbytes for t in messages(graphs.graphs(graphs.fields, True)[0])[1])
         finally:
-            graphs.stages = before
+            graphs.stages, graphs.place = before
 
     @cached_property
     def memory(self) -> RankMemory:

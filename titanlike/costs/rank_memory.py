@@ -97,6 +97,15 @@ def _change(most: int, **parts: int) -> _Change:
     return _Change(most, MemoryParts(**parts), sum(parts.values()))
 
 
+class Skip(NamedTuple):
+    """A value of a microbatch that passes by stages, or all that go from one to another."""
+
+    source: int
+    to: int  # a later stage, but not the next
+    nbytes: int
+    back: int  # bytes of the gradients that come back
+
+
 @dataclass(frozen=True)
 class StageLayout:
     """What decides how much memory stages take, and how long they compute; lists have an item for
@@ -109,10 +118,11 @@ class StageLayout:
     microbatches: int
     numel: Sequence[int]  # parameters, of a tensor-parallel rank
     experts: Sequence[int]  # parameters of experts among them, of which a rank has a part
-    received: Sequence[int]  # bytes of the messages to a stage, 0 of the first
+    received: Sequence[int]  # bytes of the messages from the stage before, 0 of the first
     sent: Sequence[int]  # to the next stage; of the last what the model returns
     recomputed: Sequence[Collection[str]] = ()  # units
     orthogonalized: Sequence[float] = ()  # FLOPs of Muon's updates
+    skips: Sequence[Skip] = ()
 
 
 class RankMemory:
@@ -158,7 +168,16 @@ class RankMemory:
             return [sum(n for name, n in stage.items() if name in names) for stage in parameters]
 
         graphs = model_graph.graphs(model_graph.fields, True)
-        flows = [[sum(t.nbytes for t in flow) for flow in messages(graph)] for graph in graphs]
+        flows, skips = [], []
+        for stage, graph in enumerate(graphs):
+            received, sent = messages(graph)
+            near = len(received) - len(graph.skips_in), len(sent) - len(graph.skips_out)
+            flows.append(
+                [sum(t.nbytes for t in flow) for flow in (received[: near[0]], sent[: near[1]])]
+            )
+            for to, tensor in zip(graph.skips_out, sent[near[1] :], strict=True):
+                back = tensor.nbytes if tensor.requires_grad else 0
+                skips.append(Skip(stage, to, tensor.nbytes, back))
         layout = StageLayout(
             stages=model_graph.stages,
             deferred=frozenset(deferred),
@@ -169,6 +188,7 @@ class RankMemory:
             experts=sizes(of_experts),
             received=[0, *(received for received, _ in flows[1:])],
             sent=[sent for _, sent in flows],
+            skips=skips,
         )
         # of ranks of orders, each walked once: a search asks for the same many times
         self._walks: dict[tuple[int, int], tuple[Order, list[tuple[int, str]], np.ndarray]] = {}
@@ -290,6 +310,7 @@ class RankMemory:
         """Bytes of a rank's parameters and optimizer state, and of messages that are under way."""
         local = self._order.local(rank)
         received = sum(self.layout.received[stage] for stage in local)
+        received += sum(skip.nbytes for skip in self.layout.skips if skip.to in local)
         return int(sum(self._kept[stage] for stage in local)), _MESSAGES * received
 
     def _count_units(self, config: Config, deferred: bool) -> dict[str, _Unit]:
@@ -324,7 +345,8 @@ class RankMemory:
         runs = [(table[name], name in recompute) for name in layout.stages[stage]]
         units = [unit for unit, _ in runs]
         held = [unit.kept if recomputed else unit.saved for unit, recomputed in runs]
-        activations, queued = sum(held) + layout.sent[stage], sum(unit.queued for unit in units)
+        skipped = sum(skip.nbytes for skip in layout.skips if skip.source == stage)
+        activations, queued = sum(held) + layout.sent[stage] + skipped, sum(u.queued for u in units)
         gathered = int(state.gathered * numel)
         sizes = sorted(unit.parameters for unit in units)
         # of a unit that is gathered while the one before is copied to its place

@@ -47,6 +47,9 @@ class StageTimes:
     weight_gradient: Duration
     sends_forward: float = 0.0  # seconds of the message to the next stage
     sends_backward: float = 0.0  # and of that to the one before
+    # (a stage further on or back, seconds of the message to it)
+    skips_forward: tuple[tuple[int, float], ...] = ()
+    skips_backward: tuple[tuple[int, float], ...] = ()
     gather: float = 0.0  # of its parameters, once a step
     reduce: float = 0.0  # of its gradients, once a step
     update: float = 0.0  # of its parameters
@@ -131,7 +134,22 @@ def simulate(
     left = [order.microbatches] * order.stages
     # (forward?, stage, microbatch) -> when its input is there
     arrived: dict[tuple[bool, int, int], float] = {}
+    skipped: dict[tuple[bool, int, int], float] = {}  # the same of skip connections
     pairs: dict[tuple[int, int], float] = {}  # when the stream of two ranks is free
+
+    def send(
+        forward: bool, stage: int, other: int, mb: int, computed: float, seconds: float
+    ) -> float:
+        """When it has arrived."""
+        rank, to = place[stage], place[other]
+        if to == rank:
+            return computed
+        pair = (rank, to) if rank < to else (to, rank)
+        begin = max(computed, device[to], pairs.get(pair, 0.0))
+        pairs[pair] = end = begin + seconds
+        messages.append(Transfer("F" if forward else "B", stage, mb, rank, to, begin, end))
+        return end
+
     draw = random.Random(seed).gauss if jitter else None
     at = [0] * ranks
     todo = [rank for rank in range(ranks) if order.ranks[rank]]
@@ -145,6 +163,8 @@ def simulate(
                 ready = arrived.get((forward, stage, mb))
             if ready is None:
                 continue
+            if skipped and kind != "W":
+                ready = max(ready, skipped.get((forward, stage, mb), 0.0))
             at[rank] += 1
             seconds, launch = durations[stage][kind]
             if draw is not None:
@@ -169,15 +189,13 @@ def simulate(
             if kind == "W" or stage == (last if forward else 0):
                 continue
             other = stage + (1 if forward else -1)
-            to = place[other]
-            if to != rank:
-                times = stages[stage]
-                pair = (rank, to) if rank < to else (to, rank)
-                begin = max(end, device[to], pairs.get(pair, 0.0))
-                end = begin + (times.sends_forward if forward else times.sends_backward)
-                pairs[pair] = end
-                messages.append(Transfer("F" if forward else "B", stage, mb, rank, to, begin, end))
-            arrived[forward, other, mb] = end
+            times = stages[stage]
+            seconds = times.sends_forward if forward else times.sends_backward
+            arrived[forward, other, mb] = send(forward, stage, other, mb, end, seconds)
+            for other, seconds in times.skips_forward if forward else times.skips_backward:
+                key = forward, other, mb
+                there = send(forward, stage, other, mb, end, seconds)
+                skipped[key] = max(there, skipped.get(key, 0.0))
         if sum(at) == before:
             waiting = ", ".join(str(order.ranks[rank][at[rank]]) for rank in todo)
             raise ValueError(f"the order waits forever, at {waiting}")

@@ -426,6 +426,16 @@ class _Shape:
             weight_gradient=later,
             sends_forward=self._message(layout.sent[stage] if stage + 1 < len(layout.sent) else 0),
             sends_backward=self._message(layout.received[stage]),
+            skips_forward=tuple(
+                (skip.to, self._message(skip.nbytes))
+                for skip in layout.skips
+                if skip.source == stage
+            ),
+            skips_backward=tuple(
+                (skip.source, self._message(skip.back))
+                for skip in layout.skips
+                if skip.to == stage and skip.back
+            ),
             gather=self.gather(numel, experts, count) if sharded and zero < 3 else 0.0,
             reduce=self.reduction(numel, experts, count) if zero == 1 else 0.0,
             update=self._update(stage),
@@ -461,6 +471,9 @@ class _Shape:
             moved.messages += m * layout.received[stage]
         if stage + 1 < len(place) and place[stage + 1] != place[stage]:
             moved.messages += m * layout.sent[stage]
+        for source, to, nbytes, back in layout.skips:
+            if place[source] != place[to]:
+                moved.messages += m * (nbytes * (source == stage) + back * (to == stage))
         for unit, recomputed in runs:
             for axis, nbytes in unit.sent_forward.items():
                 times = 1 + (recomputed and axis not in unit.kept)

@@ -115,8 +115,9 @@ class TimelineReport:
         for stage in range(self.order.stages):
             seconds = timeline_file.stage_seconds(self.timeline, stage)
             forward, backward, inputs, weights = (Duration(seconds[kind]) for kind in "FBIW")
-            exchanges = {kind: seconds[kind] for kind in ("gather", "reduce")}
-            stages.append(StageTimes(forward, backward, inputs, weights, **exchanges))
+            times = StageTimes(forward, backward, inputs, weights)
+            once = {kind: seconds[kind] for kind in ("gather", "reduce")}
+            stages.append(replace(times, **once))
         return stages
 
     @cached_property

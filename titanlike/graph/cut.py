@@ -1,17 +1,19 @@
 """Cut a recorded forward into stages: what each computes, receives and sends.
 
-A stage computes the nodes from its first unit to the next stage's. A tensor that a later stage
-uses is sent from stage to stage up to the last stage that uses it (the stages between relay a skip
-connection), unless it can be recomputed: masks, positions and all else that depends on the batch
-alone is computed by each stage, as every rank of a pipeline has the batch.
+A stage computes the nodes from its first unit to the next stage's. A tensor that later stages use
+is sent to each of them by the one before that has it, on the same rank where there is one: a skip
+connection passes by the stages between. What can be recomputed is not sent: masks, positions and
+all else that depends on the batch alone is computed by each stage, as every rank of a pipeline has
+the batch.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,11 +27,13 @@ class StageGraph:
     """What one stage computes for batches of one shape."""
 
     nodes: list[Node]  # in execution order, without those received
-    receives: list[Node]
-    sends: list[Node]  # to the next stage; of the last stage: the tensors in `output`
+    receives: list[Node]  # from the stage before; behind them those of `skips_in`
+    sends: list[Node]  # to the next stage, then `skips_out`; of the last: the tensors in `output`
     output: Any  # of the last stage: what the model returns, with nodes in place of tensors
     differentiated: frozenset[Node]  # of `receives`: those whose gradients are sent back
     differentiated_later: frozenset[Node]  # of `sends`: those whose gradients come back
+    skips_in: tuple[int, ...] = ()  # stages further back that the last of `receives` come from
+    skips_out: tuple[int, ...] = ()  # stages further on that the last of `sends` go to
 
     @property
     def fields(self) -> set[str]:
@@ -51,12 +55,15 @@ def cut(
     stages: Sequence[Sequence[str]],
     offsets: Sequence[int] | None = None,
     trained: Sequence[bool] | None = None,
+    place: Sequence[int] | None = None,
+    relayed: bool = False,
 ) -> list[StageGraph]:
     """One graph for each stage.
 
     stages: names of each stage's units, in the recording's order; a stage without units sends what
     it receives. offsets: see `start_offsets`; None = computed here. trained: for each tensor of the
-    output, whether the loss uses it; None = all.
+    output, whether the loss uses it; None = all. place: the pipeline rank of each stage; None = no
+    two on one. relayed: each stage sends to the next alone, skip connections as well.
     """
     position = {node: at for at, node in enumerate(recording.nodes)}
     recomputable = _recomputable(recording)
@@ -91,19 +98,81 @@ def cut(
         trained = [True] * len(output)
     losses = [leaf.tensor for leaf, used in zip(output, trained, strict=True) if used]
     last_uses = recording.last_uses(losses)
-    messages: list[list[Node]] = [[]]  # to each stage
-    gradients = [frozenset[Node]()]  # from each stage
-    for stage in range(1, len(stages)):
-        later = set().union(*needed[stage:])
-        earlier = [node for node in later if position[node] < starts[stage]]
-        messages.append(sorted(earlier, key=position.__getitem__))
-        back = (node for node in earlier if last_uses.get(node, -1) >= starts[stage])
-        gradients.append(frozenset(back))
-    messages.append(output)
-    gradients.append(frozenset(output))
-    outputs = [None] * (len(stages) - 1) + [recording.output]
-    columns = (graphs, messages, messages[1:], outputs, gradients, gradients[1:])
-    return [StageGraph(*parts) for parts in zip(*columns, strict=False)]
+    passed_on = sorted(set().union(*needed), key=position.__getitem__)
+    homes = {node: bisect_right(starts, position[node]) - 1 for node in passed_on}
+    hops = _hops(needed, homes, place or range(len(stages)), relayed)
+    hops.sort(key=lambda hop: (hop.to > hop.source + 1, hop.source, hop.to, position[hop.node]))
+    graphs_of_stages = []
+    for stage, nodes in enumerate(graphs):
+        last = stage == len(stages) - 1
+        arriving = [hop for hop in hops if hop.to == stage]
+        leaving = [hop for hop in hops if hop.source == stage]
+        # its gradient comes back to where it was sent from, if anything behind there needs it
+        back, forth = (
+            frozenset(h.node for h in found if last_uses.get(h.node, -1) >= starts[h.source + 1])
+            for found in (arriving, leaving)
+        )
+        graph = StageGraph(
+            nodes,
+            receives=[hop.node for hop in arriving],
+            sends=output if last else [hop.node for hop in leaving],
+            output=recording.output if last else None,
+            differentiated=back,
+            differentiated_later=frozenset(output) if last else forth,
+            skips_in=tuple(hop.source for hop in arriving if hop.source < stage - 1),
+            skips_out=tuple(hop.to for hop in leaving if hop.to > stage + 1),
+        )
+        graphs_of_stages.append(graph)
+    return graphs_of_stages
+
+
+class _Hop(NamedTuple):
+    """A value on its way from one stage to another."""
+
+    source: int
+    to: int
+    node: Node
+
+
+def _hops(
+    needed: Sequence[set[Node]], homes: dict[Node, int], place: Sequence[int], relayed: bool
+) -> list[_Hop]:
+    """How values come to the stages that use them.
+
+    needed: of each stage what it uses and does not compute; homes: the stage that computes each.
+    """
+    holders = {node: {home} for node, home in homes.items()}
+    for stage, nodes in enumerate(needed):
+        for node in nodes:
+            holders[node].update(range(homes[node], stage + 1) if relayed else (stage,))
+
+    def source(node: Node, stage: int) -> int:
+        if (node, stage) in forced:
+            return stage - 1
+        before = [holder for holder in holders[node] if holder < stage]
+        return max([at for at in before if place[at] == place[stage]] or before)
+
+    # torch's runtime waits for the stage before alone: something comes from there, if anything
+    # passes, the smallest value of all
+    forced: set[tuple[Node, int]] = set()
+    for stage in range(1, len(needed)):
+        passing = [node for node in homes if homes[node] < stage <= max(holders[node])]
+        if passing and all(
+            stage not in holders[node] or source(node, stage) < stage - 1 for node in passing
+        ):
+            smallest = min(passing, key=_bytes)
+            holders[smallest] |= {stage - 1, stage}
+            forced.add((smallest, stage))
+    return [
+        _Hop(source(node, stage), stage, node)
+        for node in homes
+        for stage in holders[node]
+        if stage > homes[node]
+    ]
+
+
+def _bytes(node: Node) -> float:
+    return float("inf") if node.value is None else node.value.nbytes
 
 
 def start_offsets(recording: Recording, stages: Sequence[Sequence[str]]) -> list[int]:
@@ -157,9 +226,7 @@ def _cheapest_cut(recording: Recording, at: int, recomputable: set[Node]) -> int
             if nodes[place] not in recomputable:
                 inputs = nodes[place].input_nodes
                 crossing.update(use for use in inputs if use not in recomputable)
-        cost[place] = sum(node.value.nbytes for node in crossing if node.value is not None)
-        if any(node.value is None for node in crossing):
-            cost[place] = float("inf")  # never between a tuple and its parts
+        cost[place] = sum(map(_bytes, crossing))  # never between a tuple and its parts
     return min(places, key=lambda place: (cost[place], -place))
 
 
@@ -195,26 +262,37 @@ def message_problem(graph: StageGraph) -> str:
     return ""
 
 
-def message(node: Node) -> Tensor:
+def message(node: Node, differentiated: bool = True) -> Tensor:
     """A meta tensor with the shape and dtype in which a node's value is sent.
+
+    differentiated: whether a gradient comes back, which `requires_grad` says.
 
     Only floating-point tensors with a gradient are sent between stages (torch 2.11 sends no
     others): integers become fp64, which holds them exactly up to 2**53.
     """
     value = node.tensor
     dtype = value.dtype if value.is_floating_point() else torch.float64
-    return torch.empty(value.shape, dtype=dtype, device="meta").requires_grad_()
+    return torch.empty(value.shape, dtype=dtype, device="meta", requires_grad=differentiated)
 
 
 def messages(graph: StageGraph) -> tuple[list[Tensor], list[Tensor]]:
-    """What a stage receives and what it sends, on meta."""
-    return [message(node) for node in graph.receives], [message(node) for node in graph.sends]
+    """What a stage receives and what it sends, on meta, skip connections last."""
+
+    def metas(nodes: list[Node], skips: int, differentiated: frozenset[Node]) -> list[Tensor]:
+        near = len(nodes) - skips  # torch's runtime sends a gradient for each of these
+        return [message(n, at < near or n in differentiated) for at, n in enumerate(nodes)]
+
+    return (
+        metas(graph.receives, len(graph.skips_in), graph.differentiated),
+        metas(graph.sends, len(graph.skips_out), graph.differentiated_later),
+    )
 
 
 def same_messages(graph: StageGraph, other: StageGraph) -> bool:
     """Whether two stages can take each other's place in a pipeline."""
 
-    def forms(graph: StageGraph) -> list[list[tuple[Any, ...]]]:
-        return [[(tensor.shape, tensor.dtype) for tensor in part] for part in messages(graph)]
+    def forms(graph: StageGraph) -> list[Any]:
+        both = [[(tensor.shape, tensor.dtype) for tensor in part] for part in messages(graph)]
+        return [*both, graph.skips_in, graph.skips_out]
 
     return forms(graph) == forms(other)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from titanlike.config.errors import Problem
-from titanlike.graph.cut import StageGraph, cut, start_offsets
+from titanlike.graph.cut import StageGraph, cut, same_messages, start_offsets
 from titanlike.graph.partition import Unit
 from titanlike.graph.record_forward import record_forward
 from titanlike.graph.recording import Recording, UnknownTokens, with_values
@@ -88,6 +88,7 @@ class ModelGraph:
         names = self.recording(fields, True).starts
         self.units = [units.get(name, Unit(name, block=False)) for name in names]
         self.stages: list[list[str]] = []  # names of each stage's units
+        self.place: Sequence[int] | None = None  # pipeline rank of each; None = all on their own
         # for each tensor of the output, whether the loss uses it; None = all
         self.trained_outputs: list[bool] | None = None
         # changes the last stage's graph: puts the loss at its end, see optim/chunked_loss.py
@@ -152,11 +153,17 @@ class ModelGraph:
 
     def graphs(self, fields: Fields, training: bool) -> list[StageGraph]:
         """The graph of each of `stages` for such a microbatch."""
-        first = self.recording(self.fields, True)
-        offsets = start_offsets(first, self.stages)
+        graphs = self._cut(fields, training)
+        if any(graph.skips_in for graph in graphs):  # the same ways in evaluation, or none
+            other = self._cut(fields, not training)
+            if not all(map(same_messages, graphs[:-1], other)):
+                graphs = self._cut(fields, training, relayed=True)
+        return [*graphs[:-1], self.last_stage(graphs[-1])]
+
+    def _cut(self, fields: Fields, training: bool, relayed: bool = False) -> list[StageGraph]:
+        offsets = start_offsets(self.recording(self.fields, True), self.stages)
         recording = self.recording(fields, training)
-        *others, last = cut(recording, self.stages, offsets, self.trained_outputs)
-        return [*others, self.last_stage(last)]
+        return cut(recording, self.stages, offsets, self.trained_outputs, self.place, relayed)
 
     def stage_modules(
         self, training: Sequence[StageGraph], evaluation: Sequence[StageGraph]

@@ -16,7 +16,7 @@ from titanlike.torch_private.pipeline_runtime import FIELD
 
 
 class Stage(nn.Module):
-    """Consecutive units of a model: received tensors -> tensors for the next stage.
+    """Consecutive units of a model: received tensors -> tensors for other stages.
 
     The first stage receives the batch's "inputs"; keyword arguments are the batch's fields.
     Parameters have the names that they have in the model. There is one generated forward for each
@@ -107,9 +107,9 @@ def fsdp_groups(stage: nn.Module, units: Sequence[Unit], used: Iterable[str]) ->
 class _Writer:
     """Writes a stage's forward as Python source.
 
-    The function takes (received, batch): tensors from the stage before, and the batch's fields. It
-    has one line for each node (v0, v1, ...), frees each value after its last use, and returns what
-    the next stage receives.
+    The function takes (received, batch): tensors from other stages, and the batch's fields. It has
+    one line for each node (v0, v1, ...), frees each value after its last use, and returns what
+    other stages receive.
     """
 
     def __init__(
@@ -197,12 +197,13 @@ class _Writer:
         graph = self._graph
         # torch detaches what was sent in place, so the stage must not have it saved for backward
         used = set() if graph.output is not None else set(self._last_use)
+        near = len(graph.sends) - len(graph.skips_out)  # what torch's runtime sends
         sent = []
-        for node in graph.sends:
+        for at, node in enumerate(graph.sends):
             name = self._relayed.get(node, self._variables[node])
             if node not in graph.differentiated_later:
                 name = f"{name}.detach()"
-            sent.append(f"to_send({name}{', used_here=True' * (node in used)})")
+            sent.append(f"to_send({name}{', used_here=True' * (node in used and at < near)})")
         self._line(f"return {sent[0]}" if len(sent) == 1 else f"return ({', '.join(sent)})")
 
     def _constant(self, prefix: str, value: Any) -> str:

@@ -277,7 +277,14 @@ class Pipeline:
             graphs = training if self._stages[last].training else evaluation
             return _loss_of_output(self._loss, graphs[last], output, targets)
 
-        return OrderRuntime(self._order, wrapped, loss_of, sorted(used), zero=self._zero)
+        skips: dict[tuple[int, int], bool] = {}
+        for index, graph in enumerate(training):
+            skipping = graph.sends[len(graph.sends) - len(graph.skips_out) :]
+            for to, node in zip(graph.skips_out, skipping, strict=True):
+                back = node in graph.differentiated_later
+                skips[index, to] = skips.get((index, to), False) or back
+        options: Any = {"zero": self._zero, "skips": skips}
+        return OrderRuntime(self._order, wrapped, loss_of, sorted(used), **options)
 
     def _torch_stage(self, index: int, graph: StageGraph, fields: Fields) -> Any:
         received, sent = messages(graph)
@@ -299,6 +306,8 @@ class Pipeline:
             outputs=sent,
             zero=self._zero,
             weight_gradients=weight_gradients,
+            skips_in=graph.skips_in,
+            skips_out=graph.skips_out,
         )
 
 

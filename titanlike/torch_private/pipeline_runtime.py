@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -91,17 +91,23 @@ class _Actions(list[Any]):
     Test: `test_fences.py::test_the_runtime_takes_its_actions_one_by_one_from_a_list`.
     """
 
-    def __init__(self, actions: list[Any], runtime: OrderRuntime, received: dict[int, list[Any]]):
-        """received: see `_received_after`."""
+    def __init__(
+        self,
+        actions: list[Any],
+        runtime: OrderRuntime,
+        received: dict[int, list[Any]],
+        posts: Mapping[int, list[Any]],
+    ):
+        """received: see `_received_after`; posts: see `skip_posts`, of this rank."""
         super().__init__(actions)
-        self._runtime, self._received = runtime, received
+        self._runtime, self._received, self._posts = runtime, received, posts
 
     def __iter__(self) -> Iterator[Any]:
         for index, action in enumerate(super().__iter__()):
-            self._runtime.on_action(action)
+            self._runtime.begin(action, self._posts.get(index, ()))
             yield action
             self._runtime.done(action, self._received.get(index, ()))
-        self._runtime.on_action(None)
+        self._runtime.begin(None, self._posts.get(len(self), ()))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> list[Any]:
         """torch copies the order to print it beside an error: no action begins."""
@@ -109,10 +115,15 @@ class _Actions(list[Any]):
 
 
 def _received_after(
-    ranks: dict[int, list[Any]], place: tuple[int, ...], me: int
+    ranks: dict[int, list[Any]],
+    place: tuple[int, ...],
+    me: int,
+    posts: Mapping[int, Mapping[int, list[Any]]] = MappingProxyType({}),
 ) -> dict[int, list[Any]]:
     """Index of an action of rank `me` -> the sends of `me` that are certainly received once it is
     done: the receiver sent something to `me` after it had waited for them, and that has arrived.
+
+    posts: see `skip_posts`.
     """
     computed = {  # (F or B, stage, microbatch) -> index of the computation on the stage's rank
         ("F" if kind == "F" else "B", action.stage_index, action.microbatch_index): index
@@ -129,10 +140,15 @@ def _received_after(
                 stage = action.stage_index + (1 if way == "F" else -1)
                 waiting = computed[way, stage, action.microbatch_index]
                 yield index, action, place[stage], waiting
+        for index, messages in posts.get(rank, {}).items():
+            for message in messages:
+                if place[message.source] == rank:
+                    waiting = computed["F" if message.forward else "B", message.to, message.mb]
+                    yield index, message, place[message.to], waiting
 
     # of each rank: (index of a send to `me`, index of the computation of `me` that waits for it)
     answers = {
-        rank: [(index, waiting) for index, _, to, waiting in sends(rank) if to == me]
+        rank: sorted((index, waiting) for index, _, to, waiting in sends(rank) if to == me)
         for rank in ranks
     }
     received_after: dict[int, list[Any]] = {}
@@ -170,13 +186,16 @@ class OrderRuntime(torch_schedules._PipelineScheduleRuntime):
         fields: Sequence[str],
         *,
         zero: int,
+        skips: Mapping[tuple[int, int], bool] = MappingProxyType({}),
     ):
-        """fields: of the batch, that this rank's stages take besides what they receive."""
+        """fields: of the batch, that this rank's stages take besides what they receive; skips:
+        (stage, a later but not the next one that it sends to) -> whether gradients come back, of
+        all ranks."""
         options: dict[str, Any] = {"scale_grads": False, "backward_requires_autograd": False}
         super().__init__(stages, order.microbatches, loss_fn=loss, **options)
         self.stage_index_to_group_rank = dict(enumerate(order.stage_to_rank))
         self._fields = list(fields)
-        self._local = {stage.stage_index: stage for stage in stages}
+        self._local: dict[int, Any] = {stage.stage_index: stage for stage in stages}
         self._gathered = {  # the units of each, found once: there are many modules
             index: [part for part in stage.submod.modules() if isinstance(part, FSDPModule)]
             for index, stage in self._local.items()
@@ -203,10 +222,21 @@ class OrderRuntime(torch_schedules._PipelineScheduleRuntime):
             functions[_Kind.SEND_F] = functions[_Kind.SEND_B] = self._send
         for kind in (_Kind.RECV_F, _Kind.RECV_B):
             self._comp_type_to_function_map[kind] = self._receive
+        self._arriving: dict[Any, list[Any]] = {}  # by computation: skips that it waits for
+        posts: Mapping[int, Mapping[int, list[Any]]] = {}
         for ranks in (self._train, self._forward):
+            if skips:
+                from titanlike.torch_private.pipeline_skips import skip_posts
+
+                posts = skip_posts(ranks, order.stage_to_rank, skips)
             own = _Kind.SEND_F in self._comp_type_to_function_map  # else torch waits by itself
-            received = _received_after(ranks, order.stage_to_rank, self.rank) if own else {}
-            ranks[self.rank] = _Actions(ranks[self.rank], self, received)
+            received = {}
+            if own or skips:
+                received = _received_after(ranks, order.stage_to_rank, self.rank, posts)
+            mine = ranks[self.rank]
+            ranks[self.rank] = _Actions(mine, self, received, posts.get(self.rank, {}))
+        for index in self._local if skips else ():
+            self._local[index].on_this_rank = self._local
         self._last = order.stages - 1
         self._waiting = {  # (forward, stage, microbatch) -> the computation that needs its message
             (action.computation_type == _Kind.FORWARD, action.stage_index, mb): action
@@ -253,6 +283,21 @@ class OrderRuntime(torch_schedules._PipelineScheduleRuntime):
             stage.perform_reduce_grad(1)
         for part in self._gathered[index]:  # which stay gathered without a backward
             part.reshard()
+
+    def begin(self, action: Any, messages: Sequence[Any]) -> None:
+        """Before an action (None = behind the last): start these skips' messages; wait for those
+        that it needs."""
+        for message in messages:
+            if message.source in self._local:
+                sends = self._local[message.source].skip_sends(message)
+                self._sending[message] = _post(sends)
+            else:
+                waiting = self._waiting[message.forward, message.to, message.mb]
+                receives = self._local[message.to].skip_receives(message)
+                self._arriving.setdefault(waiting, []).extend(_post(receives))
+        self.on_action(action)
+        if self._arriving:
+            torch_schedules._wait_batch_p2p(self._arriving.pop(action, []))
 
     def _send(self, action: Any, _: Any) -> None:
         stage = self._local[action.stage_index]
@@ -308,6 +353,7 @@ class OrderRuntime(torch_schedules._PipelineScheduleRuntime):
                 torch_schedules._wait_batch_p2p(works)
         finally:
             self._sending.clear()
+            self._arriving.clear()
         self._validated.add(torch.is_grad_enabled())
         return losses
 

@@ -33,6 +33,8 @@ def make_stage(
     outputs: Sequence[Tensor],
     zero: int,
     weight_gradients: Callable[[], Callable[[], None]] | None,
+    skips_in: Sequence[int] = (),
+    skips_out: Sequence[int] = (),
 ) -> PipelineStage:
     """One stage of torch's pipeline runtime.
 
@@ -44,18 +46,28 @@ def make_stage(
     weight_gradients: called after each backward; returns what W does, in a schedule that splits
     the backward. The backward itself is then whole, and runs in I. Without it torch would walk
     through the graph twice, and through a checkpointed block for each of its weights.
+    skips_in, skips_out: stages that the last of the inputs come from, and the last of the outputs
+    go to, past the nearest ones.
     """
-    kind = _Stage if zero == 1 else _ShardingStage
+    kind: Any = _Stage if zero == 1 else _ShardingStage
+    near_in, near_out = len(inputs) - len(skips_in), len(outputs) - len(skips_out)
+    if skips_in or skips_out:
+        from titanlike.torch_private.pipeline_skips import SkippingStage
+
+        kind = type("SkippingStage", (SkippingStage, kind), {})
     stage: Any = kind(
         module,
         index,
         stages,
         device,
         group=group,
-        input_args=tuple(inputs),
-        output_args=tuple(outputs),
+        input_args=tuple(inputs[:near_in]),
+        output_args=tuple(outputs[:near_out]),
         dw_builder=weight_gradients,
     )
+    if skips_in or skips_out:
+        ends = (skips_in, inputs[near_in:]), (skips_out, outputs[near_out:])
+        stage.open_skips(*(_by_stage(stages, metas) for stages, metas in ends))
     if zero > 1:
         stage.reshard_after_backward = zero == 3
     if hasattr(stage, "_get_init_p2p_neighbors_ops"):
@@ -65,6 +77,13 @@ def make_stage(
         first_messages, me = stage._get_init_p2p_neighbors_ops, dist.get_rank()
         stage._get_init_p2p_neighbors_ops = lambda: [op for op in first_messages() if op.peer != me]
     return stage
+
+
+def _by_stage(stages: Sequence[int], metas: Sequence[Tensor]) -> dict[int, list[Tensor]]:
+    found: dict[int, list[Tensor]] = {}
+    for stage, meta in zip(stages, metas, strict=True):
+        found.setdefault(stage, []).append(meta)
+    return found
 
 
 class _Stage(PipelineStage):

@@ -320,6 +320,7 @@ def _cut_stages(
     """
     units, fields, found = model_graph.units, model_graph.fields, None
     auto = isinstance(config.split, schema.AutoSplit)
+    model_graph.place = order.stage_to_rank
     try:
         if auto and order.stages > 1:
             from titanlike.costs.auto_split import find_auto_split
