@@ -259,10 +259,22 @@ def _written(entry: dict[str, Any]) -> Iterator[tuple[str, ...]]:
         values = ["true" if key is True else "false" if key is False else str(key) for key in write]
     elif "betas={value}" in write:
         values = ["[0.9,0.99]"]
+    elif "balance={value}" in write:
+        values = ["[8]"]
     else:
         values = ["words" if re.search(texts, write) else "2"]
     for value in values:
         yield tuple(translate(entry["keys"].split()[0], value, Context())[0])
+
+
+def test_what_pipe_took_is_said_in_the_words_of_this_program() -> None:
+    """torchgpipe's Pipe(model, balance=[3, 5], devices=[0, 1], chunks=4)."""
+    asked = {"balance": "[3,5]", "devices": "[0,1]", "chunks": "4"}
+    answers = [translate(key, value, Context()) for key, value in asked.items()]
+    words = [word for answer in answers if answer for word in answer[0]]
+    assert words == ["split=balance", "split.balance=[3,5]", "dp=2", "schedule.microbatches=4"]
+    config = examined("pp=2", *(word for word in words if word != "dp=2"))
+    assert config.problems == []
 
 
 def test_no_key_of_this_program_is_in_the_table() -> None:

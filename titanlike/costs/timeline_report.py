@@ -116,8 +116,7 @@ class TimelineReport:
             seconds = timeline_file.stage_seconds(self.timeline, stage)
             forward, backward, inputs, weights = (Duration(seconds[kind]) for kind in "FBIW")
             times = StageTimes(forward, backward, inputs, weights)
-            once = {kind: seconds[kind] for kind in ("gather", "reduce")}
-            stages.append(replace(times, **once))
+            stages.append(replace(times, gather=seconds["gather"], reduce=seconds["reduce"]))
         return stages
 
     @cached_property
