@@ -210,6 +210,7 @@ def run_identity(config: Config) -> dict[str, Any]:
     for changing in ("vocab_size", "max_seq_len", "n_positions", "tp_plan"):
         sizes.pop(f"model.{changing}", None)
     plain = {key: getattr(config, key) for key in ("seed", "batch_size", "seq_len")}
+    plain |= {"ramp": to_plain(config.ramp)}
     return {**plain, "optimizer": config.optimizer.name, **sizes}
 
 

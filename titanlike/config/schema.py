@@ -7,6 +7,8 @@ arguments of what it names (`Custom`).
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any, Literal
@@ -836,6 +838,15 @@ class Sweep:
     share: str | None = key(None, "i/n: run only jobs i, i+n, i+2n, ... from 0; for job arrays")
 
 
+@dataclass(kw_only=True)
+class RampStage:
+    """Batches of another size, or shorter sequences, at the beginning of a run."""
+
+    tokens: int = required("the stage ends when the run has trained on so many tokens", gt=0)
+    batch_size: int | None = key(None, "sequences per step over all of dp; null = as later", ge=1)
+    seq_len: int | None = key(None, "tokens in a sequence; null = as later", ge=1, example=64)
+
+
 Objective = Literal["val_loss", "loss", "tokens_per_second", "step_seconds", "mfu", "memory_bytes"]
 MESH_AXES = ("pp", "dp", "cp", "tp")  # of which ranks are the product; ep is taken from dp and cp
 LAYER_AXES = MESH_AXES[3:]  # whose ranks have a part of every layer: neighbours in the mesh
@@ -880,6 +891,11 @@ class Config:
     )
     batch_size: int = key(16, "GLOBAL batch, in sequences per optimizer step over all of dp", ge=1)
     seq_len: int = key(128, "tokens in a sequence", ge=1, le=2**27)
+    ramp: list[RampStage] = key(
+        [],
+        "smaller batches or shorter sequences until so many tokens, in their order: "
+        "[{tokens: 1000000, batch_size: 4}, {tokens: 4000000, seq_len: 64}]",
+    )
     steps: int = key(300, "optimizer steps in total", ge=1)
     max_tokens: int | None = key(
         None, "end the run after this many tokens; null = no limit", gt=0, example=1_000_000
@@ -992,7 +1008,41 @@ class Config:
         `max_tokens`."""
         if self.max_tokens is None:
             return self.steps
-        return min(self.steps, -(-self.max_tokens // (self.batch_size * self.seq_len)))
+        steps, left = 0, self.max_tokens
+        for some, size, length in self.ramp_stages():
+            more = min(some, -(-left // (size * length)))
+            steps, left = steps + more, left - more * size * length
+            if left <= 0:
+                break
+        return min(self.steps, steps)
+
+    def ramp_stages(self) -> Iterator[tuple[int, int, int]]:
+        """(steps, sequences in a batch, tokens in a sequence) of each stage of `ramp`, then of what
+        has no end."""
+        done = 0
+        for stage in self.ramp:
+            size, length = stage.batch_size or self.batch_size, stage.seq_len or self.seq_len
+            steps = max(0, -(-(stage.tokens - done) // (size * length)))
+            done += steps * size * length
+            yield steps, size, length
+        yield sys.maxsize, self.batch_size, self.seq_len
+
+    def tokens(self, steps: int) -> int:
+        """Tokens of the first so many steps, padding included."""
+        total = 0
+        for some, size, length in self.ramp_stages():
+            total += min(steps, some) * size * length
+            steps = max(0, steps - some)
+        return total
+
+    def batch_shape(self, step: int) -> tuple[int, int]:
+        """(sequences, tokens in a sequence) of the global batch of a step, the first of which is
+        1."""
+        for some, size, length in self.ramp_stages():
+            if step <= some:
+                return size, length
+            step -= some
+        raise AssertionError("the last stage has no end")
 
     @property
     def timeline_steps(self) -> tuple[int, int]:

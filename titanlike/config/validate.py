@@ -23,9 +23,13 @@ from titanlike.config.keys import BOUNDS, MAX_RANKS, MAX_VOCAB
 from titanlike.config.schema import (
     MESH_AXES,
     TIMELINE,
+    AutoSchedule,
     Config,
+    CsvSchedule,
     Custom,
     MemoryProfile,
+    MixtureData,
+    OwnSchedule,
     RunHardware,
     SyntheticData,
     Timeline,
@@ -55,7 +59,8 @@ def problems(config: Config, world_size: int | None = None) -> list[Problem]:
         return impossible  # alone: other checks compute with these numbers
     numbers = [problem for problem, _ in _number_problems(config)]
     if not {*MESH_KEYS} & {problem.key for problem in numbers}:
-        numbers += [*_mesh(config, world_size), *_batch(config), *_steps(config)]
+        numbers += [*_mesh(config, world_size), *_batch(config), *_ramp(config)]
+        numbers += _steps(config)
     return [*numbers, *_rules(config), *_names(config), *_sweep(config)]
 
 
@@ -330,6 +335,47 @@ def placement_warning(config: Config, local_ranks: int) -> str:
         if not [*_mesh(mesh, None), *_batch(mesh)]:
             return f"{text}; {mesh_words(config, mesh)} keeps them within a machine"
     return f"{text}; a tp that divides {local_ranks} keeps them within a machine"
+
+
+def _ramp(config: Config) -> Iterator[Problem]:
+    """Stages that do not follow each other, or whose batches do not divide."""
+    if not config.ramp:
+        return
+    refused = {
+        f"data={config.data.name} chooses samples by the step": ("data=text", MixtureData | Custom),
+        f"schedule={config.schedule.name} is an order for one number of microbatches": (
+            "schedule=1f1b",
+            CsvSchedule | AutoSchedule | OwnSchedule,
+        ),
+    }
+    for reason, (fix, kind) in refused.items():
+        if isinstance(config.data, kind) or isinstance(config.schedule, kind):
+            yield Problem("ramp", "", reason, f"{fix}, or ramp=[]")
+    for key in ("on_nonfinite", "on_spike"):
+        if getattr(config, key) == "rollback":
+            reason = "batches that are left out would be of another size"
+            yield Problem("ramp", "", f"{key}=rollback: {reason}", f"{key}=skip")
+    before = 0
+    for at, stage in enumerate(config.ramp):
+        key, value = f"ramp[{at}]", {k: v for k, v in vars(stage).items() if v is not None}
+        size, length = stage.batch_size or config.batch_size, stage.seq_len or config.seq_len
+        reason = fix = ""
+        if stage.tokens <= before:
+            reason = f"ends with {stage.tokens} tokens, and the stage before with {before}"
+            fix = "stages in their order"
+        elif size > config.batch_size or length > config.seq_len:
+            reason = f"is larger than batch_size={config.batch_size} seq_len={config.seq_len}"
+            fix = "stages of smaller batches; the run ends with batch_size and seq_len"
+        elif config.seq_len % length:
+            reason = f"seq_len={config.seq_len} is not cut into sequences of {length}"
+            fix = f"seq_len: {_divisor(config.seq_len, length)}"
+        elif size * length % (config.seq_len * config.dp):
+            each = config.seq_len // length * config.dp
+            reason = f"a batch is no {config.dp} times as many whole samples of {config.seq_len}"
+            fix = f"batch_size: {-(-size // each) * each}"
+        if reason:
+            yield Problem(key, value, reason, fix)
+        before = stage.tokens
 
 
 def _batch(config: Config) -> Iterator[Problem]:

@@ -30,7 +30,7 @@ from torch.utils.data import DataLoader
 
 from titanlike.config.errors import Problem
 from titanlike.config.schema import Config, Custom
-from titanlike.data.order import GlobalBatchSampler
+from titanlike.data.order import GlobalBatchSampler, RampBatchSampler
 from titanlike.data.registry import loader_workers, open_data
 from titanlike.data.sources import Batch, Data, Source, stack
 from titanlike.launch.heartbeat import DATA_THREAD
@@ -47,12 +47,13 @@ def batches(
     """The training batches of a dp rank from `start_step`, endless.
 
     Each is dict(inputs=[B, T], targets=[B, T]), int64, on the CPU, with the other fields
-    of the source's samples.
+    of the source's samples; B and T by `Config.batch_shape`.
     """
     if hasattr(source, "batch_sampler"):
         sampler = source.batch_sampler(config, dp_rank, start_step)
     else:
-        sampler = GlobalBatchSampler(len(source), config, dp_rank, start_step)
+        kind = RampBatchSampler if config.ramp else GlobalBatchSampler
+        sampler = kind(len(source), config, dp_rank, start_step)
     loader: DataLoader[Any] = DataLoader(
         cast(Any, source),
         batch_sampler=sampler,
@@ -62,7 +63,14 @@ def batches(
         # The loader draws a number when it starts: not from the generator of dropout.
         generator=torch.Generator(),
     )
-    return iter(loader)
+    return _in_ramp(loader, config, start_step) if config.ramp else iter(loader)
+
+
+def _in_ramp(loader: Iterable[Batch], config: Config, step: int) -> Iterator[Batch]:
+    """Batches [samples, seq_len], cut into the sequences of their stage of `ramp`."""
+    for number, batch in enumerate(loader, step + 1):
+        length = config.batch_shape(number)[1]
+        yield {name: value.reshape(-1, length) for name, value in batch.items()}
 
 
 def validation_batches(source: Source, config: Config, *, dp_rank: int) -> Iterator[Batch]:

@@ -100,6 +100,23 @@ class GlobalBatchSampler:
         return shuffled_index(first + np.arange(self._local), self._size, self._seed)
 
 
+class RampBatchSampler(GlobalBatchSampler):
+    """The same order of samples, of which a step takes as many as its tokens fill: see
+    `Config.ramp`."""
+
+    def __init__(self, size: int, config: Config, dp_rank: int, step: int) -> None:
+        super().__init__(size, config, dp_rank, step)
+        self._config, self._dp_rank = config, dp_rank
+
+    def __next__(self) -> list[int]:
+        length = self._config.seq_len
+        first, end = (self._config.tokens(self._step + more) // length for more in (0, 1))
+        self._step += 1
+        count = (end - first) // self._config.dp
+        mine = first + self._dp_rank * count + np.arange(count)
+        return shuffled_index(mine, self._size, self._seed).tolist()
+
+
 class SimilarLengthBatchSampler(GlobalBatchSampler):
     """The same samples in every `_WINDOW` steps, but those of a step have similar lengths.
 

@@ -250,7 +250,7 @@ def clip_gradients(parameters: Iterable[Tensor], norm: Tensor, limit: float) -> 
 # --- the learning rate -------------------------------------------------------------------------
 
 
-def lr_factor(config: ConstantLr | DecayLr | WsdLr | Custom, step: int, steps: int) -> float:
+def lr_factor(config: ConstantLr | DecayLr | WsdLr | Custom, step: float, steps: float) -> float:
     """Learning rate of step `step` (the first is 1) of `steps`, as a share of the peak.
 
     A function of the step alone, so that there is no state to save; a run that is resumed with more
@@ -259,7 +259,7 @@ def lr_factor(config: ConstantLr | DecayLr | WsdLr | Custom, step: int, steps: i
     if isinstance(config, Custom):
         from titanlike.optim.own import own_lr_factor
 
-        return own_lr_factor(config, step, steps)
+        return own_lr_factor(config, int(step), int(steps))
     if step < config.warmup:
         return step / config.warmup
     if isinstance(config, ConstantLr):
@@ -274,13 +274,25 @@ def lr_factor(config: ConstantLr | DecayLr | WsdLr | Custom, step: int, steps: i
 
 
 def learning_rate(config: Config, step: int) -> float:
-    return config.optimizer.lr * lr_factor(config.lr, step, config.steps)
+    return config.optimizer.lr * _factor(config, step)
+
+
+def _factor(config: Config, step: int) -> float:
+    """With `ramp`, steps of the schedule are counted in full batches: by tokens."""
+    at: float = step
+    steps: float = config.steps
+    if config.ramp:
+        full = config.batch_size * config.seq_len
+        at, steps = config.tokens(step) / full, config.tokens(config.steps) / full
+        if isinstance(config.lr, Custom):
+            at, steps = max(1, round(at)), max(1, round(steps))
+    return lr_factor(config.lr, at, steps)
 
 
 def set_lr(optimizers: Iterable[torch.optim.Optimizer], config: Config, step: int) -> None:
     """Give all parameters the learning rate of a step; groups with a peak of their own
     (`initial_lr`) keep their ratio to the others."""
-    factor = lr_factor(config.lr, step, config.steps)
+    factor = _factor(config, step)
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["lr"] = group.get("initial_lr", config.optimizer.lr) * factor

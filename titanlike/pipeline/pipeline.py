@@ -46,11 +46,21 @@ class Pipeline:
         mesh: Mesh,
         zero: int,
         transforms: Sequence[Transform],
+        orders: Mapping[int, Order] | None = None,
     ) -> None:
         """stages: of this rank, by index; zero: see `distributed/sharding.py`; transforms: what was
-        done to the stages."""
+        done to the stages; orders: of batches with another number of rows on a dp rank."""
         self._order, self._model_graph, self._stages = order, model_graph, stages
         self._loss, self._mesh, self._zero, self._transforms = loss, mesh, zero, transforms
+        # rows -> the order and the stages' forwards; empty = all batches have as many
+        self._by_rows: dict[int, tuple[Order, ModelGraph]] = {}
+        if orders:
+            every = {order.microbatches * model_graph.microbatch_size: order, **orders}
+            for rows, of_rows in every.items():
+                size = rows // of_rows.microbatches
+                same = size == model_graph.microbatch_size
+                graph = model_graph if same else model_graph.with_microbatches_of(size)
+                self._by_rows[rows] = of_rows, graph
         self._unused = UnusedParameters(stages.values(), model_graph.canonical_names(), mesh, zero)
         # ranks that compute the same loss of the same batch
         self._loss_copies = mesh.world_size // (mesh.pp * mesh.stage_copies)
@@ -198,6 +208,8 @@ class Pipeline:
 
     def _own(self, batch: Batch) -> Batch:
         """What this rank computes with of a batch of its dp rank."""
+        if self._by_rows:
+            self._order, self._model_graph = self._by_rows[len(batch["inputs"])]
         for transform in self._transforms:
             batch = transform.batch(batch)
         return batch
@@ -251,7 +263,8 @@ class Pipeline:
 
     def _key(self, fields: Fields) -> Hashable:
         """The key of runtimes, and of the stages' forwards."""
-        return self._kind, self._model_graph.microbatch_size, shapes(fields)
+        sizes = self._order.microbatches, self._model_graph.microbatch_size
+        return self._kind, *sizes, shapes(fields)
 
     def _make_runtime(self, fields: Fields) -> OrderRuntime:
         """Add the forwards of such a batch to the stages; the runtime that calls them.

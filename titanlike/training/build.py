@@ -224,7 +224,7 @@ def build_planned(
         transform.on_states(states)
     transforms["tied weights"] = tied
     common = plan.order, plan.model_graph, stages, loss, mesh, plan.zero
-    pipeline = Pipeline(*common, [*transforms.values()])
+    pipeline = Pipeline(*common, [*transforms.values()], plan.orders)
     lists = [*stages.values()], [*states.values()]
     run = Run(
         mesh, plan, *lists, pipeline, transforms, AsyncScalars(mesh), built_stages.weights_source

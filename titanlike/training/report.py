@@ -54,6 +54,7 @@ def opening(session: Session) -> None:
         ("epochs", epochs(config, len(data.train))),
         ("warm-up", warmup(config)),
         ("batch", f"{config.batch_size} x {config.seq_len} = {most}{units.count(tokens)} tokens"),
+        ("ramp", _ramp(config)),
         ("microbatches", f"{cut} ({plan.why_microbatches})"),
         ("schedule", config.schedule.name if mesh.pp > 1 else ""),
         ("steps", f"{start + 1} to {config.steps}" if start < config.steps else "none left"),
@@ -181,11 +182,21 @@ def _recomputed(config: Config, plan: TrainPlan) -> str:
     return text
 
 
+def _ramp(config: Config) -> str:
+    """The steps of each stage of `ramp`, and its batches; "" without."""
+    first, texts = 1, []
+    for (steps, size, length), stage in zip(config.ramp_stages(), config.ramp, strict=False):
+        end = f"to {units.count(stage.tokens)} tokens"
+        texts.append(f"steps {first}-{first + steps - 1}: {size} x {length} ({end})")
+        first += steps
+    return "; ".join(texts)
+
+
 def epochs(config: Config, sequences: int) -> str:
     """How often the run reads its data; "" for data that never end."""
     if sequences >= 1 << 40:
         return ""
-    epochs = config.steps * config.batch_size / sequences
+    epochs = config.tokens(config.steps) / config.seq_len / sequences
     text = f"{epochs:.3g} of {units.count(sequences)} sequences by step {config.steps}"
     if epochs >= _MANY_EPOCHS:
         fit = max(1, int(_MANY_EPOCHS * sequences / config.batch_size))

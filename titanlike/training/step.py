@@ -142,13 +142,14 @@ def step_record(
 ) -> dict[str, Any]:
     """A record for metrics.jsonl from the numbers that `update` has sent."""
     step, seconds = pending.step, pending.gradients.timer.seconds()
-    tokens = config.batch_size * config.seq_len
+    size, length = config.batch_shape(step)
+    tokens = size * length
     record = {
         "step": step,
         "loss": numbers["loss"],
         "grad_norm": numbers["grad_norm"],
         "lr": pending.lr,
-        "tokens": step * tokens,
+        "tokens": config.tokens(step),
         "time": pending.time,
         "tokens_per_second": tokens / seconds,
         "step_seconds": seconds,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
@@ -69,6 +69,7 @@ class TrainPlan:
     memory: Callable[[], RankMemory]
     variable: bool  # batches differ in length
     transforms: Mapping[str, Transform]  # by which the model was changed before it was recorded
+    orders: Mapping[int, Order]  # of the stages of `ramp`, by the rows of a batch on a dp rank
     auto_split: AutoSplitResult | None = None  # how the stages were found, of split=auto
 
     @property
@@ -178,6 +179,7 @@ def make_plan(
         memory=chosen.memory,
         variable=variable,
         transforms=transforms,
+        orders=_orders_of_ramp(config, model),
         auto_split=auto_split,
     )
 
@@ -213,6 +215,9 @@ def preflight(
         problems += error.problems
     try:
         decided = make_plan(config)
+        for stage in config.ramp:
+            size, length = stage.batch_size or config.batch_size, stage.seq_len or config.seq_len
+            make_plan(replace(config, batch_size=size, seq_len=length, ramp=[]))
         if not problems:
             plan(decided)
     except ConfigError as error:
@@ -290,6 +295,22 @@ def _choose_order(config: Config, model: nn.Module) -> tuple[Order, str]:
     if problems:  # a forward would only raise the same in other words
         raise ConfigError([*problems, *checks.split_problems(config, model)])
     return order, why
+
+
+def _orders_of_ramp(config: Config, model: nn.Module) -> dict[int, Order]:
+    """The order of each stage of `ramp`, by the rows of its batches on a dp rank. Raises
+    ConfigError."""
+    orders = {}
+    for stage in config.ramp:
+        size = stage.batch_size or config.batch_size
+        rows = size // config.dp
+        order, _ = _choose_order(replace(config, batch_size=size, ramp=[]), model)
+        if rows % order.microbatches:
+            reason = f"{rows} sequences of a dp rank do not divide into {order.microbatches}"
+            fix = f"a batch_size that {order.microbatches * config.dp} divides"
+            raise ConfigError([Problem("ramp", f"{{batch_size:{size}}}", reason, fix)])
+        orders[rows] = order
+    return orders
 
 
 def _choose_zero(config: Config, splits_backward: bool) -> tuple[int, str]:
