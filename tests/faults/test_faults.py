@@ -27,7 +27,7 @@ import yaml
 
 from support.paths import ROOT
 
-LEFT_OUT = shutil.ignore_patterns(".*", "outputs", "multirun", "wandb", "build", "dist")
+LEFT_OUT = shutil.ignore_patterns(".git", ".[!g]*", "outputs", "multirun", "wandb", "build", "dist")
 
 
 @dataclass(frozen=True)
