@@ -19,6 +19,7 @@ import kubernetes_validate
 import pytest
 import yaml
 from kubeflow.training import models
+from kubeflow_trainer_api import models as trainer_models
 
 from support.cells import slow
 from support.forked import ForkedProgram
@@ -43,8 +44,22 @@ def refuse_unless_valid(objects: list[dict[str, Any]]) -> None:
         if item["apiVersion"].startswith("kubeflow.org"):
             _of_kubeflow("KubeflowOrgV1PyTorchJob", item)
             continue
+        if item["apiVersion"].startswith("trainer.kubeflow.org"):
+            _of_trainer(item)
+            continue
         for version in VERSIONS:
             kubernetes_validate.validate(item, version, strict=True)
+
+
+def _of_trainer(item: dict[str, Any]) -> None:
+    """By the types that Kubeflow Trainer's controller is built with, which drop unknown keys."""
+    known = getattr(trainer_models, f"TrainerV1alpha1{item['kind']}").from_dict(item)
+    assert json.loads(known.to_json()) == item
+    for job in item["spec"].get("template", {}).get("spec", {}).get("replicatedJobs", []):
+        spec = {**job["template"]["spec"], "completions": 2, "parallelism": 2}
+        spec |= {"completionMode": "Indexed"}  # as the controller fills it in
+        kinds = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": job["name"]}}
+        refuse_unless_valid([{**kinds, "spec": spec}])
 
 
 def _of_kubeflow(kind: str, value: Any) -> None:
@@ -87,10 +102,12 @@ def test_a_misspelt_key_of_a_manifest_would_be_found() -> None:
     for kind, at, key, value in (
         ("job", 1, "completions", "2"),
         ("pytorchjob", 0, "nprocPerNode", 8),
+        ("trainjob", 0, "mlpolicy", {}),
+        ("trainjob", 1, "trainer", {"numNodes": "2"}),
     ):
         objects = manifest(kind, [*NEEDED, "NODES=2"], [])
         objects[at]["spec"][key] = value
-        with pytest.raises((kubernetes_validate.ValidationError, AssertionError)):
+        with pytest.raises((kubernetes_validate.ValidationError, AssertionError, ValueError)):
             refuse_unless_valid(objects)
 
 
@@ -113,6 +130,10 @@ def test_all_pods_of_a_job_run_at_once_find_each_other_by_name_and_are_started_a
     (check,) = template["initContainers"]
     env = {item["name"]: item["value"] for item in check["env"]}
     assert (env["WORLD_SIZE"], env["LOCAL_WORLD_SIZE"]) == ("12", "4")
+    runtime, job = manifest("trainjob", settings, [])
+    assert job["spec"]["trainer"] == {"numNodes": 3, "numProcPerNode": 4}
+    assert job["spec"]["runtimeRef"]["name"] == runtime["metadata"]["name"] == "tiny"
+    assert runtime["spec"]["template"]["spec"]["failurePolicy"]["maxRestarts"] == 7
     (job,) = manifest("pytorchjob", settings, [])
     # of the restarts of all pods together
     assert job["spec"]["runPolicy"]["backoffLimit"] == 21 and job["spec"]["nprocPerNode"] == "4"
@@ -235,6 +256,20 @@ def operators_env(job: dict[str, Any], role: str, index: int) -> dict[str, str]:
     }
 
 
+def trainers_env(objects: list[dict[str, Any]], index: int, port: str) -> dict[str, str]:
+    """What version 2 of Kubeflow Trainer adds to the environment of the container called node."""
+    runtime, job = objects
+    assert "torch" in runtime["spec"]["mlPolicy"]
+    trainer, name = job["spec"]["trainer"], job["metadata"]["name"]
+    return {
+        "PET_NNODES": str(trainer["numNodes"]),
+        "PET_NPROC_PER_NODE": str(trainer["numProcPerNode"]),
+        "PET_NODE_RANK": str(index),
+        "PET_MASTER_ADDR": f"{name}-node-0-0.{name}",
+        "PET_MASTER_PORT": port,
+    }
+
+
 class Cluster:
     """Two nodes that are this machine: the pods' host names are localhost, the volume a folder."""
 
@@ -244,6 +279,7 @@ class Cluster:
     def manifest(self, kind: str, *overrides: str) -> list[dict[str, Any]]:
         with socket.create_server(("localhost", 0)) as free:
             port = free.getsockname()[1]
+        self.port = str(port)
         settings = [f"MOUNT={self.volume}", f"PORT={port}", "NODES=2", "WAIT=60", "GRACE=60"]
         return manifest(kind, NEEDED + settings, [*TINY, *overrides])
 
@@ -253,6 +289,11 @@ class Cluster:
         if job["kind"] == "Job":
             (container,) = job["spec"]["template"]["spec"]["containers"]
             return [self.run(container, {"JOB_COMPLETION_INDEX": str(i)}) for i in (0, 1)]
+        if job["kind"] == "TrainJob":
+            (node,) = objects[0]["spec"]["template"]["spec"]["replicatedJobs"]
+            (container,) = node["template"]["spec"]["template"]["spec"]["containers"]
+            assert (node["name"], container["name"]) == ("node", "node")
+            return [self.run(container, trainers_env(objects, i, self.port)) for i in (0, 1)]
         pods = []
         for role, spec in job["spec"]["pytorchReplicaSpecs"].items():
             (container,) = spec["template"]["spec"]["containers"]
@@ -265,7 +306,7 @@ class Cluster:
         env = {**added, **{item["name"]: item["value"] for item in container["env"]}}
         env |= {"OMP_NUM_THREADS": "1"}
         words = [expanded(word, env) for word in container["command"] + container["args"]]
-        here = r"\btiny-(0\.tiny|master-0)\b"
+        here = r"\btiny-(0\.tiny|master-0|node-0-0\.tiny)\b"
         assert words[0] == "python"
         process = ForkedProgram(
             [re.sub(here, "localhost", word) for word in words[1:]],
@@ -299,7 +340,7 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
         process.communicate(timeout=10)
 
 
-@pytest.mark.parametrize("kind", slow("job", "pytorchjob"))
+@pytest.mark.parametrize("kind", slow("job", "trainjob", "pytorchjob"))
 def test_two_pods_train_one_model(cluster: Cluster, kind: str) -> None:
     """Whose config is checked before."""
     objects = cluster.manifest(kind, "dp=2", "steps=2")

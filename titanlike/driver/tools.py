@@ -223,7 +223,7 @@ def scripts(argv: list[str] | None = None) -> int:
     parser = argument_parser(
         "Copy the job scripts of a scheduler into a folder. They need no checkout.",
     )
-    parser.add_argument("scheduler", choices=("slurm", "kubernetes"))
+    parser.add_argument("scheduler", choices=("slurm", "kubernetes", "skypilot"))
     parser.add_argument("folder", metavar="DIR", type=Path, help="made if it does not exist")
     parser.add_argument("--force", action="store_true", help="overwrite files")
     arguments = parser.parse_args(argv)

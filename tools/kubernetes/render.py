@@ -1,12 +1,14 @@
 """Print the Kubernetes manifest of a run, for `kubectl apply -f -`.
 
     python render.py job --file cluster.env NAME=llama NODES=2 GPUS=8 -- pp=4 dp=4
+    python render.py trainjob --file cluster.env NAME=llama NODES=2 -- pp=2
     python render.py pytorchjob --file cluster.env NAME=llama NODES=2 -- pp=2
 
-`job` is an indexed Job with its headless Service (Kubernetes 1.29 or newer), `pytorchjob` one for
-Kubeflow's training operator (1.7 or newer). Both take the same variables, from files of NAME=value
-lines and from the command line, where the last one counts; env.NAME=value is an environment
-variable of the pods. After `--` come the overrides of training.
+`job` is an indexed Job with its headless Service (Kubernetes 1.29 or newer), `trainjob` a TrainJob
+for Kubeflow Trainer 2 with its own TrainingRuntime, `pytorchjob` one for Kubeflow's former training
+operator (1.7 or newer). All take the same variables, from files of NAME=value lines and from the
+command line, where the last one counts; env.NAME=value is an environment variable of the pods.
+After `--` come the overrides of training.
 
 A pod is a node: torchrun with rank 0's pod as the master. All errors are shown at once (exit code
 2), without a manifest.
@@ -85,7 +87,7 @@ def main(arguments: list[str] | None = None) -> None:
     cut = words.index("--") if "--" in words else len(words)
     own, overrides = words[:cut], words[cut + 1 :]
     parser = argparse.ArgumentParser(
-        usage="render.py {job,pytorchjob} [--file FILE] [NAME=value ...] [-- OVERRIDE ...]",
+        usage="render.py {job,trainjob,pytorchjob} [--file FILE] [NAME=value ...] [-- OVERRIDE ...]",
         description=(__doc__ or "").split("\n\n")[0],
         epilog="\n".join(f"{name:12} {v}" for name, v in VARIABLES.items()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -127,7 +129,7 @@ def read_file(path: Path) -> list[str]:
 
 
 def manifest(kind: str, settings: list[str], overrides: list[str]) -> list[Object]:
-    """The objects of a run. kind: job or pytorchjob. settings: NAME=value, env.NAME=value.
+    """The objects of a run. kind: job, trainjob or pytorchjob. settings: NAME=value, env.NAME=value.
 
     Raises ConfigError with every mistake in them.
     """
@@ -180,17 +182,8 @@ def indexed_job(values: dict[str, str], env: dict[str, str], overrides: list[str
         f"--master-addr={name}-0.{name}",
         f"--master-port={values['PORT']}",
     ]
-    template = pod(values, env, overrides, torchrun)
-    (train,) = template["spec"]["containers"]
-    # Finds errors in seconds, before the pods wait for each other, and with its own exit code:
-    # torchrun's is 1 whatever its ranks' were. It sees the devices of training.
-    count = {"WORLD_SIZE": str(nodes * int(ranks(values))), "LOCAL_WORLD_SIZE": ranks(values)}
-    check = train | {
-        "name": "check",
-        "command": ["python", "-m", "titanlike", "--check"],
-        "env": train["env"] + [{"name": key, "value": value} for key, value in count.items()],
-    }
-    template["spec"] |= {"restartPolicy": "Never", "subdomain": name, "initContainers": [check]}
+    template = checked(values, pod(values, env, overrides, torchrun))
+    template["spec"] |= {"subdomain": name}
     service = {
         "apiVersion": "v1",
         "kind": "Service",
@@ -201,14 +194,6 @@ def indexed_job(values: dict[str, str], env: dict[str, str], overrides: list[str
             "selector": {"batch.kubernetes.io/job-name": name},
             "ports": [{"name": "rendezvous", "port": int(values["PORT"])}],
         },
-    }
-    recurs = {  # an error in the config
-        "action": "FailJob",
-        "onExitCodes": {"containerName": "check", "operator": "In", "values": [2]},
-    }
-    not_its_own = {  # preempted, drained, evicted
-        "action": "Ignore",
-        "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}],
     }
     job = {
         "apiVersion": "batch/v1",
@@ -221,11 +206,76 @@ def indexed_job(values: dict[str, str], env: dict[str, str], overrides: list[str
             # by pod, not in sum: a failure of one rank is a failure of all pods
             "backoffLimitPerIndex": int(values["RESTARTS"]),
             "maxFailedIndexes": 0,
-            "podFailurePolicy": {"rules": [recurs, not_its_own]},
+            "podFailurePolicy": FAILURES,
             "template": template,
         },
     }
     return [service, job]
+
+
+FAILURES = {
+    "rules": [
+        {  # an error in the config recurs
+            "action": "FailJob",
+            "onExitCodes": {"containerName": "check", "operator": "In", "values": [2]},
+        },
+        {  # preempted, drained, evicted
+            "action": "Ignore",
+            "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}],
+        },
+    ]
+}
+
+
+def checked(values: dict[str, str], template: Object) -> Object:
+    """The template of a pod that checks the config before it trains.
+
+    That finds errors in seconds, before the pods wait for each other, and with its own exit code:
+    torchrun's is 1 whatever its ranks' were. It sees the devices of training.
+    """
+    (train,) = template["spec"]["containers"]
+    world = int(values["NODES"]) * int(ranks(values))
+    count = {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": ranks(values)}
+    check = train | {
+        "name": "check",
+        "command": ["python", "-m", "titanlike", "--check"],
+        "env": train["env"] + [{"name": key, "value": value} for key, value in count.items()],
+    }
+    template["spec"] |= {"restartPolicy": "Never", "initContainers": [check]}
+    return template
+
+
+def train_job(values: dict[str, str], env: dict[str, str], overrides: list[str]) -> list[Object]:
+    """A TrainingRuntime with the pods, and the TrainJob that runs it. The trainer's controller sets
+    PET_... variables of the container that is called node, in the job of that name."""
+    version = {"apiVersion": "trainer.kubeflow.org/v1alpha1"}
+    node = {
+        "name": "node",
+        "template": {
+            "metadata": {"labels": {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}},
+            "spec": {
+                "backoffLimit": 0,  # a failed pod is a failure of all: the JobSet restarts them
+                "podFailurePolicy": FAILURES,
+                "template": checked(values, pod(values, env, overrides, [], name="node")),
+            },
+        },
+    }
+    recurs = {
+        "name": "config",
+        "action": "FailJobSet",
+        "onJobFailureReasons": ["PodFailurePolicy"],
+    }
+    failures = {"maxRestarts": int(values["RESTARTS"]), "rules": [recurs]}
+    policy = {"numNodes": int(values["NODES"]), "torch": {}}
+    jobs = {"spec": {"failurePolicy": failures, "replicatedJobs": [node]}}
+    runtime = {"mlPolicy": policy, "template": jobs}
+    reference = {"apiGroup": "trainer.kubeflow.org", "kind": "TrainingRuntime"}
+    trainer = {"numNodes": int(values["NODES"]), "numProcPerNode": int(ranks(values))}
+    spec = {"runtimeRef": {**reference, "name": values["NAME"]}, "trainer": trainer}
+    return [
+        {**version, "kind": "TrainingRuntime", "metadata": metadata(values), "spec": runtime},
+        {**version, "kind": "TrainJob", "metadata": metadata(values), "spec": spec},
+    ]
 
 
 def pytorch_job(values: dict[str, str], env: dict[str, str], overrides: list[str]) -> list[Object]:
@@ -244,7 +294,7 @@ def pytorch_job(values: dict[str, str], env: dict[str, str], overrides: list[str
     return [{**kind, "metadata": metadata(values), "spec": spec}]
 
 
-KINDS = {"job": indexed_job, "pytorchjob": pytorch_job}
+KINDS = {"job": indexed_job, "trainjob": train_job, "pytorchjob": pytorch_job}
 
 
 def metadata(values: dict[str, str]) -> Object:
