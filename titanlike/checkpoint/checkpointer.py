@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -93,6 +93,10 @@ class Checkpointer:
         """Step of the newest committed checkpoint; 0 for none."""
         return 0 if self._made_writer is None else self._made_writer.newest
 
+    def folder_of(self, step: int) -> Storage:
+        """Where the checkpoint of a step is, or would be."""
+        return self._folder.at(discovery.step_name(step))
+
     # --- loading -----------------------------------------------------------------------------
 
     def resume(self) -> Progress:
@@ -118,15 +122,28 @@ class Checkpointer:
         if progress is not None:
             return progress
         if self._settings.start_from:
-            from titanlike.checkpoint import hf_start, state_dict
-
-            of_run = self._stage_states, self._group
-            if hf_start.is_folder(self._settings.start_from):
-                text = hf_start.start_from_folder(self._config, *of_run)
-            else:
-                text = state_dict.warm_start(self._settings, *of_run)
-            self._events.log("warm_start", 0, text)
+            self.start_from(self._settings.start_from)
         return Progress()
+
+    def start_from(self, location: str) -> None:
+        """Load weights alone, of what `checkpoint.start_from` may name. Raises ValueError."""
+        from titanlike.checkpoint import hf_start, state_dict
+
+        settings = replace(self._settings, start_from=location)
+        of_run = self._stage_states, self._group
+        if hf_start.is_folder(location):
+            text = hf_start.start_from_folder(replace(self._config, checkpoint=settings), *of_run)
+        else:
+            text = state_dict.warm_start(settings, *of_run)
+        self._events.log("warm_start", 0, text)
+
+    def load(self, location: str) -> Progress:
+        """Load the checkpoint at a location, or the newest of the run there. Raises as
+        `resume`."""
+        select = lambda _: Selection(discovery.resolve("path", location))  # noqa: E731
+        progress = self._load_first_intact(select)
+        assert progress is not None, "one was selected"
+        return progress
 
     def rollback(self) -> Progress | None:
         """Load the newest intact checkpoint of this run; None where there is none."""
@@ -140,7 +157,7 @@ class Checkpointer:
             self._writer.wait()
         if not self.newest:
             return "there is no checkpoint yet: write a smaller optimizer.lr or a longer lr.warmup"
-        path = self._folder.at(discovery.step_name(self.newest))
+        path = self.folder_of(self.newest)
         return f"the last good checkpoint is {path}: resume from it with a smaller optimizer.lr"
 
     def _delete_leftovers(self) -> None:
@@ -249,7 +266,7 @@ class Checkpointer:
         begin = time.perf_counter()
         self._writer.wait()
         if progress.step != self.newest:
-            folder = self._folder.at(discovery.step_name(progress.step))
+            folder = self.folder_of(progress.step)
             self._writer.start(folder, self._state(progress, val_loss), self._settings.mode, begin)
         return time.perf_counter() - begin
 

@@ -799,6 +799,15 @@ class Checkpoint:
 
 
 @dataclass
+class Metrics:
+    """What metrics.jsonl has besides."""
+
+    microbatch_losses: bool = key(
+        False, "also the loss of each microbatch of the global batch, in its order"
+    )
+
+
+@dataclass
 class Launch:
     """Starting and monitoring the workers."""
 
@@ -924,6 +933,11 @@ class Config:
     spike_window: int = key(
         100, "recent steps in that mean; detection needs half of them", ge=2, le=1_000_000
     )
+    warn_zero_gradients: int = key(
+        20,
+        "warn of a parameter whose gradients were all zeros in so many steps in a row; 0 = do not",
+        ge=0,
+    )
     run_dir: str = key(
         "outputs/run", "output folder; a run in it resumes; if not given, outputs/DATE/TIME"
     )
@@ -958,6 +972,7 @@ class Config:
         ActivationCheckpoint, "which activations are computed again in the backward"
     )
     fsdp: Fsdp = key(Fsdp, "sharding inside a stage")
+    metrics: Metrics = key(Metrics, "what is recorded of each step")
     validation: Validation = key(Validation, "loss on the validation data")
     sample: Sample = key(Sample, "texts written by the model during training")
     evaluate: Evaluate = key(Evaluate, "perplexity of a checkpoint")

@@ -153,7 +153,9 @@ def example_batch(config: Config, data: Data | None = None) -> dict[str, torch.T
     Where lengths vary, with the maximal length. data: if already open; otherwise a user's own data
     is opened. Raises DataError for an invalid sample of the user's.
     """
-    if isinstance(config.data, Custom):
+    if data is not None and data.example is not None:
+        batch = {name: value.to("meta") for name, value in data.example.items()}
+    elif isinstance(config.data, Custom):
         from titanlike.data.custom import CheckedSource, checked
 
         train = (data or open_data(config)).train

@@ -87,7 +87,8 @@ class Data:
     if that is possible;
     variable: for samples of different lengths; tokenizer: a text that identifies it, if any;
     fingerprint: a text that identifies the data for a resume, in place of samples that are read;
-    progress: numbers for the record of a step, by the number of steps whose batches were read.
+    progress: numbers for the record of a step, by the number of steps whose batches were read;
+    example: a batch of one sample, where the run's batches come from elsewhere.
     """
 
     train: Source
@@ -102,6 +103,7 @@ class Data:
     tokenizer: str | None = None
     fingerprint: str | None = None
     progress: Callable[[int], dict[str, float]] | None = None
+    example: Batch | None = None
 
 
 def documents_note(config: Config) -> str:

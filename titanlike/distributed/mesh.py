@@ -109,7 +109,8 @@ class Mesh:
 
 
 def open_mesh(config: Config, worker: Worker) -> Mesh:
-    """Join the process group and lay the mesh over it. `close_mesh` undoes it."""
+    """Join the process group, if that is not done, and lay the mesh over it. `close_mesh` undoes
+    it."""
     device, reason = choose_device(config.device, worker.local_rank, worker.local_world_size)
     backend = accelerator.own_backend(device) or "gloo"
     collectives = accelerator.backends(device)
@@ -127,13 +128,14 @@ def open_mesh(config: Config, worker: Worker) -> Mesh:
     # rank, where a receive that is posted early holds up the sends behind it (interleaved schedules
     # take 13 to 27% longer, see tests/pipeline/test_message_streams.py). A barrier then takes the
     # device that is set above, and groups are made anew, not split
-    dist.init_process_group(
-        collectives,
-        store=worker.store if worker.store is not None else dist.HashStore(),
-        rank=worker.rank,
-        world_size=worker.world_size,
-        timeout=timedelta(seconds=config.launch.timeout),
-    )
+    if not dist.is_initialized():
+        dist.init_process_group(
+            collectives,
+            store=worker.store if worker.store is not None else dist.HashStore(),
+            rank=worker.rank,
+            world_size=worker.world_size,
+            timeout=timedelta(seconds=config.launch.timeout),
+        )
     return lay_mesh(config, device, backend, reason, pipeline_backend(collectives))
 
 

@@ -45,16 +45,16 @@ class AsyncScalars:
     def send(
         self, numbers: Mapping[str, Tensor], host: Mapping[str, float | list[float]]
     ) -> PendingScalars:
-        """Send fp32 scalars of the device, and numbers of the host, by their names, which are the
-        same on all ranks. What arrives is the largest of all ranks (NaN may be lost to a number).
-        Collective; waits neither for the device nor for other ranks."""
+        """Send fp32 scalars and vectors of the device, and numbers of the host, by their names,
+        which are the same on all ranks. What arrives is the largest of all ranks (NaN may be lost
+        to a number). Collective; waits neither for the device nor for other ranks."""
         mesh = self._mesh
-        sizes = dict.fromkeys(numbers, 0) | {
+        sizes = {name: len(value) if value.dim() else 0 for name, value in numbers.items()} | {
             name: len(value) if isinstance(value, list) else 0 for name, value in host.items()
         }
         flat = [x for v in host.values() for x in (v if isinstance(v, list) else [v])]
         on_host = on_device(torch.tensor(flat, dtype=torch.float32), mesh.device)
-        all_ = torch.cat([torch.stack([*numbers.values()]), on_host])
+        all_ = torch.cat([*(value.view(-1) for value in numbers.values()), on_host])
         work = None
         if mesh.world_size > 1:
             work = dist.all_reduce(all_, op=dist.ReduceOp.MAX, async_op=True)

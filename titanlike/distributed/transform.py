@@ -120,8 +120,8 @@ class Transform:
         the step is not applied; None = 0."""
 
     def logits(self, part: Tensor) -> Tensor:
-        """Logits of the whole vocabulary [B, V]; part: what this rank's last stage returns [B, V or
-        less]."""
+        """Logits of whole sequences and of the whole vocabulary [B, ..., V]; part: what this rank's
+        last stage returns. Collective over the ranks that have parts."""
         return part
 
     # --- for metrics.jsonl

@@ -43,6 +43,7 @@ class JobRunner:
     workers: PrestartedWorkers | None = None  # of a single run
     # of values from the environment, which errors do not show: their names
     environment: dict[str, str] = field(default_factory=dict)
+    callbacks: tuple[object, ...] = ()  # of a job in this process, see Worker
 
     def job_of(self, config: Config) -> str:
         """The job's function: training where `verify` asks to be compared with one process first
@@ -98,7 +99,8 @@ class JobRunner:
                     # a tool's job cannot be restarted
                     restarted = None if self.folder else partial(restarted_config, job.config)
                     workers = self.workers if name is None else None
-                    result = run_local(job, stop, reporter.failed, restarted, workers)
+                    how = restarted, workers, self.callbacks
+                    result = run_local(job, stop, reporter.failed, *how)
             # 4. write result.json
             except Interrupted as interrupted:
                 reporter.interrupted(interrupted)

@@ -78,6 +78,7 @@ def run_local(
     report_failure: Callable[[Failure], None],
     restarted_config: Callable[[JobFailed, int], Config] | None = None,
     prestarted: PrestartedWorkers | None = None,
+    callbacks: tuple[Any, ...] = (),
 ) -> dict[str, Any]:
     """Run a job on this machine: in this process if one rank suffices, else in workers.
 
@@ -85,12 +86,12 @@ def run_local(
     `restarted_config` (of the failure and the restart's number) returns; not without it, after a
     permanent failure, or after a stop request. Returns the result of rank 0's function. Raises
     JobFailed with the root cause of the (last) failure, or Interrupted. report_failure: see Worker.
-    prestarted: may have the workers already.
+    prestarted: may have the workers already. callbacks: of a job in this process, see Worker.
     """
     clear_failures(job.run_dir)
     restarts = job.config.launch.max_restarts if restarted_config is not None else 0
     if job.config.world_size == 1 and not restarts:
-        return _run_here(job, stop, report_failure)
+        return _run_here(job, stop, report_failure, callbacks)
     with prestarted or PrestartedWorkers() as workers:
         restart = 0
         while True:
@@ -105,9 +106,24 @@ def run_local(
             clear_failures(job.run_dir)
 
 
-def _run_here(job: Job, stop: StopRequest, report: Callable[[Failure], None]) -> dict[str, Any]:
+def _run_here(
+    job: Job,
+    stop: StopRequest,
+    report: Callable[[Failure], None],
+    callbacks: tuple[Any, ...],
+) -> dict[str, Any]:
     worker = Worker(
-        0, 1, 0, 1, job.run_dir, None, job.overrides, stop, one_machine=True, report_failure=report
+        0,
+        1,
+        0,
+        1,
+        job.run_dir,
+        None,
+        job.overrides,
+        stop,
+        one_machine=True,
+        report_failure=report,
+        callbacks=callbacks,
     )
     try:
         return run_job(job, worker)

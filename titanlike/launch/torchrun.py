@@ -63,10 +63,13 @@ _FIRST_WAIT, _LONGEST_WAIT, _LONGER = 0.02, 0.5, 1.5  # seconds between two look
 class TorchrunRanks:
     """This process among ranks that an outer launcher started."""
 
-    def __init__(self) -> None:
-        """Connect to the other ranks. Raises RuntimeError if some do not start in time."""
+    def __init__(self, callbacks: tuple[Any, ...] = ()) -> None:
+        """Connect to the other ranks; callbacks: see Worker. Raises RuntimeError if some do not
+        start in time."""
         import torch.distributed as dist
 
+        self._callbacks = callbacks
+        self.result: dict[str, Any] = {}  # of the last job that did not fail, on this rank
         timeout = Launch().timeout
         self._parent = os.getppid()
         connected = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout)))
@@ -150,12 +153,13 @@ class TorchrunRanks:
             overrides=job.overrides,
             stop_request=stop,
             report_failure=report_failure,
+            callbacks=self._callbacks,
         )
         self._jobs += 1
         result: dict[str, Any] = {}
         failure = None
         try:
-            result = run_job(job, worker)
+            result = self.result = run_job(job, worker)
             outcome = "orphaned" if self._is_orphan() else ""
         except Exception as error:
             failure = describe(self.rank, error)

@@ -79,6 +79,13 @@ class Worker:
     one_machine: bool = False  # whether all ranks are known to be on this one
     # in the process that reports the job: reports a hang, which no exception can end
     report_failure: Callable[[Failure], None] | None = None
+    callbacks: tuple[Any, ...] = ()  # of a program that trains here, see `titanlike.library`
+
+    def notify(self, event: str, *values: Any) -> None:
+        """Call what the callbacks have for an event: on_EVENT(*values)."""
+        for callback in self.callbacks:
+            if (function := getattr(callback, f"on_{event}", None)) is not None:
+                function(*values)
 
 
 def run_job(job: Job, worker: Worker) -> dict[str, Any]:

@@ -46,6 +46,11 @@ class _Shape(NamedTuple):
 
 def draw(chart: Chart, path: Path, title: str = "") -> None:
     """Write an .svg or .png file. title: instead of the chart's own."""
+    files.atomic_write_bytes(path, picture(chart, path.suffix.lstrip("."), title))
+
+
+def picture(chart: Chart, kind: str, title: str = "") -> bytes:
+    """The content of such a file; kind: svg or png."""
     shapes, ranks = [*_shapes(chart)], len(chart.rows)
     lengths = sorted(shape.end - shape.start for shape in shapes if shape.kind in "FBIW")
     heights = [ranks * _ROW + 0.2, *([ranks * _MEMORY_ROW + 0.2] if chart.memory else [])]
@@ -84,7 +89,7 @@ def draw(chart: Chart, path: Path, title: str = "") -> None:
         "svg.hashsalt": "plan",
         "font.sans-serif": ["DejaVu Sans"],
     }
-    drawn, kind = io.BytesIO(), path.suffix.lstrip(".")
+    drawn = io.BytesIO()
     with matplotlib.rc_context(settings):
         figure.savefig(drawn, format=kind, metadata={"Date": None} if kind == "svg" else None)
     data = drawn.getvalue()
@@ -92,7 +97,7 @@ def draw(chart: Chart, path: Path, title: str = "") -> None:
         data = re.sub(rb"<!--.*?-->", b"", data, flags=re.DOTALL)
         data = re.sub(rb"\s*\n\s*(?=[MLQCz\"])", b" ", data)
         data = re.sub(rb">\s+(?=<text|<path|<use|</g>)", b">", data)
-    files.atomic_write_bytes(path, data)
+    return data
 
 
 def _shapes(chart: Chart) -> Iterator[_Shape]:

@@ -12,6 +12,7 @@ from math import lcm
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -112,6 +113,11 @@ class ContextParallel(Transform):
         """
         batch = self.padded(batch)
         return {**batch, "targets": self.ranks.take(batch["targets"], 1)}
+
+    def logits(self, part: Tensor) -> Tensor:
+        parts = [torch.empty_like(part) for _ in range(self.ranks.size)]
+        dist.all_gather(parts, part.contiguous(), group=self.ranks.group)
+        return self.ranks.in_order(torch.cat(parts, 1), 1)
 
     def padded(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         tokens = batch["inputs"].shape[1]

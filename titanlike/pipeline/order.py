@@ -13,6 +13,7 @@ the same order, whatever the Order.
 from __future__ import annotations
 
 import csv
+import importlib
 import io
 import re
 from collections import Counter
@@ -193,6 +194,10 @@ class Order:
                     "stage's forwards must be in microbatch order, because torch numbers the "
                     "losses as they arrive"
                 )
+
+    def _repr_svg_(self) -> str:
+        """For notebooks. Drawn where orders are simulated, above this room."""
+        return importlib.import_module("titanlike.costs.simulate").order_svg(self)
 
     def to_csv(self) -> str:
         """A row a pipeline rank, a cell an action: what `from_csv` and torch's loader read."""

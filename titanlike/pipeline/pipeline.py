@@ -22,7 +22,7 @@ from titanlike.graph.cut import StageGraph, messages, same_messages
 from titanlike.graph.model_graph import Fields, ModelGraph, fields_of, shapes
 from titanlike.graph.recording import Node, tree_map
 from titanlike.graph.stage import Stage
-from titanlike.optim.loss import Kept, Loss, logits_of
+from titanlike.optim.loss import Kept, Loss
 from titanlike.pipeline.order import Order
 from titanlike.torch_private.pipeline_runtime import OrderRuntime
 from titanlike.torch_private.pipeline_stage import make_stage
@@ -66,6 +66,7 @@ class Pipeline:
         self._loss_copies = mesh.world_size // (mesh.pp * mesh.stage_copies)
         # of the last step: whether this rank, once summed how many ranks, reached each parameter
         self._reached_counts = torch.zeros(0)
+        self._of_last: tuple[list[Tensor], Batch] = [], {}  # losses of microbatches, and the batch
         self._runtimes: OrderedDict[Any, OrderRuntime] = OrderedDict()
         self._kind = "loss"  # what the last stage computes of its output
         # called back with each action of the schedule when it begins, with None after the last
@@ -110,7 +111,22 @@ class Pipeline:
         self._reached_counts = self._unused.flags()
         for transform in reversed(self._transforms):
             transform.after_backward()
+        self._of_last = losses, batch
         return _sum_of(losses, count), count
+
+    def microbatch_terms(self) -> Tensor:
+        """This rank's share of the losses of the last `forward_backward`, for `sum_loss`: fp32
+        [2, dp, microbatches], sums of the terms and how many there are. The global batch has these
+        microbatches in this order."""
+        mesh, (losses, batch) = self._mesh, self._of_last
+        terms = torch.zeros(2, mesh.dp, self._order.microbatches, device=mesh.device)
+        if losses:  # the last stage is here
+            terms[0, mesh.dp_rank] = torch.stack(losses).detach() / self._loss.scale
+            for at, targets in enumerate(batch["targets"].chunk(len(losses))):
+                count = self._loss.count(targets)
+                # equally many in each, where the targets do not tell
+                terms[1, mesh.dp_rank, at] = 1.0 if count is None else count
+        return terms / self._loss_copies
 
     def sum_loss(self, loss: Tensor, measured: Tensor) -> tuple[Tensor, Tensor]:
         """The loss of `forward_backward`, and what is measured of its gradients (an fp32 vector),
@@ -173,25 +189,27 @@ class Pipeline:
             stage.zero_grad()
         self._unused.flags()
 
-    def for_outputs(self) -> Pipeline:
-        """Over the same stages, for `outputs` of as many microbatches of one sample each."""
+    def for_outputs(self, size: int, keep: Callable[[Any, Tensor], Any]) -> Pipeline:
+        """Over the same stages, for `outputs` of as many microbatches of so many samples each.
+
+        keep: what is returned, of (output of the model, "targets") of a microbatch.
+        """
         other = copy.copy(self)
-        graph = other._model_graph = self._model_graph.with_microbatches_of(1)
+        graph = other._model_graph = self._model_graph.with_microbatches_of(size)
         graph.last_stage = lambda last: last  # without a loss in chunks
-        other._loss = Kept(lambda output, targets: logits_of(output)[targets == 1])
-        other._kind, other._runtimes = "outputs", OrderedDict()
+        other._loss, other._kind, other._runtimes = Kept(keep), "outputs", OrderedDict()
         return other
 
-    def outputs(self, batch: Batch) -> Tensor | None:
-        """Return, on ranks with the last stage, what the model returns at the places where
-        "targets" is 1, a row each, of all microbatches; elsewhere None. Forward alone. Of
-        `for_outputs`."""
+    def outputs(self, batch: Batch) -> list[Any]:
+        """Return what is kept of each microbatch on ranks with the last stage, elsewhere [].
+        Forward alone. Of `for_outputs`."""
+        batch = self._own(batch)
         runtime, loss = self._runtime(batch), self._loss
         assert isinstance(loss, Kept)
         loss.kept = []
         with self._computing():
             runtime.evaluate(batch)
-        return torch.cat(loss.kept) if loss.kept else None
+        return loss.kept
 
     def with_microbatches_of(self, size: int, fields: Fields) -> Pipeline | None:
         """One for batches of as many microbatches of another size, over the same stages; None where

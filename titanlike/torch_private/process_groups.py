@@ -46,6 +46,12 @@ def group_named(name: str) -> dist.ProcessGroup:
     return dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
 
 
+def default_store() -> dist.Store:
+    """The store by which the ranks of the default group met: torch tells it to nobody, and a second
+    rendezvous at the same address is an error where rank 0 has the server."""
+    return dist.distributed_c10d._get_default_store()
+
+
 def set_timeout(group: dist.ProcessGroup, seconds: float) -> None:
     """Set the timeout of a group's collectives.
 

@@ -35,6 +35,7 @@ from titanlike.optim.optimizer import StageState, build_optimizers
 from titanlike.pipeline.pipeline import Pipeline
 from titanlike.training.train_plan import TrainPlan, make_plan, memory_for_training
 from titanlike.training.transforms import stage_transforms
+from titanlike.training.zero_gradients import ZeroGradients
 
 if TYPE_CHECKING:
     from titanlike.costs.unit_costs import UnitCosts
@@ -119,6 +120,9 @@ class Run:
     pipeline: Pipeline
     transforms: dict[str, Transform]  # what was done to the stages, see `transforms.py`
     late: AsyncScalars  # takes numbers off the device
+    zero_gradients: (
+        ZeroGradients | None
+    )  # finds parameters that do not learn; None = not looked for
     weights_source: str  # of the initial weights, for the opening table
     ranges: Ranges = field(default_factory=Ranges)  # what a profile shows
     busy: BusyTime | None = None  # how long this rank waits for others, where that is measured
@@ -226,9 +230,11 @@ def build_planned(
     common = plan.order, plan.model_graph, stages, loss, mesh, plan.zero
     pipeline = Pipeline(*common, [*transforms.values()], plan.orders)
     lists = [*stages.values()], [*states.values()]
-    run = Run(
-        mesh, plan, *lists, pipeline, transforms, AsyncScalars(mesh), built_stages.weights_source
-    )
+    zeros = None
+    if config.warn_zero_gradients:
+        zeros = ZeroGradients(config.warn_zero_gradients, plan, [*states.values()], mesh.device)
+    late, origin = AsyncScalars(mesh), built_stages.weights_source
+    run = Run(mesh, plan, *lists, pipeline, transforms, late, zeros, origin)
     run.train_mode(True)
     built()
     return run

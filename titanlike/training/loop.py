@@ -165,12 +165,17 @@ def _finish_pending(s: Session, rollbacks: list[int]) -> dict[str, Any] | None:
     None."""
     assert s.pending is not None
     pending, s.pending = s.pending, None
-    record, waited, anomaly, stop_code, graphs = finish_step(s.run, s.config, pending, s.detector)
+    found = finish_step(s.run, s.config, pending, s.detector)
+    record, waited, anomaly, stop_code, graphs, zero_gradients = found
     s.stragglers.step(pending.step, record["step_seconds"], waited)
     s.stop_code = s.stop_code or stop_code
     if graphs:
         text = f"step {pending.step} compiled {graphs} more graph{'s' * (graphs > 1)} on a rank"
         s.events.log("compile", pending.step, text, graphs=graphs)
+    if zero_gradients:
+        assert s.run.zero_gradients is not None
+        text = s.run.zero_gradients.text(zero_gradients)
+        s.events.log("zero_gradients", pending.step, text, parameters=zero_gradients)
     if anomaly is not None:
         s.events.log(anomaly.kind, pending.step, anomaly.text, action=anomaly.action)
         if anomaly.action == "stop":
@@ -190,6 +195,7 @@ def _complete(s: Session, record: dict[str, Any]) -> None:
     if s.data.progress is not None:
         record |= s.data.progress(record["step"] + s.progress.left_out)
     s.log(record)
+    s.worker.notify("step", record)
     s.checkpointer.poll()
 
 
@@ -288,6 +294,7 @@ def _validate(s: Session, step: int, record: dict[str, Any], final: bool) -> Non
         s.stop_code = _agreed_stop_code(s)
         return
     record["val_loss"] = val_loss
+    s.worker.notify("validation", step, val_loss)
     if s.config.ema.decay is not None:
         from titanlike.optim.ema import averaged
 
@@ -306,7 +313,9 @@ def _save(s: Session, record: dict[str, Any]) -> float:
     for sink in s.sinks:
         sink.flush()  # a checkpoint must not outlive the records of its steps
     s.check_run_dir()
-    return s.checkpointer.save(s.progress, record.get("val_loss"))
+    stall = s.checkpointer.save(s.progress, record.get("val_loss"))
+    s.worker.notify("save", s.progress.step, str(s.checkpointer.folder_of(s.progress.step)))
+    return stall
 
 
 def _agreed_stop_code(s: Session) -> int:

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from titanlike.config import files
 from titanlike.config.errors import ConfigError, Problem
@@ -25,6 +26,7 @@ from titanlike.data.sources import Data
 from titanlike.metrics.run_files import append_line
 from titanlike.metrics.sinks import Sink
 from titanlike.models.sampling import Sampling, continue_texts, next_tokens
+from titanlike.optim.loss import logits_of
 from titanlike.training.build import Run
 
 FILE = "samples.jsonl"
@@ -44,7 +46,7 @@ class Sampler:
             raise ConfigError([Problem("sample.prompts", config.sample.prompts, reason, fix)])
         self._run, self._config, self._decode = run, config, data.decode
         self._ends = data.ends | {data.boundary}
-        self._pipeline = run.pipeline.for_outputs()
+        self._pipeline = run.pipeline.for_outputs(1, _marked_logits)
         self._prompts = [data.encode(text) for text in config.sample.prompts]
         if not all(self._prompts):
             reason = "one of them has no tokens"
@@ -85,9 +87,10 @@ class Sampler:
         wanted = torch.zeros_like(ids)
         wanted[range(len(rows)), [len(row) - 1 for row in rows]] = 1
         batch = {"inputs": ids.to(mesh.device), "targets": wanted.to(mesh.device)}
-        logits = self._pipeline.outputs(batch)  # [B, V or part of it]
+        found = self._pipeline.outputs(batch)
         chosen = torch.zeros(len(texts), dtype=torch.int64)
-        if logits is not None:
+        if found:
+            logits = torch.cat(found)  # [B, V or part of it]
             for transform in self._run.plan.transforms.values():
                 logits = transform.logits(logits)
             logits = logits[: len(texts)]
@@ -95,6 +98,11 @@ class Sampler:
                 chosen = next_tokens(logits, sampling, random)
         chosen = chosen.to(mesh.device)
         return (mesh.sum(chosen) if mesh.world_size > 1 else chosen).tolist()
+
+
+def _marked_logits(output: Any, targets: Tensor) -> Tensor:
+    """Those of the tokens whose target is 1, a row each."""
+    return logits_of(output)[targets == 1]
 
 
 def write_samples(

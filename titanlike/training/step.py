@@ -49,6 +49,8 @@ class Gradients:
     norm: Tensor  # of all gradients
     norms: Tensor  # of this rank's part of each, in the order of `Run.owned`
     timer: Timer  # since the step began
+    # of each microbatch of the global batch, in its order; None = not asked for
+    microbatch_losses: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,7 @@ class StepResult(NamedTuple):
     anomaly: Anomaly | None  # None = the numbers are good
     stop_code: int  # of a stop request, the same on every rank; 0 = none
     graphs: int  # compiled in this step, by the rank with the most
+    zero_gradients: list[str]  # parameters that are to be warned of
 
 
 def forward_backward(run: Run, config: Config, step: int, stream: Iterator[Batch]) -> Gradients:
@@ -84,9 +87,15 @@ def forward_backward(run: Run, config: Config, step: int, stream: Iterator[Batch
     norms = gradient_norms(run.owned)
     squares = square_sum(norms, run.shares)
     run.ranges.begin("agree")
-    loss, total = run.pipeline.sum_loss(loss, squares.view(1))
+    measured, losses = squares.view(1), None
+    if config.metrics.microbatch_losses:
+        measured = torch.cat([measured, run.pipeline.microbatch_terms().flatten()])
+    loss, total = run.pipeline.sum_loss(loss, measured)
+    if config.metrics.microbatch_losses:
+        sums, counts = total[1:].view(2, -1)
+        losses = sums / counts.clamp(min=1.0)  # 0 of a microbatch in which nothing counts
     run.ranges.begin("numbers of the step before")
-    return Gradients(step, loss, norm_of_squares(total[0], config), norms, timer)
+    return Gradients(step, loss, norm_of_squares(total[0], config), norms, timer, losses)
 
 
 def update(
@@ -107,6 +116,10 @@ def update(
     graphs = run.compiled.new_graphs() if run.compiled else 0
     peak = peak_memory(run.mesh.device)
     numbers = {"loss": loss, "grad_norm": norm, "bad": bad}
+    if gradients.microbatch_losses is not None:
+        numbers["microbatch_losses"] = gradients.microbatch_losses
+    if run.zero_gradients is not None:
+        numbers |= run.zero_gradients.measured(gradients.norms)
     for transform in run.transforms.values():
         numbers |= transform.measured()
     host: dict[str, float | list[float]] = {"stop_code": stop_code, "graphs": graphs}
@@ -134,7 +147,8 @@ def finish_step(
     if anomaly is not None:
         record["lr"] = 0.0
     stop_code, graphs = int(numbers["stop_code"]), int(numbers["graphs"])
-    return StepResult(record, numbers.get("waited", []), anomaly, stop_code, graphs)
+    zeros = run.zero_gradients.found(numbers) if run.zero_gradients is not None else []
+    return StepResult(record, numbers.get("waited", []), anomaly, stop_code, graphs, zeros)
 
 
 def step_record(
@@ -157,6 +171,8 @@ def step_record(
     }
     for transform in run.transforms.values():
         record |= transform.record(numbers)
+    if "microbatch_losses" in numbers:
+        record["microbatch_losses"] = numbers["microbatch_losses"]
     if "reserved" in numbers:
         record["memory_reserved_bytes"] = int(numbers["reserved"])
     if waited := numbers.get("waited"):

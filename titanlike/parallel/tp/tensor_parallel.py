@@ -197,7 +197,7 @@ class TensorParallel(Transform):
         padded = F.pad(part.float(), (0, -(-size // ranks.size) - part.size(-1)))
         parts = [torch.empty_like(padded) for _ in range(ranks.size)]
         dist.all_gather(parts, padded.contiguous(), group=ranks.group)
-        return torch.cat(parts, -1)[:, :size]
+        return torch.cat(parts, -1)[..., :size]
 
     # Random numbers (dropout masks): all ranks of a group have the same default generator, so what
     # they draw for activations that each has as a whole is the same. A module that draws for the

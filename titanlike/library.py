@@ -1,0 +1,594 @@
+"""titanlike from Python: what `titanlike.NAME` is, see docs/library.md.
+
+1. `compose` (`titanlike.config`) makes a config of overrides, checked as the command checks them.
+2. `train` does with it what the command does. `plan` says what that will cost.
+3. `build` makes a `TrainingRun` over the caller's process group, for a loop of the caller's own:
+   its methods are the functions that the command's loop calls.
+
+All ranks call each function and method that says "collective", in the same order.
+
+Shapes: B = batch_size / dp samples of this dp rank, a batch; T = seq_len.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import html
+import json
+import os
+import re
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from titanlike.checkpoint.checkpointer import Checkpointer, Progress
+from titanlike.config import validate
+from titanlike.config.errors import ConfigError, Problem, nearest, override_text, quoted
+from titanlike.config.parse import to_plain, write_config
+from titanlike.config.schema import Config, Custom, SyntheticData
+from titanlike.data import registry
+from titanlike.data.loader import batches
+from titanlike.data.registry import DataError, data_problem
+from titanlike.data.sources import Batch, Data
+from titanlike.device.accelerator import backends, deterministic, matmul_precision
+from titanlike.device.choose import choose_device
+from titanlike.distributed.mesh import close_mesh, open_mesh
+from titanlike.driver.argv import complete_args, parse_argv
+from titanlike.driver.job import TRAIN, JobRunner, config_problems
+from titanlike.driver.overrides import check_overrides
+from titanlike.graph.recording import tree_flatten, tree_map
+from titanlike.launch.environment import RestartState, adopt_slurm, is_restart
+from titanlike.launch.failures import JobFailed
+from titanlike.launch.local import PrestartedWorkers
+from titanlike.launch.worker import Worker, barrier, in_words
+from titanlike.metrics.run_files import Events
+from titanlike.optim.loss import OutputError, logits_of
+from titanlike.torch_private.process_groups import default_store
+from titanlike.training import build as building
+from titanlike.training.anomalies import AnomalyDetector, BadNumbers
+from titanlike.training.checks import may_mix_samples
+from titanlike.training.feed import to_device
+from titanlike.training.report import layout
+from titanlike.training.session import open_data_on_every_rank
+from titanlike.training.step import measured_step
+from titanlike.training.step import validate as validation_loss
+
+if TYPE_CHECKING:
+    from titanlike.costs.estimate import Estimate
+
+
+class Callback(Protocol):
+    """What a program is told while it trains; inherit it, and define what is wanted.
+
+    Every rank with callbacks calls them, with the same values but for times and memory. What one
+    raises ends the run.
+    """
+
+    def on_step(self, record: Mapping[str, Any]) -> None:
+        """A step is done; record: its row of metrics.jsonl."""
+
+    def on_validation(self, step: int, val_loss: float) -> None:
+        """The validation data were evaluated after a step, before `on_step` of it; val_loss: nats
+        a token, or what the loss is."""
+
+    def on_save(self, step: int, path: str) -> None:
+        """The checkpoint of a step was written; with an asynchronous `checkpoint.mode`, begun."""
+
+
+def compose(*overrides: str, check: bool = True, **values: Any) -> Config:
+    """The config of overrides, as the command line has them: `config("pp=2", "model=gpt2")`.
+
+    values: the same by keyword, `config(pp=2, optimizer={"lr": 1e-3})`; a class or function of the
+    caller's stands for its import path. check: also find what takes the model to be found; False
+    leaves that to `build`, for batches that are not those of `data`.
+    Raises ConfigError with all problems; `error.problems` has each.
+    """
+    words = [*overrides, *_words(values)]
+    args = parse_argv(words)
+    complete_args(args)
+    checked = check_overrides(args)
+    problems, config = checked.problems, checked.config
+    if checked.multirun:
+        reason = "several values are a sweep, which the command runs"
+        problems.append(Problem(" ".join(words), "", reason, "one value of each key"))
+    if config is not None and check:
+        problems = problems + config_problems(config, _started(), problems)
+    elif config is not None and not problems:
+        problems = validate.out_of_bounds(config) or validate.problems(config, _started())
+    if problems or config is None:
+        raise ConfigError(problem.hiding(checked.environment) for problem in problems)
+    return config
+
+
+def plan(config: Config) -> Estimate:
+    """What a run will cost: memory, time of a step, bubble. Nothing is started or allocated.
+
+    A notebook shows it as tables and a picture. Raises ConfigError.
+    """
+    from titanlike.costs.estimate import make_estimate
+    from titanlike.costs.known_hardware import planned_hardware
+
+    named = config.hardware.name != "none"  # else what is likely here
+    return make_estimate(config, planned_hardware(config) if named else None)
+
+
+def train(config: Config, callbacks: Sequence[Callback] = ()) -> float | None:
+    """Do what the command does: launch the ranks (or join those of torchrun, whose processes all
+    call this), resume, train, validate, save, write run_dir.
+
+    callbacks: of this process; where it launches ranks, which are other processes, there can be
+    none. Returns the last validation loss, or loss; on rank 0, what `config.value` names. Raises
+    ConfigError with all problems, before anything is started; JobFailed with the rank that failed.
+    """
+    adopt_slurm()
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    problems = [*_callback_problems(callbacks)]
+    if dist.is_initialized():
+        reason = "is made already, and train makes its own"
+        problems.append(Problem("process group", "", reason, "call titanlike.build with it"))
+    if size == 1 and config.world_size > 1:
+        problems += _other_processes(config, callbacks)
+    ranks_started = size if size > 1 else None
+    problems += config_problems(config, ranks_started, problems)
+    if problems:
+        raise ConfigError(problems)
+    run_dir, told = Path(config.run_dir).absolute(), tuple(callbacks)
+    if size == 1:
+        state = RestartState()
+        with PrestartedWorkers() as workers:
+            runner = JobRunner(TRAIN, "", None, state, workers=workers, callbacks=told)
+            end = runner.run(config, [], run_dir, [])
+    else:
+        from titanlike.launch.torchrun import TorchrunRanks
+
+        ranks = TorchrunRanks(told)
+        if ranks.rank > 0:
+            if code := ranks.run_follower():
+                text = f"the job ended with exit code {code}; rank 0 says why"
+                raise JobFailed(text, text)
+            return ranks.result.get("value")
+        code = 1
+        try:
+            runner = JobRunner(TRAIN, "", ranks, ranks.restart_state, is_restart(), callbacks=told)
+            end = runner.run(config, [], run_dir, [])
+            code = end.code
+        finally:
+            ranks.shutdown(code)
+    if end.code == 2:
+        raise ConfigError(Problem.parse("config", line) for line in end.error.splitlines())
+    if end.code not in (0, 75):  # 75: stopped, with a checkpoint, see result.json
+        raise JobFailed(end.error, end.error)
+    return end.value
+
+
+# --- a loop of the caller's own ------------------------------------------------------------------
+
+
+def open_data(config: Config) -> Data:
+    """The training and validation data of a config. Collective in a process group: one process a
+    machine prepares them (tokenizes). Raises ConfigError."""
+    return open_data_on_every_rank(config, _worker(config, ()))
+
+
+def build(
+    config: Config,
+    data: Data | None = None,
+    *,
+    example: Mapping[str, Tensor] | None = None,
+    callbacks: Sequence[Callback] = (),
+) -> TrainingRun:
+    """Build the model and its stages over the process group that the caller made; without one, over
+    that of torchrun, or this process alone. Collective.
+
+    data: what `open_data` returned; None opens it. example: a batch [B, ...] like those that will
+    be given to `step`, where these are not of `data`; its values are not read. Weights are initial
+    ones: see `TrainingRun.load`. Raises ConfigError with all problems, before anything is
+    allocated.
+    """
+    problems = [*_callback_problems(callbacks)]
+    if "rollback" in (config.on_nonfinite, config.on_spike):
+        key = "on_nonfinite" if config.on_nonfinite == "rollback" else "on_spike"
+        reason = "a loop of your own has to go back by itself: call load()"
+        problems.append(Problem(key, "rollback", reason, f"{key}=skip"))
+    worker = _worker(config, callbacks)
+    if not (wrong := validate.out_of_bounds(config)):
+        wrong = validate.problems(config, worker.world_size)
+    if problems + wrong:
+        raise ConfigError(problems + wrong)
+    config = _agreed(config, worker)
+    if example is not None:
+        config, data = _fed(config, example)
+    elif data is None:
+        data = open_data_on_every_rank(config, worker)
+    alone = not dist.is_initialized()
+    mesh = open_mesh(config, replace(worker, run_dir=Path(config.run_dir)))
+    run = building.build(config, mesh, data)
+    return TrainingRun(config, worker, data, run, closes_group=alone)
+
+
+@dataclass(frozen=True)
+class StepOutput:
+    """A training step, the same on every rank."""
+
+    step: int  # the first is 1
+    loss: float  # over the global batch: a mean over the valid tokens, or what the loss counts
+    losses: list[float]  # of each microbatch of the global batch, in its order
+    grad_norm: float  # 2-norm of all gradients, before clipping
+    lr: float  # of this step; 0.0 of one that was skipped
+    skipped: str | None  # "nonfinite" or "spike" where nothing was updated
+    record: dict[str, Any]  # the row that metrics.jsonl would have
+
+
+class TrainingRun:
+    """This rank's part of a model and its optimizers, of `build`. All methods but `batches` and
+    `parameters` are collective."""
+
+    def __init__(
+        self, config: Config, worker: Worker, data: Data, run: building.Run, closes_group: bool
+    ) -> None:
+        self.config, self.data, self.plan, self.mesh = config, data, run.plan, run.mesh
+        self.last: StepOutput | None = None
+        self._run, self._closes_group = run, closes_group
+        self._worker = replace(worker, run_dir=Path(config.run_dir))
+        self._progress, self._detector = Progress(), AnomalyDetector(config, {})
+        metrics = replace(config.metrics, microbatch_losses=True)
+        self._step_config = replace(config, metrics=metrics)
+
+    @property
+    def steps(self) -> int:
+        """Steps done so far, those before a checkpoint that was loaded included."""
+        return self._progress.step
+
+    def batches(self) -> Iterator[Batch]:
+        """This dp rank's batches of the training data after `steps`, endless, as the command reads
+        them: "inputs" and "targets" [B, T] int64 on the CPU, and what else samples have."""
+        self._own_data()
+        return batches(
+            self.data.train, self.config, dp_rank=self.mesh.dp_rank, start_step=self.steps
+        )
+
+    def step(self, batch: Mapping[str, Tensor]) -> StepOutput:
+        """Train on this dp rank's part of a batch: forward, backward, clip, update; waits for the
+        result.
+
+        batch: "inputs", "targets" and what else the model takes, [B, ...] each, on any device; the
+        ranks of a dp rank give the same. Raises BadNumbers where loss or gradients are not finite
+        (on_nonfinite=stop), ConfigError for a batch of another form.
+        """
+        batch, number = self._checked(batch), self.steps + 1
+        with self._computing():
+            if not self.last:
+                self._first_step(batch)
+            with_numbers = self._run, self._step_config, number, iter([batch]), self._detector
+            result = measured_step(*with_numbers, self._worker)
+        record, anomaly = result.record, result.anomaly
+        if anomaly is not None:
+            if anomaly.action == "stop":
+                raise BadNumbers(anomaly.text)
+            record["skipped"] = anomaly.kind
+        if (found := result.zero_gradients) and self._worker.rank == 0:
+            assert self._run.zero_gradients is not None
+            warnings.warn(self._run.zero_gradients.text(found), stacklevel=2)
+        guard = self._detector.state()
+        self._progress = replace(self._progress, step=number, value=record["loss"], guard=guard)
+        self._worker.notify("step", record)
+        self.last = StepOutput(
+            number,
+            record["loss"],
+            record["microbatch_losses"],
+            record["grad_norm"],
+            record["lr"],
+            record.get("skipped"),
+            record,
+        )
+        return self.last
+
+    def forward(
+        self, batch: Mapping[str, Tensor], *, microbatches: bool = False, everywhere: bool = False
+    ) -> Any:
+        """What the model returns for this dp rank's batch, in evaluation and without gradients, on
+        ranks with the last stage; elsewhere None.
+
+        batch: as of `step`; targets are not needed. microbatches: a list with the output of each;
+        else one output [B, ...], of a structure of tensors the same structure. everywhere: on all
+        ranks of the pipeline. Logits are those of whole sequences and of the whole vocabulary;
+        other tensors of a structure are this rank's part with cp and tp.
+        """
+        with_targets = {"targets": batch.get("inputs", torch.empty(0)), **batch}
+        checked = self._checked(with_targets)
+        with self._computing(), torch.no_grad():
+            self._run.train_mode(False)
+            try:
+                found = self._outputs.outputs(to_device(checked, self.mesh, self.config))
+            finally:
+                self._run.train_mode(True)
+            found = [self._whole(output, checked["inputs"].shape[1:2]) for output in found]
+        order = self.plan.order
+        if everywhere and self.mesh.pp > 1:
+            group = self.mesh.axes.get_group("pp")
+            sent = [_on(found, torch.device("cpu"))]
+            dist.broadcast_object_list(
+                sent, dist.get_global_rank(group, order.stage_to_rank[-1]), group, self.mesh.device
+            )
+            found = _on(sent[0], self.mesh.device)
+        if not found:
+            return None
+        return found if microbatches else _concatenated(found)
+
+    def validate(self) -> float:
+        """The loss of the validation data, as the command computes it."""
+        self._own_data()
+        with self._computing():
+            loss = validation_loss(self._run, self.config, self.data)
+        assert loss is not None, "it is not stopped"
+        self._worker.notify("validation", self.steps, loss)
+        return loss
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """The parameters of this rank's stages by their names in the whole model: DTensors where
+        FSDP shards them, with tp and ep this rank's part."""
+        return {n: p for state in self._run.stage_states for n, p in state.parameters()}
+
+    def save(self) -> str:
+        """Write a checkpoint of the steps done, from which the command resumes, too; its path."""
+        if not self.steps:
+            raise ValueError("nothing to save: no step has been done")
+        if self._worker.rank == 0:
+            write_config(self.config, self._worker.run_dir)
+        self._checkpointer.save(self._progress)
+        self._checkpointer.finish(self._progress, done=False)  # waits, whatever checkpoint.mode is
+        path = str(self._checkpointer.folder_of(self.steps))
+        self._worker.notify("save", self.steps, path)
+        return path
+
+    def load(self, path: str | Path | None = None, *, weights_only: bool = False) -> int:
+        """Load a checkpoint, saved in any layout; the steps that it had done.
+
+        path: of a checkpoint, or of a run for its newest; None = as `checkpoint.resume` says: the
+        newest of run_dir, or nothing. weights_only: leave optimizers and steps as they are. Raises
+        ValueError where the checkpoint is of another model or other data.
+        """
+        if path is not None and weights_only:
+            self._checkpointer.start_from(str(path))
+            return self.steps
+        checkpointer = self._checkpointer
+        self._progress = checkpointer.resume() if path is None else checkpointer.load(str(path))
+        self._detector.load(self._progress.guard)
+        return self.steps
+
+    def close(self) -> None:
+        """Let go of threads, and of the process group if it was made here."""
+        if "_checkpointer" in vars(self):
+            self._checkpointer.close()
+        if self._closes_group:
+            close_mesh()
+
+    def __enter__(self) -> TrainingRun:
+        return self
+
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        if error is None:  # a rank that leaves its group would hide the first error from the others
+            self.close()
+
+    def __repr__(self) -> str:
+        loss = f", loss {self.last.loss:.4f}" if self.last else ""
+        mesh = layout(self.config, self.plan, self.mesh)["mesh"]
+        return f"<TrainingRun of {self.config.model.name}: {mesh}; step {self.steps}{loss}>"
+
+    def _repr_html_(self) -> str:
+        """For notebooks: the stages, and the schedule as a picture."""
+        rows = layout(self.config, self.plan, self.mesh)["stages"]
+        heads = "".join(f"<th>{name}</th>" for name in rows[0])
+        cells = ("".join(f"<td>{html.escape(f'{v}')}</td>" for v in row.values()) for row in rows)
+        body = "".join(f"<tr>{row}</tr>" for row in cells)
+        text = f"<p>{html.escape(repr(self)[1:-1])}</p><table><tr>{heads}</tr>{body}</table>"
+        return text + self.plan.order._repr_svg_()
+
+    # --- details ---------------------------------------------------------------------------------
+
+    def _computing(self) -> ExitStack:
+        """A context in which kernels are those that the config asks for."""
+        stack = ExitStack()
+        stack.enter_context(deterministic(self.config.deterministic))
+        stack.enter_context(matmul_precision(self.config.matmul_precision))
+        return stack
+
+    def _first_step(self, batch: Batch) -> None:
+        """What the command does before its first step."""
+        if not self.steps and may_mix_samples(self.config) and len(batch["targets"]) > 1:
+            from titanlike.training.first_batch import refuse_mixed_samples
+
+            refuse_mixed_samples(self._run, self.config, iter([batch]))
+        if self._run.compiled:
+            from titanlike.training.first_batch import compile_blocks
+
+            compile_blocks(self._run, self.config, batch, self._worker)
+
+    def _checked(self, batch: Mapping[str, Tensor]) -> Batch:
+        """The batch. Raises ConfigError where it is none of this run."""
+        rows, problems = self.config.batch_size // self.config.dp, []
+        wanted = ["inputs", "targets", *(n for n in self.plan.fields if n != "inputs")]
+        for name in wanted:
+            if name not in batch:
+                problems.append(Problem("batch", "", f"has no {name}", f"a batch with {wanted}"))
+            elif len(batch[name]) != rows:
+                reason = f"{name} has {len(batch[name])} rows, and each dp rank gives its part"
+                fix = f"batch_size / dp = {self.config.batch_size} / {self.config.dp} = {rows} rows"
+                problems.append(Problem("batch", "", reason, fix))
+        for name in batch.keys() - {*wanted}:
+            problems.append(Problem("batch", name, "is not taken by the model", "leave it out"))
+        if problems:
+            raise ConfigError(problems)
+        return dict(batch)
+
+    def _own_data(self) -> None:
+        if self.data.example is not None:
+            raise ValueError(
+                "the batches are yours (build(example=...)): there are no data to read"
+            )
+
+    @functools.cached_property
+    def _outputs(self) -> Any:
+        """The pipeline that keeps outputs, over the same stages."""
+        size = self.plan.model_graph.microbatch_size
+        return self._run.pipeline.for_outputs(size, lambda output, targets: output)
+
+    def _whole(self, output: Any, tokens: Sequence[int]) -> Any:
+        """An output of the last stage with its logits whole; tokens: of a sequence, if it is one."""
+        if self.config.cp == self.config.layer_ranks == 1:
+            return output
+        try:
+            whole = logits = logits_of(output)
+        except OutputError:  # of a model whose loss is the caller's own
+            return output
+        for transform in self._run.transforms.values():
+            whole = transform.logits(whole)
+        if self.config.cp > 1:
+            whole = whole[:, : tokens[0]]  # without padding
+        leaves, rebuild = tree_flatten(output)
+        return rebuild([whole if leaf is logits else leaf for leaf in leaves])
+
+    @functools.cached_property
+    def _checkpointer(self) -> Checkpointer:
+        """Made, on all ranks, at the first save or load."""
+        rank, run_dir = self._worker.rank, self._worker.run_dir
+        if rank == 0:
+            run_dir.mkdir(parents=True, exist_ok=True)
+        events = Events(run_dir, print if rank == 0 else None)
+        return Checkpointer(self._run.stage_states, self.config, self.data, events)
+
+
+def _concatenated(outputs: Sequence[Any]) -> Any:
+    """One output of those of microbatches; what is no tensor [B, ...], as the first has it."""
+    leaves = [tree_flatten(output)[0] for output in outputs]
+    _, rebuild = tree_flatten(outputs[0])
+
+    def joined(same: Sequence[Any]) -> Any:
+        batched = isinstance(same[0], Tensor) and same[0].dim() > 0
+        return torch.cat([*same]) if batched else same[0]
+
+    return rebuild([joined(same) for same in zip(*leaves, strict=True)])
+
+
+def _on(outputs: Sequence[Any], device: torch.device) -> list[Any]:
+    """The same with tensors on a device."""
+    move = lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf  # noqa: E731
+    return [tree_map(output, move) for output in outputs]
+
+
+# --- arguments, and this process among others ----------------------------------------------------
+
+
+def _words(values: Mapping[str, Any]) -> Iterator[str]:
+    """Overrides of keyword arguments: a section's own keys by themselves."""
+    for key, value in values.items():
+        if isinstance(value, Mapping) and value:
+            yield from (f"{key}.{name}={_text(one)}" for name, one in value.items())
+        else:
+            yield f"{key}={_text(value)}"
+
+
+def _text(value: Any) -> str:
+    """A value in the syntax of overrides."""
+    if isinstance(value, Mapping):
+        return "{" + ",".join(f"{name}:{_text(one)}" for name, one in value.items()) + "}"
+    if isinstance(value, (list, tuple)):
+        return "[" + ",".join(map(_text, value)) + "]"
+    if hasattr(value, "__qualname__"):  # a class, a function
+        return f"{value.__module__}.{value.__qualname__}"
+    if isinstance(value, (str, Path)):
+        plain = re.fullmatch(r"[\w./:@%+-]+", str(value))
+        return str(value) if plain else quoted(str(value))
+    return override_text(value)
+
+
+def _callback_problems(callbacks: Sequence[object]) -> Iterator[Problem]:
+    events = [name for name in vars(Callback) if name.startswith("on_")]
+    for callback in callbacks:
+        name = type(callback).__name__
+        has = [attribute for attribute in dir(callback) if attribute.startswith("on_")]
+        for unknown in sorted({*has} - {*events}):
+            reason = f"there is no such event; events: {', '.join(events)}"
+            fix = nearest(unknown, events) or events[0]
+            yield Problem("callbacks", f"{name}.{unknown}", reason, f"define {fix}")
+        if not has:
+            yield Problem("callbacks", name, "has no event", f"define {', '.join(events)}")
+
+
+def _other_processes(config: Config, callbacks: Sequence[Callback]) -> Iterator[Problem]:
+    """What the ranks that `train` launches cannot have of this process."""
+    fix = f"start the script by torchrun --nproc-per-node {config.world_size}"
+    if callbacks:
+        reason = f"the {config.world_size} ranks are other processes, which do not have them"
+        yield Problem("callbacks", "", reason, fix)
+    for key, value in vars(config).items():
+        if isinstance(value, Custom) and value.name.startswith("__main__."):
+            reason = (
+                f"the {config.world_size} ranks are other processes, which do not import this one"
+            )
+            yield Problem(f"{key}.name", value.name, reason, f"put it into a module, or {fix}")
+
+
+def _started() -> int | None:
+    """Ranks that are there: of the caller's process group, or of torchrun; None = this process."""
+    if dist.is_initialized():
+        return dist.get_world_size()
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    return size if size > 1 else None
+
+
+def _worker(config: Config, callbacks: Sequence[Callback]) -> Worker:
+    """This process as a rank. Of several without a process group, one is made."""
+    adopt_slurm()
+    size, store = _started() or 1, None
+    if size > 1:
+        if not dist.is_initialized():
+            local = int(os.environ.get("LOCAL_WORLD_SIZE", size))
+            device, _ = choose_device(config.device, int(os.environ.get("LOCAL_RANK", "0")), local)
+            timeout = timedelta(seconds=config.launch.timeout)
+            dist.init_process_group(backends(device), timeout=timeout)
+        store = default_store()
+        number = store.add(f"titanlike/{dist.get_rank()}", 1)  # the same on all ranks
+        store = dist.PrefixStore(f"titanlike/{number}", store)
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    local_rank = int(os.environ.get("LOCAL_RANK", rank))
+    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
+    told, run_dir = tuple(callbacks), Path(config.run_dir)
+    return Worker(rank, size, local_rank, local_size, run_dir, store, [], callbacks=told)
+
+
+def _agreed(config: Config, worker: Worker) -> Config:
+    """The config with the run_dir of rank 0, which may be named by the time. Raises ConfigError
+    where another rank has other values."""
+    plain = to_plain(replace(config, run_dir=""))
+    digest = hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
+    mine = json.dumps([digest, str(Path(config.run_dir).absolute())])
+    told = barrier(worker, "config", config.launch.timeout, mine, listens=True)
+    found = {rank: json.loads(text) for rank, text in told.items()}
+    if others := sorted(rank for rank in found if found[rank][0] != found[0][0]):
+        reason = f"rank {in_words(others)} has other values than rank 0"
+        raise ConfigError([Problem("config", "", reason, "the same overrides on all ranks")])
+    return replace(config, run_dir=found[0][1])
+
+
+def _fed(config: Config, example: Mapping[str, Tensor]) -> tuple[Config, Data]:
+    """A config and data of batches that the caller makes."""
+    if missing := {"inputs", "targets"} - example.keys():
+        reason = f"has no {' and no '.join(sorted(missing))}"
+        raise ConfigError([Problem("example", "", reason, "a batch as step() takes it")])
+    try:
+        config = replace(config, data=SyntheticData(vocab_size=registry.vocab_size(config)))
+    except DataError as error:
+        raise ConfigError([data_problem(error)]) from None
+    sample, name = {name: value[:1] for name, value in example.items()}, "the caller's batches"
+    data = replace(registry.open_data(config), example=sample, description=name, fingerprint=name)
+    return config, data
