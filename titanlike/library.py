@@ -34,6 +34,7 @@ from titanlike.checkpoint.checkpointer import Checkpointer, Progress
 from titanlike.config import validate
 from titanlike.config.errors import ConfigError, Problem, nearest, override_text, quoted
 from titanlike.config.parse import to_plain, write_config
+from titanlike.config.program import set_caller
 from titanlike.config.schema import Config, Custom, SyntheticData
 from titanlike.data import registry
 from titanlike.data.loader import batches
@@ -89,9 +90,11 @@ def compose(*overrides: str, check: bool = True, **values: Any) -> Config:
 
     values: the same by keyword, `config(pp=2, optimizer={"lr": 1e-3})`; a class or function of the
     caller's stands for its import path. check: also find what takes the model to be found; False
-    leaves that to `build`, for batches that are not those of `data`.
+    leaves that to `build`, for batches that are not those of `data`. Whether so many ranks are
+    there, `build` and `train` find.
     Raises ConfigError with all problems; `error.problems` has each.
     """
+    set_caller()
     words = [*overrides, *_words(values)]
     args = parse_argv(words)
     complete_args(args)
@@ -101,9 +104,9 @@ def compose(*overrides: str, check: bool = True, **values: Any) -> Config:
         reason = "several values are a sweep, which the command runs"
         problems.append(Problem(" ".join(words), "", reason, "one value of each key"))
     if config is not None and check:
-        problems = problems + config_problems(config, _started(), problems)
+        problems = problems + config_problems(config, None, problems)
     elif config is not None and not problems:
-        problems = validate.out_of_bounds(config) or validate.problems(config, _started())
+        problems = validate.out_of_bounds(config) or validate.problems(config)
     if problems or config is None:
         raise ConfigError(problem.hiding(checked.environment) for problem in problems)
     return config

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 V, D = 64, 8
@@ -39,6 +40,19 @@ class Alternating(nn.Module):
     def forward(self, x: Tensor, ids: Tensor) -> Tensor:
         self.calls += self.training
         return x + torch.tanh(self.odd(x) if self.calls % 2 else self.even(x))
+
+
+class Dead(nn.Module):
+    """Its layer has no influence; of its parameter the second half, a shard, has none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(D, D)
+        self.front = nn.Parameter(torch.ones(D))
+
+    def forward(self, x: Tensor, ids: Tensor) -> Tensor:
+        front = F.pad(self.front[: D // 2], (0, D // 2))
+        return x + front * torch.tanh(x) + 0 * self.layer(x)
 
 
 class Net(nn.Module):

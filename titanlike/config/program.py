@@ -38,6 +38,11 @@ def set_program(command: str | None = None) -> None:
     os.environ[_VARIABLE] = shlex.join([*_executable(), *([command] if command else [])])
 
 
+def set_caller() -> None:
+    """Record that another program calls this one: messages then name the installed command."""
+    os.environ.setdefault(_VARIABLE, "titanlike")
+
+
 def program() -> list[str]:
     """The words before the overrides: `titanlike verify`, `python train.py`."""
     recorded = os.environ.get(_VARIABLE)

@@ -118,9 +118,9 @@ class Estimate:
 
     def _repr_svg_(self) -> str:
         from titanlike.costs.estimate_text import chart_of
-        from titanlike.metrics.chart_picture import picture
+        from titanlike.metrics.chart_picture import inline_svg
 
-        return picture(chart_of(self), "svg").decode()
+        return inline_svg(chart_of(self))
 
     @cached_property
     def memory_timeline(self) -> list[list[MemorySample]]:

@@ -217,14 +217,14 @@ def simulate(
 def order_svg(order: Order) -> str:
     """An order as a picture, whatever its stages take: a forward 1, a backward 2 or two halves of
     1."""
-    from titanlike.metrics.chart_picture import picture  # matplotlib
+    from titanlike.metrics.chart_picture import inline_svg  # matplotlib
 
     one, two = Duration(1.0), Duration(2.0)
     found = simulate(order, [StageTimes(one, two, one, one)] * order.stages)
     title = f"{order.stages} stages, {order.microbatches} microbatches: bubble {found.bubble:.1%}"
     first = [next(iter(order.local(rank)), -1) for rank in range(len(order.ranks))]
-    chart = Chart(f"{title} if a backward takes 2 forwards", found.events, first, found.step)
-    return picture(chart, "svg").decode()
+    chart = Chart(f"{title} (a forward takes 1, a backward 2)", found.events, first, found.step)
+    return inline_svg(chart)
 
 
 def most_held(acts: Iterable[Action], held: Sequence[float], queued: Sequence[float]) -> float:

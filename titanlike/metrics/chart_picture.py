@@ -49,6 +49,12 @@ def draw(chart: Chart, path: Path, title: str = "") -> None:
     files.atomic_write_bytes(path, picture(chart, path.suffix.lstrip("."), title))
 
 
+def inline_svg(chart: Chart) -> str:
+    """The chart as an element of a page, or of a notebook."""
+    text = picture(chart, "svg").decode()
+    return text[text.index("<svg") :]
+
+
 def picture(chart: Chart, kind: str, title: str = "") -> bytes:
     """The content of such a file; kind: svg or png."""
     shapes, ranks = [*_shapes(chart)], len(chart.rows)

@@ -66,7 +66,6 @@ class Pipeline:
         self._loss_copies = mesh.world_size // (mesh.pp * mesh.stage_copies)
         # of the last step: whether this rank, once summed how many ranks, reached each parameter
         self._reached_counts = torch.zeros(0)
-        self._of_last: tuple[list[Tensor], Batch] = [], {}  # losses of microbatches, and the batch
         self._runtimes: OrderedDict[Any, OrderRuntime] = OrderedDict()
         self._kind = "loss"  # what the last stage computes of its output
         # called back with each action of the schedule when it begins, with None after the last
@@ -83,7 +82,7 @@ class Pipeline:
         that count, fp32 scalars, the same on every rank. The gradients are those of that loss,
         reduced over dp and over the copies of tied weights.
         """
-        loss, count = self.forward_backward(batch)
+        loss, count, _ = self.forward_backward(batch)
         return self.sum_loss(loss, torch.zeros(0))[0], count
 
     def used_fields(self) -> set[str]:
@@ -97,9 +96,11 @@ class Pipeline:
                 used |= graphs[index].fields
         return used
 
-    def forward_backward(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Train, but for the sum over all ranks: returns what `sum_loss` is called with, which
-        must follow."""
+    def forward_backward(self, batch: Batch, each: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+        """Train, but for the sum over all ranks, with `sum_loss`, which must follow: returns the
+        loss and the count to be summed, and with `each`, as numbers to be measured, fp32
+        [2 x dp x microbatches]: of each microbatch of the global batch, in its order, the sum of
+        the loss' terms, then how many there are."""
         batch = self._own(batch)
         runtime = self._runtime(batch)
         count, tokens = self._count(batch)
@@ -111,22 +112,20 @@ class Pipeline:
         self._reached_counts = self._unused.flags()
         for transform in reversed(self._transforms):
             transform.after_backward()
-        self._of_last = losses, batch
-        return _sum_of(losses, count), count
+        terms = self._terms(losses, batch) if each else torch.zeros(0)
+        return _sum_of(losses, count), count, terms
 
-    def microbatch_terms(self) -> Tensor:
-        """This rank's share of the losses of the last `forward_backward`, for `sum_loss`: fp32
-        [2, dp, microbatches], sums of the terms and how many there are. The global batch has these
-        microbatches in this order."""
-        mesh, (losses, batch) = self._mesh, self._of_last
+    def _terms(self, losses: list[Tensor], batch: Batch) -> Tensor:
+        """losses: of this rank's microbatches, of this batch."""
+        mesh = self._mesh
         terms = torch.zeros(2, mesh.dp, self._order.microbatches, device=mesh.device)
         if losses:  # the last stage is here
             terms[0, mesh.dp_rank] = torch.stack(losses).detach() / self._loss.scale
+            equal = 1.0 / (self._loss.scale * terms[0].numel() * mesh.cp)
             for at, targets in enumerate(batch["targets"].chunk(len(losses))):
-                count = self._loss.count(targets)
-                # equally many in each, where the targets do not tell
-                terms[1, mesh.dp_rank, at] = 1.0 if count is None else count
-        return terms / self._loss_copies
+                count = self._loss.count(targets)  # None: the targets do not tell
+                terms[1, mesh.dp_rank, at] = equal if count is None else count
+        return terms.flatten() / self._loss_copies
 
     def sum_loss(self, loss: Tensor, measured: Tensor) -> tuple[Tensor, Tensor]:
         """The loss of `forward_backward`, and what is measured of its gradients (an fp32 vector),

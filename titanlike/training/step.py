@@ -82,16 +82,18 @@ def forward_backward(run: Run, config: Config, step: int, stream: Iterator[Batch
     timer = Timer(run.mesh.device)
     batch = next(stream)
     run.ranges.begin("forward and backward")
-    loss, _ = run.pipeline.forward_backward(batch)
+    each = config.metrics.microbatch_losses
+    loss, _, terms = run.pipeline.forward_backward(batch, each)
     run.ranges.begin("gradient norm")
     norms = gradient_norms(run.owned)
     squares = square_sum(norms, run.shares)
     run.ranges.begin("agree")
-    measured, losses = squares.view(1), None
-    if config.metrics.microbatch_losses:
-        measured = torch.cat([measured, run.pipeline.microbatch_terms().flatten()])
+    measured = squares.view(1)
+    if each:
+        measured = torch.cat([measured.to(terms.device), terms])
     loss, total = run.pipeline.sum_loss(loss, measured)
-    if config.metrics.microbatch_losses:
+    losses = None
+    if each:
         sums, counts = total[1:].view(2, -1)
         losses = sums / counts.clamp(min=1.0)  # 0 of a microbatch in which nothing counts
     run.ranges.begin("numbers of the step before")
