@@ -37,6 +37,7 @@ NOT_RUN = {
     r"^titanlike bench": "measures: tests/proof/test_overhead.py runs it",
     r"constraints\.txt": "prepares an environment",
     r"plan\.py search": "half a minute: tests/costs/test_plan.py searches",
+    r"examples/\w+\.py": "tests/library runs them",
     r"experiment=throughput": "costs every layout: tests/driver/test_layouts_search.py runs it",
 }
 # What is added to runs of the default model, so that they take a second and not ten.

@@ -28,7 +28,7 @@ ONE = tiny(layers=4, steps=STEPS, schedule=Schedule("gpipe", 4), batch_size=8)
 LAYOUTS = {
     "pp=2 dp=2": replace(ONE, pp=2, dp=2, schedule=Schedule("1f1b", 2)),
     "tp=2": replace(ONE, tp=2),
-    "cp=2": replace(ONE, cp=2),
+    "cp=2": replace(ONE, cp=2, context_parallel="gather"),
 }
 
 

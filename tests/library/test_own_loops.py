@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 from pathlib import Path
@@ -19,7 +20,7 @@ def example(name: str, ranks: int, folder: Path, *words: str) -> str:
     """What an example prints under torchrun."""
     shutil.copy(ROOT / "examples" / name, folder)
     launcher = [*TORCHRUN, "--nproc-per-node", str(ranks), name]
-    done = run([*launcher, *words], folder, timeout=150)
+    done = run([*launcher, *words], folder, {**os.environ, "PYTHONPATH": str(ROOT)}, timeout=150)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
