@@ -384,17 +384,22 @@ class TrainingRun:
 
     def __repr__(self) -> str:
         loss = f", loss {self.last.loss:.4f}" if self.last else ""
-        mesh = layout(self.config, self.plan, self.mesh)["mesh"]
-        return f"<TrainingRun of {self.config.model.name}: {mesh}; step {self.steps}{loss}>"
+        described = self._layout()
+        return (
+            f"<TrainingRun of {described['model']}: {described['mesh']}; step {self.steps}{loss}>"
+        )
 
     def _repr_html_(self) -> str:
         """For notebooks: the stages, and the schedule as a picture."""
-        rows = layout(self.config, self.plan, self.mesh)["stages"]
+        rows = self._layout()["stages"]
         heads = "".join(f"<th>{name}</th>" for name in rows[0])
         cells = ("".join(f"<td>{html.escape(f'{v}')}</td>" for v in row.values()) for row in rows)
         body = "".join(f"<tr>{row}</tr>" for row in cells)
         text = f"<p>{html.escape(repr(self)[1:-1])}</p><table><tr>{heads}</tr>{body}</table>"
         return text + self.plan.order._repr_svg_()
+
+    def _layout(self) -> dict[str, Any]:
+        return layout(self.config, self.plan, self.mesh, self.data.description)
 
     # --- details ---------------------------------------------------------------------------------
 

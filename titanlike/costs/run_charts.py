@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from titanlike.config.errors import ConfigError
 from titanlike.config.schema import TIMELINE
 from titanlike.metrics import timeline_file
 from titanlike.metrics.chart import Chart
+
+if TYPE_CHECKING:
+    from titanlike.pipeline.order import Order
 
 
 def run_charts(run_dir: Path, layout: dict[str, Any], planned: bool = False) -> Iterator[Chart]:
@@ -43,13 +46,18 @@ def run_charts(run_dir: Path, layout: dict[str, Any], planned: bool = False) -> 
 
 
 def _schedule_chart(name: str, ranks: list[list[str]], place: list[int]) -> Chart:
-    """An order whose stages all take the same time."""
-    from titanlike.costs.simulate import equal_stages, simulate
     from titanlike.pipeline.order import Action, Order
 
     actions = tuple(tuple(map(Action.parse, row)) for row in ranks)
-    order = Order(actions, tuple(place), len({act.mb for row in actions for act in row}))
-    simulated = simulate(order, equal_stages(order))
+    microbatches = len({act.mb for row in actions for act in row})
+    return order_chart(Order(actions, tuple(place), microbatches), name)
+
+
+def order_chart(order: Order, name: str) -> Chart:
+    """An order whose stages all take the same time."""
+    from titanlike.costs.simulate import equal_stages, simulate
+
+    simulated, ranks = simulate(order, equal_stages(order)), order.ranks
     title = (
         f"{name}, {order.microbatches} microbatches, pp={len(ranks)}: the schedule, if all stages "
     )

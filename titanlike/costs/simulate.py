@@ -22,7 +22,7 @@ import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from titanlike.metrics.chart import Chart, Span, Transfer
+from titanlike.metrics.chart import Span, Transfer
 from titanlike.pipeline.order import Action, Order
 
 
@@ -212,19 +212,6 @@ def simulate(
             events[rank].append(Span("update", -1, -1, begin, begin + seconds))
     step = pipeline + agree + max(updates)
     return Simulation(events, messages, pipeline, step, computes, exchanges, waits)
-
-
-def order_svg(order: Order) -> str:
-    """An order as a picture, whatever its stages take: a forward 1, a backward 2 or two halves of
-    1."""
-    from titanlike.metrics.chart_picture import inline_svg  # matplotlib
-
-    one, two = Duration(1.0), Duration(2.0)
-    found = simulate(order, [StageTimes(one, two, one, one)] * order.stages)
-    title = f"{order.stages} stages, {order.microbatches} microbatches: bubble {found.bubble:.1%}"
-    first = [next(iter(order.local(rank)), -1) for rank in range(len(order.ranks))]
-    chart = Chart(f"{title} (a forward takes 1, a backward 2)", found.events, first, found.step)
-    return inline_svg(chart)
 
 
 def most_held(acts: Iterable[Action], held: Sequence[float], queued: Sequence[float]) -> float:

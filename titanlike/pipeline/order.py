@@ -197,7 +197,10 @@ class Order:
 
     def _repr_svg_(self) -> str:
         """For notebooks. Drawn where orders are simulated, above this room."""
-        return importlib.import_module("titanlike.costs.simulate").order_svg(self)
+        from titanlike.metrics.chart_picture import inline_svg
+
+        charts = importlib.import_module("titanlike.costs.run_charts")
+        return inline_svg(charts.order_chart(self, f"{self.stages} stages"))
 
     def to_csv(self) -> str:
         """A row a pipeline rank, a cell an action: what `from_csv` and torch's loader read."""
