@@ -101,6 +101,27 @@ RULES = [
     ("value", "loss", "val_loss", "validation.every=0"),
     ("logger.project", "x", "a/b", "logger=wandb"),
     ("checkpoint.resume", "auto never s3://b/x", "no/such/folder", ""),
+    ("checkpoint.start_from", "null", "a", "checkpoint.resume=/"),
+    ("checkpoint.rename", "[a:b]", "[a]", ""),
+    ("run_dir", f"{'x' * 200}/a", "x" * 201, ""),
+    ("logger.group", "x" * 128, "x" * 129, "logger=wandb"),
+    ("logger.tags", "[a,b]", f"[{'x' * 65}]", "logger=wandb"),
+    ("hardware.path", "", "no/such/run", "hardware=run"),
+    ("sweep.submit", "sbatch", "a'", ""),
+    ("sample.prompts", "[def]", "[]", "sample.every=3"),
+    ("sample.every", "0", "3", "sample.prompts=[def] data=synthetic"),
+    ("sample.every", "0", "3", "sample.prompts=[def] cp=2"),
+    ("split.head_weight", "0 2", "-1", ""),
+    ("data.validation_fraction", "0.01 0.9", "0 1", ""),
+    ("data.vocab_size", "1", "0", "data=synthetic"),
+    ("data.rows", "null 1", "0", "data=hf data.path=x"),
+    ("schedule.stages_per_rank", "2", "1", "schedule=interleavedzerobubble"),
+    ("schedule.stages_per_rank", "2", "3", "schedule=auto schedule.search=order"),
+    ("schedule.memory", "null 0.1", "0", "schedule=auto"),
+    ("schedule.in_flight", "null 1", "0.5", "schedule=auto"),
+    ("profile.steps", "[1,2] [300,300]", "[0,3] [3,2] [300,301] [1]", "profile=trace"),
+    ("profile.ranks", "[0] []", "[0,1]", "profile=memory"),
+    ("timeline.steps", "[1,100]", "[1,101] [301,302]", "timeline.enabled=true"),
 ]
 
 
@@ -114,7 +135,28 @@ def test_each_rule_refuses_beyond_its_bound_and_proposes_what_is_accepted(
         (problem,) = told(typed([*words.split(), f"{key}={value}"]))
         assert problem.key.partition("[")[0] == key and problem.reason
         if (fix := problem.fix.partition(" or ")[0]).count("=") == 1 and not fix.endswith("NAME"):
-            assert told(typed([*words.split(), f"{key}={value}", fix])) == []
+            chosen = key.startswith(f"{fix.partition('=')[0]}.")  # instead of what has the key
+            given = [] if chosen else [f"{key}={value}"]
+            assert told(typed([*words.split(), *given, fix])) == []
+
+
+def test_each_rule_between_keys_has_its_row() -> None:
+    rows = [
+        typed([*words.split(), f"{k}={v}"]) for k, _, wrong, words in RULES for v in wrong.split()
+    ]
+    configs = [
+        config for config in (parse(row)[0] for row in rows) if min(config.dp, config.tp) > 0
+    ]
+    for rule in (*validate.RULES, *validate.MESH_RULES, *validate.STEP_RULES):
+        assert any(config.replicate and config.ep and rule.broken(config) for config in configs), (
+            rule
+        )
+
+
+def test_a_way_out_that_leads_nowhere_is_not_proposed() -> None:
+    rule = validate.Rule("seed", lambda c: c.seed < 5, "is {c.seed}", "seed=4 or seed=9")
+    (problem,) = validate.broken_rules([rule], Config(seed=3))
+    assert (problem.reason, problem.fix) == ("is 3", "seed=9")
 
 
 def test_the_check_refuses_it_without_building_anything() -> None:

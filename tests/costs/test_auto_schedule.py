@@ -142,10 +142,15 @@ def test_memory_is_limited_in_bytes_and_in_microbatches_in_flight(tmp_path: Path
 @pytest.mark.parametrize(
     ("schedule", "words"),
     [
-        (AutoSchedule(memory=0.0), "schedule.memory=0.0: must be a share"),
-        (AutoSchedule(in_flight=0.5), "at least a microbatch of all its stages; write"),
-        (AutoSchedule(stages_per_rank=3, search="order"), "a V has two stages a rank"),
-        (AutoSchedule(stages_per_rank=0), "at least 1 stage"),
+        (
+            AutoSchedule(memory=0.0),
+            "schedule.memory=0.0: must be above 0; write schedule.memory=1.0",
+        ),
+        (
+            AutoSchedule(in_flight=0.5),
+            "in_flight=0.5: must be at least 1; write schedule.in_flight=1",
+        ),
+        (AutoSchedule(stages_per_rank=0), "stages_per_rank=0: must be at least 1"),
     ],
 )
 def test_what_cannot_be_searched_is_refused(schedule: AutoSchedule, words: str) -> None:

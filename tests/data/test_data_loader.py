@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 
 from support.paths import ROOT
 from support.waiting import until
+from titanlike.config import validate
 from titanlike.config.schema import Config, Custom, SyntheticData, TextData, TokenData
 from titanlike.data.loader import batches, validation_batches
 from titanlike.data.registry import open_data, problems, vocab_size
@@ -196,9 +197,7 @@ def other(data: TextData | Custom) -> Callable[[Config], object]:
 PROBLEMS = {
     "no such file": (tokens(path="/no/such.bin"), "data.path", "no such file"),
     "half a token": (lambda c: os.truncate(c.data.path, 1999), "data.path", "1999 bytes"),
-    "no vocabulary": (tokens(vocab_size=0), "data.vocab_size", "at least 1"),
-    "a bad fraction": (tokens(validation_fraction=1.0), "data.validation_fraction", "< 1"),
-    "bad workers": (tokens(workers=-1), "data.workers", ">= 0"),
+    "bad workers": (other(Custom("support.samples.odd", {"workers": -1})), "data.workers", ">= 0"),
     "too short": (lambda c: setattr(c, "seq_len", 300), "seq_len", "200 tokens"),
     "no text": (other(TextData(path="/no/such")), "data.path", "folder"),
     "no tokenizer": (other(TextData(tokenizer="no.json")), "data.tokenizer", "no such file"),
@@ -218,7 +217,8 @@ def test_a_mistake_is_found_before_anything_starts(tmp_path: Path, case: str) ->
 
 def test_all_mistakes_are_reported_at_once() -> None:
     data = TextData(path="/no/such", tokenizer="no.json", validation_fraction=0.0, workers=-1)
-    keys = [problem.key for problem in problems(Config(data=data))]
+    config = Config(data=data)
+    keys = [problem.key for problem in (*validate.problems(config), *problems(config))]
     assert keys == [
         f"data.{key}" for key in ("validation_fraction", "workers", "tokenizer", "path")
     ]

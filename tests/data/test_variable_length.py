@@ -230,10 +230,10 @@ MISTAKES = {
     "tuple": "is a tuple and not a dict",
     "no targets": "has no 'targets' (it has inputs, labels)",
     "number": "has a float as 'scale'",
-    "longer": "has 32 tokens, more than seq_len=16. Truncate it, or write seq_len=32",
+    "longer": "has 32 tokens, more than seq_len=16; truncate it, or write seq_len=32",
     "dtype": "has 'targets' of torch.float32, and sample 0 of torch.int64",
     "more": "and sample 0 do not both have 'mask'",
-    "shorter": "has 'inputs' of shape [15], sample 0 [16]. Return samples of equal shapes, "
+    "shorter": "has 'inputs' of shape [15], sample 0 [16]; return samples of equal shapes, "
     "or give Data a variable=VariableLength()",
     "apart": "has 'targets' of shape [15] and inputs of [16]",
 }

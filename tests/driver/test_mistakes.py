@@ -195,6 +195,7 @@ TABLE = yaml.safe_load(Path(other_frameworks.__file__).with_suffix(".yaml").read
 SOME = {
     "lr=3e-4", "~logger", "schedule.stages_per_rank=4", "batch_size=10k dp=3", "checkpoint.evry=5",
     "dp=4 sharding_strategy=FULL_SHARD", "--bf16 pp=2", "model=[llama_tiny,gpt2_tiny]",
+    "pp=2 split.points=[nope]",
 }  # fmt: skip
 
 

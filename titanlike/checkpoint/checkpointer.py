@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, astuple, dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,7 +27,7 @@ from titanlike.checkpoint.storage import (
     UnreadableFile,
 )
 from titanlike.config.credentials import redact_value
-from titanlike.config.errors import ConfigError, Problem
+from titanlike.config.errors import ConfigError, Problem, Refused
 from titanlike.config.files import as_record
 from titanlike.config.parse import to_plain
 from titanlike.config.schema import LAYER_AXES, MESH_AXES, Config
@@ -226,8 +226,8 @@ class Checkpointer:
         from titanlike.checkpoint import state_dict
 
         path, state = header.folder, header.state
-        if text := discovery.incompatibility(path, self._config, state):
-            raise ValueError(text)
+        if problem := discovery.incompatibility(path, self._config, state):
+            raise Refused(*astuple(problem))
         # other data are an error, unless they are meant
         sequences = len(self._data.train)
         changes = fingerprint_changes(state.get("data", {}), self._fingerprint)

@@ -22,6 +22,7 @@ from titanlike.checkpoint.storage import (
     Storage,
     UnreadableFile,
 )
+from titanlike.config.errors import Problem, Refused
 from titanlike.config.parse import to_plain
 from titanlike.config.schema import Config
 
@@ -106,7 +107,7 @@ def unreadable(path: Storage, reason: str) -> UnreadableFile:
 def resolve(key: str, location: str) -> Storage:
     """The committed checkpoint at `location`, or the newest one of the run at `location`.
 
-    Raises ValueError, naming `key`, where there is none.
+    Raises Refused where there is none.
     """
     path = Storage(location)
     if path.exists(MARKER):
@@ -123,7 +124,7 @@ def resolve(key: str, location: str) -> Storage:
     elif path.exists(STATE) or path.exists(METADATA):
         reason = f"incomplete: it has no file {MARKER}, so its save was not completed"
     fix = "write the path of a step-XXXXXXXX folder or of a run directory"
-    raise ValueError(f"{key}={location}: {reason}; {fix}")
+    raise Refused(key, location, reason, fix)
 
 
 def all_checkpoints(location: str) -> list[Storage]:
@@ -157,7 +158,7 @@ def all_checkpoints(location: str) -> list[Storage]:
 def select_resume(config: Config, rejected: Collection[str] = ()) -> Selection:
     """The checkpoint that `checkpoint.resume` means; only the sizes of its files are checked.
 
-    rejected: locations whose checksums were wrong. Raises ValueError where every checkpoint is
+    rejected: locations whose checksums were wrong. Raises Refused where every checkpoint is
     damaged, and where run_dir has newer ones than the given one: the next start would resume from
     those, and metrics.jsonl would mix two runs.
     """
@@ -170,35 +171,32 @@ def select_resume(config: Config, rejected: Collection[str] = ()) -> Selection:
 
             owner = read_state(selection.path)["run_dir"]
             if owner != str(Path(config.run_dir).absolute()):
-                raise ValueError(
-                    f"checkpoint.folder={folder}: it has the checkpoints of the run in {owner}; "
-                    f"write run_dir={owner} to resume it, or another checkpoint.folder"
-                )
+                reason = f"it has the checkpoints of the run in {owner}"
+                fix = f"run_dir={owner} to resume it, or another checkpoint.folder"
+                raise Refused("checkpoint.folder", folder, reason, fix)
         if selection.path is None and (selection.damaged or selection.marked):
             from titanlike.checkpoint.integrity import repair_command
 
             reasons = [*map(str, selection.damaged)]
             reasons += [f"{path} is marked as damaged" for path in selection.marked]
-            raise ValueError(
-                f"checkpoint.resume=auto: no complete checkpoint is left in {folder}: "
-                f"{'; '.join(reasons)}; {repair_command(folder)} reads all bytes again and "
-                "lifts marks that are wrong; write checkpoint.resume=/path/of/another/checkpoint"
+            reason = f"no complete checkpoint is left in {folder}: {'; '.join(reasons)}; "
+            reason += (
+                f"{repair_command(folder)} reads all bytes again and lifts marks that are wrong"
             )
+            fix = "checkpoint.resume=/path/of/another/checkpoint"
+            raise Refused("checkpoint.resume", "auto", reason, fix)
         return selection
     chosen = None if resume == "never" else resolve("checkpoint.resume", resume)
     if chosen is not None and not STEP_NAME.fullmatch(chosen.name):
-        raise ValueError(
-            f"checkpoint.resume={resume}: a run resumes only from a step-XXXXXXXX folder; write "
-            f"checkpoint.start_from={resume} to start a new run from its weights"
-        )
+        reason = "a run resumes only from a step-XXXXXXXX folder"
+        fix = f"checkpoint.start_from={resume} to start a new run from its weights"
+        raise Refused("checkpoint.resume", resume, reason, fix)
     start = 0 if chosen is None else step_of(chosen)
     checkpoints = committed(folder)
     if checkpoints and step_of(checkpoints[0]) > start:
-        raise ValueError(
-            f"checkpoint.resume={resume}: run_dir already has the checkpoint of step "
-            f"{step_of(checkpoints[0])} ({checkpoints[0]}), and this run would start after step {start}; "
-            "write another run_dir"
-        )
+        newest = f"the checkpoint of step {step_of(checkpoints[0])} ({checkpoints[0]})"
+        reason = f"run_dir already has {newest}, and this run would start after step {start}"
+        raise Refused("checkpoint.resume", resume, reason, "write another run_dir")
     return Selection(chosen)
 
 
@@ -216,7 +214,7 @@ def run_identity(config: Config) -> dict[str, Any]:
 
 def incompatibility(
     path: Storage, config: Config, state: dict[str, Any] | None = None
-) -> str | None:
+) -> Problem | None:
     """Why a run with this config cannot resume from a checkpoint; None where it can.
 
     state: its state.json, if it has been read.
@@ -227,11 +225,9 @@ def incompatibility(
     for key, value in (state or read_state(path))["same"].items():
         if value != identity.get(key):
             # a name without its model's keys would be the next mistake
-            fix = "leave the model as it was" if key == "model.name" else f"write {key}={value}"
-            return (
-                f"{key}={identity.get(key)}: {path} was saved with {value}, so this would be "
-                f"another run; {fix}, or another run_dir"
-            )
+            fix = "leave the model as it was" if key == "model.name" else f"{key}={value}"
+            reason = f"{path} was saved with {value}, so this would be another run"
+            return Problem(key, identity.get(key), reason, f"{fix}, or another run_dir")
     return None
 
 

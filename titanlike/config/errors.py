@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 from titanlike.config.credentials import REDACTED, redact, redact_value
@@ -55,6 +55,17 @@ class Problem:
         return cls(*match.groups(default="")) if match else cls(key, "", text)
 
 
+class Refused(ValueError):
+    """A key's value that cannot be used: one `Problem`."""
+
+    def __init__(self, key: str, value: Any, reason: str, fix: str = "") -> None:
+        self.problem = Problem(key, value, reason, fix)
+        super().__init__(str(self.problem))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), astuple(self.problem)  # pickle rebuilds exceptions from their arguments
+
+
 class ConfigError(ValueError):
     """All problems of a config, a line each."""
 
@@ -63,7 +74,7 @@ class ConfigError(ValueError):
         super().__init__("\n".join(str(problem) for problem in self.problems))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return ConfigError, (self.problems,)  # pickle rebuilds exceptions from their arguments
+        return ConfigError, (self.problems,)
 
 
 def override_text(value: Any) -> str:

@@ -1,7 +1,9 @@
-"""How a config key is declared, with its bounds."""
+"""How a config key is declared, with its bounds and conditions."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from dataclasses import field
 from typing import TYPE_CHECKING, Any, NewType
 
@@ -25,13 +27,40 @@ BOUNDS: dict[str, dict[str, Any]] = {  # of numbers, by what a key is declared a
 }
 
 
-def key(default: Any, doc: str, **bounds: Any) -> Any:
-    """A config field: its default, the line that `--help` prints for it, and bounds of its numbers.
+def parse_share(share: str) -> tuple[int, int] | None:
+    """sweep.share as (i, n); None if it is not of the form i/n."""
+    match = re.fullmatch(r"(\d+)/(\d+)", share)
+    return (int(match[1]), int(match[2])) if match and int(match[1]) < int(match[2]) else None
+
+
+# conditions of a text, or of each text in a list: what is true of it, what is said where it is not
+Texts = tuple[tuple[Callable[[str], object], str], ...]
+LONGEST_FILE = 200  # bytes of a name: the 255 of file systems, without what temporary names add
+# fmt: off
+PATH: Texts = (
+    (lambda path: max(len(name.encode()) for name in path.split("/")) <= LONGEST_FILE,
+     f"a name in it has more than {LONGEST_FILE} bytes"),
+    (re.compile(r"[^\x00-\x1f\x7f]*").fullmatch,
+     "a path with a line break or another control character cannot be printed"),
+)
+# fmt: on
+# W&B would refuse others after the start
+NAME: Texts = ((lambda name: 1 <= len(name) <= 128, "must have 1 to 128 characters"),)
+PROJECT: Texts = (*NAME, (re.compile(r"[^/\\#?%:]*").fullmatch, r"cannot have / \ # ? % : in it"))
+TAG: Texts = ((lambda tag: 1 <= len(tag) <= 64, "a tag has 1 to 64 characters"),)
+RENAME: Texts = ((lambda rule: ":" in rule, "is not old:new"),)
+SHARE: Texts = ((parse_share, "must be i/n: job i and every n-th after it, i from 0 to n - 1"),)
+
+
+def key(default: Any, doc: str, texts: Texts = (), **bounds: Any) -> Any:
+    """A config field: its default, the line that `--help` prints for it, conditions of its texts,
+    and bounds of its numbers.
 
     bounds: at least (ge), above (gt), at most (le), below (lt), where these are narrower than
-    BOUNDS; example: what an error proposes if neither the bound nor the default is right.
+    BOUNDS; items: how many a list has; example: what an error proposes if neither the bound nor the
+    default is right.
     """
-    metadata = {"doc": doc, "bounds": bounds}
+    metadata = {"doc": doc, "bounds": bounds, "texts": texts}
     if isinstance(default, list):
         return field(default_factory=lambda: list(default), metadata=metadata)
     if callable(default):

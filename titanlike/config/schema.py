@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any, Literal
 
+from titanlike.config import keys
 from titanlike.config.keys import MAX_RANKS, MAX_VOCAB, Bytes, Paths, Seconds, key, required
 
 # --- choices from outside: the user's own code --------------------------------------------------
@@ -55,8 +56,8 @@ class EvenSplit:
     """Contiguous stages whose heaviest is as light as can be; every block weighs 1."""
 
     name: str = key("even", "choice")
-    embedding_weight: float = key(1.0, "weight of what comes before the blocks, in blocks")
-    head_weight: float = key(1.0, "weight of what comes after the blocks, in blocks")
+    embedding_weight: float = key(1.0, "weight of what comes before the blocks, in blocks", ge=0)
+    head_weight: float = key(1.0, "weight of what comes after the blocks, in blocks", ge=0)
 
 
 @dataclass
@@ -134,6 +135,7 @@ class LoopedZeroBubbleSchedule(LoopedSchedule):
     """A schedule with several stages on each pipeline rank that splits the backward."""
 
     name: str = key("interleavedzerobubble", "choice")
+    stages_per_rank: int = key(2, "stages (model chunks) on each pipeline rank", ge=2, le=256)
     weight_gradients: Literal["deferred", "together"] = key("deferred", _WEIGHT_GRADIENTS)
 
 
@@ -167,6 +169,8 @@ class AutoSchedule:
         None,
         "what activations of a rank may take, as a share of what they take under 1f1b; null = 1.0, or "
         "what memory_bytes and in_flight say; of several limits each holds",
+        gt=0,
+        example=1.0,
     )
     memory_bytes: Bytes | None = key(
         None, "what activations of a rank may take, in bytes, such as 40GiB; null = no such limit"
@@ -174,6 +178,8 @@ class AutoSchedule:
     in_flight: float | None = key(
         None,
         "microbatches whose activations a rank may hold, each in all of its stages; null = no such limit",
+        ge=1,
+        example=1,
     )
     weight_gradients: Literal["deferred", "together"] = key("deferred", _WEIGHT_GRADIENTS)
     path: str | None = key(None, "CSV of an order that was found; null = search, or order.csv")
@@ -197,7 +203,7 @@ class ParameterGroup:
     lr: float | None = key(None, "peak learning rate", ge=0, example=1e-3)
     weight_decay: float | None = key(None, "decay, of vectors too", ge=0, example=0.0)
     betas: list[float] | None = key(
-        None, "of AdamW: decay of the two running means", ge=0, lt=1, example=[0.9, 0.95]
+        None, "of AdamW: decay of the two running means", ge=0, lt=1, items=2, example=[0.9, 0.95]
     )
     momentum: float | None = key(None, "of SGD and Muon", ge=0, lt=1, example=0.9)
     optimizer: Literal["adamw", "sgd", "muon"] | None = key(
@@ -218,7 +224,7 @@ class AdamW:
 
     name: str = key("adamw", "choice")
     lr: float = key(3e-3, "peak learning rate", ge=0)
-    betas: list[float] = key([0.9, 0.95], "decay of the two running means", ge=0, lt=1)
+    betas: list[float] = key([0.9, 0.95], "decay of the two running means", ge=0, lt=1, items=2)
     eps: float = key(1e-8, "added to the denominator", gt=0)
     weight_decay: float = key(0.1, "decoupled decay; vectors (norms, biases) have none", ge=0)
     clip: float | None = key(1.0, "largest global gradient norm; null = no clipping", gt=0)
@@ -243,7 +249,9 @@ class Muon:
     weight_decay: float = key(0.1, "decoupled decay; vectors (norms, biases) have none", ge=0)
     clip: float | None = key(1.0, "largest global gradient norm; null = no clipping", gt=0)
     adamw_lr: float | None = key(None, "peak learning rate of all others; null = lr", ge=0)
-    betas: list[float] = key([0.9, 0.95], "of AdamW: decay of the two running means", ge=0, lt=1)
+    betas: list[float] = key(
+        [0.9, 0.95], "of AdamW: decay of the two running means", ge=0, lt=1, items=2
+    )
     eps: float = key(1e-8, "of AdamW: added to the denominator", gt=0)
     state_dtype: Literal["fp32", "bf16"] = key("fp32", f"of AdamW: {_STATE_DTYPE}")
     adamw: list[str] = key(
@@ -414,11 +422,13 @@ class Wandb:
     """Weights & Biases: online where a key is found, else offline into run_dir/wandb."""
 
     name: str = key("wandb", "choice")
-    project: str = key("titanlike", "project")
-    entity: str | None = key(None, "user or team; null = the key's default")
-    run_name: str | None = key(None, "of the run; null = its overrides, else its folder's name")
-    group: str | None = key(None, "group of the run")
-    tags: list[str] = key([], "tags of the run: [a,b]")
+    project: str = key("titanlike", "project", keys.PROJECT)
+    entity: str | None = key(None, "user or team; null = the key's default", keys.PROJECT)
+    run_name: str | None = key(
+        None, "of the run; null = its overrides, else its folder's name", keys.NAME
+    )
+    group: str | None = key(None, "group of the run", keys.NAME)
+    tags: list[str] = key([], "tags of the run: [a,b]", keys.TAG, example=["a", "b"])
     notes: str | None = key(None, "description of the run")
     mode: Literal["auto", "online", "offline"] = key("auto", "auto = online if a key is found")
     timeout: float = key(30.0, "seconds to wait for the server before going offline", gt=0, le=1e6)
@@ -453,7 +463,7 @@ class Data:
 class SyntheticData(Data):
     """Random tokens from (seed, position): for benchmarks, costs nothing to load."""
 
-    vocab_size: int = key(256, "number of token ids", le=MAX_VOCAB)
+    vocab_size: int = key(256, "number of token ids", ge=1, le=MAX_VOCAB, example=256)
 
 
 @dataclass(kw_only=True)
@@ -463,9 +473,13 @@ class Corpus(Data):
     validation_fraction: float = key(
         0.05,
         "share for validation: of the documents (rows, conversations), or the end of token files",
+        gt=0,
+        lt=1,
     )
     documents: bool = key(False, "attention stays within each document, where positions begin at 0")
-    workers: int = key(0, "loader processes per rank; 0 = load in the training process", le=4096)
+    workers: int = key(
+        0, "loader processes per rank; 0 = load in the training process", ge=0, le=4096
+    )
 
 
 @dataclass(kw_only=True)
@@ -505,7 +519,7 @@ class HFData(Tokenized):
     split: str = key("train", "which of the dataset's splits; validation is a share of it")
     revision: str | None = key(None, "of a name on the hub: branch, tag or commit")
     streaming: bool = key(True, "read without a copy in datasets' cache; false = download first")
-    rows: int | None = key(None, "the first rows alone; null = all")
+    rows: int | None = key(None, "the first rows alone; null = all", ge=1, example="null")
     text_key: str = key("text", _TEXT_KEY)
 
 
@@ -522,7 +536,9 @@ class TokenData(Corpus):
     vocab_size: int | None = key(
         None,
         "number of token ids; every id in the files is smaller; null = as a folder's index says",
+        ge=1,
         le=MAX_VOCAB,
+        example=256,
     )
     boundary: int | None = key(
         None,
@@ -765,7 +781,12 @@ class Bench:
 class Checkpoint:
     """Distributed checkpoints."""
 
-    folder: str | None = key(None, "path or fsspec URL (s3://...); null = run_dir/checkpoints")
+    folder: str | None = key(
+        None,
+        "path or fsspec URL (s3://...); null = run_dir/checkpoints",
+        keys.PATH,
+        example="outputs/NAME",
+    )
     every: int = key(100, "steps between saves; 0 = none during training", ge=0)
     last: bool = key(True, "save after the last step")
     mode: Literal["sync", "async", "async_pinned", "async_process"] = key(
@@ -794,7 +815,12 @@ class Checkpoint:
     strict: bool = key(
         True, "start_from must have exactly the model's parameters; false = list differences"
     )
-    rename: list[str] = key([], "prefixes of parameter names in start_from to change: [old:new]")
+    rename: list[str] = key(
+        [],
+        "prefixes of parameter names in start_from to change: [old:new]",
+        keys.RENAME,
+        example="[old.:new.]",
+    )
     timeout: float = key(1800.0, "seconds until a save or load fails", gt=0, le=1e6)
 
 
@@ -844,7 +870,12 @@ class Sweep:
         None, "submit each job by a command: 'sbatch tools/slurm/train.sbatch'"
     )
     wait: Seconds | None = key(None, "with submit: longest wait for the jobs (12h); null = no wait")
-    share: str | None = key(None, "i/n: run only jobs i, i+n, i+2n, ... from 0; for job arrays")
+    share: str | None = key(
+        None,
+        "i/n: run only jobs i, i+n, i+2n, ... from 0; for job arrays",
+        keys.SHARE,
+        example="0/4",
+    )
 
 
 @dataclass(kw_only=True)
@@ -939,7 +970,10 @@ class Config:
         ge=0,
     )
     run_dir: str = key(
-        "outputs/run", "output folder; a run in it resumes; if not given, outputs/DATE/TIME"
+        "outputs/run",
+        "output folder; a run in it resumes; if not given, outputs/DATE/TIME",
+        keys.PATH,
+        example="outputs/NAME",
     )
     value: Objective | None = key(
         None, "what a sweep compares; null = val_loss, or loss without validation"

@@ -1,5 +1,6 @@
-"""Rules for a parsed config: bounds of numbers, which are declared with the keys (`keys.key`), and
-rules between keys. The checks of other rooms: `driver.checks`."""
+"""What is checked of a parsed config without other rooms: bounds and conditions of values, which
+are declared with the keys (`keys.key`), and rules between keys (`RULES`). Other rooms have rules of
+the same form; `driver.checks` collects all."""
 
 from __future__ import annotations
 
@@ -9,17 +10,19 @@ import operator
 import os
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from functools import partial
 from itertools import product
 from math import gcd
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import yaml
 
 from titanlike.config.errors import Problem, override_text
 from titanlike.config.keys import BOUNDS, MAX_RANKS, MAX_VOCAB
+from titanlike.config.overrides import with_choices
 from titanlike.config.schema import (
     MESH_AXES,
     TIMELINE,
@@ -33,7 +36,6 @@ from titanlike.config.schema import (
     RunHardware,
     SyntheticData,
     Timeline,
-    Wandb,
 )
 
 MAX_STAGES = 256
@@ -47,8 +49,6 @@ _MOST_OF_ARGUMENT = {  # of a model's constructor, and of a user's own data
     **{"intermediate_size": 2**24, "max_seq_len": 2**27, "n_positions": 2**27},
     "vocab_size": MAX_VOCAB,
 }
-_LONGEST_FILE = 200  # bytes of a name: the 255 of file systems, without what temporary names add
-_LONGEST_NAME = 128  # characters, in W&B
 _MAX_MESHES = 3  # that an error names
 MESH_KEYS = (*MESH_AXES, "ep", "replicate", "batch_size", "seq_len")  # without which there is none
 
@@ -57,14 +57,21 @@ def problems(config: Config, world_size: int | None = None) -> list[Problem]:
     """Every problem of a parsed config; world_size: processes that were started for it."""
     if impossible := out_of_bounds(config):
         return impossible  # alone: other checks compute with these numbers
-    numbers = [problem for problem, _ in _number_problems(config)]
-    if not {*MESH_KEYS} & {problem.key for problem in numbers}:
-        numbers += [*_mesh(config, world_size), *_batch(config), *_ramp(config)]
-        numbers += _steps(config)
-    return [*numbers, *_rules(config), *_names(config), *_sweep(config)]
+    wrong = [problem for problem, _ in value_problems(config)]
+    if not {*MESH_KEYS} & {problem.key for problem in wrong}:
+        wrong += broken_rules(MESH_RULES + STEP_RULES, config)
+        wrong += [*_not_started(config, world_size), *_ramp(config)]
+    known = {problem.key.partition("[")[0] for problem in wrong}
+    return [*wrong, *broken_rules([rule for rule in RULES if rule.key not in known], config)]
 
 
-# --- numbers, by themselves -----------------------------------------------------------------------
+def sweep_problems(config: Config) -> list[Problem]:
+    """Problems of how a sweep is run, whatever its jobs are."""
+    rules = [rule for rule in RULES if rule.key.startswith("sweep.")]
+    return [*(p for p, _ in value_problems(config.sweep, "sweep")), *broken_rules(rules, config)]
+
+
+# --- values, by themselves ------------------------------------------------------------------------
 
 _NONE = dataclasses.MISSING  # as a proposal
 _SIDES = {  # name of a bound -> how it is said, what holds inside of it
@@ -75,14 +82,27 @@ _SIDES = {  # name of a bound -> how it is said, what holds inside of it
 
 def out_of_bounds(config: Config) -> list[Problem]:
     """Every number that no run can have: further checks would overflow, or take very long."""
-    return [problem for problem, fatal in _number_problems(config) if fatal]
+    return [problem for problem, fatal in value_problems(config) if fatal]
 
 
-def _number_problems(owner: Any, prefix: str = "") -> Iterator[tuple[Problem, bool]]:
-    """What is wrong with each number, and whether nothing can be computed with it."""
-    for key, value, bounds, default in _numbers(owner, prefix):
-        if isinstance(value, list):
-            yield Problem(key, f"[{len(value)} items]", f"has more than {_MOST_ITEMS}"), True
+def value_problems(owner: Any, prefix: str = "") -> Iterator[tuple[Problem, bool]]:
+    """What is wrong with each value of a config, or of a part of it whose keys begin with `prefix`;
+    and whether nothing can be computed with it."""
+    for key, value, metadata, default in _values(owner, prefix):
+        plain_key, bounds = key.partition("[")[0], metadata["bounds"]
+        if isinstance(value, (list, tuple)):
+            if len(value) > _MOST_ITEMS:
+                yield Problem(key, f"[{len(value)} items]", f"has more than {_MOST_ITEMS}"), True
+            elif len(value) != bounds.get("items", len(value)):
+                reason = f"must be {bounds['items']} numbers"
+                yield Problem(key, value, reason, _override(key, default)), False
+            continue
+        if isinstance(value, str):
+            reasons = (reason for holds, reason in metadata["texts"] if not holds(value))
+            if reason := next(reasons, ""):
+                shown = value if value.isprintable() else repr(value)[1:-1]
+                fix = _override(plain_key, bounds.get("example", "NAME"))
+                yield Problem(plain_key, shown, reason, fix), False
             continue
         finite, is_bytes = value - value == 0, bounds["le"] == BOUNDS["Bytes"]["le"]
         sides = (side for side in _SIDES if side in bounds and finite)
@@ -99,26 +119,35 @@ def _number_problems(owner: Any, prefix: str = "") -> Iterator[tuple[Problem, bo
             fix = bounds[side] if side == "le" else bounds.get("example", bounds["ge"])
         if is_bytes and 0 < value < 1024:
             fix = f"{value}GiB"
-        fix = "" if fix in ([], _NONE) else f"{key.partition('[')[0]}={override_text(fix)}"
+        fix = "" if fix in ([], _NONE) else _override(plain_key, fix)
         yield Problem(key, value, reason, fix), side in ("", "le")
 
 
-def _numbers(owner: Any, key: str) -> Iterator[tuple[str, Any, dict[str, Any], Any]]:
-    """(key, value, bounds, proposal) of each number in a config, and of each list that is too
-    long."""
+def _override(key: str, value: Any) -> str:
+    text = override_text(value)
+    if match := re.fullmatch(r"(optimizer\.groups)\.(.+)\.(\w+)", key):  # merged into the mapping
+        return f"'{match[1]}={{{match[2]}:{{{match[3]}:{text}}}}}'"
+    return f"{key}={text}"
 
-    def inside(value: Any, key: str, bounds: dict[str, Any], default: Any) -> Iterator[Any]:
-        if isinstance(value, (list, tuple)) and len(value) <= _MOST_ITEMS:
-            for i, item in enumerate(value):
-                yield from inside(item, f"{key}[{i}]", bounds, default)
+
+def _values(owner: Any, key: str) -> Iterator[tuple[str, Any, dict[str, Any], Any]]:
+    """(key, value, bounds and conditions, proposal) of each number, text and list in a config."""
+
+    def inside(value: Any, key: str, metadata: dict[str, Any], default: Any) -> Iterator[Any]:
+        if isinstance(value, (list, tuple)):
+            yield key, value, metadata, default
+            for i, item in enumerate(value[:_MOST_ITEMS]):
+                yield from inside(item, f"{key}[{i}]", metadata, default)
         elif isinstance(value, dict):
             for name, item in value.items():
                 most = _MOST_OF_ARGUMENT.get(name, BOUNDS["int"]["le"])
-                yield from inside(item, f"{key}.{name}", {"le": most}, _NONE)
+                yield from inside(
+                    item, f"{key}.{name}", {"bounds": {"le": most}, "texts": ()}, _NONE
+                )
         elif dataclasses.is_dataclass(value):
-            yield from _numbers(value, key)
-        elif isinstance(value, (int, float, list, tuple)) and not isinstance(value, bool):
-            yield key, value, bounds, default
+            yield from _values(value, key)
+        elif isinstance(value, (int, float, str)) and not isinstance(value, bool):
+            yield key, value, metadata, default
 
     for field in dataclasses.fields(owner):
         arguments = isinstance(owner, Custom) and field.name == "args"
@@ -130,61 +159,145 @@ def _numbers(owner: Any, key: str) -> Iterator[tuple[str, Any, dict[str, Any], A
             default = field.default_factory()
         elif default is None or default is _NONE:  # null, or required
             default = bounds.get("example", default)
-        yield from inside(getattr(owner, field.name), name, bounds, default)
+        metadata = {"bounds": bounds, "texts": field.metadata.get("texts", ())}
+        yield from inside(getattr(owner, field.name), name, metadata, default)
 
 
 # --- rules between keys ---------------------------------------------------------------------------
 
 
-def _problem(config: Config, key: str, reason: str, fix: str) -> Problem:
-    return Problem(key, attrgetter(key)(config), reason, fix)
+class Rule(NamedTuple):
+    """What is wrong with a config where `broken(config, ...)` is true.
+
+    reason, fix: texts as of `str.format`, with the config as `c`, what else `broken` was called
+    with as {1}, {2}, ..., and what it returned as {0}. fix: overrides, several ways between " or ",
+    or a sentence.
+    """
+
+    key: str
+    broken: Callable[..., Any]
+    reason: str
+    fix: str = ""
 
 
-def _rules(config: Config) -> Iterator[Problem]:
-    broken, sample = partial(_problem, config), config.sample
-    if len(getattr(config.optimizer, "betas", [0, 0])) != 2:
-        yield broken("optimizer.betas", "must be two numbers", "optimizer.betas=[0.9,0.95]")
-    for pattern, group in (getattr(config.optimizer, "groups", None) or {}).items():
-        if len(betas := group.betas or [0, 0]) != 2:
-            key = f"optimizer.groups.{pattern}.betas"
-            fix = f"'optimizer.groups={{{pattern}:{{betas:[0.9,0.95]}}}}'"
-            yield Problem(key, betas, "must be two numbers", fix)
-    if config.value == "val_loss" and config.validation.every == 0:
-        yield broken("value", "nothing is validated with validation.every=0", "value=loss")
-    if sample.every and not sample.prompts:
-        fix = "sample.prompts=[def,import]"
-        yield broken("sample.prompts", "there is nothing to continue", fix)
-    if sample.every and isinstance(config.data, SyntheticData):
-        yield broken("sample.every", "random tokens have no text", "sample.every=0")
-    if sample.every and config.cp > 1:
-        reason = "a cp rank has a part of each sequence, and samples are written with whole ones"
-        yield broken("sample.every", reason, "sample.every=0")
-    run = config.hardware.path if isinstance(config.hardware, RunHardware) else None
-    if run is not None and not (Path(run) / TIMELINE).is_file():
-        reason = f"cannot be read: there is no {TIMELINE} in it, which timeline=true writes"
-        yield broken("hardware.path", reason, "hardware=measure")
+def broken_rules(rules: Iterable[Rule], config: Config, *facts: Any) -> Iterator[Problem]:
+    """The problem of each key that breaks a rule: of several rules of a key the first. Each way in
+    a fix has been tried, and ends the problem.
+
+    facts: what the rules are about besides the config.
+    """
+    told = set()
+    for rule in rules:
+        if rule.key not in told and (found := rule.broken(config, *facts)):
+            told.add(rule.key)
+            reason, fix = (text.format(found, *facts, c=config) for text in (rule.reason, rule.fix))
+            ways = [way for way in fix.split(" or ") if _ends(way, rule, config, facts)]
+            yield Problem(rule.key, attrgetter(rule.key)(config), reason, " or ".join(ways))
 
 
-def _steps(config: Config) -> Iterator[Problem]:
-    """Steps and ranks that are recorded, and that a run does not have."""
-    last, profile = config.last_step, config.profile
-    if isinstance(profile, MemoryProfile):
-        first = f"[{max(1, min(10, last - 2))},{min(12, last)}]"
-        yield from recorded_steps("profile.steps", profile.steps, last, first)
-        ranks = MAX_RANKS if config.launch.elastic else config.world_size
-        if wrong := [rank for rank in profile.ranks if not 0 <= rank < ranks]:
-            reason = f"there is no rank {wrong[0]}: the run has ranks 0 to {ranks - 1}"
-            fix = override_text(sorted({*profile.ranks} - {*wrong}) or [0])
-            yield Problem("profile.ranks", profile.ranks, reason, f"profile.ranks={fix}")
-    if config.timeline.steps:
-        window = override_text(replace(config, timeline=Timeline()).timeline_steps)
-        yield from recorded_steps("timeline.steps", config.timeline.steps, last, window, 100)
+def _ends(way: str, rule: Rule, config: Config, facts: tuple[Any, ...]) -> bool:
+    """Whether overrides end a problem; True for a sentence."""
+    words = [word.partition("=") for word in shlex.split(way)] if re.match(r"[\w.]+=", way) else []
+    choices = {key: yaml.safe_load(value) for key, _, value in words}
+    return not (words and rule.broken(with_choices(config, choices), *facts))
 
 
-def recorded_steps(
-    key: str, steps: list[int], last: int, proposed: str, longest: int = 2**40
-) -> Iterator[Problem]:
-    """Whether a first and a last step are those of a run of `last` steps."""
+# fmt: off
+RULES = (
+    Rule("value", lambda c: c.value == "val_loss" and c.validation.every == 0,
+         "nothing is validated with validation.every=0", "value=loss"),
+    Rule("sample.prompts", lambda c: c.sample.every and not c.sample.prompts,
+         "there is nothing to continue", "sample.prompts=[def,import]"),
+    Rule("sample.every", lambda c: c.sample.every and isinstance(c.data, SyntheticData),
+         "random tokens have no text", "sample.every=0"),
+    Rule("sample.every", lambda c: c.sample.every and c.cp > 1,
+         "a cp rank has a part of each sequence, and samples are written with whole ones",
+         "sample.every=0"),
+    Rule("schedule.stages_per_rank", lambda c: isinstance(c.schedule, AutoSchedule)
+         and (c.schedule.search, c.schedule.placement) == ("order", "v")
+         and c.schedule.stages_per_rank != 2,
+         "a V has two stages a rank", "schedule.stages_per_rank=2 or schedule.placement=loop"),
+    Rule("hardware.path", lambda c: isinstance(c.hardware, RunHardware)
+         and not Path(c.hardware.path, TIMELINE).is_file(),
+         f"cannot be read: there is no {TIMELINE} in it, which timeline=true writes",
+         "hardware=measure"),
+    Rule("sweep.wait", lambda c: c.sweep.wait is not None and c.sweep.submit is None,
+         "there is nothing to wait for without sweep.submit", "sweep.wait=null"),
+    Rule("sweep.submit", lambda c: c.sweep.submit is not None and _no_command(c.sweep.submit),
+         "{0}", "sweep.submit='sbatch tools/slurm/train.sbatch'"),
+    Rule("checkpoint.resume", lambda c: _resumes(c) and "://" not in c.checkpoint.resume
+         and not Path(c.checkpoint.resume).expanduser().is_dir(),
+         "no such folder", "the path of a checkpoint or run directory, auto, or never"),
+    Rule("checkpoint.start_from", lambda c: _resumes(c) and c.checkpoint.start_from is not None,
+         "the run resumes from checkpoint.resume={c.checkpoint.resume} already",
+         "checkpoint.start_from=null or checkpoint.resume=auto"),
+)
+
+MESH_RULES = (  # of a config whose MESH_KEYS are within their bounds
+    Rule("replicate", lambda c: c.dp % c.replicate and _divisor(c.dp, c.replicate),
+         "dp={c.dp} cannot be cut into {c.replicate} equal replicas", "replicate={0}"),
+    Rule("ep", lambda c: not c.dp % c.replicate and c.shards % c.ep and _fewer_experts(c),
+         "does not divide the ranks that share weights, {0[0]} = {c.shards}", "ep={0[1]}"),
+    Rule("batch_size", lambda c: _rows(c) > MAX_BATCH and MAX_BATCH * c.dp,
+         f"more than {MAX_BATCH} sequences for a dp rank", "batch_size={0}"),
+    Rule("batch_size", lambda c: c.batch_size % c.dp and _rows(c) * c.dp,
+         "does not divide among dp={c.dp}", "batch_size={0}"),
+    Rule("schedule.microbatches", lambda c: _undivided(c),
+         "each dp rank's batch of {c.batch_size} / {c.dp} = {0[0]} does not divide into "
+         "{c.schedule.microbatches}", "schedule.microbatches={0[1]} or batch_size={0[2]}"),
+)
+
+STEP_RULES = (  # of the same
+    Rule("profile.steps", lambda c: isinstance(c.profile, MemoryProfile)
+         and not_recorded(
+             c.profile.steps, c.last_step, (max(1, min(10, c.last_step - 2)), min(12, c.last_step))),
+         "{0[0]}", "profile.steps={0[1]}"),
+    Rule("profile.ranks", lambda c: isinstance(c.profile, MemoryProfile) and _no_rank(c),
+         "there is no rank {0[0]}: the run has ranks 0 to {0[1]}", "profile.ranks={0[2]}"),
+    Rule("timeline.steps", lambda c: c.timeline.steps
+         and not_recorded(
+             c.timeline.steps, c.last_step, replace(c, timeline=Timeline()).timeline_steps, 100),
+         "{0[0]}", "timeline.steps={0[1]}"),
+)
+# fmt: on
+
+
+def _resumes(config: Config) -> bool:
+    return config.checkpoint.resume not in ("auto", "never")
+
+
+def _no_command(text: str) -> str:
+    """Why a text is no shell command; "" if it is."""
+    try:
+        return "" if shlex.split(text) else "is empty"
+    except ValueError as error:
+        return f"is not a shell command: {error}"
+
+
+def _rows(config: Config) -> int:
+    """Sequences of a dp rank a step."""
+    return -(-config.batch_size // config.dp)
+
+
+def _fewer_experts(config: Config) -> tuple[str, int]:
+    ranks = "dp" + " / replicate" * (config.replicate > 1) + " x cp" * (config.cp > 1)
+    return ranks, _divisor(config.shards, config.ep)
+
+
+def _undivided(config: Config) -> tuple[int, int, int] | None:
+    """(sequences of a dp rank, microbatches that divide these, batch that these microbatches
+    divide) where a dp rank's batch is not divided."""
+    # a CSV has its own, a custom function may take them as an argument
+    count, rows = getattr(config.schedule, "microbatches", None) or 1, _rows(config)
+    if config.batch_size % config.dp or count < 2 or not rows % count:
+        return None
+    return rows, _divisor(rows, count), -(-rows // count) * count * config.dp
+
+
+def not_recorded(
+    steps: list[int], last: int, proposed: tuple[int, int], longest: int = 2**40
+) -> tuple[str, str] | None:
+    """(why a first and a last step are not those of a run of `last` steps, which could be)."""
     if len(steps) != 2:
         reason = "must be two numbers: the first and the last step that are recorded"
     elif steps[0] < 1:
@@ -192,106 +305,44 @@ def recorded_steps(
     elif steps[1] < steps[0]:
         reason = "the last step is before the first"
         if steps[1] >= 1 and steps[0] <= last:
-            proposed = override_text([steps[1], steps[0]])
+            proposed = steps[1], steps[0]
     elif steps[1] > last:
         reason = f"the run ends with step {last}"
     elif steps[1] - steps[0] >= longest:
         reason = f"has more than {longest} steps"
     else:
+        return None
+    return reason, override_text(proposed)
+
+
+def _no_rank(config: Config) -> tuple[int, int, str] | None:
+    """(a rank of profile.ranks that the run does not have, its last one, the others)."""
+    profile: Any = config.profile
+    ranks = MAX_RANKS if config.launch.elastic else config.world_size
+    if wrong := [rank for rank in profile.ranks if not 0 <= rank < ranks]:
+        return wrong[0], ranks - 1, override_text(sorted({*profile.ranks} - {*wrong}) or [0])
+    return None
+
+
+# --- the mesh and the ranks that were started -----------------------------------------------------
+
+
+def _divides(config: Config) -> bool:
+    """Whether mesh and batch fit together."""
+    return not any(rule.broken(config) for rule in MESH_RULES)
+
+
+def _not_started(config: Config, world_size: int | None) -> Iterator[Problem]:
+    """Another number of ranks than the mesh has."""
+    if world_size is None or config.world_size == world_size:
         return
-    yield Problem(key, steps, reason, f"{key}={proposed}")
-
-
-def sweep_problems(config: Config) -> list[Problem]:
-    """Problems of how a sweep is run, whatever its jobs are."""
-    return [*(p for p, _ in _number_problems(config.sweep, "sweep")), *_sweep(config)]
-
-
-def _sweep(config: Config) -> Iterator[Problem]:
-    broken, sweep = partial(_problem, config), config.sweep
-    if sweep.wait is not None and sweep.submit is None:
-        reason = "there is nothing to wait for without sweep.submit"
-        yield broken("sweep.wait", reason, "sweep.wait=null")
-    try:
-        reason = "" if sweep.submit is None or shlex.split(sweep.submit) else "is empty"
-    except ValueError as error:
-        reason = f"is not a shell command: {error}"
-    if reason:
-        yield broken("sweep.submit", reason, "sweep.submit='sbatch tools/slurm/train.sbatch'")
-    if sweep.share is not None and parse_share(sweep.share) is None:
-        reason = "must be i/n: job i and every n-th after it, i from 0 to n - 1"
-        yield broken("sweep.share", reason, "sweep.share=0/4")
-
-
-def parse_share(share: str) -> tuple[int, int] | None:
-    """sweep.share as (i, n); None if it is not of the form i/n."""
-    match = re.fullmatch(r"(\d+)/(\d+)", share)
-    return (int(match[1]), int(match[2])) if match and int(match[1]) < int(match[2]) else None
-
-
-def _names(config: Config) -> Iterator[Problem]:
-    """Names that no file system, no W&B and no checkpoint has.
-
-    And paths with a line break or another control character, which no printed command could name.
-    """
-    for key, path in (("run_dir", config.run_dir), ("checkpoint.folder", config.checkpoint.folder)):
-        longest = max(len(name.encode()) for name in (path or "").split("/"))
-        if longest > _LONGEST_FILE:
-            reason = f"a name in it has {longest} bytes, of which {_LONGEST_FILE} can be used"
-            yield Problem(key, path, reason, f"{key}=outputs/NAME")
-        elif path is not None and re.search(r"[\x00-\x1f\x7f]", path):
-            reason = "a path with a line break or another control character cannot be printed"
-            yield Problem(key, repr(path)[1:-1], reason, f"{key}=outputs/NAME")
-    if isinstance(logger := config.logger, Wandb):  # it would refuse them after the start
-        for name in ("project", "entity", "run_name", "group"):
-            key, value = f"logger.{name}", getattr(logger, name)
-            if value is not None and not 1 <= len(value) <= _LONGEST_NAME:
-                reason = f"must have 1 to {_LONGEST_NAME} characters"
-                yield Problem(key, value, reason, f"{key}=NAME")
-            wrong = sorted({*(value or "")} & {*"/\\#?%:"})
-            if wrong and name in ("project", "entity"):
-                reason = f"cannot have {' '.join(wrong)} in it"
-                yield Problem(key, value, reason, f"{key}=NAME")
-        for tag in logger.tags:
-            if not 1 <= len(tag) <= 64:
-                reason = "a tag has 1 to 64 characters"
-                yield Problem("logger.tags", tag, reason, "logger.tags=[a,b]")
-    resume, start_from = config.checkpoint.resume, config.checkpoint.start_from
-    is_path = resume not in ("auto", "never")
-    if is_path and "://" not in resume and not Path(resume).expanduser().is_dir():
-        fix = "the path of a checkpoint or run directory, auto, or never"
-        yield Problem("checkpoint.resume", resume, "no such folder", fix)
-    if is_path and start_from is not None:
-        reason = f"the run resumes from checkpoint.resume={resume} already"
-        fix = "checkpoint.start_from=null or checkpoint.resume=auto"
-        yield Problem("checkpoint.start_from", start_from, reason, fix)
-    for rule in config.checkpoint.rename:
-        if ":" not in rule:
-            fix = "checkpoint.rename=[old.:new.]"
-            yield Problem("checkpoint.rename", rule, "is not old:new", fix)
-
-
-# --- mesh and batch -------------------------------------------------------------------------------
-
-
-def _mesh(config: Config, world_size: int | None) -> Iterator[Problem]:
-    dp, replicate, shards = config.dp, config.replicate, config.shards
-    if dp % replicate:
-        reason = f"dp={dp} cannot be cut into {replicate} equal replicas"
-        fix = f"replicate={_divisor(dp, replicate)}"
-        yield Problem("replicate", replicate, reason, fix)
-    elif shards % config.ep:
-        ranks = "dp" + " / replicate" * (replicate > 1) + " x cp" * (config.cp > 1)
-        reason = f"does not divide the ranks that share weights, {ranks} = {shards}"
-        yield Problem("ep", config.ep, reason, f"ep={_divisor(shards, config.ep)}")
-    if world_size is not None and config.world_size != world_size:
-        product = f"{' x '.join(config.axes)} = {' x '.join(map(str, config.axes.values()))}"
-        reason = f"{product} = {config.world_size} processes, but {world_size} were started"
-        meshes = ", or ".join(_meshes(config, world_size))
-        count = f"start with --nproc-per-node {config.world_size} (times nodes)"
-        if "TORCHELASTIC_RUN_ID" in os.environ and world_size % config.model_ranks == 0:
-            count += "; or with launch.elastic=true, so that dp follows the number of ranks"
-        yield Problem("dp", dp, reason, f"{meshes}; or {count}" if meshes else count)
+    product = f"{' x '.join(config.axes)} = {' x '.join(map(str, config.axes.values()))}"
+    reason = f"{product} = {config.world_size} processes, but {world_size} were started"
+    meshes = ", or ".join(_meshes(config, world_size))
+    count = f"start with --nproc-per-node {config.world_size} (times nodes)"
+    if "TORCHELASTIC_RUN_ID" in os.environ and world_size % config.model_ranks == 0:
+        count += "; or with launch.elastic=true, so that dp follows the number of ranks"
+    yield Problem("dp", config.dp, reason, f"{meshes}; or {count}" if meshes else count)
 
 
 def _divisor(number: int, most: int) -> int:
@@ -309,7 +360,7 @@ def _meshes(config: Config, world_size: int) -> list[str]:
     for pp, tp in product(range(1, min(world_size, MAX_STAGES) + 1), smaller):
         dp = world_size // (pp * config.cp * tp)
         mesh = replace(config, pp=pp, dp=dp, tp=tp, replicate=gcd(config.replicate, dp))
-        if mesh.world_size == world_size and not [*_mesh(mesh, None), *_batch(mesh)]:
+        if mesh.world_size == world_size and _divides(mesh):
             change = math.log(config.tp / tp), abs(math.log(pp / config.pp))
             meshes.append((*change, mesh_words(config, mesh)))
     return [words for _, _, words in sorted(meshes)[:_MAX_MESHES]]
@@ -332,7 +383,7 @@ def placement_warning(config: Config, local_ranks: int) -> str:
     fits = gcd(tp, local_ranks)
     for more_dp, more_pp in ((tp // fits, 1), (1, tp // fits)):
         mesh = replace(config, pp=config.pp * more_pp, dp=config.dp * more_dp, tp=fits)
-        if not [*_mesh(mesh, None), *_batch(mesh)]:
+        if _divides(mesh):
             return f"{text}; {mesh_words(config, mesh)} keeps them within a machine"
     return f"{text}; a tp that divides {local_ranks} keeps them within a machine"
 
@@ -376,22 +427,3 @@ def _ramp(config: Config) -> Iterator[Problem]:
         if reason:
             yield Problem(key, value, reason, fix)
         before = stage.tokens
-
-
-def _batch(config: Config) -> Iterator[Problem]:
-    size, dp = config.batch_size, config.dp
-    each = -(-size // dp)
-    # a CSV has its own, a custom function may take them as an argument
-    count = getattr(config.schedule, "microbatches", None) or 1
-    if each > MAX_BATCH:
-        reason = f"more than {MAX_BATCH} sequences for a dp rank"
-        yield Problem("batch_size", size, reason, f"batch_size={MAX_BATCH * dp}")
-    elif size % dp:
-        reason = f"does not divide among dp={dp}"
-        yield Problem("batch_size", size, reason, f"batch_size={each * dp}")
-    elif count > 1 and each % count:
-        batch = f"{size} / {dp} = {each}"
-        reason = f"each dp rank's batch of {batch} does not divide into {count}"
-        more = -(-each // count) * count * dp
-        fix = f"schedule.microbatches={_divisor(each, count)} or batch_size={more}"
-        yield Problem("schedule.microbatches", count, reason, fix)

@@ -291,9 +291,8 @@ class _Search:
             orders = self._orders[place] = dict[str, Order]()
             pp, m, chunks = problem.ranks, problem.microbatches, len(place) // problem.ranks
             for name in SCHEDULES:
-                schedule: Any = schema.Schedule(name, m)
-                if name in LOOPED:
-                    schedule = schema.LoopedSchedule(name, m, chunks)
+                kind = schema.VARIANTS["schedule"][name]
+                schedule = kind(name, m, chunks) if name in LOOPED else kind(name, m)
                 of = vee(pp) if name in V_SCHEDULES else loop(pp, chunks if name in LOOPED else 1)
                 if of == place and microbatch_problem(schedule, pp, m) is None:
                     orders[name] = build_order(schedule, pp, m)

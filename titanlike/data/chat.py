@@ -52,7 +52,7 @@ __all__ = ["CHECKS", "ChatTemplate", "find_template", "open_data", "vocabulary"]
 Message = dict[str, Any]  # role, content
 
 FORMAT = 1  # part of the key of a cache entry
-_FIX = "Fix or delete that line"
+_FIX = "fix or delete that line"
 
 # each message after its role; an answer ends with the token that ends a text
 BUILT_IN = (
@@ -85,7 +85,7 @@ def open_data(data: ChatData, config: Config) -> Data:
     for part, source in parts.items():
         if not len(source):
             reason = f"the {part} part has no conversation with an answer"
-            fix = "Give more, or another validation_fraction"
+            fix = "give more, or another validation_fraction"
             raise DataError("data.path", data.path, reason, fix)
     train, validation = (len(parts[part]) for part in PARTS)
     text = f"{data.path}: {about['conversations']:,} conversations in {train:,} sequences for training, "
@@ -176,7 +176,7 @@ def _write(
         try:
             pieces = template.pieces(messages)
         except BadConversation as error:
-            fix = "Fix or delete it, or give another data.template"
+            fix = "fix or delete it, or give another data.template"
             raise DataError("data.path", place, str(error), fix) from None
         encoded = [(tokenizer.encode_template(text), is_answer) for text, is_answer in pieces]
         ids = np.array([token for tokens, _ in encoded for token in tokens], np.uint32)
@@ -238,7 +238,7 @@ def _conversations(files: list[Path], key: str) -> Iterator[tuple[str, list[Mess
         except DataError:
             raise
         except Exception as error:
-            raise DataError("data.path", file, read_failure(error), "Fix or delete it") from None
+            raise DataError("data.path", file, read_failure(error), "fix or delete it") from None
 
 
 def _messages(line: bytes, place: str, key: str) -> list[Message]:
@@ -250,7 +250,7 @@ def _messages(line: bytes, place: str, key: str) -> list[Message]:
     if not isinstance(messages, list) or not all(map(_is_message, messages)):
         names = ", ".join(row) if isinstance(row, dict) else "no object"
         reason = f"has no list of messages with a role and a content in {key} ({names})"
-        fix = f"Name the field, data.messages_key=conversations; or {_FIX.lower()}"
+        fix = f"name the field, data.messages_key=conversations; or {_FIX}"
         raise DataError("data.path", place, reason, fix)
     return messages
 
@@ -355,7 +355,7 @@ def find_template(template: str | None, tokenizer: str) -> ChatTemplate:
         try:
             return read_object(folder / name)
         except (OSError, ValueError) as error:
-            fix = "Give another folder, or data.tokenizer=bytes"
+            fix = "give another folder, or data.tokenizer=bytes"
             raise DataError("data.tokenizer", tokenizer, str(error), fix) from None
 
     settings = read("tokenizer_config.json")
@@ -372,7 +372,7 @@ def find_template(template: str | None, tokenizer: str) -> ChatTemplate:
     if template is not None:
         path, where = Path(template).expanduser(), template
         if not path.is_file():
-            fix = "Give the path of a Jinja file, or data.template=null"
+            fix = "give the path of a Jinja file, or data.template=null"
             raise DataError("data.template", template, "there is no such file", fix)
         source = path.read_text(encoding="utf-8")
     elif tokenizer != "bytes" and beside.is_file():

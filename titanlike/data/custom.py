@@ -8,17 +8,18 @@ the longest in a batch.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from titanlike.config.errors import Problem
 from titanlike.config.imports import import_object
 from titanlike.config.schema import Config, Custom
 from titanlike.data.order import GlobalBatchSampler, SimilarLengthBatchSampler
-from titanlike.data.registry import DataError, Vocabulary
+from titanlike.data.registry import DataError, Vocabulary, data_changed, loader_workers
 from titanlike.data.sources import Batch, Data, Pad, Source, VariableLength, stack
 
 REQUIRED = ("inputs", "targets")
@@ -44,12 +45,12 @@ def open_data(data: Custom, config: Config) -> Data:
     except ValueError:  # of code that is not Python's
         pass
     except TypeError as error:
-        fix = "Give its arguments as data.NAME"
+        fix = "give its arguments as data.NAME"
         raise DataError("data.name", data.name, f"cannot be called ({error})", fix) from None
     opened = function(**arguments, **sizes)
     if not isinstance(opened, Data):
         reason = f"the function returned {type(opened).__name__}"
-        fix = "Let it return a titanlike.data.sources.Data"
+        fix = "let it return a titanlike.data.sources.Data"
         raise DataError("data.name", data.name, reason, fix)
     return checked(opened, data.name, config.seq_len)
 
@@ -60,7 +61,7 @@ def checked(opened: Data, name: str, seq_len: int) -> Data:
     for part, source in (("training", opened.train), ("validation", opened.validation)):
         if len(source) < 1:
             reason = f"its {part} part is empty"
-            raise DataError("data.name", name, reason, "It needs at least one sample")
+            raise DataError("data.name", name, reason, "it needs at least one sample")
     variable, common = opened.variable, (name, seq_len, opened.variable)
     if variable is not None:
         _check_variable(variable, name, len(opened.train))
@@ -74,15 +75,20 @@ def vocabulary(data: Custom) -> Vocabulary:
     return Vocabulary(None)
 
 
-def _check_function(data: Custom, config: Config) -> None:
+def _check(data: Custom, config: Config) -> Iterator[Problem]:
+    workers, changed = loader_workers(config), data_changed(config)
+    if not isinstance(workers, int) or workers < 0:
+        yield Problem("data.workers", workers, "must be a number >= 0", "data.workers=0")
+    if not isinstance(changed, bool):
+        yield Problem("data.changed", changed, "must be true or false", "data.changed=true")
     _function(data)
 
 
-CHECKS = (_check_function,)
+CHECKS = (_check,)
 
 
 def _function(data: Custom) -> Callable[..., Any]:
-    remedy = "Name a function as package.module.function, on the Python path"
+    remedy = "name a function as package.module.function, on the Python path"
     try:
         function = import_object(data.name)
     except ValueError as error:
@@ -97,15 +103,15 @@ def _check_variable(variable: VariableLength, name: str, size: int) -> None:
         return DataError("data.name", name, f"its VariableLength has {reason}", remedy)
 
     if not isinstance(variable.bucket, int) or variable.bucket < 1:
-        raise wrong(f"bucket={variable.bucket!r}", "Write a number of tokens, such as 64")
+        raise wrong(f"bucket={variable.bucket!r}", "a number of tokens, such as 64")
     for field, pad in variable.padding.items():
         if not isinstance(pad, Pad) or pad.dims < 1:
-            raise wrong(f"{pad!r} as padding of {field!r}", "Write Pad(value=0, dims=1)")
+            raise wrong(f"{pad!r} as padding of {field!r}", "Pad(value=0, dims=1)")
     if "inputs" not in variable.padding:
         raise wrong("no padding for 'inputs'", 'Write padding={"inputs": Pad(), ...}')
     if variable.lengths is not None and len(variable.lengths) != size:
         reason = f"{len(variable.lengths)} lengths for {size} training samples"
-        raise wrong(reason, "Give the length of each sample, or lengths=None")
+        raise wrong(reason, "give the length of each sample, or lengths=None")
 
 
 class CheckedSource:
@@ -170,7 +176,7 @@ class CheckedSource:
         """A sample, checked by itself."""
         sample = self._source[i]
         fields = "dict(inputs=tensor, targets=tensor)"
-        form = f"Return {fields}, with the other fields that the model takes"
+        form = f"return {fields}, with the other fields that the model takes"
         if not isinstance(sample, Mapping):
             raise self._wrong(i, f"is a {type(sample).__name__} and not a dict", form)
         if missing := [name for name in REQUIRED if name not in sample]:
@@ -178,7 +184,7 @@ class CheckedSource:
             raise self._wrong(i, reason, form)
         for name, value in sample.items():
             if not isinstance(value, Tensor):
-                remedy = "Convert it with torch.as_tensor"
+                remedy = "convert it with torch.as_tensor"
                 raise self._wrong(i, f"has a {type(value).__name__} as {name!r}", remedy)
         inputs = sample["inputs"]
         longer = inputs.dim() and inputs.size(0) > self._seq_len
@@ -186,17 +192,17 @@ class CheckedSource:
         tokens = self._padding or (inputs.dim() == 1 and not inputs.is_floating_point())
         if longer and tokens:
             reason = f"has {inputs.size(0)} tokens, more than seq_len={self._seq_len}"
-            remedy = f"Truncate it, or write seq_len={inputs.size(0)}"
+            remedy = f"truncate it, or write seq_len={inputs.size(0)}"
             raise self._wrong(i, reason, remedy)
         for name, pad in self._padding.items():
             if name not in sample:
-                remedy = "Remove it from the padding of VariableLength"
+                remedy = "remove it from the padding of VariableLength"
                 raise self._wrong(i, f"has no {name!r}, which VariableLength pads", remedy)
             shape = list(sample[name].shape)
             if shape[: pad.dims] != [inputs.size(0) if inputs.dim() else None] * pad.dims:
                 reason = f"has {name!r} of shape {shape} and inputs of {list(inputs.shape)}"
                 needed = f"[{'T, ' * pad.dims}...]"
-                remedy = f"With its padding its shape must be {needed} where inputs are [T, ...]"
+                remedy = f"with its padding its shape must be {needed} where inputs are [T, ...]"
                 raise self._wrong(i, reason, remedy)
         return dict(sample)
 
@@ -204,16 +210,16 @@ class CheckedSource:
         if sample.keys() != first.keys():
             odd = ", ".join(sorted(map(repr, sample.keys() ^ first.keys())))
             reason = f"and sample 0 do not both have {odd}"
-            raise self._wrong(i, reason, "Return the same keys in all samples")
+            raise self._wrong(i, reason, "return the same keys in all samples")
         for name, value in sample.items():
             other = first[name]
             if value.dtype != other.dtype:
                 reason = f"has {name!r} of {value.dtype}, and sample 0 of {other.dtype}"
-                raise self._wrong(i, reason, "Return the same dtypes in all samples")
+                raise self._wrong(i, reason, "return the same dtypes in all samples")
             dims = self._padding[name].dims if name in self._padding else 0  # of variable size
             if value.shape[dims:] != other.shape[dims:] or value.dim() != other.dim():
                 reason = f"has {name!r} of shape {list(value.shape)}, sample 0 {list(other.shape)}"
-                remedy = "Return samples of equal shapes, or give Data a variable=VariableLength()"
+                remedy = "return samples of equal shapes, or give Data a variable=VariableLength()"
                 if self.variable is not None:
-                    remedy = f"Return equal shapes, or give VariableLength a padding for {name!r}"
+                    remedy = f"return equal shapes, or give VariableLength a padding for {name!r}"
                 raise self._wrong(i, reason, remedy)

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from titanlike.config.errors import Problem
 from titanlike.config.schema import Config, HFData
 from titanlike.data.registry import DataError, missing_package
 from titanlike.data.text import check_tokenizer, file_states, files_under, open_texts, vocabulary
@@ -38,27 +39,23 @@ def open_data(data: HFData, config: Config) -> Data:
     return open_texts(data, config, data.path, identity(data), texts(data))
 
 
-def _check(data: HFData, config: Config) -> Iterator[DataError]:
+def _check(data: HFData, config: Config) -> Iterator[Problem]:
     if importlib.util.find_spec("datasets") is None:
-        yield missing_package("data", "hf", "datasets", "datasets")
-        return
-    if data.rows is not None and data.rows < 1:
-        fix = "Write data.rows=null for all"
-        yield DataError("data.rows", data.rows, "must be at least 1", fix)
+        raise missing_package("data", "hf", "datasets", "datasets")
     place = _local_path(data)
     if place is not None:
         if not files_under(place, BUILDERS):
-            fix = f"Give a folder of save_to_disk, or with files {' '.join(BUILDERS)}"
-            yield DataError("data.path", data.path, "no data are in it", fix)
+            fix = f"give a folder of save_to_disk, or with files {' '.join(BUILDERS)}"
+            yield Problem("data.path", data.path, "no data are in it", fix)
     elif data.path.startswith(("/", ".", "~")) or data.path.count("/") > 1:
         fix = (
-            "Give a folder that datasets has saved, files of Parquet, Arrow, JSON or CSV, or a name"
+            "give a folder that datasets has saved, files of Parquet, Arrow, JSON or CSV, or a name"
         )
-        yield DataError("data.path", data.path, "there is no such file or folder", fix)
+        yield Problem("data.path", data.path, "there is no such file or folder", fix)
     elif data.revision is None:
         reason = "a dataset that changes on the hub would not be the same for a run that resumes"
-        fix = "Write data.revision=main, or a commit"
-        yield DataError("data.revision", "null", reason, fix)
+        fix = "data.revision=main, or a commit"
+        yield Problem("data.revision", "null", reason, fix)
 
 
 CHECKS = (check_tokenizer, _check)
@@ -83,7 +80,7 @@ def texts(data: HFData) -> Iterator[str]:
     rows = _opened(data)
     columns = [*(getattr(rows, "features", None) or {})]
     if columns and data.text_key not in columns:
-        fix = f"Name one of its columns: data.text_key={columns[0]} ({', '.join(columns)})"
+        fix = f"name one of its columns: data.text_key={columns[0]} ({', '.join(columns)})"
         raise DataError("data.text_key", data.text_key, "the dataset has no such column", fix)
     if columns:
         rows = rows.select_columns([data.text_key])  # images and the like are not decoded
@@ -92,7 +89,7 @@ def texts(data: HFData) -> Iterator[str]:
             text = row.get(data.text_key)
             if not isinstance(text, str | None):
                 reason = f"holds {type(text).__name__} in row {number}, not text"
-                fix = f"Name a text column; there are {', '.join(row)}"
+                fix = f"name a text column; there are {', '.join(row)}"
                 raise DataError("data.text_key", data.text_key, reason, fix)
             if text:
                 yield text
@@ -115,7 +112,7 @@ def _opened(data: HFData) -> Any:
             rows = datasets.load_from_disk(str(place))
             if isinstance(rows, dict):  # else a single split, without a name
                 if data.split not in rows:
-                    fix = f"Write data.split={next(iter(rows))} (there are {', '.join(rows)})"
+                    fix = f"data.split={next(iter(rows))} (there are {', '.join(rows)})"
                     reason = "the dataset has no such split"
                     raise DataError("data.split", data.split, reason, fix)
                 rows = rows[data.split]
@@ -141,4 +138,4 @@ def _opened(data: HFData) -> Any:
 def _unreadable(data: HFData, error: Exception) -> DataError:
     words = " ".join(str(error).split())[:300]
     reason = f"datasets cannot read it ({type(error).__name__}: {words})"
-    return DataError("data.path", data.path, reason, "Give a dataset that it loads")
+    return DataError("data.path", data.path, reason, "give a dataset that it loads")

@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from titanlike.config.errors import Problem
 from titanlike.config.schema import Config, MixtureData, TextData, TokenData
 from titanlike.data import registry, text, tokens
 from titanlike.data.order import GlobalBatchSampler, shuffled_index
@@ -40,8 +41,9 @@ def open_data(data: MixtureData, config: Config) -> Data:
         try:
             opened[name] = registry.open_data(replace(config, data=_section(data, source)))
         except DataError as error:
-            key = error.key.replace("data.path", f"data.sources.{name}.path")
-            raise DataError(key, error.value, error.reason, error.remedy) from None
+            wrong = error.problem
+            key = wrong.key.replace("data.path", f"data.sources.{name}.path")
+            raise DataError(key, wrong.value, wrong.reason, wrong.fix) from None
     return mixture_of(opened, data, config)
 
 
@@ -64,23 +66,23 @@ def _section(data: MixtureData, source: Mapping[str, Any]) -> TokenData | TextDa
     return TextData(path=str(path), **common)
 
 
-def _check_sources(data: MixtureData, config: Config) -> Iterator[DataError]:
+def _check_sources(data: MixtureData, config: Config) -> Iterator[Problem]:
     every = list[Points]()
     if not isinstance(data.sources, dict) or not data.sources:
-        yield DataError("data.sources", data.sources, "names no source", f"Write {_EXAMPLE}")
+        yield Problem("data.sources", data.sources, "names no source", _EXAMPLE)
         return
     for name, source in data.sources.items():
         key = f"data.sources.{name}"
         if not isinstance(source, dict) or set(source) != {"path", "weight"}:
             reason = "a source has a path and a weight, and nothing else"
-            yield DataError(key, source, reason, f"Write {key}={{path:FOLDER,weight:0.5}}")
+            yield Problem(key, source, reason, f"{key}={{path:FOLDER,weight:0.5}}")
             continue
         try:
             every.append(points_of(source["weight"]))
         except (ValueError, TypeError):
             reason = "is neither a number of at least 0 nor [[step, weight], ...] with rising steps"
-            fix = f"Write {key}.weight=0.5, or {key}.weight=[[0,0.9],[1000,0.1]]"
-            yield DataError(f"{key}.weight", source["weight"], reason, fix)
+            fix = f"{key}.weight=0.5, or {key}.weight=[[0,0.9],[1000,0.1]]"
+            yield Problem(f"{key}.weight", source["weight"], reason, fix)
         section = _section(data, source)
         try:
             if isinstance(section, TokenData):
@@ -89,11 +91,11 @@ def _check_sources(data: MixtureData, config: Config) -> Iterator[DataError]:
             else:
                 text.find_files(section.path)
         except DataError as error:
-            yield DataError(f"{key}.path", source["path"], error.reason, error.remedy)
+            yield replace(error.problem, key=f"{key}.path", value=source["path"])
     for step in sorted({int(step) for points in every for step, _ in points}):
         if not sum(weight_at(points, step) for points in every):
             reason = f"all weights are 0 at step {step}"
-            yield DataError("data.sources", "", reason, f"Write {_EXAMPLE}")
+            yield Problem("data.sources", "", reason, _EXAMPLE)
             return
 
 
@@ -244,7 +246,7 @@ def mixture_of(opened: Mapping[str, Data], data: MixtureData, config: Config) ->
     for name, other in others:
         if (other.tokenizer, other.vocab_size) != (first.tokenizer, first.vocab_size):
             reason = f"has another tokenizer than {first_name}"
-            fix = "Tokenize both with the same one (data.tokenizer is that of text)"
+            fix = "tokenize both with the same one (data.tokenizer is that of text)"
             raise DataError(f"data.sources.{name}", data.sources[name], reason, fix)
     weights = [points_of(data.sources[name]["weight"]) for name in opened]
     seeds = [_seed(config.seed, name) for name in opened]

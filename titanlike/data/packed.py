@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
+from dataclasses import astuple
 from itertools import accumulate
 from typing import Any
 
@@ -27,15 +28,15 @@ def packed_data(
 ) -> Data:
     """Files of tokens as data. what: the data in words. Raises DataError for a part that is shorter
     than a sequence."""
-    for error in too_short(parts, config.seq_len):
-        raise error
+    for problem in too_short(parts, config.seq_len):
+        raise DataError(*astuple(problem))
     data: Any = config.data
     sources, separated = {}, boundary if data.documents else None
     for part, files in parts.items():
         sources[part] = PackedSource(files, config.seq_len, vocab_size, separated)
         if not len(sources[part]):
             reason = f"no file of the {part} part has as many as seq_len + 1 tokens"
-            raise DataError("data.path", data.path, reason, "Give larger files")
+            raise DataError("data.path", data.path, reason, "give larger files")
     train, validation = sources["train"], sources["validation"]
     what += f": {train.count:,} tokens for training, {validation.count:,} for validation"
     return Data(

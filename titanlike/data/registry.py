@@ -2,8 +2,8 @@
 
 Such a module has (synthetic.py is the smallest one):
 
-    CHECKS                   functions as `open_data`, each of which yields or raises DataErrors
-                             that are quick to find
+    CHECKS                   functions as `open_data`, each of which yields Problems that are quick
+                             to find, or raises a DataError
     vocabulary(data)         of a section of the config, `config.data`. Raises DataError
     open_data(data, config)  `sources.Data`: the training and the validation source. Raises
     DataError
@@ -14,10 +14,9 @@ Importing this file does not import torch.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from titanlike.config.errors import Problem
+from titanlike.config.errors import Problem, Refused
 from titanlike.config.schema import (
     ChatData,
     Config,
@@ -49,27 +48,13 @@ class Vocabulary(NamedTuple):
     boundary: int | None = None  # id between documents
 
 
-class DataError(ValueError):
-    """A config key whose value cannot be used, why, and what to write instead."""
-
-    def __init__(self, key: str, value: object, reason: str, remedy: str) -> None:
-        super().__init__(f"{key}={value}: {reason}. {remedy}")
-        self.key, self.value, self.reason, self.remedy = key, value, reason, remedy
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle by arguments: loader processes pass it to the training process."""
-        return type(self), (self.key, self.value, self.reason, self.remedy)
-
-
-def data_problem(error: DataError) -> Problem:
-    """The error of a config."""
-    remedy = error.remedy.removeprefix("Write ")
-    return Problem(error.key, error.value, error.reason, remedy[:1].lower() + remedy[1:])
+class DataError(Refused):
+    """An error in a key of the data, or in a file that it names."""
 
 
 def missing_package(key: str, value: object, package: str, extra: str) -> DataError:
     """The error for a package of an optional extra that is not installed."""
-    fix = f"Install it with: pip install 'titanlike[{extra}]'"
+    fix = f"install it with: pip install 'titanlike[{extra}]'"
     return DataError(key, value, f"the package {package} is not installed", fix)
 
 
@@ -91,28 +76,12 @@ def open_data(config: Config) -> Data:
 def problems(config: Config) -> list[Problem]:
     """Every error that is quick to find before a worker starts."""
     errors: list[Problem] = []
-    for check in (_wrong_values, *kind_of(config.data).CHECKS):
+    for check in kind_of(config.data).CHECKS:
         try:
-            errors += map(data_problem, check(config.data, config) or ())
+            errors += check(config.data, config) or ()
         except DataError as error:
-            errors.append(data_problem(error))
+            errors.append(error.problem)
     return [error for at, error in enumerate(errors) if error not in errors[:at]]
-
-
-def _wrong_values(data: Any, config: Config) -> Iterator[DataError]:
-    """Values of keys that several kinds have."""
-    fraction = getattr(data, "validation_fraction", 0.5)
-    if not 0 < fraction < 1:
-        fix = "Write 0.05, for example"
-        yield DataError("data.validation_fraction", fraction, "must be > 0 and < 1", fix)
-    workers, changed = loader_workers(config), data_changed(config)
-    if not isinstance(workers, int) or workers < 0:
-        yield DataError("data.workers", workers, "must be a number >= 0", "Write data.workers=0")
-    if not isinstance(changed, bool):
-        yield DataError("data.changed", changed, "must be true or false", "Write data.changed=true")
-    size = getattr(data, "vocab_size", None)
-    if size is not None and size < 1:
-        yield DataError("data.vocab_size", size, "must be at least 1", "Write 256, or more")
 
 
 def vocab_size(config: Config) -> int:

@@ -31,6 +31,7 @@ from typing import IO, TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 
+from titanlike.config.errors import Problem
 from titanlike.config.files import open_regular, read_object
 from titanlike.config.schema import ChatData, Config, HFData, MixtureData, TextData
 from titanlike.data.order import is_for_validation
@@ -97,7 +98,7 @@ def _check_files(data: TextData, config: Config) -> None:
         _parquet_file(parquet).close()
 
 
-def _check_stand_in(data: TextData, config: Config) -> Iterator[DataError]:
+def _check_stand_in(data: TextData, config: Config) -> Iterator[Problem]:
     """A model of a large vocabulary needs real data: data.path=null is for the small ones."""
     model_size = config.model.args.get("vocab_size")
     if data.path is not None or not isinstance(model_size, int):
@@ -115,8 +116,8 @@ def _check_stand_in(data: TextData, config: Config) -> Iterator[DataError]:
         tokens += " data.dtype=uint32" if model_size > 1 << 16 else ""
         synthetic = f"data=synthetic data.vocab_size={model_size}"
         text = "data=text data.path=FOLDER data.tokenizer=TOKENIZER"
-        fix = f"Write {tokens}, or {text}; to try the model's speed, {synthetic}"
-        yield DataError("data.path", "null", reason, fix)
+        fix = f"{tokens}, or {text}; to try the model's speed, {synthetic}"
+        yield Problem("data.path", "null", reason, fix)
 
 
 CHECKS = (check_tokenizer, _check_files, _check_stand_in)
@@ -166,8 +167,8 @@ def no_files(
     """The error where there is no file. advice: added where there is no such path."""
     if not root.is_dir():
         reason = f"there is no such file or folder (from {os.getcwd()})"
-        return DataError(key, path, reason, f"Give the path of a file or folder{advice}")
-    fix = f"Give a file, or a folder with files that end in {' '.join(sorted(suffixes))}"
+        return DataError(key, path, reason, f"give the path of a file or folder{advice}")
+    fix = f"give a file, or a folder with files that end in {' '.join(sorted(suffixes))}"
     return DataError(key, path, f"no file to read in {root}", fix)
 
 
@@ -177,7 +178,7 @@ def file_states(files: Iterable[Path]) -> list[tuple[str, int, int]]:
         return [(str(f), (s := f.stat()).st_size, s.st_mtime_ns) for f in files]
     except OSError as error:
         reason = f"cannot be read ({error.strerror})"
-        raise DataError("data.path", error.filename, reason, "Fix or delete it") from None
+        raise DataError("data.path", error.filename, reason, "fix or delete it") from None
 
 
 def identity(data: TextData) -> list[Any]:
@@ -202,10 +203,10 @@ def documents(files: Iterable[Path], text_key: str) -> Iterator[str]:
             line = f"line {record.number} " if record.number else ""
             if record.misses_text:
                 reason = f"{line and line + 'of '}{file} {record.reason}"
-                fix = "Name the field, or the column, that holds the text"
+                fix = "name the field, or the column, that holds the text"
                 raise DataError("data.text_key", text_key, reason, fix)
-            fix = "Give UTF-8 text that can be read, or remove the file from the folder"
-            fix = "Fix or delete that line; each must be one JSON object" if line else fix
+            fix = "give UTF-8 text that can be read, or remove the file from the folder"
+            fix = "fix or delete that line; each must be one JSON object" if line else fix
             raise DataError("data.path", file, line + record.reason, fix)
 
 
@@ -299,7 +300,7 @@ def _parquet_file(file: Path) -> Any:
         return parquet.ParquetFile(file)
     except ArrowInvalid as error:
         reason = f"is not a Parquet file ({error})"
-        raise DataError("data.path", file, reason, "Give a complete Parquet file") from None
+        raise DataError("data.path", file, reason, "give a complete Parquet file") from None
 
 
 def _kind(path: Path) -> str:
@@ -356,7 +357,7 @@ def cached(
                     os.rename(unfinished, folder)
     except OSError as error:
         reason = f"the folder cannot be written ({error.strerror or error})"
-        fix = "Give a writable folder with 2 to 4 bytes of space per token: "
+        fix = "give a writable folder with 2 to 4 bytes of space per token: "
         raise DataError("data.cache", root, reason, fix + "data.cache=/tmp/titanlike") from None
     entry = read(folder)
     assert entry is not None, f"{folder} was just written"
@@ -427,7 +428,7 @@ def _write_corpus(
             entry.documents[part] += 1
             last[part] = len(document)
     if not any(entry.documents.values()):
-        raise DataError("data.path", data.path, "it contains no text", "Give files with some text")
+        raise DataError("data.path", data.path, "it contains no text", "give files with some text")
     for empty, full in (PARTS, PARTS[::-1]):
         if entry.documents[empty] == 0:
             _move_last(entry, empty, full, last[full], data.validation_fraction)

@@ -216,14 +216,14 @@ def _check_plan(out: Path, plan: dict[str, Any]) -> None:
     path, text = out / PLAN, json.dumps(plan)
     if not path.exists():
         if strange := sorted(p.name for p in out.iterdir()):
-            raise DataError("OUT", out, f"has other files ({strange[0]})", "Give a new folder")
+            raise DataError("OUT", out, f"has other files ({strange[0]})", "give a new folder")
         atomic_write_text(path, text)
         return
     before = read_object(path)
     if before != json.loads(text):
         what = "the corpus" if before.get("settings") == plan["settings"] else "a setting"
         reason = f"was begun with another state of {what}"
-        raise DataError("OUT", out, reason, "Give a new folder, or remove this one")
+        raise DataError("OUT", out, reason, "give a new folder, or remove this one")
 
 
 # --- a unit
@@ -294,7 +294,7 @@ def _finish(out: Path, count: int, settings: Settings, tokenizer: Tokenizer) -> 
     """Write bad.jsonl, the tokenizer and the index, from what is known of all units."""
     done = [unit for number in range(count) if (unit := _done(out, number)) is not None]
     if not sum(unit.documents for unit in done):
-        raise DataError("CORPUS", out, "it contains no text", "Give files with some text")
+        raise DataError("CORPUS", out, "it contains no text", "give files with some text")
     named = [out / f"{_name(number)}.{BAD}" for number in range(count)]
     if lines := "".join(path.read_text() for path in named if path.exists()):
         atomic_write_text(out / BAD, lines)

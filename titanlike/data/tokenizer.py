@@ -66,7 +66,7 @@ def open_tokenizer(name: str) -> Tokenizer:
         file = next((file for file in inside if file.is_file()), None)
         if file is None:
             reason = "the folder has neither tokenizer.json nor tokenizer.model"
-            fix = "Give a folder with one, or data.tokenizer=bytes"
+            fix = "give a folder with one, or data.tokenizer=bytes"
             raise DataError("data.tokenizer", name, reason, fix)
         path = file
     if path.suffix == ".model" and path.is_file():
@@ -108,7 +108,7 @@ class JsonTokenizer:
             raise missing_package("data.tokenizer", str(path), "tokenizers", "text") from None
 
         def wrong(reason: str) -> DataError:
-            fix = "Give the path of a tokenizer.json, or data.tokenizer=bytes"
+            fix = "give the path of a tokenizer.json, or data.tokenizer=bytes"
             return DataError("data.tokenizer", str(path), reason, fix)
 
         def read() -> Any:
@@ -172,7 +172,7 @@ class SentencePieceTokenizer:
             self._model.load_from_serialized_proto(content)
         except RuntimeError as error:
             reason = f"not a sentencepiece model ({' '.join(str(error).split())[:100]})"
-            fix = "Give another file, or data.tokenizer=bytes"
+            fix = "give another file, or data.tokenizer=bytes"
             raise DataError("data.tokenizer", path, reason, fix) from None
         past = self._model.get_piece_size()
         ends = [token for token in (self._model.eos_id(), self._model.bos_id()) if token >= 0]

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from titanlike.config.errors import Problem
 from titanlike.config.files import read_object
 from titanlike.config.schema import Config, TokenData
 from titanlike.data.registry import DataError, Vocabulary
@@ -91,45 +92,45 @@ def vocabulary(data: TokenData) -> Vocabulary:
     return Vocabulary(tokens.vocab_size, tokens.tokenizer, tokens.boundary)
 
 
-def _check_lengths(data: TokenData, config: Config) -> Iterator[DataError]:
+def _check_lengths(data: TokenData, config: Config) -> Iterator[Problem]:
     tokens = read_tokens(data)
     if 0 < data.validation_fraction < 1:
         yield from too_short(tokens.parts(data.validation_fraction), config.seq_len)
 
 
-def _check_boundary(data: TokenData, config: Config) -> Iterator[DataError]:
+def _check_boundary(data: TokenData, config: Config) -> Iterator[Problem]:
     """documents=true needs a boundary token that occurs in the file; its beginning is searched."""
     if not data.documents:
         return
     tokens = read_tokens(data)
-    boundary, remedy = tokens.boundary, "Write the id of the token that begins a document"
+    boundary, remedy = tokens.boundary, "the id of the token that begins a document"
     remedy += ", data.boundary=0"
     if boundary is None:
-        yield DataError("data.boundary", "null", "documents=true needs the boundary token", remedy)
+        yield Problem("data.boundary", "null", "documents=true needs the boundary token", remedy)
     elif not 0 <= boundary < tokens.vocab_size:
         reason = f"is not a token id below data.vocab_size={tokens.vocab_size}"
-        yield DataError("data.boundary", boundary, reason, remedy)
+        yield Problem("data.boundary", boundary, reason, remedy)
     else:
         ids = open_tokens(tokens.files[0].path, tokens.files[0].dtype)[:_MAX_SEARCHED]
         chunks = (ids[at : at + _CHUNK] for at in range(0, len(ids), _CHUNK))
         if not any((chunk == boundary).any() for chunk in chunks):
             reason = f"is not among the first {len(ids):,} tokens"
-            yield DataError("data.boundary", boundary, reason, f"{remedy}, or data.documents=false")
+            yield Problem("data.boundary", boundary, reason, f"{remedy}, or data.documents=false")
 
 
 CHECKS = (_check_lengths, _check_boundary)
 
 
-def too_short(parts: Parts, seq_len: int) -> Iterator[DataError]:
+def too_short(parts: Parts, seq_len: int) -> Iterator[Problem]:
     """An error for each part of the data that is shorter than one sequence."""
     for part, files in parts.items():
         count = sum(file.count for file in files)
         if count <= seq_len:
             reason = f"the {part} part of the data has {count} tokens, a sequence needs seq_len + 1"
-            fix = "Give more text with data.path"
+            fix = "give more text with data.path"
             fix += ", or raise data.validation_fraction" if part == "validation" else ""
             fix += f", or write seq_len={count - 1}" if count > 1 else ""
-            yield DataError("seq_len", seq_len, reason, fix)
+            yield Problem("seq_len", seq_len, reason, fix)
 
 
 # --- files --------------------------------------------------------------------------------------
@@ -142,10 +143,10 @@ def open_tokens(path: Path, dtype: str) -> np.ndarray:
     the file is missing, empty, or of another format.
     """
     if not path.is_file():
-        fix = "Give a .npy or raw .bin file of token ids"
+        fix = "give a .npy or raw .bin file of token ids"
         raise DataError("data.path", path, "there is no such file", fix)
     if path.suffix == ".npy":
-        remedy = "Save a one-dimensional array of integers with numpy.save"
+        remedy = "save a one-dimensional array of integers with numpy.save"
         try:
             tokens = np.load(path, mmap_mode="r", allow_pickle=False)
         except (ValueError, EOFError, OSError) as error:
@@ -158,7 +159,7 @@ def open_tokens(path: Path, dtype: str) -> np.ndarray:
     size = path.stat().st_size
     if size == 0 or size % itemsize:
         reason = f"{size} bytes are not a multiple of the {itemsize} bytes of a {dtype} token id"
-        fix = "Give a complete file, and data.dtype=uint16 or data.dtype=uint32 as it was written"
+        fix = "give a complete file, and data.dtype=uint16 or data.dtype=uint32 as it was written"
         raise DataError("data.path", path, reason, fix)
     # A plain array over the map: slicing np.memmap itself is several times slower.
     return np.asarray(np.memmap(path, mode="r", dtype=np.dtype(dtype).newbyteorder("<")))
@@ -180,20 +181,20 @@ def read_tokens(data: TokenData) -> TokenSet:
         else:
             files.append(TokenFile(path, data.dtype, 0, len(open_tokens(path, data.dtype))))
     if not files:
-        raise DataError("data.path", data.path, "names no file", "Give a file, or a folder")
+        raise DataError("data.path", data.path, "names no file", "give a file, or a folder")
     vocab_size, boundary, tokenizer = data.vocab_size, data.boundary, None
     if indices:
         folder, first = indices[0]
         for path, index in indices:
             if index["tokenizer"] != first["tokenizer"]:
                 reason = f"was written with another tokenizer than {folder}"
-                raise DataError("data.path", path, reason, "Tokenize both with the same one")
+                raise DataError("data.path", path, reason, "tokenize both with the same one")
         vocab_size = first["vocab_size"] if vocab_size is None else vocab_size
         boundary = first["boundary"] if boundary is None else boundary
         tokenizer = "bytes" if first["tokenizer"] == "bytes" else str(folder / TOKENIZER)
     if vocab_size is None:
         reason = "a file of ids does not say how many there are"
-        fix = "Write data.vocab_size=50257, or as it is"
+        fix = "data.vocab_size=50257, or as it is"
         raise DataError("data.vocab_size", "null", reason, fix)
     return TokenSet(files, vocab_size, boundary, tokenizer)
 
@@ -213,7 +214,7 @@ def _read_index(folder: Path) -> dict[str, Any]:
         raise DataError("data.path", folder, f"{INDEX} cannot be read ({error})", _AGAIN) from None
     if index.get("format") != FORMAT:
         reason = f"has format {index.get('format')}, and this version reads {FORMAT}"
-        raise DataError("data.path", folder, reason, "Tokenize it again")
+        raise DataError("data.path", folder, reason, "tokenize it again")
     return index
 
 

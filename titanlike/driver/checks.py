@@ -26,7 +26,7 @@ from titanlike.checkpoint.discovery import (
 )
 from titanlike.checkpoint.storage import DamagedCheckpoint, Storage, UnreadableFile
 from titanlike.config import credentials, files, validate
-from titanlike.config.errors import Problem
+from titanlike.config.errors import Problem, Refused
 from titanlike.config.parse import to_plain
 from titanlike.config.schema import MESH_AXES, Config, MemoryProfile, TensorBoard
 from titanlike.data import registry as data
@@ -151,8 +151,9 @@ def _checkpoint_problems(config: Config) -> Iterator[Problem]:
             return
     try:
         newest = select_resume(config).path
-        if newest is not None and (text := incompatibility(newest, config)):
-            raise ValueError(text)
+        if newest is not None and (problem := incompatibility(newest, config)):
+            yield problem
+            return
         if newest is None and from_folder:
             from titanlike.checkpoint import hf_start  # imports torch
 
@@ -164,8 +165,10 @@ def _checkpoint_problems(config: Config) -> Iterator[Problem]:
     except DamagedCheckpoint as error:
         fix = "checkpoint.resume=/another/checkpoint"
         yield Problem("checkpoint", str(error.folder), str(error), fix)
+    except Refused as error:
+        yield error.problem
     except ValueError as error:
-        yield Problem.parse("checkpoint.resume", str(error))
+        yield Problem("checkpoint.resume", "", str(error))
     except UnreadableFile as error:
         yield Problem("checkpoint", str(checkpoint_folder(config)), str(error))
     except Exception as error:  # file systems raise errors of their own: permissions, network

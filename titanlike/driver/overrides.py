@@ -36,7 +36,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from titanlike.config import validate
 from titanlike.config.errors import Problem, override_text, some_names
-from titanlike.config.imports import outside
+from titanlike.config.imports import named_code, outside
 from titanlike.config.overrides import ADDED, aliases_problem, from_hydra, key_of, to_hydra
 from titanlike.config.parse import parse
 from titanlike.config.program import conf_dir
@@ -101,6 +101,7 @@ class CheckedOverrides:
         self._compositions: dict[tuple[str, ...], DictConfig] = {}  # of choices
         self._choices: tuple[str, ...] = ()  # of self._valid
         self._valid = DictConfig({})  # composed of what is valid so far
+        self._values: list[Override] = []  # with self._choices in self._valid
 
     def add(self, problem: Problem) -> None:
         if problem not in self.problems:
@@ -257,9 +258,9 @@ class CheckedOverrides:
         choices = {group: self._repository.get_group_options(group) for group in groups}
         return Advice(self._valid, choices, self._applied)
 
-    def _applied(self, words: list[str]) -> list[str]:
-        """These overrides, added to those that are valid, with values of the right type; [] if
-        that cannot be."""
+    def _applied(self, words: list[str], attempts: int = 4) -> list[str]:
+        """These overrides, added to those that are valid, with values that can be; [] if none are
+        found in so many attempts."""
         overrides = [parse_override(to_hydra(word), self._loader) for word in words]
         if not all(o and (self.multirun or not o.is_sweep_override()) for o in overrides):
             return []
@@ -275,23 +276,34 @@ class CheckedOverrides:
                 chosen = [str(o.input_line) for o in new.values()]
                 composed = self._compose([*self._lines, *others, *chosen])
             composed = copy.deepcopy(composed)
+            for override in self._values if new else ():  # that the other choice has, too
+                with contextlib.suppress(Exception):
+                    ConfigLoaderImpl._apply_overrides_to_config([override], composed)
             ConfigLoaderImpl._apply_overrides_to_config(values, composed)
-            config, problems = parse(plain_config(composed))
+            plain = plain_config(composed)
+            config, problems = parse(plain)
         except Exception:  # of Hydra, of OmegaConf's resolvers
             return []
         # an impossible number, too, where its own fix is one override
         single = re.compile(r"[\w.]+=\S+")
         problems += [p for p in validate.problems(config) if single.fullmatch(p.fix)]
         keys = [o.key_or_group for o in values]
+        # what takes the model to be found, where no code of others would run
+        if "split" in new and not problems and not any(named_code(plain, {})):
+            from titanlike.training.train_plan import preflight  # imports torch
+
+            problems = preflight(config)
         for problem in problems:
             if any(problem.key.startswith(k) or k.startswith(f"{problem.key}.") for k in keys):
                 right = [word for word in words if key_of(word) != problem.key]
-                return [*right, problem.fix] if problem.fix.startswith(f"{problem.key}=") else []
+                fixed = [*right, problem.fix] if problem.fix.startswith(f"{problem.key}=") else []
+                return self._applied(fixed, attempts - 1) if fixed and attempts else []
         return words
 
     def _apply(self, composed: DictConfig, values: list[Override]) -> None:
         """Apply each override by itself, with the first value of a sweep."""
         rejected: list[tuple[Override, Exception | None]] = []
+        self._values = []
         for override in values:
             single = _first(override)
             if not may_set(single, composed):
@@ -300,6 +312,7 @@ class CheckedOverrides:
             self.notes += [n for n in mapping_kept(single, composed) if n not in self.notes]
             try:
                 ConfigLoaderImpl._apply_overrides_to_config([single], composed)
+                self._values.append(single)
             except Exception as error:
                 rejected.append((override, error))
         for override, error in rejected:

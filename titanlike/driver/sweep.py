@@ -16,10 +16,10 @@ from omegaconf import DictConfig
 
 from titanlike.config.credentials import REDACTED, redact_override
 from titanlike.config.errors import Problem, quoted
+from titanlike.config.keys import parse_share
 from titanlike.config.overrides import from_hydra, key_of
 from titanlike.config.program import program
 from titanlike.config.schema import Config, Sweep
-from titanlike.config.validate import parse_share
 from titanlike.driver.job import SWEEP_FILE, JobRunner
 from titanlike.driver.sweep_status import (
     SUBMITTED,

@@ -9,11 +9,11 @@ receives. Imports no torch.
 from __future__ import annotations
 
 import difflib
-import math
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from titanlike.config.errors import Refused, override_text
 from titanlike.config.schema import BalanceSplit, EvenSplit, PointSplit
 
 if TYPE_CHECKING:  # imported where parts are weighed
@@ -27,12 +27,8 @@ class Unit(NamedTuple):
     block: bool  # one of the repeated layers, which split=even and split.balance count
 
 
-class SplitError(ValueError):
-    """A split that does not fit the model or the schedule: key, value, reason, and a fix."""
-
-    def __init__(self, key: str, value: Any, reason: str, fix: str) -> None:
-        super().__init__(f"{key}={_text(value)}: {reason}; {fix}")
-        self.key, self.value, self.reason, self.fix = key, value, reason, fix
+class SplitError(Refused):
+    """A split that does not fit the model or the schedule."""
 
 
 def partition(
@@ -45,7 +41,7 @@ def partition(
     if not units:  # a model without modules inside, as torch.nn.Linear
         if stages > 1:
             reason = "the model has no modules inside between which it could be cut"
-            raise SplitError("split", split.name, reason, "write pp=1")
+            raise SplitError("split", split.name, reason, "pp=1")
         return [[]]
     match split:
         case EvenSplit():
@@ -108,11 +104,6 @@ def lightest_parts(tables: Sequence[np.ndarray], latest: bool = False) -> tuple[
 
 
 def _even_starts(units: list[Unit], split: EvenSplit, stages: int) -> list[int]:
-    for key in ("embedding_weight", "head_weight"):
-        weight = getattr(split, key)
-        if not 0 <= weight < math.inf:
-            reason = "a weight is a number of blocks, 0 or more"
-            raise SplitError(f"split.{key}", weight, reason, f"write split.{key}=1.0")
     blocks = _blocks(units)
     if stages <= len(blocks):
         weights = [1.0] * len(blocks)
@@ -169,9 +160,10 @@ def _point_starts(units: list[Unit], points: list[str], stages: int) -> list[int
     for point in points:
         if point not in at:
             near = difflib.get_close_matches(point, at, n=1)
-            known = f"the units are {_text([units[0].name, '...', units[-1].name])}"
-            fix = f"did you mean {near[0]}?" if near else known
-            raise wrong(f"the model has no unit {point}", fix)
+            known = f"the units are {override_text([units[0].name, '...', units[-1].name])}"
+            right = [near[0] if other == point else other for other in points] if near else []
+            fix = f"split.points={override_text(right)}" if near else None
+            raise wrong(f"the model has no unit {point}; {known}", fix)
         if at[point] == 0:
             raise wrong(f"{point} is the first unit, where the first stage begins anyway")
     for before, after in pairwise(points):
@@ -180,7 +172,7 @@ def _point_starts(units: list[Unit], points: list[str], stages: int) -> list[int
         if at[before] == at[after]:
             raise wrong(f"{after} begins where {before} does")
         if at[before] > at[after]:
-            fix = f"write split.points={_text(sorted(set(points), key=at.__getitem__))}"
+            fix = f"split.points={override_text(sorted(set(points), key=at.__getitem__))}"
             raise wrong(f"{after} comes before {before} in the model", fix)
     if (made := len(points) + 1) != stages:
         schedule = f"the schedule has {stages}, which takes {stages - 1} points"
@@ -206,10 +198,5 @@ def _example(key: str, units: list[Unit], stages: int) -> str:
     if key == "split.points":
         if not all(parts):
             return f"there can be at most {len(units)} stages; write split=even"
-        return f"for example {key}={_text([part[0] for part in parts[1:]])}"
-    return f"for example {key}={_text([len(blocks.intersection(part)) for part in parts])}"
-
-
-def _text(value: Any) -> str:
-    """Text as on the command line: lists without spaces and quotes."""
-    return f"[{','.join(map(str, value))}]" if isinstance(value, list) else str(value)
+        return f"{key}={override_text([part[0] for part in parts[1:]])}"
+    return f"{key}={override_text([len(blocks.intersection(part)) for part in parts])}"

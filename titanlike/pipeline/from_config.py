@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Callable
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any, TypeGuard
 
+from titanlike.config.errors import Problem, Refused, nearest
 from titanlike.config.imports import import_object
 from titanlike.config.schema import AutoSchedule, CsvSchedule, Custom, LoopedSchedule, Schedule
+from titanlike.config.validate import value_problems
 from titanlike.pipeline.order import Order
 from titanlike.pipeline.schedules import SCHEDULES, V_SCHEDULES
 
@@ -19,13 +21,13 @@ AnySchedule = Schedule | LoopedSchedule | CsvSchedule | AutoSchedule | Custom
 def build_order(schedule: AnySchedule, pp: int, microbatches: int) -> Order:
     """The checked Order of a config's schedule.
 
-    Raises ValueError naming the key, its value and what works: for sizes that the schedule cannot
-    do, an unreadable CSV, a wrong import path, and an Order that fails its `check`.
+    Raises Refused for sizes that the schedule cannot do, an unreadable CSV, a wrong import path,
+    and an Order that fails its `check`.
     """
     if isinstance(schedule, Custom):
         return _custom_order(schedule, pp, microbatches)
     if problem := microbatch_problem(schedule, pp, microbatches):
-        raise ValueError(problem)
+        raise Refused(*astuple(problem))
     if _in_a_file(schedule):
         return csv_order(schedule)
     schedule = _until_found(schedule)
@@ -80,74 +82,54 @@ def declared_microbatches(schedule: AnySchedule) -> int | None:
     return schedule.microbatches
 
 
-def microbatch_problem(schedule: AnySchedule, pp: int, microbatches: int) -> str | None:
-    """Why the schedule cannot run so many microbatches on pp ranks, and what works; None = it can.
+def microbatch_problem(schedule: AnySchedule, pp: int, microbatches: int) -> Problem | None:
+    """Why the schedule cannot run so many microbatches on pp ranks; None = it can.
 
     GPipe, 1F1B, interleaved 1F1B, looped BFS and ZB-V run any number, also fewer than stages.
     DualPipeV overlaps two directions and needs 2 * pp. The interleaved zero-bubble schedule needs
     rounds of equal length and at least two stages a rank. Any pp from 1 works.
     """
-    key = f"schedule.microbatches={microbatches}"
+
+    def problem(reason: str, works: int) -> Problem:
+        key = "schedule.microbatches"
+        return Problem(key, microbatches, reason, f"{key}={works}")
+
     if microbatches < 1:
-        return f"{key}: a batch has at least 1 microbatch; write schedule.microbatches=1"
+        return problem("a batch has at least 1 microbatch", 1)
     if isinstance(schedule, Custom):
         try:
             _custom_order(schedule, pp, microbatches)
             return None
-        except ValueError as error:
-            return str(error)
+        except Refused as error:
+            return error.problem
     if _in_a_file(schedule):
         order = csv_order(schedule)
         sizes = {"pp": (len(order.ranks), pp), "microbatches": (order.microbatches, microbatches)}
         for what, (size, asked) in sizes.items():
             if asked != size:
-                return f"schedule.path={schedule.path}: its order has {what}={size}, not {asked}"
+                reason = f"its order has {what}={size}, not {asked}"
+                return Problem("schedule.path", schedule.path, reason)
         return None
-    if problem := _stages_problem(schedule):
-        return problem
+    if wrong := _stages_problem(schedule):
+        return wrong
     if schedule.name == "dualpipev" and microbatches < (least := 2 * pp):
-        fix = f"schedule.microbatches={least}"
-        return f"{key}: dualpipev with pp={pp} needs at least 2 * pp = {least}; write {fix}"
+        return problem(f"dualpipev with pp={pp} needs at least 2 * pp = {least}", least)
 
     def equal_rounds(count: int) -> bool:
         return count % max(1, count // pp) == 0
 
     if schedule.name == "interleavedzerobubble" and not equal_rounds(microbatches):
-        near = next(filter(equal_rounds, _nearest_first(microbatches, pp)))
-        return (
-            f"{key}: {schedule.name} with pp={pp} makes {microbatches // pp} rounds of equal "
-            f"length of them; write schedule.microbatches={near} (any multiple of pp works)"
-        )
+        rounds = f"makes {microbatches // pp} rounds of equal length of them"
+        reason = f"{schedule.name} with pp={pp} {rounds}; any multiple of pp works"
+        return problem(reason, next(filter(equal_rounds, _nearest_first(microbatches, pp))))
     return None
 
 
-def _stages_problem(schedule: Schedule | CsvSchedule | AutoSchedule) -> str | None:
+def _stages_problem(schedule: Schedule | CsvSchedule | AutoSchedule) -> Problem | None:
     """What is wrong whatever the number of microbatches: the name, the stages a rank."""
-    rules: list[tuple[bool, str, str, str]] = []  # (whether it is broken, key, reason, what works)
-    if isinstance(schedule, AutoSchedule):
-        count, memory, in_flight = schedule.stages_per_rank, schedule.memory, schedule.in_flight
-        a_v = schedule.search == "order" and schedule.placement == "v"
-        held = "a rank holds at least a microbatch of all its stages"
-        rules = [
-            (count < 1, "stages_per_rank", "a rank has at least 1 stage", "1"),
-            (
-                a_v and count != 2,
-                *("stages_per_rank", "a V has two stages a rank", "2, or schedule.placement=loop"),
-            ),
-            (memory is not None and memory <= 0, "memory", "must be a share of 1f1b's", "1.0"),
-            (in_flight is not None and in_flight < 1, "in_flight", held, "1"),
-        ]
-    elif schedule.name not in SCHEDULES:
+    if not isinstance(schedule, AutoSchedule) and schedule.name not in SCHEDULES:
         return _unknown_schedule(schedule.name)
-    elif isinstance(schedule, LoopedSchedule):
-        least = 2 if schedule.name == "interleavedzerobubble" else 1
-        reason = f"{schedule.name} needs at least {least}"
-        rules = [(schedule.stages_per_rank < least, "stages_per_rank", reason, f"{least}")]
-    for broken, key, reason, works in rules:
-        if broken:
-            value = getattr(schedule, key)
-            return f"schedule.{key}={value}: {reason}; write schedule.{key}={works}"
-    return None
+    return next((problem for problem, _ in value_problems(schedule, "schedule")), None)
 
 
 def _nearest_first(value: int, pp: int) -> list[int]:
@@ -156,46 +138,45 @@ def _nearest_first(value: int, pp: int) -> list[int]:
 
 
 def csv_order(schedule: CsvSchedule | AutoSchedule) -> Order:
-    """The order in a CSV file. Raises ValueError."""
+    """The order in a CSV file. Raises Refused."""
     assert schedule.path is not None
     try:
         return _with_backwards(Order.from_csv(Path(schedule.path).read_text(encoding="utf-8")))
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
-        raise ValueError(
-            f"schedule.path={schedule.path}: {reason}. Expected a CSV with a row a pipeline rank "
-            "and cells such as 0F0, 0B0"
-        ) from error
+        fix = "a CSV has a row for each pipeline rank, and cells such as 0F0, 0B0"
+        raise Refused("schedule.path", schedule.path, str(reason), fix) from error
 
 
 def _custom_order(schedule: Custom, pp: int, microbatches: int) -> Order:
     """What the user's function returns, checked; `microbatches` replaces the one in `args`."""
-    key = f"schedule.name={schedule.name}"
+
+    def wrong(reason: str, fix: str = "") -> Refused:
+        return Refused("schedule.name", schedule.name, reason, fix)
+
     function = _import_schedule(schedule.name)
     if "pp" in schedule.args:
-        raise ValueError(f"schedule.pp={schedule.args['pp']}: remove it; the mesh's pp is passed")
+        raise Refused("schedule.pp", schedule.args["pp"], "remove it; the mesh's pp is passed")
     kwargs: dict[str, Any] = {**schedule.args, "pp": pp, "microbatches": microbatches}
     signature = inspect.signature(function)
     try:
         signature.bind(**kwargs)
     except TypeError as error:
         called = "called with pp, microbatches and the keys of schedule"
-        raise ValueError(f"{key}: {called}: {error}; it takes {signature}") from None
+        raise wrong(f"{called}: {error}", f"it takes {signature}") from None
     try:
         order = function(**kwargs)
     except Exception as error:
-        raise ValueError(f"{key}: raised {type(error).__name__}: {error}") from error
+        raise wrong(f"raised {type(error).__name__}: {error}") from error
     if not isinstance(order, Order):
-        raise ValueError(f"{key}: returned a {type(order).__name__}; return an Order")
+        raise wrong(f"returned a {type(order).__name__}", "return an Order")
     if (len(order.ranks), order.microbatches) != (pp, microbatches):
-        raise ValueError(
-            f"{key}: asked for {pp} pipeline ranks and {microbatches} microbatches, returned an "
-            f"Order of {len(order.ranks)} and {order.microbatches}"
-        )
+        asked = f"asked for {pp} pipeline ranks and {microbatches} microbatches"
+        raise wrong(f"{asked}, returned an Order of {len(order.ranks)} and {order.microbatches}")
     try:
         return _with_backwards(order.check())
     except ValueError as error:
-        raise ValueError(f"{key}: {error}") from error
+        raise wrong(str(error)) from error
 
 
 def _with_backwards(order: Order) -> Order:
@@ -206,25 +187,24 @@ def _with_backwards(order: Order) -> Order:
 
 
 def _import_schedule(name: str) -> Callable[..., Any]:
-    """The user's function. Raises ValueError."""
+    """The user's function. Raises Refused."""
     if "." not in name:
-        raise ValueError(_unknown_schedule(name))
+        raise Refused(*astuple(_unknown_schedule(name)))
     try:
         function = import_object(name)
     except ValueError as error:
-        raise ValueError(f"schedule.name={name}: {error}") from error
+        raise Refused("schedule.name", name, str(error)) from error
     if not callable(function):
-        raise ValueError(f"schedule.name={name}: it is no function, but {function!r}")
+        raise Refused("schedule.name", name, f"it is no function, but {function!r}")
     return function
 
 
-def _unknown_schedule(name: str) -> str:
+def _unknown_schedule(name: str) -> Problem:
     names = [*SCHEDULES, "csv", "auto"]
-    near = difflib.get_close_matches(name, names, n=1)
-    return (
-        f"schedule.name={name}: no such schedule{f'; did you mean {near[0]}?' if near else ''} "
-        f"Known: {', '.join(names)}, or an import path package.module.function"
-    )
+    known = f"{', '.join(names)}, or an import path package.module.function"
+    near = nearest(name, names)
+    fix = f"schedule={near}" if near else ""
+    return Problem("schedule.name", name, f"no such schedule; known: {known}", fix)
 
 
 class NoDivision(ValueError):
@@ -241,7 +221,7 @@ def derive_microbatches(schedule: AnySchedule, pp: int, batch_per_dp_rank: int) 
 
     The largest divisor of the batch up to 4 * pp that the schedule can run; the smallest above
     where there is none, or none that gives every rank a microbatch. Without a pipeline as few as
-    possible. Raises ValueError, with the nearest batch that works, where no divisor does.
+    possible. Raises Refused; NoDivision, with the nearest batch that works, where no divisor does.
     """
     batch = batch_per_dp_rank
     if _in_a_file(schedule):
@@ -254,7 +234,7 @@ def derive_microbatches(schedule: AnySchedule, pp: int, batch_per_dp_rank: int) 
     if isinstance(schedule, Custom):
         _import_schedule(schedule.name)  # a wrong path is not a question of microbatches
     elif problem := _stages_problem(schedule):
-        raise ValueError(problem)
+        raise Refused(*astuple(problem))
 
     def runs(count: int) -> bool:
         return microbatch_problem(schedule, pp, count) is None

@@ -152,14 +152,10 @@ def split_problems(config: Config, model: nn.Module) -> list[Problem]:
     try:
         partition(find_units(model), config.split, stage_count(config.schedule, config.pp))
     except SplitError as error:
-        return [split_problem(error)]
+        return [error.problem]
     except ValueError:
         pass  # the schedule has no number of stages: that is a problem already
     return []
-
-
-def split_problem(error: SplitError) -> Problem:
-    return Problem(error.key, error.value, error.reason, error.fix.removeprefix("write "))
 
 
 def stage_problems(

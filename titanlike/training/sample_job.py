@@ -13,7 +13,7 @@ import torch.distributed as dist
 from titanlike.checkpoint.discovery import checkpoint_folder, resolve, step_of
 from titanlike.checkpoint.state_dict import warm_start
 from titanlike.checkpoint.storage import Storage
-from titanlike.config.errors import ConfigError, Problem
+from titanlike.config.errors import ConfigError, Problem, Refused
 from titanlike.config.schema import Config
 from titanlike.distributed.mesh import close_mesh, open_mesh
 from titanlike.distributed.readings import device_queue
@@ -55,8 +55,8 @@ def newest_of(config: Config) -> Storage:
     """A run's newest checkpoint. Raises ConfigError where there is none."""
     try:
         return resolve("run_dir", str(checkpoint_folder(config)))
-    except ValueError as error:
-        raise ConfigError([Problem.parse("run_dir", str(error))]) from None
+    except Refused as error:
+        raise ConfigError([error.problem]) from None
 
 
 def load_newest(config: Config, run: Run) -> int:

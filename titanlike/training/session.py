@@ -12,7 +12,7 @@ from titanlike.checkpoint.checkpointer import Checkpointer, Progress
 from titanlike.config.errors import ConfigError
 from titanlike.config.parse import to_plain, write_config
 from titanlike.config.schema import Config, MemoryProfile
-from titanlike.data.registry import DataError, data_problem, open_data
+from titanlike.data.registry import DataError, open_data
 from titanlike.data.sources import Data
 from titanlike.device.accelerator import deterministic, matmul_precision
 from titanlike.distributed.mesh import open_mesh
@@ -110,7 +110,7 @@ def open_data_on_every_rank(config: Config, worker: Worker) -> Data:
         barrier(worker, "data", DATA_TIMEOUT)
         return data if worker.local_rank == 0 else open_data(config)
     except DataError as error:
-        raise ConfigError([data_problem(error)]) from None
+        raise ConfigError([error.problem]) from None
 
 
 @contextmanager

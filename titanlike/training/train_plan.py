@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 
 from titanlike.config import schema
-from titanlike.config.errors import ConfigError, Problem
+from titanlike.config.errors import ConfigError, Problem, Refused
 from titanlike.config.schema import Config, Custom, Hardware
 from titanlike.data.loader import example_batch, field_problems
-from titanlike.data.registry import DataError, data_problem
+from titanlike.data.registry import DataError
 from titanlike.data.sources import Data
 from titanlike.device.choose import choose_device, first_device
 from titanlike.device.memory import total_memory
@@ -223,7 +223,7 @@ def preflight(
     except ConfigError as error:
         problems += [problem for problem in error.problems if problem not in problems]
     except DataError as error:  # of a user's own data, which are opened
-        problems.append(data_problem(error))
+        problems.append(error.problem)
     return problems
 
 
@@ -288,8 +288,8 @@ def _choose_order(config: Config, model: nn.Module) -> tuple[Order, str]:
     except from_config.NoDivision as error:
         fix = "" if error.works is None else f"batch_size={error.works * config.dp}"
         problems.append(Problem("batch_size", config.batch_size, str(error), fix))
-    except ValueError as error:
-        problems.append(Problem.parse("schedule", str(error)))
+    except Refused as error:
+        problems.append(error.problem)
     else:
         problems += checks.sharding_problems(config, order)
     if problems:  # a forward would only raise the same in other words
@@ -356,7 +356,7 @@ def _cut_stages(
             model_graph.stages = partition(units, split, order.stages)
         return found, model_graph.graphs(fields, True), model_graph.graphs(fields, False)
     except SplitError as error:
-        raise ConfigError([checks.split_problem(error)]) from None
+        raise ConfigError([error.problem]) from None
     except RecordError as error:  # of the loss in the last stage
         problem = Problem("loss.name", config.loss.name, error.reason, error.fix)
         raise ConfigError([problem]) from None
