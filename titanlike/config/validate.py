@@ -170,8 +170,8 @@ class Rule(NamedTuple):
     """What is wrong with a config where `broken(config, ...)` is true.
 
     reason, fix: texts as of `str.format`, with the config as `c`, what else `broken` was called
-    with as {1}, {2}, ..., and what it returned as {0}. fix: overrides, several ways between " or ",
-    or a sentence.
+    with as {1}, {2}, ..., and what it returned as {0}. fix: overrides, or a sentence; between " or "
+    several.
     """
 
     key: str
@@ -192,14 +192,18 @@ def broken_rules(rules: Iterable[Rule], config: Config, *facts: Any) -> Iterator
             told.add(rule.key)
             reason, fix = (text.format(found, *facts, c=config) for text in (rule.reason, rule.fix))
             ways = [way for way in fix.split(" or ") if _ends(way, rule, config, facts)]
-            yield Problem(rule.key, attrgetter(rule.key)(config), reason, " or ".join(ways))
+            value = attrgetter(rule.key)(config)
+            yield Problem(rule.key, getattr(value, "name", value), reason, " or ".join(ways))
 
 
 def _ends(way: str, rule: Rule, config: Config, facts: tuple[Any, ...]) -> bool:
     """Whether overrides end a problem; True for a sentence."""
-    words = [word.partition("=") for word in shlex.split(way)] if re.match(r"[\w.]+=", way) else []
-    choices = {key: yaml.safe_load(value) for key, _, value in words}
-    return not (words and rule.broken(with_choices(config, choices), *facts))
+    words = shlex.split(way.rstrip(","))
+    if not all(re.match(r"[\w.]+=", word) for word in words):
+        return True
+    pairs = (word.split("=", 1) for word in words)
+    choices = {key: yaml.safe_load(value) for key, value in pairs}
+    return not rule.broken(with_choices(config, choices), *facts)
 
 
 # fmt: off

@@ -10,6 +10,7 @@ from torch import nn
 
 from titanlike.config.errors import Problem
 from titanlike.config.schema import AutoSplit, Config, Custom, Muon, TraceSplit
+from titanlike.config.validate import Rule, broken_rules
 from titanlike.distributed.placement import has_statistics
 from titanlike.graph.cut import StageGraph, message_problem, same_messages
 from titanlike.graph.model_graph import ModelGraph
@@ -30,69 +31,76 @@ def may_mix_samples(config: Config) -> bool:
     return not config.mixes_samples and (config.model.name not in _MIX_NOTHING or own_loss)
 
 
+# fmt: off
+_NORMS = (  # of a config, the name of a module, and the module
+    Rule("model.name", lambda c, name, module: isinstance(module, nn.SyncBatchNorm),
+         "its {1} is a SyncBatchNorm, which communicates with all ranks in its forward, also with "
+         "those of other stages",
+         "nn.BatchNorm2d there: its running statistics are those of the whole batch"),
+    Rule("model.name", lambda c, name, module: isinstance(module, InstanceNorm)
+         and module.running_mean is not None,
+         "its {1} is an instance norm that keeps running statistics",
+         "track_running_stats=False there, or a batch norm"),
+    Rule("split", lambda c, name, module: has_statistics(module) and isinstance(c.split, TraceSplit),
+         "the tracer cannot see that {1} is a batch norm and keeps statistics",
+         "split=points or split=even, which leave modules whole"),
+    Rule("cp", lambda c, name, module: has_statistics(module) and c.cp > 1 and c.dp * c.cp,
+         "its {1} keeps statistics over all tokens, and a rank has a part of them",
+         "cp=1 dp={0}, or a group norm"),
+    Rule("tp", lambda c, name, module: has_statistics(module) and c.tp > 1 and c.dp * c.tp,
+         "its {1} keeps running statistics, for which tp has no style",
+         "tp=1 dp={0}, or a group norm"),
+    Rule("precision", lambda c, name, module: has_statistics(module) and c.precision.low,
+         "its {1} is a batch norm, whose running statistics are too fine for bf16",
+         "precision=fp32, or a group norm"),
+)
+_EMBEDDINGS = (  # of the same
+    Rule("model.name", lambda c, name, module: module.max_norm is not None,
+         "its {1} is an embedding with max_norm, which changes its weight in each forward",
+         "nn.Embedding without max_norm, and F.normalize"),
+    Rule("model.name", lambda c, name, module: module.sparse,
+         "its {1} is an embedding with sparse, which has a gradient that is no dense tensor",
+         "nn.Embedding without sparse"),
+    Rule("model.name", lambda c, name, module: module.scale_grad_by_freq
+         and (c.world_size > 1 or getattr(c.schedule, "microbatches", 1) not in (None, 1)),
+         "its {1} is an embedding with scale_grad_by_freq, which counts ids in a microbatch of a "
+         "rank, and not in the batch", "nn.Embedding without scale_grad_by_freq"),
+)
+_SHARDING = (  # of a config and its order
+    Rule("fsdp.zero", lambda c, order: c.fsdp.zero in (2, 3) and order.splits_backward,
+         "schedule={c.schedule.name} splits the backward in two, and FSDP loses gradients when it "
+         "reduces or reshards between the halves",
+         "fsdp.zero=1, or a schedule with whole backwards such as interleaved1f1b"),
+    Rule("fsdp.zero", lambda c, order: c.fsdp.zero in (2, 3) and c.shards == 1 and 2 * c.replicate,
+         "dp={c.dp} replicate={c.replicate} shards nothing", "fsdp.zero=auto, or dp={0}"),
+)
+# fmt: on
+
+
 def norm_problems(config: Config, model: nn.Module) -> list[Problem]:
     """Norms that would give statistics that depend on the layout, or hang."""
-    problems = []
+    problems: list[Problem] = []
     for name, module in model.named_modules():
-        key, value = "model.name", config.model.name
-        if isinstance(module, nn.SyncBatchNorm):
-            communicates = (
-                "communicates with all ranks in its forward, also with those of other stages"
-            )
-            reason = f"its {name} is a SyncBatchNorm, which {communicates}"
-            fix = "nn.BatchNorm2d there: its running statistics are those of the whole batch"
-        elif isinstance(module, InstanceNorm) and module.running_mean is not None:
-            reason = f"its {name} is an instance norm that keeps running statistics"
-            fix = "track_running_stats=False there, or a batch norm"
-        elif has_statistics(module) and isinstance(config.split, TraceSplit):
-            key, value = "split", "trace"
-            reason = f"the tracer cannot see that {name} is a batch norm and keeps statistics"
-            fix = "split=points or split=even, which leave modules whole"
-        elif has_statistics(module) and config.cp > 1:
-            key, value = "cp", config.cp
-            reason = f"its {name} keeps statistics over all tokens, and a rank has a part of them"
-            fix = f"cp=1 dp={config.dp * config.cp}, or a group norm"
-        elif has_statistics(module) and config.tp > 1:
-            key, value = "tp", config.tp
-            reason = f"its {name} keeps running statistics, for which tp has no style"
-            fix = f"tp=1 dp={config.dp * config.tp}, or a group norm"
-        elif has_statistics(module) and config.precision.low:
-            key, value = "precision", config.precision.name
-            reason = f"its {name} is a batch norm, whose running statistics are too fine for bf16"
-            fix = "precision=fp32, or a group norm"
-        else:
-            continue
-        problems.append(Problem(key, value, reason, fix))
-        if key != "model.name":
-            break  # the same holds for the model's other batch norms
+        for problem in [*broken_rules(_NORMS, config, name, module)][:1]:
+            problems.append(problem)
+            if problem.key != "model.name":
+                return problems  # the same holds for the model's other batch norms
     return problems
 
 
 def changed_problems(config: Config, model: nn.Module) -> list[Problem]:
     """Gradients or weights that are changed by what a layout replaces, or in the middle of a
     step."""
-    reasons = []
-    whole = config.world_size == 1 and getattr(config.schedule, "microbatches", 1) in (None, 1)
+    problems = []
     for name, parameter in model.named_parameters():
         if has_gradient_hooks(parameter):
             reason = f"its {name} has a hook on its gradient, of which a rank and a microbatch have parts"
-            reasons.append((reason, "the change in an optimizer of your own, or in the forward"))
+            fix = "the change in an optimizer of your own, or in the forward"
+            problems.append(Problem("model.name", config.model.name, reason, fix))
     for name, module in model.named_modules():
-        if not isinstance(module, nn.Embedding):
-            continue
-        for key, value, why in (
-            ("max_norm", module.max_norm is not None, "changes its weight in each forward"),
-            ("sparse", module.sparse, "has a gradient that is no dense tensor"),
-            (
-                "scale_grad_by_freq",
-                module.scale_grad_by_freq and not whole,
-                "counts ids in a microbatch of a rank, and not in the batch",
-            ),
-        ):
-            if value:
-                fix = f"nn.Embedding without {key}" + ", and F.normalize" * (key == "max_norm")
-                reasons.append((f"its {name} is an embedding with {key}, which {why}", fix))
-    return [Problem("model.name", config.model.name, *each) for each in reasons[:_MOST]]
+        if isinstance(module, nn.Embedding):
+            problems += broken_rules(_EMBEDDINGS, config, name, module)
+    return problems[:_MOST]
 
 
 def muon_problems(config: Config, model: nn.Module) -> list[Problem]:
@@ -131,18 +139,7 @@ def shared_norm_problems(
 
 def sharding_problems(config: Config, order: Order) -> list[Problem]:
     """Sharding that gives wrong gradients, or has no effect."""
-    if config.fsdp.zero not in (2, 3):
-        return []
-    if order.splits_backward:
-        loses = "FSDP loses gradients when it reduces or reshards between the halves"
-        reason = f"schedule={config.schedule.name} splits the backward in two, and {loses}"
-        fix = "fsdp.zero=1, or a schedule with whole backwards such as interleaved1f1b"
-    elif config.shards == 1:
-        reason = f"dp={config.dp} replicate={config.replicate} shards nothing"
-        fix = f"fsdp.zero=auto, or dp={2 * config.replicate}"
-    else:
-        return []
-    return [Problem("fsdp.zero", config.fsdp.zero, reason, fix)]
+    return [*broken_rules(_SHARDING, config, order)]
 
 
 def split_problems(config: Config, model: nn.Module) -> list[Problem]:
