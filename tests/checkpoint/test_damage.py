@@ -4,9 +4,12 @@ fresh."""
 from __future__ import annotations
 
 import io
+import json
 import os
 import pickle
+import re
 import shutil
+from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +27,8 @@ from support.saved_state import going_on, load, load_each, opened, update
 from support.world import run_world
 from titanlike.checkpoint import integrity, state_dict
 from titanlike.checkpoint.checkpointer import Progress
-from titanlike.checkpoint.integrity import UNEQUAL, check_all, read_tensors
+from titanlike.checkpoint.integrity import UNEQUAL, Damage, check_all, read_tensors
+from titanlike.checkpoint.reader import ShardReader
 from titanlike.checkpoint.storage import CHUNKS, DAMAGED_MARKER, MARKER, DamagedCheckpoint, Storage
 from titanlike.config.schema import Config
 from titanlike.launch.worker import Worker
@@ -136,6 +140,90 @@ def test_any_damage_to_any_file_is_found(saved: Config, tmp_path: Path) -> None:
             assert str(folder) in str(found.value) and name in str(found.value), (name, damage)
             (folder / name).write_bytes(whole)
     check_all(Storage(folder))
+
+
+def rewritten(name: str, change: Callable[[Any], object]) -> Callable[[Path], None]:
+    """Changes state.json, files.json or .metadata so that no checksum tells."""
+
+    def harm(folder: Path) -> None:
+        module: Any = pickle if name == ".metadata" else json
+        content = module.loads((folder / name).read_bytes())
+        change(content)
+        text = module.dumps(content)
+        (folder / name).write_bytes(text if isinstance(text, bytes) else text.encode())
+        if name == "files.json":
+            (folder / MARKER).write_text(integrity.checksum((folder / name).read_bytes()))
+        else:
+            reseal(folder)
+
+    return harm
+
+
+def irregular(folder: Path) -> None:
+    (folder / "state.json").unlink()
+    (folder / "state.json").mkdir()
+
+
+HEAD = "model.lm_head.weight"
+
+
+def placed(**change: Any) -> Callable[[Path], None]:
+    """Another place of the head's first chunk."""
+
+    def harm(metadata: Any) -> None:
+        index = next(i for i in metadata.storage_data if i.fqn == HEAD)
+        place = metadata.storage_data.pop(index)
+        if change:
+            metadata.storage_data[index] = replace(place, **change)
+
+    return rewritten(".metadata", harm)
+
+
+def transposed(metadata: Any) -> None:
+    chunk = metadata.state_dict_metadata[HEAD].chunks[0]
+    chunk.sizes = torch.Size(reversed(chunk.sizes))
+
+
+def too_long(folder: Path) -> None:
+    place = read_tensors(Storage(folder))[HEAD].chunks[0]
+    placed(length=(folder / str(place.file)).stat().st_size)(folder)
+
+
+REASONS: dict[Damage, Callable[[Path], object]] = {
+    Damage.MISSING: lambda folder: (folder / "state.json").unlink(),
+    Damage.IRREGULAR: irregular,
+    Damage.SIZE: lambda folder: cut(folder / "__0_0.distcp"),
+    Damage.CHECKSUM: lambda folder: flip_in(folder, HEAD),
+    Damage.FORM: rewritten("files.json", lambda files: files.update(a=[1])),
+    Damage.UNREADABLE: rewritten(".metadata", lambda metadata: vars(metadata).clear()),
+    Damage.UNLISTED: rewritten("files.json", lambda files: files.pop(".metadata")),
+    Damage.OUTSIDE: rewritten("files.json", lambda files: files.update({"../a": [1, ""]})),
+    Damage.LACKS: rewritten("state.json", lambda state: state.pop("same")),
+    Damage.TYPE: rewritten("state.json", lambda state: state.update(step="6")),
+    Damage.STEP: rewritten("state.json", lambda state: state.update(step=7)),
+    Damage.VALUES: rewritten(
+        ".metadata", lambda metadata: metadata.state_dict_metadata[HEAD].chunks.pop()
+    ),
+    Damage.NO_PLACE: placed(),
+    Damage.SHAPES: rewritten(".metadata", transposed),
+    Damage.SHORT: too_long,
+}
+
+
+def test_each_reason_why_a_checkpoint_is_not_whole_has_its_case(
+    saved: Config, tmp_path: Path
+) -> None:
+    assert {*REASONS} == {*Damage}
+    for damage, harm in REASONS.items():
+        folder = checkpoint(copy(saved, tmp_path / damage.name), 6)
+        harm(folder)
+        with pytest.raises(DamagedCheckpoint) as found:
+            check_all(Storage(folder))
+            reader = ShardReader.open("RUN", str(folder))
+            deque(reader.rows(HEAD, 1024), maxlen=0)
+            reader.whole(HEAD)
+        said = re.sub(r"\\\{.*?\\\}", ".*", re.escape(damage))
+        assert re.fullmatch(said, found.value.reason), (damage, found.value.reason)
 
 
 @given(data=st.data())

@@ -27,6 +27,7 @@ from bisect import bisect_left
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from math import prod
 from operator import index
 from typing import Any
@@ -68,7 +69,36 @@ _OPTIONAL: dict[str, tuple[type, ...]] = {
 _STEP_IN_NAME = re.compile(r"(?:step|model)-(\d{8,})")
 _READ = 2**22  # bytes at a time
 _DIGEST = 16  # bytes
-UNEQUAL = "does not match the checksum that was written"
+
+
+class Damage(StrEnum):
+    """Why a checkpoint is not whole: what is said of one of its files.
+
+    A call with the facts that a reason names gives the ValueError that `reading` makes a
+    DamagedCheckpoint.
+    """
+
+    MISSING = "is missing"
+    IRREGULAR = "is not a regular file"
+    SIZE = "has {here:,} bytes, and {written:,} were written"
+    CHECKSUM = "does not match the checksum {source}"
+    FORM = "is not a list of {what}"
+    UNREADABLE = "cannot be read as a description of tensors ({error})"
+    UNLISTED = "does not list {names}"
+    OUTSIDE = "names a file outside the folder, {name!r}"
+    LACKS = "lacks {keys}"
+    TYPE = "has {value:.40} as {key}"
+    STEP = "is of another step, {step:.40}"
+    VALUES = "has {here:,} of {all:,} values of {what}"
+    NO_PLACE = "does not say where {name} is"
+    SHAPES = "has other shapes than {file} at byte {begin}"
+    SHORT = "ends too early"
+
+    def __call__(self, **facts: Any) -> ValueError:
+        return ValueError(self.format(**facts))
+
+
+UNEQUAL = Damage.CHECKSUM.format(source="that was written")
 
 Manifest = dict[str, tuple[int, str]]  # file -> bytes, checksum
 
@@ -88,9 +118,9 @@ def reading(folder: Storage, file: str) -> Iterator[None]:
     except (DamagedCheckpoint, UnsafeCheckpoint):
         raise
     except FileNotFoundError:
-        raise DamagedCheckpoint(folder, file, "is missing") from None
+        raise DamagedCheckpoint(folder, file, Damage.MISSING) from None
     except NotRegularFile:
-        raise DamagedCheckpoint(folder, file, "is not a regular file") from None
+        raise DamagedCheckpoint(folder, file, Damage.IRREGULAR) from None
     except ValueError as error:
         raise DamagedCheckpoint(folder, file, str(error)) from None
 
@@ -141,7 +171,7 @@ def marked_checksum(folder: Storage) -> str:
         expected = checksum(folder.read(MANIFEST))
         recorded = marked.strip().rpartition("\n")[2]
         if re.fullmatch(r"[0-9a-f]{32}", recorded) and recorded != expected:
-            raise ValueError("does not match the checksum in its mark")
+            raise Damage.CHECKSUM(source="in its mark")
     return expected
 
 
@@ -174,15 +204,15 @@ def read_manifest(folder: Storage, expected: str | None = None) -> Manifest:
     files: Manifest = {}
     with reading(folder, MANIFEST):
         if checksum(text) != expected:
-            raise ValueError(f"does not match the checksum in {MARKER}")
+            raise Damage.CHECKSUM(source=f"in {MARKER}")
         for name, entry in parse_object(text).items():
             if not isinstance(entry, list) or [*map(type, entry)] != [int, str]:
-                raise ValueError("is not a list of files")
+                raise Damage.FORM(what="files")
             if os.path.basename(name) != name or name in (".", ".."):
-                raise ValueError(f"names a file outside the folder, {name!r}")
+                raise Damage.OUTSIDE(name=name)
             files[name] = entry[0], entry[1]
         if missing := [name for name in (STATE, METADATA) if name not in files]:
-            raise ValueError(f"does not list {' and '.join(missing)}")
+            raise Damage.UNLISTED(names=" and ".join(missing))
     return files
 
 
@@ -195,7 +225,7 @@ def wrong_sizes(folder: Storage, files: Manifest) -> Iterator[DamagedCheckpoint]
                 # a listing of an object store may be behind, and leaves out what is no file there
                 here = sizes[name] if sizes.get(name) is not None else folder.size(name)
                 if here != size:
-                    raise ValueError(f"has {here:,} bytes, and {size:,} were written")
+                    raise Damage.SIZE(here=here, written=size)
         except DamagedCheckpoint as damage:
             yield damage
 
@@ -273,19 +303,19 @@ def read_state(folder: Storage, files: Manifest | None = None) -> dict[str, Any]
         )
     with reading(folder, STATE):
         if missing := [key for key in _REQUIRED if key not in state]:
-            raise ValueError(f"lacks {', '.join(missing)}")
+            raise Damage.LACKS(keys=", ".join(missing))
         for key, types in (_REQUIRED | _OPTIONAL).items():
             group, _, name = key.rpartition(".")
             owner = state.get(group, {}) if group else state
             if name in owner and type(owner[name]) not in types:
-                raise ValueError(f"has {repr(owner[name])[:40]} as {key}")
+                raise Damage.TYPE(value=repr(owner[name]), key=key)
         step, progress = state["step"], state["progress"]
         named = _STEP_IN_NAME.fullmatch(folder.name)
         if step < 0 or (named and int(named[1]) != step) or progress.get("step", step) != step:
-            raise ValueError(f"is of another step, {str(step)[:40]}")
+            raise Damage.STEP(step=str(step))
         for name, kept in progress.get("guard", {}).items():
             if type(kept) is not (int if name == "nonfinite" else list):
-                raise ValueError(f"has {repr(kept)[:40]} as progress.guard.{name}")
+                raise Damage.TYPE(value=repr(kept), key=f"progress.guard.{name}")
     if state["same"].get("model.name") in ("llama", "gpt2", "moe") and "model.dim" in state["same"]:
         raise ValueError(
             f"checkpoint {folder} was written before parameters took Hugging Face's names, and there "
@@ -326,7 +356,7 @@ def _load_checksums(data: bytes) -> ChunkChecksums:
             if {*map(type, ends)} - {int} or len(sums) != _DIGEST * len(ends):
                 raise ValueError
     except (ValueError, TypeError, AttributeError):
-        raise ValueError("is not a list of pieces") from None
+        raise Damage.FORM(what="pieces") from None
     return checksums
 
 
@@ -420,7 +450,7 @@ def read_tensors(folder: Storage, data: bytes | None = None) -> dict[str, SavedT
             "that you trust"
         ) from None
     except Exception as error:  # pickle raises anything on damaged bytes
-        reason = f"cannot be read as a description of tensors ({type(error).__name__})"
+        reason = Damage.UNREADABLE.format(error=type(error).__name__)
         raise DamagedCheckpoint(folder, METADATA, reason) from None
 
 
@@ -448,7 +478,7 @@ def _tensors(metadata: Any) -> Iterator[tuple[str, SavedTensor]]:
     for key, place in (metadata.storage_data or {}).items():
         file = place.relative_path
         if os.path.basename(file) != file:
-            raise UnsafeCheckpoint(f"names a file outside the folder, {file!r}")
+            raise UnsafeCheckpoint(Damage.OUTSIDE.format(name=file))
         places[key.fqn, _integers(getattr(key, "offset", None) or ())] = place
     for name, entry in sorted(metadata.state_dict_metadata.items()):
         if not hasattr(entry, "chunks"):  # an object, which titanlike neither writes nor reads

@@ -29,6 +29,7 @@ from titanlike.checkpoint.integrity import (
     OPTIMIZER,
     CheckpointHeader,
     Chunk,
+    Damage,
     SavedTensor,
     UnsafeCheckpoint,
     check_chunk,
@@ -162,8 +163,8 @@ def _targets(
                     place.append((block[here], there))
                     values += block[here].numel()
             if values < block.numel():
-                reason = f"has {values:,} of {block.numel():,} values of a block of {name}"
-                raise DamagedCheckpoint(header.folder, METADATA, reason)
+                what = f"a block of {name}"
+                raise _damaged(header, Damage.VALUES, here=values, all=block.numel(), what=what)
     return targets
 
 
@@ -179,9 +180,14 @@ def _overlap(at: tuple[int, ...], block: Tensor, chunk: Chunk) -> tuple[Slices, 
     return tuple(here), tuple(there)
 
 
+def _damaged(header: CheckpointHeader, damage: Damage, **facts: Any) -> DamagedCheckpoint:
+    """What is wrong with the description of the tensors."""
+    return DamagedCheckpoint(header.folder, METADATA, damage.format(**facts))
+
+
 def _file(header: CheckpointHeader, name: str, chunk: Chunk) -> str:
     if chunk.file is None:
-        raise DamagedCheckpoint(header.folder, METADATA, f"does not say where {name} is")
+        raise _damaged(header, Damage.NO_PLACE, name=name)
     return chunk.file
 
 
@@ -193,8 +199,7 @@ def _read_file(header: CheckpointHeader, file: str, places: _Places) -> None:
             for target, there in targets:
                 values = saved[there]
                 if values.shape != target.shape:
-                    reason = f"has other shapes than {file} at byte {begin}"
-                    raise DamagedCheckpoint(header.folder, METADATA, reason)
+                    raise _damaged(header, Damage.SHAPES, file=file, begin=begin)
                 target.copy_(values)
 
 
@@ -270,8 +275,8 @@ class ShardReader:
                     part.copy_(next(rows))
                     values += part.numel()
             if values != slab.numel():
-                reason = f"has {values:,} of the {slab.numel():,} values of rows of {name}"
-                raise DamagedCheckpoint(self.folder, METADATA, reason)
+                facts = {"here": values, "all": slab.numel(), "what": f"rows of {name}"}
+                raise _damaged(self.header, Damage.VALUES, **facts)
             yield slab
 
     def _chunk_rows(self, saved: SavedTensor, chunk: Chunk, step: int) -> Iterator[Tensor]:
@@ -295,7 +300,7 @@ class ShardReader:
                 while len(data) < length:
                     part = read_bytes(at, min(_READ, length - len(data)))
                     if not part:
-                        raise ValueError("ends too early")
+                        raise Damage.SHORT()
                     hasher.update(part)
                     data += part
                     at += len(part)
