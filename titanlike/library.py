@@ -38,7 +38,7 @@ from titanlike.config.program import set_caller
 from titanlike.config.schema import Config, Custom, SyntheticData
 from titanlike.data import registry
 from titanlike.data.loader import batches
-from titanlike.data.registry import DataError, data_problem
+from titanlike.data.registry import DataError
 from titanlike.data.sources import Batch, Data
 from titanlike.device.accelerator import backends, deterministic, matmul_precision
 from titanlike.device.choose import choose_device
@@ -596,7 +596,7 @@ def _fed(config: Config, example: Mapping[str, Tensor]) -> tuple[Config, Data]:
     try:
         config = replace(config, data=SyntheticData(vocab_size=registry.vocab_size(config)))
     except DataError as error:
-        raise ConfigError([data_problem(error)]) from None
+        raise ConfigError([error.problem]) from None
     sample, name = {name: value[:1] for name, value in example.items()}, "the caller's batches"
     data = replace(registry.open_data(config), example=sample, description=name, fingerprint=name)
     return config, data
