@@ -423,14 +423,14 @@ class TrainingRun:
 
     def _checked(self, batch: Mapping[str, Tensor]) -> Batch:
         """The batch. Raises ConfigError where it is none of this run."""
-        rows, problems = self.config.batch_size // self.config.dp, []
+        (size, _), dp, problems = self.config.batch_shape(self.steps + 1), self.config.dp, []
         wanted = ["inputs", "targets", *(n for n in self.plan.fields if n != "inputs")]
         for name in wanted:
             if name not in batch:
                 problems.append(Problem("batch", "", f"has no {name}", f"a batch with {wanted}"))
-            elif len(batch[name]) != rows:
+            elif len(batch[name]) != size // dp:
                 reason = f"{name} has {len(batch[name])} rows, and each dp rank gives its part"
-                fix = f"batch_size / dp = {self.config.batch_size} / {self.config.dp} = {rows} rows"
+                fix = f"batch_size / dp = {size} / {dp} = {size // dp} rows"
                 problems.append(Problem("batch", "", reason, fix))
         for name in batch.keys() - {*wanted}:
             problems.append(Problem("batch", name, "is not taken by the model", "leave it out"))
@@ -447,8 +447,7 @@ class TrainingRun:
     @functools.cached_property
     def _outputs(self) -> Any:
         """The pipeline that keeps outputs, over the same stages."""
-        size = self.plan.model_graph.microbatch_size
-        return self._run.pipeline.for_outputs(size, lambda output, targets: output)
+        return self._run.pipeline.for_outputs(lambda output, targets: output)
 
     def _whole(self, output: Any, tokens: Sequence[int]) -> Any:
         """An output of the last stage with its logits whole; tokens: of a sequence, if it is one."""

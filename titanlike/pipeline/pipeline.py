@@ -188,14 +188,22 @@ class Pipeline:
             stage.zero_grad()
         self._unused.flags()
 
-    def for_outputs(self, size: int, keep: Callable[[Any, Tensor], Any]) -> Pipeline:
-        """Over the same stages, for `outputs` of as many microbatches of so many samples each.
+    def for_outputs(self, keep: Callable[[Any, Tensor], Any], size: int | None = None) -> Pipeline:
+        """Over the same stages, for `outputs` of batches as in training; size: of as many
+        microbatches of so many samples.
 
         keep: what is returned, of (output of the model, "targets") of a microbatch.
         """
+
+        def outputs_of(graph: ModelGraph) -> ModelGraph:
+            other = graph.with_microbatches_of(size or graph.microbatch_size)
+            other.last_stage = lambda last: last  # without a loss in chunks
+            return other
+
         other = copy.copy(self)
-        graph = other._model_graph = self._model_graph.with_microbatches_of(size)
-        graph.last_stage = lambda last: last  # without a loss in chunks
+        other._model_graph = outputs_of(self._model_graph)
+        by_rows = {} if size else self._by_rows
+        other._by_rows = {rows: (order, outputs_of(g)) for rows, (order, g) in by_rows.items()}
         other._loss, other._kind, other._runtimes = Kept(keep), "outputs", OrderedDict()
         return other
 
@@ -215,7 +223,7 @@ class Pipeline:
         the model's forward cannot take such a batch."""
         other = copy.copy(self)
         other._model_graph = self._model_graph.with_microbatches_of(size)
-        other._runtimes = OrderedDict()
+        other._runtimes, other._by_rows = OrderedDict(), {}
         try:
             for training in (True, False):
                 other._model_graph.recording(fields, training)

@@ -46,7 +46,7 @@ class Sampler:
             raise ConfigError([Problem("sample.prompts", config.sample.prompts, reason, fix)])
         self._run, self._config, self._decode = run, config, data.decode
         self._ends = data.ends | {data.boundary}
-        self._pipeline = run.pipeline.for_outputs(1, _marked_logits)
+        self._pipeline = run.pipeline.for_outputs(_marked_logits, size=1)
         self._prompts = [data.encode(text) for text in config.sample.prompts]
         if not all(self._prompts):
             reason = "one of them has no tokens"
