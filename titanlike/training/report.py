@@ -12,6 +12,7 @@ from titanlike.config.program import train_program
 from titanlike.config.schema import MESH_AXES, Config, Muon
 from titanlike.device import accelerator
 from titanlike.distributed.mesh import Mesh
+from titanlike.graph.cut import messages
 from titanlike.metrics import units
 from titanlike.metrics.summary import summarize
 from titanlike.training.train_plan import TrainPlan
@@ -40,6 +41,7 @@ def opening(session: Session) -> None:
     cut = f"{plan.microbatches} x {plan.model_graph.microbatch_size} sequences on each dp rank"
     fields = [
         ("device", f"{mesh.device.type} with {mesh.backend} ({mesh.reason})"),
+        ("ranks", session.places),
         ("mesh", shape if mesh.world_size > 1 else "one process"),
         ("model", f"{config.model.name}, {units.count(plan.whole_numel)} parameters"),
         ("weights", "" if start or config.checkpoint.start_from else run.weights_source),
@@ -96,12 +98,37 @@ def opening(session: Session) -> None:
             if plan.why_together:
                 rows[-1].append("deferred" if stage in plan.deferred else "together")
     console.table("", headings, rows)
+    if sent := _sent(plan):
+        console.line()
+        console.line("  activations sent per microbatch; their gradients come back the same way:")
+        console.table("", ["from stage", "to", "shape", "dtype", "bytes"], sent)
     if found is not None and mesh.pp > 1:
         console.line()
         console.fields(_splits(found))
     console.line()
     if start:
         console.line(f"resuming from step {start}")
+
+
+def _sent(plan: TrainPlan) -> list[list[str]]:
+    """A row for each tensor that a stage passes on; stages that pass on the same share rows."""
+    groups: list[tuple[int, int, list[list[str]]]] = []  # first and last stage, cells of its rows
+    place = plan.order.stage_to_rank
+    for stage, graph in enumerate(plan.model_graph.graphs(plan.fields, True)[:-1]):
+        tensors, rows = messages(graph)[1], []
+        near = len(tensors) - len(graph.skips_out)
+        for to, tensor in zip([stage + 1] * near + [*graph.skips_out], tensors, strict=True):
+            size = units.size(tensor.nbytes) if place[to] != place[stage] else "same rank"
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            rows.append(
+                ["next" if to == stage + 1 else str(to), str(list(tensor.shape)), dtype, size]
+            )
+        if groups and groups[-1][2] == rows:
+            groups[-1] = (groups[-1][0], stage, rows)
+        else:
+            groups.append((stage, stage, rows))
+    names = [str(first) if first == last else f"{first}-{last}" for first, last, _ in groups]
+    return [[name, *row] for name, group in zip(names, groups, strict=True) for row in group[2]]
 
 
 def closing(session: Session, start: int) -> None:

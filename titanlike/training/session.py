@@ -72,6 +72,7 @@ class Session:
     progress: Progress  # after the last step whose numbers are known
     pending: PendingStep | None = None  # the step after it, whose numbers are on their way
     stop_code: int = 0  # of the stop request that ends the run, the same on every rank; 0 = none
+    places: str = ""  # hosts and devices of the ranks, on rank 0 of several
 
     @property
     def recorders(self) -> list[Recorder]:
@@ -129,6 +130,11 @@ def open_session(config: Config, worker: Worker) -> Iterator[Session]:
         Watchdog(worker, config.launch, worker.report_failure, queue, abort_groups) as watchdog,
     ):
         watchdog.enter_phase(0, "build", config.launch.timeout)
+        places = ""
+        if mesh.world_size > 1:
+            from titanlike.distributed.places import gather_places, places_text
+
+            places = places_text(gather_places(mesh.device))
         say = console.line if worker.rank == 0 else lambda _: None
         run = build(config, mesh, data, say)
         checkpointer = Checkpointer(run.stage_states, config, data, events)
@@ -199,6 +205,7 @@ def open_session(config: Config, worker: Worker) -> Iterator[Session]:
                 sampler,
                 Stragglers(config, run, worker, events),
                 progress,
+                places=places,
             )
             yield session
             status, together = "interrupted" if session.stop_code else "completed", True

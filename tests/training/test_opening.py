@@ -1,0 +1,80 @@
+"""What the opening table says of ranks and of what they send."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from support.models import tiny
+from support.vision_configs import of_images
+from support.world import run_world
+from titanlike.config.schema import Config, PointSplit
+from titanlike.distributed.mesh import open_mesh
+from titanlike.distributed.places import Place, gather_places, place_of, places_text
+from titanlike.launch.worker import Worker
+from titanlike.training.report import _sent
+from titanlike.training.train_plan import make_plan
+
+
+def test_what_each_stage_sends_is_listed() -> None:
+    (row,) = _sent(make_plan(tiny(4, 1)))  # four stages, three of which send the same
+    assert row == ["0-2", "next", "[1, 16, 32]", "float32", "2 KiB"]
+    points = PointSplit(points=["down.2", "up.0", "up.2"])
+    rows = _sent(make_plan(of_images("UNet", 4, 1, split=points)))
+    assert [row[:3] for row in rows[:3]] == [
+        ["0", "next", "[1, 8, 2, 2]"],
+        ["0", "2", "[1, 8, 4, 4]"],
+        ["0", "3", "[1, 4, 8, 8]"],
+    ]
+    v = _sent(make_plan(of_images("UNet", 2, 1, "zbvzerobubble", split=points)))
+    assert [row[-1] for row in v if row[:2] in (["0", "3"], ["1", "next"])] == ["same rank"] * 3
+    assert _sent(make_plan(tiny(1, 2))) == []
+
+
+def gathered(config: Config, worker: Worker) -> list[Place]:
+    mesh = open_mesh(config, worker)
+    return gather_places(mesh.device)
+
+
+def test_the_first_rank_knows_where_all_are(tmp_path: Path) -> None:
+    first, second = run_world(gathered, tiny(2, 1), tmp_path)
+    assert first == [place_of(torch.device("cpu"))] * 2 and first[0].device == "cpu"
+    assert second == []
+
+
+def test_ranks_side_by_side_are_named_together() -> None:
+    places = [Place("a", f"GPU {gpu}", str(gpu // 2)) for gpu in range(4)]
+    places += [Place("b", "GPU 0", ""), Place("b", "GPU 3", "")]
+    assert places_text(places) == (
+        "0-1 on a: GPU 0-1, NUMA 0; 2-3 on a: GPU 2-3, NUMA 1; 4-5 on b: GPU 0, GPU 3"
+    )
+    assert places_text([Place("a", "cpu", "0")] * 8) == "0-7 on a: cpu, NUMA 0"
+    many = places_text([Place(f"node{at}", "cpu", "") for at in range(20)])
+    assert many.endswith("15 on node15: cpu; and 4 more")
+
+
+def test_numa_nodes_are_those_of_the_cores_and_of_the_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for node, cores in enumerate(("0-3,8-11\n", "4-7\n", "\n")):
+        folder = tmp_path / f"devices/system/node/node{node}"
+        folder.mkdir(parents=True)
+        (folder / "cpulist").write_text(cores)
+    for cores, nodes in (({5}, "1"), ({0, 9}, "0"), ({3, 4}, "0-1"), ({99}, "")):
+        monkeypatch.setattr("os.sched_getaffinity", lambda _, cores=cores: cores)
+        assert place_of(torch.device("cpu"), tmp_path).numa == nodes
+    folder = tmp_path / "bus/pci/devices/0000:3b:00.0"
+    folder.mkdir(parents=True)
+    (folder / "numa_node").write_text("1\n")
+    gpu = SimpleNamespace(pci_domain_id=0, pci_bus_id=0x3B, pci_device_id=0)
+    module = SimpleNamespace(get_device_properties=lambda _: gpu)
+    monkeypatch.setattr(torch, "get_device_module", lambda _: module)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,5")
+    monkeypatch.setattr("titanlike.device.accelerator.accelerator", lambda: "cuda")
+    monkeypatch.setattr("titanlike.device.accelerator.count", lambda: 2)
+    assert place_of(torch.device("cuda", 1), tmp_path)[1:] == ("GPU 5", "1")
+    (folder / "numa_node").write_text("-1\n")
+    assert place_of(torch.device("cuda", 1), tmp_path).numa == ""

@@ -1,0 +1,93 @@
+"""Where ranks are: host, device and NUMA node of each, for the opening table."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+from itertools import groupby
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from titanlike.device import accelerator
+
+_MOST = 16  # hosts that are listed
+_SYS = Path("/sys")
+
+
+class Place(NamedTuple):
+    """Where a rank is."""
+
+    host: str
+    device: str  # "GPU 3" by the number that its driver gives it, or "cpu"
+    numa: str  # the node, or the nodes: "0", "0-1"; "" = not known
+
+
+def gather_places(device: torch.device) -> list[Place]:
+    """Of all ranks, on rank 0; elsewhere an empty list. Collective over the default group."""
+    here = place_of(device)
+    places: list[Place] | None = [here] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(here, places)
+    return places or []
+
+
+def place_of(device: torch.device, sys: Path = _SYS) -> Place:
+    """This process's; sys: where Linux describes the machine."""
+    host = socket.gethostname()
+    if not accelerator.is_accelerator(device):
+        return Place(host, device.type, _nodes_of_cores(sys))
+    shown = dict(enumerate(accelerator.visible_names())).get(device.index or 0, device.index)
+    return Place(host, f"GPU {shown}", _node_of_gpu(device, sys))
+
+
+def _nodes_of_cores(sys: Path) -> str:
+    """The NUMA nodes with a core that this process may use."""
+    cores: set[int] = getattr(os, "sched_getaffinity", lambda _: set())(0)
+    nodes = []
+    for path in sys.glob("devices/system/node/node*/cpulist"):
+        ranges = [part.split("-") for part in path.read_text().split(",") if part.strip()]
+        if any(not cores.isdisjoint(range(int(r[0]), int(r[-1]) + 1)) for r in ranges):
+            nodes.append(int(path.parent.name.removeprefix("node")))
+    return _spans([f"{node}" for node in sorted(nodes)])
+
+
+def _node_of_gpu(device: torch.device, sys: Path) -> str:
+    properties = torch.get_device_module(device).get_device_properties(device)
+    parts = [getattr(properties, f"pci_{part}_id", -1) for part in ("domain", "bus", "device")]
+    if -1 in parts:
+        return ""
+    path = sys / "bus/pci/devices" / "{:04x}:{:02x}:{:02x}.0".format(*parts) / "numa_node"
+    node = path.read_text().strip() if path.is_file() else "-1"
+    return "" if node == "-1" else node  # -1: the machine has one, or does not say
+
+
+def places_text(places: list[Place]) -> str:
+    """ "0-3 on node1: GPU 0-3, NUMA 0; 4-7 on node1: GPU 4-7, NUMA 1" """
+    texts = []
+    for (host, numa), group in groupby(
+        enumerate(places), lambda item: (item[1].host, item[1].numa)
+    ):
+        found = list(group)
+        devices = _spans(list(dict.fromkeys(place.device for _, place in found)))
+        node = f", NUMA {numa}" if numa else ""
+        texts.append(f"{_spans([str(rank) for rank, _ in found])} on {host}: {devices}{node}")
+    more = [f"and {len(texts) - _MOST} more"] if len(texts) > _MOST else []
+    return "; ".join(texts[:_MOST] + more)
+
+
+def _spans(names: list[str]) -> str:
+    """Names whose numbers follow each other as one: "GPU 0-3", "0-1, 4"."""
+    spans: list[tuple[str, str, str]] = []  # (word, first number, last number)
+    for name in names:
+        word, number = re.fullmatch(r"(.*?)(\d*)", name).groups()  # type: ignore[union-attr]
+        if number and spans and spans[-1][0] == word and int(spans[-1][2]) + 1 == int(number):
+            spans[-1] = (word, spans[-1][1], number)
+        else:
+            spans.append((word, number, number))
+    texts = [
+        f"{word}{first}-{last}" if first != last else word + first for word, first, last in spans
+    ]
+    return ", ".join(texts)
