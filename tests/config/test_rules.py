@@ -133,7 +133,7 @@ def test_each_rule_refuses_beyond_its_bound_and_proposes_what_is_accepted(
         assert told(typed([*words.split(), f"{key}={value}"])) == []
     for value in wrong.split():
         (problem,) = told(typed([*words.split(), f"{key}={value}"]))
-        assert problem.key.partition("[")[0] == key and problem.reason
+        assert problem.key.partition("[")[0] == key and problem.reason and problem.fix
         if (fix := problem.fix.partition(" or ")[0]).count("=") == 1 and not fix.endswith("NAME"):
             chosen = key.startswith(f"{fix.partition('=')[0]}.")  # instead of what has the key
             given = [] if chosen else [f"{key}={value}"]

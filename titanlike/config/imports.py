@@ -8,7 +8,6 @@ it has no model, but functions such as os.system.
 from __future__ import annotations
 
 import contextlib
-import difflib
 import importlib
 import importlib.machinery
 import inspect
@@ -18,6 +17,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from titanlike.config.errors import nearest
 from titanlike.config.parse import to_plain
 from titanlike.config.schema import Config
 
@@ -42,8 +42,8 @@ def import_object(path: str) -> Any:
             "(its folder must be the current one or on PYTHONPATH)"
         ) from error
     if not hasattr(module, attribute):
-        near = difflib.get_close_matches(attribute, vars(module), n=1)
-        hint = f"; did you mean {module_name}.{near[0]}?" if near else ""
+        near = nearest(attribute, vars(module))
+        hint = f"; did you mean {module_name}.{near}?" if near else ""
         raise ValueError(f"module {module_name} has no {attribute}{hint}")
     imported = getattr(module, attribute)
     if inspect.isroutine(imported) or inspect.isclass(imported):  # perhaps imported there

@@ -8,12 +8,11 @@ receives. Imports no torch.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from titanlike.config.errors import Refused, override_text
+from titanlike.config.errors import Refused, nearest, override_text
 from titanlike.config.schema import BalanceSplit, EvenSplit, PointSplit
 
 if TYPE_CHECKING:  # imported where parts are weighed
@@ -159,9 +158,9 @@ def _point_starts(units: list[Unit], points: list[str], stages: int) -> list[int
 
     for point in points:
         if point not in at:
-            near = difflib.get_close_matches(point, at, n=1)
+            near = nearest(point, at)
             known = f"the units are {override_text([units[0].name, '...', units[-1].name])}"
-            right = [near[0] if other == point else other for other in points] if near else []
+            right = [near if other == point else other for other in points] if near else []
             fix = f"split.points={override_text(right)}" if near else None
             raise wrong(f"the model has no unit {point}; {known}", fix)
         if at[point] == 0:

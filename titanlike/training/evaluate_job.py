@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,15 +20,11 @@ from titanlike.config.parse import to_plain
 from titanlike.config.schema import Config
 from titanlike.data.loader import collate
 from titanlike.data.sources import ENDLESS, IGNORE, Batch, Data, Source
-from titanlike.distributed.mesh import close_mesh, open_mesh
-from titanlike.distributed.readings import device_queue
-from titanlike.launch.watchdog import Watchdog
 from titanlike.launch.worker import Worker
 from titanlike.metrics.console import Console
-from titanlike.torch_private.process_groups import abort_groups
-from titanlike.training.build import Run, build
+from titanlike.training.build import Run
 from titanlike.training.feed import batches_for
-from titanlike.training.sample_job import load_newest, newest_of
+from titanlike.training.sample_job import loaded_run
 from titanlike.training.session import open_data_on_every_rank
 
 _TOGETHER = 256  # sequences that are decoded at a time: they may follow each other in the text
@@ -55,8 +50,6 @@ class Evaluation:
 def perplexity(config: Config, worker: Worker) -> dict[str, Any]:
     """Evaluate `evaluate.part` of the data; prints the result, and writes it beside the
     checkpoint."""
-    # the job's own folder is inside the run's
-    of_run = replace(config, run_dir=str(Path(config.run_dir).parent))
     data = open_data_on_every_rank(config, worker)
     if data.variable is not None:
         reason = "samples of different lengths are not evaluated here"
@@ -64,24 +57,16 @@ def perplexity(config: Config, worker: Worker) -> dict[str, Any]:
     if not config.evaluate.batches and len(data.validation) >= ENDLESS:
         reason = f"data={config.data.name} has no end; so many batches of it are enough"
         raise ConfigError([Problem("evaluate.batches", 0, reason, "evaluate.batches=100")])
-    mesh = open_mesh(config, worker)
-    console, queue = Console(steps=1), device_queue(mesh.device)
-    with Watchdog(worker, config.launch, worker.report_failure, queue, abort_groups) as watchdog:
-        watchdog.enter_phase(0, "build", config.launch.timeout)
-        run = build(config, mesh, data)
-        watchdog.enter_phase(0, "load", config.checkpoint.timeout)
-        load_newest(of_run, run)
-        watchdog.enter_phase(0, "evaluation", config.launch.timeout)
+    console = Console(steps=1)
+    with loaded_run(config, worker, data, "evaluation") as (run, newest):
         say = console.line if worker.rank == 0 else lambda _: None
         found = evaluate(run, config, data, say)
     if worker.rank == 0:
         source = redact_value("data", to_plain(config.data))
         result = {"data": source, "part": config.evaluate.part, **found.numbers}
-        newest = newest_of(of_run)
         place = add_evaluation(newest, {"kind": "perplexity", **result})
         console.fields([(name, f"{value:,.6g}") for name, value in found.numbers.items()])
         console.line(f"{newest} on {data.description}: written to {place}")
-    close_mesh()
     return {"value": found.numbers["loss"], **found.numbers}
 
 

@@ -3,6 +3,8 @@ one process."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -15,6 +17,7 @@ from titanlike.checkpoint.state_dict import warm_start
 from titanlike.checkpoint.storage import Storage
 from titanlike.config.errors import ConfigError, Problem, Refused
 from titanlike.config.schema import Config
+from titanlike.data.sources import Data
 from titanlike.distributed.mesh import close_mesh, open_mesh
 from titanlike.distributed.readings import device_queue
 from titanlike.launch.watchdog import Watchdog
@@ -31,43 +34,48 @@ def sample(config: Config, worker: Worker) -> dict[str, Any]:
     if not config.sample.prompts:
         fix = "sample.prompts=['def main']"
         raise ConfigError([Problem("sample.prompts", [], "there is nothing to continue", fix)])
-    # the job's own folder is inside the run's
-    of_run = replace(config, run_dir=str(Path(config.run_dir).parent))
     data = open_data_on_every_rank(config, worker)
-    mesh = open_mesh(config, worker)
-    console, queue = Console(steps=1), device_queue(mesh.device)
-    with Watchdog(worker, config.launch, worker.report_failure, queue, abort_groups) as watchdog:
-        watchdog.enter_phase(0, "build", config.launch.timeout)
-        run = build(config, mesh, data)
-        watchdog.enter_phase(0, "load", config.checkpoint.timeout)
-        step = load_newest(of_run, run)
-        watchdog.enter_phase(0, "samples", config.launch.timeout)
+    with loaded_run(config, worker, data, "samples") as (run, newest):
         texts = Sampler(run, config, data).sample(config.seed)
     if worker.rank == 0:
+        step, console = step_of(newest) if newest.name.startswith("step-") else 0, Console(steps=1)
         for prompt, text in zip(config.sample.prompts, texts, strict=True):
             console.line(f"\n--- step {step}, {prompt!r}")
             console.line(prompt + text)
-    close_mesh()
     return {"value": None, "texts": texts}
 
 
-def newest_of(config: Config) -> Storage:
-    """A run's newest checkpoint. Raises ConfigError where there is none."""
-    try:
-        return resolve("run_dir", str(checkpoint_folder(config)))
-    except Refused as error:
-        raise ConfigError([error.problem]) from None
-
-
-def load_newest(config: Config, run: Run) -> int:
-    """Load the weights of a run's newest checkpoint, and nothing else; its step. Collective.
+@contextmanager
+def loaded_run(
+    config: Config, worker: Worker, data: Data, phase: str
+) -> Iterator[tuple[Run, Storage]]:
+    """The run in whose folder the job's own is, with the weights of its newest checkpoint, and that
+    checkpoint; for a block that the watchdog calls `phase`. Collective.
 
     The run may be training: its checkpoints are read and left as they are. Raises ConfigError where
     there is none.
     """
-    newest = newest_of(config)
+    of_run = replace(config, run_dir=str(Path(config.run_dir).parent))
+    mesh = open_mesh(config, worker)
+    queue = device_queue(mesh.device)
+    with Watchdog(worker, config.launch, worker.report_failure, queue, abort_groups) as watchdog:
+        watchdog.enter_phase(0, "build", config.launch.timeout)
+        run = build(config, mesh, data)
+        watchdog.enter_phase(0, "load", config.checkpoint.timeout)
+        newest = _load_newest(of_run, run)
+        watchdog.enter_phase(0, phase, config.launch.timeout)
+        yield run, newest
+    close_mesh()
+
+
+def _load_newest(config: Config, run: Run) -> Storage:
+    """Load the weights of a run's newest checkpoint, and nothing else."""
+    try:
+        newest = resolve("run_dir", str(checkpoint_folder(config)))
+    except Refused as error:
+        raise ConfigError([error.problem]) from None
     timeout = timedelta(seconds=config.checkpoint.timeout)
     group = dist.new_group(backend="gloo", timeout=timeout)
     settings = replace(config.checkpoint, start_from=str(newest), rename=[], strict=True)
     warm_start(settings, run.stage_states, group)
-    return step_of(newest) if newest.name.startswith("step-") else 0
+    return newest
