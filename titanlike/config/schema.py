@@ -308,6 +308,7 @@ class WsdLr:
     final: float = key(0.05, "learning rate of the last step, as a share of the peak", ge=0, le=1)
 
 
+_MTP_WEIGHT = "weight of the losses of model.num_nextn_predict_layers more tokens: 0.3"
 _Z_LOSS = "in training, add so many times the square of log(sum(exp(logits))) to each loss: 1e-4"
 
 
@@ -317,6 +318,7 @@ class CrossEntropy:
 
     name: str = key("cross_entropy", "choice")
     z_loss: float = key(0.0, _Z_LOSS, ge=0)
+    mtp_weight: float = key(0.0, _MTP_WEIGHT, ge=0)
 
 
 @dataclass
@@ -325,6 +327,7 @@ class ChunkedCrossEntropy:
 
     name: str = key("chunked_cross_entropy", "choice")
     z_loss: float = key(0.0, _Z_LOSS, ge=0)
+    mtp_weight: float = key(0.0, _MTP_WEIGHT, ge=0)
     chunk: int = key(2048, "tokens of a microbatch whose logits are in memory at a time", ge=1)
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -289,9 +289,12 @@ def messages(graph: StageGraph) -> tuple[list[Tensor], list[Tensor]]:
 
 
 def same_messages(graph: StageGraph, other: StageGraph) -> bool:
-    """Whether two stages can take each other's place in a pipeline."""
+    """Whether two stages can take each other's place in a pipeline: the output of the last one is no
+    message."""
 
     def forms(graph: StageGraph) -> list[Any]:
+        if graph.output is not None:
+            graph = replace(graph, sends=[])
         both = [[(tensor.shape, tensor.dtype) for tensor in part] for part in messages(graph)]
         return [*both, graph.skips_in, graph.skips_out]
 

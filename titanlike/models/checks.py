@@ -37,6 +37,19 @@ def model_problems(model: nn.Module, config: Config) -> list[Problem]:
         fix = f"seq_len={longest} or model.{key}={config.seq_len}"
         reason = f"is longer than the model's {key}={longest}"
         wrong("seq_len", config.seq_len, reason, fix)
+    more, weight = len(getattr(model, "mtp", ())), getattr(config.loss, "mtp_weight", None)
+    if more and not weight:
+        reason = "the tokens that model.num_nextn_predict_layers predicts have no loss"
+        fix = "loss.mtp_weight=0.3" if weight is not None else "loss=cross_entropy"
+        wrong("loss.mtp_weight", weight, reason, fix)
+    if weight and not more:
+        reason = "the model predicts the next token alone"
+        wrong("loss.mtp_weight", weight, reason, "model.num_nextn_predict_layers=1")
+    for key in ("tp", "cp"):
+        if more and (ranks := getattr(config, key)) > 1:
+            reason = "predicts tokens from those after them, which other ranks may have"
+            fix = f"{key}=1 dp={config.dp * ranks}"
+            wrong(key, ranks, f"model.num_nextn_predict_layers={more} {reason}", fix)
     if config.model.args.get("vocab_size") is not None:
         needed, size = vocab_size(config), config.model.args["vocab_size"]
         if size < needed:

@@ -84,12 +84,15 @@ _DECODER = (
 )
 _ROPE = {"hidden_act": "silu", "rope_type": "default"}
 
+_MTP = (r"mtp\..*", "")  # blocks of training alone
+
 LLAMA = Counterpart(
     model_type="llama",
     architecture="LlamaForCausalLM",
     prefix="model.",
     keys=(*_DECODER, "intermediate_size"),
     fixed=_ROPE | {"attention_bias": False, "mlp_bias": False},
+    stored=(_MTP,),
 )
 GPT2 = Counterpart(
     model_type="gpt2",
@@ -132,7 +135,7 @@ MIXTRAL = Counterpart(
     needs=_MIXTURE_NEEDS | {"qk_norm": False, "norm_topk_prob": True},
     fixed=_MIXTURE_FIXED,
     stored=(
-        *(_BUFFER, _OF_EXPERT, (r"\.mlp\.", ".block_sparse_moe.")),
+        *(_MTP, _BUFFER, _OF_EXPERT, (r"\.mlp\.", ".block_sparse_moe.")),
         *((r"\.gate_proj\.", ".w1."), (r"\.up_proj\.", ".w3."), (r"\.down_proj\.", ".w2.")),
     ),
 )
@@ -145,7 +148,7 @@ QWEN3_MOE = Counterpart(
     needs=_MIXTURE_NEEDS | {"qk_norm": True},
     fixed=_MIXTURE_FIXED
     | {"attention_bias": False, "decoder_sparse_step": 1, "mlp_only_layers": []},
-    stored=(_BUFFER, _OF_EXPERT),
+    stored=(_MTP, _BUFFER, _OF_EXPERT),
 )
 
 # by `model.name`

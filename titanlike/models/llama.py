@@ -9,6 +9,7 @@ F intermediate_size, V vocab_size. The model contains no parallelism.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -151,14 +152,53 @@ class Decoder(nn.Module):
         return self.norm(x)
 
 
-class Llama(nn.Module):
-    """Token ids [B, T] -> logits [B, T, V].
+class NextTokenBlock(nn.Module):
+    """One more predicted token (multi-token prediction, arXiv 2412.19437, section 2.2): the output
+    [B, T, D] before it and the embeddings [B, T, D] of a later token -> its normed output."""
 
-    tie_word_embeddings: the head uses the embedding's weight.
+    def __init__(self, hidden_size: int, block: Block, norm_eps: float):
+        super().__init__()
+        self.hnorm, self.enorm = (RMSNorm(hidden_size, norm_eps) for _ in range(2))
+        self.eh_proj = nn.Linear(2 * hidden_size, hidden_size, bias=False)
+        self.block = block
+        self.norm = RMSNorm(hidden_size, norm_eps)
+
+    def forward(self, x: Tensor, later: Tensor, table: Tensor, mask: Any) -> Tensor:
+        x = self.eh_proj(torch.cat([self.enorm(later), self.hnorm(x)], -1))
+        return self.norm(self.block(x, table, mask))
+
+
+class NextTokens(nn.Module):
+    """A block for each further token, named 0, 1, ...: they are in the head's stage together, and
+    so in no list, whose entries a split may part."""
+
+    def __init__(self, hidden_size: int, blocks: Iterable[Block], norm_eps: float):
+        super().__init__()
+        for number, block in enumerate(blocks):
+            self.add_module(str(number), NextTokenBlock(hidden_size, block, norm_eps))
+
+    def __len__(self) -> int:
+        return len(self._modules)
+
+    def forward(self, x: Tensor, later: list[Tensor], table: Tensor, mask: Any) -> Tensor:
+        """x [B, T, D], and of each further token the embeddings -> [B, (1 + P) * T, D]."""
+        outputs = [x]
+        for block, embedded in zip(self.children(), later, strict=True):
+            outputs.append(block(outputs[-1], embedded, table, mask))
+        return torch.cat(outputs, 1)
+
+
+class Llama(nn.Module):
+    """Token ids [B, T] -> logits [B, T, V]; in training [B, (1 + P) * T, V].
+
+    tie_word_embeddings: the head uses the embedding's weight. P = num_nextn_predict_layers: so many
+    tokens after the next one are predicted, in training alone; logits of the p-th follow, of all T
+    positions, those of the one before it. Their loss: `loss.mtp_weight`.
     Raises ValueError with one argument per problem where sizes do not fit each other.
     """
 
-    may_be_zero: Collection[str] = ()  # sizes; all others are above 0
+    # sizes; all others are above 0
+    may_be_zero: Collection[str] = ("num_nextn_predict_layers",)
 
     def __init__(
         self,
@@ -169,6 +209,7 @@ class Llama(nn.Module):
         num_hidden_layers: int = 4,
         num_attention_heads: int = 4,
         num_key_value_heads: int = 2,
+        num_nextn_predict_layers: int = 0,
         rope_theta: float = 10000.0,
         rms_norm_eps: float = 1e-5,
         tie_word_embeddings: bool = False,
@@ -178,12 +219,14 @@ class Llama(nn.Module):
             raise ValueError(*problems)
         blocks = (
             Block(hidden_size, Attention(*heads), MLP(hidden_size, intermediate_size), rms_norm_eps)
-            for _ in range(num_hidden_layers)
+            for _ in range(num_hidden_layers + max(0, num_nextn_predict_layers))
         )
         super().__init__()
         self.head_dim, self.rope_theta = hidden_size // num_attention_heads, rope_theta
         self.depth = num_hidden_layers
-        self.model = Decoder(vocab_size, hidden_size, blocks, rms_norm_eps)
+        first = islice(blocks, num_hidden_layers)
+        self.model = Decoder(vocab_size, hidden_size, first, rms_norm_eps)
+        self.mtp = NextTokens(hidden_size, blocks, rms_norm_eps)
         self.lm_head = nn.Linear(hidden_size, vocab_size, bias=False)
         if tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
@@ -204,7 +247,14 @@ class Llama(nn.Module):
         else:
             positions, mask = cache.inputs(ids)
         table = rotary_table(positions, self.head_dim, self.rope_theta)  # [2, (B,) T, E/2]
-        return self.lm_head(self.model(ids, table, mask, cache))  # [B, T, D] -> [B, T, V]
+        x = self.model(ids, table, mask, cache)
+        if self.mtp and self.training:
+            # what the last tokens are followed by is not known: their loss does not count
+            rolled = [ids.roll(-later, 1) for later in range(1, len(self.mtp) + 1)]
+            # as a function: this stage uses the weight, and does not call the first one's module
+            table_of_ids = self.model.embed_tokens.weight
+            x = self.mtp(x, [F.embedding(later, table_of_ids) for later in rolled], table, mask)
+        return self.lm_head(x)  # [B, T, D] -> [B, T, V]
 
     def tp_plan(self) -> dict[str, Any]:
         """How tensor parallelism divides it, see `parallel/tp/plan.py`."""
@@ -244,7 +294,9 @@ class Llama(nn.Module):
         free.
         """
         matrices = sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Linear))
-        return 6 * matrices + 12 * self.depth * self.model.norm.weight.numel() * tokens
+        matrices += len(self.mtp) * self.lm_head.weight.numel()
+        depth = self.depth + len(self.mtp)
+        return 6 * matrices + 12 * depth * self.model.norm.weight.numel() * tokens
 
 
 def attention_problems(

@@ -14,17 +14,26 @@ V vocab_size. The model contains no parallelism.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from titanlike.models.experts import AddLoss, Experts, through_experts
-from titanlike.models.llama import MLP, Attention, Block, Decoder, Llama, attention_problems
+from titanlike.models.llama import (
+    MLP,
+    Attention,
+    Block,
+    Decoder,
+    Llama,
+    NextTokens,
+    attention_problems,
+)
 
 _MAY_BE_ZERO = (
     *("n_shared_experts", "first_k_dense_replace"),
-    *("bias_rate", "balance_loss", "z_loss"),
+    *("bias_rate", "balance_loss", "z_loss", "num_nextn_predict_layers"),
 )
 
 
@@ -170,6 +179,7 @@ class Moe(Llama):
         bias_rate: float = 0.0,
         balance_loss: float = 0.0,
         z_loss: float = 0.0,
+        num_nextn_predict_layers: int = 0,
         rope_theta: float = 10000.0,
         rms_norm_eps: float = 1e-5,
         tie_word_embeddings: bool = False,
@@ -195,7 +205,7 @@ class Moe(Llama):
         def blocks() -> Iterator[Block]:
             shared = n_shared_experts * moe_intermediate_size
             experts = hidden_size, num_local_experts, moe_intermediate_size, shared, routing
-            for layer in range(depth):
+            for layer in range(depth + max(0, num_nextn_predict_layers)):
                 attention = Attention(*heads, rms_norm_eps if qk_norm else None)
                 routed = RoutedMLP(*experts) if layer >= dense else None
                 mlp = routed or MLP(hidden_size, intermediate_size)
@@ -205,7 +215,9 @@ class Moe(Llama):
         self.head_dim, self.rope_theta = head_dim or hidden_size // num_attention_heads, rope_theta
         self.depth, self.heads, self.dense = depth, num_attention_heads, dense
         self.qk_norm, self.routing = qk_norm, routing
-        self.model = Decoder(vocab_size, hidden_size, blocks(), rms_norm_eps)
+        made = blocks()
+        self.model = Decoder(vocab_size, hidden_size, islice(made, depth), rms_norm_eps)
+        self.mtp = NextTokens(hidden_size, made, rms_norm_eps)
         self.lm_head = nn.Linear(hidden_size, vocab_size, bias=False)
         if tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
@@ -232,7 +244,8 @@ class Moe(Llama):
         matrices = sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Linear))
         routed = [p for m in self.modules() if isinstance(m, Experts) for p in m.parameters()]
         active = sum(p.numel() // len(p) for p in routed) * self.routing.num_experts_per_tok
-        attended = 12 * self.depth * self.heads * self.head_dim * tokens
+        matrices += len(self.mtp) * self.lm_head.weight.numel()
+        attended = 12 * (self.depth + len(self.mtp)) * self.heads * self.head_dim * tokens
         return 6 * (matrices + active) + attended
 
 

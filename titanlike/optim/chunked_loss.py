@@ -96,8 +96,12 @@ class ChunkedHead:
             logits = self.apply_epilogue(_call(head, self.head, values))
             return total(logits, targets)
 
-        args = (loss_of, self.chunk, len(weights), x, targets, *weights, *parameters)
-        return _LossInChunks.apply(*args)
+        totals = []
+        for part, goals, weight in self.loss.predictions(x, targets):
+            args = (loss_of, self.chunk, len(weights), part, goals, *weights, *parameters)
+            total_of = _LossInChunks.apply(*args)
+            totals.append(total_of if weight == 1.0 else weight * total_of)
+        return sum(totals[1:], start=totals[0])
 
     def apply_epilogue(self, logits: Tensor) -> Tensor:
         values = {self.head: logits}

@@ -62,6 +62,10 @@ class Loss:
         """The same without what is added in training alone."""
         return self.total(output, targets)
 
+    def predictions(self, x: Any, targets: Tensor) -> list[tuple[Any, Tensor, float]]:
+        """(part of x [..., features], its targets, weight) of each token that is predicted."""
+        return [(x, targets, 1.0)]
+
     def total_now(self) -> Callable[[Any, Tensor], Tensor]:
         """`total`, or `evaluated` where no gradients are taken."""
         return self.total if torch.is_grad_enabled() else self.evaluated
@@ -94,6 +98,8 @@ class CrossEntropy(Loss):
     divided: computes it of logits that are this rank's part of the vocabulary; None = of all.
     z_loss: the coefficient of log(sum(exp(logits)))^2 of a token, which training adds to its loss
     so that logits do not drift (PaLM, arXiv 2204.02311, section 5).
+    mtp_weight: of the losses of further predicted tokens: in training, where it is not 0, logits
+    [B, (1 + P) * T, V] are those of the next token, then of the P after it.
     """
 
     def __init__(
@@ -101,15 +107,34 @@ class CrossEntropy(Loss):
         chunk: int | None = None,
         divided: DividedCrossEntropy | None = None,
         z_loss: float = 0.0,
+        mtp_weight: float = 0.0,
     ) -> None:
         super().__init__()
         self.chunk, self._divided, self._z_loss = chunk, divided, z_loss
+        self._mtp_weight = mtp_weight
 
     def total(self, output: Any, targets: Tensor) -> Tensor:
-        return self._cross_entropy(output, targets, "sum", self._z_loss)
+        parts = self.predictions(logits_of(output), targets)
+        totals = [w * self._cross_entropy(x, t, "sum", self._z_loss) for x, t, w in parts]
+        return torch.stack(totals).sum() if len(totals) > 1 else totals[0]
+
+    def predictions(self, x: Any, targets: Tensor) -> list[tuple[Any, Tensor, float]]:
+        several = self._mtp_weight and targets.dim() == 2 and x.dim() == 3
+        rows = targets.shape[-1]
+        more = x.shape[1] // rows - 1 if several and x.shape[1] % rows == 0 else 0
+        found = [(x[:, :rows] if more else x, targets, 1.0)]
+        for later in range(
+            1, more + 1 if torch.is_grad_enabled() else 1
+        ):  # of their own last tokens nothing is known
+            ignored = targets.new_full((len(targets), later), IGNORE)
+            shifted = torch.cat([targets[:, later:], ignored], 1)
+            part = x[:, later * rows : (later + 1) * rows]
+            found.append((part, shifted, self._mtp_weight / more))
+        return found
 
     def evaluated(self, output: Any, targets: Tensor) -> Tensor:
-        return self._cross_entropy(output, targets, "sum")
+        (x, targets, _), *_ = self.predictions(logits_of(output), targets)
+        return self._cross_entropy(x, targets, "sum")
 
     def each(self, output: Any, targets: Tensor) -> Tensor:
         return self._cross_entropy(output, targets, "none")
@@ -216,7 +241,7 @@ def build_loss(
     if isinstance(config, schema.Mse):
         return Mse()
     chunk = config.chunk if isinstance(config, schema.ChunkedCrossEntropy) else None
-    return CrossEntropy(chunk, divided, config.z_loss)
+    return CrossEntropy(chunk, divided, config.z_loss, config.mtp_weight)
 
 
 def takes_divided_logits(config: Settings) -> bool:
