@@ -76,13 +76,16 @@ class Callback(Protocol):
 
     def on_step(self, record: Mapping[str, Any]) -> None:
         """A step is done; record: its row of metrics.jsonl."""
+        return
 
     def on_validation(self, step: int, val_loss: float) -> None:
         """The validation data were evaluated after a step, before `on_step` of it; val_loss: nats
         a token, or what the loss is."""
+        return
 
     def on_save(self, step: int, path: str) -> None:
         """The checkpoint of a step was written; with an asynchronous `checkpoint.mode`, begun."""
+        return
 
 
 def compose(*overrides: str, check: bool = True, **values: Any) -> Config:
@@ -137,7 +140,8 @@ def train(config: Config, callbacks: Sequence[Callback] = ()) -> float | None:
     problems = [*_callback_problems(callbacks)]
     if dist.is_initialized():
         reason = "is made already, and train makes its own"
-        problems.append(Problem("process group", "", reason, "call titanlike.build with it"))
+        fix = "call close() of the run that made it, or titanlike.build in place of train"
+        problems.append(Problem("process group", "", reason, fix))
     if size == 1 and config.world_size > 1:
         problems += _other_processes(config, callbacks)
     ranks_started = size if size > 1 else None
@@ -357,11 +361,11 @@ class TrainingRun:
         """Load a checkpoint, saved in any layout; the steps that it had done.
 
         path: of a checkpoint, or of a run for its newest; None = as `checkpoint.resume` says: the
-        newest of run_dir, or nothing. weights_only: leave optimizers and steps as they are. Raises
+        newest of run_dir, or nothing if there is none. weights_only: leave optimizers and steps as they are. Raises
         ValueError where the checkpoint is of another model or other data.
         """
-        if path is not None and weights_only:
-            self._checkpointer.start_from(str(path))
+        if weights_only:
+            self._checkpointer.start_from(str(path or self.config.run_dir))
             return self.steps
         checkpointer = self._checkpointer
         self._progress = checkpointer.resume() if path is None else checkpointer.load(str(path))

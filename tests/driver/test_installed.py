@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -99,3 +100,17 @@ def test_help_lists_the_commands_and_describes_each(environment: Path, tmp_path:
         text = run(environment, "titanlike", command, "--help", cwd=tmp_path)
         assert text.startswith(f"usage: titanlike {command} ")
     assert "did you mean verify?" in run(environment, "titanlike", "verfy", cwd=tmp_path, code=2)
+
+
+@pytest.mark.slow
+def test_the_examples_run_in_an_empty_folder(environment: Path, tmp_path: Path) -> None:
+    for name in ("own_loop.py", "distillation.py", "losses.ipynb"):
+        shutil.copy(ROOT / "examples" / name, tmp_path)
+    torchrun = ["python", "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    words = [word for word in SMALL if "data=" not in word]
+    text = run(environment, *torchrun, "own_loop.py", *words, "pp=2", cwd=tmp_path)
+    assert "step 2: loss 5." in text and "validation loss 5." in text
+    assert "step 20: divergence" in run(environment, *torchrun, "distillation.py", cwd=tmp_path)
+    execute = "from nbclient.cli import main; main()"
+    run(environment, "python", "-c", execute, "losses.ipynb", "--inplace", cwd=tmp_path)
+    assert "rank 3" in (tmp_path / "losses.ipynb").read_text()
