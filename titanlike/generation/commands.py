@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,8 @@ from titanlike.config.imports import TRUST_CODE, imports_line, named_code
 from titanlike.config.overrides import aliases_problem
 from titanlike.config.parse import hydra_sections
 from titanlike.config.program import argument_parser, conf_dir, exit_code
+from titanlike.config.schema import Sample
+from titanlike.config.validate import value_problems
 from titanlike.device.choose import first_device
 from titanlike.generation.generate import LoadedModel, generate, load_model
 from titanlike.models.sampling import Sampling
@@ -102,10 +104,10 @@ def _generate(arguments: argparse.Namespace) -> int:
     if not arguments.prompt and not arguments.chat:
         raise ValueError("there is no prompt; write --prompt TEXT, or --chat")
     keys: dict[str, Any] = {field.name: field.default for field in fields(Sampling)}
+    of_sample = [key for key in keys if key != "seed"]
     if arguments.layout:
         if arguments.chat or arguments.no_cache:
             raise ValueError("--layout: not with --chat or --no-cache; leave them out")
-        of_sample = [key for key in keys if key != "seed"]
         prompts = ",".join(map(quoted, arguments.prompt))
         words = [f"sample.prompts=[{prompts}]", f"sample.tokens={arguments.tokens}"]
         for word in arguments.settings:
@@ -123,7 +125,8 @@ def _generate(arguments: argparse.Namespace) -> int:
             sampling = replace(sampling, **{key: type(keys[key])(value)})
         except ValueError:
             problems.append(f"{word}: must be a number; write {key}={keys[key]}")
-    if problems := problems + sampling.problems():
+    drawn = {key: value for key, value in asdict(sampling).items() if key in of_sample}
+    if problems := [*problems, *(str(p) for p, _ in value_problems(Sample(**drawn)))]:
         raise ValueError("; ".join(problems))
     loaded = _load(arguments)
     if loaded.coder is None:

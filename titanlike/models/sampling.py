@@ -26,19 +26,6 @@ class Sampling:
     top_p: float = 0.95
     seed: int = 0
 
-    def problems(self) -> list[str]:
-        """key=value: reason; write ..., of each value that is out of bounds."""
-        rules = {
-            "temperature": (0 <= self.temperature < float("inf"), "at least 0", 0.8),
-            "top_k": (self.top_k >= 0, "at least 0 (0 = all tokens)", 40),
-            "top_p": (0 < self.top_p <= 1, "above 0 and at most 1", 0.95),
-        }
-        return [
-            f"{key}={getattr(self, key)}: must be {bounds}; write {key}={example}"
-            for key, (is_right, bounds, example) in rules.items()
-            if not is_right
-        ]
-
     def generators(self, count: int) -> list[torch.Generator]:
         """One for each sequence: what it draws does not depend on those beside it."""
         return [torch.Generator().manual_seed((self.seed << 20) + row) for row in range(count)]
