@@ -158,8 +158,15 @@ def test_the_config_of_a_run_directory_imports_nothing_either(
     told = capfd.readouterr().err
     assert said in told and "--trust-code" in told and len(told.splitlines()) == 1
     (tmp_path / "config.yaml").write_text(json.dumps(hydra_sections()))
-    (tmp_path / "model").mkdir()
-    assert run([str(tmp_path), *words[1:]]) == 2 and "folder model" in capfd.readouterr().err
+    choice = tmp_path / "model" / "llama.yaml"
+    choice.parent.mkdir()
+    choice.write_text("name: theirs.Model")
+    assert (
+        run([str(tmp_path), *words[1:]]) == 2 and "its model/llama.yaml" in capfd.readouterr().err
+    )
+    choice.unlink()
+    (tmp_path / "verify").symlink_to(tmp_path / "model")
+    assert run([str(tmp_path), *words[1:]]) == 2 and "its verify is not" in capfd.readouterr().err
     assert not (tmp_path / "ran").exists()
 
 

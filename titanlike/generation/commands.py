@@ -263,8 +263,15 @@ def _job(arguments: argparse.Namespace, job: str, words: list[str]) -> int:
         # settings of Hydra's own may import or read more
         written = hydra_sections()
         strange = [f"section {k} in config.yaml" for k in written if plain.get(k) != written[k]]
-        groups = ["hydra", *(group.name for group in conf_dir().iterdir() if group.is_dir())]
-        strange += [f"folder {name}" for name in groups if (run / name).is_dir()]
+        groups = [group.name for group in conf_dir().iterdir() if group.is_dir()]
+        # a job beside the run, as `titanlike verify`, has a folder with a config.yaml of its own
+        inside = (path for name in groups for path in (run / name, *(run / name).rglob("*")))
+        strange += [
+            str(path.relative_to(run))
+            for path in inside
+            if path.is_symlink() or (path.suffix == ".yaml" and path.name != "config.yaml")
+        ]
+        strange += ["folder hydra"] if (run / "hydra").is_dir() else []
         if strange:
             raise ValueError(
                 f"RUN={run}: its {strange[0]} is not what a run writes, and Hydra would follow it; "

@@ -1,0 +1,63 @@
+"""The pipelines in runs/, from a corpus to a model that answers, with tiny sizes."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from support.paths import ROOT
+
+SCRIPTS = sorted(path for path in (ROOT / "runs").glob("*.sh") if path.name != "common.sh")
+SIZES = "model.num_hidden_layers=2 model.hidden_size=32"
+COMMON = "logger=none seq_len=32 batch_size=8 validation.batches=1 device=cpu"
+
+
+def pipeline(name: str, out: Path, **env: str) -> str:
+    """What a script printed, whose every command succeeded."""
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "OUT": str(out), "MORE": COMMON, **env}
+    done = subprocess.run(
+        [str(ROOT / "runs" / name)], env=env, capture_output=True, text=True, timeout=500
+    )
+    assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    return done.stdout
+
+
+def exported(folder: Path) -> bool:
+    return (folder / "config.json").is_file() and any(folder.glob("*.safetensors"))
+
+
+@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="there is no ShellCheck")
+def test_the_scripts_have_no_mistake_that_a_shell_would_find_while_it_runs() -> None:
+    line = ["shellcheck", "-x", "--source-path=SCRIPTDIR", *map(str, SCRIPTS)]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout
+    assert all(os.access(path, os.X_OK) for path in SCRIPTS)
+
+
+@pytest.mark.slow
+def test_a_base_model_is_made_of_a_corpus_and_learns_to_chat(tmp_path: Path) -> None:
+    corpus = tmp_path / "corpus"
+    shutil.copytree(Path(json.__file__).parent, corpus, ignore=shutil.ignore_patterns("*.pyc"))
+    llama = f"model=llama_tiny {SIZES} model.intermediate_size=64"
+    sizes = {"MODEL": llama, "LAYOUT": "pp=2", "VOCAB": "400"}
+    text = pipeline("base.sh", tmp_path / "base", CORPUS=str(corpus), STEPS="6", **sizes)
+    assert "bits_per_byte" in text and "training complete" in text and "agree" in text
+    run = tmp_path / "base" / "run"
+    assert (run / "report.html").is_file() and exported(tmp_path / "base" / "hf")
+    text = pipeline("chat.sh", tmp_path / "chat", BASE=str(run), STEPS="4", **sizes)
+    assert "> What is 3 plus 4?" in text and exported(tmp_path / "chat" / "hf")
+    again = pipeline("chat.sh", tmp_path / "chat", BASE=str(run), STEPS="4", **sizes)
+    assert "nothing to do: the run is at step 4" in again
+
+
+@pytest.mark.slow
+def test_a_mixture_is_swept_and_goes_on_in_another_layout(tmp_path: Path) -> None:
+    model = f"model=moe_tiny {SIZES} model.moe_intermediate_size=64 model.bias_rate=0.0"
+    text = pipeline("moe.sh", tmp_path, MODEL=model, STEPS="8", RATES="1e-3,3e-3")
+    assert "2 of 2 done" in text and "resuming from step 4" in text
+    assert text.count("bits_per_byte") == 2 and exported(tmp_path / "hf")
