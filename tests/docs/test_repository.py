@@ -50,6 +50,12 @@ def test_the_citation_is_of_this_version() -> None:
     assert citation["version"] == titanlike.__version__ and citation["license"] == "Apache-2.0"
 
 
+def test_every_page_is_in_the_sites_contents() -> None:
+    contents = (ROOT / "mkdocs.yml").read_text("utf-8")
+    pages = [path.name for path in (ROOT / "docs").glob("*.md")]
+    assert [page for page in pages if f"- {page}\n" not in contents] == []
+
+
 @pytest.mark.slow
 def test_the_site_has_every_page_and_finds_its_words(tmp_path: Path) -> None:
     """Strict: a link or an anchor that leads nowhere ends the build."""
