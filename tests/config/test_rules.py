@@ -108,6 +108,7 @@ RULES = [
     ("logger.tags", "[a,b]", f"[{'x' * 65}]", "logger=wandb"),
     ("hardware.path", "", "no/such/run", "hardware=run"),
     ("sweep.submit", "sbatch", "a'", ""),
+    ("numerics.digest_every", "0", "5", "tp=2"),
     ("sample.prompts", "[def]", "[]", "sample.every=3"),
     ("sample.every", "0", "3", "sample.prompts=[def] data=synthetic"),
     ("sample.every", "0", "3", "sample.prompts=[def] cp=2"),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, astuple, dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
@@ -85,8 +85,18 @@ class Checkpointer:
             from titanlike.checkpoint.writer import CheckpointWriter
 
             of_run = self._group, self._events, self._stage_states
-            self._made_writer = CheckpointWriter(self._settings, self._folder, *of_run)
+            digest = self._digest if self._config.exact else None
+            self._made_writer = CheckpointWriter(self._settings, self._folder, *of_run, digest)
         return self._made_writer
+
+    def _digest(self, tensors: Mapping[str, Any], group: dist.ProcessGroup) -> str:
+        from titanlike.checkpoint.integrity import OPTIMIZER, RNG
+        from titanlike.distributed.digest import digest
+
+        # of each rank's own, and on rank 0 what all pipeline ranks share
+        of_all = f"{OPTIMIZER}step" if self._rank else ""
+        saved = {n: x for n, x in tensors.items() if not n.startswith(RNG) and n != of_all}
+        return digest(saved, self._rank % self._config.dp == 0, torch.device("cpu"), group)
 
     @property
     def newest(self) -> int:

@@ -58,6 +58,7 @@ _COMMANDS: dict[str, tuple[str, str, dict[str, str]]] = {
         "A B",
         {"tensors": "name every tensor that differs"},
     ),
+    "digest": ("one number for all tensors, of A and of B, the same in any layout", "A B", {}),
     "consolidate": (
         "the model (names without `model.`) in one safetensors file",
         "CHECKPOINT FILE",
@@ -102,10 +103,17 @@ def _run(console: Console, args: argparse.Namespace) -> bool:
         return show(console, args.checkpoint, all_names=args.tensors)
     if args.command == "verify":
         return verify(console, args.checkpoint, repair=args.repair)
-    from titanlike.checkpoint.conversion import compare, consolidate, restore  # imports torch
+    from titanlike.checkpoint.conversion import (  # imports torch
+        compare,
+        compare_digests,
+        consolidate,
+        restore,
+    )
 
     if args.command == "compare":
         return compare(console, args.a, args.b, args.tolerance, all_names=args.tensors)
+    if args.command == "digest":
+        return compare_digests(console, args.a, args.b)
     if args.command == "restore":
         console.line(restore(args.file, args.folder))
     else:

@@ -38,9 +38,10 @@ from titanlike.checkpoint.integrity import (
 )
 from titanlike.checkpoint.reader import ShardReader
 from titanlike.checkpoint.state_dict import DTYPES, cast_weights
-from titanlike.checkpoint.storage import MARKER, DamagedCheckpoint, Storage
+from titanlike.checkpoint.storage import MARKER, STATE, DamagedCheckpoint, Storage
 from titanlike.checkpoint.writer import prepare_save, write_checkpoint
 from titanlike.config.files import parse_object, temporary_beside
+from titanlike.distributed.digest import digest_of, text_of
 from titanlike.metrics import units
 from titanlike.metrics.console import Console
 
@@ -223,6 +224,35 @@ def compare(
     largest = max(((d.largest, d.name) for d in differences if d.count), default=(0.0, ""))
     if largest[0] > 0:
         console.line(f"largest absolute difference: {largest[0]:.3e} in {largest[1]}")
+    return same
+
+
+def compare_digests(console: Console, location_a: str, location_b: str) -> bool:
+    """Print the digest of all tensors of two checkpoints, but of random generators; whether they
+    are equal.
+
+    It is computed of what is in the files. Raises DamagedCheckpoint where it is not that of the
+    tensors which the run had.
+    """
+    digests = []
+    for key, location in ("A", location_a), ("B", location_b):
+        reader = _open(key, location)
+        total = torch.zeros((), dtype=torch.int64)
+        for name, saved in reader.header.tensors.items():
+            row, shape = 0, torch.Size(saved.shape)
+            if name.startswith(RNG):
+                continue
+            for rows in reader.rows(name):
+                total += digest_of(name, rows, shape, (row, *[0] * (len(shape) - 1))[: len(shape)])
+                row += len(rows) if shape else 0
+        found, recorded = text_of(total), reader.header.state.get("digest")
+        if recorded not in (None, found):
+            reason = f"has the digest {recorded}, and the tensors in the files have {found}"
+            raise DamagedCheckpoint(reader.folder, STATE, reason)
+        digests.append(found)
+        console.line(f"{key}: {found} {reader.folder}")
+    same = digests[0] == digests[1]
+    console.line("the same" if same else "different: `compare A B` says which tensors")
     return same
 
 

@@ -64,7 +64,7 @@ _OPTIONAL: dict[str, tuple[type, ...]] = {
     **{f"layout.{key}": (str,) for key in ("schedule", "split")},
     **{"progress.step": (int,), "progress.value": _NUMBER},
     **{"progress.left_out": (int,), "progress.guard": (dict,)},
-    **{"data": (dict,), "config": (dict,), "model": (dict,), "format": (int,)},
+    **{"digest": (str,), "data": (dict,), "config": (dict,), "model": (dict,), "format": (int,)},
 }
 _STEP_IN_NAME = re.compile(r"(?:step|model)-(\d{8,})")
 _READ = 2**22  # bytes at a time

@@ -92,7 +92,10 @@ class CheckpointWriter:
         group: dist.ProcessGroup,
         events: Events,
         stage_states: list[StageState],
+        digest: Callable[[state_dict.Tensors, dist.ProcessGroup], str] | None = None,
     ) -> None:
+        """digest: of what all ranks save together, for state.json. Collective."""
+        self._digest = digest
         self._settings, self._folder, self._stage_states = settings, folder, stage_states
         self._group, self._events = group, events
         # entries that, as the optimizer's, nothing but an optimizer's step changes
@@ -129,6 +132,8 @@ class CheckpointWriter:
         else:
             tensors = state_dict.run_tensors(self._stage_states)
             tensors, last = state_dict.share_step(tensors, self._group), self._plan
+            if self._digest is not None:
+                state["digest"] = self._digest(tensors, self._group)
         prepared = prepare_save(tensors, last, self._group)
         save.plan, self._in_progress = prepared.plan, save
         copy, write_file = None, write_tensors

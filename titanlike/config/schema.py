@@ -730,6 +730,21 @@ class Fsdp:
 
 
 @dataclass
+class Numerics:
+    """Whether a step's bits depend on the layout."""
+
+    name: Literal["fast", "exact"] = key(
+        "fast", "exact = the same bits in every layout of pp, dp, replicate, ZeRO and schedule"
+    )
+    grain: int = key(
+        1, "exact: sequences in a microbatch, the same in all layouts that are to be equal", ge=1
+    )
+    digest_every: int = key(
+        0, "steps between digests of all weights in metrics.jsonl; 0 = none", ge=0
+    )
+
+
+@dataclass
 class Validation:
     """Loss on the validation data."""
 
@@ -1005,6 +1020,7 @@ class Config:
     lr: ConstantLr | DecayLr | WsdLr | Custom = key(WsdLr, "learning-rate schedule")
     loss: CrossEntropy | ChunkedCrossEntropy | Mse | Custom = key(CrossEntropy, "loss function")
     precision: Precision = key(Precision, "compute precision")
+    numerics: Numerics = key(Numerics, "the order of sums, and what all layouts have in common")
     activation_checkpoint: ActivationCheckpoint = key(
         ActivationCheckpoint, "which activations are computed again in the backward"
     )
@@ -1053,6 +1069,11 @@ class Config:
     def shards(self) -> int:
         """Ranks that FSDP shards a stage's weights over: those of dp in one replica, times cp."""
         return self.dp // self.replicate * self.cp
+
+    @property
+    def exact(self) -> bool:
+        """Whether all layouts are to compute the same bits."""
+        return self.numerics.name == "exact"
 
     @property
     def last_step(self) -> int:
@@ -1138,6 +1159,7 @@ VARIANTS: dict[str, dict[str, type[Any]]] = {
         **_by_name(SelectiveActivationCheckpoint, EveryActivationCheckpoint),
         **_by_name(FitActivationCheckpoint),
     },
+    "numerics": dict.fromkeys(("fast", "exact"), Numerics),
     "verify": dict.fromkeys(("auto", "required", "off"), Verify),
     "logger": _by_name(Wandb, TensorBoard, NoLogger),
     "profile": _by_name(NoProfile, TraceProfile, MemoryProfile),

@@ -12,6 +12,7 @@ import re
 import shlex
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from math import gcd
 from operator import attrgetter
@@ -32,6 +33,7 @@ from titanlike.config.schema import (
     Custom,
     MemoryProfile,
     MixtureData,
+    OwnOptimizer,
     OwnSchedule,
     RunHardware,
     SyntheticData,
@@ -59,7 +61,7 @@ def problems(config: Config, world_size: int | None = None) -> list[Problem]:
         return impossible  # alone: other checks compute with these numbers
     wrong = [problem for problem, _ in value_problems(config)]
     if not {*MESH_KEYS} & {problem.key for problem in wrong}:
-        wrong += broken_rules(MESH_RULES + STEP_RULES, config)
+        wrong += broken_rules(MESH_RULES + STEP_RULES + EXACT_RULES, config)
         wrong += [*_not_started(config, world_size), *_ramp(config)]
     known = {problem.key.partition("[")[0] for problem in wrong}
     return [*wrong, *broken_rules([rule for rule in RULES if rule.key not in known], config)]
@@ -206,8 +208,15 @@ def _ends(way: str, rule: Rule, config: Config, facts: tuple[Any, ...]) -> bool:
     return not rule.broken(with_choices(config, choices), *facts)
 
 
+def _if_exact(broken: Callable[[Config], Any], config: Config) -> Any:
+    return config.exact and broken(config)
+
+
 # fmt: off
 RULES = (
+    Rule("numerics.digest_every", lambda c: c.numerics.digest_every and max(c.tp, c.cp, c.ep) > 1,
+         "is computed of parameters that no tp, cp or ep rank has a part of",
+         "numerics.digest_every=0"),
     Rule("value", lambda c: c.value == "val_loss" and c.validation.every == 0,
          "nothing is validated with validation.every=0", "value=loss"),
     Rule("sample.prompts", lambda c: c.sample.every and not c.sample.prompts,
@@ -263,6 +272,40 @@ STEP_RULES = (  # of the same
              c.timeline.steps, c.last_step, replace(c, timeline=Timeline()).timeline_steps, 100),
          "{0[0]}", "timeline.steps={0[1]}"),
 )
+# what is not known to compute the same bits in every layout
+_EXACT = "not with numerics=exact: "
+EXACT_RULES = tuple(rule._replace(broken=partial(_if_exact, rule.broken)) for rule in (
+    Rule("tp", lambda c: c.tp > 1,
+         _EXACT + "sums over the columns of a matrix are added rank by rank",
+         "tp=1 pp={c.model_ranks} or numerics=fast"),
+    Rule("cp", lambda c: c.cp > 1,
+         _EXACT + "a weight's gradient is a sum over tokens, of which a rank has a part",
+         "cp=1 pp={c.model_ranks} or numerics=fast"),
+    Rule("ep", lambda c: c.ep > 1,
+         _EXACT + "an expert computes with the tokens of several grains at once",
+         "ep=1 or numerics=fast"),
+    Rule("numerics.grain", lambda c: c.batch_size // c.dp % max(1, c.numerics.grain),
+         "a dp rank's batch of {c.batch_size} / {c.dp} sequences is no whole number of grains",
+         "numerics.grain=1"),
+    Rule("batch_size", lambda c: c.batch_size * c.seq_len > 2**24,
+         _EXACT + "more tokens than fp32 counts one by one", "numerics=fast"),
+    Rule("ramp", lambda c: c.ramp,
+         _EXACT + "batches of another size have another tree of sums", "ramp=[] or numerics=fast"),
+    Rule("compile", lambda c: c.compile,
+         _EXACT + "inductor may choose other kernels for other stages",
+         "compile=false or numerics=fast"),
+    Rule("precision", lambda c: c.precision.name == "float8",
+         _EXACT + "a weight is scaled by the largest of a rank's part",
+         "precision=bf16 or numerics=fast"),
+    Rule("mixes_samples", lambda c: c.mixes_samples,
+         _EXACT + "layouts of such a model differ", "mixes_samples=false or numerics=fast"),
+    Rule("optimizer", lambda c: isinstance(c.optimizer, OwnOptimizer),
+         _EXACT + "its arithmetic may depend on where a rank's part ends",
+         "optimizer=adamw or numerics=fast"),
+    Rule("optimizer.state_dtype", lambda c: getattr(c.optimizer, "state_dtype", "fp32") != "fp32",
+         _EXACT + "rounding draws random numbers for a rank's part",
+         "optimizer.state_dtype=fp32 or numerics=fast"),
+))
 # fmt: on
 
 

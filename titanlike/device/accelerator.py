@@ -212,6 +212,19 @@ def deterministic(on: bool) -> Iterator[None]:
             os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
 
 
+@contextlib.contextmanager
+def one_thread(on: bool) -> Iterator[None]:
+    """A context in which a rank computes on one core of the CPU: kernels add in another order for
+    another number of threads."""
+    before = torch.get_num_threads()
+    if on:
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 # Dense bf16 matrix products with fp32 sums, FLOP/s, by words of the device's name. Vendors' data
 # sheets often print twice as much, for matrices of which half is zero.
 _BF16_PEAK = {

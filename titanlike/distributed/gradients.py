@@ -14,7 +14,7 @@ others add zeros.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from titanlike.distributed.mesh import Mesh, new_group
 from titanlike.distributed.readings import on_device
-from titanlike.distributed.transform import Transform
+from titanlike.distributed.transform import GradientSums, Transform
 from titanlike.torch_private.dtensor import local
 from titanlike.torch_private.fsdp import reduce_missing_gradients
 
@@ -88,13 +88,14 @@ class UnusedParameters:
 
     def __init__(
         self,
-        stages: Iterable[nn.Module],
+        stages: Mapping[int, nn.Module],
         canonical: Mapping[str, str],
         mesh: Mesh,
         zero: int,
+        sums: Mapping[int, GradientSums],
     ) -> None:
         """canonical: name of each parameter of the model -> its first, for tied ones; zero: see
-        `sharding.py`."""
+        `sharding.py`; sums: of stages whose gradients FSDP does not reduce."""
         self._mesh = mesh
         self._index = {name: at for at, name in enumerate(sorted(set(canonical.values())))}
         self._trained: list[tuple[str, nn.Parameter]] = []  # of this rank, by first name
@@ -102,12 +103,15 @@ class UnusedParameters:
         self._reached: set[nn.Parameter] = set()  # of those, by a backward of this step
         self._missing: set[str] = set()  # of this rank, in this step
         self._all_reached: Tensor | None = None  # the flags of a step in which nothing is missing
-        for stage in stages:
+        for index, stage in stages.items():
             parameters = [*stage.named_parameters()]
             self._trained += [(canonical[name], p) for name, p in parameters if p.requires_grad]
             if isinstance(stage, FSDPModule) and mesh.stage_copies > 1:
                 self._sharded |= {p for _, p in parameters}
-                reduce_missing_gradients(stage, self._reached, zero)
+                if index in sums:
+                    sums[index].reached = self._reached
+                else:
+                    reduce_missing_gradients(stage, self._reached, zero)
 
     def flags(self) -> Tensor:
         """Flags after the backwards of a step: for each parameter of the whole model 1 if one of

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +39,46 @@ class Recorded:
     unchanged: Callable[[], nn.Module]  # another one, as the transforms were given it
 
 
+class GradientSums(Protocol):
+    """Adds the gradients of a stage's microbatches."""
+
+    reached: set[nn.Parameter]  # by a backward of the step, of those that FSDP shards
+
+    def forward(self, microbatch: int) -> None:
+        """Called before the forward of a microbatch."""
+
+    def backward(self, microbatch: int) -> None:
+        """Called before its backward."""
+
+    def end(self, microbatch: int, complete: bool) -> None:
+        """Called after that; complete: whether all weight gradients are there. Else it is called
+        once more when they are."""
+
+    def finish(self) -> None:
+        """Called when all are done, before the gradients are used. Collective."""
+
+
+class StepSums(Protocol):
+    """Adds what the microbatches of a step have, in place of autograd, FSDP and an all-reduce."""
+
+    def begin(self, step: int) -> None:
+        """Called before the forwards of a training step."""
+
+    def of_stage(self, stage: int) -> GradientSums | None:
+        """None for a stage without parameters."""
+
+    def losses(self, losses: list[Tensor]) -> Tensor:
+        """A vector that, summed over all ranks, has the loss of each microbatch of the global
+        batch; losses: of this rank's, [] where another has the last stage."""
+
+    def total(self, losses: Tensor) -> Tensor:
+        """The sum of such a vector, a scalar."""
+
+    def norms(self, parameters: Sequence[nn.Parameter]) -> tuple[Tensor, Tensor]:
+        """(the 2-norm of all gradients of the model, of this rank's part of each), fp32.
+        Collective; parameters: of this rank, each of the model's on one pipeline rank."""
+
+
 class Transform:
     """Does nothing; a technique overrides what concerns it. On every rank the list is the same."""
 
@@ -52,6 +92,7 @@ class Transform:
     # of parameters that several of these ranks have, on the first one
     placements: Mapping[str, Placement] = {}
     sequence: SequenceParts | None = None  # how a rank has a part of every sequence
+    sums: StepSums | None = None  # where they are not those of autograd and FSDP
     unchecked: str = ""  # what of it is not known to be right, and why
 
     def loss(self, device: torch.device | None = None) -> Loss | None:

@@ -88,6 +88,8 @@ class ModelGraph:
         names = self.recording(fields, True).starts
         self.units = [units.get(name, Unit(name, block=False)) for name in names]
         self.stages: list[list[str]] = []  # names of each stage's units
+        # each stage sends to the next alone: gradients are then added from the last use to the first
+        self.relayed = False
         self.place: Sequence[int] | None = None  # pipeline rank of each; None = all on their own
         # for each tensor of the output, whether the loss uses it; None = all
         self.trained_outputs: list[bool] | None = None
@@ -163,7 +165,8 @@ class ModelGraph:
     def _cut(self, fields: Fields, training: bool, relayed: bool = False) -> list[StageGraph]:
         offsets = start_offsets(self.recording(self.fields, True), self.stages)
         recording = self.recording(fields, training)
-        return cut(recording, self.stages, offsets, self.trained_outputs, self.place, relayed)
+        place, relayed = (None, True) if self.relayed else (self.place, relayed)
+        return cut(recording, self.stages, offsets, self.trained_outputs, place, relayed)
 
     def stage_modules(
         self, training: Sequence[StageGraph], evaluation: Sequence[StageGraph]

@@ -23,6 +23,10 @@ class Stage(nn.Module):
     shape of batch, in training and in evaluation (see `_Writer`).
     """
 
+    # Whether received tensors that later stages use, too, are sent on as they are: their gradients
+    # from there are then added to the sum of those from here, and not before them.
+    relays = True
+
     def __init__(self, model: nn.Module, units: Iterable[str], weights: Iterable[str]) -> None:
         """Take the modules `units`, and the parameters and buffers `weights`, out of the model."""
         super().__init__()
@@ -113,9 +117,10 @@ class _Writer:
     """
 
     def __init__(
-        self, stage: nn.Module, graph: StageGraph, *, first: bool, device: torch.device
+        self, stage: Stage, graph: StageGraph, *, first: bool, device: torch.device
     ) -> None:
         self._stage, self._graph, self._first, self._device = stage, graph, first, device
+        self._relays = stage.relays
         self._lines = ["def forward(received, batch):"]
         self._variables: dict[Node, str] = {}
         self._relayed: dict[Node, str] = {}  # received tensors that may be sent on unchanged
@@ -200,7 +205,8 @@ class _Writer:
         near = len(graph.sends) - len(graph.skips_out)  # what torch's runtime sends
         sent = []
         for at, node in enumerate(graph.sends):
-            name = self._relayed.get(node, self._variables[node])
+            name = self._variables[node]
+            name = self._relayed.get(node, name) if self._relays else name
             if node not in graph.differentiated_later:
                 name = f"{name}.detach()"
             sent.append(f"to_send({name}{', used_here=True' * (node in used and at < near)})")

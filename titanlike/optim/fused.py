@@ -84,9 +84,23 @@ def fused_adamw(
     steps: list[Tensor],
     group: dict[str, Any],
     skip: Tensor | None,
+    exact: bool = False,
 ) -> None:
-    """AdamW's update of plain tensors. Steps are counted up, and down again where it is skipped."""
+    """AdamW's update of plain tensors. Steps are counted up, and down again where it is skipped.
+
+    exact: an element's bits do not depend on where a rank's part begins and ends. torch's kernel
+    for the CPU takes the last elements of a tensor, those that fill no vector register, by other
+    instructions, which round differently.
+    """
     beta1, beta2 = group["betas"]
+    if exact:
+        wide = [[_padded(x) for x in each] for each in (weights, gradients, means, squares)]
+        fused_adamw(wide[0], wide[1], wide[2], wide[3], steps, group, skip)
+        for narrow, padded in zip((weights, means, squares), (wide[0], *wide[2:]), strict=True):
+            for tensor, copy in zip(narrow, padded, strict=True):
+                if copy is not tensor:
+                    tensor.copy_(copy[: tensor.numel()].view(tensor.shape))
+        return
     adamw(
         *(weights, gradients, means, squares, [], steps),
         fused=True,
@@ -99,6 +113,15 @@ def fused_adamw(
         weight_decay=group["weight_decay"],
         eps=group["eps"],
     )
+
+
+_REGISTER = 64  # elements, a multiple of those that a vector register of a CPU has
+
+
+def _padded(tensor: Tensor) -> Tensor:
+    """A tensor that fills all registers: itself, or a longer copy, flat."""
+    missing = -tensor.numel() % _REGISTER
+    return torch.nn.functional.pad(tensor.flatten(), (0, missing)) if missing else tensor
 
 
 class _Fused(SkippingOptimizer):
@@ -141,6 +164,8 @@ class _Fused(SkippingOptimizer):
 class AdamW(_Fused, torch.optim.AdamW):
     """torch.optim.AdamW(fused=True)."""
 
+    exact = False  # see `fused_adamw`
+
     def _update(
         self, parameters: Sequence[Any], gradients: list[Tensor], group: Any, skip: Tensor | None
     ) -> None:
@@ -150,7 +175,7 @@ class AdamW(_Fused, torch.optim.AdamW):
         means, squares = (self._state(parameters, key) for key in ("exp_avg", "exp_avg_sq"))
         steps = [self.state[parameter]["step"] for parameter in parameters]
         weights = [local(parameter) for parameter in parameters]
-        fused_adamw(weights, gradients, means, squares, steps, group, skip)
+        fused_adamw(weights, gradients, means, squares, steps, group, skip, self.exact)
 
 
 class Sgd(_Fused, torch.optim.SGD):

@@ -154,7 +154,9 @@ def _by_kind(
 
         seeds = {p: piece_seed(config.seed, f"rounding of {n}", 0) for n, p in parameters.items()}
         return [*optimizers, Bf16StateAdamW(groups["adamw"], seeds, parts, **settings)]
-    return [*optimizers, fused.AdamW(groups["adamw"], **settings)]
+    fused_adamw = fused.AdamW(groups["adamw"], **settings)
+    fused_adamw.exact = config.exact
+    return [*optimizers, fused_adamw]
 
 
 @dataclass(frozen=True)

@@ -61,7 +61,11 @@ class Pipeline:
                 same = size == model_graph.microbatch_size
                 graph = model_graph if same else model_graph.with_microbatches_of(size)
                 self._by_rows[rows] = of_rows, graph
-        self._unused = UnusedParameters(stages.values(), model_graph.canonical_names(), mesh, zero)
+        self._sums = next(filter(None, (transform.sums for transform in transforms)), None)
+        sums = {index: self._sums.of_stage(index) for index in stages} if self._sums else {}
+        self._gradient_sums = {index: of for index, of in sums.items() if of is not None}
+        common = model_graph.canonical_names(), mesh, zero
+        self._unused = UnusedParameters(stages, *common, self._gradient_sums)
         # ranks that compute the same loss of the same batch
         self._loss_copies = mesh.world_size // (mesh.pp * mesh.stage_copies)
         # of the last step: whether this rank, once summed how many ranks, reached each parameter
@@ -113,7 +117,7 @@ class Pipeline:
         for transform in reversed(self._transforms):
             transform.after_backward()
         terms = self._terms(losses, batch) if each else torch.zeros(0)
-        return _sum_of(losses, count), count, terms
+        return self._sum_of(losses, count), count, terms
 
     def _terms(self, losses: list[Tensor], batch: Batch) -> Tensor:
         """losses: of this rank's microbatches, of this batch."""
@@ -131,12 +135,23 @@ class Pipeline:
         """The loss of `forward_backward`, and what is measured of its gradients (an fp32 vector),
         summed over all ranks in one message."""
         mesh = self._mesh
-        sums = torch.cat([loss.view(1), measured.to(mesh.device), self._reached_counts])
+        sums = torch.cat([loss.view(-1), measured.to(mesh.device), self._reached_counts])
         if mesh.world_size > 1:
             mesh.sum(sums)
-        sizes = 1, len(measured), len(self._reached_counts)
-        loss, measured, self._reached_counts = sums.split(sizes)
-        return loss[0] / self._loss_copies, measured
+        sizes = loss.numel(), len(measured), len(self._reached_counts)
+        losses, measured, self._reached_counts = sums.split(sizes)
+        return self._total(losses) / self._loss_copies, measured
+
+    def _sum_of(self, losses: list[Tensor], like: Tensor) -> Tensor:
+        """The sum of this rank's microbatches; 0 where the last stage is on another rank. Or what
+        `StepSums` makes of them."""
+        if self._sums is not None:
+            return self._sums.losses(losses)
+        return torch.stack(losses).sum().detach() if losses else torch.zeros_like(like)
+
+    def _total(self, losses: Tensor) -> Tensor:
+        """The loss, from the sum of `_sum_of` over all ranks, as a vector."""
+        return losses[0] if self._sums is None else self._sums.total(losses)
 
     def unreached(self) -> dict[nn.Parameter, Tensor]:
         """Parameters whose gradients, zeros, the last `train` perhaps reached on no rank, with a
@@ -152,8 +167,9 @@ class Pipeline:
         count, _ = self._count(batch)
         with self._computing():
             losses = runtime.evaluate(batch)
-        loss = _sum_of(losses, count)
-        return (mesh.sum(loss) if mesh.world_size > 1 else loss) / self._loss_copies, count
+        loss = self._sum_of(losses, count).view(-1)
+        loss = self._total(mesh.sum(loss) if mesh.world_size > 1 else loss)
+        return loss / self._loss_copies, count
 
     def evaluate_each(self, batch: Batch) -> list[Tensor]:
         """Evaluate; on the rank with the last stage the terms of each microbatch's loss, or
@@ -346,12 +362,8 @@ class Pipeline:
             weight_gradients=weight_gradients,
             skips_in=graph.skips_in,
             skips_out=graph.skips_out,
+            sums=self._gradient_sums.get(index),
         )
-
-
-def _sum_of(losses: list[Tensor], like: Tensor) -> Tensor:
-    """The sum of this rank's microbatches; 0 where the last stage is on another rank."""
-    return torch.stack(losses).sum().detach() if losses else torch.zeros_like(like)
 
 
 def _nothing_queued() -> Callable[[], None]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,9 @@ from torch.distributed.pipelining._backward import stage_backward
 from torch.distributed.pipelining.schedules import _ComputationType
 
 from titanlike.torch_private.fsdp import gradients_in_one_dtype, parameter_groups
+
+if TYPE_CHECKING:
+    from titanlike.distributed.transform import GradientSums
 
 # 2.13; not 2.15, which waits for sends within a step, nor 2.11, which has no metadata of messages
 _TORCH_KEEPS_BUFFERS = hasattr(PipelineStage, "_setup_forward_recv_info") and not hasattr(
@@ -35,6 +38,7 @@ def make_stage(
     weight_gradients: Callable[[], Callable[[], None]] | None,
     skips_in: Sequence[int] = (),
     skips_out: Sequence[int] = (),
+    sums: GradientSums | None = None,
 ) -> PipelineStage:
     """One stage of torch's pipeline runtime.
 
@@ -48,6 +52,7 @@ def make_stage(
     through the graph twice, and through a checkpointed block for each of its weights.
     skips_in, skips_out: stages that the last of the inputs come from, and the last of the outputs
     go to, past the nearest ones.
+    sums: told of each backward, and takes its gradients; None = FSDP and autograd add them.
     """
     kind: Any = _Stage if zero == 1 else _ShardingStage
     near_in, near_out = len(inputs) - len(skips_in), len(outputs) - len(skips_out)
@@ -68,6 +73,7 @@ def make_stage(
     if skips_in or skips_out:
         ends = (skips_in, inputs[near_in:]), (skips_out, outputs[near_out:])
         stage.open_skips(*(_by_stage(stages, metas) for stages, metas in ends))
+    stage.sums = sums
     if zero > 1:
         stage.reshard_after_backward = zero == 3
     if hasattr(stage, "_get_init_p2p_neighbors_ops"):
@@ -124,6 +130,8 @@ class _Stage(PipelineStage):
         if self._runtime_validate and not self.is_last:
             super()._validate_fwd_outputs(*args)  # type: ignore[misc]  # 2.11 alone has it
 
+    sums: GradientSums | None = None
+
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> Any:
         _allocate(self.args_recv_info[fwd_chunk_id], self.device)
         return super().get_fwd_recv_ops(fwd_chunk_id)
@@ -134,13 +142,30 @@ class _Stage(PipelineStage):
         return super().get_bwd_recv_ops(bwd_chunk_id)
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        if self.sums is not None:
+            self.sums.forward(fwd_chunk_id)
         output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
         _free(self.args_recv_info[fwd_chunk_id])
         return output
 
-    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
-        super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+    def backward_one_chunk(
+        self,
+        bwd_chunk_id: int,
+        loss: Any = None,
+        full_backward: bool = True,
+        last_backward: Any = False,
+    ) -> None:
+        if self.sums is not None:
+            self.sums.backward(bwd_chunk_id)
+        super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+        if self.sums is not None:
+            self.sums.end(bwd_chunk_id, full_backward)
         _free(self.grad_recv_info.get(bwd_chunk_id, ()))
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: Any = False) -> None:
+        super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
+        if self.sums is not None:
+            self.sums.end(bwd_chunk_id, True)
 
     def backward_maybe_with_nosync(
         self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
@@ -159,8 +184,11 @@ class _Stage(PipelineStage):
         return parameter_groups(self.submod)
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
-        gradients_in_one_dtype(self._groups)
+        if self.sums is None:
+            gradients_in_one_dtype(self._groups)
         super().perform_reduce_grad(grad_scale_factor)
+        if self.sums is not None:
+            self.sums.finish()
 
 
 def _allocate(infos: Sequence[Any], device: torch.device) -> None:

@@ -26,7 +26,7 @@ from titanlike.distributed.mesh import Mesh
 from titanlike.distributed.placement import Placement
 from titanlike.distributed.readings import AsyncScalars, BusyTime, on_device
 from titanlike.distributed.sharding import StateBytes, shard_stage
-from titanlike.distributed.transform import Transform
+from titanlike.distributed.transform import StepSums, Transform
 from titanlike.graph.stage import Stage, fsdp_groups
 from titanlike.launch.process_end import built
 from titanlike.models.registry import build_model, initial_weights_of
@@ -132,6 +132,11 @@ class Run:
         """The compiled blocks, with compile=true."""
         found: Any = self.transforms.get("compile")
         return found
+
+    @cached_property
+    def sums(self) -> StepSums | None:
+        """What adds losses and gradients, with numerics=exact."""
+        return next(filter(None, (transform.sums for transform in self.transforms.values())), None)
 
     @cached_property
     def parameters(self) -> list[nn.Parameter]:

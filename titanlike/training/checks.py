@@ -173,5 +173,10 @@ def stage_problems(
         if config.split.name == "trace":
             reason = "split=trace takes the blocks apart that would be compiled"
         return [Problem("compile", True, reason, "compile=false")]
+    if config.exact:
+        from titanlike.parallel.exact import model_problems
+
+        if problems := model_problems(config, model_graph):
+            return problems
     units = [graph.units for graph in graphs]
     return shared_norm_problems(config, model_graph.model, units)

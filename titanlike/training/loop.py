@@ -133,6 +133,9 @@ def train_steps(s: Session) -> None:
             if stall is not None:
                 s.pending.more["save_stall_seconds"], stall = stall, None  # between the steps
 
+            if _is_due(step, config.numerics.digest_every, False):
+                s.pending.more["digest"] = _weights_digest(s)
+
             # 4. what follows needs this step's numbers now
             final = step == last  # completed whatever stop request comes
             save = _is_due(step, config.checkpoint.every, final and config.checkpoint.last)
@@ -157,6 +160,15 @@ def train_steps(s: Session) -> None:
                 s.stop_code = s.stop_code or _agreed_stop_code(s)
     if s.progress.step >= last:
         s.stop_code = 0
+
+
+def _weights_digest(s: Session) -> str:
+    """The digest of all parameters. Collective; waits for the step."""
+    from titanlike.distributed.digest import digest
+
+    mesh = s.run.mesh
+    owned = {n: p for state in s.run.stage_states for n, p in state.parameters() if state.owns(n)}
+    return digest(owned, mesh.dp_rank == 0, mesh.device, None)
 
 
 def _finish_pending(s: Session, rollbacks: list[int]) -> dict[str, Any] | None:

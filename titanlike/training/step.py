@@ -82,11 +82,17 @@ def forward_backward(run: Run, config: Config, step: int, stream: Iterator[Batch
     timer = Timer(run.mesh.device)
     batch = next(stream)
     run.ranges.begin("forward and backward")
+    if run.sums is not None:
+        run.sums.begin(step)
     each = config.metrics.microbatch_losses
     loss, _, terms = run.pipeline.forward_backward(batch, each)
     run.ranges.begin("gradient norm")
-    norms = gradient_norms(run.owned)
-    squares = square_sum(norms, run.shares)
+    if run.sums is not None:
+        norm, norms = run.sums.norms(run.owned)
+        squares = norms.new_zeros(())
+    else:
+        norms = gradient_norms(run.owned)
+        squares = square_sum(norms, run.shares)
     run.ranges.begin("agree")
     measured = squares.view(1)
     if each:
@@ -97,7 +103,9 @@ def forward_backward(run: Run, config: Config, step: int, stream: Iterator[Batch
         sums, counts = total[1:].view(2, -1)
         losses = sums / counts.clamp(min=1.0)  # 0 of a microbatch in which nothing counts
     run.ranges.begin("numbers of the step before")
-    return Gradients(step, loss, norm_of_squares(total[0], config), norms, timer, losses)
+    if run.sums is None:
+        norm = norm_of_squares(total[0], config)
+    return Gradients(step, loss, norm, norms, timer, losses)
 
 
 def update(

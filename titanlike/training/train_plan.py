@@ -281,8 +281,18 @@ def _choose_order(config: Config, model: nn.Module) -> tuple[Order, str]:
         problems += group_problems(config, model)
     try:
         microbatches, why = from_config.declared_microbatches(config.schedule), "asked for"
-        if microbatches is None:
-            rows = config.batch_size // config.dp
+        rows = config.batch_size // config.dp
+        if config.exact:
+            grains, why = (
+                rows // max(1, config.numerics.grain),
+                "one grain each, see numerics.grain",
+            )
+            if microbatches not in (None, grains):
+                fix = f"schedule.microbatches={grains} or numerics.grain={max(1, rows // max(1, microbatches))}"
+                reason = f"a microbatch is one grain of numerics.grain={config.numerics.grain}"
+                problems.append(Problem("schedule.microbatches", microbatches, reason, fix))
+            microbatches = max(1, grains)
+        elif microbatches is None:
             microbatches, why = from_config.derive_microbatches(config.schedule, config.pp, rows)
         order = from_config.build_order(config.schedule, config.pp, microbatches)
     except from_config.NoDivision as error:
@@ -341,7 +351,7 @@ def _cut_stages(
     """
     units, fields, found = model_graph.units, model_graph.fields, None
     auto = isinstance(config.split, schema.AutoSplit)
-    model_graph.place = order.stage_to_rank
+    model_graph.place, model_graph.relayed = order.stage_to_rank, config.exact
     try:
         if auto and order.stages > 1:
             from titanlike.costs.auto_split import find_auto_split

@@ -159,6 +159,14 @@ def _casts(b: _Built) -> Transform:
     return CastParameters(compute_dtype(b.config))
 
 
+def _exact_sums(b: _Built) -> Transform:
+    from titanlike.parallel.exact import ExactSums
+
+    graph = b.plan.model_graph
+    drawing = {n.target for n in graph.recording(graph.fields, True).nodes if n.random}
+    return ExactSums(b.config, b.mesh, b.plan.microbatches, b.plan.zero, drawing)
+
+
 _STAGES: list[tuple[str, Callable[[_Built], bool], Callable[[_Built], Transform]]] = [
     ("weight gradients later", lambda b: bool(b.plan.deferred), _weight_gradients_later),
     ("recomputation", lambda b: b.plan.recomputed.count > 0, _recomputation),
@@ -169,5 +177,6 @@ _STAGES: list[tuple[str, Callable[[_Built], bool], Callable[[_Built], Transform]
         _batch_norms,
     ),
     ("balance of experts", lambda b: bool(experts_of(b.plan.model_graph.model)), _expert_balance),
+    ("exact sums", lambda b: b.config.exact, _exact_sums),
     ("casts", lambda b: b.config.precision.low and not wrapped_in_fsdp(b.config), _casts),
 ]

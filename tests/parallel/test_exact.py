@@ -1,0 +1,207 @@
+"""numerics=exact: losses, gradient norms and checkpoints of different layouts are equal bit by
+bit."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from support import saved_runs
+from support.families import moe
+from support.models import tiny
+from titanlike.config.schema import (
+    ActivationCheckpoint,
+    AdamW,
+    Checkpoint,
+    Config,
+    Float8Precision,
+    Fsdp,
+    Model,
+    Muon,
+    Numerics,
+    Precision,
+    Sgd,
+)
+from titanlike.config.validate import problems
+from titanlike.distributed.exact_sums import SumTree, bins_of, keys_of, root_of_bins, tree_sum
+from titanlike.metrics.sinks import read_jsonl
+
+
+def test_a_tree_adds_in_the_same_order_whatever_comes_first() -> None:
+    values = torch.randn(11, 5) * torch.logspace(-6, 6, 11).unsqueeze(1)
+    sums = []
+    for order in (range(11), reversed(range(11)), (3, 7, 1, 0, 10, 2, 9, 8, 4, 6, 5)):
+        tree: SumTree[torch.Tensor] = SumTree(11, torch.add)
+        for leaf in order:
+            tree.put((0, leaf), values[leaf].clone())
+        sums.append(tree.root())
+    # of three ranks, the nodes that remain
+    tree = SumTree(11, torch.add)
+    for first, count in ((0, 3), (3, 6), (9, 2)):
+        part: SumTree[torch.Tensor] = SumTree(11, torch.add)
+        for leaf in range(first, first + count):
+            part.put((0, leaf), values[leaf].clone())
+        nodes = part.take()
+        assert sorted(nodes, key=lambda key: key[1] << key[0]) == keys_of(11, first, count)
+        for key, value in nodes.items():
+            tree.put(key, value)
+    sums.append(tree.root())
+    assert all(torch.equal(other, sums[0]) for other in sums)
+    plain = values.sum(0)
+    assert torch.allclose(plain, sums[0], rtol=1e-5)
+
+
+def test_squares_are_summed_exactly_in_any_order() -> None:
+    values = torch.randn(5000).square() * torch.logspace(-30, 30, 5000)
+    bins = bins_of(values)
+    shuffled = values[torch.randperm(5000)]
+    assert torch.equal(bins, bins_of(shuffled[:77]) + bins_of(shuffled[77:]))
+    expected = sum(map(_as_integer, values.tolist()))
+    assert sum(int(bins[k]) << 8 * k for k in range(32)) == expected
+    assert root_of_bins(bins).item() == pytest.approx(values.double().sum().sqrt().item(), rel=1e-6)
+    for wrong in (torch.nan, torch.inf):
+        assert root_of_bins(bins_of(torch.tensor([1.0, wrong]))).isnan()
+    assert tree_sum(torch.tensor([1.0, 2.0, 4.0])).item() == 7.0
+
+
+def _as_integer(value: float) -> int:
+    numerator, denominator = value.as_integer_ratio()
+    return numerator * 2**149 // denominator
+
+
+# --- layouts --------------------------------------------------------------------------------------
+
+
+class Skipping(nn.Module):
+    """Dropout in blocks whose outputs later blocks take, too; a tied weight; sizes that fill no
+    vector register."""
+
+    def __init__(self, vocab_size: int = 64, dim: int = 36, layers: int = 4) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocab_size, dim)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(dim), nn.Linear(dim, dim), nn.GELU(), nn.Dropout(0.2))
+            for _ in range(layers)
+        )
+        self.norm = nn.LayerNorm(dim)
+        self.head = nn.Linear(dim, vocab_size, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        x, skips = self.embed(inputs), []
+        half = len(self.layers) // 2
+        for index, layer in enumerate(self.layers):
+            if index >= half:
+                x = x + 0.5 * skips.pop()
+            x = x + layer(x)
+            if index < half:
+                skips.append(x)
+        return self.head(self.norm(x))
+
+
+def exact(run_dir: Path, pp: int = 1, dp: int = 1, schedule: str = "1f1b", **more: Any) -> Config:
+    """A run of 3 steps that ends with a checkpoint."""
+    microbatches = more.get("batch_size", 16) // dp // more.pop("grain", 1)
+    config = tiny(pp, dp, schedule, layers=4, steps=3, **more)
+    return replace(
+        config,
+        schedule=replace(config.schedule, microbatches=microbatches),
+        numerics=Numerics("exact", config.batch_size // dp // microbatches, digest_every=1),
+        checkpoint=Checkpoint(every=0, keep=0),
+        run_dir=str(run_dir / f"{pp} {dp} {len([*run_dir.iterdir()])}"),
+    )
+
+
+def bits(config: Config) -> tuple[Any, ...]:
+    """All that a run leaves: losses, norms and digests of its steps, the digest of its
+    checkpoint."""
+    assert saved_runs.train_all(config) == [""]
+    run_dir = Path(config.run_dir)
+    keys = ("loss", "grad_norm", "digest", "val_loss")
+    steps = [[r.get(key) for key in keys] for r in read_jsonl(run_dir / "metrics.jsonl")]
+    state = json.loads((saved_runs.checkpoint(run_dir, 3) / "state.json").read_text())
+    assert all(all(row[:3]) for row in steps) and len(steps) == 3
+    return *steps, state["digest"]
+
+
+BF16 = Precision("bf16")
+OWN = {"model": Model(f"{__name__}.Skipping", {"layers": 4})}
+GPT2 = {"family": "gpt2", "tied": True, "precision": BF16}
+MUON = {"optimizer": Muon()}
+FULL = {"activation_checkpoint": ActivationCheckpoint("full")}
+# what is trained, the first layout, and others that must leave the same bits
+LAYOUTS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
+    "llama": (
+        {},
+        [
+            {"dp": 2, "fsdp": Fsdp(zero=3)},
+            {"pp": 2, "schedule": "zbvzerobubble"},
+            {"dp": 2, "replicate": 2},
+        ],
+    ),
+    "own": (OWN, [{"dp": 2}, {"pp": 2, "schedule": "zbvzerobubble", **FULL}]),
+    "gpt2 bf16": (GPT2, [{"dp": 2, "fsdp": Fsdp(zero=2)}, {"pp": 2}]),
+}
+MORE: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
+    "llama": (
+        {"grain": 2},
+        [
+            {"pp": 2, "dp": 2, "fsdp": Fsdp(zero=zero), "schedule": schedule}
+            for zero in (1, 2, 3)
+            for schedule in ("gpipe", "interleaved1f1b")
+        ]
+        + [{"pp": 2, "dp": 2, "schedule": s} for s in ("zbh1", "vmin", "interleavedzerobubble")]
+        + [{"dp": 4, "replicate": 2, "fsdp": Fsdp(zero=zero)} for zero in (1, 2, 3)]
+        + [{"dp": 2, "fsdp": Fsdp(cpu_offload=True)}, {"pp": 4, **FULL}],
+    ),
+    "three ranks": ({"batch_size": 18}, [{"dp": 3}, {"dp": 3, "replicate": 3}, {"dp": 2}]),
+    "muon": (MUON, [{"dp": 2}, {"pp": 2, "dp": 2, "replicate": 2}]),
+    "sgd": ({"optimizer": Sgd()}, [{"dp": 2}, {"pp": 2, "dp": 2}]),
+    "own": (OWN, [{"pp": 2, "dp": 2, "schedule": "dualpipev", "fsdp": Fsdp(zero=1)}, {"pp": 4}]),
+    "gpt2 bf16": (GPT2, [{"pp": 2, "dp": 2, "schedule": "zbvzerobubble"}, {"dp": 4}]),
+    "moe": (
+        {"model": moe(num_hidden_layers=4)},
+        [{"dp": 2}, {"pp": 2, "dp": 2}, {"pp": 2, "schedule": "zbvzerobubble"}],
+    ),
+}
+
+
+def layouts_agree(trained: dict[str, Any], others: list[dict[str, Any]], folder: Path) -> None:
+    first = bits(exact(folder, **trained))
+    for other in others:
+        assert bits(exact(folder, **trained | other)) == first, other
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layouts_leave_the_same_bits(name: str, tmp_path: Path) -> None:
+    layouts_agree(*LAYOUTS[name], tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MORE)
+def test_more_layouts_leave_the_same_bits(name: str, tmp_path: Path) -> None:
+    layouts_agree(*MORE[name], tmp_path)
+
+
+def test_what_is_not_exact_is_refused() -> None:
+    wrong = {
+        "tp": {"tp": 2},
+        "cp": {"cp": 2},
+        "ep": {"dp": 2, "ep": 2},
+        "compile": {"compile": True},
+        "precision": {"precision": Float8Precision()},
+        "optimizer.state_dtype": {"optimizer": AdamW(state_dtype="bf16")},
+        "mixes_samples": {"mixes_samples": True},
+        "batch_size": {"seq_len": 2**21},
+        "numerics.grain": {"numerics": Numerics("exact", grain=5)},
+    }
+    for key, changes in wrong.items():
+        config = replace(tiny(), numerics=Numerics("exact"))
+        (problem,) = problems(replace(config, **changes))
+        assert problem.key == key and problem.fix

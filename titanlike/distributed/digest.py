@@ -1,0 +1,87 @@
+"""A digest of tensors: one number that is the same for the same bits, in whatever parts ranks have
+them.
+
+It is the sum, modulo 2^64, of a hash of every element: of the tensor's name, dtype and shape, of
+the element's place in the whole tensor, and of its bits. So parts add up, in any order; what several
+ranks have counts once. It finds faults, not forgeries.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from titanlike.torch_private.dtensor import local, local_slices
+
+_CHUNK = 2**20  # elements at a time, which take 40 MiB
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def digest_of(name: str, tensor: Tensor, shape: torch.Size, offsets: tuple[int, ...]) -> Tensor:
+    """The sum of the hashes of a block of a tensor, int64; `shape` is the whole's, `offsets` say
+    where the block begins."""
+    device = tensor.device
+    seed = hashlib.blake2b(f"{name}/{tensor.dtype}/{[*shape]}".encode(), digest_size=8).digest()
+    start = int.from_bytes(seed, "little", signed=True)
+    strides = [int(shape[dim + 1 :].numel()) for dim in range(len(shape))]
+    total = torch.zeros((), dtype=torch.int64, device=device)
+    for row, part in _row_blocks(tensor.detach()):
+        place = torch.tensor(start, device=device)
+        for dim, (size, stride) in enumerate(zip(part.shape, strides, strict=True)):
+            first = offsets[dim] + (row if dim == 0 else 0)
+            along = (first + torch.arange(size, device=device)) * stride
+            place = place.unsqueeze(-1) + along
+        bits = part.contiguous().view(_INTEGERS[part.element_size()]).long()
+        total += _mixed(_mixed(place) ^ bits).sum()
+    return total
+
+
+def _row_blocks(tensor: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """(first row, rows) of a tensor, not too many at a time."""
+    if tensor.numel() <= _CHUNK:
+        yield 0, tensor
+        return
+    step = max(1, _CHUNK // tensor[0].numel())
+    for row in range(0, len(tensor), step):
+        yield row, tensor[row : row + step]
+
+
+def _mixed(x: Tensor) -> Tensor:
+    """The finalizer of splitmix64."""
+    for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):
+        x = (x ^ (x >> shift & (1 << 64 - shift) - 1)) * factor
+    return x ^ (x >> 31 & (1 << 33) - 1)
+
+
+def text_of(total: Tensor) -> str:
+    """A digest as 16 hexadecimal digits."""
+    return f"{int(total) % 2**64:016x}"
+
+
+def digest(
+    tensors: Mapping[str, Any], first: bool, device: torch.device, group: dist.ProcessGroup | None
+) -> str:
+    """The digest of what all ranks have together, FSDP's DTensors and plain tensors. Collective.
+
+    first: whether this rank counts plain tensors, which several ranks have: the first of them.
+    """
+    total = torch.zeros((), dtype=torch.int64, device=device)
+    for name, tensor in tensors.items():
+        counts = first
+        if isinstance(tensor, DTensor):
+            place = tensor.device_mesh.get_coordinate()
+            assert place is not None, "every rank is in the mesh"
+            pairs = zip(place, tensor.placements, strict=True)
+            counts = not any(at for at, placement in pairs if placement.is_replicate())
+        if counts:
+            offsets = tuple(piece.start for piece in local_slices(tensor))
+            total += digest_of(name, local(tensor), tensor.shape, offsets).to(device)
+    if dist.is_initialized():
+        dist.all_reduce(total, group=group)
+    return text_of(total)

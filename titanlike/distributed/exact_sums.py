@@ -1,0 +1,143 @@
+"""Sums whose bits do not depend on who adds what first, for `numerics=exact`.
+
+Floating-point addition is commutative, but not associative: a sum is a function of its terms only
+if the tree of its additions is fixed.
+
+- `SumTree` adds tensors in one binary tree over the index of the leaf, in whatever order they come.
+- `sum_over` exchanges the nodes that each rank of a group has: every rank goes on with a part of
+  the elements, and the same tree.
+- `tree_sum` adds the elements of a tensor's last dimension.
+- `Bins` adds numbers as integers: there any order gives the same.
+
+All are made of elementwise operations and integers, which no kernel computes differently for
+another shape, another alignment or another number of threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Generic, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+Key = tuple[int, int]  # level, index
+T = TypeVar("T")
+
+
+class SumTree(Generic[T]):
+    """Partial sums of leaves 0 .. leaves - 1.
+
+    Node (level, index) is the sum of the leaves from index << level up to (index + 1) << level.
+    """
+
+    def __init__(self, leaves: int, add: Callable[[T, T], T]) -> None:
+        """add: of a left and a right value, of which it may reuse the memory."""
+        self._leaves, self._add = leaves, add
+        self.nodes: dict[Key, T] = {}
+
+    def put(self, key: Key, value: T) -> None:
+        """Add a node whose leaves are in none of the others. At most log2(leaves) nodes remain of
+        leaves that come in order."""
+        level, index = key
+        while (1 << level) < self._leaves:
+            other = index ^ 1
+            if (other << level) < self._leaves:  # else it has no leaves
+                if (level, other) not in self.nodes:
+                    break
+                before = self.nodes.pop((level, other))
+                pair = (before, value) if other < index else (value, before)
+                value = self._add(*pair)
+            level, index = level + 1, index >> 1
+        self.nodes[level, index] = value
+
+    def take(self) -> dict[Key, T]:
+        """The nodes; afterwards there are none."""
+        nodes, self.nodes = self.nodes, {}
+        return nodes
+
+    def root(self) -> T:
+        """The sum of all leaves, which must be there."""
+        (value,) = self.take().values()
+        return value
+
+
+def keys_of(leaves: int, first: int, count: int) -> list[Key]:
+    """The nodes that remain of `count` leaves from `first` on, in order."""
+    tree: SumTree[None] = SumTree(leaves, lambda left, right: None)
+    for leaf in range(first, first + count):
+        tree.put((0, leaf), None)
+    return sorted(tree.nodes, key=lambda key: key[1] << key[0])
+
+
+def sum_over(
+    nodes: Mapping[Key, Tensor],
+    tree: SumTree[Tensor],
+    keys: Sequence[Sequence[Key]],
+    group: dist.ProcessGroup | None,
+) -> None:
+    """Put into a tree this rank's part of all nodes that the ranks of a group have. Collective.
+
+    nodes: of this rank, flat tensors [size * part]; keys: the nodes of each rank, by which the
+    tree's [part] are named; group: None = this rank alone.
+    """
+    size = len(keys)
+    if group is None or size == 1:
+        for key in keys[0]:
+            tree.put(key, nodes[key])
+        return
+    mine = keys[dist.get_rank(group)]
+    sent = torch.stack([nodes[key].view(size, -1) for key in mine], 1)  # [size, nodes, part]
+    part = sent.shape[-1]
+    counts = [len(of_rank) * part for of_rank in keys]
+    received = sent.new_empty(sum(counts))
+    dist.all_to_all_single(received, sent.flatten(), counts, [len(mine) * part] * size, group=group)
+    arrived = iter(received.split(part))
+    for of_rank in keys:
+        for key in of_rank:
+            tree.put(key, next(arrived))
+
+
+def tree_sum(values: Tensor) -> Tensor:
+    """The sum over the last dimension, halves by halves: [..., N] -> [...]. It changes `values`."""
+    while (width := values.shape[-1]) > 1:
+        half = (width + 1) // 2
+        values[..., : width - half] += values[..., half:]
+        values = values[..., :half]
+    return values.squeeze(-1) if values.shape[-1] else values.sum(-1)
+
+
+# --- the norm of gradients ------------------------------------------------------------------------
+
+_BITS = 8  # a bin counts units of 2^(8 k - 149), the least fp32 number above 0 times 2^(8 k)
+_BINS = 32
+_NONFINITE = _BINS  # the bin that counts numbers which are infinite or none
+
+
+def row_squares(tensor: Tensor) -> Tensor:
+    """The sum of squares of each row of a tensor, fp32 [rows]; of each element of a vector. FSDP
+    cuts a parameter between rows: they are whole on one rank."""
+    rows = tensor.shape[0] if tensor.dim() else 1
+    return tree_sum(tensor.reshape(rows, -1).float().square())
+
+
+def bins_of(values: Tensor) -> Tensor:
+    """fp32 numbers, none of them negative, as integers whose sum is exact: int64 [33]. Up to 2^32
+    numbers of all ranks may be added."""
+    bits = values.view(torch.int32).long()
+    exponent = bits >> 23 & 0xFF
+    mantissa = torch.where(exponent > 0, (bits & 0x7FFFFF) | 0x800000, bits & 0x7FFFFF)
+    place = (exponent - 1).clamp(min=0)
+    at, units = place // _BITS, mantissa << place % _BITS
+    wrong = exponent == 255
+    at, units = at.masked_fill(wrong, _NONFINITE), units.masked_fill(wrong, 1)
+    return torch.zeros(_BINS + 1, dtype=torch.int64, device=bits.device).index_add_(0, at, units)
+
+
+def root_of_bins(bins: Tensor) -> Tensor:
+    """The square root of the sum in bins, an fp32 scalar; NaN where a number was not finite."""
+    places = torch.arange(_BINS, dtype=torch.float64, device=bins.device)
+    scaled = bins[:_BINS].double() * torch.exp2(_BITS * places - 149)
+    root = tree_sum(scaled).sqrt().float()
+    return torch.where(bins[_NONFINITE] > 0, torch.full_like(root, torch.nan), root)

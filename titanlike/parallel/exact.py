@@ -1,0 +1,405 @@
+"""The same bits in every layout (`numerics=exact`): gradients, losses and norms of a step.
+
+The unit of computing is a grain: `numerics.grain` sequences, one microbatch, so that kernels see
+the same shapes in every layout. A grain's gradient is computed by itself and rounded to the dtype
+of the weight. Grains are added, in fp32, in one binary tree over their place in the global batch
+(`distributed/exact_sums.py`): on a rank as they come, over ranks by an all-to-all in place of
+FSDP's reduce-scatter, and of its all-reduce over replicas. The losses of all grains are added in
+the same tree, squares of gradients as integers.
+
+A tied weight that two modules of a stage use has two trees, as on two stages; their sums are added.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from titanlike.config.errors import Problem
+from titanlike.config.schema import Config
+from titanlike.distributed.exact_sums import (
+    Key,
+    SumTree,
+    bins_of,
+    keys_of,
+    root_of_bins,
+    row_squares,
+    sum_over,
+    tree_sum,
+)
+from titanlike.distributed.initialize import piece_seed
+from titanlike.distributed.mesh import Mesh
+from titanlike.distributed.placement import has_statistics
+from titanlike.distributed.transform import Transform
+from titanlike.graph.model_graph import ModelGraph
+from titanlike.graph.recording import tree_map
+from titanlike.torch_private.dtensor import local
+from titanlike.torch_private.fsdp_sums import ShardedGradients, sharded_gradients
+
+Gradients = list[Tensor | None]
+
+
+def model_problems(config: Config, model_graph: ModelGraph) -> list[Problem]:
+    """What of a model would be added in another order, or drawn by another rank, in other stages."""
+    model, reasons = model_graph.model, []
+    nodes = model_graph.recording(model_graph.fields, True).nodes
+    first = {id(parameter): name for name, parameter in model.named_parameters()}
+    uses: dict[str, Counter[str]] = {}  # parameter -> where it is used, how often
+    used_by = Counter(id(node) for other in nodes for node in set(other.input_nodes))
+    weights = dict(model.named_parameters(remove_duplicate=False))
+    for node in nodes:
+        if node.kind == "unit":
+            module = model.get_submodule(node.target)
+            for name, parameter in module.named_parameters(remove_duplicate=False):
+                uses.setdefault(first[id(parameter)], Counter())[f"{node.target}.{name}"] += 1
+        elif node.kind == "weight" and node.target in weights:
+            name = first[id(weights[node.target])]
+            uses.setdefault(name, Counter())[f"{node.target} "] += used_by[id(node)]
+        elif node.random and node.kind == "function":
+            reasons.append(f"its forward draws random numbers outside of modules ({node.name})")
+    for name, places in uses.items():
+        outside = any(place.endswith(" ") for place in places)
+        if places.total() > 1 and (outside or places.total() > 2 or len(places) == 1):
+            reasons.append(
+                f"its {name} is used {places.total()} times, not by two modules once each"
+            )
+    if any(map(has_statistics, model.modules())):
+        reasons.append("its batch norms keep statistics of a whole batch")
+    fix = "numerics=fast, or a model without that"
+    return [
+        Problem("model.name", config.model.name, f"not with numerics=exact: {reason}", fix)
+        for reason in reasons[:3]
+    ]
+
+
+class ExactSums(Transform):
+    """The sums of a step, of this rank's stages."""
+
+    def __init__(
+        self, config: Config, mesh: Mesh, microbatches: int, zero: int, drawing: Collection[str]
+    ) -> None:
+        """drawing: units whose forwards draw random numbers."""
+        self._mesh, self._zero, self._drawing = mesh, zero, drawing
+        self._seed, self._step, self._grain = config.seed, 0, 0
+        self._grains = Grains(mesh, microbatches, config.replicate)
+        self._stages: dict[int, GrainSums] = {}
+        self._index: dict[nn.Module, int] = {}
+        self.sums = self
+
+    def on_stage(self, index: int, stage: Any, units: Sequence[str]) -> None:
+        self._index[stage] = index
+        # in one process the gradients of later uses come first, one by one
+        stage.relays = False
+        for unit in units:
+            module = stage.get_submodule(unit)
+            module.register_forward_pre_hook(_apart_inside, with_kwargs=True)
+            if unit in self._drawing:
+                module.register_forward_pre_hook(partial(self._seed_random, unit))
+
+    def _seed_random(self, unit: str, module: nn.Module, *_: Any) -> None:
+        """Random numbers of a unit depend on the seed, the step, the grain and the unit alone."""
+        if module.training:
+            torch.manual_seed(piece_seed(self._seed, f"{unit} in step {self._step}", self._grain))
+
+    def _next_forward(self, microbatch: int) -> None:
+        self._grain = self._grains.first + microbatch
+
+    def on_weights(self, stage: nn.Module) -> None:
+        sums = GrainSums(stage, self._grains, self._zero, self._next_forward)
+        self._stages[self._index.pop(stage)] = sums
+
+    def begin(self, step: int) -> None:
+        self._step = step
+
+    def of_stage(self, stage: int) -> GrainSums | None:
+        return self._stages.get(stage)
+
+    def losses(self, losses: list[Tensor]) -> Tensor:
+        placed = torch.full((self._grains.all,), -0.0, device=self._mesh.device)
+        if losses:
+            placed[self._grains.first :][: len(losses)] = torch.stack(losses).detach()
+        return placed
+
+    def total(self, losses: Tensor) -> Tensor:
+        return tree_sum(losses)
+
+    @torch.no_grad()
+    def norms(self, parameters: Sequence[nn.Parameter]) -> tuple[Tensor, Tensor]:
+        """(the norm of all gradients of the model, of this rank's part of each). Collective.
+
+        parameters: of this rank, each of the model's on one pipeline rank.
+        """
+        device = self._mesh.device
+        rows = [
+            row_squares(local(p.grad)).to(device) if p.grad is not None else torch.zeros(1)
+            for p in parameters
+        ]
+        bins = bins_of(torch.cat(rows) if rows else torch.zeros(0, device=device))
+        if self._grains.replica > 0:
+            bins.zero_()  # it has what replica 0 has
+        if self._mesh.world_size > 1:
+            self._mesh.sum(bins)
+        each = torch.stack([row.sum() for row in rows]).sqrt() if rows else torch.zeros(0)
+        return root_of_bins(bins), each
+
+
+class Grains:
+    """The grains of a step, and the ranks that have them."""
+
+    def __init__(self, mesh: Mesh, microbatches: int, replicate: int) -> None:
+        self._count, self.all = microbatches, mesh.dp * microbatches
+        self.first = mesh.dp_rank * microbatches
+        self.shards, self.replicas = mesh.dp // replicate, replicate
+        self.replica = mesh.dp_rank // self.shards
+        self.shard_group = mesh.axes.get_group("shard")
+        self.replicate_group = mesh.axes.get_group("replicate")
+
+    def rank_keys(self) -> list[list[Key]]:
+        """Nodes of each rank of this replica, once it has added all of its grains."""
+        begin = self.replica * self.shards
+        return [self._keys(begin + rank, 1) for rank in range(self.shards)]
+
+    def replica_keys(self) -> list[list[Key]]:
+        """Nodes of each replica."""
+        return [self._keys(at * self.shards, self.shards) for at in range(self.replicas)]
+
+    def leaves(self, microbatch: int) -> list[list[Key]]:
+        """The grain that each rank of this replica computes at a time."""
+        begin = self.replica * self.shards
+        return [[(0, (begin + at) * self._count + microbatch)] for at in range(self.shards)]
+
+    def _keys(self, dp_rank: int, ranks: int) -> list[Key]:
+        return keys_of(self.all, dp_rank * self._count, ranks * self._count)
+
+
+class GrainSums:
+    """The gradients of a stage; see `GradientSums`."""
+
+    def __init__(
+        self,
+        stage: nn.Module,
+        grains: Grains,
+        zero: int,
+        forward: Callable[[int], object] = lambda microbatch: None,
+    ) -> None:
+        self.forward = forward
+        self.reached: set[nn.Parameter] = set()  # by a backward of this step
+        places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+        for module in stage.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is not None and parameter.requires_grad:
+                    places.setdefault(parameter, []).append((module, name))
+        self._sharded = [
+            _ShardedSum(group, places, grains, zero, self) for group in sharded_gradients(stage)
+        ]
+        self._sums: list[_Sum] = [*self._sharded]
+        if not self._sharded:
+            self._sums = [_WholeSum(places, grains)]
+
+    def backward(self, microbatch: int) -> None:
+        for sharded in self._sharded:
+            sharded.microbatch = microbatch
+
+    def end(self, microbatch: int, complete: bool) -> None:
+        """complete: else the gradients of some weights come later."""
+        for each in self._sums:
+            each.add(microbatch, complete)
+
+    def finish(self) -> None:
+        """Give the parameters of a stage without FSDP their gradients, which calls those of
+        others."""
+        for each in self._sums:
+            if isinstance(each, _WholeSum):
+                each.finish()
+
+
+class _Sum:
+    """Gradients whose sums are made together."""
+
+    def __init__(self, places: Sequence[list[tuple[nn.Module, str]]], grains: Grains) -> None:
+        """places: of each parameter, the modules that have it."""
+        self._grains = grains
+        self._tree: SumTree[Gradients] = SumTree(grains.all, _add_each)
+        self._pending: dict[int, Gradients] = {}  # by microbatch: weight gradients are missing
+        # of each gradient the parameter: first those of all, then those of second places
+        self._at = [*range(len(places))]
+        self._apart: list[Tensor | None] = []  # the latter, as the backward leaves them
+        for index, each in enumerate(places):
+            for module, name in each[1:]:
+                keep_apart(module, name, partial(self._keep, len(self._apart)))
+                self._apart.append(None)
+                self._at.append(index)
+
+    def _keep(self, at: int, gradient: Tensor) -> None:
+        before = self._apart[at]
+        self._apart[at] = gradient if before is None else before + gradient
+
+    def _take(self) -> Gradients:
+        apart, self._apart = self._apart, [None] * len(self._apart)
+        taken = [*self._taken(), *apart]
+        return [None if gradient is None else gradient.float() for gradient in taken]
+
+    def _taken(self) -> Gradients:
+        """The gradient of each parameter; afterwards it has none."""
+        raise NotImplementedError
+
+    def add(self, microbatch: int, complete: bool) -> None:
+        gradients = self._take()
+        if before := self._pending.pop(microbatch, None):
+            gradients = _add_each(before, gradients)
+        if complete:
+            self._tree.put((0, self._grains.first + microbatch), gradients)
+        else:
+            self._pending[microbatch] = gradients
+
+
+class _WholeSum(_Sum):
+    """Of a stage that one rank has as a whole."""
+
+    def __init__(
+        self, places: Mapping[nn.Parameter, list[tuple[nn.Module, str]]], grains: Grains
+    ) -> None:
+        super().__init__([*places.values()], grains)
+        self._parameters = [*places]
+        self._first = [each[0] for each in places.values()]
+
+    def _taken(self) -> Gradients:
+        taken: Gradients = []
+        for module, name in self._first:
+            weight: Any = module._parameters[name]  # in a step perhaps a copy in bf16
+            gradient, weight.grad = weight.grad, None
+            taken.append(None if gradient is None else gradient.to(weight.dtype))
+        return taken
+
+    def finish(self) -> None:
+        sums: dict[int, Tensor] = {}
+        for index, gradient in zip(self._at, self._tree.root(), strict=True):
+            if gradient is not None:
+                sums[index] = sums[index] + gradient if index in sums else gradient
+        for index, parameter in enumerate(self._parameters):
+            parameter.grad = sums.get(index)
+
+
+class _ShardedSum(_Sum):
+    """Of one of FSDP's groups of parameters."""
+
+    microbatch = 0  # whose backward runs
+
+    def __init__(
+        self,
+        group: ShardedGradients,
+        places: Mapping[nn.Parameter, list[tuple[nn.Module, str]]],
+        grains: Grains,
+        zero: int,
+        stage: GrainSums,
+    ) -> None:
+        self._group, self._zero, self._stage = group, zero, stage
+        super().__init__([places[parameter] for parameter in group.parameters], grains)
+        # of this rank's part, in this replica
+        self._part: SumTree[Tensor] = SumTree(grains.all, Tensor.add_)
+        if zero > 1:
+            group.after_backward = self._reduce_now
+        group.after_last = self._finish
+
+    def _taken(self) -> Gradients:
+        return self._group.take()
+
+    def add(self, microbatch: int, complete: bool) -> None:
+        if self._zero == 1:
+            super().add(microbatch, complete)
+
+    def _reduce_now(self) -> None:
+        """ZeRO 2 and 3: the gradient of each grain is sharded at once."""
+        keys = self._grains.leaves(self.microbatch)
+        ((key,),) = [keys[dist.get_rank(self._grains.shard_group)]]
+        self._exchange({key: self._take()}, keys)
+
+    def _exchange(self, nodes: Mapping[Key, Gradients], keys: list[list[Key]]) -> None:
+        shards, flat = self._grains.shards, {}
+        for key, gradients in nodes.items():
+            self._stage.reached.update(
+                self._group.parameters[index]
+                for index, gradient in zip(self._at, gradients, strict=True)
+                if gradient is not None
+            )
+            flat[key] = self._group.flat(gradients, shards, self._at)
+        sum_over(flat, self._part, keys, self._grains.shard_group)
+
+    def _finish(self) -> None:
+        if not self._at:
+            return
+        grains = self._grains
+        if self._zero == 1:
+            self._exchange(self._tree.take(), grains.rank_keys())
+        nodes = self._part.take()
+        (some, *_) = nodes.values()
+        size = some.numel()
+        if grains.replicas > 1:
+            padding = -size % grains.replicas
+            padded = {k: torch.nn.functional.pad(node, (0, padding)) for k, node in nodes.items()}
+            mine: SumTree[Tensor] = SumTree(grains.all, Tensor.add_)
+            sum_over(padded, mine, grains.replica_keys(), grains.replicate_group)
+            piece = mine.root()
+            total = piece.new_empty(size + padding)
+            dist.all_gather_into_tensor(total, piece, group=grains.replicate_group)
+        else:
+            (total,) = nodes.values()
+        self._group.give(total[:size], grains.shards, self._at)
+
+
+def _add_each(left: Gradients, right: Gradients) -> Gradients:
+    """Sums of gradients, in the memory of `left`; one that is missing adds nothing."""
+    both = [(a, b) for a, b in zip(left, right, strict=True) if a is not None and b is not None]
+    if both:
+        torch._foreach_add_([a for a, _ in both], [b for _, b in both])
+    return [b if a is None else a for a, b in zip(left, right, strict=True)]
+
+
+def _apart_inside(_: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Add the gradients of an input that come from inside of a unit by themselves, before those of
+    others that use it are added. FSDP and the cut of stages do so where they happen to be."""
+    return tree_map(
+        (args, kwargs), lambda x: x.view_as(x) if isinstance(x, Tensor) and x.requires_grad else x
+    )
+
+
+# --- a weight that two modules use ----------------------------------------------------------------
+
+
+class _Apart(torch.autograd.Function):
+    """A weight whose gradient is not its own, but goes to a function."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, keep: Callable[[Tensor], None]) -> Tensor:
+        ctx.keep = keep
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None]:
+        ctx.keep(gradient)
+        return None, None
+
+
+def keep_apart(module: nn.Module, name: str, keep: Callable[[Tensor], None]) -> None:
+    """Call `keep` with the gradient of a module's weight in place of adding it to the weight's."""
+    before: list[Any] = []
+
+    def replace(*_: Any) -> None:
+        weight: Any = module._parameters[name]
+        before.append(weight)
+        if torch.is_grad_enabled():
+            parameters: dict[str, Any] = module._parameters
+            parameters[name] = _Apart.apply(weight, keep)
+
+    def restore(*_: Any) -> None:
+        module._parameters[name] = before.pop()
+
+    # within FSDP's, which give the module its gathered weight and take that away
+    module.register_forward_pre_hook(replace)
+    module.register_forward_hook(restore, prepend=True, always_call=True)
