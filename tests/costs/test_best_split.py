@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from itertools import combinations, pairwise
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -11,11 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from titanlike.costs.auto_split import (
+    CostedSplit,
     StageCosts,
-    VPlacementSearch,
     best_split,
     cost_of_split,
-    load_lower_bound,
 )
 from titanlike.pipeline.schedules import loop, vee
 
@@ -64,27 +62,37 @@ def cases(draw: st.DrawFn, kinds: str) -> tuple[StageCosts, tuple[int, ...]]:
     return StageCosts(shared(weights), run, times), place
 
 
+def weight(split: CostedSplit) -> int:
+    """What is minimized."""
+    return 2 * max(split.ranks) + max(split.stages)
+
+
 @pytest.mark.parametrize("kinds", ["single", "vee", "loop", "any"])
-def test_no_split_is_better(kinds: str) -> None:
+def test_no_split_is_lighter_or_none_that_is_a_unit_away(kinds: str) -> None:
+    """With one stage a rank no split at all is; with several none where one unit is moved."""
+
     @settings(max_examples=30, deadline=None)
     @given(cases(kinds))
     def check(case: tuple[StageCosts, tuple[int, ...]]) -> None:
         costs, place = case
         found = best_split(costs, place)
-        cuts = combinations(range(1, costs.units), costs.stages - 1)
-        exact = 3 if len(set(place)) == costs.stages else 2  # with one stage a rank, squares too
-        best = min(cost_of_split(costs, place, [0, *cut]).key[:exact] for cut in cuts)
-        assert found.proven and found.key[:exact] == best
+        cuts = [[0, *cut] for cut in combinations(range(1, costs.units), costs.stages - 1)]
+        if len(set(place)) < costs.stages:
+            sizes = np.diff([*found.starts, costs.units])
+            changes = (np.abs(np.diff([*cut, costs.units]) - sizes).sum() for cut in cuts)
+            cuts = [cut for cut, change in zip(cuts, changes, strict=True) if change == 2]
+        others = [cost_of_split(costs, place, cut) for cut in cuts]
+        assert all(weight(found) <= weight(other) for other in others)
         assert all(a < b for a, b in pairwise([*found.starts, costs.units]))
         assert found == cost_of_split(costs, place, found.starts)
 
     check()
 
 
-def test_a_bound_by_the_cheapest_stages_does_not_end_the_search() -> None:
-    """Microbatches in flight differ: a unit costs a stage four times as much as another."""
-    found = best_split(costs_of([2, 2, 9, 4, 5, 6, 8], 4, [1, 4, 1, 4]), loop(2, 2))
-    assert found.proven and found.key[:2] == (40, 32)
+def test_ranks_are_not_evened_out_by_unequal_stages() -> None:
+    """For 2 of 4018, a stage of three blocks beside one of one: all ranks would wait for it."""
+    found = best_split(costs_of([1000 + 37 * i * i % 11 for i in range(8)], 4), loop(2, 2))
+    assert found.ranks == [4014, 4018] and max(found.stages) == 2010
 
 
 @settings(max_examples=20)
@@ -97,20 +105,6 @@ def test_more_stages_than_units_leave_those_before_the_last_empty(units: int, st
     assert sizes == [1] * (units - 1) + empty + [1] if units > 1 else sizes == [1, *empty]
 
 
-@settings(max_examples=30, deadline=None)
-@given(st.lists(st.integers(0, 9), min_size=1, max_size=7), st.integers(1, 4))
-def test_the_bound_on_the_heaviest_is_never_too_high(weights: list[int], bins: int) -> None:
-    """Against all ways to put weights into bins, in any order."""
-    loads = {(0,) * bins}
-    for weight in weights:
-        loads = {
-            tuple(sorted((*load[:at], load[at] + weight, *load[at + 1 :])))
-            for load in loads
-            for at in range(bins)
-        }
-    assert load_lower_bound(weights, bins) <= min(max(load) for load in loads)
-
-
 # Llama 3 405B: 126 blocks, and a head of 0.65 blocks
 BLOCKS = [0, *[1000] * 126, 0, 652]
 
@@ -120,18 +114,5 @@ BLOCKS = [0, *[1000] * 126, 0, 652]
     [tuple(range(16)), vee(16), loop(16, 2), loop(16, 4)],
     ids=["one a rank", "V", "two a rank", "four a rank"],
 )
-def test_a_large_model_is_cut_and_proven_in_few_steps(
-    place: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    find = mock.Mock(side_effect=VPlacementSearch.find, autospec=True)
-    monkeypatch.setattr(VPlacementSearch, "find", lambda *args: find(*args))
-    found = best_split(costs_of(BLOCKS, len(place)), place, max_nodes=5000)
-    assert max(found.ranks) == 8000 and found.proven
-    assert find.call_count <= 20
-
-
-def test_a_search_that_is_given_up_says_so_and_gives_a_good_split() -> None:
-    run = [(37 * i * i) % 101 + 1 for i in range(40)]
-    costs, place = costs_of(run, 12), loop(4, 3)
-    found = best_split(costs, place, max_nodes=20)
-    assert not found.proven and max(found.ranks) < 1.2 * sum(run) / 4
+def test_a_large_model_is_cut_as_well_as_can_be(place: tuple[int, ...]) -> None:
+    assert max(best_split(costs_of(BLOCKS, len(place)), place).ranks) == 8000

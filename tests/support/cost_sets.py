@@ -76,7 +76,7 @@ class CostSet:
             [round(1e6 * value) for value in each],
             [1] * len(place),
         )
-        return tuple(best_split(costs, place, 2000).starts)
+        return tuple(best_split(costs, place).starts)
 
     def least_memory(self) -> float:
         """What the fullest rank holds at the least, of one microbatch, whatever the split."""

@@ -30,7 +30,6 @@ from titanlike.costs.stage_times import (
     LayoutTimes,
     Roofline,
     Seconds,
-    StageLayout,
     UnitTimes,
     stage_times,
     unit_times,
@@ -160,7 +159,8 @@ def times_of(row: Row, config, estimate, device: Hardware) -> LayoutTimes:
     if row.scores:
         more = row.scores / (device.memory_bandwidth * device.memory_efficiency)
         units = {n: _unfused(u, more) if n.startswith("layers.") else u for n, u in units.items()}
-    return stage_times(config, StageLayout.of(config, estimate), device, units)
+    layout = replace(estimate.memory().layout, recomputed=estimate.recomputed.blocks)
+    return stage_times(config, layout, device, units)
 
 
 def _unfused(times: UnitTimes, seconds: float) -> UnitTimes:

@@ -25,7 +25,7 @@ from titanlike.config.errors import ConfigError, Problem
 from titanlike.config.overrides import with_choices
 from titanlike.config.parse import to_plain
 from titanlike.config.schema import AutoSchedule, AutoSplit, Config, PointSplit
-from titanlike.costs.auto_split import StageCosts, best_split
+from titanlike.costs.auto_split import StageCosts, best_split, moved_units
 from titanlike.costs.estimate import CostTable, rows_of, seconds_of_units
 from titanlike.costs.known_hardware import likely_hardware, planned_hardware
 from titanlike.costs.order_search import (
@@ -350,7 +350,7 @@ def _with_moved_units(
     """The order for units moved between stages as long as steps get shorter."""
     left = trials
     while left > 0:
-        moves = _moves(best.problem.starts, units)
+        moves = [*map(tuple, moved_units(best.problem.starts, units).tolist())]
         draw.shuffle(moves)
         for starts in moves:
             problem = problem_of(Placement(best.problem.place, starts))
@@ -364,15 +364,3 @@ def _with_moved_units(
         else:
             break
     return best
-
-
-def _moves(before: Starts, units: int) -> list[Starts]:
-    """Every way to take a unit from a stage and give one to another."""
-    stages = len(before)
-    splits = (
-        tuple(at + by if first <= stage <= last else at for stage, at in enumerate(before))
-        for first in range(1, stages)
-        for last in range(first, stages)
-        for by in (-1, 1)
-    )
-    return [starts for starts in splits if all(a < b for a, b in pairwise([*starts, units]))]

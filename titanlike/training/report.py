@@ -89,8 +89,7 @@ def opening(session: Session) -> None:
             numel = units.count(plan.stage_numel(stage))
             rows.append([ranks, stage, span(plan.stages[stage]), numel])
             if costed:
-                cost = costed.chosen.stages[stage] * costed.scale
-                rows[-1].append(_TEXT[costed.cost](cost))
+                rows[-1].append(_TEXT[costed.cost](costed.chosen.stages[stage]))
             if recomputed:
                 rows[-1].append(f"{len(chosen.blocks[stage])} of {len(plan.blocks(stage))} blocks")
             if chosen.memory:
@@ -167,12 +166,11 @@ def _splits(found: AutoSplitResult) -> list[tuple[str, str]]:
     """The load of the heaviest rank, here and with split=even."""
 
     def heaviest_rank(split: CostedSplit) -> str:
-        heaviest = _TEXT[found.cost](max(split.ranks) * found.scale)
+        heaviest = _TEXT[found.cost](max(split.ranks))
         return f"heaviest rank {heaviest}, {split.imbalance:.3f} x the mean"
 
-    proven = "" if found.chosen.proven else " (not proven: there may be a lighter split)"
     return [
-        ("split", f"auto by {found.cost}: {heaviest_rank(found.chosen)}{proven}"),
+        ("split", f"auto by {found.cost}: {heaviest_rank(found.chosen)}"),
         ("", f"even would give: {heaviest_rank(found.even)}"),
     ]
 
