@@ -105,8 +105,8 @@ def test_every_choice_that_costs_is_known() -> None:
     assert max(offloaded.memory_bytes) < max(resident.memory_bytes)
     assert offloaded.simulation.step > resident.simulation.step
     divided = planned(*words, "tp=2")
-    assert divided.traffic(0).tp > 0 and max(divided.memory_bytes) < max(base.memory_bytes)
-    assert divided.times.parts[0]["tp exchanges"] > 0
+    assert divided.traffic(0)["tp"] > 0 and max(divided.memory_bytes) < max(base.memory_bytes)
+    assert divided.times.parts(0)["tp exchanges"] > 0
     assert planned(*words, "precision=fp32").step_seconds > base.step_seconds
     muon = planned(*words, "optimizer=muon")
     assert muon.times.stages[0].update > base.times.stages[0].update
@@ -128,8 +128,8 @@ def test_zero_trades_traffic_for_memory() -> None:
     words += ["model.hidden_size=512", "model.num_attention_heads=8", "activation_checkpoint=full"]
     one, two, three = (planned(*words, f"fsdp.zero={level}") for level in (1, 2, 3))
     assert max(one.memory_bytes) > max(two.memory_bytes) > max(three.memory_bytes)
-    assert one.traffic(0).gathered == two.traffic(0).gathered < three.traffic(0).gathered
-    assert 8 * one.traffic(0).reduced == two.traffic(0).reduced == three.traffic(0).reduced
+    assert one.traffic(0)["gathered"] == two.traffic(0)["gathered"] < three.traffic(0)["gathered"]
+    assert 8 * one.traffic(0)["reduced"] == two.traffic(0)["reduced"] == three.traffic(0)["reduced"]
     assert planned(*words).plan.zero == 1, "auto, where whole gradients fit"
 
 

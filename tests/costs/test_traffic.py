@@ -23,11 +23,11 @@ def test_context_parallel_ranks_exchange_what_attention_needs() -> None:
     words = f"{WORDS} {SIZES} batch_size=8 cp=4".split()
     plans = {method: planned(*words, f"context_parallel={method}") for method in EXCHANGED}
     for method, each in EXCHANGED.items():
-        assert plans[method].traffic(0).cp == MICROBATCHES * LAYERS * each, method
-        assert plans[method].times.parts[0]["cp exchanges"] > 0
+        assert plans[method].traffic(0)["cp"] == MICROBATCHES * LAYERS * each, method
+        assert plans[method].times.parts(0)["cp exchanges"] > 0
     # a block that is recomputed exchanges its forward again
     words += ["context_parallel=gather", "activation_checkpoint=full"]
-    assert 2 * planned(*words).traffic(0).cp == 3 * plans["gather"].traffic(0).cp
+    assert 2 * planned(*words).traffic(0)["cp"] == 3 * plans["gather"].traffic(0)["cp"]
 
 
 TOKENS = 128 // 4 * ROWS  # of a rank
@@ -46,7 +46,7 @@ def test_stages_send_to_other_ranks_alone() -> None:
     message = 4 * ROWS * 128 * DIM
     for schedule, count in (("1f1b", 1), ("vhalf", 2)):
         estimate = planned(*words.split(), f"schedule={schedule}")
-        sent = [estimate.traffic(rank).messages for rank in (0, 1)]
+        sent = [estimate.traffic(rank)["messages"] for rank in (0, 1)]
         assert sent == [MICROBATCHES * message * count] * 2, schedule
 
 
@@ -55,22 +55,22 @@ def test_tokens_go_to_experts_and_experts_are_sharded_over_fewer_ranks() -> None
     words = f"{WORDS} model=moe_tiny model.num_hidden_layers=2 batch_size=32 dp=4 ep=2 fsdp.zero=1".split()
     estimate = planned(*words)
     sent = 128 * ROWS * 2 * DIM * 4 // 2  # half of the tokens, twice, to other ranks
-    assert estimate.traffic(0).ep == MICROBATCHES * LAYERS * sent * 4  # there and back, twice
+    assert estimate.traffic(0)["ep"] == MICROBATCHES * LAYERS * sent * 4  # there and back, twice
     words.append("activation_checkpoint=selective")  # which keeps what was exchanged
     kept, again = planned(*words), planned(*words, "activation_checkpoint.save=[aten.*mm]")
     for recomputed, times in ((kept, 4), (again, 6)):
-        assert recomputed.traffic(0).ep == MICROBATCHES * LAYERS * sent * times
-    times = [found.times.parts[0]["recomputation"] for found in (again, kept)]
-    assert times[0] - times[1] > estimate.times.parts[0]["ep exchanges"] / 2
+        assert recomputed.traffic(0)["ep"] == MICROBATCHES * LAYERS * sent * times
+    times = [found.times.parts(0)["recomputation"] for found in (again, kept)]
+    assert times[0] - times[1] > estimate.times.parts(0)["ep exchanges"] / 2
     words.pop()
     held = LAYERS * 4 * 3 * 176 * DIM  # parameters of 4 experts
-    assert estimate.traffic(0).expert_gathered == 4 * held // 2
-    assert estimate.traffic(0).expert_reduced == 4 * held // 2
+    assert estimate.traffic(0)["expert_gathered"] == 4 * held // 2
+    assert estimate.traffic(0)["expert_reduced"] == 4 * held // 2
     others = estimate.plan.stage_numel(0) - held
-    assert estimate.traffic(0).gathered == 4 * others * 3 // 4
+    assert estimate.traffic(0)["gathered"] == 4 * others * 3 // 4
     alone = planned(*words, "ep=1")
-    assert alone.traffic(0).ep == alone.traffic(0).expert_gathered == 0
-    assert alone.traffic(0).gathered == 4 * (others + 2 * held) * 3 // 4
+    assert alone.traffic(0)["ep"] == alone.traffic(0)["expert_gathered"] == 0
+    assert alone.traffic(0)["gathered"] == 4 * (others + 2 * held) * 3 // 4
     assert estimate.fullest < max(alone.memory_bytes)
 
 

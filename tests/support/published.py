@@ -31,7 +31,6 @@ from titanlike.costs.stage_times import (
     Roofline,
     Seconds,
     UnitTimes,
-    stage_times,
     unit_times,
 )
 from titanlike.training.train_plan import make_plan
@@ -158,9 +157,10 @@ def times_of(row: Row, config, estimate, device: Hardware) -> LayoutTimes:
     units = unit_times(config, estimate, roofline)
     if row.scores:
         more = row.scores / (device.memory_bandwidth * device.memory_efficiency)
-        units = {n: _unfused(u, more) if n.startswith("layers.") else u for n, u in units.items()}
+        blocks = {unit.name for unit in estimate.model_graph.units if unit.block}
+        units = {n: _unfused(u, more) if n in blocks else u for n, u in units.items()}
     layout = replace(estimate.memory().layout, recomputed=estimate.recomputed.blocks)
-    return stage_times(config, layout, device, units)
+    return LayoutTimes(config, layout, device, units)
 
 
 def _unfused(times: UnitTimes, seconds: float) -> UnitTimes:

@@ -39,7 +39,7 @@ from titanlike.costs.order_search import (
     trials_for,
 )
 from titanlike.costs.rank_memory import StageLayout
-from titanlike.costs.stage_times import as_measured, stage_times
+from titanlike.costs.stage_times import LayoutTimes, as_measured
 from titanlike.costs.unit_costs import CostError
 from titanlike.graph.partition import SplitError, partition
 from titanlike.pipeline.from_config import (
@@ -255,7 +255,7 @@ class _Search:
         """What an order of such stages is made for."""
         stages = self.names(cut.starts)
         layout = self._layout(stages, cut.place)
-        times = stage_times(self.config, layout, self.hardware, self.table.times).stages
+        times = LayoutTimes(self.config, layout, self.hardware, self.table.times).stages
         held, queued = zip(*map(self._held, stages), strict=True)
         in_flight = self.schedule.in_flight
         return OrderProblem(
@@ -299,8 +299,7 @@ class _Search:
         return self._orders[place]
 
 
-# --- where stages begin, which rank has them, and in which order they are computed, chosen together
-# ---
+# --- where stages begin, which rank has them, and in which order they are computed, chosen together ---
 
 
 _CHANGED = 2  # layouts

@@ -268,7 +268,7 @@ def best_split(costs: StageCosts, place: Sequence[int]) -> CostedSplit:
         last = n - 1 if n > 1 else n  # empty stages come before the last stage
         return cost_of_split(costs, place, [*starts, *[last] * (stages - len(starts))])
     tables = {factor: costs.table(factor) for factor in set(costs.factors)}
-    now = np.array(lightest_parts([tables[factor] for factor in costs.factors])[1])
+    now = np.array(lightest_parts([tables[factor] for factor in costs.factors]))
     while len(set(place)) < stages:
         moved = np.vstack([now, moved_units(now, n)])
         of_stages = costs.of(moved)

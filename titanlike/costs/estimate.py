@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import copy
 import html
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
@@ -42,9 +42,9 @@ from titanlike.costs.known_hardware import axes, likely_hardware, link_of, measu
 from titanlike.costs.rank_memory import MemoryParts, MemorySample, RankMemory, StageLayout
 from titanlike.costs.simulate import Simulation, simulate
 from titanlike.costs.stage_times import (
+    TRAFFIC,
     LayoutTimes,
     Roofline,
-    Traffic,
     UnitTimes,
     layout_times,
     unit_times,
@@ -159,12 +159,11 @@ class Estimate:
         """Seconds of all steps."""
         return self.config.last_step * self.step_seconds
 
-    def traffic(self, rank: int) -> Traffic:
-        """What a pipeline rank sends: its stages together."""
-        total = Traffic()
+    def traffic(self, rank: int) -> Counter[str]:
+        """What a pipeline rank sends in a step: its stages together."""
+        total = Counter(dict.fromkeys(TRAFFIC, 0))
         for stage in self.order.local(rank):
-            for name, nbytes in vars(self.times.traffic[stage]).items():
-                setattr(total, name, getattr(total, name) + nbytes)
+            total.update(self.times.traffic(stage))
         return total
 
     def shares(self, rank: int) -> dict[str, float]:
@@ -172,7 +171,7 @@ class Estimate:
         step, m = self.step_seconds, self.plan.microbatches
         seconds: defaultdict[str, float] = defaultdict(float)
         for stage in self.order.local(rank):
-            for name, each in self.times.parts[stage].items():
+            for name, each in self.times.parts(stage).items():
                 seconds[name] += m * each
         # what units do not account for: the host, and FSDP's messages beside them
         computes = self.simulation.computes[rank]
@@ -248,8 +247,7 @@ def agreement(config: Config, hardware: Hardware) -> float:
     return 2 * _AGREEMENTS * sum(link_of(config, name, hardware).latency for name in names)
 
 
-# --- the memory of each pipeline rank, counted in its own step
-# --------------------------------------
+# --- the memory of each pipeline rank, counted in its own step ------------------------------------
 #
 # `rank_memory.py` adds up what a rank keeps, in milliseconds; here a rank is built and trains a
 # step by the code of a run, under tensors without memory (FSDP's buffers, messages and the
@@ -351,8 +349,7 @@ def zeros(config: Config, example: Batch) -> Batch:
     return {n: torch.zeros((rows, *v.shape[1:]), dtype=v.dtype) for n, v in example.items()}
 
 
-# --- what the units of a model cost, in any layout of them
-# ------------------------------------------
+# --- what the units of a model cost, in any layout of them ----------------------------------------
 
 
 class CostTable:

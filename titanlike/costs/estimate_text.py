@@ -67,7 +67,7 @@ def as_data(estimate: Estimate, advice: Sequence[Advice] = (), warning: str = ""
                 "parameters": sum(map(estimate.plan.stage_numel, estimate.order.local(rank))),
                 "memory": vars(estimate.memory[rank]),
                 "shares": estimate.shares(rank),
-                "traffic_bytes": vars(estimate.traffic(rank)),
+                "traffic_bytes": estimate.traffic(rank),
             }
             for rank in ranks
         ],
@@ -193,7 +193,7 @@ def _traffic_table(estimate: Estimate, width: int) -> str:
     rows = []
     ranks = [estimate.traffic(rank) for rank in range(estimate.config.pp)]
     for kind, (what, axis) in _AXES.items():
-        if most := max(getattr(traffic, kind) for traffic in ranks):
+        if most := max(traffic[kind] for traffic in ranks):
             link = link_of(estimate.config, axis, estimate.hardware)
             where = "in a node" if link.inside else f"over {link.nodes} nodes"
             rate = units.size(most / estimate.step_seconds)

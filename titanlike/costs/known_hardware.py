@@ -107,8 +107,7 @@ def shipped(choice: str) -> Hardware:
     return hardware
 
 
-# --- the links that the ranks of an axis are joined by
-# ----------------------------------------------
+# --- the links that the ranks of an axis are joined by --------------------------------------------
 #
 # The mesh is laid over the devices in the order of their ranks, so the last of its axes has
 # neighbours. To add an axis, name it in `axes`, or in `_place` if it is a part of one.
@@ -231,8 +230,7 @@ def overlapped_seconds(
     return max(end, link)
 
 
-# --- this machine, measured
-# -------------------------------------------------------------------------
+# --- this machine, measured -----------------------------------------------------------------------
 
 
 def measured_hardware(config: Config, ranks: int) -> Hardware:

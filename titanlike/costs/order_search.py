@@ -1,13 +1,12 @@
 """The best order for costs of stages under a limit of memory: known schedules, list scheduling,
-changes.
+moves.
 
 1. Known orders that fit are candidates themselves; of all, fitting or not, the times at which their
    actions begin are keys for list scheduling (`list_order`).
 2. So are blocks: a microbatch through all stages and back without a pause, the next one a period
    later. With a period as long as the block it is one microbatch at a time, the least memory that
    there is.
-3. The best are changed at random, a stage's keys earlier or later, and kept where they get better.
-4. In the fastest single actions are moved, as long as steps get no longer. A small order is
+3. In the fastest single actions are moved, as long as steps get no longer. A small order is
    annealed, its step may get longer for a while: from the best of one rank to a better one several
    have to change.
 
@@ -275,10 +274,9 @@ _RULES = (
     *(Rule(0.5, 0.5, True), Rule(0.5, 0.0, True)),
 )
 _PERIODS = 10  # that are tried of a block
-_KEPT = 4  # candidates that are changed
 _ACTIONS = 500_000  # that are scheduled in all: a few seconds of one core
 _MOST = 720  # candidates
-_MOVED = 600_000  # actions at the most that are simulated for moves of single ones
+_MOVED = 700_000  # actions at the most that are simulated for moves of single ones
 _SMALL = 80  # actions: an order that is annealed
 _WARM = 0.3  # actions by which its step may get longer at first
 _FAR = 8  # places in the list of its rank that an action moves at the most
@@ -304,77 +302,32 @@ def best_order(
 ) -> SearchResult | None:
     """The fastest order that was found; None where none fits."""
     best = best_known(problem, known)
-    pool = _Pool(problem)
-    tried = 0
-    for forward, backward, rule in _starts(problem, known):
-        if tried >= trials and (pool.kept or best):
+    for tried, start in enumerate(_starts(problem, known)):
+        if tried >= trials and best:
             break
-        tried += 1
-        pool.consider(forward, backward, rule)
-    draw = random.Random(seed)
-    unit = sum(map(sum, problem.seconds)) / problem.ranks
-    while pool.kept and tried < trials:
-        tried += 1
-        base = pool.kept[min(int(draw.expovariate(1.0)), len(pool.kept) - 1)]
-        forward, backward = base.forward, base.backward
-        if draw.random() < 0.3:
-            forward, backward = wanted(problem, base.order)
-        rule = draw.choice(_RULES) if draw.random() < 0.5 else base.rule
-        far = draw.choice((0.1, 0.3, 1.0)) * unit
-        forward, backward = (_shifted(keys, far, draw) for keys in (forward, backward))
-        pool.consider(forward, backward, rule)
-    best = pool.faster_than(best, 1e-9)
-    return best and _polished(best, trials, draw)
+        best = _faster(problem, best, *start)
+    return best and _polished(best, trials, random.Random(seed))
 
 
 def adapted(problem: OrderProblem, order: Order) -> SearchResult | None:
     """An order of much the same costs, fitted to these: the faster of a few; None where none
     fits."""
-    pool = _Pool(problem)
+    best, keys = best_known(problem, {"": order}), wanted(problem, order)
     for rule in _RULES[1:3]:
-        pool.consider(*wanted(problem, order), rule)
-    return pool.faster_than(best_known(problem, {"": order}))
+        best = _faster(problem, best, *keys, rule)
+    return best
 
 
-class _Candidate(NamedTuple):
-    seconds: float
-    forward: Keys
-    backward: Keys
-    rule: Rule
-    order: Order
-
-
-class _Pool:
-    """The best candidates so far, the fastest first."""
-
-    def __init__(self, problem: OrderProblem) -> None:
-        self.problem = problem
-        self.kept: list[_Candidate] = []
-
-    def consider(self, forward: Keys, backward: Keys, rule: Rule) -> None:
-        """Keep the order of these keys if it is among the best."""
-        kept, order = self.kept, list_order(self.problem, forward, backward, rule)
-        if order is None:
-            return
-        seconds = self.problem.step(order)
-        if len(kept) == _KEPT and seconds >= kept[-1].seconds:
-            return
-        if not kept or seconds < kept[0].seconds:  # a step may be shorter with whole backwards
-            whole = joined(order)
-            if (shorter := self.problem.step(whole)) <= seconds:
-                order, seconds = whole, shorter
-        if any(abs(seconds - candidate.seconds) <= 1e-9 * seconds for candidate in kept):
-            return
-        kept.append(_Candidate(seconds, forward, backward, rule, order))
-        kept.sort(key=lambda candidate: candidate.seconds)
-        del kept[_KEPT:]
-
-    def faster_than(self, best: SearchResult | None, share: float = 0.0) -> SearchResult | None:
-        """The fastest, or what is known already, where it is not slower but for this share."""
-        kept = self.kept
-        if kept and (best is None or kept[0].seconds < best.seconds * (1 - share)):
-            return SearchResult(self.problem, kept[0].order, kept[0].seconds)
+def _faster(
+    problem: OrderProblem, best: SearchResult | None, forward: Keys, backward: Keys, rule: Rule
+) -> SearchResult | None:
+    """The order of these keys where it is faster, with whole backwards where these are no slower;
+    else the best."""
+    order = list_order(problem, forward, backward, rule)
+    if order is None or (best and problem.step(order) >= best.seconds * (1 - _EQUAL)):
         return best
+    orders = joined(order), order
+    return fastest(SearchResult(problem, each, problem.step(each)) for each in orders)
 
 
 def _starts(problem: OrderProblem, known: Mapping[str, Order]) -> Iterator[tuple[Keys, Keys, Rule]]:
@@ -409,20 +362,11 @@ def block_keys(problem: OrderProblem) -> Iterator[tuple[Keys, Keys]]:
         yield of_forward, of_backward
 
 
-def _shifted(keys: Keys, far: float, draw: random.Random) -> Keys:
-    """With the keys of some stages earlier or later."""
-    shifts = [draw.gauss(0, far) if draw.random() < 0.4 else 0.0 for _ in keys]
-    return [
-        [key + shift for key in row] if shift else row
-        for row, shift in zip(keys, shifts, strict=True)
-    ]
-
-
 def _polished(best: SearchResult, trials: int, draw: random.Random) -> SearchResult:
     """With single actions moved on their ranks; as many moves a trial, whatever the size."""
     problem, now, warm = best.problem, best, 0.0
     size = 3 * problem.microbatches * len(problem.place)
-    moves = min(_MOVED // size, 25 * trials)
+    moves = min(_MOVED // size, 30 * trials)
     if size <= _SMALL:
         moves, warm = 80 * trials, _WARM * best.seconds * problem.ranks / size
     for left in range(moves, 0, -1):

@@ -18,15 +18,14 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
 from torch import Tensor, nn
 
 from titanlike.config.schema import Config, Muon, TraceSplit
-from titanlike.costs.node_costs import UnitPeak
-from titanlike.costs.unit_costs import CostError, UnitCosts
+from titanlike.costs.unit_costs import CostError, UnitCosts, UnitMemory
 from titanlike.distributed.placement import experts_of
 from titanlike.distributed.sharding import StateBytes, compute_dtype
 from titanlike.graph.cut import messages
@@ -43,16 +42,12 @@ _UPDATE = 5
 _MESSAGES = 2
 
 
-@dataclass(frozen=True)
-class _Unit:
-    """Bytes of a microbatch, without parameters, and the number of those."""
+class _Unit(NamedTuple):
+    """A unit's memory, and the number of its parameters."""
 
     parameters: int = 0
     experts: int = 0  # of the parameters, those of experts
-    saved: int = 0  # for the backward
-    kept: int = 0  # for the backward where it is recomputed
-    queued: int = 0  # for deferred weight gradients
-    peak: UnitPeak = UnitPeak(0, 0, 0)
+    memory: UnitMemory = UnitMemory()
 
 
 @dataclass(frozen=True)
@@ -72,8 +67,8 @@ class MemoryParts:
     def total(self) -> int:
         return sum(vars(self).values())
 
-    def add(self, other: MemoryParts) -> MemoryParts:
-        return MemoryParts(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+    def add(self, more: Mapping[str, int]) -> MemoryParts:
+        return replace(self, **{name: getattr(self, name) + size for name, size in more.items()})
 
 
 class MemorySample(NamedTuple):
@@ -89,12 +84,12 @@ class _Change(NamedTuple):
     are."""
 
     most: int
-    parts: MemoryParts
+    parts: dict[str, int]
     after: int
 
 
 def _change(most: int, **parts: int) -> _Change:
-    return _Change(most, MemoryParts(**parts), sum(parts.values()))
+    return _Change(most, parts, sum(parts.values()))
 
 
 class Skip(NamedTuple):
@@ -319,19 +314,13 @@ class RankMemory:
         costs = self.unit_costs
         if costs is None:
             return dict.fromkeys(names, _Unit())
-        columns = [
-            costs.parameter_sizes(nn.Parameter.numel),
-            costs.parameter_sizes(lambda p: p.numel() if id(p) in self._of_experts else 0),
-        ]
+        sizes = costs.parameter_sizes(nn.Parameter.numel)
+        experts = costs.parameter_sizes(lambda p: p.numel() if id(p) in self._of_experts else 0)
         try:
-            save = config.activation_checkpoint.saved
-            columns += [costs.saved_bytes(), costs.recomputed_bytes(save)]
-            queued = costs.queued_bytes(config.compile) if deferred else [0] * len(names)
-            rows = zip(*columns, queued, costs.peaks(deferred), strict=True)
+            memory = costs.memory(config.activation_checkpoint.saved, deferred, config.compile)
         except CostError as error:
-            self.unknown = str(error)
-            rows = zip(*columns[:2], strict=True)
-        return dict(zip(names, (_Unit(*row) for row in rows), strict=True))
+            self.unknown, memory = str(error), [UnitMemory()] * len(names)
+        return dict(zip(names, map(_Unit, sizes, experts, memory), strict=True))
 
     def _changes(self, stage: int, recompute: frozenset[str]) -> dict[str, _Change]:
         """Changes by a stage's actions, by their kind; recompute: names of the units that are
@@ -344,9 +333,10 @@ class RankMemory:
         table = self._units(deferred)
         runs = [(table[name], name in recompute) for name in layout.stages[stage]]
         units = [unit for unit, _ in runs]
-        held = [unit.kept if recomputed else unit.saved for unit, recomputed in runs]
+        held = [u.memory.kept if recomputed else u.memory.saved for u, recomputed in runs]
         skipped = sum(skip.nbytes for skip in layout.skips if skip.source == stage)
-        activations, queued = sum(held) + layout.sent[stage] + skipped, sum(u.queued for u in units)
+        activations = sum(held) + layout.sent[stage] + skipped
+        queued = sum(unit.memory.queued for unit in units)
         gathered = int(state.gathered * numel)
         sizes = sorted(unit.parameters for unit in units)
         # of a unit that is gathered while the one before is copied to its place
@@ -392,7 +382,7 @@ class RankMemory:
         now, most = 0, activations
         message = self._held(units[0]) if units else 0
         for unit, kept in zip(units, held, strict=True):
-            most = max(most, now + unit.peak.forward + 2 * self._gathered(unit) + message)
+            most = max(most, now + unit.memory.peak.forward + 2 * self._gathered(unit) + message)
             now += kept
         return most
 
@@ -406,15 +396,16 @@ class RankMemory:
         for at in range(len(runs) - 1, -1, -1):
             unit, recompute = runs[at]
             before = runs[at - 1][0] if at else _Unit()  # whose backward comes next
-            now -= unit.kept if recompute else unit.saved
-            running = unit.peak.first if anew else unit.peak.later
+            memory = unit.memory
+            now -= memory.kept if recompute else memory.saved
+            running = memory.peak.first if anew else memory.peak.later
             if recompute:
-                running = max(running, unit.peak.forward)
+                running = max(running, memory.peak.forward)
             gathered = self._gathered(unit) + self._gathered(before)
             most = max(most, now + running + gathered + held)
             held = self._held(unit)
             if held:  # gradients, message, and what comes of it
                 reduced = self._computing + _REDUCED + _REDUCED / state.shards
                 most = max(most, now + int(reduced * unit.parameters) + self._gathered(before))
-            now += unit.queued + (new[at] if new else 0)
+            now += memory.queued + (new[at] if new else 0)
         return most

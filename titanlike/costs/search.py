@@ -13,6 +13,7 @@ import math
 import shlex
 import textwrap
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -38,7 +39,7 @@ from titanlike.costs.known_hardware import planned_hardware
 from titanlike.costs.layouts import SearchSpace, candidates
 from titanlike.costs.rank_memory import RankMemory, StageLayout
 from titanlike.costs.simulate import simulate
-from titanlike.costs.stage_times import LayoutTimes, stage_times
+from titanlike.costs.stage_times import LayoutTimes
 from titanlike.distributed.placement import experts_of
 from titanlike.distributed.transform import Transform
 from titanlike.graph.partition import SplitError
@@ -359,7 +360,7 @@ def score(
         layout = replace(layout, recomputed=[*map(frozenset, recomputed)])
     else:
         taken = memory.of_ranks(layout.recomputed)
-    times = stage_times(config, layout, hardware, table.times)
+    times = LayoutTimes(config, layout, hardware, table.times)
     seconds, parts = _step_seconds(order, times, microbatches, agreement(config, hardware))
     return ScoredLayout(
         *(overrides, config, layout, times, seconds, taken, order, parts),
@@ -412,10 +413,9 @@ def _step_seconds(
     fill = share * (sum(work) - work[at]) / chunks
     messages = sum(t.sends_forward + t.sends_backward for t in times.stages) / chunks
     seconds = microbatches * work[at] + fill + messages + max(once) + max(update)
-    parts = dict.fromkeys(times.parts[0], 0.0)
+    parts: Any = Counter()
     for stage in order.local(at):
-        for name, value in times.parts[stage].items():
-            parts[name] += microbatches * value
+        parts.update({name: microbatches * each for name, each in times.parts(stage).items()})
     parts["sharding and host"] = microbatches * work[at] - sum(parts.values()) + max(once)
     parts["bubble and messages"] = fill + messages
     parts["update"] = max(update)

@@ -32,9 +32,7 @@ class Duration:
 
     device: float = 0.0
     host: float = 0.0
-    # of the device: that forwards run again, and that nothing is computed, as data are under way
-    recompute: float = 0.0
-    waiting: float = 0.0
+    recompute: float = 0.0  # of the device: that forwards run again
 
 
 @dataclass(frozen=True)

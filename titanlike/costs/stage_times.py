@@ -13,8 +13,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from functools import cached_property
 from typing import Any
 
 from torch import nn
@@ -43,6 +44,11 @@ _CAST_BYTES_COMPILED = 2  # its values are read where they are made
 # Of what compiled blocks of tensor-parallel ranks exchange so much is beside their products
 # (`tp_async`)
 _HIDDEN = 0.4
+
+TRAFFIC = (  # kinds, see `LayoutTimes.traffic`
+    *("messages", "gathered", "reduced", "replicated", "expert_gathered", "expert_reduced"),
+    *("tp", "cp", "ep"),
+)
 
 _CLIP = 12  # bytes a parameter: the norm reads gradients, clipping reads and writes them
 
@@ -132,29 +138,19 @@ class UnitTimes:
     weight_gradient: Seconds = Seconds()
     parameters: int = 0
     experts: int = 0  # of the parameters, those of experts
-    # by axis: seconds for which ranks wait, and bytes that are sent
-    waits_forward: Mapping[str, float] = field(default_factory=dict)
-    waits_backward: Mapping[str, float] = field(default_factory=dict)
-    sent_forward: Mapping[str, int] = field(default_factory=dict)
-    sent_backward: Mapping[str, int] = field(default_factory=dict)
-    kept: frozenset[str] = frozenset()  # axes whose exchanges of the forward are not repeated
+    # in the forward, where it is recomputed, in the backward; by axis:
+    waits: Sequence[Mapping[str, float]] = ({}, {}, {})  # seconds for which ranks wait
+    sent: Sequence[Mapping[str, int]] = ({}, {}, {})  # bytes
 
     @property
     def computes(self) -> Seconds:
         """Forward and backward, without recomputation."""
         return self.forward + self.input_gradient + self.weight_gradient
 
-    @property
-    def exchanged_forward(self) -> float:
-        return sum(self.waits_forward.values())
-
-    @property
-    def exchanged_recompute(self) -> float:
-        return sum(s for axis, s in self.waits_forward.items() if axis not in self.kept)
-
-    @property
-    def exchanged_backward(self) -> float:
-        return sum(self.waits_backward.values())
+    @cached_property
+    def exchanged(self) -> list[float]:
+        """Seconds for which ranks wait: in the forward, where it is recomputed, in the backward."""
+        return [sum(waits.values()) for waits in self.waits]
 
 
 def unit_times(config: Config, plan: TrainPlan, roofline: Roofline) -> dict[str, UnitTimes]:
@@ -167,34 +163,33 @@ def unit_times(config: Config, plan: TrainPlan, roofline: Roofline) -> dict[str,
     blocks = {unit.name for unit in plan.model_graph.units if unit.block}
     exchanges = _Exchanges(config, plan, roofline.hardware)
     save = config.activation_checkpoint.saved
-    kept = frozenset({"ep"} if keeps(SEND_TOKENS, save) else ())
+    kept = {"ep"} if keeps(SEND_TOKENS, save) else ()  # axes on which nothing is sent again
     names = [name for stage in plan.stages for name in stage]
     of_calls: dict[tuple[tuple[int, ...], bool], UnitTimes] = {}  # of equal calls
 
     def times(nodes: Sequence[NodeCosts], block: bool) -> UnitTimes:
         forward = recompute = inputs = weights = Seconds()
-        waits: tuple[Any, Any] = Counter(), Counter()
-        sent: tuple[Any, Any] = Counter(), Counter()
+        waits: list[Any] = [Counter(), Counter(), Counter()]
+        sent: list[Any] = [Counter(), Counter(), Counter()]
         for node in nodes:
             forward += roofline.seconds(node.forward, block)
             recompute += roofline.seconds(node.forward, True, without=save)
             inputs += roofline.seconds(node.input_gradient, block)
             weights += roofline.seconds(node.weight_gradient, block, weights=True)
             ways = (
-                (node.exchanged_forward, node.forward),
-                (node.exchanged_backward, node.input_gradient),
+                (0, node.exchanged_forward, node.forward),
+                (2, node.exchanged_backward, node.input_gradient),
             )
-            for way, (exchanged, operators) in enumerate(ways):
+            for way, exchanged, operators in ways:
                 attention = {o: count for o, count in operators.items() if o.name == ATTENTION}
                 attends = roofline.seconds(attention, True).device
-                waits[way].update(
-                    {
-                        axis: exchanges.seconds(axis, collectives.Traffic(*values), attends)
-                        for axis, values in exchanged.items()
-                    }
-                )
-                sent[way].update({axis: values[0] for axis, values in exchanged.items()})
-        return UnitTimes(forward, recompute, inputs, weights, 0, 0, *waits, *sent, kept)
+                for axis, values in exchanged.items():
+                    traffic = collectives.Traffic(*values)
+                    waits[way][axis] += exchanges.seconds(axis, traffic, attends)
+                    sent[way][axis] += traffic.nbytes
+        for of_ways in (waits, sent):
+            of_ways[1] = {axis: each for axis, each in of_ways[0].items() if axis not in kept}
+        return UnitTimes(forward, recompute, inputs, weights, 0, 0, waits, sent)
 
     table: dict[str, UnitTimes] = {}
     for name, nodes in zip(names, calls, strict=True):
@@ -265,32 +260,6 @@ def as_measured(
 # --- the stages of a layout -----------------------------------------------------------------------
 
 
-@dataclass
-class Traffic:
-    """Bytes that a rank of a pipeline rank sends in a step."""
-
-    messages: int = 0
-    gathered: int = 0  # parameters, along shard
-    reduced: int = 0  # gradients, along shard
-    replicated: int = 0  # gradients, along replicate
-    expert_gathered: int = 0  # parameters of experts, along expert_shard
-    expert_reduced: int = 0
-    # activations inside of layers, along
-    tp: int = 0
-    cp: int = 0
-    ep: int = 0
-
-
-@dataclass(frozen=True)
-class LayoutTimes:
-    """Times of the stages of a layout on a device."""
-
-    stages: list[StageTimes]
-    traffic: list[Traffic]  # of each stage
-    estimated: str = ""  # why units' times are guessed by parameters
-    parts: list[dict[str, float]] = field(default_factory=list)  # of each stage, a microbatch's
-
-
 def layout_times(
     config: Config,
     plan: TrainPlan,
@@ -310,50 +279,22 @@ def layout_times(
         recomputed=plan.recomputed.blocks,
         orthogonalized=_orthogonalization(config, graph.model, parameters),
     )
-    return stage_times(config, layout, hardware, units, estimated)
+    return LayoutTimes(config, layout, hardware, units, estimated)
 
 
-def stage_times(
-    config: Config,
-    layout: StageLayout,
-    hardware: Hardware,
-    units: Mapping[str, UnitTimes],
-    estimated: str = "",
-) -> LayoutTimes:
-    """units: of each, on this device, in microbatches of the layout."""
-    shape = _Shape(config, layout, hardware)
-    times = LayoutTimes([], [], estimated, [])
-    for stage, names in enumerate(layout.stages):
-        runs = [(units[name], name in layout.recomputed[stage]) for name in names]
-        times.stages.append(shape.stage(stage, runs))
-        times.traffic.append(shape.traffic(stage, runs))
-        times.parts.append(_parts(runs))
-    return times
+class LayoutTimes:
+    """Times of the stages of a layout on a device, and what its ranks send."""
 
-
-def _parts(runs: Sequence[tuple[UnitTimes, bool]]) -> dict[str, float]:
-    """Seconds of a microbatch by what they are, forward and backward."""
-    both = [unit.computes for unit, _ in runs]
-    products, device = sum(b.products for b in both), sum(b.device for b in both)
-    recompute = sum(
-        u.recompute.device + u.exchanged_recompute for u, recomputed in runs if recomputed
-    )
-    exchanged: Counter[str] = Counter()
-    for unit, _ in runs:
-        exchanged.update(unit.waits_forward)
-        exchanged.update(unit.waits_backward)
-    return {
-        "matrix products": products,
-        "other operators": device - products,
-        "recomputation": recompute,
-        **{f"{axis} exchanges": seconds for axis, seconds in exchanged.items()},
-    }
-
-
-class _Shape:
-    """What is common to the stages of a layout."""
-
-    def __init__(self, config: Config, layout: StageLayout, hardware: Hardware) -> None:
+    def __init__(
+        self,
+        config: Config,
+        layout: StageLayout,
+        hardware: Hardware,
+        units: Mapping[str, UnitTimes],
+        estimated: str = "",
+    ) -> None:
+        """units: of each, on this device, in microbatches of the layout; estimated: why their times
+        are guessed by parameters."""
         self.config, self.layout, self.hardware = config, layout, hardware
         self.state = StateBytes.of(config, layout.zero)
         self.bandwidth, self.latency = message_link(config, hardware)
@@ -364,14 +305,35 @@ class _Shape:
         self.gathers = [sharded(link, hardware.gather_bandwidth) for link in both]
         self.reductions = [sharded(link, hardware.reduce_bandwidth) for link in both]
         self.replicas = link_of(config, "replicate", hardware)
+        self.estimated = estimated
+        self._runs = [  # units of each stage, and whether they are recomputed
+            [(units[name], name in recomputed) for name in names]
+            for names, recomputed in zip(layout.stages, layout.recomputed, strict=True)
+        ]
+        self.stages = [self._stage(stage) for stage in range(len(layout.stages))]
 
-    def gather(self, numel: int, experts: int, count: int) -> float:
+    def parts(self, stage: int) -> dict[str, float]:
+        """Seconds of a microbatch by what they are, forward and backward."""
+        runs, exchanged = self._runs[stage], Counter[str]()
+        both = [unit.computes for unit, _ in runs]
+        products, device = sum(b.products for b in both), sum(b.device for b in both)
+        for unit, _ in runs:
+            exchanged.update(unit.waits[0])
+            exchanged.update(unit.waits[2])
+        return {
+            "matrix products": products,
+            "other operators": device - products,
+            "recomputation": sum(u.recompute.device + u.exchanged[1] for u, on in runs if on),
+            **{f"{axis} exchanges": seconds for axis, seconds in exchanged.items()},
+        }
+
+    def _gather(self, numel: int, experts: int, count: int) -> float:
         """Seconds in which parameters are gathered; experts: how many of them are of experts."""
         shard, expert_shard = self.gathers
         dense = shard.gather(self.itemsize * (numel - experts), count)
         return dense + expert_shard.gather(self.itemsize * experts, count if experts else 0)
 
-    def reduction(self, numel: int, experts: int, count: int) -> float:
+    def _reduction(self, numel: int, experts: int, count: int) -> float:
         """Seconds in which gradients are summed, in fp32."""
         seconds = 0.0
         for size, shard in zip((numel - experts, experts), self.reductions, strict=True):
@@ -380,19 +342,20 @@ class _Shape:
                 seconds += self.replicas.all_reduce(4 * size / shard.size, count)
         return seconds
 
-    def stage(self, stage: int, runs: Sequence[tuple[UnitTimes, bool]]) -> StageTimes:
+    def _stage(self, stage: int) -> StageTimes:
         layout, zero, device = self.layout, self.layout.zero, self.hardware
+        runs = self._runs[stage]
         numel, experts, count = layout.numel[stage], layout.experts[stage], max(1, len(runs))
         sharded = self.state.fsdp and self.shard.size > 1
         gathers, reduced = [0.0 for _ in runs], [0.0 for _ in runs]
         if sharded and zero == 3:
-            gathers = [self.gather(u.parameters, u.experts, 1) for u, _ in runs]
+            gathers = [self._gather(u.parameters, u.experts, 1) for u, _ in runs]
         if zero > 1:
-            reduced = [self.reduction(u.parameters, u.experts, 1) for u, _ in runs]
+            reduced = [self._reduction(u.parameters, u.experts, 1) for u, _ in runs]
         deferred = stage in layout.deferred
-        forward = [u.forward.device + u.exchanged_forward for u, _ in runs]
-        recompute = [u.recompute.device + u.exchanged_recompute if on else 0.0 for u, on in runs]
-        inputs = [u.input_gradient.device + u.exchanged_backward for u, _ in runs]
+        forward = [u.forward.device + u.exchanged[0] for u, _ in runs]
+        recompute = [u.recompute.device + u.exchanged[1] if on else 0.0 for u, on in runs]
+        inputs = [u.input_gradient.device + u.exchanged[2] for u, _ in runs]
         weights = [u.weight_gradient.device for u, _ in runs]
         whole = [a + b + c for a, b, c in zip(recompute, inputs, weights, strict=True)]
         halves = [a + b for a, b in zip(recompute, inputs, strict=True)] if deferred else whole
@@ -402,28 +365,23 @@ class _Shape:
         else:  # a core that computes sends, too
             all_forward = sum(forward) + sum(gathers)
             all_backward = sum(whole) + sum(gathers) + sum(reduced)
-        exchanged = sum(u.exchanged_forward for u, _ in runs)
-        sent_back = sum(u.exchanged_backward for u, _ in runs)
         recomputed = sum(recompute)
-        launched = [
-            sum(getattr(u, part).launches for u, on in runs if on or part != "recompute")
-            for part in ("forward", "recompute", "input_gradient", "weight_gradient")
-        ]
 
-        def host(launches: float) -> float:
+        def host(*parts: str) -> float:
+            """Seconds in which the host launches them."""
+            every = (
+                (getattr(u, part), on or part != "recompute") for u, on in runs for part in parts
+            )
+            launches = sum(seconds.launches for seconds, runs_too in every if runs_too)
             return launches * device.host_seconds + device.action_seconds
 
-        in_forward, in_recompute, in_inputs, in_weights = launched
-        in_backward = in_recompute + in_inputs + in_weights
-        in_halves = in_recompute + in_inputs if deferred else in_backward
-        waits_forward = exchanged + all_forward - sum(forward)
-        waits_backward = all_backward - sum(whole) + sent_back
-        later = Duration(sum(weights), host(in_weights)) if deferred else Duration(0.0, host(0))
+        split, later = ("recompute", "input_gradient"), ("weight_gradient",)
+        at_once, waiting = (split, later) if deferred else (split + later, ())
         return StageTimes(
-            forward=Duration(all_forward, host(in_forward), 0.0, waits_forward),
-            backward=Duration(all_backward, host(in_backward), recomputed, waits_backward),
-            input_gradient=Duration(sum(halves), host(in_halves), recomputed, sent_back),
-            weight_gradient=later,
+            forward=Duration(all_forward, host("forward")),
+            backward=Duration(all_backward, host(*split, *later), recomputed),
+            input_gradient=Duration(sum(halves), host(*at_once), recomputed),
+            weight_gradient=Duration(sum(weights) if deferred else 0.0, host(*waiting)),
             sends_forward=self._message(layout.sent[stage] if stage + 1 < len(layout.sent) else 0),
             sends_backward=self._message(layout.received[stage]),
             skips_forward=tuple(
@@ -436,8 +394,8 @@ class _Shape:
                 for skip in layout.skips
                 if skip.to == stage and skip.back
             ),
-            gather=self.gather(numel, experts, count) if sharded and zero < 3 else 0.0,
-            reduce=self.reduction(numel, experts, count) if zero == 1 else 0.0,
+            gather=self._gather(numel, experts, count) if sharded and zero < 3 else 0.0,
+            reduce=self._reduction(numel, experts, count) if zero == 1 else 0.0,
             update=self._update(stage),
         )
 
@@ -464,35 +422,35 @@ class _Shape:
             seconds = numel * (8 + touched) / device.host_bandwidth
         return seconds + flops / (device.bf16_flops * device.matmul_efficiency)
 
-    def traffic(self, stage: int, runs: Sequence[tuple[UnitTimes, bool]]) -> Traffic:
+    def traffic(self, stage: int) -> Counter[str]:
+        """Bytes that a rank sends in a step: "messages" between stages, activations inside of
+        layers by their axis, parameters "gathered" and gradients "reduced" along shard (of experts
+        along expert_shard), gradients "replicated"."""
         config, layout, m = self.config, self.layout, self.layout.microbatches
-        place, moved = layout.place, Traffic()
+        place, moved = layout.place, Counter(dict.fromkeys(TRAFFIC, 0))
         if stage and place[stage - 1] != place[stage]:
-            moved.messages += m * layout.received[stage]
+            moved["messages"] += m * layout.received[stage]
         if stage + 1 < len(place) and place[stage + 1] != place[stage]:
-            moved.messages += m * layout.sent[stage]
+            moved["messages"] += m * layout.sent[stage]
         for source, to, nbytes, back in layout.skips:
             if place[source] != place[to]:
-                moved.messages += m * (nbytes * (source == stage) + back * (to == stage))
-        for unit, recomputed in runs:
-            for axis, nbytes in unit.sent_forward.items():
-                times = 1 + (recomputed and axis not in unit.kept)
-                nbytes = nbytes * times + unit.sent_backward.get(axis, 0)
-                setattr(moved, axis, getattr(moved, axis) + m * nbytes)
+                moved["messages"] += m * (nbytes * (source == stage) + back * (to == stage))
+        for unit, recomputed in self._runs[stage]:
+            for way in (0, 1, 2) if recomputed else (0, 2):
+                moved.update({axis: m * nbytes for axis, nbytes in unit.sent[way].items()})
         if not self.state.fsdp:
             return moved
         replicas, experts = config.replicate, layout.experts[stage]
         gathers, reductions = (2 * m if layout.zero == 3 else 1), (1 if layout.zero == 1 else m)
 
         def sent(numel: int, ranks: int) -> int:
-            moved.replicated += reductions * 2 * (replicas - 1) * 4 * numel // (replicas * ranks)
+            moved["replicated"] += reductions * 2 * (replicas - 1) * 4 * numel // (replicas * ranks)
             return numel * (ranks - 1) // ranks
 
-        part = sent(layout.numel[stage] - experts, self.shard.size)
-        moved.gathered, moved.reduced = gathers * self.itemsize * part, reductions * 4 * part
-        part = sent(experts, self.expert_shard.size)
-        moved.expert_gathered = gathers * self.itemsize * part
-        moved.expert_reduced = reductions * 4 * part
+        dense = sent(layout.numel[stage] - experts, self.shard.size)
+        for kind, part in (("", dense), ("expert_", sent(experts, self.expert_shard.size))):
+            moved[f"{kind}gathered"] = gathers * self.itemsize * part
+            moved[f"{kind}reduced"] = reductions * 4 * part
         return moved
 
 

@@ -20,13 +20,14 @@ from typing import Any
 
 from titanlike.config.errors import ConfigError, Problem
 from titanlike.config.parse import parse
-from titanlike.config.schema import TIMELINE, BalanceSplit, Config
-from titanlike.costs.auto_split import StageCosts, best_split
+from titanlike.config.schema import BalanceSplit, Config
+from titanlike.costs.auto_split import StageCosts, best_split, run_timeline
 from titanlike.costs.estimate import Estimate, make_estimate
 from titanlike.costs.estimate_text import table
 from titanlike.costs.known_hardware import likely_hardware
 from titanlike.costs.simulate import Duration, Simulation, StageTimes, simulate
 from titanlike.costs.stage_times import Roofline, unit_times
+from titanlike.costs.unit_costs import CostError
 from titanlike.graph.partition import partition
 from titanlike.metrics import timeline_file, units
 from titanlike.metrics.timeline_file import RankStep, Timeline
@@ -156,20 +157,16 @@ class TimelineReport:
         estimate, order = self.estimate, self.order
         if estimate is None or estimate.times.estimated or len(order.ranks) == 1:
             return None
-        model = estimate.plan.model_graph.units
-        table = unit_times(
-            estimate.config, estimate.plan, Roofline.of(estimate.config, estimate.hardware)
-        )
-        weight = {name: unit.computes.device for name, unit in table.items()}
-        # share of its stage's time, by the plan, and what the stage took
-        of_unit: dict[str, tuple[float, StageTimes]] = {}
-        for names, times in zip(estimate.plan.stages, self.measured, strict=True):
-            total = sum(weight[name] for name in names) or 1.0
-            of_unit |= {name: (weight[name] / total, times) for name in names}
+        config, plan, model = estimate.config, estimate.plan, estimate.plan.model_graph.units
+        table = unit_times(config, plan, Roofline.of(config, estimate.hardware))
+        # of each unit: its share of what was measured of its stage, by the plan
+        of_unit: dict[str, StageTimes] = {}
+        for names, times in zip(plan.stages, self.measured, strict=True):
+            total = sum(table[name].computes.device for name in names) or 1.0
+            of_unit |= {n: _scaled([(table[n].computes.device / total, times)]) for n in names}
         costs, pending = [], 0.0  # nanoseconds of each block, with what comes before it
         for unit in model:
-            share, times = of_unit[unit.name]
-            pending += 1e9 * share * _whole(times)
+            pending += 1e9 * _whole(of_unit[unit.name])
             if unit.block:
                 costs.append(round(pending))
                 pending = 0.0
@@ -178,17 +175,13 @@ class TimelineReport:
         costs[-1] += round(pending)
         starts = best_split(StageCosts(None, costs, [1] * order.stages), order.stage_to_rank).starts
         balance = [stop - start for start, stop in pairwise([*starts, len(costs)])]
-        moved = []
         stages = partition(model, BalanceSplit("balance", balance), order.stages)
-        for names, before in zip(stages, self.measured, strict=True):
-            parts_of_stage = [of_unit[name] for name in names]
-            parts: dict[str, Any] = {
-                kind: Duration(
-                    sum(share * getattr(times, kind).device for share, times in parts_of_stage)
-                )
-                for kind in ("forward", "backward", "input_gradient", "weight_gradient")
-            }
-            moved.append(replace(before, **parts))
+        moved = [
+            replace(
+                _scaled([(1.0, of_unit[name]) for name in names]), gather=t.gather, reduce=t.reduce
+            )
+            for names, t in zip(stages, self.measured, strict=True)
+        ]
         gain = self.simulation.step / simulate(order, moved).step - 1
         return (balance, gain) if gain > _LEAST else None
 
@@ -238,20 +231,23 @@ class TimelineReport:
 def report_of(run: Path) -> TimelineReport:
     """The report of a run's directory. Raises ConfigError where it has no timeline that can be
     read."""
-    path = run / TIMELINE
     try:
-        report = TimelineReport(timeline_file.read_timeline(path), None)
-    except OSError as error:
-        reason = f"{path} cannot be read: {error.strerror}"
-    except (ValueError, KeyError, TypeError) as error:
-        reason = f"{path} is no timeline: {type(error).__name__} {error}"
-    else:
-        # no plan where its model or its data are not here any more
-        with contextlib.suppress(ConfigError, ValueError):
-            report.estimate = make_estimate(report.config, likely_hardware(report.config))
-        return report
-    fix = "train with timeline=true, and write the directory of that run"
-    raise ConfigError([Problem("timeline", str(run), reason, fix)])
+        report = TimelineReport(run_timeline(str(run)), None)
+    except CostError as error:
+        fix = "train with timeline=true, and write the directory of that run"
+        raise ConfigError([Problem("timeline", str(run), str(error), fix)]) from None
+    # no plan where its model or its data are not here any more
+    with contextlib.suppress(ConfigError, ValueError):
+        report.estimate = make_estimate(report.config, likely_hardware(report.config))
+    return report
+
+
+def _scaled(parts: Sequence[tuple[float, StageTimes]]) -> StageTimes:
+    """The sum of shares of stages' times."""
+    kinds = ("forward", "backward", "input_gradient", "weight_gradient")
+    sums = (sum(share * getattr(times, kind).device for share, times in parts) for kind in kinds)
+    forward, backward, inputs, weights = map(Duration, sums)
+    return StageTimes(forward, backward, inputs, weights)
 
 
 def _whole(times: StageTimes) -> float:

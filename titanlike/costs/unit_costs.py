@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from itertools import pairwise
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -32,6 +32,15 @@ _T = TypeVar("_T")
 
 class CostError(ValueError):
     """A call that cannot be run alone."""
+
+
+class UnitMemory(NamedTuple):
+    """Bytes of a unit and a microbatch, without parameters."""
+
+    saved: int = 0  # for the backward
+    kept: int = 0  # for the backward where it is recomputed
+    queued: int = 0  # for deferred weight gradients
+    peak: UnitPeak = UnitPeak(0, 0, 0)
 
 
 class UnitCosts:
@@ -95,45 +104,30 @@ class UnitCosts:
         """Bytes of each unit that a microbatch saves for the backward."""
         return [sum(node.saved for node in nodes) for nodes in self._counts(False)]
 
-    def recomputed_bytes(self, save: Sequence[str]) -> list[int]:
-        """`saved_bytes` where a unit is recomputed but for the results of the operators `save` (as
-        "aten.mm")."""
+    def memory(self, save: Sequence[str], deferred: bool, compiled: bool) -> list[UnitMemory]:
+        """What a microbatch takes of each unit: its calls, one after the other, and their backwards
+        in reverse.
 
-        def kept(call: Node, costs: NodeCosts) -> int:
-            return costs.kept(save) if call.kind == "unit" else costs.saved
-
-        pairs = zip(self._calls, self._counts(False), strict=True)
-        return [sum(map(kept, calls, nodes)) for calls, nodes in pairs]
-
-    def queued_bytes(self, compiled: bool) -> list[int]:
-        """Bytes of each unit that wait for deferred weight gradients of a microbatch: inputs of its
-        linear layers, and gradients of their results; compiled: of blocks that are."""
-        counts = self._counts(True)
-        return [sum(node.queued[compiled] for node in nodes) for nodes in counts]
-
-    def peaks(self, deferred: bool) -> list[UnitPeak]:
-        """The most that each unit takes while it runs: its calls, one after the other, and their
-        backwards in reverse.
-
-        deferred: weight gradients of linear layers are not computed in the backward.
+        save: operators (as "aten.mm") whose results are kept of a unit that is recomputed; deferred:
+        weight gradients of linear layers wait, in copies for each layer where units are `compiled`.
         """
-        peaks = []
-        for calls, saved, nodes in zip(
-            self._calls, self._counts(False), self._counts(deferred), strict=True
-        ):
-            weights = [
-                sum({id(p): p.nbytes for p in self._parameters([c])}.values()) for c in calls
-            ]
-            forward = first = later = before = 0
+        units = []
+        counts = self._counts(False), self._counts(deferred)
+        for calls, saved, nodes in zip(self._calls, *counts, strict=True):
+            parameters = ({id(p): p.nbytes for p in self._parameters([call])} for call in calls)
+            weights = [sum(sizes.values()) for sizes in parameters]
+            forward = first = later = before = kept = 0
             after = sum(weights)
-            for node, kept, weight in zip(nodes, saved, weights, strict=True):
+            for call, node, at_once, weight in zip(calls, nodes, saved, weights, strict=True):
                 after -= weight  # gradients of the calls that come before in the backward
                 forward = max(forward, before + node.peak.forward)
-                before += kept.saved
+                before += at_once.saved
+                kept += at_once.kept(save) if call.kind == "unit" else at_once.saved
                 first = max(first, before + node.peak.first + after)
                 later = max(later, before + node.peak.later)
-            peaks.append(UnitPeak(forward, first, later))
-        return peaks
+            queued = sum(node.queued[compiled] for node in nodes)
+            units.append(UnitMemory(before, kept, queued, UnitPeak(forward, first, later)))
+        return units
 
     def operators(self, peers: Mapping[str, GroupInfo]) -> list[list[NodeCosts]]:
         """What each call of each unit computes, as it is on the first rank of each axis, with

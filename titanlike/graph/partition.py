@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from titanlike.config.errors import Refused, nearest, override_text
 from titanlike.config.schema import BalanceSplit, EvenSplit, PointSplit
@@ -70,13 +70,13 @@ def even_sizes(weights: list[float], stages: int) -> list[int]:
     # part is the first stage
     ends = np.cumsum([0, *(round(2**16 * weight) for weight in reversed(weights))])
     table = np.where(np.tri(n + 1, dtype=bool), INFINITE, ends[None, :] - ends[:, None])
-    _, starts = lightest_parts([table] * stages, latest=True)
+    starts = lightest_parts([table] * stages, latest=True)
     return np.diff([*starts, n])[::-1].tolist()
 
 
-def lightest_parts(tables: Sequence[np.ndarray], latest: bool = False) -> tuple[Any, list[int]]:
-    """(the smallest cost of the most expensive part, where parts begin, of those with that cost
-    with the smallest sum of squares). Exact: dynamic programming over the parts.
+def lightest_parts(tables: Sequence[np.ndarray], latest: bool = False) -> list[int]:
+    """Where parts begin so that the most expensive one is the cheapest, and of these with the
+    smallest sum of squares. Exact: dynamic programming over the parts.
 
     tables: of each part, [start, stop] -> its cost, INFINITE where it is empty; latest: of equal
     ones the last parts begin late, else early.
@@ -99,7 +99,7 @@ def lightest_parts(tables: Sequence[np.ndarray], latest: bool = False) -> tuple[
     starts = [n]
     for choice in reversed(choices):
         starts.insert(0, int(choice[starts[0]]))
-    return limit, starts[:-1]
+    return starts[:-1]
 
 
 def _even_starts(units: list[Unit], split: EvenSplit, stages: int) -> list[int]:

@@ -44,10 +44,6 @@ class RankStep:
             seconds[event.kind] = seconds.get(event.kind, 0.0) + event.end - event.start
         return dict(sorted(seconds.items(), key=lambda item: -item[1]))
 
-    @property
-    def idle(self) -> float:
-        return sum(seconds for kind, seconds in self.spent().items() if kind in IDLE)
-
 
 @dataclass
 class RankFile:
