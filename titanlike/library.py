@@ -259,9 +259,8 @@ class TrainingRun:
         """This dp rank's batches of the training data after `steps`, endless, as the command reads
         them: "inputs" and "targets" [B, T] int64 on the CPU, and what else samples have."""
         self._own_data()
-        return batches(
-            self.data.train, self.config, dp_rank=self.mesh.dp_rank, start_step=self.steps
-        )
+        source, dp_rank = self.data.train, self.mesh.dp_rank
+        return batches(source, self.config, dp_rank=dp_rank, start_step=self.steps)
 
     def step(self, batch: Mapping[str, Tensor]) -> StepOutput:
         """Train on this dp rank's part of a batch: forward, backward, clip, update; waits for the
@@ -282,21 +281,15 @@ class TrainingRun:
             if anomaly.action == "stop":
                 raise BadNumbers(anomaly.text)
             record["skipped"] = anomaly.kind
-        if (found := result.zero_gradients) and self._worker.rank == 0:
+        if (zeros := result.zero_gradients) and self._worker.rank == 0:
             assert self._run.zero_gradients is not None
-            warnings.warn(self._run.zero_gradients.text(found), stacklevel=2)
+            warnings.warn(self._run.zero_gradients.text(zeros), stacklevel=2)
         guard = self._detector.state()
         self._progress = replace(self._progress, step=number, value=record["loss"], guard=guard)
         self._worker.notify("step", record)
-        self.last = StepOutput(
-            number,
-            record["loss"],
-            record["microbatch_losses"],
-            record["grad_norm"],
-            record["lr"],
-            record.get("skipped"),
-            record,
-        )
+        loss, losses, skipped = record["loss"], record["microbatch_losses"], record.get("skipped")
+        numbers = number, loss, losses, record["grad_norm"], record["lr"], skipped
+        self.last = StepOutput(*numbers, record)
         return self.last
 
     def forward(
@@ -322,10 +315,9 @@ class TrainingRun:
         order = self.plan.order
         if everywhere and self.mesh.pp > 1:
             group = self.mesh.axes.get_group("pp")
-            sent = [_on(found, torch.device("cpu"))]
-            dist.broadcast_object_list(
-                sent, dist.get_global_rank(group, order.stage_to_rank[-1]), group, self.mesh.device
-            )
+            sent, source = [_on(found, torch.device("cpu"))], order.stage_to_rank[-1]
+            source = dist.get_global_rank(group, source)
+            dist.broadcast_object_list(sent, source, group, self.mesh.device)
             found = _on(sent[0], self.mesh.device)
         if not found:
             return None
@@ -361,8 +353,8 @@ class TrainingRun:
         """Load a checkpoint, saved in any layout; the steps that it had done.
 
         path: of a checkpoint, or of a run for its newest; None = as `checkpoint.resume` says: the
-        newest of run_dir, or nothing if there is none. weights_only: leave optimizers and steps as they are. Raises
-        ValueError where the checkpoint is of another model or other data.
+        newest of run_dir, or nothing if there is none. weights_only: leave optimizers and steps as
+        they are. Raises ValueError where the checkpoint is of another model or other data.
         """
         if weights_only:
             self._checkpointer.start_from(str(path or self.config.run_dir))
@@ -388,10 +380,8 @@ class TrainingRun:
 
     def __repr__(self) -> str:
         loss = f", loss {self.last.loss:.4f}" if self.last else ""
-        described = self._layout()
-        return (
-            f"<TrainingRun of {described['model']}: {described['mesh']}; step {self.steps}{loss}>"
-        )
+        told = self._layout()
+        return f"<TrainingRun of {told['model']}: {told['mesh']}; step {self.steps}{loss}>"
 
     def _repr_html_(self) -> str:
         """For notebooks: the stages, and the schedule as a picture."""
@@ -444,9 +434,7 @@ class TrainingRun:
 
     def _own_data(self) -> None:
         if self.data.example is not None:
-            raise ValueError(
-                "the batches are yours (build(example=...)): there are no data to read"
-            )
+            raise ValueError("there are no data to read: build(example=...) was called")
 
     @functools.cached_property
     def _outputs(self) -> Any:
