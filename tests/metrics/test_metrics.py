@@ -223,6 +223,7 @@ def test_result_json_says_how_a_run_ended(tmp_path):
     for value in (0.1 + 0.2, math.inf, None):
         expected = {"status": "completed", "value": value, "error": None, "seconds": 1.5}
         expected |= {"overrides": ["pp=2", "schedule=1f1b"], "verification": "verified before"}
+        expected |= {"goodput": {"share": 0.5}}
         write_result(tmp_path, **expected)
         assert read_result(tmp_path) == expected
     assert [file.name for file in tmp_path.iterdir()] == ["result.json"]

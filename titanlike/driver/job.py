@@ -21,6 +21,7 @@ from titanlike.launch.local import PrestartedWorkers, run_local
 from titanlike.launch.run_dir_lock import lock_run_dir
 from titanlike.launch.signals import MAX_TIME, Interrupted, StopRequest, interruptible, stop_reason
 from titanlike.launch.worker import Job
+from titanlike.metrics.goodput import goodput
 from titanlike.metrics.run_files import Events, Status, write_result
 
 if TYPE_CHECKING:
@@ -252,7 +253,10 @@ class ResultReporter:
     ) -> None:
         seconds, overrides = time.monotonic() - self._start, self._overrides
         try:
-            write_result(self._run_dir, status, value, error, seconds, overrides, verification)
+            found = goodput(self._run_dir, time.time())
+            write_result(
+                self._run_dir, status, value, error, seconds, overrides, verification, found
+            )
         except OSError as problem:  # a full disk must not hide how the job ended
             print(f"result.json could not be written: {problem}", file=sys.stderr)
 

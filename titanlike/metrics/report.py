@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from titanlike.config import files
+from titanlike.metrics.goodput import goodput_text
 from titanlike.metrics.run_files import STARTS, changed_keys, flat, read_result
 from titanlike.metrics.summary import is_number, jsonl_records, parse_records, summarize
 
@@ -147,6 +148,7 @@ def read_history(
         "events": _events(run_dir / "events.jsonl"),
         "starts": _starts(starts),
         "config": flat(_object(newest.get("config"))),
+        "goodput": goodput_text(result.get("goodput")),
         "layout": {key: value for key, value in layout.items() if key not in ("order", "place")},
         "charts": [*map(_chart, charts)],
         "samples": [

@@ -162,12 +162,19 @@ _GIT_TIMEOUT = 5.0  # seconds for each call
 
 
 def log_start(
-    run_dir: Path, step: int, overrides: list[str], config: dict[str, Any], layout: dict[str, Any]
+    run_dir: Path,
+    step: int,
+    overrides: list[str],
+    config: dict[str, Any],
+    layout: dict[str, Any],
+    job_began: float = 0.0,
 ) -> None:
     """Append this start. config: as plain dicts; credentials are written as ***. layout: mesh and
-    stages, for the report."""
+    stages, for the report. job_began: in seconds since the epoch."""
+    now = time.time()
     record = {
-        "time": time.time(),
+        "time": now,
+        "began": max(now - process_age(), job_began),
         "step": step,
         "host": socket.gethostname(),
         "pid": os.getpid(),
@@ -177,6 +184,16 @@ def log_start(
         "layout": layout,
     }
     append_line(run_dir / STARTS, files.dumps(record))
+
+
+def process_age() -> float:
+    """Seconds since this process was started or forked; 0 where Linux' /proc does not say."""
+    try:
+        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+        began = int(fields[19]) / os.sysconf("SC_CLK_TCK")
+        return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - began)
+    except (OSError, ValueError, IndexError, AttributeError):
+        return 0.0
 
 
 def versions() -> dict[str, Any]:
@@ -236,14 +253,17 @@ def write_result(
     seconds: float,
     overrides: list[str],
     verification: str = "",
+    goodput: dict[str, float] | None = None,
 ) -> None:
     """Write run_dir/result.json atomically. value: the objective. seconds: wall time.
-    verification: whether the layout was compared with one process, if that was asked."""
+    verification: whether the layout was compared with one process, if that was asked. goodput: see
+    `metrics/goodput.py`."""
     shown = [redact_override(text) for text in overrides]
     result: dict[str, Any] = {"status": status, "value": value, "error": error and redact(error)}
     result |= {"seconds": seconds, "overrides": shown} | (
         {"verification": verification} if verification else {}
     )
+    result |= {"goodput": goodput} if goodput else {}
     files.atomic_write_text(Path(run_dir) / "result.json", files.dumps(result) + "\n")
 
 
@@ -262,6 +282,7 @@ class _ResultFile:
     seconds: float | None = None
     overrides: list[str] = field(default_factory=list)
     verification: str = ""
+    goodput: dict[str, Any] = field(default_factory=dict)
 
 
 def read_result(run_dir: Path) -> dict[str, Any] | None:

@@ -18,7 +18,7 @@ from typing import Any
 from titanlike.config import files, schema
 from titanlike.config.errors import ConfigError, Problem
 from titanlike.metrics.run_files import AppendedFile
-from titanlike.metrics.summary import parse_records
+from titanlike.metrics.summary import is_number, parse_records
 
 
 class Sink:
@@ -57,9 +57,15 @@ class JsonlSink(Sink):
     Raises OSError, which names the file, where it cannot be written.
     """
 
-    def __init__(self, path: Path, start_step: int = 0) -> None:
+    def __init__(
+        self,
+        path: Path,
+        start_step: int = 0,
+        redone: Callable[[int, float], object] = lambda *_: None,
+    ) -> None:
+        """redone: called with the number of dropped records, and the seconds of their steps."""
         self.location = str(path)
-        self._path = path
+        self._path, self._redone = path, redone
         path.parent.mkdir(parents=True, exist_ok=True)
         self._open_after(start_step)
 
@@ -81,7 +87,11 @@ class JsonlSink(Sink):
             unfinished.unlink(missing_ok=True)  # of a process that was killed while rewriting it
         records = []
         if self._path.exists():
-            records = [record for record in read_jsonl(self._path) if record["step"] <= step]
+            every = read_jsonl(self._path)
+            records = [record for record in every if record["step"] <= step]
+            if later := [record for record in every if record["step"] > step]:
+                seconds = (r["step_seconds"] for r in later if is_number(r, "step_seconds"))
+                self._redone(len(later), sum(seconds))
             files.atomic_write_text(self._path, "".join(files.dumps(r) + "\n" for r in records))
         self.lost = lost_steps(records, step)
         self._file = AppendedFile(self._path)
@@ -161,14 +171,16 @@ def open_sinks(
     say: Callable[[str], None],
     overrides: Sequence[str] = (),
     report_lost: Callable[[str], object] = lambda _: None,
+    report_redone: Callable[[int, float], object] = lambda *_: None,
 ) -> list[Sink]:
     """metrics.jsonl, always and first, then the configured logger.
 
     plain_config: the resolved config as plain dicts, uploaded to W&B. start_step: the step that the
     run resumes from. say: prints a line (Console.line). overrides: of the run. report_lost: called
-    with the steps that metrics.jsonl should have and lacks.
+    with the steps that metrics.jsonl should have and lacks; report_redone: with the number of steps
+    that are done again, and their seconds.
     """
-    jsonl = JsonlSink(Path(run_dir) / "metrics.jsonl", start_step)
+    jsonl = JsonlSink(Path(run_dir) / "metrics.jsonl", start_step, report_redone)
     if jsonl.lost and config.checkpoint.resume == "auto":
         report_lost(jsonl.lost)
     sinks: list[Sink] = [jsonl]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import time
 from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ from titanlike.device import accelerator
 from titanlike.distributed.mesh import Mesh
 from titanlike.graph.cut import messages
 from titanlike.metrics import units
+from titanlike.metrics.goodput import goodput, goodput_text
 from titanlike.metrics.summary import summarize
 from titanlike.training.train_plan import TrainPlan
 
@@ -148,6 +150,8 @@ def closing(session: Session, start: int) -> None:
     checkpoint = f"checkpoint at step {saved}, " if saved else ""
     end = f"stopped at step {progress.step} ({stopped})" if stopped else "training complete"
     console.line(f"{end}: {loss}{checkpoint}output in {run_dir}")
+    if share := goodput_text(goodput(run_dir, time.time())):
+        console.line(f"goodput: {share}")
     console.line(f"{'resume' if stopped else 'continue'} with: {shlex.join(more)}")
 
 

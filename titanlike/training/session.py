@@ -159,6 +159,9 @@ def open_session(config: Config, worker: Worker) -> Iterator[Session]:
             text = f"metrics.jsonl has no record of step {steps}: it was removed, or cut off"
             events.log("metrics", progress.step, text)
 
+        def report_redone(steps: int, seconds: float) -> None:
+            events.log("redone", checkpointer.newest, steps=steps, seconds=seconds)
+
         profile, timeline, sampler = None, None, None
         if isinstance(config.profile, MemoryProfile):
             from titanlike.training.profile import Profile
@@ -184,9 +187,10 @@ def open_session(config: Config, worker: Worker) -> Iterator[Session]:
                 write_config(config, worker.run_dir)  # not of a start that is refused
                 step, overrides = progress.step, worker.overrides
                 stages = layout(config, run.plan, mesh, data.description)
-                log_start(worker.run_dir, step, overrides, plain, stages)
+                began = worker.stop_request.started
+                log_start(worker.run_dir, step, overrides, plain, stages, began)
                 where = config, plain, worker.run_dir, step
-                sinks += open_sinks(*where, console.line, overrides, report_lost)
+                sinks += open_sinks(*where, console.line, overrides, report_lost, report_redone)
                 run_files = worker.resources.enter_context(closing(RunFiles(worker.run_dir)))
             session = Session(
                 config,

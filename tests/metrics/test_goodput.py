@@ -1,0 +1,52 @@
+"""Goodput: where a run's wall time went, from its own files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from titanlike.config.files import dumps
+from titanlike.metrics.goodput import goodput, goodput_text
+from titanlike.metrics.run_files import STARTS
+from titanlike.metrics.sinks import JsonlSink
+
+
+def lines(path: Path, records: list[dict[str, Any]]) -> None:
+    path.write_text("".join(f"{dumps(record)}\n" for record in records))
+
+
+def record(step: int, time: float, seconds: float = 2.0, **more: float) -> dict[str, Any]:
+    return {"step": step, "time": time, "step_seconds": seconds, **more}
+
+
+def test_each_second_of_two_launches_is_of_one_kind(tmp_path: Path) -> None:
+    """The first launch begins at 100, takes ten seconds to start, is killed; the next at 140."""
+    first = [record(1, 115, 5.0), record(2, 117), record(3, 120, save_stall_seconds=1.0)]
+    lost = [record(4, 122), record(5, 124)]
+    then = [record(4, 147), record(5, 149), record(6, 151)]
+    dropped: list[Any] = []
+    lines(tmp_path / "metrics.jsonl", [*first, *lost])
+    JsonlSink(tmp_path / "metrics.jsonl", 3, lambda *found: dropped.append(found)).close("")
+    assert dropped == [(2, 4.0)]
+    lines(tmp_path / "metrics.jsonl", [*first, *then])
+    starts = [{"step": 0, "time": 109, "began": 100}, {"step": 3, "time": 144, "began": 140}]
+    lines(tmp_path / STARTS, starts)
+    redone = {"time": 144, "event": "redone", "step": 3, "steps": 2, "seconds": 4.0}
+    lines(tmp_path / "events.jsonl", [redone])
+    found = goodput(tmp_path, 154.0)
+    assert found is not None
+    expected = {"steps": 12, "redone": 4, "start": 15, "compile": 3, "save": 1, "down": 16}
+    expected |= {"other": 3, "total": 54}
+    assert {key: found[key] for key in expected} == pytest.approx(expected)
+    assert found["share"] == pytest.approx(12 / 54)
+    text = goodput_text(found)
+    assert text.startswith("22.2% of 54 s in new steps; down 29.6%, start 27.8%, redone 7.4%")
+
+
+def test_a_run_that_trained_nothing_and_a_result_of_an_older_version_have_none(
+    tmp_path: Path,
+) -> None:
+    assert goodput(tmp_path) is None
+    assert goodput_text(None) == goodput_text({"share": 1}) == ""
