@@ -34,7 +34,7 @@ def typed(words: Iterable[str]) -> dict[str, Any]:
 
 
 def _value(text: str) -> Any:
-    value = yaml.safe_load(text.replace(":", ": ") if text.startswith("{") else text)
+    value = yaml.safe_load(text.replace(":", ": ") if text.startswith(("{", "[{")) else text)
     if isinstance(value, str):
         try:
             return float(value)  # YAML takes 1e-30 for a text

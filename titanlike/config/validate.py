@@ -234,6 +234,16 @@ RULES = (
          and not Path(c.hardware.path, TIMELINE).is_file(),
          f"cannot be read: there is no {TIMELINE} in it, which timeline=true writes",
          "hardware=measure"),
+    Rule("data", lambda c: c.ramp and isinstance(c.data, MixtureData | Custom),
+         "chooses samples by the step, and batches of ramp differ in size", "data=text or ramp=[]"),
+    Rule("schedule", lambda c: c.ramp
+         and isinstance(c.schedule, CsvSchedule | AutoSchedule | OwnSchedule),
+         "is an order for one number of microbatches, and batches of ramp differ in size",
+         "schedule=1f1b or ramp=[]"),
+    Rule("on_nonfinite", lambda c: c.ramp and c.on_nonfinite == "rollback",
+         "with ramp batches that are left out would be of another size", "on_nonfinite=skip"),
+    Rule("on_spike", lambda c: c.ramp and c.on_spike == "rollback",
+         "with ramp batches that are left out would be of another size", "on_spike=skip"),
     Rule("sweep.wait", lambda c: c.sweep.wait is not None and c.sweep.submit is None,
          "there is nothing to wait for without sweep.submit", "sweep.wait=null"),
     Rule("sweep.submit", lambda c: c.sweep.submit is not None and _no_command(c.sweep.submit),
@@ -437,22 +447,6 @@ def placement_warning(config: Config, local_ranks: int) -> str:
 
 def _ramp(config: Config) -> Iterator[Problem]:
     """Stages that do not follow each other, or whose batches do not divide."""
-    if not config.ramp:
-        return
-    refused = {
-        f"data={config.data.name} chooses samples by the step": ("data=text", MixtureData | Custom),
-        f"schedule={config.schedule.name} is an order for one number of microbatches": (
-            "schedule=1f1b",
-            CsvSchedule | AutoSchedule | OwnSchedule,
-        ),
-    }
-    for reason, (fix, kind) in refused.items():
-        if isinstance(config.data, kind) or isinstance(config.schedule, kind):
-            yield Problem("ramp", "", reason, f"{fix}, or ramp=[]")
-    for key in ("on_nonfinite", "on_spike"):
-        if getattr(config, key) == "rollback":
-            reason = "batches that are left out would be of another size"
-            yield Problem("ramp", "", f"{key}=rollback: {reason}", f"{key}=skip")
     before = 0
     for at, stage in enumerate(config.ramp):
         key, value = f"ramp[{at}]", {k: v for k, v in vars(stage).items() if v is not None}
