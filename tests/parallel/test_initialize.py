@@ -4,20 +4,32 @@ from __future__ import annotations
 
 import re
 import threading
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
+from support.models import tiny
+from support.opened import opened
+from support.world import run_world
+from titanlike.config.errors import ConfigError
+from titanlike.config.schema import Config, Custom, SyntheticData
 from titanlike.distributed import initialize as initialize_module
+from titanlike.distributed import module_weights
 from titanlike.distributed.initialize import (
+    ConstructedWeights,
     SeededWeights,
     draw,
     drawing_threads,
     initialize,
 )
+from titanlike.distributed.module_weights import ModuleWeights
 from titanlike.distributed.placement import Slices
+from titanlike.launch.worker import Worker
+from titanlike.models.registry import build_model, initial_weights_of
 
 
 @given(
@@ -95,3 +107,108 @@ def test_a_tied_weight_stays_one_and_is_named_as_in_the_whole_model() -> None:
     for part, name in ((stage[0], "layers.7.weight"), (stage[1], "layers.8.weight")):
         drawn = draw(torch.Size([4, 4]), slice(0, 4), 3, name, 0.0, 1.0)
         assert torch.equal(part.weight, drawn)
+
+
+class OwnBlock(nn.Module):
+    """Attention that initializes itself, and a scale of its own."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(width, 2)
+        self.linear = nn.Linear(width, width)
+        self.scale = nn.Parameter(torch.empty(width))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.constant_(self.scale, 0.5)
+
+
+class OwnModel(nn.Module):
+    def __init__(self, *, width: int = 8, layers: int = 3) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(16, width)
+        self.layers = nn.ModuleList(OwnBlock(width) for _ in range(layers))
+        self.out = nn.Linear(width, 16)
+        self.apply(self._init_weights)
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Embedding):
+            nn.init.normal_(module.weight, std=0.02)
+
+
+def on_meta(kind: type[nn.Module]) -> nn.Module:
+    with torch.device("meta"):
+        return kind()
+
+
+def test_modules_initialize_themselves_alike_in_any_stage() -> None:
+    whole = on_meta(OwnModel)
+    initialize(whole, ModuleWeights(on_meta(OwnModel), "mine", 3, {}), torch.device("cpu"))
+    assert all(not p.isnan().any() for p in whole.parameters())
+    assert 0.015 < whole.tokens.weight.std() < 0.025  # by _init_weights, behind N(0, 1)
+    for block in whole.layers:
+        assert block.scale.eq(0.5).all() and block.attention.out_proj.bias.eq(0).all()
+        assert 0.3 < block.linear.weight.abs().max() <= 8**-0.5
+    assert not torch.equal(whole.layers[0].linear.weight, whole.layers[1].linear.weight)
+    stage = on_meta(OwnModel).layers[2]  # alone, in another order, and in parts
+    weights, names = ModuleWeights(on_meta(OwnModel), "mine", 3, {}), dict(stage.named_parameters())
+    initialize(stage, weights, torch.device("cpu"), {name: f"layers.2.{name}" for name in names})
+    for name, parameter in whole.layers[2].named_parameters():
+        assert torch.equal(stage.get_parameter(name), parameter)
+        rows = weights.block(f"layers.2.{name}", parameter.shape, (slice(2, 4),))
+        assert torch.equal(rows, parameter[2:4])
+    other = ModuleWeights(on_meta(OwnModel), "mine", 4, {})
+    shape = whole.out.weight.shape
+    assert not torch.equal(other.block("out.weight", shape, ()), whole.out.weight)
+
+
+def test_a_parameter_that_no_module_initializes_is_named() -> None:
+    class Scaled(OwnModel):
+        _init_weights = None  # type: ignore[assignment]
+
+        def __init__(self) -> None:
+            nn.Module.__init__(self)
+            self.inner = nn.Linear(4, 4)
+            self.scale = nn.Parameter(torch.ones(4))
+
+    class Unset(OwnModel):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(4))
+
+    with pytest.raises(ConfigError, match="neither reset_parameters .* sets scale"):
+        ModuleWeights(on_meta(Scaled), "mine", 0, {})
+    with pytest.raises(ConfigError, match="sets scale"):  # _init_weights does nothing with it
+        ModuleWeights(on_meta(Unset), "mine", 0, {}).block("scale", torch.Size([4]), ())
+
+
+def test_a_model_that_a_rank_cannot_construct_is_not_constructed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = Custom("support.any_models.Plain", {})
+    assert isinstance(initial_weights_of(model, 0), ConstructedWeights)
+    needed = sum(4 * p.numel() for p in build_model(model).parameters())
+    for ranks, too_large in ((1, False), (8, True)):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+        room = lambda _, ranks: 5 * needed // ranks  # noqa: E731
+        monkeypatch.setattr("titanlike.distributed.module_weights.total_memory", room)
+        found = initial_weights_of(model, 0)
+        assert isinstance(found, ModuleWeights) == too_large
+        assert ("_init_weights" in found.origin) == too_large
+    assert isinstance(initial_weights_of(model, 0, lambda _: False), ConstructedWeights)
+
+
+def first_loss(config: Config, worker: Worker) -> tuple[float, str]:
+    """Where the last rank alone has no room for the whole model."""
+    last = worker.rank == worker.world_size - 1
+    module_weights.too_large_to_construct = lambda _: last
+    with opened(config, worker) as job:
+        return job.train().item(), job.run.weights_source
+
+
+def test_layouts_begin_with_the_same_weights_of_modules(tmp_path: Path) -> None:
+    more = {"model": Custom("support.forwards.Dense"), "data": SyntheticData(vocab_size=64)}
+    ((loss, said),) = run_world(first_loss, tiny(1, 1, **more), tmp_path / "one")
+    assert said == ModuleWeights.origin
+    for other, told in run_world(first_loss, tiny(2, 2, **more), tmp_path / "ranks"):
+        assert (pytest.approx(other, rel=1e-6), told) == (loss, said)

@@ -239,8 +239,13 @@ def constructed_buffers(model: Custom, seed: int) -> dict[str, Tensor]:
     return dict(real.named_buffers(remove_duplicate=False))
 
 
-def initial_weights_of(model: Custom, seed: int) -> initialize.InitialWeights:
-    """The initial weights of a model, see `titanlike.distributed.initialize`."""
+def initial_weights_of(
+    model: Custom, seed: int, agreed: Callable[[bool], bool] = bool
+) -> initialize.InitialWeights:
+    """The initial weights of a model, see `titanlike.distributed.initialize`.
+
+    agreed: of whether the model is too large to be constructed here makes whether any rank says so.
+    """
     meta: Any = build_model(model)
     if hasattr(meta, "initial_weights"):
         return meta.initial_weights(seed)
@@ -248,6 +253,11 @@ def initial_weights_of(model: Custom, seed: int) -> initialize.InitialWeights:
     if initial is not None and next(meta.buffers(), None) is None:
         return initialize.SeededWeights(initial, seed, {})
     if initial is None:
+        from titanlike.distributed import module_weights  # of a custom model alone
+
+        if agreed(module_weights.too_large_to_construct(meta)):
+            buffers = constructed_buffers(model, seed)
+            return module_weights.ModuleWeights(meta, model.name, seed, buffers)
         with initialize.seeded(seed):
             return initialize.ConstructedWeights(build_model(model, "cpu"))
     return initialize.SeededWeights(initial, seed, constructed_buffers(model, seed))

@@ -262,7 +262,12 @@ def _make_stages(
     canonical: Mapping[str, str],
     init_weights: Callable[..., object],
 ) -> _BuiltStages:
-    weights = initial_weights_of(plan.model, config.seed)
+
+    def any_rank(here: bool) -> bool:
+        return bool(mesh.max(torch.tensor(float(here), device=mesh.device)).item())
+
+    agreed = any_rank if mesh.world_size > 1 else bool
+    weights = initial_weights_of(plan.model, config.seed, agreed)
     stages: dict[int, Stage] = {}
     placements: dict[str, Placement] = {}
     for index in plan.order.local(mesh.pp_rank):
