@@ -59,8 +59,8 @@ def order_chart(order: Order, name: str) -> Chart:
 
     simulated, ranks = simulate(order, equal_stages(order)), order.ranks
     title = (
-        f"{name}, {order.microbatches} microbatches, pp={len(ranks)}: the schedule, if all stages "
+        f"schedule: {name}, {order.microbatches} microbatches, pp={len(ranks)}; with equal stages "
     )
-    title += f"were equal and a backward took two forwards: bubble {simulated.bubble:.1%}"
+    title += f"and a backward of two forwards: bubble {simulated.bubble:.1%}"
     first = [next(iter(order.local(rank)), -1) for rank in range(len(ranks))]
     return Chart(title, simulated.events, first, simulated.step)
