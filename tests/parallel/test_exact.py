@@ -4,17 +4,21 @@ bit."""
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from support import saved_runs
 from support.families import moe
 from support.models import tiny
+from support.world import run_world
 from titanlike.config.schema import (
     ActivationCheckpoint,
     AdamW,
@@ -27,10 +31,18 @@ from titanlike.config.schema import (
     Numerics,
     Precision,
     Sgd,
+    Verify,
 )
 from titanlike.config.validate import problems
+from titanlike.data.registry import open_data
 from titanlike.distributed.exact_sums import SumTree, bins_of, keys_of, root_of_bins, tree_sum
+from titanlike.launch.worker import Worker
 from titanlike.metrics.sinks import read_jsonl
+from titanlike.proof import exact as exact_proof
+from titanlike.proof.exact import first_difference
+from titanlike.torch_private.fsdp_sums import ShardedGradients
+from titanlike.training import step as steps
+from titanlike.training.build import Run
 
 
 def test_a_tree_adds_in_the_same_order_whatever_comes_first() -> None:
@@ -78,6 +90,13 @@ def _as_integer(value: float) -> int:
 # --- layouts --------------------------------------------------------------------------------------
 
 
+class Block(nn.Sequential):
+    """A residual block."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + super().forward(x)
+
+
 class Skipping(nn.Module):
     """Dropout in blocks whose outputs later blocks take, too; a tied weight; sizes that fill no
     vector register."""
@@ -86,7 +105,7 @@ class Skipping(nn.Module):
         super().__init__()
         self.embed = nn.Embedding(vocab_size, dim)
         self.layers = nn.ModuleList(
-            nn.Sequential(nn.LayerNorm(dim), nn.Linear(dim, dim), nn.GELU(), nn.Dropout(0.2))
+            Block(nn.LayerNorm(dim), nn.Linear(dim, dim), nn.GELU(), nn.Dropout(0.2))
             for _ in range(layers)
         )
         self.norm = nn.LayerNorm(dim)
@@ -205,3 +224,43 @@ def test_what_is_not_exact_is_refused() -> None:
         config = replace(tiny(), numerics=Numerics("exact"))
         (problem,) = problems(replace(config, **changes))
         assert problem.key == key and problem.fix
+
+
+# --- verify ---------------------------------------------------------------------------------------
+
+
+def differences(config: Config, worker: Worker) -> list[str]:
+    """What verify says of the layout as it is, with a gradient that is scaled by 1.002, and with
+    the lowest bit of one element's gradient flipped in step 2."""
+    real, data = steps.forward_backward, open_data(config)
+    give = ShardedGradients.give
+
+    def flipped(run: Run, c: Config, step: int, stream: Any) -> Any:
+        gradients = real(run, c, step, stream)
+        if c.dp > 1 and step == 2 and worker.rank == 1:
+            named = dict(run.stage_states[0].parameters())
+            rows = named["model.norm.weight"].grad.to_local()
+            rows.view(torch.int32)[3] ^= 1
+        return gradients
+
+    def scaled(self: Any, part: Tensor, *other: Any) -> None:
+        give(self, part * 1.002, *other)
+
+    found = []
+    for number, (name, change) in enumerate(
+        [("", None), ("give", scaled), ("forward_backward", flipped)]
+    ):
+        store = worker.store and dist.PrefixStore(f"{number}", worker.store)
+        place: Any = ShardedGradients if name == "give" else exact_proof
+        with patch.object(place, name, change) if name else nullcontext():
+            difference = first_difference(config, data, replace(worker, store=store))
+        found.append("" if difference is None else str(difference))
+    return found
+
+
+def test_verify_names_the_first_bit_that_differs(tmp_path: Path) -> None:
+    config = exact(tmp_path, dp=2, precision=BF16, verify=Verify(steps=2))
+    right, scaled, flipped = run_world(differences, config, tmp_path / "run")[0]
+    assert right == ""
+    assert scaled.startswith("step 1: gradient of model.embed_tokens.weight[")
+    assert flipped.startswith("step 2: gradient of model.norm.weight[19] is ")

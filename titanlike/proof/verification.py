@@ -104,8 +104,17 @@ def verify(config: Config, worker: Worker) -> dict[str, Any]:
     found = compare_with_one_process(config, worker)
     if worker.rank == 0:
         print_found(config, found)
+    agrees = found.agrees
+    if config.exact:
+        from titanlike.proof.exact import first_difference
+
+        difference = first_difference(config, open_data_on_every_rank(config, worker), worker)
+        agrees = agrees and difference is None
+        if worker.rank == 0:
+            text = f"PASS: all bits of {config.verify.steps} steps are those of one process"
+            print(text if difference is None else f"FAIL: the first other bit: {difference}")
     worst = max(row.difference for row in found.rows if row.kind == "gradient")
-    return {"value": worst, "exit_code": 0 if found.agrees else 1}
+    return {"value": worst, "exit_code": 0 if agrees else 1}
 
 
 def compare_with_one_process(config: Config, worker: Worker) -> Found:

@@ -1,0 +1,116 @@
+"""Layouts under `numerics=exact` against one process, bit by bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from titanlike.config.schema import ActivationCheckpoint, Config, EvenSplit, Fsdp, Schedule
+from titanlike.data.loader import batches
+from titanlike.data.sources import Data
+from titanlike.device.accelerator import deterministic, is_accelerator, one_thread
+from titanlike.distributed.mesh import close_mesh, open_mesh
+from titanlike.distributed.placement import pieces
+from titanlike.launch.worker import Worker, barrier
+from titanlike.proof.reference import REFERENCE_TIMEOUT
+from titanlike.torch_private.dtensor import local
+from titanlike.training.build import Run, build
+from titanlike.training.feed import to_device
+from titanlike.training.step import drop_gradients, forward_backward, optimizer_step
+
+KINDS = ("gradient", "loss", "gradient norm", "weight")  # of a step, in the order of computing
+
+
+@dataclass(frozen=True, order=True)
+class Difference:
+    """The first bit that is another one than in one process."""
+
+    step: int
+    kind: int  # of KINDS
+    place: int  # of the parameter in the model
+    element: tuple[int, ...]
+    name: str
+    values: tuple[float, float]  # in the layout, in one process
+
+    def __str__(self) -> str:
+        where = f" of {self.name}{[*self.element]}" if self.name else ""
+        here, there = self.values
+        return f"step {self.step}: {KINDS[self.kind]}{where} is {here!r}, in one process {there!r}"
+
+
+def first_difference(config: Config, data: Data, worker: Worker) -> Difference | None:
+    """Train `verify.steps` steps in the layout and in one process; None = all bits are equal.
+
+    Compared are the loss, the norm, and each gradient and weight of each step. Collective.
+    """
+    path = worker.run_dir / "bits.pt"
+    if worker.rank == 0:
+        alone = replace(config, pp=1, dp=1, replicate=1, fsdp=Fsdp(), split=EvenSplit())
+        alone = replace(alone, schedule=Schedule("1f1b", None))
+        alone = replace(alone, activation_checkpoint=ActivationCheckpoint())
+        one = replace(worker, rank=0, local_rank=0, world_size=1, local_world_size=1, store=None)
+        expected = [
+            (step, kind, name, local(value).cpu().clone())
+            for step, kind, name, value, _ in _computed(alone, data, one)
+        ]
+        torch.save(expected, path)
+    barrier(worker, "bits", REFERENCE_TIMEOUT)
+    rows = torch.load(path, map_location="cpu", mmap=True)
+    found = {(step, kind, name): (at, whole) for at, (step, kind, name, whole) in enumerate(rows)}
+    store = worker.store and dist.PrefixStore("bits", worker.store)
+    differences: list[Difference] = []
+
+    def compare(run: Run) -> None:
+        every: list[Any] = [None] * run.mesh.world_size
+        dist.all_gather_object(every, min(differences, default=None))
+        differences[:] = [difference for difference in every if difference is not None]
+
+    layout = replace(worker, store=store)
+    for step, kind, name, value, parameter in _computed(config, data, layout, compare):
+        at, whole = found[step, kind, name]
+        for here, place in pieces(value if parameter is None else parameter, None):
+            mine, other = local(value)[here].cpu(), whole[place]
+            differ = (mine.view(torch.int32) != other.view(torch.int32)).nonzero()
+            if len(differ):
+                inside = tuple(differ[0].tolist())
+                element = tuple(s.start + i for s, i in zip(place, inside, strict=True))
+                values = mine[inside].item(), other[inside].item()
+                differences.append(Difference(step, kind, at, element, name, values))
+    barrier(worker, "bits compared", REFERENCE_TIMEOUT)
+    if worker.rank == 0:
+        path.unlink()
+    return min(differences, default=None)
+
+
+def _computed(
+    config: Config,
+    data: Data,
+    worker: Worker,
+    end: Callable[[Run], object] = lambda run: None,
+) -> Iterator[tuple[int, int, str, Tensor, Tensor | None]]:
+    """(step, kind, name, this rank's part, the parameter that it is of) of what steps compute; end:
+    called before the mesh is closed."""
+    mesh = open_mesh(config, worker)
+    with one_thread(True), deterministic(is_accelerator(mesh.device)):
+        run = build(config, mesh, data)
+        stream = batches(data.train, config, dp_rank=mesh.dp_rank)
+        moved = (to_device(batch, mesh, config) for batch in stream)
+        owned = [(n, p) for s in run.stage_states for n, p in s.parameters() if s.owns(n)]
+        for step in range(1, config.verify.steps + 1):
+            gradients = forward_backward(run, config, step, moved)
+            for name, p in owned:
+                if p.grad is not None:
+                    yield step, KINDS.index("gradient"), name, p.grad.detach(), p.detach()
+            yield step, KINDS.index("loss"), "", gradients.loss.view(1), None
+            yield step, KINDS.index("gradient norm"), "", gradients.norm.view(1), None
+            optimizer_step(run, config, step, gradients.norm)
+            drop_gradients(run)
+            for name, p in owned:
+                yield step, KINDS.index("weight"), name, p.detach(), p.detach()
+        end(run)
+    close_mesh()
