@@ -22,6 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.flop_counter import register_flop_formula
 
+from titanlike.models.llama import swiglu
+
 EXPERT_LINEAR = "titanlike.expert_linear"  # the operator's name
 _ALIGNED = 16  # bytes between rows, of which grouped_mm wants a multiple
 
@@ -41,7 +43,7 @@ class Experts(nn.Module):
     def forward(self, tokens: Tensor, counts: Tensor) -> Tensor:  # [S, D], [E] -> [S, D]
         gate = expert_linear(tokens, self.gate_proj, counts)  # [S, F]
         up = expert_linear(tokens, self.up_proj, counts)
-        return expert_linear(F.silu(gate) * up, self.down_proj, counts)
+        return expert_linear(swiglu(gate, up), self.down_proj, counts)
 
 
 def through_experts(experts: Any, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:

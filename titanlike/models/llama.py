@@ -106,7 +106,27 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up, all of one shape [...]; the backward keeps `gate` and `up` alone."""
+    return _SwiGLU.apply(gate, up)
+
+
+class _SwiGLU(torch.autograd.Function):
+    """The same values and gradients to the bit as the two operators, which keep silu(gate), too."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        return F.silu(gate) * up
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        gate, up = ctx.saved_tensors
+        of_gate = torch.ops.aten.silu_backward(gradient * up, gate)
+        return of_gate, F.silu(gate).mul_(gradient)
 
 
 class Block(nn.Module):
