@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 import transformers
 from torch import nn
 
@@ -14,6 +15,7 @@ from support.hf_tiny import sizes
 from titanlike.config.schema import Custom
 from titanlike.models.hf_names import FAMILIES, Counterpart
 from titanlike.models.hf_weights import own_weights
+from titanlike.models.llama import MLP
 from titanlike.models.registry import build_model
 
 KINDS = {theirs.model_type: (ours, theirs) for ours, each in FAMILIES.items() for theirs in each}
@@ -74,3 +76,28 @@ def test_the_config_of_an_export_asks_for_the_same_sizes(model_type: str) -> Non
     build_model(Custom(name, wanted))
     again = theirs.our_sizes(theirs.config_json(wanted, length=32))
     assert again == wanted
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_swiglu_keeps_gate_and_up_alone_and_its_gradients_are_the_same(
+    dtype: torch.dtype,
+) -> None:
+    torch.manual_seed(0)
+    mlp = MLP(16, 24).to(dtype)
+    kept: list[torch.Size] = []
+
+    def gradients(forward: object) -> list[torch.Tensor]:
+        x = torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(1)).to(dtype)
+        x.requires_grad_()
+        kept.clear()
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t: kept.append(t.shape) or t, lambda t: t
+        ):
+            y = forward(x)
+        return [y, *torch.autograd.grad(y.square().sum(), [x, *mlp.parameters()])]
+
+    plain = gradients(lambda x: mlp.down_proj(F.silu(mlp.gate_proj(x)) * mlp.up_proj(x)))
+    before = sum(shape[-1] == 24 for shape in kept)
+    ours = gradients(mlp)
+    assert all(torch.equal(a, b) for a, b in zip(plain, ours, strict=True))
+    assert sum(shape[-1] == 24 for shape in kept) == before - 1  # without silu(gate)
