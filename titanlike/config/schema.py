@@ -768,10 +768,20 @@ class Sample:
 
 @dataclass
 class Evaluate:
-    """What `titanlike evaluate` evaluates."""
+    """What `titanlike evaluate` evaluates, and tasks of lm-evaluation-harness during training."""
 
     part: Literal["validation", "train", "all"] = key("validation", "part of the data")
     batches: int = key(0, "only the first so many batches of it; 0 = all", ge=0)
+    every: int = key(
+        0,
+        "steps between evaluations of tasks, by a process beside the run, of a checkpoint; 0 = never",
+        ge=0,
+    )
+    tasks: list[str] = key([], "tasks of lm-evaluation-harness: [hellaswag,arc_easy]")
+    task_files: list[str] = key([], "folders with task files (YAML) of your own")
+    limit: int | None = key(None, "only so many documents of each task; null = all", ge=1)
+    device: str = key("cpu", "of the process that evaluates tasks: cpu, cuda:7")
+    timeout: float = key(3600.0, "seconds until an evaluation of tasks is ended", gt=0, le=1e6)
 
 
 @dataclass

@@ -13,6 +13,7 @@ import shlex
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
+from importlib.util import find_spec
 from itertools import product
 from math import gcd
 from operator import attrgetter
@@ -219,6 +220,13 @@ RULES = (
          "numerics.digest_every=0"),
     Rule("value", lambda c: c.value == "val_loss" and c.validation.every == 0,
          "nothing is validated with validation.every=0", "value=loss"),
+    Rule("evaluate.tasks", lambda c: c.evaluate.every and not c.evaluate.tasks,
+         "there is nothing to evaluate", "evaluate.tasks=[arc_easy]"),
+    Rule("evaluate.every", lambda c: c.evaluate.every and (
+         not c.checkpoint.every or c.evaluate.every % c.checkpoint.every),
+         "tasks are evaluated of checkpoints: it is a multiple of checkpoint.every", "evaluate.every=0"),
+    Rule("evaluate.every", lambda c: c.evaluate.every and find_spec("lm_eval") is None,
+         "lm-evaluation-harness is not installed: pip install 'titanlike[eval]'", "evaluate.every=0"),
     Rule("sample.prompts", lambda c: c.sample.every and not c.sample.prompts,
          "there is nothing to continue", "sample.prompts=[def,import]"),
     Rule("sample.every", lambda c: c.sample.every and isinstance(c.data, SyntheticData),

@@ -66,6 +66,8 @@ def train(config: Config, worker: Worker) -> dict[str, Any]:
         if config.value is not None:
             value = objective_value(config.value, summarize(worker.run_dir))
     close_mesh()
+    if session.evaluation is not None and not stopped:  # the other ranks have ended
+        session.evaluation.finish(session.checkpointer.newest)
     if worker.rank == 0 and not stopped and config.checkpoint.export == "hf":
         _export(session)
     if not stopped:
@@ -157,6 +159,8 @@ def train_steps(s: Session) -> None:
             # 6. checkpoint
             if s.stop_code or save:
                 stall = _save(s, record)
+                if s.evaluation is not None and step % config.evaluate.every == 0:
+                    s.evaluation.want(step)
                 s.stop_code = s.stop_code or _agreed_stop_code(s)
     if s.progress.step >= last:
         s.stop_code = 0
@@ -206,6 +210,8 @@ def _complete(s: Session, record: dict[str, Any]) -> None:
     s.run.ranges.begin("metrics")
     if s.data.progress is not None:
         record |= s.data.progress(record["step"] + s.progress.left_out)
+    if s.evaluation is not None:
+        record |= s.evaluation.poll(s.checkpointer.newest)
     s.log(record)
     s.worker.notify("step", record)
     s.checkpointer.poll()

@@ -35,6 +35,7 @@ from titanlike.training.step import PendingStep
 if TYPE_CHECKING:  # each is imported where a config asks for it
     from titanlike.training.profile import Profile
     from titanlike.training.samples import Sampler
+    from titanlike.training.side_evaluation import SideEvaluation
     from titanlike.training.timeline import Timeline
 
 DATA_TIMEOUT = 24 * 3600.0  # seconds for one process to tokenize while the others wait
@@ -68,6 +69,7 @@ class Session:
     profile: Profile | None
     timeline: Timeline | None
     sampler: Sampler | None  # with sample.every
+    evaluation: SideEvaluation | None  # on rank 0, with evaluate.every
     stragglers: Stragglers
     progress: Progress  # after the last step whose numbers are known
     pending: PendingStep | None = None  # the step after it, whose numbers are on their way
@@ -162,7 +164,11 @@ def open_session(config: Config, worker: Worker) -> Iterator[Session]:
         def report_redone(steps: int, seconds: float) -> None:
             events.log("redone", checkpointer.newest, steps=steps, seconds=seconds)
 
-        profile, timeline, sampler = None, None, None
+        profile, timeline, sampler, evaluation = None, None, None, None
+        if config.evaluate.every and worker.rank == 0:
+            from titanlike.training.side_evaluation import SideEvaluation
+
+            evaluation = SideEvaluation(config, worker.run_dir, events)
         if isinstance(config.profile, MemoryProfile):
             from titanlike.training.profile import Profile
 
@@ -208,6 +214,7 @@ def open_session(config: Config, worker: Worker) -> Iterator[Session]:
                 profile,
                 timeline,
                 sampler,
+                evaluation,
                 Stragglers(config, run, worker, events),
                 progress,
                 places=places,
@@ -219,6 +226,8 @@ def open_session(config: Config, worker: Worker) -> Iterator[Session]:
             raise
         finally:
             checkpointer.close()
+            if evaluation is not None and status != "completed":
+                evaluation.close()
             for recorder in (profile, timeline):
                 if recorder is not None:
                     recorder.close(together)

@@ -1,0 +1,103 @@
+"""Tasks of lm-evaluation-harness on the checkpoints of a run that goes on: `titanlike evaluate` in a
+process of its own, started by rank 0, which never waits for it but at the end.
+
+Results are in CHECKPOINT.evaluations.json, in events.jsonl, and in the record of the step at which
+they came, as task/NAME/METRIC.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from titanlike.checkpoint.discovery import checkpoint_folder, step_name
+from titanlike.config.schema import Config
+from titanlike.metrics.run_files import Events
+
+_KILLED = 10.0  # seconds for a process to end when it is killed
+
+
+class SideEvaluation:
+    """On rank 0. One process at a time: a checkpoint that comes meanwhile waits, the newest alone."""
+
+    def __init__(self, config: Config, run_dir: Path, events: Events) -> None:
+        self._config, self._settings, self._events = config, config.evaluate, events
+        self._log = run_dir / "logs" / "evaluate.log"
+        self._wanted = 0  # step of the checkpoint that comes next; 0 = none
+        self._running: tuple[int, subprocess.Popen[bytes], float] | None = None
+
+    def want(self, step: int) -> None:
+        """Evaluate the checkpoint of a step once it is committed."""
+        self._wanted = step
+
+    def poll(self, newest: int) -> dict[str, float]:
+        """The numbers of an evaluation that has ended; starts the next one. newest: step of the newest
+        committed checkpoint."""
+        found: dict[str, float] = {}
+        if self._running is not None:
+            step, process, begin = self._running
+            late = time.monotonic() - begin > self._settings.timeout
+            if late:
+                self._end(process)
+            if (code := process.poll()) is not None:
+                self._running = None
+                found = self._report(step, code, late)
+        if self._running is None and 0 < self._wanted <= newest:
+            step, self._wanted = self._wanted, 0
+            self._running = step, self._start(step), time.monotonic()
+        return found
+
+    def finish(self, newest: int) -> None:
+        """Wait for what runs and what is wanted, `evaluate.timeout` for each at most."""
+        self.poll(newest)
+        while self._running is not None:
+            time.sleep(0.1)
+            self.poll(newest)
+
+    def close(self) -> None:
+        """End what runs."""
+        if self._running is not None:
+            self._end(self._running[1])
+            self._running = None
+
+    def _folder(self) -> Any:
+        return checkpoint_folder(self._config)
+
+    def _start(self, step: int) -> subprocess.Popen[bytes]:
+        settings = self._settings
+        words = [str(self._folder().at(step_name(step))), "--tasks", ",".join(settings.tasks)]
+        words += ["--device", settings.device]
+        words += [] if settings.limit is None else ["--limit", str(settings.limit)]
+        for folder in settings.task_files:
+            words += ["--task-files", folder]
+        self._log.parent.mkdir(parents=True, exist_ok=True)
+        command = [sys.executable, "-m", "titanlike", "evaluate", *words]
+        with self._log.open("ab") as log:
+            return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+
+    def _report(self, step: int, code: int, late: bool) -> dict[str, float]:
+        if code:
+            why = f"took more than {self._settings.timeout:g} s" if late else f"failed ({code})"
+            text = f"the evaluation of step {step} {why}: see {self._log}"
+            self._events.log("evaluation_failed", step, text)
+            return {}
+        written = self._folder().read(f"{step_name(step)}.evaluations.json")
+        results = json.loads(written)[-1]["results"]
+        numbers = {
+            f"task/{task}/{name}": float(value)
+            for task, metrics in results.items()
+            for name, value in metrics.items()
+            if isinstance(value, int | float)
+        }
+        shown = ", ".join(f"{name[5:]} {value:.4f}" for name, value in numbers.items())
+        self._events.log("evaluation", step, f"step {step}: {shown}", results=results)
+        return numbers
+
+    @staticmethod
+    def _end(process: subprocess.Popen[bytes]) -> None:
+        process.kill()
+        process.wait(_KILLED)
