@@ -62,7 +62,7 @@ def test_a_stage_may_begin_inside_of_a_block() -> None:
             "self.register_buffer('table', ..., persistent=False)",
         ),
         (config("Misshapen"), "model", "its forward on inputs [16, 16] raised RuntimeError"),
-        (config("Deep", 2, points=["trunk.blocks.b2.mpl"]), "split.points", "blocks.b2.mlp?"),
+        (config("Deep", 2, points=["trunk.blocks.b2.mpl"]), "split.points", "blocks.b2.mlp]"),
         (
             config("Deep", 3, points=["trunk", "trunk.blocks.b0"], batch_size=15),
             "split.points",

@@ -14,6 +14,7 @@ import signal
 from dataclasses import replace
 from itertools import combinations, product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -130,7 +131,7 @@ def verify_with_a_fault(config: Config, worker: Worker, fault: str) -> dict:
 
     steps = 0
 
-    def train_wrong(self: Pipeline, batch: dict[str, torch.Tensor]):
+    def train_wrong(self: Pipeline, batch: dict[str, torch.Tensor], *options: Any):
         nonlocal steps
         steps += 1
         targets = batch["targets"].clone()
@@ -139,7 +140,7 @@ def verify_with_a_fault(config: Config, worker: Worker, fault: str) -> dict:
         elif fault == "dp rank" and self._mesh.dp_rank == 1:
             targets[:] = IGNORE
         batch = batch | {"targets": targets}
-        result = train_right(self, batch)
+        result = train_right(self, batch, *options)
         if self._mesh.pp_rank == 1:
             named = dict(self._stages[1].named_parameters())
             parameter = named["model.layers.5.mlp.up_proj.weight"]

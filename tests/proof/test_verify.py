@@ -182,8 +182,8 @@ def with_a_wrong_gradient(worker: Worker) -> None:
     as_a_gpu(worker)
     right = Pipeline.forward_backward
 
-    def train(self: Pipeline, batch: dict[str, Tensor]) -> Any:
-        result = right(self, batch)
+    def train(self: Pipeline, batch: dict[str, Tensor], *options: Any) -> Any:
+        result = right(self, batch, *options)
         self._stages[0].get_parameter("model.layers.0.mlp.up_proj.weight").grad.mul_(1.01)
         return result
 

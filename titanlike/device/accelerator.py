@@ -47,6 +47,13 @@ def backends(device: torch.device) -> str:
     return f"cpu:gloo,{device.type}:{own}" if own else "gloo"
 
 
+def nccl_version() -> str:
+    """As "2.27.5"; "none" where torch is built without it. ROCm's is RCCL."""
+    if not dist.is_available() or not dist.is_nccl_available():
+        return "none"
+    return ".".join(map(str, torch.cuda.nccl.version()))
+
+
 def count() -> int:
     """Devices that this process sees. Does not initialize CUDA."""
     return 0 if accelerator() is None else torch.accelerator.device_count()

@@ -252,6 +252,7 @@ def versions() -> str:
     import torch
 
     import titanlike
+    from titanlike.device.accelerator import nccl_version
 
     commit, root = "", Path(titanlike.__file__).parents[1]
     if (root / ".git").exists():  # else it is installed, and a repository around it is another's
@@ -270,14 +271,11 @@ def versions() -> str:
         except (OSError, subprocess.SubprocessError):
             commit = "unknown"
     cuda, hip = torch.version.cuda, torch.version.hip
-    nccl = "none"
-    if torch.distributed.is_available() and torch.distributed.is_nccl_available():
-        nccl = ".".join(map(str, torch.cuda.nccl.version()))
     lines = {
         "titanlike": titanlike.__version__ + (f" (commit {commit.strip()})" if commit else ""),
         "torch": str(torch.__version__),
         "ROCm" if hip else "CUDA": hip or cuda or "none",
-        "RCCL" if hip else "NCCL": nccl,
+        "RCCL" if hip else "NCCL": nccl_version(),
         "Hydra": version("hydra-core"),
         "Python": sys.version.split()[0],
     }

@@ -41,6 +41,7 @@ from titanlike.graph.model_graph import ModelGraph
 from titanlike.graph.recording import tree_map
 from titanlike.torch_private.dtensor import local
 from titanlike.torch_private.fsdp_sums import ShardedGradients, sharded_gradients
+from titanlike.torch_private.tensors import add_values
 
 Gradients = list[Tensor | None]
 
@@ -357,7 +358,7 @@ def _add_each(left: Gradients, right: Gradients) -> Gradients:
     """Sums of gradients, in the memory of `left`; one that is missing adds nothing."""
     both = [(a, b) for a, b in zip(left, right, strict=True) if a is not None and b is not None]
     if both:
-        torch._foreach_add_([a for a, _ in both], [b for _, b in both])
+        add_values([a for a, _ in both], [b for _, b in both])
     return [b if a is None else a for a, b in zip(left, right, strict=True)]
 
 

@@ -29,6 +29,11 @@ def scale(tensors: Sequence[Tensor], factor: Tensor) -> None:
     torch._foreach_mul_(list(tensors), factor)
 
 
+def add_values(to: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    """Add to tensors others of the same shapes and dtypes, in place."""
+    torch._foreach_add_(list(to), list(values))
+
+
 def copy_values(to: Sequence[Tensor], values: Sequence[Tensor]) -> None:
     """Give tensors other values, in place, cast to their dtypes."""
     if to:
