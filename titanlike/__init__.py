@@ -1,6 +1,6 @@
 """Declarative pretraining in several dimensions of parallelism. Start reading at `cli.py`, then
-`training/loop.py`. From Python: `titanlike.config`, `train`, `build` and so on, see library.py, which
-is imported when one of them is used."""
+`training/loop.py`. From Python: `titanlike.config`, `train`, `build` and so on, see library.py,
+which is imported when one of them is used."""
 
 from __future__ import annotations
 

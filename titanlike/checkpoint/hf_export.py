@@ -76,7 +76,8 @@ def export(
 ) -> None:
     """Write the folder `out`, which is there only once it is whole.
 
-    say: called with lines of progress and a summary; ema: of the average of the weights. Raises ValueError, DamagedCheckpoint, OSError.
+    say: called with lines of progress and a summary; ema: of the average of the weights. Raises
+    ValueError, DamagedCheckpoint, OSError.
     """
     begin = time.monotonic()
     if "://" in out:

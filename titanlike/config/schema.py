@@ -197,8 +197,8 @@ class OwnSchedule(Custom):
 
 @dataclass
 class ParameterGroup:
-    """How the parameters that a pattern of `optimizer.groups` names are updated; null = as they would
-    be without it."""
+    """How the parameters that a pattern of `optimizer.groups` names are updated; null = as they
+    would be without it."""
 
     lr: float | None = key(None, "peak learning rate", ge=0, example=1e-3)
     weight_decay: float | None = key(None, "decay, of vectors too", ge=0, example=0.0)

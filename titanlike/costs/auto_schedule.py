@@ -299,7 +299,7 @@ class _Search:
         return self._orders[place]
 
 
-# --- where stages begin, which rank has them, and in which order they are computed, chosen together ---
+# --- where stages begin, which rank has them, and their order, chosen together -------------------
 
 
 _CHANGED = 2  # layouts

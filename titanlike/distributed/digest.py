@@ -2,8 +2,8 @@
 them.
 
 It is the sum, modulo 2^64, of a hash of every element: of the tensor's name, dtype and shape, of
-the element's place in the whole tensor, and of its bits. So parts add up, in any order; what several
-ranks have counts once. It finds faults, not forgeries.
+the element's place in the whole tensor, and of its bits. So parts add up, in any order; what
+several ranks have counts once. It finds faults, not forgeries.
 """
 
 from __future__ import annotations

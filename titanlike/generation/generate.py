@@ -169,9 +169,10 @@ def load_model(
     *,
     ema: bool = False,
 ) -> LoadedModel:
-    """ema: with the average of the weights that a run keeps; trust_code: whether a model that is none of titanlike's own, and whose name is in the
-    checkpoint alone, may be imported and built. Raises ValueError where it may not, where there is
-    no model, or where transformers is missing."""
+    """ema: with the average of the weights that a run keeps; trust_code: whether a model that is
+    none of titanlike's own, and whose name is in the checkpoint alone, may be imported and built.
+    Raises ValueError where it may not, where there is no model, or where transformers is
+    missing."""
     folder = Path(location).expanduser()
     if (folder / "config.json").is_file():
         if ema:

@@ -289,8 +289,8 @@ def messages(graph: StageGraph) -> tuple[list[Tensor], list[Tensor]]:
 
 
 def same_messages(graph: StageGraph, other: StageGraph) -> bool:
-    """Whether two stages can take each other's place in a pipeline: the output of the last one is no
-    message."""
+    """Whether two stages can take each other's place in a pipeline: the output of the last one is
+    no message."""
 
     def forms(graph: StageGraph) -> list[Any]:
         if graph.output is not None:

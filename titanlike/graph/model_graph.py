@@ -88,7 +88,8 @@ class ModelGraph:
         names = self.recording(fields, True).starts
         self.units = [units.get(name, Unit(name, block=False)) for name in names]
         self.stages: list[list[str]] = []  # names of each stage's units
-        # each stage sends to the next alone: gradients are then added from the last use to the first
+        # each stage sends to the next alone: gradients are then added from the last use to the
+        # first
         self.relayed = False
         self.place: Sequence[int] | None = None  # pipeline rank of each; None = all on their own
         # for each tensor of the output, whether the loss uses it; None = all

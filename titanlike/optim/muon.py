@@ -41,10 +41,10 @@ class Muon(SkippingOptimizer):
     ) -> None:
         """Collective over the ranks that share the matrices.
 
-        groups: of matrices [rows, columns]; or those of experts, [experts, rows, columns], each a matrix of
-        its own: a rank's shard is of whole experts, which it orthogonalizes itself. dtype: in which
-        matrices are orthogonalized, and sent to be; parts: of those that are divided among
-        tensor-parallel ranks; group: the ranks that share them; None = FSDP's.
+        groups: of matrices [rows, columns]; or those of experts, [experts, rows, columns], each a
+        matrix of its own: a rank's shard is of whole experts, which it orthogonalizes itself.
+        dtype: in which matrices are orthogonalized, and sent to be; parts: of those that are
+        divided among tensor-parallel ranks; group: the ranks that share them; None = FSDP's.
         """
         settings = {"weight_decay": config.weight_decay, "momentum": config.momentum}
         super().__init__(groups, {"lr": config.lr, **settings})
@@ -98,7 +98,8 @@ class Muon(SkippingOptimizer):
     def _orthogonalized(
         self, matrices: Sequence[nn.Parameter], groups: Mapping[Any, dict[str, Any]]
     ) -> list[Tensor]:
-        """What this rank has of the orthogonalized momentum of each; groups: each one's. Collective.
+        """What this rank has of the orthogonalized momentum of each; groups: each one's.
+        Collective.
 
         Newton-Schulz needs whole matrices, of which each rank of an FSDP mesh holds some rows, and
         each tensor-parallel one a part of these:

@@ -1,5 +1,5 @@
-"""Tasks of lm-evaluation-harness on the checkpoints of a run that goes on: `titanlike evaluate` in a
-process of its own, started by rank 0, which never waits for it but at the end.
+"""Tasks of lm-evaluation-harness on the checkpoints of a run that goes on: `titanlike evaluate` in
+a process of its own, started by rank 0, which never waits for it but at the end.
 
 Results are in CHECKPOINT.evaluations.json, in events.jsonl, and in the record of the step at which
 they came, as task/NAME/METRIC.
@@ -35,8 +35,8 @@ class SideEvaluation:
         self._wanted = step
 
     def poll(self, newest: int) -> dict[str, float]:
-        """The numbers of an evaluation that has ended; starts the next one. newest: step of the newest
-        committed checkpoint."""
+        """The numbers of an evaluation that has ended; starts the next one. newest: step of the
+        newest committed checkpoint."""
         found: dict[str, float] = {}
         if self._running is not None:
             step, process, begin = self._running

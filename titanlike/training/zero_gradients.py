@@ -17,8 +17,8 @@ _NONE = -1.0  # instead of a norm: of a parameter of another rank
 
 
 class ZeroGradients:
-    """Keeps the largest norm of each gradient, and looks at them once in so many steps: an operation
-    a step on the device, and a vector in the message that a step sends anyway."""
+    """Keeps the largest norm of each gradient, and looks at them once in so many steps: an
+    operation a step on the device, and a vector in the message that a step sends anyway."""
 
     def __init__(
         self, steps: int, plan: TrainPlan, states: Sequence[StageState], device: torch.device
