@@ -4,6 +4,7 @@ bit."""
 from __future__ import annotations
 
 import json
+import re
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +25,7 @@ from titanlike.config.schema import (
     AdamW,
     Checkpoint,
     Config,
+    ConstantLr,
     Float8Precision,
     Fsdp,
     Model,
@@ -31,6 +33,7 @@ from titanlike.config.schema import (
     Numerics,
     Precision,
     Sgd,
+    Validation,
     Verify,
 )
 from titanlike.config.validate import problems
@@ -124,10 +127,13 @@ class Skipping(nn.Module):
         return self.head(self.norm(x))
 
 
+RESUMED = {"lr": ConstantLr(), "validation": Validation(every=1)}
+
+
 def exact(run_dir: Path, pp: int = 1, dp: int = 1, schedule: str = "1f1b", **more: Any) -> Config:
-    """A run of 3 steps that ends with a checkpoint."""
+    """A run of 3 steps, unless told, that ends with a checkpoint."""
     microbatches = more.get("batch_size", 16) // dp // more.pop("grain", 1)
-    config = tiny(pp, dp, schedule, layers=4, steps=3, **more)
+    config = tiny(pp, dp, schedule, layers=4, **{"steps": 3} | more)
     return replace(
         config,
         schedule=replace(config.schedule, microbatches=microbatches),
@@ -137,16 +143,16 @@ def exact(run_dir: Path, pp: int = 1, dp: int = 1, schedule: str = "1f1b", **mor
     )
 
 
-def bits(config: Config) -> tuple[Any, ...]:
+def bits(config: Config, steps: int = 3) -> tuple[Any, ...]:
     """All that a run leaves: losses, norms and digests of its steps, the digest of its
     checkpoint."""
     assert saved_runs.train_all(config) == [""]
     run_dir = Path(config.run_dir)
     keys = ("loss", "grad_norm", "digest", "val_loss")
-    steps = [[r.get(key) for key in keys] for r in read_jsonl(run_dir / "metrics.jsonl")]
-    state = json.loads((saved_runs.checkpoint(run_dir, 3) / "state.json").read_text())
-    assert all(all(row[:3]) for row in steps) and len(steps) == 3
-    return *steps, state["digest"]
+    rows = [[r.get(key) for key in keys] for r in read_jsonl(run_dir / "metrics.jsonl")]
+    state = json.loads((saved_runs.checkpoint(run_dir, steps) / "state.json").read_text())
+    assert all(all(row[:3]) for row in rows) and len(rows) == steps
+    return *rows, state["digest"]
 
 
 BF16 = Precision("bf16")
@@ -154,6 +160,16 @@ OWN = {"model": Model(f"{__name__}.Skipping", {"layers": 4})}
 GPT2 = {"family": "gpt2", "tied": True, "precision": BF16}
 MUON = {"optimizer": Muon()}
 FULL = {"activation_checkpoint": ActivationCheckpoint("full")}
+MOVES: list[dict[str, Any]] = [  # each resumes from where the one before has ended
+    {"pp": 2, "dp": 2, "fsdp": Fsdp(zero=2)},
+    {"dp": 2, "fsdp": Fsdp(zero=3)},
+    {"pp": 4, **FULL},
+    {"dp": 4, "replicate": 2},
+    {"pp": 2, "schedule": "zbvzerobubble"},
+    {},
+    {"pp": 2, "dp": 2, "schedule": "interleaved1f1b"},
+    {"dp": 2, "replicate": 2},
+]
 # what is trained, the first layout, and others that must leave the same bits
 LAYOUTS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
     "llama": (
@@ -200,6 +216,33 @@ def layouts_agree(trained: dict[str, Any], others: list[dict[str, Any]], folder:
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_layouts_leave_the_same_bits(name: str, tmp_path: Path) -> None:
     layouts_agree(*LAYOUTS[name], tmp_path)
+
+
+@pytest.mark.parametrize(
+    "layouts", [MOVES[:2], pytest.param(MOVES, marks=pytest.mark.slow)], ids=["one", "eight"]
+)
+def test_a_run_that_is_resumed_in_other_layouts_leaves_the_same_bits(
+    layouts: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    steps = len(layouts) + 1
+    whole = bits(exact(tmp_path, **RESUMED, steps=steps), steps)
+    for step, layout in enumerate(layouts, 2):
+        config = exact(tmp_path, **RESUMED, steps=step, **layout)
+        moved = bits(replace(config, run_dir=str(tmp_path / "moved")), step)
+    assert moved == whole
+
+
+def test_a_resume_with_other_grains_is_refused(tmp_path: Path) -> None:
+    first = exact(tmp_path, steps=1)
+    assert saved_runs.train_all(first) == [""]
+    for numerics, key in (
+        (Numerics("exact", 2), "numerics.grain=2: .*write numerics.grain=1"),
+        (Numerics(), "numerics=fast: .*write numerics=exact"),
+    ):
+        schedule = replace(first.schedule, microbatches=None)
+        config = replace(first, steps=2, numerics=numerics, schedule=schedule)
+        (told,) = saved_runs.train_all(config)
+        assert re.search(key, told), told
 
 
 @pytest.mark.slow

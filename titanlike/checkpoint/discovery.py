@@ -209,6 +209,8 @@ def run_identity(config: Config) -> dict[str, Any]:
         sizes.pop(f"model.{changing}", None)
     plain = {key: getattr(config, key) for key in ("seed", "batch_size", "seq_len")}
     plain |= {"ramp": to_plain(config.ramp)}
+    if config.exact:  # other grains leave other bits
+        plain |= {"numerics": config.numerics.name, "numerics.grain": config.numerics.grain}
     return {**plain, "optimizer": config.optimizer.name, **sizes}
 
 
@@ -227,7 +229,8 @@ def incompatibility(
             # a name without its model's keys would be the next mistake
             fix = "leave the model as it was" if key == "model.name" else f"{key}={value}"
             reason = f"{path} was saved with {value}, so this would be another run"
-            return Problem(key, identity.get(key), reason, f"{fix}, or another run_dir")
+            found = config.numerics.name if key == "numerics" else identity.get(key)
+            return Problem(key, found, reason, f"{fix}, or another run_dir")
     return None
 
 
