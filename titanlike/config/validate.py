@@ -13,7 +13,6 @@ import shlex
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
-from importlib.util import find_spec
 from itertools import product
 from math import gcd
 from operator import attrgetter
@@ -225,8 +224,6 @@ RULES = (
     Rule("evaluate.every", lambda c: c.evaluate.every and (
          not c.checkpoint.every or c.evaluate.every % c.checkpoint.every),
          "tasks are evaluated of checkpoints: it is a multiple of checkpoint.every", "evaluate.every=0"),
-    Rule("evaluate.every", lambda c: c.evaluate.every and find_spec("lm_eval") is None,
-         "lm-evaluation-harness is not installed: pip install 'titanlike[eval]'", "evaluate.every=0"),
     Rule("sample.prompts", lambda c: c.sample.every and not c.sample.prompts,
          "there is nothing to continue", "sample.prompts=[def,import]"),
     Rule("sample.every", lambda c: c.sample.every and isinstance(c.data, SyntheticData),

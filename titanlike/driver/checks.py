@@ -13,6 +13,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -62,6 +63,9 @@ def problems(
     wrong += data.problems(config)
     if isinstance(config.logger, TensorBoard) and (problem := tensorboard_problem()):
         wrong.append(problem)
+    if config.evaluate.every and find_spec("lm_eval") is None:
+        reason = "lm-evaluation-harness is not installed: pip install 'titanlike[eval]'"
+        wrong.append(Problem("evaluate.every", config.evaluate.every, reason, "evaluate.every=0"))
     if not any(problem.key in _LAYOUT_KEYS for problem in wrong):
         # imports torch: after the quick checks
         from titanlike.training.train_plan import preflight, too_large
