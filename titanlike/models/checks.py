@@ -45,11 +45,6 @@ def model_problems(model: nn.Module, config: Config) -> list[Problem]:
     if weight and not more:
         reason = "the model predicts the next token alone"
         wrong("loss.mtp_weight", weight, reason, "model.num_nextn_predict_layers=1")
-    for key in ("tp", "cp"):
-        if more and (ranks := getattr(config, key)) > 1:
-            reason = "predicts tokens from those after them, which other ranks may have"
-            fix = f"{key}=1 dp={config.dp * ranks}"
-            wrong(key, ranks, f"model.num_nextn_predict_layers={more} {reason}", fix)
     if config.model.args.get("vocab_size") is not None:
         needed, size = vocab_size(config), config.model.args["vocab_size"]
         if size < needed:

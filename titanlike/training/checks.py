@@ -74,6 +74,13 @@ _SHARDING = (  # of a config and its order
     Rule("fsdp.zero", lambda c, order: c.fsdp.zero in (2, 3) and c.shards == 1 and 2 * c.replicate,
          "dp={c.dp} replicate={c.replicate} shards nothing", "fsdp.zero=auto, or dp={0}"),
 )
+_MTP = "model.num_nextn_predict_layers predicts tokens from those after them, which other ranks may have"
+MULTI_TOKEN = (  # of a config and its model
+    Rule("tp", lambda c, model: getattr(model, "mtp", ()) and c.tp > 1 and c.dp * c.tp,
+         _MTP, "tp=1 dp={0}"),
+    Rule("cp", lambda c, model: getattr(model, "mtp", ()) and c.cp > 1 and c.dp * c.cp,
+         _MTP, "cp=1 dp={0}"),
+)
 # fmt: on
 
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from titanlike.config import schema
 from titanlike.config.errors import ConfigError, Problem, Refused
 from titanlike.config.schema import Config, Custom, Hardware
+from titanlike.config.validate import broken_rules
 from titanlike.data.loader import example_batch, field_problems
 from titanlike.data.registry import DataError
 from titanlike.data.sources import Data
@@ -274,6 +275,7 @@ def _choose_order(config: Config, model: nn.Module) -> tuple[Order, str]:
     Raises ConfigError with every problem that is found without a forward.
     """
     problems = model_problems(model, config) + checks.norm_problems(config, model)
+    problems += broken_rules(checks.MULTI_TOKEN, config, model)
     problems += checks.changed_problems(config, model) + checks.muon_problems(config, model)
     if getattr(config.optimizer, "groups", None):
         from titanlike.optim.groups import group_problems
