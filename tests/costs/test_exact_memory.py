@@ -44,6 +44,7 @@ def small(*mesh_and_schedule: Any, layers: int, **changes: Any) -> Config:
 _1F1B = Schedule("1f1b", 8)
 QUICK = {
     "pp=2": small(2, 1, Schedule("1f1b", 4), layers=2),
+    "partial sums": LAYOUTS["1f1b, pp=1, exact"],
 }
 MORE = {
     "dp=2, ZeRO 3, bf16, selective": small(
@@ -60,6 +61,7 @@ MORE = {
     "cp=2": layout(2, 1, _1F1B, cp=2),
     **LAYOUTS,
 }
+del MORE["1f1b, pp=1, exact"]
 LEFT_OUT = {
     name: MORE.pop(name) for name in ("1f1b, pp=1 dp=2, ZeRO 3", "1f1b, pp=1 tp=2, large logits")
 }

@@ -19,6 +19,7 @@ from titanlike.config.schema import (
     Fsdp,
     LoopedSchedule,
     LoopedZeroBubbleSchedule,
+    Numerics,
     Precision,
     Schedule,
     SelectiveActivationCheckpoint,
@@ -67,7 +68,7 @@ def _mixture(zero: Literal[2, 3]) -> Config:
 
 _FULL, _SELECTIVE = ActivationCheckpoint("full"), SelectiveActivationCheckpoint()
 _1F1B, _LOGITS = Schedule("1f1b", 8), {"data": SyntheticData(vocab_size=4000)}
-_BF16 = {"precision": Precision("bf16")}
+_BF16, _EXACT = {"precision": Precision("bf16")}, {"numerics": Numerics("exact")}
 
 LAYOUTS = {
     "gpipe": _pipeline(Schedule("gpipe", 4)),
@@ -99,6 +100,11 @@ LAYOUTS = {
     ),
     "1f1b, pp=1 dp=2 replicate=2, chunked loss": _pipeline(
         Schedule("1f1b", 2), pp=1, dp=2, replicate=2, loss=ChunkedCrossEntropy(), **_LOGITS
+    ),
+    "1f1b, pp=1, exact": _pipeline(Schedule("1f1b", 16), pp=1, **_EXACT),
+    "zbvzerobubble, deferred, exact": _pipeline(ZeroBubbleSchedule("zbvzerobubble", 16), **_EXACT),
+    "1f1b, dp=2, ZeRO 2, bf16, exact": _pipeline(
+        Schedule("1f1b", 8), dp=2, fsdp=Fsdp(2), **_BF16, **_EXACT
     ),
     "1f1b, pp=1 tp=2": _pipeline(Schedule("1f1b", 4), pp=1, tp=2),
     "1f1b, pp=1 tp=4": _pipeline(Schedule("1f1b", 4), pp=1, tp=4),

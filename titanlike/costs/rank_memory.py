@@ -11,6 +11,10 @@ takes while it runs (`UnitCosts.peaks`). What FSDP holds besides (torch 2.13,
 - ZeRO 2 and 3 make a unit's gradients anew in each backward, and keep the message that reduces
   them, in fp32, until the next unit's are made.
 - ZeRO 3 gathers a unit when it runs, and keeps the message; in a backward, the next unit's.
+
+With numerics=exact (`parallel/exact.py`) each microbatch's gradients are made anew, and those that
+are complete are partial sums of a binary tree: after k microbatches as many whole gradients in fp32
+as k has bits.
 """
 
 from __future__ import annotations
@@ -196,7 +200,7 @@ class RankMemory:
         self, config: Config, order: Order, layout: StageLayout, by_muon: Sequence[int]
     ) -> None:
         """by_muon: how many parameters of each stage Muon updates."""
-        self._order, self.layout, self._ep = order, layout, config.ep
+        self._order, self.layout, self._ep, self._exact = order, layout, config.ep, config.exact
         self._state = StateBytes.of(config, layout.zero)
         muon, shards = StateBytes.of(config, layout.zero, True).kept, self._state.shards
         self._kept = [  # bytes of each stage's parameters and optimizer state
@@ -283,6 +287,7 @@ class RankMemory:
         left = dict.fromkeys(order.local(rank), order.microbatches)
         forwards: set[int] = set()
         backwards: set[int] = set()
+        done = dict.fromkeys(left, 0)  # microbatches whose gradients are complete
         for act in order.ranks[rank]:
             kind, stage, _ = act
             if kind == "F" and stage not in forwards:
@@ -290,7 +295,11 @@ class RankMemory:
                 yield act, "gather"
             elif kind in "BI" and stage not in backwards:
                 backwards.add(stage)
-                kind = "first " + kind
+                kind = kind if self._exact else "first " + kind
+            if self._exact and kind in "BW":
+                done[stage] += 1
+                sums = done[stage].bit_count() - (done[stage] - 1).bit_count()
+                kind = f"{kind} and {sums} sums"
             yield act, kind
             if act.kind in "BW":
                 left[stage] -= 1
@@ -349,6 +358,13 @@ class RankMemory:
             reduced = int((_REDUCED + state.reduced_gradient) * sizes[-1])
         local = [u.parameters if whole else self._in_shards(u.parameters, u.experts) for u in units]
         new = [int(state.gradient * size) for size in local]  # gradients of the first backward
+        sums, parts, microbatches = 0, layout.microbatches.bit_count(), layout.microbatches
+        if self._exact:
+            new = [_REDUCED * unit.parameters for unit in units]
+            sums = sum(new)  # bytes of a partial sum
+            # each partial sum of a unit as it is laid out, sent and received
+            reduced = 3 * _REDUCED * parts * sizes[-1] if state.fsdp and whole and sizes else 0
+            before = parts * sums / state.gradient if state.gradient else 0
         first, later = self._backward(runs, new), self._backward(runs, [])
         backward = {"activations": -activations}
         self._stage_changes[key] = {
@@ -359,6 +375,16 @@ class RankMemory:
             "first B": _change(first, **backward, gradients=sum(new)),
             "B": _change(later, **backward),
             "W": _change(0, queued=-queued),
+            **{
+                f"{kind} and {more} sums": _change(
+                    most,
+                    **({"queued": -queued} if kind == "W" else backward),
+                    gradients=more * sums,
+                )
+                for kind, most in (("B", first), ("W", sums))
+                for more in range(2 - microbatches.bit_length(), 2)
+                if self._exact
+            },
             "reduce": _change(
                 reduced,
                 gathered=-gathered,

@@ -26,7 +26,9 @@ class ShardedGradients:
         self._group, self._state = group, state
         params = group.fsdp_params
         self.params = [param for param in params if param.sharded_param.requires_grad]
-        self.parameters: list[nn.Parameter] = [param.sharded_param for param in self.params]
+        infos = [param._module_info for param in self.params]
+        # those of the modules, which FSDP takes over at the first forward where others were put in
+        self.parameters: list[nn.Parameter] = [i.module._parameters[i.param_name] for i in infos]
         self.after_backward: Callable[[], object] = lambda: None  # of a microbatch
         self.after_last: Callable[[], object] = lambda: None  # once a step
         group.post_backward = self._post_backward

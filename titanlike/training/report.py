@@ -51,6 +51,7 @@ def opening(session: Session) -> None:
         ("not used", f"{some_names(plan.unused)}: no gradient, no update" if plan.unused else ""),
         ("not checked", "; ".join(t.unchecked for t in plan.transforms.values() if t.unchecked)),
         ("precision", precision),
+        ("numerics", _numerics(config, mesh)),
         ("optimizer", _optimizer(config, plan)),
         ("recomputed", _recomputed(config, plan)),
         ("gradients", f"of weights {plan.why_together}" if plan.why_together else ""),
@@ -177,6 +178,16 @@ def _splits(found: AutoSplitResult) -> list[tuple[str, str]]:
         ("split", f"auto by {found.cost}: {heaviest_rank(found.chosen)}"),
         ("", f"even would give: {heaviest_rank(found.even)}"),
     ]
+
+
+def _numerics(config: Config, mesh: Mesh) -> str:
+    """What `numerics=exact` fixes; "" without it."""
+    if not config.exact:
+        return ""
+    fixed = f"grains of {config.numerics.grain}, one CPU thread on each rank"
+    if accelerator.is_accelerator(mesh.device):
+        fixed += ", deterministic algorithms"
+    return f"exact: the same bits in every layout ({fixed})"
 
 
 def _optimizer(config: Config, plan: TrainPlan) -> str:
