@@ -46,6 +46,7 @@ from titanlike.proof.exact import first_difference
 from titanlike.torch_private.fsdp_sums import ShardedGradients
 from titanlike.training import step as steps
 from titanlike.training.build import Run
+from titanlike.training.train_plan import preflight
 
 
 def test_a_tree_adds_in_the_same_order_whatever_comes_first() -> None:
@@ -230,6 +231,13 @@ def test_a_run_that_is_resumed_in_other_layouts_leaves_the_same_bits(
         config = exact(tmp_path, **RESUMED, steps=step, **layout)
         moved = bits(replace(config, run_dir=str(tmp_path / "moved")), step)
     assert moved == whole
+
+
+def test_a_schedule_that_needs_more_microbatches_is_given_smaller_grains() -> None:
+    config = tiny(2, 1, "dualpipev", numerics=Numerics("exact", 8))
+    schedule = replace(config.schedule, microbatches=None)
+    (problem,) = preflight(replace(config, schedule=schedule))
+    assert (problem.key, problem.fix) == ("numerics.grain", "numerics.grain=4")
 
 
 def test_a_resume_with_other_grains_is_refused(tmp_path: Path) -> None:

@@ -301,7 +301,18 @@ def _choose_order(config: Config, model: nn.Module) -> tuple[Order, str]:
         fix = "" if error.works is None else f"batch_size={error.works * config.dp}"
         problems.append(Problem("batch_size", config.batch_size, str(error), fix))
     except Refused as error:
-        problems.append(error.problem)
+        problem = error.problem
+        if config.exact and problem.key == "schedule.microbatches":
+            smaller = (
+                grain
+                for grain in range(rows, 0, -1)
+                if rows % grain == 0
+                and not from_config.microbatch_problem(config.schedule, config.pp, rows // grain)
+            )
+            fix = f"numerics.grain={grain}" if (grain := next(smaller, None)) else "numerics=fast"
+            reason = f"a grain is a microbatch, and {problem.reason}"
+            problem = Problem("numerics.grain", config.numerics.grain, reason, fix)
+        problems.append(problem)
     else:
         problems += checks.sharding_problems(config, order)
     if problems:  # a forward would only raise the same in other words
