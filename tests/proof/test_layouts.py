@@ -151,7 +151,7 @@ def verify_with_a_fault(config: Config, worker: Worker, fault: str) -> dict:
             elif fault == "nan":
                 parameter.grad *= math.nan
         if fault == "loss":
-            return result[0] * (1 + 1e-5), result[1]
+            return result[0] * (1 + 1e-5), *result[1:]
         return result
 
     Pipeline.forward_backward = train_wrong
