@@ -211,13 +211,13 @@ class GrainSums:
         """complete: else the gradients of some weights come later."""
         for each in self._sums:
             each.add(microbatch, complete)
+        for sharded in reversed(self._sharded):
+            sharded.end()
 
     def finish(self) -> None:
-        """Give the parameters of a stage without FSDP their gradients, which calls those of
-        others."""
-        for each in self._sums:
-            if isinstance(each, _WholeSum):
-                each.finish()
+        """Give the parameters their gradients. Collective over the ranks that share them."""
+        for each in reversed(self._sums):
+            each.finish()
 
 
 class _Sum:
@@ -248,6 +248,10 @@ class _Sum:
 
     def _taken(self) -> Gradients:
         """The gradient of each parameter; afterwards it has none."""
+        raise NotImplementedError
+
+    def finish(self) -> None:
+        """Give the parameters the sums."""
         raise NotImplementedError
 
     def add(self, microbatch: int, complete: bool) -> None:
@@ -290,7 +294,7 @@ class _WholeSum(_Sum):
 class _ShardedSum(_Sum):
     """Of one of FSDP's groups of parameters."""
 
-    microbatch = 0  # whose backward runs
+    microbatch: int | None = None  # whose backward runs
 
     def __init__(
         self,
@@ -306,7 +310,6 @@ class _ShardedSum(_Sum):
         self._part: SumTree[Tensor] = SumTree(grains.all, Tensor.add_)
         if zero > 1:
             group.after_backward = self._reduce_now
-        group.after_last = self._finish
 
     def _taken(self) -> Gradients:
         return self._group.take()
@@ -315,9 +318,19 @@ class _ShardedSum(_Sum):
         if self._zero == 1:
             super().add(microbatch, complete)
 
+    def end(self) -> None:
+        """The backward is done. torch 2.15 puts off to the end of a step what comes after that of a
+        group whose inputs have no gradient."""
+        if self._zero > 1:
+            self._reduce_now()
+        self.microbatch = None
+
     def _reduce_now(self) -> None:
         """ZeRO 2 and 3: the gradient of each grain is sharded at once."""
+        if self.microbatch is None:  # it is already, or the step is done
+            return
         keys = self._grains.leaves(self.microbatch)
+        self.microbatch = None
         ((key,),) = [keys[dist.get_rank(self._grains.shard_group)]]
         self._exchange({key: self._take()}, keys)
 
@@ -332,7 +345,7 @@ class _ShardedSum(_Sum):
             flat[key] = self._group.flat(gradients, shards, self._at)
         sum_over(flat, self._part, keys, self._grains.shard_group)
 
-    def _finish(self) -> None:
+    def finish(self) -> None:
         if not self._at:
             return
         grains = self._grains

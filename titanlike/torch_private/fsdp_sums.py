@@ -22,22 +22,21 @@ class ShardedGradients:
 
     def __init__(self, group: Any, state: Any) -> None:
         """Take the place of the group's `post_backward`, which torch calls after each backward of
-        its modules, and once a step when all are done."""
+        its modules, and in some versions once more when all of a step are done."""
         self._group, self._state = group, state
         params = group.fsdp_params
         self.params = [param for param in params if param.sharded_param.requires_grad]
         infos = [param._module_info for param in self.params]
         # those of the modules, which FSDP takes over at the first forward where others were put in
         self.parameters: list[nn.Parameter] = [i.module._parameters[i.param_name] for i in infos]
-        self.after_backward: Callable[[], object] = lambda: None  # of a microbatch
-        self.after_last: Callable[[], object] = lambda: None  # once a step
+        self.after_backward: Callable[[], object] = lambda: None
         group.post_backward = self._post_backward
 
     def _post_backward(self, *unused: Any) -> None:
         self._group._training_state = TrainingState.POST_BACKWARD
         if self._group.reshard_after_backward:
             self._group.reshard()
-        (self.after_last if self._state._state_ctx.is_last_backward else self.after_backward)()
+        self.after_backward()
 
     def take(self) -> list[Tensor | None]:
         """The unsharded gradients of the last backwards; afterwards there are none."""

@@ -150,6 +150,11 @@ def skip_posts(
     behind the message to the next stage: later, 1F1B over 8 ranks would take up to 1.3 of its time.
     """
     posts: dict[int, dict[int, list[SkipMessage]]] = {rank: {} for rank in ranks}
+    sent = {
+        (action.computation_type.name, action.stage_index, action.microbatch_index)
+        for actions in ranks.values()
+        for action in actions
+    }
     at = dict.fromkeys(ranks, 0)
 
     def next_of(rank: int) -> tuple[str, int, int]:
@@ -174,10 +179,11 @@ def skip_posts(
                 at[place[to]] += 1
             at[rank] += 1
             walked = True
-            computes = name in ("FORWARD", "FULL_BACKWARD", "BACKWARD_INPUT")
-            if kind != "SEND" and not (computes and not next_of(rank)[0].startswith("SEND")):
-                continue
             forward = way == "F" or name == "FORWARD"
+            computes = name in ("FORWARD", "FULL_BACKWARD", "BACKWARD_INPUT")
+            follows = ("SEND_F" if forward else "SEND_B", stage, mb) in sent
+            if kind != "SEND" and (not computes or follows):
+                continue
             for (early, late), back in skips.items():
                 source, to = (early, late) if forward else (late, early)
                 if source == stage and place[source] != place[to] and (forward or back):

@@ -187,6 +187,15 @@ class _Stage(PipelineStage):
         if self.sums is None:
             gradients_in_one_dtype(self._groups)
         super().perform_reduce_grad(grad_scale_factor)
+        waits = isinstance(self.submod, FSDPModule) and hasattr(
+            PipelineStage, "wait_for_gradient_reduction"
+        )
+        if self.sums is not None and not waits:
+            self.sums.finish()
+
+    def wait_for_gradient_reduction(self, grad_scale_factor: int) -> None:
+        """2.15, of a stage with FSDP: called by the runtime, and by `perform_reduce_grad`."""
+        super().wait_for_gradient_reduction(grad_scale_factor)  # type: ignore[misc]
         if self.sums is not None:
             self.sums.finish()
 
