@@ -352,7 +352,7 @@ class RankMemory:
         message = self._computing * sum(sizes[-2:]) if gathered else 0
         sharded = self._in_shards(numel, layout.experts[stage])
         whole = layout.zero == 1
-        before = numel if whole else sharded
+        gradients = state.gradient * (numel if whole else sharded)  # when all are there
         reduced = 0  # bytes of the largest unit's gradients in a message, where FSDP has whole ones
         if state.fsdp and whole and sizes:
             reduced = int((_REDUCED + state.reduced_gradient) * sizes[-1])
@@ -362,9 +362,9 @@ class RankMemory:
         if self._exact:
             new = [_REDUCED * unit.parameters for unit in units]
             sums = sum(new)  # bytes of a partial sum
+            gradients = parts * sums
             # each partial sum of a unit as it is laid out, sent and received
             reduced = 3 * _REDUCED * parts * sizes[-1] if state.fsdp and whole and sizes else 0
-            before = parts * sums / state.gradient if state.gradient else 0
         first, later = self._backward(runs, new), self._backward(runs, [])
         backward = {"activations": -activations}
         self._stage_changes[key] = {
@@ -388,7 +388,7 @@ class RankMemory:
             "reduce": _change(
                 reduced,
                 gathered=-gathered,
-                gradients=int(state.reduced_gradient * sharded - state.gradient * before),
+                gradients=int(state.reduced_gradient * sharded - gradients),
             ),
         }
         return self._stage_changes[key]

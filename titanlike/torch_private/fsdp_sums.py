@@ -20,10 +20,10 @@ class ShardedGradients:
     """The gradients of one of FSDP's groups of parameters, which it neither accumulates nor
     reduces."""
 
-    def __init__(self, group: Any, state: Any) -> None:
+    def __init__(self, group: Any) -> None:
         """Take the place of the group's `post_backward`, which torch calls after each backward of
         its modules, and in some versions once more when all of a step are done."""
-        self._group, self._state = group, state
+        self._group = group
         params = group.fsdp_params
         self.params = [param for param in params if param.sharded_param.requires_grad]
         infos = [param._module_info for param in self.params]
@@ -89,4 +89,4 @@ class ShardedGradients:
 
 def sharded_gradients(module: nn.Module) -> list[ShardedGradients]:
     """Of each of FSDP's groups in a module; [] where it is not wrapped."""
-    return [ShardedGradients(group, state) for group, state in _groups(module)]
+    return [ShardedGradients(group) for group, _ in _groups(module)]
