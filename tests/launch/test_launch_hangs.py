@@ -245,7 +245,7 @@ def test_of_thousands_of_ranks_a_few_are_named_and_the_rest_counted() -> None:
     now[1500] = replace(now[1500], waits=False, action="3F1", at="model.py:12 in forward")
     del now[3]
     text, frames = explain(now[9], before, now, 2000, "launch.step_timeout=30")
-    assert "rank 77 (n1, pid 87) has not responded for 0 s, last in 0B2" in text
+    assert re.search(r"rank 77 \(n1, pid 87\) has not responded for \d+ s, last in 0B2", text)
     assert "rank 3 has written no heartbeat" in text
     assert "rank 1500 has been in 3F1 (forward of stage 3, microbatch 1) for 30 s" in text
     assert text.endswith("; 1993 more wait") and len(text) < 1200
