@@ -59,12 +59,12 @@ def test_a_tree_adds_in_the_same_order_whatever_comes_first() -> None:
         sums.append(tree.root())
     # of three ranks, the nodes that remain
     tree = SumTree(11, torch.add)
-    for first, count in ((0, 3), (3, 6), (9, 2)):
+    for leaves in ((0, 1, 2), (3, 8, 4, 9), (5, 7, 6, 10)):
         part: SumTree[torch.Tensor] = SumTree(11, torch.add)
-        for leaf in range(first, first + count):
+        for leaf in leaves:
             part.put((0, leaf), values[leaf].clone())
         nodes = part.take()
-        assert sorted(nodes, key=lambda key: key[1] << key[0]) == keys_of(11, first, count)
+        assert sorted(nodes, key=lambda key: key[1] << key[0]) == keys_of(11, leaves)
         for key, value in nodes.items():
             tree.put(key, value)
     sums.append(tree.root())

@@ -15,7 +15,7 @@ another shape, another alignment or another number of threads.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Generic, TypeVar
 
 import torch
@@ -63,10 +63,10 @@ class SumTree(Generic[T]):
         return value
 
 
-def keys_of(leaves: int, first: int, count: int) -> list[Key]:
-    """The nodes that remain of `count` leaves from `first` on, in order."""
+def keys_of(leaves: int, some: Iterable[int]) -> list[Key]:
+    """The nodes that remain of some of the leaves, in order."""
     tree: SumTree[None] = SumTree(leaves, lambda left, right: None)
-    for leaf in range(first, first + count):
+    for leaf in some:
         tree.put((0, leaf), None)
     return sorted(tree.nodes, key=lambda key: key[1] << key[0])
 

@@ -13,8 +13,9 @@ A tied weight that two modules of a stage use has two trees, as on two stages; t
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -151,32 +152,41 @@ class ExactSums(Transform):
 
 
 class Grains:
-    """The grains of a step, and the ranks that have them."""
+    """The grains of a step, each a leaf of the tree, and the ranks that have them."""
 
     def __init__(self, mesh: Mesh, microbatches: int, replicate: int) -> None:
         self._count, self.all = microbatches, mesh.dp * microbatches
         self.first = mesh.dp_rank * microbatches
         self.shards, self.replicas = mesh.dp // replicate, replicate
-        self.replica = mesh.dp_rank // self.shards
+        self.replica, self._rank = divmod(mesh.dp_rank, self.shards)
         self.shard_group = mesh.axes.get_group("shard")
         self.replicate_group = mesh.axes.get_group("replicate")
 
+    def of_rank(self, rank: int, microbatch: int) -> list[int]:
+        """The leaves of a microbatch of a rank of this replica."""
+        return self._leaves(self.replica * self.shards + rank, microbatch)
+
+    def mine(self, microbatch: int) -> list[int]:
+        """Those of this rank."""
+        return self.of_rank(self._rank, microbatch)
+
     def rank_keys(self) -> list[list[Key]]:
-        """Nodes of each rank of this replica, once it has added all of its grains."""
+        """Nodes of each rank of this replica, once it has added all of its leaves."""
         begin = self.replica * self.shards
-        return [self._keys(begin + rank, 1) for rank in range(self.shards)]
+        return [self._keys([begin + rank]) for rank in range(self.shards)]
 
     def replica_keys(self) -> list[list[Key]]:
         """Nodes of each replica."""
-        return [self._keys(at * self.shards, self.shards) for at in range(self.replicas)]
+        begins = range(0, self.replicas * self.shards, self.shards)
+        return [self._keys(range(begin, begin + self.shards)) for begin in begins]
 
-    def leaves(self, microbatch: int) -> list[list[Key]]:
-        """The grain that each rank of this replica computes at a time."""
-        begin = self.replica * self.shards
-        return [[(0, (begin + at) * self._count + microbatch)] for at in range(self.shards)]
+    def _leaves(self, rank: int, microbatch: int) -> list[int]:
+        """rank: of all replicas."""
+        return [rank * self._count + microbatch]
 
-    def _keys(self, dp_rank: int, ranks: int) -> list[Key]:
-        return keys_of(self.all, dp_rank * self._count, ranks * self._count)
+    def _keys(self, ranks: Iterable[int]) -> list[Key]:
+        each = product(ranks, range(self._count))
+        return keys_of(self.all, [leaf for place in each for leaf in self._leaves(*place)])
 
 
 class GrainSums:
@@ -227,7 +237,7 @@ class _Sum:
         """places: of each parameter, the modules that have it."""
         self._grains = grains
         self._tree: SumTree[Gradients] = SumTree(grains.all, _add_each)
-        self._pending: dict[int, Gradients] = {}  # by microbatch: weight gradients are missing
+        self._pending: dict[int, Gradients] = {}  # by leaf: weight gradients are missing
         # of each gradient the parameter: first those of all, then those of second places
         self._at = [*range(len(places))]
         self._apart: list[Tensor | None] = []  # the latter, as the backward leaves them
@@ -241,10 +251,12 @@ class _Sum:
         before = self._apart[at]
         self._apart[at] = gradient if before is None else before + gradient
 
-    def _take(self) -> Gradients:
+    def _take(self, microbatch: int) -> list[tuple[int, Gradients]]:
+        """(leaf, its gradients) of a microbatch."""
         apart, self._apart = self._apart, [None] * len(self._apart)
         taken = [*self._taken(), *apart]
-        return [None if gradient is None else gradient.float() for gradient in taken]
+        (leaf,) = self._grains.mine(microbatch)
+        return [(leaf, [None if gradient is None else gradient.float() for gradient in taken])]
 
     def _taken(self) -> Gradients:
         """The gradient of each parameter; afterwards it has none."""
@@ -255,13 +267,13 @@ class _Sum:
         raise NotImplementedError
 
     def add(self, microbatch: int, complete: bool) -> None:
-        gradients = self._take()
-        if before := self._pending.pop(microbatch, None):
-            gradients = _add_each(before, gradients)
-        if complete:
-            self._tree.put((0, self._grains.first + microbatch), gradients)
-        else:
-            self._pending[microbatch] = gradients
+        for leaf, gradients in self._take(microbatch):
+            if before := self._pending.pop(leaf, None):
+                gradients = _add_each(before, gradients)
+            if complete:
+                self._tree.put((0, leaf), gradients)
+            else:
+                self._pending[leaf] = gradients
 
 
 class _WholeSum(_Sum):
@@ -329,10 +341,10 @@ class _ShardedSum(_Sum):
         """ZeRO 2 and 3: the gradient of each grain is sharded at once."""
         if self.microbatch is None:  # it is already, or the step is done
             return
-        keys = self._grains.leaves(self.microbatch)
-        self.microbatch = None
-        ((key,),) = [keys[dist.get_rank(self._grains.shard_group)]]
-        self._exchange({key: self._take()}, keys)
+        grains, microbatch, self.microbatch = self._grains, self.microbatch, None
+        each = [grains.of_rank(rank, microbatch) for rank in range(grains.shards)]
+        nodes = {(0, leaf): taken for leaf, taken in self._take(microbatch)}
+        self._exchange(nodes, [[(0, leaf) for leaf in leaves] for leaves in each])
 
     def _exchange(self, nodes: Mapping[Key, Gradients], keys: list[list[Key]]) -> None:
         shards, flat = self._grains.shards, {}
