@@ -32,6 +32,7 @@ from titanlike.config.schema import (
     Muon,
     Numerics,
     Precision,
+    SelectiveActivationCheckpoint,
     Sgd,
     Validation,
     Verify,
@@ -160,7 +161,17 @@ BF16 = Precision("bf16")
 OWN = {"model": Model(f"{__name__}.Skipping", {"layers": 4})}
 GPT2 = {"family": "gpt2", "tied": True, "precision": BF16}
 MUON = {"optimizer": Muon()}
+MOE = {
+    "model": moe(
+        num_hidden_layers=4,
+        first_k_dense_replace=1,
+        n_shared_experts=1,
+        balance_loss=0.01,
+        z_loss=0.001,
+    )
+}
 FULL = {"activation_checkpoint": ActivationCheckpoint("full")}
+SELECTIVE = {"activation_checkpoint": SelectiveActivationCheckpoint()}
 MOVES: list[dict[str, Any]] = [  # each resumes from where the one before has ended
     {"pp": 2, "dp": 2, "fsdp": Fsdp(zero=2)},
     {"dp": 2, "fsdp": Fsdp(zero=3)},
@@ -170,6 +181,13 @@ MOVES: list[dict[str, Any]] = [  # each resumes from where the one before has en
     {},
     {"pp": 2, "dp": 2, "schedule": "interleaved1f1b"},
     {"dp": 2, "replicate": 2},
+]
+EXPERTS: list[dict[str, Any]] = [
+    {"dp": 2, "ep": 2, "fsdp": Fsdp(zero=3), **FULL},
+    {"dp": 4, "ep": 4, "fsdp": Fsdp(zero=2)},
+    {"pp": 2, "dp": 2, "ep": 2, "schedule": "zbvzerobubble"},
+    {"dp": 4, "ep": 2, "replicate": 2},
+    {"dp": 4, "ep": 2, "fsdp": Fsdp(zero=2), **SELECTIVE},
 ]
 # what is trained, the first layout, and others that must leave the same bits
 LAYOUTS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
@@ -183,6 +201,8 @@ LAYOUTS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
     ),
     "own": (OWN, [{"dp": 2}, {"pp": 2, "schedule": "zbvzerobubble", **FULL}]),
     "gpt2 bf16": (GPT2, [{"dp": 2, "fsdp": Fsdp(zero=2)}, {"pp": 2}]),
+    # three grains a rank: in a tree of those no two ranks may be exchanged
+    "experts": ({**MOE, "batch_size": 6}, [{"dp": 2, "ep": 2}]),
 }
 MORE: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
     "llama": (
@@ -201,10 +221,16 @@ MORE: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
     "sgd": ({"optimizer": Sgd()}, [{"dp": 2}, {"pp": 2, "dp": 2}]),
     "own": (OWN, [{"pp": 2, "dp": 2, "schedule": "dualpipev", "fsdp": Fsdp(zero=1)}, {"pp": 4}]),
     "gpt2 bf16": (GPT2, [{"pp": 2, "dp": 2, "schedule": "zbvzerobubble"}, {"dp": 4}]),
-    "moe": (
-        {"model": moe(num_hidden_layers=4)},
-        [{"dp": 2}, {"pp": 2, "dp": 2}, {"pp": 2, "schedule": "zbvzerobubble"}],
+    "moe": (MOE, [{"dp": 2}, {"pp": 2, "dp": 2}, *EXPERTS]),
+    "moe with top_k=1 in bf16": (
+        {"model": moe(num_hidden_layers=4, num_experts_per_tok=1), "precision": BF16},
+        EXPERTS,
     ),
+    "moe with top_k=4, three ranks": (
+        {"model": moe(num_local_experts=6, num_experts_per_tok=4), "batch_size": 12},
+        [{"dp": 3, "ep": 3}, {"dp": 6, "ep": 3, "fsdp": Fsdp(zero=2)}, {"dp": 4, "ep": 2}],
+    ),
+    "moe with muon": (MOE | MUON, [{"dp": 2, "ep": 2}, {"dp": 4, "ep": 2, "replicate": 2}]),
 }
 
 
@@ -220,15 +246,21 @@ def test_layouts_leave_the_same_bits(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "layouts", [MOVES[:2], pytest.param(MOVES, marks=pytest.mark.slow)], ids=["one", "eight"]
+    ("trained", "layouts"),
+    [
+        ({}, MOVES[:2]),
+        pytest.param({}, MOVES, marks=pytest.mark.slow),
+        pytest.param(MOE, [EXPERTS[0], {"pp": 2}, *EXPERTS[1:]], marks=pytest.mark.slow),
+    ],
+    ids=["one", "eight", "experts"],
 )
 def test_a_run_that_is_resumed_in_other_layouts_leaves_the_same_bits(
-    layouts: list[dict[str, Any]], tmp_path: Path
+    trained: dict[str, Any], layouts: list[dict[str, Any]], tmp_path: Path
 ) -> None:
-    steps = len(layouts) + 1
-    whole = bits(exact(tmp_path, **RESUMED, steps=steps), steps)
+    steps, trained = len(layouts) + 1, RESUMED | trained
+    whole = bits(exact(tmp_path, **trained, steps=steps), steps)
     for step, layout in enumerate(layouts, 2):
-        config = exact(tmp_path, **RESUMED, steps=step, **layout)
+        config = exact(tmp_path, **trained, steps=step, **layout)
         moved = bits(replace(config, run_dir=str(tmp_path / "moved")), step)
     assert moved == whole
 
@@ -238,6 +270,17 @@ def test_a_schedule_that_needs_more_microbatches_is_given_smaller_grains() -> No
     schedule = replace(config.schedule, microbatches=None)
     (problem,) = preflight(replace(config, schedule=schedule))
     assert (problem.key, problem.fix) == ("numerics.grain", "numerics.grain=4")
+
+
+def test_experts_that_may_compute_other_bits_on_another_rank_are_refused() -> None:
+    for change, reason in (
+        ({"moe_intermediate_size": 33}, "model.layers.0.mlp.experts has rows of 33 elements"),
+        ({}, ""),
+    ):
+        config = tiny(dp=2, ep=2, model=moe(**change), numerics=Numerics("exact"))
+        found = preflight(config)
+        assert [problem.fix for problem in found] == (["ep=1"] if reason else [])
+        assert all(reason in problem.reason for problem in found)
 
 
 def test_a_resume_with_other_grains_is_refused(tmp_path: Path) -> None:
@@ -263,7 +306,6 @@ def test_what_is_not_exact_is_refused() -> None:
     wrong = {
         "tp": {"tp": 2},
         "cp": {"cp": 2},
-        "ep": {"dp": 2, "ep": 2},
         "compile": {"compile": True},
         "precision": {"precision": Float8Precision()},
         "optimizer.state_dtype": {"optimizer": AdamW(state_dtype="bf16")},
@@ -310,7 +352,7 @@ def differences(config: Config, worker: Worker) -> list[str]:
 
 
 def test_verify_names_the_first_bit_that_differs(tmp_path: Path) -> None:
-    config = exact(tmp_path, dp=2, precision=BF16, verify=Verify(steps=2))
+    config = exact(tmp_path, dp=2, ep=2, **MOE, precision=BF16, verify=Verify(steps=2))
     right, scaled, flipped = run_world(differences, config, tmp_path / "run")[0]
     assert right == ""
     assert scaled.startswith("step 1: gradient of model.embed_tokens.weight[")

@@ -734,7 +734,7 @@ class Numerics:
     """Whether a step's bits depend on the layout."""
 
     name: Literal["fast", "exact"] = key(
-        "fast", "exact = the same bits in every layout of pp, dp, replicate, ZeRO and schedule"
+        "fast", "exact = the same bits in every layout of pp, dp, ep, replicate, ZeRO, schedule"
     )
     grain: int = key(
         1, "exact: sequences in a microbatch, the same in all layouts that are to be equal", ge=1

@@ -214,8 +214,8 @@ def _if_exact(broken: Callable[[Config], Any], config: Config) -> Any:
 
 # fmt: off
 RULES = (
-    Rule("numerics.digest_every", lambda c: c.numerics.digest_every and max(c.tp, c.cp, c.ep) > 1,
-         "is computed of parameters that no tp, cp or ep rank has a part of",
+    Rule("numerics.digest_every", lambda c: c.numerics.digest_every and max(c.tp, c.cp) > 1,
+         "is computed of parameters that no tp or cp rank has a part of",
          "numerics.digest_every=0"),
     Rule("value", lambda c: c.value == "val_loss" and c.validation.every == 0,
          "nothing is validated with validation.every=0", "value=loss"),
@@ -296,9 +296,6 @@ EXACT_RULES = tuple(rule._replace(broken=partial(_if_exact, rule.broken)) for ru
     Rule("cp", lambda c: c.cp > 1,
          _EXACT + "a weight's gradient is a sum over tokens, of which a rank has a part",
          "cp=1 pp={c.model_ranks} or numerics=fast"),
-    Rule("ep", lambda c: c.ep > 1,
-         _EXACT + "an expert computes with the tokens of several grains at once",
-         "ep=1 or numerics=fast"),
     Rule("numerics.grain", lambda c: c.batch_size // c.dp % max(1, c.numerics.grain),
          "a dp rank's batch of {c.batch_size} / {c.dp} sequences is no whole number of grains",
          "numerics.grain=1"),

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from titanlike.torch_private.distributed_checkpoint import Blocks
 from titanlike.torch_private.dtensor import local, local_slices
 
 _CHUNK = 2**20  # elements at a time, which take 40 MiB
@@ -67,21 +68,25 @@ def text_of(total: Tensor) -> str:
 def digest(
     tensors: Mapping[str, Any], first: bool, device: torch.device, group: dist.ProcessGroup | None
 ) -> str:
-    """The digest of what all ranks have together, FSDP's DTensors and plain tensors. Collective.
+    """The digest of what all ranks have together: FSDP's DTensors, `Blocks` of these, and plain
+    tensors. Collective.
 
     first: whether this rank counts plain tensors, which several ranks have: the first of them.
     """
     total = torch.zeros((), dtype=torch.int64, device=device)
     for name, tensor in tensors.items():
-        counts = first
-        if isinstance(tensor, DTensor):
-            place = tensor.device_mesh.get_coordinate()
+        counts, held = first, tensor.held if isinstance(tensor, Blocks) else tensor
+        if isinstance(held, DTensor):
+            place = held.device_mesh.get_coordinate()
             assert place is not None, "every rank is in the mesh"
-            pairs = zip(place, tensor.placements, strict=True)
+            pairs = zip(place, held.placements, strict=True)
             counts = not any(at for at, placement in pairs if placement.is_replicate())
-        if counts:
-            offsets = tuple(piece.start for piece in local_slices(tensor))
-            total += digest_of(name, local(tensor), tensor.shape, offsets).to(device)
+        if isinstance(tensor, Blocks):
+            blocks = tensor.blocks
+        else:
+            blocks = {torch.Size(piece.start for piece in local_slices(held)): local(held)}
+        for offsets, block in blocks.items() if counts else ():
+            total += digest_of(name, block, tensor.shape, offsets).to(device)
     if dist.is_initialized():
         dist.all_reduce(total, group=group)
     return text_of(total)

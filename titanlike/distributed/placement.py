@@ -108,6 +108,8 @@ def local_of(tensor: Tensor, part: Part | None, whole: Tensor) -> Tensor:
 STYLE = "tp_style"  # how a module is divided, and what that takes; graph/units.py knows it
 GATHERS = "tp_gathers"  # of a module that gathers what it is given: the ranks
 BIAS_LATER = "tp_adds_bias_later"  # of a linear layer
+# of divided experts, with numerics=exact: rank -> a context in which they compute its tokens
+APART = "ep_rank_apart"
 
 
 def style_of(module: nn.Module) -> str:

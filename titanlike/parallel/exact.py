@@ -7,13 +7,17 @@ of the weight. Grains are added, in fp32, in one binary tree over their place in
 FSDP's reduce-scatter, and of its all-reduce over replicas. The losses of all grains are added in
 the same tree, squares of gradients as integers.
 
+Experts that are divided (`ep`) compute the tokens of each rank of their group by themselves: a
+grain of each, whose gradients are as many leaves.
+
 A tied weight that two modules of a stage use has two trees, as on two stages; their sums are added.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from itertools import product
 from typing import Any
@@ -36,7 +40,8 @@ from titanlike.distributed.exact_sums import (
 )
 from titanlike.distributed.initialize import piece_seed
 from titanlike.distributed.mesh import Mesh
-from titanlike.distributed.placement import has_statistics
+from titanlike.distributed.placement import APART, experts_of, has_statistics
+from titanlike.distributed.sharding import compute_dtype
 from titanlike.distributed.transform import Transform
 from titanlike.graph.model_graph import ModelGraph
 from titanlike.graph.recording import tree_map
@@ -45,6 +50,8 @@ from titanlike.torch_private.fsdp_sums import ShardedGradients, sharded_gradient
 from titanlike.torch_private.tensors import add_values
 
 Gradients = list[Tensor | None]
+# bytes; products of unaligned fp32 vectors differed on a CPU (MKL, one to three rows)
+_ALIGNED = 16
 
 
 def model_problems(config: Config, model_graph: ModelGraph) -> list[Problem]:
@@ -74,10 +81,33 @@ def model_problems(config: Config, model_graph: ModelGraph) -> list[Problem]:
     if any(map(has_statistics, model.modules())):
         reasons.append("its batch norms keep statistics of a whole batch")
     fix = "numerics=fast, or a model without that"
-    return [
+    problems = [
         Problem("model.name", config.model.name, f"not with numerics=exact: {reason}", fix)
         for reason in reasons[:3]
     ]
+    if config.ep > 1:
+        drawing = {node.target for node in nodes if node.kind == "unit" and node.random}
+        apart = _why_not_apart(model, drawing, compute_dtype(config).itemsize)
+        problems += [
+            Problem("ep", config.ep, f"not with numerics=exact: {reason}", "ep=1")
+            for reason in apart[:1]
+        ]
+    return problems
+
+
+def _why_not_apart(model: nn.Module, drawing: Collection[str], itemsize: int) -> list[str]:
+    """Why experts may compute other bits where they are divided."""
+    reasons = []
+    for name, experts in experts_of(model).items():
+        if any(f"{name}.".startswith(f"{unit}.") for unit in drawing):
+            reasons.append(f"what {name} is in draws random numbers, which differ between ranks")
+        sizes = {size for weight in experts.parameters() for size in weight.shape[1:]}
+        if odd := sorted(size for size in sizes if size * itemsize % _ALIGNED):
+            reasons.append(
+                f"{name} has rows of {odd[0]} elements: with rows that are no multiple of {_ALIGNED} "
+                "bytes a product may depend on where its factors begin"
+            )
+    return reasons
 
 
 class ExactSums(Transform):
@@ -90,6 +120,7 @@ class ExactSums(Transform):
         self._mesh, self._zero, self._drawing = mesh, zero, drawing
         self._seed, self._step, self._grain = config.seed, 0, 0
         self._grains = Grains(mesh, microbatches, config.replicate)
+        self._of_experts = Grains(mesh, microbatches, config.replicate, config.ep)
         self._stages: dict[int, GrainSums] = {}
         self._index: dict[nn.Module, int] = {}
         self.sums = self
@@ -113,7 +144,8 @@ class ExactSums(Transform):
         self._grain = self._grains.first + microbatch
 
     def on_weights(self, stage: nn.Module) -> None:
-        sums = GrainSums(stage, self._grains, self._zero, self._next_forward)
+        grains = self._grains, self._of_experts
+        sums = GrainSums(stage, *grains, self._zero, self._next_forward)
         self._stages[self._index.pop(stage)] = sums
 
     def begin(self, step: int) -> None:
@@ -154,12 +186,15 @@ class ExactSums(Transform):
 class Grains:
     """The grains of a step, each a leaf of the tree, and the ranks that have them."""
 
-    def __init__(self, mesh: Mesh, microbatches: int, replicate: int) -> None:
-        self._count, self.all = microbatches, mesh.dp * microbatches
+    def __init__(self, mesh: Mesh, microbatches: int, replicate: int, peers: int = 1) -> None:
+        """peers: neighbours whose grains are all computed by each, with its experts."""
+        self._count, self.all, self.peers = microbatches, mesh.dp * microbatches, peers
         self.first = mesh.dp_rank * microbatches
-        self.shards, self.replicas = mesh.dp // replicate, replicate
-        self.replica, self._rank = divmod(mesh.dp_rank, self.shards)
-        self.shard_group = mesh.axes.get_group("shard")
+        self.shards, self.replicas = mesh.dp // replicate // peers, replicate
+        self.replica, self._rank = divmod(mesh.dp_rank // peers, self.shards)
+        experts = mesh.expert_axes if peers > 1 else None
+        shard = mesh.axes["shard"] if experts is None else experts["expert_shard"]
+        self.shard_group = shard.get_group()
         self.replicate_group = mesh.axes.get_group("replicate")
 
     def of_rank(self, rank: int, microbatch: int) -> list[int]:
@@ -182,7 +217,8 @@ class Grains:
 
     def _leaves(self, rank: int, microbatch: int) -> list[int]:
         """rank: of all replicas."""
-        return [rank * self._count + microbatch]
+        first, beyond = rank * self.peers, (rank + 1) * self.peers
+        return [at * self._count + microbatch for at in range(first, beyond)]
 
     def _keys(self, ranks: Iterable[int]) -> list[Key]:
         each = product(ranks, range(self._count))
@@ -196,6 +232,7 @@ class GrainSums:
         self,
         stage: nn.Module,
         grains: Grains,
+        of_experts: Grains,
         zero: int,
         forward: Callable[[int], object] = lambda microbatch: None,
     ) -> None:
@@ -206,8 +243,16 @@ class GrainSums:
             for name, parameter in module._parameters.items():
                 if parameter is not None and parameter.requires_grad:
                     places.setdefault(parameter, []).append((module, name))
+        routed = {p for module in experts_of(stage).values() for p in module.parameters()}
         self._sharded = [
-            _ShardedSum(group, places, grains, zero, self) for group in sharded_gradients(stage)
+            _ShardedSum(
+                group,
+                places,
+                grains if routed.isdisjoint(group.parameters) else of_experts,
+                zero,
+                self,
+            )
+            for group in sharded_gradients(stage)
         ]
         self._sums: list[_Sum] = [*self._sharded]
         if not self._sharded:
@@ -240,23 +285,26 @@ class _Sum:
         self._pending: dict[int, Gradients] = {}  # by leaf: weight gradients are missing
         # of each gradient the parameter: first those of all, then those of second places
         self._at = [*range(len(places))]
-        self._apart: list[Tensor | None] = []  # the latter, as the backward leaves them
+        # those that are kept apart, as the backward leaves them, by (leaf of a microbatch, place
+        # in `_at`)
+        self._apart: dict[tuple[int, int], Tensor] = {}
         for index, each in enumerate(places):
             for module, name in each[1:]:
-                keep_apart(module, name, partial(self._keep, len(self._apart)))
-                self._apart.append(None)
+                keep_apart(module, name, partial(self._keep, 0, len(self._at)))
                 self._at.append(index)
 
-    def _keep(self, at: int, gradient: Tensor) -> None:
-        before = self._apart[at]
-        self._apart[at] = gradient if before is None else before + gradient
+    def _keep(self, leaf: int, at: int, gradient: Tensor) -> None:
+        before = self._apart.get((leaf, at))
+        self._apart[leaf, at] = gradient if before is None else before + gradient
 
     def _take(self, microbatch: int) -> list[tuple[int, Gradients]]:
         """(leaf, its gradients) of a microbatch."""
-        apart, self._apart = self._apart, [None] * len(self._apart)
-        taken = [*self._taken(), *apart]
-        (leaf,) = self._grains.mine(microbatch)
-        return [(leaf, [None if gradient is None else gradient.float() for gradient in taken])]
+        found, self._apart = dict[tuple[int, int], Tensor | None](self._apart), {}
+        found = {(0, at): gradient for at, gradient in enumerate(self._taken())} | found
+        return [
+            (leaf, [_in_fp32(found.get((number, at))) for at in range(len(self._at))])
+            for number, leaf in enumerate(self._grains.mine(microbatch))
+        ]
 
     def _taken(self) -> Gradients:
         """The gradient of each parameter; afterwards it has none."""
@@ -322,6 +370,12 @@ class _ShardedSum(_Sum):
         self._part: SumTree[Tensor] = SumTree(grains.all, Tensor.add_)
         if zero > 1:
             group.after_backward = self._reduce_now
+        if grains.peers > 1:  # the group is the weights of a module of experts
+            names = [places[parameter][0][1] for parameter in group.parameters]
+            experts, _ = places[group.parameters[0]][0]
+            vars(experts)[APART] = lambda rank: apart(
+                experts, {name: partial(self._keep, rank, at) for at, name in enumerate(names)}
+            )
 
     def _taken(self) -> Gradients:
         return self._group.take()
@@ -379,6 +433,10 @@ class _ShardedSum(_Sum):
         self._group.give(total[:size], grains.shards, self._at)
 
 
+def _in_fp32(gradient: Tensor | None) -> Tensor | None:
+    return None if gradient is None else gradient.float()
+
+
 def _add_each(left: Gradients, right: Gradients) -> Gradients:
     """Sums of gradients, in the memory of `left`; one that is missing adds nothing."""
     both = [(a, b) for a, b in zip(left, right, strict=True) if a is not None and b is not None]
@@ -412,19 +470,32 @@ class _Apart(torch.autograd.Function):
         return None, None
 
 
+@contextmanager
+def apart(module: nn.Module, keep: Mapping[str, Callable[[Tensor], None]]) -> Iterator[None]:
+    """A context in which the gradients of a module's weights, by their names, go to functions, and
+    are not added to the weights'."""
+    parameters: dict[str, Any] = module._parameters
+    before = {name: parameters[name] for name in keep}
+    if torch.is_grad_enabled():
+        parameters |= {
+            name: _Apart.apply(parameters[name], function) for name, function in keep.items()
+        }
+    try:
+        yield
+    finally:
+        parameters |= before
+
+
 def keep_apart(module: nn.Module, name: str, keep: Callable[[Tensor], None]) -> None:
     """Call `keep` with the gradient of a module's weight in place of adding it to the weight's."""
-    before: list[Any] = []
+    entered: list[AbstractContextManager[None]] = []
 
     def replace(*_: Any) -> None:
-        weight: Any = module._parameters[name]
-        before.append(weight)
-        if torch.is_grad_enabled():
-            parameters: dict[str, Any] = module._parameters
-            parameters[name] = _Apart.apply(weight, keep)
+        entered.append(apart(module, {name: keep}))
+        entered[-1].__enter__()
 
     def restore(*_: Any) -> None:
-        module._parameters[name] = before.pop()
+        entered.pop().__exit__(None, None, None)
 
     # within FSDP's, which give the module its gathered weight and take that away
     module.register_forward_pre_hook(replace)

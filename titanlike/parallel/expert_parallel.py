@@ -20,7 +20,7 @@ experts, n ranks.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MethodType
@@ -34,7 +34,7 @@ from titanlike.config.errors import ConfigError, Problem
 from titanlike.config.schema import Config
 from titanlike.distributed.collectives import GroupInfo, autograd_collective
 from titanlike.distributed.mesh import Mesh
-from titanlike.distributed.placement import Part, Placement, experts_of
+from titanlike.distributed.placement import APART, Part, Placement, experts_of
 from titanlike.distributed.transform import Transform
 from titanlike.parallel.activation_checkpoint import keeps
 from titanlike.torch_private.autograd import in_backward
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from titanlike.training.train_plan import TrainPlan
 
 SEND_TOKENS = "titanlike.send_tokens"  # the name of an operator
+Forward = Callable[[Tensor, Tensor], Tensor]  # of experts: (tokens, counts) -> results
 
 
 class ExpertParallel(Transform):
@@ -89,7 +90,8 @@ class ExpertParallel(Transform):
                 experts._parameters[last] = local
                 among_tp = placements.get(f"{name}.{last}", Placement())
                 placements[f"{name}.{last}"] = replace(among_tp, part=part)
-            experts.forward = partial(_elsewhere, experts.forward, ranks)
+            exact = partial(_rank_by_rank, experts) if self._config.exact else None
+            experts.forward = partial(_elsewhere, experts.forward, ranks, exact)
 
 
 def _check_experts(config: Config, model: nn.Module) -> None:
@@ -115,10 +117,14 @@ def _check_experts(config: Config, model: nn.Module) -> None:
 
 
 def _elsewhere(
-    forward: Callable[[Tensor, Tensor], Tensor], ranks: GroupInfo, tokens: Tensor, counts: Tensor
+    forward: Forward,
+    ranks: GroupInfo,
+    exact: Callable[[Forward, Tensor, Tensor], Tensor] | None,
+    tokens: Tensor,
+    counts: Tensor,
 ) -> Tensor:
     """tokens [S, D] sorted by expert, counts [E] -> results [S, D]; forward: of this rank's
-    experts."""
+    experts; exact: with numerics=exact, see `_rank_by_rank`."""
     of_rank = counts.unflatten(0, (ranks.size, -1))  # [n, E / n]
     operators = torch.ops.titanlike
     if ranks.group is None or tokens.is_meta:  # alone: as many tokens come as go
@@ -128,9 +134,22 @@ def _elsewhere(
         back = autograd_collective(results, ranks, "all_to_all", "all_to_all", 0)
         return operators.return_tokens(back, *route, len(tokens))
     group = ranks.group.group_name
-    mine, *places = operators.route_tokens(of_rank, group)
-    results = forward(operators.send_tokens(tokens, *places, group), mine)  # [R, D]
+    coming, *places = operators.route_tokens(of_rank, group, exact is None)
+    there = operators.send_tokens(tokens, *places, group)  # [R, D]
+    results = exact(forward, there, coming) if exact else forward(there, coming.sum(0))
     return operators.return_tokens(results, *places, group, len(tokens))
+
+
+def _rank_by_rank(experts: nn.Module, forward: Forward, tokens: Tensor, counts: Tensor) -> Tensor:
+    """Those of each rank by themselves, as without expert parallelism: in the same shapes, and with
+    a weight gradient each. tokens [R, D] by rank, then by expert; counts [n, E / n] -> [R, D]."""
+    apart = vars(experts).get(APART, nullcontext)  # weights that are not trained have none
+    results = []
+    parts = zip(tokens.split(counts.sum(1).tolist()), counts, strict=True)
+    for rank, (part, mine) in enumerate(parts):
+        with apart(rank):
+            results.append(forward(part, mine))
+    return torch.cat(results)
 
 
 # --- what is exchanged, as operators of our own -------------------------------------------------
@@ -140,12 +159,12 @@ def _elsewhere(
 
 
 @torch.library.custom_op("titanlike::route_tokens", mutates_args=())
-def _route(counts: Tensor, group: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _route(counts: Tensor, group: str, by_expert: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """counts [n, E / n]: tokens that go to each rank's experts.
 
-    Returns the tokens that come for each of this rank's experts [E / n]; how many go to each rank
-    and come from it, on the host [2, n]; of what comes, which is by rank, the place of each row
-    when it is sorted by expert [R]; and the reverse.
+    Returns the tokens that come from each rank for each of this rank's experts [n, E / n]; how many
+    go to each rank and come from it, on the host [2, n]; of what comes, which is by rank, the place
+    of each row when it is sorted by expert [R], or as it is; and the reverse.
     """
     coming = torch.empty_like(counts)
     dist.all_to_all_single(coming, counts.contiguous(), group=group_named(group))
@@ -153,17 +172,18 @@ def _route(counts: Tensor, group: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     sizes = torch.stack([counts.sum(1), coming.sum(1)]).cpu()
     numbers = torch.arange(counts.shape[1], device=counts.device).repeat(len(counts))
     expert = numbers.repeat_interleave(coming.flatten(), output_size=int(sizes[1].sum()))
-    order = expert.argsort(stable=True)
+    as_it_is = torch.arange(len(expert), device=expert.device)
+    order = expert.argsort(stable=True) if by_expert else as_it_is
     place = torch.empty_like(order)
-    place[order] = torch.arange(len(order), device=order.device)
-    return coming.sum(0), sizes, order, place
+    place[order] = as_it_is
+    return coming, sizes, order, place
 
 
 @_route.register_fake
-def _(counts: Tensor, group: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _(counts: Tensor, group: str, by_expert: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     order = counts.new_empty(torch.library.get_ctx().new_dynamic_size())
     sizes = counts.new_empty(2, counts.shape[0], device="cpu")
-    return counts.new_empty(counts.shape[1]), sizes, order, torch.empty_like(order)
+    return torch.empty_like(counts), sizes, order, torch.empty_like(order)
 
 
 def _route_alone(counts: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -15,7 +15,7 @@ from titanlike.data.loader import batches
 from titanlike.data.sources import Data
 from titanlike.device.accelerator import deterministic, is_accelerator, one_thread
 from titanlike.distributed.mesh import close_mesh, open_mesh
-from titanlike.distributed.placement import pieces
+from titanlike.distributed.placement import Slices, pieces
 from titanlike.launch.worker import Worker, barrier
 from titanlike.proof.reference import REFERENCE_TIMEOUT
 from titanlike.torch_private.dtensor import local
@@ -50,7 +50,7 @@ def first_difference(config: Config, data: Data, worker: Worker) -> Difference |
     """
     path = worker.run_dir / "bits.pt"
     if worker.rank == 0:
-        alone = replace(config, pp=1, dp=1, replicate=1, fsdp=Fsdp(), split=EvenSplit())
+        alone = replace(config, pp=1, dp=1, ep=1, replicate=1, fsdp=Fsdp(), split=EvenSplit())
         alone = replace(alone, schedule=Schedule("1f1b", None))
         alone = replace(alone, activation_checkpoint=ActivationCheckpoint())
         one = replace(worker, rank=0, local_rank=0, world_size=1, local_world_size=1, store=None)
@@ -71,9 +71,9 @@ def first_difference(config: Config, data: Data, worker: Worker) -> Difference |
         differences[:] = [difference for difference in every if difference is not None]
 
     layout = replace(worker, store=store)
-    for step, kind, name, value, parameter in _computed(config, data, layout, compare):
+    for step, kind, name, value, places in _computed(config, data, layout, compare):
         at, whole = found[step, kind, name]
-        for here, place in pieces(value if parameter is None else parameter, None):
+        for here, place in places:
             mine, other = local(value)[here].cpu(), whole[place]
             differ = (mine.view(torch.int32) != other.view(torch.int32)).nonzero()
             if len(differ):
@@ -92,25 +92,31 @@ def _computed(
     data: Data,
     worker: Worker,
     end: Callable[[Run], object] = lambda run: None,
-) -> Iterator[tuple[int, int, str, Tensor, Tensor | None]]:
-    """(step, kind, name, this rank's part, the parameter that it is of) of what steps compute; end:
-    called before the mesh is closed."""
+) -> Iterator[tuple[int, int, str, Tensor, list[tuple[Slices, Slices]]]]:
+    """(step, kind, name, this rank's part, its `pieces`) of what steps compute; end: called before the
+    mesh is closed."""
     mesh = open_mesh(config, worker)
     with one_thread(True), deterministic(is_accelerator(mesh.device)):
         run = build(config, mesh, data)
         stream = batches(data.train, config, dp_rank=mesh.dp_rank)
         moved = (to_device(batch, mesh, config) for batch in stream)
-        owned = [(n, p) for s in run.stage_states for n, p in s.parameters() if s.owns(n)]
+        owned = [
+            (n, p, [*pieces(p.detach(), s.part(n))])
+            for s in run.stage_states
+            for n, p in s.parameters()
+            if s.owns(n)
+        ]
         for step in range(1, config.verify.steps + 1):
             gradients = forward_backward(run, config, step, moved)
-            for name, p in owned:
+            for name, p, places in owned:
                 if p.grad is not None:
-                    yield step, KINDS.index("gradient"), name, p.grad.detach(), p.detach()
-            yield step, KINDS.index("loss"), "", gradients.loss.view(1), None
-            yield step, KINDS.index("gradient norm"), "", gradients.norm.view(1), None
+                    yield step, KINDS.index("gradient"), name, p.grad.detach(), places
+            one = [*pieces(gradients.loss.view(1), None)]
+            yield step, KINDS.index("loss"), "", gradients.loss.view(1), one
+            yield step, KINDS.index("gradient norm"), "", gradients.norm.view(1), one
             optimizer_step(run, config, step, gradients.norm)
             drop_gradients(run)
-            for name, p in owned:
-                yield step, KINDS.index("weight"), name, p.detach(), p.detach()
+            for name, p, places in owned:
+                yield step, KINDS.index("weight"), name, p.detach(), places
         end(run)
     close_mesh()

@@ -168,11 +168,15 @@ def train_steps(s: Session) -> None:
 
 def _weights_digest(s: Session) -> str:
     """The digest of all parameters. Collective; waits for the step."""
+    from titanlike.checkpoint.state_dict import placed
     from titanlike.distributed.digest import digest
 
-    mesh = s.run.mesh
-    owned = {n: p for state in s.run.stage_states for n, p in state.parameters() if state.owns(n)}
-    return digest(owned, mesh.dp_rank == 0, mesh.device, None)
+    mesh, states = s.run.mesh, s.run.stage_states
+    owned = [
+        (n, p, state.part(n)) for state in states for n, p in state.parameters() if state.owns(n)
+    ]
+    of_all = {name: placed(parameter, part) for name, parameter, part in owned}
+    return digest(of_all, mesh.dp_rank == 0, mesh.device, None)
 
 
 def _finish_pending(s: Session, rollbacks: list[int]) -> dict[str, Any] | None:
