@@ -3,15 +3,31 @@ step."""
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
+import torch.distributed as dist
+from torch import Tensor
 
+from support.cells import cells
 from support.models import tiny
 from support.plans import planned
-from titanlike.config.schema import Fsdp, Schedule
+from support.world import run_world
+from titanlike.config.schema import Config, Fsdp, Numerics, Precision, Schedule
 from titanlike.costs.estimate import make_estimate
+from titanlike.costs.estimate_text import as_data, as_text
 from titanlike.costs.known_hardware import link_of, sharded, shipped
+from titanlike.data.loader import batches
+from titanlike.data.registry import open_data
+from titanlike.distributed.mesh import close_mesh, open_mesh
+from titanlike.launch.worker import Worker
+from titanlike.training.build import build
+from titanlike.training.feed import to_device
 
 # 4 microbatches of 2 sequences of 128 tokens a rank, in fp32; 4 heads, 2 of keys and values, of 32
 WORDS = "data=synthetic device=cpu hardware=h100_sxm seq_len=128 schedule.microbatches=4"
@@ -119,3 +135,87 @@ def test_links_are_those_of_neighbours_first() -> None:
     assert cp.to_next == pytest.approx(reached * hardware.network_bandwidth)
     # of what goes to three others, two are elsewhere
     assert cp.to_all == pytest.approx(reached * hardware.network_bandwidth * 3 / 2)
+
+
+# --- numerics=exact -------------------------------------------------------------------------------
+
+
+def exact(pp: int = 1, dp: int = 1, zero: Any = 1, grain: int = 1, **changes: Any) -> Config:
+    more = {"fsdp": Fsdp(zero), "layers": 2, "numerics": Numerics("exact", grain)} | changes
+    return tiny(pp, dp, **more)
+
+
+def sums_sent(config: Config, worker: Worker) -> Counter[str]:
+    """Bytes that a rank sends of gradients in a step, as the kinds of a plan's traffic."""
+    sent: Counter[str] = Counter()
+    mesh = open_mesh(config, worker)
+    replicas = mesh.axes.get_group("replicate")
+    exchange, gather = dist.all_to_all_single, dist.all_gather_into_tensor
+
+    def exchanging(out: Tensor, x: Tensor, outs: Any, ins: Any, group: Any, **more: Any) -> Any:
+        kind = "replicated" if config.replicate > 1 and group is replicas else "reduced"
+        others = (n for at, n in enumerate(ins) if at != dist.get_rank(group))
+        sent[kind] += sum(others) * x.itemsize
+        return exchange(out, x, outs, ins, group, **more)
+
+    def gathering(out: Tensor, x: Tensor, group: Any, *more: Any, **options: Any) -> Any:
+        if config.replicate > 1 and group is replicas:
+            sent["replicated"] += (config.replicate - 1) * x.nbytes
+        return gather(out, x, group, *more, **options)
+
+    with (
+        patch.object(dist, "all_to_all_single", exchanging),
+        patch.object(dist, "all_gather_into_tensor", gathering),
+    ):
+        run = build(config, mesh)
+        stream = batches(open_data(config).train, config, dp_rank=mesh.dp_rank)
+        run.pipeline.train(to_device(next(stream), mesh, config))
+    close_mesh()
+    return sent
+
+
+QUICK = {"dp=2, ZeRO 2": exact(dp=2, zero=2), "replicas": exact(dp=4, replicate=2, grain=2)}
+MORE = {
+    "pp=2 dp=2": exact(2, 2),
+    "dp=2, ZeRO 3, bf16": exact(dp=2, zero=3, precision=Precision("bf16")),
+    "replicas, ZeRO 3": exact(dp=4, zero=3, replicate=2, grain=2),
+    "dp=3": exact(dp=3, batch_size=18),
+    "replicas alone": exact(dp=2, replicate=2),
+    "tied": exact(dp=2, family="gpt2", tied=True),
+}
+
+
+@pytest.mark.parametrize("config", cells(QUICK, MORE))
+def test_the_sums_of_exact_numerics_are_sent_as_planned(config: Config, tmp_path: Path) -> None:
+    sent = run_world(sums_sent, config, tmp_path)
+    estimate = make_estimate(config, shipped("cpu"))
+    each = config.world_size // config.pp
+    for rank in range(config.pp):
+        planned = estimate.traffic(rank)
+        for kind in ("reduced", "replicated"):
+            most = max(real[kind] for real in sent[rank * each :][:each])
+            # rows of a parameter are filled up to a multiple of the ranks
+            assert planned[kind] == pytest.approx(most, rel=0.05 if config.dp == 3 else 0)
+            wanted = config.dp > config.replicate if kind == "reduced" else config.replicate > 1
+            assert bool(planned[kind]) == wanted, kind
+
+
+def test_a_plan_says_what_exact_numerics_cost() -> None:
+    words = f"{WORDS} {SIZES} batch_size=16 dp=2 numerics=exact".split()
+    estimate = planned(*(w for w in words if "microbatches" not in w), "fsdp.zero=3")
+    fast = planned(
+        *(w for w in words if "numerics" not in w), "fsdp.zero=3", "schedule.microbatches=1"
+    )
+    assert estimate.fast is not None and fast.fast is None
+    # 8 grains a rank: gathered and sent each, and half of them
+    numel = estimate.plan.stage_numel(0)
+    more = as_data(estimate)["against_fast"]
+    assert more["sent_bytes"] == (8 - 1) * 3 * 4 * numel // 2
+    assert more["step"] == pytest.approx(estimate.step_seconds / fast.step_seconds)
+    assert more["memory_bytes"] == estimate.fullest - fast.fullest
+    text = " ".join(as_text(estimate).split())
+    assert re.search(
+        r"exact \d+\.\d\d times the step, [+-][\d.]+ MiB on the fullest rank, \+", text
+    )
+    assert "numerics=fast (1 microbatch, ZeRO 3)" in text and "all-to-alls of gradients" in text
+    assert as_data(fast)["against_fast"] is None and "numerics" not in as_text(fast)

@@ -122,8 +122,10 @@ def _faster(estimate: Estimate) -> Iterator[Choices]:
     yield from (
         {"fsdp.zero": zero} for zero in (1, 2) if estimate.plan.zero > zero and config.shards > 1
     )
-    rows = config.batch_size // config.dp
-    if counts:
+    rows, grain = config.batch_size // config.dp, config.numerics.grain
+    if config.exact and rows % (2 * grain) == 0 and getattr(schedule, "microbatches", 0) is None:
+        yield {"numerics.grain": 2 * grain}
+    if counts and not config.exact:
         sizes = (count for count in (2 * now, now // 2) if count and rows % count == 0)
         yield from ({"schedule.microbatches": count} for count in sizes)
     for key in ("tp", "pp"):
@@ -147,7 +149,11 @@ def _smaller(key: str, config: Config, plan: TrainPlan) -> Choices:
     """Another value of this key that takes less memory; {} where there is none."""
     schedule: Any = config.schedule
     rows, dp = config.batch_size // config.dp, 2 * config.dp
+    grain = config.numerics.grain if config.exact else 1
     match key:
+        case "schedule.microbatches" if config.exact:
+            whole = getattr(schedule, "microbatches", 0) is None and grain > 1
+            return {"numerics.grain": 1} if whole else {}
         case "schedule.microbatches":
             fewer = hasattr(schedule, "microbatches") and plan.microbatches < rows
             return {key: rows} if fewer else {}
@@ -161,7 +167,7 @@ def _smaller(key: str, config: Config, plan: TrainPlan) -> Choices:
         case "dp" if config.batch_size % dp == 0:
             if (count := getattr(schedule, "microbatches", None)) is None:
                 return {key: dp}
-            return {key: dp, "schedule.microbatches": min(count, config.batch_size // dp)}
+            return {key: dp, "schedule.microbatches": min(count, config.batch_size // dp // grain)}
         case "pp":
             return {key: 2 * config.pp}
     return {}

@@ -13,6 +13,7 @@ counts only with its parameters.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import html
 from collections import Counter, defaultdict
@@ -159,6 +160,17 @@ class Estimate:
         """Seconds of all steps."""
         return self.config.last_step * self.step_seconds
 
+    @cached_property
+    def fast(self) -> Estimate | None:
+        """The same layout with numerics=fast, where this one's are exact; None where it could not
+        be planned."""
+        if not self.config.exact:
+            return None
+        config = replace(self.config, numerics=replace(self.config.numerics, name="fast"))
+        with contextlib.suppress(ConfigError):
+            return make_estimate(config, self.hardware)
+        return None
+
     def traffic(self, rank: int) -> Counter[str]:
         """What a pipeline rank sends in a step: its stages together."""
         total = Counter(dict.fromkeys(TRAFFIC, 0))
@@ -182,6 +194,11 @@ class Estimate:
                 seconds[name] += event.end - event.start
         seconds["waiting"] = step - sum(seconds.values())
         return {name: value / step for name, value in seconds.items() if value > 1e-4 * step}
+
+    @property
+    def sent(self) -> int:
+        """Bytes that the rank which sends most sends in a step."""
+        return max(self.traffic(rank).total() for rank in range(self.config.pp))
 
     @property
     def slowest(self) -> int:

@@ -12,6 +12,7 @@ from titanlike.costs.estimate import Estimate
 from titanlike.costs.known_hardware import axes, link_of
 from titanlike.metrics import units
 from titanlike.metrics.chart import Chart, MemoryCurve, Span
+from titanlike.training.train_plan import TrainPlan
 
 _GIB = 2**30
 _FEW = 8  # pipeline ranks that each have a line
@@ -35,6 +36,11 @@ _AXES = {  # kind of traffic -> what it is called, its axis
     "tp": ("activations of tp", "tp"),
     "cp": ("keys, values, heads of cp", "cp"),
     "ep": ("tokens of experts", "ep"),
+}
+_EXACT_AXES = {
+    "reduced": ("all-to-alls of gradients", "shard"),
+    "replicated": ("sums of gradients of replicas", "replicate"),
+    "expert_reduced": ("all-to-alls of experts", "expert_shard"),
 }
 
 
@@ -85,10 +91,38 @@ def as_data(estimate: Estimate, advice: Sequence[Advice] = (), warning: str = ""
             {"rank": rank, "stage": stage, "share": seconds / estimate.step_seconds}
             for (rank, stage), seconds in sorted(estimate.simulation.waits.items())
         ],
+        "against_fast": _against_fast(estimate),
         "advice": [{"overrides": one.overrides, "gain": one.gain} for one in advice],
         "warning": warning,
         "estimated": estimate.times.estimated or estimate.memory_unknown,
     }
+
+
+def _against_fast(estimate: Estimate) -> dict[str, float] | None:
+    """What numerics=exact costs in this layout; None without it."""
+    if (fast := estimate.fast) is None:
+        return None
+    # estimated, both: only of the one the memory may have been counted
+    memory = [max(parts.total for parts in each.memory) for each in (estimate, fast)]
+    return {
+        "step": estimate.step_seconds / fast.step_seconds,
+        "memory_bytes": memory[0] - memory[1],
+        "sent_bytes": estimate.sent - fast.sent,
+    }
+
+
+def price(estimate: Estimate) -> str:
+    """`_against_fast` as a line; "" without it."""
+    if (more := _against_fast(estimate)) is None:
+        return ""
+    memory, sent = (
+        ("-" if more[key] < 0 else "+") + units.size(abs(more[key]))
+        for key in ("memory_bytes", "sent_bytes")
+    )
+    fast, step = estimate.fast, f"{more['step']:.2f} times the step"
+    assert fast is not None
+    against = f"numerics=fast ({_microbatches(fast.plan)}, ZeRO {fast.plan.zero})"
+    return f"{step}, {memory} on the fullest rank, {sent} sent a step, against {against}"
 
 
 def as_text(
@@ -106,6 +140,10 @@ def as_text(
     return "\n\n".join(part for part in parts if part)
 
 
+def _microbatches(plan: TrainPlan) -> str:
+    return f"{plan.microbatches} microbatch" + ("es" if plan.microbatches > 1 else "")
+
+
 def mesh_text(estimate: Estimate) -> str:
     config = estimate.config
     names = ("pp", "dp", "cp", "tp", "ep", "replicate")
@@ -117,7 +155,7 @@ def _summary(estimate: Estimate, warning: str, width: int) -> str:
     config, plan, device = estimate.config, estimate.plan, estimate.hardware
     rows = plan.memory().tokens // config.seq_len
     blocks = sum(unit.block for unit in plan.model_graph.units)
-    many = f"{plan.microbatches} microbatch" + ("es" if plan.microbatches > 1 else "")
+    many = _microbatches(plan)
     layout = f"{config.schedule.name}, " if config.pp > 1 else ""
     layout += f"{many} of {rows} x {config.seq_len} tokens, ZeRO {plan.zero}"
     if plan.recomputed.count:
@@ -138,6 +176,7 @@ def _summary(estimate: Estimate, warning: str, width: int) -> str:
         f"bubble  {estimate.simulation.bubble:.1%}",
         f"memory  {room}: {'fits' if estimate.fits else 'DOES NOT FIT'}",
         f"run     {config.last_step:,} steps: {days}, {hours:,.0f} device hours",
+        *([f"exact   {text}"] if (text := price(estimate)) else []),
         *([warning] if warning else []),
     ]
     if estimate.not_counted:
@@ -192,7 +231,8 @@ def _time_table(estimate: Estimate, width: int) -> str:
 def _traffic_table(estimate: Estimate, width: int) -> str:
     rows = []
     ranks = [estimate.traffic(rank) for rank in range(estimate.config.pp)]
-    for kind, (what, axis) in _AXES.items():
+    kinds = _AXES | (_EXACT_AXES if estimate.config.exact else {})
+    for kind, (what, axis) in kinds.items():
         if most := max(traffic[kind] for traffic in ranks):
             link = link_of(estimate.config, axis, estimate.hardware)
             where = "in a node" if link.inside else f"over {link.nodes} nodes"

@@ -238,7 +238,7 @@ def measured_hardware(config: Config, ranks: int) -> Hardware:
     settings = config.hardware
     assert isinstance(settings, MeasuredHardware)
     ranks = _at_once(ranks)
-    path = _folder(settings) / f"{platform.node() or 'machine'}-{ranks}-ranks.yaml"
+    path = _folder(settings) / f"{platform.node() or 'machine'}-{_processes(config, ranks)}.yaml"
     base = likely_hardware(replace(config, hardware=shipped("cpu") if not count() else settings))
     if path.is_file() and not settings.again:
         kept = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -264,7 +264,8 @@ def measured_times(config: Config, plan: TrainPlan, deferred: Collection[int]) -
     settings, costs = config.hardware, plan.memory().unit_costs
     assert isinstance(settings, MeasuredHardware) and costs is not None
     ranks = _at_once(config.world_size)
-    path = _folder(settings) / "units" / f"{costs.signature}-{platform.node()}-{ranks}-ranks.yaml"
+    name = f"{costs.signature}-{platform.node()}-{_processes(config, ranks)}.yaml"
+    path = _folder(settings) / "units" / name
     if path.is_file() and not settings.again:
         profiles = yaml.safe_load(path.read_text(encoding="utf-8"))
     else:
@@ -292,6 +293,17 @@ def _at_once(ranks: int) -> int:
     return max(1, min(ranks, count() or available_cores()))
 
 
+def _threads(config: Config, ranks: int) -> int:
+    """CPU threads of each of so many processes."""
+    return 1 if config.exact else max(1, available_cores() // ranks)
+
+
+def _processes(config: Config, ranks: int) -> str:
+    """What was measured with, in a file's name."""
+    alone = config.exact and available_cores() // ranks > 1
+    return f"{ranks}-ranks{'-1-thread' if alone else ''}"
+
+
 def _write(path: Path, comment: str, plain: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     text = yaml.safe_dump(plain, sort_keys=False)
@@ -300,7 +312,7 @@ def _write(path: Path, comment: str, plain: dict[str, Any]) -> None:
 
 def _measure(config: Config, what: str, ranks: int) -> list[Any]:
     """What each of so many processes finds. Raises ConfigError where one fails."""
-    threads = max(1, available_cores() // ranks)
+    threads = _threads(config, ranks)
     with tempfile.TemporaryDirectory() as folder:
         spec = Path(folder) / "spec.json"
         plain = to_plain(config)

@@ -34,7 +34,7 @@ from titanlike.costs.estimate import (
     rows_of,
     with_exact_memory,
 )
-from titanlike.costs.estimate_text import as_data, mesh_text, table
+from titanlike.costs.estimate_text import as_data, mesh_text, price, table
 from titanlike.costs.known_hardware import planned_hardware
 from titanlike.costs.layouts import SearchSpace, candidates
 from titanlike.costs.rank_memory import RankMemory, StageLayout
@@ -227,6 +227,8 @@ def _score_context(
             continue
         if not tables.sensible(base, count) or stages > tables.units:
             continue
+        if base.exact and count != rows // base.numerics.grain:
+            continue  # a microbatch is a grain
         if base.dp % base.replicate:
             base = replace(base, replicate=1)
         if base.dp * base.cp == 1 and "fsdp.zero" not in fixed:
@@ -524,6 +526,8 @@ def search_text(result: LayoutSearch, most: int = 10, width: int = 80) -> str:
     header = ["", "mesh", "schedule", "mb", "step", "tok/s", "MFU", "bubble", "GiB", "slower"]
     lines += ["", table(header, rows, width), ""]
     lines += [f"{at}  {r.command_line}" for at, r in enumerate(result.ranked[:most], 1)]
+    if text := price(best):
+        lines += ["", *textwrap.wrap(f"the first: {text}", width)]
     if result.lost:
         lines += ["", "why others lose", *(f"  {text}" for text in result.lost)]
     return "\n".join(lines)

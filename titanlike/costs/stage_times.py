@@ -21,7 +21,13 @@ from typing import Any
 from torch import nn
 
 from titanlike.config.schema import AdamW, Config, Float8Precision, Hardware, Muon, Sgd
-from titanlike.costs.known_hardware import link_of, message_link, overlapped_seconds, sharded
+from titanlike.costs.known_hardware import (
+    Link,
+    link_of,
+    message_link,
+    overlapped_seconds,
+    sharded,
+)
 from titanlike.costs.node_costs import ATTENTION, NodeCosts, Operator, Operators
 from titanlike.costs.rank_memory import StageLayout
 from titanlike.costs.simulate import Duration, StageTimes
@@ -51,6 +57,11 @@ TRAFFIC = (  # kinds, see `LayoutTimes.traffic`
 )
 
 _CLIP = 12  # bytes a parameter: the norm reads gradients, clipping reads and writes them
+
+# Bytes a parameter that numerics=exact reads and writes: where gradients are laid out for an
+# all-to-all (filled, copied, joined, sorted by ranks) and what comes is added; where squares of the
+# norm are added by halves
+_LAID_OUT, _HALVES = 40, 16
 
 
 @dataclass(frozen=True)
@@ -306,6 +317,7 @@ class LayoutTimes:
         self.reductions = [sharded(link, hardware.reduce_bandwidth) for link in both]
         self.replicas = link_of(config, "replicate", hardware)
         self.estimated = estimated
+        self._partial_sums = _partial_sums(config, layout) if config.exact else None
         self._runs = [  # units of each stage, and whether they are recomputed
             [(units[name], name in recomputed) for name in names]
             for names, recomputed in zip(layout.stages, layout.recomputed, strict=True)
@@ -335,12 +347,43 @@ class LayoutTimes:
 
     def _reduction(self, numel: int, experts: int, count: int) -> float:
         """Seconds in which gradients are summed, in fp32."""
-        seconds = 0.0
-        for size, shard in zip((numel - experts, experts), self.reductions, strict=True):
+        seconds, sizes = 0.0, (numel - experts, experts)
+        if self._partial_sums is not None:
+            links = self.shard, self.expert_shard
+            sums = self._sums_sent()
+            return sum(
+                self._exchange(link, 4 * size * sums, count)
+                for size, link in zip(sizes, links, strict=True)
+                if size and self.state.fsdp
+            )
+        for size, shard in zip(sizes, self.reductions, strict=True):
             if size and self.state.fsdp:
                 seconds += shard.gather(4 * size, count)
                 seconds += self.replicas.all_reduce(4 * size / shard.size, count)
         return seconds
+
+    def _sums_sent(self) -> int:
+        """numerics=exact: what an all-to-all has of each gradient."""
+        assert self._partial_sums is not None
+        return self._partial_sums[0] if self.layout.zero == 1 else 1
+
+    def _exchange(self, link: Link, nbytes: float, count: int) -> float:
+        """Seconds of an all-to-all of gradients of so many bytes, and of what a rank does for
+        it."""
+        if link.size == 1:
+            return 0.0
+        rate = link.bandwidth if link.inside else link.to_all
+        memory = self.hardware.memory_bandwidth * self.hardware.memory_efficiency
+        sent = nbytes * (link.size - 1) / link.size
+        return link.sent(sent, count, rate) + _LAID_OUT / 4 * nbytes / memory
+
+    def _replication(self, numel: int, count: int) -> float:
+        """numerics=exact: seconds in which replicas exchange their sums, once a step."""
+        if self._partial_sums is None or self.replicas.size == 1:
+            return 0.0
+        part = 4 * numel / self.shard.size
+        sums = self._exchange(self.replicas, self._partial_sums[1] * part, count)
+        return sums + self.replicas.gather(part, count)
 
     def _stage(self, stage: int) -> StageTimes:
         layout, zero, device = self.layout, self.layout.zero, self.hardware
@@ -395,7 +438,8 @@ class LayoutTimes:
                 if skip.to == stage and skip.back
             ),
             gather=self._gather(numel, experts, count) if sharded and zero < 3 else 0.0,
-            reduce=self._reduction(numel, experts, count) if zero == 1 else 0.0,
+            reduce=self._replication(numel, count)
+            + (self._reduction(numel, experts, count) if zero == 1 else 0.0),
             update=self._update(stage),
         )
 
@@ -417,6 +461,7 @@ class LayoutTimes:
             case _:
                 touched = 28
         touched += _CLIP if getattr(config.optimizer, "clip", None) is not None else 4
+        touched += _HALVES if config.exact else 0
         seconds = numel * touched / (device.memory_bandwidth * device.memory_efficiency)
         if config.fsdp.cpu_offload:  # gradients to the host, parameters back; its memory is slower
             seconds = numel * (8 + touched) / device.host_bandwidth
@@ -442,16 +487,41 @@ class LayoutTimes:
             return moved
         replicas, experts = config.replicate, layout.experts[stage]
         gathers, reductions = (2 * m if layout.zero == 3 else 1), (1 if layout.zero == 1 else m)
+        gradients, replications = layout.numel[stage], 2 * reductions
+        if self._partial_sums is not None:
+            # a weight that two modules use has two sums
+            gradients = max(gradients, sum(unit.parameters for unit, _ in self._runs[stage]))
+            reductions = reductions * self._sums_sent()
+            replications = self._partial_sums[1] + 1  # and the all-gather of what comes of them
 
         def sent(numel: int, ranks: int) -> int:
-            moved["replicated"] += reductions * 2 * (replicas - 1) * 4 * numel // (replicas * ranks)
             return numel * (ranks - 1) // ranks
 
-        dense = sent(layout.numel[stage] - experts, self.shard.size)
-        for kind, part in (("", dense), ("expert_", sent(experts, self.expert_shard.size))):
-            moved[f"{kind}gathered"] = gathers * self.itemsize * part
-            moved[f"{kind}reduced"] = reductions * 4 * part
+        dense, shared = layout.numel[stage] - experts, gradients - experts
+        for kind, whole, summed, link in (
+            ("", dense, shared, self.shard),
+            ("expert_", experts, experts, self.expert_shard),
+        ):
+            moved[f"{kind}gathered"] = gathers * self.itemsize * sent(whole, link.size)
+            moved[f"{kind}reduced"] = reductions * 4 * sent(summed, link.size)
+            moved["replicated"] += (
+                replications * (replicas - 1) * 4 * summed // (replicas * link.size)
+            )
         return moved
+
+
+def _partial_sums(config: Config, layout: StageLayout) -> tuple[int, int]:
+    """numerics=exact: how many partial sums a rank sends at the most once it has added all of its
+    grains, and a replica."""
+    from titanlike.distributed.exact_sums import keys_of
+
+    grains = config.dp * layout.microbatches
+
+    def most(ranks: int) -> int:
+        count = ranks * layout.microbatches
+        return max(len(keys_of(grains, first, count)) for first in range(0, grains, count))
+
+    return most(1), most(config.dp // config.replicate)
 
 
 def _orthogonalization(
