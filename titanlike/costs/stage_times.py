@@ -519,7 +519,10 @@ def _partial_sums(config: Config, layout: StageLayout) -> tuple[int, int]:
 
     def most(ranks: int) -> int:
         count = ranks * layout.microbatches
-        return max(len(keys_of(grains, first, count)) for first in range(0, grains, count))
+        if count.bit_count() == 1:
+            return 1
+        begins = range(0, grains, count)
+        return max(len(keys_of(grains, range(begin, begin + count))) for begin in begins)
 
     return most(1), most(config.dp // config.replicate)
 

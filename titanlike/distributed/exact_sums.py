@@ -16,6 +16,7 @@ another shape, another alignment or another number of threads.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Generic, TypeVar
 
 import torch
@@ -82,21 +83,36 @@ def sum_over(
     nodes: of this rank, flat tensors [size * part]; keys: the nodes of each rank, by which the
     tree's [part] are named; group: None = this rank alone.
     """
+    start_sum(nodes, tree, keys, group)()
+
+
+def start_sum(
+    nodes: Mapping[Key, Tensor],
+    tree: SumTree[Tensor],
+    keys: Sequence[Sequence[Key]],
+    group: dist.ProcessGroup | None,
+) -> Callable[[], None]:
+    """Begin `sum_over`; what is returned waits for the others and ends it."""
     size = len(keys)
     if group is None or size == 1:
         for key in keys[0]:
             tree.put(key, nodes[key])
-        return
+        return lambda: None
     mine = keys[dist.get_rank(group)]
     sent = torch.stack([nodes[key].view(size, -1) for key in mine], 1)  # [size, nodes, part]
     part = sent.shape[-1]
     counts = [len(of_rank) * part for of_rank in keys]
     received = sent.new_empty(sum(counts))
-    dist.all_to_all_single(received, sent.flatten(), counts, [len(mine) * part] * size, group=group)
-    arrived = iter(received.split(part))
-    for of_rank in keys:
-        for key in of_rank:
-            tree.put(key, next(arrived))
+    flat, sizes = sent.flatten(), [len(mine) * part] * size
+    work = dist.all_to_all_single(received, flat, counts, sizes, group=group, async_op=True)
+
+    def end(_: Tensor = flat) -> None:  # which lives until then
+        assert work is not None
+        work.wait()
+        for key, value in zip(chain.from_iterable(keys), received.split(part), strict=True):
+            tree.put(key, value)
+
+    return end
 
 
 def tree_sum(values: Tensor) -> Tensor:

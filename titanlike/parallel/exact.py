@@ -35,6 +35,7 @@ from titanlike.distributed.exact_sums import (
     keys_of,
     root_of_bins,
     row_squares,
+    start_sum,
     sum_over,
     tree_sum,
 )
@@ -237,6 +238,7 @@ class GrainSums:
         forward: Callable[[int], object] = lambda microbatch: None,
     ) -> None:
         self.forward = forward
+        self.arrive: Callable[[], object] = lambda: None  # waits for what is on its way
         self.reached: set[nn.Parameter] = set()  # by a backward of this step
         places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
         for module in stage.modules():
@@ -271,6 +273,8 @@ class GrainSums:
 
     def finish(self) -> None:
         """Give the parameters their gradients. Collective over the ranks that share them."""
+        self.arrive()
+        self.arrive = lambda: None
         for each in reversed(self._sums):
             each.finish()
 
@@ -398,9 +402,14 @@ class _ShardedSum(_Sum):
         grains, microbatch, self.microbatch = self._grains, self.microbatch, None
         each = [grains.of_rank(rank, microbatch) for rank in range(grains.shards)]
         nodes = {(0, leaf): taken for leaf, taken in self._take(microbatch)}
-        self._exchange(nodes, [[(0, leaf) for leaf in leaves] for leaves in each])
+        # they are on their way while the next group's backward runs
+        arrive = self._exchange(nodes, [[(0, leaf) for leaf in leaves] for leaves in each])
+        self._stage.arrive()
+        self._stage.arrive = arrive
 
-    def _exchange(self, nodes: Mapping[Key, Gradients], keys: list[list[Key]]) -> None:
+    def _exchange(
+        self, nodes: Mapping[Key, Gradients], keys: list[list[Key]]
+    ) -> Callable[[], None]:
         shards, flat = self._grains.shards, {}
         for key, gradients in nodes.items():
             self._stage.reached.update(
@@ -409,14 +418,14 @@ class _ShardedSum(_Sum):
                 if gradient is not None
             )
             flat[key] = self._group.flat(gradients, shards, self._at)
-        sum_over(flat, self._part, keys, self._grains.shard_group)
+        return start_sum(flat, self._part, keys, self._grains.shard_group)
 
     def finish(self) -> None:
         if not self._at:
             return
         grains = self._grains
         if self._zero == 1:
-            self._exchange(self._tree.take(), grains.rank_keys())
+            self._exchange(self._tree.take(), grains.rank_keys())()
         nodes = self._part.take()
         (some, *_) = nodes.values()
         size = some.numel()
