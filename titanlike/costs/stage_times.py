@@ -346,21 +346,16 @@ class LayoutTimes:
         return dense + expert_shard.gather(self.itemsize * experts, count if experts else 0)
 
     def _reduction(self, numel: int, experts: int, count: int) -> float:
-        """Seconds in which gradients are summed, in fp32."""
-        seconds, sizes = 0.0, (numel - experts, experts)
+        """Seconds in which the ranks of a replica sum gradients, in fp32."""
+        if not self.state.fsdp:
+            return 0.0
+        sizes = numel - experts, experts
         if self._partial_sums is not None:
-            links = self.shard, self.expert_shard
-            sums = self._sums_sent()
-            return sum(
-                self._exchange(link, 4 * size * sums, count)
-                for size, link in zip(sizes, links, strict=True)
-                if size and self.state.fsdp
-            )
-        for size, shard in zip(sizes, self.reductions, strict=True):
-            if size and self.state.fsdp:
-                seconds += shard.gather(4 * size, count)
-                seconds += self.replicas.all_reduce(4 * size / shard.size, count)
-        return seconds
+            whole = self._sums_sent() * 4
+            links = zip(sizes, (self.shard, self.expert_shard), strict=True)
+            return sum(self._exchange(link, whole * size, count) for size, link in links if size)
+        links = zip(sizes, self.reductions, strict=True)
+        return sum(link.gather(4 * size, count) for size, link in links if size)
 
     def _sums_sent(self) -> int:
         """numerics=exact: what an all-to-all has of each gradient."""
@@ -377,13 +372,19 @@ class LayoutTimes:
         sent = nbytes * (link.size - 1) / link.size
         return link.sent(sent, count, rate) + _LAID_OUT / 4 * nbytes / memory
 
-    def _replication(self, numel: int, count: int) -> float:
-        """numerics=exact: seconds in which replicas exchange their sums, once a step."""
-        if self._partial_sums is None or self.replicas.size == 1:
+    def _replication(self, numel: int, experts: int, count: int) -> float:
+        """Seconds in which replicas sum their gradients, once a step."""
+        if not self.state.fsdp or self.replicas.size == 1:
             return 0.0
-        part = 4 * numel / self.shard.size
-        sums = self._exchange(self.replicas, self._partial_sums[1] * part, count)
-        return sums + self.replicas.gather(part, count)
+        parts = 4 * (numel - experts) / self.shard.size, 4 * experts / self.expert_shard.size
+        if self._partial_sums is None:
+            return sum(self.replicas.all_reduce(part, count) for part in parts if part)
+        nodes = self._partial_sums[1]
+        return sum(
+            self._exchange(self.replicas, nodes * part, count) + self.replicas.gather(part, count)
+            for part in parts
+            if part
+        )
 
     def _stage(self, stage: int) -> StageTimes:
         layout, zero, device = self.layout, self.layout.zero, self.hardware
@@ -438,7 +439,7 @@ class LayoutTimes:
                 if skip.to == stage and skip.back
             ),
             gather=self._gather(numel, experts, count) if sharded and zero < 3 else 0.0,
-            reduce=self._replication(numel, count)
+            reduce=self._replication(numel, experts, count)
             + (self._reduction(numel, experts, count) if zero == 1 else 0.0),
             update=self._update(stage),
         )
@@ -487,7 +488,7 @@ class LayoutTimes:
             return moved
         replicas, experts = config.replicate, layout.experts[stage]
         gathers, reductions = (2 * m if layout.zero == 3 else 1), (1 if layout.zero == 1 else m)
-        gradients, replications = layout.numel[stage], 2 * reductions
+        gradients, replications = layout.numel[stage], 2
         if self._partial_sums is not None:
             # a weight that two modules use has two sums
             gradients = max(gradients, sum(unit.parameters for unit, _ in self._runs[stage]))
