@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from support.cells import cells
+from support.families import moe
 from support.models import tiny
 from support.plans import planned
 from support.world import run_world
@@ -181,6 +182,8 @@ MORE = {
     "replicas, ZeRO 3": exact(dp=4, zero=3, replicate=2, grain=2),
     "dp=3": exact(dp=3, batch_size=18),
     "replicas alone": exact(dp=2, replicate=2),
+    "experts": exact(dp=4, ep=2, model=moe(num_hidden_layers=2)),
+    "experts, ZeRO 2": exact(dp=4, zero=2, ep=2, model=moe(num_hidden_layers=2)),
     "tied": exact(dp=2, family="gpt2", tied=True),
 }
 
@@ -192,6 +195,7 @@ def test_the_sums_of_exact_numerics_are_sent_as_planned(config: Config, tmp_path
     each = config.world_size // config.pp
     for rank in range(config.pp):
         planned = estimate.traffic(rank)
+        planned["reduced"] += planned["expert_reduced"]
         for kind in ("reduced", "replicated"):
             most = max(real[kind] for real in sent[rank * each :][:each])
             # rows of a parameter are filled up to a multiple of the ranks

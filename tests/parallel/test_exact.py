@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import json
 import re
-from contextlib import nullcontext
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
 
 from support import saved_runs
 from support.families import moe
@@ -42,9 +44,11 @@ from titanlike.data.registry import open_data
 from titanlike.distributed.exact_sums import SumTree, bins_of, keys_of, root_of_bins, tree_sum
 from titanlike.launch.worker import Worker
 from titanlike.metrics.sinks import read_jsonl
+from titanlike.parallel.exact import Grains
 from titanlike.proof import exact as exact_proof
 from titanlike.proof.exact import first_difference
 from titanlike.torch_private.fsdp_sums import ShardedGradients
+from titanlike.torch_private.pipeline_stage import _Stage
 from titanlike.training import step as steps
 from titanlike.training.build import Run
 from titanlike.training.train_plan import preflight
@@ -322,38 +326,137 @@ def test_what_is_not_exact_is_refused() -> None:
 # --- verify ---------------------------------------------------------------------------------------
 
 
-def differences(config: Config, worker: Worker) -> list[str]:
-    """What verify says of the layout as it is, with a gradient that is scaled by 1.002, and with
-    the lowest bit of one element's gradient flipped in step 2."""
-    real, data = steps.forward_backward, open_data(config)
-    give = ShardedGradients.give
+def scaled(give: Any) -> Any:
+    """Gradients are 0.2% too large."""
+    return lambda self, part, *more: give(self, part * 1.002, *more)
 
-    def flipped(run: Run, c: Config, step: int, stream: Any) -> Any:
-        gradients = real(run, c, step, stream)
-        if c.dp > 1 and step == 2 and worker.rank == 1:
+
+def flipped(forward_backward: Any) -> Any:
+    """The lowest bit of one element of a gradient is another one."""
+
+    def flipping(run: Run, config: Config, step: int, stream: Any) -> Any:
+        gradients = forward_backward(run, config, step, stream)
+        if step == 2 and _of_second_rank():
             named = dict(run.stage_states[0].parameters())
             rows = named["model.norm.weight"].grad.to_local()
             rows.view(torch.int32)[3] ^= 1
         return gradients
 
-    def scaled(self: Any, part: Tensor, *other: Any) -> None:
-        give(self, part * 1.002, *other)
+    return flipping
 
-    found = []
-    for number, (name, change) in enumerate(
-        [("", None), ("give", scaled), ("forward_backward", flipped)]
-    ):
+
+def off_at_the_loss(backward: Any) -> Any:
+    """What the backward begins with is 0.05% too large."""
+
+    def beginning(self: Any, kind: str, kwargs: dict[str, Any], last: bool) -> Any:
+        if self.is_last and _of_second_rank():
+            kwargs["output_grads"] = torch.tensor(1.0005)
+        return backward(self, kind, kwargs, last)
+
+    return beginning
+
+
+def elsewhere(mine: Any) -> Any:
+    """Two microbatches stand in each other's place. Fp32 alone rounds a sum of so few."""
+    places = {1: 2, 2: 1}
+    return lambda self, at: mine(self, places.get(at, at) if _of_second_rank() else at)
+
+
+def other_eps(optimizer_step: Any) -> Any:
+    """A rank updates its shards with another eps."""
+
+    def stepping(run: Run, *more: Any) -> Any:
+        for group in _groups(run) if _of_second_rank() else ():
+            group["eps"] = 2e-8
+        return optimizer_step(run, *more)
+
+    return stepping
+
+
+def other_clip(optimizer_step: Any) -> Any:
+    """A rank clips by another norm."""
+
+    def stepping(run: Run, config: Config, step: int, norm: Tensor) -> Any:
+        norm = norm * 1.01 if _of_second_rank() else norm
+        return optimizer_step(run, config, step, norm)
+
+    return stepping
+
+
+def other_lr(set_lr: Any) -> Any:
+    """A stage's learning rate is one fp32 number further."""
+
+    def setting(optimizers: Any, *more: Any) -> None:
+        set_lr(optimizers, *more)
+        for group in _groups(optimizers) if _of_second_rank() else ():
+            group["lr"] *= 1 + 2**-23
+
+    return setting
+
+
+def rounded(forward: Any) -> Any:
+    """A stage's inputs lack their last bit."""
+
+    def computing(self: Any, x: Tensor, *more: Any, **kwargs: Any) -> Any:
+        if not self.is_first:
+            with torch.no_grad():
+                x.view(torch.int16).bitwise_and_(-2)
+        return forward(self, x, *more, **kwargs)
+
+    return computing
+
+
+def _of_second_rank() -> bool:
+    """In a layout, not in the process that it is compared with."""
+    return dist.get_world_size() > 1 and dist.get_rank() == 1
+
+
+def _groups(owner: Any) -> list[Any]:
+    if isinstance(owner, Run):
+        owner = [optimizer for state in owner.stage_states for optimizer in state.optimizers]
+    return [group for optimizer in owner for group in optimizer.param_groups]
+
+
+# each smaller than the rounding of bf16: where it is planted, what is said of it
+FAULTS: dict[str, list[tuple[Any, str, Callable[[Any], Any], str]]] = {
+    "dp=2 ep=2": [
+        (ShardedGradients, "give", scaled, r"step 1: gradient of model.embed_tokens.weight\["),
+        (exact_proof, "forward_backward", flipped, r"step 2: gradient of model.norm.weight\[19\]"),
+        (_Stage, "_backward", off_at_the_loss, "step 1: gradient of "),
+        (Grains, "mine", elsewhere, "step 1: gradient of "),
+        (exact_proof, "optimizer_step", other_eps, "step 1: weight of "),
+        (exact_proof, "optimizer_step", other_clip, "step 1: weight of "),
+    ],
+    "pp=2": [
+        (_Stage, "_backward", off_at_the_loss, "step 1: gradient of "),
+        (PipelineStage, "forward_maybe_with_nosync", rounded, "step 1: gradient of "),
+        (steps, "set_lr", other_lr, r"step 1: weight of model.layers.2\."),
+    ],
+}
+
+
+def differences(config: Config, worker: Worker, layout: str) -> list[str]:
+    """What verify says of the layout as it is, and with each fault."""
+    data, found = open_data(config), []
+    for number, fault in enumerate([None, *FAULTS[layout]]):
         store = worker.store and dist.PrefixStore(f"{number}", worker.store)
-        place: Any = ShardedGradients if name == "give" else exact_proof
-        with patch.object(place, name, change) if name else nullcontext():
-            difference = first_difference(config, data, replace(worker, store=store))
+        c = config
+        with ExitStack() as planted:
+            if fault is not None:
+                place, name, change, _ = fault
+                c = replace(config, precision=Precision()) if change is elsewhere else config
+                planted.enter_context(patch.object(place, name, change(getattr(place, name))))
+            difference = first_difference(c, data, replace(worker, store=store))
         found.append("" if difference is None else str(difference))
     return found
 
 
-def test_verify_names_the_first_bit_that_differs(tmp_path: Path) -> None:
-    config = exact(tmp_path, dp=2, ep=2, **MOE, precision=BF16, verify=Verify(steps=2))
-    right, scaled, flipped = run_world(differences, config, tmp_path / "run")[0]
+@pytest.mark.parametrize("layout", FAULTS)
+def test_verify_names_the_first_bit_that_differs(layout: str, tmp_path: Path) -> None:
+    mesh = {"dp": 2, "ep": 2, **MOE} if layout == "dp=2 ep=2" else {"pp": 2}
+    more = {"optimizer": AdamW(clip=0.1), "precision": BF16, "verify": Verify(steps=2)}
+    config = exact(tmp_path, **mesh, **more)
+    right, *wrong = run_world(differences, config, tmp_path / "run", layout)[0]
     assert right == ""
-    assert scaled.startswith("step 1: gradient of model.embed_tokens.weight[")
-    assert flipped.startswith("step 2: gradient of model.norm.weight[19] is ")
+    for said, (_, _, change, expected) in zip(wrong, FAULTS[layout], strict=True):
+        assert re.match(expected, said), (change.__name__, said)

@@ -351,16 +351,20 @@ class LayoutTimes:
             return 0.0
         sizes = numel - experts, experts
         if self._partial_sums is not None:
-            whole = self._sums_sent() * 4
-            links = zip(sizes, (self.shard, self.expert_shard), strict=True)
-            return sum(self._exchange(link, whole * size, count) for size, link in links if size)
+            links = self.shard, self.expert_shard
+            return sum(
+                self._exchange(link, sums * 4 * size, count)
+                for sums, size, link in zip(self._sums_sent(), sizes, links, strict=True)
+                if size
+            )
         links = zip(sizes, self.reductions, strict=True)
         return sum(link.gather(4 * size, count) for size, link in links if size)
 
-    def _sums_sent(self) -> int:
-        """numerics=exact: what an all-to-all has of each gradient."""
+    def _sums_sent(self) -> tuple[int, int]:
+        """numerics=exact: what an all-to-all has of each gradient, and of those of experts, which a
+        rank computes for each of `ep`."""
         assert self._partial_sums is not None
-        return self._partial_sums[0] if self.layout.zero == 1 else 1
+        return self._partial_sums[:2] if self.layout.zero == 1 else (1, self.config.ep)
 
     def _exchange(self, link: Link, nbytes: float, count: int) -> float:
         """Seconds of an all-to-all of gradients of so many bytes, and of what a rank does for
@@ -379,7 +383,7 @@ class LayoutTimes:
         parts = 4 * (numel - experts) / self.shard.size, 4 * experts / self.expert_shard.size
         if self._partial_sums is None:
             return sum(self.replicas.all_reduce(part, count) for part in parts if part)
-        nodes = self._partial_sums[1]
+        nodes = self._partial_sums[2]
         return sum(
             self._exchange(self.replicas, nodes * part, count) + self.replicas.gather(part, count)
             for part in parts
@@ -488,32 +492,32 @@ class LayoutTimes:
             return moved
         replicas, experts = config.replicate, layout.experts[stage]
         gathers, reductions = (2 * m if layout.zero == 3 else 1), (1 if layout.zero == 1 else m)
-        gradients, replications = layout.numel[stage], 2
+        gradients, replications, sums = layout.numel[stage], 2, (1, 1)
         if self._partial_sums is not None:
             # a weight that two modules use has two sums
             gradients = max(gradients, sum(unit.parameters for unit, _ in self._runs[stage]))
-            reductions = reductions * self._sums_sent()
-            replications = self._partial_sums[1] + 1  # and the all-gather of what comes of them
+            sums = self._sums_sent()
+            replications = self._partial_sums[2] + 1  # and the all-gather of what comes of them
 
         def sent(numel: int, ranks: int) -> int:
             return numel * (ranks - 1) // ranks
 
         dense, shared = layout.numel[stage] - experts, gradients - experts
-        for kind, whole, summed, link in (
-            ("", dense, shared, self.shard),
-            ("expert_", experts, experts, self.expert_shard),
+        for kind, whole, summed, many, link in (
+            ("", dense, shared, sums[0], self.shard),
+            ("expert_", experts, experts, sums[1], self.expert_shard),
         ):
             moved[f"{kind}gathered"] = gathers * self.itemsize * sent(whole, link.size)
-            moved[f"{kind}reduced"] = reductions * 4 * sent(summed, link.size)
+            moved[f"{kind}reduced"] = reductions * many * 4 * sent(summed, link.size)
             moved["replicated"] += (
                 replications * (replicas - 1) * 4 * summed // (replicas * link.size)
             )
         return moved
 
 
-def _partial_sums(config: Config, layout: StageLayout) -> tuple[int, int]:
+def _partial_sums(config: Config, layout: StageLayout) -> tuple[int, int, int]:
     """numerics=exact: how many partial sums a rank sends at the most once it has added all of its
-    grains, and a replica."""
+    grains, of experts' weights, and a replica."""
     from titanlike.distributed.exact_sums import keys_of
 
     grains = config.dp * layout.microbatches
@@ -525,7 +529,7 @@ def _partial_sums(config: Config, layout: StageLayout) -> tuple[int, int]:
         begins = range(0, grains, count)
         return max(len(keys_of(grains, range(begin, begin + count))) for begin in begins)
 
-    return most(1), most(config.dp // config.replicate)
+    return most(1), most(config.ep), most(config.dp // config.replicate)
 
 
 def _orthogonalization(
