@@ -150,14 +150,18 @@ def sums_sent(config: Config, worker: Worker) -> Counter[str]:
     """Bytes that a rank sends of gradients in a step, as the kinds of a plan's traffic."""
     sent: Counter[str] = Counter()
     mesh = open_mesh(config, worker)
-    replicas = mesh.axes.get_group("replicate")
+    kinds = {mesh.axes.get_group("shard"): "reduced"}
+    if mesh.expert_axes is not None:
+        kinds[mesh.expert_axes["expert_shard"].get_group()] = "reduced"
+    if config.replicate > 1:
+        kinds[replicas := mesh.axes.get_group("replicate")] = "replicated"
     exchange, gather = dist.all_to_all_single, dist.all_gather_into_tensor
 
-    def exchanging(out: Tensor, x: Tensor, outs: Any, ins: Any, group: Any, **more: Any) -> Any:
-        kind = "replicated" if config.replicate > 1 and group is replicas else "reduced"
-        others = (n for at, n in enumerate(ins) if at != dist.get_rank(group))
-        sent[kind] += sum(others) * x.itemsize
-        return exchange(out, x, outs, ins, group, **more)
+    def exchanging(out: Tensor, x: Tensor, *sizes: Any, group: Any, **more: Any) -> Any:
+        if group in kinds:
+            others = (n for at, n in enumerate(sizes[1]) if at != dist.get_rank(group))
+            sent[kinds[group]] += sum(others) * x.itemsize
+        return exchange(out, x, *sizes, group=group, **more)
 
     def gathering(out: Tensor, x: Tensor, group: Any, *more: Any, **options: Any) -> Any:
         if config.replicate > 1 and group is replicas:
