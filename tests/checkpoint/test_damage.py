@@ -184,6 +184,14 @@ def cut_while_it_is_read(folder: Path) -> None:
     deque(rows, maxlen=0)
 
 
+def no_tensor(folder: Path) -> None:
+    chunk = read_tensors(Storage(folder))[HEAD].chunks[0]
+    with open(folder / str(chunk.file), "r+b") as file:
+        file.seek(chunk.begin)
+        file.write(bytes(chunk.length))
+    reseal(folder)
+
+
 REASONS: dict[Damage, Callable[[Path], object]] = {
     Damage.MISSING: lambda folder: (folder / "state.json").unlink(),
     Damage.IRREGULAR: irregular,
@@ -202,6 +210,7 @@ REASONS: dict[Damage, Callable[[Path], object]] = {
     Damage.NO_PLACE: rewritten(".metadata", unplaced),
     Damage.SHAPES: rewritten(".metadata", narrow),
     Damage.SHORT: cut_while_it_is_read,
+    Damage.RECORD: no_tensor,
 }
 
 
@@ -215,10 +224,12 @@ def test_each_reason_why_a_checkpoint_is_not_whole_has_its_case(
             harm(folder)
             check_all(Storage(folder))
             reader = ShardReader.open("RUN", str(folder))
-            at_once = damage is Damage.SHAPES
-            deque([reader.whole(HEAD)] if at_once else reader.rows(HEAD, 1024), maxlen=0)
+            deque(reader.rows(HEAD, 1024), maxlen=0)
         said = re.sub(r"\\\{.*?\\\}", ".*", re.escape(damage))
         assert re.fullmatch(said, found.value.reason), (damage, found.value.reason)
+        if damage in (Damage.SHAPES, Damage.RECORD):
+            with pytest.raises(DamagedCheckpoint, match=said):
+                reader.whole(HEAD)
 
 
 @given(data=st.data())

@@ -93,6 +93,7 @@ class Damage(StrEnum):
     NO_PLACE = "does not say where {name} is"
     SHAPES = "has other shapes than {file} at byte {begin}"
     SHORT = "ends too early"
+    RECORD = "has no tensor at byte {begin} ({error})"
 
     def __call__(self, **facts: Any) -> ValueError:
         return ValueError(self.format(**facts))

@@ -204,11 +204,14 @@ def _read_file(header: CheckpointHeader, file: str, places: _Places) -> None:
 
 
 def _load(header: CheckpointHeader, file: str, begin: int, data: bytes) -> Tensor:
-    """A chunk."""
+    """A chunk. Raises ValueError for what is none."""
     if header.checksums is not None:
         digest = xxhash.xxh3_128_digest(data)
         check_chunk(header.checksums, file, begin, len(data), digest)
-    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    try:
+        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    except Exception as error:  # torch and pickle raise anything on bytes of another kind
+        raise Damage.RECORD(begin=begin, error=type(error).__name__) from None
 
 
 # --- outside of training: in one process ----------------------------------------------------------
@@ -290,7 +293,9 @@ class ShardReader:
             if values is None:  # a record of another form, read as a whole
                 data = read_bytes(chunk.begin, chunk.length)
                 tensor = _load(self.header, file, chunk.begin, data)
-                yield from tensor.reshape(chunk.sizes).split(counts)
+                if tensor.shape != chunk.sizes:
+                    raise _damaged(self.header, Damage.SHAPES, file=file, begin=chunk.begin)
+                yield from tensor.split(counts)
                 return
             hasher, at, end = xxhash.xxh3_128(), chunk.begin, chunk.begin + chunk.length
 

@@ -148,17 +148,20 @@ class Advice:
     def for_unknown(self, key: str, value: str) -> tuple[str, str]:
         """(override, what differs); "" for what there is nothing to say about."""
         fix, note = self.translated(key, value)
+        if fix or note:
+            return fix, note
         last, group = key.rpartition(".")[2].replace("-", "_"), f"{key.partition('.')[0]}."
         same = [name for name in self.known if name.rpartition(".")[2] == last]
         if "." in key and (near := nearest(key, same)):  # its group is misspelt
             same.insert(0, near)
         inside = [name for name in self.known if name.startswith(group)]
         similar = nearest(key, [*self.known, *SHORT]), nearest(key, inside)
-        for near in (*same, *filter(None, similar)) if not (fix or note) else ():
+        plural = [name for name in inside if name == f"{key}s"]
+        for near in plural or (*same, *filter(None, similar)):
             words = in_full(f"{near}={value}")
             if not near.endswith(".name") and self.applied(words) == words:
                 return _shell([f"{near}={value}"]), ""
-        return fix, note
+        return "", f"the key is {plural[0]}" if plural else ""
 
     def translated(self, key: str, value: str) -> tuple[str, str]:
         """The same, where the key is one of another framework."""

@@ -24,6 +24,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import yaml
 from hydra._internal.config_loader_impl import ConfigLoaderImpl, get_overrides_dirname
 from hydra._internal.utils import create_config_search_path
 from hydra.core.config_search_path import SearchPathQuery
@@ -37,7 +38,14 @@ from omegaconf.errors import OmegaConfBaseException
 from titanlike.config import validate
 from titanlike.config.errors import Problem, override_text, some_names
 from titanlike.config.imports import named_code, outside
-from titanlike.config.overrides import ADDED, aliases_problem, from_hydra, key_of, to_hydra
+from titanlike.config.overrides import (
+    ADDED,
+    aliases_problem,
+    from_hydra,
+    key_of,
+    to_hydra,
+    with_choices,
+)
 from titanlike.config.parse import parse
 from titanlike.config.program import conf_dir
 from titanlike.config.schema import OPEN_GROUPS, VARIANTS, Config
@@ -285,14 +293,19 @@ class CheckedOverrides:
         except Exception:  # of Hydra, of OmegaConf's resolvers
             return []
         # an impossible number, too, where its own fix is one override
-        single = re.compile(r"[\w.]+=\S+")
+        single = re.compile(r"\w+(\.\w+)?=\S+")
         problems += [p for p in validate.problems(config) if single.fullmatch(p.fix)]
         keys = [o.key_or_group for o in values]
-        # what takes the model to be found, where no code of others would run
-        if "split" in new and not problems and not any(named_code(plain, {})):
+        # what takes the model to be found, where no code of others would run: of the config as the
+        # fixes of other keys make it
+        if "split" in new and not any(named_code(plain, {})):
             from titanlike.training.train_plan import preflight  # imports torch
 
-            problems = preflight(config)
+            others = [p.fix for p in problems if p.key not in keys and single.fullmatch(p.fix)]
+            fixes = (fix.partition("=") for fix in others)
+            config = with_choices(config, {key: yaml.safe_load(v) for key, _, v in fixes})
+            if not validate.problems(config):
+                problems += preflight(config)
         for problem in problems:
             if any(problem.key.startswith(k) or k.startswith(f"{problem.key}.") for k in keys):
                 right = [word for word in words if key_of(word) != problem.key]

@@ -8,7 +8,7 @@ steps     of the records of metrics.jsonl, whose work the run still has; of the 
 redone    steps after the checkpoint that a launch resumed from, which were done again
 start     from a launch's begin to its first step: processes, build, compiled blocks, loading
 compile   what the first step of a launch takes longer than the median: kernels, allocations
-save      stalls of training by saves
+save      stalls of training by saves; all of the save that a launch ends with, for which it waits
 down      from the last trace of a launch to the begin of the next: hang, failure, queue
 other     all else: validation, samples, the end
 """
@@ -45,6 +45,13 @@ def goodput(run_dir: Path, end: float | None = None) -> dict[str, float] | None:
     seconds = dict.fromkeys(KINDS, 0.0)
     seconds["save"] = sum(r.get("save_stall_seconds", 0.0) for r in records)
     redone = [e for e in events if e.get("event") == "redone" and is_number(e, "seconds")]
+    went_on = {e["step"] for e in redone}  # after the save of these steps, which are the newest
+    saves = [
+        e
+        for e in events
+        if e.get("event") in ("saved", "saved_model") and is_number(e, "seconds")
+        if e["step"] not in went_on
+    ]
     seconds["redone"] = sum(event["seconds"] for event in redone)
     traces = sorted([*(r["time"] for r in records), *(e["time"] for e in events)])
     last = end if end is not None else max([*traces, starts[-1]["time"]])
@@ -63,6 +70,9 @@ def goodput(run_dir: Path, end: float | None = None) -> dict[str, float] | None:
             seconds["compile"] += excess
             seconds["steps"] += sum(r["step_seconds"] for r in done) - excess
             seconds["start"] += max(0.0, done[0]["time"] - done[0]["step_seconds"] - began)
+            ends = done[-1]["step"], done[-1]["time"]  # the stall of its save is in no record
+            own = [e for e in saves if e["step"] == ends[0] and ends[1] <= e["time"] <= following]
+            seconds["save"] += sum(e["seconds"] for e in own)
         previous = max([opened, *(t for t in traces if opened <= t < following)])
     total = max(last - first, sum(seconds.values()), 1e-9)
     seconds["other"] = total - sum(seconds.values())
