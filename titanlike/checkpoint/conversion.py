@@ -40,7 +40,7 @@ from titanlike.checkpoint.reader import ShardReader
 from titanlike.checkpoint.state_dict import DTYPES, cast_weights
 from titanlike.checkpoint.storage import MARKER, STATE, DamagedCheckpoint, Storage
 from titanlike.checkpoint.writer import prepare_save, write_checkpoint
-from titanlike.config.files import parse_object, temporary_beside
+from titanlike.config.files import parse_object, replaced
 from titanlike.distributed.digest import digest_of, text_of
 from titanlike.metrics import units
 from titanlike.metrics.console import Console
@@ -88,20 +88,17 @@ def consolidate(location: str, file: str, *, dtype: str | None, with_optimizer: 
     state = source.header.state
     about = {"format": "pt", "step": str(state["step"]), "titanlike": json.dumps(state)}
     about |= {"contents": "run" if with_optimizer else "model", "xxh3": _checksum(tensors)}
-    temporary = temporary_beside(path)
     try:
-        temporary.touch(exist_ok=False)
-        mode = temporary.stat().st_mode  # as the umask says; save_file replaces it by 0600
-        save_file(tensors, temporary, about)
-        with open(temporary, "rb+") as output:
-            os.fchmod(output.fileno(), mode)
-            os.fsync(output.fileno())
-        os.replace(temporary, path)
-        Storage(path.parent).sync()
+        with replaced(path) as temporary:
+            temporary.touch(exist_ok=False)
+            mode = temporary.stat().st_mode  # as the umask says; save_file replaces it by 0600
+            save_file(tensors, temporary, about)
+            with open(temporary, "rb+") as output:
+                os.fchmod(output.fileno(), mode)
+                os.fsync(output.fileno())
     except SafetensorError as error:  # also raised for a full disk
         raise OSError(f"{path} could not be written: {error}") from error
-    finally:
-        temporary.unlink(missing_ok=True)
+    Storage(path.parent).sync()
     return f"{path}: {_summary(tensors)} of {source.folder}"
 
 

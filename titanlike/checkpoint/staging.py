@@ -37,7 +37,6 @@ from titanlike.device.accelerator import pin, unpin
 
 _ALIGNMENT = 64  # bytes
 _SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
-_PDEATHSIG = 1  # PR_SET_PDEATHSIG of linux/prctl.h
 _PATIENCE = 5.0  # seconds for the process to end
 
 # --- the copy -------------------------------------------------------------------------------------
@@ -267,15 +266,16 @@ class WriterProcess:
         ours, theirs = socket.socketpair()
         root = str(Path(__file__).parents[2])
         # before it imports torch, which takes seconds: it ends with this thread
-        code = f"import ctypes, sys; ctypes.CDLL(None).prctl({_PDEATHSIG}, {signal.SIGKILL:d}); "
-        code += f"sys.path.insert(0, {root!r}); "
-        code += "from titanlike.checkpoint.staging import serve; serve()"
+        code = f"import sys; sys.path.insert(0, {root!r}); "
+        code += "from titanlike.launch.signals import die_with_parent; "
+        code += f"die_with_parent({os.getpid()}, {signal.SIGKILL:d}); "
+        code += f"from titanlike.checkpoint.staging import serve; serve({theirs.fileno()})"
         # the GPU is the trainer's alone
         env = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # until it ignores them
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", code, str(os.getpid()), str(theirs.fileno())],
+                [sys.executable, "-c", code],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 env=env,
@@ -319,14 +319,11 @@ class WriterProcess:
                 self._process.wait()
 
 
-def serve() -> None:
-    """Serve requests until the trainer is gone, in a process of its own."""
-    trainer, fd = int(sys.argv[1]), int(sys.argv[2])
+def serve(fd: int) -> None:
+    """Serve requests that come by a socket until the trainer is gone, in a process of its own."""
     for number in _SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
-    if os.getppid() != trainer:  # it has ended meanwhile
-        os._exit(0)
     torch.set_num_threads(1)
     connection = socket.socket(fileno=fd)
     requests = connection.makefile("rb")

@@ -3,6 +3,7 @@ writes."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
 import json
@@ -13,6 +14,7 @@ import tempfile
 import types
 import typing
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
@@ -171,13 +173,20 @@ def atomic_write_bytes(path: Path, data: bytes, sync: bool = True) -> None:
     """Write `path` so that readers, with `sync` also after a crash, see the old file or the new
     one."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    with replaced(path) as temporary, open(temporary, "xb") as file:
+        file.write(data)
+        file.flush()
+        if sync:
+            os.fsync(file.fileno())
+
+
+@contextlib.contextmanager
+def replaced(path: Path) -> Iterator[Path]:
+    """A context that writes a file under the name that it is given; at its end that takes the place
+    of `path`, after an error nothing is left of it."""
     temporary = temporary_beside(path)
     try:
-        with open(temporary, "xb") as file:
-            file.write(data)
-            file.flush()
-            if sync:
-                os.fsync(file.fileno())
+        yield temporary
         os.replace(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)

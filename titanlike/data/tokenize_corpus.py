@@ -28,7 +28,7 @@ from typing import Any, Literal
 
 import xxhash
 
-from titanlike.config.files import atomic_write_text, read_object, temporary_beside
+from titanlike.config.files import atomic_write_text, read_object, replaced
 from titanlike.config.program import argument_parser, exit_code
 from titanlike.data.registry import DataError
 from titanlike.data.text import (
@@ -265,19 +265,14 @@ def _tokenize_unit(out: str, number: int, paths: list[str], settings: Settings) 
                     bad.append({"file": path, "record": record.number, "reason": record.reason})
 
     hasher = xxhash.xxh3_128()
-    temporary = temporary_beside(folder / unit.name)
-    try:
-        with open(temporary, "wb") as file:
-            for document in separated_documents(tokenizer, texts()):
-                file.write(document.data)
-                hasher.update(document.data)
-                unit.tokens += len(document)
-                unit.documents += 1
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, folder / unit.name)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with replaced(folder / unit.name) as temporary, open(temporary, "wb") as file:
+        for document in separated_documents(tokenizer, texts()):
+            file.write(document.data)
+            hasher.update(document.data)
+            unit.tokens += len(document)
+            unit.documents += 1
+        file.flush()
+        os.fsync(file.fileno())
     unit.checksum = hasher.hexdigest()
     if bad:
         lines = "".join(json.dumps(entry) + "\n" for entry in bad)

@@ -27,7 +27,7 @@ from titanlike.config import files
 from titanlike.config.credentials import redact, redact_override
 from titanlike.config.files import open_regular
 from titanlike.driver.job import SWEEP_FILE
-from titanlike.launch.run_dir_lock import is_locked
+from titanlike.launch.run_dir_lock import is_locked, try_lock
 from titanlike.metrics.run_files import ended_by_max_time, read_result
 from titanlike.metrics.summary import OBJECTIVES, Summary, objective_value, summarize
 
@@ -122,14 +122,8 @@ def _locked(folder: Path) -> Iterator[None]:
     """One writer at a time, where the file system has locks."""
     deadline = time.monotonic() + _LOCK_TIMEOUT
     with open(folder / f".{SWEEP_FILE}.lock", "ab") as file:
-        while time.monotonic() <= deadline:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                time.sleep(0.01)
-            except OSError:
-                break
+        while not try_lock(file, fcntl.LOCK_EX) and time.monotonic() <= deadline:
+            time.sleep(0.01)
         yield
 
 

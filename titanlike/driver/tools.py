@@ -136,8 +136,7 @@ def _plan(config: Config, flags: argparse.Namespace, words: list[str]) -> int:
         if flags.json:
             print(json.dumps(as_data(estimate, advice, warning)))
         else:
-            width = max(60, shutil.get_terminal_size().columns)
-            print(as_text(estimate, advice, warning, width))
+            print(as_text(estimate, advice, warning, _width()))
             free = (*MESH_AXES, "replicate", "schedule", "split", "activation_checkpoint")
             kept = [word for word in words if not word.partition("=")[0].startswith(free)]
             search = [*tool_program("plan"), "search", f"gpus={config.world_size}", *kept]
@@ -246,33 +245,21 @@ def scripts(argv: list[str] | None = None) -> int:
 
 def versions() -> str:
     """A line each: titanlike with the commit of its checkout, torch with what it was built for."""
-    import subprocess
     from importlib.metadata import version  # takes 0.05 s
 
     import torch
 
     import titanlike
     from titanlike.device.accelerator import nccl_version
+    from titanlike.metrics.run_files import git
 
     commit, root = "", Path(titanlike.__file__).parents[1]
     if (root / ".git").exists():  # else it is installed, and a repository around it is another's
-        git = [
-            "git",
-            "-C",
-            str(root),
-            "describe",
-            "--always",
-            "--abbrev=12",
-            "--dirty",
-            "--exclude=*",
-        ]
-        try:
-            commit = subprocess.check_output(git, stderr=subprocess.DEVNULL, timeout=5, text=True)
-        except (OSError, subprocess.SubprocessError):
-            commit = "unknown"
+        described = "describe", "--always", "--abbrev=12", "--dirty", "--exclude=*"
+        commit = git("-C", str(root), *described) or "unknown"
     cuda, hip = torch.version.cuda, torch.version.hip
     lines = {
-        "titanlike": titanlike.__version__ + (f" (commit {commit.strip()})" if commit else ""),
+        "titanlike": titanlike.__version__ + (f" (commit {commit})" if commit else ""),
         "torch": str(torch.__version__),
         "ROCm" if hip else "CUDA": hip or cuda or "none",
         "RCCL" if hip else "NCCL": nccl_version(),

@@ -72,7 +72,7 @@ class RunDirOwner:
         lock = _open_lock(self._run_dir / _RANKS_LOCK)
         # of exclusive to shared: another start may have it between the two, and have taken over
         for kind in (fcntl.LOCK_EX, fcntl.LOCK_SH):
-            while lock is not None and not _locked(lock, kind) and time.monotonic() < deadline:
+            while lock is not None and not try_lock(lock, kind) and time.monotonic() < deadline:
                 self.check()
                 if self._earlier is not None:  # to be said once
                     who, self._earlier = _describe_starter(self._earlier), None
@@ -91,7 +91,7 @@ def lock_as_rank(run_dir: Path) -> contextlib.AbstractContextManager[object]:
     """Until it is closed, this process is known as a rank of the start that owns the directory."""
     lock = _open_lock(run_dir / _RANKS_LOCK)
     if lock is not None:
-        _locked(lock, fcntl.LOCK_SH)
+        try_lock(lock, fcntl.LOCK_SH)
     return lock or contextlib.nullcontext()
 
 
@@ -103,7 +103,7 @@ def lock_run_dir(run_dir: Path) -> Iterator[None]:
         if (file := _open_lock(run_dir / JOB_LOCK)) is not None:
             stack.enter_context(file)
             with contextlib.suppress(OSError):  # a full file system
-                if _locked(file, fcntl.LOCK_SH):
+                if try_lock(file, fcntl.LOCK_SH):
                     _overwrite(file, socket.gethostname())
         yield
 
@@ -128,7 +128,7 @@ def claim(path: Path, patience: float = 0.0) -> tuple[IO[str] | None, str]:
     """
     deadline = time.monotonic() + patience
     file = files.open_regular(path, "a+", encoding="utf-8")
-    while not _locked(file, fcntl.LOCK_EX):
+    while not try_lock(file, fcntl.LOCK_EX):
         if time.monotonic() >= deadline:
             file.seek(0)
             with file, contextlib.suppress(ValueError):
@@ -158,8 +158,8 @@ def _open_lock(path: Path) -> IO[str] | None:
     return None
 
 
-def _locked(file: IO[str], kind: int) -> bool:
-    """Lock a file; False if another process has it locked. True where there are no locks."""
+def try_lock(file: IO[Any], kind: int) -> bool:
+    """Lock a file (LOCK_EX or LOCK_SH), until it is closed; False if another process has it locked. True where there are no locks."""
     try:
         fcntl.flock(file, kind | fcntl.LOCK_NB)
     except BlockingIOError:

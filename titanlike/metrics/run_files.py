@@ -203,9 +203,9 @@ def versions() -> dict[str, Any]:
 
     versions = {"titanlike": titanlike.__version__, "torch": str(torch.__version__)}
     versions["python"] = platform.python_version()
-    if not (commit := _git("rev-parse", "HEAD")):
+    if not (commit := git("rev-parse", "HEAD")):
         return versions
-    changed = _git("status", "--porcelain", "--untracked-files=no")
+    changed = git("status", "--porcelain", "--untracked-files=no")
     dirty = None if changed is None else bool(changed)  # None: took too long
     return {**versions, "git": commit, "git_dirty": dirty}
 
@@ -229,8 +229,8 @@ def flat(plain: dict[str, Any], prefix: str = "") -> dict[str, str]:
     return values
 
 
-def _git(*arguments: str) -> str | None:
-    """The output of a git command in the working directory; None where it fails."""
+def git(*arguments: str) -> str | None:
+    """The output of a git command; None where it fails, or takes long."""
     env, null = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}, subprocess.DEVNULL
     try:
         return subprocess.check_output(

@@ -35,15 +35,16 @@ class SafetensorsFolder:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.files = _files(folder)  # name of a tensor -> file
         self._open: dict[str, Any] = {}
+        # name of a tensor -> file
+        files = _indexed(folder)
+        self.files = dict.fromkeys(self._file(SINGLE).keys(), SINGLE) if files is None else files
 
     def tensor(self, key: str) -> Tensor:
-        return self._handle(key).get_tensor(key)
+        return self._file(self.files[key]).get_tensor(key)
 
-    def _handle(self, key: str) -> Any:
-        """The open file that has a tensor."""
-        name = self.files[key]
+    def _file(self, name: str) -> Any:
+        """An open file."""
         if name not in self._open:
             try:
                 self._open[name] = safe_open(self.folder / name, framework="pt")
@@ -56,7 +57,7 @@ class SafetensorsFolder:
     def slice(self, key: str) -> Any:
         """A tensor from which slices are read."""
         try:
-            return self._handle(key).get_slice(key)
+            return self._file(self.files[key]).get_slice(key)
         except SafetensorError:
             raise ValueError(
                 f"path={self.folder}: {self.files[key]} has no {key}, which {INDEX} says it has; "
@@ -74,29 +75,24 @@ def other_weights(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.glob("*") if path.suffix in kinds)
 
 
-def _files(folder: Path) -> dict[str, str]:
-    """Name of a tensor -> file. Raises ValueError."""
+def _indexed(folder: Path) -> dict[str, str] | None:
+    """Name of a tensor -> file; None without an index. Raises ValueError."""
     index = folder / INDEX
-    if index.is_file():
-        try:
-            files = dict(json.loads(index.read_text())["weight_map"])
-            elsewhere = sorted({name for name in files.values() if Path(name).name != name})
-        except (ValueError, KeyError, TypeError) as error:
-            reason = f"path={folder}: {INDEX} is damaged ({error}); copy it again"
-            raise ValueError(reason) from None
-        if elsewhere:
-            reason = f"names {some_names(elsewhere)}, which is no file of this folder"
-            raise ValueError(f"path={folder}: {INDEX} {reason}; put the file into it")
-        lost = sorted({name for name in files.values() if not (folder / name).is_file()})
-        if lost:
-            raise ValueError(f"path={folder}: lacks {some_names(lost)}; copy the files again")
-        return files
+    if not index.is_file():
+        return None
     try:
-        with safe_open(folder / SINGLE, framework="pt") as opened:
-            return dict.fromkeys(opened.keys(), SINGLE)
-    except (OSError, SafetensorError) as error:
-        reason = f"path={folder}: {SINGLE} cannot be read: {error}; copy the file again"
+        files = dict(json.loads(index.read_text())["weight_map"])
+        elsewhere = sorted({name for name in files.values() if Path(name).name != name})
+    except (ValueError, KeyError, TypeError) as error:
+        reason = f"path={folder}: {INDEX} is damaged ({error}); copy it again"
         raise ValueError(reason) from None
+    if elsewhere:
+        reason = f"names {some_names(elsewhere)}, which is no file of this folder"
+        raise ValueError(f"path={folder}: {INDEX} {reason}; put the file into it")
+    lost = sorted({name for name in files.values() if not (folder / name).is_file()})
+    if lost:
+        raise ValueError(f"path={folder}: lacks {some_names(lost)}; copy the files again")
+    return files
 
 
 # --- writing --------------------------------------------------------------------------------------

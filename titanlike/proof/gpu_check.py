@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from titanlike.config.files import atomic_write_text, make_new_folder
-from titanlike.config.program import argument_parser
+from titanlike.config.program import argument_parser, exit_code
 from titanlike.metrics import units
 from titanlike.metrics.console import shorten
 from titanlike.proof.gpu_cells import Outcome, run_cell, source_environment
@@ -38,32 +38,30 @@ _END = "exit code: 0 everything passed, 1 something failed, 2 nothing could be r
 def main(argv: list[str] | None = None) -> int:
     """The exit code."""
     arguments = _parser().parse_args(argv)
+    return exit_code(lambda: _check(arguments))
+
+
+def _check(arguments: argparse.Namespace) -> int:
+    """Raises ValueError, OSError where nothing can be run."""
     kinds = tuple(arguments.only.split(",")) if arguments.only else tuple(KINDS)
     if any(kind not in KINDS for kind in kinds):
-        return _refuse(f"--only {','.join(kinds)}: no such check; checks: {', '.join(KINDS)}")
+        raise ValueError(f"--only {','.join(kinds)}: no such check; checks: {', '.join(KINDS)}")
     if arguments.gpus is not None and arguments.gpus < 1:
-        return _refuse(f"--gpus {arguments.gpus}: must be at least 1")
-    try:
-        machine = _describe_machine()
-    except RuntimeError as error:
-        return _refuse(str(error))
+        raise ValueError(f"--gpus {arguments.gpus}: must be at least 1")
+    machine = _describe_machine()
     cpu, gpus = arguments.device == "cpu", len(machine["names"])
     if not cpu and not gpus:
-        return _refuse("there is no GPU; --device cpu runs what works without one")
+        raise ValueError("there is no GPU; --device cpu runs what works without one")
     count = arguments.gpus or (2 if cpu else gpus)
     if not cpu and count > gpus:
-        return _refuse(f"--gpus {count}: there are {gpus}")
+        raise ValueError(f"--gpus {count}: there are {gpus}")
     cells = plan(count, kinds, cpu=cpu)
     if arguments.list:
         for cell in cells:
             print(f"{cell.kind:12} {cell.name}")
         return 0
-    try:
-        named = Path(arguments.folder or time.strftime("outputs/gpu_check/%Y-%m-%d_%H-%M-%S"))
-        folder = make_new_folder(named)
-    except OSError as error:
-        return _refuse(f"{arguments.folder}: cannot be made: {error.strerror}")
-    return _run(cells, folder, machine)
+    named = Path(arguments.folder or time.strftime("outputs/gpu_check/%Y-%m-%d_%H-%M-%S"))
+    return _run(cells, make_new_folder(named), machine)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -82,11 +80,6 @@ def _parser() -> argparse.ArgumentParser:
     folder = "outputs/gpu_check/DATE if not given"
     parser.add_argument("folder", nargs="?", metavar="DIR", help=folder)
     return parser
-
-
-def _refuse(text: str) -> int:
-    print(f"error: {text}", file=sys.stderr)
-    return 2
 
 
 def _run(cells: Sequence[Cell], folder: Path, machine: dict[str, Any]) -> int:
@@ -140,14 +133,14 @@ def _counted(outcomes: Iterable[Outcome]) -> str:
 
 
 def _describe_machine() -> dict[str, Any]:
-    """Versions, names and bytes of memory of the GPUs. Raises RuntimeError if torch fails here."""
+    """Versions, names and bytes of memory of the GPUs. Raises OSError if torch fails here."""
     # in a process of its own: this one must not hold memory on a GPU while cells run
     command = "from titanlike.device.memory import print_machine; print_machine()"
     done = subprocess.run(
         [sys.executable, "-c", command], capture_output=True, text=True, env=source_environment()
     )
     if done.returncode:
-        raise RuntimeError(f"torch does not start here: {done.stderr.strip()[-500:]}")
+        raise OSError(f"torch does not start here: {done.stderr.strip()[-500:]}")
     return json.loads(done.stdout.splitlines()[-1])
 
 

@@ -23,7 +23,7 @@ from typing import Any, Protocol
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from titanlike.config.files import temporary_beside
+from titanlike.config.files import replaced, temporary_beside
 from titanlike.config.schema import Config, MemoryProfile, TraceProfile
 from titanlike.launch.heartbeat import read_action
 from titanlike.launch.watchdog import Watchdog
@@ -133,18 +133,14 @@ class Profile:
         steps = f"{min(self._recorded)}-{max(self._recorded)}"
         name = f"{self._config.profile.name}_steps{steps}_rank{self._rank}{recorder.ending}"
         path = self._folder / name
-        temporary = temporary_beside(path)
         try:
             recorder.stop()
             self._folder.mkdir(parents=True, exist_ok=True)
-            recorder.write(temporary)
-            os.replace(temporary, path)
+            with replaced(path) as temporary:
+                recorder.write(temporary)
         except Exception:  # whatever the profiler raises: the run is worth more
             print(f"{path} could not be written\n{traceback.format_exc()}", file=sys.stderr)
             return False
-        finally:
-            with contextlib.suppress(OSError):
-                temporary.unlink(missing_ok=True)
         return True
 
 
