@@ -11,7 +11,7 @@ not on what was read before.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import overload
+from typing import Any, overload
 
 import numpy as np
 
@@ -20,15 +20,15 @@ from titanlike.config.schema import Config
 _BLOCK = 1024  # samples whose order is computed at once
 _WINDOW = 64  # steps within which samples are sorted by length
 _ROUNDS = 8  # four suffice for large domains (Luby, Rackoff), small ones need eight to be uniform
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-_MASK64 = (1 << 64) - 1
+_GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
 
 
-def splitmix64(x: np.ndarray) -> np.ndarray:
-    """The finalizer of splitmix64: a bijective hash of a uint64 array."""
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
+def splitmix64(x: Any) -> Any:
+    """The finalizer of splitmix64: a bijective hash of 64 bits, in an array or a tensor of
+    int64."""
+    for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):
+        x = (x ^ (x >> shift & (1 << 64 - shift) - 1)) * factor
+    return x ^ (x >> 31 & (1 << 33) - 1)
 
 
 @overload
@@ -43,29 +43,29 @@ def shuffled_index(position: int | np.ndarray, size: int, seed: int) -> int | np
     """
     assert size >= 1, "the data set is empty"
     shape = np.shape(position)
-    epoch, x = np.divmod(np.atleast_1d(np.asarray(position, np.uint64)), np.uint64(size))
-    key = splitmix64(splitmix64(np.array([seed & _MASK64], np.uint64)) + epoch * _GOLDEN)
+    epoch, x = np.divmod(np.atleast_1d(np.asarray(position, np.int64)), size)
+    start = np.array([seed % (1 << 64)], np.uint64).view(np.int64)
+    key = splitmix64(splitmix64(start) + epoch * _GOLDEN)
     half = max(1, ((size - 1).bit_length() + 1) // 2)  # bits in each half of a number
     x = _permute(x, key, half)
-    while (outside := x >= np.uint64(size)).any():
+    while (outside := x >= size).any():
         x[outside] = _permute(x[outside], key[outside], half)
-    return x.astype(np.int64).reshape(shape) if shape else int(x[0])
+    return x.reshape(shape) if shape else int(x[0])
 
 
 def _permute(x: np.ndarray, key: np.ndarray, half: int) -> np.ndarray:
     """A Feistel network on 2 * half bits; its round function is a splitmix64 stream of `key`."""
-    bits, mask = np.uint64(half), np.uint64((1 << half) - 1)
-    left, right = x >> bits, x & mask
+    mask = (1 << half) - 1
+    left, right = x >> half, x & mask
     for turn in range(_ROUNDS):
-        # element (turn, right) of the stream; right has at most 32 bits
-        element = right | np.uint64(turn << 32)
+        element = right | turn << 32  # (turn, right) of the stream; right has at most 32 bits
         left, right = right, left ^ (splitmix64(key + element * _GOLDEN) & mask)
-    return left << bits | right
+    return left << half | right
 
 
 def is_for_validation(document: int, fraction: float) -> bool:
     """Whether a document of a corpus, by its number from 0, is in the validation part."""
-    return int(splitmix64(np.array([document + 1], np.uint64))[0]) < fraction * 2.0**64
+    return int(splitmix64(np.array([document + 1]))[0]) % (1 << 64) < fraction * 2.0**64
 
 
 class GlobalBatchSampler:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from titanlike.data.order import splitmix64
 from titanlike.torch_private.distributed_checkpoint import Blocks
 from titanlike.torch_private.dtensor import local, local_slices
 
@@ -39,7 +40,7 @@ def digest_of(name: str, tensor: Tensor, shape: torch.Size, offsets: tuple[int, 
             along = (first + torch.arange(size, device=device)) * stride
             place = place.unsqueeze(-1) + along
         bits = part.contiguous().view(_INTEGERS[part.element_size()]).long()
-        total += _mixed(_mixed(place) ^ bits).sum()
+        total += splitmix64(splitmix64(place) ^ bits).sum()
     return total
 
 
@@ -51,13 +52,6 @@ def _row_blocks(tensor: Tensor) -> Iterator[tuple[int, Tensor]]:
     step = max(1, _CHUNK // tensor[0].numel())
     for row in range(0, len(tensor), step):
         yield row, tensor[row : row + step]
-
-
-def _mixed(x: Tensor) -> Tensor:
-    """The finalizer of splitmix64."""
-    for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):
-        x = (x ^ (x >> shift & (1 << 64 - shift) - 1)) * factor
-    return x ^ (x >> 31 & (1 << 33) - 1)
 
 
 def text_of(total: Tensor) -> str:

@@ -19,6 +19,8 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
+    from titanlike.models.cache import KeyValueCache
+
 _TILE = 128  # queries, and keys, that kernels process together
 
 
@@ -44,16 +46,20 @@ def attention_inputs(
     positions: Tensor | None,
     mask: Tensor | None,
     by_offsets: bool = False,
+    cache: KeyValueCache | None = None,
 ) -> tuple[Tensor, Tensor | Documents | None]:
     """(positions, mask) for ids [B, T].
 
     document_ids: integers [B, T] that change where a document begins.
     positions: integers [B, T], or [T] for all sequences; None = 0, 1, ... in each document.
     mask: bool [B, T] (False = padding), or [B, T, T] or [B, 1, T, T] (query, key; True = attends).
-    by_offsets: whether the model's attention takes `Documents`.
+    by_offsets: whether the model's attention takes `Documents`. cache: of the tokens before, which
+    then gives positions and mask.
     The returned mask is `Documents` for documents on a GPU, where no mask is given; otherwise bool
     [B, 1, T, T], causal. None = causal over the whole sequence.
     """
+    if cache is not None:
+        return cache.inputs(ids)
     tokens = torch.arange(ids.size(1), device=ids.device)  # [T]
     runs = None
     if document_ids is not None:

@@ -135,10 +135,7 @@ class Gpt2(nn.Module):
     ) -> Tensor:
         """document_ids, positions, mask: see `attention_inputs` in `documents.py`; cache: of the
         tokens before, which then gives positions and mask."""
-        if cache is None:
-            positions, mask = attention_inputs(ids, document_ids, positions, mask, True)
-        else:
-            positions, mask = cache.inputs(ids)
+        positions, mask = attention_inputs(ids, document_ids, positions, mask, True, cache)
         return self.lm_head(self.transformer(ids, positions, mask, cache))  # [B, T, D] -> [B, T, V]
 
     def tp_plan(self) -> dict[str, Any]:

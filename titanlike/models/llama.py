@@ -243,7 +243,7 @@ class Llama(nn.Module):
         )
         super().__init__()
         self.head_dim, self.rope_theta = hidden_size // num_attention_heads, rope_theta
-        self.depth = num_hidden_layers
+        self.depth, self.heads = num_hidden_layers, num_attention_heads
         first = islice(blocks, num_hidden_layers)
         self.model = Decoder(vocab_size, hidden_size, first, rms_norm_eps)
         self.mtp = NextTokens(hidden_size, blocks, rms_norm_eps)
@@ -262,10 +262,7 @@ class Llama(nn.Module):
     ) -> Tensor:
         """document_ids, positions, mask: see `attention_inputs` in `documents.py`; cache: of the
         tokens before, which then gives positions and mask."""
-        if cache is None:
-            positions, mask = attention_inputs(ids, document_ids, positions, mask, True)
-        else:
-            positions, mask = cache.inputs(ids)
+        positions, mask = attention_inputs(ids, document_ids, positions, mask, True, cache)
         table = rotary_table(positions, self.head_dim, self.rope_theta)  # [2, (B,) T, E/2]
         x = self.model(ids, table, mask, cache)
         if self.mtp and self.training:
@@ -309,14 +306,14 @@ class Llama(nn.Module):
     def flops_per_token(self, tokens: int) -> float:
         """FLOPs of forward and backward per token, in sequences of `tokens`; of the whole model.
 
-        6 per matrix parameter, and 12 * hidden_size per layer and attended token: the convention of
+        6 per matrix parameter, and 12 * heads * head_dim per layer and attended token: the convention of
         arXiv 2204.02311, appendix B, which does not subtract the causal half. Embedding lookups are
         free.
         """
         matrices = sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Linear))
         matrices += len(self.mtp) * self.lm_head.weight.numel()
         depth = self.depth + len(self.mtp)
-        return 6 * matrices + 12 * depth * self.model.norm.weight.numel() * tokens
+        return 6 * matrices + 12 * depth * self.heads * self.head_dim * tokens
 
 
 def attention_problems(

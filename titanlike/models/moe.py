@@ -241,12 +241,9 @@ class Moe(Llama):
 
     def flops_per_token(self, tokens: int) -> float:
         """What `Llama.flops_per_token` says; of the experts those that a token goes to."""
-        matrices = sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Linear))
         routed = [p for m in self.modules() if isinstance(m, Experts) for p in m.parameters()]
         active = sum(p.numel() // len(p) for p in routed) * self.routing.num_experts_per_tok
-        matrices += len(self.mtp) * self.lm_head.weight.numel()
-        attended = 12 * (self.depth + len(self.mtp)) * self.heads * self.head_dim * tokens
-        return 6 * (matrices + active) + attended
+        return super().flops_per_token(tokens) + 6 * active
 
 
 def _routing_problems(

@@ -141,8 +141,9 @@ def train_steps(s: Session) -> None:
             # 4. what follows needs this step's numbers now
             final = step == last  # completed whatever stop request comes
             save = _is_due(step, config.checkpoint.every, final and config.checkpoint.last)
-            sample = _samples_are_due(s, step, final)
-            if not (final or save or sample or s.stop_code or _validation_is_due(s, step, final)):
+            sample = _follows(s, config.sample.every, step, final)
+            validation = config.validation.every
+            if not (final or save or sample or s.stop_code or _is_due(step, validation, False)):
                 continue
             record = _finish_pending(s, rollbacks)
             if record is None:
@@ -150,7 +151,7 @@ def train_steps(s: Session) -> None:
                 continue
 
             # 5. validation
-            if _validation_is_due(s, step, final):
+            if _follows(s, validation, step, final):
                 _validate(s, step, record, final)
             _complete(s, record)
             if sample:
@@ -283,15 +284,8 @@ def roll_back(s: Session, anomaly: Anomaly, rollbacks: list[int]) -> None:
     s.progress = replace(restored, left_out=s.progress.left_out + left_out)
 
 
-def _validation_is_due(s: Session, step: int, final: bool) -> bool:
+def _follows(s: Session, every: int, step: int, final: bool) -> bool:
     """True after the last step, and every so many others that no stop request follows."""
-    every = s.config.validation.every
-    return _is_due(step, every, final and every > 0) and (final or not s.stop_code)
-
-
-def _samples_are_due(s: Session, step: int, final: bool) -> bool:
-    """True after the last step, and every so many others that no stop request follows."""
-    every = s.config.sample.every
     return _is_due(step, every, final and every > 0) and (final or not s.stop_code)
 
 
