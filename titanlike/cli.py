@@ -63,14 +63,14 @@ JOBS = {
         folder="bench",
     ),
     "sample": Command(
-        "training.sample_job.sample",
+        "training.checkpoint_jobs.sample",
         "write text in a run's own layout",
         "Continues sample.prompts with the newest checkpoint of a run, in any layout: --config-path RUN. "
         "For a model that fits one process `titanlike generate RUN` is faster.",
         folder="samples",
     ),
     "perplexity": Command(
-        "training.evaluate_job.perplexity",
+        "training.checkpoint_jobs.perplexity",
         "the loss of a run on any data",
         "Evaluates the newest checkpoint of a run on evaluate.part of the data, in any layout: "
         "--config-path RUN. `titanlike evaluate RUN` calls it.",

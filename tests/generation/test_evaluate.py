@@ -24,7 +24,7 @@ from titanlike.data.registry import open_data
 from titanlike.generation import commands
 from titanlike.generation.generate import load_model
 from titanlike.launch.worker import Worker
-from titanlike.training.evaluate_job import perplexity
+from titanlike.training.checkpoint_jobs import perplexity
 
 CPU = torch.device("cpu")
 

@@ -23,7 +23,7 @@ from titanlike.config.schema import ChunkedCrossEntropy, Config, Sample
 from titanlike.generation.commands import generate_main as main
 from titanlike.generation.generate import LoadedModel, generate, load_model
 from titanlike.models.sampling import Sampling, next_tokens
-from titanlike.training.sample_job import sample
+from titanlike.training.checkpoint_jobs import sample
 
 CPU, GREEDY = torch.device("cpu"), Sampling(temperature=0)
 PROMPTS = [list(text.encode()) for text in ("def", "g", "\treturn 'é", "ö", "x = def größe")]

@@ -12,8 +12,7 @@ from support.command_lines import examined
 from support.commands import command
 from titanlike.driver.checks import problems
 from titanlike.proof import gpu_cells, gpu_check
-from titanlike.proof.gpu_cells import run_cell
-from titanlike.proof.gpu_plan import KINDS, Cell, plan
+from titanlike.proof.gpu_cells import KINDS, Cell, plan, run_cell
 
 DEVICES = torch.cuda.device_count()
 ON_GPUS = [cell for cell in plan(DEVICES or 2) if cell.kind != "speed"]

@@ -1,8 +1,7 @@
 """`python tools/gpu_check.py`: does everything work on the GPUs of this machine, and how fast?
 
-1. The plan (`gpu_plan`): cells chosen by the number of GPUs.
-2. Each runs in processes of its own, with a time limit (`gpu_cells`); a failure costs no other
-   cell.
+1. The plan (`gpu_cells`): cells chosen by the number of GPUs.
+2. Each runs in processes of its own, with a time limit; a failure costs no other cell.
 3. The report is a Markdown file, written after every cell.
 
 With `--device cpu` the same code runs on as many gloo ranks, with tiny models and few cells.
@@ -29,8 +28,7 @@ from titanlike.config.files import atomic_write_text, make_new_folder
 from titanlike.config.program import argument_parser, exit_code
 from titanlike.metrics import units
 from titanlike.metrics.console import shorten
-from titanlike.proof.gpu_cells import Outcome, run_cell, source_environment
-from titanlike.proof.gpu_plan import KINDS, Cell, plan
+from titanlike.proof.gpu_cells import KINDS, Cell, Outcome, plan, run_cell, source_environment
 
 _END = "exit code: 0 everything passed, 1 something failed, 2 nothing could be run"
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -63,34 +63,25 @@ def to_device(batch: Batch, mesh: Mesh, config: Config) -> Batch:
 # --- copies beside the computation ---------------------------------------------------------------
 
 
-class Streams(Protocol):
-    """The streams of a device: copies run beside the computation."""
-
-    def copying(self) -> Any:
-        """A context in which operations run on the stream for copies, which the computation does
-        not wait for."""
-
-    def copied(self) -> Any:
-        """An event after all copies so far."""
-
-    def hand_over(self, event: Any, values: list[Tensor]) -> None:
-        """The computation waits for the event on the device; the memory of these values is not used
-        again before the computation has done what it has been given until they are freed."""
-
-
 class DeviceStreams:
-    """Streams of an accelerator, in torch's device-neutral words."""
+    """The streams of an accelerator, in torch's device-neutral words: copies run beside the
+    computation."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._stream = device, torch.Stream(device)
 
     def copying(self) -> Any:
+        """A context in which operations run on the stream for copies, which the computation does
+        not wait for."""
         return self._stream  # also makes its device the current one of this thread
 
     def copied(self) -> Any:
+        """An event after all copies so far."""
         return self._stream.record_event()
 
     def hand_over(self, event: Any, values: list[Tensor]) -> None:
+        """The computation waits for the event on the device; the memory of these values is not used
+        again before the computation has done what it has been given until they are freed."""
         computing = torch.accelerator.current_stream(self._device.index)
         computing.wait_event(event)
         for value in values:
@@ -98,7 +89,7 @@ class DeviceStreams:
 
 
 def copied_ahead(
-    stream: Iterator[Batch], mesh: Mesh, config: Config, streams: Streams, in_thread: bool
+    stream: Iterator[Batch], mesh: Mesh, config: Config, streams: DeviceStreams, in_thread: bool
 ) -> Iterator[Batch]:
     """The same batches on the device, through pinned memory and the stream for copies.
 

@@ -18,7 +18,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -52,7 +52,7 @@ class Profile:
         self._config, self._run, self._watchdog, self._report = config, run, watchdog, report
         self._rank, self._folder = worker.rank, worker.run_dir / "profile"
         self._recorded: set[int] = set()  # steps
-        self._recorder: Recorder | None = None  # of a rank that records
+        self._recorder: TraceRecorder | SnapshotRecorder | None = None  # of a rank that records
         self._ranges = ProfilerRanges()
         settings = config.profile
         assert isinstance(settings, MemoryProfile), "with a profile"
@@ -128,7 +128,7 @@ class Profile:
         if texts:
             self._report(step, f"profile: {'; '.join(texts)}")
 
-    def _write(self, recorder: Recorder) -> bool:
+    def _write(self, recorder: TraceRecorder | SnapshotRecorder) -> bool:
         """Whether this rank's file could be written; the reason is printed to the rank's log."""
         steps = f"{min(self._recorded)}-{max(self._recorded)}"
         name = f"{self._config.profile.name}_steps{steps}_rank{self._rank}{recorder.ending}"
@@ -204,25 +204,7 @@ def action_name(action: Any) -> str:
 _CURVE = "bytes allocated since the profile began"
 
 
-class Recorder(Protocol):
-    """Records from `start` to `stop`."""
-
-    ending: str  # of the file's name
-
-    def prepare(self) -> None:
-        """Optional, a step before `start`: what takes time at first."""
-
-    def start(self) -> None:
-        """Record from now on."""
-
-    def stop(self) -> None:
-        """Record no more. Does nothing where it neither was prepared nor has started."""
-
-    def write(self, path: Path) -> None:
-        """Once it has stopped."""
-
-
-def recorder_for(settings: MemoryProfile, device: torch.device) -> Recorder:
+def recorder_for(settings: MemoryProfile, device: torch.device) -> TraceRecorder | SnapshotRecorder:
     """What records such a profile on a rank with this device."""
     if isinstance(settings, TraceProfile):
         return TraceRecorder(device, memory=False, stacks=settings.stacks)
@@ -238,10 +220,10 @@ def viewer_of(settings: MemoryProfile, device: torch.device) -> str:
 
 
 class TraceRecorder:
-    """torch's profiler: ranges, operators and kernels; with `memory` also allocations, as a
-    curve."""
+    """torch's profiler: ranges, operators and kernels; with `memory` also allocations, as a curve.
+    Records from `start` to `stop`."""
 
-    ending = ".json.gz"
+    ending = ".json.gz"  # of the file's name
 
     def __init__(self, device: torch.device, *, memory: bool, stacks: bool) -> None:
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it prints that it starts, and stops
@@ -255,6 +237,7 @@ class TraceRecorder:
         self._prepared = self._started = False
 
     def prepare(self) -> None:
+        """Optional, a step before `start`: what takes time at first."""
         if self._prepared:  # the run has rolled back
             return
         with warnings.catch_warnings():  # 2.11 warns of profiles with several cycles: there is one
@@ -268,6 +251,7 @@ class TraceRecorder:
         self._started = True
 
     def stop(self) -> None:
+        """Record no more. Does nothing where it neither was prepared nor has started."""
         if self._prepared:
             if not self._started:
                 self._profiler.start_trace()  # what is prepared cannot be given up otherwise
@@ -275,7 +259,7 @@ class TraceRecorder:
         self._prepared = self._started = False
 
     def write(self, path: Path) -> None:
-        """Raises OSError, or what torch's profiler raises."""
+        """Once it has stopped. Raises OSError, or what torch's profiler raises."""
         plain = temporary_beside(path)  # not in /tmp, as torch compresses: a node's may be small
         try:
             self._profiler.export_chrome_trace(str(plain))
@@ -293,7 +277,7 @@ class TraceRecorder:
 
 
 class SnapshotRecorder:
-    """The history of a GPU's memory."""
+    """The history of a GPU's memory, recorded in the same way."""
 
     ending = ".pickle"
 

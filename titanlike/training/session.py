@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from titanlike.checkpoint.checkpointer import Checkpointer, Progress
 from titanlike.config.errors import ConfigError
@@ -41,14 +41,6 @@ if TYPE_CHECKING:  # each is imported where a config asks for it
 DATA_TIMEOUT = 24 * 3600.0  # seconds for one process to tokenize while the others wait
 
 
-class Recorder(Protocol):
-    """Records some steps; all ranks call it."""
-
-    def begin_step(self, step: int) -> None: ...
-
-    def close(self, together: bool) -> None: ...
-
-
 @dataclass
 class Session:
     """What the loop works with. Console, events and sinks write on rank 0 alone, as do the owner
@@ -77,7 +69,7 @@ class Session:
     places: str = ""  # hosts and devices of the ranks, on rank 0 of several
 
     @property
-    def recorders(self) -> list[Recorder]:
+    def recorders(self) -> list[Profile | Timeline]:
         return [recorder for recorder in (self.profile, self.timeline) if recorder is not None]
 
     @property
