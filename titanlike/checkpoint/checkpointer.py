@@ -90,8 +90,8 @@ class Checkpointer:
         return self._made_writer
 
     def _digest(self, tensors: Mapping[str, Any], group: dist.ProcessGroup) -> str:
+        from titanlike.checkpoint.digest import digest
         from titanlike.checkpoint.integrity import OPTIMIZER, RNG
-        from titanlike.distributed.digest import digest
 
         # of each rank's own, and on rank 0 what all pipeline ranks share
         of_all = f"{OPTIMIZER}step" if self._rank else ""

@@ -27,6 +27,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from titanlike.checkpoint.digest import digest_of, text_of
 from titanlike.checkpoint.discovery import resolve
 from titanlike.checkpoint.integrity import (
     MODEL,
@@ -41,7 +42,6 @@ from titanlike.checkpoint.state_dict import DTYPES, cast_weights
 from titanlike.checkpoint.storage import MARKER, STATE, DamagedCheckpoint, Storage
 from titanlike.checkpoint.writer import prepare_save, write_checkpoint
 from titanlike.config.files import parse_object, replaced
-from titanlike.distributed.digest import digest_of, text_of
 from titanlike.metrics import units
 from titanlike.metrics.console import Console
 

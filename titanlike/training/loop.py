@@ -169,8 +169,8 @@ def train_steps(s: Session) -> None:
 
 def _weights_digest(s: Session) -> str:
     """The digest of all parameters. Collective; waits for the step."""
+    from titanlike.checkpoint.digest import digest
     from titanlike.checkpoint.state_dict import placed
-    from titanlike.distributed.digest import digest
 
     mesh, states = s.run.mesh, s.run.stage_states
     owned = [
