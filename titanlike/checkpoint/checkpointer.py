@@ -96,7 +96,8 @@ class Checkpointer:
         # of each rank's own, and on rank 0 what all pipeline ranks share
         of_all = f"{OPTIMIZER}step" if self._rank else ""
         saved = {n: x for n, x in tensors.items() if not n.startswith(RNG) and n != of_all}
-        return digest(saved, self._rank % self._config.dp == 0, torch.device("cpu"), group)
+        copies = self._config.dp * self._config.cp
+        return digest(saved, self._rank % copies == 0, torch.device("cpu"), group)
 
     @property
     def newest(self) -> int:

@@ -210,7 +210,9 @@ def run_identity(config: Config) -> dict[str, Any]:
     plain = {key: getattr(config, key) for key in ("seed", "batch_size", "seq_len")}
     plain |= {"ramp": to_plain(config.ramp)}
     if config.exact:  # other grains leave other bits
-        plain |= {"numerics": config.numerics.name, "numerics.grain": config.numerics.grain}
+        numerics = config.numerics
+        plain |= {"numerics": numerics.name, "numerics.grain": numerics.grain}
+        plain |= {"numerics.parts": numerics.parts}
     return {**plain, "optimizer": config.optimizer.name, **sizes}
 
 

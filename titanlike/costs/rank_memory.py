@@ -14,7 +14,8 @@ takes while it runs (`UnitCosts.peaks`). What FSDP holds besides (torch 2.13,
 
 With numerics=exact (`parallel/exact.py`) each microbatch's gradients are made anew, and those that
 are complete are partial sums of a binary tree: after k microbatches as many whole gradients in fp32
-as k has bits.
+as k has bits. Each piece of a sequence has a gradient of its own (`numerics.parts`), and of the sums
+over the pieces a cp rank has its shard.
 """
 
 from __future__ import annotations
@@ -201,6 +202,7 @@ class RankMemory:
     ) -> None:
         """by_muon: how many parameters of each stage Muon updates."""
         self._order, self.layout, self._ep, self._exact = order, layout, config.ep, config.exact
+        self._cp, self._pieces = config.cp, config.numerics.parts // config.cp  # if it is exact
         self._state = StateBytes.of(config, layout.zero)
         muon, shards = StateBytes.of(config, layout.zero, True).kept, self._state.shards
         self._kept = [  # bytes of each stage's parameters and optimizer state
@@ -361,10 +363,12 @@ class RankMemory:
         sums, parts, microbatches = 0, layout.microbatches.bit_count(), layout.microbatches
         if self._exact:
             new = [_REDUCED * unit.parameters for unit in units]
-            sums = sum(new)  # bytes of a partial sum
+            sums = sum(new) // self._cp  # bytes of a partial sum
+            new = [self._pieces * size if whole else size // self._cp for size in new]
             gradients = parts * sums
+            at_end = state.fsdp and whole and self._cp == 1
             # each partial sum of a unit as it is laid out, sent and received
-            reduced = 3 * _REDUCED * parts * sizes[-1] if state.fsdp and whole and sizes else 0
+            reduced = 3 * _REDUCED * parts * sizes[-1] if at_end and sizes else 0
         first, later = self._backward(runs, new), self._backward(runs, [])
         backward = {"activations": -activations}
         self._stage_changes[key] = {
@@ -381,7 +385,7 @@ class RankMemory:
                     **({"queued": -queued} if kind == "W" else backward),
                     gradients=more * sums,
                 )
-                for kind, most in (("B", first), ("W", sums))
+                for kind, most in (("B", first), ("W", sum(new)))
                 for more in range(2 - microbatches.bit_length(), 2)
                 if self._exact
             },
@@ -425,6 +429,8 @@ class RankMemory:
             memory = unit.memory
             now -= memory.kept if recompute else memory.saved
             running = memory.peak.first if anew else memory.peak.later
+            if self._exact:
+                running += (self._pieces - 1) * _REDUCED * unit.parameters
             if recompute:
                 running = max(running, memory.peak.forward)
             gathered = self._gathered(unit) + self._gathered(before)

@@ -50,7 +50,7 @@ def autograd_collective(
     x: Tensor, ranks: GroupInfo, forward: Operation, backward: Operation, dim: int = 0
 ) -> Tensor:
     """`forward` of x, `backward` of its gradient; dim: along which parts are."""
-    return _Collective.apply(x, ranks, forward, backward, dim)
+    return x if ranks.size == 1 else _Collective.apply(x, ranks, forward, backward, dim)
 
 
 # newer versions of torch (2.13) have other names for them

@@ -204,12 +204,12 @@ class ContextAttention(TorchFunctionMode):
         if ranks.method == "ulysses":
             if mask is not None and mask.dim() > 1 and mask.shape[-2] == query.shape[_TOKENS]:
                 mask = _all_tokens(mask, ranks, mask.dim() - 2)
-            mask = _of_heads(mask, query.shape[1], ranks)
+            masks = _of_heads(mask, query.shape[1], ranks)
             options["is_causal"] = mask is None and is_causal
 
             def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-                grouped = q.shape[1] != k.shape[1]
-                return F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=grouped, **options)
+                options["enable_gqa"] = q.shape[1] != k.shape[1]
+                return F.scaled_dot_product_attention(q, k, v, masks.pop(0), **options)
 
             return _by_heads(attend, query, key, value, ranks)
         if ranks.method == "ring":
@@ -284,6 +284,11 @@ def repeated(kv_heads: int, size: int) -> int:
     return size // gcd(kv_heads, size)
 
 
+def undividable(heads: int, kv_heads: int, size: int) -> bool:
+    """Whether so many ranks cannot share them."""
+    return bool(heads % size or heads % (kv_heads * repeated(kv_heads, size)))
+
+
 def _by_heads(
     attend: Callable[[Tensor, Tensor, Tensor], Tensor],
     q: Tensor,
@@ -291,9 +296,13 @@ def _by_heads(
     v: Tensor,
     ranks: ContextRanks,
 ) -> Tensor:
-    times = repeated(k.shape[1], ranks.size)
+    times = repeated(k.shape[1], max(ranks.size, ranks.parts))
     if times > 1:
         k, v = (x.repeat_interleave(times, dim=1) for x in (k, v))
+    if ranks.parts > 1:
+        from titanlike.parallel.exact_pieces import attend_in_parts
+
+        attend = functools.partial(attend_in_parts, attend, ranks.parts // ranks.size)
     if k.shape[-1] == v.shape[-1]:  # in one message: each rank's heads are next to each other
         sizes = [x.shape[1] // ranks.size for x in (q, k, v)]
         every = torch.cat([x.unflatten(1, (ranks.size, -1)) for x in (q, k, v)], dim=2)
@@ -312,12 +321,14 @@ def _to_heads(x: Tensor, ranks: ContextRanks) -> Tensor:
     return x.movedim(0, 2).flatten(2, 3)
 
 
-def _of_heads(mask: Tensor | None, heads: int, ranks: ContextRanks) -> Tensor | None:
-    """The part of a mask or bias, which may differ between heads, of this rank's."""
+def _of_heads(mask: Tensor | None, heads: int, ranks: ContextRanks) -> list[Tensor | None]:
+    """The part of a mask or bias, which may differ between heads, of each part of this rank's."""
+    count = max(1, ranks.parts // ranks.size)
     if mask is None or mask.dim() < 3 or mask.shape[-3] != heads or heads == 1:
-        return mask
-    size = heads // ranks.size
-    return mask.narrow(mask.dim() - 3, ranks.rank * size, size)
+        return [mask] * count
+    size = heads // ranks.size // count
+    first = ranks.rank * count * size
+    return [mask.narrow(mask.dim() - 3, first + at * size, size) for at in range(count)]
 
 
 # --- a ring: keys and values go from rank to rank while each attends -----------------------------

@@ -28,7 +28,7 @@ from titanlike.graph.recording import Recording, UnknownTokens, replay
 from titanlike.graph.sequence_shard import SequenceShard, shard_sequence
 from titanlike.models.documents import document_spans, sequence_spans
 from titanlike.optim.loss import CustomLoss, Loss, takes_divided_logits
-from titanlike.parallel.context_attention import ContextAttention, Looking, repeated
+from titanlike.parallel.context_attention import ContextAttention, Looking, undividable
 from titanlike.parallel.context_tokens import ContextRanks, Take
 from titanlike.parallel.tp.operators import Layout, Shard, ShardingError
 from titanlike.parallel.tp.plan import Entry
@@ -208,18 +208,26 @@ class ContextParallel(Transform):
             self.ranks.method, self.why = wanted, "asked for"
             return
         refused = next(filter(None, problems.values()), "")
+        if self._config.exact and chosen != "ulysses":
+            problem = self._problem(f"not with numerics=exact: {refused}")
+            raise ConfigError([replace(problem, fix=f"{problem.fix} numerics.parts=1")])
         self.why = "the ranks can share its heads" if chosen == "ulysses" else refused
         self.ranks.method = chosen
 
     def _no_ulysses(self) -> str:
-        size = self.ranks.size
+        size = max(self.ranks.size, self.ranks.parts)
         for call in self._calls:
             if not call.heads:
                 return "a call of attention has no dimension of heads"
-            if call.heads % size or call.heads % (call.kv_heads * repeated(call.kv_heads, size)):
+            if undividable(call.heads, call.kv_heads, size):
                 of_rank = " of a tp rank" if self._config.tp > 1 else ""
                 heads = f"{call.heads} heads and {call.kv_heads} key/value heads{of_rank}"
-                return f"{heads} cannot be shared by {size} ranks"
+                shared = (
+                    f"into numerics.parts={size}" if self.ranks.parts > 1 else f"by {size} ranks"
+                )
+                return (
+                    f"{heads} cannot be {'divided' if self.ranks.parts > 1 else 'shared'} {shared}"
+                )
         return ""
 
     def _no_ring(self) -> str:
@@ -372,7 +380,8 @@ def context_parallel(
         both = f"2 x cp{f' and cp x tp = {config.cp * config.tp}' if config.tp > 1 else ''}"
         reason = f"{tokens} tokens are no multiple of {both} = {2 * config.cp}"
         raise ConfigError([Problem("seq_len", tokens, reason, f"seq_len={fits}")])
-    return ContextParallel(config, ContextRanks(config.cp, 0 if mesh is None else mesh.cp_rank))
+    rank, parts = 0 if mesh is None else mesh.cp_rank, config.numerics.parts if config.exact else 1
+    return ContextParallel(config, ContextRanks(config.cp, rank, parts=parts))
 
 
 # --- whether a model computes with a part of the tokens what it does with all ---------------------

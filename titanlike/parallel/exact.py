@@ -20,7 +20,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from itertools import product
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -44,11 +44,15 @@ from titanlike.distributed.mesh import Mesh
 from titanlike.distributed.placement import APART, experts_of, has_statistics
 from titanlike.distributed.sharding import compute_dtype
 from titanlike.distributed.transform import Transform
-from titanlike.graph.model_graph import ModelGraph
+from titanlike.graph.model_graph import Fields, ModelGraph
 from titanlike.graph.recording import tree_map
+from titanlike.optim.loss import Loss, build_loss
 from titanlike.torch_private.dtensor import local
 from titanlike.torch_private.fsdp_sums import ShardedGradients, sharded_gradients
 from titanlike.torch_private.tensors import add_values
+
+if TYPE_CHECKING:  # imported where sequences are computed in pieces
+    from titanlike.parallel.exact_pieces import LossInPieces, Pieces
 
 Gradients = list[Tensor | None]
 # bytes; products of unaligned fp32 vectors differed on a CPU (MKL, one to three rows)
@@ -82,6 +86,13 @@ def model_problems(config: Config, model_graph: ModelGraph) -> list[Problem]:
     if any(map(has_statistics, model.modules())):
         reasons.append("its batch norms keep statistics of a whole batch")
     fix = "numerics=fast, or a model without that"
+    if config.numerics.parts > 1 and not reasons:
+        from titanlike.parallel.exact_pieces import reasons_against
+
+        reasons = reasons_against(config, model_graph)
+        fix = "numerics.parts=1"
+        if config.cp > 1:
+            fix = f"cp=1 dp={config.dp * config.cp} {fix}"
     problems = [
         Problem("model.name", config.model.name, f"not with numerics=exact: {reason}", fix)
         for reason in reasons[:3]
@@ -120,16 +131,32 @@ class ExactSums(Transform):
         """drawing: units whose forwards draw random numbers."""
         self._mesh, self._zero, self._drawing = mesh, zero, drawing
         self._seed, self._step, self._grain = config.seed, 0, 0
-        self._grains = Grains(mesh, microbatches, config.replicate)
-        self._of_experts = Grains(mesh, microbatches, config.replicate, config.ep)
+        sizes = microbatches, config.replicate, config.numerics.parts
+        self._grains, self._of_experts = Grains(mesh, *sizes), Grains(mesh, *sizes, config.ep)
+        self._loss: LossInPieces | None = None
+        self._pieces: Pieces | None = None
+        if config.numerics.parts > 1:
+            from titanlike.parallel import exact_pieces
+
+            self._pieces = exact_pieces.Pieces(config.numerics.parts, mesh.cp)
+            self._loss = exact_pieces.LossInPieces(build_loss(config.loss), self._pieces)
         self._stages: dict[int, GrainSums] = {}
         self._index: dict[nn.Module, int] = {}
         self.sums = self
+
+    def loss(self, device: torch.device | None = None) -> Loss | None:
+        return self._loss
+
+    def prepare(self, fields: Fields) -> None:
+        if self._pieces is not None:
+            self._pieces.tokens = fields["inputs"].shape[0] // self._mesh.cp
 
     def on_stage(self, index: int, stage: Any, units: Sequence[str]) -> None:
         self._index[stage] = index
         # in one process the gradients of later uses come first, one by one
         stage.relays = False
+        if self._pieces is not None:
+            self._pieces.on_stage(stage, units)
         for unit in units:
             module = stage.get_submodule(unit)
             module.register_forward_pre_hook(_apart_inside, with_kwargs=True)
@@ -146,7 +173,7 @@ class ExactSums(Transform):
 
     def on_weights(self, stage: nn.Module) -> None:
         grains = self._grains, self._of_experts
-        sums = GrainSums(stage, *grains, self._zero, self._next_forward)
+        sums = GrainSums(stage, *grains, self._zero, self._next_forward, self._pieces)
         self._stages[self._index.pop(stage)] = sums
 
     def begin(self, step: int) -> None:
@@ -157,8 +184,12 @@ class ExactSums(Transform):
 
     def losses(self, losses: list[Tensor]) -> Tensor:
         placed = torch.full((self._grains.all,), -0.0, device=self._mesh.device)
+        if self._loss is not None:
+            losses = self._loss.take()
         if losses:
-            placed[self._grains.first :][: len(losses)] = torch.stack(losses).detach()
+            count = len(losses) // len(self._grains.mine(0))
+            leaves = [leaf for each in range(count) for leaf in self._grains.mine(each)]
+            placed[leaves] = torch.stack(losses).detach()
         return placed
 
     def total(self, losses: Tensor) -> Tensor:
@@ -185,14 +216,20 @@ class ExactSums(Transform):
 
 
 class Grains:
-    """The grains of a step, each a leaf of the tree, and the ranks that have them."""
+    """The grains of a step, of which each part is a leaf of the tree, and the ranks that have
+    them."""
 
-    def __init__(self, mesh: Mesh, microbatches: int, replicate: int, peers: int = 1) -> None:
-        """peers: neighbours whose grains are all computed by each, with its experts."""
-        self._count, self.all, self.peers = microbatches, mesh.dp * microbatches, peers
+    def __init__(
+        self, mesh: Mesh, microbatches: int, replicate: int, parts: int, peers: int = 1
+    ) -> None:
+        """parts: leaves of a grain, in which cp ranks share; peers: neighbours whose grains are all
+        computed by each, with its experts."""
+        self._count, self._parts, self.cp, self.peers = microbatches, parts, mesh.cp, peers
+        self.all = mesh.dp * microbatches * parts
         self.first = mesh.dp_rank * microbatches
-        self.shards, self.replicas = mesh.dp // replicate // peers, replicate
-        self.replica, self._rank = divmod(mesh.dp_rank // peers, self.shards)
+        self.shards, self.replicas = mesh.dp * mesh.cp // replicate // peers, replicate
+        rank = (mesh.dp_rank * mesh.cp + mesh.cp_rank) // peers
+        self.replica, self._rank = divmod(rank, self.shards)
         experts = mesh.expert_axes if peers > 1 else None
         shard = mesh.axes["shard"] if experts is None else experts["expert_shard"]
         self.shard_group = shard.get_group()
@@ -218,8 +255,13 @@ class Grains:
 
     def _leaves(self, rank: int, microbatch: int) -> list[int]:
         """rank: of all replicas."""
-        first, beyond = rank * self.peers, (rank + 1) * self.peers
-        return [at * self._count + microbatch for at in range(first, beyond)]
+        leaves: list[int] = []
+        mine = self._parts // self.cp
+        for at in range(rank * self.peers, (rank + 1) * self.peers):
+            dp_rank, cp_rank = divmod(at, self.cp)
+            first = (dp_rank * self._count + microbatch) * self._parts + cp_rank * mine
+            leaves += range(first, first + mine)
+        return leaves
 
     def _keys(self, ranks: Iterable[int]) -> list[Key]:
         each = product(ranks, range(self._count))
@@ -236,6 +278,7 @@ class GrainSums:
         of_experts: Grains,
         zero: int,
         forward: Callable[[int], object] = lambda microbatch: None,
+        pieces: Pieces | None = None,
     ) -> None:
         self.forward = forward
         self.arrive: Callable[[], object] = lambda: None  # waits for what is on its way
@@ -253,12 +296,13 @@ class GrainSums:
                 grains if routed.isdisjoint(group.parameters) else of_experts,
                 zero,
                 self,
+                pieces,
             )
             for group in sharded_gradients(stage)
         ]
         self._sums: list[_Sum] = [*self._sharded]
         if not self._sharded:
-            self._sums = [_WholeSum(places, grains)]
+            self._sums = [_WholeSum(places, grains, pieces)]
 
     def backward(self, microbatch: int) -> None:
         for sharded in self._sharded:
@@ -282,9 +326,15 @@ class GrainSums:
 class _Sum:
     """Gradients whose sums are made together."""
 
-    def __init__(self, places: Sequence[list[tuple[nn.Module, str]]], grains: Grains) -> None:
+    def __init__(
+        self,
+        places: Sequence[list[tuple[nn.Module, str]]],
+        grains: Grains,
+        pieces: Pieces | None,
+    ) -> None:
         """places: of each parameter, the modules that have it."""
-        self._grains = grains
+        self._grains, self._pieces = grains, pieces
+        self._places = [each[0] for each in places]
         self._tree: SumTree[Gradients] = SumTree(grains.all, _add_each)
         self._pending: dict[int, Gradients] = {}  # by leaf: weight gradients are missing
         # of each gradient the parameter: first those of all, then those of second places
@@ -294,7 +344,9 @@ class _Sum:
         self._apart: dict[tuple[int, int], Tensor] = {}
         for index, each in enumerate(places):
             for module, name in each[1:]:
-                keep_apart(module, name, partial(self._keep, 0, len(self._at)))
+                if pieces is None:
+                    keep_apart(module, name, partial(self._keep, 0, len(self._at)))
+                self._places.append((module, name))
                 self._at.append(index)
 
     def _keep(self, leaf: int, at: int, gradient: Tensor) -> None:
@@ -305,6 +357,8 @@ class _Sum:
         """(leaf, its gradients) of a microbatch."""
         found, self._apart = dict[tuple[int, int], Tensor | None](self._apart), {}
         found = {(0, at): gradient for at, gradient in enumerate(self._taken())} | found
+        if self._pieces is not None:
+            found |= self._pieces.take(self._places)
         return [
             (leaf, [_in_fp32(found.get((number, at))) for at in range(len(self._at))])
             for number, leaf in enumerate(self._grains.mine(microbatch))
@@ -332,15 +386,17 @@ class _WholeSum(_Sum):
     """Of a stage that one rank has as a whole."""
 
     def __init__(
-        self, places: Mapping[nn.Parameter, list[tuple[nn.Module, str]]], grains: Grains
+        self,
+        places: Mapping[nn.Parameter, list[tuple[nn.Module, str]]],
+        grains: Grains,
+        pieces: Pieces | None,
     ) -> None:
-        super().__init__([*places.values()], grains)
+        super().__init__([*places.values()], grains, pieces)
         self._parameters = [*places]
-        self._first = [each[0] for each in places.values()]
 
     def _taken(self) -> Gradients:
         taken: Gradients = []
-        for module, name in self._first:
+        for module, name in self._places[: len(self._parameters)]:
             weight: Any = module._parameters[name]  # in a step perhaps a copy in bf16
             gradient, weight.grad = weight.grad, None
             taken.append(None if gradient is None else gradient.to(weight.dtype))
@@ -367,9 +423,10 @@ class _ShardedSum(_Sum):
         grains: Grains,
         zero: int,
         stage: GrainSums,
+        pieces: Pieces | None,
     ) -> None:
         self._group, self._zero, self._stage = group, zero, stage
-        super().__init__([places[parameter] for parameter in group.parameters], grains)
+        super().__init__([places[parameter] for parameter in group.parameters], grains, pieces)
         # of this rank's part, in this replica
         self._part: SumTree[Tensor] = SumTree(grains.all, Tensor.add_)
         if zero > 1:
@@ -387,6 +444,9 @@ class _ShardedSum(_Sum):
     def add(self, microbatch: int, complete: bool) -> None:
         if self._zero == 1:
             super().add(microbatch, complete)
+            # what a cp rank has of a grain would be added to nothing else before the end
+            if complete and self._grains.cp > 1:
+                self._exchange_grain(microbatch)
 
     def end(self) -> None:
         """The backward is done. torch 2.15 puts off to the end of a step what comes after that of a
@@ -399,11 +459,17 @@ class _ShardedSum(_Sum):
         """ZeRO 2 and 3: the gradient of each grain is sharded at once."""
         if self.microbatch is None:  # it is already, or the step is done
             return
-        grains, microbatch, self.microbatch = self._grains, self.microbatch, None
+        microbatch, self.microbatch = self.microbatch, None
+        for leaf, taken in self._take(microbatch):
+            self._tree.put((0, leaf), taken)
+        self._exchange_grain(microbatch)
+
+    def _exchange_grain(self, microbatch: int) -> None:
+        grains = self._grains
         each = [grains.of_rank(rank, microbatch) for rank in range(grains.shards)]
-        nodes = {(0, leaf): taken for leaf, taken in self._take(microbatch)}
+        keys = [keys_of(grains.all, leaves) for leaves in each]
         # they are on their way while the next group's backward runs
-        arrive = self._exchange(nodes, [[(0, leaf) for leaf in leaves] for leaves in each])
+        arrive = self._exchange(self._tree.take(), keys)
         self._stage.arrive()
         self._stage.arrive = arrive
 
@@ -424,7 +490,7 @@ class _ShardedSum(_Sum):
         if not self._at:
             return
         grains = self._grains
-        if self._zero == 1:
+        if self._zero == 1 and grains.cp == 1:
             self._exchange(self._tree.take(), grains.rank_keys())()
         nodes = self._part.take()
         (some, *_) = nodes.values()

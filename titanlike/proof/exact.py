@@ -50,8 +50,8 @@ def first_difference(config: Config, data: Data, worker: Worker) -> Difference |
     """
     path = worker.run_dir / "bits.pt"
     if worker.rank == 0:
-        alone = replace(config, pp=1, dp=1, ep=1, replicate=1, fsdp=Fsdp(), split=EvenSplit())
-        alone = replace(alone, schedule=Schedule("1f1b", None))
+        alone = replace(config, pp=1, dp=1, cp=1, ep=1, replicate=1, split=EvenSplit())
+        alone = replace(alone, schedule=Schedule("1f1b", None), fsdp=Fsdp())
         alone = replace(alone, activation_checkpoint=ActivationCheckpoint())
         one = replace(worker, rank=0, local_rank=0, world_size=1, local_world_size=1, store=None)
         expected = [

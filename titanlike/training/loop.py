@@ -177,7 +177,7 @@ def _weights_digest(s: Session) -> str:
         (n, p, state.part(n)) for state in states for n, p in state.parameters() if state.owns(n)
     ]
     of_all = {name: placed(parameter, part) for name, parameter, part in owned}
-    return digest(of_all, mesh.dp_rank == 0, mesh.device, None)
+    return digest(of_all, mesh.dp_rank == mesh.cp_rank == 0, mesh.device, None)
 
 
 def _finish_pending(s: Session, rollbacks: list[int]) -> dict[str, Any] | None:
