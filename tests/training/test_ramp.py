@@ -13,7 +13,15 @@ from support.models import tiny
 from support.proven import assert_proven
 from support.records import numbers
 from support.world import run_world
-from titanlike.config.schema import ChunkedCrossEntropy, Config, ConstantLr, RampStage, Schedule
+from titanlike.config.schema import (
+    ChunkedCrossEntropy,
+    Config,
+    ConstantLr,
+    Model,
+    Precision,
+    RampStage,
+    Schedule,
+)
 from titanlike.config.validate import problems
 from titanlike.data.loader import batches
 from titanlike.data.registry import open_data
@@ -24,12 +32,16 @@ from titanlike.training.train_plan import preflight
 # batches of 4 x 16, 8 x 8, then 16 x 16
 RAMP = [RampStage(tokens=60, batch_size=4), RampStage(tokens=128, batch_size=8, seq_len=8)]
 RAMPED = {"ramp": RAMP, "layers": 2}
+OWN = Model("support.any_models.Deep")  # looked at with the first batch
 
 
 @pytest.mark.parametrize(
     "config",
     cells(
-        {"pp and dp": tiny(2, 2, **RAMPED)},
+        {
+            "pp and dp": tiny(2, 2, **RAMPED),
+            "own model, bf16": tiny(2, model=OWN, precision=Precision("bf16"), ramp=RAMP),
+        },
         {
             "tp": tiny(tp=2, dp=2, **RAMPED),
             "cp": tiny(cp=2, loss=ChunkedCrossEntropy(chunk=7), **RAMPED),

@@ -234,6 +234,20 @@ class Pipeline:
             runtime.evaluate(batch)
         return loss.kept
 
+    def for_rows(self, rows: int) -> Pipeline:
+        """Over the same stages, for batches of so many rows on a dp rank alone; with `ramp` these
+        have an order of their own."""
+        if not self._by_rows:
+            return self
+        other = copy.copy(self)
+        other._order, other._model_graph = self._by_rows[rows]
+        other._runtimes, other._by_rows = OrderedDict(), {}
+        return other
+
+    @property
+    def microbatches(self) -> int:
+        return self._order.microbatches
+
     def with_microbatches_of(self, size: int, fields: Fields) -> Pipeline | None:
         """One for batches of as many microbatches of another size, over the same stages; None where
         the model's forward cannot take such a batch."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -54,7 +54,12 @@ class Reference:
     losses: dict[str, float]  # "loss", "loss of step 2", ..., "validation loss", "loss after ..."
     # of batch norms, and of layers that keep the balance of experts; after the first step
     buffers: dict[str, Tensor]
-    groups: int  # equal parts of the batch that were computed one after the other
+    # sequences of a batch -> equal parts of it that were computed one after the other; none = 1
+    groups: Mapping[int, int]
+
+    @property
+    def divided(self) -> bool:
+        return max(self.groups.values(), default=1) > 1
 
 
 def reference_steps(
@@ -64,8 +69,8 @@ def reference_steps(
     one process."""
     low = config.precision.low
     mixed = config.mixes_samples or bool(_batch_norms(build_model(resolve_model(config))))
-    in_layout = config.dp * make_plan(config, data).microbatches if mixed or low else 1
-    groups = in_layout if mixed else 1
+    in_layout = _microbatches(config, data) if mixed or low else {}
+    groups = in_layout if mixed else {}
     if low:
         exact = _single_process(config, data, device, torch.float32, groups)
         # as the layout: what is rounded to float8 is scaled by the largest of a microbatch
@@ -78,6 +83,13 @@ def reference_steps(
         return _single_process(config, data, device, torch.float32, groups, "bf16"), exact
 
 
+def _microbatches(config: Config, data: Data) -> dict[int, int]:
+    """Sequences of a global batch -> its microbatches on all ranks; with `ramp` batches differ."""
+    plan = make_plan(config, data)
+    orders = {config.batch_size // config.dp: plan.order, **plan.orders}
+    return {rows * config.dp: order.microbatches * config.dp for rows, order in orders.items()}
+
+
 def rounding_of_one_process(
     config: Config, data: Data, device: torch.device, exact: Reference, *, kernels: bool
 ) -> dict[tuple[str, str], float]:
@@ -88,8 +100,9 @@ def rounding_of_one_process(
     model normalizes samples together, from weights that differ by _NUDGE, several times; the
     largest differences.
     """
-    runs: list[dict[str, Any]] = [{"groups": config.batch_size}]
-    if exact.groups > 1 or not kernels:
+    sizes = (size for _, size, _ in config.ramp_stages())
+    runs: list[dict[str, Any]] = [{"groups": {size: size for size in sizes}}]
+    if exact.divided or not kernels:
         runs = [{"groups": exact.groups, "nudge": seed} for seed in range(_NUDGES)]
     largest: dict[tuple[str, str], float] = {}
     for run in runs:
@@ -127,16 +140,15 @@ def _single_process(
     data: Data,
     device: torch.device,
     dtype: torch.dtype,
-    groups: int,
+    groups: Mapping[int, int],
     rounding: str = "",
     nudge: int | None = None,
 ) -> Reference:
     """Training steps of the whole model on whole batches, computing in `dtype` (bf16: and in float8
     where the config says so).
 
-    groups: equal parts of the batch that go through the model one after the other. rounding: the
-    precision of the layout that it is for, if not the config's. nudge: a seed of
-    random changes of the initial weights, of the size _NUDGE.
+    groups: of `Reference`. rounding: the precision of the layout that it is for, if not the
+    config's. nudge: a seed of random changes of the initial weights, of the size _NUDGE.
     """
     config = replace(config, dp=1, replicate=1)
     resolved = resolve_model(config)
@@ -160,7 +172,8 @@ def _single_process(
 
     def loss_of(batch: dict[str, Tensor]) -> tuple[Tensor, float]:
         """(summed loss, what it counts)"""
-        parts = [{n: value.chunk(groups)[i] for n, value in batch.items()} for i in range(groups)]
+        number = groups.get(len(batch["targets"]), 1)
+        parts = [{n: value.chunk(number)[i] for n, value in batch.items()} for i in range(number)]
         totals, counts = zip(*map(loss_of_group, parts), strict=True)
         return sum(totals), sum(counts)
 

@@ -79,7 +79,8 @@ class OutOfMemory(RuntimeError):
 
 @dataclass(frozen=True)
 class Found:
-    """rows: of all ranks; missing: what is in no stage, a line each; groups: see `Reference`."""
+    """rows: of all ranks; missing: what is in no stage, a line each; groups: of a whole batch, see
+    `Reference`."""
 
     rows: list[Comparison]
     missing: list[str]
@@ -166,7 +167,7 @@ def compare_with_one_process(config: Config, worker: Worker) -> Found:
     if worker.rank == 0:
         path.unlink()
     close_mesh()
-    return Found(rows, missing, exact.groups)
+    return Found(rows, missing, exact.groups.get(config.batch_size, 1))
 
 
 def _explain(
@@ -200,7 +201,7 @@ def _explain(
         if is_accelerator(device):
             rows = explained(kernels=True)
         different = [row for row in rows if not row.agrees]
-        done = is_accelerator(device) and exact.groups > 1  # the same, above
+        done = is_accelerator(device) and exact.divided  # the same, above
         if different and all(map(late, different)) and config.verify.steps > 1 and not done:
             rows = explained(kernels=False)
     barrier(worker, "rounding", REFERENCE_TIMEOUT)

@@ -185,8 +185,11 @@ class _Rows:
     @classmethod
     def of(cls, run: Run, first: list[Batch], by_row: bool) -> _Rows | None:
         """None where the ranks' batches cannot be laid in pairs."""
-        batch, count = first[0], run.plan.microbatches
-        size, pipeline = len(batch["targets"]) // count, run.pipeline
+        batch = first[0]
+        pipeline: Pipeline | None = run.pipeline.for_rows(len(batch["targets"]))
+        assert pipeline is not None
+        count = pipeline.microbatches
+        size = len(batch["targets"]) // count
         if size == 1:
             pipeline = pipeline.with_microbatches_of(2, fields_of(batch))
             alike = all(fields_of(other) == fields_of(batch) for other in first)
@@ -213,7 +216,7 @@ class _Rows:
     def change_in_halves(self, plain: tuple[int, Tensor]) -> float:
         """Difference from the first arrangement if each half of a microbatch is one; 0 where there
         are no halves, or the forward cannot take them."""
-        size = len(self.places[0]) // self.run.plan.microbatches
+        size = len(self.places[0]) // self.pipeline.microbatches
         pipeline = None
         if size % 2 == 0:
             pipeline = self.pipeline.with_microbatches_of(size // 2, fields_of(self.batch))
@@ -235,7 +238,7 @@ class _Rows:
     def _evaluate(self, pipeline: Pipeline, batch: Batch) -> Tensor:
         """Losses of each sample, or the sum of each microbatch, on the last stage's rank."""
         losses = pipeline.evaluate_each(batch)
-        count = len(batch["targets"]) // self.run.plan.microbatches
+        count = len(batch["targets"]) // pipeline.microbatches
         # a loss in chunks is a sum already
         by_row = self.by_row and all(part.dim() for part in losses)
         parts = [
