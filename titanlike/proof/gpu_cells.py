@@ -30,9 +30,10 @@ import yaml
 
 import titanlike
 from titanlike.config.schema import MESH_AXES
+from titanlike.launch.environment import without_rank_variables
 from titanlike.launch.heartbeat import read_beats
 from titanlike.launch.signals import die_with_parent
-from titanlike.metrics.sinks import read_jsonl
+from titanlike.metrics.summary import jsonl_records
 
 KINDS = {  # of checks -> what passes
     "verify": "the layout trains as one process in plain torch: schedules, ZeRO levels, bf16, compile",
@@ -200,8 +201,6 @@ def _axes(words: tuple[str, ...] | list[str]) -> dict[str, int]:
 _GRACE = 15.0  # seconds between SIGTERM and SIGKILL
 _POLL = 0.2  # seconds
 _TAIL = 3000  # characters of a failed command's output that the report has
-# set by what starts ranks: a cell's command starts its own
-_LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_RUN_ID", "TITANLIKE_PROGRAM")
 _VARYING = {"time", "tokens_per_second", "step_seconds", "memory_bytes", "memory_reserved_bytes"}
 _VARYING |= {"mfu", "save_stall_seconds", "busy_seconds", "busiest_rank", "busiest_seconds"}
 _ALIKE = 1e-3  # relative: fp32 in two layouts, after some steps of Adam
@@ -261,7 +260,6 @@ class Command:
 
     def __init__(self, command: str, overrides: Sequence[str], log: Path, deadline: float) -> None:
         self._log, self._deadline = log, deadline
-        environment = source_environment() | {"WANDB_MODE": "disabled"}
         log.parent.mkdir(parents=True, exist_ok=True)
         with open(log, "wb") as output:
             self._process = subprocess.Popen(
@@ -269,7 +267,7 @@ class Command:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env={name: text for name, text in environment.items() if name not in _LAUNCHERS},
+                env=without_rank_variables(source_environment()) | {"WANDB_MODE": "disabled"},
                 start_new_session=True,
                 preexec_fn=partial(die_with_parent, os.getpid(), signal.SIGTERM),
             )
@@ -410,8 +408,7 @@ class _Run:
 
 
 def _records(run_dir: Path) -> list[Record]:
-    path = run_dir / "metrics.jsonl"
-    return read_jsonl(path) if path.exists() else []
+    return [*jsonl_records(run_dir / "metrics.jsonl")]
 
 
 def _same(first: list[Record], second: list[Record]) -> str:
