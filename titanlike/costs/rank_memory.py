@@ -435,9 +435,11 @@ class RankMemory:
                 running = max(running, memory.peak.forward)
             gathered = self._gathered(unit) + self._gathered(before)
             most = max(most, now + running + gathered + held)
-            held = self._held(unit)
+            waits, held = held, self._held(unit)
             if held:  # gradients, message, and what comes of it
                 reduced = self._computing + _REDUCED + _REDUCED / state.shards
+                if self._exact:  # the message before is still on its way
+                    reduced = waits / unit.parameters + 2 * _REDUCED
                 most = max(most, now + int(reduced * unit.parameters) + self._gathered(before))
             now += memory.queued + (new[at] if new else 0)
         return most

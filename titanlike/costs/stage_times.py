@@ -59,9 +59,9 @@ TRAFFIC = (  # kinds, see `LayoutTimes.traffic`
 _CLIP = 12  # bytes a parameter: the norm reads gradients, clipping reads and writes them
 
 # Bytes a parameter that numerics=exact reads and writes: where gradients are laid out for an
-# all-to-all (filled, copied, joined, sorted by ranks) and what comes is added; where squares of the
+# all-to-all (filled, copied) and what comes is added; where squares of the
 # norm are added by halves
-_LAID_OUT, _HALVES = 40, 16
+_LAID_OUT, _HALVES = 24, 16
 
 
 @dataclass(frozen=True)

@@ -99,7 +99,8 @@ def start_sum(
             tree.put(key, nodes[key])
         return lambda: None
     mine = keys[dist.get_rank(group)]
-    sent = torch.stack([nodes[key].view(size, -1) for key in mine], 1)  # [size, nodes, part]
+    parts = [nodes[key].view(size, 1, -1) for key in mine]
+    sent = parts[0] if len(parts) == 1 else torch.cat(parts, 1)  # [size, nodes, part]
     part = sent.shape[-1]
     counts = [len(of_rank) * part for of_rank in keys]
     received = sent.new_empty(sum(counts))

@@ -473,18 +473,18 @@ class _ShardedSum(_Sum):
         self._stage.arrive()
         self._stage.arrive = arrive
 
-    def _exchange(
-        self, nodes: Mapping[Key, Gradients], keys: list[list[Key]]
-    ) -> Callable[[], None]:
-        shards, flat = self._grains.shards, {}
-        for key, gradients in nodes.items():
-            self._stage.reached.update(
-                self._group.parameters[index]
-                for index, gradient in zip(self._at, gradients, strict=True)
-                if gradient is not None
-            )
-            flat[key] = self._group.flat(gradients, shards, self._at)
+    def _exchange(self, nodes: dict[Key, Gradients], keys: list[list[Key]]) -> Callable[[], None]:
+        """nodes: which there are no more afterwards."""
+        flat = {key: self._flat(nodes.pop(key)) for key in [*nodes]}
         return start_sum(flat, self._part, keys, self._grains.shard_group)
+
+    def _flat(self, gradients: Gradients) -> Tensor:
+        self._stage.reached.update(
+            self._group.parameters[index]
+            for index, gradient in zip(self._at, gradients, strict=True)
+            if gradient is not None
+        )
+        return self._group.flat(gradients, self._grains.shards, self._at)
 
     def finish(self) -> None:
         if not self._at:

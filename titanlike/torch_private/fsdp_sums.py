@@ -7,6 +7,7 @@ over microbatches, and is after it over replicas, would still be added in an ord
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -57,15 +58,21 @@ class ShardedGradients:
 
         at: of each the parameter that it is of.
         """
-        parts = []
-        for gradient, index in zip(gradients, at, strict=True):
-            size = self.params[index]._orig_size
-            rows = -(-size[0] // shards) * shards
-            padded = torch.full((rows, *size[1:]), -0.0, device=self._group.device)
+        sizes = [self._part_numel(index, shards) for index in at]
+        flat = torch.full((shards, sum(sizes)), -0.0, device=self._group.device)
+        for gradient, part in zip(gradients, flat.split(sizes, 1), strict=True):
             if gradient is not None:
-                padded[: size[0]] = gradient
-            parts.append(padded.view(shards, -1))
-        return torch.cat(parts, 1).flatten()
+                size, values = part.shape[1], gradient.reshape(-1)
+                whole = len(values) // size  # shards; the next one has a part, others nothing
+                part[:whole] = values[: whole * size].view(whole, size)
+                if rest := len(values) % size:
+                    part[whole, :rest] = values[-rest:]
+        return flat.flatten()
+
+    def _part_numel(self, index: int, shards: int) -> int:
+        """Elements of a parameter on each of so many ranks, with the padding of the last ones."""
+        rows, *inside = self.params[index]._orig_size
+        return -(-rows // shards) * prod(inside)
 
     def give(self, part: Tensor, shards: int, at: Sequence[int]) -> None:
         """Make this rank's part of `flat` the gradients of the sharded parameters; one that is
@@ -73,9 +80,7 @@ class ShardedGradients:
         sums: dict[int, Tensor] = {}
         offset = 0
         for index in at:
-            size = self.params[index]._orig_size
-            row = size[1:].numel()
-            numel = -(-size[0] // shards) * row
+            numel = self._part_numel(index, shards)
             mine = part[offset : offset + numel]
             sums[index] = sums[index] + mine if index in sums else mine
             offset += numel
