@@ -181,6 +181,25 @@ class Scale(nn.Module):
         return (x.cumsum(1) if self.cumulates else x) * self.weight
 
 
+class SelfAttending(nn.Module):
+    """Attention whose three arguments are one tensor; a frozen weight, a matrix of one row, and
+    sizes that fill no vector register."""
+
+    def __init__(self, vocab_size: int = 64, dim: int = 20) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocab_size, dim)
+        self.frozen = nn.Parameter(torch.ones(dim), requires_grad=False)
+        layers = (nn.MultiheadAttention(dim, 4, batch_first=True) for _ in range(2))
+        self.layers, self.gate = nn.ModuleList(layers), nn.Linear(dim, 1)
+        self.head = nn.Linear(dim, vocab_size)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        x = self.embed(inputs) * self.frozen
+        for layer in self.layers:
+            x = x + layer(x, x, x, need_weights=False)[0]
+        return self.head(x * self.gate(x).sigmoid())
+
+
 RESUMED = {"lr": ConstantLr(), "validation": Validation(every=1)}
 
 
@@ -212,6 +231,7 @@ def bits(config: Config, steps: int = 3) -> tuple[Any, ...]:
 
 BF16 = Precision("bf16")
 OWN = {"model": Model(f"{__name__}.Skipping", {"layers": 4})}
+ATTENDING = {"model": Model(f"{__name__}.SelfAttending"), "optimizer": Sgd(momentum=0.9)}
 GPT2 = {"family": "gpt2", "tied": True, "precision": BF16}
 MUON = {"optimizer": Muon()}
 MOE = {
@@ -254,6 +274,7 @@ LAYOUTS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
         ],
     ),
     "own": (OWN, [{"dp": 2}, {"pp": 2, "schedule": "zbvzerobubble", **FULL}]),
+    "attention": (ATTENDING, [{"dp": 2, "fsdp": Fsdp(zero=2)}]),
     "gpt2 bf16": (GPT2, [{"dp": 2, "fsdp": Fsdp(zero=2)}, {"pp": 2}]),
     # three grains a rank: in a tree of those no two ranks may be exchanged
     "experts": ({**MOE, "batch_size": 6}, [{"dp": 2, "ep": 2}]),
@@ -293,6 +314,10 @@ MORE: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
     ),
     "muon": (MUON, [{"dp": 2}, {"pp": 2, "dp": 2, "replicate": 2}]),
     "sgd": ({"optimizer": Sgd()}, [{"dp": 2}, {"pp": 2, "dp": 2}]),
+    "attention": (
+        ATTENDING,
+        [{"dp": 4, "fsdp": Fsdp(zero=3)}, {"pp": 2, "dp": 2, "schedule": "zbvzerobubble"}],
+    ),
     "own": (OWN, [{"pp": 2, "dp": 2, "schedule": "dualpipev", "fsdp": Fsdp(zero=1)}, {"pp": 4}]),
     "gpt2 bf16": (GPT2, [{"pp": 2, "dp": 2, "schedule": "zbvzerobubble"}, {"dp": 4}]),
     "moe": (MOE, [{"dp": 2}, {"pp": 2, "dp": 2}, *EXPERTS]),

@@ -135,8 +135,8 @@ _NONFINITE = _BINS  # the bin that counts numbers which are infinite or none
 def row_squares(tensor: Tensor) -> Tensor:
     """The sum of squares of each row of a tensor, fp32 [rows]; of each element of a vector. FSDP
     cuts a parameter between rows: they are whole on one rank."""
-    rows = tensor.shape[0] if tensor.dim() else 1
-    return tree_sum(tensor.reshape(rows, -1).float().square())
+    rows = tensor.flatten(1) if tensor.dim() > 1 else tensor.reshape(-1, 1)  # of none, too
+    return tree_sum(rows.float().square())
 
 
 def bins_of(values: Tensor) -> Tensor:

@@ -8,7 +8,9 @@ read it, other updates are selected by it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -84,23 +86,9 @@ def fused_adamw(
     steps: list[Tensor],
     group: dict[str, Any],
     skip: Tensor | None,
-    exact: bool = False,
 ) -> None:
-    """AdamW's update of plain tensors. Steps are counted up, and down again where it is skipped.
-
-    exact: an element's bits do not depend on where a rank's part begins and ends. torch's kernel
-    for the CPU takes the last elements of a tensor, those that fill no vector register, by other
-    instructions, which round differently.
-    """
+    """AdamW's update of plain tensors. Steps are counted up, and down again where it is skipped."""
     beta1, beta2 = group["betas"]
-    if exact:
-        wide = [[_padded(x) for x in each] for each in (weights, gradients, means, squares)]
-        fused_adamw(wide[0], wide[1], wide[2], wide[3], steps, group, skip)
-        for narrow, padded in zip((weights, means, squares), (wide[0], *wide[2:]), strict=True):
-            for tensor, copy in zip(narrow, padded, strict=True):
-                if copy is not tensor:
-                    tensor.copy_(copy[: tensor.numel()].view(tensor.shape))
-        return
     adamw(
         *(weights, gradients, means, squares, [], steps),
         fused=True,
@@ -118,6 +106,18 @@ def fused_adamw(
 _REGISTER = 64  # elements, a multiple of those that a vector register of a CPU has
 
 
+def on_whole_registers(update: Callable[..., object], *each: list[Tensor]) -> None:
+    """Call `update`, which changes lists of tensors in place, so that an element's bits do not
+    depend on where a rank's part begins and ends. torch's kernels for the CPU take the last
+    elements of a tensor, those that fill no vector register, by other instructions, which round
+    differently."""
+    wide = [[_padded(tensor) for tensor in tensors] for tensors in each]
+    update(*wide)
+    for tensor, copy in zip(chain(*each), chain(*wide), strict=True):
+        if copy is not tensor:
+            tensor.copy_(copy[: tensor.numel()].view(tensor.shape))
+
+
 def _padded(tensor: Tensor) -> Tensor:
     """A tensor that fills all registers: itself, or a longer copy, flat."""
     missing = -tensor.numel() % _REGISTER
@@ -131,6 +131,8 @@ class _Fused(SkippingOptimizer):
     AdamW's takes the host 1.5 ms, on DTensors 9.9), of all parameters that share a flag together;
     and state begins as zeros before its first update, not within it: that one may be skipped.
     """
+
+    exact = False  # see `on_whole_registers`
 
     def __init__(self, groups: Any, **options: Any) -> None:
         settings: dict[str, Any] = {**options, "fused": True}
@@ -153,6 +155,12 @@ class _Fused(SkippingOptimizer):
     ) -> None:
         raise NotImplementedError
 
+    def _called(self, update: Callable[..., object], *each: list[Tensor]) -> None:
+        if self.exact:
+            on_whole_registers(update, *each)
+        else:
+            update(*each)
+
     def _state(self, parameters: Sequence[nn.Parameter], key: str) -> list[Tensor]:
         """This rank's part of what is remembered of each; zeros before."""
         for parameter in parameters:
@@ -164,8 +172,6 @@ class _Fused(SkippingOptimizer):
 class AdamW(_Fused, torch.optim.AdamW):
     """torch.optim.AdamW(fused=True)."""
 
-    exact = False  # see `fused_adamw`
-
     def _update(
         self, parameters: Sequence[Any], gradients: list[Tensor], group: Any, skip: Tensor | None
     ) -> None:
@@ -174,8 +180,8 @@ class AdamW(_Fused, torch.optim.AdamW):
                 self.state[parameter]["step"] = torch.zeros((), device=parameter.device)
         means, squares = (self._state(parameters, key) for key in ("exp_avg", "exp_avg_sq"))
         steps = [self.state[parameter]["step"] for parameter in parameters]
-        weights = [local(parameter) for parameter in parameters]
-        fused_adamw(weights, gradients, means, squares, steps, group, skip, self.exact)
+        tensors = [local(parameter) for parameter in parameters], gradients, means, squares
+        self._called(partial(fused_adamw, steps=steps, group=group, skip=skip), *tensors)
 
 
 class Sgd(_Fused, torch.optim.SGD):
@@ -188,17 +194,21 @@ class Sgd(_Fused, torch.optim.SGD):
     def _update(
         self, parameters: Sequence[Any], gradients: list[Tensor], group: Any, skip: Tensor | None
     ) -> None:
-        momenta: list[Any] = [None] * len(parameters)
+        tensors = [[local(parameter) for parameter in parameters], gradients]
         if group["momentum"]:
-            momenta = self._state(parameters, "momentum_buffer")
-        sgd(
-            *([local(parameter) for parameter in parameters], gradients, momenta),
-            fused=True,
-            found_inf=skip,
-            weight_decay=group["weight_decay"],
-            momentum=group["momentum"],
-            lr=group["lr"],
-            dampening=0,
-            nesterov=False,
-            maximize=False,
-        )
+            tensors.append(self._state(parameters, "momentum_buffer"))
+
+        def update(weights: list[Tensor], gradients: list[Tensor], *momenta: Any) -> None:
+            sgd(
+                *(weights, gradients, momenta[0] if momenta else [None] * len(weights)),
+                fused=True,
+                found_inf=skip,
+                weight_decay=group["weight_decay"],
+                momentum=group["momentum"],
+                lr=group["lr"],
+                dampening=0,
+                nesterov=False,
+                maximize=False,
+            )
+
+        self._called(update, *tensors)

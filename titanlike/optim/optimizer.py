@@ -144,7 +144,9 @@ def _by_kind(
         muon = MuonOptimizer(groups["muon"], choice, compute_dtype(config), parts, group)
         optimizers.append(muon)
     if "sgd" in groups:
-        optimizers.append(fused.Sgd(groups["sgd"], lr=choice.lr))
+        sgd = fused.Sgd(groups["sgd"], lr=choice.lr)
+        sgd.exact = config.exact
+        optimizers.append(sgd)
     if "adamw" not in groups:
         return optimizers
     adamw = choice if isinstance(choice, AdamW | Muon) else AdamW()

@@ -126,7 +126,7 @@ class ExactSums(Transform):
     """The sums of a step, of this rank's stages."""
 
     def __init__(
-        self, config: Config, mesh: Mesh, microbatches: int, zero: int, drawing: Collection[str]
+        self, config: Config, mesh: Mesh, microbatches: int, zero: int, drawing: set[str]
     ) -> None:
         """drawing: units whose forwards draw random numbers."""
         self._mesh, self._zero, self._drawing = mesh, zero, drawing
@@ -141,7 +141,7 @@ class ExactSums(Transform):
             self._pieces = exact_pieces.Pieces(config.numerics.parts, mesh.cp)
             self._loss = exact_pieces.LossInPieces(build_loss(config.loss), self._pieces)
         self._stages: dict[int, GrainSums] = {}
-        self._index: dict[nn.Module, int] = {}
+        self._index: dict[nn.Module, tuple[int, Sequence[str]]] = {}  # and units
         self.sums = self
 
     def loss(self, device: torch.device | None = None) -> Loss | None:
@@ -152,16 +152,14 @@ class ExactSums(Transform):
             self._pieces.tokens = fields["inputs"].shape[0] // self._mesh.cp
 
     def on_stage(self, index: int, stage: Any, units: Sequence[str]) -> None:
-        self._index[stage] = index
+        self._index[stage] = index, units
         # in one process the gradients of later uses come first, one by one
         stage.relays = False
         if self._pieces is not None:
             self._pieces.on_stage(stage, units)
-        for unit in units:
+        for unit in self._drawing.intersection(units):
             module = stage.get_submodule(unit)
-            module.register_forward_pre_hook(_apart_inside, with_kwargs=True)
-            if unit in self._drawing:
-                module.register_forward_pre_hook(partial(self._seed_random, unit))
+            module.register_forward_pre_hook(partial(self._seed_random, unit))
 
     def _seed_random(self, unit: str, module: nn.Module, *_: Any) -> None:
         """Random numbers of a unit depend on the seed, the step, the grain and the unit alone."""
@@ -174,7 +172,11 @@ class ExactSums(Transform):
     def on_weights(self, stage: nn.Module) -> None:
         grains = self._grains, self._of_experts
         sums = GrainSums(stage, *grains, self._zero, self._next_forward, self._pieces)
-        self._stages[self._index.pop(stage)] = sums
+        index, units = self._index.pop(stage)
+        self._stages[index] = sums
+        for unit in units:  # before FSDP's own
+            add_hook: Any = stage.get_submodule(unit).register_forward_pre_hook
+            add_hook(_apart_inside, prepend=True, with_kwargs=True)
 
     def begin(self, step: int) -> None:
         self._step = step
@@ -457,7 +459,8 @@ class _ShardedSum(_Sum):
 
     def _reduce_now(self) -> None:
         """ZeRO 2 and 3: the gradient of each grain is sharded at once."""
-        if self.microbatch is None:  # it is already, or the step is done
+        # it is already, or the step is done; or all of these parameters are frozen
+        if self.microbatch is None or not self._at:
             return
         microbatch, self.microbatch = self.microbatch, None
         for leaf, taken in self._take(microbatch):
@@ -522,10 +525,32 @@ def _add_each(left: Gradients, right: Gradients) -> Gradients:
 
 def _apart_inside(_: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
     """Add the gradients of an input that come from inside of a unit by themselves, before those of
-    others that use it are added. FSDP and the cut of stages do so where they happen to be."""
-    return tree_map(
-        (args, kwargs), lambda x: x.view_as(x) if isinstance(x, Tensor) and x.requires_grad else x
-    )
+    others that use it are added; of one that is several arguments, in their order. FSDP and the cut
+    of stages do so where they happen to be."""
+    places: dict[int, list[Tensor]] = {}
+
+    def one_view(x: Any) -> Any:
+        if not (isinstance(x, Tensor) and x.requires_grad):
+            return x
+        views = places.setdefault(id(x), [])
+        views.append(views[0] if views else x.view_as(x))
+        return views[0]
+
+    viewed = tree_map((args, kwargs), one_view)
+    apart = {id(views[0]): [*_EachApart.apply(*views)] for views in places.values() if views[1:]}
+    return tree_map(viewed, lambda x: apart[id(x)].pop(0) if id(x) in apart else x)
+
+
+class _EachApart(torch.autograd.Function):
+    """The same tensors, whose gradients come back together."""
+
+    @staticmethod
+    def forward(_: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return tuple(tensor.view_as(tensor) for tensor in tensors)
+
+    @staticmethod
+    def backward(_: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
+        return gradients
 
 
 # --- a weight that two modules use ----------------------------------------------------------------
