@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
 from support import saved_runs
-from support.families import moe
+from support.families import hf, moe
 from support.models import LLAMA, tiny
 from support.world import run_world
 from titanlike.config.schema import (
@@ -47,6 +47,8 @@ from titanlike.data.registry import open_data
 from titanlike.distributed.exact_sums import SumTree, bins_of, keys_of, root_of_bins, tree_sum
 from titanlike.launch.worker import Worker
 from titanlike.metrics.sinks import read_jsonl
+from titanlike.models import moe as moe_model
+from titanlike.models.experts import expert_linear
 from titanlike.parallel.exact import Grains
 from titanlike.proof import exact as exact_proof
 from titanlike.proof.exact import first_difference
@@ -237,6 +239,7 @@ MUON = {"optimizer": Muon()}
 MOE = {
     "model": moe(
         num_hidden_layers=4,
+        moe_intermediate_size=40,  # rows that do not fill the CPU's vector registers
         first_k_dense_replace=1,
         n_shared_experts=1,
         balance_loss=0.01,
@@ -329,6 +332,10 @@ MORE: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
         {"model": moe(num_local_experts=6, num_experts_per_tok=4), "batch_size": 12},
         [{"dp": 3, "ep": 3}, {"dp": 6, "ep": 3, "fsdp": Fsdp(zero=2)}, {"dp": 4, "ep": 2}],
     ),
+    "mixtral": (
+        {"model": hf("mixtral", None, num_hidden_layers=4)},
+        [{"dp": 2, "ep": 2}, {"pp": 2, "dp": 2, "ep": 2, "fsdp": Fsdp(zero=3)}],
+    ),
     "moe with muon": (MOE | MUON, [{"dp": 2, "ep": 2}, {"dp": 4, "ep": 2, "replicate": 2}]),
 }
 
@@ -372,15 +379,35 @@ def test_a_schedule_that_needs_more_microbatches_is_given_smaller_grains() -> No
     assert (problem.key, problem.fix) == ("numerics.grain", "numerics.grain=4")
 
 
+class Products(nn.Module):
+    """Experts that say nothing of their rows."""
+
+    sorted_by_expert = True
+
+    def __init__(self, experts: int, top_k: int, dim: int, _: int) -> None:
+        super().__init__()
+        self.num_experts, self.top_k = experts, top_k
+        self.weight = nn.Parameter(torch.empty(experts, dim, dim))
+
+    def forward(self, tokens: Tensor, counts: Tensor) -> Tensor:
+        return expert_linear(tokens, self.weight, counts)
+
+
 def test_experts_that_may_compute_other_bits_on_another_rank_are_refused() -> None:
-    for change, reason in (
-        ({"moe_intermediate_size": 33}, "model.layers.0.mlp.experts has rows of 33 elements"),
-        ({}, ""),
-    ):
-        config = tiny(dp=2, ep=2, model=moe(**change), numerics=Numerics("exact"))
-        found = preflight(config)
-        assert [problem.fix for problem in found] == (["ep=1"] if reason else [])
-        assert all(reason in problem.reason for problem in found)
+    def refused(model: Any) -> list[tuple[str, str]]:
+        found = preflight(tiny(dp=2, ep=2, model=model, numerics=Numerics("exact")))
+        return [(problem.reason, problem.fix) for problem in found]
+
+    assert refused(moe()) == []
+    ((reason, fix),) = refused(moe(moe_intermediate_size=33))
+    assert "model.layers.0.mlp.experts has rows of 33 elements" in reason and fix == "ep=1"
+    real = moe_model.RoutedMLP.forward
+    with patch.object(moe_model.RoutedMLP, "forward", lambda self, x: F.dropout(real(self, x))):
+        ((reason, fix),) = refused(moe())
+    assert "model.layers.0.mlp.experts is in draws random numbers" in reason and fix == "ep=1"
+    with patch.object(moe_model, "Experts", Products):
+        ((reason, fix),) = refused(moe())
+    assert "independent_rows" in reason and fix == "ep=1"
 
 
 def test_a_resume_with_other_grains_is_refused(tmp_path: Path) -> None:

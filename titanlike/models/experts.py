@@ -7,7 +7,8 @@ The contract of a module of experts, which expert parallelism and the count of t
 tokens [S, D] are sorted by expert, counts [E] (int64, of sum S) says how many each expert has, the
 results [S, D] are in the order of the tokens. All of its parameters have the experts first, [E,
 ...]; its class has the attribute `sorted_by_expert = True`, it has `num_experts` (E) and `top_k`
-(K). No token is dropped.
+(K). No token is dropped. Where it has an attribute `independent_rows`, that is set to True with
+numerics=exact: the bits of a row then do not depend on which others are computed with it.
 
 Shapes: N tokens, D hidden_size, E experts, K experts that a token goes to, S = N * K,
 F moe_intermediate_size.
@@ -25,6 +26,7 @@ from torch.utils.flop_counter import register_flop_formula
 from titanlike.models.llama import swiglu
 
 EXPERT_LINEAR = "titanlike.expert_linear"  # the operator's name
+_REGISTER = 64  # elements, a multiple of those that vector registers of a CPU have
 _ALIGNED = 16  # bytes between rows, of which grouped_mm wants a multiple
 
 
@@ -32,6 +34,7 @@ class Experts(nn.Module):
     """SwiGLU networks (arXiv 2002.05202) side by side."""
 
     sorted_by_expert = True
+    independent_rows = False
 
     def __init__(self, experts: int, top_k: int, hidden_size: int, width: int):
         super().__init__()
@@ -43,7 +46,16 @@ class Experts(nn.Module):
     def forward(self, tokens: Tensor, counts: Tensor) -> Tensor:  # [S, D], [E] -> [S, D]
         gate = expert_linear(tokens, self.gate_proj, counts)  # [S, F]
         up = expert_linear(tokens, self.up_proj, counts)
-        return expert_linear(swiglu(gate, up), self.down_proj, counts)
+        return expert_linear(self._activated(gate, up), self.down_proj, counts)
+
+    def _activated(self, gate: Tensor, up: Tensor) -> Tensor:
+        missing = -gate.numel() % _REGISTER
+        if not (self.independent_rows and missing):
+            return swiglu(gate, up)
+        # torch's kernels for the CPU take the last elements of a tensor, those that fill no vector
+        # register, by other instructions, which round differently
+        gate_, up_ = (F.pad(x.flatten(), (0, missing)) for x in (gate, up))
+        return swiglu(gate_, up_)[: gate.numel()].view_as(gate)
 
 
 def through_experts(experts: Any, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:

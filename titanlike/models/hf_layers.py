@@ -71,6 +71,9 @@ class SortedExperts(nn.Module):
     """A mixin: the first base class of the experts, before transformers' own class."""
 
     sorted_by_expert = True
+    independent_rows = (
+        True  # the activation is of half of each row, which kernels compute row by row
+    )
     num_experts: int
     top_k: int
     _apply_gate: Any

@@ -113,6 +113,11 @@ def _why_not_apart(model: nn.Module, drawing: Collection[str], itemsize: int) ->
     for name, experts in experts_of(model).items():
         if any(f"{name}.".startswith(f"{unit}.") for unit in drawing):
             reasons.append(f"what {name} is in draws random numbers, which differ between ranks")
+        if not hasattr(experts, "independent_rows"):
+            reasons.append(
+                f"{name} does not say that a row's bits do not depend on others "
+                "(independent_rows, see titanlike/models/experts.py)"
+            )
         sizes = {size for weight in experts.parameters() for size in weight.shape[1:]}
         if odd := sorted(size for size in sizes if size * itemsize % _ALIGNED):
             reasons.append(
@@ -170,6 +175,8 @@ class ExactSums(Transform):
         self._grain = self._grains.first + microbatch
 
     def on_weights(self, stage: nn.Module) -> None:
+        for experts in experts_of(stage).values():
+            vars(experts)["independent_rows"] = True
         grains = self._grains, self._of_experts
         sums = GrainSums(stage, *grains, self._zero, self._next_forward, self._pieces)
         index, units = self._index.pop(stage)
