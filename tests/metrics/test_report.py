@@ -15,7 +15,7 @@ from titanlike.config import files
 from titanlike.costs.run_charts import run_charts
 from titanlike.driver.tools import report as main
 from titanlike.metrics import report
-from titanlike.metrics.report import page, read_history, write_report
+from titanlike.metrics.report import page, read_history, write_reports
 from titanlike.metrics.sinks import read_jsonl
 
 SCRIPT = "</script><script>console.error('ran')</script><!--"
@@ -62,7 +62,8 @@ def data_of(path: Path) -> dict[str, Any]:
 
 
 def test_the_page_of_a_run_has_its_curves_events_starts_layout_and_samples(tmp_path: Path) -> None:
-    [run] = data_of(write_report(written(tmp_path / "run")))["runs"]
+    folder = written(tmp_path / "run")
+    [run] = data_of(write_reports(folder / report.FILE, {folder: ""}, quick=True))["runs"]
     assert run["curves"]["loss"] == [[s, 512 * s, float(f"{10 / s:.6g}")] for s in range(1, 40)]
     assert [point[0] for point in run["curves"]["val_loss"]] == [10, 20, 30]
     events = [(event["step"], event["event"]) for event in run["events"]]
@@ -84,7 +85,7 @@ def test_a_damaged_or_partial_run_has_a_page_of_what_is_left(tmp_path: Path) -> 
     (folder / "starts.jsonl").write_text('{"step": 0, "config": 3}\n{"step": 5, "config": {}}\n{')
     (folder / "samples.jsonl").write_text('{"step": 1}\nnull\n')
     (folder / "events.jsonl").unlink()
-    [run] = data_of(write_report(folder))["runs"]
+    [run] = data_of(write_reports(folder / report.FILE, {folder: ""}, quick=True))["runs"]
     assert run["curves"]["loss"][-1] == [40, 512 * 40, None], "a gap"
     assert run["curves"]["lr"][-1][0] == 39
     assert (run["result"], run["layout"], run["events"]) == ({}, {}, [])

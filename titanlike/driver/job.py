@@ -138,14 +138,14 @@ class JobRunner:
         if self.folder or not config.report or not (run_dir / "metrics.jsonl").exists():
             return
         try:
-            from titanlike.metrics.report import write_report
+            from titanlike.metrics import report
 
-            if config.pp == 1 and not config.timeline.enabled:
-                write_report(run_dir)
-            else:
+            charts_of: report.ChartsOf | None = None
+            if config.pp > 1 or config.timeline.enabled:
                 from titanlike.costs.run_charts import run_charts
 
-                write_report(run_dir, run_charts)
+                charts_of = run_charts
+            report.write_reports(run_dir / report.FILE, {run_dir: ""}, charts_of, quick=True)
         except Exception as error:
             _warn(f"report.html could not be written: {type(error).__name__}: {error}")
 

@@ -60,31 +60,24 @@ def write_reports(
     runs: Mapping[Path, str],
     charts_of: ChartsOf | None = None,
     sweep: dict[str, Any] | None = None,
+    quick: bool = False,
 ) -> Path:
     """Write the page of one run, or of several laid over each other.
 
     runs: directory -> name, "" = that of the directory. charts_of: the pictures of a run, which
-    are left out of more than a few runs. sweep: as `page` takes it. Raises ValueError for more
-    than MOST_RUNS, FileNotFoundError as `read_history` does.
+    are left out of more than a few runs. sweep: as `page` takes it. quick: as `read_history` takes
+    it. Raises ValueError for more than MOST_RUNS, FileNotFoundError as `read_history` does.
     """
     if len(runs) > MOST_RUNS:
         raise ValueError(f"{len(runs)} runs are too many for a page: at most {MOST_RUNS}")
     points = min(_POINTS, _ALL_POINTS // len(runs))
     charts_of = charts_of if len(runs) <= _DRAWN_RUNS else None
     histories = [
-        read_history(folder, points, charts_of=charts_of) | ({"name": name} if name else {})
+        read_history(folder, points, quick, charts_of) | ({"name": name} if name else {})
         for folder, name in runs.items()
     ]
     files.atomic_write_text(out, page(histories, sweep))
     return out
-
-
-def write_report(run_dir: Path, charts_of: ChartsOf | None = None) -> Path:
-    """The page of a run that has ended, quickly."""
-    path = run_dir / FILE
-    history = read_history(run_dir, quick=True, charts_of=charts_of)
-    files.atomic_write_text(path, page([history]))
-    return path
 
 
 def page(runs: Sequence[dict[str, Any]], sweep: dict[str, Any] | None = None) -> str:
