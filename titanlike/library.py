@@ -37,10 +37,10 @@ from titanlike.config.parse import to_plain, write_config
 from titanlike.config.program import set_caller
 from titanlike.config.schema import Config, Custom, SyntheticData
 from titanlike.data import registry
-from titanlike.data.loader import batches
+from titanlike.data.loader import batches, example_batch
 from titanlike.data.registry import DataError
 from titanlike.data.sources import Batch, Data
-from titanlike.device.accelerator import backends, deterministic, matmul_precision
+from titanlike.device.accelerator import backends, kernels
 from titanlike.device.choose import choose_device
 from titanlike.distributed.mesh import close_mesh, open_mesh
 from titanlike.driver.argv import complete_args, parse_argv
@@ -303,8 +303,7 @@ class TrainingRun:
         ranks of the pipeline. Logits are those of whole sequences and of the whole vocabulary;
         other tensors of a structure are this rank's part with cp and tp.
         """
-        with_targets = {"targets": batch.get("inputs", torch.empty(0)), **batch}
-        checked = self._checked(with_targets)
+        checked = self._checked(batch, trains=False)
         with self._computing(), torch.no_grad():
             self._run.train_mode(False)
             try:
@@ -368,14 +367,15 @@ class TrainingRun:
         """Let go of threads, and of the process group if it was made here."""
         if "_checkpointer" in vars(self):
             self._checkpointer.close()
-        if self._closes_group:
+        if self._closes_group and dist.is_initialized():
             close_mesh()
 
     def __enter__(self) -> TrainingRun:
         return self
 
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
-        if error is None:  # a rank that leaves its group would hide the first error from the others
+        # a rank that leaves its group would hide the first error from the others
+        if error is None or self.mesh.world_size == 1:
             self.close()
 
     def __repr__(self) -> str:
@@ -400,8 +400,7 @@ class TrainingRun:
     def _computing(self) -> ExitStack:
         """A context in which kernels are those that the config asks for."""
         stack = ExitStack()
-        stack.enter_context(deterministic(self.config.deterministic))
-        stack.enter_context(matmul_precision(self.config.matmul_precision))
+        stack.enter_context(kernels(self.config, self.mesh.device))
         return stack
 
     def _first_step(self, batch: Batch) -> None:
@@ -415,22 +414,58 @@ class TrainingRun:
 
             compile_blocks(self._run, self.config, batch, self._worker)
 
-    def _checked(self, batch: Mapping[str, Tensor]) -> Batch:
-        """The batch. Raises ConfigError where it is none of this run."""
-        (size, _), dp, problems = self.config.batch_shape(self.steps + 1), self.config.dp, []
+    @functools.cached_property
+    def _example(self) -> Batch:
+        """A batch like those of this run, of one sample, on meta."""
+        return example_batch(self.config, self.data)
+
+    def _checked(self, batch: Mapping[str, Tensor], trains: bool = True) -> Batch:
+        """The batch, in tensors without gaps. Raises ConfigError where it is none of this run.
+
+        trains: else no targets are needed; where there are none the inputs stand for them.
+        """
+        like = self._example
         wanted = ["inputs", "targets", *(n for n in self.plan.fields if n != "inputs")]
+        needed = [name for name in wanted if trains or name != "targets"]
+        problems = []
+        if not isinstance(batch, Mapping):
+            reason, fix = f"is a {type(batch).__name__}", f"a dict of tensors: {', '.join(wanted)}"
+            raise ConfigError([Problem("batch", "", reason, fix)])
         for name in wanted:
             if name not in batch:
-                problems.append(Problem("batch", "", f"has no {name}", f"a batch with {wanted}"))
-            elif len(batch[name]) != size // dp:
-                reason = f"{name} has {len(batch[name])} rows, and each dp rank gives its part"
-                fix = f"batch_size / dp = {size} / {dp} = {size // dp} rows"
-                problems.append(Problem("batch", "", reason, fix))
+                if name in needed:
+                    reason, fix = f"has no {name}", f"a batch with {wanted}"
+                    problems.append(Problem("batch", "", reason, fix))
+            elif wrong := self._wrong_field(name, batch[name]):
+                problems.append(Problem(f"batch.{name}", "", *wrong))
         for name in batch.keys() - {*wanted}:
             problems.append(Problem("batch", name, "is not taken by the model", "leave it out"))
+        if not problems and "targets" in batch and like["inputs"].shape == like["targets"].shape:
+            shapes = [list(batch[name].shape) for name in ("inputs", "targets")]
+            if shapes[0] != shapes[1]:
+                reason = f"inputs are {shapes[0]}, and targets {shapes[1]}"
+                problems.append(Problem("batch", "", reason, "targets of the shape of inputs"))
         if problems:
             raise ConfigError(problems)
-        return dict(batch)
+        checked = {name: value.contiguous() for name, value in batch.items()}
+        return {"targets": checked["inputs"], **checked}
+
+    def _wrong_field(self, name: str, value: Any) -> tuple[str, str] | None:
+        """(reason, fix) where a field of a batch has another form than this run's; None = it has
+        not."""
+        (size, _), dp, like = self.config.batch_shape(self.steps + 1), self.config.dp, self._example
+        shape = ["B", *like[name].shape[1:]]
+        if not isinstance(value, Tensor):
+            return f"is a {type(value).__name__}", f"a tensor {shape}"
+        if value.dim() != len(shape):
+            return f"has the shape {list(value.shape)}", f"a tensor {shape}"
+        if value.is_floating_point() != like[name].is_floating_point():
+            kinds = [str(tensor.dtype).removeprefix("torch.") for tensor in (value, like[name])]
+            return f"is {kinds[0]}", f"a tensor {shape} of {kinds[1]}"
+        if len(value) == size // dp:
+            return None
+        reason = f"has {len(value)} rows, and each dp rank gives its part"
+        return reason, f"batch_size / dp = {size} / {dp} = {size // dp} rows"
 
     def _own_data(self) -> None:
         if self.data.example is not None:

@@ -18,7 +18,7 @@ from support.records import numbers
 from support.runs import train_each
 from support.world import run_world
 from titanlike.config.errors import ConfigError
-from titanlike.config.schema import Checkpoint, Config, Metrics, Model, Schedule
+from titanlike.config.schema import Checkpoint, Config, Metrics, Model, Numerics, Schedule
 from titanlike.launch.worker import Worker
 from titanlike.metrics.sinks import read_jsonl
 from titanlike.training.anomalies import BadNumbers
@@ -119,6 +119,11 @@ def in_one_process(config: Config, worker: Worker) -> dict[str, Any]:
         {"inputs": batch["inputs"]},
         {name: value[:3] for name, value in batch.items()},
         {**batch, "labels": targets},
+        {**batch, "inputs": batch["inputs"].tolist()},
+        {**batch, "inputs": batch["inputs"].float()},
+        {**batch, "inputs": batch["inputs"][0]},
+        {**batch, "targets": targets[:, :5]},
+        batch["inputs"],
     ):
         with pytest.raises(ConfigError) as error:
             run.step(other)
@@ -144,10 +149,32 @@ def test_losses_of_microbatches_are_means_of_their_own_tokens(tmp_path: Path) ->
     assert found["losses"][0] == 0 and min(found["losses"][1:]) > 1
     mean = (torch.tensor(found["losses"]) * tokens).sum() / tokens.sum()
     torch.testing.assert_close(mean, torch.tensor(found["loss"]))
-    no_targets, rows, unknown = found["wrong"]
+    no_targets, rows, unknown, *forms = found["wrong"]
     assert "has no targets" in no_targets and "has 3 rows" in rows and "8 rows" in rows
     assert "labels" in unknown
+    said = "is a list", "is float32", "has the shape [16]", "and targets [8, 5]", "is a Tensor"
+    assert all(reason in text for reason, text in zip(said, forms, strict=True))
     assert found["same"] and found["n"] == 1  # a bad step changes nothing
+
+
+def left_by_an_error(config: Config, worker: Worker) -> dict[str, Any]:
+    """A loop that raises, as in a notebook, and what goes on after it."""
+    torch.set_num_threads(2)
+    config = replace(config, numerics=Numerics("exact"), schedule=Schedule())
+    with pytest.raises(KeyError), titanlike.build(config) as run:
+        whole = torch.randint(64, (8, 17))
+        loss = run.step({"inputs": whole[:, :-1], "targets": whole[:, 1:]}).loss
+        with run._computing():
+            threads = torch.get_num_threads()
+        raise KeyError
+    run.close()  # it is already
+    return {"loss": loss, "threads": threads, "value": titanlike.train(config)}
+
+
+def test_a_loop_that_raises_leaves_a_process_in_which_train_works(tmp_path: Path) -> None:
+    """Its tensors had gaps; with numerics=exact a rank computes on one core there, too."""
+    found = run_world(left_by_an_error, ONE, tmp_path)[0]
+    assert 3 < found["loss"] < 6 and 3 < found["value"] < 6 and found["threads"] == 1
 
 
 def test_all_errors_of_a_config_are_raised_as_one() -> None:

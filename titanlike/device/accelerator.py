@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from titanlike.config.schema import Config
 from titanlike.torch_private.accelerator import started
 
 KINDS = ("cpu", "cuda", "xpu", "mtia")  # by which a forward may ask: x.is_cuda, autocast("cuda")
@@ -230,6 +231,17 @@ def one_thread(on: bool) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+@contextlib.contextmanager
+def kernels(config: Config, device: torch.device) -> Iterator[None]:
+    """A context in which a rank computes with the kernels that a run's config asks for."""
+    with (
+        deterministic(config.deterministic or (config.exact and is_accelerator(device))),
+        one_thread(config.exact),
+        matmul_precision(config.matmul_precision),
+    ):
+        yield
 
 
 # Dense bf16 matrix products with fp32 sums, FLOP/s, by words of the device's name. Vendors' data

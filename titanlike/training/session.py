@@ -14,7 +14,7 @@ from titanlike.config.parse import to_plain, write_config
 from titanlike.config.schema import Config, MemoryProfile
 from titanlike.data.registry import DataError, open_data
 from titanlike.data.sources import Data
-from titanlike.device.accelerator import deterministic, is_accelerator, matmul_precision, one_thread
+from titanlike.device.accelerator import kernels
 from titanlike.distributed.mesh import open_mesh
 from titanlike.distributed.readings import BusyTime, device_queue
 from titanlike.launch.failures import clear_failures
@@ -119,9 +119,7 @@ def open_session(config: Config, worker: Worker) -> Iterator[Session]:
     sinks: list[Sink] = []
     status, together = "failed", False  # whether all ranks have come to the end
     with (
-        deterministic(config.deterministic or (config.exact and is_accelerator(mesh.device))),
-        one_thread(config.exact),
-        matmul_precision(config.matmul_precision),
+        kernels(config, mesh.device),
         Watchdog(worker, config.launch, worker.report_failure, queue, abort_groups) as watchdog,
     ):
         watchdog.enter_phase(0, "build", config.launch.timeout)
