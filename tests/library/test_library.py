@@ -167,8 +167,9 @@ def left_by_an_error(config: Config, worker: Worker) -> dict[str, Any]:
         with run._computing():
             threads = torch.get_num_threads()
         raise KeyError
+    value = titanlike.train(config)
     run.close()  # it is already
-    return {"loss": loss, "threads": threads, "value": titanlike.train(config)}
+    return {"loss": loss, "threads": threads, "value": value}
 
 
 def test_a_loop_that_raises_leaves_a_process_in_which_train_works(tmp_path: Path) -> None:
