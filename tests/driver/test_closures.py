@@ -16,16 +16,18 @@ import yaml
 from support.paths import ROOT
 
 # in every process of a command: at its end, which files of titanlike it has imported; and who asked
-# for torch's compiler
+# for torch's compiler, or for what shards tensors
 NOTED = """
 import atexit, os, sys, traceback
 end = os._exit
-class Compiler:
+ASKED = {"torch._dynamo.eval_frame": "compiler", "torch.distributed.tensor": "dtensor"}
+class Asked:
     def find_spec(self, name, path, target=None):
-        if name == "torch._dynamo.eval_frame":
-            with open(os.path.join(os.environ["NOTED"], f"compiler-{os.getpid()}"), "w") as file:
+        if name in ASKED:
+            file = os.path.join(os.environ["NOTED"], f"{ASKED[name]}-{os.getpid()}")
+            with open(file, "w") as file:
                 traceback.print_stack(file=file)
-sys.meta_path.insert(0, Compiler())
+sys.meta_path.insert(0, Asked())
 def note(*code):
     files = {getattr(m, "__file__", None) for n, m in [*sys.modules.items()] if n.startswith("titanlike")}
     with open(os.path.join(os.environ["NOTED"], str(os.getpid())), "w") as file:
@@ -53,7 +55,8 @@ def imported(command: str, folder: Path) -> dict[str, int]:
     assert done.returncode == 0, done.stderr + done.stdout
     asked = [file.read_text() for file in (folder / "noted").glob("compiler-*")]
     assert not asked, f"no command here compiles, yet: {asked[0]}"
-    files = {line for file in (folder / "noted").iterdir() for line in file.read_text().split("\n")}
+    noted = [file for file in (folder / "noted").iterdir() if file.name.isdecimal()]
+    files = {line for file in noted for line in file.read_text().split("\n")}
     return {
         str(Path(file).relative_to(ROOT)): len(Path(file).read_text().splitlines())
         for file in files
@@ -74,6 +77,8 @@ def test_a_default_run_imports_no_more_than_it_did_and_nothing_that_is_not_asked
     tmp_path: Path,
 ) -> None:
     names = check(FIRST, tmp_path)
+    asked = [file.read_text() for file in (tmp_path / "noted").glob("dtensor-*")]
+    assert not asked, f"nothing is sharded in one process: {asked[0]}"
     rooms = (
         "parallel/tp/tensor_parallel",
         "parallel/context_",

@@ -33,6 +33,7 @@ PRELOADED = [
     "titanlike.models.gpt2",
     "titanlike.models.llama",
     "titanlike.training.loop",
+    "torch.distributed.pipelining",
     "torch.distributed.launcher.api",
     "titanlike.proof.verification",
     "transformers.models.auto.modeling_auto",

@@ -44,7 +44,7 @@ from titanlike.torch_private.accelerator import use_expandable_segments
 from titanlike.torch_private.compiler import as_if_compiling, is_graph_break
 from titanlike.torch_private.fsdp import gather_with, reduce_missing_gradients
 from titanlike.torch_private.operators import TorchDispatchMode, in_parts
-from titanlike.torch_private.pipeline_runtime import FIELD, OrderRuntime, _Kind
+from titanlike.torch_private.pipeline_runtime import OrderRuntime, _Kind
 from titanlike.torch_private.process_groups import forget_groups_of_meshes
 from titanlike.training import checks
 
@@ -111,7 +111,7 @@ def test_torchs_own_eval_still_touches_gradients(job: Opened) -> None:
     run.pipeline.train(batch)
     before = [p.grad.to_local().clone() for p in run.parameters]
     runtime = run.pipeline._runtime(batch)
-    kwargs = {FIELD + name: batch[name] for name in runtime._fields}
+    kwargs = runtime._arguments(batch)
     with torch.no_grad():
         runtime.eval(batch["inputs"], **kwargs, target=batch["targets"], losses=[])
     pairs = zip(before, (p.grad for p in run.parameters), strict=True)

@@ -16,11 +16,11 @@ from support.saved_runs import events
 from support.world import run_world
 from titanlike.config.schema import Checkpoint, Config, Launch, Schedule, Validation
 from titanlike.distributed import readings
-from titanlike.distributed.readings import BusyTime, Timer
+from titanlike.distributed.readings import Timer
 from titanlike.launch.worker import Worker
-from titanlike.training import anomalies
-from titanlike.training.anomalies import Stragglers, slow_ranks
+from titanlike.training import stragglers
 from titanlike.training.loop import train
+from titanlike.training.stragglers import BusyTime, Stragglers, slow_ranks
 
 
 def short(pp: int, dp: int, share: float = 0.3) -> Config:
@@ -32,7 +32,7 @@ def short(pp: int, dp: int, share: float = 0.3) -> Config:
 def train_in_steps_of_a_second(config: Config, worker: Worker, waited: list[float]) -> None:
     """Each rank waits so many seconds of each; three steps in a row are many."""
     with (
-        mock.patch.object(anomalies, "_STEPS", 3),
+        mock.patch.object(stragglers, "_STEPS", 3),
         mock.patch.object(Timer, "seconds", lambda self: 1.0),
         mock.patch.object(BusyTime, "waited", lambda self: waited[worker.rank]),
     ):
@@ -58,7 +58,7 @@ def watched(share: float, steps: list[list[float]]) -> list[int]:
     worker, events = SimpleNamespace(rank=0, run_dir=Path("none"), world_size=2), mock.Mock()
     config = Config(launch=Launch(straggler=share))
     found = Stragglers(config, SimpleNamespace(mesh=mesh), worker, events)
-    with mock.patch.object(anomalies, "_STEPS", 3):
+    with mock.patch.object(stragglers, "_STEPS", 3):
         for step, waited in enumerate(steps, start=1):
             found.step(step, 1.0, waited)
     return [call.args[1] for call in events.log.call_args_list]

@@ -32,7 +32,7 @@ from titanlike.graph.partition import partition
 from titanlike.metrics import timeline_file, units
 from titanlike.metrics.timeline_file import RankStep, Timeline
 from titanlike.pipeline.order import Action, Order
-from titanlike.training.anomalies import slow_ranks
+from titanlike.training.stragglers import slow_ranks
 
 _COMPUTED = ("F", "B", "I", "W")
 _UNEVEN, _SLOW, _LEAST = 0.05, 0.1, 0.01  # shares that are worth a sentence

@@ -19,13 +19,12 @@ from collections.abc import Mapping, Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 from titanlike.distributed.mesh import Mesh, new_group
 from titanlike.distributed.readings import on_device
+from titanlike.distributed.sharding import is_sharded
 from titanlike.distributed.transform import GradientSums, Transform
 from titanlike.torch_private.dtensor import local
-from titanlike.torch_private.fsdp import reduce_missing_gradients
 
 
 class TiedWeights(Transform):
@@ -106,11 +105,13 @@ class UnusedParameters:
         for index, stage in stages.items():
             parameters = [*stage.named_parameters()]
             self._trained += [(canonical[name], p) for name, p in parameters if p.requires_grad]
-            if isinstance(stage, FSDPModule) and mesh.stage_copies > 1:
+            if mesh.stage_copies > 1 and is_sharded(stage):
                 self._sharded |= {p for _, p in parameters}
                 if index in sums:
                     sums[index].reached = self._reached
                 else:
+                    from titanlike.torch_private.fsdp import reduce_missing_gradients
+
                     reduce_missing_gradients(stage, self._reached, zero)
 
     def flags(self) -> Tensor:

@@ -12,7 +12,7 @@ clock stamps; they are laid on the host's by one point that both know.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -23,9 +23,6 @@ from torch import Tensor
 
 from titanlike.distributed.mesh import Mesh
 from titanlike.launch.watchdog import DeviceQueue
-from titanlike.torch_private.fsdp import exchanges_told
-
-_ROUNDS = 16
 
 
 def on_device(tensor: Tensor, device: torch.device) -> Tensor:
@@ -118,7 +115,7 @@ class PendingScalars:
 # --- times ---------------------------------------------------------------------------------------
 
 
-def _mark(device: torch.device) -> Any:
+def mark(device: torch.device) -> Any:
     """Now; of a device: behind what is launched so far, an event."""
     if device.type == "cpu":
         return time.perf_counter()
@@ -127,7 +124,7 @@ def _mark(device: torch.device) -> Any:
     return event
 
 
-def _seconds(begin: Any, end: Any) -> float:
+def seconds_between(begin: Any, end: Any) -> float:
     """Seconds between two marks, once the device has come to them."""
     return end - begin if isinstance(begin, float) else begin.elapsed_time(end) / 1e3
 
@@ -138,127 +135,16 @@ class Timer:
     def __init__(self, device: torch.device) -> None:
         """The first point is now, for a device: after what is launched so far."""
         self._device = device
-        self._begin = _mark(device)
+        self._begin = mark(device)
 
     def stop(self) -> None:
         """The second point is now."""
-        self._end = _mark(self._device)
+        self._end = mark(self._device)
 
     def seconds(self) -> float:
         """The seconds, after `stop`, once the device has come that far, e.g. because numbers sent
         later arrived."""
-        return _seconds(self._begin, self._end)
-
-
-class Clock:
-    """Marks of one rank's work. On a device a mark is an event behind what is launched so far."""
-
-    def __init__(self, device: torch.device) -> None:
-        """Waits once until a device has done what is launched so far."""
-        self.mark = partial(_mark, device)
-        self._zero = self.mark()
-        self._host_zero = self._zero
-        if device.type != "cpu":
-            torch.accelerator.synchronize(device)
-            self._host_zero = time.perf_counter()
-
-    def seconds(self, marks: Sequence[Any]) -> list[float]:
-        """Times of this host's clock (`time.perf_counter`), once the device has come to the last
-        mark."""
-        if isinstance(self._zero, float):
-            return [*marks]
-        return [self._host_zero + _seconds(self._zero, mark) for mark in marks]
-
-
-def clock_offset(rank: int, world_size: int) -> tuple[float, float]:
-    """(seconds by which this host's clock is ahead of rank 0's, the most that this may be wrong).
-
-    Collective. Every rank enters an all-reduce before any leaves it: so rank 0 entered before this
-    rank left, and this one before rank 0 left. Each such round gives a lower and an upper bound.
-    """
-    low, high = float("-inf"), float("inf")
-    if world_size == 1:
-        return 0.0, 0.0
-    flag = torch.zeros(1)
-    for _ in range(_ROUNDS):
-        entered = time.perf_counter()
-        dist.all_reduce(flag)
-        left = time.perf_counter()
-        # rank 0's times of this round; of the CPU, so by gloo whatever the device
-        zeros = torch.tensor([entered, left], dtype=torch.float64)
-        dist.broadcast(zeros, 0)
-        entered_0, left_0 = zeros.tolist()
-        low, high = max(low, entered - left_0), min(high, left - entered_0)
-    return (0.0, 0.0) if rank == 0 else ((low + high) / 2, (high - low) / 2)
-
-
-_AGREE = ("forward and backward", "agree")  # phases that begin with a sum over all ranks
-_COLLECTIVE = ("UNSHARD", "REDUCE_GRAD")  # actions that are an exchange as a whole
-_COMPUTED = ("F", "B", "I")
-
-
-class BusyTime:
-    """How long this rank waits for others; a listener of `training/build.py`."""
-
-    def __init__(self, device: torch.device, groups: Iterable[Any]) -> None:
-        """groups: of FSDP, see `parameter_groups`."""
-        self._on_cpu = device.type == "cpu"
-        self._now = partial(_mark, device)
-        self._waits: list[tuple[Any, Any]] = []  # begin and end, of this step
-        self._before: list[tuple[Any, Any]] = []  # of the step before
-        self._begun: Any = None  # a wait, perhaps
-        self._receiving: set[Any] = set()  # actions that wait for a message
-        self._inside = 0  # exchanges that call each other
-        if self._on_cpu:
-            exchanges_told(groups, self._exchange)
-
-    def waited(self) -> float:
-        """Seconds of this step, of a device: of the step before, whose numbers have arrived. Asked
-        once a step."""
-        self._close()
-        waits, self._waits = self._waits, []
-        if not self._on_cpu:
-            waits, self._before = self._before, waits
-        return sum(_seconds(begin, end) for begin, end in waits)
-
-    def begin(self, phase: str) -> None:
-        self._close()
-        if phase == _AGREE[0]:
-            self._waits = []  # a step begins: those of a validation before it are none of its
-        if phase in _AGREE:
-            self._begun = self._now()
-
-    def start_action(self, action: Any) -> None:
-        self._close()
-        if action is None:
-            return
-        kind = action.computation_type
-        if kind.name in _COLLECTIVE or (kind.value in _COMPUTED and action in self._receiving):
-            self._begun = self._now()
-
-    def action_queued(self, action: Any, received: bool) -> None:
-        if received:
-            self._receiving.add(action)
-            self._close()
-        elif action.computation_type.name in _COLLECTIVE:
-            self._close()
-        else:
-            self._begun = None
-
-    def _exchange(self, kind: str) -> None:
-        if kind:
-            if not self._inside and self._begun is None:
-                self._begun = self._now()
-            self._inside += 1
-        else:
-            self._inside -= 1
-            if not self._inside:
-                self._close()
-
-    def _close(self) -> None:
-        if self._begun is not None:
-            self._waits.append((self._begun, self._now()))
-            self._begun = None
+        return seconds_between(self._begin, self._end)
 
 
 def device_queue(device: torch.device) -> DeviceQueue | None:

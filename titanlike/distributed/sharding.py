@@ -18,14 +18,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from titanlike.config.schema import AdamW, Config, Muon, Sgd
 from titanlike.device.accelerator import is_accelerator
 from titanlike.distributed.mesh import Mesh
 from titanlike.distributed.placement import experts_of
 from titanlike.distributed.transform import Transform
-from titanlike.torch_private.fsdp import gather_with
 from titanlike.torch_private.tensors import copy_values
 
 
@@ -37,6 +35,11 @@ def compute_dtype(config: Config) -> torch.dtype:
 def wrapped_in_fsdp(config: Config) -> bool:
     """Whether stages are, to be sharded, replicated or offloaded."""
     return config.dp * config.cp > 1 or config.fsdp.cpu_offload
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Whether `fully_shard` was applied to it: FSDP, not imported where it is not, adds methods."""
+    return hasattr(module, "unshard")
 
 
 def shard_stage(
@@ -51,6 +54,15 @@ def shard_stage(
         return  # an empty stage
     if not wrapped_in_fsdp(config):
         return
+    from torch.distributed.fsdp import (  # a fifth of the CPU time of a run without it
+        CPUOffloadPolicy,
+        FSDPModule,
+        MixedPrecisionPolicy,
+        fully_shard,
+    )
+
+    from titanlike.torch_private.fsdp import gather_with
+
     # only axes larger than one: a mesh of one axis is FSDP, of two HSDP
     axes = ("replicate", "shard") if config.replicate > 1 else ("shard",)
     dtype = torch.bfloat16 if config.precision.low else None

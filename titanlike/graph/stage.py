@@ -12,7 +12,10 @@ from torch import Tensor, nn
 from titanlike.graph.cut import StageGraph
 from titanlike.graph.partition import Unit
 from titanlike.graph.recording import DEVICE, Node, tree_flatten
-from titanlike.torch_private.pipeline_runtime import FIELD
+
+# Prefix of a batch's fields among the keyword arguments of a stage, where names of torch's pipeline
+# runtime are among them: target, losses, return_outputs, ...
+FIELD = "field:"
 
 
 class Stage(nn.Module):

@@ -282,6 +282,8 @@ def serve(scratch: str, driver: int, function: str, count: int) -> NoReturn:
     with no_garbage_collection():
         from titanlike.torch_private.accelerator import started  # and torch, which each rank needs
 
+        importlib.import_module("torch.distributed.pipelining")  # and FSDP, as several do
+
         if function.startswith("titanlike."):  # a user's code only once its config has been checked
             with contextlib.suppress(ImportError):  # raised and reported where the job is loaded
                 importlib.import_module(function.rpartition(".")[0])

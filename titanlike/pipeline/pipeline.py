@@ -9,7 +9,7 @@ import copy
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -17,15 +17,18 @@ from torch import Tensor, nn
 from titanlike.data.sources import Batch
 from titanlike.distributed.gradients import UnusedParameters
 from titanlike.distributed.mesh import Mesh
+from titanlike.distributed.sharding import is_sharded
 from titanlike.distributed.transform import Transform
 from titanlike.graph.cut import StageGraph, messages, same_messages
 from titanlike.graph.model_graph import Fields, ModelGraph, fields_of, shapes
 from titanlike.graph.recording import Node, tree_map
-from titanlike.graph.stage import Stage
+from titanlike.graph.stage import FIELD, Stage
 from titanlike.optim.loss import Kept, Loss
+from titanlike.pipeline.microbatch_loop import MicrobatchLoop
 from titanlike.pipeline.order import Order
-from titanlike.torch_private.pipeline_runtime import OrderRuntime
-from titanlike.torch_private.pipeline_stage import make_stage
+
+if TYPE_CHECKING:  # imported where there are several stages or ranks
+    from titanlike.torch_private.pipeline_runtime import OrderRuntime
 
 MOST_SHAPES = 32  # of batches whose runtimes, with their message buffers, are cached
 
@@ -70,7 +73,7 @@ class Pipeline:
         self._loss_copies = mesh.world_size // (mesh.pp * mesh.stage_copies)
         # of the last step: whether this rank, once summed how many ranks, reached each parameter
         self._reached_counts = torch.zeros(0)
-        self._runtimes: OrderedDict[Any, OrderRuntime] = OrderedDict()
+        self._runtimes: OrderedDict[Any, MicrobatchLoop | OrderRuntime] = OrderedDict()
         self._kind = "loss"  # what the last stage computes of its output
         # called back with each action of the schedule when it begins, with None after the last
         self.on_action: Callable[[Any], None] = lambda _: None
@@ -299,7 +302,7 @@ class Pipeline:
                 stack.enter_context(transform.computing())
             yield
 
-    def _runtime(self, batch: Batch) -> OrderRuntime:
+    def _runtime(self, batch: Batch) -> MicrobatchLoop | OrderRuntime:
         """The runtime for a batch of this shape; the stages' forwards are those for it."""
         fields = fields_of(batch)
         key = self._key(fields)
@@ -321,13 +324,13 @@ class Pipeline:
         sizes = self._order.microbatches, self._model_graph.microbatch_size
         return self._kind, *sizes, shapes(fields)
 
-    def _make_runtime(self, fields: Fields) -> OrderRuntime:
+    def _make_runtime(self, fields: Fields) -> MicrobatchLoop | OrderRuntime:
         """Add the forwards of such a batch to the stages; the runtime that calls them.
 
         Raises ValueError where a forward uses modules that it did not use in the plan.
         """
         training, evaluation = (self._model_graph.graphs(fields, on) for on in (True, False))
-        wrapped, used = [], set()
+        used: set[str] = set()
         for index, stage in self._stages.items():
             graphs = {True: training[index], False: evaluation[index]}
             assert same_messages(*graphs.values()), "checked by the plan"
@@ -337,7 +340,6 @@ class Pipeline:
                     shown = ", ".join(f"{n} {list(field.shape)}" for n, field in fields.items())
                     raise ValueError(f"model: for a batch of {shown} its forward also uses {name}")
             stage.add_forwards(self._key(fields), graphs, index, self._mesh.device)
-            wrapped.append(self._torch_stage(index, training[index], fields))
             used |= training[index].fields | evaluation[index].fields
         last = self._order.stages - 1
 
@@ -345,6 +347,11 @@ class Pipeline:
             graphs = training if self._stages[last].training else evaluation
             return _loss_of_output(self._loss, graphs[last], output, targets)
 
+        if self._is_loop():
+            return MicrobatchLoop(self._order, self._stages[0], loss_of, sorted(used))
+        from titanlike.torch_private.pipeline_runtime import OrderRuntime
+
+        wrapped = [self._torch_stage(index, training[index], fields) for index in self._stages]
         skips: dict[tuple[int, int], bool] = {}
         for index, graph in enumerate(training):
             skipping = graph.sends[len(graph.sends) - len(graph.skips_out) :]
@@ -352,9 +359,18 @@ class Pipeline:
                 back = node in graph.differentiated_later
                 skips[index, to] = skips.get((index, to), False) or back
         options: Any = {"zero": self._zero, "skips": skips}
-        return OrderRuntime(self._order, wrapped, loss_of, sorted(used), **options)
+        arguments = {FIELD + name: name for name in sorted(used)}
+        return OrderRuntime(self._order, wrapped, loss_of, arguments, **options)
+
+    def _is_loop(self) -> bool:
+        """Whether an order of one stage in one process runs without torch's pipeline runtime."""
+        alone = self._mesh.world_size == 1 and self._order.stages == 1
+        other_backward = self._order.splits_backward or self._gradient_sums
+        return alone and not other_backward and not is_sharded(self._stages[0])
 
     def _torch_stage(self, index: int, graph: StageGraph, fields: Fields) -> Any:
+        from titanlike.torch_private.pipeline_stage import make_stage
+
         received, sent = messages(graph)
         if index == 0:
             field = fields["inputs"]

@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, TypeGuard
+
 import torch.distributed as dist
-import torch.distributed._functional_collectives as functional
 from torch import Tensor
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+
+def is_dtensor(tensor: Tensor) -> TypeGuard[DTensor]:
+    """Whether it is one, without its class: where nothing is sharded nobody has imported that, which
+    takes a sixth of a default run's CPU time (DTensor imports torch.fx and SymPy)."""
+    return hasattr(tensor, "to_local")
 
 
 def local(tensor: Tensor) -> Tensor:
     """This rank's part. An operation on plain tensors takes the host a fifth of one on DTensors."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return tensor.to_local() if is_dtensor(tensor) else tensor
 
 
 def local_slices(tensor: Tensor) -> tuple[slice, ...]:
     """This rank's part of the whole tensor, a slice a dimension."""
-    if not isinstance(tensor, DTensor):
+    if not is_dtensor(tensor):
         return tuple(slice(0, size) for size in tensor.shape)
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
     shape, offset = compute_local_shape_and_global_offset(
         tensor.shape, tensor.device_mesh, tensor.placements
     )
@@ -32,6 +42,8 @@ def traced_collective(operation: str, x: Tensor, dim: int, group: dist.ProcessGr
     Test: test_functional_collectives.py
     ::test_torchs_pass_recognizes_what_a_divided_layer_exchanges
     """
+    import torch.distributed._functional_collectives as functional
+
     if operation == "all_reduce":
         result = functional.all_reduce(x, "sum", group)
     elif operation == "all_gather":

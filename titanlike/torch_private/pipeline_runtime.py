@@ -28,9 +28,6 @@ _Action = torch_schedules._Action
 # or an UNSHARD is a collective on the device, too
 _RECEIVING = (_Kind.FORWARD, _Kind.FULL_BACKWARD, _Kind.BACKWARD_INPUT)
 _ON_DEVICE = (*_RECEIVING, _Kind.BACKWARD_WEIGHT, _Kind.UNSHARD, _Kind.REDUCE_GRAD)
-# Prefix of a batch's fields among the keyword arguments of the runtime's `step`, which has names of
-# its own: target, losses, return_outputs, ...
-FIELD = "field:"
 
 
 def _lower(order: Order, resident: int) -> dict[int, list[Any]]:
@@ -183,18 +180,18 @@ class OrderRuntime(torch_schedules._PipelineScheduleRuntime):
         order: Order,
         stages: list[PipelineStage],
         loss: Callable[[Any, Tensor], Tensor],
-        fields: Sequence[str],
+        fields: Mapping[str, str],
         *,
         zero: int,
         skips: Mapping[tuple[int, int], bool] = MappingProxyType({}),
     ):
-        """fields: of the batch, that this rank's stages take besides what they receive; skips:
-        (stage, a later but not the next one that it sends to) -> whether gradients come back, of
-        all ranks."""
+        """fields: keyword argument of this rank's stages -> field of the batch; skips: (stage, a
+        later but not the next one that it sends to) -> whether gradients come back, of all
+        ranks."""
         options: dict[str, Any] = {"scale_grads": False, "backward_requires_autograd": False}
         super().__init__(stages, order.microbatches, loss_fn=loss, **options)
         self.stage_index_to_group_rank = dict(enumerate(order.stage_to_rank))
-        self._fields = list(fields)
+        self._fields = dict(fields)
         self._local: dict[int, Any] = {stage.stage_index: stage for stage in stages}
         self._gathered = {  # the units of each, found once: there are many modules
             index: [part for part in stage.submod.modules() if isinstance(part, FSDPModule)]
@@ -267,12 +264,15 @@ class OrderRuntime(torch_schedules._PipelineScheduleRuntime):
             before.wait()
         self.unsharded_stages.add(index)
 
+    def _arguments(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {argument: batch[field] for argument, field in self._fields.items()}
+
     def run_alone(self, index: int, received: Sequence[Tensor], batch: dict[str, Tensor]) -> None:
         """One microbatch of one of this rank's stages as torch's runtime runs it, without messages:
         forward, and where gradients are on a whole backward from zeros and the reduction.
         Collective over dp."""
         stage: Any = self._local[index]
-        output = stage.submod(*received, **{FIELD + name: batch[name] for name in self._fields})
+        output = stage.submod(*received, **self._arguments(batch))
         if torch.is_grad_enabled():
             outputs = (output,) if isinstance(output, Tensor) else tuple(output)
             gradients = [torch.zeros_like(tensor) for tensor in outputs]
@@ -339,7 +339,7 @@ class OrderRuntime(torch_schedules._PipelineScheduleRuntime):
         first = (batch["inputs"],) if any(stage.is_first for stage in self._stages) else ()
         last = any(stage.is_last for stage in self._stages)
         kwargs: dict[str, Any] = {"target": batch["targets"], "losses": losses} if last else {}
-        kwargs |= {FIELD + name: batch[name] for name in self._fields}
+        kwargs |= self._arguments(batch)
         # Compare shapes and dtypes of messages in the first step with gradients and the first
         # without: all batches of a runtime are of one shape, and so are its messages. Symptom
         # without it: a message of another length or dtype is received as garbage (2.11 to 2.15), or

@@ -24,7 +24,7 @@ from titanlike.distributed.gradients import TiedWeights
 from titanlike.distributed.initialize import initialize, piece_seed
 from titanlike.distributed.mesh import Mesh
 from titanlike.distributed.placement import Placement
-from titanlike.distributed.readings import AsyncScalars, BusyTime, on_device
+from titanlike.distributed.readings import AsyncScalars, on_device
 from titanlike.distributed.sharding import StateBytes, shard_stage
 from titanlike.distributed.transform import StepSums, Transform
 from titanlike.graph.stage import Stage, fsdp_groups
@@ -40,6 +40,7 @@ from titanlike.training.zero_gradients import ZeroGradients
 if TYPE_CHECKING:
     from titanlike.costs.unit_costs import UnitCosts
     from titanlike.parallel.compiled_blocks import CompiledBlocks
+    from titanlike.training.stragglers import BusyTime
 
 # times a rank's parameters, gradients and optimizer state: with activations and holes
 _FRAGMENTATION = 3
@@ -125,7 +126,7 @@ class Run:
     )  # finds parameters that do not learn; None = not looked for
     weights_source: str  # of the initial weights, for the opening table
     ranges: Ranges = field(default_factory=Ranges)  # what a profile shows
-    busy: BusyTime | None = None  # how long this rank waits for others, where that is measured
+    busy: BusyTime | None = None  # how long this rank of several waits for others
 
     @property
     def compiled(self) -> CompiledBlocks | None:

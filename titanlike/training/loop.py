@@ -188,7 +188,8 @@ def _finish_pending(s: Session, rollbacks: list[int]) -> dict[str, Any] | None:
     pending, s.pending = s.pending, None
     found = finish_step(s.run, s.config, pending, s.detector)
     record, waited, anomaly, stop_code, graphs, zero_gradients = found
-    s.stragglers.step(pending.step, record["step_seconds"], waited)
+    if s.stragglers is not None:
+        s.stragglers.step(pending.step, record["step_seconds"], waited)
     s.stop_code = s.stop_code or stop_code
     if graphs:
         text = f"step {pending.step} compiled {graphs} more graph{'s' * (graphs > 1)} on a rank"

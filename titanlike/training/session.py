@@ -16,7 +16,7 @@ from titanlike.data.registry import DataError, open_data
 from titanlike.data.sources import Data
 from titanlike.device.accelerator import kernels
 from titanlike.distributed.mesh import open_mesh
-from titanlike.distributed.readings import BusyTime, device_queue
+from titanlike.distributed.readings import device_queue
 from titanlike.launch.failures import clear_failures
 from titanlike.launch.run_dir_lock import RunDirOwner, lock_as_rank
 from titanlike.launch.signals import Interrupted, stop_reason
@@ -25,9 +25,8 @@ from titanlike.launch.worker import Worker, barrier
 from titanlike.metrics.console import Console
 from titanlike.metrics.run_files import Events, RunFiles, log_start
 from titanlike.metrics.sinks import Sink, open_sinks
-from titanlike.torch_private.fsdp import parameter_groups
 from titanlike.torch_private.process_groups import abort_groups
-from titanlike.training.anomalies import AnomalyDetector, Stragglers
+from titanlike.training.anomalies import AnomalyDetector
 from titanlike.training.build import Run, build
 from titanlike.training.report import layout
 from titanlike.training.step import PendingStep
@@ -36,6 +35,7 @@ if TYPE_CHECKING:  # each is imported where a config asks for it
     from titanlike.training.profile import Profile
     from titanlike.training.samples import Sampler
     from titanlike.training.side_evaluation import SideEvaluation
+    from titanlike.training.stragglers import Stragglers
     from titanlike.training.timeline import Timeline
 
 DATA_TIMEOUT = 24 * 3600.0  # seconds for one process to tokenize while the others wait
@@ -62,7 +62,7 @@ class Session:
     timeline: Timeline | None
     sampler: Sampler | None  # with sample.every
     evaluation: SideEvaluation | None  # on rank 0, with evaluate.every
-    stragglers: Stragglers
+    stragglers: Stragglers | None  # of several ranks
     progress: Progress  # after the last step whose numbers are known
     pending: PendingStep | None = None  # the step after it, whose numbers are on their way
     stop_code: int = 0  # of the stop request that ends the run, the same on every rank; 0 = none
@@ -133,11 +133,16 @@ def open_session(config: Config, worker: Worker) -> Iterator[Session]:
         checkpointer = Checkpointer(run.stage_states, config, data, events)
         queued = watchdog.action_queued if queue is not None else None
         run.ranges.connect(run.pipeline, watchdog.start_action, queued)
+        stragglers = None
         if mesh.world_size > 1:
+            from titanlike.torch_private.fsdp import parameter_groups
+            from titanlike.training.stragglers import BusyTime, Stragglers
+
             groups = [group for stage in run.stages for group in parameter_groups(stage)]
             busy = BusyTime(mesh.device, groups)
             run = replace(run, busy=busy)
             run.ranges.add(busy)
+            stragglers = Stragglers(config, run, worker, events)
 
         def report_profile(step: int, text: str) -> None:
             events.log("profile", step, text)
@@ -205,7 +210,7 @@ def open_session(config: Config, worker: Worker) -> Iterator[Session]:
                 timeline,
                 sampler,
                 evaluation,
-                Stragglers(config, run, worker, events),
+                stragglers,
                 progress,
                 places=places,
             )

@@ -13,24 +13,28 @@ from __future__ import annotations
 import shlex
 import socket
 import sys
+import time
 import traceback
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from titanlike.config.parse import to_plain
 from titanlike.config.program import tool_program
 from titanlike.config.schema import TIMELINE, Config
 from titanlike.device import accelerator
-from titanlike.distributed.readings import Clock, clock_offset
+from titanlike.distributed.readings import mark, seconds_between
 from titanlike.launch.watchdog import Watchdog
 from titanlike.launch.worker import Worker
 from titanlike.metrics import timeline_file
 from titanlike.metrics.chart import Span
 from titanlike.metrics.sinks import Sink
 from titanlike.metrics.timeline_file import RankFile, RankStep
+from titanlike.pipeline.order import Action
 from titanlike.torch_private.fsdp import exchanges_told, parameter_groups
 from titanlike.training.build import Run
 
@@ -248,9 +252,11 @@ def events_of(marks: Sequence[tuple[float, _Entry]]) -> list[Span]:
 
 
 def _begun(action: Any, waited: Collection[str]) -> tuple[str, int, int]:
-    """What an action of torch's begins with."""
+    """What an action of torch's, or of an Order, begins with."""
     if action is None:
         return "host", -1, -1
+    if isinstance(action, Action):
+        return action
     kind = action.computation_type.value
     stage, mb = action.stage_index, action.microbatch_index
     mb = -1 if mb is None else mb
@@ -258,3 +264,50 @@ def _begun(action: Any, waited: Collection[str]) -> tuple[str, int, int]:
         return ("wait" if str(action) in waited else kind), stage, mb
     name = action.computation_type.name
     return (_ACTIONS[name], stage, -1) if name in _ACTIONS else ("host", -1, -1)
+
+
+# --- one clock for all ranks ----------------------------------------------------------------------
+
+_ROUNDS = 16
+
+
+class Clock:
+    """Marks of one rank's work. On a device a mark is an event behind what is launched so far."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Waits once until a device has done what is launched so far."""
+        self.mark = partial(mark, device)
+        self._zero = self.mark()
+        self._host_zero = self._zero
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)
+            self._host_zero = time.perf_counter()
+
+    def seconds(self, marks: Sequence[Any]) -> list[float]:
+        """Times of this host's clock (`time.perf_counter`), once the device has come to the last
+        mark."""
+        if isinstance(self._zero, float):
+            return [*marks]
+        return [self._host_zero + seconds_between(self._zero, mark) for mark in marks]
+
+
+def clock_offset(rank: int, world_size: int) -> tuple[float, float]:
+    """(seconds by which this host's clock is ahead of rank 0's, the most that this may be wrong).
+
+    Collective. Every rank enters an all-reduce before any leaves it: so rank 0 entered before this
+    rank left, and this one before rank 0 left. Each such round gives a lower and an upper bound.
+    """
+    low, high = float("-inf"), float("inf")
+    if world_size == 1:
+        return 0.0, 0.0
+    flag = torch.zeros(1)
+    for _ in range(_ROUNDS):
+        entered = time.perf_counter()
+        dist.all_reduce(flag)
+        left = time.perf_counter()
+        # rank 0's times of this round; of the CPU, so by gloo whatever the device
+        zeros = torch.tensor([entered, left], dtype=torch.float64)
+        dist.broadcast(zeros, 0)
+        entered_0, left_0 = zeros.tolist()
+        low, high = max(low, entered - left_0), min(high, left - entered_0)
+    return (0.0, 0.0) if rank == 0 else ((low + high) / 2, (high - low) / 2)

@@ -1,0 +1,79 @@
+"""An Order of one stage in one process, whose parameters nobody shards: a loop over microbatches.
+
+Nothing is sent, gathered or reduced here, so that torch's pipeline runtime, and what it imports
+(FSDP and DTensor: a fifth of the CPU time until the first step), is not needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.profiler import record_function
+
+from titanlike.graph.stage import Stage
+from titanlike.pipeline.order import Action, Order
+
+
+class MicrobatchLoop:
+    """Runs training and evaluation, with the interface of `torch_private.pipeline_runtime`'s
+    `OrderRuntime`."""
+
+    def __init__(
+        self,
+        order: Order,
+        stage: Stage,
+        loss: Callable[[Any, Tensor], Tensor],
+        fields: Sequence[str],
+    ) -> None:
+        """order: of one stage, with whole backwards; fields: of the batch, that the stage takes
+        besides "inputs"."""
+        self._stage, self._loss, self._fields = stage, loss, [*fields]
+        (self._train,), (self._forward,) = order.ranks, order.forward_only().ranks
+        self._microbatches = order.microbatches
+        # as those of `OrderRuntime`
+        self.on_action: Callable[[Any], None] = lambda _: None
+        self.on_queued: Callable[[Any, bool], None] | None = None
+
+    def train(self, batch: dict[str, Tensor]) -> list[Tensor]:
+        """Forward and backward of one batch: the losses of its microbatches."""
+        return self._run(self._train, batch)
+
+    def evaluate(self, batch: dict[str, Tensor]) -> list[Tensor]:
+        """Forward alone: gradients are left as they are."""
+        with torch.no_grad():
+            return self._run(self._forward, batch)
+
+    def run_alone(self, index: int, received: Sequence[Tensor], batch: dict[str, Tensor]) -> None:
+        """One microbatch of the stage: forward, and where gradients are on a backward from
+        zeros."""
+        output = self._stage(*received, **{name: batch[name] for name in self._fields})
+        outputs = (output,) if isinstance(output, Tensor) else tuple(output)
+        trained = [tensor for tensor in outputs if tensor.requires_grad]
+        torch.autograd.backward(trained, [torch.zeros_like(tensor) for tensor in trained])
+
+    def _run(self, actions: Sequence[Action], batch: dict[str, Tensor]) -> list[Tensor]:
+        parts = {
+            name: batch[name].tensor_split(self._microbatches)
+            for name in {"inputs", "targets", *self._fields}
+        }
+        losses: dict[int, Tensor] = {}
+        for action in actions:
+            self.on_action(action)
+            at = action.mb
+            with record_function(f"PP:{action}"):  # as torch's runtime calls it
+                if action.kind == "F":
+                    fields = {name: parts[name][at] for name in self._fields}
+                    output = self._stage(parts["inputs"][at], **fields)
+                    losses[at] = self._loss(output, parts["targets"][at])
+                    del output  # the graph has what the backward needs of it
+                else:
+                    if losses[at].requires_grad:
+                        losses[at].backward()
+                    losses[at] = losses[at].detach()  # and its graph is freed
+            if self.on_queued is not None:
+                self.on_queued(action, False)
+        self.on_action(None)
+        return [losses[at] for at in range(self._microbatches)]

@@ -1,0 +1,153 @@
+"""How long each rank of several waits for the others in a step, and ranks that are slow for long."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+
+from titanlike.config.schema import Config
+from titanlike.distributed.readings import mark, seconds_between
+from titanlike.launch.heartbeat import read_beats
+from titanlike.launch.worker import Worker
+from titanlike.metrics.run_files import Events
+from titanlike.torch_private.fsdp import exchanges_told
+from titanlike.training.build import Run
+
+_AGREE = ("forward and backward", "agree")  # phases that begin with a sum over all ranks
+_COLLECTIVE = ("UNSHARD", "REDUCE_GRAD")  # actions that are an exchange as a whole
+_COMPUTED = ("F", "B", "I")
+
+
+class BusyTime:
+    """How long this rank waits for others; a listener of `training/build.py`."""
+
+    def __init__(self, device: torch.device, groups: Iterable[Any]) -> None:
+        """groups: of FSDP, see `parameter_groups`."""
+        self._on_cpu = device.type == "cpu"
+        self._now = partial(mark, device)
+        self._waits: list[tuple[Any, Any]] = []  # begin and end, of this step
+        self._before: list[tuple[Any, Any]] = []  # of the step before
+        self._begun: Any = None  # a wait, perhaps
+        self._receiving: set[Any] = set()  # actions that wait for a message
+        self._inside = 0  # exchanges that call each other
+        if self._on_cpu:
+            exchanges_told(groups, self._exchange)
+
+    def waited(self) -> float:
+        """Seconds of this step, of a device: of the step before, whose numbers have arrived. Asked
+        once a step."""
+        self._close()
+        waits, self._waits = self._waits, []
+        if not self._on_cpu:
+            waits, self._before = self._before, waits
+        return sum(seconds_between(begin, end) for begin, end in waits)
+
+    def begin(self, phase: str) -> None:
+        self._close()
+        if phase == _AGREE[0]:
+            self._waits = []  # a step begins: those of a validation before it are none of its
+        if phase in _AGREE:
+            self._begun = self._now()
+
+    def start_action(self, action: Any) -> None:
+        self._close()
+        if action is None:
+            return
+        kind = action.computation_type
+        if kind.name in _COLLECTIVE or (kind.value in _COMPUTED and action in self._receiving):
+            self._begun = self._now()
+
+    def action_queued(self, action: Any, received: bool) -> None:
+        if received:
+            self._receiving.add(action)
+            self._close()
+        elif action.computation_type.name in _COLLECTIVE:
+            self._close()
+        else:
+            self._begun = None
+
+    def _exchange(self, kind: str) -> None:
+        if kind:
+            if not self._inside and self._begun is None:
+                self._begun = self._now()
+            self._inside += 1
+        else:
+            self._inside -= 1
+            if not self._inside:
+                self._close()
+
+    def _close(self) -> None:
+        if self._begun is not None:
+            self._waits.append((self._begun, self._now()))
+            self._begun = None
+
+
+_STEPS = 50  # in a row
+_FEW = 16  # ranks of whose median a single one may be half
+
+
+class Stragglers:
+    """Knows how long each rank worked in each step; rank 0 names one that has been slow for long,
+    once.
+
+    Ranks are compared with those that have the same stages, for equal work; where there are none,
+    with all others.
+    """
+
+    def __init__(self, config: Config, run: Run, worker: Worker, events: Events) -> None:
+        self._share, self._events, self._worker = config.launch.straggler, events, worker
+        self._slow: dict[int, int] = {}  # rank -> for how many steps in a row
+        self._named: set[int] = set()
+        mesh = run.mesh
+        self._on = worker.rank == 0 and self._share > 0
+        self._device = str(mesh.device.type)
+        self._groups = [mesh.stage_ranks(pp) for pp in range(mesh.pp)] if self._on else []
+        self._same = len(self._groups[0]) > 1 if self._on else False
+        if not self._same:
+            self._groups = [sum(self._groups, [])]
+
+    def step(self, step: int, seconds: float, waited: list[float]) -> None:
+        """waited: seconds of each rank, of a step that took so many."""
+        if not self._on or not waited:
+            return
+        found = slow_ranks(
+            {r: seconds - w for r, w in enumerate(waited)}, self._groups, self._share
+        )
+        self._slow = {rank: self._slow.get(rank, 0) + 1 for rank in found}
+        self._named &= found.keys()
+        for rank, share in found.items():
+            if self._slow[rank] >= _STEPS and rank not in self._named:
+                self._named.add(rank)
+                self._tell(step, rank, share)
+
+    def _tell(self, step: int, rank: int, share: float) -> None:
+        beat = read_beats(self._worker.run_dir, self._worker.world_size).get(rank)
+        host = beat.host if beat is not None else "unknown"
+        others = "the ranks with the same stages" if self._same else "the other ranks"
+        why = "" if self._same else "; its stages may be heavier: timeline=true tells"
+        text = (
+            f"rank {rank} (host {host}, {self._device}) works {share:.0%} longer than {others}, "
+            f"for {_STEPS} steps{why}"
+        )
+        self._events.log("straggler", step, text, rank=rank, host=host, share=share)
+
+
+def slow_ranks(
+    busy: Mapping[int, float], groups: list[list[int]], share: float
+) -> dict[int, float]:
+    """rank -> by which share it works longer than the median of the others in its group, if by more
+    than `share`."""
+    found = {}
+    for group in groups:
+        of_all = statistics.median(busy[rank] for rank in group)
+        for rank in group:
+            others = of_all
+            if len(group) <= _FEW:
+                others = statistics.median(busy[other] for other in group if other != rank)
+            if others > 0 and busy[rank] > (1 + share) * others:
+                found[rank] = busy[rank] / others - 1
+    return found
