@@ -22,16 +22,21 @@ failed. A signal ends it, with 75 if the jobs that ran have stopped with a check
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
 import pkgutil
 import re
 import signal
 import sys
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from titanlike.config.errors import nearest
 from titanlike.config.program import program, set_program
+
+if TYPE_CHECKING:
+    from titanlike.launch.local import PrestartedWorkers
 
 ExitCode = int | str | None  # as sys.exit takes it
 
@@ -165,7 +170,6 @@ def _drive_or_follow(function: str, folder: str, result_dir: str | None, checked
     """This process' part of a job."""
     from titanlike.driver.job import JobRunner
     from titanlike.launch.environment import RestartState, adopt_slurm, is_restart
-    from titanlike.launch.local import PrestartedWorkers
     from titanlike.launch.signals import die_with_parent
 
     adopt_slurm()
@@ -185,7 +189,14 @@ def _drive_or_follow(function: str, folder: str, result_dir: str | None, checked
     if alone:
         restart_state = RestartState.load()
         restart_state.count_start()
-        with PrestartedWorkers() as workers:
+        with contextlib.ExitStack() as resources:
+
+            @functools.cache
+            def workers() -> PrestartedWorkers:
+                from titanlike.launch.local import PrestartedWorkers
+
+                return resources.enter_context(PrestartedWorkers())
+
             restarted = is_restart()
             runner = JobRunner(function, folder, None, restart_state, restarted, checked, workers)
             return drive(runner, result_dir)

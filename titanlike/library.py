@@ -152,7 +152,7 @@ def train(config: Config, callbacks: Sequence[Callback] = ()) -> float | None:
     if size == 1:
         state = RestartState()
         with PrestartedWorkers() as workers:
-            runner = JobRunner(TRAIN, "", None, state, workers=workers, callbacks=told)
+            runner = JobRunner(TRAIN, "", None, state, workers=lambda: workers, callbacks=told)
             end = runner.run(config, [], run_dir, [])
     else:
         from titanlike.launch.torchrun import TorchrunRanks

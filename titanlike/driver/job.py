@@ -17,14 +17,14 @@ from titanlike.config.parse import write_config
 from titanlike.config.schema import Config, Wandb
 from titanlike.launch.environment import RestartState, available_cores, will_restart
 from titanlike.launch.failures import Failure, JobFailed, describe, record_for_torchrun, root_cause
-from titanlike.launch.local import PrestartedWorkers, run_local
 from titanlike.launch.run_dir_lock import lock_run_dir
 from titanlike.launch.signals import MAX_TIME, Interrupted, StopRequest, interruptible, stop_reason
-from titanlike.launch.worker import Job
+from titanlike.launch.worker import Job, run_alone
 from titanlike.metrics.goodput import goodput
 from titanlike.metrics.run_files import Events, Status, write_result
 
 if TYPE_CHECKING:
+    from titanlike.launch.local import PrestartedWorkers
     from titanlike.launch.torchrun import TorchrunRanks
 
 TRAIN, FIRST_START = "titanlike.training.loop.train", "titanlike.proof.first_start.train"
@@ -41,7 +41,8 @@ class JobRunner:
     restart_state: RestartState = field(default_factory=RestartState)
     restart: bool = False  # whether this command was started before
     checked: bool = False  # whether the sweep has checked the job's config
-    workers: PrestartedWorkers | None = None  # of a single run
+    # of a single run: the same each time; called where a job takes workers
+    workers: Callable[[], PrestartedWorkers] | None = None
     # of values from the environment, which errors do not show: their names
     environment: dict[str, str] = field(default_factory=dict)
     callbacks: tuple[object, ...] = ()  # of a job in this process, see Worker
@@ -55,11 +56,14 @@ class JobRunner:
 
     def start_workers(self, config: Config) -> None:
         """Start the workers of a single run, which import torch while its config is checked."""
-        alone = config.world_size == 1 and (self.folder or not config.launch.max_restarts)
         many = config.world_size > max(8, available_cores())  # a slip, or a test of a large layout
         checks = config.device not in ("auto", "cpu")  # whether it is there, which needs torch
-        if self.workers and self.ranks is None and not (alone or many or checks):
-            self.workers.start(config.world_size, self.job_of(config))
+        if self.workers and self.ranks is None and not (self._alone(config) or many or checks):
+            self.workers().start(config.world_size, self.job_of(config))
+
+    def _alone(self, config: Config) -> bool:
+        """Whether a job started here runs in this process: it cannot be restarted."""
+        return config.world_size == 1 and (bool(self.folder) or not config.launch.max_restarts)
 
     def run(
         self,
@@ -96,12 +100,15 @@ class JobRunner:
                 job = Job(self.job_of(config), config, run_dir, overrides, start)
                 if self.ranks:
                     result = self.ranks.run(job, stop, reporter.failed)
+                elif self._alone(config):
+                    result = run_alone(job, stop, reporter.failed, self.callbacks)
                 else:
+                    from titanlike.launch.local import run_local
+
                     # a tool's job cannot be restarted
                     restarted = None if self.folder else partial(restarted_config, job.config)
-                    workers = self.workers if name is None else None
-                    how = restarted, workers, self.callbacks
-                    result = run_local(job, stop, reporter.failed, *how)
+                    workers = self.workers() if self.workers and name is None else None
+                    result = run_local(job, stop, restarted, workers)
             # 4. write result.json
             except Interrupted as interrupted:
                 reporter.interrupted(interrupted)

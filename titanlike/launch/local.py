@@ -1,5 +1,5 @@
-"""Jobs on this machine: in the driver's own process, or in worker processes that it starts and
-watches.
+"""Jobs of several ranks on this machine, or that may be restarted: worker processes that the driver
+starts and watches.
 
 The root cause of an error is read from the workers' own files (`failures`): the first process that
 ends is often a peer. The driver forwards a first signal to the workers, which stop by themselves; a
@@ -47,7 +47,6 @@ from titanlike.config.errors import ConfigError, Problem
 from titanlike.config.schema import Config
 from titanlike.launch.environment import import_path, interpreter, workers_environment
 from titanlike.launch.failures import (
-    Failure,
     JobFailed,
     clear_failures,
     describe,
@@ -75,23 +74,19 @@ _PREFIX, _LOCK = "titanlike-", "driver.lock"  # of scratch folders
 def run_local(
     job: Job,
     stop: StopRequest,
-    report_failure: Callable[[Failure], None],
     restarted_config: Callable[[JobFailed, int], Config] | None = None,
     prestarted: PrestartedWorkers | None = None,
-    callbacks: tuple[Any, ...] = (),
 ) -> dict[str, Any]:
-    """Run a job on this machine: in this process if one rank suffices, else in workers.
+    """Run a job in workers on this machine.
 
     Workers that fail are restarted up to `launch.max_restarts` times with the config that
     `restarted_config` (of the failure and the restart's number) returns; not without it, after a
     permanent failure, or after a stop request. Returns the result of rank 0's function. Raises
-    JobFailed with the root cause of the (last) failure, or Interrupted. report_failure: see Worker.
-    prestarted: may have the workers already. callbacks: of a job in this process, see Worker.
+    JobFailed with the root cause of the (last) failure, or Interrupted. prestarted: may have the
+    workers already.
     """
     clear_failures(job.run_dir)
     restarts = job.config.launch.max_restarts if restarted_config is not None else 0
-    if job.config.world_size == 1 and not restarts:
-        return _run_here(job, stop, report_failure, callbacks)
     with prestarted or PrestartedWorkers() as workers:
         restart = 0
         while True:
@@ -104,39 +99,6 @@ def run_local(
                 restart += 1
                 job = replace(job, config=restarted_config(failed, restart))
             clear_failures(job.run_dir)
-
-
-def _run_here(
-    job: Job,
-    stop: StopRequest,
-    report: Callable[[Failure], None],
-    callbacks: tuple[Any, ...],
-) -> dict[str, Any]:
-    worker = Worker(
-        0,
-        1,
-        0,
-        1,
-        job.run_dir,
-        None,
-        job.overrides,
-        stop,
-        one_machine=True,
-        report_failure=report,
-        callbacks=callbacks,
-    )
-    try:
-        return run_job(job, worker)
-    except KeyboardInterrupt:
-        raise Interrupted(signal.SIGINT) from None
-    except Exception as error:
-        raise describe(0, error).to_job_failed(job.run_dir, 1) from error
-    finally:
-        if "torch.distributed" in sys.modules:
-            import torch.distributed as dist
-
-            if dist.is_initialized():  # the job failed; a sweep's next one initializes its own
-                dist.destroy_process_group()
 
 
 def _run_workers(job: Job, stop: StopRequest, workers: WorkerProcesses) -> dict[str, Any]:

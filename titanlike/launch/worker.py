@@ -13,6 +13,7 @@ import faulthandler
 import json
 import logging
 import os
+import signal
 import socket
 import sys
 import time
@@ -29,7 +30,14 @@ from titanlike.config.errors import ConfigError, some_names
 from titanlike.config.imports import import_object
 from titanlike.config.parse import parse, to_plain
 from titanlike.config.schema import Config
-from titanlike.launch.failures import Failure, describe, log_path, peer_failed, write_failure
+from titanlike.launch.failures import (
+    Failure,
+    clear_failures,
+    describe,
+    log_path,
+    peer_failed,
+    write_failure,
+)
 from titanlike.launch.process_end import collected_once_built
 from titanlike.launch.signals import Interrupted, StopRequest
 
@@ -115,6 +123,45 @@ def run_job(job: Job, worker: Worker) -> dict[str, Any]:
             worker.resources.close()
             os.environ.clear()
             os.environ.update(environment)
+
+
+def run_alone(
+    job: Job,
+    stop: StopRequest,
+    report_failure: Callable[[Failure], None],
+    callbacks: tuple[Any, ...] = (),
+) -> dict[str, Any]:
+    """Run a job of one rank in this process. Returns what its function does. Raises JobFailed, or
+    Interrupted.
+
+    report_failure, callbacks: see Worker.
+    """
+    clear_failures(job.run_dir)
+    worker = Worker(
+        rank=0,
+        world_size=1,
+        local_rank=0,
+        local_world_size=1,
+        run_dir=job.run_dir,
+        store=None,
+        overrides=job.overrides,
+        stop_request=stop,
+        one_machine=True,
+        report_failure=report_failure,
+        callbacks=callbacks,
+    )
+    try:
+        return run_job(job, worker)
+    except KeyboardInterrupt:
+        raise Interrupted(signal.SIGINT) from None
+    except Exception as error:
+        raise describe(0, error).to_job_failed(job.run_dir, 1) from error
+    finally:
+        if "torch.distributed" in sys.modules:
+            import torch.distributed as dist
+
+            if dist.is_initialized():  # the job failed; a sweep's next one initializes its own
+                dist.destroy_process_group()
 
 
 class BarrierTimeout(RuntimeError):
