@@ -18,7 +18,7 @@ from titanlike.device import accelerator
 from titanlike.device.accelerator import own_backend
 from titanlike.device.choose import choose_device, claim_device, first_device, start_device
 from titanlike.device.memory import total_memory
-from titanlike.training.train_plan import preflight
+from titanlike.training.preflight import preflight
 
 Patch = pytest.MonkeyPatch
 

@@ -28,7 +28,8 @@ from titanlike.graph.record_forward import record_forward
 from titanlike.graph.recording import RecordError
 from titanlike.graph.stage import Stage
 from titanlike.models.registry import build_model, initial_weights_of
-from titanlike.training.train_plan import make_plan, preflight
+from titanlike.training.preflight import preflight
+from titanlike.training.train_plan import make_plan
 
 
 class Noisy(forwards.Blocks):

@@ -11,7 +11,8 @@ from support.cells import slow
 from support.models import tiny
 from support.proven import assert_proven
 from titanlike.config.schema import Config, Custom, PointSplit
-from titanlike.training.train_plan import make_plan, preflight
+from titanlike.training.preflight import preflight
+from titanlike.training.train_plan import make_plan
 
 
 def config(name: str, *mesh: Any, points: list[str] | None = None, **changes: Any) -> Config:

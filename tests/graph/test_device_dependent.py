@@ -12,7 +12,7 @@ from support.stand_in_gpus import gpus
 from titanlike.config.errors import ConfigError
 from titanlike.config.schema import Custom
 from titanlike.models.registry import build_model
-from titanlike.training.train_plan import preflight
+from titanlike.training.preflight import preflight
 
 
 @pytest.mark.slow

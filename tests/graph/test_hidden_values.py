@@ -6,7 +6,7 @@ import pytest
 
 from support.models import tiny
 from titanlike.config.schema import Custom
-from titanlike.training.train_plan import preflight
+from titanlike.training.preflight import preflight
 
 
 @pytest.mark.parametrize(

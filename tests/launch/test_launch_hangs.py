@@ -29,6 +29,7 @@ from titanlike.config.schema import Config, Launch
 from titanlike.driver.job import ResultReporter
 from titanlike.launch import torchrun
 from titanlike.launch import watchdog as watchdogs
+from titanlike.launch.device_queue import DeviceQueue
 from titanlike.launch.failures import (
     Failure,
     PeerFailed,
@@ -38,7 +39,7 @@ from titanlike.launch.failures import (
     write_failure,
 )
 from titanlike.launch.heartbeat import Beat, explain, heartbeat_path
-from titanlike.launch.watchdog import DeviceQueue, Watchdog
+from titanlike.launch.watchdog import Watchdog
 from titanlike.launch.worker import Worker, barrier
 
 HANGS = Launch(timeout=60, step_timeout=2, heartbeat=1)

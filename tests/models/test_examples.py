@@ -12,7 +12,7 @@ from support import forked
 from support.models import tiny
 from support.paths import ROOT
 from titanlike.config.schema import Custom
-from titanlike.training.train_plan import preflight
+from titanlike.training.preflight import preflight
 
 EXAMPLES = ROOT / "examples"
 CONF = EXAMPLES / "my_models" / "conf"

@@ -32,7 +32,7 @@ from titanlike.models.hf_init import record_initialization
 from titanlike.models.registry import build_model, initial_weights_of
 from titanlike.models.safetensors_folder import SafetensorsFolder
 from titanlike.training.build import build
-from titanlike.training.train_plan import preflight
+from titanlike.training.preflight import preflight
 
 CPU = torch.device("cpu")
 # learned positions; windows; experts, normed heads; sinks

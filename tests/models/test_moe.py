@@ -17,7 +17,7 @@ from titanlike.models.experts import EXPERT_LINEAR, expert_linear, runs_grouped
 from titanlike.models.moe import RoutedMLP, Routing
 from titanlike.models.registry import build_model, resolve_model
 from titanlike.parallel.activation_checkpoint import PRODUCTS
-from titanlike.training.train_plan import preflight
+from titanlike.training.preflight import preflight
 
 # --- the published models ------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ from titanlike.models.documents import attention_inputs
 from titanlike.models.llama import Llama, rotary_table
 from titanlike.models.registry import build_model, resolve_model
 from titanlike.optim.loss import build_loss
-from titanlike.training.train_plan import preflight
+from titanlike.training.preflight import preflight
 
 WEIGHT = CrossEntropy(mtp_weight=0.3)
 CHUNKED = ChunkedCrossEntropy(chunk=7, mtp_weight=0.3)

@@ -14,7 +14,7 @@ from support.proven import assert_proven
 from titanlike.config.schema import AdamW, Config, Model, Muon, ParameterGroup, Sgd
 from titanlike.models.registry import build_model, resolve_model
 from titanlike.optim.optimizer import build_optimizers, set_lr
-from titanlike.training.train_plan import preflight
+from titanlike.training.preflight import preflight
 
 EMBEDDING = ParameterGroup(lr=1e-3, weight_decay=0.0)
 NORMS = ParameterGroup(weight_decay=0.3, betas=[0.8, 0.9])

@@ -28,7 +28,8 @@ from titanlike.config.schema import (
 from titanlike.data.sources import IGNORE
 from titanlike.launch.worker import Worker
 from titanlike.optim.loss import build_loss
-from titanlike.training.train_plan import make_plan, preflight
+from titanlike.training.preflight import preflight
+from titanlike.training.train_plan import make_plan
 
 CHUNKED = ChunkedCrossEntropy(chunk=7)  # does not divide the tokens of a microbatch
 UNEVEN = Custom("support.data.uneven", {"vocab_size": 64})

@@ -20,7 +20,7 @@ from titanlike.launch.worker import Worker
 from titanlike.models.registry import build_model, resolve_model
 from titanlike.optim import muon
 from titanlike.optim.optimizer import build_optimizers, set_lr
-from titanlike.training.train_plan import preflight
+from titanlike.training.preflight import preflight
 
 MUON = Muon()
 OTHER = Muon(adjust_lr="original", nesterov=False, ns_steps=3, momentum=0.8, adamw_lr=1e-3)

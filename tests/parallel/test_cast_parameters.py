@@ -15,8 +15,8 @@ from support.opened import opened
 from support.world import run_world
 from titanlike.config.schema import Config, Precision, Schedule
 from titanlike.distributed import sharding
-from titanlike.distributed.sharding import CastParameters
 from titanlike.launch.worker import Worker
+from titanlike.parallel.cast_parameters import CastParameters
 from titanlike.torch_private.dtensor import local
 from titanlike.training import transforms
 

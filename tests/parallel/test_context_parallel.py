@@ -43,7 +43,8 @@ from titanlike.parallel.context_attention import ContextAttention
 from titanlike.parallel.context_parallel import IGNORED, ContextParallel
 from titanlike.parallel.context_tokens import ContextRanks
 from titanlike.proof.verification import verify
-from titanlike.training.train_plan import make_plan, preflight
+from titanlike.training.preflight import preflight
+from titanlike.training.train_plan import make_plan
 
 METHODS = ("gather", "ulysses", "ring")
 RANKS = 3  # of two, the rank before and the rank behind are one

@@ -56,7 +56,7 @@ from titanlike.torch_private.fsdp_sums import ShardedGradients
 from titanlike.torch_private.pipeline_stage import _Stage
 from titanlike.training import step as steps
 from titanlike.training.build import Run
-from titanlike.training.train_plan import preflight
+from titanlike.training.preflight import preflight
 
 
 def test_a_tree_adds_in_the_same_order_whatever_comes_first() -> None:

@@ -40,7 +40,8 @@ from titanlike.models.moe import Moe, RoutedMLP
 from titanlike.models.registry import initial_weights_of, resolve_model
 from titanlike.optim.optimizer import build_optimizers
 from titanlike.training.loop import train
-from titanlike.training.train_plan import make_plan, preflight
+from titanlike.training.preflight import preflight
+from titanlike.training.train_plan import make_plan
 
 SIZES = {
     "vocab_size": None,

@@ -29,7 +29,8 @@ from titanlike.metrics.sinks import read_jsonl
 from titanlike.models.registry import build_model, resolve_model
 from titanlike.parallel.float8 import in_bf16, use_float8
 from titanlike.training.loop import train
-from titanlike.training.train_plan import make_plan, preflight
+from titanlike.training.preflight import preflight
+from titanlike.training.train_plan import make_plan
 
 FLOAT8 = Float8Precision(min_features=16)
 BF16 = Precision("bf16")

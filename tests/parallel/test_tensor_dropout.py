@@ -19,9 +19,10 @@ from support.wrong_plans import PLAN
 from titanlike.config.schema import ActivationCheckpoint, Checkpoint, Config, Model, Schedule
 from titanlike.launch.worker import Worker
 from titanlike.training.loop import train
+from titanlike.training.preflight import preflight
 from titanlike.training.session import open_session
 from titanlike.training.step import drop_gradients, forward_backward, optimizer_step
-from titanlike.training.train_plan import make_plan, preflight
+from titanlike.training.train_plan import make_plan
 
 # of each forward: weights of attention, its result, hidden features, their result
 BLOCK = ["heads", "result", "features", "result"]

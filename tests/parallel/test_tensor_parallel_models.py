@@ -28,7 +28,8 @@ from titanlike.config.schema import (
     ZeroBubbleSchedule,
 )
 from titanlike.models.hf_config import FAMILIES
-from titanlike.training.train_plan import make_plan, preflight
+from titanlike.training.preflight import preflight
+from titanlike.training.train_plan import make_plan
 
 SEQ_LEN = 16
 # packed queries, keys and values, gate and up; biases; embedded positions; norms of heads

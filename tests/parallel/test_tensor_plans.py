@@ -13,7 +13,8 @@ from support.models import tiny
 from support.wrong_plans import FUSED, PLAN
 from titanlike.config.schema import Config, Model
 from titanlike.models import llama
-from titanlike.training.train_plan import make_plan, preflight
+from titanlike.training.preflight import preflight
+from titanlike.training.train_plan import make_plan
 
 
 def config(plan: dict[str, Any] = PLAN, whole: bool = False, **args: str) -> Config:

@@ -15,7 +15,7 @@ from support.world import run_world
 from titanlike.config.schema import Config
 from titanlike.distributed.mesh import open_mesh
 from titanlike.launch.worker import Worker
-from titanlike.torch_private.process_groups import write_records
+from titanlike.torch_private.flight_recorder import write_records
 
 
 def record_a_missing_rank(config: Config, worker: Worker) -> list[str]:

@@ -27,7 +27,7 @@ from titanlike.data.loader import batches
 from titanlike.data.registry import open_data
 from titanlike.optim.optimizer import learning_rate
 from titanlike.training.loop import train
-from titanlike.training.train_plan import preflight
+from titanlike.training.preflight import preflight
 
 # batches of 4 x 16, 8 x 8, then 16 x 16
 RAMP = [RampStage(tokens=60, batch_size=4), RampStage(tokens=128, batch_size=8, seq_len=8)]

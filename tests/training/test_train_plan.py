@@ -28,8 +28,9 @@ from titanlike.config.schema import (
 from titanlike.driver.checks import problems
 from titanlike.graph.cut import message
 from titanlike.parallel.tp import tensor_parallel as tensor_draft
+from titanlike.training.preflight import preflight
 from titanlike.training.report import epochs, warmup
-from titanlike.training.train_plan import make_plan, preflight
+from titanlike.training.train_plan import make_plan
 
 
 def test_a_405b_model_is_drafted_in_seconds() -> None:

@@ -13,7 +13,8 @@ from titanlike.config.errors import ConfigError
 from titanlike.config.overrides import with_choices
 from titanlike.config.schema import Config, CrossEntropy
 from titanlike.metrics import units
-from titanlike.training.train_plan import TrainPlan, make_plan, too_large
+from titanlike.training.preflight import too_large
+from titanlike.training.train_plan import TrainPlan, make_plan
 
 if TYPE_CHECKING:  # imported where changes are planned
     from titanlike.costs.estimate import Estimate

@@ -23,12 +23,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import flop_registry
 
 from titanlike.device.accelerator import kept_rng, synchronize
-from titanlike.distributed.collectives import GroupInfo
 from titanlike.graph.recording import Node, with_values
 from titanlike.torch_private.operators import TorchDispatchMode
 from titanlike.torch_private.tensors import storage_id, tree_leaves
 
-if TYPE_CHECKING:  # imported where a schedule defers them
+if TYPE_CHECKING:  # imported where a layout has them
+    from titanlike.distributed.collectives import GroupInfo
     from titanlike.parallel.weight_gradients import DeferredWeightGradients
 
 _META = torch.device("meta")

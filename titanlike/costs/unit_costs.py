@@ -11,18 +11,20 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from titanlike.costs.node_costs import NodeCosts, Times, UnitPeak, count, node_times
-from titanlike.distributed.collectives import GroupInfo
 from titanlike.graph.cut import cut, unit_starts
 from titanlike.graph.model_graph import ModelGraph
 from titanlike.graph.recording import Node, tree_map
 from titanlike.optim.loss import Loss
+
+if TYPE_CHECKING:  # imported where a layout has them
+    from titanlike.distributed.collectives import GroupInfo
 
 # Attributes with a module's own position, which do not change its cost
 _POSITIONS = ("index", "idx", "layer_number", "layer_id")

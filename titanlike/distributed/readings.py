@@ -15,14 +15,16 @@ import time
 from collections.abc import Mapping
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from titanlike.distributed.mesh import Mesh
-from titanlike.launch.watchdog import DeviceQueue
+
+if TYPE_CHECKING:
+    from titanlike.launch.device_queue import DeviceQueue
 
 
 def on_device(tensor: Tensor, device: torch.device) -> Tensor:
@@ -151,6 +153,8 @@ def device_queue(device: torch.device) -> DeviceQueue | None:
     """The queue of an accelerator's current stream; None for the CPU, which has none."""
     if device.type == "cpu":
         return None
+    from titanlike.launch.device_queue import DeviceQueue
+
     # each thread has a current device of its own
     select = partial(torch.accelerator.set_device_index, device.index)
     return DeviceQueue(partial(torch.Event, device), select)

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from titanlike.distributed.collectives import GroupInfo
 from titanlike.distributed.mesh import Mesh
 from titanlike.distributed.placement import Placement
 
 if TYPE_CHECKING:
+    from titanlike.distributed.collectives import GroupInfo
     from titanlike.graph.model_graph import Fields, ModelGraph, SequenceParts
     from titanlike.optim.loss import Loss
     from titanlike.optim.optimizer import StageState

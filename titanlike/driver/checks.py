@@ -68,7 +68,7 @@ def problems(
         wrong.append(Problem("evaluate.every", config.evaluate.every, reason, "evaluate.every=0"))
     if not any(problem.key in _LAYOUT_KEYS for problem in wrong):
         # imports torch: after the quick checks
-        from titanlike.training.train_plan import preflight, too_large
+        from titanlike.training.preflight import preflight, too_large
 
         def plan(decided: TrainPlan) -> None:
             empty, count = sum(not units for units in decided.stages), len(decided.stages)

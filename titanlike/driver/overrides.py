@@ -299,7 +299,7 @@ class CheckedOverrides:
         # what takes the model to be found, where no code of others would run: of the config as the
         # fixes of other keys make it
         if "split" in new and not any(named_code(plain, {})):
-            from titanlike.training.train_plan import preflight  # imports torch
+            from titanlike.training.preflight import preflight  # imports torch
 
             others = [p.fix for p in problems if p.key not in keys and single.fullmatch(p.fix)]
             fixes = (fix.partition("=") for fix in others)

@@ -34,11 +34,10 @@ import sys
 import threading
 import time
 import traceback
-from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from time import monotonic
-from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from titanlike.config.schema import Launch
 from titanlike.launch.failures import Failure, PeerFailed, log_path, write_failure
@@ -55,7 +54,7 @@ from titanlike.launch.signals import exit_now
 from titanlike.launch.worker import Worker
 
 if TYPE_CHECKING:
-    from torch import Event
+    from titanlike.launch.device_queue import DeviceQueue, Mark
 
 _WAKE_DELAY = 2.0  # seconds that a thread may wake late; beyond that, the process was stopped
 _JOIN_TIMEOUT = 2.0  # seconds for the watching thread to end
@@ -64,9 +63,6 @@ _REPORT_TIMEOUT = 15.0  # seconds to write and report the failure before the pro
 _LEAVE_TIMEOUT = 15.0  # seconds for the training thread to leave the job once a peer has failed
 _PATIENCE = 5.0  # seconds without progress on a device after which peers are looked at,
 _PEER_INTERVAL = 2.0  # and then between two looks
-# Marks of a queue that is not read: then the oldest are kept, which tell what hangs. A step has a
-# few hundred, of 0.5 KB
-_MOST_MARKS = 8192
 # keys of the timeouts of phases, for the error text; others: launch.timeout
 _KEYS = {"load": "checkpoint.timeout", "save": "checkpoint.timeout"}
 
@@ -285,7 +281,7 @@ class Watchdog:
                 faulthandler.dump_traceback(log)
             before.update(self._beats())
             if "torch.distributed" in sys.modules:  # else there is nothing, after seconds of import
-                from titanlike.torch_private.process_groups import write_records
+                from titanlike.torch_private.flight_recorder import write_records
 
                 folder = self._worker.run_dir / "logs" / "flight_recorder"
                 with contextlib.suppress(OSError, RuntimeError):
@@ -363,58 +359,3 @@ def _parent(pid: int) -> int | None:
             return int(stat.read().rpartition(")")[2].split()[1])
     except (OSError, ValueError):
         return None
-
-
-class Mark(NamedTuple):
-    """A place in a device's queue."""
-
-    number: int  # counts up from 0
-    step: int
-    phase: str
-    action: Any
-    received: bool  # before the action, once what it waits for from others has arrived; else after
-    event: Event
-
-
-class DeviceQueue:
-    """What a device has done of what its training thread has put into its queue.
-
-    A GPU's work is queued by Python and done later: Python has long gone through a step's schedule
-    when the GPU hangs in its second action. So after each action an event is put into the queue,
-    and the first event that has not come to pass tells the action. On a CPU work is done when it is
-    called, and there is no queue. The marks are made in one thread and read in others.
-    """
-
-    def __init__(
-        self, new_event: Callable[[], Event], enter_thread: Callable[[], None] = lambda: None
-    ) -> None:
-        """enter_thread: called in each thread that reads, before it does: selects the device."""
-        self._new_event, self.enter_thread = new_event, enter_thread
-        self._marks: deque[Mark] = deque()
-        self._free: list[Event] = []  # events are used again
-        self._made = 0
-
-    def mark(self, step: int, phase: str, action: Any, received: bool = False) -> None:
-        """Put a mark behind all that is in the queue now. Takes a few microseconds."""
-        while self._marks and self._marks[0].event.query():
-            self._free.append(self._marks.popleft().event)
-        if len(self._marks) == _MOST_MARKS:
-            return
-        event = self._free.pop() if self._free else self._new_event()
-        event.record()
-        self._marks.append(Mark(self._made, step, phase, action, received, event))
-        self._made += 1
-
-    def first_unfinished(self) -> Mark | None:
-        """The first mark that the device has not come to; None where it has done all."""
-        while True:
-            try:
-                marks = tuple(self._marks)
-            except RuntimeError:  # changed meanwhile
-                continue
-            mark = next((mark for mark in marks if not mark.event.query()), None)
-            if mark is None:
-                return None
-            if self._marks and self._marks[0].number <= mark.number:
-                return mark
-            # it was done meanwhile, and its event stands for a later place now

@@ -3,28 +3,22 @@
 A mean of means is wrong as soon as microbatches hold unequal numbers of valid tokens. So every
 microbatch gives the SUM of its terms times `scale`, which holds the step's normalizer; the same
 number comes out whatever the layout.
-
-A loss of the user's own is a function `f(output, targets, **args)` that returns the losses one by
-one. Its sum is made here, and divided by `f.count(targets)` where it has such a method (how many of
-them count, e.g. because padding does not), else by the number of losses.
 """
 
 from __future__ import annotations
 
-import functools
-import inspect
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from titanlike.config import schema
 from titanlike.config.errors import ConfigError, Problem
 from titanlike.config.schema import Custom
 from titanlike.data.sources import IGNORE
-from titanlike.graph.recording import describe, tree_flatten, tree_map, used_by
+from titanlike.graph.recording import describe, tree_flatten, used_by
 
 # (logits fp32 [N, V], targets [N], the target that does not count, z-loss) -> losses [N]
 DividedCrossEntropy = Callable[[Tensor, Tensor, int, float], Tensor]
@@ -81,6 +75,10 @@ class Loss:
         """How many terms are summed, from shapes alone: both are on meta."""
         with torch.device("meta"):
             return self.each(output, targets).numel()
+
+    def why_not_of_sequences(self, output: Any, targets: Tensor, rows: int) -> str:
+        """Why terms are not those of each of `rows` sequences; "" = they are. Both are on meta."""
+        return ""
 
     def measure(self, output: Any, targets: Tensor) -> tuple[Tensor, float]:
         """(sum, count) of a whole batch at once."""
@@ -176,31 +174,6 @@ class Mse(Loss):
         return torch.full((), targets.numel(), device=targets.device)
 
 
-class CustomLoss(Loss):
-    """A function of the user's own, `function(output, targets)`: losses, one by one."""
-
-    def __init__(self, function: Callable[[Any, Tensor], Tensor]) -> None:
-        super().__init__()
-        self._function = function
-        self.count_function = getattr(function, "count", None)  # targets -> how many losses count
-
-    def each(self, output: Any, targets: Tensor) -> Tensor:
-        losses = self._function(output, targets)
-        if not isinstance(losses, Tensor):
-            raise OutputError(f"it returns {describe(losses)} and not a tensor of losses")
-        if losses.dim() == 0:
-            raise OutputError("it returns a mean or another scalar; return the losses unreduced")
-        return losses
-
-    def count(self, targets: Tensor) -> Tensor | None:
-        if self.count_function is None:
-            return None
-        count = self.count_function(targets)
-        if isinstance(count, int | float):
-            return torch.full((), count, device=targets.device)  # a copy would wait for the device
-        return torch.as_tensor(count, device=targets.device).sum()
-
-
 class Kept(Loss):
     """No loss: keeps what a function gives of each (output, targets), without gradients."""
 
@@ -237,7 +210,9 @@ def build_loss(
     divided: of logits that ranks share, see `takes_divided_logits`.
     """
     if isinstance(config, Custom):
-        return _own(config, device)
+        from titanlike.optim.custom_loss import custom_loss
+
+        return custom_loss(config, device)
     if isinstance(config, schema.Mse):
         return Mse()
     chunk = config.chunk if isinstance(config, schema.ChunkedCrossEntropy) else None
@@ -257,13 +232,8 @@ def check_loss(config: Settings, output: Any, targets: Tensor, rows: int) -> lis
         loss = build_loss(config)
         with torch.device("meta"):
             loss.total(output, targets)
-        if not isinstance(loss, CustomLoss) or loss.count_function is not None:
+        if not (reason := loss.why_not_of_sequences(output, targets, rows)):
             return []
-        count = loss.terms(output, targets)
-        twice = loss.terms(tree_map(output, lambda x: _twice(x, rows)), _twice(targets, rows))
-        if twice == 2 * count:
-            return []
-        reason = f"it returns {count} losses for {rows} sequences and {twice} for {2 * rows}"
         fix = "return the losses of each sequence by itself, [B, ...]"
     except ConfigError as error:
         return error.problems
@@ -286,36 +256,3 @@ def trained_outputs(loss: Loss, output: Any, targets: Tensor) -> list[bool]:
     with torch.device("meta"), torch.enable_grad():
         total = loss.total(output, targets)
     return used_by(total, [leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, Tensor)])
-
-
-def _twice(value: Any, rows: int) -> Any:
-    """A tensor of twice as many sequences; anything else as it is."""
-    batched = isinstance(value, Tensor) and value.dim() and value.shape[0] == rows
-    return torch.cat([value, value]) if batched else value
-
-
-def _own(config: Custom, device: torch.device | None) -> Loss:
-    from titanlike.optim import own
-
-    function = own.import_callable("loss", config)
-    is_class = inspect.isclass(function)
-    positional = {} if is_class else {"output": None, "targets": None}
-    own.check_arguments("loss", config, function, positional)
-    if not is_class:
-        partial: Any = functools.partial(function, **config.args)
-        partial.count = getattr(function, "count", None)
-        return CustomLoss(partial)
-    try:
-        made = function(**config.args)
-    except Exception as error:
-        reason = f"building it raised {type(error).__name__}: {error}"
-        raise own.wrong("loss", config, reason, "other arguments") from error
-    if not callable(made):
-        fix = "a method __call__(self, output, targets)"
-        raise own.wrong("loss", config, "is a class whose instances cannot be called", fix)
-    if isinstance(made, nn.Module):
-        if next(made.parameters(), None) is not None:
-            reason = "has parameters, and only the model's are trained"
-            raise own.wrong("loss", config, reason, "a model that holds them")
-        made = made.to(device)
-    return CustomLoss(made)

@@ -27,7 +27,8 @@ from titanlike.graph.record_forward import record_forward
 from titanlike.graph.recording import Recording, UnknownTokens, replay
 from titanlike.graph.sequence_shard import SequenceShard, shard_sequence
 from titanlike.models.documents import document_spans, sequence_spans
-from titanlike.optim.loss import CustomLoss, Loss, takes_divided_logits
+from titanlike.optim.custom_loss import CustomLoss
+from titanlike.optim.loss import Loss, takes_divided_logits
 from titanlike.parallel.context_attention import ContextAttention, Looking, undividable
 from titanlike.parallel.context_tokens import ContextRanks, Take
 from titanlike.parallel.tp.operators import Layout, Shard, ShardingError

@@ -1,7 +1,7 @@
 """What a config decides before anything is allocated: model, stages, order, sharding.
 
 No process group and no memory: everything is on the meta device. The launcher plans a run to find
-errors before a worker starts (`preflight`), and every rank plans it again before it builds.
+errors before a worker starts (`preflight.py`), and every rank plans it again before it builds.
 """
 
 from __future__ import annotations
@@ -19,11 +19,9 @@ from titanlike.config.errors import ConfigError, Problem, Refused
 from titanlike.config.schema import Config, Custom, Hardware
 from titanlike.config.validate import broken_rules
 from titanlike.data.loader import example_batch, field_problems
-from titanlike.data.registry import DataError
 from titanlike.data.sources import Data
-from titanlike.device.choose import choose_device, first_device
+from titanlike.device.choose import first_device
 from titanlike.device.memory import total_memory
-from titanlike.distributed.collectives import GroupInfo
 from titanlike.distributed.mesh import Mesh
 from titanlike.distributed.placement import Placement
 from titanlike.distributed.transform import Transform
@@ -31,7 +29,6 @@ from titanlike.graph.cut import StageGraph
 from titanlike.graph.model_graph import Fields, ModelGraph, fields_of
 from titanlike.graph.partition import SplitError, partition
 from titanlike.graph.recording import RecordError
-from titanlike.launch.environment import available_cores
 from titanlike.models.checks import model_problems
 from titanlike.models.registry import build_model, resolve_model
 from titanlike.optim.loss import Loss, build_loss
@@ -45,6 +42,7 @@ from titanlike.training.transforms import model_transforms
 if TYPE_CHECKING:  # each is imported where a config asks for it
     from titanlike.costs.auto_split import AutoSplitResult, MeasureTimes
     from titanlike.costs.rank_memory import RankMemory
+    from titanlike.distributed.collectives import GroupInfo
 
 
 @dataclass(frozen=True)
@@ -185,57 +183,14 @@ def make_plan(
     )
 
 
-def preflight(
-    config: Config, plan: Callable[[TrainPlan], object] = lambda _: None
-) -> list[Problem]:
-    """Every problem that takes the model to be found, before a worker starts; allocates nothing.
-
-    planned: called with what is decided where that has no problem.
-    """
-    problems = []
-    try:
-        choose_device(config.device, 0, _local_ranks(config), one_each=_started_outside())
-    except ConfigError as error:
-        problems += error.problems
-    if config.compile:
-        from titanlike.parallel.compiled_blocks import compiler_problem
-
-        problem = compiler_problem(first_device(config.device))
-        problems += [] if problem is None else [problem]
-    if config.tp_async:
-        from titanlike.parallel.tp.tensor_parallel import async_problems
-
-        problems += async_problems(config)
-    if isinstance(config.optimizer, schema.OwnOptimizer) or isinstance(config.lr, Custom):
-        from titanlike.optim import own
-
-        problems += own.problems(config, "tp=1" if config.tp > 1 else "")
-    try:  # before the model, whose problems would hide it
-        build_loss(config.loss)
-    except ConfigError as error:
-        problems += error.problems
-    try:
-        decided = make_plan(config)
-        for stage in config.ramp:
-            size, length = stage.batch_size or config.batch_size, stage.seq_len or config.seq_len
-            make_plan(replace(config, batch_size=size, seq_len=length, ramp=[]))
-        if not problems:
-            plan(decided)
-    except ConfigError as error:
-        problems += [problem for problem in error.problems if problem not in problems]
-    except DataError as error:  # of a user's own data, which are opened
-        problems.append(error.problem)
-    return problems
-
-
-def _local_ranks(config: Config) -> int:
+def local_ranks(config: Config) -> int:
     """Ranks on this machine: of torchrun or srun, or all of them in the launcher's own process."""
-    if _started_outside():
+    if started_outside():
         return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return config.world_size
 
 
-def _started_outside() -> bool:
+def started_outside() -> bool:
     return int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
@@ -244,29 +199,9 @@ def memory_for_training(config: Config) -> int | None:
     what the allocator loses and what communication takes; or what the planned hardware has."""
     if isinstance(config.hardware, Hardware):
         return config.hardware.usable
-    ranks = _local_ranks(config)
+    ranks = local_ranks(config)
     total = total_memory(first_device(config.device), ranks)
     return None if total is None else int(0.92 * total)
-
-
-def too_large(config: Config, plan: TrainPlan, room: int | None = None) -> tuple[int, int] | None:
-    """(bytes that the fullest rank would take, `room`) where these are more; None where it fits,
-    where memory is unknown, and of a run on CPUs with more ranks than there are cores: it is meant
-    for another machine.
-
-    room: bytes that training may take on a rank; None = by the config, or what this machine has.
-    """
-    how = config.activation_checkpoint
-    if room is None and isinstance(how, schema.FitActivationCheckpoint):
-        room = how.memory
-    if room is None:
-        here = not isinstance(config.hardware, Hardware)
-        on_cpu = here and first_device(config.device).type == "cpu"
-        if on_cpu and config.world_size > available_cores():
-            return None
-        room = memory_for_training(config)
-    needed = None if room is None else plan.peak_bytes()
-    return None if room is None or needed is None or needed <= room else (needed, room)
 
 
 def _choose_order(config: Config, model: nn.Module) -> tuple[Order, str]:

@@ -19,7 +19,7 @@ from titanlike.config.schema import Config, Float8Precision
 from titanlike.data.sources import Batch
 from titanlike.distributed.mesh import Mesh
 from titanlike.distributed.placement import experts_of, has_statistics
-from titanlike.distributed.sharding import CastParameters, compute_dtype, wrapped_in_fsdp
+from titanlike.distributed.sharding import compute_dtype, wrapped_in_fsdp
 from titanlike.distributed.transform import Transform
 
 if TYPE_CHECKING:
@@ -157,6 +157,8 @@ def _expert_balance(b: _Built) -> Transform:
 
 
 def _casts(b: _Built) -> Transform:
+    from titanlike.parallel.cast_parameters import CastParameters
+
     return CastParameters(compute_dtype(b.config))
 
 

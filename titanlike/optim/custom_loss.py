@@ -1,0 +1,84 @@
+"""A loss of the user's own: a function `f(output, targets, **args)` that returns the losses one by
+one. Its sum is made here, and divided by `f.count(targets)` where it has such a method (how many of
+them count, e.g. because padding does not), else by the number of losses.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from titanlike.config.schema import Custom
+from titanlike.graph.recording import describe, tree_map
+from titanlike.optim import own
+from titanlike.optim.loss import Loss, OutputError
+
+
+class CustomLoss(Loss):
+    """A function of the user's own, `function(output, targets)`: losses, one by one."""
+
+    def __init__(self, function: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self._function = function
+        self.count_function = getattr(function, "count", None)  # targets -> how many losses count
+
+    def each(self, output: Any, targets: Tensor) -> Tensor:
+        losses = self._function(output, targets)
+        if not isinstance(losses, Tensor):
+            raise OutputError(f"it returns {describe(losses)} and not a tensor of losses")
+        if losses.dim() == 0:
+            raise OutputError("it returns a mean or another scalar; return the losses unreduced")
+        return losses
+
+    def count(self, targets: Tensor) -> Tensor | None:
+        if self.count_function is None:
+            return None
+        count = self.count_function(targets)
+        if isinstance(count, int | float):
+            return torch.full((), count, device=targets.device)  # a copy would wait for the device
+        return torch.as_tensor(count, device=targets.device).sum()
+
+    def why_not_of_sequences(self, output: Any, targets: Tensor, rows: int) -> str:
+        if self.count_function is not None:
+            return ""
+        count = self.terms(output, targets)
+        twice = self.terms(tree_map(output, lambda x: _twice(x, rows)), _twice(targets, rows))
+        different = f"it returns {count} losses for {rows} sequences and {twice} for {2 * rows}"
+        return "" if twice == 2 * count else different
+
+
+def custom_loss(config: Custom, device: torch.device | None) -> CustomLoss:
+    """The loss that a config names by an import path. Raises ConfigError where it is wrong."""
+    function = own.import_callable("loss", config)
+    is_class = inspect.isclass(function)
+    positional = {} if is_class else {"output": None, "targets": None}
+    own.check_arguments("loss", config, function, positional)
+    if not is_class:
+        partial: Any = functools.partial(function, **config.args)
+        partial.count = getattr(function, "count", None)
+        return CustomLoss(partial)
+    try:
+        made = function(**config.args)
+    except Exception as error:
+        reason = f"building it raised {type(error).__name__}: {error}"
+        raise own.wrong("loss", config, reason, "other arguments") from error
+    if not callable(made):
+        fix = "a method __call__(self, output, targets)"
+        raise own.wrong("loss", config, "is a class whose instances cannot be called", fix)
+    if isinstance(made, nn.Module):
+        if next(made.parameters(), None) is not None:
+            reason = "has parameters, and only the model's are trained"
+            raise own.wrong("loss", config, reason, "a model that holds them")
+        made = made.to(device)
+    return CustomLoss(made)
+
+
+def _twice(value: Any, rows: int) -> Any:
+    """A tensor of twice as many sequences; anything else as it is."""
+    batched = isinstance(value, Tensor) and value.dim() and value.shape[0] == rows
+    return torch.cat([value, value]) if batched else value

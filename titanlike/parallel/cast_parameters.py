@@ -1,0 +1,66 @@
+"""bf16 on ranks that shard nothing: parameters are cast once a step."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from titanlike.distributed.transform import Transform
+from titanlike.torch_private.tensors import copy_values
+
+
+class CastParameters(Transform):
+    """Parameters are cast once a step, without FSDP's hooks.
+
+    Within a step the stage's modules hold copies in the compute dtype, with gradients in fp32
+    (torch's `grad_dtype`); outside of it the fp32 parameters, which optimizers and checkpoints see.
+    The numbers are those of FSDP's mixed precision: both compute in bf16 and accumulate
+    microbatches in fp32. Only a gradient that autograd has in fp32, as that of a norm's weight, is
+    not rounded to bf16 on its way.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        self._places: list[tuple[nn.Module, str, nn.Parameter]] = []
+        self._copies: dict[nn.Parameter, nn.Parameter] = {}
+
+    def on_weights(self, stage: nn.Module) -> None:
+        for module in stage.modules():
+            for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+                if not parameter.is_floating_point():
+                    continue
+                self._places.append((module, name, parameter))
+                if parameter not in self._copies:
+                    copy = nn.Parameter(parameter.detach().to(self._dtype), parameter.requires_grad)
+                    if parameter.requires_grad:
+                        copy.grad_dtype = parameter.dtype
+                    self._copies[parameter] = copy
+
+    @contextlib.contextmanager
+    def computing(self) -> Iterator[None]:
+        """A context in which the stages compute with the copies, as the parameters are now.
+        Afterwards the parameters have the gradients."""
+        with torch.no_grad():
+            copy_values([*self._copies.values()], [*self._copies])
+        for module, name, parameter in self._places:
+            _set(module, name, self._copies[parameter])
+        try:
+            yield
+        finally:
+            for module, name, parameter in self._places:
+                _set(module, name, parameter)
+            for parameter, copy in self._copies.items():
+                gradient, copy.grad = copy.grad, None
+                if gradient is not None:  # in fp32 already
+                    before = parameter.grad
+                    parameter.grad = gradient if before is None else before.add_(gradient)
+
+
+def _set(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    if type(module).__setattr__ is nn.Module.__setattr__:
+        module._parameters[name] = parameter
+    else:  # such as nn.LSTM, which keeps a list of its own
+        setattr(module, name, parameter)

@@ -1,0 +1,84 @@
+"""What is wrong with a config that takes its model to be found, before a worker starts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from titanlike.config import schema
+from titanlike.config.errors import ConfigError, Problem
+from titanlike.config.schema import Config, Custom, Hardware
+from titanlike.data.registry import DataError
+from titanlike.device.choose import choose_device, first_device
+from titanlike.launch.environment import available_cores
+from titanlike.optim.loss import build_loss
+from titanlike.training.train_plan import (
+    TrainPlan,
+    local_ranks,
+    make_plan,
+    memory_for_training,
+    started_outside,
+)
+
+
+def preflight(
+    config: Config, plan: Callable[[TrainPlan], object] = lambda _: None
+) -> list[Problem]:
+    """Every problem that takes the model to be found, before a worker starts; allocates nothing.
+
+    plan: called with what is decided where that has no problem.
+    """
+    problems = []
+    try:
+        choose_device(config.device, 0, local_ranks(config), one_each=started_outside())
+    except ConfigError as error:
+        problems += error.problems
+    if config.compile:
+        from titanlike.parallel.compiled_blocks import compiler_problem
+
+        problem = compiler_problem(first_device(config.device))
+        problems += [] if problem is None else [problem]
+    if config.tp_async:
+        from titanlike.parallel.tp.tensor_parallel import async_problems
+
+        problems += async_problems(config)
+    if isinstance(config.optimizer, schema.OwnOptimizer) or isinstance(config.lr, Custom):
+        from titanlike.optim import own
+
+        problems += own.problems(config, "tp=1" if config.tp > 1 else "")
+    try:  # before the model, whose problems would hide it
+        build_loss(config.loss)
+    except ConfigError as error:
+        problems += error.problems
+    try:
+        decided = make_plan(config)
+        for stage in config.ramp:
+            size, length = stage.batch_size or config.batch_size, stage.seq_len or config.seq_len
+            make_plan(replace(config, batch_size=size, seq_len=length, ramp=[]))
+        if not problems:
+            plan(decided)
+    except ConfigError as error:
+        problems += [problem for problem in error.problems if problem not in problems]
+    except DataError as error:  # of a user's own data, which are opened
+        problems.append(error.problem)
+    return problems
+
+
+def too_large(config: Config, plan: TrainPlan, room: int | None = None) -> tuple[int, int] | None:
+    """(bytes that the fullest rank would take, `room`) where these are more; None where it fits,
+    where memory is unknown, and of a run on CPUs with more ranks than there are cores: it is meant
+    for another machine.
+
+    room: bytes that training may take on a rank; None = by the config, or what this machine has.
+    """
+    how = config.activation_checkpoint
+    if room is None and isinstance(how, schema.FitActivationCheckpoint):
+        room = how.memory
+    if room is None:
+        here = not isinstance(config.hardware, Hardware)
+        on_cpu = here and first_device(config.device).type == "cpu"
+        if on_cpu and config.world_size > available_cores():
+            return None
+        room = memory_for_training(config)
+    needed = None if room is None else plan.peak_bytes()
+    return None if room is None or needed is None or needed <= room else (needed, room)
