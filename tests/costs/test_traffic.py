@@ -188,6 +188,8 @@ MORE = {
     "replicas alone": exact(dp=2, replicate=2),
     "experts": exact(dp=4, ep=2, model=moe(num_hidden_layers=2)),
     "experts, ZeRO 2": exact(dp=4, zero=2, ep=2, model=moe(num_hidden_layers=2)),
+    "cp=2": exact(dp=2, cp=2, seq_len=64, numerics=Numerics("exact", parts=4)),
+    "experts, one microbatch": exact(dp=2, ep=2, grain=8, model=moe(num_hidden_layers=2)),
     "tied": exact(dp=2, family="gpt2", tied=True),
 }
 
@@ -204,7 +206,7 @@ def test_the_sums_of_exact_numerics_are_sent_as_planned(config: Config, tmp_path
             most = max(real[kind] for real in sent[rank * each :][:each])
             # rows of a parameter are filled up to a multiple of the ranks
             assert planned[kind] == pytest.approx(most, rel=0.05 if config.dp == 3 else 0)
-            wanted = config.dp > config.replicate if kind == "reduced" else config.replicate > 1
+            wanted = config.shards > 1 if kind == "reduced" else config.replicate > 1
             assert bool(planned[kind]) == wanted, kind
 
 

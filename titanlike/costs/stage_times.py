@@ -12,11 +12,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from functools import cached_property
-from typing import Any
+from functools import cache, cached_property
+from itertools import chain
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -59,8 +60,7 @@ TRAFFIC = (  # kinds, see `LayoutTimes.traffic`
 _CLIP = 12  # bytes a parameter: the norm reads gradients, clipping reads and writes them
 
 # Bytes a parameter that numerics=exact reads and writes: where gradients are laid out for an
-# all-to-all (filled, copied) and what comes is added; where squares of the
-# norm are added by halves
+# all-to-all (filled, copied) and what comes is added; where squares of the norm are added by halves
 _LAID_OUT, _HALVES = 24, 16
 
 
@@ -317,7 +317,11 @@ class LayoutTimes:
         self.reductions = [sharded(link, hardware.reduce_bandwidth) for link in both]
         self.replicas = link_of(config, "replicate", hardware)
         self.estimated = estimated
-        self._partial_sums = _partial_sums(config, layout) if config.exact else None
+        self._sums: _Sums | None = None
+        if config.exact:
+            mesh = config.dp, config.replicate, config.cp, config.ep
+            counts = config.numerics.parts, layout.microbatches, layout.zero
+            self._sums = _partial_sums(*mesh, *counts)
         self._runs = [  # units of each stage, and whether they are recomputed
             [(units[name], name in recomputed) for name in names]
             for names, recomputed in zip(layout.stages, layout.recomputed, strict=True)
@@ -350,21 +354,15 @@ class LayoutTimes:
         if not self.state.fsdp:
             return 0.0
         sizes = numel - experts, experts
-        if self._partial_sums is not None:
+        if self._sums is not None:
             links = self.shard, self.expert_shard
             return sum(
                 self._exchange(link, sums * 4 * size, count)
-                for sums, size, link in zip(self._sums_sent(), sizes, links, strict=True)
+                for sums, size, link in zip(self._sums[1:3], sizes, links, strict=True)
                 if size
             )
         links = zip(sizes, self.reductions, strict=True)
         return sum(link.gather(4 * size, count) for size, link in links if size)
-
-    def _sums_sent(self) -> tuple[int, int]:
-        """numerics=exact: what an all-to-all has of each gradient, and of those of experts, which a
-        rank computes for each of `ep`."""
-        assert self._partial_sums is not None
-        return self._partial_sums[:2] if self.layout.zero == 1 else (1, self.config.ep)
 
     def _exchange(self, link: Link, nbytes: float, count: int) -> float:
         """Seconds of an all-to-all of gradients of so many bytes, and of what a rank does for
@@ -381,9 +379,9 @@ class LayoutTimes:
         if not self.state.fsdp or self.replicas.size == 1:
             return 0.0
         parts = 4 * (numel - experts) / self.shard.size, 4 * experts / self.expert_shard.size
-        if self._partial_sums is None:
+        if self._sums is None:
             return sum(self.replicas.all_reduce(part, count) for part in parts if part)
-        nodes = self._partial_sums[2]
+        nodes = self._sums.replica
         return sum(
             self._exchange(self.replicas, nodes * part, count) + self.replicas.gather(part, count)
             for part in parts
@@ -398,7 +396,8 @@ class LayoutTimes:
         gathers, reduced = [0.0 for _ in runs], [0.0 for _ in runs]
         if sharded and zero == 3:
             gathers = [self._gather(u.parameters, u.experts, 1) for u, _ in runs]
-        if zero > 1:
+        once = zero == 1 and (self._sums is None or self._sums.times == 1)
+        if not once:
             reduced = [self._reduction(u.parameters, u.experts, 1) for u, _ in runs]
         deferred = stage in layout.deferred
         forward = [u.forward.device + u.exchanged[0] for u, _ in runs]
@@ -444,7 +443,7 @@ class LayoutTimes:
             ),
             gather=self._gather(numel, experts, count) if sharded and zero < 3 else 0.0,
             reduce=self._replication(numel, experts, count)
-            + (self._reduction(numel, experts, count) if zero == 1 else 0.0),
+            + (self._reduction(numel, experts, count) if once else 0.0),
             update=self._update(stage),
         )
 
@@ -493,11 +492,11 @@ class LayoutTimes:
         replicas, experts = config.replicate, layout.experts[stage]
         gathers, reductions = (2 * m if layout.zero == 3 else 1), (1 if layout.zero == 1 else m)
         gradients, replications, sums = layout.numel[stage], 2, (1, 1)
-        if self._partial_sums is not None:
+        if self._sums is not None:
             # a weight that two modules use has two sums
             gradients = max(gradients, sum(unit.parameters for unit, _ in self._runs[stage]))
-            sums = self._sums_sent()
-            replications = self._partial_sums[2] + 1  # and the all-gather of what comes of them
+            reductions, sums = self._sums.times, self._sums[1:3]
+            replications = self._sums.replica + 1  # and the all-gather of what comes of them
 
         def sent(numel: int, ranks: int) -> int:
             return numel * (ranks - 1) // ranks
@@ -515,21 +514,39 @@ class LayoutTimes:
         return moved
 
 
-def _partial_sums(config: Config, layout: StageLayout) -> tuple[int, int, int]:
-    """numerics=exact: how many partial sums a rank sends at the most once it has added all of its
-    grains, of experts' weights, and a replica."""
-    from titanlike.distributed.exact_sums import keys_of
+class _Sums(NamedTuple):
+    """numerics=exact: how many partial sums are sent at the most, `times` in a step, of each
+    gradient, of each of an expert's, and once by a replica."""
 
-    grains = config.dp * layout.microbatches
+    times: int
+    dense: int
+    experts: int
+    replica: int
 
-    def most(ranks: int) -> int:
-        count = ranks * layout.microbatches
-        if count.bit_count() == 1:
-            return 1
-        begins = range(0, grains, count)
-        return max(len(keys_of(grains, range(begin, begin + count))) for begin in begins)
 
-    return most(1), most(config.ep), most(config.dp // config.replicate)
+@cache
+def _partial_sums(
+    dp: int, replicate: int, cp: int, ep: int, parts: int, microbatches: int, zero: int
+) -> _Sums:
+    from titanlike.distributed.exact_sums import keys_of, leaves_of
+
+    every, ranks = range(microbatches), dp * cp
+    sizes = {"microbatches": microbatches, "parts": parts, "cp": cp}
+    exchanges = [every] if zero == 1 and cp == 1 else [range(at, at + 1) for at in every]
+
+    def most(ranks_of_each: Iterable[range], exchanges: Sequence[range], peers: int = 1) -> int:
+        return max(
+            len(keys_of(dp * microbatches * parts, chain.from_iterable(leaves)))
+            for ranks in ranks_of_each
+            for exchange in exchanges
+            for leaves in [[leaves_of(r, m, **sizes, peers=peers) for r in ranks for m in exchange]]
+        )
+
+    alone = [range(rank, rank + 1) for rank in range(ranks)]
+    shards = ranks // replicate
+    replicas = [range(first, first + shards) for first in range(0, ranks, shards)]
+    dense, experts = most(alone, exchanges), most(alone[: ranks // ep], exchanges, ep)
+    return _Sums(len(exchanges), dense, experts, most(replicas, [every]))
 
 
 def _orthogonalization(

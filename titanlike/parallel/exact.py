@@ -33,6 +33,7 @@ from titanlike.distributed.exact_sums import (
     SumTree,
     bins_of,
     keys_of,
+    leaves_of,
     root_of_bins,
     row_squares,
     start_sum,
@@ -264,13 +265,8 @@ class Grains:
 
     def _leaves(self, rank: int, microbatch: int) -> list[int]:
         """rank: of all replicas."""
-        leaves: list[int] = []
-        mine = self._parts // self.cp
-        for at in range(rank * self.peers, (rank + 1) * self.peers):
-            dp_rank, cp_rank = divmod(at, self.cp)
-            first = (dp_rank * self._count + microbatch) * self._parts + cp_rank * mine
-            leaves += range(first, first + mine)
-        return leaves
+        sizes = {"microbatches": self._count, "parts": self._parts, "cp": self.cp}
+        return leaves_of(rank, microbatch, **sizes, peers=self.peers)
 
     def _keys(self, ranks: Iterable[int]) -> list[Key]:
         each = product(ranks, range(self._count))
