@@ -231,9 +231,10 @@ def compare_digests(console: Console, location_a: str, location_b: str) -> bool:
     It is computed of what is in the files. Raises DamagedCheckpoint where it is not that of the
     tensors which the run had.
     """
-    digests = []
+    digests, steps = [], []
     for key, location in ("A", location_a), ("B", location_b):
         reader = _open(key, location)
+        steps.append(reader.header.state.get("step"))
         total = torch.zeros((), dtype=torch.int64)
         for name, saved in reader.header.tensors.items():
             row, shape = 0, torch.Size(saved.shape)
@@ -249,7 +250,10 @@ def compare_digests(console: Console, location_a: str, location_b: str) -> bool:
         digests.append(found)
         console.line(f"{key}: {found} {reader.folder}")
     same = digests[0] == digests[1]
-    console.line("the same" if same else "different: `compare A B` says which tensors")
+    said = "the same" if same else "different: `compare A B` says which tensors"
+    if not same and steps[0] != steps[1]:
+        said = f"different, as they are of steps {steps[0]} and {steps[1]}"
+    console.line(said)
     return same
 
 

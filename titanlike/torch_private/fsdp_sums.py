@@ -52,6 +52,7 @@ class ShardedGradients:
             gradients.append(gradient)
         return gradients
 
+    @torch.no_grad()
     def flat(self, gradients: Sequence[Tensor | None], shards: int, at: Sequence[int]) -> Tensor:
         """Gradients as they are sharded: fp32 [shards * part], each shard's together; where there
         is none, and between them, -0.0, which added to any number leaves it as it is.
