@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 from titanlike.config.schema import Config
 from titanlike.distributed.placement import experts_of
 from titanlike.graph.model_graph import ModelGraph
-from titanlike.graph.recording import Node, tensors, with_values
+from titanlike.graph.recording import Node, tensors, tree_flatten, with_values
 from titanlike.optim.loss import Loss, logits_of
 from titanlike.parallel.context_attention import ContextAttention, undividable
 from titanlike.parallel.context_tokens import ContextRanks
@@ -181,7 +181,10 @@ class _Call(NamedTuple):
 def reasons_against(config: Config, model_graph: ModelGraph) -> list[str]:
     """Why a model cannot compute in `numerics.parts`; [] = it can."""
     model, fields, parts = model_graph.model, model_graph.fields, config.numerics.parts
-    nodes = model_graph.recording(fields, True).nodes
+    recording = model_graph.recording(fields, True)
+    nodes, (leaves, _) = recording.nodes, tree_flatten(recording.output)
+    # with what is returned the loss computes row by row
+    returned = {leaf.target for leaf in leaves if isinstance(leaf, Node)}
     weights = dict(model.named_parameters(remove_duplicate=False))
     tokens = fields["inputs"].shape[0] // config.cp if fields["inputs"].shape else 0  # of a rank
     output, reasons = logits_of(model_graph.meta_output(fields, True)), []
@@ -210,7 +213,8 @@ def reasons_against(config: Config, model_graph: ModelGraph) -> list[str]:
     checked: dict[str, str] = {}  # by what a module prints
     for call in looking.calls:
         if (printed := f"{call.module} {[x.shape for x in call.given]}") not in checked:
-            checked[printed] = _reason(call, tokens, parts // config.cp)
+            filled = call.name not in returned
+            checked[printed] = _reason(call, tokens, parts // config.cp, filled)
     return [*dict.fromkeys(filter(None, (*looking.reasons, *checked.values())))]
 
 
@@ -270,8 +274,9 @@ class _Looking(TorchFunctionMode):
             self.reasons.append(f"{heads} cannot be divided into numerics.parts={self._parts}")
 
 
-def _reason(call: _Call, tokens: int, count: int) -> str:
-    """Why a module cannot compute a rank's tokens in so many pieces; "" = it can."""
+def _reason(call: _Call, tokens: int, count: int, filled: bool) -> str:
+    """Why a module cannot compute a rank's tokens in so many pieces; "" = it can. filled: whether a
+    piece must fill registers."""
     name, module, given, result = call
     dim = token_dim(given[0], tokens) if given else None
     if next(module.children(), None) is not None:
@@ -282,7 +287,7 @@ def _reason(call: _Call, tokens: int, count: int) -> str:
         shapes = f"{[*given[0].shape]} for {[*result.shape]}"
         return f"its {name} is called with {shapes}: which are the {tokens} tokens is not known"
     size, full = result.numel() // count, _REGISTERS // result.element_size()
-    if size % full:
+    if filled and size % full:
         text = f"a piece of what its {name} returns has {size} elements, no multiple of {full}"
         return f"{text}, which fill vector registers"
     known = isinstance(module, _TOKEN_WISE)
