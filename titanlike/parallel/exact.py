@@ -313,6 +313,7 @@ class GrainSums:
         for sharded in self._sharded:
             sharded.microbatch = microbatch
 
+    @torch.no_grad()  # weight gradients that were queued are computed outside of a backward
     def end(self, microbatch: int, complete: bool) -> None:
         """complete: else the gradients of some weights come later."""
         for each in self._sums:
@@ -320,6 +321,7 @@ class GrainSums:
         for sharded in reversed(self._sharded):
             sharded.end()
 
+    @torch.no_grad()
     def finish(self) -> None:
         """Give the parameters their gradients. Collective over the ranks that share them."""
         self.arrive()
