@@ -27,7 +27,7 @@ def test_what_was_measured_is_kept_for_as_many_ranks_at_once(
 
     def measure(config: Config, what: str, ranks: int) -> list[Any]:
         asked.append((what, ranks))
-        if what == "hardware":
+        if what == "measure_hardware":
             return [{"memory_bandwidth": bandwidth} for bandwidth in (1e9, 2e9, 9e9)]
         return [
             {name: [[unit, each * extra, 1.0] for unit in range(units)] for name, extra in waits}
@@ -40,13 +40,16 @@ def test_what_was_measured_is_kept_for_as_many_ranks_at_once(
     for again in (False, False, True):
         changed = replace(config, hardware=replace(config.hardware, again=again))
         assert measured_hardware(changed, 2).memory_bandwidth == 2e9
-    assert asked == [("hardware", 2)] * 2, "the second time it is read"
-    assert measured_hardware(config, 64).memory_bandwidth == 2e9 and asked[-1] == ("hardware", 8)
+    assert asked == [("measure_hardware", 2)] * 2, "the second time it is read"
+    assert measured_hardware(config, 64).memory_bandwidth == 2e9 and asked[-1] == (
+        "measure_hardware",
+        8,
+    )
     for deferred, backwards in (((), {2.0}), ((1,), {2.0, 20.0}), ((0, 1), {20.0})):
         found = measured_times(config, make_plan(config), deferred)
         assert [times[0] for times in found] == [*range(units)]
         assert {times[1] for times in found} == backwards
-    assert asked.count(("units", 2)) == 1
+    assert asked.count(("measure_units", 2)) == 1
 
 
 @pytest.mark.parametrize(

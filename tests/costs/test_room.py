@@ -90,7 +90,7 @@ def squeezed(schedule: object) -> Config:
     plan = make_plan(full, device_memory=lambda: None)
     memory = plan.memory()
     deferred = max(memory.of_ranks(plan.recomputed.blocks))
-    together = max(memory.with_deferred(()).of_ranks(plan.recomputed.blocks))
+    together = max(memory.changed(deferred=()).of_ranks(plan.recomputed.blocks))
     assert together < deferred
     limit = FitActivationCheckpoint(memory=(deferred + together) // 2)
     return replace(config, activation_checkpoint=limit)
@@ -111,6 +111,6 @@ def test_weight_gradients_wait_only_where_their_queue_fits(
     assert make_plan(config).deferred == plan.deferred  # as on a resume
     for stage in stages - plan.deferred:  # as few as needed
         rank = plan.order.stage_to_rank[stage]
-        memory = plan.memory().with_deferred(plan.deferred | {stage})
+        memory = plan.memory().changed(deferred=plan.deferred | {stage})
         assert memory.of_rank(rank, plan.recomputed.blocks) > config.activation_checkpoint.memory
     assert_proven(config, tmp_path)

@@ -169,7 +169,7 @@ def test_workers_that_fail_are_restarted_as_often_as_allowed(
             raise end
         return {"value": 3.0}
 
-    monkeypatch.setattr(local, "_run_workers", run_workers)
+    monkeypatch.setattr(local, "run_workers", run_workers)
     job = Job("some.job", Config(pp=2, launch=Launch(max_restarts=2)), tmp_path, [])
     with contextlib.nullcontext() if None in ends else pytest.raises(JobFailed):
         assert local.run_local(job, stop, again, workers) == {"value": 3.0}

@@ -417,7 +417,6 @@ class CostTable:
     def with_recompute(self, config: Config) -> CostTable:
         """The same, with what `config.activation_checkpoint` keeps and computes again."""
         other = copy.copy(self)
-        other.memory = self.plan.memory().with_recompute(config)
         other.times = unit_times(config, self.plan, Roofline.of(config, self._hardware))
         return other
 
@@ -439,8 +438,8 @@ class CostTable:
     ) -> StageLayout:
         """The layout with stages of these units, and messages of one size; recomputed: names of
         units."""
-        numel = self.memory.unit_parameters()
-        sizes = [[numel[name] for name in names] for names in stages]
+        units = self.memory.units()
+        sizes = [[units[name][:2] for name in names] for names in stages]
         messages = [self.message] * (len(stages) - 1)
         return StageLayout(
             stages=stages,

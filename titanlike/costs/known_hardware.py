@@ -10,18 +10,15 @@ compute.
 from __future__ import annotations
 
 import functools
-import json
 import math
-import os
 import platform
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -42,16 +39,20 @@ from titanlike.config.program import conf_dir
 from titanlike.config.schema import Config, Hardware, MeasuredHardware, RunHardware
 from titanlike.costs.auto_split import run_timeline
 from titanlike.costs.node_costs import Times, now
-from titanlike.costs.unit_costs import CostError, UnitCosts
+from titanlike.costs.unit_costs import CostError
 from titanlike.device import accelerator
 from titanlike.device.accelerator import count, synchronize
 from titanlike.device.choose import first_device
+from titanlike.distributed.mesh import close_mesh, open_mesh
 from titanlike.launch.environment import available_cores
+from titanlike.launch.failures import JobFailed
+from titanlike.launch.local import PrestartedWorkers, run_workers
+from titanlike.launch.signals import StopRequest
+from titanlike.launch.worker import Job, Worker
 from titanlike.torch_private.accelerator import started
 from titanlike.training.train_plan import TrainPlan, make_plan
 
 _FOLDER = "~/.cache/titanlike/hardware"
-_TIMEOUT = 300  # seconds
 
 Seconds = Sequence[float]  # forward, backward, weight gradients that wait of a unit
 
@@ -235,24 +236,15 @@ def overlapped_seconds(
 
 def measured_hardware(config: Config, ranks: int) -> Hardware:
     """The kept profile of this machine with so many ranks, or a new one. Raises ConfigError."""
-    settings = config.hardware
-    assert isinstance(settings, MeasuredHardware)
     ranks = _at_once(ranks)
-    path = _folder(settings) / f"{platform.node() or 'machine'}-{_processes(config, ranks)}.yaml"
-    base = likely_hardware(replace(config, hardware=shipped("cpu") if not count() else settings))
-    if path.is_file() and not settings.again:
-        kept = yaml.safe_load(path.read_text(encoding="utf-8"))
-        return replace(base, **{k: v for k, v in kept.items() if k in vars(base)})
-    print(f"measuring this machine with {ranks} processes ...", file=sys.stderr, flush=True)
-    ranks_numbers = _measure(config, "hardware", ranks)
-    numbers: dict[str, Any] = {
-        name: statistics.median(of_rank[name] for of_rank in ranks_numbers)
-        for name in ranks_numbers[0]
-    }
-    hardware = replace(base, title=f"{platform.node()} ({ranks} ranks)", **numbers)
-    _write(path, "This machine, measured.", to_plain(hardware))
-    print(f"kept in {path}", file=sys.stderr, flush=True)
-    return hardware
+    base = likely_hardware(replace(config, hardware=config.hardware if count() else shipped("cpu")))
+
+    def choice(numbers: dict[str, Any]) -> dict[str, Any]:
+        return to_plain(replace(base, title=f"{platform.node()} ({ranks} ranks)", **numbers))
+
+    what = f"this machine with {ranks} processes"
+    kept = _kept(config, "", ranks, what, "measure_hardware", choice)
+    return replace(base, **{name: value for name, value in kept.items() if name in vars(base)})
 
 
 def measured_times(config: Config, plan: TrainPlan, deferred: Collection[int]) -> list[Seconds]:
@@ -261,22 +253,10 @@ def measured_times(config: Config, plan: TrainPlan, deferred: Collection[int]) -
 
     deferred: stages whose weight gradients wait.
     """
-    settings, costs = config.hardware, plan.memory().unit_costs
-    assert isinstance(settings, MeasuredHardware) and costs is not None
-    ranks = _at_once(config.world_size)
-    name = f"{costs.signature}-{platform.node()}-{_processes(config, ranks)}.yaml"
-    path = _folder(settings) / "units" / name
-    if path.is_file() and not settings.again:
-        profiles = yaml.safe_load(path.read_text(encoding="utf-8"))
-    else:
-        print("measuring the model's units ...", file=sys.stderr, flush=True)
-        measured = _measure(config, "units", ranks)
-        profiles = {
-            name: np.median([of_rank[name] for of_rank in measured], axis=0).tolist()
-            for name in measured[0]
-        }
-        about = "Seconds of a model's units: forward, backward, weight gradients."
-        _write(path, about, profiles)
+    costs, ranks = plan.memory().unit_costs, _at_once(config.world_size)
+    assert costs is not None
+    name = f"units/{costs.signature}-"
+    profiles = _kept(config, name, ranks, "the model's units", "measure_units")
     seconds: list[Seconds] = []
     for stage, names in enumerate(plan.stages):
         profile = profiles["deferred" if stage in deferred else "together"]
@@ -284,18 +264,9 @@ def measured_times(config: Config, plan: TrainPlan, deferred: Collection[int]) -
     return seconds
 
 
-def _folder(settings: MeasuredHardware) -> Path:
-    return Path(settings.folder or _FOLDER).expanduser()
-
-
 def _at_once(ranks: int) -> int:
     """Processes of a run of so many ranks that would be here at once."""
     return max(1, min(ranks, count() or available_cores()))
-
-
-def _threads(config: Config, ranks: int) -> int:
-    """CPU threads of each of so many processes."""
-    return 1 if config.exact else max(1, available_cores() // ranks)
 
 
 def _processes(config: Config, ranks: int) -> str:
@@ -304,43 +275,49 @@ def _processes(config: Config, ranks: int) -> str:
     return f"{ranks}-ranks{'-1-thread' if alone else ''}"
 
 
-def _write(path: Path, comment: str, plain: dict[str, Any]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    text = yaml.safe_dump(plain, sort_keys=False)
-    files.atomic_write_text(path, f"# {comment}\n{text}")
+def _kept(
+    config: Config,
+    name: str,
+    ranks: int,
+    what: str,
+    function: str,
+    finish: Callable[[dict[str, Any]], dict[str, Any]] = dict,
+) -> dict[str, Any]:
+    """What is kept under a name of so many ranks of this machine; else it is measured, and what
+    `finish` makes of the medians over ranks is kept. Raises ConfigError."""
+    settings = config.hardware
+    assert isinstance(settings, MeasuredHardware)
+    folder = Path(settings.folder or _FOLDER).expanduser()
+    path = folder / f"{name}{platform.node() or 'machine'}-{_processes(config, ranks)}.yaml"
+    if not path.is_file() or settings.again:
+        print(f"measuring {what} ...", file=sys.stderr, flush=True)
+        measured = _measure(config, function, ranks)
+        medians = {
+            key: np.median([of_rank[key] for of_rank in measured], axis=0).tolist()
+            for key in measured[0]
+        }
+        text = yaml.safe_dump(finish(medians), sort_keys=False)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        files.atomic_write_text(path, f"# Measured of {what}.\n{text}")
+        print(f"kept in {path}", file=sys.stderr, flush=True)
+    return yaml.safe_load(path.read_text(encoding="utf-8"))
 
 
-def _measure(config: Config, what: str, ranks: int) -> list[Any]:
-    """What each of so many processes finds. Raises ConfigError where one fails."""
-    threads = _threads(config, ranks)
-    with tempfile.TemporaryDirectory() as folder:
-        spec = Path(folder) / "spec.json"
-        plain = to_plain(config)
-        spec.write_text(json.dumps({"what": what, "ranks": ranks, "config": plain}))
-        path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-        environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONPATH": path}
-        command = [sys.executable, "-m", "titanlike.costs.known_hardware", str(spec)]
-        started = [
-            subprocess.Popen([*command, str(rank)], env=environment, stderr=subprocess.PIPE)
-            for rank in range(ranks)
-        ]
+def _measure(config: Config, function: str, ranks: int) -> list[dict[str, Any]]:
+    """What a function of this module returns on each of so many ranks. Raises ConfigError where one
+    fails."""
+    with tempfile.TemporaryDirectory() as folder, PrestartedWorkers() as workers:
+        job = Job(f"{__name__}:{function}", config, Path(folder), [])
         try:
-            errors = [process.communicate(timeout=_TIMEOUT)[1] for process in started]
-        except subprocess.TimeoutExpired:
-            errors = [b"it took more than 5 minutes"]
-        finally:
-            for process in started:
-                process.kill()
-        results = [Path(folder) / f"{rank}.json" for rank in range(ranks)]
-        if not all(result.is_file() for result in results):
-            lines = b"".join(errors).decode(errors="replace").strip().splitlines() or ["it ended"]
-            reason = f"measuring failed: {lines[-1]}"
+            started = workers.adopt(ranks, job.function)
+            return run_workers(job, StopRequest(), started)["ranks"]
+        except JobFailed as failed:
+            reason = f"measuring failed: {failed.error}"
             fix = "hardware=cpu, or another profile"
-            raise ConfigError([Problem("hardware", "measure", reason, fix)])
-        return [json.loads(result.read_text()) for result in results]
+            raise ConfigError([Problem("hardware", "measure", reason, fix)]) from None
 
 
-# --- a process that measures its part of a machine ------------------------------------------------
+# --- a rank that measures its part of a machine ---------------------------------------------------
 
 
 _ROUNDS, _SECONDS = 3, 4.0  # of measuring units, at the least
@@ -349,47 +326,54 @@ _VECTOR = 1 << 24  # elements that no cache holds
 _ATTENTION = 1, 8, 512, 64  # batch, heads, tokens, width
 
 
-def main(spec_path: str, rank: int) -> None:
-    spec = json.loads(Path(spec_path).read_text())
-    config, problems = parse(spec["config"])
-    assert not problems, problems
-    folder = Path(spec_path).parent
-    device = first_device(config.device)
-    if accelerator.is_accelerator(device):
-        device = torch.device(device.type, rank)
-        accelerator.set_device(device)
+def measure_hardware(config: Config, worker: Worker) -> dict[str, Any]:
+    """ "ranks": of each, values of `config.schema.Hardware`. Collective."""
+    return _on_each_rank(config, worker, hardware_numbers)
+
+
+def measure_units(config: Config, worker: Worker) -> dict[str, Any]:
+    """ "ranks": of each, times of each unit of its model, where weight gradients wait and where not.
+    Collective.
+
+    Means over rounds, each of all units: a machine's speed changes from one second to the next, by
+    a quarter where it is shared. What is measured in one go may be that of a fast moment, beside
+    another unit's of a slow one.
+    """
+    costs = make_plan(config).memory().unit_costs
+    assert costs is not None
+
+    def seconds(device: torch.device, *_: int) -> dict[str, Any]:
+        rounds: dict[str, list[list[Times]]] = {"together": [], "deferred": []}
+        begin, count = time.perf_counter(), 0
+        while count < _ROUNDS or time.perf_counter() - begin < _SECONDS:
+            for name, times in rounds.items():
+                times.append(costs.times(device, name == "deferred", repeats=5))
+            count += 1
+        return {name: np.mean(times, axis=0).tolist() for name, times in rounds.items()}
+
+    return _on_each_rank(config, worker, seconds)
+
+
+def _on_each_rank(
+    config: Config, worker: Worker, measure: Callable[[torch.device, int, int], dict[str, Any]]
+) -> dict[str, Any]:
+    """measure: of a device, rank and number of ranks, which begin together."""
+    config = replace(config, pp=1, dp=worker.world_size, replicate=1, tp=1, cp=1, ep=1)
     torch.set_float32_matmul_precision(config.matmul_precision)
-    store = dist.FileStore(str(folder / "store"), spec["ranks"])
-    wait = timedelta(seconds=120)
-    backend = accelerator.backends(device)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=spec["ranks"], timeout=wait)
-    costs = make_plan(config).memory().unit_costs if spec["what"] == "units" else None
+    if config.exact:  # as a run computes
+        torch.set_num_threads(1)
+    device = open_mesh(config, worker).device
+    found: list[Any] = [None] * worker.world_size
     dist.barrier()
-    measured: dict[str, Any]
-    if costs is not None:
-        measured = seconds_of_units(costs, device)
-    else:
-        measured = hardware_numbers(device, rank, spec["ranks"])
-    dist.barrier()
-    (folder / f"{rank}.json").write_text(json.dumps(measured))
-    dist.destroy_process_group()
-
-
-def seconds_of_units(costs: UnitCosts, device: torch.device) -> dict[str, list[list[float]]]:
-    """Times of each unit, where weight gradients wait and where not: means over rounds, each of all
-    units. A machine's speed changes from one second to the next, by a quarter where it is shared:
-    what is measured in one go may be that of a fast moment, beside another unit's of a slow one."""
-    rounds: dict[str, list[list[Times]]] = {"together": [], "deferred": []}
-    begin, count = time.perf_counter(), 0
-    while count < _ROUNDS or time.perf_counter() - begin < _SECONDS:
-        for name, times in rounds.items():
-            times.append(costs.times(device, name == "deferred", repeats=5))
-        count += 1
-    return {name: np.mean(times, axis=0).tolist() for name, times in rounds.items()}
+    with warnings.catch_warnings():  # of newer names of torch's collectives
+        warnings.simplefilter("ignore", FutureWarning)
+        dist.all_gather_object(found, measure(device, worker.rank, worker.world_size))
+    close_mesh()
+    return {"ranks": found}
 
 
 def hardware_numbers(device: torch.device, rank: int, ranks: int) -> dict[str, float]:
-    """Values of `config.hardware.Hardware`; shares are 1, as these are what is reached."""
+    """Values of `config.schema.Hardware`; shares are 1, as these are what is reached."""
 
     def seconds(function: Callable[[], object], repeats: int = 9) -> float:
         times = []
@@ -514,7 +498,3 @@ def _median(device: torch.device, function: Callable[[], object]) -> float:
         synchronize(device)
         times.append(time.perf_counter() - begin)
     return statistics.median(times[2:])
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))

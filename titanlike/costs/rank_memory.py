@@ -20,18 +20,15 @@ over the pieces a cp rank has its shard.
 
 from __future__ import annotations
 
-import copy
-import functools
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
-from torch import Tensor, nn
+from torch import Tensor
 
 from titanlike.config.schema import Config, Muon, TraceSplit
-from titanlike.costs.unit_costs import CostError, UnitCosts, UnitMemory
-from titanlike.distributed.placement import experts_of
+from titanlike.costs.unit_costs import UnitCosts, UnitMemory, expert_parameters
 from titanlike.distributed.sharding import StateBytes, compute_dtype
 from titanlike.graph.cut import messages
 from titanlike.graph.model_graph import ModelGraph
@@ -45,14 +42,6 @@ _UPDATE = 5
 
 # What a stage was sent is under way before it is used, and what it sends back after that
 _MESSAGES = 2
-
-
-class _Unit(NamedTuple):
-    """A unit's memory, and the number of its parameters."""
-
-    parameters: int = 0
-    experts: int = 0  # of the parameters, those of experts
-    memory: UnitMemory = UnitMemory()
 
 
 @dataclass(frozen=True)
@@ -121,121 +110,70 @@ class StageLayout:
     received: Sequence[int]  # bytes of the messages from the stage before, 0 of the first
     sent: Sequence[int]  # to the next stage; of the last what the model returns
     recomputed: Sequence[Collection[str]] = ()  # units
+    by_muon: Sequence[int] | None = None  # parameters that Muon updates; None = all, if it is
     orthogonalized: Sequence[float] = ()  # FLOPs of Muon's updates
     skips: Sequence[Skip] = ()
 
 
 class RankMemory:
-    """The memory of stages that are known, for any choice of blocks that are recomputed."""
+    """The memory of stages in a layout, for any choice of blocks that are recomputed."""
 
     def __init__(
         self,
         config: Config,
-        model_graph: ModelGraph,
-        targets: Tensor,
-        loss: Loss,
+        costs: UnitCosts | None,
+        tokens: int,
         order: Order,
-        zero: int,
-        parameters: Sequence[Mapping[str, int]],
-        deferred: Collection[int] = (),
+        layout: StageLayout,
     ) -> None:
-        """targets: of a microbatch, on meta; loss: of what the model returns; parameters: of each
-        stage, name -> elements; deferred: stages whose weight gradients wait.
+        """costs: None where units are not whole; tokens: of a microbatch.
 
-        Units that cannot be run alone count only with their parameters.
+        Weights of several stages count in each; units that cannot be run alone only with their
+        parameters.
         """
-        self.tokens = targets.numel()  # of a microbatch
-        self.unit_costs = None  # where units are not whole
-        self.unknown = "split=trace takes its blocks apart"  # why activations are not counted
-        if not isinstance(config.split, TraceSplit):
-            self.unit_costs = UnitCosts(model_graph, targets, loss)
-            self.unknown = ""
+        self.unit_costs, self.tokens, self.layout = costs, tokens, layout
+        self._config, self._order = config, order
         self._computing = compute_dtype(config).itemsize
-        hidden: set[str] = set()
-        if isinstance(config.optimizer, Muon):
-            from titanlike.optim.muon import hidden_matrices
-
-            hidden = hidden_matrices(model_graph.model, config.optimizer)
-        of_experts = {
-            f"{path}.{name}": parameter
-            for path, experts in experts_of(model_graph.model).items()
-            for name, parameter in experts.named_parameters()
-            if config.ep > 1  # else FSDP has them with their block
-        }
-        self._of_experts = {id(parameter) for parameter in of_experts.values()}
-
-        def sizes(names: Collection[str]) -> list[int]:
-            return [sum(n for name, n in stage.items() if name in names) for stage in parameters]
-
-        graphs = model_graph.graphs(model_graph.fields, True)
-        flows, skips = [], []
-        for stage, graph in enumerate(graphs):
-            received, sent = messages(graph)
-            near = len(received) - len(graph.skips_in), len(sent) - len(graph.skips_out)
-            flows.append(
-                [sum(t.nbytes for t in flow) for flow in (received[: near[0]], sent[: near[1]])]
-            )
-            for to, tensor in zip(graph.skips_out, sent[near[1] :], strict=True):
-                back = tensor.nbytes if tensor.requires_grad else 0
-                skips.append(Skip(stage, to, tensor.nbytes, back))
-        layout = StageLayout(
-            stages=model_graph.stages,
-            deferred=frozenset(deferred),
-            place=order.stage_to_rank,
-            zero=zero,
-            microbatches=order.microbatches,
-            numel=[sum(stage.values()) for stage in parameters],
-            experts=sizes(of_experts),
-            received=[0, *(received for received, _ in flows[1:])],
-            sent=[sent for _, sent in flows],
-            skips=skips,
-        )
-        # of ranks of orders, each walked once: a search asks for the same many times
-        self._walks: dict[tuple[int, int], tuple[Order, list[tuple[int, str]], np.ndarray]] = {}
-        self._lay_out(config, order, layout, sizes(hidden))
-        self._units = functools.cache(functools.partial(self._count_units, config))
-        for stage in range(order.stages):
-            self._units(stage in layout.deferred)  # finds out what is unknown
-
-    def _lay_out(
-        self, config: Config, order: Order, layout: StageLayout, by_muon: Sequence[int]
-    ) -> None:
-        """by_muon: how many parameters of each stage Muon updates."""
-        self._order, self.layout, self._ep, self._exact = order, layout, config.ep, config.exact
         self._cp, self._pieces = config.cp, config.numerics.parts // config.cp  # if it is exact
         self._state = StateBytes.of(config, layout.zero)
-        muon, shards = StateBytes.of(config, layout.zero, True).kept, self._state.shards
+        muon = StateBytes.of(config, layout.zero, True).kept
+        by_muon = layout.by_muon
+        if by_muon is None:
+            by_muon = layout.numel if isinstance(config.optimizer, Muon) else [0] * order.stages
         self._kept = [  # bytes of each stage's parameters and optimizer state
             self._state.kept * (self._in_shards(numel, experts) - hidden) + muon * hidden
             for numel, hidden, experts in zip(layout.numel, by_muon, layout.experts, strict=True)
         ]
+        shards = self._state.shards
         self._update = self._computing * _UPDATE * max(by_muon) // shards if shards > 1 else 0
-        self._stage_changes: dict[tuple[int, bool, frozenset[str]], dict[str, _Change]] = {}
+        self._stage_changes: dict[tuple[int, frozenset[str]], dict[str, _Change]] = {}
+        # of ranks of orders, each walked once: a search asks for the same many times
+        self._walks: dict[tuple[int, int], tuple[Order, list[tuple[int, str]], np.ndarray]] = {}
 
     def with_layout(self, config: Config, order: Order, layout: StageLayout) -> RankMemory:
-        """The same units and microbatches in another layout. Weights of several stages count in
-        each, and Muon updates all."""
-        other = copy.copy(self)
-        muon = isinstance(config.optimizer, Muon)
-        other._lay_out(config, order, layout, layout.numel if muon else [0] * len(layout.numel))
+        """The same units and microbatches in another layout."""
+        other = RankMemory(config, self.unit_costs, self.tokens, order, layout)
+        other._walks = self._walks
         return other
 
-    def with_recompute(self, config: Config) -> RankMemory:
-        """The same, where blocks are recomputed as another config says."""
-        other = copy.copy(self)
-        other._units = functools.cache(functools.partial(self._count_units, config))
-        other._stage_changes = {}
-        return other
+    def changed(self, **changes: Any) -> RankMemory:
+        """The same with other values in its layout."""
+        return self.with_layout(self._config, self._order, replace(self.layout, **changes))
 
-    def with_deferred(self, stages: Collection[int]) -> RankMemory:
-        """The same, where the weight gradients of these stages wait."""
-        other = copy.copy(self)
-        other.layout = replace(self.layout, deferred=frozenset(stages))
-        return other
+    def units(self, deferred: bool = False) -> dict[str, UnitMemory]:
+        """Units by name; deferred: in stages whose weight gradients wait."""
+        if self.unit_costs is None:
+            return {name: UnitMemory() for stage in self.layout.stages for name in stage}
+        return self.unit_costs.memory(self._config, deferred)
 
-    def unit_parameters(self) -> dict[str, tuple[int, int]]:
-        """The number of parameters of each unit, and of its experts."""
-        return {name: (u.parameters, u.experts) for name, u in self._units(False).items()}
+    @property
+    def unknown(self) -> str:
+        """Why activations are not counted; "" = they are."""
+        if self.unit_costs is None:
+            return "split=trace takes its blocks apart"
+        for deferred in {s in self.layout.deferred for s in range(self._order.stages)}:
+            self.units(deferred)
+        return self.unit_costs.unknown
 
     def activations(self, stage: int, recomputed: Collection[str]) -> tuple[int, int]:
         """Bytes of a microbatch of a stage from F on, and of what waits between I and W."""
@@ -297,8 +235,8 @@ class RankMemory:
                 yield act, "gather"
             elif kind in "BI" and stage not in backwards:
                 backwards.add(stage)
-                kind = kind if self._exact else "first " + kind
-            if self._exact and kind in "BW":
+                kind = kind if self._config.exact else "first " + kind
+            if self._config.exact and kind in "BW":
                 done[stage] += 1
                 sums = done[stage].bit_count() - (done[stage] - 1).bit_count()
                 kind = f"{kind} and {sums} sums"
@@ -310,7 +248,7 @@ class RankMemory:
 
     def _in_shards(self, numel: int, experts: int) -> int:
         """What counts for parameters whose shards a rank keeps: experts' have fewer shards."""
-        return numel + (self._ep - 1) * experts
+        return numel + (self._config.ep - 1) * experts
 
     def _base(self, rank: int) -> tuple[int, int]:
         """Bytes of a rank's parameters and optimizer state, and of messages that are under way."""
@@ -319,35 +257,20 @@ class RankMemory:
         received += sum(skip.nbytes for skip in self.layout.skips if skip.to in local)
         return int(sum(self._kept[stage] for stage in local)), _MESSAGES * received
 
-    def _count_units(self, config: Config, deferred: bool) -> dict[str, _Unit]:
-        """Units by name; deferred: for stages whose weight gradients wait."""
-        names = [name for stage in self.layout.stages for name in stage]
-        costs = self.unit_costs
-        if costs is None:
-            return dict.fromkeys(names, _Unit())
-        sizes = costs.parameter_sizes(nn.Parameter.numel)
-        experts = costs.parameter_sizes(lambda p: p.numel() if id(p) in self._of_experts else 0)
-        try:
-            memory = costs.memory(config.activation_checkpoint.saved, deferred, config.compile)
-        except CostError as error:
-            self.unknown, memory = str(error), [UnitMemory()] * len(names)
-        return dict(zip(names, map(_Unit, sizes, experts, memory), strict=True))
-
     def _changes(self, stage: int, recompute: frozenset[str]) -> dict[str, _Change]:
         """Changes by a stage's actions, by their kind; recompute: names of the units that are
         recomputed."""
         layout, state = self.layout, self._state
-        deferred, numel = stage in layout.deferred, layout.numel[stage]
-        key = stage, deferred, recompute
+        key, numel = (stage, recompute), layout.numel[stage]
         if key in self._stage_changes:
             return self._stage_changes[key]
-        table = self._units(deferred)
+        table = self.units(stage in layout.deferred)
         runs = [(table[name], name in recompute) for name in layout.stages[stage]]
         units = [unit for unit, _ in runs]
-        held = [u.memory.kept if recomputed else u.memory.saved for u, recomputed in runs]
+        held = [u.kept if recomputed else u.saved for u, recomputed in runs]
         skipped = sum(skip.nbytes for skip in layout.skips if skip.source == stage)
         activations = sum(held) + layout.sent[stage] + skipped
-        queued = sum(unit.memory.queued for unit in units)
+        queued = sum(unit.queued for unit in units)
         gathered = int(state.gathered * numel)
         sizes = sorted(unit.parameters for unit in units)
         # of a unit that is gathered while the one before is copied to its place
@@ -361,7 +284,7 @@ class RankMemory:
         local = [u.parameters if whole else self._in_shards(u.parameters, u.experts) for u in units]
         new = [int(state.gradient * size) for size in local]  # gradients of the first backward
         sums, parts, microbatches = 0, layout.microbatches.bit_count(), layout.microbatches
-        if self._exact:
+        if self._config.exact:
             new = [_REDUCED * unit.parameters for unit in units]
             sums = sum(new) // self._cp  # bytes of a partial sum
             new = [self._pieces * size if whole else size // self._cp for size in new]
@@ -387,7 +310,7 @@ class RankMemory:
                 )
                 for kind, most in (("B", first), ("W", sum(new)))
                 for more in range(2 - microbatches.bit_length(), 2)
-                if self._exact
+                if self._config.exact
             },
             "reduce": _change(
                 reduced,
@@ -397,26 +320,26 @@ class RankMemory:
         }
         return self._stage_changes[key]
 
-    def _held(self, unit: _Unit) -> int:
+    def _held(self, unit: UnitMemory) -> int:
         """Bytes of the message with a unit's gradients, kept after its backward."""
         return _REDUCED * unit.parameters if self._state.fsdp and self.layout.zero > 1 else 0
 
-    def _gathered(self, unit: _Unit) -> int:
+    def _gathered(self, unit: UnitMemory) -> int:
         """Bytes of a unit that is gathered when it runs."""
         return (
             self._computing * unit.parameters if self._state.fsdp and self.layout.zero == 3 else 0
         )
 
-    def _forward(self, units: Sequence[_Unit], held: Sequence[int], activations: int) -> int:
+    def _forward(self, units: Sequence[UnitMemory], held: Sequence[int], activations: int) -> int:
         """Bytes that a forward adds at the most; held: of each unit, for the backward."""
         now, most = 0, activations
         message = self._held(units[0]) if units else 0
         for unit, kept in zip(units, held, strict=True):
-            most = max(most, now + unit.memory.peak.forward + 2 * self._gathered(unit) + message)
+            most = max(most, now + unit.peak.forward + 2 * self._gathered(unit) + message)
             now += kept
         return most
 
-    def _backward(self, runs: Sequence[tuple[_Unit, bool]], new: Sequence[int]) -> int:
+    def _backward(self, runs: Sequence[tuple[UnitMemory, bool]], new: Sequence[int]) -> int:
         """Bytes that a backward adds at the most; new: of each unit's gradients, if it is the
         first."""
         state = self._state
@@ -425,21 +348,72 @@ class RankMemory:
         held = self._held(runs[0][0]) if runs else 0
         for at in range(len(runs) - 1, -1, -1):
             unit, recompute = runs[at]
-            before = runs[at - 1][0] if at else _Unit()  # whose backward comes next
-            memory = unit.memory
-            now -= memory.kept if recompute else memory.saved
-            running = memory.peak.first if anew else memory.peak.later
-            if self._exact:
+            before = runs[at - 1][0] if at else UnitMemory()  # whose backward comes next
+            now -= unit.kept if recompute else unit.saved
+            running = unit.peak.first if anew else unit.peak.later
+            if self._config.exact:
                 running += (self._pieces - 1) * _REDUCED * unit.parameters
             if recompute:
-                running = max(running, memory.peak.forward)
+                running = max(running, unit.peak.forward)
             gathered = self._gathered(unit) + self._gathered(before)
             most = max(most, now + running + gathered + held)
             waits, held = held, self._held(unit)
             if held:  # gradients, message, and what comes of it
                 reduced = self._computing + _REDUCED + _REDUCED / state.shards
-                if self._exact:  # the message before is still on its way
+                if self._config.exact:  # the message before is still on its way
                     reduced = waits / unit.parameters + 2 * _REDUCED
                 most = max(most, now + int(reduced * unit.parameters) + self._gathered(before))
-            now += memory.queued + (new[at] if new else 0)
+            now += unit.queued + (new[at] if new else 0)
         return most
+
+
+def planned_memory(
+    config: Config,
+    model_graph: ModelGraph,
+    targets: Tensor,
+    loss: Loss,
+    order: Order,
+    zero: int,
+    parameters: Sequence[Mapping[str, int]],
+    deferred: Collection[int] = (),
+) -> RankMemory:
+    """The memory of a plan's stages.
+
+    targets: of a microbatch, on meta; loss: of what the model returns; parameters: of each stage,
+    name -> elements; deferred: stages whose weight gradients wait.
+    """
+    hidden: Collection[str] = ()
+    if isinstance(config.optimizer, Muon):
+        from titanlike.optim.muon import hidden_matrices
+
+        hidden = hidden_matrices(model_graph.model, config.optimizer)
+
+    def sizes(names: Collection[str]) -> list[int]:
+        return [sum(n for name, n in stage.items() if name in names) for stage in parameters]
+
+    flows: list[list[int]] = []
+    skips: list[Skip] = []
+    for stage, graph in enumerate(model_graph.graphs(model_graph.fields, True)):
+        received, sent = messages(graph)
+        near = len(received) - len(graph.skips_in), len(sent) - len(graph.skips_out)
+        both = received[: near[0]], sent[: near[1]]
+        flows.append([sum(t.nbytes for t in flow) for flow in both])
+        for to, tensor in zip(graph.skips_out, sent[near[1] :], strict=True):
+            back = tensor.nbytes if tensor.requires_grad else 0
+            skips.append(Skip(stage, to, tensor.nbytes, back))
+    layout = StageLayout(
+        stages=model_graph.stages,
+        deferred=frozenset(deferred),
+        place=order.stage_to_rank,
+        zero=zero,
+        microbatches=order.microbatches,
+        numel=[sum(stage.values()) for stage in parameters],
+        experts=sizes(expert_parameters(model_graph.model, config)),
+        received=[0, *(received for received, _ in flows[1:])],
+        sent=[sent for _, sent in flows],
+        by_muon=sizes(hidden),
+        skips=skips,
+    )
+    whole = not isinstance(config.split, TraceSplit)
+    costs = UnitCosts(model_graph, targets, loss) if whole else None
+    return RankMemory(config, costs, targets.numel(), order, layout)

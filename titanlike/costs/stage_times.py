@@ -170,12 +170,11 @@ def unit_times(config: Config, plan: TrainPlan, roofline: Roofline) -> dict[str,
     if memory.unit_costs is None:
         raise CostError(memory.unknown)
     calls = memory.unit_costs.operators(plan.peers)
-    numel = memory.unit_parameters()
+    units = memory.units()
     blocks = {unit.name for unit in plan.model_graph.units if unit.block}
     exchanges = _Exchanges(config, plan, roofline.hardware)
     save = config.activation_checkpoint.saved
     kept = {"ep"} if keeps(SEND_TOKENS, save) else ()  # axes on which nothing is sent again
-    names = [name for stage in plan.stages for name in stage]
     of_calls: dict[tuple[tuple[int, ...], bool], UnitTimes] = {}  # of equal calls
 
     def times(nodes: Sequence[NodeCosts], block: bool) -> UnitTimes:
@@ -203,11 +202,11 @@ def unit_times(config: Config, plan: TrainPlan, roofline: Roofline) -> dict[str,
         return UnitTimes(forward, recompute, inputs, weights, 0, 0, waits, sent)
 
     table: dict[str, UnitTimes] = {}
-    for name, nodes in zip(names, calls, strict=True):
+    for (name, unit), nodes in zip(units.items(), calls, strict=True):
         key = tuple(map(id, nodes)), name in blocks
         if key not in of_calls:
             of_calls[key] = times(nodes, name in blocks)
-        table[name] = replace(of_calls[key], parameters=numel[name][0], experts=numel[name][1])
+        table[name] = replace(of_calls[key], parameters=unit.parameters, experts=unit.experts)
     return table
 
 

@@ -17,7 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from titanlike.config.schema import Config
 from titanlike.costs.node_costs import NodeCosts, Times, UnitPeak, count, node_times
+from titanlike.distributed.placement import experts_of
 from titanlike.graph.cut import cut, unit_starts
 from titanlike.graph.model_graph import ModelGraph
 from titanlike.graph.recording import Node, tree_map
@@ -37,23 +39,34 @@ class CostError(ValueError):
 
 
 class UnitMemory(NamedTuple):
-    """Bytes of a unit and a microbatch, without parameters."""
+    """Parameters of a unit, and bytes of a microbatch without them."""
 
+    parameters: int = 0
+    experts: int = 0  # of the parameters, those of experts
     saved: int = 0  # for the backward
     kept: int = 0  # for the backward where it is recomputed
     queued: int = 0  # for deferred weight gradients
     peak: UnitPeak = UnitPeak(0, 0, 0)
 
 
+def expert_parameters(model: nn.Module, config: Config) -> dict[str, nn.Parameter]:
+    """Those of which a rank has a part, by name; without ep FSDP has them with their block."""
+    experts = experts_of(model).items() if config.ep > 1 else ()
+    return {f"{path}.{name}": p for path, part in experts for name, p in part.named_parameters()}
+
+
 class UnitCosts:
     """The calls of each unit in the training forward of one microbatch, and their costs.
 
-    All that counts or measures raises CostError for a call that cannot be run alone.
+    All that counts or measures, but for `memory`, raises CostError for a call that cannot be run
+    alone.
     """
 
     def __init__(self, model_graph: ModelGraph, targets: Tensor, loss: Loss) -> None:
         """targets: of one microbatch, on meta."""
         self.model, self.microbatch_size = model_graph.model, model_graph.microbatch_size
+        self.names = [unit.name for unit in model_graph.units]
+        self.unknown = ""  # why `memory` knows nothing but parameters
         recording = model_graph.recording(model_graph.fields, True)
         end = model_graph.last_stage(cut(recording, [list(recording.starts)])[0]).nodes[-1]
         if end.chunked_head is not None:  # the head and the loss are one call
@@ -74,6 +87,7 @@ class UnitCosts:
         # attention is of other tokens than those that a unit is called with
         self._parts = model_graph.sequence_parts
         self._counted: dict[Hashable, list[list[NodeCosts]]] = {}
+        self._memory: dict[Hashable, dict[str, UnitMemory]] = {}
         self.model.train()
 
     def parameter_table(self, size: Callable[[nn.Parameter], int]) -> np.ndarray:
@@ -92,11 +106,6 @@ class UnitCosts:
                 table[start, stop] = total
         return table
 
-    def parameter_sizes(self, size: Callable[[nn.Parameter], int]) -> list[int]:
-        """Sizes of the parameters of each unit together."""
-        units = ({id(p): p for p in self._parameters(calls)} for calls in self._calls)
-        return [sum(map(size, parameters.values())) for parameters in units]
-
     def flops(self) -> list[int]:
         """FLOPs of each unit, forward and backward of a microbatch: matrix products, convolutions
         and attention (without the saving of causal kernels)."""
@@ -106,16 +115,28 @@ class UnitCosts:
         """Bytes of each unit that a microbatch saves for the backward."""
         return [sum(node.saved for node in nodes) for nodes in self._counts(False)]
 
-    def memory(self, save: Sequence[str], deferred: bool, compiled: bool) -> list[UnitMemory]:
+    def memory(self, config: Config, deferred: bool) -> dict[str, UnitMemory]:
         """What a microbatch takes of each unit: its calls, one after the other, and their backwards
-        in reverse.
+        in reverse; of units that cannot be run alone only the parameters are known.
 
-        save: operators (as "aten.mm") whose results are kept of a unit that is recomputed; deferred:
-        weight gradients of linear layers wait, in copies for each layer where units are `compiled`.
+        deferred: weight gradients of linear layers wait, in copies for each layer where units are
+        compiled.
         """
+        save = config.activation_checkpoint.saved  # operators, as "aten.mm"
+        key = tuple(save), deferred, config.compile, config.ep > 1
+        if key in self._memory:
+            return self._memory[key]
+        experts = {id(p) for p in expert_parameters(self.model, config).values()}
         units = []
-        counts = self._counts(False), self._counts(deferred)
+        try:
+            counts = self._counts(False), self._counts(deferred)
+        except CostError as error:
+            self.unknown = str(error)
+            nothing: list[list[NodeCosts]] = [[NodeCosts()] * len(calls) for calls in self._calls]
+            counts = nothing, nothing
         for calls, saved, nodes in zip(self._calls, *counts, strict=True):
+            sizes = {id(p): p.numel() for p in self._parameters(calls)}
+            sizes_of_experts = (size for key, size in sizes.items() if key in experts)
             parameters = ({id(p): p.nbytes for p in self._parameters([call])} for call in calls)
             weights = [sum(sizes.values()) for sizes in parameters]
             forward = first = later = before = kept = 0
@@ -127,9 +148,11 @@ class UnitCosts:
                 kept += at_once.kept(save) if call.kind == "unit" else at_once.saved
                 first = max(first, before + node.peak.first + after)
                 later = max(later, before + node.peak.later)
-            queued = sum(node.queued[compiled] for node in nodes)
-            units.append(UnitMemory(before, kept, queued, UnitPeak(forward, first, later)))
-        return units
+            queued = sum(node.queued[config.compile] for node in nodes)
+            peak = UnitPeak(forward, first, later)
+            counted = () if self.unknown else (before, kept, queued, peak)
+            units.append(UnitMemory(sum(sizes.values()), sum(sizes_of_experts), *counted))
+        return self._memory.setdefault(key, dict(zip(self.names, units, strict=True)))
 
     def operators(self, peers: Mapping[str, GroupInfo]) -> list[list[NodeCosts]]:
         """What each call of each unit computes, as it is on the first rank of each axis, with

@@ -91,7 +91,7 @@ def run_local(
         restart = 0
         while True:
             try:
-                return _run_workers(job, stop, workers.adopt(job.config.world_size, job.function))
+                return run_workers(job, stop, workers.adopt(job.config.world_size, job.function))
             except JobFailed as failed:
                 no_more = restart == restarts or failed.permanent or stop.received
                 if no_more or restarted_config is None:
@@ -101,7 +101,7 @@ def run_local(
             clear_failures(job.run_dir)
 
 
-def _run_workers(job: Job, stop: StopRequest, workers: WorkerProcesses) -> dict[str, Any]:
+def run_workers(job: Job, stop: StopRequest, workers: WorkerProcesses) -> dict[str, Any]:
     """Run a job once, in workers that wait for it."""
     with stop.forwarding(workers.folder):
         deaths = workers.run(job.to_json())

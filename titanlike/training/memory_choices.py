@@ -69,9 +69,12 @@ def choose_by_memory(
 
     @functools.cache
     def memory_at(level: int) -> RankMemory:
-        from titanlike.costs.rank_memory import RankMemory
+        if level != zero[0]:
+            return memory_at(zero[0]).changed(zero=level)
+        from titanlike.costs.rank_memory import planned_memory
 
-        return RankMemory(config, model_graph, targets, loss, order, level, parameters, deferred)
+        forward = model_graph, targets, loss
+        return planned_memory(config, *forward, order, level, parameters, deferred)
 
     def recomputed_with(memory: Callable[[], RankMemory]) -> Recomputed:
         if how.name == "none":
@@ -101,7 +104,7 @@ def choose_by_memory(
         memory = memory_at(level)
         left = _that_fit(memory, order, deferred, recomputed, room)
         if left != deferred:
-            recomputed = recomputed_with(lambda: memory.with_deferred(left))
+            recomputed = recomputed_with(lambda: memory.changed(deferred=left))
             shown = ", ".join(map(str, sorted(deferred - left)))
             changed = (
                 f"together with those of activations on stages {shown}: deferred, they would not "
@@ -109,8 +112,9 @@ def choose_by_memory(
             )
             deferred = left
 
+    @functools.cache
     def memory_of_choices() -> RankMemory:
-        return memory_at(level).with_deferred(deferred)
+        return memory_at(level).changed(deferred=deferred)
 
     return MemoryChoices(level, why, recomputed, deferred, changed, memory_of_choices)
 
@@ -124,9 +128,9 @@ def _that_fit(
     longer bubble, so with `fit` this is what is left where all blocks are recomputed.
     """
     for rank in range(len(order.ranks)):
-        while (now := memory.with_deferred(stages).of_rank(rank, recomputed.blocks)) > limit:
+        while (now := memory.changed(deferred=stages).of_rank(rank, recomputed.blocks)) > limit:
             without = [stages - {stage} for stage in order.local(rank) if stage in stages]
-            sizes = [memory.with_deferred(s).of_rank(rank, recomputed.blocks) for s in without]
+            sizes = [memory.changed(deferred=s).of_rank(rank, recomputed.blocks) for s in without]
             if not sizes or min(sizes) >= now:
                 break
             stages = without[sizes.index(min(sizes))]
