@@ -26,7 +26,7 @@ from titanlike.config.overrides import with_choices
 from titanlike.config.parse import to_plain
 from titanlike.config.schema import AutoSchedule, AutoSplit, Config, PointSplit
 from titanlike.costs.auto_split import StageCosts, best_split, moved_units
-from titanlike.costs.estimate import CostTable, rows_of, seconds_of_units
+from titanlike.costs.estimate import CostTable, microbatches_of, rows_of, seconds_of_units
 from titanlike.costs.known_hardware import likely_hardware, planned_hardware
 from titanlike.costs.order_search import (
     OrderProblem,
@@ -44,8 +44,6 @@ from titanlike.costs.unit_costs import CostError
 from titanlike.graph.partition import SplitError, partition
 from titanlike.pipeline.from_config import (
     build_order,
-    declared_microbatches,
-    derive_microbatches,
     microbatch_problem,
 )
 from titanlike.pipeline.order import Order
@@ -74,10 +72,8 @@ class FoundSchedule:
     @property
     def text(self) -> str:
         """A line for the console."""
-        chunks = self.order.stages // len(self.order.ranks)
-        placed = (
-            "a V" if self.order.stage_to_rank[-1] == 0 < len(self.order.ranks) - 1 else "a loop"
-        )
+        ranks, last = len(self.order.ranks), self.order.stage_to_rank[-1]
+        chunks, placed = self.order.stages // ranks, "a V" if last == 0 < ranks - 1 else "a loop"
         text = "schedule=auto" + (f": {chunks} stages a rank in {placed}" if chunks > 1 else "")
         text += f": a step of {self.seconds:.4g} s by simulation, {self.bound:.4g} s at the least"
         if self.known is None:
@@ -124,8 +120,8 @@ def find(config: Config) -> FoundSchedule:
     try:
         search = _Search(config)
     except CostError as error:
-        fix = "schedule=zbvzerobubble"
-        raise ConfigError([Problem("schedule", "auto", str(error), fix)]) from error
+        problem = Problem("schedule", "auto", str(error), "schedule=zbvzerobubble")
+        raise ConfigError([problem]) from error
     except ValueError as error:
         raise ConfigError([Problem.parse("schedule", str(error))]) from error
     return search.run()
@@ -141,12 +137,11 @@ class _Search:
         self.schedule = schedule
         named = config.hardware.name != "none"
         self.hardware = (planned_hardware if named else likely_hardware)(config)
-        rows = config.batch_size // config.dp
-        count = declared_microbatches(schedule)
-        self.microbatches = count or derive_microbatches(schedule, config.pp, rows)[0]
+        self.microbatches = microbatches_of(config)
         rows = rows_of(config, self.microbatches)
         self.table = CostTable(config, self.hardware, rows).with_recompute(config)
         self.recomputed = self.table.recomputed(config)
+        self._units = [unit.name for unit in self.table.units]
         plan = self.table.plan
         seconds = seconds_of_units(config, plan, self._waiting(plan.stages))
         if seconds is not None:
@@ -225,8 +220,7 @@ class _Search:
 
     def names(self, starts: Starts) -> list[list[str]]:
         """Names of the units of each stage."""
-        names = [unit.name for unit in self.table.units]
-        return [names[a:b] for a, b in pairwise([*starts, len(names)])]
+        return [self._units[a:b] for a, b in pairwise([*starts, len(self._units)])]
 
     def _by_config(self, place: tuple[int, ...], even: bool = False) -> Placement | None:
         """The placement as config.split cuts; None where it has another number of stages."""
@@ -242,14 +236,13 @@ class _Search:
 
     def _balanced(self, place: tuple[int, ...], by_memory: bool = False) -> Placement | None:
         """With ranks that take the same time, or the same memory, as far as can be."""
-        names = [unit.name for unit in self.table.units]
-        if by_memory:
-            costs = [self._held([name])[0] for name in names]
-        else:
-            times = [self.table.times[name] for name in names]
-            costs = [round(unit.computes.device * 1e9) for unit in times]
+        times = self.table.times
+        costs = [
+            self._held([name])[0] if by_memory else round(times[name].computes.device * 1e9)
+            for name in self._units
+        ]
         starts = best_split(StageCosts(None, costs, [1] * len(place)), place).starts
-        return Placement(place, tuple(starts)) if len(names) >= len(place) else None
+        return Placement(place, tuple(starts)) if len(costs) >= len(place) else None
 
     def problem(self, cut: Placement) -> OrderProblem:
         """What an order of such stages is made for."""

@@ -57,6 +57,7 @@ from titanlike.distributed.mesh import lay_mesh
 from titanlike.distributed.transform import Transform
 from titanlike.graph.cut import messages
 from titanlike.graph.partition import partition
+from titanlike.pipeline.from_config import declared_microbatches, derive_microbatches
 from titanlike.pipeline.order import Order
 from titanlike.pipeline.schedules import SCHEDULES
 from titanlike.torch_private.fake_ranks import (
@@ -461,6 +462,12 @@ class CostTable:
             split = config.split if isinstance(config.split, EvenSplit) else EvenSplit()
             self._stages[count] = partition(self.units, split, count)
         return self._stages[count]
+
+
+def microbatches_of(config: Config) -> int:
+    """Those of a config, or what a run of it derives. Raises Refused and NoDivision."""
+    schedule, rows = config.schedule, config.batch_size // config.dp
+    return declared_microbatches(schedule) or derive_microbatches(schedule, config.pp, rows)[0]
 
 
 def rows_of(config: Config, microbatches: int) -> int:

@@ -85,16 +85,13 @@ def _meshes(
     ranks //= base.cp
     for tp in tensor:
         left = max(1, ranks // max(1, tp))
-        match "pp" in fixed, "dp" in fixed:
-            case True, True:
-                meshes = [(base.pp, base.dp)]
-            case True, False:
-                meshes = [(base.pp, max(1, left // max(1, base.pp)))]
-            case False, True:
-                meshes = [(max(1, left // max(1, base.dp)), base.dp)]
-            case _:
-                meshes = [(pp, left // pp) for pp in range(1, left + 1) if left % pp == 0]
-        for pp, dp in meshes:
+        sizes = [pp for pp in range(1, left + 1) if left % pp == 0]
+        if "pp" in fixed:
+            sizes = [base.pp]
+        elif "dp" in fixed:
+            sizes = [max(1, left // max(1, base.dp))]
+        for pp in sizes:
+            dp = base.dp if "dp" in fixed else max(1, left // max(1, pp))
             if tp == base.tp or pp * dp * tp == ranks:
                 yield pp, dp, tp
 

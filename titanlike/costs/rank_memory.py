@@ -73,17 +73,12 @@ class MemorySample(NamedTuple):
     after: MemoryParts
 
 
-class _Change(NamedTuple):
+class _Change:
     """Bytes that an action adds: at the most while it runs, and when it is done, by what they
     are."""
 
-    most: int
-    parts: dict[str, int]
-    after: int
-
-
-def _change(most: int, **parts: int) -> _Change:
-    return _Change(most, parts, sum(parts.values()))
+    def __init__(self, most: int, **parts: int) -> None:
+        self.most, self.parts, self.after = most, parts, sum(parts.values())
 
 
 class Skip(NamedTuple):
@@ -295,15 +290,15 @@ class RankMemory:
         first, later = self._backward(runs, new), self._backward(runs, [])
         backward = {"activations": -activations}
         self._stage_changes[key] = {
-            "gather": _change(gathered + message, gathered=gathered),
-            "F": _change(self._forward(units, held, activations), activations=activations),
-            "first I": _change(first, **backward, gradients=sum(new), queued=queued),
-            "I": _change(later, **backward, queued=queued),
-            "first B": _change(first, **backward, gradients=sum(new)),
-            "B": _change(later, **backward),
-            "W": _change(0, queued=-queued),
+            "gather": _Change(gathered + message, gathered=gathered),
+            "F": _Change(self._forward(units, held, activations), activations=activations),
+            "first I": _Change(first, **backward, gradients=sum(new), queued=queued),
+            "I": _Change(later, **backward, queued=queued),
+            "first B": _Change(first, **backward, gradients=sum(new)),
+            "B": _Change(later, **backward),
+            "W": _Change(0, queued=-queued),
             **{
-                f"{kind} and {more} sums": _change(
+                f"{kind} and {more} sums": _Change(
                     most,
                     **({"queued": -queued} if kind == "W" else backward),
                     gradients=more * sums,
@@ -312,7 +307,7 @@ class RankMemory:
                 for more in range(2 - microbatches.bit_length(), 2)
                 if self._config.exact
             },
-            "reduce": _change(
+            "reduce": _Change(
                 reduced,
                 gathered=-gathered,
                 gradients=int(state.reduced_gradient * sharded - gradients),

@@ -42,15 +42,9 @@ def run_charts(run_dir: Path, layout: dict[str, Any], planned: bool = False) -> 
         ranks, place, name = layout["order"], layout["place"], layout["schedule"]
     except KeyError:  # no pipeline, or too long an order
         return
-    yield _schedule_chart(name, ranks, place)
+    from titanlike.pipeline.order import Order
 
-
-def _schedule_chart(name: str, ranks: list[list[str]], place: list[int]) -> Chart:
-    from titanlike.pipeline.order import Action, Order
-
-    actions = tuple(tuple(map(Action.parse, row)) for row in ranks)
-    microbatches = len({act.mb for row in actions for act in row})
-    return order_chart(Order(actions, tuple(place), microbatches), name)
+    yield order_chart(Order.from_rows(ranks, place), name)
 
 
 def order_chart(order: Order, name: str) -> Chart:

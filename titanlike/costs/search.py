@@ -31,6 +31,7 @@ from titanlike.costs.estimate import (
     Estimate,
     agreement,
     make_estimate,
+    microbatches_of,
     rows_of,
     with_exact_memory,
 )
@@ -46,9 +47,7 @@ from titanlike.graph.partition import SplitError
 from titanlike.metrics import units
 from titanlike.pipeline.from_config import (
     build_order,
-    declared_microbatches,
     defers_weight_gradients,
-    derive_microbatches,
     stage_count,
 )
 from titanlike.pipeline.order import Order
@@ -214,13 +213,10 @@ def _score_context(
     orders: dict[object, Order] = {}
     for candidate in candidates(words, compose, gpus, machine, space):
         base = candidate.config
-        if candidate.refused or base.world_size != gpus or base.batch_size % base.dp:
-            result.refused += 1
-            continue
         try:
-            count = declared_microbatches(base.schedule)
-            rows = base.batch_size // base.dp
-            count = count or derive_microbatches(base.schedule, base.pp, rows)[0]
+            if candidate.refused or base.world_size != gpus or base.batch_size % base.dp:
+                raise ValueError(candidate.refused)
+            count = microbatches_of(base)
             stages = stage_count(base.schedule, base.pp, count)
         except ValueError:
             result.refused += 1

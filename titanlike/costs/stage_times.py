@@ -172,9 +172,21 @@ def unit_times(config: Config, plan: TrainPlan, roofline: Roofline) -> dict[str,
     calls = memory.unit_costs.operators(plan.peers)
     units = memory.units()
     blocks = {unit.name for unit in plan.model_graph.units if unit.block}
-    exchanges = _Exchanges(config, plan, roofline.hardware)
     save = config.activation_checkpoint.saved
     kept = {"ep"} if keeps(SEND_TOKENS, save) else ()  # axes on which nothing is sent again
+    links, rates = {axis: link_of(config, axis, roofline.hardware) for axis in plan.peers}, {}
+    for axis, link in links.items():
+        way = str(getattr(plan.peers["cp"], "method", "")) if axis == "cp" else axis
+        by_way = {"ep": link.to_all, "ulysses": link.to_all, "ring": link.to_next}
+        rates[axis] = by_way.get(way, link.bandwidth)
+
+    def waited(axis: str, sent: collectives.Traffic, attention: float) -> float:
+        """Seconds for which a rank waits; attention: seconds in which it attends."""
+        seconds = links[axis].sent(sent.nbytes, sent.messages, rates[axis])
+        # the first block of a ring is of keys that are there, before anything is sent
+        seconds -= min(sent.beside / rates[axis], (1 - 1 / config.cp) * attention)
+        return seconds * (1 - _HIDDEN * config.tp_async if axis == "tp" else 1.0)
+
     of_calls: dict[tuple[tuple[int, ...], bool], UnitTimes] = {}  # of equal calls
 
     def times(nodes: Sequence[NodeCosts], block: bool) -> UnitTimes:
@@ -195,7 +207,7 @@ def unit_times(config: Config, plan: TrainPlan, roofline: Roofline) -> dict[str,
                 attends = roofline.seconds(attention, True).device
                 for axis, values in exchanged.items():
                     traffic = collectives.Traffic(*values)
-                    waits[way][axis] += exchanges.seconds(axis, traffic, attends)
+                    waits[way][axis] += waited(axis, traffic, attends)
                     sent[way][axis] += traffic.nbytes
         for of_ways in (waits, sent):
             of_ways[1] = {axis: each for axis, each in of_ways[0].items() if axis not in kept}
@@ -210,41 +222,16 @@ def unit_times(config: Config, plan: TrainPlan, roofline: Roofline) -> dict[str,
     return table
 
 
-class _Exchanges:
-    """How long what is exchanged takes, by the way each axis does it."""
-
-    def __init__(self, config: Config, plan: TrainPlan, hardware: Hardware) -> None:
-        context = getattr(plan.peers.get("cp"), "method", None)
-        self._links = {axis: link_of(config, axis, hardware) for axis in plan.peers}
-        self._rates = {axis: link.bandwidth for axis, link in self._links.items()}
-        for axis, link in self._links.items():
-            if axis == "ep" or (axis == "cp" and context == "ulysses"):
-                self._rates[axis] = link.to_all
-            elif axis == "cp" and context == "ring":
-                self._rates[axis] = link.to_next
-        self._visible = 1 - _HIDDEN * config.tp_async
-        # the first block of a ring is of keys that are there, before anything is sent
-        self._beside = 1 - 1 / config.cp
-
-    def seconds(self, axis: str, sent: collectives.Traffic, attention: float) -> float:
-        """Seconds for which a rank waits; attention: seconds in which it attends."""
-        rate = self._rates[axis]
-        seconds = self._links[axis].sent(sent.nbytes, sent.messages, rate)
-        hidden = min(sent.beside / rate, self._beside * attention)
-        return (seconds - hidden) * (self._visible if axis == "tp" else 1.0)
-
-
 def _guessed_times(config: Config, plan: TrainPlan, roofline: Roofline) -> dict[str, UnitTimes]:
     """Times of units that cannot be run alone: by the parameters of stages, all in a first unit."""
     tokens, itemsize = plan.memory().tokens, compute_dtype(config).itemsize
-    table: dict[str, UnitTimes] = {}
+    table = {name: UnitTimes() for names in plan.stages for name in names}
     for stage, names in enumerate(plan.stages):
         numel = plan.stage_numel(stage)
         product = {Operator("aten.mm", 2 * numel * tokens, itemsize * numel, itemsize): 1}
         seconds = roofline.seconds(product, True)
-        table |= {name: UnitTimes() for name in names}
-        if names:
-            table[names[0]] = UnitTimes(seconds, seconds, seconds, seconds, parameters=numel)
+        times = UnitTimes(seconds, seconds, seconds, seconds, parameters=numel)
+        table |= dict.fromkeys(names[:1], times)
     return table
 
 

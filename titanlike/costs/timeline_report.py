@@ -31,7 +31,7 @@ from titanlike.costs.unit_costs import CostError
 from titanlike.graph.partition import partition
 from titanlike.metrics import timeline_file, units
 from titanlike.metrics.timeline_file import RankStep, Timeline
-from titanlike.pipeline.order import Action, Order
+from titanlike.pipeline.order import Order
 from titanlike.training.stragglers import slow_ranks
 
 _COMPUTED = ("F", "B", "I", "W")
@@ -63,9 +63,7 @@ class TimelineReport:
 
     @cached_property
     def order(self) -> Order:
-        ranks = tuple(tuple(map(Action.parse, acts)) for acts in self.timeline.order)
-        microbatches = len({act.mb for acts in ranks for act in acts})
-        return Order(ranks, tuple(self.timeline.place), microbatches)
+        return Order.from_rows(self.timeline.order, self.timeline.place)
 
     @cached_property
     def ranks(self) -> list[RankTimes]:
@@ -160,13 +158,13 @@ class TimelineReport:
         config, plan, model = estimate.config, estimate.plan, estimate.plan.model_graph.units
         table = unit_times(config, plan, Roofline.of(config, estimate.hardware))
         # of each unit: its share of what was measured of its stage, by the plan
-        of_unit: dict[str, StageTimes] = {}
+        of_unit: dict[str, tuple[float, StageTimes]] = {}
         for names, times in zip(plan.stages, self.measured, strict=True):
             total = sum(table[name].computes.device for name in names) or 1.0
-            of_unit |= {n: _scaled([(table[n].computes.device / total, times)]) for n in names}
+            of_unit |= {name: (table[name].computes.device / total, times) for name in names}
         costs, pending = [], 0.0  # nanoseconds of each block, with what comes before it
         for unit in model:
-            pending += 1e9 * _whole(of_unit[unit.name])
+            pending += 1e9 * _whole(_scaled([of_unit[unit.name]]))
             if unit.block:
                 costs.append(round(pending))
                 pending = 0.0
@@ -177,9 +175,7 @@ class TimelineReport:
         balance = [stop - start for start, stop in pairwise([*starts, len(costs)])]
         stages = partition(model, BalanceSplit("balance", balance), order.stages)
         moved = [
-            replace(
-                _scaled([(1.0, of_unit[name]) for name in names]), gather=t.gather, reduce=t.reduce
-            )
+            replace(_scaled([of_unit[name] for name in names]), gather=t.gather, reduce=t.reduce)
             for names, t in zip(stages, self.measured, strict=True)
         ]
         gain = self.simulation.step / simulate(order, moved).step - 1

@@ -17,7 +17,7 @@ import importlib
 import io
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -208,6 +208,13 @@ class Order:
         rows = ([str(act) for act in acts] for acts in self.ranks)
         csv.writer(out, lineterminator="\n").writerows(rows)
         return out.getvalue()
+
+    @classmethod
+    def from_rows(cls, rows: Sequence[Sequence[str]], place: Sequence[int]) -> Order:
+        """Of each rank its actions as text, and the rank of each stage, as runs keep them. Raises
+        ValueError for what is no action."""
+        ranks = tuple(tuple(map(Action.parse, row)) for row in rows)
+        return cls(ranks, tuple(place), len({act.mb for acts in ranks for act in acts}))
 
     @classmethod
     def from_csv(cls, text: str) -> Order:
