@@ -138,14 +138,14 @@ class _Search:
         named = config.hardware.name != "none"
         self.hardware = (planned_hardware if named else likely_hardware)(config)
         self.microbatches = microbatches_of(config)
-        rows = rows_of(config, self.microbatches)
-        self.table = CostTable(config, self.hardware, rows).with_recompute(config)
+        self.table = CostTable(config, self.hardware, rows_of(config, self.microbatches))
         self.recomputed = self.table.recomputed(config)
         self._units = [unit.name for unit in self.table.units]
         plan = self.table.plan
+        self.times = self.table.times(config)
         seconds = seconds_of_units(config, plan, self._waiting(plan.stages))
         if seconds is not None:
-            self.table.times = as_measured(self.table.times, seconds)
+            self.times = as_measured(self.times, seconds)
         self.limits: dict[str, float] = {}  # bytes that each key allows
         self._bytes: dict[tuple[str, ...], tuple[int, int]] = {}
         self._orders: dict[tuple[int, ...], dict[str, Order]] = {}
@@ -236,9 +236,8 @@ class _Search:
 
     def _balanced(self, place: tuple[int, ...], by_memory: bool = False) -> Placement | None:
         """With ranks that take the same time, or the same memory, as far as can be."""
-        times = self.table.times
         costs = [
-            self._held([name])[0] if by_memory else round(times[name].computes.device * 1e9)
+            self._held([name])[0] if by_memory else round(self.times[name].computes.device * 1e9)
             for name in self._units
         ]
         starts = best_split(StageCosts(None, costs, [1] * len(place)), place).starts
@@ -248,7 +247,7 @@ class _Search:
         """What an order of such stages is made for."""
         stages = self.names(cut.starts)
         layout = self._layout(stages, cut.place)
-        times = LayoutTimes(self.config, layout, self.hardware, self.table.times).stages
+        times = LayoutTimes(self.config, layout, self.hardware, self.times).stages
         held, queued = zip(*map(self._held, stages), strict=True)
         in_flight = self.schedule.in_flight
         return OrderProblem(

@@ -14,7 +14,6 @@ counts only with its parameters.
 from __future__ import annotations
 
 import contextlib
-import copy
 import html
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
@@ -396,8 +395,8 @@ class CostTable:
         self.plan: TrainPlan = make_plan(alone, device_memory=lambda: None, checked=checked)
         self.units = self.plan.model_graph.units
         self.blocks = {unit.name for unit in self.units if unit.block}
-        self.times: dict[str, UnitTimes] = {}
         self._hardware = hardware
+        self._times: dict[tuple[str, ...], dict[str, UnitTimes]] = {}
         self._stages: dict[int, list[list[str]]] = {}
 
     @cached_property
@@ -415,11 +414,13 @@ class CostTable:
     def memory(self) -> RankMemory:
         return self.plan.memory()
 
-    def with_recompute(self, config: Config) -> CostTable:
-        """The same, with what `config.activation_checkpoint` keeps and computes again."""
-        other = copy.copy(self)
-        other.times = unit_times(config, self.plan, Roofline.of(config, self._hardware))
-        return other
+    def times(self, config: Config) -> dict[str, UnitTimes]:
+        """With what `config.activation_checkpoint` keeps and computes again. Raises CostError."""
+        save = tuple(config.activation_checkpoint.saved)
+        if save not in self._times:
+            roofline = Roofline.of(config, self._hardware)
+            self._times[save] = unit_times(config, self.plan, roofline)
+        return self._times[save]
 
     def recomputed(self, config: Config) -> frozenset[str]:
         """Names of the blocks that are recomputed; none of `fit`, which depends on the layout."""

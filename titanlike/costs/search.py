@@ -41,6 +41,7 @@ from titanlike.costs.layouts import SearchSpace, candidates
 from titanlike.costs.rank_memory import RankMemory, StageLayout
 from titanlike.costs.simulate import simulate
 from titanlike.costs.stage_times import LayoutTimes
+from titanlike.costs.unit_costs import CostError
 from titanlike.distributed.placement import experts_of
 from titanlike.distributed.transform import Transform
 from titanlike.graph.partition import SplitError
@@ -279,6 +280,12 @@ class CostCache:
         self._checked: dict[int, Mapping[str, Transform]] = {}
         self._sizes: dict[int, set[int]] = {}
         table = self(config, 1)
+        try:
+            table.times(config)
+        except CostError as error:
+            reason = f"its layouts cannot be compared: {error}"
+            fix = "plan one layout at a time, without search"
+            raise ConfigError([Problem("model.name", config.model.name, reason, fix)]) from error
         self.units = len(table.units)
         modules: list[Any] = [*experts_of(table.plan.model_graph.model).values()]
         self.experts = min((int(module.num_experts) for module in modules), default=0)  # of a layer
@@ -296,14 +303,11 @@ class CostCache:
 
     def __call__(self, config: Config, rows: int) -> CostTable:
         sizes = config.tp, config.ep, rows
-        key = *sizes, tuple(getattr(config.activation_checkpoint, "save", ()))
         if sizes not in self._tables:
             on_ranks = replace(self._config, tp=config.tp, ep=config.ep)
             table = CostTable(on_ranks, self._hardware, rows, self._checked.get(config.tp))
             self._tables[sizes], self._checked[config.tp] = table, table.plan.transforms
-        if key not in self._tables:
-            self._tables[key] = self._tables[sizes].with_recompute(config)
-        return self._tables[key]
+        return self._tables[sizes]
 
 
 # --- a layout by closed forms ---------------------------------------------------------------------
@@ -358,7 +362,7 @@ def score(
         layout = replace(layout, recomputed=[*map(frozenset, recomputed)])
     else:
         taken = memory.of_ranks(layout.recomputed)
-    times = LayoutTimes(config, layout, hardware, table.times)
+    times = LayoutTimes(config, layout, hardware, table.times(config))
     seconds, parts = _step_seconds(order, times, microbatches, agreement(config, hardware))
     return ScoredLayout(
         *(overrides, config, layout, times, seconds, taken, order, parts),
