@@ -30,6 +30,8 @@ from titanlike.config.schema import (
     Sgd,
 )
 from titanlike.costs.auto_split import TIMES_FILE, stages_in_flight
+from titanlike.costs.known_hardware import shipped
+from titanlike.costs.search import search
 from titanlike.costs.unit_costs import UnitCosts
 from titanlike.distributed.mesh import close_mesh, open_mesh
 from titanlike.distributed.sharding import StateBytes
@@ -216,6 +218,8 @@ def test_a_unit_that_cannot_run_alone_is_an_error_with_a_way_out() -> None:
     assert (problem.key, problem.fix) == ("split.cost", "split.cost=params")
     assert "LookupError: where am I?" in problem.reason
     assert make_plan(replace(config, split=AutoSplit(cost="params"))).auto_split is not None
+    with pytest.raises(ConfigError, match="cannot be compared: once alone raised LookupError"):
+        search(replace(config, hardware=shipped("cpu")), [], gpus=2)
 
 
 # --- stages ------------------------------------------------------------------------------------

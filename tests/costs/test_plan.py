@@ -80,6 +80,10 @@ def test_what_does_not_fit_is_said_with_what_would(capsys) -> None:
             "must be at most 1; write hardware.memory_efficiency=0.6",
         ),
         (["search", "hardware=cpu", "gpus=many"], "must be a number of devices; write gpus=64"),
+        (
+            ["search", *TINY, "gpus=2", "pp=2", "split=balance", "split.balance=[2,3]"],
+            "is valid for batch_size=16 (split.balance",
+        ),
         (["hardware=cpu", "pp=3", "dp=3"], "does not divide among dp=3"),
     ],
 )

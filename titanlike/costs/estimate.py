@@ -28,14 +28,15 @@ from torch import nn
 from titanlike.config.errors import ConfigError, Problem
 from titanlike.config.schema import (
     ActivationCheckpoint,
+    AutoSplit,
     Config,
     EvenSplit,
     EveryActivationCheckpoint,
     Hardware,
     MeasuredHardware,
-    PointSplit,
     RunHardware,
     Schedule,
+    TraceSplit,
 )
 from titanlike.costs.auto_split import seconds_of_run
 from titanlike.costs.known_hardware import axes, likely_hardware, link_of, measured_times
@@ -457,10 +458,10 @@ class CostTable:
         )
 
     def stages(self, count: int, config: Config) -> list[list[str]]:
-        if isinstance(config.split, PointSplit):
-            return partition(self.units, config.split, count)
         if count not in self._stages:
-            split = config.split if isinstance(config.split, EvenSplit) else EvenSplit()
+            split = config.split
+            if isinstance(split, (AutoSplit, TraceSplit)):  # whose stages are found by a plan
+                split = EvenSplit()
             self._stages[count] = partition(self.units, split, count)
         return self._stages[count]
 

@@ -44,7 +44,6 @@ from titanlike.costs.stage_times import LayoutTimes
 from titanlike.costs.unit_costs import CostError
 from titanlike.distributed.placement import experts_of
 from titanlike.distributed.transform import Transform
-from titanlike.graph.partition import SplitError
 from titanlike.metrics import units
 from titanlike.pipeline.from_config import (
     build_order,
@@ -90,6 +89,7 @@ class LayoutSearch:
     judged: int = 0  # by closed forms
     fitting: int = 0
     refused: int = 0  # invalid
+    why: str = ""  # the first of those that could be no order or split
     too_large: int = 0  # of the fastest, which do not fit when their memory is counted
     lost: list[str] = field(default_factory=list)  # why well-known choices are not among them
     seconds: float = 0.0
@@ -122,24 +122,27 @@ def search(
         say(f"{len(scored)} layouts estimated; the fastest are planned")
     if not scored:
         reason = f"no layout of {gpus} devices is valid for batch_size={config.batch_size}"
+        reason += f" ({result.why})" if result.why else ""
         raise ConfigError([Problem("gpus", gpus, reason, "another batch_size, or other devices")])
     fitting = [layout for layout in scored if layout.most <= hardware.usable]
     fitting.sort(key=lambda layout: layout.seconds)
     result.judged, result.fitting = len(scored), len(fitting)
     result.least_memory = min(layout.most for layout in scored)
     simulated = sorted(fitting[:_SIMULATED], key=partial(simulated_seconds, hardware=hardware))
-    end = time.process_time() + _PLANNED_SECONDS
+    end, refusal = time.process_time() + _PLANNED_SECONDS, None
     for layout in simulated[: 2 * most]:
         enough = len(result.ranked) >= most or time.process_time() > end
         if enough and result.ranked:
             break
         try:
             estimate = make_estimate(layout.config, hardware, checked=layout.transforms)
-        except ConfigError:
-            result.refused += 1
+        except ConfigError as error:
+            result.refused, refusal = result.refused + 1, refusal or error
             continue
         if estimate.fits:
             result.ranked.append(Ranked(layout.overrides, estimate))
+    if refusal and not result.ranked:  # what they have in common, as a split for other stages
+        raise refusal
     if "split" not in map(key_of, kept):
         result.ranked += [*_with_auto_split(result.ranked[:_AUTO])]
     result.ranked.sort(key=lambda ranked: ranked.estimate.step_seconds)
@@ -224,7 +227,7 @@ def _score_context(
             continue
         if not tables.sensible(base, count) or stages > tables.units:
             continue
-        if base.exact and count != rows // base.numerics.grain:
+        if base.exact and count != rows_of(base, base.numerics.grain):
             continue  # a microbatch is a grain
         if base.dp % base.replicate:
             base = replace(base, replicate=1)
@@ -240,8 +243,8 @@ def _score_context(
             overrides = [*candidate.overrides, *overrides]
             try:
                 yield score(overrides, changed, table, hardware, orders, count)
-            except (ValueError, SplitError):
-                result.refused += 1
+            except ValueError as error:
+                result.refused, result.why = result.refused + 1, result.why or str(error)
 
 
 def _variants(

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from itertools import chain, pairwise
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,11 @@ from titanlike.training.stragglers import slow_ranks
 
 _COMPUTED = ("F", "B", "I", "W")
 _UNEVEN, _SLOW, _LEAST = 0.05, 0.1, 0.01  # shares that are worth a sentence
+_PARTS = {  # of RankTimes -> what is said of the rank with the most
+    "communication": "gathers and reduces for {:.0%} of the step: more microbatches, or another "
+    "fsdp.zero",
+    "other": "spends {:.0%} of the step outside of actions: in its data, its update, or its host",
+}
 
 
 @dataclass(frozen=True)
@@ -209,18 +215,10 @@ class TimelineReport:
                 f"rank {waiting.rank} waits {waiting.waiting / waiting.step:.0%} of the step for messages, "
                 f"most for those of pipeline rank {waiting.waits_for}"
             )
-        rank = max(self.ranks, key=lambda rank: rank.communication)
-        if rank.communication > _SLOW * rank.step:
-            advice.append(
-                f"rank {rank.rank} gathers and reduces for {rank.communication / rank.step:.0%} of the step: "
-                "more microbatches, or another fsdp.zero"
-            )
-        rank = max(self.ranks, key=lambda rank: rank.other)
-        if rank.other > _SLOW * rank.step:
-            advice.append(
-                f"rank {rank.rank} spends {rank.other / rank.step:.0%} of the step outside of actions: "
-                "in its data, its update, or its host"
-            )
+        for part, text in _PARTS.items():
+            rank = max(self.ranks, key=attrgetter(part))
+            if (seconds := getattr(rank, part)) > _SLOW * rank.step:
+                advice.append(f"rank {rank.rank} {text.format(seconds / rank.step)}")
         return advice
 
 
