@@ -609,7 +609,7 @@ def test_verify_names_the_first_bit_that_differs(layout: str, tmp_path: Path) ->
     mesh = {"dp": 2, "ep": 2, **MOE} if layout == "dp=2 ep=2" else {"pp": 2}
     more = {"optimizer": AdamW(clip=0.1), "precision": BF16, "verify": Verify(steps=2)}
     config = exact(tmp_path, **mesh, **more)
-    right, *wrong = run_world(differences, config, tmp_path / "run", layout)[0]
+    right, *wrong = run_world(differences, config, tmp_path / "run", layout, timeout=240)[0]
     assert right == ""
     for said, (_, _, change, expected) in zip(wrong, FAULTS[layout], strict=True):
         assert re.match(expected, said), (change.__name__, said)
