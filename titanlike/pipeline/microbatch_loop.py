@@ -1,7 +1,7 @@
 """An Order of one stage in one process, whose parameters nobody shards: a loop over microbatches.
 
 Nothing is sent, gathered or reduced here, so that torch's pipeline runtime, and what it imports
-(FSDP and DTensor: a fifth of the CPU time until the first step), is not needed.
+(FSDP and DTensor: a tenth of the CPU time until the first step), is not needed.
 """
 
 from __future__ import annotations
