@@ -15,7 +15,7 @@ takes while it runs (`UnitCosts.peaks`). What FSDP holds besides (torch 2.13,
 With numerics=exact (`parallel/exact.py`) each microbatch's gradients are made anew, and those that
 are complete are partial sums of a binary tree: after k microbatches as many whole gradients in fp32
 as k has bits. Each piece of a sequence has a gradient of its own (`numerics.parts`), and of the sums
-over the pieces a cp rank has its shard.
+over the pieces a cp rank has its shard. Experts have a gradient for the grain of each ep rank.
 """
 
 from __future__ import annotations
@@ -280,13 +280,19 @@ class RankMemory:
         new = [int(state.gradient * size) for size in local]  # gradients of the first backward
         sums, parts, microbatches = 0, layout.microbatches.bit_count(), layout.microbatches
         if self._config.exact:
-            new = [_REDUCED * unit.parameters for unit in units]
+            new = [_REDUCED * self._of_grains(unit) for unit in units]
             sums = sum(new) // self._cp  # bytes of a partial sum
             new = [self._pieces * size if whole else size // self._cp for size in new]
             gradients = parts * sums
-            at_end = state.fsdp and whole and self._cp == 1
-            # each partial sum of a unit as it is laid out, sent and received
-            reduced = 3 * _REDUCED * parts * sizes[-1] if at_end and sizes else 0
+            reduced = 0
+            if state.fsdp and whole and self._cp == 1 and units:
+                # what is left of experts' sums when those of the ep ranks are added
+                nodes = (microbatches * self._config.ep).bit_count()
+                nodes = 1 if 1 < self._config.ep == state.shards else nodes
+                # each partial sum of a unit as it is laid out, sent and received
+                sent = (max(a * parts, b * nodes) for a, b in map(self._sent, units))
+                done = (parts * self._config.ep - nodes) * layout.experts[stage]
+                reduced = max(0, _REDUCED * (3 * max(sent) - done))
         first, later = self._backward(runs, new), self._backward(runs, [])
         backward = {"activations": -activations}
         self._stage_changes[key] = {
@@ -315,9 +321,29 @@ class RankMemory:
         }
         return self._stage_changes[key]
 
+    def _of_grains(self, unit: UnitMemory) -> int:
+        """Elements of a unit's gradients after a backward: experts have some for each rank's grain
+        with numerics=exact."""
+        return (
+            self._in_shards(unit.parameters, unit.experts)
+            if self._config.exact
+            else unit.parameters
+        )
+
+    def _sent(self, unit: UnitMemory) -> tuple[int, int]:
+        """Elements of a unit's gradients that FSDP's ranks exchange with numerics=exact: with ep
+        those of experts by themselves, and none by a rank that has the grains of all."""
+        if self._config.ep == 1:
+            return unit.parameters, 0
+        alone = self._state.shards == self._config.ep
+        return unit.parameters - unit.experts, 0 if alone else unit.experts
+
     def _held(self, unit: UnitMemory) -> int:
         """Bytes of the message with a unit's gradients, kept after its backward."""
-        return _REDUCED * unit.parameters if self._state.fsdp and self.layout.zero > 1 else 0
+        if not self._state.fsdp or self.layout.zero == 1:
+            return 0
+        others, experts = self._sent(unit) if self._config.exact else (unit.parameters, 0)
+        return _REDUCED * (others + self._config.ep * experts)
 
     def _gathered(self, unit: UnitMemory) -> int:
         """Bytes of a unit that is gathered when it runs."""
@@ -347,7 +373,8 @@ class RankMemory:
             now -= unit.kept if recompute else unit.saved
             running = unit.peak.first if anew else unit.peak.later
             if self._config.exact:
-                running += (self._pieces - 1) * _REDUCED * unit.parameters
+                more = self._pieces * self._of_grains(unit) - unit.parameters
+                running += _REDUCED * more
             if recompute:
                 running = max(running, unit.peak.forward)
             gathered = self._gathered(unit) + self._gathered(before)
@@ -355,9 +382,10 @@ class RankMemory:
             waits, held = held, self._held(unit)
             if held:  # gradients, message, and what comes of it
                 reduced = self._computing + _REDUCED + _REDUCED / state.shards
+                reduced *= unit.parameters
                 if self._config.exact:  # the message before is still on its way
-                    reduced = waits / unit.parameters + 2 * _REDUCED
-                most = max(most, now + int(reduced * unit.parameters) + self._gathered(before))
+                    reduced = waits + 2 * held
+                most = max(most, now + int(reduced) + self._gathered(before))
             now += unit.queued + (new[at] if new else 0)
         return most
 
