@@ -386,7 +386,7 @@ SAYS = {
     "a command": "asks for posix.system",
     "deep inside": "asks for builtins.exec",
     "no tensor": "it has no tensor model.model.norm.weight",
-    "a tensor's pickle": "could not be read",
+    "a tensor's pickle": "has no tensor at byte",
     "a file elsewhere": "names a file outside the folder, '../../outside'",
 }
 
