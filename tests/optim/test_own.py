@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from support.command_lines import examined
 from support.commands import TINY, command
 from support.models import tiny
 from support.paths import ROOT
 from support.proven import assert_proven
-from titanlike.config.schema import Config, Custom, OwnOptimizer
+from titanlike.config.schema import Config, Custom, Numerics, OwnOptimizer
 from titanlike.metrics.sinks import read_jsonl
 from titanlike.optim.optimizer import learning_rate
 from titanlike.optim.own import own_optimizer, problems
@@ -147,6 +148,48 @@ def test_an_optimizer_that_is_not_elementwise_is_refused_where_it_would_see_part
     meant = OwnOptimizer(name, lr=1e-9, exact_on_shards=True)
     assert "optimizer.exact_on_shards=true" in problem.reason
     assert [*problems(replace(config, optimizer=meant), in_layers)] == []
+
+
+def test_with_exact_numerics_an_optimizer_must_be_elementwise_in_every_layout() -> None:
+    def refused(name: str, **layout: Any) -> list[tuple[str, str]]:
+        config = Config(numerics=Numerics("exact"), optimizer=OwnOptimizer(name, lr=1e-9), **layout)
+        return [(problem.reason, problem.fix) for problem in problems(config)]
+
+    assert refused(LION) == refused("torch.optim.NAdam", pp=2, dp=2) == []
+    ((reason, fix),) = refused(f"{__name__}.Normed")
+    assert reason.endswith("updates a model in the shards of two ranks otherwise than a whole one")
+    assert fix == "optimizer=adamw or numerics=fast"
+    ((reason, fix),) = refused(f"{__name__}.AsksTheOthers")
+    assert "asks other ranks" in reason and fix == "optimizer=adamw or numerics=fast"
+
+
+@pytest.mark.parametrize("name", ["torch.optim.Adam", "torch.optim.SGD"])
+def test_with_exact_numerics_an_elements_bits_do_not_depend_on_where_a_shard_ends(
+    name: str,
+) -> None:
+    """torch's fused ones compute the last elements of a tensor by other instructions."""
+    args = {"fused": True, "weight_decay": 0.1} | ({"momentum": 0.9} if "SGD" in name else {})
+    torch.manual_seed(0)
+    weight, gradients = torch.randn(37, 7), torch.randn(40, 37, 7)
+
+    def trained(*cuts: int) -> tuple[Tensor, Tensor]:
+        parts, states = [], []
+        for rows in map(slice, (0, *cuts), (*cuts, 37)):
+            part = nn.Parameter(weight[rows].clone())
+            optimizer = own_optimizer(OwnOptimizer(name, args, lr=0.01), [part], [], exact=True)
+            for gradient in gradients:
+                part.grad = gradient[rows].clone()
+                optimizer.step()
+            assert optimizer.param_groups[0]["params"] == [part]
+            like = [s for s in optimizer.state[part].values() if s.shape == part.shape]
+            assert len(like) == (1 if "SGD" in name else 2)
+            parts.append(part.detach())
+            states.append(like[0])
+        return torch.cat(parts), torch.cat(states)
+
+    (whole, state), *others = trained(), trained(19), trained(13, 26)
+    for other, its_state in others:
+        assert torch.equal(other, whole) and torch.equal(its_state, state)
 
 
 def test_trying_an_optimizer_leaves_the_random_numbers_as_they_were() -> None:

@@ -36,6 +36,7 @@ from titanlike.config.schema import (
     Model,
     Muon,
     Numerics,
+    OwnOptimizer,
     Precision,
     SelectiveActivationCheckpoint,
     Sgd,
@@ -317,6 +318,10 @@ MORE: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
     ),
     "muon": (MUON, [{"dp": 2}, {"pp": 2, "dp": 2, "replicate": 2}]),
     "sgd": ({"optimizer": Sgd()}, [{"dp": 2}, {"pp": 2, "dp": 2}]),
+    "own optimizer": (
+        OWN | {"optimizer": OwnOptimizer("torch.optim.Adam", {"fused": True, "weight_decay": 0.1})},
+        [{"dp": 2}, {"pp": 2, "dp": 2, "fsdp": Fsdp(zero=3)}],
+    ),
     "attention": (
         ATTENDING,
         [{"dp": 4, "fsdp": Fsdp(zero=3)}, {"pp": 2, "dp": 2, "schedule": "zbvzerobubble"}],

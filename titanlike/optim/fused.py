@@ -8,12 +8,14 @@ read it, other updates are selected by it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
@@ -111,17 +113,25 @@ def on_whole_registers(update: Callable[..., object], *each: list[Tensor]) -> No
     depend on where a rank's part begins and ends. torch's kernels for the CPU take the last
     elements of a tensor, those that fill no vector register, by other instructions, which round
     differently."""
-    wide = [[_padded(tensor) for tensor in tensors] for tensors in each]
+    wide = [[padded(tensor) for tensor in tensors] for tensors in each]
     update(*wide)
     for tensor, copy in zip(chain(*each), chain(*wide), strict=True):
-        if copy is not tensor:
-            tensor.copy_(copy[: tensor.numel()].view(tensor.shape))
+        take_back(tensor, copy)
 
 
-def _padded(tensor: Tensor) -> Tensor:
-    """A tensor that fills all registers: itself, or a longer copy, flat."""
-    missing = -tensor.numel() % _REGISTER
-    return torch.nn.functional.pad(tensor.flatten(), (0, missing)) if missing else tensor
+def padded(tensor: Tensor) -> Tensor:
+    """A tensor that fills all registers: itself, or a copy with more rows."""
+    if tensor.numel() % _REGISTER == 0:
+        return tensor
+    rows = tensor if tensor.dim() else tensor.view(1)
+    together = _REGISTER // math.gcd(_REGISTER, rows[0].numel())
+    return F.pad(rows, (0, 0) * (rows.dim() - 1) + (0, -len(rows) % together))
+
+
+def take_back(tensor: Tensor, wide: Tensor) -> None:
+    """Give a tensor the values that its `padded` has."""
+    if wide.data_ptr() != tensor.data_ptr():
+        tensor.copy_(wide.flatten()[: tensor.numel()].view(tensor.shape))
 
 
 class _Fused(SkippingOptimizer):

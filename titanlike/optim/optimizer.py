@@ -116,7 +116,7 @@ def _by_kind(
         both: tuple[list[nn.Parameter], list[nn.Parameter]] = [], []
         for _, parameter in ordered:
             both[parameter.dim() < 2].append(parameter)
-        return [own_optimizer(choice, *both)]
+        return [own_optimizer(choice, *both, config.exact)]
     hidden: set[str] = set()
     if isinstance(choice, Muon):
         from titanlike.optim.muon import hidden_matrices

@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import inspect
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -21,20 +23,74 @@ from torch import Tensor, nn
 from titanlike.config.errors import ConfigError, Problem, nearest, override_text
 from titanlike.config.imports import import_object
 from titanlike.config.schema import Config, Custom, OwnOptimizer
+from titanlike.optim.fused import padded, take_back
+from titanlike.torch_private.dtensor import local
 
 # of each: what it has of a matrix and of a vector; None = nothing
 Ranks = Sequence[tuple[Any, Any]]
 
 
 def own_optimizer(
-    config: OwnOptimizer, matrices: list[nn.Parameter], vectors: list[nn.Parameter]
+    config: OwnOptimizer,
+    matrices: list[nn.Parameter],
+    vectors: list[nn.Parameter],
+    exact: bool = False,
 ) -> torch.optim.Optimizer:
-    """The user's optimizer of these parameters."""
+    """The user's optimizer of these parameters; exact: with numerics=exact."""
     groups: list[dict[str, Any]] = [{"params": [*matrices, *vectors]}]
     if "weight_decay" in config.args:
         groups = [{"params": matrices}] if matrices else []
         groups += [{"params": vectors, "weight_decay": 0.0}] if vectors else []
-    return import_object(config.name)(groups or [{"params": []}], lr=config.lr, **config.args)
+    made = import_object(config.name)(groups or [{"params": []}], lr=config.lr, **config.args)
+    if exact:
+        WholeRegisters(made)
+    return made
+
+
+class WholeRegisters:
+    """Lets an elementwise optimizer update tensors that fill the vector registers of a CPU, for
+    numerics=exact: a shard's weights, gradients and state, those that do not with more rows."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.register_step_pre_hook(self._widen)
+        optimizer.register_step_post_hook(self._take_back)
+
+    def _widen(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        self._groups = [group["params"] for group in optimizer.param_groups]
+        self._state, optimizer.state = optimizer.state, defaultdict(dict)
+        self._wide: dict[nn.Parameter, nn.Parameter] = {}
+        for parameter in chain(*self._groups):
+            wide = nn.Parameter(padded(local(parameter.detach())), parameter.requires_grad)
+            if parameter.grad is not None:
+                wide.grad = padded(local(parameter.grad))
+            if parameter in self._state:
+                optimizer.state[wide] = {
+                    key: padded(local(value)) if _is_like(value, parameter) else value
+                    for key, value in self._state[parameter].items()
+                }
+            self._wide[parameter] = wide
+        for group, parameters in zip(optimizer.param_groups, self._groups, strict=True):
+            group["params"] = [self._wide[parameter] for parameter in parameters]
+
+    @torch.no_grad()
+    def _take_back(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for parameter, wide in self._wide.items():
+            take_back(local(parameter), wide)
+            for key, value in optimizer.state.get(wide, {}).items():
+                kept = self._state[parameter]
+                if not _is_like(value, wide):
+                    kept[key] = value
+                    continue
+                if not _is_like(kept.get(key), parameter):
+                    kept[key] = torch.zeros_like(parameter, dtype=value.dtype)
+                take_back(local(kept[key]), value)
+        for group, parameters in zip(optimizer.param_groups, self._groups, strict=True):
+            group["params"] = parameters
+        optimizer.state, self._wide = self._state, {}
+
+
+def _is_like(value: Any, parameter: Tensor) -> bool:
+    return isinstance(value, Tensor) and value.shape == parameter.shape
 
 
 def own_lr_factor(config: Custom, step: int, steps: int) -> float:
@@ -91,16 +147,22 @@ def _check_parts(config: Config, choice: OwnOptimizer, in_layers: str) -> None:
     """Raise ConfigError for an optimizer that is not elementwise, where it would see parts of the
     model: it is tried on two tensors whole, and on the parts that two ranks would have."""
     if choice.exact_on_shards or getattr(import_object(choice.name), "exact_on_shards", False):
+        if config.exact:
+            reason = "not with numerics=exact: it asks other ranks for what it needs"
+            raise wrong("optimizer", choice, reason, "optimizer=adamw or numerics=fast")
         return
     everything, upper, lower = slice(0, 6), slice(0, 3), slice(3, 6)
     left, right = (everything, slice(0, 2)), (everything, slice(2, 4))
-    by_rows = [(upper, upper), (lower, lower)]
+    by_rows, by_tensors = [(upper, upper), (lower, lower)], [(everything, None), (None, everything)]
+    exact = "optimizer=adamw or numerics=fast"
     in_parts: list[tuple[str, Ranks, str]] = []
     if config.shards > 1:
         fix = f"replicate={config.dp}{' cp=1' * (config.cp > 1)}"
         in_parts.append(("the shards of two ranks", by_rows, fix))
     if config.pp > 1:
-        in_parts.append(("two stages", [(everything, None), (None, everything)], "pp=1"))
+        in_parts.append(("two stages", by_tensors, "pp=1"))
+    if config.exact:  # as all layouts that are to be equal
+        in_parts = [("the shards of two ranks", by_rows, exact), ("two stages", by_tensors, exact)]
     if in_layers:
         cuts = (by_rows, [(left, upper), (right, lower)])
         where = f"the parts of two {in_layers.partition('=')[0]} ranks"
@@ -108,18 +170,20 @@ def _check_parts(config: Config, choice: OwnOptimizer, in_layers: str) -> None:
     if not in_parts:
         return
     choice = replace(choice, lr=0.01)  # the smallest ones change nothing
-    whole = _tried("optimizer", choice, _trained, choice, [(everything, everything)])
+    whole = _tried("optimizer", choice, _trained, choice, [(everything, everything)], config.exact)
     updates = whole.diff(dim=0)
     # a last digit of the weights may differ where functions are computed of vectors
     allowed = (1e-3 * updates.abs().amax(1)).clamp(min=1e-6 * whole.abs().max())
     for where, ranks, fix in in_parts:
-        parts = _tried("optimizer", choice, _trained, choice, ranks)
+        parts = _tried("optimizer", choice, _trained, choice, ranks, config.exact)
         equal = (parts.diff(dim=0) - updates).abs().amax(1) <= allowed
         if not equal[updates.isfinite().all(1)].all():
-            reason = (
-                f"is not elementwise: it updates a model in {where} otherwise than a whole one (write "
-                "optimizer.exact_on_shards=true if it asks the other ranks for what it needs)"
-            )
+            reason = f"is not elementwise: it updates a model in {where} otherwise than a whole one"
+            if not config.exact:
+                reason += (
+                    " (write optimizer.exact_on_shards=true if it asks the other ranks for what it "
+                    "needs)"
+                )
             raise wrong("optimizer", choice, reason, fix)
 
 
@@ -127,7 +191,7 @@ def _check_parts(config: Config, choice: OwnOptimizer, in_layers: str) -> None:
 _STEPS = 210
 
 
-def _trained(choice: OwnOptimizer, ranks: Ranks) -> Tensor:
+def _trained(choice: OwnOptimizer, ranks: Ranks, exact: bool) -> Tensor:
     """A matrix and a vector of six rows, flat, before and after each of some steps; each rank has
     an optimizer of its own for the part of either that it holds."""
     generator = torch.Generator().manual_seed(0)
@@ -147,7 +211,7 @@ def _trained(choice: OwnOptimizer, ranks: Ranks) -> Tensor:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             matrices, vectors = ([held[at]] if at in held else [] for at in (0, 1))
-            optimizer = own_optimizer(choice, matrices, vectors)
+            optimizer = own_optimizer(choice, matrices, vectors, exact)
             for gradients, after in zip(steps, results[1:], strict=True):
                 for tensor, parameter in held.items():
                     parameter.grad = gradients[tensor][parts[tensor]].clone()
