@@ -121,6 +121,20 @@ def test_the_best_job_is_the_one_that_the_objective_says(tmp_path, value):
     assert table.best.job.number == (2 if OBJECTIVES[value] else 1)
 
 
+def test_a_job_that_failed_before_it_validated_has_no_validation_loss(tmp_path):
+    """Its training loss is not compared with the others' validation losses."""
+    write_spec(
+        tmp_path, SweepSpec(COMMAND, "val_loss", "", [Job(i, str(i), [], []) for i in (0, 1)])
+    )
+    for number, status in enumerate(("completed", "failed")):
+        log(
+            tmp_path / str(number),
+            [{"step": 1, "loss": 2.0, **({} if number else {"val_loss": 3.0})}],
+        )
+        done(tmp_path / str(number), status, "nan" * number)
+    assert [row.value for row in read_table(tmp_path).rows] == [3.0, None]
+
+
 def test_the_tasks_of_an_array_add_jobs_at_once_and_none_is_lost_or_twice(tmp_path):
     """Nor does a line that a killed task has torn take another with it."""
     write_spec(

@@ -23,7 +23,11 @@ SCRIPT = "</script><script>console.error('ran')</script><!--"
 
 def record(step: int, **more: Any) -> dict[str, Any]:
     numbers = {"loss": 10 / step, "grad_norm": 1.0, "lr": 1e-3, "tokens": 512 * step}
-    numbers |= {"tokens_per_second": 1e4, "memory_bytes": 400 << 20, "time": 1.7e9 + step}
+    numbers |= {
+        "tokens_per_second": 1e4 + step / 100,
+        "memory_bytes": 400 << 20,
+        "time": 1.7e9 + step,
+    }
     return {"step": step, **numbers, **more}
 
 
@@ -142,6 +146,9 @@ def test_a_browser_draws_curves_and_events_without_an_error(tmp_path: Path) -> N
         assert points == sorted(points), "steps go to the right"
         for kind in ("event saved", "event trouble", "event "):
             assert figure.count(f'class="{kind}"') >= 2, (name, kind)
+    for figure in re.findall(r"<figure.*?</figure>", body, re.DOTALL):
+        of_y = re.findall(r'<text [^>]*text-anchor="end">([^<]+)<', figure)
+        assert len({*of_y}) == len(of_y) > 1, f"neighbouring ticks have different labels: {of_y}"
     assert "rollback at step 15" in body and "optimizer.lr 0.001 -&gt; 0.0005" in body
     assert 'class="curve validation"' in body and body.count('class="job"') == 2
     assert body.count('class="span"') == 2 * 8, "two ranks of F and B of two microbatches"

@@ -29,7 +29,7 @@ from titanlike.config.files import open_regular
 from titanlike.driver.job import SWEEP_FILE
 from titanlike.launch.run_dir_lock import is_locked, try_lock
 from titanlike.metrics.run_files import ended_by_max_time, read_result
-from titanlike.metrics.summary import OBJECTIVES, Summary, objective_value, summarize
+from titanlike.metrics.summary import OBJECTIVES, Summary, summarize
 
 _LOCK_TIMEOUT = 10.0  # seconds
 
@@ -198,7 +198,7 @@ def read_job_rows(folder: Path, spec: SweepSpec, ended: Collection[int] = ()) ->
             status, error = "killed", "it ended without a word: no result.json"
         value = result.get("value") if status in ("completed", "stopped") else None
         if not isinstance(value, (int, float)):
-            value = objective_value(spec.value, summary) if spec.value in OBJECTIVES else None
+            value = getattr(summary, spec.value) if spec.value in OBJECTIVES else None
         shown = {key: values[key] for key in differ if key in values}
         seconds = result.get("seconds")
         rows.append(JobRow(job, run_dir, status, error, seconds, summary, value, shown))

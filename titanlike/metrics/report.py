@@ -233,6 +233,8 @@ def _events(path: Path) -> list[dict[str, Any]]:
         if isinstance(kind := event.get("event"), str):
             path_or_reason = f"by {event.get('by')}" if kind == "stop" else _text(event.get("path"))
             shown = {"step": event["step"], "event": kind, "time": _time(event)}
+            if kind == "redone" and is_number(event, "steps") and is_number(event, "seconds"):
+                path_or_reason = f"{event['steps']} steps, which took {event['seconds']:.1f} s"
             shown["text"] = _text(event.get("text")) or path_or_reason
             (saves if kind in ("saved", "saved_model") else others).append(shown)
     saves = saves[:: math.ceil(len(saves) / _EVENTS) or 1]
