@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, astuple, dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
@@ -103,6 +103,20 @@ class Checkpointer:
     def newest(self) -> int:
         """Step of the newest committed checkpoint; 0 for none."""
         return 0 if self._made_writer is None else self._made_writer.newest
+
+    @property
+    def committed(self) -> Collection[int]:
+        """Steps of the checkpoints that are there, also of a background save that has just ended.
+        On rank 0."""
+        return self._writer.saved.keys()
+
+    def hold(self, held: Callable[[], Collection[int]]) -> None:
+        """Keep the checkpoints of these steps, as long as they are named. On rank 0."""
+        self._writer.held = held
+
+    def tidy(self) -> None:
+        """Delete what was held, and is superseded. On rank 0."""
+        self._writer.tidy()
 
     def folder_of(self, step: int) -> Storage:
         """Where the checkpoint of a step is, or would be."""

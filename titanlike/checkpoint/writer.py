@@ -20,7 +20,7 @@ from __future__ import annotations
 import contextlib
 import pickle
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from math import isfinite
@@ -111,6 +111,8 @@ class CheckpointWriter:
         self.saved: dict[int, float | None] = {}
         self.failures: list[str] = []  # since the last save that succeeded
         self.newest = 0  # step of the newest committed checkpoint; 0 for none
+        # on rank 0: steps of checkpoints that another process reads, which stay until then
+        self.held: Callable[[], Collection[int]] = tuple
 
     def start(
         self,
@@ -270,7 +272,10 @@ class CheckpointWriter:
     def _delete_superseded(self) -> tuple[list[int], str]:
         """The steps that are deleted, and what went wrong. On rank 0, in the thread that saves."""
         deleted, problem = [], ""
+        held = self.held()
         for step in superseded(self.saved, self._settings):
+            if step in held:
+                continue
             try:
                 delete_checkpoint(self._folder.at(step_name(step)))
             except Exception as error:  # the new one is complete all the same

@@ -25,6 +25,7 @@ from titanlike.config.schema import Sample
 from titanlike.config.validate import value_problems
 from titanlike.device.choose import first_device
 from titanlike.generation.generate import LoadedModel, generate, load_model
+from titanlike.launch.environment import child_environment
 from titanlike.models.sampling import Sampling
 
 _GENERATE = """\
@@ -286,4 +287,4 @@ def _job(arguments: argparse.Namespace, job: str, words: list[str]) -> int:
     for key, name in named:
         print(imports_line(name, key), file=sys.stderr)
     command = [sys.executable, "-m", "titanlike", job, "--config-path", str(run)]
-    return subprocess.call([*command, *words])
+    return subprocess.call([*command, *words], env=child_environment())

@@ -61,6 +61,14 @@ def without_rank_variables(env: Mapping[str, str]) -> dict[str, str]:
     return {k: v for k, v in env.items() if k not in _NAMES and not k.startswith(_PREFIXES)}
 
 
+def child_environment() -> dict[str, str]:
+    """The variables of a process that runs `python -m titanlike`: it is no rank, and it imports
+    these very files, also where they are not what is installed."""
+    paths = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
+    env = without_rank_variables(os.environ)
+    return env | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+
+
 def interpreter() -> list[str]:
     """The command of Python with the options that this process was started with: -X, -W, -O, ..."""
     # as multiprocessing finds them

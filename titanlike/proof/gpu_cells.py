@@ -28,9 +28,8 @@ from typing import Any
 
 import yaml
 
-import titanlike
 from titanlike.config.schema import MESH_AXES
-from titanlike.launch.environment import without_rank_variables
+from titanlike.launch.environment import child_environment
 from titanlike.launch.heartbeat import read_beats
 from titanlike.launch.signals import die_with_parent
 from titanlike.metrics.summary import jsonl_records
@@ -249,12 +248,6 @@ def run_cell(cell: Cell, folder: Path) -> Outcome:
     return Outcome(status, text, seconds, output[-_TAIL:], " ".join(words), run.figures)
 
 
-def source_environment() -> dict[str, str]:
-    """The environment of a process that imports this titanlike, too."""
-    paths = [str(Path(titanlike.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-
-
 class Command:
     """`titanlike COMMAND ...` in a session of its own, its output in a file."""
 
@@ -267,7 +260,7 @@ class Command:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env=without_rank_variables(source_environment()) | {"WANDB_MODE": "disabled"},
+                env=child_environment() | {"WANDB_MODE": "disabled"},
                 start_new_session=True,
                 preexec_fn=partial(die_with_parent, os.getpid(), signal.SIGTERM),
             )

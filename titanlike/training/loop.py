@@ -67,7 +67,8 @@ def train(config: Config, worker: Worker) -> dict[str, Any]:
             value = objective_value(config.value, summarize(worker.run_dir))
     close_mesh()
     if session.evaluation is not None and not stopped:  # the other ranks have ended
-        session.evaluation.finish(session.checkpointer.newest)
+        session.evaluation.finish(session.checkpointer.committed)
+        session.checkpointer.tidy()
     if worker.rank == 0 and not stopped and config.checkpoint.export == "hf":
         _export(session)
     if not stopped:
@@ -217,7 +218,7 @@ def _complete(s: Session, record: dict[str, Any]) -> None:
     if s.data.progress is not None:
         record |= s.data.progress(record["step"] + s.progress.left_out)
     if s.evaluation is not None:
-        record |= s.evaluation.poll(s.checkpointer.newest)
+        record |= s.evaluation.poll(s.checkpointer.committed)
     s.log(record)
     s.worker.notify("step", record)
     s.checkpointer.poll()

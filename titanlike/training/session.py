@@ -164,6 +164,7 @@ def open_session(config: Config, worker: Worker) -> Iterator[Session]:
             from titanlike.training.side_evaluation import SideEvaluation
 
             evaluation = SideEvaluation(config, worker.run_dir, events)
+            checkpointer.hold(evaluation.steps)
         if isinstance(config.profile, MemoryProfile):
             from titanlike.training.profile import Profile
 

@@ -11,11 +11,14 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 from titanlike.checkpoint.discovery import checkpoint_folder, step_name
+from titanlike.checkpoint.storage import error_line
 from titanlike.config.schema import Config
+from titanlike.launch.environment import child_environment
 from titanlike.metrics.run_files import Events
 
 _KILLED = 10.0  # seconds for a process to end when it is killed
@@ -34,9 +37,14 @@ class SideEvaluation:
         """Evaluate the checkpoint of a step once it is committed."""
         self._wanted = step
 
-    def poll(self, newest: int) -> dict[str, float]:
-        """The numbers of an evaluation that has ended; starts the next one. newest: step of the
-        newest committed checkpoint."""
+    def steps(self) -> tuple[int, ...]:
+        """The checkpoints that are evaluated or wait for it; they must not be deleted."""
+        running = () if self._running is None else (self._running[0],)
+        return (*running, self._wanted)
+
+    def poll(self, committed: Collection[int]) -> dict[str, float]:
+        """The numbers of an evaluation that has ended; starts the next one. committed: steps of the
+        checkpoints that are there."""
         found: dict[str, float] = {}
         if self._running is not None:
             step, process, begin = self._running
@@ -44,19 +52,20 @@ class SideEvaluation:
             if late:
                 self._end(process)
             if (code := process.poll()) is not None:
-                self._running = None
                 found = self._report(step, code, late)
-        if self._running is None and 0 < self._wanted <= newest:
-            step, self._wanted = self._wanted, 0
+                self._running = None
+        if self._running is None and self._wanted in committed:
+            step = self._wanted
             self._running = step, self._start(step), time.monotonic()
+            self._wanted = 0
         return found
 
-    def finish(self, newest: int) -> None:
+    def finish(self, committed: Collection[int]) -> None:
         """Wait for what runs and what is wanted, `evaluate.timeout` for each at most."""
-        self.poll(newest)
+        self.poll(committed)
         while self._running is not None:
             time.sleep(0.1)
-            self.poll(newest)
+            self.poll(committed)
 
     def close(self) -> None:
         """End what runs."""
@@ -76,17 +85,24 @@ class SideEvaluation:
             words += ["--task-files", folder]
         self._log.parent.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, "-m", "titanlike", "evaluate", *words]
+        env = child_environment()
         with self._log.open("ab") as log:
-            return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+            return subprocess.Popen(
+                command, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log
+            )
 
     def _report(self, step: int, code: int, late: bool) -> dict[str, float]:
-        if code:
-            why = f"took more than {self._settings.timeout:g} s" if late else f"failed ({code})"
-            text = f"the evaluation of step {step} {why}: see {self._log}"
+        why = f"took more than {self._settings.timeout:g} s" if late else f"failed ({code})"
+        try:
+            if code:
+                raise ValueError(f"see {self._log}")
+            why = "has left no results"
+            written = self._folder().read(f"{step_name(step)}.evaluations.json")
+            results = json.loads(written)[-1]["results"]
+        except (OSError, ValueError) as error:  # training goes on
+            text = f"the evaluation of step {step} {why}: {error_line(error)}"
             self._events.log("evaluation_failed", step, text)
             return {}
-        written = self._folder().read(f"{step_name(step)}.evaluations.json")
-        results = json.loads(written)[-1]["results"]
         numbers = {
             f"task/{task}/{name}": float(value)
             for task, metrics in results.items()
