@@ -91,11 +91,12 @@ def test_a_layout_updates_groups_as_one_process_does(config: Config, tmp_path: P
             "model.norm.weight is matched by model.norm",
         ),
         ({"*up_proj*": ParameterGroup(optimizer="muon")}, "with optimizer=adamw there is no Muon"),
+        ({"lm_head*": NORMS}, "lm_head.weight is tied to model.embed_tokens.weight"),
         ({"*norm*": ParameterGroup(momentum=0.5)}, "momentum has no effect: its parameters are"),
     ],
 )
 def test_patterns_and_settings_without_an_effect_of_their_own_are_refused(
     groups: dict[str, ParameterGroup], said: str
 ) -> None:
-    (problem,) = preflight(tiny(layers=1, optimizer=AdamW(groups=groups)))
+    (problem,) = preflight(tiny(layers=1, tied=True, optimizer=AdamW(groups=groups)))
     assert problem.key.startswith("optimizer.groups.") and said in str(problem)

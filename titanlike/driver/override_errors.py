@@ -5,6 +5,7 @@ Every override that is proposed has been applied first (`Applied`): a proposal i
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -41,6 +42,10 @@ class Advice:
         reason = "not of the form key=value; a value with spaces or , : { } needs quotes"
         bare = value.rstrip(",;")  # copied from a list or from code
         tried = [[f"{key}={bare}"]] if bare != value else []
+        keys_alone = re.sub(r"""(['"])([^'",:{}\[\]\s]+)\1(?=\s*:)""", r"\2", value)  # as in JSON
+        tried += [[f"{key}={keys_alone}"]] if keys_alone != value else []
+        above = [name for name in self.known if key.startswith(f"{name}.")]  # a pattern is no key
+        tried += [[f"{name}={{{key[len(name) + 1 :]}:{value}}}"] for name in above]
         tried += [text.split(), [f"{key}={quoted(value)}"]]
         fix = next((words for words in tried if self.applied(words) == words), [])
         fix = fix or next(filter(None, map(self.applied, tried)), [])
@@ -187,7 +192,8 @@ def _shell(words: list[str]) -> str:
 
     def typed(word: str) -> str:
         try:
-            if shlex.split(word, comments=False) == [word]:
+            expanded = re.search(r"[*?]|\{.*,.*\}", word)
+            if shlex.split(word, comments=False) == [word] and not expanded:
                 return word
         except ValueError:
             pass

@@ -52,10 +52,15 @@ def group_problems(config: Config, model: nn.Module) -> list[Problem]:
     for pattern, updated_by in kinds.items():
         group = groups[pattern]
         if not updated_by:
-            names = [name for name, _ in model.named_parameters()]
-            like = nearest(pattern, names) or names[0]
-            fix = f"a pattern of names such as {like}"
-            problems.append(problem(pattern, "no parameter has such a name", fix))
+            first = {parameter: name for name, parameter in model.named_parameters()}
+            of_all = model.named_parameters(remove_duplicate=False)
+            tied = [(n, first[p]) for n, p in of_all if patterns_of(n, choice) == [pattern]]
+            like = nearest(pattern, first.values()) or next(iter(first.values()))
+            fix, reason = f"a pattern of names such as {like}", "no parameter has such a name"
+            if tied:
+                reason = f"{tied[0][0]} is tied to {tied[0][1]}, whose name is the one that counts"
+                fix = f"a pattern that matches {tied[0][1]}"
+            problems.append(problem(pattern, reason, fix))
         for key, value, fits in (
             ("betas", group.betas, {"adamw"}),
             ("momentum", group.momentum, {"sgd", "muon"}),

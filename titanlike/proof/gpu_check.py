@@ -26,9 +26,10 @@ from typing import Any
 
 from titanlike.config.files import atomic_write_text, make_new_folder
 from titanlike.config.program import argument_parser, exit_code
+from titanlike.launch.environment import child_environment
 from titanlike.metrics import units
 from titanlike.metrics.console import shorten
-from titanlike.proof.gpu_cells import KINDS, Cell, Outcome, plan, run_cell, source_environment
+from titanlike.proof.gpu_cells import KINDS, Cell, Outcome, plan, run_cell
 
 _END = "exit code: 0 everything passed, 1 something failed, 2 nothing could be run"
 
@@ -135,7 +136,7 @@ def _describe_machine() -> dict[str, Any]:
     # in a process of its own: this one must not hold memory on a GPU while cells run
     command = "from titanlike.device.memory import print_machine; print_machine()"
     done = subprocess.run(
-        [sys.executable, "-c", command], capture_output=True, text=True, env=source_environment()
+        [sys.executable, "-c", command], capture_output=True, text=True, env=child_environment()
     )
     if done.returncode:
         raise OSError(f"torch does not start here: {done.stderr.strip()[-500:]}")
