@@ -47,6 +47,19 @@ def test_each_second_of_two_launches_is_of_one_kind(tmp_path: Path) -> None:
     assert text.startswith("22.2% of 54 s in new steps; start 27.8%, down 27.8%, redone 7.4%")
 
 
+@pytest.mark.parametrize("steps, down, total", [(2, 0.0, 11), (3, 1000.0, 1011)])
+def test_the_time_until_a_run_that_was_done_is_continued_is_no_loss(
+    steps: int, down: float, total: float, tmp_path: Path
+) -> None:
+    lines(tmp_path / "metrics.jsonl", [record(1, 103), record(2, 105), record(3, 1110)])
+    starts = [{"step": 0, "time": 101, "began": 100, "config": {"steps": steps}}]
+    starts.append({"step": 2, "time": 1107, "began": 1105, "config": {"steps": 3}})
+    lines(tmp_path / STARTS, starts)
+    found = goodput(tmp_path, 1111.0)
+    assert found is not None
+    assert (found["down"], found["total"], found["steps"]) == (down, total, 6.0)
+
+
 def test_a_run_that_trained_nothing_and_a_result_of_an_older_version_have_none(
     tmp_path: Path,
 ) -> None:

@@ -9,7 +9,8 @@ redone    steps after the checkpoint that a launch resumed from, which were done
 start     from a launch's begin to its first step: processes, build, compiled blocks, loading
 compile   what the first step of a launch takes longer than the median: kernels, allocations
 save      stalls of training by saves; all of the save that a launch ends with, for which it waits
-down      from the last trace of a launch to the begin of the next: hang, failure, queue
+down      from the last trace of a launch to the begin of the next: hang, failure, queue; the time
+          after a launch that had done all its steps is of no kind, and not of the total
 other     all else: validation, samples, the end
 """
 
@@ -60,8 +61,11 @@ def goodput(run_dir: Path, end: float | None = None) -> dict[str, float] | None:
         for s in [*starts, {"time": last}]
     ]
     first = previous = launches[0][0]
-    for (began, opened), (following, _) in pairwise(launches):
+    pauses, complete, step = 0.0, False, 0  # of launches so far: after all steps, the last one's
+    for start, ((began, opened), (following, _)) in zip(starts, pairwise(launches), strict=True):
         began = max(began, previous)
+        if complete:
+            pauses, previous = pauses + began - previous, began
         lost = sum(e["seconds"] for e in redone if began <= e["time"] < following)
         seconds["down"] += max(0.0, began - previous - lost)
         done = [r for r in records if opened <= r["time"] <= following]
@@ -74,7 +78,9 @@ def goodput(run_dir: Path, end: float | None = None) -> dict[str, float] | None:
             own = [e for e in saves if e["step"] == ends[0] and ends[1] <= e["time"] <= following]
             seconds["save"] += sum(e["seconds"] for e in own)
         previous = max([opened, *(t for t in traces if opened <= t < following)])
-    total = max(last - first, sum(seconds.values()), 1e-9)
+        step, config = (done[-1]["step"] if done else step), start.get("config")
+        complete = isinstance(config, dict) and config.get("steps") == step
+    total = max(last - first - pauses, sum(seconds.values()), 1e-9)
     seconds["other"] = total - sum(seconds.values())
     return {**seconds, "total": total, "share": seconds["steps"] / total}
 
