@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -69,6 +70,27 @@ def test_the_average_is_that_of_torchs_averaged_model_and_not_of_skipped_steps(
 )
 def test_a_layout_keeps_the_average_of_one_process(config: Config, tmp_path: Path) -> None:
     assert_proven(config, tmp_path)
+
+
+@pytest.mark.parametrize("config", cells({"ZeRO 2": {}}, {"stateless": {"optimizer": Sgd()}}))
+def test_a_run_that_began_without_it_goes_on_with_an_average_of_its_weights(
+    config: Any, tmp_path: Path
+) -> None:
+    config = tiny(dp=2, fsdp=Fsdp(2), **AVERAGED, **config)
+    config = replace(config, checkpoint=replace(config.checkpoint, every=1, keep=0))
+    run_world(train, replace(config, steps=2, ema=Ema()), tmp_path)
+    run_world(train, config, tmp_path)
+    folders = [str(tmp_path / "checkpoints" / f"step-{step:08d}") for step in (3, 4, 4)]
+    loaded, last, average = (
+        ShardReader.open("RUN", folder, ema=ema)
+        for folder, ema in zip(folders, (False, False, True), strict=True)
+    )
+    assert config.ema.decay is not None
+    for name in last.entries(MODEL):
+        before, after, ema = (reader.whole(MODEL + name) for reader in (loaded, last, average))
+        expected = before.lerp(after, 1 - config.ema.decay)
+        torch.testing.assert_close(ema, expected, rtol=1e-6, atol=1e-7)
+        assert not torch.equal(ema, before) and not torch.equal(ema, after)
 
 
 @pytest.mark.parametrize(

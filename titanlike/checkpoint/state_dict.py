@@ -165,6 +165,11 @@ def load_run(
     for stage in stage_states:
         _optimizer_state(stage, stage.optimizers)  # allocates the state that is read into
     tensors = run_tensors(stage_states, copies=True)
+    averages = [name for name in tensors if _of_optimizer(name) and name.endswith(".ema")]
+    if any(name.endswith(".ema") for name in saved):
+        averages = []
+    for name in averages:  # which begin with the next update
+        del tensors[name]
     # a parameter that never had a gradient has no state in the checkpoint, and gets none here
     stateful = {_parameter(name) for name in saved if _of_optimizer(name)}
     for name in [name for name in tensors if name.startswith("optimizer.")]:
@@ -222,6 +227,8 @@ def load_run(
             if name not in stateful:
                 for optimizer in stage.optimizers:
                     optimizer.state.pop(parameter, None)
+            for optimizer in stage.optimizers if averages else ():
+                optimizer.state.get(parameter, {}).pop("ema", None)
 
 
 def _of_optimizer(name: str) -> bool:
