@@ -39,7 +39,9 @@ def test_tasks_without_a_checkpoint_or_a_name_are_refused(
     evaluate: Evaluate, saved: int, key: str
 ) -> None:
     config = tiny(evaluate=evaluate, checkpoint=Checkpoint(every=saved))
-    assert key in {problem.key for problem in problems(config)}
+    found = {problem.key: problem.fix for problem in problems(config)}
+    assert key in found
+    assert key == "evaluate.tasks" or found[key] == f"evaluate.every={saved}"
 
 
 @pytest.mark.slow

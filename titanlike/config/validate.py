@@ -221,8 +221,9 @@ RULES = (
     Rule("evaluate.tasks", lambda c: c.evaluate.every and not c.evaluate.tasks,
          "there is nothing to evaluate", "evaluate.tasks=[arc_easy]"),
     Rule("evaluate.every", lambda c: c.evaluate.every and (
-         not c.checkpoint.every or c.evaluate.every % c.checkpoint.every),
-         "tasks are evaluated of checkpoints: it is a multiple of checkpoint.every", "evaluate.every=0"),
+         not c.checkpoint.every or c.evaluate.every % c.checkpoint.every) and str(c.checkpoint.every),
+         "tasks are evaluated of checkpoints: it is a multiple of checkpoint.every",
+         "evaluate.every={0}"),
     Rule("sample.prompts", lambda c: c.sample.every and not c.sample.prompts,
          "there is nothing to continue", "sample.prompts=[def,import]"),
     Rule("sample.every", lambda c: c.sample.every and isinstance(c.data, SyntheticData),

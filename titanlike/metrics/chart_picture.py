@@ -31,6 +31,7 @@ _IDLE = "#f1f1f1"
 _INK = "#333333"
 _DPI = 110
 _WIDTH, _TALLEST = 14.0, 20.0  # inches: of a picture, and of its lines together
+_LINES = 8  # of one rank: all-gathers cut its actions into many short ones
 _ACTION = 15.0  # pixels that the shortest action should have
 _ROW, _MEMORY_ROW = 0.34, 0.22  # inches
 
@@ -64,6 +65,7 @@ def picture(chart: Chart, kind: str, title: str = "") -> bytes:
     if lengths:
         usual = lengths[len(lengths) // 3] or chart.seconds  # some stages may be empty
         wanted = math.ceil(_ACTION * chart.seconds / usual / (_WIDTH * _DPI))
+        wanted = min(wanted, _LINES) if ranks == 1 else wanted
         lines = max(1, min(wanted, int(_TALLEST / sum(heights))))
     figure = Figure(
         figsize=(_WIDTH, 1.3 + lines * sum(heights)),
