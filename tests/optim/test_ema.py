@@ -25,6 +25,7 @@ from titanlike.config.schema import (
     Ema,
     Fsdp,
     Muon,
+    OwnOptimizer,
     Sgd,
     Validation,
 )
@@ -37,9 +38,29 @@ AVERAGED = {"ema": Ema(0.6), "layers": 2, "steps": 4, "validation": Validation(2
 AVERAGED |= {"checkpoint": Checkpoint(every=2), "lr": ConstantLr(warmup=0)}
 
 
-@pytest.mark.parametrize("choice", [AdamW(), AdamW(state_dtype="bf16"), Sgd(), Muon()])
+class Extending(torch.optim.SGD):
+    """Calls the step of the class that it extends, of which there is an instance, too."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        torch.optim.SGD([torch.zeros(1)])
+        super().__init__(parameters, lr=lr)
+
+    def step(self, closure: None = None) -> None:
+        super().step(closure)
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        AdamW(),
+        AdamW(state_dtype="bf16"),
+        Sgd(),
+        Muon(),
+        OwnOptimizer(f"{__name__}.Extending", lr=0.01),
+    ],
+)
 def test_the_average_is_that_of_torchs_averaged_model_and_not_of_skipped_steps(
-    choice: AdamW | Sgd | Muon,
+    choice: AdamW | Sgd | Muon | OwnOptimizer,
 ) -> None:
     config = tiny(layers=1, optimizer=choice, ema=Ema(0.6))
     model = build_model(resolve_model(config)).to_empty(device="cpu")

@@ -8,14 +8,14 @@ skipped, and a parameter that no rank's backward reached, leave it as it is.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from titanlike.optim.fused import SkippingOptimizer
+from titanlike.optim.fused import SkippingOptimizer, around_step
 from titanlike.optim.optimizer import StageState
 from titanlike.torch_private.dtensor import local
 
@@ -25,8 +25,12 @@ KEY = "ema"
 def keep_average(optimizer: torch.optim.Optimizer, decay: float) -> None:
     """Average the parameters of an optimizer, after each of its steps."""
 
+    def step_and_average(step: Callable[[], object]) -> None:
+        step()
+        average()
+
     @torch.no_grad()
-    def average(*_: Any) -> None:
+    def average() -> None:
         for parameter in (p for group in optimizer.param_groups for p in group["params"]):
             if parameter.grad is None:
                 continue
@@ -40,7 +44,7 @@ def keep_average(optimizer: torch.optim.Optimizer, decay: float) -> None:
             share: Any = 1 - decay if skip is None else (1 - decay) * (1 - skip)
             local(state[KEY]).lerp_(local(parameter), share)
 
-    optimizer.register_step_post_hook(average)
+    around_step(optimizer, step_and_average)
 
 
 @contextmanager

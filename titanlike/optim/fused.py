@@ -75,6 +75,15 @@ def step_unless(
         optimizer.step()
 
 
+def around_step(
+    optimizer: torch.optim.Optimizer, around: Callable[[Callable[[], object]], object]
+) -> None:
+    """Let `around(step)` be called in place of an optimizer's `step`. torch's hooks of a step run
+    twice where a class calls the step of the one that it extends."""
+    step = optimizer.step
+    vars(optimizer)["step"] = lambda closure=None: around(step)  # None: of DCP
+
+
 def select(skip: Tensor | None, old: Tensor, new: Tensor) -> None:
     """Give `old` the values of `new` unless a flag says skip; in place."""
     old.copy_(new if skip is None else torch.where(skip > 0, old, new))

@@ -14,6 +14,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -23,7 +24,7 @@ from torch import Tensor, nn
 from titanlike.config.errors import ConfigError, Problem, nearest, override_text
 from titanlike.config.imports import import_object
 from titanlike.config.schema import Config, Custom, OwnOptimizer
-from titanlike.optim.fused import padded, take_back
+from titanlike.optim.fused import around_step, padded, take_back
 from titanlike.torch_private.dtensor import local
 
 # of each: what it has of a matrix and of a vector; None = nothing
@@ -43,50 +44,43 @@ def own_optimizer(
         groups += [{"params": vectors, "weight_decay": 0.0}] if vectors else []
     made = import_object(config.name)(groups or [{"params": []}], lr=config.lr, **config.args)
     if exact:
-        WholeRegisters(made)
+        around_step(made, partial(_step_on_whole_registers, made))
     return made
 
 
-class WholeRegisters:
-    """Lets an elementwise optimizer update tensors that fill the vector registers of a CPU, for
-    numerics=exact: a shard's weights, gradients and state, those that do not with more rows."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        optimizer.register_step_pre_hook(self._widen)
-        optimizer.register_step_post_hook(self._take_back)
-
-    def _widen(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        self._groups = [group["params"] for group in optimizer.param_groups]
-        self._state, optimizer.state = optimizer.state, defaultdict(dict)
-        self._wide: dict[nn.Parameter, nn.Parameter] = {}
-        for parameter in chain(*self._groups):
-            wide = nn.Parameter(padded(local(parameter.detach())), parameter.requires_grad)
-            if parameter.grad is not None:
-                wide.grad = padded(local(parameter.grad))
-            if parameter in self._state:
-                optimizer.state[wide] = {
-                    key: padded(local(value)) if _is_like(value, parameter) else value
-                    for key, value in self._state[parameter].items()
-                }
-            self._wide[parameter] = wide
-        for group, parameters in zip(optimizer.param_groups, self._groups, strict=True):
-            group["params"] = [self._wide[parameter] for parameter in parameters]
-
-    @torch.no_grad()
-    def _take_back(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        for parameter, wide in self._wide.items():
-            take_back(local(parameter), wide)
-            for key, value in optimizer.state.get(wide, {}).items():
-                kept = self._state[parameter]
-                if not _is_like(value, wide):
-                    kept[key] = value
+def _step_on_whole_registers(optimizer: torch.optim.Optimizer, step: Callable[[], object]) -> None:
+    """Let an elementwise optimizer update tensors that fill the vector registers of a CPU: a
+    shard's weights, gradients and state, those that do not with more rows."""
+    groups, state = [group["params"] for group in optimizer.param_groups], optimizer.state
+    wide: dict[nn.Parameter, nn.Parameter] = {}
+    optimizer.state = defaultdict(dict)
+    for parameter in chain(*groups):
+        wide[parameter] = other = nn.Parameter(
+            padded(local(parameter.detach())), parameter.requires_grad
+        )
+        if parameter.grad is not None:
+            other.grad = padded(local(parameter.grad))
+        if parameter in state:
+            optimizer.state[other] = {
+                key: padded(local(value)) if _is_like(value, parameter) else value
+                for key, value in state[parameter].items()
+            }
+    for group, parameters in zip(optimizer.param_groups, groups, strict=True):
+        group["params"] = [wide[parameter] for parameter in parameters]
+    step()
+    with torch.no_grad():
+        for parameter, other in wide.items():
+            take_back(local(parameter), other)
+            for key, value in optimizer.state.get(other, {}).items():
+                if not _is_like(value, other):
+                    state[parameter][key] = value
                     continue
-                if not _is_like(kept.get(key), parameter):
-                    kept[key] = torch.zeros_like(parameter, dtype=value.dtype)
-                take_back(local(kept[key]), value)
-        for group, parameters in zip(optimizer.param_groups, self._groups, strict=True):
-            group["params"] = parameters
-        optimizer.state, self._wide = self._state, {}
+                if not _is_like(state[parameter].get(key), parameter):
+                    state[parameter][key] = torch.zeros_like(parameter, dtype=value.dtype)
+                take_back(local(state[parameter][key]), value)
+    for group, parameters in zip(optimizer.param_groups, groups, strict=True):
+        group["params"] = parameters
+    optimizer.state = state
 
 
 def _is_like(value: Any, parameter: Tensor) -> bool:
