@@ -52,10 +52,10 @@ class ShardedGradients:
             gradients.append(gradient)
         return gradients
 
-    @torch.no_grad()
     def flat(self, gradients: Sequence[Tensor | None], shards: int, at: Sequence[int]) -> Tensor:
         """Gradients as they are sharded: fp32 [shards * part], each shard's together; where there
-        is none, and between them, -0.0, which added to any number leaves it as it is.
+        is none, and between them, -0.0, which added to any number leaves it as it is. Without
+        autograd, which sums of a stage are made without (`parallel/exact.py`).
 
         at: of each the parameter that it is of.
         """
