@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
+from functools import cached_property, partial
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
@@ -245,19 +245,28 @@ class Grains:
         self.shard_group = shard.get_group()
         self.replicate_group = mesh.axes.get_group("replicate")
 
-    def of_rank(self, rank: int, microbatch: int) -> list[int]:
-        """The leaves of a microbatch of a rank of this replica."""
-        return self._leaves(self.replica * self.shards + rank, microbatch)
-
     def mine(self, microbatch: int) -> list[int]:
-        """Those of this rank."""
-        return self.of_rank(self._rank, microbatch)
+        """The leaves of a microbatch of this rank."""
+        return self._leaves(self.replica * self.shards + self._rank, microbatch)
 
+    # each is the same in every step, and for all groups of parameters
+
+    @cached_property
+    def microbatch_keys(self) -> list[list[list[Key]]]:
+        """Of each microbatch: nodes of each rank of this replica, once it has added its leaves."""
+        ranks = range(self.replica * self.shards, (self.replica + 1) * self.shards)
+        return [
+            [keys_of(self.all, self._leaves(rank, microbatch)) for rank in ranks]
+            for microbatch in range(self._count)
+        ]
+
+    @cached_property
     def rank_keys(self) -> list[list[Key]]:
         """Nodes of each rank of this replica, once it has added all of its leaves."""
         begin = self.replica * self.shards
         return [self._keys([begin + rank]) for rank in range(self.shards)]
 
+    @cached_property
     def replica_keys(self) -> list[list[Key]]:
         """Nodes of each replica."""
         begins = range(0, self.replicas * self.shards, self.shards)
@@ -473,11 +482,8 @@ class _ShardedSum(_Sum):
         self._exchange_grain(microbatch)
 
     def _exchange_grain(self, microbatch: int) -> None:
-        grains = self._grains
-        each = [grains.of_rank(rank, microbatch) for rank in range(grains.shards)]
-        keys = [keys_of(grains.all, leaves) for leaves in each]
         # they are on their way while the next group's backward runs
-        arrive = self._exchange(self._tree.take(), keys)
+        arrive = self._exchange(self._tree.take(), self._grains.microbatch_keys[microbatch])
         self._stage.arrive()
         self._stage.arrive = arrive
 
@@ -499,7 +505,7 @@ class _ShardedSum(_Sum):
             return
         grains = self._grains
         if self._zero == 1 and grains.cp == 1:
-            self._exchange(self._tree.take(), grains.rank_keys())()
+            self._exchange(self._tree.take(), grains.rank_keys)()
         nodes = self._part.take()
         (some, *_) = nodes.values()
         size = some.numel()
@@ -507,7 +513,7 @@ class _ShardedSum(_Sum):
             padding = -size % grains.replicas
             padded = {k: torch.nn.functional.pad(node, (0, padding)) for k, node in nodes.items()}
             mine: SumTree[Tensor] = SumTree(grains.all, Tensor.add_)
-            sum_over(padded, mine, grains.replica_keys(), grains.replicate_group)
+            sum_over(padded, mine, grains.replica_keys, grains.replicate_group)
             piece = mine.root()
             total = piece.new_empty(size + padding)
             dist.all_gather_into_tensor(total, piece, group=grains.replicate_group)
