@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, TypeGuard
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -47,7 +48,9 @@ def traced_collective(operation: str, x: Tensor, dim: int, group: dist.ProcessGr
     if operation == "all_reduce":
         result = functional.all_reduce(x, "sum", group)
     elif operation == "all_gather":
-        result = functional.all_gather_tensor(x.contiguous(), dim, group)
+        # along dim 0, then moved here: with another dim torch 2.11 breaks the graph
+        result = functional.all_gather_tensor(x.contiguous(), 0, group)
+        return torch.cat(functional.wait_tensor(result).chunk(group.size()), dim)
     elif operation == "all_to_all":
         result = functional.all_to_all_single(x.contiguous(), None, None, group)
     else:
