@@ -26,6 +26,7 @@ from titanlike.launch.environment import import_path, workers_environment
 from titanlike.launch.local import WorkerProcesses, scratch_folder
 from titanlike.launch.signals import StopRequest
 from titanlike.launch.worker import Job
+from titanlike.torch_private import accelerator
 
 
 @pytest.mark.parametrize("torchrun", [0, *slow(1)])
@@ -193,15 +194,17 @@ def test_workers_that_do_not_end_are_killed_with_what_they_have_started(
     until(lambda: not any(map(is_running, [*parents, *pids])), 10)
 
 
-def test_a_rank_that_cannot_be_forked_is_a_process_of_its_own(
+def test_a_rank_whose_fork_cannot_use_the_gpu_imports_for_itself(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    """An import may have called the driver before the fork."""
     monkeypatch.setenv("WORLD_SIZE", "1")
-    job = Job("support.launch_jobs.hello", tiny(seed=7), tmp_path / "run", [])
+    monkeypatch.setattr(accelerator, "in_bad_fork", lambda: True)
+    job = Job("support.launch_jobs.is_forked", tiny(), tmp_path / "run", [])
     (tmp_path / "job.json").write_text(job.to_json())
-    pid = local._spawn_rank(str(tmp_path), 0, {signal.SIGTERM: signal.SIG_DFL})
+    pid = local._fork_rank(str(tmp_path), 0, {signal.SIGTERM: signal.SIG_DFL})
     assert os.waitpid(pid, 0)[1] == 0
-    assert json.loads((tmp_path / "result.json").read_text()) == {"value": 7.0}
+    assert json.loads((tmp_path / "result.json").read_text()) == {"value": 0.0}
 
 
 def is_running(pid: int) -> bool:

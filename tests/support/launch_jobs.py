@@ -20,6 +20,11 @@ def hello(config, worker):
     return {"value": float(config.seed)}
 
 
+def is_forked(config, worker):
+    """Whether this process has what a test has imported."""
+    return {"value": float("_pytest" in sys.modules)}
+
+
 def rank_0_fails_late(config, worker):
     """All ranks fail, rank 0 after the others have stopped waiting; it ignores SIGTERM."""
     (worker.run_dir / f"begun{worker.rank}").touch()

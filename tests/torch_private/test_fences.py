@@ -569,6 +569,13 @@ def test_the_history_of_memory_has_no_public_name() -> None:
     assert not hasattr(memory, "record_memory_history") and not hasattr(memory, "dump_snapshot")
 
 
+def test_whether_a_fork_can_use_the_accelerator_has_no_public_name() -> None:
+    """Once it has, `in_bad_fork` may use it."""
+    for module in (torch.cuda, torch.xpu):
+        assert callable(module._is_in_bad_fork) and not hasattr(module, "is_in_bad_fork")
+    assert not [name for name in dir(torch.accelerator) if "fork" in name]
+
+
 def test_torchs_norm_of_gradients_does_not_say_of_which() -> None:
     """If it does, `tensors.norms` may go."""
     gradients = [torch.ones(4), torch.tensor([math.nan])]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import gzip
 import json
 import pickle
+import subprocess
+import sys
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +15,7 @@ from unittest import mock
 
 import pytest
 
+from support.commands import TINY
 from support.models import tiny
 from support.records import numbers
 from support.saved_runs import events
@@ -202,10 +205,11 @@ def test_a_folder_that_cannot_be_written_is_told_and_the_run_goes_on(tmp_path: P
 
 @pytest.mark.gpu
 def test_on_a_gpu_a_trace_has_kernels_and_the_memory_is_a_snapshot(tmp_path: Path) -> None:
-    config = short(device="cuda")
-    run_world(train, config, tmp_path / "trace")
+    for kind in ("trace", "memory"):  # processes of their own: no fork of this one starts CUDA
+        words = [f"profile={kind}", "profile.steps=[2,3]", "steps=4", "device=cuda"]
+        command = [sys.executable, "-m", "titanlike", "train", *TINY, *words]
+        subprocess.run([*command, f"run_dir={tmp_path / kind}"], check=True, timeout=120)
     assert any(e.get("cat") == "kernel" for e in events_of(trace_of(tmp_path / "trace", 0)))
-    run_world(train, replace(config, profile=MemoryProfile(steps=[2, 3])), tmp_path / "memory")
     (path,) = (tmp_path / "memory" / "profile").iterdir()
     snapshot = pickle.loads(path.read_bytes())
     assert snapshot["segments"] and any(snapshot["device_traces"])

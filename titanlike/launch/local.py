@@ -13,6 +13,7 @@ other user can open.
    while the driver still checks the config (`PrestartedWorkers`): one import for all ranks.
 2. Once the job is in the folder that it shares with the driver, it forks a process for each rank
    (`serve`). It has started no device, no thread pool and no process group: these are the ranks'.
+   Where an import has called the driver of the GPUs, a rank's process imports for itself.
 3. The server writes into the same folder how its children end. When one fails, the driver sends
    SIGTERM to the others, later SIGKILL.
 
@@ -242,9 +243,7 @@ def serve(scratch: str, driver: int, function: str, count: int) -> NoReturn:
     # a cluster sends these to every process of a job: the ranks decide when to end
     handlers = {signum: signal.signal(signum, signal.SIG_IGN) for signum in _SIGNALS}
     with no_garbage_collection():
-        from titanlike.torch_private.accelerator import started  # and torch, which each rank needs
-
-        importlib.import_module("torch.distributed.pipelining")  # and FSDP, as several do
+        importlib.import_module("torch.distributed.pipelining")  # and FSDP, as several ranks do
 
         if function.startswith("titanlike."):  # a user's code only once its config has been checked
             with contextlib.suppress(ImportError):  # raised and reported where the job is loaded
@@ -255,11 +254,9 @@ def serve(scratch: str, driver: int, function: str, count: int) -> NoReturn:
             time.sleep(_JOB_POLL)
         events = os.open(folder / "ranks", os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
         gc.freeze()  # what is imported is garbage in no rank, and its memory stays shared
-        # not once an import, as that of a plugin of torch, has initialized an accelerator
-        start = _fork_rank if started() is None else _spawn_rank
         ranks: dict[int, int] = {}
         for rank in range(count):
-            pid = start(scratch, rank, handlers)
+            pid = _fork_rank(scratch, rank, handlers)
             ranks[pid] = rank
             os.write(events, b"began %d %d\n" % (rank, pid))
     while ranks:
@@ -271,6 +268,8 @@ def serve(scratch: str, driver: int, function: str, count: int) -> NoReturn:
 
 def _fork_rank(scratch: str, rank: int, handlers: Mapping[signal.Signals, Any]) -> int:
     """The process id of a child that is a rank of the job; handlers: of its signals."""
+    from titanlike.torch_private.accelerator import in_bad_fork  # late, as torch
+
     server = os.getpid()
     signal.pthread_sigmask(signal.SIG_BLOCK, handlers)  # none is lost before the child has handlers
     with warnings.catch_warnings():
@@ -284,18 +283,14 @@ def _fork_rank(scratch: str, rank: int, handlers: Mapping[signal.Signals, Any]) 
         return pid
     os.setsid()
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+    if in_bad_fork():  # then this process imports for itself
+        os.execv(
+            sys.executable, _python(sys.path, "rank_main", f"rank_main({scratch!r}, {server})")
+        )
     random.seed()  # global generators differ between processes, unless somebody seeds them
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()
     rank_main(scratch, server)
-
-
-def _spawn_rank(scratch: str, rank: int, handlers: Mapping[signal.Signals, Any]) -> int:
-    """The same of a process that imports for itself."""
-    command = _python(sys.path, "rank_main", f"rank_main({scratch!r}, {os.getpid()})")
-    env = os.environ | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-    defaults = [signum for signum, handler in handlers.items() if handler != signal.SIG_IGN]
-    return os.posix_spawn(sys.executable, command, env, setsid=True, setsigdef=defaults)
 
 
 def _python(path: list[str], function: str, call: str) -> list[str]:

@@ -19,6 +19,19 @@ def started() -> torch.device | None:
     return torch.device(found.type, torch.accelerator.current_device_index())
 
 
+def in_bad_fork() -> bool:
+    """Whether this process was forked from one that had called its accelerator's driver.
+
+    Symptom: "Cannot re-initialize CUDA in forked subprocess". A process need not have initialized
+    CUDA for it: `torch.cuda.is_available()` is enough, which libraries ask when they are imported.
+    torch has no public function for it.
+    Test: `test_fences.py::test_whether_a_fork_can_use_the_accelerator_has_no_public_name`.
+    """
+    found = torch.accelerator.current_accelerator()
+    asked = found and getattr(torch.get_device_module(found), "_is_in_bad_fork", None)
+    return bool(asked and asked())
+
+
 def use_expandable_segments() -> None:
     """Do as PYTORCH_ALLOC_CONF=expandable_segments:True does; before or after the first allocation.
 
