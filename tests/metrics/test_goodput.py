@@ -39,7 +39,7 @@ def test_each_second_of_two_launches_is_of_one_kind(tmp_path: Path) -> None:
     lines(tmp_path / "events.jsonl", [early, redone, last])
     found = goodput(tmp_path, 154.0)
     assert found is not None
-    expected = {"steps": 12, "redone": 4, "start": 15, "compile": 3, "save": 1.75, "down": 15}
+    expected = {"steps": 12, "redone": 4, "start": 15, "first_step": 3, "save": 1.75, "down": 15}
     expected |= {"other": 3.25, "total": 54}
     assert {key: found[key] for key in expected} == pytest.approx(expected)
     assert found["share"] == pytest.approx(12 / 54)

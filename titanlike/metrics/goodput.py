@@ -3,15 +3,15 @@ went. Read from the run's own files; imports no torch.
 
 Seconds of each kind, of all launches of the run together:
 
-steps     of the records of metrics.jsonl, whose work the run still has; of the first of a launch
-          what a later one takes
-redone    steps after the checkpoint that a launch resumed from, which were done again
-start     from a launch's begin to its first step: processes, build, compiled blocks, loading
-compile   what the first step of a launch takes longer than the median: kernels, allocations
-save      stalls of training by saves; all of the save that a launch ends with, for which it waits
-down      from the last trace of a launch to the begin of the next: hang, failure, queue; the time
-          after a launch that had done all its steps is of no kind, and not of the total
-other     all else: validation, samples, the end
+steps      of the records of metrics.jsonl, whose work the run still has; of the first of a launch
+           what a later one takes
+redone     steps after the checkpoint that a launch resumed from, which were done again
+start      from a launch's begin to its first step: processes, build, compiled blocks, loading
+first_step what the first step of a launch takes longer than the median: kernels, memory
+save       stalls of training by saves; all of the save that a launch ends with, for which it waits
+down       from the last trace of a launch to the begin of the next: hang, failure, queue; the time
+           after a launch that had done all its steps is of no kind, and not of the total
+other      all else: validation, samples, the end
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 from titanlike.metrics.run_files import STARTS
 from titanlike.metrics.summary import is_number, jsonl_records
 
-KINDS = ("steps", "redone", "start", "compile", "save", "down", "other")
+KINDS = ("steps", "redone", "start", "first_step", "save", "down", "other")
 _MOST = 256 << 20  # bytes of metrics.jsonl: reading more would delay the end of a run
 
 
@@ -71,7 +71,7 @@ def goodput(run_dir: Path, end: float | None = None) -> dict[str, float] | None:
         done = [r for r in records if opened <= r["time"] <= following]
         if done:
             excess = max(0.0, done[0]["step_seconds"] - usual)
-            seconds["compile"] += excess
+            seconds["first_step"] += excess
             seconds["steps"] += sum(r["step_seconds"] for r in done) - excess
             seconds["start"] += max(0.0, done[0]["time"] - done[0]["step_seconds"] - began)
             ends = done[-1]["step"], done[-1]["time"]  # the stall of its save is in no record
@@ -91,6 +91,8 @@ def goodput_text(found: Any) -> str:
     if not isinstance(found, dict) or not all(is_number(found, k) for k in (*KINDS, "total")):
         return ""
     rest = [(k, found[k] / found["total"]) for k in KINDS[1:] if found[k] >= 0.001 * found["total"]]
-    shares = ", ".join(f"{kind} {share:.1%}" for kind, share in sorted(rest, key=lambda x: -x[1]))
+    shares = ", ".join(
+        f"{kind.replace('_', ' ')} {share:.1%}" for kind, share in sorted(rest, key=lambda x: -x[1])
+    )
     steps = f"{found['steps'] / found['total']:.1%} of {found['total']:.0f} s in new steps"
     return f"{steps}; {shares}" if shares else steps
