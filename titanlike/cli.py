@@ -116,9 +116,14 @@ LISTED = {  # in --help
 
 def run(command: str | None = None) -> NoReturn:
     """`main` of a process that has nothing to do after it, which then ends a second earlier."""
-    from titanlike.launch.process_end import run_as_process
+    code: ExitCode = 0
+    try:
+        main(command)
+    except SystemExit as end:
+        code = end.code
+    from titanlike.launch.process_end import leave
 
-    run_as_process(lambda: main(command))
+    leave(code)
 
 
 def main(command: str | None = None) -> None:

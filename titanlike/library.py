@@ -50,7 +50,8 @@ from titanlike.graph.recording import tree_flatten, tree_map
 from titanlike.launch.environment import RestartState, adopt_slurm, is_restart
 from titanlike.launch.failures import JobFailed
 from titanlike.launch.local import PrestartedWorkers
-from titanlike.launch.worker import Worker, barrier, in_words
+from titanlike.launch.rendezvous import barrier, in_words
+from titanlike.launch.worker import Worker
 from titanlike.metrics.run_files import Events
 from titanlike.optim.loss import OutputError, logits_of
 from titanlike.torch_private.process_groups import default_store

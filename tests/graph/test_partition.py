@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from titanlike.config.schema import BalanceSplit, EvenSplit, PointSplit
-from titanlike.graph.partition import SplitError, Unit, even_sizes, partition
+from titanlike.graph.partition import SplitError, even_sizes, partition
+from titanlike.graph.units import Unit
 
 
 def llama(blocks: int) -> list[Unit]:

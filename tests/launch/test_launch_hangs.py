@@ -39,8 +39,9 @@ from titanlike.launch.failures import (
     write_failure,
 )
 from titanlike.launch.heartbeat import Beat, explain, heartbeat_path
+from titanlike.launch.rendezvous import barrier
 from titanlike.launch.watchdog import Watchdog
-from titanlike.launch.worker import Worker, barrier
+from titanlike.launch.worker import Worker
 
 HANGS = Launch(timeout=60, step_timeout=2, heartbeat=1)
 

@@ -21,8 +21,9 @@ from support.waiting import until
 from support.world import run_world
 from titanlike.config.schema import Config
 from titanlike.distributed.mesh import open_mesh
+from titanlike.launch.rendezvous import BarrierTimeout, barrier, start_together
 from titanlike.launch.torchrun import start_id
-from titanlike.launch.worker import BarrierTimeout, Worker, barrier, start_together
+from titanlike.launch.worker import Worker
 
 MACHINE = 4  # ranks of one
 
@@ -90,7 +91,7 @@ def start(world_size: int, store: Counted, rank: int) -> tuple[str, int]:
     def everywhere(name: str, message: str = "", listens: bool = False) -> dict[int, str]:
         return counted(barrier(worker, name, 100, message, listens))
 
-    processes = counted(start_together(worker, f"machine {rank // MACHINE}", 100))
+    processes = counted(start_together(worker, 100, f"machine {rank // MACHINE}"))
     assert processes == [os.getpid()] * MACHINE, "those on this machine alone"
     assert everywhere("data") == {}
     compiled = everywhere("compile", f"compiled {rank}", listens=rank == 0)

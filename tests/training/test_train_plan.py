@@ -20,6 +20,7 @@ from titanlike.config.schema import (
     Config,
     ConstantLr,
     Custom,
+    EvenSplit,
     Fsdp,
     Model,
     Schedule,
@@ -27,7 +28,9 @@ from titanlike.config.schema import (
 )
 from titanlike.driver.checks import problems
 from titanlike.graph.cut import message
+from titanlike.graph.partition import partition
 from titanlike.parallel.tp import tensor_parallel as tensor_draft
+from titanlike.pipeline.from_config import build_order, derive_microbatches
 from titanlike.training.preflight import preflight
 from titanlike.training.report import epochs, warmup
 from titanlike.training.train_plan import make_plan
@@ -48,6 +51,15 @@ def test_a_405b_model_is_drafted_in_seconds() -> None:
     assert plan.whole_numel == pytest.approx(405.9e9, rel=1e-3)
     biggest = max(plan.stage_numel(stage) for stage in range(16))
     assert biggest < 1.1 * plan.whole_numel / 16
+
+
+@pytest.mark.parametrize("asked", [None, 1, 3])
+def test_one_stage_accumulates_gradients_in_the_order_of_1f1b(asked: int | None) -> None:
+    schedule = Schedule("1f1b", asked)
+    plan = make_plan(tiny(batch_size=6, schedule=schedule))
+    count, why = (asked, "asked for") if asked else derive_microbatches(schedule, 1, 6)
+    assert (plan.order, plan.why_microbatches) == (build_order(schedule, 1, count), why)
+    assert plan.stages == partition(plan.model_graph.units, EvenSplit(), 1)
 
 
 def named(name: str = "llama", **sizes: object) -> Config:

@@ -29,7 +29,8 @@ from titanlike.device import accelerator
 from titanlike.distributed.mesh import Mesh
 from titanlike.distributed.sharding import StateBytes
 from titanlike.graph.model_graph import ModelGraph
-from titanlike.graph.partition import INFINITE, Unit, lightest_parts, partition
+from titanlike.graph.partition import INFINITE, lightest_parts, partition
+from titanlike.graph.units import Unit
 from titanlike.metrics.timeline_file import Timeline, read_timeline, stage_seconds
 from titanlike.optim.loss import Loss
 from titanlike.pipeline.order import Order

@@ -12,10 +12,9 @@ from torch import Tensor, nn
 
 from titanlike.config.errors import Problem
 from titanlike.graph.cut import StageGraph, cut, same_messages, start_offsets
-from titanlike.graph.partition import Unit
 from titanlike.graph.record_forward import record_forward
 from titanlike.graph.recording import Recording, UnknownTokens, with_values
-from titanlike.graph.units import find_units
+from titanlike.graph.units import Unit, find_units
 
 if TYPE_CHECKING:  # imported where a rank has a part of every sequence
     from titanlike.graph.sequence_shard import SequenceShard

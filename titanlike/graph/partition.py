@@ -10,20 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from titanlike.config.errors import Refused, nearest, override_text
 from titanlike.config.schema import BalanceSplit, EvenSplit, PointSplit
 
-if TYPE_CHECKING:  # imported where parts are weighed
-    import numpy as np
+if TYPE_CHECKING:
+    import numpy as np  # where parts are weighed
 
-
-class Unit(NamedTuple):
-    """A module that is never cut, by its name in the model, such as "layers.3"."""
-
-    name: str
-    block: bool  # one of the repeated layers, which split=even and split.balance count
+    from titanlike.graph.units import Unit
 
 
 class SplitError(Refused):

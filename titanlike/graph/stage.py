@@ -10,8 +10,8 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 
 from titanlike.graph.cut import StageGraph
-from titanlike.graph.partition import Unit
 from titanlike.graph.recording import DEVICE, Node, tree_flatten
+from titanlike.graph.units import Unit
 
 # Prefix of a batch's fields among the keyword arguments of a stage, where names of torch's pipeline
 # runtime are among them: target, losses, return_outputs, ...

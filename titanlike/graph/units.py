@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Hashable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from titanlike.graph.partition import Unit
 from titanlike.graph.recording import tensors, tree_flatten, tree_map
 from titanlike.torch_private import tensors as torch_tree
 from titanlike.torch_private.tensors import storage_id
@@ -17,6 +16,13 @@ from titanlike.torch_private.tensors import storage_id
 # If more modules than this (and more than there are blocks) are in no container, all are blocks.
 MAX_MODULES_BESIDE_BLOCKS = 6
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+
+
+class Unit(NamedTuple):
+    """A module that is never cut, by its name in the model, such as "layers.3"."""
+
+    name: str
+    block: bool  # one of the repeated layers, which split=even and split.balance count
 
 
 def find_units(model: nn.Module, points: Sequence[str] = ()) -> list[Unit]:

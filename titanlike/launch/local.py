@@ -55,6 +55,7 @@ from titanlike.launch.failures import (
     write_failure,
 )
 from titanlike.launch.process_end import leave, no_garbage_collection
+from titanlike.launch.rendezvous import barrier
 from titanlike.launch.signals import (
     Interrupted,
     StopRequest,
@@ -62,7 +63,7 @@ from titanlike.launch.signals import (
     exit_now,
     interruptible,
 )
-from titanlike.launch.worker import Job, Worker, barrier, run_job
+from titanlike.launch.worker import Job, Worker, run_job
 
 _SHUTDOWN_TIMEOUT = 15.0  # seconds between SIGTERM and SIGKILL to the workers
 _KILLED = 10.0  # seconds for the kernel to end what was killed

@@ -41,6 +41,7 @@ from titanlike.launch.failures import (
     record_for_torchrun,
     root_cause,
 )
+from titanlike.launch.rendezvous import barrier, in_words
 from titanlike.launch.signals import (
     GRACE,
     MAX_TIME,
@@ -52,7 +53,7 @@ from titanlike.launch.signals import (
     interruptible,
     stop_reason,
 )
-from titanlike.launch.worker import Job, Worker, barrier, in_words, run_job
+from titanlike.launch.worker import Job, Worker, run_job
 
 _POLL = timedelta(seconds=10)  # of a follower's wait for the next job
 _ALL_SIGNALLED = 5.0  # seconds in which every machine's torchrun notices that a machine has joined

@@ -14,19 +14,17 @@ import json
 import logging
 import os
 import signal
-import socket
 import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from titanlike.config.credentials import redact
-from titanlike.config.errors import ConfigError, some_names
+from titanlike.config.errors import ConfigError
 from titanlike.config.imports import import_object
 from titanlike.config.parse import parse, to_plain
 from titanlike.config.schema import Config
@@ -35,7 +33,6 @@ from titanlike.launch.failures import (
     clear_failures,
     describe,
     log_path,
-    peer_failed,
     write_failure,
 )
 from titanlike.launch.process_end import collected_once_built
@@ -43,8 +40,6 @@ from titanlike.launch.signals import Interrupted, StopRequest
 
 if TYPE_CHECKING:
     from torch.distributed import Store
-
-_NAMED = 16  # missing ranks that an error names
 
 
 @dataclass(frozen=True)
@@ -104,12 +99,13 @@ def run_job(job: Job, worker: Worker) -> dict[str, Any]:
         os.environ.update(GLOO_SOCKET_IFNAME=loopback, NCCL_SOCKET_IFNAME=f"={loopback}")
     with collected_once_built(), _logged(job.run_dir, worker.rank) as log:
         try:
-            machine = socket.gethostname()
-            with contextlib.suppress(OSError):  # containers number their processes separately
-                machine += f"/{os.stat('/proc/self/ns/pid').st_ino}"
-            pids = start_together(worker, machine, job.config.launch.timeout)
+            if worker.store is not None:
+                from titanlike.launch.rendezvous import peer_ended, start_together
+
+                pids = start_together(worker, job.config.launch.timeout)
+                peers = job.run_dir, worker.rank, pids
+                worker.stop_request.peer_failed = partial(peer_ended, *peers)
             worker.stop_request.started = job.started
-            worker.stop_request.peer_failed = partial(_peer_ended, job.run_dir, worker.rank, pids)
             function = import_object(job.function.replace(":", "."))
             return function(job.config, worker) or {}
         except (Interrupted, KeyboardInterrupt):
@@ -162,84 +158,6 @@ def run_alone(
 
             if dist.is_initialized():  # the job failed; a sweep's next one initializes its own
                 dist.destroy_process_group()
-
-
-class BarrierTimeout(RuntimeError):
-    """Some ranks did not reach a barrier in time."""
-
-
-def barrier(
-    worker: Worker, name: str, timeout: float, message: str = "", listens: bool = False
-) -> dict[int, str]:
-    """Wait for all ranks at a named point of a job; returns the message of each rank that has one.
-
-    name: new in this job. listens: whether this rank wants the messages; else it gets none.
-    Raises BarrierTimeout after `timeout` seconds, with the ranks that are missing.
-
-    The store is one process for all ranks. So a rank never asks for the others one by one: each
-    appends to one value, and the last to arrive reads it and publishes what they said in the key
-    that all wait for. A rank makes at most five requests, however many ranks there are, and reads
-    next to nothing where the others have nothing to say.
-    """
-    store, rank = worker.store, worker.rank
-    if store is None:
-        return {rank: message} if message and listens else {}
-    arrived, complete = f"{name}/arrived", f"{name}/complete"
-    # torch's stub lacks `append`
-    store.append(arrived, f"{json.dumps([rank, message])},")  # type: ignore[attr-defined]
-    if store.add(f"{name}/count", 1) == worker.world_size:
-        messages = {other: text for other, text in _arrived(store, arrived).items() if text}
-        store.set(complete, json.dumps([*messages.items()]))
-        return messages if listens else {}
-    try:
-        store.wait([complete], timedelta(seconds=timeout))
-    except RuntimeError:
-        missing = sorted({*range(worker.world_size)} - _arrived(store, arrived).keys())
-        who = f"rank {in_words(missing)} did not reach"
-        if not missing:
-            who = "a rank ended while it reached"
-        raise BarrierTimeout(
-            f"{who} the job's {name} in {timeout:g} s (launch.timeout); see their logs, and check "
-            "that their machines are up"
-        ) from None
-    return dict(json.loads(store.get(complete))) if listens else {}
-
-
-def _arrived(store: Store, key: str) -> dict[int, str]:
-    return dict(json.loads(f"[{store.get(key).decode().rstrip(',')}]"))
-
-
-def in_words(ranks: list[int]) -> str:
-    """ "1, 2, 3", or the first of many and the number of the others."""
-    return some_names([*map(str, ranks)], _NAMED)
-
-
-def start_together(worker: Worker, machine: str, timeout: float) -> list[int]:
-    """Wait for all ranks to start; the process ids of those on this machine.
-
-    What a rank reads does not grow with the number of machines.
-    """
-    if worker.store is None:
-        return [os.getpid()]
-    key = f"start/of/{machine}"
-    worker.store.append(key, f"{os.getpid()}\n")  # type: ignore[attr-defined]  # as above
-    barrier(worker, "start", timeout)
-    return [int(pid) for pid in worker.store.get(key).decode().splitlines()]
-
-
-def _peer_ended(run_dir: Path, rank: int, pids: list[int]) -> bool:
-    """Whether another rank failed or was killed: otherwise none ends before the last barrier.
-
-    pids: of the ranks on this machine.
-    """
-    for pid in pids:
-        try:
-            os.kill(pid, 0)
-        except ProcessLookupError:
-            return True
-        except OSError:  # it exists, but is another user's
-            continue
-    return peer_failed(run_dir, rank)
 
 
 @contextlib.contextmanager

@@ -10,12 +10,57 @@ from typing import Any, TypeGuard
 
 from titanlike.config.errors import Problem, Refused, nearest
 from titanlike.config.imports import import_object
-from titanlike.config.schema import AutoSchedule, CsvSchedule, Custom, LoopedSchedule, Schedule
+from titanlike.config.schema import (
+    AutoSchedule,
+    Config,
+    CsvSchedule,
+    Custom,
+    LoopedSchedule,
+    Schedule,
+)
 from titanlike.config.validate import value_problems
 from titanlike.pipeline.order import Order
 from titanlike.pipeline.schedules import SCHEDULES, V_SCHEDULES
 
 AnySchedule = Schedule | LoopedSchedule | CsvSchedule | AutoSchedule | Custom
+
+
+def choose_order(config: Config) -> tuple[Order | None, str, list[Problem]]:
+    """The order of a config's schedule, why it has so many microbatches, and what is wrong: without
+    an order, or with the microbatches of the one that there is."""
+    schedule, problems = config.schedule, []
+    rows = config.batch_size // config.dp
+    try:
+        microbatches, why = declared_microbatches(schedule), "asked for"
+        if config.exact:
+            grains, why = (
+                rows // max(1, config.numerics.grain),
+                "one grain each, see numerics.grain",
+            )
+            if microbatches not in (None, grains):
+                grain = max(1, rows // max(1, microbatches))
+                fix = f"schedule.microbatches={grains} or numerics.grain={grain}"
+                reason = f"a microbatch is one grain of numerics.grain={config.numerics.grain}"
+                problems.append(Problem("schedule.microbatches", microbatches, reason, fix))
+            microbatches = max(1, grains)
+        elif microbatches is None:
+            microbatches, why = derive_microbatches(schedule, config.pp, rows)
+        return build_order(schedule, config.pp, microbatches), why, problems
+    except NoDivision as error:
+        fix = "" if error.works is None else f"batch_size={error.works * config.dp}"
+        return None, "", [Problem("batch_size", config.batch_size, str(error), fix)]
+    except Refused as error:
+        problem = error.problem
+        if config.exact and problem.key == "schedule.microbatches":
+            smaller = (
+                grain
+                for grain in range(rows, 0, -1)
+                if rows % grain == 0 and not microbatch_problem(schedule, config.pp, rows // grain)
+            )
+            fix = f"numerics.grain={grain}" if (grain := next(smaller, None)) else "numerics=fast"
+            reason = f"a grain is a microbatch, and {problem.reason}"
+            problem = Problem("numerics.grain", config.numerics.grain, reason, fix)
+        return None, "", [*problems, problem]
 
 
 def build_order(schedule: AnySchedule, pp: int, microbatches: int) -> Order:

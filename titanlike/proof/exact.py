@@ -16,7 +16,8 @@ from titanlike.data.sources import Data
 from titanlike.device.accelerator import deterministic, is_accelerator, one_thread
 from titanlike.distributed.mesh import close_mesh, open_mesh
 from titanlike.distributed.placement import Slices, pieces
-from titanlike.launch.worker import Worker, barrier
+from titanlike.launch.rendezvous import barrier
+from titanlike.launch.worker import Worker
 from titanlike.proof.reference import REFERENCE_TIMEOUT
 from titanlike.torch_private.dtensor import local
 from titanlike.training.build import Run, build

@@ -31,8 +31,9 @@ from titanlike.config.schema import Config, Precision
 from titanlike.device.accelerator import is_accelerator
 from titanlike.device.choose import choose_device
 from titanlike.device.memory import total_memory
+from titanlike.launch.rendezvous import barrier
 from titanlike.launch.watchdog import Watchdog
-from titanlike.launch.worker import Worker, barrier
+from titanlike.launch.worker import Worker
 from titanlike.metrics.console import Console
 from titanlike.metrics.run_files import Events
 from titanlike.models.registry import build_model, resolve_model

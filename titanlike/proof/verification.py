@@ -37,7 +37,8 @@ from titanlike.device.accelerator import is_accelerator
 from titanlike.device.choose import choose_device
 from titanlike.distributed.mesh import close_mesh, open_mesh
 from titanlike.distributed.placement import Part, pieces
-from titanlike.launch.worker import Worker, barrier
+from titanlike.launch.rendezvous import barrier
+from titanlike.launch.worker import Worker
 from titanlike.metrics.console import Console
 from titanlike.proof.comparison import Comparison, compare, merge
 from titanlike.proof.reference import (

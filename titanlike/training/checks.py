@@ -14,9 +14,7 @@ from titanlike.config.validate import Rule, broken_rules
 from titanlike.distributed.placement import has_statistics
 from titanlike.graph.cut import StageGraph, message_problem, same_messages
 from titanlike.graph.model_graph import ModelGraph
-from titanlike.graph.partition import SplitError, partition
 from titanlike.graph.units import find_units
-from titanlike.pipeline.from_config import stage_count
 from titanlike.pipeline.order import Order
 from titanlike.torch_private.known_code import has_gradient_hooks
 from titanlike.torch_private.operators import InstanceNorm
@@ -153,6 +151,9 @@ def split_problems(config: Config, model: nn.Module) -> list[Problem]:
     """What is wrong with the split, as far as can be said without a forward."""
     if isinstance(config.split, (AutoSplit, TraceSplit)):
         return []
+    from titanlike.graph.partition import SplitError, partition
+    from titanlike.pipeline.from_config import stage_count
+
     try:
         partition(find_units(model), config.split, stage_count(config.schedule, config.pp))
     except SplitError as error:

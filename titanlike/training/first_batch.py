@@ -38,7 +38,8 @@ from titanlike.data.sources import Batch
 from titanlike.device.accelerator import kept_rng
 from titanlike.distributed.initialize import seeded
 from titanlike.graph.model_graph import fields_of
-from titanlike.launch.worker import Worker, barrier
+from titanlike.launch.rendezvous import barrier
+from titanlike.launch.worker import Worker
 from titanlike.pipeline.pipeline import Pipeline
 from titanlike.torch_private.compiler import compiler_error
 from titanlike.torch_private.operators import BatchNorm

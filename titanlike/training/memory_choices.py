@@ -15,7 +15,6 @@ from titanlike.graph.cut import StageGraph
 from titanlike.graph.model_graph import ModelGraph
 from titanlike.metrics import units
 from titanlike.optim.loss import Loss
-from titanlike.pipeline.from_config import defers_weight_gradients
 from titanlike.pipeline.order import Order
 
 if TYPE_CHECKING:  # imported where memory is estimated
@@ -64,8 +63,11 @@ def choose_by_memory(
     own = how.memory if isinstance(how, FitActivationCheckpoint) else None
     limit = functools.cache(lambda: device_memory() if own is None else own)
     deferred: frozenset[int] = frozenset()
-    if order.splits_backward and defers_weight_gradients(config.schedule):
-        deferred = frozenset(range(order.stages))
+    if order.splits_backward:
+        from titanlike.pipeline.from_config import defers_weight_gradients
+
+        if defers_weight_gradients(config.schedule):
+            deferred = frozenset(range(order.stages))
 
     @functools.cache
     def memory_at(level: int) -> RankMemory:

@@ -21,7 +21,7 @@ from titanlike.launch.failures import clear_failures
 from titanlike.launch.run_dir_lock import RunDirOwner, lock_as_rank
 from titanlike.launch.signals import Interrupted, stop_reason
 from titanlike.launch.watchdog import Watchdog
-from titanlike.launch.worker import Worker, barrier
+from titanlike.launch.worker import Worker
 from titanlike.metrics.console import Console
 from titanlike.metrics.run_files import Events, RunFiles, log_start
 from titanlike.metrics.sinks import Sink, open_sinks
@@ -102,7 +102,10 @@ def open_data_on_every_rank(config: Config, worker: Worker) -> Data:
     try:
         if worker.local_rank == 0:
             data = open_data(config)
-        barrier(worker, "data", DATA_TIMEOUT)
+        if worker.store is not None:
+            from titanlike.launch.rendezvous import barrier
+
+            barrier(worker, "data", DATA_TIMEOUT)
         return data if worker.local_rank == 0 else open_data(config)
     except DataError as error:
         raise ConfigError([error.problem]) from None

@@ -27,13 +27,11 @@ from titanlike.distributed.placement import Placement
 from titanlike.distributed.transform import Transform
 from titanlike.graph.cut import StageGraph
 from titanlike.graph.model_graph import Fields, ModelGraph, fields_of
-from titanlike.graph.partition import SplitError, partition
 from titanlike.graph.recording import RecordError
 from titanlike.models.checks import model_problems
 from titanlike.models.registry import build_model, resolve_model
 from titanlike.optim.loss import Loss, build_loss
-from titanlike.pipeline import from_config
-from titanlike.pipeline.order import Order
+from titanlike.pipeline.order import Action, Order
 from titanlike.training import checks
 from titanlike.training.memory_choices import Recomputed, choose_by_memory
 from titanlike.training.recorded_model import record_model
@@ -216,43 +214,26 @@ def _choose_order(config: Config, model: nn.Module) -> tuple[Order, str]:
         from titanlike.optim.groups import group_problems
 
         problems += group_problems(config, model)
-    try:
-        microbatches, why = from_config.declared_microbatches(config.schedule), "asked for"
-        rows = config.batch_size // config.dp
-        if config.exact:
-            grains, why = (
-                rows // max(1, config.numerics.grain),
-                "one grain each, see numerics.grain",
-            )
-            if microbatches not in (None, grains):
-                fix = f"schedule.microbatches={grains} or numerics.grain={max(1, rows // max(1, microbatches))}"
-                reason = f"a microbatch is one grain of numerics.grain={config.numerics.grain}"
-                problems.append(Problem("schedule.microbatches", microbatches, reason, fix))
-            microbatches = max(1, grains)
-        elif microbatches is None:
-            microbatches, why = from_config.derive_microbatches(config.schedule, config.pp, rows)
-        order = from_config.build_order(config.schedule, config.pp, microbatches)
-    except from_config.NoDivision as error:
-        fix = "" if error.works is None else f"batch_size={error.works * config.dp}"
-        problems.append(Problem("batch_size", config.batch_size, str(error), fix))
-    except Refused as error:
-        problem = error.problem
-        if config.exact and problem.key == "schedule.microbatches":
-            smaller = (
-                grain
-                for grain in range(rows, 0, -1)
-                if rows % grain == 0
-                and not from_config.microbatch_problem(config.schedule, config.pp, rows // grain)
-            )
-            fix = f"numerics.grain={grain}" if (grain := next(smaller, None)) else "numerics=fast"
-            reason = f"a grain is a microbatch, and {problem.reason}"
-            problem = Problem("numerics.grain", config.numerics.grain, reason, fix)
-        problems.append(problem)
-    else:
+    order, why, wrong = _order_of(config)
+    problems += wrong
+    if order is not None:
         problems += checks.sharding_problems(config, order)
-    if problems:  # a forward would only raise the same in other words
+    if order is None or problems:  # a forward would only raise the same in other words
         raise ConfigError([*problems, *checks.split_problems(config, model)])
     return order, why
+
+
+def _order_of(config: Config) -> tuple[Order | None, str, list[Problem]]:
+    """As `from_config.choose_order`."""
+    if config.pp == 1 and config.schedule.name == "1f1b" and not config.exact:
+        asked = getattr(config.schedule, "microbatches", None)
+        if asked is None or asked > 0:  # 1F1B of one stage: gradients are accumulated
+            count = asked or 1
+            acts = tuple(Action(kind, 0, mb) for mb in range(count) for kind in "FB")
+            return Order((acts,), (0,), count), "asked for" if asked else "no pipeline to fill", []
+    from titanlike.pipeline.from_config import choose_order
+
+    return choose_order(config)
 
 
 def _orders_of_ramp(config: Config, model: nn.Module) -> dict[int, Order]:
@@ -297,7 +278,7 @@ def _cut_stages(
 
     Raises ConfigError.
     """
-    units, fields, found = model_graph.units, model_graph.fields, None
+    fields, found = model_graph.fields, None
     auto = isinstance(config.split, schema.AutoSplit)
     model_graph.place, model_graph.relayed = order.stage_to_rank, config.exact
     try:
@@ -306,18 +287,27 @@ def _cut_stages(
 
             forward = model_graph, targets, loss
             found = find_auto_split(config, forward, order, zero, measure_times)
-            model_graph.stages = found.stages(units)
+            model_graph.stages = found.stages(model_graph.units)
         else:
-            split = config.split
-            if isinstance(split, schema.AutoSplit):
-                split = schema.EvenSplit()
-            model_graph.stages = partition(units, split, order.stages)
+            model_graph.stages = _declared_stages(config, model_graph, order.stages)
         return found, model_graph.graphs(fields, True), model_graph.graphs(fields, False)
-    except SplitError as error:
+    except Refused as error:  # of a split
         raise ConfigError([error.problem]) from None
     except RecordError as error:  # of the loss in the last stage
         problem = Problem("loss.name", config.loss.name, error.reason, error.fix)
         raise ConfigError([problem]) from None
+
+
+def _declared_stages(config: Config, model_graph: ModelGraph, stages: int) -> list[list[str]]:
+    """Names of the units of each stage, as `split` says. Raises Refused."""
+    units, split = model_graph.units, config.split
+    if isinstance(split, schema.AutoSplit):
+        split = schema.EvenSplit()
+    if stages == 1 and isinstance(split, schema.EvenSplit):
+        return [[unit.name for unit in units]]
+    from titanlike.graph.partition import partition
+
+    return partition(units, split, stages)
 
 
 def _flops_per_token(config: Config, model: nn.Module, data: Data | None) -> float | None:
