@@ -12,7 +12,9 @@ ASKS = re.compile(
 )
 # what is about CUDA alone
 MAY = {
-    "titanlike/models/attention.py": ["torch.cuda.get_device_capability"],  # its kernels are CUDA's
+    "titanlike/models/document_attention.py": [
+        "torch.cuda.get_device_capability"
+    ],  # its kernels are CUDA's
     "titanlike/config/schema.py": ['"cuda"'],  # a choice of `device`
 }
 

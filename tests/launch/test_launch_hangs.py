@@ -38,7 +38,8 @@ from titanlike.launch.failures import (
     root_cause,
     write_failure,
 )
-from titanlike.launch.heartbeat import Beat, explain, heartbeat_path
+from titanlike.launch.hang import explain
+from titanlike.launch.heartbeat import Beat, heartbeat_path
 from titanlike.launch.rendezvous import barrier
 from titanlike.launch.watchdog import Watchdog
 from titanlike.launch.worker import Worker

@@ -21,7 +21,8 @@ from support.run_files import config_of, last_step
 from support.waiting import until
 from support.world import run_world
 from titanlike.config.schema import Config, Custom, Launch, Schedule, SyntheticData
-from titanlike.driver.checks import available_ranks, fit_mesh
+from titanlike.driver.checks import available_ranks
+from titanlike.driver.elastic import fit_mesh
 from titanlike.launch.environment import RestartState
 from titanlike.training.loop import train
 

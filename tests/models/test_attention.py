@@ -33,13 +33,13 @@ from titanlike.graph.model_graph import Field, ModelGraph
 from titanlike.graph.recording import Recording
 from titanlike.launch.worker import Worker
 from titanlike.models import attention as attention_module
+from titanlike.models import document_attention as kernels
 from titanlike.models import documents as documents_module
 from titanlike.models.attention import attention
+from titanlike.models.document_attention import document_blocks, document_mask
 from titanlike.models.documents import (
     Documents,
     attention_inputs,
-    document_blocks,
-    document_mask,
     document_spans,
     with_host_copy,
 )
@@ -101,7 +101,7 @@ def flex_on_cpu() -> Iterator[None]:
     """Flex attention uncompiled, which torch computes on the CPU, and refuses to differentiate."""
     with (
         mock.patch.object(flex_attention, "_validate_device", lambda *_: None),
-        mock.patch.object(attention_module, "_compiled", lambda function: function),
+        mock.patch.object(kernels, "_compiled", lambda function: function),
     ):
         yield
 
@@ -202,7 +202,7 @@ def test_compiled_as_one_graph_for_all_numbers_of_documents() -> None:
 
     compiled = torch.compile(attention, backend=backend, fullgraph=True)
     half = [x.detach() for x in heads(4, 2, torch.bfloat16)]
-    with mock.patch.object(attention_module, "takes_offsets", lambda q, v: True):
+    with mock.patch.object(kernels, "takes_offsets", lambda q, v: True):
         for step in (1, 40, 2, 20, 5, 10, 3):
             spans = document_spans((torch.arange(B * T) // step).view(B, T))
             compiled(*half, Documents(spans))
@@ -260,8 +260,8 @@ def test_a_model_gives_the_same_with_offsets_as_with_a_mask(name: str) -> None:
 
     for fields in ({"document_ids": of("mixed")}, {}):
         right = with_gradients(model(inputs, **fields), list(model.parameters()))
-        kernel = counted(attention_module._varlen)
-        with as_on_a_gpu(), mock.patch.object(attention_module, "_varlen", kernel):
+        kernel = counted(kernels.by_offsets)
+        with as_on_a_gpu(), mock.patch.object(kernels, "by_offsets", kernel):
             found = with_gradients(model(inputs, **fields), list(model.parameters()))
         for one, other in zip(found, right, strict=True):
             assert (one - other).norm() <= 2e-6 * other.norm()

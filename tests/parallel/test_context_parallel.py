@@ -38,7 +38,8 @@ from titanlike.config.validate import problems
 from titanlike.distributed.mesh import open_mesh
 from titanlike.launch.worker import Worker
 from titanlike.models.attention import attention
-from titanlike.models.documents import Documents, document_mask, document_spans
+from titanlike.models.document_attention import document_mask
+from titanlike.models.documents import Documents, document_spans
 from titanlike.parallel.context_attention import ContextAttention
 from titanlike.parallel.context_parallel import IGNORED, ContextParallel
 from titanlike.parallel.context_tokens import ContextRanks

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from titanlike.pipeline.order import Action, Order, completion_key, dependencies, walk
+from titanlike.pipeline.order import Action, Order
+from titanlike.pipeline.order_check import completion_key, dependencies, walk
 from titanlike.pipeline.schedules import interleaved_1f1b, loop, one_f_one_b, vee
 
 # pp 2, 2 microbatches, one stage a rank; rank 0 splits the backward of microbatch 1

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import varlen
 
-from titanlike.models import attention, documents, hf
+from titanlike.models import document_attention, documents, hf
 
 
 def varlen_attn(
@@ -53,9 +53,10 @@ def as_on_a_gpu(*, kernel: bool = True) -> Iterator[None]:
     with (
         mock.patch.object(documents, "takes_documents", lambda ids: True),
         mock.patch.object(hf, "takes_documents", lambda ids: True),
-        mock.patch.object(attention, "takes_offsets", lambda q, v: kernel),
-        mock.patch.object(attention, "takes_blocks", lambda q, v: True),
+        mock.patch.object(document_attention, "takes_offsets", lambda q, v: kernel),
+        mock.patch.object(document_attention, "takes_blocks", lambda q, v: True),
         mock.patch.object(varlen, "varlen_attn", varlen_attn),
-        mock.patch.object(documents, "_TILE", 4),
+        mock.patch.object(documents, "TILE", 4),
+        mock.patch.object(document_attention, "TILE", 4),
     ):
         yield

@@ -1,20 +1,11 @@
-"""All problems of a parsed config, collected from the rooms that check it before a start.
-
-launch.elastic: dp follows the number of ranks that torchrun has started (`--nnodes 1:4`). When
-machines join or leave, torchrun restarts the ranks, as many as there are machines for. pp, tp, the
-model and the global batch size stay as declared; dp becomes ranks / (pp x cp x tp) if the rest of
-the config allows it, and the checkpoint is loaded in that layout. So the losses stay those of the
-declared layout, up to rounding.
-"""
+"""All problems of a parsed config, collected from the rooms that check it before a start."""
 
 from __future__ import annotations
 
 import os
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from importlib.util import find_spec
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,17 +13,15 @@ from titanlike.checkpoint.discovery import (
     checkpoint_folder,
     incompatibility,
     resolve,
-    resumed_config,
     select_resume,
 )
 from titanlike.checkpoint.storage import DamagedCheckpoint, Storage, UnreadableFile
 from titanlike.config import credentials, files, validate
 from titanlike.config.errors import Problem, Refused
 from titanlike.config.parse import to_plain
-from titanlike.config.schema import MESH_AXES, Config, MemoryProfile, TensorBoard
+from titanlike.config.schema import Config, MemoryProfile, TensorBoard
 from titanlike.data import registry as data
 from titanlike.launch.environment import RestartState
-from titanlike.metrics.run_files import Events
 from titanlike.metrics.sinks import tensorboard_problem
 
 if TYPE_CHECKING:
@@ -41,6 +30,7 @@ if TYPE_CHECKING:
 # without these no mesh and no stages can be derived
 _STAGE_KEYS = ("schedule.stages_per_rank", "activation_checkpoint.every")
 _LAYOUT_KEYS = (*validate.MESH_KEYS, *_STAGE_KEYS)
+RANKS = "ranks"  # key in RestartState: of the last start
 
 
 def problems(
@@ -224,12 +214,6 @@ def _write_problems(config: Config) -> Iterator[Problem]:
             yield Problem("checkpoint.folder", config.checkpoint.folder, reason, fix)
 
 
-_MAX_NAMED = 4  # numbers of ranks that an error names
-_MAX_CHECKED = 8  # numbers of ranks that are checked for it
-_RANKS, _DP = "ranks", "dp"  # keys in RestartState: of the last start
-Check = Callable[[Config, int], list[Problem]]
-
-
 def available_ranks(config: Config, started: int | None, restart_state: RestartState) -> int | None:
     """Ranks that torchrun or srun has started for the run; None if the run starts its own.
 
@@ -237,69 +221,6 @@ def available_ranks(config: Config, started: int | None, restart_state: RestartS
     starts the others itself, unless an earlier start had several.
     """
     if started is None and "TORCHELASTIC_RUN_ID" in os.environ:
-        had_several = restart_state.get(_RANKS) not in (None, "1")
+        had_several = restart_state.get(RANKS) not in (None, "1")
         return 1 if config.launch.elastic or had_several else None
     return started
-
-
-def fit_mesh(config: Config, ranks: int | None) -> tuple[Config, list[Problem]]:
-    """The config with dp = ranks / (pp x cp x tp), or the problems that prevent it."""
-    if ranks is None or ranks == config.world_size or not config.launch.elastic:
-        return config, []
-    if min(*config.axes.values(), config.replicate) < 1:
-        return config, []  # reported by the usual check
-    # problems that the declared mesh has, too, are reported by the usual check
-    try:
-        known = {str(problem) for problem in problems(config, config.world_size)}
-    except Exception:  # of a user's function, which the usual check calls, too
-        return config, []
-
-    def fit(count: int, check: Check) -> tuple[Config, list[Problem]]:
-        """The config with the mesh of so many ranks; pure replication stays so."""
-        dp = count // config.model_ranks
-        if dp * config.model_ranks != count:
-            axes = {axis: n for axis, n in config.axes.items() if axis != "dp"}
-            sizes = f"{' x '.join(axes)} = {' x '.join(map(str, axes.values()))} "
-            reason = f"{sizes if len(axes) > 1 else ''}does not divide {count}"
-            return config, [Problem([*axes][-1], [*axes.values()][-1], reason)]
-        replicate = dp if config.replicate == config.dp else config.replicate
-        fitted = replace(config, dp=dp, replicate=replicate)
-        return fitted, [found for found in check(fitted, count) if str(found) not in known]
-
-    fitted, unfit = fit(ranks, problems)
-    if not unfit:
-        return fitted, []
-    counts = range(config.model_ranks, max(config.world_size, ranks) + 1, config.model_ranks)
-    nearest = sorted(counts, key=lambda count: abs(count - ranks))
-    likely = islice((n for n in nearest if not fit(n, validate.problems)[1]), _MAX_CHECKED)
-    fits = islice((n for n in likely if not fit(n, problems)[1]), _MAX_NAMED)
-    possible = ", ".join(map(str, sorted(fits))) or "none"
-    dp = f", so dp={fitted.dp}" if fitted is not config else ""
-    available = f"{_available(ranks)} (launch.elastic){dp}"
-    return config, [
-        Problem(p.key, p.value, f"{available}: {p.reason}; possible numbers of ranks: {possible}")
-        for p in unfit
-    ]
-
-
-def _available(ranks: int) -> str:
-    return f"{ranks} rank{'s are' if ranks > 1 else ' is'} available"
-
-
-def report_layout(
-    config: Config, declared: Config, ranks: int | None, restart_state: RestartState
-) -> None:
-    """Report, also in events.jsonl, a layout other than that of the last start, or the declared."""
-    if ranks is None:
-        return
-    before = int(restart_state.get(_DP) or declared.dp)
-    if config.dp != before:
-        _, step = resumed_config(config)
-        where = f"from step {step}" if step else "from the beginning"
-        change = f"dp={config.dp} instead of {before}, {where}"
-        text = f"{_available(ranks)}: {change} (launch.elastic)"
-        events = Events(Path(config.run_dir), lambda line: print(line, file=sys.stderr, flush=True))
-        mesh = {axis: getattr(config, axis) for axis in MESH_AXES}
-        events.log("layout", step, text, ranks=ranks, **mesh, before=before)
-    restart_state.set(_RANKS, str(ranks))
-    restart_state.set(_DP, str(config.dp))

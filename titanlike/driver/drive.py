@@ -210,7 +210,11 @@ def _problems(args: Namespace, checked: CheckedOverrides, runner: JobRunner) -> 
         config, _ = resumed_config(config)
     started = int(os.environ.get("WORLD_SIZE", "1"))  # or to be started, if this is a --check
     ranks = checks.available_ranks(config, started if started > 1 else None, runner.restart_state)
-    config, unfit = checks.fit_mesh(config, ranks)
+    unfit: list[Problem] = []
+    if ranks is not None:
+        from titanlike.driver.elastic import fit_mesh
+
+        config, unfit = fit_mesh(config, ranks)
     start_workers = partial(runner.start_workers, config)
     assert checked.composed is not None
     hydra = checked.composed.hydra

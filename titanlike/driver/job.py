@@ -165,7 +165,11 @@ class JobRunner:
             config, _ = resumed_config(config)
         started = self.ranks.world_size if self.ranks else None
         ranks = checks.available_ranks(config, started, self.restart_state)
-        fitted, mesh_problems = checks.fit_mesh(config, ranks)
+        fitted, mesh_problems = config, list[Problem]()
+        if ranks is not None:
+            from titanlike.driver.elastic import fit_mesh
+
+            fitted, mesh_problems = fit_mesh(config, ranks)
         problems = known + mesh_problems
         if not (single or self.checked or mesh_problems):  # a single run has been checked before
             problems += config_problems(fitted, ranks, problems)
@@ -178,7 +182,10 @@ class JobRunner:
             fitted = with_found_order(fitted, lambda line: print(f"{line}; {kept}", flush=True))
         if self.folder or not (run_dir / "config.yaml").exists():
             write_config(fitted, run_dir)  # of a resumed run: once it has resumed (session.py)
-        checks.report_layout(fitted, config, ranks, self.restart_state)
+        if ranks is not None:
+            from titanlike.driver.elastic import report_layout
+
+            report_layout(fitted, config, ranks, self.restart_state)
         return fitted
 
 

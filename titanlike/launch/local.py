@@ -244,6 +244,7 @@ def serve(scratch: str, driver: int, function: str, count: int) -> NoReturn:
     # a cluster sends these to every process of a job: the ranks decide when to end
     handlers = {signum: signal.signal(signum, signal.SIG_IGN) for signum in _SIGNALS}
     with no_garbage_collection():
+        importlib.import_module("titanlike.torch_private")  # first: it keeps torch's compiler out
         importlib.import_module("torch.distributed.pipelining")  # and FSDP, as several ranks do
 
         if function.startswith("titanlike."):  # a user's code only once its config has been checked

@@ -45,10 +45,8 @@ from titanlike.launch.heartbeat import (
     AFTER,
     Beat,
     Heartbeat,
-    explain,
     innermost_frames,
     read_beats,
-    unresponsive,
 )
 from titanlike.launch.signals import exit_now
 from titanlike.launch.worker import Worker
@@ -307,6 +305,8 @@ class Watchdog:
         """
         _call_later(_REPORT_TIMEOUT, lambda: os._exit(1))
         try:
+            from titanlike.launch.hang import explain, unresponsive
+
             own, now = self._observe(), self._beats()
             size = self._worker.world_size
             limit = limit or f"{self._key}={self._limit:g}"

@@ -14,7 +14,6 @@ Shapes: B batch, T tokens, H query heads, K key/value heads, E head dim, N docum
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -23,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from titanlike.models.documents import Documents, document_blocks, document_mask
+from titanlike.models.documents import Documents
 
 # The fastest first: flash here is FlashAttention 2, which cuDNN beats on Hopper and later.
 BACKENDS = [
@@ -67,11 +66,13 @@ def undivided_attention(
 ) -> Tensor:
     """The same where all tokens are here, by default by an operator that no mode replaces."""
     if isinstance(mask, Documents):
-        if not dropout and takes_offsets(q, v):
-            return _varlen(q, k, v, mask, scale)
-        if not dropout and takes_blocks(q, v):
-            return _flex(q, k, v, mask, scale)
-        mask = document_mask(mask, q.size(0), q.size(2))
+        from titanlike.models import document_attention as kernels
+
+        if not dropout and kernels.takes_offsets(q, v):
+            return kernels.by_offsets(q, k, v, mask, scale)
+        if not dropout and kernels.takes_blocks(q, v):
+            return kernels.by_blocks(q, k, v, mask, scale)
+        mask = kernels.document_mask(mask, q.size(0), q.size(2))
     half = q.dtype in (torch.bfloat16, torch.float16)
     # the efficient kernel, which takes masks and fp32, takes no grouped queries
     if q.is_cuda and (mask is not None or not half):
@@ -96,50 +97,3 @@ def by_priority(function: Callable[..., Any], q: Tensor, *args: Any, **kwargs: A
         return function(q, *args, **kwargs)
     with sdpa_kernel(BACKENDS, set_priority=True):
         return function(q, *args, **kwargs)
-
-
-def takes_offsets(q: Tensor, v: Tensor) -> bool:
-    """Whether varlen attention, which is FlashAttention 2, takes these queries and values."""
-    width = q.size(-1)
-    if not q.is_cuda or q.dtype not in (torch.bfloat16, torch.float16) or width != v.size(-1):
-        return False
-    ampere = torch.cuda.get_device_capability(q.device) >= (8, 0)
-    return ampere and width % 8 == 0 and width <= 256
-
-
-def _varlen(q: Tensor, k: Tensor, v: Tensor, documents: Documents, scale: float | None) -> Tensor:
-    from torch.nn.attention.varlen import varlen_attn  # late: it imports torch's compiler
-
-    # [B * T, H or K, E]
-    queries, keys, values = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
-    offsets, longest = documents.spans[0], documents.spans.size(0)
-    left = -1 if documents.window is None else documents.window - 1
-    options: dict[str, Any] = {"scale": scale, "window_size": (left, 0)}
-    if q.size(1) != k.size(1) and "enable_gqa" in (varlen_attn.__kwdefaults__ or {}):
-        options["enable_gqa"] = True  # of torch 2.11 it is no argument: K < H is taken as it is
-    # flash alone: cuDNN, which torch 2.15 prefers here, plans anew for each number of documents
-    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-        result: Any = varlen_attn(
-            queries, keys, values, offsets, offsets, longest, longest, **options
-        )
-    return result.unflatten(0, (q.size(0), -1)).transpose(1, 2)  # [B, H, T, E]
-
-
-def takes_blocks(q: Tensor, v: Tensor) -> bool:
-    """Whether flex attention's kernels take these queries and values."""
-    dtypes = torch.float32, torch.bfloat16, torch.float16
-    return q.is_cuda and q.dtype in dtypes and q.size(-1) >= 16 and v.size(-1) >= 16
-
-
-def _flex(q: Tensor, k: Tensor, v: Tensor, documents: Documents, scale: float | None) -> Tensor:
-    from torch.nn.attention.flex_attention import flex_attention  # late, as varlen_attn
-
-    blocks = document_blocks(documents, q.size(0), q.size(2))
-    flex: Any = flex_attention if torch.compiler.is_compiling() else _compiled(flex_attention)
-    return flex(q, k, v, block_mask=blocks, scale=scale, enable_gqa=q.size(1) != k.size(1))
-
-
-@functools.cache
-def _compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Flex attention writes all scores to memory unless it is compiled."""
-    return torch.compile(function)

@@ -17,11 +17,9 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
 if TYPE_CHECKING:
-    from torch.nn.attention.flex_attention import BlockMask
-
     from titanlike.models.cache import KeyValueCache
 
-_TILE = 128  # queries, and keys, that kernels process together
+TILE = 128  # queries, and keys, that kernels process together
 
 
 class Documents(NamedTuple):
@@ -108,7 +106,7 @@ def document_spans(document_ids: Tensor) -> Tensor:
     if document_ids.is_meta:
         return sequence_spans(document_ids)
     count, longest = _count_and_longest(_on_host(document_ids))
-    count, longest = _power_of_two(count), min(max(_power_of_two(longest), _TILE), tokens)
+    count, longest = _power_of_two(count), min(max(_power_of_two(longest), TILE), tokens)
     starts = document_starts(document_ids)
     starts[:, 0] = True
     number = starts.flatten().cumsum(0)  # of each token's document: 1, 2, ...
@@ -153,67 +151,3 @@ def _count_and_longest(document_ids: Tensor) -> tuple[int, int]:
 
 def _power_of_two(number: int) -> int:
     return 1 << (number - 1).bit_length()
-
-
-# --- other forms, for kernels that take no offsets ----------------------------------------------
-
-
-def document_mask(
-    documents: Documents, batch: int, tokens: int, queries: Tensor | None = None
-) -> Tensor:
-    """Bool [B, 1, T, T] (query, key): True = attends; queries: places of some tokens alone, [t]."""
-    numbers = _numbers(documents, batch, tokens)
-    keys = torch.arange(tokens, device=numbers.device)
-    at, of_queries = keys, numbers
-    if queries is not None:
-        at, of_queries = queries, numbers.index_select(1, queries)
-    allowed = (at[:, None] >= keys) & (of_queries[:, None, :, None] == numbers[:, None, None, :])
-    if documents.window is not None:
-        allowed = allowed & (at[:, None] - keys < documents.window)
-    return allowed
-
-
-def document_blocks(documents: Documents, batch: int, tokens: int) -> BlockMask:
-    """The same for flex attention, without a tensor of T * T values (`create_block_mask` makes one
-    unless it is compiled): documents follow each other, so the first and last of a block tell."""
-    from torch.nn.attention.flex_attention import BlockMask  # late: it imports torch's compiler
-
-    numbers = _numbers(documents, batch, tokens)
-    window = documents.window
-
-    def attends(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        allowed = (query >= key) & (numbers[b, query] == numbers[b, key])
-        return allowed if window is None else allowed & (query - key < window)
-
-    blocks = -(-tokens // _TILE)
-    beyond = batch * tokens + 1  # so that no block with tokens beyond T is full
-    padded = F.pad(numbers, (0, blocks * _TILE - tokens), value=beyond).unflatten(1, (blocks, -1))
-    first, last = padded[..., 0], padded[..., -1]  # [B, blocks]
-    last_token = padded.where(padded < beyond, 0).amax(-1)
-    at = torch.arange(blocks, device=numbers.device)
-    apart = at[:, None] - at  # [blocks, blocks], of query and key
-    some = (apart >= 0) & (last_token[:, None, :] >= first[:, :, None])
-    full = (apart > 0) & (first[:, None, :] == last[:, :, None])
-    if window is not None:
-        some = some & ((apart - 1) * _TILE + 1 < window)
-        full = full & ((apart + 1) * _TILE - 1 < window)
-    lists: list[Tensor] = []  # of each block of queries: how many of keys, and which
-    for which in (some & ~full, full):
-        dense = which[:, None].int()  # [B, 1, blocks, blocks]
-        order = dense.argsort(dim=-1, descending=True, stable=True)
-        lists += [dense.sum(-1, dtype=torch.int32), order.int()]
-    return BlockMask.from_kv_blocks(
-        lists[0],
-        lists[1],
-        lists[2],
-        lists[3],
-        BLOCK_SIZE=_TILE,
-        mask_mod=attends,
-        seq_lengths=(tokens, tokens),
-    )
-
-
-def _numbers(documents: Documents, batch: int, tokens: int) -> Tensor:
-    """The number of each token's document, from 1, [B, T]."""
-    at = torch.arange(batch * tokens, device=documents.spans.device, dtype=torch.int32)
-    return torch.searchsorted(documents.spans[0], at, right=True).view(batch, tokens)

@@ -31,7 +31,8 @@ from torch.overrides import TorchFunctionMode
 from titanlike.config.errors import ConfigError, Problem
 from titanlike.distributed.collectives import autograd_collective
 from titanlike.models.attention import undivided_attention
-from titanlike.models.documents import Documents, document_mask
+from titanlike.models.document_attention import document_mask
+from titanlike.models.documents import Documents
 from titanlike.parallel.context_tokens import (
     Call,
     ContextRanks,

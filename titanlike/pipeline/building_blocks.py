@@ -16,7 +16,8 @@ from __future__ import annotations
 from collections import deque
 from itertools import accumulate
 
-from titanlike.pipeline.order import Action, Order, dependencies
+from titanlike.pipeline.order import Action, Order
+from titanlike.pipeline.order_check import dependencies
 
 _PERIOD = 6
 Steps = dict[Action, int]  # when each action is computed

@@ -15,19 +15,19 @@ import torch
 from torch import Tensor, nn
 
 from titanlike.data.sources import Batch
-from titanlike.distributed.gradients import UnusedParameters
 from titanlike.distributed.mesh import Mesh
 from titanlike.distributed.sharding import is_sharded
 from titanlike.distributed.transform import Transform
 from titanlike.graph.cut import StageGraph, messages, same_messages
 from titanlike.graph.model_graph import Fields, ModelGraph, fields_of, shapes
 from titanlike.graph.recording import Node, tree_map
-from titanlike.graph.stage import FIELD, Stage
+from titanlike.graph.stage import Stage
 from titanlike.optim.loss import Kept, Loss
 from titanlike.pipeline.microbatch_loop import MicrobatchLoop
 from titanlike.pipeline.order import Order
 
 if TYPE_CHECKING:  # imported where there are several stages or ranks
+    from titanlike.distributed.gradients import UnusedParameters
     from titanlike.torch_private.pipeline_runtime import OrderRuntime
 
 MOST_SHAPES = 32  # of batches whose runtimes, with their message buffers, are cached
@@ -67,8 +67,13 @@ class Pipeline:
         self._sums = next(filter(None, (transform.sums for transform in transforms)), None)
         sums = {index: self._sums.of_stage(index) for index in stages} if self._sums else {}
         self._gradient_sums = {index: of for index, of in sums.items() if of is not None}
-        common = model_graph.canonical_names(), mesh, zero
-        self._unused = UnusedParameters(stages, *common, self._gradient_sums)
+        # of several ranks: which parameters have no gradient on any
+        self._unused: UnusedParameters | None = None
+        if mesh.world_size > 1:
+            from titanlike.distributed.gradients import UnusedParameters
+
+            names = model_graph.canonical_names()
+            self._unused = UnusedParameters(stages, names, mesh, zero, self._gradient_sums)
         # ranks that compute the same loss of the same batch
         self._loss_copies = mesh.world_size // (mesh.pp * mesh.stage_copies)
         # of the last step: whether this rank, once summed how many ranks, reached each parameter
@@ -116,7 +121,8 @@ class Pipeline:
                 stack.enter_context(transform.training(tokens))
             stack.enter_context(self._computing())
             losses = runtime.train(batch)
-        self._reached_counts = self._unused.flags()
+        if self._unused is not None:
+            self._reached_counts = self._unused.flags()
         for transform in reversed(self._transforms):
             transform.after_backward()
         terms = self._terms(losses, batch) if each else torch.zeros(0)
@@ -159,7 +165,7 @@ class Pipeline:
     def unreached(self) -> dict[nn.Parameter, Tensor]:
         """Parameters whose gradients, zeros, the last `train` perhaps reached on no rank, with a
         flag on the device: 1 = on none, so that an optimizer is to leave them alone."""
-        if self._mesh.world_size == 1:  # they have none
+        if self._unused is None:  # they have none
             return {}
         return self._unused.unreached(self._reached_counts)
 
@@ -205,7 +211,8 @@ class Pipeline:
             with self._computing():
                 runtime.run_alone(index, received, microbatch)
             stage.zero_grad()
-        self._unused.flags()
+        if self._unused is not None:
+            self._unused.flags()
 
     def for_outputs(self, keep: Callable[[Any, Tensor], Any], size: int | None = None) -> Pipeline:
         """Over the same stages, for `outputs` of batches as in training; size: of as many
@@ -349,56 +356,19 @@ class Pipeline:
 
         if self._is_loop():
             return MicrobatchLoop(self._order, self._stages[0], loss_of, sorted(used))
-        from titanlike.torch_private.pipeline_runtime import OrderRuntime
+        from titanlike.pipeline.torch_runtime import make_runtime
 
-        wrapped = [self._torch_stage(index, training[index], fields) for index in self._stages]
-        skips: dict[tuple[int, int], bool] = {}
-        for index, graph in enumerate(training):
-            skipping = graph.sends[len(graph.sends) - len(graph.skips_out) :]
-            for to, node in zip(graph.skips_out, skipping, strict=True):
-                back = node in graph.differentiated_later
-                skips[index, to] = skips.get((index, to), False) or back
-        options: Any = {"zero": self._zero, "skips": skips}
-        arguments = {FIELD + name: name for name in sorted(used)}
-        return OrderRuntime(self._order, wrapped, loss_of, arguments, **options)
+        field, size = fields["inputs"], self._model_graph.microbatch_size
+        first = torch.empty((size, *field.shape), dtype=field.dtype, device="meta")
+        own = self._order, self._stages, training, loss_of, sorted(used), first
+        how = self._mesh, self._zero, self._transforms, self._gradient_sums
+        return make_runtime(*own, *how)
 
     def _is_loop(self) -> bool:
         """Whether an order of one stage in one process runs without torch's pipeline runtime."""
         alone = self._mesh.world_size == 1 and self._order.stages == 1
         other_backward = self._order.splits_backward or self._gradient_sums
         return alone and not other_backward and not is_sharded(self._stages[0])
-
-    def _torch_stage(self, index: int, graph: StageGraph, fields: Fields) -> Any:
-        from titanlike.torch_private.pipeline_stage import make_stage
-
-        received, sent = messages(graph)
-        if index == 0:
-            field = fields["inputs"]
-            shape = (self._model_graph.microbatch_size, *field.shape)
-            received = [torch.empty(shape, dtype=field.dtype, device="meta")]
-        weight_gradients = None
-        if self._order.splits_backward:
-            takers = (transform.weight_gradients(index) for transform in self._transforms)
-            weight_gradients = next(filter(None, takers), _nothing_queued)
-        return make_stage(
-            self._stages[index],
-            index,
-            self._order.stages,
-            device=self._mesh.device,
-            group=self._mesh.axes.get_group("pp"),
-            inputs=received,
-            outputs=sent,
-            zero=self._zero,
-            weight_gradients=weight_gradients,
-            skips_in=graph.skips_in,
-            skips_out=graph.skips_out,
-            sums=self._gradient_sums.get(index),
-        )
-
-
-def _nothing_queued() -> Callable[[], None]:
-    """What W does where a stage's weight gradients are computed in I."""
-    return lambda: None
 
 
 def _loss_of_output(loss: Loss, graph: StageGraph, output: Any, targets: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ def in_bad_fork() -> bool:
     """Whether this process was forked from one that had called its accelerator's driver.
 
     Symptom: "Cannot re-initialize CUDA in forked subprocess". A process need not have initialized
-    CUDA for it: `torch.cuda.is_available()` is enough, which libraries ask when they are imported.
+    CUDA for it: to ask whether CUDA is available is enough, as libraries do when they are imported.
     torch has no public function for it.
     Test: `test_fences.py::test_whether_a_fork_can_use_the_accelerator_has_no_public_name`.
     """

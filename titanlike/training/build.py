@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from titanlike.config.schema import Config, Muon
 from titanlike.data.sources import Data
 from titanlike.device.memory import return_freed_memory
-from titanlike.distributed.gradients import TiedWeights
 from titanlike.distributed.initialize import initialize, piece_seed
 from titanlike.distributed.mesh import Mesh
 from titanlike.distributed.placement import Placement
@@ -223,16 +222,18 @@ def build_planned(
     states = _make_states(config, mesh, plan, built_stages, canonical, holders)
 
     # 3. the pipeline
-    local_parameters = {index: dict(state.parameters()) for index, state in states.items()}
-    at = holders, plan.order.stage_to_rank, local_parameters
-    tied = TiedWeights(*at, mesh, config.launch.timeout)
+    if any(len(holding) > 1 for holding in holders.values()):
+        from titanlike.distributed.gradients import TiedWeights
+
+        parameters = {index: dict(state.parameters()) for index, state in states.items()}
+        at = holders, plan.order.stage_to_rank, parameters
+        transforms["tied weights"] = TiedWeights(*at, mesh, config.launch.timeout)
     # random numbers of training (dropout) differ on every rank but those that share layers
     torch.manual_seed(piece_seed(config.seed, "rank", mesh.layers_rank))
     losses = (transform.loss(mesh.device) for transform in ordered)
     loss = next(filter(None, losses), None) or build_loss(config.loss, mesh.device)
     for transform in ordered:
         transform.on_states(states)
-    transforms["tied weights"] = tied
     common = plan.order, plan.model_graph, stages, loss, mesh, plan.zero
     pipeline = Pipeline(*common, [*transforms.values()], plan.orders)
     lists = [*stages.values()], [*states.values()]

@@ -25,7 +25,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from titanlike.config.files import replaced, temporary_beside
 from titanlike.config.schema import Config, MemoryProfile, TraceProfile
-from titanlike.launch.heartbeat import read_action
+from titanlike.launch.hang import read_action
 from titanlike.launch.watchdog import Watchdog
 from titanlike.launch.worker import Worker
 from titanlike.torch_private.accelerator import (

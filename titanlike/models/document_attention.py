@@ -1,0 +1,132 @@
+"""Attention within packed documents, by kernels that take their offsets or a mask of blocks.
+
+Shapes as in `attention.py`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from titanlike.models.documents import TILE, Documents
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+
+
+def takes_offsets(q: Tensor, v: Tensor) -> bool:
+    """Whether varlen attention, which is FlashAttention 2, takes these queries and values."""
+    width = q.size(-1)
+    if not q.is_cuda or q.dtype not in (torch.bfloat16, torch.float16) or width != v.size(-1):
+        return False
+    ampere = torch.cuda.get_device_capability(q.device) >= (8, 0)
+    return ampere and width % 8 == 0 and width <= 256
+
+
+def by_offsets(
+    q: Tensor, k: Tensor, v: Tensor, documents: Documents, scale: float | None
+) -> Tensor:
+    """[B, H, T, E], where `takes_offsets`."""
+    from torch.nn.attention.varlen import varlen_attn  # late: it imports torch's compiler
+
+    # [B * T, H or K, E]
+    queries, keys, values = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
+    offsets, longest = documents.spans[0], documents.spans.size(0)
+    left = -1 if documents.window is None else documents.window - 1
+    options: dict[str, Any] = {"scale": scale, "window_size": (left, 0)}
+    if q.size(1) != k.size(1) and "enable_gqa" in (varlen_attn.__kwdefaults__ or {}):
+        options["enable_gqa"] = True  # of torch 2.11 it is no argument: K < H is taken as it is
+    # flash alone: cuDNN, which torch 2.15 prefers here, plans anew for each number of documents
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        result: Any = varlen_attn(
+            queries, keys, values, offsets, offsets, longest, longest, **options
+        )
+    return result.unflatten(0, (q.size(0), -1)).transpose(1, 2)  # [B, H, T, E]
+
+
+def takes_blocks(q: Tensor, v: Tensor) -> bool:
+    """Whether flex attention's kernels take these queries and values."""
+    dtypes = torch.float32, torch.bfloat16, torch.float16
+    return q.is_cuda and q.dtype in dtypes and q.size(-1) >= 16 and v.size(-1) >= 16
+
+
+def by_blocks(q: Tensor, k: Tensor, v: Tensor, documents: Documents, scale: float | None) -> Tensor:
+    """[B, H, T, E], where `takes_blocks`."""
+    from torch.nn.attention.flex_attention import flex_attention  # late, as varlen_attn
+
+    blocks = document_blocks(documents, q.size(0), q.size(2))
+    flex: Any = flex_attention if torch.compiler.is_compiling() else _compiled(flex_attention)
+    return flex(q, k, v, block_mask=blocks, scale=scale, enable_gqa=q.size(1) != k.size(1))
+
+
+@functools.cache
+def _compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Flex attention writes all scores to memory unless it is compiled."""
+    return torch.compile(function)
+
+
+def document_mask(
+    documents: Documents, batch: int, tokens: int, queries: Tensor | None = None
+) -> Tensor:
+    """Bool [B, 1, T, T] (query, key): True = attends; queries: places of some tokens alone, [t]."""
+    numbers = _numbers(documents, batch, tokens)
+    keys = torch.arange(tokens, device=numbers.device)
+    at, of_queries = keys, numbers
+    if queries is not None:
+        at, of_queries = queries, numbers.index_select(1, queries)
+    allowed = (at[:, None] >= keys) & (of_queries[:, None, :, None] == numbers[:, None, None, :])
+    if documents.window is not None:
+        allowed = allowed & (at[:, None] - keys < documents.window)
+    return allowed
+
+
+def document_blocks(documents: Documents, batch: int, tokens: int) -> BlockMask:
+    """The same for flex attention, without a tensor of T * T values (`create_block_mask` makes one
+    unless it is compiled): documents follow each other, so the first and last of a block tell."""
+    from torch.nn.attention.flex_attention import BlockMask  # late: it imports torch's compiler
+
+    numbers = _numbers(documents, batch, tokens)
+    window = documents.window
+
+    def attends(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        allowed = (query >= key) & (numbers[b, query] == numbers[b, key])
+        return allowed if window is None else allowed & (query - key < window)
+
+    blocks = -(-tokens // TILE)
+    beyond = batch * tokens + 1  # so that no block with tokens beyond T is full
+    padded = F.pad(numbers, (0, blocks * TILE - tokens), value=beyond).unflatten(1, (blocks, -1))
+    first, last = padded[..., 0], padded[..., -1]  # [B, blocks]
+    last_token = padded.where(padded < beyond, 0).amax(-1)
+    at = torch.arange(blocks, device=numbers.device)
+    apart = at[:, None] - at  # [blocks, blocks], of query and key
+    some = (apart >= 0) & (last_token[:, None, :] >= first[:, :, None])
+    full = (apart > 0) & (first[:, None, :] == last[:, :, None])
+    if window is not None:
+        some = some & ((apart - 1) * TILE + 1 < window)
+        full = full & ((apart + 1) * TILE - 1 < window)
+    lists: list[Tensor] = []  # of each block of queries: how many of keys, and which
+    for which in (some & ~full, full):
+        dense = which[:, None].int()  # [B, 1, blocks, blocks]
+        order = dense.argsort(dim=-1, descending=True, stable=True)
+        lists += [dense.sum(-1, dtype=torch.int32), order.int()]
+    return BlockMask.from_kv_blocks(
+        lists[0],
+        lists[1],
+        lists[2],
+        lists[3],
+        BLOCK_SIZE=TILE,
+        mask_mod=attends,
+        seq_lengths=(tokens, tokens),
+    )
+
+
+def _numbers(documents: Documents, batch: int, tokens: int) -> Tensor:
+    """The number of each token's document, from 1, [B, T]."""
+    at = torch.arange(batch * tokens, device=documents.spans.device, dtype=torch.int32)
+    return torch.searchsorted(documents.spans[0], at, right=True).view(batch, tokens)
