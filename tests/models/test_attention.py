@@ -172,9 +172,9 @@ def test_blocks_are_those_that_torch_finds_in_a_mask(window: int | None) -> None
     tokens = 700
     ids = (torch.rand(B, tokens, generator=torch.Generator().manual_seed(0)) < 0.01).cumsum(1)
     ids[1] = 0
-    found = document_blocks(Documents(document_spans(ids), window), B, tokens)
+    found = document_blocks(Documents(document_spans(ids), window), B, 3, tokens)
     right = flex_attention.create_block_mask(
-        found.mask_mod, B, None, tokens, tokens, device="cpu", BLOCK_SIZE=128
+        found.mask_mod, B, 3, tokens, tokens, device="cpu", BLOCK_SIZE=128
     )
     for part in ("kv_num_blocks", "full_kv_num_blocks", "q_num_blocks", "full_q_num_blocks"):
         assert torch.equal(getattr(found, part), getattr(right, part)), part
@@ -424,6 +424,43 @@ def test_a_gpus_kernels_are_exact(dtype: torch.dtype, window: int | None) -> Non
         close = 2e-2 if dtype == torch.bfloat16 else 1e-3  # TF32 in flex attention
         for a, b in zip(found, right, strict=True):
             torch.testing.assert_close(a.double(), b, rtol=close, atol=close)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("gradients", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_gpus_kernels_are_exact_in_a_compiled_block(dtype: torch.dtype, gradients: bool) -> None:
+    shapes = (8, 4, 300, 64), (8, 2, 300, 64), (8, 2, 300, 64)
+    generator = torch.Generator().manual_seed(0)
+    inputs = [torch.randn(shape, generator=generator).to("cuda", dtype) for shape in shapes]
+    ids = (torch.rand(8, 300, generator=generator) < 0.02).cumsum(1).cuda()
+    block = torch.compile(lambda q, k, v, documents: attention(q, k, v, documents), fullgraph=True)
+    found, right = (
+        of_kernels(function, [x.requires_grad_() for x in values], gradients)
+        for function, values in (
+            (lambda *x: block(*x, Documents(document_spans(ids))), inputs),
+            (
+                lambda *x: F.scaled_dot_product_attention(
+                    *x,
+                    attn_mask=document_mask(Documents(document_spans(ids)), 8, 300),
+                    enable_gqa=True,
+                ),
+                [x.detach().double() for x in inputs],
+            ),
+        )
+    )
+    close = 2e-2 if dtype == torch.bfloat16 else 2e-3
+    for a, b in zip(found, right, strict=True):
+        assert (a.double() - b).norm() < close * b.norm()
+
+
+def of_kernels(
+    function: Callable[..., Tensor], inputs: list[Tensor], gradients: bool
+) -> list[Tensor]:
+    with torch.set_grad_enabled(gradients):
+        result = function(*inputs)
+    return with_gradients(result, inputs) if gradients else [result]
 
 
 @pytest.mark.gpu

@@ -53,14 +53,15 @@ def by_offsets(
 def takes_blocks(q: Tensor, v: Tensor) -> bool:
     """Whether flex attention's kernels take these queries and values."""
     dtypes = torch.float32, torch.bfloat16, torch.float16
-    return q.is_cuda and q.dtype in dtypes and q.size(-1) >= 16 and v.size(-1) >= 16
+    wide = q.size(-1) >= 16 and v.size(-1) >= 16
+    return q.is_cuda and q.dtype in dtypes and wide and q.size(1) > 1  # see `document_blocks`
 
 
 def by_blocks(q: Tensor, k: Tensor, v: Tensor, documents: Documents, scale: float | None) -> Tensor:
     """[B, H, T, E], where `takes_blocks`."""
     from torch.nn.attention.flex_attention import flex_attention  # late, as varlen_attn
 
-    blocks = document_blocks(documents, q.size(0), q.size(2))
+    blocks = document_blocks(documents, q.size(0), q.size(1), q.size(2))
     flex: Any = flex_attention if torch.compiler.is_compiling() else _compiled(flex_attention)
     return flex(q, k, v, block_mask=blocks, scale=scale, enable_gqa=q.size(1) != k.size(1))
 
@@ -86,9 +87,14 @@ def document_mask(
     return allowed
 
 
-def document_blocks(documents: Documents, batch: int, tokens: int) -> BlockMask:
+def document_blocks(documents: Documents, batch: int, heads: int, tokens: int) -> BlockMask:
     """The same for flex attention, without a tensor of T * T values (`create_block_mask` makes one
-    unless it is compiled): documents follow each other, so the first and last of a block tell."""
+    unless it is compiled): documents follow each other, so the first and last of a block tell.
+
+    Its lists of blocks are repeated for each head: in a compiled block without gradients, inductor
+    would give a dimension of size 1 any stride, which flex attention takes for that of the batch
+    (an illegal memory access, torch 2.11 to 2.15).
+    """
     from torch.nn.attention.flex_attention import BlockMask  # late: it imports torch's compiler
 
     numbers = _numbers(documents, batch, tokens)
@@ -112,7 +118,7 @@ def document_blocks(documents: Documents, batch: int, tokens: int) -> BlockMask:
         full = full & ((apart + 1) * TILE - 1 < window)
     lists: list[Tensor] = []  # of each block of queries: how many of keys, and which
     for which in (some & ~full, full):
-        dense = which[:, None].int()  # [B, 1, blocks, blocks]
+        dense = which[:, None].expand(-1, heads, -1, -1).int()  # [B, H, blocks, blocks]
         order = dense.argsort(dim=-1, descending=True, stable=True)
         lists += [dense.sum(-1, dtype=torch.int32), order.int()]
     return BlockMask.from_kv_blocks(
