@@ -77,7 +77,7 @@ class Pipeline:
         # ranks that compute the same loss of the same batch
         self._loss_copies = mesh.world_size // (mesh.pp * mesh.stage_copies)
         # of the last step: whether this rank, once summed how many ranks, reached each parameter
-        self._reached_counts = torch.zeros(0)
+        self._reached_counts = torch.zeros(0, device=mesh.device)
         self._runtimes: OrderedDict[Any, MicrobatchLoop | OrderRuntime] = OrderedDict()
         self._kind = "loss"  # what the last stage computes of its output
         # called back with each action of the schedule when it begins, with None after the last
