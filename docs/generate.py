@@ -174,6 +174,17 @@ def tour() -> str:
     return _table(("", "file", "lines", "what it is"), rows + total)
 
 
+def main_path() -> str:
+    """The files on the way from train.py to the optimizer's step."""
+    import yaml
+
+    path = ROOT / "tests/driver/main_path.yaml"
+    files = yaml.safe_load(path.read_text(encoding="utf-8"))["files"]
+    counts = {f: len((ROOT / "titanlike" / f).read_text().splitlines()) for f in files}
+    rows = [(f"`titanlike/{name}`", str(counts[name]), does) for name, does in files.items()]
+    return _table(("file", "lines", "what it does"), [*rows, ("", str(sum(counts.values())), "")])
+
+
 def stage_source() -> str:
     """The generated forward of the second of two stages."""
     import torch
@@ -210,7 +221,7 @@ def _wrapped(text: str) -> list[str]:
 
 TABLES: dict[str, Callable[[], str]] = {
     table.__name__: table
-    for table in (keys, schedules, styles, families, rooms, closures, tour, stage_source)
+    for table in (keys, schedules, styles, families, rooms, closures, tour, main_path, stage_source)
 }
 
 
