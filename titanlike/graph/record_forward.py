@@ -37,7 +37,6 @@ from titanlike.graph.recording import (
 )
 from titanlike.graph.units import call_key, depends_on, is_divided, is_new, run_on_cpu
 from titanlike.torch_private.autograd import intercept_checkpoints, intercept_custom_functions
-from titanlike.torch_private.compiler import as_if_compiling
 from titanlike.torch_private.deferred_dynamo import force_eager
 
 # Prefixes of functions that draw random numbers: called twice they return different tensors.
@@ -84,6 +83,8 @@ def record_forward(
     try:
         return record()
     except (RuntimeError, NotImplementedError) as error:
+        from titanlike.torch_private.compiler import as_if_compiling
+
         # torch.compile cannot look at values either: a library may have a forward for it
         with contextlib.suppress(Exception), as_if_compiling():
             return record()
