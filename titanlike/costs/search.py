@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import math
 import shlex
 import textwrap
 import time
@@ -38,7 +37,7 @@ from titanlike.costs.estimate import (
 from titanlike.costs.estimate_text import as_data, mesh_text, price, table
 from titanlike.costs.known_hardware import planned_hardware
 from titanlike.costs.layouts import SearchSpace, candidates
-from titanlike.costs.rank_memory import RankMemory, StageLayout
+from titanlike.costs.rank_memory import StageLayout
 from titanlike.costs.simulate import simulate
 from titanlike.costs.stage_times import LayoutTimes
 from titanlike.costs.unit_costs import CostError
@@ -361,42 +360,15 @@ def score(
     layout = table.layout(names, chosen, deferred, order.stage_to_rank, zero, microbatches)
     memory = table.memory.with_layout(config, order, layout)
     if config.activation_checkpoint.name == "fit":
-        recomputed, taken = _as_must_be(memory, blocks, order, hardware.usable)
+        recomputed = memory.fit(blocks, hardware.usable)
         layout = replace(layout, recomputed=[*map(frozenset, recomputed)])
-    else:
-        taken = memory.of_ranks(layout.recomputed)
+    taken = memory.of_ranks(layout.recomputed)
     times = LayoutTimes(config, layout, hardware, table.times(config))
     seconds, parts = _step_seconds(order, times, microbatches, agreement(config, hardware))
     return ScoredLayout(
         *(overrides, config, layout, times, seconds, taken, order, parts),
         transforms=table.plan.transforms,
     )
-
-
-def _as_must_be(
-    memory: RankMemory, blocks: list[list[str]], order: Order, limit: int
-) -> tuple[list[list[str]], list[int]]:
-    """(blocks of each stage that are recomputed so that a rank takes no more than `limit`, bytes of
-    each rank with these)."""
-    # the first rank has the most microbatches in flight, the last the loss: what does not fit is
-    # most often known by these two
-    edges = [memory.of_rank(rank, blocks) for rank in {0, len(order.ranks) - 1}]
-    if max(edges) > limit:
-        return blocks, edges
-    none: list[list[str]] = [[] for _ in blocks]
-    kept = memory.of_ranks(none)
-    if max(kept) <= limit:
-        return none, kept
-    least = memory.of_ranks(blocks)
-    shares = [
-        1.0 if a <= b else min(1.0, max(0.0, (a - limit) / (a - b)))
-        for a, b in zip(kept, least, strict=True)
-    ]
-    recomputed = [
-        names[: math.ceil(shares[rank] * len(names))]
-        for rank, names in zip(order.stage_to_rank, blocks, strict=True)
-    ]
-    return recomputed, memory.of_ranks(recomputed)
 
 
 def _step_seconds(

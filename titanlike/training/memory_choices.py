@@ -83,7 +83,7 @@ def choose_by_memory(
             return Recomputed([[] for _ in graphs])
         from titanlike.training.recomputed_blocks import choose_recomputed
 
-        return choose_recomputed(config, model_graph, graphs, order, memory, limit)
+        return choose_recomputed(config, model_graph, graphs, memory, limit)
 
     level, why = zero
     recomputed = recomputed_with(lambda: memory_at(level))

@@ -17,7 +17,6 @@ from titanlike.config.schema import (
 from titanlike.graph.cut import StageGraph
 from titanlike.graph.model_graph import ModelGraph
 from titanlike.graph.recording import Node
-from titanlike.pipeline.order import Order
 from titanlike.torch_private.operators import operator_names
 from titanlike.training.memory_choices import Recomputed
 
@@ -33,7 +32,6 @@ def choose_recomputed(
     config: Config,
     model_graph: ModelGraph,
     graphs: Sequence[StageGraph],
-    order: Order,
     rank_memory: Callable[[], RankMemory],
     limit: Callable[[], int | None],
 ) -> Recomputed:
@@ -72,30 +70,8 @@ def choose_recomputed(
     if memory.unknown:
         reason = f"the memory of its activations cannot be estimated: {memory.unknown}"
         raise ConfigError([Problem("activation_checkpoint", "fit", reason, _ALL)])
-    return _fit(candidates, order, memory, most)
-
-
-def _fit(
-    candidates: Sequence[Sequence[str]], order: Order, memory: RankMemory, limit: int
-) -> Recomputed:
-    """The fewest blocks with which each rank has no more than `limit` bytes; all where none do.
-
-    Ranks do not depend on each other. On a rank of several stages the block comes next that frees
-    the most: of the stage whose blocks are in memory for the most microbatches.
-    """
-    blocks: list[list[str]] = [[] for _ in candidates]
-
-    def with_one_more(stage: int) -> list[list[str]]:
-        more = candidates[stage][: len(blocks[stage]) + 1]
-        return [*blocks[:stage], [*more], *blocks[stage + 1 :]]
-
-    for rank in range(len(order.ranks)):
-        while memory.of_rank(rank, blocks) > limit:
-            stages = [s for s in order.local(rank) if len(blocks[s]) < len(candidates[s])]
-            if not stages:
-                break
-            blocks = min(map(with_one_more, stages), key=lambda b: memory.of_rank(rank, b))
-    return Recomputed(blocks, limit, memory.of_ranks(blocks))
+    chosen = memory.fit(candidates, most)
+    return Recomputed(chosen, most, memory.of_ranks(chosen))
 
 
 def _name_problems(save: Sequence[str]) -> Iterator[Problem]:
