@@ -17,7 +17,6 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from titanlike.config.errors import ConfigError, Problem
 from titanlike.config.files import atomic_write_text, read_object
@@ -28,11 +27,9 @@ from titanlike.costs.unit_costs import CostError, UnitCosts
 from titanlike.device import accelerator
 from titanlike.distributed.mesh import Mesh
 from titanlike.distributed.sharding import StateBytes
-from titanlike.graph.model_graph import ModelGraph
 from titanlike.graph.partition import INFINITE, lightest_parts, partition
 from titanlike.graph.units import Unit
 from titanlike.metrics.timeline_file import Timeline, read_timeline, stage_seconds
-from titanlike.optim.loss import Loss
 from titanlike.pipeline.order import Order
 
 MeasureTimes = Callable[[UnitCosts], list[int]]  # nanoseconds of each unit
@@ -55,19 +52,18 @@ class AutoSplitResult:
 
 def find_auto_split(
     config: Config,
-    forward: tuple[ModelGraph, Tensor, Loss],
+    unit_costs: UnitCosts,
+    units: list[Unit],
     order: Order,
     zero: int,
     measure_times: MeasureTimes | None,
 ) -> AutoSplitResult:
     """The best split by `split.cost`; without `measure_times` FLOPs replace times.
 
-    forward: the recorded model, targets of a microbatch on meta, the loss.
-
     Raises ConfigError where a unit's cost cannot be found.
     """
     assert isinstance(config.split, AutoSplit)
-    unit_costs, units, cost = UnitCosts(*forward), forward[0].units, config.split.cost
+    cost = config.split.cost
     if cost == "time" and measure_times is None:
         cost = "flops"
     fixed, variable, factors = None, [0] * len(units), [1] * order.stages

@@ -181,20 +181,9 @@ class Estimate:
 
     def shares(self, rank: int) -> dict[str, float]:
         """What a rank does in a step, as shares of it."""
-        step, m = self.step_seconds, self.plan.microbatches
-        seconds: defaultdict[str, float] = defaultdict(float)
-        for stage in self.order.local(rank):
-            for name, each in self.times.parts(stage).items():
-                seconds[name] += m * each
-        # what units do not account for: the host, and FSDP's messages beside them
-        computes = self.simulation.computes[rank]
-        seconds["host and sharding"] = max(0.0, computes - sum(seconds.values()))
-        for event in self.simulation.events[rank]:
-            name = {"gather": "gathers", "reduce": "reductions", "update": "update"}.get(event.kind)
-            if name is not None:
-                seconds[name] += event.end - event.start
-        seconds["waiting"] = step - sum(seconds.values())
-        return {name: value / step for name, value in seconds.items() if value > 1e-4 * step}
+        step = self.step_seconds
+        parts = parts_of_step(self.times, self.order, self.simulation, rank, step)
+        return {name: value / step for name, value in parts.items() if value > 1e-4 * step}
 
     @property
     def sent(self) -> int:
@@ -207,6 +196,26 @@ class Estimate:
         simulated = self.simulation
         busy = [*map(sum, zip(simulated.computes, simulated.exchanges, strict=True))]
         return busy.index(max(busy))
+
+
+def parts_of_step(
+    times: LayoutTimes, order: Order, simulation: Simulation, rank: int, step: float
+) -> dict[str, float]:
+    """Seconds of a pipeline rank's step by what they are; order: that is simulated, also of fewer
+    microbatches than a step of `step` seconds has."""
+    m, seconds = times.layout.microbatches, defaultdict[str, float](float)
+    for stage in order.local(rank):
+        for name, each in times.parts(stage).items():
+            seconds[name] += m * each
+    # what units do not account for: the host, and FSDP's messages beside them
+    computes = simulation.computes[rank] * (m / order.microbatches)
+    seconds["host and sharding"] = max(0.0, computes - sum(seconds.values()))
+    for event in simulation.events[rank]:
+        name = {"gather": "gathers", "reduce": "reductions", "update": "update"}.get(event.kind)
+        if name is not None:
+            seconds[name] += event.end - event.start
+    seconds["waiting"] = step - sum(seconds.values())
+    return seconds
 
 
 def make_estimate(

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from itertools import pairwise
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -194,17 +195,17 @@ def count(
     node: Node,
     model: nn.Module,
     deferred: bool = False,
-    peers: Mapping[str, GroupInfo] | None = None,
+    peers: Mapping[str, GroupInfo] = MappingProxyType({}),
 ) -> NodeCosts:
     """deferred: the weight gradients of linear layers wait; peers: whose exchanges count."""
-    call, ranks = Call(node, model), peers or {}
+    call = Call(node, model)
     trained = [weight for weight in call.weights if weight.requires_grad]
     with call.weight_gradients(deferred) as waiting:
-        first = _Counter(call, ranks, waiting)
+        first = _Counter(call, peers, waiting)
         for weight in trained:
             weight.grad = torch.empty_like(weight)
         try:
-            later = _Counter(call, ranks, waiting)
+            later = _Counter(call, peers, waiting)
         finally:
             for weight in trained:
                 weight.grad = None

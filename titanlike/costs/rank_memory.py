@@ -27,12 +27,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import Tensor
 
-from titanlike.config.schema import Config, Muon, TraceSplit
+from titanlike.config.schema import Config, Muon
 from titanlike.costs.unit_costs import UnitCosts, UnitMemory, expert_parameters
 from titanlike.distributed.sharding import StateBytes, compute_dtype
 from titanlike.graph.cut import messages
 from titanlike.graph.model_graph import ModelGraph
-from titanlike.optim.loss import Loss
 from titanlike.pipeline.order import Action, Order
 
 _REDUCED = 4  # bytes of a gradient in a message that reduces it: fp32
@@ -142,13 +141,17 @@ class RankMemory:
         shards = self._state.shards
         self._update = self._computing * _UPDATE * max(by_muon) // shards if shards > 1 else 0
         self._stage_changes: dict[tuple[int, frozenset[str]], dict[str, _Change]] = {}
+        # of stages that are alike, also in other layouts: a search has the same again and again
+        self._counted: dict[object, dict[str, _Change]] = {}
+        mesh = config.cp, config.ep, config.exact, self._pieces, self._computing
+        self._alike = self._state, mesh, layout.zero, layout.microbatches
         # of ranks of orders, each walked once: a search asks for the same many times
         self._walks: dict[tuple[int, int], tuple[Order, list[tuple[int, str]], np.ndarray]] = {}
 
     def with_layout(self, config: Config, order: Order, layout: StageLayout) -> RankMemory:
         """The same units and microbatches in another layout."""
         other = RankMemory(config, self.unit_costs, self.tokens, order, layout)
-        other._walks = self._walks
+        other._walks, other._counted = self._walks, self._counted
         return other
 
     def changed(self, **changes: Any) -> RankMemory:
@@ -277,22 +280,32 @@ class RankMemory:
     def _changes(self, stage: int, recompute: frozenset[str]) -> dict[str, _Change]:
         """Changes by a stage's actions, by their kind; recompute: names of the units that are
         recomputed."""
+        key, layout = (stage, recompute), self.layout
+        if key not in self._stage_changes:
+            table = self.units(stage in layout.deferred)
+            runs = tuple((table[name], name in recompute) for name in layout.stages[stage])
+            sent = layout.sent[stage]
+            sent += sum(skip.nbytes for skip in layout.skips if skip.source == stage)
+            alike = *self._alike, runs, layout.numel[stage], layout.experts[stage], sent
+            if alike not in self._counted:
+                self._counted[alike] = self._count(*alike[-4:])
+            self._stage_changes[key] = self._counted[alike]
+        return self._stage_changes[key]
+
+    def _count(
+        self, runs: Sequence[tuple[UnitMemory, bool]], numel: int, experts: int, sent: int
+    ) -> dict[str, _Change]:
+        """runs: units, and whether they are recomputed; sent: bytes of a microbatch's results."""
         layout, state = self.layout, self._state
-        key, numel = (stage, recompute), layout.numel[stage]
-        if key in self._stage_changes:
-            return self._stage_changes[key]
-        table = self.units(stage in layout.deferred)
-        runs = [(table[name], name in recompute) for name in layout.stages[stage]]
         units = [unit for unit, _ in runs]
         held = [u.kept if recomputed else u.saved for u, recomputed in runs]
-        skipped = sum(skip.nbytes for skip in layout.skips if skip.source == stage)
-        activations = sum(held) + layout.sent[stage] + skipped
+        activations = sum(held) + sent
         queued = sum(unit.queued for unit in units)
         gathered = int(state.gathered * numel)
         sizes = sorted(unit.parameters for unit in units)
         # of a unit that is gathered while the one before is copied to its place
         message = self._computing * sum(sizes[-2:]) if gathered else 0
-        sharded = self._in_shards(numel, layout.experts[stage])
+        sharded = self._in_shards(numel, experts)
         whole = layout.zero == 1
         gradients = state.gradient * (numel if whole else sharded)  # when all are there
         reduced = 0  # bytes of the largest unit's gradients in a message, where FSDP has whole ones
@@ -312,12 +325,12 @@ class RankMemory:
                 nodes = (microbatches * self._config.ep).bit_count()
                 nodes = 1 if 1 < self._config.ep == state.shards else nodes
                 # each partial sum of a unit as it is laid out, sent and received
-                sent = (max(a * parts, b * nodes) for a, b in map(self._sent, units))
-                done = (parts * self._config.ep - nodes) * layout.experts[stage]
-                reduced = max(0, _REDUCED * (3 * max(sent) - done))
+                most = max(max(a * parts, b * nodes) for a, b in map(self._sent, units))
+                done = (parts * self._config.ep - nodes) * experts
+                reduced = max(0, _REDUCED * (3 * most - done))
         first, later = self._backward(runs, new), self._backward(runs, [])
         backward = {"activations": -activations}
-        self._stage_changes[key] = {
+        return {
             "gather": _Change(gathered + message, gathered=gathered),
             "F": _Change(self._forward(units, held, activations), activations=activations),
             "first I": _Change(first, **backward, gradients=sum(new), queued=queued),
@@ -341,7 +354,6 @@ class RankMemory:
                 gradients=int(state.reduced_gradient * sharded - gradients),
             ),
         }
-        return self._stage_changes[key]
 
     def _of_grains(self, unit: UnitMemory) -> int:
         """Elements of a unit's gradients after a backward: experts have some for each rank's grain
@@ -416,7 +428,7 @@ def planned_memory(
     config: Config,
     model_graph: ModelGraph,
     targets: Tensor,
-    loss: Loss,
+    costs: UnitCosts | None,
     order: Order,
     zero: int,
     parameters: Sequence[Mapping[str, int]],
@@ -424,8 +436,8 @@ def planned_memory(
 ) -> RankMemory:
     """The memory of a plan's stages.
 
-    targets: of a microbatch, on meta; loss: of what the model returns; parameters: of each stage,
-    name -> elements; deferred: stages whose weight gradients wait.
+    targets: of a microbatch, on meta; costs: None where units are not whole; parameters: of each
+    stage, name -> elements; deferred: stages whose weight gradients wait.
     """
     hidden: Collection[str] = ()
     if isinstance(config.optimizer, Muon):
@@ -459,6 +471,4 @@ def planned_memory(
         by_muon=sizes(hidden),
         skips=skips,
     )
-    whole = not isinstance(config.split, TraceSplit)
-    costs = UnitCosts(model_graph, targets, loss) if whole else None
     return RankMemory(config, costs, targets.numel(), order, layout)

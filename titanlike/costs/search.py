@@ -2,9 +2,9 @@
 
 1. `layouts.candidates` lists meshes, schedules, stages and microbatches; here each is taken with
    every level of ZeRO, and with blocks recomputed selectively or as few as fit (`fit`).
-2. All are scored by closed forms (`score`), of units that were counted once (`CostTable`): what
-   does not fit is dropped.
-3. The most promising are simulated, the best of these are planned and estimated as `plan` does it.
+2. All are scored (`score`) by units that were counted once (`CostTable`): what does not fit is
+   dropped, of the rest an order of few microbatches is simulated.
+3. The best are planned and estimated as `plan` does it.
 """
 
 from __future__ import annotations
@@ -12,10 +12,9 @@ from __future__ import annotations
 import shlex
 import textwrap
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import product
 from math import gcd
 from typing import Any
@@ -31,6 +30,7 @@ from titanlike.costs.estimate import (
     agreement,
     make_estimate,
     microbatches_of,
+    parts_of_step,
     rows_of,
     with_exact_memory,
 )
@@ -38,7 +38,7 @@ from titanlike.costs.estimate_text import as_data, mesh_text, price, table
 from titanlike.costs.known_hardware import planned_hardware
 from titanlike.costs.layouts import SearchSpace, candidates
 from titanlike.costs.rank_memory import StageLayout
-from titanlike.costs.simulate import simulate
+from titanlike.costs.simulate import Simulation, simulate
 from titanlike.costs.stage_times import LayoutTimes
 from titanlike.costs.unit_costs import CostError
 from titanlike.distributed.placement import experts_of
@@ -62,7 +62,6 @@ _MOST_SIZES = 6  # of microbatches, on each number of tensor-parallel ranks
 _ROUNDS = 2  # microbatches a pipeline rank with which an order is as good as any longer one
 # schedules that go on as they began: with more microbatches no more are in flight
 _PERIODIC = (*_SCHEDULES, "zbh1", "zbh2")
-_SIMULATED = 64
 _AUTO = 3  # of the fastest, that are planned with split=auto, too
 _PROGRESS = 3.0  # seconds between lines
 _PLANNED_SECONDS = 15.0  # of this process, for the last step
@@ -85,7 +84,7 @@ class LayoutSearch:
     gpus: int
     hardware: Hardware
     ranked: list[Ranked] = field(default_factory=list)  # the fastest first
-    judged: int = 0  # by closed forms
+    judged: int = 0  # with what does not fit
     fitting: int = 0
     refused: int = 0  # invalid
     why: str = ""  # the first of those that could be no order or split
@@ -127,9 +126,8 @@ def search(
     fitting.sort(key=lambda layout: layout.seconds)
     result.judged, result.fitting = len(scored), len(fitting)
     result.least_memory = min(layout.most for layout in scored)
-    simulated = sorted(fitting[:_SIMULATED], key=partial(simulated_seconds, hardware=hardware))
     end, refusal = time.process_time() + _PLANNED_SECONDS, None
-    for layout in simulated[: 2 * most]:
+    for layout in fitting[: 2 * most]:
         enough = len(result.ranked) >= most or time.process_time() > end
         if enough and result.ranked:
             break
@@ -312,26 +310,44 @@ class CostCache:
         return self._tables[sizes]
 
 
-# --- a layout by closed forms ---------------------------------------------------------------------
+# --- a layout without a plan ----------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class ScoredLayout:
-    """A layout by closed forms, in some 2 ms."""
+    """A layout by the costs of units, in some 10 ms."""
 
     overrides: list[str]
     config: Config
     layout: StageLayout
     times: LayoutTimes
-    seconds: float  # of a step
     memory: list[int]  # of each pipeline rank
     order: Order  # of few microbatches
-    parts: dict[str, float]  # seconds of a step by what they are, on the rank with the most
     transforms: Mapping[str, Transform]  # of the model on these ranks
 
     @property
     def most(self) -> int:
         return max(self.memory)
+
+    @cached_property
+    def simulation(self) -> Simulation:
+        """Of the short order."""
+        hardware = self.times.hardware
+        agree, ahead = agreement(self.config, hardware), hardware.runs_ahead
+        return simulate(self.order, self.times.stages, runs_ahead=ahead, agree=agree)
+
+    @cached_property
+    def seconds(self) -> float:
+        """Of a step: behind the short order all goes on at its pace."""
+        rest = self.layout.microbatches / self.order.microbatches - 1
+        return self.simulation.step + rest * max(self.simulation.computes)
+
+    @cached_property
+    def parts(self) -> dict[str, float]:
+        """Seconds of a step by what they are, on the rank with the most."""
+        computes = self.simulation.computes
+        busiest = computes.index(max(computes))
+        return parts_of_step(self.times, self.order, self.simulation, busiest, self.seconds)
 
 
 def score(
@@ -364,48 +380,8 @@ def score(
         layout = replace(layout, recomputed=[*map(frozenset, recomputed)])
     taken = memory.of_ranks(layout.recomputed)
     times = LayoutTimes(config, layout, hardware, table.times(config))
-    seconds, parts = _step_seconds(order, times, microbatches, agreement(config, hardware))
-    return ScoredLayout(
-        *(overrides, config, layout, times, seconds, taken, order, parts),
-        transforms=table.plan.transforms,
-    )
-
-
-def _step_seconds(
-    order: Order, times: LayoutTimes, microbatches: int, agree: float
-) -> tuple[float, dict[str, float]]:
-    """Seconds by a closed form: the busiest rank, and what fills and drains the pipeline; agree:
-    seconds."""
-    ranks, chunks = len(order.ranks), order.stages / len(order.ranks)
-    work, once, update = [0.0] * ranks, [0.0] * ranks, [0.0] * ranks
-    for rank, of_stage in zip(order.stage_to_rank, times.stages, strict=True):
-        forward, back = of_stage.forward, of_stage.backward.device
-        if order.splits_backward:
-            back = of_stage.input_gradient.device + of_stage.weight_gradient.device
-        work[rank] += max(forward.device + back, forward.host + of_stage.backward.host)
-        once[rank] += of_stage.gather + of_stage.reduce
-        update[rank] += of_stage.update
-    at = work.index(max(work))
-    share = 1 / 3 if order.splits_backward else 1.0
-    fill = share * (sum(work) - work[at]) / chunks
-    messages = sum(t.sends_forward + t.sends_backward for t in times.stages) / chunks
-    seconds = microbatches * work[at] + fill + messages + max(once) + max(update)
-    parts: Any = Counter()
-    for stage in order.local(at):
-        parts.update({name: microbatches * each for name, each in times.parts(stage).items()})
-    parts["sharding and host"] = microbatches * work[at] - sum(parts.values()) + max(once)
-    parts["bubble and messages"] = fill + messages
-    parts["update"] = max(update)
-    return seconds + agree, parts
-
-
-def simulated_seconds(scored: ScoredLayout, hardware: Hardware) -> float:
-    """Seconds of a step: that of the short order is simulated, the rest goes on at its pace."""
-    order, agree = scored.order, agreement(scored.config, hardware)
-    ahead = hardware.runs_ahead
-    simulation = simulate(order, scored.times.stages, runs_ahead=ahead, agree=agree)
-    rest = scored.layout.microbatches - order.microbatches
-    return simulation.step + rest * max(simulation.computes) / order.microbatches
+    transforms = table.plan.transforms
+    return ScoredLayout(overrides, config, layout, times, taken, order, transforms)
 
 
 # --- why well-known choices lose ----------------------------------------------------------------

@@ -169,7 +169,7 @@ def unit_times(config: Config, plan: TrainPlan, roofline: Roofline) -> dict[str,
     memory = plan.memory()
     if memory.unit_costs is None:
         raise CostError(memory.unknown)
-    calls = memory.unit_costs.operators(plan.peers)
+    calls = memory.unit_costs.operators()
     units = memory.units()
     blocks = {unit.name for unit in plan.model_graph.units if unit.block}
     save = config.activation_checkpoint.saved

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -62,8 +63,15 @@ class UnitCosts:
     alone.
     """
 
-    def __init__(self, model_graph: ModelGraph, targets: Tensor, loss: Loss) -> None:
-        """targets: of one microbatch, on meta."""
+    def __init__(
+        self,
+        model_graph: ModelGraph,
+        targets: Tensor,
+        loss: Loss,
+        peers: Mapping[str, GroupInfo] | None = None,
+    ) -> None:
+        """targets: of one microbatch, on meta; peers: by axis, those with whom modules exchange
+        activations, which counts, too."""
         self.model, self.microbatch_size = model_graph.model, model_graph.microbatch_size
         self.names = [unit.name for unit in model_graph.units]
         self.unknown = ""  # why `memory` knows nothing but parameters
@@ -84,6 +92,7 @@ class UnitCosts:
         self._calls[-1].append(end)
         self._end = end
         self._keys: dict[Node, str] = {}
+        self._peers = peers or {}
         # attention is of other tokens than those that a unit is called with
         self._parts = model_graph.sequence_parts
         self._counted: dict[Hashable, list[list[NodeCosts]]] = {}
@@ -154,12 +163,15 @@ class UnitCosts:
             units.append(UnitMemory(sum(sizes.values()), sum(sizes_of_experts), *counted))
         return self._memory.setdefault(key, dict(zip(self.names, units, strict=True)))
 
-    def operators(self, peers: Mapping[str, GroupInfo]) -> list[list[NodeCosts]]:
+    def operators(self) -> list[list[NodeCosts]]:
         """What each call of each unit computes, as it is on the first rank of each axis, with
         weight gradients apart; those of equal calls are one object. Linear layers in float8 are
         counted in bf16.
         """
-        return self._counts(True, peers)
+        from titanlike.parallel.float8 import in_bf16
+
+        with in_bf16(self.model.modules()) as layers:
+            return self._counts(True, bool(layers))
 
     def times(self, device: torch.device, deferred: bool, repeats: int = 15) -> list[Times]:
         """Measured seconds of each unit and a microbatch, see `node_times`; deferred: where weight
@@ -191,22 +203,12 @@ class UnitCosts:
             values = (use.value for use in node.input_nodes)
             yield from (value for value in values if isinstance(value, nn.Parameter))
 
-    def _counts(
-        self, deferred: bool, peers: Mapping[str, GroupInfo] | None = None
-    ) -> list[list[NodeCosts]]:
-        """Counts of each unit's calls; peers: also what they exchange, and as if in bf16."""
-        key = deferred, peers is not None
-
-        def counted(node: Node) -> NodeCosts:
-            if peers is None or node.kind != "unit":
-                return count(node, self.model, deferred, peers or {})
-            from titanlike.parallel.float8 import in_bf16
-
-            with in_bf16(self.model.modules()):
-                return count(node, self.model, deferred, peers)
-
+    def _counts(self, deferred: bool, in_bf16: bool = False) -> list[list[NodeCosts]]:
+        """Counts of each unit's calls; in_bf16: while layers in float8 compute so."""
+        key = deferred, in_bf16
         if key not in self._counted:
-            self._counted[key] = self._costs(counted, NodeCosts())
+            cost = partial(count, model=self.model, deferred=deferred, peers=self._peers)
+            self._counted[key] = self._costs(cost, NodeCosts())
         return self._counted[key]
 
     def _costs(self, cost: Callable[[Node], _T], free: _T) -> list[list[_T]]:

@@ -94,15 +94,15 @@ class Float8(Transform):
 
 
 @contextlib.contextmanager
-def in_bf16(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """A context in which linear layers in float8 compute as others do."""
+def in_bf16(modules: Iterable[nn.Module]) -> Iterator[list[nn.Module]]:
+    """A context in which linear layers in float8, which it gives, compute as others do."""
     # by name: without float8 torchao is not imported
     layers = [m for m in modules if any(c.__name__ == "Float8Linear" for c in type(m).__mro__)]
     replaced = [vars(layer).pop("forward", None) for layer in layers]  # of blocks that are layers
     for layer in layers:
         layer.forward = nn.Linear.forward.__get__(layer)
     try:
-        yield
+        yield layers
     finally:
         for layer, forward in zip(layers, replaced, strict=True):
             del layer.forward

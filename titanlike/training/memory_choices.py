@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from titanlike.config.schema import Config, FitActivationCheckpoint
+from titanlike.config.schema import Config, FitActivationCheckpoint, TraceSplit
 from titanlike.graph.cut import StageGraph
 from titanlike.graph.model_graph import ModelGraph
 from titanlike.metrics import units
-from titanlike.optim.loss import Loss
 from titanlike.pipeline.order import Order
 
 if TYPE_CHECKING:  # imported where memory is estimated
     from titanlike.costs.rank_memory import RankMemory
+    from titanlike.costs.unit_costs import UnitCosts
 
 
 @dataclass(frozen=True)
@@ -48,15 +48,14 @@ def choose_by_memory(
     config: Config,
     model_graph: ModelGraph,
     targets: Tensor,
-    loss: Loss,
+    unit_costs: Callable[[], UnitCosts],
     graphs: Sequence[StageGraph],
     order: Order,
     parameters: Sequence[Mapping[str, int]],
     zero: tuple[int, str],
     device_memory: Callable[[], int | None],
 ) -> MemoryChoices:
-    """targets: of a microbatch, on meta; loss: of what the model returns; graphs, parameters (name
-    -> elements): of the stages; zero: what `auto` means where no memory is known, and why;
+    """targets: of a microbatch, on meta; graphs, parameters (name -> elements): of the stages; zero: what `auto` means where no memory is known, and why;
     device_memory: bytes that training may take. Raises ConfigError as `choose_recomputed` does.
     """
     how = config.activation_checkpoint
@@ -75,7 +74,8 @@ def choose_by_memory(
             return memory_at(zero[0]).changed(zero=level)
         from titanlike.costs.rank_memory import planned_memory
 
-        forward = model_graph, targets, loss
+        costs = None if isinstance(config.split, TraceSplit) else unit_costs()
+        forward = model_graph, targets, costs
         return planned_memory(config, *forward, order, level, parameters, deferred)
 
     def recomputed_with(memory: Callable[[], RankMemory]) -> Recomputed:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from torch import Tensor, nn
+from torch import nn
 
 from titanlike.config import schema
 from titanlike.config.errors import ConfigError, Problem, Refused
@@ -30,7 +30,7 @@ from titanlike.graph.model_graph import Fields, ModelGraph, fields_of
 from titanlike.graph.recording import RecordError
 from titanlike.models.checks import model_problems
 from titanlike.models.registry import build_model, resolve_model
-from titanlike.optim.loss import Loss, build_loss
+from titanlike.optim.loss import build_loss
 from titanlike.pipeline.order import Action, Order
 from titanlike.training import checks
 from titanlike.training.memory_choices import Recomputed, choose_by_memory
@@ -40,6 +40,7 @@ from titanlike.training.transforms import model_transforms
 if TYPE_CHECKING:  # each is imported where a config asks for it
     from titanlike.costs.auto_split import AutoSplitResult, MeasureTimes
     from titanlike.costs.rank_memory import RankMemory
+    from titanlike.costs.unit_costs import UnitCosts
     from titanlike.distributed.collectives import GroupInfo
 
 
@@ -141,7 +142,15 @@ def make_plan(
         config, resolved, model, batch, order.microbatches, loss, transforms, variable
     )
     model_graph, targets = recorded.graph, recorded.targets
-    found = _cut_stages(config, model_graph, targets, order, zero, measure_times, loss)
+    peers = {name: t.first for name, t in transforms.items() if t.first is not None}
+
+    @functools.cache
+    def unit_costs() -> UnitCosts:
+        from titanlike.costs.unit_costs import UnitCosts
+
+        return UnitCosts(model_graph, targets, loss, peers)
+
+    found = _cut_stages(config, model_graph, unit_costs, order, zero, measure_times)
     auto_split, graphs, evaluated = found
     if problems := checks.stage_problems(config, model_graph, graphs, evaluated):
         raise ConfigError(problems)
@@ -153,7 +162,7 @@ def make_plan(
 
     limit = device_memory or functools.partial(memory_for_training, config)
     auto = zero, why_zero
-    forward = model_graph, targets, loss
+    forward = model_graph, targets, unit_costs
     chosen = choose_by_memory(config, *forward, graphs, order, parameters, auto, limit)
     used = {
         name for graph in graphs for name in model_graph.parameters_of(graph.units, graph.weights)
@@ -268,11 +277,10 @@ def _choose_zero(config: Config, splits_backward: bool) -> tuple[int, str]:
 def _cut_stages(
     config: Config,
     model_graph: ModelGraph,
-    targets: Tensor,
+    unit_costs: Callable[[], UnitCosts],
     order: Order,
     zero: int,
     measure_times: MeasureTimes | None,
-    loss: Loss,
 ) -> tuple[AutoSplitResult | None, list[StageGraph], list[StageGraph]]:
     """(how split=auto found the stages, each stage's graph in training, in evaluation).
 
@@ -285,8 +293,8 @@ def _cut_stages(
         if auto and order.stages > 1:
             from titanlike.costs.auto_split import find_auto_split
 
-            forward = model_graph, targets, loss
-            found = find_auto_split(config, forward, order, zero, measure_times)
+            costs = unit_costs(), model_graph.units
+            found = find_auto_split(config, *costs, order, zero, measure_times)
             model_graph.stages = found.stages(model_graph.units)
         else:
             model_graph.stages = _declared_stages(config, model_graph, order.stages)
