@@ -1,15 +1,12 @@
-"""A run's checkpoints, as training uses them: resume and roll back here; written by writer.py.
-
-To load, rank 0 selects the newest complete checkpoint (discovery.py); all ranks check its files,
-each some of them; a damaged one is marked, and the next older one is tried.
-"""
+"""A run's checkpoints, as training uses them: read by loader.py, written by writer.py; each is
+imported where there is something to read or to write."""
 
 from __future__ import annotations
 
 import contextlib
 import time
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import asdict, astuple, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,27 +15,17 @@ import torch
 import torch.distributed as dist
 
 from titanlike.checkpoint import discovery
-from titanlike.checkpoint.discovery import Selection, step_of
-from titanlike.checkpoint.storage import (
-    DAMAGED_MARKER,
-    MARKER,
-    DamagedCheckpoint,
-    Storage,
-    UnreadableFile,
-)
+from titanlike.checkpoint.storage import Storage
 from titanlike.config.credentials import redact_value
-from titanlike.config.errors import ConfigError, Problem, Refused
-from titanlike.config.files import as_record
 from titanlike.config.parse import to_plain
-from titanlike.config.schema import LAYER_AXES, MESH_AXES, Config
-from titanlike.data.registry import data_changed
-from titanlike.data.sources import Data, data_fingerprint, fingerprint_changes
-from titanlike.metrics.run_files import Events, changed_keys
+from titanlike.config.schema import MESH_AXES, Config
+from titanlike.data.sources import Data, data_fingerprint
+from titanlike.metrics.run_files import Events
 from titanlike.models.registry import resolve_model
 from titanlike.optim.optimizer import StageState
 
 if TYPE_CHECKING:
-    from titanlike.checkpoint.integrity import CheckpointHeader
+    from titanlike.checkpoint.loader import CheckpointLoader
     from titanlike.checkpoint.writer import CheckpointWriter
 
 
@@ -124,57 +111,46 @@ class Checkpointer:
 
     # --- loading -----------------------------------------------------------------------------
 
+    @property
+    def _loader(self) -> CheckpointLoader:
+        from titanlike.checkpoint.loader import CheckpointLoader
+
+        return CheckpointLoader(
+            self._config,
+            self._stage_states,
+            self._data,
+            self._fingerprint,
+            self._plain_config,
+            self._folder,
+            self._events,
+            self._group,
+            lambda: self._writer,
+        )
+
     def resume(self) -> Progress:
         """Load the checkpoint to resume from, or the weights to start from.
 
         Raises ValueError where another rank cannot see the checkpoint, where it was saved with
         other data or another model, and where every one is damaged.
         """
-
-        def select(rejected: set[str]) -> Selection:
-            selection = discovery.select_resume(self._config, rejected)
-            for path in (path for path in selection.marked if str(path) not in rejected):
-                from titanlike.checkpoint.integrity import repair_command
-
-                text = f"{path} is marked as damaged, and an older one is taken; read it again: "
-                again = repair_command(path)
-                self._events.log("passed_over", step_of(path), text + again)
-            return selection
-
-        progress = self._load_first_intact(select)
-        if self._rank == 0:
-            self._delete_leftovers()
-        if progress is not None:
-            return progress
-        if self._settings.start_from:
-            self.start_from(self._settings.start_from)
-        return Progress()
+        named = self._settings.resume not in ("auto", "never") or bool(self._settings.start_from)
+        there = [named or (self._rank == 0 and bool(discovery.all_steps(self._folder)))]
+        dist.broadcast_object_list(there, src=0, group=self._group)
+        return self._loader.resume() if there[0] else Progress()
 
     def start_from(self, location: str) -> None:
         """Load weights alone, of what `checkpoint.start_from` may name. Raises ValueError."""
-        from titanlike.checkpoint import hf_start, state_dict
-
-        settings = replace(self._settings, start_from=location)
-        of_run = self._stage_states, self._group
-        if hf_start.is_folder(location):
-            text = hf_start.start_from_folder(replace(self._config, checkpoint=settings), *of_run)
-        else:
-            text = state_dict.warm_start(settings, *of_run)
-        self._events.log("warm_start", 0, text)
+        self._loader.start_from(location)
 
     def load(self, location: str) -> Progress:
         """Load the checkpoint at a location, or the newest of the run there. Raises as
         `resume`."""
-        select = lambda _: Selection(discovery.resolve("path", location))  # noqa: E731
-        progress = self._load_first_intact(select)
-        assert progress is not None, "one was selected"
-        return progress
+        return self._loader.load(location)
 
     def rollback(self) -> Progress | None:
         """Load the newest intact checkpoint of this run; None where there is none."""
         self._writer.wait()
-        newest = lambda rejected: discovery.newest_complete(self._folder, rejected)  # noqa: E731
-        return self._load_first_intact(newest)
+        return self._loader.rollback()
 
     def resume_hint(self) -> str:
         """Say what to do about a run that diverged; waits for the save in progress."""
@@ -184,102 +160,6 @@ class Checkpointer:
             return "there is no checkpoint yet: write a smaller optimizer.lr or a longer lr.warmup"
         path = self.folder_of(self.newest)
         return f"the last good checkpoint is {path}: resume from it with a smaller optimizer.lr"
-
-    def _delete_leftovers(self) -> None:
-        """Delete what killed saves and deletions have left, and note what retention may delete."""
-        if not (paths := discovery.all_steps(self._folder)):
-            return
-        from titanlike.checkpoint import integrity
-
-        for path in paths:
-            with contextlib.suppress(ValueError, UnreadableFile):  # it stays
-                if path.exists(MARKER):
-                    self._writer.saved[step_of(path)] = integrity.read_state(path)["val_loss"]
-                elif not path.exists(DAMAGED_MARKER):
-                    end = "deleted"
-                    try:
-                        integrity.delete_checkpoint(path)
-                    except OSError as error:  # the save of that step will try again
-                        end = f"it could not be deleted: {error}"
-                    text = f"{path} has no {MARKER}: its save was not completed; {end}"
-                    self._events.log("leftover", step_of(path), text)
-
-    def _load_first_intact(self, select: Callable[[set[str]], Selection]) -> Progress | None:
-        """Load the first intact one of the checkpoints that rank 0 selects one after another.
-
-        Its bytes are checked while they are loaded, so damage may be found when some tensors have
-        been loaded; an older checkpoint replaces all of them, or an error ends the run. A damaged
-        one of this run is marked; ValueError for one that the user named.
-        """
-        rejected: set[str] = set()
-        while True:
-            selected = [""]
-            if self._rank == 0:
-                selection = select(rejected)
-                for error in selection.damaged:
-                    self._mark_damaged(error.folder, str(error))
-                selected = [str(selection.path or "")]
-            dist.broadcast_object_list(selected, src=0, group=self._group)
-            if not selected[0]:
-                return None
-            from titanlike.checkpoint.reader import read_header_on_all_ranks
-
-            path = Storage(selected[0])
-            try:
-                return self._load(read_header_on_all_ranks(path, self._group, "run_dir"))
-            except DamagedCheckpoint as error:  # on all ranks
-                damage = str(error)
-            except UnreadableFile as error:
-                raise discovery.unreadable(path, str(error)) from None
-            if str(path.parent) != str(self._folder) or str(path) in rejected:
-                raise ValueError(f"{damage}; write the path of another checkpoint")
-            rejected.add(str(path))
-            self._mark_damaged(path, damage)
-
-    def _mark_damaged(self, path: Storage, damage: str) -> None:
-        self._events.log("damaged", step_of(path), f"{damage}; trying an older one")
-        if self._rank == 0:
-            from titanlike.checkpoint import integrity
-
-            try:
-                integrity.mark_damaged(path, damage)
-            except OSError as error:  # each start will find the damage again
-                self._events.log("damaged", step_of(path), f"{path} could not be marked: {error}")
-            self._writer.saved.pop(step_of(path), None)
-
-    def _load(self, header: CheckpointHeader) -> Progress:
-        from titanlike.checkpoint import state_dict
-
-        path, state = header.folder, header.state
-        if problem := discovery.incompatibility(path, self._config, state):
-            raise Refused(*astuple(problem))
-        # other data are an error, unless they are meant
-        sequences = len(self._data.train)
-        changes = fingerprint_changes(state.get("data", {}), self._fingerprint)
-        if changes is None:  # of an older version
-            changes = [f"{sequences} sequences, were {state['sequences']}"]
-            changes *= state["sequences"] != sequences
-            text = f"{path} has no fingerprint of its data: only their length was compared"
-            self._events.log("data_not_compared", state["step"], text)
-        if changes:
-            text = f"not what {path} was trained on ({'; '.join(changes)})"
-            if not data_changed(self._config):
-                reason = (
-                    f"{text}, so the run would not repeat or leave out the samples that it should"
-                )
-                fix = "data.changed=true to continue on these data, or another run_dir"
-                raise ConfigError([Problem("data", "", reason, fix)])
-            self._events.log("data_changed", state["step"], f"data: {text}", changes=changes)
-        saved = state.get("layout", {})
-        alike = all(saved.get(axis, 1) == getattr(self._config, axis) for axis in LAYER_AXES)
-        state_dict.load_run(header, self._stage_states, self._group, same_layers=alike)
-        self._writer.newest = state["step"]
-        self._events.log("resume", self.newest, path=str(path), world_size=self._world_size)
-        if changes := changed_keys(state.get("config", {}), self._plain_config):
-            text = f"changed since the checkpoint of step {self.newest}:"
-            shown = "".join(f"\n  {change}" for change in changes)
-            self._events.log("changed", self.newest, text + shown, changes=changes)
-        return as_record(state["progress"], Progress)
 
     # --- saving ------------------------------------------------------------------------------
 

@@ -1,0 +1,187 @@
+"""What a run reads of checkpoints: the one that it resumes from or goes back to, or the weights that
+it starts from.
+
+Rank 0 selects the newest complete checkpoint (discovery.py); all ranks check its files, each some of
+them; a damaged one is marked, and the next older one is tried.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import astuple, dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from titanlike.checkpoint import discovery, integrity
+from titanlike.checkpoint.checkpointer import Progress
+from titanlike.checkpoint.discovery import Selection, step_of
+from titanlike.checkpoint.integrity import CheckpointHeader
+from titanlike.checkpoint.reader import read_header_on_all_ranks
+from titanlike.checkpoint.storage import (
+    DAMAGED_MARKER,
+    MARKER,
+    DamagedCheckpoint,
+    Storage,
+    UnreadableFile,
+)
+from titanlike.config.errors import ConfigError, Problem, Refused
+from titanlike.config.files import as_record
+from titanlike.config.schema import LAYER_AXES, Config
+from titanlike.data.registry import data_changed
+from titanlike.data.sources import Data, fingerprint_changes
+from titanlike.metrics.run_files import Events, changed_keys
+from titanlike.optim.optimizer import StageState
+
+if TYPE_CHECKING:
+    from titanlike.checkpoint.writer import CheckpointWriter
+
+
+@dataclass(frozen=True)
+class CheckpointLoader:
+    """Loads checkpoints into a run. All methods are collective."""
+
+    config: Config
+    stage_states: list[StageState]
+    data: Data
+    fingerprint: dict[str, Any]  # of the data
+    plain_config: dict[str, Any]  # as it is saved
+    folder: Storage  # of the run's checkpoints
+    events: Events
+    group: dist.ProcessGroup
+    writer: Callable[[], CheckpointWriter]  # which knows what has been saved
+
+    def resume(self) -> Progress:
+        """As `Checkpointer.resume`."""
+
+        def select(rejected: set[str]) -> Selection:
+            selection = discovery.select_resume(self.config, rejected)
+            for path in (path for path in selection.marked if str(path) not in rejected):
+                text = f"{path} is marked as damaged, and an older one is taken; read it again: "
+                again = integrity.repair_command(path)
+                self.events.log("passed_over", step_of(path), text + again)
+            return selection
+
+        progress = self._load_first_intact(select)
+        if dist.get_rank() == 0:
+            self._delete_leftovers()
+        if progress is not None:
+            return progress
+        if self.config.checkpoint.start_from:
+            self.start_from(self.config.checkpoint.start_from)
+        return Progress()
+
+    def load(self, location: str) -> Progress:
+        """As `Checkpointer.load`."""
+        select = lambda _: Selection(discovery.resolve("path", location))  # noqa: E731
+        progress = self._load_first_intact(select)
+        assert progress is not None, "one was selected"
+        return progress
+
+    def rollback(self) -> Progress | None:
+        """As `Checkpointer.rollback`."""
+        newest = lambda rejected: discovery.newest_complete(self.folder, rejected)  # noqa: E731
+        return self._load_first_intact(newest)
+
+    def start_from(self, location: str) -> None:
+        """As `Checkpointer.start_from`."""
+        from titanlike.checkpoint import hf_start, state_dict
+
+        settings = replace(self.config.checkpoint, start_from=location)
+        of_run = self.stage_states, self.group
+        if hf_start.is_folder(location):
+            text = hf_start.start_from_folder(replace(self.config, checkpoint=settings), *of_run)
+        else:
+            text = state_dict.warm_start(settings, *of_run)
+        self.events.log("warm_start", 0, text)
+
+    def _delete_leftovers(self) -> None:
+        """Delete what killed saves and deletions have left, and note what retention may delete."""
+        if not (paths := discovery.all_steps(self.folder)):
+            return
+        for path in paths:
+            with contextlib.suppress(ValueError, UnreadableFile):  # it stays
+                if path.exists(MARKER):
+                    self.writer().saved[step_of(path)] = integrity.read_state(path)["val_loss"]
+                elif not path.exists(DAMAGED_MARKER):
+                    end = "deleted"
+                    try:
+                        integrity.delete_checkpoint(path)
+                    except OSError as error:  # the save of that step will try again
+                        end = f"it could not be deleted: {error}"
+                    text = f"{path} has no {MARKER}: its save was not completed; {end}"
+                    self.events.log("leftover", step_of(path), text)
+
+    def _load_first_intact(self, select: Callable[[set[str]], Selection]) -> Progress | None:
+        """Load the first intact one of the checkpoints that rank 0 selects one after another.
+
+        Its bytes are checked while they are loaded, so damage may be found when some tensors have
+        been loaded; an older checkpoint replaces all of them, or an error ends the run. A damaged
+        one of this run is marked; ValueError for one that the user named.
+        """
+        rejected: set[str] = set()
+        while True:
+            selected = [""]
+            if dist.get_rank() == 0:
+                selection = select(rejected)
+                for error in selection.damaged:
+                    self._mark_damaged(error.folder, str(error))
+                selected = [str(selection.path or "")]
+            dist.broadcast_object_list(selected, src=0, group=self.group)
+            if not selected[0]:
+                return None
+            path = Storage(selected[0])
+            try:
+                return self._load(read_header_on_all_ranks(path, self.group, "run_dir"))
+            except DamagedCheckpoint as error:  # on all ranks
+                damage = str(error)
+            except UnreadableFile as error:
+                raise discovery.unreadable(path, str(error)) from None
+            if str(path.parent) != str(self.folder) or str(path) in rejected:
+                raise ValueError(f"{damage}; write the path of another checkpoint")
+            rejected.add(str(path))
+            self._mark_damaged(path, damage)
+
+    def _mark_damaged(self, path: Storage, damage: str) -> None:
+        self.events.log("damaged", step_of(path), f"{damage}; trying an older one")
+        if dist.get_rank() == 0:
+            try:
+                integrity.mark_damaged(path, damage)
+            except OSError as error:  # each start will find the damage again
+                self.events.log("damaged", step_of(path), f"{path} could not be marked: {error}")
+            self.writer().saved.pop(step_of(path), None)
+
+    def _load(self, header: CheckpointHeader) -> Progress:
+        from titanlike.checkpoint import state_dict
+
+        path, state = header.folder, header.state
+        if problem := discovery.incompatibility(path, self.config, state):
+            raise Refused(*astuple(problem))
+        # other data are an error, unless they are meant
+        sequences = len(self.data.train)
+        changes = fingerprint_changes(state.get("data", {}), self.fingerprint)
+        if changes is None:  # of an older version
+            changes = [f"{sequences} sequences, were {state['sequences']}"]
+            changes *= state["sequences"] != sequences
+            text = f"{path} has no fingerprint of its data: only their length was compared"
+            self.events.log("data_not_compared", state["step"], text)
+        if changes:
+            text = f"not what {path} was trained on ({'; '.join(changes)})"
+            if not data_changed(self.config):
+                reason = (
+                    f"{text}, so the run would not repeat or leave out the samples that it should"
+                )
+                fix = "data.changed=true to continue on these data, or another run_dir"
+                raise ConfigError([Problem("data", "", reason, fix)])
+            self.events.log("data_changed", state["step"], f"data: {text}", changes=changes)
+        saved = state.get("layout", {})
+        alike = all(saved.get(axis, 1) == getattr(self.config, axis) for axis in LAYER_AXES)
+        state_dict.load_run(header, self.stage_states, self.group, same_layers=alike)
+        newest = self.writer().newest = state["step"]
+        self.events.log("resume", newest, path=str(path), world_size=dist.get_world_size())
+        if changes := changed_keys(state.get("config", {}), self.plain_config):
+            text = f"changed since the checkpoint of step {newest}:"
+            shown = "".join(f"\n  {change}" for change in changes)
+            self.events.log("changed", newest, text + shown, changes=changes)
+        return as_record(state["progress"], Progress)
