@@ -43,6 +43,7 @@ from titanlike.distributed.exact_sums import (
 from titanlike.distributed.initialize import piece_seed
 from titanlike.distributed.mesh import Mesh
 from titanlike.distributed.placement import APART, experts_of, has_statistics
+from titanlike.distributed.readings import on_device
 from titanlike.distributed.sharding import compute_dtype
 from titanlike.distributed.transform import Transform
 from titanlike.graph.model_graph import Fields, ModelGraph
@@ -199,7 +200,8 @@ class ExactSums(Transform):
         if losses:
             count = len(losses) // len(self._grains.mine(0))
             leaves = [leaf for each in range(count) for leaf in self._grains.mine(each)]
-            placed[leaves] = torch.stack(losses).detach()
+            at = on_device(torch.tensor(leaves), placed.device)
+            placed.index_copy_(0, at, torch.stack(losses).detach())
         return placed
 
     def total(self, losses: Tensor) -> Tensor:

@@ -1,0 +1,30 @@
+"""What a training step computes on an accelerator stays there, and asks for no value of it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from support.cells import slow
+from support.fake_accelerator import LAYOUTS
+from support.paths import ROOT
+
+FEW = ["one process", "chunked loss", "dp", "pp", "exact"]
+
+
+@pytest.mark.parametrize("names", [FEW, *slow([n for n in LAYOUTS if n not in FEW])], ids=len)
+def test_a_step_mixes_no_devices_and_waits_for_no_value(names: list[str]) -> None:
+    """In a process of its own, where torch is told of a device that it has no kernels for."""
+    command = [sys.executable, "-m", "support.fake_accelerator", *names]
+    done = subprocess.run(
+        command,
+        cwd=ROOT / "tests",
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert done.stdout == "" and done.returncode == 0, done.stdout + done.stderr
