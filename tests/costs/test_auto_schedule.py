@@ -25,8 +25,7 @@ from titanlike.config.schema import (
     MeasuredHardware,
     Precision,
 )
-from titanlike.costs import advice, auto_schedule, known_hardware
-from titanlike.costs import estimate as estimates
+from titanlike.costs import advice, auto_schedule, known_hardware, stage_times
 from titanlike.costs.auto_schedule import find, with_found_order
 from titanlike.costs.estimate import make_estimate
 from titanlike.costs.known_hardware import planned_hardware, shipped
@@ -170,7 +169,7 @@ def test_measured_times_are_those_of_weight_gradients_that_wait(
         waits = [stage in deferred for stage, names in enumerate(plan.stages) for _ in names]
         return [[0.01, 0.03 if wait else 0.01, 0.01] for wait in waits]
 
-    monkeypatch.setattr(estimates, "measured_times", times)
+    monkeypatch.setattr(stage_times, "measured_times", times)
     (tmp_path / f"{platform.node()}-2-ranks.yaml").write_text("{}")  # of this machine
     monkeypatch.setattr(known_hardware, "available_cores", lambda: 2)
     config = tiny(

@@ -26,7 +26,7 @@ from titanlike.config.overrides import with_choices
 from titanlike.config.parse import to_plain
 from titanlike.config.schema import AutoSchedule, AutoSplit, Config, PointSplit
 from titanlike.costs.auto_split import StageCosts, best_split, moved_units
-from titanlike.costs.estimate import CostTable, microbatches_of, rows_of, seconds_of_units
+from titanlike.costs.estimate import CostTable, microbatches_of, rows_of
 from titanlike.costs.known_hardware import likely_hardware, planned_hardware
 from titanlike.costs.order_search import (
     OrderProblem,
@@ -39,7 +39,7 @@ from titanlike.costs.order_search import (
     trials_for,
 )
 from titanlike.costs.rank_memory import StageLayout
-from titanlike.costs.stage_times import LayoutTimes, as_measured
+from titanlike.costs.stage_times import LayoutTimes, with_measured
 from titanlike.costs.unit_costs import CostError
 from titanlike.graph.partition import SplitError, partition
 from titanlike.pipeline.from_config import (
@@ -142,10 +142,8 @@ class _Search:
         self.recomputed = self.table.recomputed(config)
         self._units = [unit.name for unit in self.table.units]
         plan = self.table.plan
-        self.times = self.table.times(config)
-        seconds = seconds_of_units(config, plan, self._waiting(plan.stages))
-        if seconds is not None:
-            self.times = as_measured(self.times, seconds)
+        times = self.table.times(config)
+        self.times = with_measured(times, config, plan, self._waiting(plan.stages))
         self.limits: dict[str, float] = {}  # bytes that each key allows
         self._bytes: dict[tuple[str, ...], tuple[int, int]] = {}
         self._orders: dict[tuple[int, ...], dict[str, Order]] = {}

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from titanlike.config.errors import ConfigError, Problem
+from titanlike.config.errors import ConfigError
 from titanlike.config.schema import (
     ActivationCheckpoint,
     AutoSplit,
@@ -33,13 +33,10 @@ from titanlike.config.schema import (
     EvenSplit,
     EveryActivationCheckpoint,
     Hardware,
-    MeasuredHardware,
-    RunHardware,
     Schedule,
     TraceSplit,
 )
-from titanlike.costs.auto_split import seconds_of_run
-from titanlike.costs.known_hardware import axes, likely_hardware, link_of, measured_times
+from titanlike.costs.known_hardware import axes, likely_hardware, link_of
 from titanlike.costs.rank_memory import MemoryParts, MemorySample, RankMemory, StageLayout
 from titanlike.costs.simulate import Simulation, simulate
 from titanlike.costs.stage_times import (
@@ -50,7 +47,6 @@ from titanlike.costs.stage_times import (
     layout_times,
     unit_times,
 )
-from titanlike.costs.unit_costs import CostError
 from titanlike.data.loader import example_batch
 from titanlike.data.sources import Batch
 from titanlike.distributed.mesh import lay_mesh
@@ -232,8 +228,7 @@ def make_estimate(
     if plan is None:
         plan = make_plan(config, device_memory=lambda: hardware.usable, checked=checked)
     if times is None:
-        seconds = seconds_of_units(config, plan, plan.deferred)
-        times = layout_times(config, plan, hardware, seconds)
+        times = layout_times(config, plan, hardware)
     simulation = simulate(
         plan.order,
         times.stages,
@@ -243,29 +238,6 @@ def make_estimate(
         seed=config.seed,
     )
     return Estimate(config, hardware, plan, times, simulation)
-
-
-def seconds_of_units(
-    config: Config, plan: TrainPlan, deferred: Collection[int]
-) -> Sequence[Sequence[float]] | None:
-    """Seconds of each unit, where this machine or a run is the hardware; None = by what they
-    compute.
-
-    deferred: stages whose weight gradients wait.
-    """
-    memory, hardware = plan.memory(), config.hardware
-    if isinstance(hardware, MeasuredHardware) and not memory.unknown:
-        return measured_times(config, plan, deferred)
-    if not isinstance(hardware, RunHardware):
-        return None
-    names = [name for stage in plan.stages for name in stage]
-    try:
-        if memory.unit_costs is None:
-            raise CostError(memory.unknown)
-        return seconds_of_run(hardware.path, names, memory.unit_costs, config)
-    except CostError as error:
-        problem = Problem("hardware", hardware.path, str(error), "hardware=measure")
-        raise ConfigError([problem]) from None
 
 
 def agreement(config: Config, hardware: Hardware) -> float:

@@ -201,27 +201,31 @@ class RankMemory:
         """Bytes on each pipeline rank, as `of_rank`."""
         return [self.of_rank(rank, recomputed) for rank in range(len(self._order.ranks))]
 
-    def fit(self, candidates: Sequence[Sequence[str]], limit: int) -> list[list[str]]:
-        """The fewest of `candidates`, blocks of each stage, that are recomputed so that each rank
-        has no more than `limit` bytes; all where none do.
+    def fit(
+        self, candidates: Sequence[Sequence[str]], limit: int
+    ) -> tuple[list[list[str]], list[int]]:
+        """(the fewest of `candidates`, blocks of each stage, that are recomputed so that each rank
+        has no more than `limit` bytes, all where none do; bytes of each rank with these)
 
         Ranks do not depend on each other. On a rank of several stages the block comes next that
         frees the most: of the stage whose blocks are in memory for the most microbatches.
         """
         blocks: list[list[str]] = [[] for _ in candidates]
+        sizes = []
 
         def with_one_more(stage: int) -> list[list[str]]:
             more = candidates[stage][: len(blocks[stage]) + 1]
             return [*blocks[:stage], [*more], *blocks[stage + 1 :]]
 
         for rank in range(len(self._order.ranks)):
-            while self.of_rank(rank, blocks) > limit:
+            while (size := self.of_rank(rank, blocks)) > limit:
                 local = self._order.local(rank)
                 stages = [s for s in local if len(blocks[s]) < len(candidates[s])]
                 if not stages:
                     break
                 blocks = min(map(with_one_more, stages), key=lambda b: self.of_rank(rank, b))
-        return blocks
+            sizes.append(size)
+        return blocks, sizes
 
     def memory_timeline(
         self, rank: int, recomputed: Sequence[Collection[str]]

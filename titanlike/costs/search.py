@@ -376,9 +376,10 @@ def score(
     layout = table.layout(names, chosen, deferred, order.stage_to_rank, zero, microbatches)
     memory = table.memory.with_layout(config, order, layout)
     if config.activation_checkpoint.name == "fit":
-        recomputed = memory.fit(blocks, hardware.usable)
+        recomputed, taken = memory.fit(blocks, hardware.usable)
         layout = replace(layout, recomputed=[*map(frozenset, recomputed)])
-    taken = memory.of_ranks(layout.recomputed)
+    else:
+        taken = memory.of_ranks(layout.recomputed)
     times = LayoutTimes(config, layout, hardware, table.times(config))
     transforms = table.plan.transforms
     return ScoredLayout(overrides, config, layout, times, taken, order, transforms)

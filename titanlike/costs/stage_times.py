@@ -12,7 +12,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cache, cached_property
@@ -21,10 +21,22 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from titanlike.config.schema import AdamW, Config, Float8Precision, Hardware, Muon, Sgd
+from titanlike.config.errors import ConfigError, Problem
+from titanlike.config.schema import (
+    AdamW,
+    Config,
+    Float8Precision,
+    Hardware,
+    MeasuredHardware,
+    Muon,
+    RunHardware,
+    Sgd,
+)
+from titanlike.costs.auto_split import seconds_of_run
 from titanlike.costs.known_hardware import (
     Link,
     link_of,
+    measured_times,
     message_link,
     overlapped_seconds,
     sharded,
@@ -235,11 +247,28 @@ def _guessed_times(config: Config, plan: TrainPlan, roofline: Roofline) -> dict[
     return table
 
 
-def as_measured(
-    units: Mapping[str, UnitTimes], measured: Sequence[Sequence[float]]
-) -> dict[str, UnitTimes]:
-    """Times with seconds that were measured (forward, backward, weight gradients that wait); of
-    what runs again the share that was estimated."""
+def with_measured(
+    units: Mapping[str, UnitTimes], config: Config, plan: TrainPlan, deferred: Collection[int]
+) -> Mapping[str, UnitTimes]:
+    """Times with seconds that were measured, where this machine or a run is the hardware; of what
+    runs again the share that was estimated. Raises ConfigError.
+
+    deferred: stages whose weight gradients wait.
+    """
+    memory, hardware = plan.memory(), config.hardware
+    measured: Sequence[Sequence[float]]
+    if isinstance(hardware, MeasuredHardware) and not memory.unknown:
+        measured = measured_times(config, plan, deferred)
+    elif isinstance(hardware, RunHardware):
+        try:
+            if memory.unit_costs is None:
+                raise CostError(memory.unknown)
+            measured = seconds_of_run(hardware.path, [*units], memory.unit_costs, config)
+        except CostError as error:
+            problem = Problem("hardware", hardware.path, str(error), "hardware=measure")
+            raise ConfigError([problem]) from None
+    else:
+        return units
     table = {}
     for (name, unit), (forward, inputs, weights) in zip(units.items(), measured, strict=True):
         recompute = forward * unit.recompute.device / (unit.forward.device or 1.0)
@@ -257,17 +286,11 @@ def as_measured(
 # --- the stages of a layout -----------------------------------------------------------------------
 
 
-def layout_times(
-    config: Config,
-    plan: TrainPlan,
-    hardware: Hardware,
-    measured: Sequence[Sequence[float]] | None = None,
-) -> LayoutTimes:
-    """measured: seconds of each unit: forward, input gradients, weight gradients."""
+def layout_times(config: Config, plan: TrainPlan, hardware: Hardware) -> LayoutTimes:
+    """Times of a plan's stages. Raises ConfigError as `with_measured`."""
     roofline, estimated = Roofline.of(config, hardware), ""
     try:
         units = unit_times(config, plan, roofline)
-        units = units if measured is None else as_measured(units, measured)
     except CostError as error:
         units, estimated = _guessed_times(config, plan, roofline), str(error)
     graph, parameters = plan.model_graph, plan.stage_parameters
@@ -276,7 +299,8 @@ def layout_times(
         recomputed=plan.recomputed.blocks,
         orthogonalized=_orthogonalization(config, graph.model, parameters),
     )
-    return LayoutTimes(config, layout, hardware, units, estimated)
+    table = with_measured(units, config, plan, plan.deferred)
+    return LayoutTimes(config, layout, hardware, table, estimated)
 
 
 class LayoutTimes:
@@ -302,7 +326,7 @@ class LayoutTimes:
         self.gathers = [sharded(link, hardware.gather_bandwidth) for link in both]
         self.reductions = [sharded(link, hardware.reduce_bandwidth) for link in both]
         self.replicas = link_of(config, "replicate", hardware)
-        self.estimated = estimated
+        self.units, self.estimated = units, estimated
         self._sums: _Sums | None = None
         if config.exact:
             mesh = config.dp, config.replicate, config.cp, config.ep

@@ -27,7 +27,6 @@ from titanlike.costs.estimate import Estimate, make_estimate
 from titanlike.costs.estimate_text import table
 from titanlike.costs.known_hardware import likely_hardware
 from titanlike.costs.simulate import Duration, Simulation, StageTimes, simulate
-from titanlike.costs.stage_times import Roofline, unit_times
 from titanlike.costs.unit_costs import CostError
 from titanlike.graph.partition import partition
 from titanlike.metrics import timeline_file, units
@@ -161,8 +160,7 @@ class TimelineReport:
         estimate, order = self.estimate, self.order
         if estimate is None or estimate.times.estimated or len(order.ranks) == 1:
             return None
-        config, plan, model = estimate.config, estimate.plan, estimate.plan.model_graph.units
-        table = unit_times(config, plan, Roofline.of(config, estimate.hardware))
+        plan, model, table = estimate.plan, estimate.plan.model_graph.units, estimate.times.units
         # of each unit: its share of what was measured of its stage, by the plan
         of_unit: dict[str, tuple[float, StageTimes]] = {}
         for names, times in zip(plan.stages, self.measured, strict=True):

@@ -70,8 +70,8 @@ def choose_recomputed(
     if memory.unknown:
         reason = f"the memory of its activations cannot be estimated: {memory.unknown}"
         raise ConfigError([Problem("activation_checkpoint", "fit", reason, _ALL)])
-    chosen = memory.fit(candidates, most)
-    return Recomputed(chosen, most, memory.of_ranks(chosen))
+    fewest, sizes = memory.fit(candidates, most)
+    return Recomputed(fewest, most, sizes)
 
 
 def _name_problems(save: Sequence[str]) -> Iterator[Problem]:
