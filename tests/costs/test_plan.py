@@ -15,7 +15,7 @@ from support.plans import planned
 from titanlike.costs.advice import advise
 from titanlike.costs.estimate_text import as_text, chart_of
 from titanlike.costs.known_hardware import shipped
-from titanlike.costs.search import ScoredLayout, score
+from titanlike.costs.search import CostCache, ScoredLayout, score
 from titanlike.costs.stage_times import Roofline
 from titanlike.driver import tools
 from titanlike.metrics.chart import Chart, Span, write_trace
@@ -216,6 +216,23 @@ def test_a_search_finds_what_planning_each_layout_finds(
     near = {(one.config.pp, one.layout.microbatches): one.seconds for one in judged}
     for layout, seconds in times.items():
         assert 0.95 < near[layout] / seconds < 1.02, layout
+
+
+def test_a_search_recomputes_the_blocks_that_a_plan_does() -> None:
+    words = [*TINY, "pp=2", "schedule=interleaved1f1b", "schedule.microbatches=8", "batch_size=8"]
+    words += ["model.num_hidden_layers=8", "hardware=cpu"]
+    most = planned(*words).fullest
+    words += ["activation_checkpoint=fit", f"hardware.memory={int(0.93 * most / 0.92)}"]
+    estimate = planned(*words)
+    config, hardware = estimate.config, estimate.hardware
+    table = CostCache(config, hardware)(config, 1)
+    found = score(words, config, table, hardware, {}, 8)
+    blocks = [
+        [*filter(recomputed.__contains__, names)]
+        for names, recomputed in zip(found.layout.stages, found.layout.recomputed, strict=True)
+    ]
+    assert blocks == estimate.plan.recomputed.blocks
+    assert 0 < estimate.plan.recomputed.count < 8 and found.most <= hardware.usable
 
 
 @pytest.mark.slow

@@ -145,7 +145,13 @@ class _Search:
         times = self.table.times(config)
         self.times = with_measured(times, config, plan, self._waiting(plan.stages))
         self.limits: dict[str, float] = {}  # bytes that each key allows
-        self._bytes: dict[tuple[str, ...], tuple[int, int]] = {}
+        costs, waits = plan.memory().unit_costs, schedule.weight_gradients == "deferred"
+        assert costs is not None
+        # bytes of a microbatch of each unit, and of what waits between I and W
+        self._held = {
+            name: (unit.kept if name in self.recomputed else unit.saved, unit.queued)
+            for name, unit in costs.memory(config, waits).items()
+        }
         self._orders: dict[tuple[int, ...], dict[str, Order]] = {}
         place = loop(config.pp)
         whole = self._by_config(place) or self._by_config(place, even=True)
@@ -235,7 +241,7 @@ class _Search:
     def _balanced(self, place: tuple[int, ...], by_memory: bool = False) -> Placement | None:
         """With ranks that take the same time, or the same memory, as far as can be."""
         costs = [
-            self._held([name])[0] if by_memory else round(self.times[name].computes.device * 1e9)
+            self._held[name][0] if by_memory else round(self.times[name].computes.device * 1e9)
             for name in self._units
         ]
         starts = best_split(StageCosts(None, costs, [1] * len(place)), place).starts
@@ -246,7 +252,9 @@ class _Search:
         stages = self.names(cut.starts)
         layout = self._layout(stages, cut.place)
         times = LayoutTimes(self.config, layout, self.hardware, self.times).stages
-        held, queued = zip(*map(self._held, stages), strict=True)
+        held, queued = (
+            [sum(self._held[name][at] for name in names) for names in stages] for at in (0, 1)
+        )
         in_flight = self.schedule.in_flight
         return OrderProblem(
             *(cut.place, self.microbatches, times, held, queued),
@@ -259,16 +267,6 @@ class _Search:
     def _waiting(self, stages: Stages) -> Collection[int]:
         """Those whose weight gradients wait."""
         return range(len(stages)) if self.schedule.weight_gradients == "deferred" else ()
-
-    def _held(self, names: Sequence[str]) -> tuple[int, int]:
-        """Bytes of a microbatch of a stage of these units, and of what waits between I and W."""
-        key = tuple(names)
-        if key not in self._bytes:
-            layout = self._layout([names], (0,))
-            order = Order(((),), (0,), self.microbatches)
-            memory = self.table.memory.with_layout(self.config, order, layout)
-            self._bytes[key] = memory.activations(0, layout.recomputed[0])
-        return self._bytes[key]
 
     def _layout(self, stages: Stages, place: tuple[int, ...]) -> StageLayout:
         waiting = self._waiting(stages)

@@ -173,11 +173,6 @@ class RankMemory:
             self.units(deferred)
         return self.unit_costs.unknown
 
-    def activations(self, stage: int, recomputed: Collection[str]) -> tuple[int, int]:
-        """Bytes of a microbatch of a stage from F on, and of what waits between I and W."""
-        changes = self._changes(stage, frozenset(recomputed))
-        return changes["F"].after, -changes["W"].after
-
     def of_rank(self, rank: int, recomputed: Sequence[Collection[str]]) -> int:
         """Bytes on a pipeline rank; recomputed: blocks of each stage."""
         base = sum(self._base(rank))

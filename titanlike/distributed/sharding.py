@@ -100,11 +100,8 @@ class StateBytes:
     reduced_gradient: float  # after a step
 
     @classmethod
-    def of(
-        cls, config: Config, zero: int, hidden: bool = False, expert: bool = False
-    ) -> StateBytes:
-        """hidden: of a parameter that Muon updates, if that is the optimizer; expert: of an
-        expert."""
+    def of(cls, config: Config, zero: int, hidden: bool = False) -> StateBytes:
+        """hidden: of a parameter that Muon updates, if that is the optimizer."""
         match config.optimizer:
             case Sgd(momentum=momentum):
                 optimizer = 4 * (momentum > 0)
@@ -115,7 +112,7 @@ class StateBytes:
             case _:  # of the user's own, as AdamW
                 optimizer = 8
         optimizer += 4 * (config.ema.decay is not None)
-        shards = config.shards // config.ep if expert else config.shards
+        shards = config.shards
         offload = config.fsdp.cpu_offload
         computing = compute_dtype(config).itemsize
         fsdp = wrapped_in_fsdp(config)
