@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, flex_attention
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -172,14 +173,41 @@ def test_blocks_are_those_that_torch_finds_in_a_mask(window: int | None) -> None
     tokens = 700
     ids = (torch.rand(B, tokens, generator=torch.Generator().manual_seed(0)) < 0.01).cumsum(1)
     ids[1] = 0
-    found = document_blocks(Documents(document_spans(ids), window), B, 3, tokens)
+    found = document_blocks(Documents(document_spans(ids), window), B, tokens)
     right = flex_attention.create_block_mask(
-        found.mask_mod, B, 3, tokens, tokens, device="cpu", BLOCK_SIZE=128
+        found.mask_mod, B, None, tokens, tokens, device="cpu", BLOCK_SIZE=128
     )
     for part in ("kv_num_blocks", "full_kv_num_blocks", "q_num_blocks", "full_q_num_blocks"):
         assert torch.equal(getattr(found, part), getattr(right, part)), part
     assert torch.equal(found.to_dense(), right.to_dense())
     assert found.full_kv_num_blocks.sum() > 0 or window == 100
+
+
+def test_a_compiled_block_takes_lists_of_blocks_as_an_operator_lays_them_out(
+    flex_on_cpu: None,
+) -> None:
+    """Flex attention reads them as rows, and inductor may transpose what it makes itself. The
+    kernel needs a GPU."""
+    graphs: list[str] = []
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
+        graphs.append(str(graph.graph))
+        return lambda *_: (torch.zeros(B, 4, T, E),)
+
+    spans = document_spans(of("mixed"))
+    with as_on_a_gpu(kernel=False):
+        compiled = torch.compile(attention, backend=backend, fullgraph=True, dynamic=True)
+        compiled(*(x.detach() for x in heads(4, 2)), Documents(spans, 5))
+    (graph,) = graphs
+    assert "flex_attention" in graph and "titanlike.document_blocks" in graph
+    assert "sort" not in graph
+    for tokens, window in ((T, None), (8, None), (300, 5)):
+        offsets = document_spans(torch.arange(B * tokens).view(B, tokens) // 6)[0]
+        made = kernels._blocks(offsets, B, tokens, window)
+        with FakeTensorMode() as mode:
+            told = kernels._blocks(mode.from_tensor(offsets), B, tokens, window)
+        layouts = [[(x.dtype, x.shape, x.stride()) for x in parts] for parts in (made, told)]
+        assert layouts[0] == layouts[1]
 
 
 def test_offsets_are_as_many_as_there_are_documents_and_not_tokens() -> None:

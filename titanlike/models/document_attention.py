@@ -53,15 +53,14 @@ def by_offsets(
 def takes_blocks(q: Tensor, v: Tensor) -> bool:
     """Whether flex attention's kernels take these queries and values."""
     dtypes = torch.float32, torch.bfloat16, torch.float16
-    wide = q.size(-1) >= 16 and v.size(-1) >= 16
-    return q.is_cuda and q.dtype in dtypes and wide and q.size(1) > 1  # see `document_blocks`
+    return q.is_cuda and q.dtype in dtypes and q.size(-1) >= 16 and v.size(-1) >= 16
 
 
 def by_blocks(q: Tensor, k: Tensor, v: Tensor, documents: Documents, scale: float | None) -> Tensor:
     """[B, H, T, E], where `takes_blocks`."""
     from torch.nn.attention.flex_attention import flex_attention  # late, as varlen_attn
 
-    blocks = document_blocks(documents, q.size(0), q.size(1), q.size(2))
+    blocks = document_blocks(documents, q.size(0), q.size(2))
     flex: Any = flex_attention if torch.compiler.is_compiling() else _compiled(flex_attention)
     return flex(q, k, v, block_mask=blocks, scale=scale, enable_gqa=q.size(1) != k.size(1))
 
@@ -76,7 +75,7 @@ def document_mask(
     documents: Documents, batch: int, tokens: int, queries: Tensor | None = None
 ) -> Tensor:
     """Bool [B, 1, T, T] (query, key): True = attends; queries: places of some tokens alone, [t]."""
-    numbers = _numbers(documents, batch, tokens)
+    numbers = _numbers(documents.spans[0], batch, tokens)
     keys = torch.arange(tokens, device=numbers.device)
     at, of_queries = keys, numbers
     if queries is not None:
@@ -87,23 +86,34 @@ def document_mask(
     return allowed
 
 
-def document_blocks(documents: Documents, batch: int, heads: int, tokens: int) -> BlockMask:
+def document_blocks(documents: Documents, batch: int, tokens: int) -> BlockMask:
     """The same for flex attention, without a tensor of T * T values (`create_block_mask` makes one
-    unless it is compiled): documents follow each other, so the first and last of a block tell.
-
-    Its lists of blocks are repeated for each head: in a compiled block without gradients, inductor
-    would give a dimension of size 1 any stride, which flex attention takes for that of the batch
-    (an illegal memory access, torch 2.11 to 2.15).
-    """
+    unless it is compiled): documents follow each other, so the first and last of a block tell."""
     from torch.nn.attention.flex_attention import BlockMask  # late: it imports torch's compiler
 
-    numbers = _numbers(documents, batch, tokens)
     window = documents.window
+    numbers, *lists = _blocks(documents.spans[0], batch, tokens, window)
 
     def attends(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
         allowed = (query >= key) & (numbers[b, query] == numbers[b, key])
         return allowed if window is None else allowed & (query - key < window)
 
+    make: Any = BlockMask  # mypy does not know how many lists there are
+    return make((tokens, tokens), *lists, BLOCK_SIZE=(TILE, TILE), mask_mod=attends)
+
+
+@torch.library.custom_op("titanlike::document_blocks", mutates_args=())
+def _blocks(offsets: Tensor, batch: int, tokens: int, window: int | None) -> list[Tensor]:
+    """The number of each token's document, then the eight lists of a `BlockMask`.
+
+    An operator, since flex attention reads the lists as rows one after the other, and inductor,
+    where it can look into what makes them, transposes them or gives their dimension of size 1 any
+    stride: in a compiled block without gradients, or a recomputed one, an illegal memory access or
+    wrong gradients (torch 2.11 to 2.15).
+    """
+    from torch.nn.attention.flex_attention import BlockMask  # late, as above
+
+    numbers = _numbers(offsets, batch, tokens)
     blocks = -(-tokens // TILE)
     beyond = batch * tokens + 1  # so that no block with tokens beyond T is full
     padded = F.pad(numbers, (0, blocks * TILE - tokens), value=beyond).unflatten(1, (blocks, -1))
@@ -118,21 +128,23 @@ def document_blocks(documents: Documents, batch: int, heads: int, tokens: int) -
         full = full & ((apart + 1) * TILE - 1 < window)
     lists: list[Tensor] = []  # of each block of queries: how many of keys, and which
     for which in (some & ~full, full):
-        dense = which[:, None].expand(-1, heads, -1, -1).int()  # [B, H, blocks, blocks]
+        dense = which[:, None].int()  # [B, 1, blocks, blocks]
         order = dense.argsort(dim=-1, descending=True, stable=True)
         lists += [dense.sum(-1, dtype=torch.int32), order.int()]
-    return BlockMask.from_kv_blocks(
-        lists[0],
-        lists[1],
-        lists[2],
-        lists[3],
-        BLOCK_SIZE=TILE,
-        mask_mod=attends,
-        seq_lengths=(tokens, tokens),
-    )
+    mask: Any = BlockMask.from_kv_blocks(lists[0], lists[1], lists[2], lists[3], BLOCK_SIZE=TILE)
+    of_keys = mask.q_num_blocks, mask.q_indices, mask.full_q_num_blocks, mask.full_q_indices
+    return [numbers, *lists, *(part.contiguous() for part in of_keys)]
 
 
-def _numbers(documents: Documents, batch: int, tokens: int) -> Tensor:
-    """The number of each token's document, from 1, [B, T]."""
-    at = torch.arange(batch * tokens, device=documents.spans.device, dtype=torch.int32)
-    return torch.searchsorted(documents.spans[0], at, right=True).view(batch, tokens)
+@_blocks.register_fake
+def _(offsets: Tensor, batch: int, tokens: int, window: int | None) -> list[Tensor]:
+    blocks = -(-tokens // TILE)
+    shapes = (batch, 1, blocks), (batch, 1, blocks, blocks)
+    numbers = offsets.new_empty(batch, tokens, dtype=torch.int64)
+    return [numbers, *(offsets.new_empty(shape) for shape in shapes * 4)]
+
+
+def _numbers(offsets: Tensor, batch: int, tokens: int) -> Tensor:
+    """The number of each token's document, from 1, int64 [B, T]."""
+    at = torch.arange(batch * tokens, device=offsets.device, dtype=torch.int32)
+    return torch.searchsorted(offsets, at, right=True).view(batch, tokens)
