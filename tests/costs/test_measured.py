@@ -7,13 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from support.cells import GRID, slow
 from support.models import tiny
+from support.stand_in_gpus import driver, gpus
 from titanlike.config.schema import Config, MeasuredHardware
 from titanlike.costs import known_hardware as measured
 from titanlike.costs.estimate import make_estimate
 from titanlike.costs.known_hardware import measured_hardware, measured_times, shipped
+from titanlike.device import accelerator
 from titanlike.training.train_plan import make_plan
 
 
@@ -50,6 +53,29 @@ def test_what_was_measured_is_kept_for_as_many_ranks_at_once(
         assert [times[0] for times in found] == [*range(units)]
         assert {times[1] for times in found} == backwards
     assert asked.count(("measure_units", 2)) == 1
+
+
+def test_of_a_device_with_a_data_sheet_shares_of_its_peak_are_measured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """So MFU is a share of the data sheet's peak. Of another device the peak is what is reached."""
+    device = torch.device("cpu")
+    alone = measured.hardware_numbers(device, 0, 1)
+    assert alone["matmul_efficiency"] == 1.0 and alone["fp8_flops"] == alone["bf16_flops"]
+    monkeypatch.setattr(accelerator, "peak_flops", lambda *_: 1e15)
+    known = measured.hardware_numbers(device, 0, 1)
+    assert known["bf16_flops"] == 1e15 and "fp8_flops" not in known
+    assert known["fp32_flops"] * known["matmul_efficiency"] < 1e15
+    assert 0 < known["attention_efficiency"] <= 1
+
+
+def test_an_h200_is_known_before_cuda_is_started(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    driver(monkeypatch, tmp_path, 1)
+    gpus(monkeypatch, 1)
+    monkeypatch.setattr(accelerator, "accelerator", lambda: "cuda")
+    assert measured.likely_hardware(tiny(device="cuda")).name == "h200"
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,7 @@ def test_gpus_are_those_that_cuda_shows_to_the_process(
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     found = nvml.visible_gpus()
     assert [gpu.free >> 30 for gpu in found] == free
+    assert {gpu.name for gpu in found} <= {"NVIDIA H200"}
     assert all(gpu.total == 80 << 30 and gpu.capability == (9, 0) for gpu in found)
     assert not free or free_memory() == min(free) << 30
 

@@ -33,6 +33,10 @@ int nvmlDeviceGetUUID(void *device, char *uuid, unsigned size) {
     strcpy(uuid, "GPU-a0b1"); uuid[4] += number(device);
     return 0;
 }
+int nvmlDeviceGetName(void *device, char *name, unsigned size) {
+    strcpy(name, "NVIDIA H200");
+    return 0;
+}
 int nvmlDeviceGetMemoryInfo(void *device, Memory *memory) {
     memory->total = 80ull << 30; memory->free = (70ull - number(device)) << 30; memory->used = 0;
     return 0;

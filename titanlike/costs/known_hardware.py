@@ -26,7 +26,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 import yaml
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -43,12 +42,15 @@ from titanlike.costs.unit_costs import CostError
 from titanlike.device import accelerator
 from titanlike.device.accelerator import count, synchronize
 from titanlike.device.choose import first_device
+from titanlike.device.memory import total_memory
+from titanlike.device.nvml import visible_gpus
 from titanlike.distributed.mesh import close_mesh, open_mesh
 from titanlike.launch.environment import available_cores
 from titanlike.launch.failures import JobFailed
 from titanlike.launch.local import PrestartedWorkers, run_workers
 from titanlike.launch.signals import StopRequest
 from titanlike.launch.worker import Job, Worker
+from titanlike.models.attention import attention
 from titanlike.torch_private.accelerator import started
 from titanlike.training.train_plan import TrainPlan, make_plan
 
@@ -95,7 +97,7 @@ def likely_hardware(config: Config) -> Hardware:
     device = first_device(config.device)
     if not accelerator.is_accelerator(device):
         return shipped("cpu")
-    name = accelerator.name(device) if started() else ""
+    name = accelerator.name(device) if started() else next((g.name for g in visible_gpus()), "")
     return shipped(next((c for words, c in _CHOICES.items() if words in name), "h100_sxm"))
 
 
@@ -321,9 +323,10 @@ def _measure(config: Config, function: str, ranks: int) -> list[dict[str, Any]]:
 
 
 _ROUNDS, _SECONDS = 3, 4.0  # of measuring units, at the least
-_PRODUCT, _SMALL_PRODUCT = 1024, 96  # sizes of matrices
+# sizes of matrices, large and small; batch, heads, tokens and width of attention
+_CPU_SIZES = (1024, 96), (1, 8, 512, 64)
+_ACCELERATOR_SIZES = (8192, 2048), (1, 16, 4096, 128)
 _VECTOR = 1 << 24  # elements that no cache holds
-_ATTENTION = 1, 8, 512, 64  # batch, heads, tokens, width
 
 
 def measure_hardware(config: Config, worker: Worker) -> dict[str, Any]:
@@ -373,7 +376,8 @@ def _on_each_rank(
 
 
 def hardware_numbers(device: torch.device, rank: int, ranks: int) -> dict[str, float]:
-    """Values of `config.schema.Hardware`; shares are 1, as these are what is reached."""
+    """Values of `config.schema.Hardware`. Peaks are those of the data sheet where the device's is
+    known, and shares of them what is reached; else peaks are what is reached."""
 
     def seconds(function: Callable[[], object], repeats: int = 9) -> float:
         times = []
@@ -389,29 +393,30 @@ def hardware_numbers(device: torch.device, rank: int, ranks: int) -> dict[str, f
         many = max(1, 512 // size) ** 2
         return many * 2 * size**3 / seconds(lambda: [a @ b for _ in range(many)])
 
-    large, small = product(_PRODUCT, torch.float32), product(_SMALL_PRODUCT, torch.float32)
-    reached = min(0.999, small / large)
-    half = max(0.0, _SMALL_PRODUCT * (reached ** (-1 / 3) - 1))
-    share = (_PRODUCT / (_PRODUCT + half)) ** 3
-    bf16 = product(_PRODUCT, torch.bfloat16)
+    on_cpu = not accelerator.is_accelerator(device)
+    (size, less), heads = _CPU_SIZES if on_cpu else _ACCELERATOR_SIZES
+    usual = torch.float32 if on_cpu else torch.bfloat16
+    large, small = product(size, usual), product(less, usual)
+    half = max(0.0, less * (min(0.999, small / large) ** (-1 / 3) - 1))
+    share = (size / (size + half)) ** 3
+    fp32, bf16 = (product(size, dtype) / share for dtype in (torch.float32, torch.bfloat16))
+    sheet = accelerator.peak_flops(device, "bf16")
+    peak = sheet or bf16
+    numbers = {"bf16_flops": peak, "matmul_efficiency": min(1.0, bf16 / peak), "matmul_half": half}
+    if sheet is None:
+        numbers["fp8_flops"] = bf16
+    numbers |= dict.fromkeys(("fp32_flops", "tf32_flops"), fp32 / numbers["matmul_efficiency"])
     x, y = (torch.randn(_VECTOR, device=device) for _ in range(2))
-    bandwidth = 12 * _VECTOR / seconds(lambda: torch.add(x, y, out=y))
+    numbers["memory_bandwidth"] = 12 * _VECTOR / seconds(lambda: torch.add(x, y, out=y))
+    numbers["memory_efficiency"] = 1.0
     few = torch.randn(16, device=device)
-    kernel = seconds(lambda: [few + few for _ in range(200)]) / 200
-    q, k, v = (torch.randn(_ATTENTION, device=device) for _ in range(3))
-    attends = seconds(lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True))
-    batch, heads, tokens, width = _ATTENTION
-    attended = 2 * batch * heads * tokens**2 * width / attends
-    numbers = {
-        **dict.fromkeys(("bf16_flops", "fp8_flops"), bf16 / share),
-        **dict.fromkeys(("fp32_flops", "tf32_flops"), large / share),
-        "matmul_efficiency": 1.0,
-        "matmul_half": half,
-        "attention_efficiency": min(1.0, attended / (large / share)),
-        "memory_bandwidth": bandwidth,
-        "memory_efficiency": 1.0,
-        "kernel_seconds": kernel,
-    }
+    numbers["kernel_seconds"] = seconds(lambda: [few + few for _ in range(200)]) / 200
+    q, k, v = (torch.randn(heads, device=device).to(usual) for _ in range(3))
+    attended = 2 * math.prod(heads) * heads[2] / seconds(lambda: attention(q, k, v))
+    reached = fp32 if usual == torch.float32 else peak
+    numbers["attention_efficiency"] = min(1.0, attended / reached)
+    if (memory := total_memory(device, ranks)) is not None and not on_cpu:
+        numbers["memory"] = memory
     return numbers | (link_numbers(device, rank, ranks) if ranks > 1 else {})
 
 

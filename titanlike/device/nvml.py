@@ -9,10 +9,11 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 _LIBRARY = "libnvidia-ml.so.1"
-_UUID = 96  # NVML_DEVICE_UUID_V2_BUFFER_SIZE
+_NAME, _UUID = 96, 96  # NVML_DEVICE_NAME_V2_BUFFER_SIZE, NVML_DEVICE_UUID_V2_BUFFER_SIZE
 
 
 class Gpu(NamedTuple):
+    name: str  # "NVIDIA H200"
     total: int  # bytes
     free: int
     capability: tuple[int, int]  # compute capability: (9, 0) is Hopper
@@ -79,7 +80,9 @@ def _describe(library: ctypes.CDLL, handle: ctypes.c_void_p) -> Gpu:
     major, minor = ctypes.c_int(), ctypes.c_int()
     capability = ctypes.byref(major), ctypes.byref(minor)
     _call(library.nvmlDeviceGetCudaComputeCapability, handle, *capability)
-    return Gpu(memory.total, memory.free, (major.value, minor.value))
+    name = ctypes.create_string_buffer(_NAME)
+    _call(library.nvmlDeviceGetName, handle, name, _NAME)
+    return Gpu(name.value.decode(), memory.total, memory.free, (major.value, minor.value))
 
 
 def _filled(value: Any, function: Callable[..., int], *arguments: object) -> Any:
