@@ -329,9 +329,9 @@ class ScoredLayout:
     def most(self) -> int:
         return max(self.memory)
 
-    @cached_property
+    @property
     def simulation(self) -> Simulation:
-        """Of the short order."""
+        """Of the short order; not kept, as there may be a thousand of many thousand events."""
         hardware = self.times.hardware
         agree, ahead = agreement(self.config, hardware), hardware.runs_ahead
         return simulate(self.order, self.times.stages, runs_ahead=ahead, agree=agree)
@@ -340,14 +340,15 @@ class ScoredLayout:
     def seconds(self) -> float:
         """Of a step: behind the short order all goes on at its pace."""
         rest = self.layout.microbatches / self.order.microbatches - 1
-        return self.simulation.step + rest * max(self.simulation.computes)
+        simulation = self.simulation
+        return simulation.step + rest * max(simulation.computes)
 
     @cached_property
     def parts(self) -> dict[str, float]:
         """Seconds of a step by what they are, on the rank with the most."""
-        computes = self.simulation.computes
-        busiest = computes.index(max(computes))
-        return parts_of_step(self.times, self.order, self.simulation, busiest, self.seconds)
+        simulation = self.simulation
+        busiest = simulation.computes.index(max(simulation.computes))
+        return parts_of_step(self.times, self.order, simulation, busiest, self.seconds)
 
 
 def score(

@@ -130,8 +130,9 @@ def simulate(
     host = list(device)  # it waits for gathered sizes
     durations = [{k: (times.of(k).device, times.of(k).host) for k in "FBIW"} for times in stages]
     left = [order.microbatches] * order.stages
-    # (forward?, stage, microbatch) -> when its input is there
-    arrived: dict[tuple[bool, int, int], float] = {}
+    # forward? -> of each stage and microbatch, when its input is there
+    never: list[float | None] = [None] * order.microbatches
+    arrived = {way: [[*never] for _ in stages] for way in (True, False)}
     skipped: dict[tuple[bool, int, int], float] = {}  # the same of skip connections
     pairs: dict[tuple[int, int], float] = {}  # when the stream of two ranks is free
 
@@ -158,7 +159,7 @@ def simulate(
             forward = kind == "F"
             ready: float | None = 0.0
             if kind != "W" and stage != (0 if forward else last):
-                ready = arrived.get((forward, stage, mb))
+                ready = arrived[forward][stage][mb]
             if ready is None:
                 continue
             if skipped and kind != "W":
@@ -189,7 +190,7 @@ def simulate(
             other = stage + (1 if forward else -1)
             times = stages[stage]
             seconds = times.sends_forward if forward else times.sends_backward
-            arrived[forward, other, mb] = send(forward, stage, other, mb, end, seconds)
+            arrived[forward][other][mb] = send(forward, stage, other, mb, end, seconds)
             for other, seconds in times.skips_forward if forward else times.skips_backward:
                 key = forward, other, mb
                 there = send(forward, stage, other, mb, end, seconds)
