@@ -208,7 +208,8 @@ class _Interceptor(TorchFunctionMode):
             args, kwargs = self._on_meta(name, args, kwargs)
         side_effects.check_running_statistics(name, args, kwargs)
         draws = name.startswith(_RANDOM) or "dropout" in name
-        random = draws and kwargs.get("training", True) is not False
+        off = kwargs.get("training", True) is False or ("dropout" in name and kwargs.get("p") == 0)
+        random = draws and not off
         if call is not None:
             call.node.random |= random
             call.node.gradients_inside |= function in _TAKE_GRADIENTS
