@@ -112,7 +112,8 @@ def test_every_choice_that_costs_is_known() -> None:
     divided = planned(*words, "tp=2")
     assert divided.traffic(0)["tp"] > 0 and max(divided.memory_bytes) < max(base.memory_bytes)
     assert divided.times.parts(0)["tp exchanges"] > 0
-    assert planned(*words, "precision=fp32").step_seconds > base.step_seconds
+    wide = [*words, "model.hidden_size=512"]  # in narrow layers bf16's casts take longer
+    assert planned(*wide, "precision=fp32").step_seconds > planned(*wide).step_seconds
     muon = planned(*words, "optimizer=muon")
     assert muon.times.stages[0].update > base.times.stages[0].update
     # too small microbatches cost more than they fill

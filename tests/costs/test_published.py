@@ -1,9 +1,10 @@
 """Plans of published runs beside what was measured of them: `pytest -m grid -s` prints all.
 
 Fitted to the whole table were five numbers that all rows share, whatever the device or program:
-which share of the peaks of matrix products, attention, memory and links is reached (the defaults of
-`config.hardware.Hardware`), and what compiling leaves of the bytes of operators that are no
-products. All else is of data sheets, or counted.
+which share of the peaks of matrix products, attention (FlashAttention 2), memory and links is
+reached (the defaults of `config.hardware.Hardware`), and what compiling leaves of the bytes of
+operators that are no products. All else is of data sheets, or counted; the share of cuDNN's
+attention on Hopper, which later rows have, was measured.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ def row(name: str) -> Row:
 def test_all_published_runs_are_predicted() -> None:
     """Those that nothing was fitted to, too; and what a schedule gains the 405B: 100 tokens/s a GPU
     with 1F1B, 128 interleaved."""
-    for rows, most in (ROWS, 0.08), (LATER, 0.15):
+    for rows, most in (ROWS, 0.08), (LATER, 0.07):
         median, largest = table(rows)
-        assert median < most and largest < 0.2
+        assert median < most and largest < 0.15
     one, loops = row("1f1b, float8"), row("interleaved, float8")
     gain = predicted(loops, planned(loops)) / predicted(one, planned(one))
     assert gain == pytest.approx(1.28, rel=0.05)
