@@ -29,6 +29,7 @@ import pkgutil
 import re
 import signal
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn
 
@@ -115,10 +116,16 @@ LISTED = {  # in --help
 
 
 def run(command: str | None = None) -> NoReturn:
-    """`main` of a process that has nothing to do after it, which then ends a second earlier."""
+    """`main` of a process that has nothing to do after it."""
+    run_as_process(lambda: main(command))
+
+
+def run_as_process(call: Callable[[], object]) -> NoReturn:
+    """`call()`, which may end with sys.exit, in a process that has nothing to do after it, which
+    then ends a second earlier."""
     code: ExitCode = 0
     try:
-        main(command)
+        call()
     except SystemExit as end:
         code = end.code
     from titanlike.launch.process_end import leave

@@ -437,7 +437,6 @@ def test_the_operators_of_attention_on_gpus_are_known() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("window", [None, 5])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_gpus_kernels_are_exact(dtype: torch.dtype, window: int | None) -> None:
@@ -455,7 +454,6 @@ def test_a_gpus_kernels_are_exact(dtype: torch.dtype, window: int | None) -> Non
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("gradients", [True, False])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_gpus_kernels_are_exact_in_a_compiled_block(dtype: torch.dtype, gradients: bool) -> None:
@@ -492,7 +490,6 @@ def of_kernels(
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_gpu_is_not_waited_for() -> None:
     host = of("mixed")
     ids = with_host_copy(host.cuda(), host)

@@ -112,13 +112,13 @@ def two_steps(config: Config, fake: FakeTensorMode) -> None:
         mesh = lay_mesh(config, device, "fake", "pretended")
         plan = make_plan(config, None, None, lambda: 2**40, mesh)
         run = build_planned(config, mesh, plan, init_weights=fill)
-        fields = {name: (torch.int64, config.seq_len) for name in ("inputs", "targets")}
-        rows = config.batch_size // config.dp
+        shape = config.batch_size // config.dp, config.seq_len
         worker = Worker(0, config.world_size, 0, 1, Path(), None, [])
         detector = AnomalyDetector(config, {})
         with fake:
             batch = {
-                n: torch.zeros(rows, t, dtype=d, device=device) for n, (d, t) in fields.items()
+                name: torch.zeros(shape, dtype=torch.int64, device=device)
+                for name in ("inputs", "targets")
             }
             for step in (1, 2):
                 gradients = forward_backward(run, config, step, iter([batch]))

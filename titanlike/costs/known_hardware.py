@@ -396,10 +396,10 @@ def hardware_numbers(device: torch.device, rank: int, ranks: int) -> dict[str, f
     on_cpu = not accelerator.is_accelerator(device)
     (size, less), heads = _CPU_SIZES if on_cpu else _ACCELERATOR_SIZES
     usual = torch.float32 if on_cpu else torch.bfloat16
-    large, small = product(size, usual), product(less, usual)
-    half = max(0.0, less * (min(0.999, small / large) ** (-1 / 3) - 1))
+    large = {dtype: product(size, dtype) for dtype in (torch.float32, torch.bfloat16)}
+    half = max(0.0, less * (min(0.999, product(less, usual) / large[usual]) ** (-1 / 3) - 1))
     share = (size / (size + half)) ** 3
-    fp32, bf16 = (product(size, dtype) / share for dtype in (torch.float32, torch.bfloat16))
+    fp32, bf16 = (flops / share for flops in large.values())
     sheet = accelerator.peak_flops(device, "bf16")
     peak = sheet or bf16
     numbers = {"bf16_flops": peak, "matmul_efficiency": min(1.0, bf16 / peak), "matmul_half": half}
@@ -413,9 +413,8 @@ def hardware_numbers(device: torch.device, rank: int, ranks: int) -> dict[str, f
     numbers["kernel_seconds"] = seconds(lambda: [few + few for _ in range(200)]) / 200
     q, k, v = (torch.randn(heads, device=device).to(usual) for _ in range(3))
     attended = 2 * math.prod(heads) * heads[2] / seconds(lambda: attention(q, k, v))
-    reached = fp32 if usual == torch.float32 else peak
-    numbers["attention_efficiency"] = min(1.0, attended / reached)
-    if (memory := total_memory(device, ranks)) is not None and not on_cpu:
+    numbers["attention_efficiency"] = min(1.0, attended / (fp32 if on_cpu else peak))
+    if not on_cpu and (memory := total_memory(device, ranks)) is not None:
         numbers["memory"] = memory
     return numbers | (link_numbers(device, rank, ranks) if ranks > 1 else {})
 

@@ -466,6 +466,5 @@ def _program(runner: JobRunner, folder: Path, item: Prepared) -> str:
         f"import sys; sys.path[:] = {import_path()!r}; sys.argv[0] = {sys.argv[0]!r}; "
         "from signal import SIGTERM; from titanlike.launch.signals import die_with_parent; "
         f"die_with_parent({os.getpid()}, SIGTERM); "  # a stop request, if it trains
-        "from titanlike.launch.process_end import run_as_process; "
-        f"from titanlike.cli import start_job; run_as_process(lambda: {call})"
+        f"from titanlike.cli import run_as_process, start_job; run_as_process(lambda: {call})"
     )

@@ -12,20 +12,9 @@ import signal
 import stat
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import FrameType
 from typing import NoReturn
-
-
-def run_as_process(run: Callable[[], object]) -> NoReturn:
-    """`run()`, which may end with sys.exit, in a process that has nothing to do after it:
-    `leave`."""
-    code: int | str | None = 0
-    try:
-        run()
-    except SystemExit as end:
-        code = end.code
-    leave(code)
 
 
 def leave(code: int | str | None) -> NoReturn:

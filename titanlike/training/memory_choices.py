@@ -55,8 +55,9 @@ def choose_by_memory(
     zero: tuple[int, str],
     device_memory: Callable[[], int | None],
 ) -> MemoryChoices:
-    """targets: of a microbatch, on meta; graphs, parameters (name -> elements): of the stages; zero: what `auto` means where no memory is known, and why;
-    device_memory: bytes that training may take. Raises ConfigError as `choose_recomputed` does.
+    """targets: of a microbatch, on meta; graphs, parameters (name -> elements): of the stages;
+    zero: what `auto` means where no memory is known, and why; device_memory: bytes that training
+    may take. Raises ConfigError as `choose_recomputed` does.
     """
     how = config.activation_checkpoint
     own = how.memory if isinstance(how, FitActivationCheckpoint) else None
