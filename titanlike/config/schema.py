@@ -684,7 +684,9 @@ class Hardware(NoHardware):
     network_latency: float = key(15e-6, "seconds of a step of a collective between nodes", ge=0)
     matmul_efficiency: float = key(0.74, "share of the peak that large products reach", gt=0, le=1)
     matmul_half: float = key(60.0, "rows, columns or sum at which a product has half of that", ge=0)
-    attention_efficiency: float = required("share of the peak fused attention reaches", gt=0, le=1)
+    attention_efficiency: float = required(
+        "share of the peak fused attention reaches", gt=0, le=1, example=0.4
+    )
     memory_efficiency: float = key(0.6, "share of the bandwidth that operators reach", gt=0, le=1)
     link_efficiency: float = key(0.8, "share of bandwidth that large messages reach", gt=0, le=1)
     kernel_seconds: float = key(3e-6, "seconds that an operator takes besides", ge=0)
