@@ -82,13 +82,6 @@ JOBS = {
         "--config-path RUN. `titanlike evaluate RUN` calls it.",
         folder="perplexity",
     ),
-    "bench-checkpoint": Command(
-        "proof.benchmark_checkpoint.bench",
-        "measure checkpoints",
-        "Measures how long training waits for a save in each mode, and how fast saves and loads are "
-        "compared with a plain write and read of the same bytes.",
-        folder="bench_checkpoint",
-    ),
 }
 TOOLS = {
     "plan": Command("driver.tools.plan", "what a run will cost, before it is paid for"),
@@ -103,7 +96,6 @@ TOOLS = {
     ),
     "report": Command("driver.tools.report", "runs as one page: report.html"),
     "sweep": Command("driver.sweep_table.main", "print and draw the table of a sweep"),
-    "bench-data": Command("proof.benchmark_data.main", "measure input"),
     "gpu-check": Command("proof.gpu_check.main", "check this machine's GPUs, and write a report"),
     "scripts": Command("driver.tools.scripts", "copy the job scripts of a cluster"),
 }
@@ -111,7 +103,11 @@ LISTED = {  # in --help
     "plan and train": ("train", "verify", "plan", "tokenize", "scripts"),
     "look at runs": ("report", "timeline", "sweep", "checkpoint"),
     "use a model": ("generate", "sample", "evaluate", "perplexity", "export"),
-    "measure": ("bench", "bench-data", "bench-checkpoint", "gpu-check"),
+    "measure": ("bench", "gpu-check"),
+}
+MOVED = {  # commands of earlier versions
+    "bench-checkpoint": "in a checkout, run `python tools/bench_checkpoint.py`",
+    "bench-data": "in a checkout, run `python tools/bench_data.py`",
 }
 
 
@@ -242,6 +238,7 @@ def _take_command() -> str | None:
     if re.fullmatch(r"[a-z][a-z_-]*", word):
         near = nearest(word, commands)
         hint = f"did you mean {near}?" if near else f"commands: {', '.join(commands)}"
+        hint = MOVED.get(word, hint)
         print(f"error: no such command: {word}; {hint}", file=sys.stderr)
         sys.exit(2)
     return None

@@ -20,7 +20,7 @@ from support.launched import Launched
 from support.paths import ROOT
 from support.run_files import result
 from titanlike import cli
-from titanlike.cli import JOBS, LISTED, TOOLS
+from titanlike.cli import JOBS, LISTED, MOVED, TOOLS
 from titanlike.config.files import make_new_folder
 from titanlike.config.parse import to_plain, write_config
 from titanlike.config.schema import Config, DecayLr, LoopedSchedule
@@ -44,7 +44,7 @@ def imported(done: subprocess.CompletedProcess[str]) -> set[str]:
     "line, offered",
     [
         ("train.py schedule=inter", "schedule=interleaved1f1b"),
-        ("titanlike bench-checkpoint -m pp=2 fsdp.z", "fsdp.zero="),
+        ("titanlike bench -m pp=2 fsdp.z", "fsdp.zero="),
     ],
 )
 def test_tab_completes_groups_choices_and_keys_without_torch(
@@ -65,6 +65,17 @@ def test_every_command_is_in_a_group_of_help_and_in_the_documentation() -> None:
     assert sorted(listed) == sorted([*JOBS, *TOOLS])
     table = (ROOT / "docs/configuration.md").read_text()
     assert [name for name in listed if f"`titanlike {name}`" not in table] == []
+
+
+def test_a_command_that_has_left_the_package_is_named_where_it_is(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for word, said in MOVED.items():
+        monkeypatch.setattr(sys, "argv", ["titanlike", word])
+        with pytest.raises(SystemExit):
+            cli.main()
+        assert said in capsys.readouterr().err
+        assert (ROOT / re.search(r"tools/\w+\.py", said)[0]).exists()
 
 
 def test_versions_are_those_of_titanlike_and_of_what_it_runs_on(
