@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from titanlike.data.order import shuffled_index
+from support.models import tiny
+from titanlike.data.order import GlobalBatchSampler, SimilarLengthBatchSampler, shuffled_index
 
 sizes = st.integers(1, 5000)
 seeds = st.integers(-(2**63), 2**64)
@@ -55,3 +56,51 @@ def test_the_order_is_fair(size: int) -> None:
         chi2 = ((counts - epochs / kinds) ** 2 / (epochs / kinds)).sum()
         assert len(counts) == kinds
         assert chi2 < kinds + 6 * np.sqrt(2 * kinds), "far from uniform"
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    batch=st.sampled_from([1, 2, 6, 8, 32]),
+    epoch_steps=st.one_of(st.floats(2, 14), st.floats(60, 160)),
+    skipped=st.integers(0, 200),
+    seed=st.integers(0, 2**32),
+)
+def test_similar_lengths_keep_epochs_apart(
+    batch: int, epoch_steps: float, skipped: int, seed: int
+) -> None:
+    """Each epoch has each sample once, no batch has a copy, whether or not the batch divides the
+    epoch; any layout and any start give the same batches; windows within an epoch are as plain."""
+    size = max(2 * batch, int(epoch_steps * batch))
+    lengths = np.random.default_rng(seed % 97).integers(1, 50, size)
+    steps, config = 2 * size // batch + 70, tiny(batch_size=batch, seed=seed)
+
+    def rows(dp: int, start: int, count: int) -> np.ndarray:
+        ranks = [
+            SimilarLengthBatchSampler(
+                size, tiny(dp=dp, batch_size=batch, seed=seed), r, start, lengths
+            )
+            for r in range(dp)
+        ]
+        return np.array([sum(map(next, ranks), []) for _ in range(count)])
+
+    found = rows(1, 0, steps)
+    assert all(len({*row}) == batch for row in found.tolist())
+    # a step of two epochs has the end of the first, then the beginning of the second
+    for epoch in range(steps * batch // size):
+        ids = found.reshape(-1)[epoch * size : (epoch + 1) * size]
+        assert sorted(ids.tolist()) == list(range(size)), epoch
+    layout = batch if batch < 8 else 4
+    assert (rows(layout, skipped, 70) == rows(1, 0, skipped + 70)[skipped:]).all()
+    plain = GlobalBatchSampler(size, config, 0, 0)
+    for first in range(0, size // batch - 63, 64):  # of the first epoch
+        window = np.array([next(plain) for _ in range(64)])
+        assert sorted(window.flat) == sorted(found[first : first + 64].flat)
+        by_length = lengths[found[first : first + 64]]
+        assert (by_length.max(1) - by_length.min(1)).sum() <= 50 + 64
+
+
+def test_no_epoch_is_too_short_for_similar_lengths() -> None:
+    """Of fewer samples than a batch, too: each sample in turn."""
+    sampler = SimilarLengthBatchSampler(5, tiny(batch_size=8), 0, 0, [3, 1, 4, 1, 5])
+    ids = [i for _ in range(10) for i in next(sampler)]
+    assert all({*ids[at : at + 5]} == {*range(5)} for at in range(0, 80, 5))

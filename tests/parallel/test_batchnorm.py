@@ -108,6 +108,12 @@ class Instances(nn.Sequential):
         super().__init__(nn.Conv2d(3, 4, 1), norm, nn.Flatten(), nn.Linear(256, 4))
 
 
+class Untracked(nn.Sequential):
+    def __init__(self) -> None:
+        norm = nn.BatchNorm2d(4, track_running_stats=False)
+        super().__init__(nn.Conv2d(3, 4, 1), norm, nn.Flatten(), nn.Linear(256, 4))
+
+
 class Again(nn.Module):
     """Its first norm is used again at the end."""
 
@@ -127,6 +133,7 @@ CONV = {"split": PointSplit(points=["conv"])}
     [
         (Synced, {}, "its 1 is a SyncBatchNorm.*; nn.BatchNorm2d"),
         (Instances, {}, "its 1 is an instance norm.*write track_running_stats=False"),
+        (Untracked, {}, "its 1 is a batch norm without.*write track_running_stats=True there"),
         (None, {"precision": Precision("bf16")}, "precision=bf16: its bn1.*precision=fp32"),
         (Again, CONV, "two stages call norm.*; .*a module for each"),
     ],
@@ -139,5 +146,7 @@ def test_norms_that_cannot_be_right_are_refused(
         config = replace(config, model=Custom(f"{__name__}.{model.__name__}", {}))
     with pytest.raises(ConfigError, match=reason):
         make_plan(config)
+    if model is Untracked:  # on purpose
+        make_plan(replace(config, mixes_samples=True))
     if model is Again:
         make_plan(replace(config, split=PointSplit(points=["head"])))

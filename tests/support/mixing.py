@@ -77,9 +77,9 @@ class Normed(Plain):
 
 
 class BatchNormed(Plain):
-    def __init__(self, tracked: bool = True) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.batch_norm = nn.BatchNorm1d(D, track_running_stats=tracked)
+        self.batch_norm = nn.BatchNorm1d(D)
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(self.batch_norm(x.transpose(1, 2)).transpose(1, 2))

@@ -60,7 +60,7 @@ WORLDS = {
         net("Normed"),
     ], [
         net("Plain", 1, 1, SINGLE, precision=BF16),
-        net("BatchNormed", args={"tracked": False}),
+        net("BatchNormed"),
         net("Plain", loss=CHUNKED),
         net("Plain", loss=loss("transposed")),
     ]),

@@ -118,10 +118,12 @@ class RampBatchSampler(GlobalBatchSampler):
 
 
 class SimilarLengthBatchSampler(GlobalBatchSampler):
-    """The same samples in every `_WINDOW` steps, but those of a step have similar lengths.
+    """The same samples in every `_WINDOW` steps of an epoch, but those of a step have similar
+    lengths.
 
-    A window's samples are sorted by length and cut into steps, whose order is then shuffled. So the
-    order depends on seed, step and the lengths alone.
+    A window's samples are sorted by length and cut into steps, whose order is then shuffled. Epochs
+    are not mixed: a step that two of them share stays in its place. So the order depends on seed,
+    step and the lengths alone, and no step holds a sample twice if an epoch has two steps or more.
     """
 
     def __init__(
@@ -132,9 +134,32 @@ class SimilarLengthBatchSampler(GlobalBatchSampler):
         self._steps = _WINDOW
 
     def _samples(self, steps: np.ndarray) -> np.ndarray:
-        positions = steps[:, None] * self._global + np.arange(self._global)
-        samples = shuffled_index(positions.reshape(-1), self._size, self._seed)
-        by_length = samples[np.argsort(self._lengths[samples], kind="stable")]
-        turns = shuffled_index(steps, len(steps), self._seed)  # another shuffle in each window
-        mine = slice(self._offset, self._offset + self._local)
-        return by_length.reshape(len(steps), self._global)[turns, mine]
+        samples = self._without_copies(steps[0] * self._global, len(steps) * self._global)
+        samples = samples.reshape(len(steps), self._global)
+        begins, ends = steps * self._global, (steps + 1) * self._global - 1
+        epochs = begins // self._size
+        for epoch in np.unique(epochs[epochs == ends // self._size]):
+            inside = np.flatnonzero((epochs == epoch) & (ends // self._size == epoch))
+            ids, count = samples[inside].reshape(-1), len(inside)
+            by_length = ids[np.argsort(self._lengths[ids], kind="stable")].reshape(count, -1)
+            turn = steps[inside[0]] // count * count  # another shuffle in each window
+            samples[inside] = by_length[shuffled_index(turn + np.arange(count), count, self._seed)]
+        return samples[:, self._offset : self._offset + self._local]
+
+    def _without_copies(self, first: int, count: int) -> np.ndarray:
+        """`count` samples of the order from position `first`. Where a step has the end of an epoch
+        and the beginning of the next, samples of both come later in the next."""
+        size, batch = self._size, self._global
+        order = lambda first, count: shuffled_index(first + np.arange(count), size, self._seed)  # noqa: E731
+        samples = order(first, count)
+        for start in range(first // size * size, first + count, size):
+            before = start % batch  # samples of the last epoch in the step where this one begins
+            if not before or size < batch:
+                continue
+            # up to the step that it shares with the next epoch, if it is as short
+            own = order(start, min(2 * batch, size - (start + size) % batch))
+            new = np.flatnonzero(~np.isin(own, order(start - before, before)))[: batch - before]
+            own = np.concatenate([own[new], np.delete(own, new)])
+            at, end = max(first, start), min(first + count, start + len(own))
+            samples[at - first : max(at, end) - first] = own[at - start : max(at, end) - start]
+        return samples

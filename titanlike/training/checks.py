@@ -17,7 +17,7 @@ from titanlike.graph.model_graph import ModelGraph
 from titanlike.graph.units import find_units
 from titanlike.pipeline.order import Order
 from titanlike.torch_private.known_code import has_gradient_hooks
-from titanlike.torch_private.operators import InstanceNorm
+from titanlike.torch_private.operators import BatchNorm, InstanceNorm
 
 _MOST = 3  # problems of one kind that are shown
 _MIX_NOTHING = ("llama", "gpt2", "moe")  # titanlike's own models
@@ -39,6 +39,11 @@ _NORMS = (  # of a config, the name of a module, and the module
          and module.running_mean is not None,
          "its {1} is an instance norm that keeps running statistics",
          "track_running_stats=False there, or a batch norm"),
+    Rule("model.name", lambda c, name, module: isinstance(module, BatchNorm)
+         and module.running_mean is None and not c.mixes_samples,
+         "its {1} is a batch norm without running statistics, which evaluates with those of a "
+         "microbatch: validation depends on the layout",
+         "track_running_stats=True there, or a group norm"),
     Rule("split", lambda c, name, module: has_statistics(module) and isinstance(c.split, TraceSplit),
          "the tracer cannot see that {1} is a batch norm and keeps statistics",
          "split=points or split=even, which leave modules whole"),

@@ -284,30 +284,14 @@ def _mode(run: Run, training: bool) -> Iterator[None]:
     """A context in which the model trains, torch's modules in it evaluate; `unchanged` restores the
     modes."""
     modules = [module for stage in run.stages for module in stage.modules()]
-    affine: list[Any]
-    affine = [m for m in modules if isinstance(m, BatchNorm) and m.running_mean is None]
     run.train_mode(training)
     for module in modules:
         kind = type(module).__bases__[-1] if isinstance(module, FSDPModule) else type(module)
         if kind.__module__.startswith("torch.nn.") or isinstance(module, BatchNorm):
             module.training = False
-    for norm in affine:  # without running statistics it always mixes
-        norm.forward = _affine.__get__(norm)
-    try:
-        with ExitStack() as stack:
-            if "float8" in run.transforms:  # the largest number of a microbatch sets a scale of it
-                from titanlike.parallel.float8 import in_bf16
+    with ExitStack() as stack:
+        if "float8" in run.transforms:  # the largest number of a microbatch sets a scale of it
+            from titanlike.parallel.float8 import in_bf16
 
-                stack.enter_context(in_bf16(modules))
-            yield
-    finally:
-        for norm in affine:
-            del norm.forward
-
-
-def _affine(norm: Any, x: Tensor) -> Tensor:
-    """A batch norm of mean 0 and variance 1."""
-    if norm.weight is None:
-        return x
-    shape = [1, -1] + [1] * (x.dim() - 2)
-    return x * norm.weight.view(shape) + norm.bias.view(shape)
+            stack.enter_context(in_bf16(modules))
+        yield
