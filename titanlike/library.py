@@ -40,9 +40,9 @@ from titanlike.data import registry
 from titanlike.data.loader import batches, example_batch
 from titanlike.data.registry import DataError
 from titanlike.data.sources import Batch, Data
-from titanlike.device.accelerator import backends, kernels
-from titanlike.device.choose import choose_device
-from titanlike.distributed.mesh import close_mesh, open_mesh
+from titanlike.device.accelerator import backends, is_accelerator, kernels
+from titanlike.device.choose import choose_device, start_device
+from titanlike.distributed.mesh import close_mesh, open_mesh, prepare_groups
 from titanlike.driver.argv import complete_args, parse_argv
 from titanlike.driver.job import TRAIN, JobRunner, config_problems
 from titanlike.driver.overrides import check_overrides
@@ -589,6 +589,9 @@ def _worker(config: Config, callbacks: Sequence[Callback]) -> Worker:
         if not dist.is_initialized():
             local = int(os.environ.get("LOCAL_WORLD_SIZE", size))
             device, _ = choose_device(config.device, int(os.environ.get("LOCAL_RANK", "0")), local)
+            if is_accelerator(device):
+                start_device(config.device, device)  # as `open_mesh` does before its groups
+            prepare_groups(device)
             timeout = timedelta(seconds=config.launch.timeout)
             dist.init_process_group(backends(device), timeout=timeout)
         store = default_store()

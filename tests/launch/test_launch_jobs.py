@@ -85,8 +85,16 @@ def test_workers_share_the_cores_and_have_no_variables_of_an_outer_launcher(monk
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "outer")
     monkeypatch.setenv("RANK", "0")
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.delenv("TORCHINDUCTOR_COMPILE_THREADS")
+    monkeypatch.setattr("titanlike.launch.environment.available_cores", lambda: 256)
+    compilers = [
+        workers_environment(ranks)["TORCHINDUCTOR_COMPILE_THREADS"] for ranks in (1, 8, 16, 10_000)
+    ]
+    assert compilers == ["32", "32", "16", "1"], "a rank's processes that compile"
     environment = workers_environment(10_000)
     assert environment["OMP_NUM_THREADS"] == "1" and environment["PATH"] == os.environ["PATH"]
+    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "3")
+    assert workers_environment(8)["TORCHINDUCTOR_COMPILE_THREADS"] == "3", "as the user says"
     assert not {"RANK", "TORCHELASTIC_RUN_ID"} & environment.keys()
 
 

@@ -11,6 +11,7 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
@@ -19,7 +20,10 @@ from support.cells import slow
 from support.models import tiny
 from support.waiting import until
 from support.world import run_world
+from titanlike import library
 from titanlike.config.schema import Config
+from titanlike.distributed import collectives
+from titanlike.distributed.collectives import gather_objects, scatter_objects
 from titanlike.distributed.mesh import open_mesh
 from titanlike.launch.rendezvous import BarrierTimeout, barrier, start_together
 from titanlike.launch.torchrun import start_id
@@ -128,21 +132,64 @@ def test_of_many_ranks_the_missing_ones_are_named_in_few_requests(port: int) -> 
     assert max(requests) <= 4
 
 
-def sockets_of_groups(config: Config, worker: Worker) -> int:
-    def sockets() -> int:
-        opened = (f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd"))
-        return sum(os.path.exists(one) and stat.S_ISSOCK(os.stat(one).st_mode) for one in opened)
+def sockets() -> int:
+    opened = (f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd"))
+    return sum(os.path.exists(one) and stat.S_ISSOCK(os.stat(one).st_mode) for one in opened)
 
-    before = sockets()
+
+def sockets_of_groups(config: Config, worker: Worker, port: int | None) -> int:
+    """port: the caller of the library has made no process group, and torchrun has started it."""
+    if port is not None:
+        place = {"RANK": worker.rank, "WORLD_SIZE": worker.world_size, "MASTER_PORT": port}
+        # the store is its agent's; keys of another job of this test are another attempt's
+        place |= {"TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": config.dp}
+        os.environ |= {name: str(value) for name, value in place.items()}
+        os.environ["MASTER_ADDR"] = "127.0.0.1"
+        worker = library._worker(config, ())
+    before = sockets() if port is None else 0
     open_mesh(config, worker)
     return sockets() - before
 
 
-def test_a_rank_connects_to_those_alone_that_it_sends_to(tmp_path: Path) -> None:
+@pytest.mark.parametrize("by_library", [False, True])
+def test_a_rank_connects_to_those_alone_that_it_sends_to(
+    tmp_path: Path, port: int, by_library: bool
+) -> None:
     """Else each of 1,024 ranks has 1,023 sockets for each group of all, which is more than it
     may."""
     of_four, of_six = (
-        run_world(sockets_of_groups, tiny(2, dp, batch_size=12), tmp_path / str(dp))[0]
+        run_world(
+            sockets_of_groups,
+            tiny(2, dp, batch_size=12),
+            tmp_path / str(dp),
+            port if by_library else None,
+        )[-1]
         for dp in (2, 3)
     )
     assert of_six == of_four
+
+
+def by_way_of_rank_0(_: Config, worker: Worker) -> tuple[list[list[Any]], list[Any], int]:
+    """What groups of 1, 2, ... ranks gather, what this rank is handed out in each, and the sockets
+    that it has opened for the last."""
+    open_mesh(_, worker)
+    gathered, handed_out, opened = [], [], 0
+    with mock.patch.object(collectives, "_BRANCHES", 2):
+        for size in range(1, worker.world_size + 1):
+            group = dist.new_group([*range(size)])
+            if worker.rank < size:
+                before = sockets()
+                gathered.append(gather_objects(("of", worker.rank), group))
+                handed_out.append(scatter_objects([f"to {rank}" for rank in range(size)], group))
+                opened = sockets() - before
+    return gathered, handed_out, opened
+
+
+def test_objects_reach_rank_0_and_come_from_it_in_a_tree(tmp_path: Path) -> None:
+    """A save's plans and files. torch's gather and scatter open sockets on rank 0 for each rank."""
+    results = run_world(by_way_of_rank_0, tiny(2, 3, batch_size=12), tmp_path)
+    gathered, _, opened = results[0]
+    assert gathered == [[("of", rank) for rank in range(size)] for size in range(1, 7)]
+    for rank, (_, handed_out, _) in enumerate(results):
+        assert handed_out == [f"to {rank}"] * (6 - rank)
+    assert opened == 3, "to ranks 1, 2 and 4"

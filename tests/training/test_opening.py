@@ -36,7 +36,7 @@ def test_what_each_stage_sends_is_listed() -> None:
 
 def gathered(config: Config, worker: Worker) -> list[Place]:
     mesh = open_mesh(config, worker)
-    return gather_places(mesh.device)
+    return gather_places(mesh.device, worker, 60)
 
 
 def test_the_first_rank_knows_where_all_are(tmp_path: Path) -> None:

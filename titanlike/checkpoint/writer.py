@@ -54,6 +54,7 @@ from titanlike.checkpoint.staging import Copy, HostMemory, WriterProcess, Writte
 from titanlike.checkpoint.storage import CHUNKS, METADATA, DamagedCheckpoint, Storage, error_line
 from titanlike.config.schema import Checkpoint
 from titanlike.device.accelerator import set_device
+from titanlike.distributed.collectives import gather_objects, scatter_objects
 from titanlike.metrics import units
 from titanlike.metrics.run_files import Events
 from titanlike.optim.optimizer import StageState
@@ -158,7 +159,12 @@ class CheckpointWriter:
             copy = self._copy = Copy(prepared.tensors, memory, is_late)
             prepared.tensors = copy.tensors
 
+        device = started()
+
         def write() -> None:
+            if device is not None:
+                # a new thread's is device 0, where a wait for an event would open a context
+                set_device(device)
             if copy is not None:
                 copy.finish()
             files = write_checkpoint(save.folder, save.state, prepared, self._group, write_file)
@@ -331,7 +337,6 @@ class PreparedSave:
     plan: CachedSavePlan
     tensors: dict[MetadataIndex, Tensor]  # copies may take their place before they are written
     local_plan: SavePlan | None  # None: every rank writes by its cached plan
-    device: Any  # of this rank: a new thread has device 0
 
 
 def prepare_save(
@@ -368,7 +373,7 @@ def prepare_save(
             chunks[item] = tensor.blocks[item.offset]
         else:
             chunks[item] = local(tensor)
-    return PreparedSave(plan, chunks, local_plan, started())
+    return PreparedSave(plan, chunks, local_plan)
 
 
 def write_checkpoint(
@@ -382,20 +387,9 @@ def write_checkpoint(
 
     state: for state.json. A save that fails on any rank fails on all: raises OSError.
     """
-    if save.device is not None:
-        set_device(save.device)
     rank, plan, cached = _rank(group), save.plan, save.local_plan is None
-    ranks = 1 if group is None else dist.get_world_size(group)
-
-    def gather(value: Any) -> list[Any]:
-        """The values of all ranks, on rank 0."""
-        values = [value] * (ranks if rank == 0 else 0)
-        if group is not None:
-            dist.gather_object(value, values or None, group=group, group_dst=0)
-        return values
-
     # 1. rank 0 makes the folder, and of all plans one
-    local_plans = [] if cached else gather(save.local_plan)
+    local_plans = [] if cached else gather_objects(save.local_plan, group)
     plans: list[SavePlan] = []
     metadata: Metadata | None = None
     files: Manifest | None = None
@@ -408,12 +402,7 @@ def write_checkpoint(
                 plans, metadata = global_plan(local_plans)
     if not cached:
         items = [[item.index for item in part.items] for part in plans]
-        if group is None:
-            (plan.items,) = items
-        else:
-            scattered: list[list[MetadataIndex]] = [[]]
-            dist.scatter_object_list(scattered, items or None, group=group, group_src=0)
-            plan.items = scattered[0]
+        plan.items = scatter_objects(items, group)
     # 2. each rank writes its file
     with raise_on_all_ranks(group):
         name = f"__{rank}_0.distcp"
@@ -422,7 +411,7 @@ def write_checkpoint(
             raise RuntimeError(f"{name} has other places than in the save before")
         plan.ends = written.ends
     # 3. rank 0 describes and commits what has been written
-    all_written = gather(written)
+    all_written = gather_objects(written, group)
     with raise_on_all_ranks(group):
         if rank == 0:
             if metadata is not None:

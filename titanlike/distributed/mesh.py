@@ -119,11 +119,8 @@ def open_mesh(config: Config, worker: Worker) -> Mesh:
         start_device(config.device, device)
         claim_device(config.device, device, worker.rank, worker.store)
         reason = f"{accelerator.name(device)}, {reason}"
-        # if NCCL fails or times out, end the process without waiting for the GPU, as torchtitan
-        # does
-        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3")
     count_anew(device)
-    _allow_connections()
+    prepare_groups(device)
     # without device_id: with it NCCL has one communicator, and one stream, for all messages of a
     # rank, where a receive that is posted early holds up the sends behind it (interleaved schedules
     # take 13 to 27% longer, see tests/pipeline/test_message_streams.py). A barrier then takes the
@@ -139,9 +136,16 @@ def open_mesh(config: Config, worker: Worker) -> Mesh:
     return lay_mesh(config, device, backend, reason, pipeline_backend(collectives))
 
 
-def _allow_connections() -> None:
-    """gloo, which sends objects, connects each pair of a group's ranks when it is made: from about
-    500 ranks more sockets than a process may have by default (gloo#419)."""
+def prepare_groups(device: torch.device) -> None:
+    """What holds for the groups that are made from now on.
+
+    gloo, which sends objects, connects each pair of a group's ranks when it is made: from about 500
+    ranks more sockets than a process may have by default (gloo#419).
+    """
+    if accelerator.is_accelerator(device):
+        # if NCCL fails or times out, end the process without waiting for the GPU, as torchtitan
+        # does
+        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3")
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")  # a pair connects at its first message
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(ValueError, OSError):  # of a kernel whose own limit is lower

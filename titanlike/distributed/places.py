@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import socket
@@ -10,9 +11,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from titanlike.device import accelerator
+from titanlike.launch.rendezvous import barrier
+from titanlike.launch.worker import Worker
 
 _MOST = 16  # hosts that are listed
 _SYS = Path("/sys")
@@ -26,12 +28,12 @@ class Place(NamedTuple):
     numa: str  # the node, or the nodes: "0", "0-1"; "" = not known
 
 
-def gather_places(device: torch.device) -> list[Place]:
-    """Of all ranks, on rank 0; elsewhere an empty list. Collective over the default group."""
-    here = place_of(device)
-    places: list[Place] | None = [here] * dist.get_world_size() if dist.get_rank() == 0 else None
-    dist.gather_object(here, places)
-    return places or []
+def gather_places(device: torch.device, worker: Worker, timeout: float) -> list[Place]:
+    """Of all ranks, on rank 0; elsewhere an empty list. Collective; once in a job. Through the
+    store: a gather would connect every rank to rank 0."""
+    mine = json.dumps(place_of(device))
+    told = barrier(worker, "places", timeout, mine, listens=worker.rank == 0)
+    return [Place(*json.loads(told[rank])) for rank in sorted(told)]
 
 
 def place_of(device: torch.device, sys: Path = _SYS) -> Place:

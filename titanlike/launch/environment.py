@@ -50,10 +50,18 @@ def available_cores() -> int:
 
 def workers_environment(workers: int) -> dict[str, str]:
     """The variables of `workers` ranks on this machine, without an outer torchrun's, which would
-    make them ranks of its job; OMP_NUM_THREADS = cores / workers unless the user has set it."""
+    make them ranks of its job; threads = cores / workers unless the user has set their number."""
     threads = {"OMP_NUM_THREADS": str(max(1, available_cores() // workers))}
+    threads |= compiler_environment(workers)
     size = {"WORLD_SIZE": str(workers), "LOCAL_WORLD_SIZE": str(workers)}
     return threads | without_rank_variables(os.environ) | size
+
+
+def compiler_environment(ranks: int) -> dict[str, str]:
+    """The processes in which each of so many ranks on this machine compiles: else each has as many
+    as there are cores, up to 32, of 0.3 GB."""
+    threads = min(32, max(1, available_cores() // ranks))  # inductor's own limit
+    return {"TORCHINDUCTOR_COMPILE_THREADS": str(threads)}
 
 
 def without_rank_variables(env: Mapping[str, str]) -> dict[str, str]:

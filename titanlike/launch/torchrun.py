@@ -32,7 +32,7 @@ from datetime import timedelta
 from typing import Any
 
 from titanlike.config.schema import Launch
-from titanlike.launch.environment import RestartState, will_restart
+from titanlike.launch.environment import RestartState, compiler_environment, will_restart
 from titanlike.launch.failures import (
     Failure,
     JobFailed,
@@ -69,6 +69,9 @@ class TorchrunRanks:
         start in time."""
         import torch.distributed as dist
 
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        if "TORCHELASTIC_RUN_ID" in os.environ:  # srun gives each task cores of its own
+            os.environ |= compiler_environment(here) | os.environ
         self._callbacks = callbacks
         self.result: dict[str, Any] = {}  # of the last job that did not fail, on this rank
         timeout = Launch().timeout

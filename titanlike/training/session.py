@@ -130,7 +130,8 @@ def open_session(config: Config, worker: Worker) -> Iterator[Session]:
         if mesh.world_size > 1:
             from titanlike.distributed.places import gather_places, places_text
 
-            places = places_text(gather_places(mesh.device))
+            told = gather_places(mesh.device, worker, config.launch.timeout)
+            places = places_text(told)
         say = console.line if worker.rank == 0 else lambda _: None
         run = build(config, mesh, data, say)
         checkpointer = Checkpointer(run.stage_states, config, data, events)
