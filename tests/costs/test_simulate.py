@@ -117,10 +117,3 @@ def test_a_host_that_is_slower_than_the_device_holds_it_up() -> None:
     assert simulate(order, [times], runs_ahead=False).step == pytest.approx(12)
     late = StageTimes(slow_host, slow_host, quick, quick)
     assert simulate(order, [late]).step == pytest.approx(16)
-
-
-def test_jitter_makes_steps_longer_and_is_repeatable() -> None:
-    order = order_of("1f1b", 4, 16)
-    exact = simulate(order, equal_stages(order)).step
-    steps = [simulate(order, equal_stages(order), jitter=0.1, seed=n).step for n in (1, 2, 1)]
-    assert steps[0] == steps[2] != steps[1] and min(steps) > exact

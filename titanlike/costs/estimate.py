@@ -218,7 +218,6 @@ def make_estimate(
     config: Config,
     hardware: Hardware | None = None,
     plan: TrainPlan | None = None,
-    jitter: float = 0.0,
     times: LayoutTimes | None = None,
     checked: Mapping[str, Transform] | None = None,
 ) -> Estimate:
@@ -234,8 +233,6 @@ def make_estimate(
         times.stages,
         runs_ahead=hardware.runs_ahead,
         agree=agreement(config, hardware),
-        jitter=jitter,
-        seed=config.seed,
     )
     return Estimate(config, hardware, plan, times, simulation)
 

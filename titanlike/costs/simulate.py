@@ -18,7 +18,6 @@ Tensor- and data-parallel ranks of a pipeline rank do the same at the same time:
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -102,12 +101,9 @@ def simulate(
     *,
     runs_ahead: bool = True,
     agree: float = 0.0,
-    jitter: float = 0.0,
-    seed: int = 0,
 ) -> Simulation:
     """stages: what each takes; runs_ahead: whether the host queues work on a device; agree: seconds
-    in which all ranks agree on the norm; jitter: standard deviation of an action's time, as a
-    share.
+    in which all ranks agree on the norm.
 
     Raises ValueError for an order that waits forever.
     """
@@ -149,7 +145,6 @@ def simulate(
         messages.append(Transfer("F" if forward else "B", stage, mb, rank, to, begin, end))
         return end
 
-    draw = random.Random(seed).gauss if jitter else None
     at = [0] * ranks
     todo = [rank for rank in range(ranks) if order.ranks[rank]]
     while todo:
@@ -166,8 +161,6 @@ def simulate(
                 ready = max(ready, skipped.get((forward, stage, mb), 0.0))
             at[rank] += 1
             seconds, launch = durations[stage][kind]
-            if draw is not None:
-                seconds *= max(0.2, 1 + draw(0, jitter))
             clock = device[rank]
             if not runs_ahead:
                 seconds += launch

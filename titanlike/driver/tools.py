@@ -53,12 +53,10 @@ def plan(argv: list[str]) -> int:
     )
     add = parser.add_argument
     add("--json", action="store_true", help="print one JSON object")
-    add("--picture", metavar="FILE", type=Path, help="draw the pipeline: .svg or .png")
-    add("--trace", metavar="FILE", type=Path, help="write the events for https://ui.perfetto.dev")
+    text = "draw the pipeline: .svg or .png (%(const)s)"
+    add("--picture", metavar="FILE", type=Path, nargs="?", const=Path("plan.svg"), help=text)
     text = "count the memory in a step of each pipeline rank, without devices: seconds a rank"
     add("--exact", action="store_true", help=text)
-    text = "let each action's time vary by this standard deviation"
-    add("--jitter", metavar="SHARE", type=float, default=0.0, help=text)
     text = "layouts that a search prints (%(default)s)"
     add("--top", metavar="N", type=int, default=10, help=text)
     flags, words = parser.parse_known_args(argv)
@@ -73,12 +71,11 @@ def plan(argv: list[str]) -> int:
             problems.append(Problem("gpus", number, reason, f"plan search gpus={number}"))
         elif not number.isdigit() or not 1 <= int(number) <= MAX_RANKS:
             problems.append(Problem("gpus", number, "must be a number of devices", "gpus=64"))
-    files = ("--picture", flags.picture, (".svg", ".png")), ("--trace", flags.trace, (".json",))
-    for flag, path, endings in files:
-        if path is not None and path.suffix not in endings:
-            reason = f"must end in {' or '.join(endings)}"
-            fix = f"{flag} {path.with_suffix(endings[0])}"
-            problems.append(Problem(f"{flag} {path}", "", reason, fix))
+    if flags.picture is not None and flags.picture.suffix not in (".svg", ".png"):
+        reason = "the picture's file must end in .svg or .png"
+        problems.append(
+            Problem(f"--picture {flags.picture}", "", reason, "write --picture plan.svg")
+        )
     args = parse_argv(words)
     args.multirun = False
     complete_args(args)
@@ -126,7 +123,7 @@ def _plan(config: Config, flags: argparse.Namespace, words: list[str]) -> int:
         if not (Path(folder) / WHY).exists():  # that of a run is used; nothing is left in another
             folder = stack.enter_context(tempfile.TemporaryDirectory())
         ordered = with_found_order(replace(config, run_dir=folder), say)
-        estimate = make_estimate(ordered, hardware, jitter=flags.jitter)
+        estimate = make_estimate(ordered, hardware)
         if flags.exact:
             estimate = with_exact_memory(estimate)
         warning = (
@@ -148,13 +145,8 @@ def _plan(config: Config, flags: argparse.Namespace, words: list[str]) -> int:
             from titanlike.metrics.chart_picture import draw
 
             draw(chart_of(estimate), flags.picture)
-        if flags.trace is not None:
-            from titanlike.metrics.chart import write_trace
-
-            write_trace(chart_of(estimate), flags.trace)
-        for path in (flags.picture, flags.trace):
-            if path is not None and not flags.json:
-                print(f"written: {path}")
+            if not flags.json:
+                print(f"written: {flags.picture}")
     return 0 if estimate.fits else 1
 
 

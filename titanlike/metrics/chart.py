@@ -93,18 +93,6 @@ def _events(chart: Chart) -> Iterator[dict[str, Any]]:
         process = {"name": f"pipeline rank {rank}"}
         yield event("M", rank, 0, name="process_name", args=process)
         yield event("M", rank, 0, name="thread_name", args={"name": "device"})
-        if chart.messages:
-            yield event("M", rank, 1, name="thread_name", args={"name": "messages it sends"})
         for span in row:
             dur = 1e6 * (span.end - span.start)
             yield event("X", rank, 0, span.start, dur=dur, name=span.words, cat=span.kind)
-    for number, (way, stage, mb, sender, receiver, start, end) in enumerate(chart.messages):
-        what = "activations" if way == "F" else "gradients"
-        name = f"{what} of stage {stage} microbatch {mb} to rank {receiver}"
-        yield event("X", sender, 1, start, dur=1e6 * (end - start), name=name, cat="message")
-        arrow = {"name": what, "cat": "message", "id": number}
-        yield event("s", sender, 1, start, **arrow)
-        yield event("f", receiver, 0, end, bp="e", **arrow)
-    for rank, curve in enumerate(chart.memory):
-        for seconds, nbytes in zip(*curve, strict=True):
-            yield event("C", rank, 0, seconds, name="memory", args={"bytes": nbytes})
