@@ -78,6 +78,16 @@ def test_a_received_config_cannot_call_the_standard_library(packages: Path) -> N
             import_object(name)
 
 
+def test_a_package_called_as_a_module_of_the_standard_library_is_to_be_renamed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python has imported, or finds, its own `wave`, not the folder of a user's models."""
+    (tmp_path / "wave").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="hides it: rename wave"):
+        import_object("wave.net.Model")
+
+
 def test_what_a_config_imports_from_elsewhere_is_shown_before_it_is_executed(
     packages: Path,
 ) -> None:

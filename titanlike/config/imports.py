@@ -53,7 +53,14 @@ def import_object(path: str) -> Any:
 
 def _check_library(path: str, module_name: str) -> None:
     """Raises ValueError for code of the standard library."""
-    if module_name.partition(".")[0] in sys.stdlib_module_names:
+    package = module_name.partition(".")[0]
+    if package in sys.stdlib_module_names:
+        # of which Python has imported one already, whatever is first on the path
+        if found := [name for name in (package, f"{package}.py") if Path(name).exists()]:
+            raise ValueError(
+                f"{found[0]} in the working directory has the name of a module of Python's standard "
+                f"library, which hides it: rename {found[0]}"
+            )
         raise ValueError(
             f"{path} is a part of Python's standard library ({module_name}), none of which can be "
             "used here; name code of your own, or of a package"
