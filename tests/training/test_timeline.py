@@ -1,9 +1,9 @@
-"""A few steps as they were computed: every action on every rank, who waited for whom, and what to
-change."""
+"""A few steps as they were computed: every action on every rank, and who waited for whom."""
 
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections import Counter
 from dataclasses import replace
@@ -91,7 +91,7 @@ def test_every_action_of_the_order_is_there_on_one_clock_and_a_rank_is_busy_or_i
         assert all(a.end == b.start for a, b in zip(rank.events, rank.events[1:], strict=False))
         assert sum(rank.spent().get(kind, 0.0) for kind in ("wait", "agree")) < total
         assert 0 <= rank.begin < 500, "since the step began, on rank 0's clock"
-    for file in ("timeline.svg", "timeline.png", "timeline_trace.json"):
+    for file in ("timeline.svg", "timeline_trace.json"):
         assert (tmp_path / file).stat().st_size > 1000
     (text,) = told(tmp_path)
     assert text.startswith("timeline: ") and text.endswith(f"{tmp_path} shows steps 3 to 4")
@@ -168,15 +168,13 @@ def test_watching_adds_marks_of_a_clock_to_a_step_and_no_operation(tmp_path: Pat
 # --- what a report says of it -----------------------------------------------------------------
 
 
-def recorded(
-    run_dir: Path, config: Config, stages: list[StageTimes], slower: float = 1.0
-) -> Simulation:
-    """Write the timeline of a run whose stages take so long; dp=2: the second copy `slower`."""
+def recorded(run_dir: Path, config: Config, stages: list[StageTimes]) -> Simulation:
+    """Write the timeline of a run whose stages take so long."""
     plan = make_plan(config)
     found = simulate(plan.order, stages)
     steps = []
     for rank in range(config.world_size):
-        pp_rank, copy = divmod(rank, config.dp)
+        pp_rank = rank // config.dp
         events: list[Span] = []
         for box in found.events[pp_rank]:
             now = events[-1].end if events else 0.0
@@ -185,8 +183,6 @@ def recorded(
             events.append(box)
         if events[-1].end < found.pipeline:
             events.append(Span("agree", -1, -1, events[-1].end, found.pipeline))
-        factor = slower if copy else 1.0
-        events = [e._replace(start=factor * e.start, end=factor * e.end) for e in events]
         steps.append(RankStep(rank, pp_rank, 3, 0.0, events[-1].end, events))
     places = [Place(rank, f"machine {rank}", "cpu") for rank in range(config.world_size)]
     order = [[*map(str, acts)] for acts in plan.order.ranks]
@@ -195,17 +191,14 @@ def recorded(
     return found
 
 
-def test_equal_stages_have_the_bubble_of_the_simulation_and_nothing_stands_out(
-    tmp_path: Path,
-) -> None:
+def test_equal_stages_have_the_bubble_of_the_simulation(tmp_path: Path) -> None:
     config = short(2)
     simulated = recorded(tmp_path, config, equal_stages(make_plan(config).order))
     report = report_of(tmp_path)
     assert report.bubble == pytest.approx(simulated.bubble) == pytest.approx(1 / 5)
-    assert not [text for text in report.sentences() if "heavier" in text]
 
 
-def test_a_stage_that_takes_longer_is_named_with_a_better_split(
+def test_a_stage_that_takes_longer_and_who_waits_for_it_are_in_the_tables(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = short(2, layers=8)
@@ -214,22 +207,13 @@ def test_a_stage_that_takes_longer_is_named_with_a_better_split(
     recorded(tmp_path, config, [light, heavy])
     assert main([str(tmp_path)]) == 0
     text = capsys.readouterr().out
-    assert "- stage 1 is 33% heavier than the mean: split=balance" in text
+    assert re.search(r"^1 +1 .* 133% ", text, re.MULTILINE), text
     report = report_of(tmp_path)
-    assert report.heaviest()[0] == 1 and report.better_split is not None
-    balance, gain = report.better_split
-    assert sum(balance) == 8 and balance[0] > balance[1] and gain > 0.05
     waits = [rank.waits_for for rank in report.ranks]
     assert waits[0] == 1 and report.ranks[0].waiting > report.ranks[1].waiting
     assert main([str(tmp_path), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["balance"]["blocks"] == balance
-
-
-def test_a_rank_that_is_slower_than_its_copies_is_named(tmp_path: Path) -> None:
-    config = short(1, 2)
-    recorded(tmp_path, config, equal_stages(make_plan(config).order), slower=1.5)
-    (first, *_) = report_of(tmp_path).sentences()
-    assert first.startswith("rank 1 (machine 1, cpu) computes 50% longer than the ranks with")
+    ranks = json.loads(capsys.readouterr().out)["ranks"]
+    assert [rank["waits_for"] for rank in ranks] == waits
 
 
 def test_who_was_waited_for_is_told_where_a_gather_comes_first() -> None:

@@ -1,46 +1,36 @@
-"""A timeline beside the plan: where each rank's time went, and what would make the step shorter.
+"""A timeline beside the plan: where each rank's time went.
 
 The same order is simulated twice: with the times that a plan has for these stages, and with those
-that were measured. What the second leaves of the bubble is the schedule's; the rest is jitter,
-messages and the host.
+that were measured. What the second leaves of the bubble is the schedule's; the rest is noise of the
+machine, messages and the host.
 """
 
 from __future__ import annotations
 
 import contextlib
 import statistics
-import textwrap
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property, partial
-from itertools import chain, pairwise
-from operator import attrgetter
+from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from titanlike.config.errors import ConfigError, Problem
 from titanlike.config.parse import parse
-from titanlike.config.schema import BalanceSplit, Config
-from titanlike.costs.auto_split import StageCosts, best_split, run_timeline
+from titanlike.config.schema import Config
+from titanlike.costs.auto_split import run_timeline
 from titanlike.costs.estimate import Estimate, make_estimate
 from titanlike.costs.estimate_text import table
 from titanlike.costs.known_hardware import likely_hardware
 from titanlike.costs.simulate import Duration, Simulation, StageTimes, simulate
 from titanlike.costs.unit_costs import CostError
-from titanlike.graph.partition import partition
 from titanlike.metrics import timeline_file, units
 from titanlike.metrics.timeline_file import RankStep, Timeline
 from titanlike.pipeline.order import Order
-from titanlike.training.stragglers import slow_ranks
 
 _COMPUTED = ("F", "B", "I", "W")
-_UNEVEN, _SLOW, _LEAST = 0.05, 0.1, 0.01  # shares that are worth a sentence
-_PARTS = {  # of RankTimes -> what is said of the rank with the most
-    "communication": "gathers and reduces for {:.0%} of the step: more microbatches, or another "
-    "fsdp.zero",
-    "other": "spends {:.0%} of the step outside of actions: in its data, its update, or its host",
-}
 
 
 @dataclass(frozen=True)
@@ -133,92 +123,6 @@ class TimelineReport:
         """Forward and backward of a microbatch, of each stage."""
         return [*map(_whole, self.measured)]
 
-    def slow_copies(self) -> list[tuple[RankTimes, float]]:
-        """Ranks that compute longer than those with the same stages, and by which share."""
-        busy = {rank.rank: rank.computing for rank in self.ranks}
-        groups: dict[int, list[int]] = defaultdict(list)
-        for rank in self.ranks:
-            groups[rank.pp_rank].append(rank.rank)
-        several = [group for group in groups.values() if len(group) > 1]
-        shares = slow_ranks(busy, several, _SLOW)
-        return [(rank, shares[rank.rank]) for rank in self.ranks if rank.rank in shares]
-
-    def heaviest(self) -> tuple[int, float]:
-        """(pipeline rank, by which share its stages take longer than the mean)"""
-        seconds = [
-            sum(self.stage_seconds[stage] for stage in self.order.local(rank))
-            for rank in range(len(self.order.ranks))
-        ]
-        worst = max(range(len(seconds)), key=seconds.__getitem__)
-        mean = sum(seconds) / len(seconds)
-        return worst, seconds[worst] / mean - 1 if mean else 0.0
-
-    @cached_property
-    def better_split(self) -> tuple[list[int], float] | None:
-        """(blocks of each stage, share of the step that simulation says is gained); None where
-        moving blocks gains nothing, or it is not known what they take."""
-        estimate, order = self.estimate, self.order
-        if estimate is None or estimate.times.estimated or len(order.ranks) == 1:
-            return None
-        plan, model, table = estimate.plan, estimate.plan.model_graph.units, estimate.times.units
-        # of each unit: its share of what was measured of its stage, by the plan
-        of_unit: dict[str, tuple[float, StageTimes]] = {}
-        for names, times in zip(plan.stages, self.measured, strict=True):
-            total = sum(table[name].computes.device for name in names) or 1.0
-            of_unit |= {name: (table[name].computes.device / total, times) for name in names}
-        costs, pending = [], 0.0  # nanoseconds of each block, with what comes before it
-        for unit in model:
-            pending += 1e9 * _whole(_scaled([of_unit[unit.name]]))
-            if unit.block:
-                costs.append(round(pending))
-                pending = 0.0
-        if len(costs) < order.stages:
-            return None
-        costs[-1] += round(pending)
-        starts = best_split(StageCosts(None, costs, [1] * order.stages), order.stage_to_rank).starts
-        balance = [stop - start for start, stop in pairwise([*starts, len(costs)])]
-        stages = partition(model, BalanceSplit("balance", balance), order.stages)
-        moved = [
-            replace(_scaled([of_unit[name] for name in names]), gather=t.gather, reduce=t.reduce)
-            for names, t in zip(stages, self.measured, strict=True)
-        ]
-        gain = self.simulation.step / simulate(order, moved).step - 1
-        return (balance, gain) if gain > _LEAST else None
-
-    def sentences(self) -> list[str]:
-        """What to change, the most important first."""
-        advice = []
-        places = {place.rank: place for place in self.timeline.ranks}
-        for rank, share in self.slow_copies():
-            place = places[rank.rank]
-            advice.append(
-                f"rank {rank.rank} ({place.host}, {place.device}) computes {share:.0%} longer than the "
-                "ranks with the same stages: look at that machine"
-            )
-        worst, share = self.heaviest()
-        if len(self.order.ranks) > 1 and share > _UNEVEN:
-            local = self.order.local(worst)
-            name = f"rank {worst}" if len(local) > 1 else f"stage {local[0]}"
-            text = f"{name} is {share:.0%} heavier than the mean"
-            if self.better_split is not None:
-                balance, gain = self.better_split
-                blocks = ",".join(map(str, balance))
-                text += (
-                    f": split=balance split.balance=[{blocks}] is {gain:.0%} faster by simulation"
-                )
-            advice.append(text)
-        waiting = max(self.ranks, key=lambda rank: rank.waiting)
-        if waiting.waits_for is not None and waiting.waiting > _SLOW * waiting.step:
-            advice.append(
-                f"rank {waiting.rank} waits {waiting.waiting / waiting.step:.0%} of the step for messages, "
-                f"most for those of pipeline rank {waiting.waits_for}"
-            )
-        for part, text in _PARTS.items():
-            rank = max(self.ranks, key=attrgetter(part))
-            if (seconds := getattr(rank, part)) > _SLOW * rank.step:
-                advice.append(f"rank {rank.rank} {text.format(seconds / rank.step)}")
-        return advice
-
 
 def report_of(run: Path) -> TimelineReport:
     """The report of a run's directory. Raises ConfigError where it has no timeline that can be
@@ -234,14 +138,6 @@ def report_of(run: Path) -> TimelineReport:
     return report
 
 
-def _scaled(parts: Sequence[tuple[float, StageTimes]]) -> StageTimes:
-    """The sum of shares of stages' times."""
-    kinds = ("forward", "backward", "input_gradient", "weight_gradient")
-    sums = (sum(share * getattr(times, kind).device for share, times in parts) for kind in kinds)
-    forward, backward, inputs, weights = map(Duration, sums)
-    return StageTimes(forward, backward, inputs, weights)
-
-
 def _whole(times: StageTimes) -> float:
     split = times.input_gradient.device + times.weight_gradient.device
     return times.forward.device + max(times.backward.device, split)
@@ -255,7 +151,7 @@ _FEW = 32  # ranks that each have a line
 
 def as_data(report: TimelineReport) -> dict[str, Any]:
     """One JSON object. Seconds, shares of 1."""
-    estimate, better = report.estimate, report.better_split
+    estimate = report.estimate
     planned = estimate and {
         "hardware": estimate.hardware.title,
         "step_seconds": estimate.step_seconds,
@@ -272,8 +168,6 @@ def as_data(report: TimelineReport) -> dict[str, Any]:
             {"stage": stage, **times.as_data()} for stage, times in enumerate(report.measured)
         ],
         "planned": planned,
-        "balance": None if better is None else {"blocks": better[0], "gain": better[1]},
-        "advice": report.sentences(),
     }
 
 
@@ -282,9 +176,6 @@ def as_text(reports: Sequence[tuple[str, TimelineReport]], width: int = 80) -> s
     parts = []
     for name, report in reports:
         parts += [_summary(name, report), _rank_table(report, width), _stage_table(report, width)]
-        wrap = partial(textwrap.fill, width=width, initial_indent="- ", subsequent_indent="  ")
-        sentences = [*map(wrap, report.sentences())]
-        parts.append("\n".join(sentences or ["nothing stands out"]))
     if len(reports) > 1:
         parts.append(_comparison(reports, width))
     return "\n\n".join(parts)

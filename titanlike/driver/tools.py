@@ -156,8 +156,7 @@ def _width() -> int:
 
 _TIMELINE = (
     "Prints the timeline that a run has recorded (timeline=true) next to its plan: what each rank "
-    "computed and waited for, how heavy stages are, and what would make the step shorter. Several "
-    "runs are compared."
+    "computed and waited for, and how heavy stages are. Several runs are compared."
 )
 
 

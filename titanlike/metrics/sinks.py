@@ -36,9 +36,6 @@ class Sink:
     def table(self, name: str, step: int, rows: list[dict[str, Any]]) -> None:
         """Take a table of a step."""
 
-    def image(self, name: str, step: int, path: Path) -> None:
-        """Take a picture, which stays where it is."""
-
     def flush(self) -> None:
         """Make the records durable, where a resumed run continues the file."""
 

@@ -80,9 +80,6 @@ class WandbSink(Sink):
         content = {"columns": [*rows[0]] if rows else [], "data": [[*row.values()] for row in rows]}
         self._put(lambda run: run.log({name: self._wandb.Table(**content)}, step=step))
 
-    def image(self, name: str, step: int, path: Path) -> None:
-        self._put(lambda run: run.log({name: self._wandb.Image(str(path))}, step=step))
-
     def close(self, status: str) -> None:
         """Finish the W&B run, or after a timeout leave it to `wandb sync`."""
         limit = self._settings.timeout + FINISH_GRACE

@@ -193,6 +193,7 @@ class Timeline:
         )
         timeline_file.write(run_dir / TIMELINE, merged)
         from titanlike.metrics.chart import write_trace
+        from titanlike.metrics.chart_picture import draw
 
         chart = timeline_file.chart_of(merged)
         write_trace(chart, run_dir / "timeline_trace.json")
@@ -203,14 +204,7 @@ class Timeline:
             rows.append({"rank": each.rank, "step seconds": each.end - each.begin} | spent)
         for sink in self._sinks:
             sink.table("timeline", max(self._marks), rows)
-        try:
-            from titanlike.metrics.chart_picture import draw
-        except ModuleNotFoundError:  # matplotlib is an extra
-            return
-        for ending in ("svg", "png"):
-            draw(chart, run_dir / f"timeline.{ending}")
-        for sink in self._sinks:
-            sink.image("timeline", max(self._marks), run_dir / "timeline.png")
+        draw(chart, run_dir / "timeline.svg")
 
 
 def events_of(marks: Sequence[tuple[float, _Entry]]) -> list[Span]:
