@@ -308,7 +308,8 @@ class TrainingRun:
         with self._computing(), torch.no_grad():
             self._run.train_mode(False)
             try:
-                found = self._outputs.outputs(to_device(checked, self.mesh, self.config))
+                device_batch = to_device(checked, self.mesh, self.config)
+                found = self._run.pipeline.outputs(device_batch, _output_alone)
             finally:
                 self._run.train_mode(True)
             found = [self._whole(output, checked["inputs"].shape[1:2]) for output in found]
@@ -472,11 +473,6 @@ class TrainingRun:
         if self.data.example is not None:
             raise ValueError("there are no data to read: build(example=...) was called")
 
-    @functools.cached_property
-    def _outputs(self) -> Any:
-        """The pipeline that keeps outputs, over the same stages."""
-        return self._run.pipeline.for_outputs(lambda output, targets: output)
-
     def _whole(self, output: Any, tokens: Sequence[int]) -> Any:
         """An output of the last stage with its logits whole; tokens: of a sequence, if it is one."""
         if self.config.cp == self.config.layer_ranks == 1:
@@ -512,6 +508,10 @@ def _concatenated(outputs: Sequence[Any]) -> Any:
         return torch.cat([*same]) if batched else same[0]
 
     return rebuild([joined(same) for same in zip(*leaves, strict=True)])
+
+
+def _output_alone(output: Any, targets: Tensor) -> Any:
+    return output
 
 
 def _on(outputs: Sequence[Any], device: torch.device) -> list[Any]:

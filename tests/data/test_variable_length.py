@@ -155,7 +155,7 @@ def several_steps(config: Config, worker: Worker) -> dict[int, tuple[float, list
     for most_shapes in (32, 1):
         pipeline.MOST_SHAPES = most_shapes
         run, made, worst = build(config, mesh), [], 0.0
-        make = run.pipeline._make_runtime = mock.Mock(wraps=run.pipeline._make_runtime)
+        make = run.pipeline._make_executor = mock.Mock(wraps=run.pipeline._make_executor)
         recording = model_graph.record_forward = mock.Mock(wraps=record_forward)
         for step in range(len(LENGTHS)):
             loss, _ = run.pipeline.train(to_device(batch_of(step), mesh, config))

@@ -26,7 +26,9 @@ def results(config: Config, worker: Worker) -> dict[str, Any]:
         loss, evaluated = job.run.pipeline.train(batch)[0], job.run.pipeline.evaluate(batch)[0]
         job.run.pipeline.train(batch)  # gradients are added
         gradients = {name: p.grad.clone() for name, p in job.parameters()}
-        loop = isinstance(job.run.pipeline._runtime(batch), MicrobatchLoop)
+        loop = isinstance(
+            job.run.pipeline._executor(job.run.pipeline._planned, batch), MicrobatchLoop
+        )
         return {"loop": loop, "loss": [loss, evaluated], **gradients, "actions": actions}
 
 

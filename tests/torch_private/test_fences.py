@@ -110,7 +110,7 @@ def test_torchs_own_eval_still_touches_gradients(job: Opened) -> None:
     run, batch = job.run, job.batch()
     run.pipeline.train(batch)
     before = [p.grad.to_local().clone() for p in run.parameters]
-    runtime = run.pipeline._runtime(batch)
+    runtime = run.pipeline._executor(run.pipeline._planned, batch)
     kwargs = runtime._arguments(batch)
     with torch.no_grad():
         runtime.eval(batch["inputs"], **kwargs, target=batch["targets"], losses=[])
@@ -147,7 +147,7 @@ def test_the_runtime_takes_its_actions_one_by_one_from_a_list(job: Opened) -> No
     """The watchdog learns from it which action a rank is in: each in its turn, then the end."""
     run, batch, actions = job.run, job.batch(), []
     run.pipeline.on_action = lambda action: actions.append((str(action), len(ran)))
-    runtime, ran = run.pipeline._runtime(batch), []
+    runtime, ran = run.pipeline._executor(run.pipeline._planned, batch), []
     functions = runtime._comp_type_to_function_map
     for kind in (_Kind.SEND_F, _Kind.RECV_F):
         if kind in functions:
@@ -175,7 +175,11 @@ def test_messages_are_validated_in_the_first_step_alone(job: Opened) -> None:
     batch, seen = job.batch(), []
     for call in (job.run.pipeline.train, job.run.pipeline.evaluate) * 2:
         call(batch)
-        seen.append(job.run.pipeline._runtime(batch)._stages[0]._runtime_validate)
+        seen.append(
+            job.run.pipeline._executor(job.run.pipeline._planned, batch)
+            ._stages[0]
+            ._runtime_validate
+        )
     assert seen == [True, True, False, False]
 
 

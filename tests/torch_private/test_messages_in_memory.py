@@ -53,7 +53,7 @@ def most_in_memory(config: Config, worker: Worker, as_torch_does: bool) -> tuple
         most[0] = max(most[0], alive(sent))
         infos = [
             info
-            for stage in next(iter(job.run.pipeline._runtimes.values()))._stages
+            for stage in next(iter(job.run.pipeline._planned.executors.values()))._stages
             for chunks in (stage.args_recv_info, stage.grad_recv_info)
             for chunk in chunks.values()
             for info in chunk

@@ -5,10 +5,10 @@
 
 from __future__ import annotations
 
-import copy
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,15 +30,49 @@ if TYPE_CHECKING:  # imported where there are several stages or ranks
     from titanlike.distributed.gradients import UnusedParameters
     from titanlike.torch_private.pipeline_runtime import OrderRuntime
 
-MOST_SHAPES = 32  # of batches whose runtimes, with their message buffers, are cached
+MOST_SHAPES = 32  # of batches whose executors, with their receive buffers, are cached
+
+
+@dataclass(frozen=True, eq=False)
+class Runtime:
+    """What the stages of a pipeline compute of a batch: an order, the model's forward for
+    microbatches of one size, and the loss of its output.
+
+    Batches may differ in shape from step to step (all ranks of a pipeline have the same batch):
+    each shape has an executor, made at its first batch and cached.
+    """
+
+    order: Order
+    graph: ModelGraph
+    loss: Loss
+    name: str = "loss"  # of the forwards that the stages keep for it
+    executors: OrderedDict[Hashable, MicrobatchLoop | OrderRuntime] = field(
+        default_factory=OrderedDict
+    )
+
+    @property
+    def microbatches(self) -> int:
+        return self.order.microbatches
+
+    def with_microbatches_of(self, size: int, fields: Fields) -> Runtime | None:
+        """The same for batches of as many microbatches of `size` samples; None where the model's
+        forward cannot compute such a batch."""
+        graph = self.graph.with_microbatches_of(size)
+        try:
+            for training in (True, False):
+                graph.recording(fields, training)
+        except Exception:  # whatever a forward raises
+            return None
+        return replace(self, graph=graph, executors=OrderedDict())
+
+    def key(self, fields: Fields) -> Hashable:
+        """The key of an executor, and of the stages' forwards."""
+        return self.name, self.order.microbatches, self.graph.microbatch_size, shapes(fields)
 
 
 class Pipeline:
-    """Runs training and evaluation steps of an Order over this rank's stages.
-
-    Batches may differ in shape from step to step (all ranks of a pipeline have the same batch):
-    each shape has a runtime of its own, made at its first batch and cached.
-    """
+    """Runs training and evaluation steps over this rank's stages, by the `Runtime` of the plan, or
+    with `ramp` by one for each number of rows; or by another that is given for an evaluation."""
 
     def __init__(
         self,
@@ -53,17 +87,18 @@ class Pipeline:
     ) -> None:
         """stages: of this rank, by index; zero: see `distributed/sharding.py`; transforms: what was
         done to the stages; orders: of batches with another number of rows on a dp rank."""
-        self._order, self._model_graph, self._stages = order, model_graph, stages
-        self._loss, self._mesh, self._zero, self._transforms = loss, mesh, zero, transforms
-        # rows -> the order and the stages' forwards; empty = all batches have as many
-        self._by_rows: dict[int, tuple[Order, ModelGraph]] = {}
+        self._stages, self._mesh, self._zero, self._transforms = stages, mesh, zero, transforms
+        self._planned = Runtime(order, model_graph, loss)
+        # rows of a batch -> its runtime; empty = all batches have as many rows
+        self._by_rows: dict[int, Runtime] = {}
         if orders:
-            every = {order.microbatches * model_graph.microbatch_size: order, **orders}
-            for rows, of_rows in every.items():
+            self._by_rows[order.microbatches * model_graph.microbatch_size] = self._planned
+            for rows, of_rows in orders.items():
                 size = rows // of_rows.microbatches
                 same = size == model_graph.microbatch_size
                 graph = model_graph if same else model_graph.with_microbatches_of(size)
-                self._by_rows[rows] = of_rows, graph
+                self._by_rows[rows] = Runtime(of_rows, graph, loss)
+        self._of_outputs: dict[tuple[Any, ...], Runtime] = {}  # see `outputs`
         self._sums = next(filter(None, (transform.sums for transform in transforms)), None)
         sums = {index: self._sums.of_stage(index) for index in stages} if self._sums else {}
         self._gradient_sums = {index: of for index, of in sums.items() if of is not None}
@@ -78,13 +113,15 @@ class Pipeline:
         self._loss_copies = mesh.world_size // (mesh.pp * mesh.stage_copies)
         # of the last step: whether this rank, once summed how many ranks, reached each parameter
         self._reached_counts = torch.zeros(0, device=mesh.device)
-        self._runtimes: OrderedDict[Any, MicrobatchLoop | OrderRuntime] = OrderedDict()
-        self._kind = "loss"  # what the last stage computes of its output
         # called back with each action of the schedule when it begins, with None after the last
         self.on_action: Callable[[Any], None] = lambda _: None
         # called back with each computation once it is in the device's queue, with False; before,
         # with True, once the wait for the messages that it needs is there
         self.on_queued: Callable[[Any, bool], None] | None = None
+
+    def runtime(self, rows: int) -> Runtime:
+        """The runtime of batches with so many rows on a dp rank."""
+        return self._by_rows[rows] if self._by_rows else self._planned
 
     def train(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Forward and backward of this dp rank's part of a batch: "inputs", "targets" and what else
@@ -99,13 +136,12 @@ class Pipeline:
 
     def used_fields(self) -> set[str]:
         """Fields of a batch whose values this rank's stages read, for batches as in the plan."""
-        used = set()
+        used, graph = set(), self._planned.graph
         for index in self._stages:
             used |= {"inputs"} if index == 0 else set()
-            used |= {"targets"} if index == self._order.stages - 1 else set()
+            used |= {"targets"} if index == self._planned.order.stages - 1 else set()
             for training in (True, False):
-                graphs = self._model_graph.graphs(self._model_graph.fields, training)
-                used |= graphs[index].fields
+                used |= graph.graphs(graph.fields, training)[index].fields
         return used
 
     def forward_backward(self, batch: Batch, each: bool = False) -> tuple[Tensor, Tensor, Tensor]:
@@ -113,30 +149,31 @@ class Pipeline:
         loss and the count to be summed, and with `each`, as numbers to be measured, fp32
         [2 x dp x microbatches]: of each microbatch of the global batch, in its order, the sum of
         the loss' terms, then how many there are."""
+        runtime = self.runtime(len(batch["inputs"]))
         batch = self._own(batch)
-        runtime = self._runtime(batch)
-        count, tokens = self._count(batch)
+        executor = self._executor(runtime, batch)
+        count, tokens = self._count(runtime, batch)
         with ExitStack() as stack:
             for transform in self._transforms:
                 stack.enter_context(transform.training(tokens))
             stack.enter_context(self._computing())
-            losses = runtime.train(batch)
+            losses = executor.train(batch)
         if self._unused is not None:
             self._reached_counts = self._unused.flags()
         for transform in reversed(self._transforms):
             transform.after_backward()
-        terms = self._terms(losses, batch) if each else torch.zeros(0)
+        terms = self._terms(runtime, losses, batch) if each else torch.zeros(0)
         return self._sum_of(losses, count), count, terms
 
-    def _terms(self, losses: list[Tensor], batch: Batch) -> Tensor:
+    def _terms(self, runtime: Runtime, losses: list[Tensor], batch: Batch) -> Tensor:
         """losses: of this rank's microbatches, of this batch."""
-        mesh = self._mesh
-        terms = torch.zeros(2, mesh.dp, self._order.microbatches, device=mesh.device)
+        mesh, loss = self._mesh, runtime.loss
+        terms = torch.zeros(2, mesh.dp, runtime.microbatches, device=mesh.device)
         if losses:  # the last stage is here
-            terms[0, mesh.dp_rank] = torch.stack(losses).detach() / self._loss.scale
-            equal = 1.0 / (self._loss.scale * terms[0].numel() * mesh.cp)
+            terms[0, mesh.dp_rank] = torch.stack(losses).detach() / loss.scale
+            equal = 1.0 / (loss.scale * terms[0].numel() * mesh.cp)
             for at, targets in enumerate(batch["targets"].chunk(len(losses))):
-                count = self._loss.count(targets)  # None: the targets do not tell
+                count = loss.count(targets)  # None: the targets do not tell
                 terms[1, mesh.dp_rank, at] = equal if count is None else count
         return terms.flatten() / self._loss_copies
 
@@ -171,37 +208,37 @@ class Pipeline:
 
     def evaluate(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Run the forward alone; gradients are left as they are."""
+        runtime, mesh = self.runtime(len(batch["inputs"])), self._mesh
         batch = self._own(batch)
-        runtime, mesh = self._runtime(batch), self._mesh
-        count, _ = self._count(batch)
+        executor = self._executor(runtime, batch)
+        count, _ = self._count(runtime, batch)
         with self._computing():
-            losses = runtime.evaluate(batch)
+            losses = executor.evaluate(batch)
         loss = self._sum_of(losses, count).view(-1)
         loss = self._total(mesh.sum(loss) if mesh.world_size > 1 else loss)
         return loss / self._loss_copies, count
 
-    def evaluate_each(self, batch: Batch) -> list[Tensor]:
-        """Evaluate; on the rank with the last stage the terms of each microbatch's loss, or
-        their sum where the stage computes it in chunks. Elsewhere an empty list."""
-        batch = self._own(batch)
-        runtime, loss = self._runtime(batch), self._loss
-        terms = self._loss = Kept(loss.each)
-        try:
-            with self._computing():
-                sums = runtime.evaluate(batch)
-        finally:
-            self._loss = loss
-        return terms.kept or sums
+    def for_terms(self, rows: int) -> Runtime:
+        """A runtime for `evaluate_each` of batches with so many rows on a dp rank."""
+        runtime = self.runtime(rows)
+        return replace(runtime, loss=Kept(runtime.loss.each), executors=OrderedDict())
+
+    def evaluate_each(self, batch: Batch, runtime: Runtime) -> list[Tensor]:
+        """Evaluate by a runtime of `for_terms`; on the rank with the last stage the terms of each
+        microbatch's loss, or their sum where the stage computes it in chunks. Elsewhere []."""
+        sums, kept = self._evaluate_kept(batch, runtime)
+        return kept or sums
 
     def rehearse(self, batch: Batch) -> None:
         """Run each of this rank's stages alone on a microbatch, with made-up messages: forward, and
         backward where gradients are on. Nothing is sent between stages; collective over dp, whose
         ranks gather and reduce. Gradients are dropped."""
+        runtime = self.runtime(len(batch["inputs"]))
         batch = self._own(batch)
-        runtime, fields = self._runtime(batch), fields_of(batch)
-        microbatch = {n: value[: self._model_graph.microbatch_size] for n, value in batch.items()}
+        executor, fields = self._executor(runtime, batch), fields_of(batch)
+        microbatch = {n: value[: runtime.graph.microbatch_size] for n, value in batch.items()}
         for index, stage in self._stages.items():
-            graph = self._model_graph.graphs(fields, stage.training)[index]
+            graph = runtime.graph.graphs(fields, stage.training)[index]
             received = [microbatch["inputs"]]
             if index > 0:
                 device, like = self._mesh.device, messages(graph)[0]
@@ -209,97 +246,64 @@ class Pipeline:
                 for message in received:
                     message.requires_grad_(torch.is_grad_enabled())
             with self._computing():
-                runtime.run_alone(index, received, microbatch)
+                executor.run_alone(index, received, microbatch)
             stage.zero_grad()
         if self._unused is not None:
             self._unused.flags()
 
-    def for_outputs(self, keep: Callable[[Any, Tensor], Any], size: int | None = None) -> Pipeline:
-        """Over the same stages, for `outputs` of batches as in training; size: of as many
-        microbatches of so many samples.
+    def outputs(
+        self, batch: Batch, keep: Callable[[Any, Tensor], Any], size: int | None = None
+    ) -> list[Any]:
+        """Run the forward alone; on the rank with the last stage keep(output of the model,
+        "targets") of each microbatch, elsewhere [].
 
-        keep: what is returned, of (output of the model, "targets") of a microbatch.
+        size: of as many microbatches of so many samples as the plan has; None = of a batch as in
+        training. keep: a function that lives as long as this, since it is a key.
         """
+        runtime = self._planned if size else self.runtime(len(batch["inputs"]))
+        key = keep, size, runtime
+        if key not in self._of_outputs:
+            graph = runtime.graph.with_microbatches_of(size or runtime.graph.microbatch_size)
+            graph.last_stage = lambda last: last  # without a loss in chunks
+            self._of_outputs[key] = Runtime(runtime.order, graph, Kept(keep), "outputs")
+        return self._evaluate_kept(batch, self._of_outputs[key])[1]
 
-        def outputs_of(graph: ModelGraph) -> ModelGraph:
-            other = graph.with_microbatches_of(size or graph.microbatch_size)
-            other.last_stage = lambda last: last  # without a loss in chunks
-            return other
-
-        other = copy.copy(self)
-        other._model_graph = outputs_of(self._model_graph)
-        by_rows = {} if size else self._by_rows
-        other._by_rows = {rows: (order, outputs_of(g)) for rows, (order, g) in by_rows.items()}
-        other._loss, other._kind, other._runtimes = Kept(keep), "outputs", OrderedDict()
-        return other
-
-    def outputs(self, batch: Batch) -> list[Any]:
-        """Return what is kept of each microbatch on ranks with the last stage, elsewhere [].
-        Forward alone. Of `for_outputs`."""
+    def _evaluate_kept(self, batch: Batch, runtime: Runtime) -> tuple[list[Tensor], list[Any]]:
+        """(this rank's losses of microbatches, what a `Kept` loss has kept of their outputs)."""
+        assert isinstance(runtime.loss, Kept)
         batch = self._own(batch)
-        runtime, loss = self._runtime(batch), self._loss
-        assert isinstance(loss, Kept)
-        loss.kept = []
+        executor, runtime.loss.kept = self._executor(runtime, batch), []
         with self._computing():
-            runtime.evaluate(batch)
-        return loss.kept
-
-    def for_rows(self, rows: int) -> Pipeline:
-        """Over the same stages, for batches of so many rows on a dp rank alone; with `ramp` these
-        have an order of their own."""
-        if not self._by_rows:
-            return self
-        other = copy.copy(self)
-        other._order, other._model_graph = self._by_rows[rows]
-        other._runtimes, other._by_rows = OrderedDict(), {}
-        return other
-
-    @property
-    def microbatches(self) -> int:
-        return self._order.microbatches
-
-    def with_microbatches_of(self, size: int, fields: Fields) -> Pipeline | None:
-        """One for batches of as many microbatches of another size, over the same stages; None where
-        the model's forward cannot take such a batch."""
-        other = copy.copy(self)
-        other._model_graph = self._model_graph.with_microbatches_of(size)
-        other._runtimes, other._by_rows = OrderedDict(), {}
-        try:
-            for training in (True, False):
-                other._model_graph.recording(fields, training)
-        except Exception:  # whatever a forward raises
-            return None
-        return other
+            losses = executor.evaluate(batch)
+        return losses, runtime.loss.kept
 
     def _own(self, batch: Batch) -> Batch:
         """What this rank computes with of a batch of its dp rank."""
-        if self._by_rows:
-            self._order, self._model_graph = self._by_rows[len(batch["inputs"])]
         for transform in self._transforms:
             batch = transform.batch(batch)
         return batch
 
-    def _count(self, batch: Batch) -> tuple[Tensor, Tensor]:
+    def _count(self, runtime: Runtime, batch: Batch) -> tuple[Tensor, Tensor]:
         """How many terms the loss of the global batch has, which gives the loss its scale, and how
         many tokens it has, padding included."""
-        mesh, size = self._mesh, self._model_graph.microbatch_size
+        mesh, graph, size = self._mesh, runtime.graph, runtime.graph.microbatch_size
         counts = torch.zeros(2, device=mesh.device)
         # counted where the last stage is: the other ranks of a pipeline need no targets
-        if self._order.stages - 1 in self._stages:
+        if runtime.order.stages - 1 in self._stages:
             targets = batch["targets"]
-            terms: Any = self._loss.count(targets)
+            terms: Any = runtime.loss.count(targets)
             if terms is None:
                 meta = torch.empty((size, *targets.shape[1:]), dtype=targets.dtype, device="meta")
-                output = self._model_graph.meta_output(fields_of(batch), True)
-                terms = self._loss.terms(output, meta) * (len(targets) // size)
+                output = graph.meta_output(fields_of(batch), True)
+                terms = runtime.loss.terms(output, meta) * (len(targets) // size)
             counts[0] = terms
-            of_sequences = bool(self._model_graph.fields["inputs"].shape)
+            of_sequences = bool(graph.fields["inputs"].shape)
             in_parts = mesh.stage_copies // mesh.dp  # ranks that share each sequence
             tokens = batch["inputs"].shape[1] // in_parts if of_sequences else 1
             counts[1] = len(targets) * tokens
         if mesh.world_size > 1:
             counts = mesh.sum(counts) / self._loss_copies
-        self._loss.scale = 1.0 / counts[0]
+        runtime.loss.scale = 1.0 / counts[0]
         return counts[0], counts[1]
 
     @contextmanager
@@ -309,34 +313,30 @@ class Pipeline:
                 stack.enter_context(transform.computing())
             yield
 
-    def _runtime(self, batch: Batch) -> MicrobatchLoop | OrderRuntime:
-        """The runtime for a batch of this shape; the stages' forwards are those for it."""
+    def _executor(self, runtime: Runtime, batch: Batch) -> MicrobatchLoop | OrderRuntime:
+        """The executor for a batch of this shape; the stages' forwards are those for it."""
         fields = fields_of(batch)
-        key = self._key(fields)
+        key, executors = runtime.key(fields), runtime.executors
         for transform in self._transforms:
             transform.prepare(fields)
-        if key not in self._runtimes:
-            self._runtimes[key] = self._make_runtime(fields)
-            if len(self._runtimes) > MOST_SHAPES:
-                self._runtimes.popitem(last=False)
-        self._runtimes.move_to_end(key)
-        runtime = self._runtimes[key]
-        runtime.on_action, runtime.on_queued = self.on_action, self.on_queued
+        if key not in executors:
+            executors[key] = self._make_executor(runtime, fields)
+            if len(executors) > MOST_SHAPES:
+                executors.popitem(last=False)
+        executors.move_to_end(key)
+        executor = executors[key]
+        executor.on_action, executor.on_queued = self.on_action, self.on_queued
         for stage in self._stages.values():
             stage.select_forward(key)
-        return runtime
+        return executor
 
-    def _key(self, fields: Fields) -> Hashable:
-        """The key of runtimes, and of the stages' forwards."""
-        sizes = self._order.microbatches, self._model_graph.microbatch_size
-        return self._kind, *sizes, shapes(fields)
-
-    def _make_runtime(self, fields: Fields) -> MicrobatchLoop | OrderRuntime:
-        """Add the forwards of such a batch to the stages; the runtime that calls them.
+    def _make_executor(self, runtime: Runtime, fields: Fields) -> MicrobatchLoop | OrderRuntime:
+        """Add the forwards of such a batch to the stages; the executor that calls them.
 
         Raises ValueError where a forward uses modules that it did not use in the plan.
         """
-        training, evaluation = (self._model_graph.graphs(fields, on) for on in (True, False))
+        order, graph, loss = runtime.order, runtime.graph, runtime.loss
+        training, evaluation = (graph.graphs(fields, on) for on in (True, False))
         used: set[str] = set()
         for index, stage in self._stages.items():
             graphs = {True: training[index], False: evaluation[index]}
@@ -346,28 +346,36 @@ class Pipeline:
                 if name not in modules:
                     shown = ", ".join(f"{n} {list(field.shape)}" for n, field in fields.items())
                     raise ValueError(f"model: for a batch of {shown} its forward also uses {name}")
-            stage.add_forwards(self._key(fields), graphs, index, self._mesh.device)
+            stage.add_forwards(runtime.key(fields), graphs, index, self._mesh.device)
             used |= training[index].fields | evaluation[index].fields
-        last = self._order.stages - 1
+        last = order.stages - 1
 
         def loss_of(output: Any, targets: Tensor) -> Tensor:
             graphs = training if self._stages[last].training else evaluation
-            return _loss_of_output(self._loss, graphs[last], output, targets)
+            return _loss_of_output(loss, graphs[last], output, targets)
 
-        if self._is_loop():
-            return MicrobatchLoop(self._order, self._stages[0], loss_of, sorted(used))
+        if self._is_loop(order):
+            return MicrobatchLoop(order, self._stages[0], loss_of, sorted(used))
         from titanlike.pipeline.torch_runtime import make_runtime
 
-        field, size = fields["inputs"], self._model_graph.microbatch_size
-        first = torch.empty((size, *field.shape), dtype=field.dtype, device="meta")
-        own = self._order, self._stages, training, loss_of, sorted(used), first
-        how = self._mesh, self._zero, self._transforms, self._gradient_sums
-        return make_runtime(*own, *how)
+        inputs, size = fields["inputs"], graph.microbatch_size
+        return make_runtime(
+            order,
+            self._stages,
+            training,
+            loss=loss_of,
+            fields=sorted(used),
+            first=torch.empty((size, *inputs.shape), dtype=inputs.dtype, device="meta"),
+            mesh=self._mesh,
+            zero=self._zero,
+            transforms=self._transforms,
+            sums=self._gradient_sums,
+        )
 
-    def _is_loop(self) -> bool:
+    def _is_loop(self, order: Order) -> bool:
         """Whether an order of one stage in one process runs without torch's pipeline runtime."""
-        alone = self._mesh.world_size == 1 and self._order.stages == 1
-        other_backward = self._order.splits_backward or self._gradient_sums
+        alone = self._mesh.world_size == 1 and order.stages == 1
+        other_backward = order.splits_backward or self._gradient_sums
         return alone and not other_backward and not is_sharded(self._stages[0])
 
 

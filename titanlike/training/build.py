@@ -226,22 +226,39 @@ def build_planned(
         from titanlike.distributed.gradients import TiedWeights
 
         parameters = {index: dict(state.parameters()) for index, state in states.items()}
-        at = holders, plan.order.stage_to_rank, parameters
-        transforms["tied weights"] = TiedWeights(*at, mesh, config.launch.timeout)
+        transforms["tied weights"] = TiedWeights(
+            holders, plan.order.stage_to_rank, parameters, mesh, config.launch.timeout
+        )
     # random numbers of training (dropout) differ on every rank but those that share layers
     torch.manual_seed(piece_seed(config.seed, "rank", mesh.layers_rank))
     losses = (transform.loss(mesh.device) for transform in ordered)
     loss = next(filter(None, losses), None) or build_loss(config.loss, mesh.device)
     for transform in ordered:
         transform.on_states(states)
-    common = plan.order, plan.model_graph, stages, loss, mesh, plan.zero
-    pipeline = Pipeline(*common, [*transforms.values()], plan.orders)
-    lists = [*stages.values()], [*states.values()]
+    pipeline = Pipeline(
+        plan.order,
+        plan.model_graph,
+        stages,
+        loss,
+        mesh,
+        zero=plan.zero,
+        transforms=[*transforms.values()],
+        orders=plan.orders,
+    )
     zeros = None
     if config.warn_zero_gradients:
         zeros = ZeroGradients(config.warn_zero_gradients, plan, [*states.values()], mesh.device)
-    late, origin = AsyncScalars(mesh), built_stages.weights_source
-    run = Run(mesh, plan, *lists, pipeline, transforms, late, zeros, origin)
+    run = Run(
+        mesh,
+        plan,
+        [*stages.values()],
+        [*states.values()],
+        pipeline,
+        transforms,
+        late=AsyncScalars(mesh),
+        zero_gradients=zeros,
+        weights_source=built_stages.weights_source,
+    )
     run.train_mode(True)
     built()
     return run

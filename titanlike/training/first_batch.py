@@ -40,7 +40,7 @@ from titanlike.distributed.initialize import seeded
 from titanlike.graph.model_graph import fields_of
 from titanlike.launch.rendezvous import barrier
 from titanlike.launch.worker import Worker
-from titanlike.pipeline.pipeline import Pipeline
+from titanlike.pipeline.pipeline import Runtime
 from titanlike.torch_private.compiler import compiler_error
 from titanlike.torch_private.operators import BatchNorm
 from titanlike.training.build import Run
@@ -177,7 +177,7 @@ class _Rows:
     """Some samples, and arrangements of them in microbatches."""
 
     run: Run
-    pipeline: Pipeline
+    runtime: Runtime
     batch: Batch
     # of each arrangement, for each place in the microbatches the place in the first arrangement
     places: list[Tensor]
@@ -187,14 +187,14 @@ class _Rows:
     def of(cls, run: Run, first: list[Batch], by_row: bool) -> _Rows | None:
         """None where the ranks' batches cannot be laid in pairs."""
         batch = first[0]
-        pipeline: Pipeline | None = run.pipeline.for_rows(len(batch["targets"]))
-        assert pipeline is not None
-        count = pipeline.microbatches
+        runtime: Runtime | None = run.pipeline.for_terms(len(batch["targets"]))
+        assert runtime is not None
+        count = runtime.microbatches
         size = len(batch["targets"]) // count
         if size == 1:
-            pipeline = pipeline.with_microbatches_of(2, fields_of(batch))
+            runtime = runtime.with_microbatches_of(2, fields_of(batch))
             alike = all(fields_of(other) == fields_of(batch) for other in first)
-            if not _everywhere(run, pipeline is not None and alike):
+            if not _everywhere(run, runtime is not None and alike):
                 return None
             batch = {name: torch.cat([other[name] for other in first]) for name in batch}
             rows, size = torch.arange(count), 2
@@ -204,42 +204,42 @@ class _Rows:
         each = (place, place // 2, (place + size) // 2, (place + 1) % size)
         starts = torch.arange(count)[:, None] * size
         places = [(starts + one).flatten() for one in each]
-        assert pipeline is not None
-        return cls(run, pipeline, batch, places, by_row)
+        assert runtime is not None
+        return cls(run, runtime, batch, places, by_row)
 
     def losses(self, arrangement: int) -> tuple[int, Tensor]:
         """(arrangement, losses of each sample, or sum of each microbatch), on the last stage's
         rank."""
         places = self.places[arrangement]
         batch = {name: value[places.to(value.device)] for name, value in self.batch.items()}
-        return arrangement, self._evaluate(self.pipeline, batch)
+        return arrangement, self._evaluate(self.runtime, batch)
 
     def change_in_halves(self, plain: tuple[int, Tensor]) -> float:
         """Difference from the first arrangement if each half of a microbatch is one; 0 where there
         are no halves, or the forward cannot take them."""
-        size = len(self.places[0]) // self.pipeline.microbatches
-        pipeline = None
+        size = len(self.places[0]) // self.runtime.microbatches
+        runtime = None
         if size % 2 == 0:
-            pipeline = self.pipeline.with_microbatches_of(size // 2, fields_of(self.batch))
-        if not _everywhere(self.run, pipeline is not None):
+            runtime = self.runtime.with_microbatches_of(size // 2, fields_of(self.batch))
+        if not _everywhere(self.run, runtime is not None):
             return 0.0
-        assert pipeline is not None
+        assert runtime is not None
         places = self.places[0].view(-1, 2, size // 2)
         halves = []
         for half in (0, 1):
             at = places[:, half].flatten()
             batch = {name: value[at.to(value.device)] for name, value in self.batch.items()}
-            halves.append(self._evaluate(pipeline, batch).cpu())
+            halves.append(self._evaluate(runtime, batch).cpu())
         right = plain[1].cpu()
         if len(right) == len(self.places[0]):
             losses = torch.stack([half.view(-1, size // 2, right.shape[1]) for half in halves], 1)
             return self._over_all_ranks([(losses.view_as(right), right)])
         return self._over_all_ranks([(halves[0] + halves[1], right)])
 
-    def _evaluate(self, pipeline: Pipeline, batch: Batch) -> Tensor:
+    def _evaluate(self, runtime: Runtime, batch: Batch) -> Tensor:
         """Losses of each sample, or the sum of each microbatch, on the last stage's rank."""
-        losses = pipeline.evaluate_each(batch)
-        count = len(batch["targets"]) // pipeline.microbatches
+        losses = self.run.pipeline.evaluate_each(batch, runtime)
+        count = len(batch["targets"]) // runtime.microbatches
         # a loss in chunks is a sum already
         by_row = self.by_row and all(part.dim() for part in losses)
         parts = [

@@ -46,7 +46,6 @@ class Sampler:
             raise ConfigError([Problem("sample.prompts", config.sample.prompts, reason, fix)])
         self._run, self._config, self._decode = run, config, data.decode
         self._ends = data.ends | {data.boundary}
-        self._pipeline = run.pipeline.for_outputs(_marked_logits, size=1)
         self._prompts = [data.encode(text) for text in config.sample.prompts]
         if not all(self._prompts):
             reason = "one of them has no tokens"
@@ -87,7 +86,7 @@ class Sampler:
         wanted = torch.zeros_like(ids)
         wanted[range(len(rows)), [len(row) - 1 for row in rows]] = 1
         batch = {"inputs": ids.to(mesh.device), "targets": wanted.to(mesh.device)}
-        found = self._pipeline.outputs(batch)
+        found = self._run.pipeline.outputs(batch, _marked_logits, size=1)
         chosen = torch.zeros(len(texts), dtype=torch.int64)
         if found:
             logits = torch.cat(found)  # [B, V or part of it]
