@@ -34,7 +34,7 @@ def results(config: Config, worker: Worker) -> dict[str, Any]:
 
 def results_of_both(config: Config, worker: Worker) -> list[dict[str, Any]]:
     found = [results(config, worker)]
-    Pipeline._is_loop = lambda self: False
+    Pipeline._is_loop = lambda *_: False
     return [*found, results(config, worker)]
 
 
