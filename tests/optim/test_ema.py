@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from support.cells import cells
 from support.models import tiny
@@ -77,6 +78,34 @@ def test_the_average_is_that_of_torchs_averaged_model_and_not_of_skipped_steps(
             expected.update_parameters(model)
     for parameter, average in zip(model.parameters(), expected.parameters(), strict=True):
         torch.testing.assert_close(optimizer_state(optimizers, parameter)["ema"], average)
+
+
+class Operators(TorchDispatchMode):
+    count = 0
+
+    def __torch_dispatch__(self, function: Any, _: Any, args: Any = (), more: Any = None) -> Any:
+        self.count += 1
+        return function(*args, **more or {})
+
+
+def operators(layers: int, **more: Any) -> int:
+    """Of an optimizer's third step."""
+    config = tiny(layers=layers, optimizer=Sgd(), **more)
+    model = build_model(resolve_model(config)).to_empty(device="cpu")
+    optimizers = build_optimizers(dict(model.named_parameters()), model, config)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros(parameter.shape)
+    for _ in range(3):
+        with Operators() as counted:
+            for optimizer in optimizers:
+                step_unless(optimizer, torch.tensor(0.0), {})
+    return counted.count
+
+
+def test_all_weights_are_averaged_in_a_few_operators() -> None:
+    """A GPU would wait for the host that launches some for each of hundreds of weights."""
+    of_one, of_three = (operators(n, ema=Ema(0.6)) - operators(n) for n in (1, 3))
+    assert of_one == of_three <= 2 * 3, "of the weights with and without weight decay"
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -68,15 +69,25 @@ def shard_stage(
     options["reshard_after_forward"] = zero == 3
     if config.fsdp.cpu_offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=is_accelerator(mesh.device))
+    units: list[list[Any]] = [[] for _ in groups]  # what is gathered for each group besides
     if mesh.expert_axes is not None:  # before the blocks that they are in
         for path, experts in experts_of(stage).items():
             part = fully_shard(experts, **(options | {"mesh": mesh.expert_axes}))
-            blocks = (name for group in groups for name in group if path.startswith(f"{name}."))
-            if config.compile and (block := next(blocks, "")):
-                gather_with(part, stage.get_submodule(block))
-    for group in groups:
+            for group, unit in zip(groups, units, strict=True):
+                for block in (name for name in group if path.startswith(f"{name}.")):
+                    unit.append(part)
+                    if config.compile:
+                        gather_with(part, stage.get_submodule(block))
+    for group, unit in zip(groups, units, strict=True):
         fully_shard([stage.get_submodule(name) for name in group], **options)
+        unit.insert(0, stage.get_submodule(group[0]))
     fully_shard(stage, **options)
+    if zero == 3 and mesh.expert_axes is not None:
+        # FSDP gathers ahead what a host that runs ahead asks for: here it waits for each layer's
+        # routes, and the experts, the most of a block, would be gathered when they are needed
+        for before, after in pairwise(units):
+            before[0].set_modules_to_forward_prefetch(after)
+            after[0].set_modules_to_backward_prefetch(before)
     for module in stage.modules():
         if isinstance(module, FSDPModule):
             # sums, not averages: the loss is scaled by 1 / (global count)

@@ -31,18 +31,23 @@ def keep_average(optimizer: torch.optim.Optimizer, decay: float) -> None:
 
     @torch.no_grad()
     def average() -> None:
-        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-            if parameter.grad is None:
-                continue
-            state = optimizer.state[parameter]
-            if KEY not in state:
-                state[KEY] = parameter.detach().clone()
-                continue
-            skip = None
-            if isinstance(optimizer, SkippingOptimizer):
-                skip = optimizer.skip_of(parameter)
-            share: Any = 1 - decay if skip is None else (1 - decay) * (1 - skip)
-            local(state[KEY]).lerp_(local(parameter), share)
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        lists: Iterable[tuple[list[Any], Tensor | None]]
+        if isinstance(optimizer, SkippingOptimizer):
+            lists = optimizer.by_skip(parameters)
+        else:
+            lists = [([p for p in parameters if p.grad is not None], None)]
+        for alike, skip in lists:
+            begun = [p for p in alike if KEY in optimizer.state[p]]
+            averages = [local(optimizer.state[p][KEY]) for p in begun]
+            share: Any = 1 - decay
+            if skip is not None:
+                share = [(1 - decay) * (1 - skip)] * len(begun)
+            if begun:  # one call for all: a launch each would take the host longer than the GPU
+                torch._foreach_lerp_(averages, [local(p) for p in begun], share)
+            for parameter in alike:
+                if KEY not in optimizer.state[parameter]:
+                    optimizer.state[parameter][KEY] = parameter.detach().clone()
 
     around_step(optimizer, step_and_average)
 
