@@ -21,7 +21,7 @@ from titanlike.data import registry
 from titanlike.data.chat import BUILT_IN, BadConversation, ChatTemplate, find_template
 from titanlike.data.registry import DataError, open_data
 from titanlike.data.sources import IGNORE
-from titanlike.data.tokenizer import ByteTokenizer, byte_tokenizer, open_tokenizer, write_tokenizer
+from titanlike.data.tokenizer import ByteTokenizer, byte_tokenizer, write_tokenizer
 from titanlike.generation.generate import generate, load_model
 from titanlike.models.sampling import Sampling
 
@@ -124,8 +124,8 @@ def test_an_exported_run_has_the_template_and_talks_with_it(tmp_path: Path) -> N
     texts = []
     for where in (config.run_dir, str(tmp_path / "out")):
         one = load_model(where, torch.device("cpu"), torch.float32)
-        assert one.chat_template is not None and one.coder is not None
-        texts.append((one.chat_template(messages), one.coder.encode(one.chat_template(messages))))
+        assert one.chat is not None
+        texts.append((one.chat.render(messages, ask=True), one.chat.prompt(messages)))
     assert texts[0] == texts[1] and texts[0][0].endswith("<|assistant|>\n")
 
 
@@ -160,7 +160,7 @@ IM += "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 def test_all_that_ends_an_answer_is_known(eos: str, ends: Any, known: set, tmp_path: Path) -> None:
     folder = chatml_folder(tmp_path / "tokenizer", eos, ends)
-    assert find_template(None, str(folder)).ends(open_tokenizer(str(folder))) | {256} == known
+    assert find_template(None, str(folder)).ends == known
     if ends is None:
         (folder / "generation_config.json").write_text("{")
         with pytest.raises(DataError, match="generation_config.json is not JSON"):
@@ -180,8 +180,8 @@ def test_a_model_that_has_learned_an_answer_stops_after_it(tmp_path: Path) -> No
     assert said["text"] == "so"
     for where in (config.run_dir, str(tmp_path / "out")):
         one = load_model(where, torch.device("cpu"), torch.float32)
-        assert one.coder is not None and one.chat_template is not None
-        ids = one.coder.encode(one.chat_template(turns[:1]))
+        assert one.coder is not None and one.chat is not None
+        ids = one.chat.prompt(turns[:1])
         [found] = generate(one, [ids], 12, Sampling(temperature=0))
         assert one.coder.decode(found) == "so"
         if where == config.run_dir:
@@ -229,9 +229,10 @@ def test_a_template_that_cannot_tell_answers_is_refused(tmp_path: Path) -> None:
     [problem] = registry.problems(chat(tmp_path, template=str(tmp_path / "t.jinja")))
     assert "is no Jinja template: line 1" in str(problem)
     with pytest.raises(BadConversation, match="roles must alternate"):
-        ChatTemplate("{{ raise_exception('roles must alternate') }}").render([])
+        ChatTemplate("{{ raise_exception('roles must alternate') }}", ByteTokenizer()).render([])
     with pytest.raises(BadConversation):  # the sandbox
-        ChatTemplate("{{ messages.__class__.__mro__ }}{{ ''.__class__.mro() }}").render([])
+        escape = "{{ messages.__class__.__mro__ }}{{ ''.__class__.mro() }}"
+        ChatTemplate(escape, ByteTokenizer()).render([])
 
 
 def test_another_text_in_the_same_template_file_is_noticed(tmp_path: Path) -> None:

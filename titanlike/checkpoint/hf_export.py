@@ -241,7 +241,7 @@ def _write_small_files(folder: Path, config: dict[str, Any], saved: SavedModel) 
             written = write_tokenizer(name, folder)
             if chat is not None:
                 (folder / "chat_template.jinja").write_text(chat.source, encoding="utf-8")
-                ends = {*chat.ends(written), written.boundary}
+                ends = {*chat.ends}
             note, boundary = f"tokenizer: {name}", written.boundary
         except (ValueError, OSError) as error:
             note, boundary = f"WARNING: without a tokenizer: {' '.join(str(error).split())}", None

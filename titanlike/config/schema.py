@@ -573,6 +573,9 @@ class ChatData(Tokenized):
     template: str | None = key(
         None, "Jinja file; null = the chat template that is with the tokenizer, else a built-in one"
     )
+    parse_special: bool = key(
+        False, "what spells a special token in a question is one; false = in answers alone"
+    )
     documents: bool = key(True, "attention stays within each conversation of a sequence")
 
 

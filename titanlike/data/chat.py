@@ -1,14 +1,15 @@
 """Instruction data (`data=chat`): conversations in JSONL, loss on the answers alone.
 
 1. Each line is an object with a list of messages ({"role": "user", "content": "..."}). A chat
-   template makes a text of it; the pieces between its answers are tokenized one by one.
+   template makes a text of it, which is tokenized once, as transformers does; answers are found by
+   the characters from which each token comes.
 2. Conversations are put into sequences of seq_len in their order, as many whole ones as fit; one
    that is longer is cut at its end. The rest of a sequence is padding without loss.
 3. Attention stays within a conversation, where positions begin at 0 (`document_ids`).
 
 All of it is done once, into the cache (`data.cache`), and then mapped into memory.
 
-A template is that of transformers' tokenizer_config.json: it gets `messages`,
+A template is that of transformers' tokenizer_config.json: it gets `messages`, `tools`,
 `add_generation_prompt`, `bos_token` and `eos_token`. It is rendered in a sandbox: it may come with
 a tokenizer of others.
 """
@@ -17,16 +18,20 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+import resource
+import signal
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from datetime import datetime
-from functools import partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from titanlike.config.files import read_object
 from titanlike.config.schema import ChatData, Config
@@ -45,14 +50,15 @@ from titanlike.data.text import (
     read_failure,
     vocabulary,
 )
-from titanlike.data.tokenizer import Tokenizer, open_tokenizer
+from titanlike.data.tokenizer import Span, Tokenizer, open_tokenizer, read_beside
 
 __all__ = ["CHECKS", "ChatTemplate", "find_template", "open_data", "vocabulary"]
 
 Message = dict[str, Any]  # role, content
 
-FORMAT = 1  # part of the key of a cache entry
+FORMAT = 2  # part of the key of a cache entry
 _FIX = "fix or delete that line"
+_SECONDS = 5  # of a short conversation
 
 # each message after its role; an answer ends with the token that ends a text
 BUILT_IN = (
@@ -69,17 +75,18 @@ EXAMPLE: list[Message] = [
 
 def open_data(data: ChatData, config: Config) -> Data:
     """Raises DataError for what cannot be read, and for a part without answers."""
-    tokenizer = open_tokenizer(data.tokenizer)
-    template = find_template(data.template, data.tokenizer)
+    template = find_template(data.template, data.tokenizer, data.parse_special)
+    tokenizer = template.tokenizer
     files = _find_files(data.path)
     common = ("workers", "changed", "cache")  # do not change the entry
     kept = {key: value for key, value in asdict(data).items() if key not in common}
     content = [FORMAT, file_states(files), kept, config.seq_len, tokenizer.fingerprint]
+    content += [tokenizer.names, sorted(template.ends)]
     folder, about = cached(
         data.cache,
-        f"chat-{cache_key([*content, template.render(EXAMPLE)])}",
+        f"chat-{cache_key([*content, template.source])}",
         lambda folder: (folder, read_object(meta)) if (meta := folder / _META).is_file() else None,
-        lambda folder: _write(folder, files, data, config.seq_len, tokenizer, template),
+        lambda folder: _write(folder, files, data, config.seq_len, template),
     )
     parts = {part: ChatSource(folder / part, config.seq_len, data.documents) for part in PARTS}
     for part, source in parts.items():
@@ -92,22 +99,29 @@ def open_data(data: ChatData, config: Config) -> Data:
     text += f"{validation:,} for validation; loss on {about['answers']:,} tokens of answers"
     if about["cut"]:
         text += f"; {about['cut']:,} conversations are longer than seq_len and were cut"
+    if about["dropped"]:
+        text += f"; {about['dropped']:,} have no answer within seq_len and were left out"
     return Data(
         parts["train"],
         parts["validation"],
         vocab_size=tokenizer.vocab_size,
         description=text,
         boundary=tokenizer.boundary,
-        ends=template.ends(tokenizer),
+        ends=template.ends,
         decode=tokenizer.decode,
-        encode=tokenizer.encode_template,
+        encode=template.encode,
         tokenizer=tokenizer.fingerprint,
     )
 
 
 def _check_conversations(data: ChatData, config: Config) -> None:
     _find_files(data.path)
-    find_template(data.template, data.tokenizer)
+    try:
+        find_template(data.template, data.tokenizer).learned(EXAMPLE)
+    except NoEnd as error:
+        raise DataError("data.template", data.template, str(error), error.fix) from None
+    except BadConversation:
+        pass  # it takes other conversations
 
 
 CHECKS = (check_tokenizer, _check_conversations)
@@ -167,24 +181,20 @@ def _write(
     files: list[Path],
     data: ChatData,
     seq_len: int,
-    tokenizer: Tokenizer,
     template: ChatTemplate,
 ) -> None:
-    about = {"conversations": 0, "answers": 0, "cut": 0}
+    about = {"conversations": 0, "answers": 0, "cut": 0, "dropped": 0}
     parts: dict[str, list[tuple[np.ndarray, np.ndarray]]] = {part: [] for part in PARTS}
-    for number, (place, messages) in enumerate(_conversations(files, data.messages_key)):
+    for number, (place, messages, tools) in enumerate(_conversations(files, data.messages_key)):
         try:
-            pieces = template.pieces(messages)
+            tokens, mask = template.learned(messages, tools)
         except BadConversation as error:
-            fix = "fix or delete it, or give another data.template"
-            raise DataError("data.path", place, str(error), fix) from None
-        encoded = [(tokenizer.encode_template(text), is_answer) for text, is_answer in pieces]
-        ids = np.array([token for tokens, _ in encoded for token in tokens], np.uint32)
-        learned = np.array([is_answer for tokens, is_answer in encoded for _ in tokens], bool)
-        about["cut"] += len(ids) > seq_len + 1
-        ids, learned = ids[: seq_len + 1], learned[: seq_len + 1]
+            raise DataError("data.path", place, str(error), error.fix) from None
+        ids, learned = np.array(tokens[: seq_len + 1], np.uint32), mask[: seq_len + 1]
         if not learned[1:].any():
-            continue  # no answer, or not within seq_len
+            about["dropped"] += 1
+            continue
+        about["cut"] += len(tokens) > seq_len + 1
         is_held = is_for_validation(number, data.validation_fraction)
         parts["validation" if is_held else "train"].append((ids, learned))
         about["conversations"] += 1
@@ -200,7 +210,7 @@ def _write(
             "learned": np.concatenate([empty.astype(bool), *(mask for _, mask in conversations)]),
             "ends": np.cumsum(lengths, dtype=np.int64),
             "firsts": np.array(_packed([length - 1 for length in lengths], seq_len), np.int64),
-            "padding": np.array(tokenizer.boundary),
+            "padding": np.array(template.tokenizer.boundary),
         }
         for name, array in arrays.items():
             np.save(folder / part / f"{name}.npy", array)
@@ -226,22 +236,22 @@ def _find_files(path: str) -> list[Path]:
     raise no_files("data.path", path, root, (".jsonl", ".jsonl.gz", ".jsonl.zst"))
 
 
-def _conversations(files: list[Path], key: str) -> Iterator[tuple[str, list[Message]]]:
-    """(where it is, messages) of each line. Raises DataError."""
+def _conversations(files: list[Path], key: str) -> Iterator[tuple[str, list[Message], Any]]:
+    """(where it is, messages, tools) of each line. Raises DataError."""
     for file in files:
         try:
             with opened(file) as lines:
                 for number, line in enumerate(lines, 1):
                     if line.strip():
                         place = f"{file}, line {number}"
-                        yield place, _messages(line, place, key)
+                        yield place, *_messages(line, place, key)
         except DataError:
             raise
         except Exception as error:
             raise DataError("data.path", file, read_failure(error), "fix or delete it") from None
 
 
-def _messages(line: bytes, place: str, key: str) -> list[Message]:
+def _messages(line: bytes, place: str, key: str) -> tuple[list[Message], Any]:
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -252,7 +262,7 @@ def _messages(line: bytes, place: str, key: str) -> list[Message]:
         reason = f"has no list of messages with a role and a content in {key} ({names})"
         fix = f"name the field, data.messages_key=conversations; or {_FIX}"
         raise DataError("data.path", place, reason, fix)
-    return messages
+    return messages, row.get("tools")
 
 
 def _is_message(value: Any) -> bool:
@@ -265,110 +275,233 @@ def _is_message(value: Any) -> bool:
 class BadConversation(ValueError):
     """A conversation that the template does not take."""
 
+    fix = "fix or delete it, or give another data.template"
+
+
+class NoEnd(BadConversation):
+    """A conversation whose answers would be learned without an end."""
+
+    fix = (
+        "give a data.template that writes {{ eos_token }} after an answer, within {% generation %}"
+    )
+    fix += " if it has that; and name the tokenizer's eos_token in its tokenizer_config.json"
+
+
+# Around what spells a special token in a message, and around {% generation %}: no text has them.
+_MARKS = _SPELLED, _SPELLED_END, _ANSWER, _ANSWER_END = "\ufdd0\ufdd1\ufdd2\ufdd3"
+
 
 class ChatTemplate:
     def __init__(
         self,
         source: str,
-        tokens: Mapping[str, str] | None = None,
+        tokenizer: Tokenizer,
         ends: frozenset[int] = frozenset(),
+        parse_special: bool = False,
     ) -> None:
-        """tokens: bos_token and eos_token; ends: ids that are known to end an answer. Raises
-        ValueError for what is no template."""
-        from jinja2 import TemplateSyntaxError
-        from jinja2.ext import loopcontrols
+        """ends: ids that are known to end an answer; parse_special: what spells a special token in
+        any message is one, not in an answer alone."""
+        from jinja2 import nodes
+        from jinja2.ext import Extension, loopcontrols
         from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-        self.source, self._ends = source, ends
+        class Generation(Extension):
+            """{% generation %}: transformers' mark for answers."""
+
+            tags = {"generation"}
+
+            def parse(self, parser: Any) -> Any:
+                def mark(text: str) -> nodes.Node:
+                    return nodes.Output([nodes.TemplateData(text)], lineno=line)
+
+                line = next(parser.stream).lineno
+                body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+                return [mark(_ANSWER), nodes.Scope(body, lineno=line), mark(_ANSWER_END)]
+
+        self.source, self.tokenizer, self._ends = source, tokenizer, ends
         environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
+            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, Generation]
         )
-        environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
+        environment.filters["tojson"] = _tojson
         environment.globals |= {
             "raise_exception": _refuse,
             "strftime_now": lambda form: datetime.now().strftime(form),
         }
-        # transformers' mark for answers: they are found below without it
-        source = re.sub(r"{%-? (end)?generation -?%}", "", source)
+        self._environment = environment
+        self._has_marks = re.search(r"{%-?\s*generation\s*-?%}", source) is not None
+        controls = [] if parse_special else sorted(tokenizer.controls, key=len, reverse=True)
+        spelled = "|".join(map(re.escape, controls)) or "(?!)"
+        self._spelled = re.compile(spelled)
+        self._marked = re.compile(f"{_SPELLED}({spelled}){_SPELLED_END}|[{_MARKS[:2]}]")
+
+    @cached_property
+    def compiled(self) -> Any:
+        """jinja2's template: what is constant is computed here. Raises ValueError for what is no
+        template."""
+        from jinja2 import TemplateSyntaxError
+
         try:
-            self._template = environment.from_string(source)
+            return self._environment.from_string(self.source)
         except TemplateSyntaxError as error:
             raise ValueError(f"line {error.lineno}: {error.message}") from None
-        self._tokens = {"bos_token": "", "eos_token": ""} | dict(tokens or {})
 
-    def ends(self, tokenizer: Tokenizer) -> frozenset[int]:
-        """Ids that end an answer: eos_token, the special token that the template writes after an
-        answer, and those of the folder's generation_config.json."""
-        texts = [self._tokens["eos_token"]]
-        with contextlib.suppress(BadConversation):  # of a template that takes other conversations
-            _, answer, after = self.render(EXAMPLE).rpartition(EXAMPLE[-1]["content"])
-            texts += [after.lstrip()] if answer else []
-        first = {i for text in texts for i in tokenizer.encode_template(text)[:1]}
-        return self._ends | tokenizer.special & first
+    @cached_property
+    def ends(self) -> frozenset[int]:
+        """Ids that end an answer: eos_token, the special token that is learned after an answer, and
+        those of the folder's generation_config.json."""
+        located, known = self.tokenizer.located, {*self._ends, self.tokenizer.boundary}
+        end, _ = located(self.tokenizer.names.get("eos_token", ""))
+        known |= {*end} if len(end) == 1 else set()
+        try:
+            text, answers = self._answers(EXAMPLE, None)
+        except BadConversation:  # of a template that takes other conversations
+            return frozenset(known)
+        ids, spans = self._encode(text)
+        after = text.rfind(EXAMPLE[-1]["content"])
+        special = {*self.tokenizer.controls.values()}
+        for i, span, learned in zip(ids, spans, _within(spans, answers), strict=True):
+            if learned and i in special and span[0] > after:
+                return frozenset({*known, i})
+        return frozenset(known)
 
-    def render(self, messages: Sequence[Message], *, ask: bool = False) -> str:
+    def render(self, messages: Sequence[Message], tools: Any = None, *, ask: bool = False) -> str:
         """The text of a conversation; ask: up to where the next answer begins. Raises
         BadConversation."""
+        return re.sub(f"[{_MARKS[2:]}]", "", self._render(messages, tools, ask))
+
+    def _render(self, messages: Sequence[Message], tools: Any, ask: bool = False) -> str:
+        # without keys that are null, as transformers
+        given = [{k: v for k, v in message.items() if v is not None} for message in messages]
+        names = {**self.tokenizer.names, "tools": tools, "documents": None}
         try:
-            return self._template.render(
-                messages=list(messages), add_generation_prompt=ask, **self._tokens
-            )
+            return self.compiled.render(messages=given, add_generation_prompt=ask, **names)
         except Exception as error:  # whatever a template's expressions raise
             reason = " ".join(str(error).split())[:200]
             raise BadConversation(f"the chat template fails: {reason}") from None
 
-    def pieces(self, messages: Sequence[Message]) -> list[tuple[str, bool]]:
-        """The text of a conversation, cut where answers begin and end: (text, whether it is an
-        answer, which the model is to learn). Raises BadConversation where the template writes
-        earlier messages otherwise once others follow."""
-        text, pieces, at = self.render(messages), list[tuple[str, bool]](), 0
+    def encode(self, text: str) -> list[int]:
+        """The ids of a text in the template's form."""
+        return self.tokenizer.located(text)[0]
+
+    def prompt(self, messages: Sequence[Message]) -> list[int]:
+        """The ids of a conversation up to where the next answer begins. Raises BadConversation."""
+        return self._encode(self.render(self._mark(messages), ask=True))[0]
+
+    def learned(
+        self, messages: Sequence[Message], tools: Any = None
+    ) -> tuple[list[int], np.ndarray]:
+        """The ids of a conversation, and whether each is of an answer, which the model is to learn.
+
+        Raises BadConversation where it is not known what is the answer, or where none has an end.
+        """
+        text, answers = self._answers(messages, tools)
+        ids, spans = self._encode(text)
+        mask = _within(spans, answers)
+        if mask.any() and not self.ends & {*np.array(ids)[mask].tolist()}:
+            raise NoEnd("its answers would be learned without a token that ends them")
+        return ids, mask
+
+    def _answers(self, messages: Sequence[Message], tools: Any) -> tuple[str, list[Span]]:
+        """The text of a conversation, and where its answers are: what is within {% generation %},
+        or else what the template writes from where it asks for an answer to the answer's end."""
+        messages, tools = self._mark(messages), self._mark(tools)
+        text, answers = self._render(messages, tools), list[Span]()
+        if self._has_marks:
+            parts = re.split(f"([{_MARKS[2:]}])", text)
+            text, begin = "", 0
+            for part in parts:
+                if part == _ANSWER:
+                    begin = len(text)
+                elif part == _ANSWER_END:
+                    answers.append((begin, len(text)))
+                else:
+                    text += part
+            return text, answers
         for number, message in enumerate(messages):
             if message.get("role") != "assistant":
                 continue
-            before = self.render(messages[:number], ask=True)
-            after = self.render(messages[: number + 1])
+            before = self._render(messages[:number], tools, ask=True)
+            after = self._render(messages[: number + 1], tools)
             if not after.startswith(before) or not text.startswith(after):
                 raise BadConversation(
                     f"the chat template changes the text before answer {number + 1} of "
                     f"{len(messages)} messages when more follow, so it is not known what is the answer"
                 )
-            pieces += [(text[at : len(before)], False), (text[len(before) : len(after)], True)]
-            at = len(after)
-        return [piece for piece in [*pieces, (text[at:], False)] if piece[0]]
+            answers.append((len(before), len(after)))
+        return text, answers
+
+    def _mark(self, value: Any, answer: bool = False) -> Any:
+        """Marked where a special token is spelled out, but in the answers."""
+        if isinstance(value, str):
+            text = re.sub(f"[{_MARKS}]", "", value)
+            marked = f"{_SPELLED}\\g<0>{_SPELLED_END}"
+            return text if answer else self._spelled.sub(marked, text)
+        if isinstance(value, list | tuple):
+            return [self._mark(item, answer) for item in value]
+        if isinstance(value, dict):
+            answer = answer or value.get("role") == "assistant"
+            return {key: self._mark(item, answer) for key, item in value.items()}
+        return value
+
+    def _encode(self, text: str) -> tuple[list[int], list[Span]]:
+        """The ids of a rendered text and where each is: what is marked is text. Behind a mark it
+        goes on after a line's end, since many tokenizers begin a text otherwise."""
+        located, ids, spans, at = self.tokenizer.located, list[int](), list[Span](), 0
+        parts: list[tuple[int, str, bool]] = []
+        for found in self._marked.finditer(text):
+            parts += [(at, text[at : found.start()], False)]
+            parts += [(found.start() + 1, found[1], True)] if found[1] else []
+            at = found.end()
+        for begin, part, plain in [*parts, (at, text[at:], False)]:
+            tokens, places = self._inside(part, plain) if begin else located(part)
+            ids += tokens
+            spans += [(begin + first, begin + last) for first, last in places]
+        return ids, spans
+
+    def _inside(self, text: str, plain: bool) -> tuple[list[int], list[Span]]:
+        line, _ = self.tokenizer.located("\n")
+        ids, spans = self.tokenizer.located("\n" + text, plain=plain)
+        if ids[: len(line)] == line:
+            ids, spans = ids[len(line) :], spans[len(line) :]
+            return ids, [(max(0, first - 1), last - 1) for first, last in spans]
+        return self.tokenizer.located(text, plain=plain)
+
+
+def _within(spans: list[Span], answers: list[Span]) -> np.ndarray:
+    """Whether each token is of an answer: from the one that has its first character to that which
+    has its last."""
+    places = np.array(spans, np.int64).reshape(-1, 2)
+    mask = np.zeros(len(spans), bool)
+    for begin, end in answers:
+        mask[np.searchsorted(places[:, 1], begin, "right") : np.searchsorted(places[:, 0], end)] = 1
+    return mask
+
+
+def _tojson(value: Any, ensure_ascii: bool = False, **how: Any) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, **how)
 
 
 def _refuse(reason: str) -> None:
     raise ValueError(reason)
 
 
-def find_template(template: str | None, tokenizer: str) -> ChatTemplate:
+def find_template(
+    template: str | None, tokenizer: str, parse_special: bool = False
+) -> ChatTemplate:
     """`data.template`: a path; None = what is with the tokenizer, else the built-in one.
 
     Raises DataError.
     """
-    folder = Path(tokenizer).expanduser()
-    folder = folder if folder.is_dir() else folder.parent
-
-    def read(name: str) -> dict[str, Any]:
-        if tokenizer == "bytes" or not (folder / name).is_file():
-            return {}
-        try:
-            return read_object(folder / name)
-        except (OSError, ValueError) as error:
-            fix = "give another folder, or data.tokenizer=bytes"
-            raise DataError("data.tokenizer", tokenizer, str(error), fix) from None
-
-    settings = read("tokenizer_config.json")
-    end = read("generation_config.json").get("eos_token_id")  # an id, or a list
-    ends = [i for i in (end if isinstance(end, list) else [end]) if type(i) is int]
-    tokens = {}
-    for name in ("bos_token", "eos_token"):
-        token = settings.get(name) or ""
-        tokens[name] = token["content"] if isinstance(token, dict) else token
-    if tokenizer == "bytes":
-        tokens["eos_token"] = "<|endoftext|>"  # that of `ByteTokenizer`
+    path = Path(tokenizer).expanduser()
+    beside = (path if path.is_dir() else path.parent) / "chat_template.jinja"
+    opened, known, end = open_tokenizer(tokenizer), None, None
     source, where = BUILT_IN, "built-in"
-    beside = folder / "chat_template.jinja"
+    if tokenizer != "bytes":
+        known = read_beside(beside, "tokenizer_config.json").get("chat_template")
+        end = read_beside(beside, "generation_config.json").get("eos_token_id")  # an id, or a list
+        if isinstance(known, list):  # of several, by name
+            known = {one["name"]: one["template"] for one in known}.get("default")
+    ends = [i for i in (end if isinstance(end, list) else [end]) if type(i) is int]
     if template is not None:
         path, where = Path(template).expanduser(), template
         if not path.is_file():
@@ -377,10 +510,33 @@ def find_template(template: str | None, tokenizer: str) -> ChatTemplate:
         source = path.read_text(encoding="utf-8")
     elif tokenizer != "bytes" and beside.is_file():
         source, where = beside.read_text(encoding="utf-8"), str(beside)
-    elif isinstance(settings.get("chat_template"), str):
-        source, where = settings["chat_template"], str(folder / "tokenizer_config.json")
+    elif isinstance(known, str):
+        source, where = known, str(beside.with_name("tokenizer_config.json"))
+    found = ChatTemplate(source, opened, frozenset(ends), parse_special)
     try:
-        return ChatTemplate(source, tokens, frozenset(ends))
+        if dist.is_initialized() or _is_bounded(found):  # of a job the launcher has asked
+            _ = found.compiled
+            return found
     except ValueError as error:
         reason = f"is no Jinja template: {error}"
         raise DataError("data.template", where, reason, "Correct it, or give another") from None
+    reason = f"takes more than {_SECONDS} s or 1 GiB for a short conversation"
+    raise DataError("data.template", where, reason, "give another")
+
+
+def _is_bounded(template: ChatTemplate) -> bool:
+    """Whether a short conversation is rendered within limits: in a process of its own."""
+    if not (child := os.fork()):
+        with contextlib.suppress(BaseException):
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(_SECONDS)
+            pages = int(Path("/proc/self/statm").read_text().split()[0])
+            limit = pages * resource.getpagesize() + 2**30
+            resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+        try:
+            template.render(EXAMPLE)
+        except BadConversation as error:
+            os._exit(isinstance(error.__context__, MemoryError))
+        finally:
+            os._exit(0)
+    return os.waitpid(child, 0)[1] == 0

@@ -1,26 +1,35 @@
 """Text to token ids: bytes, any tokenizer.json, or a sentencepiece model; and a tokenizer's files.
 
 All tokenizers have a document boundary, a token that text cannot produce. It is written before
-every document, so that packed documents can be separated.
+every document, so that packed documents can be separated. A folder that transformers reads
+otherwise than its tokenizer.json says (by a class of its own, or with more special tokens) is read
+by transformers here, too: ids are the same as there.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import accumulate
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import numpy as np
 
+from titanlike.config.files import read_object
+from titanlike.config.imports import quiet_import
 from titanlike.data.registry import DataError, missing_package
 
 # Special tokens that end or begin a document, in order of preference: GPT-2 and Qwen, Llama 3,
 # Llama 2 and Mistral, Gemma, BERT; then tokens that begin one.
 BOUNDARY_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
 BOUNDARY_TOKENS += ("<|begin_of_text|>", "<s>", "<bos>", "[CLS]")
+
+# Classes of transformers that read tokenizer.json as it is, and a sentencepiece model by its library.
+_AS_IT_IS, _SENTENCEPIECE = ("PreTrainedTokenizerFast", "TokenizersBackend"), "SentencePieceBackend"
 
 # Characters per call of a library: enough work for its threads, little memory.
 GROUP_CHARACTERS = 1 << 20
@@ -32,21 +41,31 @@ FILES = (
 )
 
 
+_SETTINGS = "tokenizer_config.json"
+_NAMES = [f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
+_HIDDEN = "\ufdd0"  # a character that no text has
+
+Span = tuple[int, int]  # a token's first character, and the one behind it
+
+
 class Tokenizer(Protocol):
     """The interface of a tokenizer."""
 
     vocab_size: int  # every id is smaller, the boundary included
     boundary: int  # id of the document boundary
-    special: frozenset[int]  # ids that no text gives but a chat template's
+    controls: dict[str, int]  # special tokens, which no text gives but a chat template's
+    names: dict[str, str]  # eos_token and others, for a chat template
     fingerprint: str  # changes whenever the same text would give other ids
 
-    def encode(self, text: str) -> list[int]: ...
+    def encode(self, text: str) -> list[int]:
+        """The ids of a text; what spells a special token is text, too."""
 
     def encode_many(self, texts: Iterable[str]) -> Iterator[np.ndarray]:
         """The ids of each text, in order, without boundaries."""
 
-    def encode_template(self, text: str) -> list[int]:
-        """As `encode`, of a chat template's text, in which special tokens are spelled out."""
+    def located(self, text: str, *, plain: bool = False) -> tuple[list[int], list[Span]]:
+        """The ids of a chat template's text, in which special tokens are spelled out, and where
+        each is in the text; plain: as `encode`."""
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text without boundaries."""
@@ -69,9 +88,60 @@ def open_tokenizer(name: str) -> Tokenizer:
             fix = "give a folder with one, or data.tokenizer=bytes"
             raise DataError("data.tokenizer", name, reason, fix)
         path = file
+    settings = read_beside(path, _SETTINGS)
+    names = {key: _content(token) for key in _NAMES if (token := settings.get(key))}
     if path.suffix == ".model" and path.is_file():
-        return SentencePieceTokenizer(path)
-    return JsonTokenizer(path)
+        if not settings or settings.get("tokenizer_class") == _SENTENCEPIECE:
+            return SentencePieceTokenizer(path, names)
+    else:
+        tokenizer = JsonTokenizer(path, names if settings else None)
+        if path.name not in FILES or not _is_read_otherwise(path, settings, tokenizer.added):
+            return tokenizer
+    return JsonTokenizer(path, *_by_transformers(path))
+
+
+def read_beside(path: Path, name: str) -> dict[str, Any]:
+    """A JSON file beside a tokenizer's; empty where there is none. Raises DataError."""
+    if not (path.parent / name).is_file():
+        return {}
+    try:
+        return read_object(path.parent / name)
+    except (OSError, ValueError) as error:
+        fix = "give another folder, or data.tokenizer=bytes"
+        raise DataError("data.tokenizer", path.parent, str(error), fix) from None
+
+
+def _content(token: Any) -> str:
+    return token["content"] if isinstance(token, dict) else token
+
+
+def _is_read_otherwise(path: Path, settings: dict[str, Any], added: frozenset[str]) -> bool:
+    kind = settings.get("tokenizer_class")
+    if kind is None and (path.parent / "config.json").is_file():
+        return True  # the model's type decides
+    lists = [settings.get(key) for key in ("extra_special_tokens", "additional_special_tokens")]
+    tokens = [settings[key] for key in _NAMES if settings.get(key)]
+    tokens += [*settings.get("added_tokens_decoder", {}).values()]
+    tokens += [token for tokens in lists if isinstance(tokens, list) for token in tokens]
+    return kind not in (None, *_AS_IT_IS) or not {*map(_content, tokens)} <= added
+
+
+def _by_transformers(path: Path) -> tuple[dict[str, str], bytes]:
+    """The names of a folder's tokens, and the tokenizer.json of what transformers makes of it."""
+    try:
+        with quiet_import():
+            from transformers import AutoTokenizer
+    except ImportError:
+        raise missing_package("data.tokenizer", path, "transformers", "hf") from None
+    settings = {"local_files_only": True, "trust_remote_code": False}  # None asks on stdin
+    try:
+        with quiet_import():
+            theirs: Any = AutoTokenizer.from_pretrained(path.parent, **settings)
+        return theirs.special_tokens_map, theirs.backend_tokenizer.to_str().encode()
+    except Exception as error:  # of any class for a damaged folder
+        reason = f"transformers cannot read its folder ({' '.join(str(error).split())[:200]})"
+        fix = "correct it; or copy a tokenizer.json into a folder of its own: it is taken as it is"
+        raise DataError("data.tokenizer", path, reason, fix) from None
 
 
 class ByteTokenizer:
@@ -79,19 +149,24 @@ class ByteTokenizer:
 
     vocab_size = 257
     boundary = 256
-    special = frozenset({256})
+    controls: dict[str, int] = {BOUNDARY_TOKENS[0]: 256}
+    names: dict[str, str] = {name: BOUNDARY_TOKENS[0] for name in ("bos_token", "eos_token")}
     fingerprint = "bytes"
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
 
-    def encode_template(self, text: str) -> list[int]:
-        first, *others = text.split(BOUNDARY_TOKENS[0])
-        return [*first.encode(), *(i for part in others for i in (256, *part.encode()))]
-
     def encode_many(self, texts: Iterable[str]) -> Iterator[np.ndarray]:
         for text in texts:
             yield np.frombuffer(text.encode(), dtype=np.uint8)
+
+    def located(self, text: str, *, plain: bool = False) -> tuple[list[int], list[Span]]:
+        def bytes_of(text: str) -> tuple[list[int], list[Span]]:
+            return [*text.encode()], [
+                (at, at + 1) for at, character in enumerate(text) for _ in character.encode()
+            ]
+
+        return bytes_of(text) if plain else _between(text, self.controls, bytes_of)
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text without boundaries; invalid UTF-8 becomes U+FFFD."""
@@ -99,9 +174,14 @@ class ByteTokenizer:
 
 
 class JsonTokenizer:
-    """A tokenizer.json (Hugging Face format), read by the tokenizers library."""
+    """A tokenizer.json (Hugging Face format), read by the tokenizers library.
 
-    def __init__(self, path: Path) -> None:
+    names: None = those of the document boundary; content: in place of the file's.
+    """
+
+    def __init__(
+        self, path: Path, names: dict[str, str] | None = None, content: bytes | None = None
+    ) -> None:
         try:
             import tokenizers
         except ImportError:
@@ -111,7 +191,7 @@ class JsonTokenizer:
             fix = "give the path of a tokenizer.json, or data.tokenizer=bytes"
             return DataError("data.tokenizer", str(path), reason, fix)
 
-        def read() -> Any:
+        def read(content: bytes) -> Any:
             tokenizer = tokenizers.Tokenizer.from_buffer(content)
             # The file may ask for truncation, which would drop text, and for padding.
             tokenizer.no_truncation()
@@ -120,76 +200,140 @@ class JsonTokenizer:
 
         if not path.is_file():
             raise wrong("there is no such file")
-        content = path.read_bytes()
+        self.content = content or path.read_bytes()
         try:
-            self._tokenizer = read()
+            self._tokenizer = self._of_text = read(self.content)
         except Exception as error:  # the library raises bare Exception
             raise wrong(f"not a tokenizer.json ({error})") from None
-        # Text that spells a special token is encoded as text.
-        self._tokenizer.encode_special_tokens = True
-        self._read, self._of_templates = read, cast(Any, None)
-        added = self._tokenizer.get_added_tokens_decoder().items()
-        special = {token.content: i for i, token in added if token.special}
+        added = self._tokenizer.get_added_tokens_decoder()
+        self.added = frozenset(token.content for token in added.values())
+        unknown = getattr(self._tokenizer.model, "unk_token", None)  # which any text may give
+        self.controls: dict[str, int] = {
+            token.content: i
+            for i, token in added.items()
+            if token.special and token.content != unknown
+        }
         if not (vocabulary := self._tokenizer.get_vocab()):
             raise wrong("it has no vocabulary")
         past = max(vocabulary.values()) + 1  # ids may have gaps
-        self.special = frozenset(special.values())
-        self.boundary = next((special[t] for t in BOUNDARY_TOKENS if t in special), past)
+        ends = [token for token in BOUNDARY_TOKENS if token in self.controls]
+        self.boundary = self.controls[ends[0]] if ends else past
         self.vocab_size = max(past, self.boundary + 1)
-        self.fingerprint = hashlib.sha256(content).hexdigest()
+        default = {name: ends[0] for name in ("bos_token", "eos_token") if ends}
+        self.names = default if names is None else names
+        self.fingerprint = hashlib.sha256(self.content).hexdigest()
+        spelled = [text for token in self.controls for text in (token, f"a{token}a")]
+        found = self._coder(True).encode_batch(spelled, add_special_tokens=False)
+        if any({*self.controls.values()} & {*encoding.ids} for encoding in found):
+            self._of_text = read(json.dumps(_without_controls(self)).encode())
+
+    def _coder(self, plain: bool) -> Any:
+        tokenizer = self._of_text if plain else self._tokenizer
+        tokenizer.encode_special_tokens = plain  # text that spells a special token is text
+        return tokenizer
 
     def encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
-
-    def encode_template(self, text: str) -> list[int]:
-        self._of_templates = self._of_templates or self._read()
-        return self._of_templates.encode(text, add_special_tokens=False).ids
+        return self._coder(True).encode(text, add_special_tokens=False).ids
 
     def encode_many(self, texts: Iterable[str]) -> Iterator[np.ndarray]:
         """The ids of each text, in order, without boundaries; tokenized by several threads."""
         for group in _groups(texts):
-            for encoding in self._tokenizer.encode_batch_fast(group, add_special_tokens=False):
+            for encoding in self._coder(True).encode_batch_fast(group, add_special_tokens=False):
                 yield np.array(encoding.ids, dtype=np.uint32)
+
+    def located(self, text: str, *, plain: bool = False) -> tuple[list[int], list[Span]]:
+        encoding = self._coder(plain).encode(text, add_special_tokens=False)
+        return encoding.ids, encoding.offsets
 
     def decode(self, ids: Sequence[int]) -> str:
         ids = [int(i) for i in ids if i != self.boundary]
         return self._tokenizer.decode(ids, skip_special_tokens=False)
 
 
-class SentencePieceTokenizer:
-    """A sentencepiece model (tokenizer.model, spiece.model), read by its own library."""
+def _without_controls(tokenizer: JsonTokenizer) -> dict[str, Any]:
+    """A tokenizer.json in whose vocabulary no text finds a special token: that of a unigram model,
+    or of whole words, has them among its pieces."""
+    described = json.loads(tokenizer.content)
+    described["added_tokens"] = [t for t in described["added_tokens"] if not t["special"]]
+    model, hidden = described["model"], {t: _HIDDEN + t for t in tokenizer.controls}
+    if isinstance(model["vocab"], list):
+        model["vocab"] = [[hidden.get(piece, piece), score] for piece, score in model["vocab"]]
+    else:
+        model["vocab"] = {hidden.get(piece, piece): i for piece, i in model["vocab"].items()}
+    if "merges" in model:
+        pairs = [m.split(" ") if isinstance(m, str) else m for m in model["merges"]]
+        model["merges"] = [(a, b) for a, b in pairs if not hidden.keys() & {a, b, a + b}]
+    return described
 
-    def __init__(self, path: Path) -> None:
+
+class SentencePieceTokenizer:
+    """A sentencepiece model (tokenizer.model, spiece.model), read by its own library; of a chat
+    template's text, each part between special tokens by itself."""
+
+    def __init__(self, path: Path, names: dict[str, str]) -> None:
         try:
             import sentencepiece
         except ImportError:
             raise missing_package(
                 "data.tokenizer", path, "sentencepiece", "sentencepiece"
             ) from None
-        content = path.read_bytes()
+        self.content = path.read_bytes()
         self._model = sentencepiece.SentencePieceProcessor()
         try:
-            self._model.load_from_serialized_proto(content)
+            self._model.load_from_serialized_proto(self.content)
         except RuntimeError as error:
             reason = f"not a sentencepiece model ({' '.join(str(error).split())[:100]})"
             fix = "give another file, or data.tokenizer=bytes"
             raise DataError("data.tokenizer", path, reason, fix) from None
-        past = self._model.get_piece_size()
-        ends = [token for token in (self._model.eos_id(), self._model.bos_id()) if token >= 0]
-        self.special = frozenset(filter(self._model.is_control, range(past)))
-        self.boundary = ends[0] if ends else past
+        past, piece = self._model.get_piece_size(), self._model.id_to_piece
+        ids = {"eos_token": self._model.eos_id(), "bos_token": self._model.bos_id()}
+        ids = {name: token for name, token in ids.items() if token >= 0}
+        self.controls: dict[str, int] = {
+            piece(i): i for i in range(past) if self._model.is_control(i)
+        }
+        self.names = names or {name: piece(token) for name, token in ids.items()}
+        self.boundary = next(iter(ids.values()), past)
         self.vocab_size = max(past, self.boundary + 1)
-        self.fingerprint = hashlib.sha256(content).hexdigest()
+        self.fingerprint = hashlib.sha256(self.content).hexdigest()
         self.encode: Callable[[str], list[int]] = self._model.encode
-        self.encode_template = self.encode
 
     def encode_many(self, texts: Iterable[str]) -> Iterator[np.ndarray]:
         for group in _groups(texts):
             for ids in self._model.encode(group):
                 yield np.array(ids, dtype=np.uint32)
 
+    def located(self, text: str, *, plain: bool = False) -> tuple[list[int], list[Span]]:
+        return self._pieces(text) if plain else _between(text, self.controls, self._pieces)
+
+    def _pieces(self, text: str) -> tuple[list[int], list[Span]]:
+        pieces = [*self._model.encode(text, out_type="proto").pieces]
+        sizes = [len(character.encode()) for character in text]
+        places = {at: number for number, at in enumerate(accumulate(sizes, initial=0))}
+        spans, end = list[Span](), len(text)
+        for piece in reversed(pieces):  # of a character's several bytes the last one has its place
+            end = places[piece.end] if piece.end > piece.begin else end
+            spans.append((places[piece.begin], end))
+        return [piece.id for piece in pieces], spans[::-1]
+
     def decode(self, ids: Sequence[int]) -> str:
         return self._model.decode([int(i) for i in ids if i != self.boundary])
+
+
+def _between(
+    text: str,
+    controls: dict[str, int],
+    encode: Callable[[str], tuple[list[int], list[Span]]],
+) -> tuple[list[int], list[Span]]:
+    """As `located`, of a tokenizer that knows no special tokens."""
+    longest_first = sorted(controls, key=len, reverse=True)
+    ids, spans, at = list[int](), list[Span](), 0
+    for part in re.split(f"({'|'.join(map(re.escape, longest_first)) or '(?!)'})", text):
+        token = controls.get(part)
+        found, places = encode(part) if token is None else ([token], [(0, len(part))])
+        ids += found
+        spans += [(at + begin, at + end) for begin, end in places]
+        at += len(part)
+    return ids, spans
 
 
 def _groups(texts: Iterable[str]) -> Iterator[list[str]]:
@@ -222,24 +366,24 @@ def write_tokenizer(name: str, folder: Path) -> Tokenizer:
     Raises DataError (a ValueError) where it is missing.
     """
     tokenizer = open_tokenizer(name)
-    file, token = folder / "tokenizer.json", BOUNDARY_TOKENS[0]
+    settings: dict[str, Any] = {"clean_up_tokenization_spaces": False, **tokenizer.names}
+    kind, file = _AS_IT_IS[0], folder / "tokenizer.json"
     if isinstance(tokenizer, ByteTokenizer):
-        _write(file, byte_tokenizer(token))
+        _write(file, byte_tokenizer(BOUNDARY_TOKENS[0]))
     else:
         path = Path(name).expanduser()
-        copied = copy_tokenizer(path if path.is_dir() else path.parent, folder)
-        if not path.is_dir() and path.name not in FILES:
-            is_model = path.suffix == ".model"
-            shutil.copyfile(path, folder / ("tokenizer.model" if is_model else file.name))
-        if "tokenizer_config.json" in copied or not file.is_file():
-            return tokenizer
-        added = json.loads(file.read_text(encoding="utf-8")).get("added_tokens", [])
-        token = next((t["content"] for t in added if t["id"] == tokenizer.boundary), "")
-    settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
-    settings["clean_up_tokenization_spaces"] = False
-    if token:
-        settings["eos_token"] = settings["bos_token"] = token
-    _write(folder / "tokenizer_config.json", settings)
+        path = path if path.is_dir() else path.parent
+        copy_tokenizer(path, folder)
+        settings |= read_beside(file, _SETTINGS)
+        if isinstance(tokenizer, JsonTokenizer):
+            file.write_bytes(tokenizer.content)
+        elif isinstance(tokenizer, SentencePieceTokenizer):
+            (folder / "tokenizer.model").write_bytes(tokenizer.content)
+            file.unlink(missing_ok=True)
+            kind = _SENTENCEPIECE
+            settings.setdefault("extra_special_tokens", [*tokenizer.controls])
+    settings.pop("auto_map", None)
+    _write(folder / _SETTINGS, settings | {"tokenizer_class": kind})
     return tokenizer
 
 

@@ -157,7 +157,7 @@ def chat(loaded: LoadedModel, tokens: int, sampling: Sampling, first: Sequence[s
     An answer is printed as it comes.
     """
     assert loaded.coder is not None
-    encode, decode = loaded.coder
+    coder, decode = loaded.coder, loaded.coder.decode
     print(f"{loaded.origin}; an empty line begins anew, Ctrl-D ends")
     messages: list[dict[str, str]] = []
     text, prompts = "", list(first)
@@ -183,8 +183,8 @@ def chat(loaded: LoadedModel, tokens: int, sampling: Sampling, first: Sequence[s
             messages, text = [], ""
             continue
         messages.append({"role": "user", "content": prompt})
-        text = loaded.chat_template(messages) if loaded.chat_template else text + prompt
-        ids = encode(text)
+        text += prompt
+        ids = loaded.chat.prompt(messages) if loaded.chat else coder.encode(text)
         if loaded.most_tokens is not None and len(ids) + tokens > loaded.most_tokens:
             ids = ids[tokens - loaded.most_tokens :]  # the end of a long conversation
         new.clear()

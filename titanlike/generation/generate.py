@@ -17,7 +17,6 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,7 +33,7 @@ from titanlike.checkpoint.reader import (
 from titanlike.checkpoint.storage import Storage
 from titanlike.config.imports import imports_line, quiet_import
 from titanlike.config.schema import ChatData, Custom
-from titanlike.data.chat import find_template
+from titanlike.data.chat import ChatTemplate, find_template
 from titanlike.data.registry import DataError, vocabulary
 from titanlike.data.tokenizer import open_tokenizer
 from titanlike.distributed.initialize import parameters_on_meta
@@ -46,10 +45,11 @@ from titanlike.models.sampling import OnToken, Prompts, Sampling, continue_texts
 
 
 class Coder(NamedTuple):
-    """Text to ids and back."""
+    """Text to ids and back. bare: without the tokens that the tokenizer adds around a text."""
 
     encode: Callable[[str], list[int]]
     decode: Callable[[Sequence[int]], str]
+    bare: Callable[[str], list[int]]
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class LoadedModel:
     most_tokens: int | None  # of a sequence; None = any number
     origin: str
     coder: Coder | None = None  # None = the data were token ids without a tokenizer
-    chat_template: Callable[[list[dict[str, str]]], str] | None = None
+    chat: ChatTemplate | None = None
     ends: frozenset[int] = frozenset()  # further ids that end a text
     checkpoint: Storage | None = None  # None = a folder of transformers, `origin`
 
@@ -198,12 +198,11 @@ def load_model(
         _, name, boundary = vocabulary(data)
     if name is not None:
         tokenizer = open_tokenizer(name)
-        text["coder"] = Coder(tokenizer.encode, tokenizer.decode)
+        text["coder"] = Coder(tokenizer.encode, tokenizer.decode, tokenizer.encode)
         if isinstance(data, ChatData):
-            template = find_template(data.template, data.tokenizer)
-            text["coder"] = Coder(tokenizer.encode_template, tokenizer.decode)
-            text["chat_template"] = lambda messages: template.render(messages, ask=True)
-            text["ends"] = template.ends(tokenizer)
+            text["chat"] = chat = find_template(data.template, data.tokenizer, data.parse_special)
+            text["coder"] = Coder(chat.encode, tokenizer.decode, chat.encode)
+            text["ends"] = chat.ends
     return LoadedModel(
         model.eval(),
         is_hf,
@@ -309,11 +308,11 @@ def _from_folder(folder: Path, device: torch.device, dtype: torch.dtype) -> Load
         text["coder"] = Coder(
             lambda text: list(tokenizer(text)["input_ids"]),
             lambda ids: tokenizer.decode(list(ids), skip_special_tokens=True),
+            lambda text: list(tokenizer(text, add_special_tokens=False)["input_ids"]),
         )
         if tokenizer.chat_template:
-            ends = [*ends, *([] if (end := tokenizer.eos_token_id) is None else [end])]
-            options = {"tokenize": False, "add_generation_prompt": True}
-            text["chat_template"] = partial(tokenizer.apply_chat_template, **options)
+            text["chat"] = chat = find_template(None, str(folder))
+            ends = [*ends, *chat.ends]
     return LoadedModel(
         model,
         True,

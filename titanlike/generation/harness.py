@@ -54,7 +54,7 @@ class HarnessModel(LM):
         if loaded.coder is None:
             raise ValueError("RUN: it has no tokenizer; export it, and put a tokenizer.json there")
         self._loaded, self._batch = loaded, batch
-        self._encode, self._decode = loaded.coder
+        self._encode, self._decode, _ = loaded.coder
         # what stands before a text that has nothing before it
         self._first = [loaded.boundary] if loaded.boundary is not None else []
 
