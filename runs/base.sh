@@ -28,6 +28,6 @@ titanlike timeline "$OUT/run"
 titanlike report "$OUT/run"
 
 # 4. the model: perplexity, a folder for transformers, text
-titanlike evaluate "$OUT/run"
-[ -d "$OUT/hf" ] || titanlike export "$OUT/run" "$OUT/hf"
+titanlike evaluate "$OUT/run" --trust-code  # its data are outside of it
+[ -d "$OUT/hf" ] || titanlike export "$OUT/run" "$OUT/hf" --trust-code
 titanlike generate "$OUT/hf" --prompt "def main" --prompt "import" --tokens 40 temperature=0.8

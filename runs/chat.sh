@@ -41,6 +41,6 @@ titanlike "${config[@]}" "run_dir=$OUT/run"
 titanlike report "$OUT/run" "$BASE" --out "$OUT/both.html"
 
 # 3. the loss of its answers, the folder for transformers with its chat template, and a conversation
-titanlike evaluate "$OUT/run"
-[ -d "$OUT/hf" ] || titanlike export "$OUT/run" "$OUT/hf"
-titanlike generate "$OUT/run" --chat --prompt "What is 3 plus 4?" --tokens 30 temperature=0 < /dev/null
+titanlike evaluate "$OUT/run" --trust-code  # its data are outside of it
+[ -d "$OUT/hf" ] || titanlike export "$OUT/run" "$OUT/hf" --trust-code
+titanlike generate "$OUT/run" --trust-code --chat --prompt "What is 3 plus 4?" --tokens 30 temperature=0 < /dev/null

@@ -162,8 +162,8 @@ def start_job(
     from titanlike.launch.process_end import no_garbage_collection
     from titanlike.launch.signals import Interrupted, exit_now, interruptible
 
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())  # the user's models
+    if os.getcwd() not in sys.path and not sys.flags.safe_path:
+        sys.path.append(os.getcwd())  # what Hydra imports of the user's
     code: ExitCode = 1
     try:
         with interruptible(), no_garbage_collection():

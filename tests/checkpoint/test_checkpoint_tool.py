@@ -101,9 +101,15 @@ def test_list_shows_every_checkpoint_and_what_is_wrong_with_it(run: Path, tool: 
     assert "step-00000004  __1_0.distcp has 100 bytes" in text
     assert "step-00000002  no COMMITTED: its save was killed" in text
 
-    (run / "checkpoints").rename(run.parent / "elsewhere")  # where a run keeps them elsewhere
-    (run / "config.yaml").write_text(f"checkpoint:\n  folder: {run.parent / 'elsewhere'}\n")
-    assert tool("list", run) == (code, text)
+    elsewhere = run.parent / "elsewhere"  # which is not followed, whoever has written it there
+    (run / "checkpoints").rename(elsewhere)
+    (run / "config.yaml").write_text(f"checkpoint:\n  folder: {elsewhere}\n")
+    refused, told = tool("list", run)
+    assert refused == 2 and f"if you trust it, write {elsewhere}" in told
+    assert tool("list", elsewhere) == (code, text)
+    (run / "checkpoints").symlink_to(elsewhere)
+    refused, told = tool("list", run)
+    assert refused == 2 and f"is a link out of {run}; write {elsewhere}/" in told
 
 
 def test_show_tells_what_a_checkpoint_holds(whole_run: Path, tool: Tool) -> None:
@@ -328,7 +334,7 @@ MISTAKES = {
     "consolidate RUN s3://bucket/x": "a local path",
     "restore nowhere.safetensors x": "no such file",
     "restore RUN x": "no such file",
-    "list nosuch://bucket": "Protocol not known",
+    "list nosuch://bucket": "are kept in a local folder, or by one of file, ",
 }
 
 

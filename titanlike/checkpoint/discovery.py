@@ -11,8 +11,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from titanlike.checkpoint.storage import (
     DAMAGED_MARKER,
     MARKER,
@@ -24,6 +22,7 @@ from titanlike.checkpoint.storage import (
 )
 from titanlike.config.errors import Problem, Refused
 from titanlike.config.parse import to_plain
+from titanlike.config.received import read_run
 from titanlike.config.schema import Config
 
 STEP_NAME = re.compile(r"step-(\d{8,})")
@@ -114,6 +113,8 @@ def resolve(key: str, location: str) -> Storage:
         return path
     for folder in (path.at("checkpoints"), path):
         if inside := committed(folder):
+            if leads := _leads_out(inside[0], path):
+                raise Refused(key, location, f"{inside[0]} is a link out of it", f"write {leads}")
             return inside[0]
     reason = "no complete checkpoint there"
     if path.exists(DAMAGED_MARKER):
@@ -137,19 +138,27 @@ def all_checkpoints(location: str) -> list[Storage]:
     if (names and _ANY_NAME.fullmatch(path.name)) or {MARKER, DAMAGED_MARKER, METADATA} & {*names}:
         return [path]
     folders = [path.at("checkpoints"), path]
-    odd = (AttributeError, TypeError, KeyError, ValueError, RecursionError, yaml.YAMLError)
-    with contextlib.suppress(OSError, *odd):
-        if elsewhere := yaml.safe_load(path.read("config.yaml"))["checkpoint"].get("folder"):
-            folders.insert(0, Storage(elsewhere))
     for folder in folders:
         if names := [name for name in folder.names() if _ANY_NAME.fullmatch(name)]:
             names.sort(key=lambda name: (int(name.partition("-")[2]), name))
-            return [folder.at(name) for name in names]
+            found = [folder.at(name) for name in names]
+            for each in found:
+                if leads := _leads_out(each, path):
+                    raise ValueError(f"{each}: is a link out of {location}; write {leads}")
+            return found
     searched = " and ".join(map(str, folders))
-    raise ValueError(
-        f"{location}: no checkpoint there (searched {searched}); write the path of a run directory "
-        "or of a folder with step-XXXXXXXX folders"
-    )
+    fix = "write the path of a run directory or of a folder with step-XXXXXXXX folders"
+    with contextlib.suppress(OSError, ValueError):
+        if elsewhere := read_run(Path(location)).checkpoint.folder:
+            fix = f"its config.yaml names another folder; if you trust it, write {elsewhere}"
+    raise ValueError(f"{location}: no checkpoint there (searched {searched}); {fix}")
+
+
+def _leads_out(path: Storage, folder: Storage) -> str:
+    """Where a local path leads by links, if that is not in `folder`; else ""."""
+    real = Path(str(path)).resolve()
+    is_inside = not path.local or real.is_relative_to(Path(str(folder)).resolve())
+    return "" if is_inside else str(real)
 
 
 # --- what a run resumes from ---------------------------------------------------------------------

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -22,8 +23,10 @@ from titanlike.checkpoint.reader import SavedModel, ShardReader, dtype_of, saved
 from titanlike.checkpoint.state_dict import DTYPES, cast_weights
 from titanlike.checkpoint.storage import Storage
 from titanlike.config.files import read_object
+from titanlike.config.imports import TRUST_CODE
 from titanlike.config.parse import bytes_of
 from titanlike.config.program import argument_parser, exit_code
+from titanlike.config.received import Consent, check_places
 from titanlike.config.schema import ChatData, HFData, TextData
 from titanlike.data.chat import find_template
 from titanlike.data.registry import DataError, vocabulary
@@ -52,14 +55,20 @@ def main(argv: list[str] | None = None) -> int:
     text = "largest size of a file (default: %(default)s)"
     parser.add_argument("--shard", default="5GiB", metavar="SIZE", help=text)
     parser.add_argument("--ema", action="store_true", help="the average of the weights (ema.decay)")
-    arguments = parser.parse_args(argv)
+    parser.add_argument("settings", metavar="KEY=VALUE", nargs="*", help="data.tokenizer=PATH")
+    parser.add_argument("--trust-code", action="store_true", help=TRUST_CODE)
+    arguments = parser.parse_intermixed_args(argv)
+    line = sys.argv[1:] if argv is None else argv
 
     def command() -> int:
         size = bytes_of(arguments.shard)
         if not size:
             raise ValueError(f"--shard {arguments.shard}: not a size; write --shard 5GiB")
         say = partial(print, flush=True)
-        export(arguments.run, arguments.out, arguments.dtype, size, say, ema=arguments.ema)
+        check_places(arguments.settings)
+        consent = Consent(arguments.settings, line, arguments.trust_code)
+        how = {"ema": arguments.ema, "consent": consent}
+        export(arguments.run, arguments.out, arguments.dtype, size, say, **how)
         return 0
 
     return exit_code(command)
@@ -73,11 +82,12 @@ def export(
     say: Callable[[str], object] = lambda _: None,
     *,
     ema: bool = False,
+    consent: Consent = Consent(files=True),  # noqa: B008
 ) -> None:
     """Write the folder `out`, which is there only once it is whole.
 
-    say: called with lines of progress and a summary; ema: of the average of the weights. Raises
-    ValueError, DamagedCheckpoint, OSError.
+    say: called with lines of progress and a summary; ema: of the average of the weights; consent:
+    to open the tokenizer's files. Raises ValueError, DamagedCheckpoint, OSError.
     """
     begin = time.monotonic()
     if "://" in out:
@@ -86,7 +96,7 @@ def export(
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"{folder} exists already; write another name, or remove it first")
     rows = ShardReader.open("RUN", location, ema=ema)
-    saved = saved_model(rows.folder)
+    saved = saved_model(rows.folder, location, consent, builds=False)
     entries = rows.entries(MODEL)
     config, tensors = plan_export(saved, entries, DTYPES[dtype] if dtype else None)
     unfinished = folder.with_name(f"{folder.name}.unfinished")

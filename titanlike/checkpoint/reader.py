@@ -49,6 +49,7 @@ from titanlike.checkpoint.storage import (
 )
 from titanlike.config.errors import ConfigError
 from titanlike.config.parse import parse
+from titanlike.config.received import Consent, named_outside
 from titanlike.config.schema import Config, Custom
 from titanlike.models.registry import MODELS, resolve_model
 from titanlike.torch_private.distributed_checkpoint import Blocks, describe_record
@@ -378,11 +379,15 @@ class SavedModel:
     model: Custom
     config: Config
     step: int
-    complete: bool = True  # else the model has the arguments that its config gives
 
 
-def saved_model(folder: Storage) -> SavedModel:
-    """Raises ValueError where the checkpoint does not say what it is of; DamagedCheckpoint."""
+def saved_model(folder: Storage, root: str, consent: Consent, builds: bool = True) -> SavedModel:
+    """What a checkpoint says of its model; builds: whether that is going to be built.
+
+    root: the folder that the user has named. Raises ValueError where what would be opened outside of
+    it, or imported, is not allowed, and where the checkpoint does not say what it is of;
+    DamagedCheckpoint.
+    """
     state = read_state(folder)
     plain: dict[str, Any] = state.get("config", {})
     if not plain:
@@ -393,9 +398,17 @@ def saved_model(folder: Storage) -> SavedModel:
     config, _ = parse(plain)  # keys that later versions lack change no model
     if "model" in state:
         args = {k: value for k, value in state["model"].items() if k not in ("name", "tp_plan")}
-        return SavedModel(Custom(state["model"]["name"], args), config, state["step"])
-    if config.model.name not in MODELS:  # else its code would run here
-        return SavedModel(config.model, config, state["step"], complete=False)
+        config = replace(
+            config, model=replace(config.model, name=state["model"]["name"], args=args)
+        )
+    config = consent.with_places(config)
+    named = named_outside(config, root, alone=True)
+    if not builds:
+        named.pop("model.name", None)
+    consent.check(folder, named)
+    model = Custom(config.model.name, config.model.args)
+    if "model" in state or (model.name not in MODELS and not builds):
+        return SavedModel(model, config, state["step"])
     try:  # of an earlier version
         return SavedModel(resolve_model(config), config, state["step"])
     except ConfigError as error:

@@ -1,5 +1,5 @@
-"""A folder on a file system that fsspec supports: a local path, or a URL such as
-s3://bucket/runs/a.
+"""A folder of checkpoints: a local path, or a URL of an object store such as s3://bucket/runs/a,
+by fsspec.
 
 No torch, so that a config can be checked with it.
 """
@@ -31,6 +31,8 @@ CHUNKS = "pieces.json"
 # version of these files: 1 has no pieces.json, and the step count of each parameter of its own
 FORMAT = 2
 
+# of fsspec's: object stores; others may run what their URL or its file says, or only read
+PROTOCOLS = ("file", "memory", "s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "hf", "oci")
 _PAUSES = (0.1, 0.4, 1.5)  # seconds before another attempt to read
 # of a removal: files have been added, or are still open on a network file system
 _CHANGED = (errno.ENOTEMPTY, errno.EEXIST, errno.EBUSY)
@@ -72,12 +74,20 @@ class Storage:
     """
 
     def __init__(self, location: str | Path) -> None:
-        """Raises ValueError for an unknown protocol, ImportError naming a missing package."""
+        """Raises ValueError for a protocol that keeps no checkpoints, ImportError naming a missing
+        package."""
         text = str(location)
         if "://" not in text:
             text = str(Path(text).expanduser().absolute())
+            self._fs, self._root = LocalFileSystem(), text
+        elif "::" in text or text.partition("://")[0] not in PROTOCOLS:
+            kinds = ", ".join(PROTOCOLS)
+            raise ValueError(
+                f"{text}: checkpoints are kept in a local folder, or by one of {kinds}"
+            )
+        else:
+            self._fs, self._root = url_to_fs(text.rstrip("/"))
         self._location = text.rstrip("/")
-        self._fs, self._root = url_to_fs(self._location)
         self.local = isinstance(self._fs, LocalFileSystem)
         self.process_local = isinstance(self._fs, MemoryFileSystem)  # other ranks do not see it
 

@@ -12,7 +12,9 @@ import importlib
 import importlib.machinery
 import inspect
 import logging
+import os
 import sys
+import typing
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -22,18 +24,23 @@ from titanlike.config.parse import to_plain
 from titanlike.config.schema import Config
 
 # the help of --trust-code
-TRUST_CODE = "import and run the model that the checkpoint names, if it is none of titanlike's own"
+TRUST_CODE = (
+    "import the code and open the files that RUN names, if they are not titanlike's or RUN's"
+)
 # of Hydra's section: keys that name code, and packages whose code configures Hydra
 _HYDRA_KEYS = ("_target_", "class", "()")
 _HYDRA_CODE = ("hydra.", "hydra_plugins.", "logging.", "colorlog.")
 
 
 def import_object(path: str) -> Any:
-    """The object at an import path. Raises ValueError that names the missing part."""
+    """The object at an import path, also of a module in the working directory, which is last on
+    sys.path from here on. Raises ValueError that names the missing part."""
     module_name, _, attribute = path.rpartition(".")
     if not module_name:
         raise ValueError(f"{path!r} is neither a built-in name nor package.module.attribute")
     _check_library(path, module_name)
+    if (here := os.getcwd()) not in sys.path and not path.startswith("titanlike."):
+        sys.path.append(here)
     try:
         module = importlib.import_module(module_name)
     except Exception as error:  # whatever the module raises during its import
@@ -67,16 +74,32 @@ def _check_library(path: str, module_name: str) -> None:
         )
 
 
-def is_library_code(path: str, imported: Any) -> bool:
-    """Whether an imported object, or the module at its path, is of an installed package."""
+def of_a_library(path: str, imported: Any, *kinds: type) -> str:
+    """What the object at an import path is, where it is an installed package's and makes none of
+    `kinds`; else "".
+
+    A function must be annotated to return one: torch.load runs what its arguments say, and returns
+    something else afterwards.
+    """
     names = {path.rpartition(".")[0], str(getattr(imported, "__module__", ""))}
     files = [getattr(sys.modules.get(name), "__file__", None) or "" for name in names]
-    return any({"site-packages", "dist-packages"} & {*Path(file).parts} for file in files)
+    if not any({"site-packages", "dist-packages"} & {*Path(file).parts} for file in files):
+        return ""
+    try:
+        made = imported if inspect.isclass(imported) else typing.get_type_hints(imported)["return"]
+    except Exception:  # none, or of annotations that name what is not there
+        made = None
+    if inspect.isclass(made) and issubclass(made, kinds):
+        return ""
+    wanted = " or ".join(f"{k.__module__}.{k.__name__}".removeprefix("builtins.") for k in kinds)
+    return f"{type(imported).__name__} of a library, not annotated as one that returns a {wanted}"
 
 
 def imports_line(path: str, named: str) -> str:
     """What is shown before the code at an import path runs. named: what names it."""
-    return _line(path, named, _place(path.rpartition(".")[0]) or "the working directory")
+    return _line(
+        path, named, _place(path.rpartition(".")[0]) or f"the working directory, {os.getcwd()}"
+    )
 
 
 def outside(plain: Mapping[str, Any], hydra: Mapping[str, Any]) -> Iterator[str]:

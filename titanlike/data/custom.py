@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from titanlike.config.errors import Problem
-from titanlike.config.imports import import_object
+from titanlike.config.imports import import_object, of_a_library
 from titanlike.config.schema import Config, Custom
 from titanlike.data.order import GlobalBatchSampler, SimilarLengthBatchSampler
 from titanlike.data.registry import DataError, Vocabulary, data_changed, loader_workers
@@ -95,6 +95,8 @@ def _function(data: Custom) -> Callable[..., Any]:
         raise DataError("data.name", data.name, str(error), remedy) from None
     if not callable(function):
         raise DataError("data.name", data.name, "is not a function", remedy)
+    if kind := of_a_library(data.name, function, Data):
+        raise DataError("data.name", data.name, f"is a {kind}", "name a function of your own")
     return function
 
 

@@ -43,8 +43,6 @@ _PLAN = (
 
 def plan(argv: list[str]) -> int:
     """The exit code: 0; 1 if the run would not fit; 2 for errors in the config."""
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())  # the user's models
     usage = "%(prog)s [search] [key=value ...] [group=choice ...] [FLAG ...]"
     overrides = f"Takes the overrides of training: {shlex.join(train_program())} --help lists them."
     example = "Example: search experiment=llama3_8b gpus=64 hardware=h100_sxm"
@@ -166,8 +164,6 @@ def timeline(argv: list[str]) -> int:
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="directory of a run")
     parser.add_argument("--json", action="store_true", help="print one JSON object a run")
     flags = parser.parse_args(argv)
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())  # the user's models
     from titanlike.costs.timeline_report import as_data, as_text, report_of
 
     reports: list[tuple[str, TimelineReport]] = []
@@ -196,8 +192,6 @@ def report(argv: list[str]) -> int:
     parser.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="a run_dir")
     parser.add_argument("--out", type=Path, help=f"the page (RUN/{FILE}; of several runs ./{FILE})")
     flags = parser.parse_args(argv)
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())  # the user's models
     out = flags.out or (flags.runs[0] / FILE if len(flags.runs) == 1 else Path(FILE))
 
     def write() -> int:

@@ -7,31 +7,38 @@ import argparse
 import importlib.util
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from titanlike.checkpoint.state_dict import DTYPES
 from titanlike.config.errors import nearest, quoted
-from titanlike.config.imports import TRUST_CODE, imports_line, named_code
-from titanlike.config.overrides import aliases_problem
-from titanlike.config.parse import hydra_sections
-from titanlike.config.program import argument_parser, conf_dir, exit_code
+from titanlike.config.imports import TRUST_CODE
+from titanlike.config.parse import write_config
+from titanlike.config.program import argument_parser, exit_code
+from titanlike.config.received import (
+    Consent,
+    check_places,
+    is_inside,
+    is_place,
+    named_outside,
+    read_run,
+)
 from titanlike.config.schema import Sample
 from titanlike.config.validate import value_problems
 from titanlike.device.choose import first_device
 from titanlike.generation.generate import LoadedModel, generate, load_model
-from titanlike.launch.environment import child_environment
+from titanlike.launch.environment import child_environment, python
 from titanlike.models.sampling import Sampling
 
 _GENERATE = """\
 Text from a trained model. RUN is a run directory, of which the newest checkpoint is taken, a checkpoint,
 or a folder of transformers. KEY=VALUE: temperature (0 = greedy), top_p, top_k, seed."""
 
+JOBS = {"sample": "samples", "perplexity": "perplexity"}  # job -> its folder in RUN
 _EVALUATE = """\
 Perplexity and bits a byte of a run's newest checkpoint, on its validation data or on others
 (KEY=VALUE are keys of the run: data.path=..., pp=2); or tasks of lm-evaluation-harness in one process, of
@@ -86,6 +93,7 @@ def _run(
     command: Callable[[argparse.Namespace], int],
 ) -> int:
     arguments = parser.parse_intermixed_args(argv)
+    arguments.line = sys.argv[1:] if argv is None else argv
     if arguments.run is None:
         parser.error("which RUN? write the directory of a run, outputs/run")
     return exit_code(lambda: command(arguments), interrupted="\ninterrupted")
@@ -93,7 +101,11 @@ def _run(
 
 def _load(arguments: argparse.Namespace) -> LoadedModel:
     device, dtype = first_device(arguments.device), DTYPES[arguments.dtype]
-    return load_model(arguments.run, device, dtype, arguments.trust_code, ema=arguments.ema)
+    return load_model(arguments.run, device, dtype, ema=arguments.ema, consent=_consent(arguments))
+
+
+def _consent(arguments: argparse.Namespace) -> Consent:
+    return Consent(arguments.settings, arguments.line, arguments.trust_code)
 
 
 # --- generate -----------------------------------------------------------------------------------
@@ -116,6 +128,8 @@ def _generate(arguments: argparse.Namespace) -> int:
         return _job(arguments, "sample", words)
     sampling, problems = Sampling(), []
     for word in arguments.settings:
+        if is_place(word):
+            continue
         key, equals, value = word.partition("=")
         if key not in keys or not equals:
             near = nearest(key, keys)
@@ -213,9 +227,7 @@ def _perplexity(arguments: argparse.Namespace) -> int:
 
 
 def _tasks(arguments: argparse.Namespace) -> int:
-    if arguments.settings:
-        reason = "keys of the run are for perplexity; leave out --tasks, or them"
-        raise ValueError(f"{arguments.settings[0]}: {reason}")
+    check_places(arguments.settings)
     if importlib.util.find_spec("lm_eval") is None:
         reason = "lm-evaluation-harness is not installed"
         raise ImportError(f"--tasks: {reason}; run pip install 'titanlike[eval]'")
@@ -236,55 +248,28 @@ def _tasks(arguments: argparse.Namespace) -> int:
 
 
 def _job(arguments: argparse.Namespace, job: str, words: list[str]) -> int:
-    """The exit code of a job (`titanlike sample`, `titanlike perplexity`) on a run's config.yaml.
+    """The exit code of a job (`titanlike sample`, `titanlike perplexity`) on a run, with a config
+    that has of the run's config.yaml what `read_run` reads.
 
-    Raises ValueError where that names code which is none of titanlike's, and the user has not said
-    --trust-code.
+    Raises ValueError where that names what is not the run's own, and the user has not allowed it.
     """
     if arguments.ema:
         fix = "leave out --layout, give --tasks, or read val_loss_ema in metrics.jsonl"
         raise ValueError(f"--ema: a job in the run's own layout loads its weights; {fix}")
     run = Path(arguments.run).expanduser()
     path = run / "config.yaml"
-    if not path.is_file():
+    if not path.exists():
         fix = "write the directory of a run, which has a config.yaml"
         raise ValueError(f"RUN={run}: is no run directory; {fix}")
-    try:
-        plain: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: is damaged: {error}") from None
-    if problem := aliases_problem(path):
-        raise ValueError(f"{path}: is damaged: {problem}")
-    if not isinstance(plain, dict):
-        raise ValueError(f"{path}: is no config of a run")
-    overridden = {word.partition("=")[0] for word in words}  # the user's, instead of the file's
-    code = named_code(plain, plain.get("hydra", {}))
-    named = [(key, name) for key, name in code if key not in overridden]
-    if not arguments.trust_code:
-        # settings of Hydra's own may import or read more
-        written = hydra_sections()
-        strange = [f"section {k} in config.yaml" for k in written if plain.get(k) != written[k]]
-        groups = [group.name for group in conf_dir().iterdir() if group.is_dir()]
-        # a job beside the run, as `titanlike verify`, has a folder with a config.yaml of its own
-        inside = (path for name in groups for path in (run / name, *(run / name).rglob("*")))
-        strange += [
-            str(path.relative_to(run))
-            for path in inside
-            if path.is_symlink() or (path.suffix == ".yaml" and path.name != "config.yaml")
-        ]
-        strange += ["folder hydra"] if (run / "hydra").is_dir() else []
-        if strange:
-            raise ValueError(
-                f"RUN={run}: its {strange[0]} is not what a run writes, and Hydra would follow it; "
-                "add --trust-code if you know who wrote it"
-            )
-        if named:
-            names = ", ".join(f"{key}={name}" for key, name in named)
-            raise ValueError(
-                f"{path} names code that is none of titanlike's and would run here: {names}; if you "
-                "trust it, add --trust-code"
-            )
-    for key, name in named:
-        print(imports_line(name, key), file=sys.stderr)
-    command = [sys.executable, "-m", "titanlike", job, "--config-path", str(run)]
-    return subprocess.call([*command, *words], env=child_environment())
+    config = read_run(run)
+    named, kept = named_outside(config, run), run / "checkpoints"
+    if config.checkpoint.folder is None and kept.is_symlink():
+        named |= {} if is_inside([str(kept)], run) else {"checkpoint.folder": str(kept.resolve())}
+    _consent(arguments).check(path, named)
+    folder = run / JOBS[job]
+    if link := next((each for each in (folder, *folder.rglob("*")) if each.is_symlink()), None):
+        raise ValueError(f"{link}: is a link, and {job} would write where it leads; remove it")
+    with tempfile.TemporaryDirectory(prefix="titanlike-") as written:
+        write_config(config, Path(written))
+        command = [*python(), "-m", "titanlike", job, "--config-path", written, *words]
+        return subprocess.call(command, env=child_environment())

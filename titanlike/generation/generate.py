@@ -13,10 +13,8 @@ from __future__ import annotations
 import contextlib
 import inspect
 import itertools
-import os
-import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,14 +29,15 @@ from titanlike.checkpoint.reader import (
     saved_model,
 )
 from titanlike.checkpoint.storage import Storage
-from titanlike.config.imports import imports_line, quiet_import
-from titanlike.config.schema import ChatData, Custom
+from titanlike.config.imports import quiet_import
+from titanlike.config.received import Consent
+from titanlike.config.schema import ChatData
 from titanlike.data.chat import ChatTemplate, find_template
 from titanlike.data.registry import DataError, vocabulary
 from titanlike.data.tokenizer import open_tokenizer
 from titanlike.distributed.initialize import parameters_on_meta
 from titanlike.models.cache import KeyValueCache
-from titanlike.models.registry import MODELS, build_model, constructed_buffers, resolve_model
+from titanlike.models.registry import build_model, constructed_buffers
 from titanlike.models.sampling import OnToken, Prompts, Sampling, continue_texts, next_tokens
 
 # --- the loaded model ---------------------------------------------------------------------------
@@ -168,9 +167,11 @@ def load_model(
     trust_code: bool = False,
     *,
     ema: bool = False,
+    consent: Consent | None = None,
 ) -> LoadedModel:
     """ema: with the average of the weights that a run keeps; trust_code: whether a model that is
-    none of titanlike's own, and whose name is in the checkpoint alone, may be imported and built.
+    none of titanlike's may be imported and built; consent: of a command's user instead.
+
     Raises ValueError where it may not, where there is no model, or where transformers is
     missing."""
     folder = Path(location).expanduser()
@@ -181,8 +182,8 @@ def load_model(
             )
         return _from_folder(folder, device, dtype)
     rows = ShardReader.open("RUN", location, ema=ema)
-    saved = saved_model(rows.folder)
-    saved = replace(saved, model=_model_to_build(saved, rows.folder, trust_code))
+    consent = consent or Consent(trusted=trust_code, files=True)
+    saved = saved_model(rows.folder, location, consent)
     tensors = len(rows.entries(MODEL))
     for key in ("num_hidden_layers", "n_layer"):
         count = saved.model.args.get(key, 1)
@@ -212,23 +213,6 @@ def load_model(
         checkpoint=rows.folder,
         **text,
     )
-
-
-def _model_to_build(saved: SavedModel, place: object, trust_code: bool) -> Custom:
-    """The model, if its code may run here: titanlike's own, or that of others if the user has said
-    so; then what is imported is printed first. Raises ValueError."""
-    name = saved.model.name
-    if name in MODELS:
-        return saved.model
-    if not trust_code:
-        raise ValueError(
-            f"{place} names its model {name}, which is none of titanlike's ({', '.join(MODELS)}): "
-            "its code would run here; if you trust both, add --trust-code"
-        )
-    print(imports_line(name, f"the model of {place}"), file=sys.stderr)
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())  # the user's models
-    return saved.model if saved.complete else resolve_model(saved.config)
 
 
 def _fill(
@@ -293,9 +277,11 @@ def _from_folder(folder: Path, device: torch.device, dtype: torch.dtype) -> Load
     tokenizer: Any = None
     try:
         with quiet_import():
-            load: Any = transformers.AutoModelForCausalLM.from_pretrained
             settings = {"local_files_only": True, "trust_remote_code": False}  # None asks on stdin
-            model = load(folder, dtype=dtype, **settings).to(device).eval()
+            config = transformers.AutoConfig.from_pretrained(folder, **settings)
+            config._attn_implementation = None  # the folder's may be a kernel of the hub
+            load: Any = transformers.AutoModelForCausalLM.from_pretrained
+            model = load(folder, config=config, dtype=dtype, **settings).to(device).eval()
         if any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):
             tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **settings)
     except Exception as error:  # theirs are of any class for a damaged folder

@@ -77,6 +77,12 @@ def child_environment() -> dict[str, str]:
     return env | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 
+def python() -> list[str]:
+    """The command of Python for such a process: without the working directory, whose files would
+    stand for libraries. It is added where the user's own code is imported."""
+    return [sys.executable, "-P"]
+
+
 def interpreter() -> list[str]:
     """The command of Python with the options that this process was started with: -X, -W, -O, ..."""
     # as multiprocessing finds them
@@ -86,12 +92,14 @@ def interpreter() -> list[str]:
 def import_path() -> list[str]:
     """sys.path for workers: the standard library, then the rest of this process' path.
 
-    The current directory is last, so that no file of the user shadows a library.
+    The current directory is last, so that no file of the user shadows a library; under `python -P` it
+    is not there.
     """
     library = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib")}
     path = [os.path.abspath(entry) for entry in sys.path]
     standard = [p for p in path if p in library or p.endswith((".zip", "/lib-dynload"))]
-    return list(dict.fromkeys([*standard, *path, os.getcwd()]))
+    here = [] if sys.flags.safe_path else [os.getcwd()]
+    return list(dict.fromkeys([*standard, *path, *here]))
 
 
 def adopt_slurm() -> None:

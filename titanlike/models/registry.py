@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from titanlike.config.errors import ConfigError, Problem, nearest, override_text
-from titanlike.config.imports import import_object, is_library_code
+from titanlike.config.imports import import_object, of_a_library
 from titanlike.config.parse import convert
 from titanlike.config.schema import Config, Custom
 from titanlike.data.registry import vocab_size
@@ -107,23 +107,13 @@ def _import_family(name: str) -> Callable[..., Any]:
         raise ConfigError([Problem("model.name", name, str(error), fix)]) from None
     if inspect.isclass(family):
         right, kind = issubclass(family, nn.Module), "class, but not of torch.nn.Module"
-    elif is_library_code(name, family):  # such as torch.load: it would run, and then be refused
-        right, kind = _makes_modules(family), f"{type(family).__name__} of a library"
-        kind += ", not annotated as one that returns a torch.nn.Module"
     else:
-        right, kind = callable(family), type(family).__name__
+        kind = of_a_library(name, family, nn.Module)
+        right, kind = callable(family) and not kind, kind or type(family).__name__
     if not right or inspect.isbuiltin(family):
         fix = "a module class, or a function that returns a module"
         raise ConfigError([Problem("model.name", name, f"is a {kind}", fix)])
     return family
-
-
-def _makes_modules(function: Any) -> bool:
-    try:
-        made = typing.get_type_hints(function).get("return")
-    except Exception:  # of annotations that name what is not there
-        return False
-    return inspect.isclass(made) and issubclass(made, nn.Module)
 
 
 def _unknown_keys(model: Custom, parameters: Mapping[str, inspect.Parameter]) -> list[Problem]:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from titanlike.config.errors import ConfigError, Problem, nearest, override_text
-from titanlike.config.imports import import_object
+from titanlike.config.imports import import_object, of_a_library
 from titanlike.config.schema import Config, Custom, OwnOptimizer
 from titanlike.optim.fused import around_step, padded, take_back
 from titanlike.torch_private.dtensor import local
@@ -239,6 +239,9 @@ def import_callable(group: str, config: Custom) -> Any:
         raise wrong(group, config, str(error), fix) from None
     if not callable(imported):
         raise wrong(group, config, "is no function and no class", "name a function or class")
+    made = {"lr": (float,), "loss": (Tensor, nn.Module), "optimizer": (torch.optim.Optimizer,)}
+    if kind := of_a_library(config.name, imported, *made[group]):
+        raise wrong(group, config, f"is a {kind}", "name code of your own")
     return imported
 
 

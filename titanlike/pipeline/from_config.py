@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from titanlike.config.errors import Problem, Refused, nearest
-from titanlike.config.imports import import_object
+from titanlike.config.imports import import_object, of_a_library
 from titanlike.config.schema import (
     AutoSchedule,
     Config,
@@ -241,6 +241,8 @@ def _import_schedule(name: str) -> Callable[..., Any]:
         raise Refused("schedule.name", name, str(error)) from error
     if not callable(function):
         raise Refused("schedule.name", name, f"it is no function, but {function!r}")
+    if kind := of_a_library(name, function, Order):
+        raise Refused("schedule.name", name, f"is a {kind}", "name a function of your own")
     return function
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 import time
 from collections.abc import Collection
 from pathlib import Path
@@ -18,7 +17,7 @@ from typing import Any
 from titanlike.checkpoint.discovery import checkpoint_folder, step_name
 from titanlike.checkpoint.storage import error_line
 from titanlike.config.schema import Config
-from titanlike.launch.environment import child_environment
+from titanlike.launch.environment import child_environment, python
 from titanlike.metrics.run_files import Events
 
 _KILLED = 10.0  # seconds for a process to end when it is killed
@@ -84,7 +83,8 @@ class SideEvaluation:
         for folder in settings.task_files:
             words += ["--task-files", folder]
         self._log.parent.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-m", "titanlike", "evaluate", *words]
+        # --trust-code: of what this very run has been told to import and to open
+        command = [*python(), "-m", "titanlike", "evaluate", *words, "--trust-code"]
         env = child_environment()
         with self._log.open("ab") as log:
             return subprocess.Popen(

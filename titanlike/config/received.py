@@ -1,0 +1,162 @@
+"""The config of a run directory or a checkpoint that somebody else may have made, as plain data.
+
+`read_run` reads config.yaml as YAML, not by Hydra: the keys of its model, data and layout, without
+interpolations. `named_outside` finds what these name besides: code, and files outside of the run.
+None of it is imported or opened unless the user names it too, or says --trust-code (`Consent`).
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from titanlike.config.errors import override_text
+from titanlike.config.files import open_regular
+from titanlike.config.imports import imports_line, named_code
+from titanlike.config.overrides import aliases_problem, key_of, with_choices
+from titanlike.config.parse import parse, to_plain
+from titanlike.config.program import program
+from titanlike.config.schema import ChatData, Config, HFData, TextData
+
+# keys of texts that are opened; a test finds every other text of what is read
+PLACES = {
+    "model": ("path",),  # of model=hf
+    "split": ("run",),
+    "schedule": ("path",),
+    "data": ("path", "tokenizer", "template", "cache", "sources"),
+    "checkpoint": ("folder",),
+    "hardware": ("path", "folder"),
+}
+# what an evaluation does not need, or what is for its user to say: where it runs, writes and logs
+NOT_READ = (
+    *("run_dir", "compile", "launch", "logger", "metrics", "profile", "timeline", "hardware"),
+    *("validation", "sample", "verify", "bench", "sweep", "max_time"),
+)
+_PARTS_READ = {"checkpoint": ("folder",), "evaluate": ("part", "batches")}
+_MOST_BYTES = 2**20  # of a config.yaml
+
+
+def read_run(run: Path) -> Config:
+    """The model, data and layout of a run whose directory is `run`; the other keys have defaults.
+
+    Raises ValueError for a file that no run has written, OSError.
+    """
+    path = run / "config.yaml"
+    try:
+        with open_regular(path) as file:
+            text = file.read(_MOST_BYTES + 1)
+        if problem := "too large" if len(text) > _MOST_BYTES else aliases_problem(path):
+            raise ValueError(problem)
+        plain: Any = yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: is damaged: {error}") from None
+    if not isinstance(plain, dict):
+        raise ValueError(f"{path}: is no config of a run")
+    keys = {key: plain[key] for key in to_plain(Config()) if key in plain and key not in NOT_READ}
+    for group, some in _PARTS_READ.items():
+        section = keys.pop(group, None)
+        if isinstance(section, dict):
+            keys[group] = {key: section[key] for key in some if key in section}
+    if "${" in str(keys):
+        raise ValueError(f"{path}: has an interpolation, ${{...}}, and no run writes any")
+    config, problems = parse(keys)
+    if problems:
+        raise ValueError(f"{path}: {'; '.join(map(str, problems))}")
+    return replace(config, run_dir=str(run.absolute()))
+
+
+def named_outside(config: Config, root: str | Path, alone: bool = False) -> dict[str, Any]:
+    """key -> value where a config names code by an import path, or a file that is not in `root`.
+
+    alone: of what its model and its tokenizer are made from.
+    """
+    plain = to_plain(config)
+    code = dict(named_code(plain, {}))
+    found: dict[str, Any] = {k: v for k, v in code.items() if not alone or k == "model.name"}
+    unread = {"data.cache"} if alone else set()
+    if alone and isinstance(config.data, TextData | HFData | ChatData):
+        unread.add("data.path")
+    for group in ("model", "data") if alone else PLACES:
+        for key in PLACES[group] if f"{group}.name" not in code else ():  # else it is an argument
+            value, name = plain[group].get(key), f"{group}.{key}"
+            known = name in unread or (name, value) == ("data.tokenizer", "bytes")
+            if not known and not is_inside(_texts(value), root):
+                found[name] = value
+    return found
+
+
+def is_place(word: str) -> bool:
+    """Whether a word of a command line is KEY=VALUE of one of `PLACES`."""
+    group, _, key = word.partition("=")[0].partition(".")
+    return "=" in word and key in PLACES.get(group, ())
+
+
+def check_places(words: Iterable[str]) -> None:
+    """Raises ValueError for a word that is no KEY=VALUE of a file that a checkpoint names."""
+    for word in words:
+        if not is_place(word):
+            raise ValueError(
+                f"{word}: names no file of RUN; write data.tokenizer=PATH, or leave it out"
+            )
+
+
+@dataclass(frozen=True)
+class Consent:
+    """What the user of a command allows it to open and to import of what a run names."""
+
+    words: Sequence[str] = ()  # KEY=VALUE of the command
+    line: Sequence[str] = ()  # all words of the command
+    trusted: bool = False  # --trust-code
+    files: bool = False  # any file: of a program that calls this one
+
+    def with_places(self, config: Config) -> Config:
+        """The config with the files that the user names."""
+        pairs = (word.partition("=") for word in self.words if is_place(word))
+        return with_choices(config, {key: yaml.safe_load(value) for key, _, value in pairs})
+
+    def check(self, place: object, named: Mapping[str, Any]) -> None:
+        """Print what is imported, where that is trusted. Raises ValueError for what the user has
+        not named, with the line to type. named: of `named_outside`; place: what names it."""
+        given = {key_of(word) for word in self.words}
+        left = {k: v for k, v in named.items() if not given & {k, k.partition(".")[0]}}
+        imported = [imports_line(str(v), k) for k, v in left.items() if k.endswith(".name")]
+        files = [f"{k}={override_text(v)}" for k, v in left.items() if not k.endswith(".name")]
+        if self.trusted:
+            for line in imported:
+                print(line, file=sys.stderr)
+        elif imported or (files and not self.files):
+            more = ["--trust-code"] if imported else files
+            trust = "" if imported else ", or add --trust-code"
+            raise ValueError(
+                f"{place} names what is not its own, and nothing of that was used: "
+                f"{'; '.join([*imported, *files])}. If you trust it, write "
+                f"{shlex.join([*program(), *self.line, *more])}{trust}"
+            )
+
+
+def is_inside(texts: Iterable[str], root: str | Path) -> bool:
+    """Whether paths are there, and they and all that is in them lead nowhere out of a folder."""
+    try:
+        folder = Path(root).expanduser().resolve()
+        paths = [Path(text).expanduser().resolve(strict=True) for text in texts]
+        if not all(path.is_relative_to(folder) for path in paths):
+            return False
+        inner = (each for path in paths for each in path.rglob("*"))
+        return all(each.resolve().is_relative_to(folder) for each in inner)
+    except (OSError, ValueError, RuntimeError):  # not there, or no path
+        return False
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """The texts in plain data."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list | tuple):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _texts(item)
