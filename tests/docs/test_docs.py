@@ -31,7 +31,7 @@ NOT_RUN = {
     r"\bpip install|\bpre-commit|-m venv": "installs: .ci/run does it, in a fresh environment",
     r"^(pytest|ruff|\.ci/run)": "the tests themselves",
     r"\b(sbatch|srun)\b|#PBS|#BSUB": "needs a scheduler: tests/scripts runs SLURM's",
-    r"kubectl": "needs Kubernetes: tests/scripts renders the manifests",
+    r"kubectl": "needs Kubernetes: tests/scripts runs what the manifests run",
     r"mpirun|ssh |torch\.distributed\.run": "needs several machines: tests/launch runs two torchruns",
     r"(data|model)\.path=|data\.sources=|tokenize_corpus": "needs files of the user's: tests/data and tests/models have some",
     r"^titanlike bench": "measures: tests/proof/test_overhead.py runs it",

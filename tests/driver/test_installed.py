@@ -87,9 +87,6 @@ def test_job_scripts_are_copied_and_not_overwritten(environment: Path, tmp_path:
         assert copied == {path.name: path.read_bytes() for path in source}
         assert "--force overwrites" in run(environment, *words, cwd=tmp_path, code=2)
         run(environment, *words, "--force", cwd=tmp_path)
-    words = ["job", "NAME=tiny", "IMAGE=registry/tiny:1", "CLAIM=shared", "--", "pp=2"]
-    text = run(environment, "python", "scripts/kubernetes/render.py", *words, cwd=tmp_path)
-    assert "kind: Job" in text and "- titanlike\n" in text
 
 
 def test_help_lists_the_commands_and_describes_each(environment: Path, tmp_path: Path) -> None:
