@@ -25,6 +25,7 @@ from titanlike.config.schema import (
     Custom,
     Fsdp,
     Muon,
+    ParameterGroup,
     Precision,
     Schedule,
     Sgd,
@@ -39,6 +40,7 @@ from titanlike.graph.model_graph import Field, ModelGraph
 from titanlike.launch.worker import Worker
 from titanlike.metrics import units
 from titanlike.optim.loss import build_loss
+from titanlike.optim.optimizer import moment_bytes
 from titanlike.pipeline.schedules import SCHEDULES, gpipe, one_f_one_b, zbv_zero_bubble
 from titanlike.training.build import build
 from titanlike.training.train_plan import make_plan
@@ -173,13 +175,32 @@ def test_memory_of_a_chunked_loss_is_without_logits() -> None:
     assert whole[:-1] == chunked[:-1] and chunked[-1] <= whole[-1] - 4 * 64 * tokens
 
 
-def test_state_of_matrices_that_muon_updates_is_counted_as_one_mean() -> None:
-    config = tiny(dp=2, optimizer=Muon())
-    assert StateBytes.of(config, 3, True).whole == 12 / 2
-    assert StateBytes.of(config, 3, False).whole == 16 / 2
-    assert (
-        StateBytes.of(replace(config, optimizer=Muon(state_dtype="bf16")), 3, False).whole == 12 / 2
-    )
+_OF_SGD = {"*mlp*": ParameterGroup(optimizer="sgd")}
+
+
+@pytest.mark.parametrize(
+    "optimizer, mlp, attention, norm",
+    [
+        (AdamW(), 8, 8, 8),
+        (Muon(), 4, 4, 8),
+        (Muon(state_dtype="bf16"), 4, 4, 4),
+        (AdamW(groups=_OF_SGD), 0, 8, 8),
+        (Muon(groups=_OF_SGD), 0, 4, 8),
+        (Sgd(momentum=0.9, groups={"*mlp*": ParameterGroup(optimizer="adamw")}), 8, 4, 4),
+        (Sgd(groups={"*mlp*": ParameterGroup(momentum=0.9)}), 4, 0, 0),
+    ],
+)
+def test_each_parameter_counts_with_what_its_own_optimizer_keeps(
+    optimizer: Any, mlp: int, attention: int, norm: int
+) -> None:
+    config = tiny(dp=2, optimizer=optimizer)
+    memory = make_plan(config).memory()
+    found = moment_bytes(config, make_plan(config).model_graph.model)
+    block = "model.layers.0"
+    names = f"{block}.mlp.up_proj.weight", f"{block}.self_attn.q_proj.weight", "model.norm.weight"
+    assert [found[name] for name in names] == [mlp, attention, norm]
+    sizes = make_plan(config).stage_parameters[0]
+    assert memory.layout.moments == [(sum(n * found[name] for name, n in sizes.items()), 0)]
 
 
 @pytest.mark.parametrize(
@@ -199,7 +220,7 @@ def test_state_of_matrices_that_muon_updates_is_counted_as_one_mean() -> None:
 def test_bytes_of_a_parameter(changes: dict[str, Any], each: float) -> None:
     config = tiny(**changes)
     zero = 3 if config.fsdp.zero == "auto" else config.fsdp.zero
-    assert StateBytes.of(config, zero, False).whole == each
+    assert StateBytes.of(config, zero).whole == each
 
 
 def test_microbatches_in_flight_follow_from_the_order() -> None:

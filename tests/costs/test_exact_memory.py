@@ -17,11 +17,13 @@ from support.live_memory import measured
 from support.memory_layouts import LAYOUTS, MODEL, estimated_and_measured, layout
 from support.world import run_world
 from titanlike.config.schema import (
+    AdamW,
     Config,
     Custom,
     FitActivationCheckpoint,
     Fsdp,
     Muon,
+    ParameterGroup,
     Precision,
     Schedule,
     SelectiveActivationCheckpoint,
@@ -58,6 +60,9 @@ MORE = {
     ),
     "muon in a pipeline": layout(2, 2, _1F1B, optimizer=Muon()),
     "SGD": layout(2, 1, _1F1B, optimizer=Sgd()),
+    "a group of SGD": layout(
+        2, 1, _1F1B, optimizer=AdamW(groups={"*mlp*": ParameterGroup(optimizer="sgd")})
+    ),
     "cp=2": layout(2, 1, _1F1B, cp=2),
     **LAYOUTS,
 }

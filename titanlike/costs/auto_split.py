@@ -21,7 +21,7 @@ import torch.distributed as dist
 from titanlike.config.errors import ConfigError, Problem
 from titanlike.config.files import atomic_write_text, read_object
 from titanlike.config.parse import parse
-from titanlike.config.schema import TIMELINE, AutoSplit, Config, EvenSplit, Muon
+from titanlike.config.schema import TIMELINE, AutoSplit, Config, EvenSplit
 from titanlike.costs.simulate import in_flight
 from titanlike.costs.unit_costs import CostError, UnitCosts
 from titanlike.device import accelerator
@@ -30,6 +30,7 @@ from titanlike.distributed.sharding import StateBytes
 from titanlike.graph.partition import INFINITE, lightest_parts, partition
 from titanlike.graph.units import Unit
 from titanlike.metrics.timeline_file import Timeline, read_timeline, stage_seconds
+from titanlike.optim.optimizer import moment_bytes
 from titanlike.pipeline.order import Order
 
 MeasureTimes = Callable[[UnitCosts], list[int]]  # nanoseconds of each unit
@@ -131,14 +132,10 @@ def _read_or_measure(config: Config, device: torch.device, unit_costs: UnitCosts
 def _state_table(unit_costs: UnitCosts, config: Config, zero: int) -> np.ndarray:
     """[start, stop] -> bytes on a rank of the parameters, gradients and optimizer state of these
     units."""
-    names: set[str] = set()
-    if isinstance(config.optimizer, Muon):
-        from titanlike.optim.muon import hidden_matrices
-
-        names = hidden_matrices(unit_costs.model, config.optimizer)
-    hidden = {id(unit_costs.model.get_parameter(name)) for name in names}
+    sizes = moment_bytes(config, unit_costs.model).items()
+    moments = {id(unit_costs.model.get_parameter(name)): size for name, size in sizes}
     return unit_costs.parameter_table(
-        lambda p: math.ceil(p.numel() * StateBytes.of(config, zero, id(p) in hidden).whole)
+        lambda p: math.ceil(p.numel() * StateBytes.of(config, zero, moments[id(p)]).whole)
     )
 
 

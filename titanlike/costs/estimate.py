@@ -420,8 +420,11 @@ class CostTable:
         """The layout with stages of these units, and messages of one size; recomputed: names of
         units."""
         units = self.memory.units()
-        sizes = [[units[name][:2] for name in names] for names in stages]
+        sizes = ([units[name][:2] for name in names] for names in stages)
+        totals = [(sum(n for n, _ in stage), sum(e for _, e in stage)) for stage in sizes]
         messages = [self.message] * (len(stages) - 1)
+        whole = self.memory.layout  # of one stage: each parameter counts as the mean does
+        moments, by_muon = (n / whole.numel[0] for n in (whole.moments[0][0], whole.by_muon[0]))
         return StageLayout(
             stages=stages,
             recomputed=[frozenset(recomputed).intersection(names) for names in stages],
@@ -429,10 +432,12 @@ class CostTable:
             place=place,
             zero=zero,
             microbatches=microbatches,
-            numel=[sum(numel for numel, _ in stage) for stage in sizes],
+            numel=[numel for numel, _ in totals],
             received=[0, *messages],
             sent=[*messages, 0],
-            experts=[sum(experts for _, experts in stage) for stage in sizes],
+            experts=[experts for _, experts in totals],
+            by_muon=[round(by_muon * numel) for numel, _ in totals],
+            moments=[(round(moments * numel), round(moments * n)) for numel, n in totals],
         )
 
     def stages(self, count: int, config: Config) -> list[list[str]]:

@@ -27,11 +27,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import Tensor
 
-from titanlike.config.schema import Config, Muon
+from titanlike.config.schema import Config
 from titanlike.costs.unit_costs import UnitCosts, UnitMemory, expert_parameters
 from titanlike.distributed.sharding import StateBytes, compute_dtype
 from titanlike.graph.cut import messages
 from titanlike.graph.model_graph import ModelGraph
+from titanlike.optim.muon import hidden_matrices
+from titanlike.optim.optimizer import moment_bytes
 from titanlike.pipeline.order import Action, Order
 
 _REDUCED = 4  # bytes of a gradient in a message that reduces it: fp32
@@ -103,8 +105,10 @@ class StageLayout:
     experts: Sequence[int]  # parameters of experts among them, of which a rank has a part
     received: Sequence[int]  # bytes of the messages from the stage before, 0 of the first
     sent: Sequence[int]  # to the next stage; of the last what the model returns
+    by_muon: Sequence[int]  # parameters that Muon updates
+    # bytes of the optimizer's state of the parameters, and of the experts among them
+    moments: Sequence[tuple[int, int]]
     recomputed: Sequence[Collection[str]] = ()  # units
-    by_muon: Sequence[int] | None = None  # parameters that Muon updates; None = all, if it is
     orthogonalized: Sequence[float] = ()  # FLOPs of Muon's updates
     skips: Sequence[Skip] = ()
 
@@ -130,16 +134,17 @@ class RankMemory:
         self._computing = compute_dtype(config).itemsize
         self._cp, self._pieces = config.cp, config.numerics.parts // config.cp  # if it is exact
         self._state = StateBytes.of(config, layout.zero)
-        muon = StateBytes.of(config, layout.zero, True).kept
-        by_muon = layout.by_muon
-        if by_muon is None:
-            by_muon = layout.numel if isinstance(config.optimizer, Muon) else [0] * order.stages
+        none, one = (StateBytes.of(config, layout.zero, moments).kept for moments in (0, 1))
         self._kept = [  # bytes of each stage's parameters and optimizer state
-            self._state.kept * (self._in_shards(numel, experts) - hidden) + muon * hidden
-            for numel, hidden, experts in zip(layout.numel, by_muon, layout.experts, strict=True)
+            none * self._in_shards(numel, experts) + (one - none) * self._in_shards(*moments)
+            for numel, experts, moments in zip(
+                layout.numel, layout.experts, layout.moments, strict=True
+            )
         ]
         shards = self._state.shards
-        self._update = self._computing * _UPDATE * max(by_muon) // shards if shards > 1 else 0
+        self._update = (
+            self._computing * _UPDATE * max(layout.by_muon) // shards if shards > 1 else 0
+        )
         self._stage_changes: dict[tuple[int, frozenset[str]], dict[str, _Change]] = {}
         # of stages that are alike, also in other layouts: a search has the same again and again
         self._counted: dict[object, dict[str, _Change]] = {}
@@ -266,7 +271,8 @@ class RankMemory:
                     yield act, "reduce"
 
     def _in_shards(self, numel: int, experts: int) -> int:
-        """What counts for parameters whose shards a rank keeps: experts' have fewer shards."""
+        """What counts for parameters, or their bytes, whose shards a rank keeps: experts' have fewer
+        shards."""
         return numel + (self._config.ep - 1) * experts
 
     def _base(self, rank: int) -> tuple[int, int]:
@@ -438,14 +444,14 @@ def planned_memory(
     targets: of a microbatch, on meta; costs: None where units are not whole; parameters: of each
     stage, name -> elements; deferred: stages whose weight gradients wait.
     """
-    hidden: Collection[str] = ()
-    if isinstance(config.optimizer, Muon):
-        from titanlike.optim.muon import hidden_matrices
+    model = model_graph.model
+    experts, kept = expert_parameters(model, config), moment_bytes(config, model)
 
-        hidden = hidden_matrices(model_graph.model, config.optimizer)
-
-    def sizes(names: Collection[str]) -> list[int]:
-        return [sum(n for name, n in stage.items() if name in names) for stage in parameters]
+    def sizes(names: Collection[str], each: Mapping[str, int] | None = None) -> list[int]:
+        return [
+            sum(n * (each[name] if each else 1) for name, n in stage.items() if name in names)
+            for stage in parameters
+        ]
 
     flows: list[list[int]] = []
     skips: list[Skip] = []
@@ -464,10 +470,11 @@ def planned_memory(
         zero=zero,
         microbatches=order.microbatches,
         numel=[sum(stage.values()) for stage in parameters],
-        experts=sizes(expert_parameters(model_graph.model, config)),
+        experts=sizes(experts),
         received=[0, *(received for received, _ in flows[1:])],
         sent=[sent for _, sent in flows],
-        by_muon=sizes(hidden),
+        by_muon=sizes(hidden_matrices(model, config.optimizer)),
+        moments=[*zip(sizes(kept, kept), sizes(experts, kept), strict=True)],
         skips=skips,
     )
     return RankMemory(config, costs, targets.numel(), order, layout)

@@ -23,14 +23,12 @@ from torch import nn
 
 from titanlike.config.errors import ConfigError, Problem
 from titanlike.config.schema import (
-    AdamW,
     Config,
     Float8Precision,
     Hardware,
     MeasuredHardware,
     Muon,
     RunHardware,
-    Sgd,
 )
 from titanlike.costs.auto_split import seconds_of_run
 from titanlike.costs.known_hardware import (
@@ -467,13 +465,8 @@ class LayoutTimes:
         numel = (self.layout.numel[stage] - experts) / shards + experts / self.expert_shard.size
         if self.layout.orthogonalized:
             flops = self.layout.orthogonalized[stage] / shards
-        match config.optimizer:
-            case Sgd(momentum=momentum):
-                touched = 12 + (8 if momentum > 0 else 0)
-            case AdamW(state_dtype="bf16"):
-                touched = 20
-            case _:
-                touched = 28
+        # a parameter and its gradient; what the optimizer keeps of it is read and written
+        touched = 12 + 2 * self.layout.moments[stage][0] / max(1, self.layout.numel[stage])
         touched += _CLIP if getattr(config.optimizer, "clip", None) is not None else 4
         touched += _HALVES if config.exact else 0
         seconds = numel * touched / (device.memory_bandwidth * device.memory_efficiency)

@@ -111,18 +111,18 @@ class StateBytes:
     reduced_gradient: float  # after a step
 
     @classmethod
-    def of(cls, config: Config, zero: int, hidden: bool = False) -> StateBytes:
-        """hidden: of a parameter that Muon updates, if that is the optimizer."""
-        match config.optimizer:
-            case Sgd(momentum=momentum):
-                optimizer = 4 * (momentum > 0)
-            case Muon() if hidden:
-                optimizer = 4
-            case AdamW(state_dtype="bf16") | Muon(state_dtype="bf16"):
-                optimizer = 4
-            case _:  # of the user's own, as AdamW
-                optimizer = 8
-        optimizer += 4 * (config.ema.decay is not None)
+    def of(cls, config: Config, zero: int, moments: int | None = None) -> StateBytes:
+        """moments: bytes that the optimizer keeps of an element, see `moment_bytes`; None = the
+        least of any element without groups."""
+        if moments is None:
+            match config.optimizer:
+                case Sgd(momentum=0):
+                    moments = 0
+                case Sgd() | Muon() | AdamW(state_dtype="bf16"):
+                    moments = 4
+                case _:  # of the user's own, as AdamW
+                    moments = 8
+        optimizer = moments + 4 * (config.ema.decay is not None)
         shards = config.shards
         offload = config.fsdp.cpu_offload
         computing = compute_dtype(config).itemsize

@@ -142,7 +142,7 @@ def filter_layouts(
         if str(model) not in counts:
             counts[str(model)] = sum(p.numel() for p in build_model(model).parameters())
         zero = 3 if config.fsdp.zero == "auto" else config.fsdp.zero
-        each = StateBytes.of(config, zero, hidden=True).whole
+        each = StateBytes.of(config, zero).whole
         return int(counts[str(model)] * each / config.model_ranks)
 
     def check_memory(needed: int, how: str) -> None:

@@ -201,6 +201,23 @@ def parameter_update(
     return ParameterUpdate(kind, lr, decay, momentum=momentum)
 
 
+def moment_bytes(config: Config, model: nn.Module) -> dict[str, int]:
+    """Bytes that its optimizer keeps of an element of each parameter, by the parameter's name."""
+    from titanlike.optim.muon import hidden_matrices
+
+    choice = config.optimizer
+    shapes = {name: parameter.dim() for name, parameter in model.named_parameters()}
+    if isinstance(choice, OwnOptimizer):  # as AdamW
+        return dict.fromkeys(shapes, 8)
+    hidden, low = hidden_matrices(model, choice), getattr(choice, "state_dtype", "") == "bf16"
+    found = {}
+    for name, dim in shapes.items():
+        update = parameter_update(name, dim, choice, name in hidden)
+        mean = 4 * (update.optimizer == "muon" or bool(update.momentum))
+        found[name] = (4 if low else 8) if update.optimizer == "adamw" else mean
+    return found
+
+
 def patterns_of(name: str, choice: AdamW | Muon | Sgd) -> list[str]:
     """The patterns of `optimizer.groups` that match a parameter's name; checked to be one at most."""
     return [pattern for pattern in choice.groups or () if fnmatchcase(name, pattern)]
