@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -16,7 +17,8 @@ from support.cells import slow
 from support.paths import ROOT
 from support.waiting import until
 from support.wandb_file import WandbFile, read_wandb_file
-from titanlike.metrics.wandb_sink import _mode
+from titanlike.metrics.run_files import log_start
+from titanlike.metrics.wandb_sink import _mode, run_id
 
 NO_NETWORK = {"WANDB_BASE_URL": "http://127.0.0.1:9"}
 CONFIG = {"pp": 2, "optimizer": {"name": "adamw", "lr": 3e-3}}
@@ -106,6 +108,27 @@ def test_without_a_key_config_metrics_and_id_are_kept_for_sync_and_resume(tmp_pa
     written = b"".join(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
     assert b"steps=7" in written and b"API_KEY=***" in written, "the command line, without secrets"
     assert b"op3nsesame" not in written and b"Z1Z1Z1" not in written
+
+
+def test_a_copy_of_a_run_is_a_wandb_run_of_its_own_and_a_moved_one_is_the_same(
+    tmp_path: Path,
+) -> None:
+    def start(name: str) -> tuple[str, str]:
+        log_start(tmp_path / name, 0, [], {"run_dir": str(tmp_path / name)}, {})
+        return run_id(tmp_path / name)
+
+    (tmp_path / "src").mkdir()
+    first, note = start("src")
+    assert start("src") == (first, note) == (first, "")
+    shutil.copytree(tmp_path / "src", tmp_path / "copied")
+    shutil.copytree(tmp_path / "src", tmp_path / "moved")
+    (tmp_path / "copied" / "wandb" / "run_url").write_text("https://of/the/original")
+    own, note = start("copied")
+    assert own != first and note.endswith(f"src, whose W&B run is {first}; it continues as {own}")
+    assert not (tmp_path / "copied" / "wandb" / "run_url").exists()
+    assert start("copied") == (own, "") and start("src") == (first, "")
+    shutil.rmtree(tmp_path / "src")
+    assert start("moved") == (first, "")
 
 
 def test_the_environment_may_choose_the_mode(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ run resumes from. No torch, so that a config can be checked with it; what reads 
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
@@ -21,9 +22,11 @@ from titanlike.checkpoint.storage import (
     UnreadableFile,
 )
 from titanlike.config.errors import Problem, Refused
+from titanlike.config.files import same_folder
 from titanlike.config.parse import to_plain
 from titanlike.config.received import read_run
 from titanlike.config.schema import Config
+from titanlike.metrics.run_files import earlier_folders
 
 STEP_NAME = re.compile(r"step-(\d{8,})")
 _ANY_NAME = re.compile(r"(step|model)-(\d{8,})")
@@ -174,14 +177,21 @@ def select_resume(config: Config, rejected: Collection[str] = ()) -> Selection:
     resume, folder = config.checkpoint.resume, checkpoint_folder(config)
     if resume == "auto":
         selection = newest_complete(folder, rejected)
-        if selection.path is not None and config.checkpoint.folder is not None:
+        here, named = Path(config.run_dir).absolute(), config.checkpoint.folder
+        inside = named is None or Path(named).absolute().is_relative_to(here)
+        if selection.path is not None and not inside:
             # it has one run's checkpoints: a sweep's jobs would resume each other's
             from titanlike.checkpoint.integrity import read_state
 
             owner = read_state(selection.path)["run_dir"]
-            if owner != str(Path(config.run_dir).absolute()):
+            was_here = owner in earlier_folders(here)  # it was moved or copied
+            exists = os.path.exists(owner)
+            if not (owner == str(here) or same_folder(owner, here) or (was_here and not exists)):
                 reason = f"it has the checkpoints of the run in {owner}"
                 fix = f"run_dir={owner} to resume it, or another checkpoint.folder"
+                if was_here:
+                    reason += f", of which {here} is a copy"
+                    fix = f"checkpoint.folder=null checkpoint.resume={selection.path}"
                 raise Refused("checkpoint.folder", folder, reason, fix)
         if selection.path is None and (selection.damaged or selection.marked):
             from titanlike.checkpoint.integrity import repair_command

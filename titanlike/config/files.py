@@ -145,6 +145,14 @@ def check_writable(folder: Path) -> None:
     tempfile.TemporaryFile(dir=existing).close()
 
 
+def same_folder(one: str | Path, other: str | Path) -> bool:
+    """Whether two paths lead to one folder that exists."""
+    try:
+        return os.path.samefile(one, other)
+    except (OSError, ValueError):
+        return False
+
+
 def make_new_folder(folder: Path) -> Path:
     """Create a folder that nobody else has: FOLDER, or FOLDER-2 ... if it exists already."""
     number, failures = 1, 0

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import re
 import shlex
 import types
@@ -23,7 +24,7 @@ from pathlib import Path
 from typing import Any, Literal, Union
 
 from titanlike.config.errors import Problem, abbreviates, nearest, override_text
-from titanlike.config.files import atomic_write_text
+from titanlike.config.files import atomic_write_text, same_folder
 from titanlike.config.keys import Bytes, Paths, Seconds
 from titanlike.config.program import conf_dir, train_program
 from titanlike.config.schema import (
@@ -297,6 +298,29 @@ def write_config(config: Config, run_dir: Path) -> None:
         f"{settings}\n{OmegaConf.to_yaml(plain)}"
     )
     atomic_write_text(run_dir / "config.yaml", text)
+
+
+def in_folder(plain: dict[str, Any], folder: Path) -> tuple[dict[str, Any], str]:
+    """The config of a run as that of the folder which holds it now, and where it was before ("" if
+    it is there): what was inside of the run (`checkpoint.folder`, data, an order) is inside of
+    it."""
+    before = plain.get("run_dir")
+    if not isinstance(before, str) or not os.path.isabs(before) or same_folder(before, folder):
+        return plain, ""
+    beside = os.path.relpath(before)  # as it was typed, in this working directory
+    roots = [before] if beside.startswith(".") else [before, beside]
+
+    def moved(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: moved(item) for key, item in value.items()}
+        if isinstance(value, list):
+            return [moved(item) for item in value]
+        for root in roots if isinstance(value, str) else ():
+            if value == root or value.startswith(f"{root}/"):
+                return f"{folder}{value[len(root) :]}"
+        return value
+
+    return moved(plain), before
 
 
 def hydra_sections() -> dict[str, Any]:

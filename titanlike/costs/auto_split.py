@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from pathlib import Path
 
@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from titanlike.config.errors import ConfigError, Problem
 from titanlike.config.files import atomic_write_text, read_object
-from titanlike.config.parse import parse
+from titanlike.config.parse import in_folder, parse
 from titanlike.config.schema import TIMELINE, AutoSplit, Config, EvenSplit
 from titanlike.costs.simulate import in_flight
 from titanlike.costs.unit_costs import CostError, UnitCosts
@@ -157,7 +157,8 @@ def run_timeline(run: str) -> Timeline:
     """Raises CostError where there is none."""
     path = Path(run) / TIMELINE
     try:
-        return read_timeline(path)
+        timeline = read_timeline(path)
+        return replace(timeline, config=in_folder(timeline.config, Path(run).absolute())[0])
     except OSError as error:
         raise CostError(
             f"{path} cannot be read: {error.strerror}; timeline=true writes it"

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from hydra.errors import HydraException
 
 from titanlike.config.errors import quoted
 from titanlike.config.overrides import aliases_problem, in_full, key_of, to_hydra
+from titanlike.config.parse import in_folder
 from titanlike.config.program import conf_dir
 from titanlike.config.schema import OPEN_GROUPS, VARIANTS
 
@@ -141,6 +143,7 @@ def complete_args(args: argparse.Namespace) -> None:
         args.config_path = str(Path(args.config_path).absolute())
         extra.append(str(conf_dir()))
     args.config_name = args.config_name or "config"
+    args.notes = []  # to be said before anything starts
     given = []
     for text in args.overrides:
         if text.startswith("hydra.searchpath=") and (override := parse_override(text)):
@@ -162,6 +165,9 @@ def _complete_choices(args: argparse.Namespace, searched: list[str]) -> set[str]
     """
     shipped = args.config_path == str(conf_dir())
     finished = None if shipped else _finished(args)
+    before = ""
+    if finished is not None and args.config_name == "config":  # the folder that is named is the run
+        finished, before = in_folder(finished, Path(args.config_path))
     named = {
         match[1]
         for text in args.overrides
@@ -181,7 +187,11 @@ def _complete_choices(args: argparse.Namespace, searched: list[str]) -> set[str]
         added = sorted(named - chosen - own)
         args.overrides = [*(f"{group}=own" for group in added), *args.overrides]
         chosen |= set(added)
-    if finished is not None and chosen:  # composed with their files in place of its own
+    if before and not {"run_dir", "hydra.run.dir"} & {*typed}:
+        copied = os.path.exists(before)
+        what = f"a copy of {before}, which stays as it is" if copied else f"which was in {before}"
+        args.notes.append(f"continues the run in {args.config_path}, {what}")
+    if finished is not None and (chosen or before):  # composed with their files in place of its own
         kept = {key: value for key, value in finished.items() if key not in chosen}
         at = finished["defaults"].index("_self_") + 1
         kept["defaults"] = [*finished["defaults"]]

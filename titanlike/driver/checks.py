@@ -195,7 +195,11 @@ def _export_problem(config: Config) -> Problem | None:
 
 def _write_problems(config: Config) -> Iterator[Problem]:
     """Whether run_dir and checkpoint.folder are writable, by writing there."""
-    folders = [("run_dir", config.run_dir, Path(config.run_dir), "run_dir=outputs/NAME")]
+    fix = "run_dir=outputs/NAME"
+    if (Path(config.run_dir) / "config.yaml").exists():  # of a run, which is to be continued
+        fix += f" checkpoint.resume={config.run_dir}"
+        fix += " checkpoint.folder=null" if config.checkpoint.folder is not None else ""
+    folders = [("run_dir", config.run_dir, Path(config.run_dir), fix)]
     if isinstance(config.profile, MemoryProfile):
         folder = Path(config.run_dir, "profile")
         folders.append(("profile", config.profile.name, folder, "profile=none"))

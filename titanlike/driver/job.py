@@ -82,6 +82,10 @@ class JobRunner:
         run_dir = run_dir / self.folder
         run_dir.mkdir(parents=True, exist_ok=True)
         config = replace(config, run_dir=str(run_dir))
+        folder = config.checkpoint.folder
+        if folder is not None and "://" not in folder:  # the same from any working directory
+            folder = str(Path(folder).expanduser().absolute())
+            config = replace(config, checkpoint=replace(config.checkpoint, folder=folder))
         if config.sweep.submit is not None:  # it has started this job, and may hold secrets
             submit = redact_command(config.sweep.submit)
             config = replace(config, sweep=replace(config.sweep, submit=submit))

@@ -103,8 +103,9 @@ class CheckedOverrides:
         # values of the environment variables that it names -> their names, ${oc.env:NAME}
         self.environment = environment(" ".join(args.overrides))
         self.new_folder: Path | None = None  # named by the time: no other start is to write there
-        # printed before anything starts: what is imported from outside, what stays of a mapping
-        self.notes: list[str] = []
+        # printed before anything starts: a run that was moved, what is imported from outside, what
+        # stays of a mapping
+        self.notes: list[str] = [*args.notes]
         self._config_name: str = args.config_name
         self._compositions: dict[tuple[str, ...], DictConfig] = {}  # of choices
         self._choices: tuple[str, ...] = ()  # of self._valid

@@ -3,6 +3,7 @@ sweep.md; and the page of its jobs, sweep.html."""
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import io
 import math
@@ -12,12 +13,14 @@ import shutil
 import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from titanlike.config import files
 from titanlike.config.credentials import REDACTED
+from titanlike.config.errors import quoted
+from titanlike.config.files import same_folder
 from titanlike.config.program import argument_parser, exit_code, program_length, train_program
 from titanlike.driver.job import SWEEP_FILE
 from titanlike.driver.sweep_status import JobRow, SweepSpec, read_job_rows, read_spec
@@ -89,7 +92,20 @@ def read_table(folder: Path, ended: Collection[int] = ()) -> Table:
         what = "one run" if (folder / "config.yaml").exists() else f"no {SWEEP_FILE} is in it"
         reason = f"is no sweep's: {what}" if folder.is_dir() else "is no folder"
         raise ValueError(f"{folder} {reason}")
+    spec = replace(spec, command=_of_folder(spec.command, folder))
     return Table(folder, spec, read_job_rows(folder, spec, ended))
+
+
+def _of_folder(command: str, folder: Path) -> str:
+    """The command with the folder that has the sweep now: it may have been moved."""
+    with contextlib.suppress(ValueError):  # a quote that is not closed
+        words = shlex.split(command)
+        for i, word in enumerate(words):
+            key, _, named = word.partition("=")
+            if key in ("run_dir", "hydra.sweep.dir") and not same_folder(named.strip("'"), folder):
+                words[i] = f"{key}={quoted(str(folder.absolute()))}"
+                command = shlex.join(words)
+    return command
 
 
 def terminal_lines(table: Table, width: int) -> list[str]:

@@ -19,7 +19,7 @@ import platform
 import socket
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -30,6 +30,7 @@ from titanlike.config import files
 from titanlike.config.credentials import redact, redact_override, redact_value
 from titanlike.config.errors import override_text
 from titanlike.config.files import NotRegularFile, regular_fd
+from titanlike.metrics.summary import jsonl_records
 
 _PAUSES = (0.1, 0.4, 1.5, 4.0)  # seconds before another attempt
 _Result = TypeVar("_Result")
@@ -184,6 +185,17 @@ def log_start(
         "layout": layout,
     }
     append_line(run_dir / STARTS, files.dumps(record))
+
+
+def earlier_folders(run_dir: Path) -> Iterator[str]:
+    """Other folders in which this run has trained, the newest first: it was moved, or copied."""
+    found = []
+    for record in jsonl_records(run_dir / STARTS, b'"config"'):
+        config = record.get("config")
+        found.append(config.get("run_dir") if isinstance(config, dict) else None)
+    for folder in dict.fromkeys(reversed(found)):
+        if isinstance(folder, str) and not files.same_folder(folder, run_dir):
+            yield folder
 
 
 def process_age() -> float:

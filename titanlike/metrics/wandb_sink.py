@@ -4,7 +4,8 @@
    each time with a timeout: while the W&B run opens, and while it finishes.
 2. Online if there is an API key; if the server cannot be reached within the timeout, offline, into
    run_dir/wandb, for `wandb sync` later.
-3. The W&B run's id and name are in run_dir/wandb: a resumed run continues the same W&B run.
+3. The W&B run's id and name are in run_dir/wandb: a resumed run continues the same W&B run; a copy
+   of a run's directory, while that is still there, gets one of its own.
 4. After an exception or a timeout, one line is printed and wandb's service process (wandb-core) is
    killed; metrics.jsonl has everything.
 """
@@ -25,6 +26,7 @@ from typing import Any
 from titanlike.config import files, schema
 from titanlike.config.credentials import redact, redact_override
 from titanlike.metrics.console import shorten
+from titanlike.metrics.run_files import earlier_folders
 from titanlike.metrics.sinks import Sink, with_prefixes
 
 BACKLOG = 10_000  # records in the queue; a few MB
@@ -168,13 +170,16 @@ class WandbSink(Sink):
 
     def _init(self, mode: str) -> Any:
         settings, folder, argv = self._settings, self._run_dir / "wandb", sys.argv
+        own_id, note = run_id(self._run_dir)
+        if note:
+            self._notes.put(note)
         # wandb.init stores the command line
         sys.argv = [*argv[:1], *map(redact_override, argv[1:])]
         try:
             run = self._wandb.init(
                 project=settings.project,
                 entity=settings.entity,
-                id=_saved(folder / "run_id", secrets.token_hex(4)),
+                id=own_id,
                 name=settings.run_name or _saved(folder / "run_name", self._name),
                 group=settings.group,
                 tags=settings.tags or None,
@@ -199,6 +204,25 @@ class WandbSink(Sink):
         if mode == "online":
             files.atomic_write_text(folder / "run_url", f"{run.url}\n")  # for the report
         return run
+
+
+def run_id(run_dir: Path) -> tuple[str, str]:
+    """The id of a run directory's W&B run, and what is to be said of it.
+
+    That of a run which was moved is still its own; a copy gets another one, while the directory
+    from which it was copied is there.
+    """
+    file = run_dir / "wandb" / "run_id"
+    saved = _saved(file, secrets.token_hex(4))
+    for place in earlier_folders(run_dir):
+        with contextlib.suppress(OSError, ValueError):
+            if Path(place, "wandb", "run_id").read_text(encoding="utf-8").strip() == saved:
+                file.unlink()
+                file.with_name("run_url").unlink(missing_ok=True)
+                own = _saved(file, secrets.token_hex(4))
+                text = f"W&B: this is a copy of {place}, whose W&B run is {saved}"
+                return own, f"{text}; it continues as {own}"
+    return saved, ""
 
 
 def _sync_command(folder: Path) -> str:

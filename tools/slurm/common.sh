@@ -45,7 +45,10 @@ find_run_dir() {
     arguments=("$@")
     if [ -z "$run_dir" ] && [ -f "$config" ]; then # an earlier run, which resumes in its run directory
         run_dir=$(sed -n 's/^run_dir: *//p' "$config")
-        case $run_dir in *"\${"*) run_dir="" ;; esac
+        case $run_dir in
+            *"\${"*) run_dir="" ;;
+            /* | [\'\"]/*) run_dir=${config%/config.yaml} ;; # which may have been moved or copied
+        esac
     fi
     if [ -z "$run_dir" ]; then
         run_dir=$default
