@@ -20,7 +20,7 @@ import os
 import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -39,7 +39,7 @@ from titanlike.config.schema import Config, Custom, SyntheticData
 from titanlike.data import registry
 from titanlike.data.loader import batches, example_batch
 from titanlike.data.registry import DataError
-from titanlike.data.sources import Batch, Data
+from titanlike.data.sources import IGNORE, Batch, Data
 from titanlike.device.accelerator import backends, is_accelerator, kernels
 from titanlike.device.choose import choose_device, start_device
 from titanlike.distributed.mesh import close_mesh, open_mesh, prepare_groups
@@ -48,12 +48,13 @@ from titanlike.driver.job import TRAIN, JobRunner, config_problems
 from titanlike.driver.overrides import check_overrides
 from titanlike.graph.recording import tree_flatten, tree_map
 from titanlike.launch.environment import RestartState, adopt_slurm, is_restart
-from titanlike.launch.failures import JobFailed
+from titanlike.launch.failures import JobFailed, describe
 from titanlike.launch.local import PrestartedWorkers
-from titanlike.launch.rendezvous import barrier, in_words
+from titanlike.launch.rendezvous import BarrierTimeout, barrier, in_words
 from titanlike.launch.worker import Worker
 from titanlike.metrics.run_files import Events
-from titanlike.optim.loss import OutputError, logits_of
+from titanlike.models.registry import complete_arguments, resolve_model
+from titanlike.optim.loss import OutputError, logits_of, takes_divided_logits
 from titanlike.torch_private.process_groups import default_store
 from titanlike.training import build as building
 from titanlike.training.anomalies import AnomalyDetector, BadNumbers
@@ -66,6 +67,9 @@ from titanlike.training.step import validate as validation_loss
 
 if TYPE_CHECKING:
     from titanlike.costs.estimate import Estimate
+
+
+_GRACE = 10.0  # seconds between the ranks that wait in vain for another
 
 
 class Callback(Protocol):
@@ -99,6 +103,10 @@ def compose(*overrides: str, check: bool = True, **values: Any) -> Config:
     Raises ConfigError with all problems; `error.problems` has each.
     """
     set_caller()
+    if wrong := [word for word in overrides if not isinstance(word, str)]:
+        fix = 'a text such as "pp=2", or a keyword: pp=2'
+        kinds = ((word, f"is a {type(word).__name__}") for word in wrong)
+        raise ConfigError(Problem("config", word, kind, fix) for word, kind in kinds)
     words = [*overrides, *_words(values)]
     args = parse_argv(words)
     complete_args(args)
@@ -121,6 +129,7 @@ def plan(config: Config) -> Estimate:
 
     A notebook shows it as tables and a picture. Raises ConfigError.
     """
+    _needs_config(config)
     from titanlike.costs.estimate import make_estimate
     from titanlike.costs.known_hardware import planned_hardware
 
@@ -136,6 +145,7 @@ def train(config: Config, callbacks: Sequence[Callback] = ()) -> float | None:
     none. Returns the last validation loss, or loss; on rank 0, what `config.value` names. Raises
     ConfigError with all problems, before anything is started; JobFailed with the rank that failed.
     """
+    _needs_config(config)
     adopt_slurm()
     size = int(os.environ.get("WORLD_SIZE", "1"))
     problems = [*_callback_problems(callbacks)]
@@ -184,6 +194,7 @@ def train(config: Config, callbacks: Sequence[Callback] = ()) -> float | None:
 def open_data(config: Config) -> Data:
     """The training and validation data of a config. Collective in a process group: one process a
     machine prepares them (tokenizes). Raises ConfigError."""
+    _needs_config(config)
     return open_data_on_every_rank(config, _worker(config, ()))
 
 
@@ -202,6 +213,7 @@ def build(
     ones: see `TrainingRun.load`. Raises ConfigError with all problems, before anything is
     allocated.
     """
+    _needs_config(config)
     problems = [*_callback_problems(callbacks)]
     if "rollback" in (config.on_nonfinite, config.on_spike):
         key = "on_nonfinite" if config.on_nonfinite == "rollback" else "on_spike"
@@ -248,6 +260,7 @@ class TrainingRun:
         self._run, self._closes_group = run, closes_group
         self._worker = replace(worker, run_dir=Path(config.run_dir))
         self._progress, self._detector = Progress(), AnomalyDetector(config, {})
+        self._calls = 0  # of collective methods
         metrics = replace(config.metrics, microbatch_losses=True)
         self._step_config = replace(config, metrics=metrics)
 
@@ -272,7 +285,7 @@ class TrainingRun:
         (on_nonfinite=stop), ConfigError for a batch of another form.
         """
         batch, number = self._checked(batch), self.steps + 1
-        with self._computing():
+        with self._collective("step", meet=self.last is None):
             if not self.last:
                 self._first_step(batch)
             with_numbers = self._run, self._step_config, number, iter([batch]), self._detector
@@ -305,7 +318,7 @@ class TrainingRun:
         other tensors of a structure are this rank's part with cp and tp.
         """
         checked = self._checked(batch, trains=False)
-        with self._computing(), torch.no_grad():
+        with self._collective("forward"), torch.no_grad():
             self._run.train_mode(False)
             try:
                 device_batch = to_device(checked, self.mesh, self.config)
@@ -327,7 +340,7 @@ class TrainingRun:
     def validate(self) -> float:
         """The loss of the validation data, as the command computes it."""
         self._own_data()
-        with self._computing():
+        with self._collective("validate"):
             loss = validation_loss(self._run, self.config, self.data)
         assert loss is not None, "it is not stopped"
         self._worker.notify("validation", self.steps, loss)
@@ -342,10 +355,11 @@ class TrainingRun:
         """Write a checkpoint of the steps done, from which the command resumes, too; its path."""
         if not self.steps:
             raise ValueError("nothing to save: no step has been done")
-        if self._worker.rank == 0:
-            write_config(self.config, self._worker.run_dir)
-        self._checkpointer.save(self._progress)
-        self._checkpointer.finish(self._progress, done=False)  # waits, whatever checkpoint.mode is
+        with self._collective("save"):
+            if self._worker.rank == 0:
+                write_config(self.config, self._worker.run_dir)
+            self._checkpointer.save(self._progress)
+            self._checkpointer.finish(self._progress, done=False)  # waits, as checkpoint.mode=sync
         path = str(self._checkpointer.folder_of(self.steps))
         self._worker.notify("save", self.steps, path)
         return path
@@ -357,11 +371,12 @@ class TrainingRun:
         newest of run_dir, or nothing if there is none. weights_only: leave optimizers and steps as
         they are. Raises ValueError where the checkpoint is of another model or other data.
         """
-        if weights_only:
-            self._checkpointer.start_from(str(path or self.config.run_dir))
-            return self.steps
-        checkpointer = self._checkpointer
-        self._progress = checkpointer.resume() if path is None else checkpointer.load(str(path))
+        with self._collective("load"):
+            checkpointer = self._checkpointer
+            if weights_only:
+                checkpointer.start_from(str(path or self.config.run_dir))
+                return self.steps
+            self._progress = checkpointer.resume() if path is None else checkpointer.load(str(path))
         self._detector.load(self._progress.guard)
         return self.steps
 
@@ -399,11 +414,34 @@ class TrainingRun:
 
     # --- details ---------------------------------------------------------------------------------
 
-    def _computing(self) -> ExitStack:
-        """A context in which kernels are those that the config asks for."""
-        stack = ExitStack()
-        stack.enter_context(kernels(self.config, self.mesh.device))
-        return stack
+    def _together(self, call: str, wait: float | None = None) -> None:
+        """Wait for all ranks to make a call. Raises BarrierTimeout with those that do not."""
+        timeout = self.config.launch.timeout
+        try:
+            barrier(self._worker, f"{call}/{self._calls}", min(wait or timeout, timeout))
+        except BarrierTimeout as error:
+            who = f"rank {in_words(error.missing)} did not call {call}() in {timeout:g} s"
+            raise BarrierTimeout(f"{who} (launch.timeout); all ranks call it") from None
+
+    @contextmanager
+    def _collective(self, call: str, meet: bool = True) -> Iterator[None]:
+        """A call of all ranks, with the kernels that the config asks for. Raises BarrierTimeout
+        where one does not come: before it, which costs the store some requests of each rank, or
+        without `meet` when this rank has waited in vain (gloo's sends wait forever)."""
+        self._calls += 1
+        if meet:
+            self._together(call)
+        try:
+            with kernels(self.config, self.mesh.device):
+                yield
+        except RuntimeError as error:
+            if not meet:
+                try:
+                    self._together(call, _GRACE)
+                except BarrierTimeout as absent:
+                    if describe(self._worker.rank, error).transport:
+                        raise absent from error
+            raise
 
     def _first_step(self, batch: Batch) -> None:
         """What the command does before its first step."""
@@ -461,13 +499,31 @@ class TrainingRun:
             return f"is a {type(value).__name__}", f"a tensor {shape}"
         if value.dim() != len(shape):
             return f"has the shape {list(value.shape)}", f"a tensor {shape}"
-        if value.is_floating_point() != like[name].is_floating_point():
+        floats = value.is_floating_point() and like[name].is_floating_point()
+        if value.dtype != like[name].dtype and not floats:
             kinds = [str(tensor.dtype).removeprefix("torch.") for tensor in (value, like[name])]
             return f"is {kinds[0]}", f"a tensor {shape} of {kinds[1]}"
-        if len(value) == size // dp:
+        if value.is_meta or value.layout is not torch.strided:
+            return "is on meta, or sparse", f"a dense tensor {shape} with values"
+        if len(value) != size // dp:
+            reason = f"has {len(value)} rows, and each dp rank gives its part"
+            return reason, f"batch_size / dp = {size} / {dp} = {size // dp} rows"
+        names = ["inputs", *(["targets"] * takes_divided_logits(self.config.loss))]
+        if self._vocabulary is None or floats or name not in names:
             return None
-        reason = f"has {len(value)} rows, and each dp rank gives its part"
-        return reason, f"batch_size / dp = {size} / {dp} = {size // dp} rows"
+        ids = value[value != IGNORE] if name == "targets" else value
+        low, high = (int(end) for end in ids.aminmax()) if ids.numel() else (0, 0)
+        if low >= 0 and high < self._vocabulary:
+            return None
+        reason = f"has ids from {low} to {high}, and the model {self._vocabulary} ids"
+        return reason, f"ids from 0 to {self._vocabulary - 1}"
+
+    @functools.cached_property
+    def _vocabulary(self) -> int | None:
+        """Token ids that the model has; None = it does not say."""
+        model: Any = self.plan.model_graph.model
+        size = complete_arguments(self.plan.model).get("vocab_size")
+        return getattr(getattr(model, "config", None), "vocab_size", size)
 
     def _own_data(self) -> None:
         if self.data.example is not None:
@@ -530,6 +586,12 @@ def _words(values: Mapping[str, Any]) -> Iterator[str]:
             yield from (f"{key}.{name}={_text(one)}" for name, one in value.items())
         else:
             yield f"{key}={_text(value)}"
+
+
+def _needs_config(config: object) -> None:
+    if not isinstance(config, Config):
+        reason, fix = f"is a {type(config).__name__}", "what titanlike.config(...) returns"
+        raise ConfigError([Problem("config", "", reason, fix)])
 
 
 def _text(value: Any) -> str:
@@ -623,10 +685,11 @@ def _fed(config: Config, example: Mapping[str, Tensor]) -> tuple[Config, Data]:
     if missing := {"inputs", "targets"} - example.keys():
         reason = f"has no {' and no '.join(sorted(missing))}"
         raise ConfigError([Problem("example", "", reason, "a batch as step() takes it")])
-    try:
-        config = replace(config, data=SyntheticData(vocab_size=registry.vocab_size(config)))
+    try:  # data are asked for what the model does not say
+        size = resolve_model(config, 0).args.get("vocab_size", 1) or registry.vocab_size(config)
     except DataError as error:
         raise ConfigError([error.problem]) from None
+    config = replace(config, data=SyntheticData(vocab_size=size))
     sample, name = {name: value[:1] for name, value in example.items()}, "the caller's batches"
     data = replace(registry.open_data(config), example=sample, description=name, fingerprint=name)
     return config, data

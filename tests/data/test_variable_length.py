@@ -262,14 +262,26 @@ def test_a_sample_that_cannot_be_used_is_named(mistake: str, tmp_path: Path) -> 
         (data_of("badly_declared", mistake="inputs"), "VariableLength has no padding for 'inputs'"),
         (data_of("badly_declared", mistake="nothing"), "sample 0 has no 'weights', which Variable"),
         (data_of("empty"), "its validation part is empty"),
+        (data_of("stream"), "its training part is a Stream, which has no [i]; a map-style dataset"),
     ],
-    ids=lambda value: value.args.get("mistake", "empty") if isinstance(value, Custom) else "",
+    ids=lambda value: (
+        value.args.get("mistake", value.name.rpartition(".")[2])
+        if isinstance(value, Custom)
+        else ""
+    ),
 )
 def test_what_is_declared_wrong_is_told_before_a_worker_starts(
     data: Custom, said: str, tmp_path: Path
 ) -> None:
     text = told(tiny(data=data, run_dir=str(tmp_path)))
     assert text.startswith(f"data.name={data.name}: ") and said in text
+
+
+def test_targets_are_int64_for_a_loss_of_classes(tmp_path: Path) -> None:
+    """On meta any integers would do, and the last rank would fail in its first step."""
+    text = told(tiny(data=data_of("narrow"), run_dir=str(tmp_path)))
+    assert text.startswith("loss.name=cross_entropy: it takes logits") and "of int32" in text
+    assert text.endswith("; targets.long() in the data")
 
 
 def test_a_model_with_positions_refuses_what_is_longer(tmp_path: Path) -> None:

@@ -13,12 +13,23 @@ import torch
 import torch.distributed as dist
 
 import titanlike
+from support.cells import cells
 from support.models import tiny
 from support.records import numbers
 from support.runs import train_each
 from support.world import run_world
 from titanlike.config.errors import ConfigError
-from titanlike.config.schema import Checkpoint, Config, Metrics, Model, Numerics, Schedule
+from titanlike.config.schema import (
+    Checkpoint,
+    Config,
+    Launch,
+    Metrics,
+    Model,
+    Numerics,
+    Schedule,
+    TextData,
+    TokenData,
+)
 from titanlike.launch.worker import Worker
 from titanlike.metrics.sinks import read_jsonl
 from titanlike.training.anomalies import BadNumbers
@@ -124,6 +135,14 @@ def in_one_process(config: Config, worker: Worker) -> dict[str, Any]:
         {**batch, "inputs": batch["inputs"][0]},
         {**batch, "targets": targets[:, :5]},
         batch["inputs"],
+        {**batch, "targets": targets.int()},
+        {**batch, "inputs": batch["inputs"].byte()},
+        {**batch, "inputs": batch["inputs"] > 3},
+        {**batch, "inputs": batch["inputs"].to("meta")},
+        {**batch, "inputs": batch["inputs"].to_sparse()},
+        {**batch, "inputs": batch["inputs"] + 64},
+        {**batch, "inputs": batch["inputs"] - 9},
+        {**batch, "targets": targets.clamp(min=-3)},
     ):
         with pytest.raises(ConfigError) as error:
             run.step(other)
@@ -152,9 +171,63 @@ def test_losses_of_microbatches_are_means_of_their_own_tokens(tmp_path: Path) ->
     no_targets, rows, unknown, *forms = found["wrong"]
     assert "has no targets" in no_targets and "has 3 rows" in rows and "8 rows" in rows
     assert "labels" in unknown
-    said = "is a list", "is float32", "has the shape [16]", "and targets [8, 5]", "is a Tensor"
+    said = ["is a list", "is float32", "has the shape [16]", "and targets [8, 5]", "is a Tensor"]
+    said += ["is int32; a tensor ['B', 16] of int64", "is uint8", "is bool", "on meta", "sparse"]
+    said += [
+        "ids from 64 to 127, and the model 64 ids; ids from 0 to 63",
+        "ids from -9 to",
+        "from -3",
+    ]
     assert all(reason in text for reason, text in zip(said, forms, strict=True))
     assert found["same"] and found["n"] == 1  # a bad step changes nothing
+
+
+def alone(config: Config, worker: Worker, call: str) -> str:
+    """What a rank is told that calls a method by itself."""
+    dist.init_process_group(
+        "gloo", store=worker.store, rank=worker.rank, world_size=worker.world_size
+    )
+    run = titanlike.build(config)
+    batch = next(run.batches())
+    run.step(batch)
+    if worker.rank == 1:  # until the others have given up
+        worker.store.wait(["done"])
+        return ""
+    try:
+        getattr(run, call)(*[batch] * (call in ("step", "forward")))
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        worker.store.set("done", "")
+    return "it has returned"
+
+
+CALLS = cells({"save": "save", "step": "step"}, {"validate": "validate", "forward": "forward"})
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_method_that_a_rank_does_not_call_ends_with_its_number(call: str, tmp_path: Path) -> None:
+    config = replace(ONE, pp=2, launch=Launch(timeout=2), schedule=Schedule())
+    [told, _] = run_world(alone, config, tmp_path, call)
+    assert told == f"rank 1 did not call {call}() in 2 s (launch.timeout); all ranks call it"
+
+
+def fed(config: Config, worker: Worker) -> str:
+    """A model of 64 ids, and data that have 257 and are not read."""
+    batch = {"inputs": torch.ones(8, 16, dtype=torch.long) * 63}
+    with titanlike.build(config, example={**batch, "targets": batch["inputs"]}) as run:
+        run.step({**batch, "targets": batch["inputs"]})
+        with pytest.raises(ConfigError) as error:
+            run.step({"inputs": batch["inputs"] + 1, "targets": batch["inputs"]})
+    return str(error.value)
+
+
+def test_with_an_example_data_are_not_asked_for_the_models_vocabulary(tmp_path: Path) -> None:
+    sizes = {**ONE.model.args, "vocab_size": 64}
+    data = TokenData(path="/nowhere")
+    for of in (replace(ONE, data=data), replace(ONE, data=TextData(path="/nowhere"))):
+        [told] = run_world(fed, replace(of, model=Model("llama", sizes)), tmp_path)
+        assert "ids from 64 to 64, and the model 64 ids" in told
 
 
 def left_by_an_error(config: Config, worker: Worker) -> dict[str, Any]:
@@ -164,7 +237,7 @@ def left_by_an_error(config: Config, worker: Worker) -> dict[str, Any]:
     with pytest.raises(KeyError), titanlike.build(config) as run:
         whole = torch.randint(64, (8, 17))
         loss = run.step({"inputs": whole[:, :-1], "targets": whole[:, 1:]}).loss
-        with run._computing():
+        with run._collective("step"):
             threads = torch.get_num_threads()
         raise KeyError
     value = titanlike.train(config)
@@ -183,6 +256,14 @@ def test_all_errors_of_a_config_are_raised_as_one() -> None:
         titanlike.config("ppp=2", "schedule=gpip", batch_size=0, optimizer={"lr": "high"})
     fixes = {problem.fix for problem in error.value.problems}
     assert fixes == {"pp=2", "schedule=gpipe", "batch_size=1", "optimizer.lr=0.003"}
+    for call, said in (
+        (lambda: titanlike.config(5), "config=5: is a int"),
+        (lambda: titanlike.plan("pp=2"), "config: is a str; what titanlike.config(...) returns"),
+        (lambda: titanlike.build({}), "config: is a dict"),
+    ):
+        with pytest.raises(titanlike.ConfigError) as error:
+            call()
+        assert said in str(error.value)
     with pytest.raises(titanlike.ConfigError) as error:  # found by its model
         titanlike.config("pp=2", "split=points", "split.points=[model.nowhere]", "data=synthetic")
     assert "model.nowhere" in str(error.value)
@@ -193,6 +274,13 @@ def test_a_config_is_that_of_the_command_line(tmp_path: Path) -> None:
     by_words = titanlike.config("model=gpt2_tiny", "lr.warmup=3", f"run_dir='{path}'", check=False)
     by_name = titanlike.config(model="gpt2_tiny", lr={"warmup": 3}, run_dir=path, check=False)
     assert by_words == by_name and by_name.run_dir == str(path) and by_name.lr.warmup == 3
+    # a choice by its name has its own keys, not those of the default one
+    names = {"lr": "constant", "optimizer": "sgd", "data": "synthetic", "logger": "none"}
+    same = {"run_dir": path, "check": False}
+    chosen = titanlike.config(**names, **same)
+    named = titanlike.config(**{k: {"name": v} for k, v in names.items()}, **same)
+    words = titanlike.config(*(f"{k}.name={v}" for k, v in names.items()), **same)
+    assert chosen == named == words and chosen.lr.name == "constant"
 
 
 def test_a_parameter_without_gradients_is_warned_of_once(tmp_path: Path) -> None:

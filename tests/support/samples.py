@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import IterableDataset
 
 from titanlike.data.sources import IGNORE, Data, Pad, VariableLength
 from titanlike.data.synthetic import SyntheticSource
@@ -166,3 +168,25 @@ def badly_declared(seq_len: int, mistake: str) -> Data:
 
 def empty(seq_len: int) -> Data:
     return replace(phrases(seq_len), validation=Phrases(seq_len, 1, 0))
+
+
+class Stream(IterableDataset):
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        yield from ()
+
+    def __len__(self) -> int:
+        return 40
+
+
+def stream(seq_len: int) -> Data:
+    return replace(phrases(seq_len), train=Stream())
+
+
+class Narrow(Phrases):
+    def __getitem__(self, i: int) -> dict[str, Tensor]:
+        sample = super().__getitem__(i)
+        return {"inputs": sample["inputs"], "targets": sample["targets"].int()}
+
+
+def narrow(seq_len: int) -> Data:
+    return replace(phrases(seq_len), train=Narrow(seq_len, 0, 40))

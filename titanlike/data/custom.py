@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.data import IterableDataset
 
 from titanlike.config.errors import Problem
 from titanlike.config.imports import import_object, of_a_library
@@ -59,6 +60,10 @@ def checked(opened: Data, name: str, seq_len: int) -> Data:
     """The data that a user's function `name` has returned, whose samples are checked as they are
     read."""
     for part, source in (("training", opened.train), ("validation", opened.validation)):
+        if isinstance(source, IterableDataset) or not hasattr(source, "__getitem__"):
+            reason = f"its {part} part is a {type(source).__name__}, which has no [i]"
+            fix = "a map-style dataset, with len() and [i]: of a stream, keep the samples in a file"
+            raise DataError("data.name", name, reason, fix)
         if len(source) < 1:
             reason = f"its {part} part is empty"
             raise DataError("data.name", name, reason, "it needs at least one sample")

@@ -1,8 +1,8 @@
 """A command line: flags, overrides, and what is neither (`--max-steps 100`, `pp 2`); and what need
 not be typed.
 
-`GROUP=own` is added where GROUP.name is an import path, and so are the choice that an experiment's
-file names, and choices of a finished run. The config of a run folder is complete, without a
+`GROUP=own` is added where GROUP.name is an import path, and so are the choice that GROUP.name or an
+experiment's file names, and choices of a finished run. The config of a run folder is complete, without a
 defaults list. So that a group's choice replaces the group there, the config is given to Hydra
 without that group, which is added to its defaults.
 """
@@ -174,6 +174,14 @@ def _complete_choices(args: argparse.Namespace, searched: list[str]) -> set[str]
         if (match := re.match(r"[+]*(\w+)\.name=.*\w\.\w", text)) and match[1] in OPEN_GROUPS
     }
     chosen = {key_of(text) for text in args.overrides} & _GROUPS
+    in_run = finished or {}
+    for at, text in enumerate(args.overrides):  # lr.name=cosine: with that choice's own keys
+        group, _, choices = text.lstrip("+").partition(".name=")
+        kinds = {VARIANTS.get(group, {}).get(choice) for choice in choices.split(",")}
+        now = VARIANTS.get(group, {}).get(str((in_run.get(group) or {}).get("name")))
+        if group not in chosen and None not in kinds and kinds != {now}:
+            args.overrides[at] = f"{group}={choices}"
+    chosen = {key_of(text) for text in args.overrides} & _GROUPS
     by_file = {} if finished is not None else _of_experiments(args, searched)
     typed = {key_of(text): text.partition("=")[2] for text in args.overrides}
     for group, choice in by_file.items():
@@ -181,7 +189,6 @@ def _complete_choices(args: argparse.Namespace, searched: list[str]) -> set[str]
             args.overrides = [f"{group}={choice}", *args.overrides]
         elif typed[group] != choice and typed[group] in VARIANTS.get(group, ()):
             args.overrides.append(f"{group}.name={typed[group]}")  # else the file's would win
-    in_run = finished or {}
     own = {g for g in OPEN_GROUPS if "." in str((in_run.get(g) or {}).get("name"))}
     if finished is not None or (shipped and "experiment" not in map(key_of, args.overrides)):
         added = sorted(named - chosen - own)

@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import socket
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,6 +28,10 @@ _NAMED = 16  # missing ranks that an error names
 
 class BarrierTimeout(RuntimeError):
     """Some ranks did not reach a barrier in time."""
+
+    def __init__(self, text: str, missing: Sequence[int] = ()) -> None:
+        super().__init__(text)
+        self.missing = missing
 
 
 def barrier(
@@ -61,7 +66,8 @@ def barrier(
             who = "a rank ended while it reached"
         raise BarrierTimeout(
             f"{who} the job's {name} in {timeout:g} s (launch.timeout); see their logs, and check "
-            "that their machines are up"
+            "that their machines are up",
+            missing,
         ) from None
     return dict(json.loads(store.get(complete))) if listens else {}
 
@@ -70,7 +76,7 @@ def _arrived(store: Store, key: str) -> dict[int, str]:
     return dict(json.loads(f"[{store.get(key).decode().rstrip(',')}]"))
 
 
-def in_words(ranks: list[int]) -> str:
+def in_words(ranks: Sequence[int]) -> str:
     """ "1, 2, 3", or the first of many and the number of the others."""
     return some_names([*map(str, ranks)], _NAMED)
 

@@ -141,8 +141,8 @@ class CrossEntropy(Loss):
         self, output: Any, targets: Tensor, reduction: str, z_loss: float = 0.0
     ) -> Tensor:
         logits = logits_of(output)
-        if targets.is_floating_point() or logits.shape[:-1].numel() != targets.numel():
-            takes = "logits [..., vocabulary] and a whole number for each as target"
+        if targets.dtype != torch.int64 or logits.shape[:-1].numel() != targets.numel():
+            takes = "logits [..., vocabulary] and an int64 for each as target"
             kind = str(targets.dtype).removeprefix("torch.")
             given = f"logits {list(logits.shape)} and targets {list(targets.shape)} of {kind}"
             raise OutputError(f"it takes {takes}, not {given}")
@@ -240,6 +240,8 @@ def check_loss(config: Settings, output: Any, targets: Tensor, rows: int) -> lis
     except OutputError as error:
         reason = str(error)
         fix = "reduction='none', without .mean() and .sum()" if "scalar" in reason else fix
+        if targets.dtype != torch.int64 and not targets.is_floating_point():
+            fix = "targets.long() in the data"
     except Exception as error:
         text = (str(error).strip().splitlines() or [""])[0]
         if "meta" in text:
