@@ -169,14 +169,27 @@ def _route(counts: Tensor, group: str, by_expert: bool) -> tuple[Tensor, Tensor,
     coming = torch.empty_like(counts)
     dist.all_to_all_single(coming, counts.contiguous(), group=group_named(group))
     # the one wait for a device: sizes of messages are known on the host
-    sizes = torch.stack([counts.sum(1), coming.sum(1)]).cpu()
-    numbers = torch.arange(counts.shape[1], device=counts.device).repeat(len(counts))
-    expert = numbers.repeat_interleave(coming.flatten(), output_size=int(sizes[1].sum()))
-    as_it_is = torch.arange(len(expert), device=expert.device)
-    order = expert.argsort(stable=True) if by_expert else as_it_is
-    place = torch.empty_like(order)
-    place[order] = as_it_is
+    sizes = torch.stack([counts.sum(1), coming.sum(1)]).to("cpu", non_blocking=True)
+    arrived = None
+    if not coming.is_cpu:
+        arrived = torch.accelerator.current_stream(coming.device).record_event()
+    # blocks of rows, one for each rank and expert, move as a whole: `away` rows to their expert's
+    away = _begins(coming.T).T - _begins(coming)
+    if arrived is not None:
+        arrived.synchronize()
+    rows = int(sizes[1].sum())
+    order = torch.arange(rows, device=coming.device)
+    place = order.clone()
+    if by_expert:
+        place += away.flatten().repeat_interleave(coming.flatten(), output_size=rows)
+        order -= away.T.flatten().repeat_interleave(coming.T.flatten(), output_size=rows)
     return coming, sizes, order, place
+
+
+def _begins(blocks: Tensor) -> Tensor:
+    """The first row of each block of so many rows, one after the other."""
+    flat = blocks.flatten()
+    return (flat.cumsum(0) - flat).view(blocks.shape)
 
 
 @_route.register_fake
