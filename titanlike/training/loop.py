@@ -23,6 +23,7 @@ from titanlike.config.schema import Config
 from titanlike.data.loader import batches
 from titanlike.data.sources import Batch
 from titanlike.distributed.mesh import close_mesh
+from titanlike.distributed.readings import PendingScalars
 from titanlike.launch.worker import Worker
 from titanlike.metrics.summary import objective_value, summarize
 from titanlike.training import report
@@ -306,7 +307,7 @@ def _validate(s: Session, step: int, record: dict[str, Any], final: bool) -> Non
     last."""
     s.watchdog.enter_phase(step, "validation")
     s.run.ranges.begin("validation")
-    should_stop = None if final else lambda: _agreed_stop_code(s)
+    should_stop = None if final else _stop_of_the_batch_before(s)
     val_loss = validate(s.run, s.config, s.data, should_stop)
     if val_loss is None:
         s.stop_code = _agreed_stop_code(s)
@@ -342,6 +343,20 @@ def _agreed_stop_code(s: Session) -> int:
     if mesh.world_size > 1:
         stop_code = int(mesh.max(torch.tensor([stop_code], device=mesh.device)).item())
     return stop_code
+
+
+def _stop_of_the_batch_before(s: Session) -> Callable[[], int]:
+    """A function that agrees on the stop code, as `_agreed_stop_code` does, and gives that of its
+    last call: it is there already, and the device has work until it is waited for."""
+    sent: list[PendingScalars] = []
+
+    def code() -> int:
+        now = s.worker.stop_request.code(s.config.max_time)
+        sent.append(s.run.late.send({}, {"code": now}))
+        before = sent.pop(0).read() if len(sent) > 1 else None
+        return int(before["code"]) if before else 0
+
+    return code
 
 
 def _is_due(step: int, every: int, anyway: bool) -> bool:

@@ -256,13 +256,15 @@ def validate(
     should_stop: called before each batch, on all ranks; once true, the result is None.
     """
     run.train_mode(False)
-    total = torch.zeros(2, dtype=torch.float64)  # summed loss, tokens
+    found: list[tuple[Tensor, Tensor]] = []  # loss and tokens, which no batch is waited for
     stopped = False
     batches = validation_batches(data.validation, config, dp_rank=run.mesh.dp_rank)
     for batch in batches_for(run, config, batches):
         if stopped := should_stop is not None and bool(should_stop()):
             break
-        loss, tokens = run.pipeline.evaluate(batch)
-        total += torch.tensor([loss.item() * tokens.item(), tokens.item()])
+        found.append(run.pipeline.evaluate(batch))
     run.train_mode(True)
-    return None if stopped else (total[0] / total[1]).item()
+    if stopped:
+        return None
+    read = [(loss.item(), tokens.item()) for loss, tokens in found]
+    return sum(loss * tokens for loss, tokens in read) / sum(tokens for _, tokens in read)
