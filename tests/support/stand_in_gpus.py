@@ -41,6 +41,14 @@ int nvmlDeviceGetMemoryInfo(void *device, Memory *memory) {
     memory->total = 80ull << 30; memory->free = (70ull - number(device)) << 30; memory->used = 0;
     return 0;
 }
+typedef struct {
+    char legacy[16]; unsigned domain, bus, device, id, subsystem; char text[32];
+} Pci;
+int nvmlDeviceGetPciInfo_v3(void *device, Pci *pci) {
+    memset(pci, 0x55, sizeof(Pci));
+    pci->domain = 0; pci->bus = 0x3b + number(device); pci->device = 0;
+    return 0;
+}
 int nvmlDeviceGetCudaComputeCapability(void *device, int *major, int *minor) {
     *major = 9; *minor = 0;
     return 0;

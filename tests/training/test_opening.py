@@ -9,9 +9,11 @@ import pytest
 import torch
 
 from support.models import tiny
+from support.stand_in_gpus import driver
 from support.vision_configs import of_images
 from support.world import run_world
 from titanlike.config.schema import Config, PointSplit
+from titanlike.device.numa import bound_to_gpu
 from titanlike.distributed.mesh import open_mesh
 from titanlike.distributed.places import Place, gather_places, place_of, places_text
 from titanlike.launch.worker import Worker
@@ -56,19 +58,29 @@ def test_ranks_side_by_side_are_named_together() -> None:
     assert many.endswith("15 on node15: cpu; and 4 more")
 
 
+def two_nodes(sys: Path) -> Path:
+    """As Linux describes a machine of 12 cores in two nodes, each with a GPU."""
+    files = {"cpu/online": "0-11", "node/node0/cpulist": "0-3,8-11", "node/node1/cpulist": "4-7"}
+    files |= {"node/node2/cpulist": ""}
+    for name, cores in files.items():
+        path = sys / "devices/system" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{cores}\n")
+    for bus, node in ((0x3B, 1), (0x3C, 0)):
+        folder = sys / f"bus/pci/devices/0000:{bus:02x}:00.0"
+        folder.mkdir(parents=True)
+        (folder / "numa_node").write_text(f"{node}\n")
+    return sys
+
+
 def test_numa_nodes_are_those_of_the_cores_and_of_the_gpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for node, cores in enumerate(("0-3,8-11\n", "4-7\n", "\n")):
-        folder = tmp_path / f"devices/system/node/node{node}"
-        folder.mkdir(parents=True)
-        (folder / "cpulist").write_text(cores)
+    two_nodes(tmp_path)
     for cores, nodes in (({5}, "1"), ({0, 9}, "0"), ({3, 4}, "0-1"), ({99}, "")):
         monkeypatch.setattr("os.sched_getaffinity", lambda _, cores=cores: cores)
         assert place_of(torch.device("cpu"), tmp_path).numa == nodes
     folder = tmp_path / "bus/pci/devices/0000:3b:00.0"
-    folder.mkdir(parents=True)
-    (folder / "numa_node").write_text("1\n")
     gpu = SimpleNamespace(pci_domain_id=0, pci_bus_id=0x3B, pci_device_id=0)
     module = SimpleNamespace(get_device_properties=lambda _: gpu)
     monkeypatch.setattr(torch, "get_device_module", lambda _: module)
@@ -78,3 +90,32 @@ def test_numa_nodes_are_those_of_the_cores_and_of_the_gpu(
     assert place_of(torch.device("cuda", 1), tmp_path)[1:] == ("GPU 5", "1")
     (folder / "numa_node").write_text("-1\n")
     assert place_of(torch.device("cuda", 1), tmp_path).numa == ""
+
+
+@pytest.mark.parametrize(
+    ("gpu", "allowed", "variable", "bound"),
+    [
+        (0, range(12), "", {4, 5, 6, 7}),
+        (1, range(12), "", {0, 1, 2, 3, 8, 9, 10, 11}),
+        (2, range(12), "", None),  # the machine does not say where it is
+        (0, range(8), "", None),  # bound already
+        (0, range(12), "OMP_PLACES", None),
+    ],
+)
+def test_a_rank_is_bound_to_the_node_of_its_gpu_unless_somebody_has_bound_it(
+    gpu: int,
+    allowed: range,
+    variable: str,
+    bound: set[int] | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    driver(monkeypatch, tmp_path, 3)
+    if variable:
+        monkeypatch.setenv(variable, "cores")
+    calls: list[set[int]] = []
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {*allowed})
+    monkeypatch.setattr("os.sched_setaffinity", lambda _, cores: calls.append(cores))
+    with bound_to_gpu(torch.device("cuda", gpu), two_nodes(tmp_path / "sys")):
+        assert calls == ([] if bound is None else [bound])
+    assert calls == ([] if bound is None else [bound, {*allowed}]), "the next job is free again"

@@ -6,8 +6,9 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
+_T = TypeVar("_T")
 _LIBRARY = "libnvidia-ml.so.1"
 _NAME, _UUID = 96, 96  # NVML_DEVICE_NAME_V2_BUFFER_SIZE, NVML_DEVICE_UUID_V2_BUFFER_SIZE
 
@@ -25,21 +26,48 @@ class _Memory(ctypes.Structure):
     _fields_ = [(field, ctypes.c_ulonglong) for field in ("total", "free", "used")]
 
 
+class _Pci(ctypes.Structure):
+    """nvmlPciInfo_t"""
+
+    _numbers = ("domain", "bus", "device", "device_id", "subsystem_id")
+    _fields_ = [
+        ("legacy", ctypes.c_char * 16),
+        *((field, ctypes.c_uint) for field in _numbers),
+        ("text", ctypes.c_char * 32),
+    ]
+
+
 class _Failed(Exception):
     pass
 
 
 def visible_gpus() -> list[Gpu]:
     """The GPUs that CUDA would show to this process; empty without NVML or without a GPU."""
+    return _asked(lambda library: [_describe(library, handle) for handle in _visible(library)], [])
+
+
+def pci_bus(index: int) -> str:
+    """Where one of these GPUs is, as Linux writes it: "0000:3b:00.0"; "" = not known."""
+
+    def ask(library: ctypes.CDLL) -> str:
+        handle = _visible(library)[index]
+        pci = _filled(_Pci(), library.nvmlDeviceGetPciInfo_v3, handle)
+        return f"{pci.domain:04x}:{pci.bus:02x}:{pci.device:02x}.0"
+
+    return _asked(ask, "")
+
+
+def _asked(ask: Callable[[ctypes.CDLL], _T], unknown: _T) -> _T:
+    """What the library answers; `unknown` where it is missing, or cannot tell."""
     try:
         library = ctypes.CDLL(_LIBRARY)
         _call(library.nvmlInit_v2)
     except (OSError, _Failed, AttributeError):
-        return []
+        return unknown
     try:
-        return [_describe(library, handle) for handle in _visible(library)]
-    except (_Failed, AttributeError):
-        return []
+        return ask(library)
+    except (_Failed, AttributeError, IndexError):
+        return unknown
     finally:
         library.nvmlShutdown()
 
