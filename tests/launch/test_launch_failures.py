@@ -73,6 +73,20 @@ def test_a_rank_that_was_killed_is_named_with_its_signal(tmp_path: Path) -> None
     assert launched.all_exit()
 
 
+@pytest.mark.parametrize("seed", [1, 2])
+def test_a_mistake_that_a_rank_finds_is_shown_as_the_one_in_the_config(
+    seed: int, tmp_path: Path
+) -> None:
+    launched = Launched("rank_1_refuses", "pp=2", f"seed={seed}", f"run_dir={tmp_path}")
+    code, _, err = launched.wait()
+    problem = f"seed={seed}: is not wanted; write seed=7"
+    assert code == 2 and f"nothing was trained\n  {problem}\n" in err
+    assert not any(word in err for word in ("rank ", "log: ", "Traceback")), err
+    assert result(tmp_path)["status"] == "invalid"
+    assert {*result(tmp_path)["error"].splitlines()} == {problem}
+    assert launched.all_exit()
+
+
 def test_a_rank_that_is_ended_while_it_reports_an_error_adds_no_traceback(tmp_path: Path) -> None:
     job = "rank_0_fails_while_rank_1_tells_its_error"
     launched = Launched(job, "pp=2", f"run_dir={tmp_path}")

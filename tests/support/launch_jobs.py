@@ -55,6 +55,17 @@ def rank_0_fails_while_rank_1_tells_its_error(config, worker):
     raise RuntimeError("rank 0 has enough")
 
 
+def rank_1_refuses(config, worker):
+    """Rank 1 finds a mistake of the user's; the other waits for it in a collective."""
+    from titanlike.config.errors import ConfigError, Problem, Refused
+
+    wrong = "seed", config.seed, "is not wanted", "seed=7"
+    _join(worker)
+    if worker.rank == 1:
+        raise Refused(*wrong) if config.seed == 2 else ConfigError([Problem(*wrong)] * 2)
+    _collective()
+
+
 def rank_1_dies(config, worker):
     """Rank 1 is killed; the other waits for it in a collective."""
     _join(worker)

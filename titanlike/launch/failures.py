@@ -18,7 +18,7 @@ from pathlib import Path
 
 from titanlike.config import files
 from titanlike.config.credentials import redact
-from titanlike.config.errors import ConfigError
+from titanlike.config.errors import ConfigError, Refused
 
 _FAILED = "logs/failed"  # exists once a rank has written its error
 _FRAMES = 5  # of a traceback, innermost
@@ -82,6 +82,10 @@ class Failure:
     invalid: bool = False  # an error in the config or the data: nothing was trained
 
     def to_job_failed(self, run_dir: Path, world_size: int) -> JobFailed:
+        if self.invalid:  # found by every rank alike, or by one for all
+            lines = [f"  {line}" for line in self.error.splitlines()]
+            text = "\n".join(["error in the config or the data; nothing was trained", *lines])
+            return JobFailed(text, self.error, self.users, self.invalid)
         who = f"rank {self.rank} failed: " if world_size > 1 else ""
         lines = [who + self.error]
         if self.frames:
@@ -106,7 +110,8 @@ def describe(rank: int, error: BaseException) -> Failure:
     # the message of an error that this package raises is complete
     raised_here = bool(inner) and Path(inner[-1].filename).is_relative_to(Path(__file__).parents[1])
     by_program = raised_here and isinstance(cause, (ValueError, OSError))
-    explains_itself = by_program or isinstance(cause, ConfigError)
+    invalid = isinstance(cause, ConfigError) or type(cause) is Refused  # at a start
+    explains_itself = by_program or invalid
     text = redact(str(cause) if explains_itself else f"{type(cause).__name__}: {cause}")
     if cause is error:
         del inner[:1]  # the call of the job
@@ -120,7 +125,7 @@ def describe(rank: int, error: BaseException) -> Failure:
         # an error of a disk or a network may not repeat
         users=explains_itself and getattr(cause, "errno", None) is None,
         taken_over=isinstance(cause, TakenOver),
-        invalid=isinstance(cause, ConfigError),
+        invalid=invalid,
     )
 
 
