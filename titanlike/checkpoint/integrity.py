@@ -65,6 +65,7 @@ _OPTIONAL: dict[str, tuple[type, ...]] = {
     **{"progress.step": (int,), "progress.value": _NUMBER},
     **{"progress.left_out": (int,), "progress.guard": (dict,)},
     **{"digest": (str,), "data": (dict,), "config": (dict,), "model": (dict,), "format": (int,)},
+    "model.name": (str,),
 }
 _STEP_IN_NAME = re.compile(r"(?:step|model)-(\d{8,})")
 _READ = 2**22  # bytes at a time

@@ -402,7 +402,7 @@ def saved_model(folder: Storage, root: str, consent: Consent, builds: bool = Tru
             config, model=replace(config.model, name=state["model"]["name"], args=args)
         )
     config = consent.with_places(config)
-    named = named_outside(config, root, alone=True)
+    named = named_outside(config, root, ("model", "tokenizer"))
     if not builds:
         named.pop("model.name", None)
     consent.check(folder, named)

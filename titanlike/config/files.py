@@ -16,7 +16,7 @@ import typing
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import IO, Any, Literal, TypeVar
 
 Record = TypeVar("Record")
 LARGEST = 1 << 63  # of integers that the program writes
@@ -110,6 +110,8 @@ def _is_a(value: Any, hint: Any) -> bool:
         return isinstance(value, dict) and all(_is_a(i, arguments[1]) for i in value.values())
     if hint is Any:
         return True
+    if origin is Literal:
+        return value in arguments
     if hint is float:
         return type(value) is float or (type(value) is int and abs(value) < LARGEST)
     return type(value) is hint and (hint is not int or abs(value) < LARGEST)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from titanlike.config.imports import imports_line, named_code
 from titanlike.config.overrides import aliases_problem, key_of, with_choices
 from titanlike.config.parse import parse, to_plain
 from titanlike.config.program import program
-from titanlike.config.schema import ChatData, Config, HFData, TextData
+from titanlike.config.schema import OPEN_GROUPS, ChatData, Config, HFData, TextData
 
 # keys of texts that are opened; a test finds every other text of what is read
 PLACES = {
@@ -71,19 +71,23 @@ def read_run(run: Path) -> Config:
     return replace(config, run_dir=str(run.absolute()))
 
 
-def named_outside(config: Config, root: str | Path, alone: bool = False) -> dict[str, Any]:
+def named_outside(
+    config: Config, root: str | Path, groups: Collection[str] = (*PLACES, *OPEN_GROUPS)
+) -> dict[str, Any]:
     """key -> value where a config names code by an import path, or a file that is not in `root`.
 
-    alone: of what its model and its tokenizer are made from.
+    groups: that are used; "tokenizer" = of the data what their tokenizer is read from.
     """
     plain = to_plain(config)
     code = dict(named_code(plain, {}))
-    found: dict[str, Any] = {k: v for k, v in code.items() if not alone or k == "model.name"}
-    unread = {"data.cache"} if alone else set()
-    if alone and isinstance(config.data, TextData | HFData | ChatData):
-        unread.add("data.path")
-    for group in ("model", "data") if alone else PLACES:
-        for key in PLACES[group] if f"{group}.name" not in code else ():  # else it is an argument
+    found: dict[str, Any] = {k: v for k, v in code.items() if k.partition(".")[0] in groups}
+    unread = set[str]()
+    if "tokenizer" in groups:
+        of_text = isinstance(config.data, TextData | HFData | ChatData)
+        unread = {"data.cache", "data.path" if of_text else ""}
+    for group, keys in PLACES.items():
+        used = group in groups or (group == "data" and "tokenizer" in groups)
+        for key in keys if used and f"{group}.name" not in code else ():  # else it is an argument
             value, name = plain[group].get(key), f"{group}.{key}"
             known = name in unread or (name, value) == ("data.tokenizer", "bytes")
             if not known and not is_inside(_texts(value), root):

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from titanlike.config.errors import ConfigError
+from titanlike.config.received import Consent
 from titanlike.config.schema import TIMELINE
 from titanlike.metrics import timeline_file
 from titanlike.metrics.chart import Chart
@@ -16,24 +17,26 @@ if TYPE_CHECKING:
     from titanlike.pipeline.order import Order
 
 
-def run_charts(run_dir: Path, layout: dict[str, Any], planned: bool = False) -> Iterator[Chart]:
+def run_charts(
+    run_dir: Path, layout: dict[str, Any], planned: Consent | None = None
+) -> Iterator[Chart]:
     """Charts of a run, without those whose files are missing or damaged.
 
     layout: of its newest start, in starts.jsonl. planned: also the plan of a run that has recorded
-    a timeline, which takes seconds and imports torch.
+    a timeline, as far as that is allowed; which takes seconds and imports torch.
     """
     if (run_dir / TIMELINE).is_file():
         try:
             measured = timeline_file.chart_of(timeline_file.read_timeline(run_dir / TIMELINE))
             yield replace(measured, title=f"measured: {measured.title}")
         except (OSError, ValueError, KeyError, TypeError, IndexError):
-            planned = False
-        if planned:
+            planned = None
+        if planned is not None:
             from titanlike.costs.estimate_text import chart_of
             from titanlike.costs.timeline_report import report_of
 
             try:
-                estimate = report_of(run_dir).estimate
+                estimate = report_of(run_dir, planned).estimate
             except ConfigError:
                 estimate = None
             if estimate is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import statistics
+import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -19,7 +20,8 @@ from typing import Any
 
 from titanlike.config.errors import ConfigError, Problem
 from titanlike.config.parse import parse
-from titanlike.config.schema import Config
+from titanlike.config.received import Consent, named_outside
+from titanlike.config.schema import OPEN_GROUPS, TIMELINE, Config
 from titanlike.costs.auto_split import run_timeline
 from titanlike.costs.estimate import Estimate, make_estimate
 from titanlike.costs.estimate_text import table
@@ -31,6 +33,7 @@ from titanlike.metrics.timeline_file import RankStep, Timeline
 from titanlike.pipeline.order import Order
 
 _COMPUTED = ("F", "B", "I", "W")
+_NONE = Consent()
 
 
 @dataclass(frozen=True)
@@ -124,9 +127,9 @@ class TimelineReport:
         return [*map(_whole, self.measured)]
 
 
-def report_of(run: Path) -> TimelineReport:
-    """The report of a run's directory. Raises ConfigError where it has no timeline that can be
-    read."""
+def report_of(run: Path, consent: Consent = _NONE) -> TimelineReport:
+    """The report of a run's directory, with a plan where the consent is enough for what its config
+    names. Raises ConfigError where it has no timeline that can be read."""
     try:
         report = TimelineReport(run_timeline(str(run)), None)
     except CostError as error:
@@ -134,7 +137,14 @@ def report_of(run: Path) -> TimelineReport:
         raise ConfigError([Problem("timeline", str(run), str(error), fix)]) from None
     # no plan where its model or its data are not here any more
     with contextlib.suppress(ConfigError, ValueError):
-        report.estimate = make_estimate(report.config, likely_hardware(report.config))
+        config = replace(report.config, run_dir=str(run))
+        groups = {*OPEN_GROUPS, "split", "hardware", "tokenizer"} - {"data"}
+        try:
+            consent.check(run / TIMELINE, named_outside(config, run, groups))
+        except ValueError as error:
+            print(f"no plan: {error}", file=sys.stderr)
+            return report
+        report.estimate = make_estimate(config, likely_hardware(config))
     return report
 
 

@@ -49,7 +49,11 @@ def open_data(data: MixtureData, config: Config) -> Data:
 
 def vocabulary(data: MixtureData) -> Vocabulary:
     """The first source's; all have the same."""
-    return registry.vocabulary(_section(data, next(iter(data.sources.values()))))
+    try:
+        first = _section(data, next(iter(data.sources.values())))
+    except (KeyError, TypeError, AttributeError, StopIteration):
+        raise DataError("data.sources", data.sources, "names no source", _EXAMPLE) from None
+    return registry.vocabulary(first)
 
 
 def _section(data: MixtureData, source: Mapping[str, Any]) -> TokenData | TextData:

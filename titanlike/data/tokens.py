@@ -13,12 +13,12 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from titanlike.config.errors import Problem
-from titanlike.config.files import read_object
+from titanlike.config.files import as_record, read_object
 from titanlike.config.schema import Config, TokenData
 from titanlike.data.registry import DataError, Vocabulary
 from titanlike.data.tokenizer import open_tokenizer
@@ -215,12 +215,38 @@ def _read_index(folder: Path) -> dict[str, Any]:
     if index.get("format") != FORMAT:
         reason = f"has format {index.get('format')}, and this version reads {FORMAT}"
         raise DataError("data.path", folder, reason, "tokenize it again")
+    try:
+        as_record(index, _Index)
+        for entry in index["files"]:
+            as_record(entry, _Entry)
+    except ValueError as error:
+        raise DataError("data.path", folder, f"its {INDEX} {error}", _AGAIN) from None
     return index
+
+
+@dataclass(frozen=True)
+class _Index:
+    """What must be in an index."""
+
+    dtype: Literal["uint16", "uint32"]
+    vocab_size: int
+    boundary: int
+    tokenizer: str
+    files: list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class _Entry:
+    name: str
+    tokens: int
 
 
 def _files_of(folder: Path, index: dict[str, Any]) -> Iterator[TokenFile]:
     for entry in index["files"]:
         path, size = folder / entry["name"], entry["tokens"] * np.dtype(index["dtype"]).itemsize
+        if path.parent != folder:
+            reason = f"its {INDEX} names {path}, which is outside of it"
+            raise DataError("data.path", folder, reason, _AGAIN)
         if not path.is_file() or path.stat().st_size != size:
             reason = f"does not have the {size:,} bytes of {INDEX}"
             raise DataError("data.path", path, reason, _AGAIN)

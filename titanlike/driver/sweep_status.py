@@ -106,6 +106,11 @@ def read_spec(folder: Path) -> SweepSpec | None:
         with contextlib.suppress(ValueError):  # torn, or empty
             job = files.as_record(files.loads(line), Job)
             jobs[job.number] = job
+    for job in jobs.values():  # the table is read in all of them
+        run_dir = (folder / job.folder / spec.inner).resolve()
+        if not run_dir.is_relative_to(folder.resolve()):
+            reason = f"its job {job.number} is not in this folder: {run_dir}"
+            raise ValueError(f"{folder / SWEEP_FILE}: {reason}")
     return replace(spec, jobs=[jobs[number] for number in sorted(jobs)])
 
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from titanlike.config import validate
 from titanlike.config.errors import ConfigError, Problem
+from titanlike.config.imports import TRUST_CODE
 from titanlike.config.keys import MAX_RANKS
 from titanlike.config.program import (
     argument_parser,
@@ -26,6 +27,7 @@ from titanlike.config.program import (
     tool_program,
     train_program,
 )
+from titanlike.config.received import Consent
 from titanlike.config.schema import MESH_AXES, Config
 from titanlike.driver.argv import complete_args, parse_argv
 from titanlike.driver.job import print_problems
@@ -163,13 +165,15 @@ def timeline(argv: list[str]) -> int:
     parser = argument_parser(_TIMELINE, allow_abbrev=False)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="directory of a run")
     parser.add_argument("--json", action="store_true", help="print one JSON object a run")
+    parser.add_argument("--trust-code", action="store_true", help=TRUST_CODE)
     flags = parser.parse_args(argv)
+    consent = Consent(line=argv, trusted=flags.trust_code)
     from titanlike.costs.timeline_report import as_data, as_text, report_of
 
     reports: list[tuple[str, TimelineReport]] = []
     for run in flags.runs:
         try:
-            reports.append((str(run), report_of(run)))
+            reports.append((str(run), report_of(run, consent)))
         except ConfigError as error:
             return print_problems(error.problems)
     if flags.json:
@@ -191,11 +195,12 @@ def report(argv: list[str]) -> int:
     )
     parser.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="a run_dir")
     parser.add_argument("--out", type=Path, help=f"the page (RUN/{FILE}; of several runs ./{FILE})")
+    parser.add_argument("--trust-code", action="store_true", help=TRUST_CODE)
     flags = parser.parse_args(argv)
     out = flags.out or (flags.runs[0] / FILE if len(flags.runs) == 1 else Path(FILE))
 
     def write() -> int:
-        charts_of = partial(run_charts, planned=True)
+        charts_of = partial(run_charts, planned=Consent((), argv, flags.trust_code))
         print(f"written: {write_reports(out, dict.fromkeys(flags.runs, ''), charts_of)}")
         return 0
 
