@@ -16,6 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from support.cells import cells
+from support.commands import command
 from support.exported import LLAMA, byte_text, trained
 from support.world import run_world
 from titanlike.checkpoint.hf_export import export
@@ -84,14 +85,29 @@ def evaluate_each(_: Config, worker: Worker, configs: list[Config]) -> list[dict
     return found
 
 
+def test_all_of_the_data_that_are_named_count_also_for_a_folder_of_transformers(
+    run: Config, tmp_path: Path
+) -> None:
+    """Nothing is held out of them, though they have room for one sequence alone."""
+    export(run.run_dir, str(tmp_path / "hf"))
+    (tmp_path / "a.txt").write_text("one sequence, and more")
+    words = ["data.path=a.txt", "seq_len=16"]
+    done = command("hf", *words, tool="tools/evaluate.py", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "torchao" not in done.stderr
+    (result,) = json.loads((tmp_path / "hf/model.evaluations.json").read_text())
+    ids = torch.tensor([256, *(tmp_path / "a.txt").read_bytes()][:17])
+    with torch.no_grad():
+        logits = load_model(str(tmp_path / "hf"), CPU, torch.float32).model(ids[None, :-1]).logits
+    expected = F.cross_entropy(logits[0], ids[1:]).item()
+    assert result["tokens"] == 16 and result["loss"] == pytest.approx(expected, rel=1e-5)
+
+
 def test_what_is_no_run_or_has_no_harness_is_told(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert commands.evaluate_main([str(tmp_path)]) == 2
     assert "no run directory" in capsys.readouterr().err
-    (tmp_path / "config.json").touch()
-    assert commands.evaluate_main([str(tmp_path)]) == 2
-    assert f"model.path={tmp_path}" in capsys.readouterr().err
     monkeypatch.setattr(commands.importlib.util, "find_spec", lambda name: None)
     assert commands.evaluate_main(["run", "--tasks", "hellaswag"]) == 2
     assert "pip install 'titanlike[eval]'" in capsys.readouterr().err

@@ -27,18 +27,22 @@ def packed_data(
     what: str,
 ) -> Data:
     """Files of tokens as data. what: the data in words. Raises DataError for a part that is shorter
-    than a sequence."""
+    than a sequence. Where nothing is held out, both parts are all of the data."""
+    data: Any = config.data
+    if not data.validation_fraction:  # of an evaluation of all
+        parts = {"train": parts["train"]}
     for problem in too_short(parts, config.seq_len):
         raise DataError(*astuple(problem))
-    data: Any = config.data
     sources, separated = {}, boundary if data.documents else None
     for part, files in parts.items():
         sources[part] = PackedSource(files, config.seq_len, vocab_size, separated)
         if not len(sources[part]):
             reason = f"no file of the {part} part has as many as seq_len + 1 tokens"
             raise DataError("data.path", data.path, reason, "give larger files")
-    train, validation = sources["train"], sources["validation"]
-    what += f": {train.count:,} tokens for training, {validation.count:,} for validation"
+    train, validation = sources["train"], sources.get("validation", sources["train"])
+    what += f": {train.count:,} tokens"
+    if validation is not train:
+        what += f" for training, {validation.count:,} for validation"
     return Data(
         train,
         validation,

@@ -430,7 +430,7 @@ def _write_corpus(
     if not any(entry.documents.values()):
         raise DataError("data.path", data.path, "it contains no text", "give files with some text")
     for empty, full in (PARTS, PARTS[::-1]):
-        if entry.documents[empty] == 0:
+        if entry.documents[empty] == 0 and data.validation_fraction:
             _move_last(entry, empty, full, last[full], data.validation_fraction)
     meta = {name: value for name, value in asdict(entry).items() if name != "folder"}
     (folder / "meta.json").write_text(json.dumps(meta))

@@ -94,7 +94,7 @@ def vocabulary(data: TokenData) -> Vocabulary:
 
 def _check_lengths(data: TokenData, config: Config) -> Iterator[Problem]:
     tokens = read_tokens(data)
-    if 0 < data.validation_fraction < 1:
+    if 0 < data.validation_fraction < 1 and config.evaluate.part != "all":
         yield from too_short(tokens.parts(data.validation_fraction), config.seq_len)
 
 
@@ -126,7 +126,8 @@ def too_short(parts: Parts, seq_len: int) -> Iterator[Problem]:
     for part, files in parts.items():
         count = sum(file.count for file in files)
         if count <= seq_len:
-            reason = f"the {part} part of the data has {count} tokens, a sequence needs seq_len + 1"
+            which = f"the {part} part of the data has" if len(parts) > 1 else "the data have"
+            reason = f"{which} {count} tokens, a sequence needs seq_len + 1"
             fix = "give more text with data.path"
             fix += ", or raise data.validation_fraction" if part == "validation" else ""
             fix += f", or write seq_len={count - 1}" if count > 1 else ""

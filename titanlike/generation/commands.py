@@ -214,16 +214,27 @@ def chat(loaded: LoadedModel, tokens: int, sampling: Sampling, first: Sequence[s
 
 
 def _perplexity(arguments: argparse.Namespace) -> int:
-    """Run the job that evaluates in a run's own layout: on other data all of them, not only a
-    part."""
+    """Run the job that evaluates in a run's own layout, or a folder of transformers in the one that is
+    given: on other data all of them, not only a part."""
     run = Path(arguments.run).expanduser()
-    if (run / "config.json").is_file() and not (run / "config.yaml").is_file():
-        fix = f"train a step from it (model=hf model.path={run}), or give --tasks"
-        raise ValueError(f"RUN={run}: is a folder of transformers; {fix}")
     keys = [word.partition("=")[0] for word in arguments.settings]
-    is_other = any(key in ("data", "data.path") for key in keys)
+    of_run = (run / "config.yaml").is_file() or not (run / "config.json").is_file()
+    is_other = not of_run or any(key in ("data", "data.path") for key in keys)
     part = ["evaluate.part=all"] if is_other and "evaluate.part" not in keys else []
-    return _job(arguments, "perplexity", [*part, *arguments.settings])
+    if of_run:
+        return _job(arguments, "perplexity", [*part, *arguments.settings])
+    if arguments.ema:
+        raise ValueError(f"--ema: {run} is a folder with one set of weights; write it without")
+    folder, words = quoted(str(run.absolute())), ["model=hf", "checkpoint.resume=never", *part]
+    words += [f"model.path={folder}", "model.weights=load"]
+    if "data.tokenizer" not in keys and not {"data=tokens", "data=synthetic"} & {
+        *arguments.settings
+    }:
+        words.append(f"data.tokenizer={folder}")
+    with tempfile.TemporaryDirectory(prefix="titanlike-") as written:
+        words += [f"run_dir={written}", "logger=none", *arguments.settings]
+        command = [*python(), "-m", "titanlike", "perplexity", *words]
+        return subprocess.call(command, env=child_environment())
 
 
 def _tasks(arguments: argparse.Namespace) -> int:

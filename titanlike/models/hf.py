@@ -64,7 +64,9 @@ def hf(
     Raises ValueError with one argument per problem.
     """
     try:
-        import transformers
+        with quiet_import():
+            import transformers
+            import transformers.modeling_utils  # imports torchao
     except ImportError:
         reason = "name=hf: transformers is not installed; run pip install 'titanlike[hf]'"
         raise ValueError(reason) from None

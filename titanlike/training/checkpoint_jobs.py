@@ -26,7 +26,7 @@ from titanlike.checkpoint.storage import Storage
 from titanlike.config.credentials import redact_value
 from titanlike.config.errors import ConfigError, Problem, Refused
 from titanlike.config.parse import to_plain
-from titanlike.config.schema import Config
+from titanlike.config.schema import Config, HFData, TextData, TokenData
 from titanlike.data.loader import collate
 from titanlike.data.sources import ENDLESS, IGNORE, Batch, Data, Source
 from titanlike.distributed.mesh import close_mesh, open_mesh
@@ -81,7 +81,11 @@ def loaded_run(
 
 
 def _load_newest(config: Config, run: Run) -> Storage:
-    """Load the weights of a run's newest checkpoint, and nothing else."""
+    """Load the weights of a run's newest checkpoint, and nothing else; none into a model that is a
+    folder's of transformers as it is (checkpoint.resume=never)."""
+    folder = getattr(config.model, "args", {}).get("path")
+    if config.checkpoint.resume == "never" and config.model.name == "hf" and folder:
+        return Storage(folder).at("model")
     try:
         newest = resolve("run_dir", str(checkpoint_folder(config)))
     except Refused as error:
@@ -118,6 +122,9 @@ class Evaluation:
 def perplexity(config: Config, worker: Worker) -> dict[str, Any]:
     """Evaluate `evaluate.part` of the data; prints the result, and writes it beside the
     checkpoint."""
+    if config.evaluate.part == "all" and isinstance(config.data, TextData | HFData | TokenData):
+        # nothing is held out
+        config = replace(config, data=replace(config.data, validation_fraction=0.0))
     data = open_data_on_every_rank(config, worker)
     if data.variable is not None:
         reason = "samples of different lengths are not evaluated here"
@@ -134,7 +141,8 @@ def perplexity(config: Config, worker: Worker) -> dict[str, Any]:
         result = {"data": source, "part": config.evaluate.part, **found.numbers}
         place = add_evaluation(newest, {"kind": "perplexity", **result})
         console.fields([(name, f"{value:,.6g}") for name, value in found.numbers.items()])
-        console.line(f"{newest} on {data.description}: written to {place}")
+        of = newest.parent if newest.name == "model" else newest
+        console.line(f"{of} on {data.description}: written to {place}")
     return {"value": found.numbers["loss"], **found.numbers}
 
 
@@ -142,7 +150,8 @@ def evaluate(run: Run, config: Config, data: Data, say: Any = lambda _: None) ->
     """The loss of all sequences, or of the first `evaluate.batches` batches. Collective."""
     kind = config.evaluate.part
     parts = {"train": [data.train], "validation": [data.validation]}
-    sources = parts.get(kind) or [data.validation, data.train]
+    undivided = data.validation is data.train
+    sources = parts.get(kind) or [data.validation, data.train][undivided:]
     nats = tokens = 0.0
     length: int | None = 0
     run.train_mode(False)
