@@ -7,14 +7,16 @@ import shutil
 import subprocess
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from support.command_lines import problems_of
+from support.mixing import Net
 from support.paths import ROOT
 from support.saved_runs import a_run, checkpoint, events, numbers, reseal, train_all
-from titanlike.config.schema import Config, TokenData
+from titanlike.config.schema import Config, Custom, TokenData
 from titanlike.metrics import run_files
 from titanlike.metrics.sinks import read_jsonl
 
@@ -90,6 +92,32 @@ def test_other_settings_are_printed_and_the_same_data_elsewhere_are_no_word_wort
     times = [record["time"] for record in read_jsonl(folder / "metrics.jsonl")]
     times[6:6] = [second["time"]]
     assert [first["time"], *times] == sorted([first["time"], *times]) and len(times) == 9
+
+
+class Shared(Net):
+    def __init__(self, share: float = 1.0, **others: float) -> None:
+        super().__init__(block="Centered", share=share)
+
+
+def test_an_argument_of_a_model_that_is_left_out_is_its_default(tmp_path: Path) -> None:
+    """Of a run that was saved with it, and of one that was saved without."""
+
+    def of(name: str, **arguments: Any) -> Config:
+        model = Custom(f"{__name__}.Shared", arguments)
+        return replace(a_run(tmp_path / name, steps=1, every=1), model=model, mixes_samples=True)
+
+    saved = [of("without"), of("with", share=0.1), of("default", share=1.0)]
+    again = [of("without", share=1.0), of("with", share=0.1), of("default")]
+    other = [of("without", share=0.1), of("with"), of("default", share=0.1), of("with", share=1.0)]
+    was = ["1.0", "0.1", "1.0", "0.1"]
+    unknown = of("without", more=2)
+    *found, error = train_all(*saved, *again, *other, unknown)
+    assert found[:6] == [""] * 6
+    for told, value in zip(found[6:], was, strict=True):
+        assert f"was saved with {value}, so this" in told and f"model.share={value}, or" in told
+    assert (
+        "model.more=2" in error and "was saved without it, so" in error and "leave it out" in error
+    )
 
 
 @pytest.mark.slow

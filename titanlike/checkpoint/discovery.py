@@ -21,11 +21,11 @@ from titanlike.checkpoint.storage import (
     Storage,
     UnreadableFile,
 )
-from titanlike.config.errors import Problem, Refused
+from titanlike.config.errors import Problem, Refused, override_text
 from titanlike.config.files import same_folder
 from titanlike.config.parse import to_plain
 from titanlike.config.received import read_run
-from titanlike.config.schema import Config
+from titanlike.config.schema import Config, Custom
 from titanlike.metrics.run_files import earlier_folders
 
 STEP_NAME = re.compile(r"step-(\d{8,})")
@@ -244,13 +244,26 @@ def incompatibility(
     """
     from titanlike.checkpoint.integrity import read_state
 
-    identity = run_identity(config)
-    for key, value in (state or read_state(path))["same"].items():
-        if value != identity.get(key):
-            # a name without its model's keys would be the next mistake
-            fix = "leave the model as it was" if key == "model.name" else f"{key}={value}"
-            reason = f"{path} was saved with {value}, so this would be another run"
-            found = config.numerics.name if key == "numerics" else identity.get(key)
+    saved, identity = (state or read_state(path))["same"], run_identity(config)
+    new = [
+        k for k in identity if k.startswith("model.") and k not in saved
+    ]  # given to it now alone
+    defaults = {}
+    if new or saved.keys() - identity.keys():
+        from titanlike.models.registry import complete_arguments  # imports torch, and the model
+
+        arguments = to_plain(complete_arguments(Custom(config.model.name)))
+        defaults = {f"model.{key}": value for key, value in arguments.items()}
+    for key in [*saved, *new]:
+        was, now = (side.get(key, defaults.get(key)) for side in (saved, identity))
+        if was != now:
+            how, fix = f"with {was}", f"{key}={override_text(was)}"
+            if key == "model.name":  # without its model's keys it would be the next mistake
+                fix = "leave the model as it was"
+            elif key not in saved.keys() | defaults.keys():
+                how, fix = "without it", "leave it out"
+            reason = f"{path} was saved {how}, so this would be another run"
+            found = config.numerics.name if key == "numerics" else now
             return Problem(key, found, reason, f"{fix}, or another run_dir")
     return None
 
