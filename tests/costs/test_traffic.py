@@ -188,7 +188,6 @@ MORE = {
     "replicas alone": exact(dp=2, replicate=2),
     "experts": exact(dp=4, ep=2, model=moe(num_hidden_layers=2)),
     "experts, ZeRO 2": exact(dp=4, zero=2, ep=2, model=moe(num_hidden_layers=2)),
-    "cp=2": exact(dp=2, cp=2, seq_len=64, numerics=Numerics("exact", parts=4)),
     "experts, one microbatch": exact(dp=2, ep=2, grain=8, model=moe(num_hidden_layers=2)),
     "tied": exact(dp=2, family="gpt2", tied=True),
 }

@@ -21,18 +21,16 @@ from torch.distributed.pipelining import PipelineStage
 
 from support import saved_runs
 from support.families import hf, moe
-from support.models import LLAMA, tiny
+from support.models import tiny
 from support.world import run_world
 from titanlike.config.schema import (
     ActivationCheckpoint,
     AdamW,
     Checkpoint,
-    ChunkedCrossEntropy,
     Config,
     ConstantLr,
     Float8Precision,
     Fsdp,
-    Metrics,
     Model,
     Muon,
     Numerics,
@@ -139,51 +137,6 @@ class Skipping(nn.Module):
         return self.head(self.norm(x))
 
 
-class Norms(nn.Module):
-    """Attention with a norm of each head's queries, and a scale of its own class."""
-
-    def __init__(self, vocab_size: int = 64, dim: int = 32, mixes: str = "") -> None:
-        """mixes: how a piece of the tokens would not do."""
-        super().__init__()
-        self.embed = nn.Embedding(vocab_size, dim)
-        self.layers = nn.ModuleList(Attending(dim, mixes) for _ in range(2))
-        self.head = nn.Linear(dim, vocab_size)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        x = self.embed(inputs)
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x)
-
-
-class Attending(nn.Module):
-    def __init__(self, dim: int, mixes: str) -> None:
-        super().__init__()
-        self.mixes = mixes
-        self.qkv, self.norm = nn.Linear(dim, 3 * dim), nn.RMSNorm(dim // 4)
-        self.scale, self.beside = Scale(dim, mixes == "tokens"), nn.Linear(dim, dim)
-        if mixes == "parameter":
-            self.gain = nn.Parameter(torch.empty(dim))
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (t.unflatten(-1, (4, -1)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
-        drop = 0.1 if self.mixes == "dropout" else 0.0
-        y = F.scaled_dot_product_attention(self.norm(q), k, v, dropout_p=drop, is_causal=True)
-        x = x + self.scale(y.transpose(1, 2).flatten(-2))
-        if self.mixes == "weight":
-            return x + F.linear(x, self.beside.weight)
-        return x * self.gain if self.mixes == "parameter" else x + F.silu(self.beside(x))
-
-
-class Scale(nn.Module):
-    def __init__(self, dim: int, cumulates: bool) -> None:
-        super().__init__()
-        self.weight, self.cumulates = nn.Parameter(torch.ones(dim)), cumulates
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (x.cumsum(1) if self.cumulates else x) * self.weight
-
-
 class SelfAttending(nn.Module):
     """Attention whose three arguments are one tensor; a frozen weight, a matrix of one row, and
     sizes that fill no vector register."""
@@ -209,12 +162,11 @@ RESUMED = {"lr": ConstantLr(), "validation": Validation(every=1)}
 def exact(run_dir: Path, pp: int = 1, dp: int = 1, schedule: str = "1f1b", **more: Any) -> Config:
     """A run of 3 steps, unless told, that ends with a checkpoint."""
     microbatches = more.get("batch_size", 16) // dp // more.pop("grain", 1)
-    parts = more.pop("parts", 1)
     config = tiny(pp, dp, schedule, layers=4, **{"steps": 3} | more)
     return replace(
         config,
         schedule=replace(config.schedule, microbatches=microbatches),
-        numerics=Numerics("exact", config.batch_size // dp // microbatches, parts, digest_every=1),
+        numerics=Numerics("exact", config.batch_size // dp // microbatches, digest_every=1),
         checkpoint=Checkpoint(every=0, keep=0),
         run_dir=str(run_dir / f"{pp} {dp} {len([*run_dir.iterdir()])}"),
     )
@@ -247,7 +199,6 @@ MOE = {
         z_loss=0.001,
     )
 }
-PIECES = {"numerics": Numerics("exact", parts=2)}
 FULL = {"activation_checkpoint": ActivationCheckpoint("full")}
 SELECTIVE = {"activation_checkpoint": SelectiveActivationCheckpoint()}
 MOVES: list[dict[str, Any]] = [  # each resumes from where the one before has ended
@@ -282,18 +233,7 @@ LAYOUTS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
     "gpt2 bf16": (GPT2, [{"dp": 2, "fsdp": Fsdp(zero=2)}, {"pp": 2}]),
     # three grains a rank: in a tree of those no two ranks may be exchanged
     "experts": ({**MOE, "batch_size": 6}, [{"dp": 2, "ep": 2}]),
-    "pieces": (
-        {"parts": 2, "family": "gpt2", "tied": True},
-        [{"cp": 2, "fsdp": Fsdp(zero=3)}, {"cp": 2, "pp": 2, "schedule": "zbvzerobubble"}],
-    ),
 }
-PARTS = [  # layouts with parts=2
-    {"cp": 2, "dp": 2, "fsdp": Fsdp(zero=1)},
-    {"cp": 2, "dp": 2, "replicate": 2, "fsdp": Fsdp(zero=2)},
-    {"cp": 2, "pp": 2, "schedule": "interleaved1f1b", **FULL},
-    {"dp": 2, "fsdp": Fsdp(zero=2)},
-    {"pp": 2, "schedule": "zbvzerobubble"},
-]
 MORE: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
     "llama": (
         {"grain": 2},
@@ -307,15 +247,6 @@ MORE: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
         + [{"dp": 2, "fsdp": Fsdp(cpu_offload=True)}, {"pp": 4, **FULL}],
     ),
     "three ranks": ({"batch_size": 18}, [{"dp": 3}, {"dp": 3, "replicate": 3}, {"dp": 2}]),
-    "pieces": ({"parts": 2, "grain": 2}, PARTS),
-    "pieces of gpt2 bf16": (
-        GPT2 | {"parts": 4},
-        [{"cp": 4}, {"cp": 2, "pp": 2}, {"cp": 2, "dp": 2, "fsdp": Fsdp(zero=3)}],
-    ),
-    "pieces of own norms": (
-        {"parts": 2, "model": Model(f"{__name__}.Norms", {}), "precision": BF16},
-        [{"cp": 2}, {"dp": 2, "cp": 2}],
-    ),
     "muon": (MUON, [{"dp": 2}, {"pp": 2, "dp": 2, "replicate": 2}]),
     "sgd": ({"optimizer": Sgd()}, [{"dp": 2}, {"pp": 2, "dp": 2}]),
     "own optimizer": (
@@ -361,10 +292,9 @@ def test_layouts_leave_the_same_bits(name: str, tmp_path: Path) -> None:
     [
         ({}, MOVES[:2]),
         pytest.param({}, MOVES, marks=pytest.mark.slow),
-        pytest.param({"parts": 2}, PARTS, marks=pytest.mark.slow),
         pytest.param(MOE, [EXPERTS[0], {"pp": 2}, *EXPERTS[1:]], marks=pytest.mark.slow),
     ],
-    ids=["one", "eight", "pieces", "experts"],
+    ids=["one", "eight", "experts"],
 )
 def test_a_run_that_is_resumed_in_other_layouts_leaves_the_same_bits(
     trained: dict[str, Any], layouts: list[dict[str, Any]], tmp_path: Path
@@ -420,7 +350,6 @@ def test_a_resume_with_other_grains_is_refused(tmp_path: Path) -> None:
     assert saved_runs.train_all(first) == [""]
     for numerics, key in (
         (Numerics("exact", 2), "numerics.grain=2: .*write numerics.grain=1"),
-        (Numerics("exact", parts=2), "numerics.parts=2: .*write numerics.parts=1"),
         (Numerics(), "numerics=fast: .*write numerics=exact"),
     ):
         schedule = replace(first.schedule, microbatches=None)
@@ -438,11 +367,7 @@ def test_more_layouts_leave_the_same_bits(name: str, tmp_path: Path) -> None:
 def test_what_is_not_exact_is_refused() -> None:
     wrong = {
         "tp": {"tp": 2},
-        "numerics.parts": {"cp": 2},
-        "context_parallel": {"cp": 2, "context_parallel": "ring"} | PIECES,
-        "loss": {"loss": ChunkedCrossEntropy()} | PIECES,
-        "metrics.microbatch_losses": {"metrics": Metrics(microbatch_losses=True)} | PIECES,
-        "seq_len": {"seq_len": 15} | PIECES,
+        "cp": {"cp": 2},
         "compile": {"compile": True},
         "precision": {"precision": Float8Precision()},
         "optimizer.state_dtype": {"optimizer": AdamW(state_dtype="bf16")},
@@ -454,33 +379,6 @@ def test_what_is_not_exact_is_refused() -> None:
         config = replace(tiny(), numerics=Numerics("exact"))
         (problem,) = problems(replace(config, **changes))
         assert problem.key == key and problem.fix
-
-
-@pytest.mark.parametrize("cp", [1, 2])
-def test_models_that_pieces_would_change_are_refused(cp: int) -> None:
-    sizes = {"vocab_size": None, **LLAMA, "num_attention_heads": 2}
-    own, heads = f"{__name__}.Norms", Model("llama", sizes)
-    wrong = {
-        "its layers.0.scale ": Model(own, {"mixes": "tokens"}),
-        "its layers.0.beside are used outside": Model(own, {"mixes": "weight"}),
-        "its layers.0 has parameters beside modules": Model(own, {"mixes": "parameter"}),
-        "its attention has dropout": Model(own, {"mixes": "dropout"}),
-        "draws random numbers": OWN["model"],
-        "2 heads and 2 key/value heads cannot be divided into": heads,
-        "its embed returns has 144 elements": Model(own, {"dim": 36}),
-        "its experts compute": moe(num_hidden_layers=2),
-    }
-    for reason, model in wrong.items():
-        config = tiny(cp=cp, model=model, numerics=Numerics("exact", parts=4))
-        if "draws" in reason:  # it has no attention
-            config = replace(config, cp=1)
-        (problem, *_) = preflight(config)
-        assert reason in problem.reason and problem.fix, problem
-    odd = Model(own, {"vocab_size": 65})  # logits are computed with row by row
-    no_dropout = hf("phi3")  # has modules of dropout with a probability of 0
-    for model in (odd, no_dropout):
-        fine = tiny(cp=cp, model=model, numerics=Numerics("exact", parts=4))
-        assert preflight(fine) == []
 
 
 # --- verify ---------------------------------------------------------------------------------------

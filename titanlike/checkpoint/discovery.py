@@ -231,7 +231,6 @@ def run_identity(config: Config) -> dict[str, Any]:
     if config.exact:  # other grains leave other bits
         numerics = config.numerics
         plain |= {"numerics": numerics.name, "numerics.grain": numerics.grain}
-        plain |= {"numerics.parts": numerics.parts}
     return {**plain, "optimizer": config.optimizer.name, **sizes}
 
 

@@ -744,11 +744,6 @@ class Numerics:
     grain: int = key(
         1, "exact: sequences in a microbatch, the same in all layouts that are to be equal", ge=1
     )
-    parts: int = key(
-        1,
-        "exact: pieces in which each layer computes a sequence; cp must divide it, likewise",
-        ge=1,
-    )
     digest_every: int = key(
         0, "steps between digests of all weights in metrics.jsonl; 0 = none", ge=0
     )

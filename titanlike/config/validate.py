@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import product
-from math import gcd, lcm
+from math import gcd
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -293,21 +293,9 @@ EXACT_RULES = tuple(rule._replace(broken=partial(_if_exact, rule.broken)) for ru
     Rule("tp", lambda c: c.tp > 1,
          _EXACT + "sums over the columns of a matrix are added rank by rank",
          "tp=1 pp={c.model_ranks} or numerics=fast"),
-    Rule("numerics.parts", lambda c: c.numerics.parts % c.cp and lcm(c.numerics.parts, c.cp),
-         "cp={c.cp} ranks compute as many pieces of each sequence, and so must all runs that are to "
-         "be equal", "numerics.parts={0}"),
-    Rule("context_parallel", lambda c: c.cp > 1 and c.context_parallel not in ("auto", "ulysses"),
-         _EXACT + "attention of a part of the tokens is added in another order",
-         "context_parallel=ulysses or numerics=fast"),
-    Rule("seq_len", lambda c: c.seq_len % c.numerics.parts and c.numerics.parts * max(
-         1, c.seq_len // c.numerics.parts),
-         "cannot be cut into numerics.parts={c.numerics.parts} pieces of one length",
-         "seq_len={0}"),
-    Rule("loss", lambda c: c.numerics.parts > 1 and c.loss.name not in ("cross_entropy", "mse"),
-         _EXACT + "its sum over tokens is not cut into numerics.parts",
-         "loss=cross_entropy or numerics.parts=1"),
-    Rule("metrics.microbatch_losses", lambda c: c.numerics.parts > 1 and c.metrics.microbatch_losses,
-         "cp ranks would add them in an order of their own", "metrics.microbatch_losses=false"),
+    Rule("cp", lambda c: c.cp > 1 and c.dp * c.cp,
+         _EXACT + "a rank sums over its part of the tokens, in another order than a whole sequence",
+         "cp=1 dp={0} or numerics=fast"),
     Rule("numerics.grain", lambda c: c.batch_size // c.dp % max(1, c.numerics.grain),
          "a dp rank's batch of {c.batch_size} / {c.dp} sequences is no whole number of grains",
          "numerics.grain=1"),

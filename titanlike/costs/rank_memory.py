@@ -14,8 +14,7 @@ takes while it runs (`UnitCosts.peaks`). What FSDP holds besides (torch 2.13,
 
 With numerics=exact (`parallel/exact.py`) each microbatch's gradients are made anew, and those that
 are complete are partial sums of a binary tree: after k microbatches as many whole gradients in fp32
-as k has bits. Each piece of a sequence has a gradient of its own (`numerics.parts`), and of the sums
-over the pieces a cp rank has its shard. Experts have a gradient for the grain of each ep rank.
+as k has bits. Experts have a gradient for the grain of each ep rank.
 """
 
 from __future__ import annotations
@@ -132,7 +131,6 @@ class RankMemory:
         self.unit_costs, self.tokens, self.layout = costs, tokens, layout
         self._config, self._order = config, order
         self._computing = compute_dtype(config).itemsize
-        self._cp, self._pieces = config.cp, config.numerics.parts // config.cp  # if it is exact
         self._state = StateBytes.of(config, layout.zero)
         none, one = (StateBytes.of(config, layout.zero, moments).kept for moments in (0, 1))
         self._kept = [  # bytes of each stage's parameters and optimizer state
@@ -148,7 +146,7 @@ class RankMemory:
         self._stage_changes: dict[tuple[int, frozenset[str]], dict[str, _Change]] = {}
         # of stages that are alike, also in other layouts: a search has the same again and again
         self._counted: dict[object, dict[str, _Change]] = {}
-        mesh = config.cp, config.ep, config.exact, self._pieces, self._computing
+        mesh = config.cp, config.ep, config.exact, self._computing
         self._alike = self._state, mesh, layout.zero, layout.microbatches
         # of ranks of orders, each walked once: a search asks for the same many times
         self._walks: dict[tuple[int, int], tuple[Order, list[tuple[int, str]], np.ndarray]] = {}
@@ -321,11 +319,10 @@ class RankMemory:
         sums, parts, microbatches = 0, layout.microbatches.bit_count(), layout.microbatches
         if self._config.exact:
             new = [_REDUCED * self._of_grains(unit) for unit in units]
-            sums = sum(new) // self._cp  # bytes of a partial sum
-            new = [self._pieces * size if whole else size // self._cp for size in new]
+            sums = sum(new)  # bytes of a partial sum
             gradients = parts * sums
             reduced = 0
-            if state.fsdp and whole and self._cp == 1 and units:
+            if state.fsdp and whole and units:
                 # what is left of experts' sums when those of the ep ranks are added
                 nodes = (microbatches * self._config.ep).bit_count()
                 nodes = 1 if 1 < self._config.ep == state.shards else nodes
@@ -412,8 +409,7 @@ class RankMemory:
             now -= unit.kept if recompute else unit.saved
             running = unit.peak.first if anew else unit.peak.later
             if self._config.exact:
-                more = self._pieces * self._of_grains(unit) - unit.parameters
-                running += _REDUCED * more
+                running += _REDUCED * (self._of_grains(unit) - unit.parameters)
             if recompute:
                 running = max(running, unit.peak.forward)
             gathered = self._gathered(unit) + self._gathered(before)

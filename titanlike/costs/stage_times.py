@@ -327,9 +327,9 @@ class LayoutTimes:
         self.units, self.estimated = units, estimated
         self._sums: _Sums | None = None
         if config.exact:
-            mesh = config.dp, config.replicate, config.cp, config.ep
-            counts = config.numerics.parts, layout.microbatches, layout.zero
-            self._sums = _partial_sums(*mesh, *counts)
+            self._sums = _partial_sums(
+                config.dp, config.replicate, config.ep, layout.microbatches, layout.zero
+            )
         self._runs = [  # units of each stage, and whether they are recomputed
             [(units[name], name in recomputed) for name in names]
             for names, recomputed in zip(layout.stages, layout.recomputed, strict=True)
@@ -528,27 +528,30 @@ class _Sums(NamedTuple):
 
 
 @cache
-def _partial_sums(
-    dp: int, replicate: int, cp: int, ep: int, parts: int, microbatches: int, zero: int
-) -> _Sums:
+def _partial_sums(dp: int, replicate: int, ep: int, microbatches: int, zero: int) -> _Sums:
     from titanlike.distributed.exact_sums import keys_of, leaves_of
 
-    every, ranks = range(microbatches), dp * cp
-    sizes = {"microbatches": microbatches, "parts": parts, "cp": cp}
-    exchanges = [every] if zero == 1 and cp == 1 else [range(at, at + 1) for at in every]
+    every = range(microbatches)
+    exchanges = [every] if zero == 1 else [range(at, at + 1) for at in every]
 
     def most(ranks_of_each: Iterable[range], exchanges: Sequence[range], peers: int = 1) -> int:
         return max(
-            len(keys_of(dp * microbatches * parts, chain.from_iterable(leaves)))
+            len(keys_of(dp * microbatches, chain.from_iterable(leaves)))
             for ranks in ranks_of_each
             for exchange in exchanges
-            for leaves in [[leaves_of(r, m, **sizes, peers=peers) for r in ranks for m in exchange]]
+            for leaves in [
+                [
+                    leaves_of(r, m, microbatches=microbatches, peers=peers)
+                    for r in ranks
+                    for m in exchange
+                ]
+            ]
         )
 
-    alone = [range(rank, rank + 1) for rank in range(ranks)]
-    shards = ranks // replicate
-    replicas = [range(first, first + shards) for first in range(0, ranks, shards)]
-    dense, experts = most(alone, exchanges), most(alone[: ranks // ep], exchanges, ep)
+    alone = [range(rank, rank + 1) for rank in range(dp)]
+    shards = dp // replicate
+    replicas = [range(first, first + shards) for first in range(0, dp, shards)]
+    dense, experts = most(alone, exchanges), most(alone[: dp // ep], exchanges, ep)
     return _Sums(len(exchanges), dense, experts, most(replicas, [every]))
 
 

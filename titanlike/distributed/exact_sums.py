@@ -72,21 +72,10 @@ def keys_of(leaves: int, some: Iterable[int]) -> list[Key]:
     return sorted(tree.nodes, key=lambda key: key[1] << key[0])
 
 
-def leaves_of(
-    rank: int, microbatch: int, *, microbatches: int, parts: int, cp: int, peers: int = 1
-) -> list[int]:
-    """The leaves that a rank computes in a microbatch: of its grain, or of those of so many
-    neighbours (`peers`), whose `parts` cp ranks share.
-
-    rank: of all that have a part of the global batch, cp ranks next to each other.
-    """
-    leaves: list[int] = []
-    mine = parts // cp
-    for at in range(rank * peers, (rank + 1) * peers):
-        dp_rank, cp_rank = divmod(at, cp)
-        first = (dp_rank * microbatches + microbatch) * parts + cp_rank * mine
-        leaves += range(first, first + mine)
-    return leaves
+def leaves_of(rank: int, microbatch: int, *, microbatches: int, peers: int = 1) -> list[int]:
+    """The leaves that a dp rank computes in a microbatch: its grain, or those of so many neighbours
+    (`peers`)."""
+    return [at * microbatches + microbatch for at in range(rank * peers, (rank + 1) * peers)]
 
 
 def sum_over(

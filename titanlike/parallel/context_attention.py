@@ -205,12 +205,12 @@ class ContextAttention(TorchFunctionMode):
         if ranks.method == "ulysses":
             if mask is not None and mask.dim() > 1 and mask.shape[-2] == query.shape[_TOKENS]:
                 mask = _all_tokens(mask, ranks, mask.dim() - 2)
-            masks = _of_heads(mask, query.shape[1], ranks)
+            mask = _of_heads(mask, query.shape[1], ranks)
             options["is_causal"] = mask is None and is_causal
 
             def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
                 options["enable_gqa"] = q.shape[1] != k.shape[1]
-                return F.scaled_dot_product_attention(q, k, v, masks.pop(0), **options)
+                return F.scaled_dot_product_attention(q, k, v, mask, **options)
 
             return _by_heads(attend, query, key, value, ranks)
         if ranks.method == "ring":
@@ -297,13 +297,9 @@ def _by_heads(
     v: Tensor,
     ranks: ContextRanks,
 ) -> Tensor:
-    times = repeated(k.shape[1], max(ranks.size, ranks.parts))
+    times = repeated(k.shape[1], ranks.size)
     if times > 1:
         k, v = (x.repeat_interleave(times, dim=1) for x in (k, v))
-    if ranks.parts > 1:
-        from titanlike.parallel.exact_pieces import attend_in_parts
-
-        attend = functools.partial(attend_in_parts, attend, ranks.parts // ranks.size)
     if k.shape[-1] == v.shape[-1]:  # in one message: each rank's heads are next to each other
         sizes = [x.shape[1] // ranks.size for x in (q, k, v)]
         every = torch.cat([x.unflatten(1, (ranks.size, -1)) for x in (q, k, v)], dim=2)
@@ -322,14 +318,12 @@ def _to_heads(x: Tensor, ranks: ContextRanks) -> Tensor:
     return x.movedim(0, 2).flatten(2, 3)
 
 
-def _of_heads(mask: Tensor | None, heads: int, ranks: ContextRanks) -> list[Tensor | None]:
-    """The part of a mask or bias, which may differ between heads, of each part of this rank's."""
-    count = max(1, ranks.parts // ranks.size)
+def _of_heads(mask: Tensor | None, heads: int, ranks: ContextRanks) -> Tensor | None:
+    """A mask or bias, which may differ between heads, of this rank's heads."""
     if mask is None or mask.dim() < 3 or mask.shape[-3] != heads or heads == 1:
-        return [mask] * count
-    size = heads // ranks.size // count
-    first = ranks.rank * count * size
-    return [mask.narrow(mask.dim() - 3, first + at * size, size) for at in range(count)]
+        return mask
+    size = heads // ranks.size
+    return mask.narrow(mask.dim() - 3, ranks.rank * size, size)
 
 
 # --- a ring: keys and values go from rank to rank while each attends -----------------------------

@@ -209,26 +209,17 @@ class ContextParallel(Transform):
             self.ranks.method, self.why = wanted, "asked for"
             return
         refused = next(filter(None, problems.values()), "")
-        if self._config.exact and chosen != "ulysses":
-            problem = self._problem(f"not with numerics=exact: {refused}")
-            raise ConfigError([replace(problem, fix=f"{problem.fix} numerics.parts=1")])
         self.why = "the ranks can share its heads" if chosen == "ulysses" else refused
         self.ranks.method = chosen
 
     def _no_ulysses(self) -> str:
-        size = max(self.ranks.size, self.ranks.parts)
         for call in self._calls:
             if not call.heads:
                 return "a call of attention has no dimension of heads"
-            if undividable(call.heads, call.kv_heads, size):
+            if undividable(call.heads, call.kv_heads, self.ranks.size):
                 of_rank = " of a tp rank" if self._config.tp > 1 else ""
                 heads = f"{call.heads} heads and {call.kv_heads} key/value heads{of_rank}"
-                shared = (
-                    f"into numerics.parts={size}" if self.ranks.parts > 1 else f"by {size} ranks"
-                )
-                return (
-                    f"{heads} cannot be {'divided' if self.ranks.parts > 1 else 'shared'} {shared}"
-                )
+                return f"{heads} cannot be shared by {self.ranks.size} ranks"
         return ""
 
     def _no_ring(self) -> str:
@@ -381,8 +372,7 @@ def context_parallel(
         both = f"2 x cp{f' and cp x tp = {config.cp * config.tp}' if config.tp > 1 else ''}"
         reason = f"{tokens} tokens are no multiple of {both} = {2 * config.cp}"
         raise ConfigError([Problem("seq_len", tokens, reason, f"seq_len={fits}")])
-    rank, parts = 0 if mesh is None else mesh.cp_rank, config.numerics.parts if config.exact else 1
-    return ContextParallel(config, ContextRanks(config.cp, rank, parts=parts))
+    return ContextParallel(config, ContextRanks(config.cp, 0 if mesh is None else mesh.cp_rank))
 
 
 # --- whether a model computes with a part of the tokens what it does with all ---------------------

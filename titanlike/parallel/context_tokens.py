@@ -32,7 +32,6 @@ class ContextRanks(GroupInfo):
     """The context-parallel ranks that this one computes with."""
 
     method: Method = "gather"
-    parts: int = 1  # of heads that attend by themselves, in as many layouts as they divide
 
     @property
     def balanced(self) -> bool:

@@ -20,7 +20,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property, partial
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -46,15 +46,11 @@ from titanlike.distributed.placement import APART, experts_of, has_statistics
 from titanlike.distributed.readings import on_device
 from titanlike.distributed.sharding import compute_dtype
 from titanlike.distributed.transform import Transform
-from titanlike.graph.model_graph import Fields, ModelGraph
+from titanlike.graph.model_graph import ModelGraph
 from titanlike.graph.recording import tree_map
-from titanlike.optim.loss import Loss, build_loss
 from titanlike.torch_private.dtensor import local
 from titanlike.torch_private.fsdp_sums import ShardedGradients, sharded_gradients
 from titanlike.torch_private.tensors import add_values
-
-if TYPE_CHECKING:  # imported where sequences are computed in pieces
-    from titanlike.parallel.exact_pieces import LossInPieces, Pieces
 
 Gradients = list[Tensor | None]
 # bytes; products of unaligned fp32 vectors differed on a CPU (MKL, one to three rows)
@@ -88,13 +84,6 @@ def model_problems(config: Config, model_graph: ModelGraph) -> list[Problem]:
     if any(map(has_statistics, model.modules())):
         reasons.append("its batch norms keep statistics of a whole batch")
     fix = "numerics=fast, or a model without that"
-    if config.numerics.parts > 1 and not reasons:
-        from titanlike.parallel.exact_pieces import reasons_against
-
-        reasons = reasons_against(config, model_graph)
-        fix = "numerics.parts=1"
-        if config.cp > 1:
-            fix = f"cp=1 dp={config.dp * config.cp} {fix}"
     problems = [
         Problem("model.name", config.model.name, f"not with numerics=exact: {reason}", fix)
         for reason in reasons[:3]
@@ -138,32 +127,16 @@ class ExactSums(Transform):
         """drawing: units whose forwards draw random numbers."""
         self._mesh, self._zero, self._drawing = mesh, zero, drawing
         self._seed, self._step, self._grain = config.seed, 0, 0
-        sizes = microbatches, config.replicate, config.numerics.parts
-        self._grains, self._of_experts = Grains(mesh, *sizes), Grains(mesh, *sizes, config.ep)
-        self._loss: LossInPieces | None = None
-        self._pieces: Pieces | None = None
-        if config.numerics.parts > 1:
-            from titanlike.parallel import exact_pieces
-
-            self._pieces = exact_pieces.Pieces(config.numerics.parts, mesh.cp)
-            self._loss = exact_pieces.LossInPieces(build_loss(config.loss), self._pieces)
+        self._grains = Grains(mesh, microbatches, config.replicate)
+        self._of_experts = Grains(mesh, microbatches, config.replicate, peers=config.ep)
         self._stages: dict[int, GrainSums] = {}
         self._index: dict[nn.Module, tuple[int, Sequence[str]]] = {}  # and units
         self.sums = self
-
-    def loss(self, device: torch.device | None = None) -> Loss | None:
-        return self._loss
-
-    def prepare(self, fields: Fields) -> None:
-        if self._pieces is not None:
-            self._pieces.tokens = fields["inputs"].shape[0] // self._mesh.cp
 
     def on_stage(self, index: int, stage: Any, units: Sequence[str]) -> None:
         self._index[stage] = index, units
         # in one process the gradients of later uses come first, one by one
         stage.relays = False
-        if self._pieces is not None:
-            self._pieces.on_stage(stage, units)
         for unit in self._drawing.intersection(units):
             module = stage.get_submodule(unit)
             module.register_forward_pre_hook(partial(self._seed_random, unit))
@@ -179,8 +152,7 @@ class ExactSums(Transform):
     def on_weights(self, stage: nn.Module) -> None:
         for experts in experts_of(stage).values():
             vars(experts)["independent_rows"] = True
-        grains = self._grains, self._of_experts
-        sums = GrainSums(stage, *grains, self._zero, self._next_forward, self._pieces)
+        sums = GrainSums(stage, self._grains, self._of_experts, self._zero, self._next_forward)
         index, units = self._index.pop(stage)
         self._stages[index] = sums
         for unit in units:  # before FSDP's own
@@ -195,11 +167,8 @@ class ExactSums(Transform):
 
     def losses(self, losses: list[Tensor]) -> Tensor:
         placed = torch.full((self._grains.all,), -0.0, device=self._mesh.device)
-        if self._loss is not None:
-            losses = self._loss.take()
         if losses:
-            count = len(losses) // len(self._grains.mine(0))
-            leaves = [leaf for each in range(count) for leaf in self._grains.mine(each)]
+            leaves = [leaf for each in range(len(losses)) for leaf in self._grains.mine(each)]
             at = on_device(torch.tensor(leaves), placed.device)
             placed.index_copy_(0, at, torch.stack(losses).detach())
         return placed
@@ -228,20 +197,15 @@ class ExactSums(Transform):
 
 
 class Grains:
-    """The grains of a step, of which each part is a leaf of the tree, and the ranks that have
-    them."""
+    """The grains of a step, each a leaf of the tree, and the ranks that compute them."""
 
-    def __init__(
-        self, mesh: Mesh, microbatches: int, replicate: int, parts: int, peers: int = 1
-    ) -> None:
-        """parts: leaves of a grain, in which cp ranks share; peers: neighbours whose grains are all
-        computed by each, with its experts."""
-        self._count, self._parts, self.cp, self.peers = microbatches, parts, mesh.cp, peers
-        self.all = mesh.dp * microbatches * parts
+    def __init__(self, mesh: Mesh, microbatches: int, replicate: int, peers: int = 1) -> None:
+        """peers: neighbours whose grains are all computed by each, with its experts."""
+        self._count, self.peers = microbatches, peers
+        self.all = mesh.dp * microbatches
         self.first = mesh.dp_rank * microbatches
-        self.shards, self.replicas = mesh.dp * mesh.cp // replicate // peers, replicate
-        rank = (mesh.dp_rank * mesh.cp + mesh.cp_rank) // peers
-        self.replica, self._rank = divmod(rank, self.shards)
+        self.shards, self.replicas = mesh.dp // replicate // peers, replicate
+        self.replica, self._rank = divmod(mesh.dp_rank // peers, self.shards)
         experts = mesh.expert_axes if peers > 1 else None
         shard = mesh.axes["shard"] if experts is None else experts["expert_shard"]
         self.shard_group = shard.get_group()
@@ -276,8 +240,7 @@ class Grains:
 
     def _leaves(self, rank: int, microbatch: int) -> list[int]:
         """rank: of all replicas."""
-        sizes = {"microbatches": self._count, "parts": self._parts, "cp": self.cp}
-        return leaves_of(rank, microbatch, **sizes, peers=self.peers)
+        return leaves_of(rank, microbatch, microbatches=self._count, peers=self.peers)
 
     def _keys(self, ranks: Iterable[int]) -> list[Key]:
         each = product(ranks, range(self._count))
@@ -294,7 +257,6 @@ class GrainSums:
         of_experts: Grains,
         zero: int,
         forward: Callable[[int], object] = lambda microbatch: None,
-        pieces: Pieces | None = None,
     ) -> None:
         self.forward = forward
         self.arrive: Callable[[], object] = lambda: None  # waits for what is on its way
@@ -312,13 +274,12 @@ class GrainSums:
                 grains if routed.isdisjoint(group.parameters) else of_experts,
                 zero,
                 self,
-                pieces,
             )
             for group in sharded_gradients(stage)
         ]
         self._sums: list[_Sum] = [*self._sharded]
         if not self._sharded:
-            self._sums = [_WholeSum(places, grains, pieces)]
+            self._sums = [_WholeSum(places, grains)]
 
     def backward(self, microbatch: int) -> None:
         for sharded in self._sharded:
@@ -344,14 +305,9 @@ class GrainSums:
 class _Sum:
     """Gradients whose sums are made together."""
 
-    def __init__(
-        self,
-        places: Sequence[list[tuple[nn.Module, str]]],
-        grains: Grains,
-        pieces: Pieces | None,
-    ) -> None:
+    def __init__(self, places: Sequence[list[tuple[nn.Module, str]]], grains: Grains) -> None:
         """places: of each parameter, the modules that have it."""
-        self._grains, self._pieces = grains, pieces
+        self._grains = grains
         self._places = [each[0] for each in places]
         self._tree: SumTree[Gradients] = SumTree(grains.all, _add_each)
         self._pending: dict[int, Gradients] = {}  # by leaf: weight gradients are missing
@@ -362,8 +318,7 @@ class _Sum:
         self._apart: dict[tuple[int, int], Tensor] = {}
         for index, each in enumerate(places):
             for module, name in each[1:]:
-                if pieces is None:
-                    keep_apart(module, name, partial(self._keep, 0, len(self._at)))
+                keep_apart(module, name, partial(self._keep, 0, len(self._at)))
                 self._places.append((module, name))
                 self._at.append(index)
 
@@ -375,8 +330,6 @@ class _Sum:
         """(leaf, its gradients) of a microbatch."""
         found, self._apart = dict[tuple[int, int], Tensor | None](self._apart), {}
         found = {(0, at): gradient for at, gradient in enumerate(self._taken())} | found
-        if self._pieces is not None:
-            found |= self._pieces.take(self._places)
         return [
             (leaf, [_in_fp32(found.get((number, at))) for at in range(len(self._at))])
             for number, leaf in enumerate(self._grains.mine(microbatch))
@@ -407,9 +360,8 @@ class _WholeSum(_Sum):
         self,
         places: Mapping[nn.Parameter, list[tuple[nn.Module, str]]],
         grains: Grains,
-        pieces: Pieces | None,
     ) -> None:
-        super().__init__([*places.values()], grains, pieces)
+        super().__init__([*places.values()], grains)
         self._parameters = [*places]
 
     def _taken(self) -> Gradients:
@@ -441,10 +393,9 @@ class _ShardedSum(_Sum):
         grains: Grains,
         zero: int,
         stage: GrainSums,
-        pieces: Pieces | None,
     ) -> None:
         self._group, self._zero, self._stage = group, zero, stage
-        super().__init__([places[parameter] for parameter in group.parameters], grains, pieces)
+        super().__init__([places[parameter] for parameter in group.parameters], grains)
         # of this rank's part, in this replica
         self._part: SumTree[Tensor] = SumTree(grains.all, Tensor.add_)
         if zero > 1:
@@ -462,9 +413,6 @@ class _ShardedSum(_Sum):
     def add(self, microbatch: int, complete: bool) -> None:
         if self._zero == 1:
             super().add(microbatch, complete)
-            # what a cp rank has of a grain would be added to nothing else before the end
-            if complete and self._grains.cp > 1:
-                self._exchange_grain(microbatch)
 
     def end(self) -> None:
         """The backward is done. torch 2.15 puts off to the end of a step what comes after that of a
@@ -481,9 +429,6 @@ class _ShardedSum(_Sum):
         microbatch, self.microbatch = self.microbatch, None
         for leaf, taken in self._take(microbatch):
             self._tree.put((0, leaf), taken)
-        self._exchange_grain(microbatch)
-
-    def _exchange_grain(self, microbatch: int) -> None:
         # they are on their way while the next group's backward runs
         arrive = self._exchange(self._tree.take(), self._grains.microbatch_keys[microbatch])
         self._stage.arrive()
@@ -506,7 +451,7 @@ class _ShardedSum(_Sum):
         if not self._at:
             return
         grains = self._grains
-        if self._zero == 1 and grains.cp == 1:
+        if self._zero == 1:
             self._exchange(self._tree.take(), grains.rank_keys)()
         nodes = self._part.take()
         (some, *_) = nodes.values()

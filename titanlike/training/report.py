@@ -185,8 +185,6 @@ def _numerics(config: Config, mesh: Mesh) -> str:
     if not config.exact:
         return ""
     fixed = f"grains of {config.numerics.grain}, one CPU thread on each rank"
-    if config.numerics.parts > 1:
-        fixed = f"{config.numerics.parts} pieces of each sequence, {fixed}"
     if accelerator.is_accelerator(mesh.device):
         fixed += ", deterministic algorithms"
     return f"exact: the same bits in every layout ({fixed})"

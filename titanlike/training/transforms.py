@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from titanlike.config.errors import ConfigError, Problem
 from titanlike.config.schema import Config, Float8Precision
 from titanlike.data.sources import Batch
 from titanlike.distributed.mesh import Mesh
@@ -165,10 +164,7 @@ def _casts(b: _Built) -> Transform:
 def _exact_sums(b: _Built) -> Transform:
     from titanlike.parallel.exact import ExactSums
 
-    graph, parts = b.plan.model_graph, b.config.numerics.parts
-    if b.plan.variable and parts > 1:
-        reason = "batches differ in length, and so would pieces"
-        raise ConfigError([Problem("numerics.parts", parts, reason, "numerics.parts=1")])
+    graph = b.plan.model_graph
     drawing = {n.target for n in graph.recording(graph.fields, True).nodes if n.random}
     return ExactSums(b.config, b.mesh, b.plan.microbatches, b.plan.zero, drawing)
 
