@@ -509,7 +509,8 @@ class TrainingRun:
             reason = f"has {len(value)} rows, and each dp rank gives its part"
             return reason, f"batch_size / dp = {size} / {dp} = {size // dp} rows"
         names = ["inputs", *(["targets"] * takes_divided_logits(self.config.loss))]
-        if self._vocabulary is None or floats or name not in names:
+        # a GPU's values would have to be waited for
+        if self._vocabulary is None or floats or name not in names or value.device.type != "cpu":
             return None
         ids = value[value != IGNORE] if name == "targets" else value
         low, high = (int(end) for end in ids.aminmax()) if ids.numel() else (0, 0)

@@ -51,6 +51,7 @@ NOT_KEYS = {
         "last_call_timeout",
         "join_timeout",
         "lengths",
+        "track_running_stats",
     ]
 }
 NOT_KEYS |= {"temperature", "timeline"}  # of titanlike generate; short for timeline.enabled
@@ -212,7 +213,7 @@ def known_keys() -> set[str]:
 
 KEYS = known_keys()
 GROUPS = {key.partition(".")[0] for key in KEYS if "." in key}
-SUFFIXES = {"csv", "md", "html", "png", "json", "jsonl", "yaml", "py"}
+SUFFIXES = {"csv", "md", "html", "png", "svg", "json", "jsonl", "yaml", "py"}
 
 
 def anchors(text: str) -> set[str]:
