@@ -8,6 +8,7 @@ import re
 import shlex
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from support.paths import ROOT
@@ -284,3 +285,6 @@ def test_the_best_jobs_command_is_the_sweeps_with_its_own_overrides(monkeypatch)
         "": "titanlike train pp=2",
     }.items():
         assert job_command(SweepSpec(command, "loss"), row) == alone
+    row = replace(row, job=Job(1, "1", ["model=own", "lr=wsd", "pp=2"], ["lr=wsd"]))
+    spec = SweepSpec("python train.py -m pp=2", "loss", implied=["model=own", "lr=wsd"])
+    assert job_command(spec, row) == "python train.py lr=wsd pp=2", "what nobody typed is left out"

@@ -144,6 +144,7 @@ def complete_args(args: argparse.Namespace) -> None:
         extra.append(str(conf_dir()))
     args.config_name = args.config_name or "config"
     args.notes = []  # to be said before anything starts
+    args.implied = []  # overrides that are added here, and not typed
     given = []
     for text in args.overrides:
         if text.startswith("hydra.searchpath=") and (override := parse_override(text)):
@@ -186,14 +187,15 @@ def _complete_choices(args: argparse.Namespace, searched: list[str]) -> set[str]
     typed = {key_of(text): text.partition("=")[2] for text in args.overrides}
     for group, choice in by_file.items():
         if group not in typed:
-            args.overrides = [f"{group}={choice}", *args.overrides]
+            args.implied.append(f"{group}={choice}")
         elif typed[group] != choice and typed[group] in VARIANTS.get(group, ()):
             args.overrides.append(f"{group}.name={typed[group]}")  # else the file's would win
     own = {g for g in OPEN_GROUPS if "." in str((in_run.get(g) or {}).get("name"))}
     if finished is not None or (shipped and "experiment" not in map(key_of, args.overrides)):
         added = sorted(named - chosen - own)
-        args.overrides = [*(f"{group}=own" for group in added), *args.overrides]
+        args.implied += [f"{group}=own" for group in added]
         chosen |= set(added)
+    args.overrides = [*args.implied, *args.overrides]
     if before and not {"run_dir", "hydra.run.dir"} & {*typed}:
         copied = os.path.exists(before)
         what = f"a copy of {before}, which stays as it is" if copied else f"which was in {before}"

@@ -53,6 +53,7 @@ class SweepRun:
     inner: str  # a tool's folder inside a job's, or ""
     grid: bool  # whether all jobs are known from the start (a search adds them as it goes)
     fixed: frozenset[str]  # keys that are the same in all jobs
+    implied: list[str] = field(default_factory=list)  # overrides that nobody typed
     restart: bool = False  # whether this command was started before
     check: bool = False  # --check
     base: int = 0  # of a resumed search: the first new job's number
@@ -96,7 +97,7 @@ class SweepRun:
             elif spec is None and (self.folder / "config.yaml").exists():
                 reason = "has a run, not a sweep"
             elif spec is None:
-                new = SweepSpec(self._resume_line(), self.value, self.inner)
+                new = SweepSpec(self._resume_line(), self.value, self.inner, [], self.implied)
                 spec = None if write_spec(self.folder, new) else read_spec(self.folder)
             self.begun = spec is not None or not self.grid
         except OSError as error:
@@ -351,6 +352,7 @@ def open_sweep(
         inner=runner.folder,
         grid=settings.grid,
         fixed=settings.fixed,
+        implied=args.implied,
         restart=runner.restart,
         check=args.check,
         created=created,

@@ -41,6 +41,7 @@ from titanlike.launch.environment import (
 )
 from titanlike.launch.failures import JobFailed, describe_exit
 from titanlike.launch.signals import Interrupted, StopRequest, interruptible
+from titanlike.metrics.console import OPENING
 from titanlike.metrics.run_files import ended_by_max_time, read_result, write_result
 
 OUTPUT = "output.log"  # of a job that has no terminal
@@ -319,6 +320,8 @@ def run_processes(sweep: SweepRun, runner: JobRunner, jobs: list[Prepared]) -> l
     ended: dict[int, JobProcess] = {}
     free: list[str] | None = None
     stop, total = _ForwardedStop(running), 0
+    opening = sweep.folder / ".opening"
+    opening.unlink(missing_ok=True)
     with interruptible(stop=stop):
         try:
             while waiting or running:
@@ -337,7 +340,7 @@ def run_processes(sweep: SweepRun, runner: JobRunner, jobs: list[Prepared]) -> l
                         of = f"  ({begun} of {len(jobs)})" if len(jobs) > 1 else ""
                         alone = f"\njob {item.name}{of}"
                         sweep.say(alone if parallel == 1 else f"job {item.name} begins{of}")
-                        running[number] = _start(sweep, runner, item, taken, total)
+                        running[number] = _start(sweep, runner, item, taken, total, opening)
                     elif is_new:
                         break  # a smaller one behind it may fit: composed at the next poll
                 for number, job in list(running.items()):
@@ -353,6 +356,7 @@ def run_processes(sweep: SweepRun, runner: JobRunner, jobs: list[Prepared]) -> l
                 stop.kill_overdue()
                 time.sleep(_POLL)
         finally:
+            opening.unlink(missing_ok=True)
             for job in running.values():  # after an exception here
                 if job.process is not None:
                     job.process.kill()  # its workers end with it
@@ -364,13 +368,20 @@ def run_processes(sweep: SweepRun, runner: JobRunner, jobs: list[Prepared]) -> l
 
 
 def _start(
-    sweep: SweepRun, runner: JobRunner, item: Prepared, taken: list[str], total: int
+    sweep: SweepRun,
+    runner: JobRunner,
+    item: Prepared,
+    taken: list[str],
+    total: int,
+    opening: Path,
 ) -> JobProcess:
-    """Start a job's process on these devices, of `total`."""
+    """Start a job's process on these devices, of `total`; opening: see `Console.only_new`."""
     folder, parallel = sweep.job_folder(item.job), sweep.settings.parallel
     job = JobProcess(item, folder, taken, time.monotonic())
     env = without_rank_variables(os.environ)
-    if parallel != 1:
+    if parallel == 1:
+        env[OPENING] = str(opening)
+    else:
         ranks = item.config.world_size if item.config else 1
         at_once = max(1, total // ranks)
         if taken and not taken[0].startswith("core "):

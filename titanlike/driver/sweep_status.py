@@ -53,6 +53,7 @@ class SweepSpec:
     value: str  # the objective, one of `summary.OBJECTIVES`
     inner: str = ""  # a tool's folder inside each job's, "verify"
     jobs: list[Job] = field(default_factory=list)  # by number
+    implied: list[str] = field(default_factory=list)  # of each job's overrides, what nobody typed
 
 
 def write_spec(folder: Path, spec: SweepSpec) -> bool:
@@ -60,7 +61,8 @@ def write_spec(folder: Path, spec: SweepSpec) -> bool:
 
     Credentials in the command and in overrides are written as ***.
     """
-    header = {"command": redact(spec.command), "value": spec.value, "inner": spec.inner}
+    header: dict[str, Any] = {"command": redact(spec.command), "value": spec.value}
+    header |= {"inner": spec.inner, "implied": spec.implied}
     lines = [files.dumps(header), *map(_line, spec.jobs)]
     folder.mkdir(parents=True, exist_ok=True)
     with _locked(folder):

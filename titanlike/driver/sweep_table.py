@@ -302,7 +302,8 @@ def _without_invalid(command: str, rows: list[JobRow]) -> tuple[str, set[str]]:
 
 def job_command(spec: SweepSpec, row: JobRow) -> str:
     """The shell line that runs one job by itself; of a throughput search, a full training."""
-    overrides = list(_without_search(row.job.overrides))
+    implied = {*spec.implied}.difference(row.job.swept)  # added again to the line
+    overrides = [*_without_search([o for o in row.job.overrides if o not in implied])]
     try:
         words = shlex.split(spec.command)
     except ValueError:  # a quote that is not closed

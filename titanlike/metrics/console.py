@@ -12,7 +12,8 @@ import re
 import sys
 import textwrap
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, TextIO
 
 from tqdm import tqdm
@@ -20,6 +21,7 @@ from tqdm import tqdm
 from titanlike.metrics import units
 
 NUMBER = re.compile(r"[-+~]?\d[\d.,:]*(e[-+]?\d+)?( ?[A-Za-z%/]+)*|nan|-?inf|-")
+OPENING = "TITANLIKE_OPENING"  # set for the jobs of a sweep that share a terminal
 LOG_WIDTH = 120  # columns of a table where there is no terminal
 
 
@@ -36,6 +38,8 @@ class Console:
         self._terminal = stream.isatty()
         self._steps, self._start_step, self._log_every = steps, 0, log_every
         self._bar: tqdm | None = None
+        self._before: list[str] = []  # lines that are not printed again
+        self._block: list[str] | None = None  # what is printed now, where that is to be kept
         self._first: tuple[int, float] | None = None  # first step seen and its clock: for the ETA
 
     def start_at(self, step: int) -> None:
@@ -43,8 +47,27 @@ class Console:
         self.close()
         self._start_step, self._first = step, None
 
+    @contextlib.contextmanager
+    def only_new(self) -> Iterator[None]:
+        """Print of this block the lines that the block before, of another process, has not printed:
+        the file that `OPENING` names has these, and then this block's. Without it print all."""
+        if (path := os.environ.get(OPENING)) is None:
+            yield
+            return
+        self._block = []
+        with contextlib.suppress(OSError):
+            self._before = Path(path).read_text(encoding="utf-8").splitlines()
+        yield
+        with contextlib.suppress(OSError):
+            Path(path).write_text("\n".join(self._block), encoding="utf-8")
+        self._before, self._block = [], None
+
     def line(self, text: str = "") -> None:
         """Print a line, above the progress bar if there is one."""
+        if self._block is not None:
+            self._block.append(text)
+            if self._before and (text in self._before or not text):
+                return
         tqdm.write(text, file=self._stream)
         self._stream.flush()
 

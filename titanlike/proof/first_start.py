@@ -14,6 +14,7 @@ import hashlib
 import json
 import sys
 import sysconfig
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -40,6 +41,7 @@ from titanlike.models.registry import build_model, resolve_model
 from titanlike.training import loop
 
 LIMIT = 30.0  # seconds, by estimate
+_QUIET = 5.0  # seconds until a line says what takes so long
 _CACHE = "~/.cache/titanlike/verified"
 # FLOP/s in fp32 of one process that is not made for speed, and its bytes for a parameter: weights,
 # gradients, the optimizer's state, and what is kept to be compared
@@ -87,6 +89,13 @@ def _compare(config: Config, worker: Worker, key: str, code: dict[str, str]) -> 
     apart = replace(worker, store=torch.distributed.PrefixStore("verify", worker.store))
     exact = replace(config, precision=Precision(), compile=False)
     required = config.verify.name == "required"
+    text = (
+        f"verifying {config.verify.steps} steps against one process, once for this code and layout"
+    )
+    slow = threading.Timer(_QUIET, Console(steps=1).line, [f"{text} (verify=off skips it)"])
+    slow.daemon = True
+    if worker.rank == 0:
+        slow.start()
     with Watchdog(worker, config.launch, worker.report_failure) as watchdog:
         watchdog.enter_phase(0, "verify", 0 if required else config.launch.timeout)
         try:
@@ -100,6 +109,8 @@ def _compare(config: Config, worker: Worker, key: str, code: dict[str, str]) -> 
             note = _not_verified(config, reason)
             _say(worker, note)
             return note
+        finally:
+            slow.cancel()
     if not found.agrees:
         if worker.rank == 0:
             print_found(exact, found)

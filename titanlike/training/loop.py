@@ -52,7 +52,8 @@ def train(config: Config, worker: Worker) -> dict[str, Any]:
     with open_session(config, worker) as session:
         start = session.progress.step
         if worker.rank == 0:
-            report.opening(session)
+            with session.console.only_new():
+                report.opening(session)
         session.console.start_at(start)
         with worker.stop_request.deferred():
             train_steps(session)
