@@ -88,3 +88,30 @@ def test_what_is_waited_for_between_steps_belongs_to_none(monkeypatch: pytest.Mo
     for phase in ("validation", "agree", "metrics", "forward and backward", "gradient norm"):
         found.begin(phase)
     assert found.waited() == 1, "of the step alone: from its begin to the norm"
+
+
+def test_a_device_tells_in_some_steps_how_long_it_waits_for_gathers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two events for each of many blocks would cost each step something."""
+    group = SimpleNamespace(
+        **dict.fromkeys(("unshard", "post_backward", "finalize_backward"), lambda: None),
+        wait_for_unshard=lambda: None,
+    )
+    marks: list[float] = []
+    monkeypatch.setattr(stragglers, "mark", lambda _: marks.append(float(len(marks))) or marks[-1])
+    found, waited, asked = BusyTime(torch.device("cuda"), [group]), [], []
+    for _ in range(45):
+        found.begin("forward and backward")
+        found.start_action(None)
+        before = len(marks)
+        group.unshard()
+        group.wait_for_unshard()
+        group.wait_for_unshard()
+        asked.append(len(marks) - before)
+        found.begin("gradient norm")
+        waited.append(found.waited())
+    assert [step for step, count in enumerate(asked, 1) if count] == [20, 40]
+    assert {*asked} == {0, 4}, "not of a gather that is launched"
+    # numbers are those of the step before: a wait at a step's begin, from step 20 on two more
+    assert waited == [0.0, *[1.0] * 19, *[3.0] * 25]

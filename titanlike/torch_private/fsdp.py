@@ -113,15 +113,18 @@ def _fill(parameters: list[Any], reached: set[nn.Parameter]) -> None:
             parameter.unsharded_accumulated_grad = zeros
 
 
-def exchanges_told(groups: Iterable[Any], tell: Callable[[str], object]) -> Callable[[], None]:
+def exchanges_told(
+    groups: Iterable[Any], tell: Callable[[str], object], waits_alone: bool = False
+) -> Callable[[], None]:
     """Call `tell` with "gather" or "reduce" when a rank begins to launch or to wait for one, and
     with "" when it goes on; the result ends that.
 
-    groups: see `parameter_groups`. torch has no hook for it.
+    groups: see `parameter_groups`; waits_alone: not when it launches one. torch has no hook for it.
     Test: `test_timeline.py::test_gathers_and_reductions_are_told_from_computing`.
     """
-    methods = {"unshard": "gather", "wait_for_unshard": "gather", "post_backward": "reduce"}
-    methods["finalize_backward"] = "reduce"
+    methods = {"wait_for_unshard": "gather", "finalize_backward": "reduce"}
+    if not waits_alone:
+        methods |= {"unshard": "gather", "post_backward": "reduce"}
 
     def told(method: Callable[..., Any], kind: str) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:

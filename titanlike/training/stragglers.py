@@ -20,6 +20,7 @@ from titanlike.training.build import Run
 _AGREE = ("forward and backward", "agree")  # phases that begin with a sum over all ranks
 _COLLECTIVE = ("UNSHARD", "REDUCE_GRAD")  # actions that are an exchange as a whole
 _COMPUTED = ("F", "B", "I")
+_SAMPLED = 20  # of so many steps of a device one tells how long it waits for FSDP
 
 
 class BusyTime:
@@ -31,27 +32,35 @@ class BusyTime:
         self._now = partial(mark, device)
         self._waits: list[tuple[Any, Any]] = []  # begin and end, of this step
         self._before: list[tuple[Any, Any]] = []  # of the step before
-        self._begun: Any = None  # a wait, perhaps
+        self._begun: tuple[Any, list[Any]] | None = None  # a wait, perhaps, and where it belongs
         self._receiving: set[Any] = set()  # actions that wait for a message
         self._inside = 0  # exchanges that call each other
-        if self._on_cpu:
-            exchanges_told(groups, self._exchange)
+        # for FSDP: on a device two events each, so in some steps alone, for those that follow, too
+        self._exchanges: list[tuple[Any, Any]] = []
+        self._exchanges_before: list[tuple[Any, Any]] = []
+        self._exchanged, self._steps = 0.0, 0
+        exchanges_told(groups, self._exchange, waits_alone=not self._on_cpu)
 
     def waited(self) -> float:
         """Seconds of this step, of a device: of the step before, whose numbers have arrived. Asked
         once a step."""
         self._close()
         waits, self._waits = self._waits, []
+        exchanges, self._exchanges = self._exchanges, []
         if not self._on_cpu:
             waits, self._before = self._before, waits
-        return sum(seconds_between(begin, end) for begin, end in waits)
+            exchanges, self._exchanges_before = self._exchanges_before, exchanges
+        if exchanges or self._on_cpu:
+            self._exchanged = sum(seconds_between(*wait) for wait in exchanges)
+        return sum(seconds_between(*wait) for wait in waits) + self._exchanged
 
     def begin(self, phase: str) -> None:
         self._close()
         if phase == _AGREE[0]:
-            self._waits = []  # a step begins: those of a validation before it are none of its
+            # a step begins: those of a validation before it are none of its
+            self._waits, self._exchanges, self._steps = [], [], self._steps + 1
         if phase in _AGREE:
-            self._begun = self._now()
+            self._begun = self._now(), self._waits
 
     def start_action(self, action: Any) -> None:
         self._close()
@@ -59,7 +68,7 @@ class BusyTime:
             return
         kind = action.computation_type
         if kind.name in _COLLECTIVE or (kind.value in _COMPUTED and action in self._receiving):
-            self._begun = self._now()
+            self._begun = self._now(), self._waits
 
     def action_queued(self, action: Any, received: bool) -> None:
         if received:
@@ -71,9 +80,11 @@ class BusyTime:
             self._begun = None
 
     def _exchange(self, kind: str) -> None:
+        if not self._on_cpu and self._steps % _SAMPLED:
+            return
         if kind:
             if not self._inside and self._begun is None:
-                self._begun = self._now()
+                self._begun = self._now(), self._exchanges
             self._inside += 1
         else:
             self._inside -= 1
@@ -82,7 +93,8 @@ class BusyTime:
 
     def _close(self) -> None:
         if self._begun is not None:
-            self._waits.append((self._begun, self._now()))
+            begin, waits = self._begun
+            waits.append((begin, self._now()))
             self._begun = None
 
 
