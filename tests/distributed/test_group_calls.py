@@ -43,8 +43,8 @@ def layout(pp: int, dp: int, schedule: Any = "1f1b", **more: Any) -> Config:
 
 LAYOUTS = {
     "pp=4, zero bubbles in a V, tied": layout(4, 1, "zbvzerobubble", layers=8, tied=True),
-    "pp=2 dp=2, interleaved, ZeRO 2, average": layout(
-        2, 2, "interleaved1f1b", fsdp=Fsdp(2), ema=Ema(decay=0.9)
+    "pp=2 cp=2, interleaved, ZeRO 2, average": layout(
+        2, 1, "interleaved1f1b", cp=2, fsdp=Fsdp(2), ema=Ema(decay=0.9)
     ),
     "pp=2 dp=2, experts, recomputed": layout(
         2, 2, activation_checkpoint=ActivationCheckpoint("full"), **MIXTURE
@@ -59,7 +59,7 @@ LAYOUTS = {
         **MIXTURE,
     ),
     "pp=2 tp=2, Muon": layout(2, 1, tp=2, optimizer=Muon()),
-    "dp=2 cp=2, exact": layout(1, 2, cp=2, numerics=Numerics("exact", parts=2)),
+    "pp=2 dp=2, exact": layout(2, 2, numerics=Numerics("exact")),
 }
 
 

@@ -18,6 +18,10 @@ static int gpus(void) { const char *n = getenv("STAND_IN_GPUS"); return n ? atoi
 int nvmlInit_v2(void) { return gpus() < 0 ? 9 : 0; } /* NVML_ERROR_DRIVER_NOT_LOADED */
 int nvmlInit(void) { return nvmlInit_v2(); } /* as torch calls it */
 int nvmlShutdown(void) { return 0; }
+int nvmlSystemGetDriverVersion(char *version, unsigned size) {
+    strcpy(version, "580.65.06");
+    return 0;
+}
 int nvmlDeviceGetCount_v2(unsigned *count) { *count = gpus(); return 0; }
 int nvmlDeviceGetHandleByIndex_v2(unsigned index, void **device) {
     *device = (void *)(long)(0x10000000001 + index); /* a pointer is longer than an int */

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
 
 from support.models import tiny
+from support.saved_runs import events
 from support.stand_in_gpus import driver
 from support.vision_configs import of_images
-from support.world import run_world
-from titanlike.config.schema import Config, PointSplit
+from support.world import RankError, run_world
+from titanlike.config.schema import Config, Numerics, PointSplit
+from titanlike.device import accelerator
 from titanlike.device.numa import bound_to_gpu
 from titanlike.distributed.mesh import open_mesh
 from titanlike.distributed.places import Place, gather_places, place_of, places_text
 from titanlike.launch.worker import Worker
+from titanlike.training.loop import train
 from titanlike.training.report import _sent
 from titanlike.training.train_plan import make_plan
 
@@ -82,12 +87,12 @@ def test_numa_nodes_are_those_of_the_cores_and_of_the_gpu(
         assert place_of(torch.device("cpu"), tmp_path).numa == nodes
     folder = tmp_path / "bus/pci/devices/0000:3b:00.0"
     gpu = SimpleNamespace(pci_domain_id=0, pci_bus_id=0x3B, pci_device_id=0)
-    module = SimpleNamespace(get_device_properties=lambda _: gpu)
+    module = SimpleNamespace(get_device_properties=lambda _: gpu, get_device_name=lambda _: "")
     monkeypatch.setattr(torch, "get_device_module", lambda _: module)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,5")
     monkeypatch.setattr("titanlike.device.accelerator.accelerator", lambda: "cuda")
     monkeypatch.setattr("titanlike.device.accelerator.count", lambda: 2)
-    assert place_of(torch.device("cuda", 1), tmp_path)[1:] == ("GPU 5", "1")
+    assert place_of(torch.device("cuda", 1), tmp_path)[1:3] == ("GPU 5", "1")
     (folder / "numa_node").write_text("-1\n")
     assert place_of(torch.device("cuda", 1), tmp_path).numa == ""
 
@@ -119,3 +124,32 @@ def test_a_rank_is_bound_to_the_node_of_its_gpu_unless_somebody_has_bound_it(
     with bound_to_gpu(torch.device("cuda", gpu), two_nodes(tmp_path / "sys")):
         assert calls == ([] if bound is None else [bound])
     assert calls == ([] if bound is None else [bound, {*allowed}]), "the next job is free again"
+
+
+def train_on_machines_that_differ(config: Config, worker: Worker) -> None:
+    with mock.patch.object(accelerator, "kind_of", lambda _: f"a GPU of kind {worker.rank // 2}"):
+        train(config, worker)
+
+
+def test_ranks_on_other_hardware_are_told_and_refused_with_exact_numerics(tmp_path: Path) -> None:
+    config = tiny(1, 3, batch_size=6, steps=1, layers=2)
+    run_world(train_on_machines_that_differ, config, tmp_path / "fast")
+    (event,) = events(tmp_path / "fast", "unlike")
+    assert "rank 0-1: a GPU of kind 0; rank 2: a GPU of kind 1" in event["text"]
+    exact = replace(config, numerics=Numerics("exact"))
+    with pytest.raises(RankError, match=r"rank 2: a GPU of kind 1; write numerics=fast"):
+        run_world(train_on_machines_that_differ, exact, tmp_path / "exact")
+
+
+def test_the_kind_of_a_gpu_names_what_its_bits_depend_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver(monkeypatch, tmp_path, 1)
+    gpu = SimpleNamespace(multi_processor_count=132)
+    module = SimpleNamespace(
+        get_device_properties=lambda _: gpu, get_device_name=lambda _: "NVIDIA H100"
+    )
+    monkeypatch.setattr(torch, "get_device_module", lambda _: module)
+    found = accelerator.kind_of(torch.device("cuda", 0))
+    assert found.startswith("NVIDIA H100 with 132 processors, torch ")
+    assert ", driver 580.65.06, NCCL " in found and ", cuDNN " in found

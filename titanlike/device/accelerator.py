@@ -72,6 +72,22 @@ def name(device: torch.device) -> str:
     return str(torch.get_device_module(device).get_device_name(device))
 
 
+def kind_of(device: torch.device) -> str:
+    """The hardware and the libraries on which the bits of results depend. Initializes the
+    accelerator."""
+    if not is_accelerator(device):
+        return f"cpu with {torch.backends.cpu.get_cpu_capability()}, torch {torch.__version__}"
+    properties = torch.get_device_module(device).get_device_properties(device)
+    cores = getattr(properties, "multi_processor_count", 0)
+    parts = [f"{name(device)} with {cores} processors", f"torch {torch.__version__}"]
+    if device.type == "cuda":
+        from titanlike.device.nvml import driver_version
+
+        parts += [f"driver {driver_version() or 'unknown'}", f"NCCL {nccl_version()}"]
+        parts.append(f"cuDNN {torch.backends.cudnn.version()}")
+    return ", ".join(parts)
+
+
 def uuid(device: torch.device) -> str | None:
     """The UUID of the physical device, None where the driver says none. Initializes the
     accelerator."""

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 _T = TypeVar("_T")
 _LIBRARY = "libnvidia-ml.so.1"
 _NAME, _UUID = 96, 96  # NVML_DEVICE_NAME_V2_BUFFER_SIZE, NVML_DEVICE_UUID_V2_BUFFER_SIZE
+_VERSION = 80  # NVML_SYSTEM_DRIVER_VERSION_BUFFER_SIZE
 
 
 class Gpu(NamedTuple):
@@ -53,6 +54,17 @@ def pci_bus(index: int) -> str:
         handle = _visible(library)[index]
         pci = _filled(_Pci(), library.nvmlDeviceGetPciInfo_v3, handle)
         return f"{pci.domain:04x}:{pci.bus:02x}:{pci.device:02x}.0"
+
+    return _asked(ask, "")
+
+
+def driver_version() -> str:
+    """As "580.65.06"; "" = not known."""
+
+    def ask(library: ctypes.CDLL) -> str:
+        text = ctypes.create_string_buffer(_VERSION)
+        _call(library.nvmlSystemGetDriverVersion, text, _VERSION)
+        return text.value.decode()
 
     return _asked(ask, "")
 

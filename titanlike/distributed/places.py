@@ -25,6 +25,7 @@ class Place(NamedTuple):
     host: str
     device: str  # "GPU 3" by the number that its driver gives it, or "cpu"
     numa: str  # the node, or the nodes: "0", "0-1"; "" = not known
+    kind: str = ""  # of hardware and libraries
 
 
 def gather_places(device: torch.device, worker: Worker, timeout: float) -> list[Place]:
@@ -37,18 +38,27 @@ def gather_places(device: torch.device, worker: Worker, timeout: float) -> list[
 
 def place_of(device: torch.device, sys: Path = SYS) -> Place:
     """This process's; sys: where Linux describes the machine."""
-    host = socket.gethostname()
+    host, kind = socket.gethostname(), accelerator.kind_of(device)
     if not accelerator.is_accelerator(device):
         nodes = [f"{node}" for node in nodes_of_cores(sys)]
-        return Place(host, device.type, _spans(nodes))
+        return Place(host, device.type, _spans(nodes), kind)
     shown = dict(enumerate(accelerator.visible_names())).get(device.index or 0, device.index)
-    return Place(host, f"GPU {shown}", node_of_gpu(_pci_bus(device), sys))
+    return Place(host, f"GPU {shown}", node_of_gpu(_pci_bus(device), sys), kind)
 
 
 def _pci_bus(device: torch.device) -> str:
     properties = torch.get_device_module(device).get_device_properties(device)
     parts = [getattr(properties, f"pci_{part}_id", -1) for part in ("domain", "bus", "device")]
     return "" if -1 in parts else "{:04x}:{:02x}:{:02x}.0".format(*parts)
+
+
+def unlike_text(places: list[Place]) -> str:
+    """Which ranks have other hardware or libraries than others; "" = none."""
+    ranks: dict[str, list[str]] = {}
+    for rank, place in enumerate(places):
+        ranks.setdefault(place.kind, []).append(f"{rank}")
+    texts = [f"rank {_spans(alike)}: {kind}" for kind, alike in ranks.items()]
+    return "; ".join(texts) if len(texts) > 1 else ""
 
 
 def places_text(places: list[Place]) -> str:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from titanlike.checkpoint.checkpointer import Checkpointer, Progress
-from titanlike.config.errors import ConfigError
+from titanlike.config.errors import ConfigError, Refused
 from titanlike.config.parse import to_plain, write_config
 from titanlike.config.schema import Config, MemoryProfile
 from titanlike.data.registry import DataError, open_data
@@ -132,10 +132,15 @@ def open_session(config: Config, worker: Worker) -> Iterator[Session]:
         watchdog.enter_phase(0, "build", config.launch.timeout)
         places = ""
         if mesh.world_size > 1:
-            from titanlike.distributed.places import gather_places, places_text
+            from titanlike.distributed.places import gather_places, places_text, unlike_text
 
             told = gather_places(mesh.device, worker, config.launch.timeout)
             places = places_text(told)
+            if unlike := unlike_text(told):
+                reason = f"ranks compute other bits on other hardware or libraries: {unlike}"
+                if config.exact:
+                    raise Refused("numerics", "exact", reason, "numerics=fast, or machines alike")
+                events.log("unlike", 0, f"{reason}; each step is as slow as the slowest of them")
         say = console.line if worker.rank == 0 else lambda _: None
         run = build(config, mesh, data, say)
         checkpointer = Checkpointer(run.stage_states, config, data, events)
