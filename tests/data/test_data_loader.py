@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import resource
 import signal
 import subprocess
 import sys
@@ -20,10 +21,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from support.commands import TINY
 from support.paths import ROOT
 from support.waiting import until
 from titanlike.config import validate
 from titanlike.config.schema import Config, Custom, SyntheticData, TextData, TokenData
+from titanlike.data import registry
 from titanlike.data.loader import batches, validation_batches
 from titanlike.data.registry import open_data, problems, vocab_size
 from titanlike.data.text import find_files
@@ -93,6 +96,61 @@ def test_loader_processes_go_on_at_any_step_too(tmp_path: Path, workers: int) ->
     expected = run_of(config, steps=9)[5:]
     config.data.workers = workers
     assert torch.equal(run_of(replace(config, dp=2), steps=4, start=5), expected)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="shared memory is files on Linux alone")
+def test_a_batch_that_shared_memory_cannot_take_ends_the_run_at_once(tmp_path: Path) -> None:
+    """As a small /dev/shm, the limit of a process lets no file of 64 KiB be allocated."""
+    config = token_config(tmp_path, 20_000, batch_size=1024)
+    config.data.workers = 2
+    limit, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, most))
+    try:
+        with pytest.raises(
+            ValueError, match=r"data.workers=2: .* \(one of 112 KiB: unable to .*=0"
+        ):
+            next(batches(open_data(config).train, config, dp_rank=0))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, most))
+
+
+def test_batches_that_shared_memory_has_no_place_for_are_refused_before_a_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = token_config(tmp_path, batch_size=2048, dp=2)  # 112 KiB on a rank
+    config.data.workers = 2
+    monkeypatch.setattr(registry, "free_shared_memory", lambda: 896 * 1024)
+    assert problems(config) == []
+    monkeypatch.setattr(registry, "free_shared_memory", lambda: 896 * 1024 - 1)
+    (problem,) = problems(config)
+    assert str(problem).startswith(
+        "data.workers=2: a batch takes 112 KiB, and 2 of each loader process are on their way to 2 "
+        "ranks of a machine: 896 KiB in /dev/shm, which has 896 KiB; write data.workers=0"
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("room", "data", "says"),
+    [
+        ("64k", "text", "1 error in the config; nothing was started"),
+        ("64k", "own data.name=support.data.uneven data.vocab_size=50", "shared memory"),
+        ("4k", "own data.name=support.data.uneven data.vocab_size=50", "No space left on device"),
+    ],
+)
+def test_a_run_in_a_container_with_little_shared_memory_says_so_and_ends(
+    room: str, data: str, says: str, tmp_path: Path
+) -> None:
+    line = f"{sys.executable} {ROOT}/train.py {' '.join(TINY)} dp=2 seq_len=256 batch_size=64 "
+    line += f"run_dir={tmp_path} data.workers=2 data={data}"
+    mount = f"mount -t tmpfs -o size={room} tmpfs /dev/shm && {line}"
+    words = ["unshare", "--mount", "--map-root-user", "sh", "-c", mount]
+    env = os.environ | {"PYTHONPATH": f"{ROOT}/tests"}
+    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=60)
+    if "unshare" in done.stderr or "mount:" in done.stderr:
+        pytest.skip("no mount namespaces here")
+    assert done.returncode in (1, 2) and says in done.stderr, done.stderr
+    assert "write data.workers=0" in done.stderr
 
 
 def test_loading_leaves_the_generator_of_dropout_alone(tmp_path: Path) -> None:
@@ -255,6 +313,7 @@ def test_the_config_is_checked_without_torch() -> None:
 TRAINING = """
 import multiprocessing, signal, sys, time
 from titanlike.config.schema import Config, TokenData
+from titanlike.data import registry
 from titanlike.data.loader import batches
 from titanlike.data.registry import open_data
 for number in (signal.SIGINT, signal.SIGTERM):

@@ -21,8 +21,9 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from multiprocessing import queues
 from queue import SimpleQueue
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import nn
@@ -31,10 +32,16 @@ from torch.utils.data import DataLoader
 from titanlike.config.errors import Problem
 from titanlike.config.schema import Config, Custom
 from titanlike.data.order import GlobalBatchSampler, RampBatchSampler
-from titanlike.data.registry import loader_workers, open_data
+from titanlike.data.registry import (
+    SHARED_MEMORY,
+    free_shared_memory,
+    loader_workers,
+    open_data,
+)
 from titanlike.data.sources import Batch, Data, Source, stack
 from titanlike.launch.heartbeat import DATA_THREAD
 from titanlike.launch.signals import die_with_parent
+from titanlike.metrics.units import size
 
 _JOIN_TIMEOUT = 5.0  # seconds to complete the item that nobody will use
 
@@ -63,14 +70,31 @@ def batches(
         # The loader draws a number when it starts: not from the generator of dropout.
         generator=torch.Generator(),
     )
-    return _in_ramp(loader, config, start_step) if config.ramp else iter(loader)
+    try:
+        stream = iter(loader)
+    except OSError as error:  # of its semaphores
+        raise _not_sent(config, str(error)) from None
+    return _received(stream, config, start_step) if loader.num_workers or config.ramp else stream
 
 
-def _in_ramp(loader: Iterable[Batch], config: Config, step: int) -> Iterator[Batch]:
-    """Batches [samples, seq_len], cut into the sequences of their stage of `ramp`."""
-    for number, batch in enumerate(loader, step + 1):
-        length = config.batch_shape(number)[1]
-        yield {name: value.reshape(-1, length) for name, value in batch.items()}
+def _received(stream: Iterable[Any], config: Config, step: int) -> Iterator[Batch]:
+    """Batches as loader processes send them; those [samples, seq_len] of a `ramp` cut into the
+    sequences of their stage."""
+    for number, batch in enumerate(stream, step + 1):
+        if isinstance(batch, NotSent):
+            raise _not_sent(config, f"one of {size(batch.bytes)}: {batch.reason}")
+        if config.ramp:
+            length = config.batch_shape(number)[1]
+            batch = {name: value.reshape(-1, length) for name, value in batch.items()}
+        yield batch
+
+
+def _not_sent(config: Config, reason: str) -> ValueError:
+    text = f"its processes cannot send their batches ({reason})"
+    if "space" in reason:
+        text += f", and {SHARED_MEMORY} has {size(free_shared_memory())} left"
+    fix = "data.workers=0, or more shared memory (docker run --shm-size=1g)"
+    return ValueError(str(Problem("data.workers", loader_workers(config), text, fix)))
 
 
 def validation_batches(source: Source, config: Config, *, dp_rank: int) -> Iterator[Batch]:
@@ -98,6 +122,22 @@ def _init_worker(worker_id: int) -> None:
     """
     os.setsid()
     die_with_parent(os.getppid(), signal.SIGKILL)
+    # the hook of the thread that sends, which has no public one: it would print the error, and the
+    # trainer wait for the batch forever
+    queues.Queue._on_queue_feeder_error = _send_instead  # type: ignore[attr-defined]
+
+
+class NotSent(NamedTuple):
+    """In place of a batch that a loader process could not send."""
+
+    reason: str
+    bytes: int
+
+
+def _send_instead(queue: queues.Queue[Any], error: Exception, item: Any) -> None:
+    number, batch = item
+    tensors = batch.values() if isinstance(batch, dict) else ()
+    queue.put((number, NotSent(str(error), sum(tensor.nbytes for tensor in tensors))))
 
 
 # --- the next batch while a step runs -------------------------------------------------------------

@@ -14,6 +14,8 @@ Importing this file does not import torch.
 from __future__ import annotations
 
 import importlib
+import os
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from titanlike.config.errors import Problem, Refused
@@ -27,6 +29,7 @@ from titanlike.config.schema import (
     TextData,
     TokenData,
 )
+from titanlike.metrics.units import size
 
 if TYPE_CHECKING:
     from titanlike.data.sources import Data
@@ -81,7 +84,38 @@ def problems(config: Config) -> list[Problem]:
             errors += check(config.data, config) or ()
         except DataError as error:
             errors.append(error.problem)
+    errors += _shared_memory_problem(config)
     return [error for at, error in enumerate(errors) if error not in errors[:at]]
+
+
+SHARED_MEMORY = "/dev/shm"  # in which Linux has the batches of loader processes
+_IN_FLIGHT = 2  # batches of each loader process: torch's `prefetch_factor`
+_RANKS = 8  # of a machine, where it is not known
+
+
+def _shared_memory_problem(config: Config) -> Iterator[Problem]:
+    """Where the batches that are on their way to the ranks do not fit into shared memory. Of a
+    user's own data, whose samples may have any fields, a batch tells when it is sent."""
+    workers = loader_workers(config)
+    if not workers or isinstance(config.data, Custom) or not os.path.isdir(SHARED_MEMORY):
+        return
+    fields = 3 if getattr(config.data, "documents", False) else 2
+    tokens = max(rows * length for _, rows, length in config.ramp_stages()) // config.dp
+    batch = 8 * fields * tokens
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or min(config.world_size, _RANKS))
+    needed, free = batch * workers * _IN_FLIGHT * ranks, free_shared_memory()
+    if needed > free:
+        reason = f"a batch takes {size(batch)}, and {_IN_FLIGHT} of each loader process "
+        reason += f"are on their way to {ranks} rank{'s' * (ranks > 1)} of a machine: "
+        reason += f"{size(needed)} in {SHARED_MEMORY}, which has {size(free)}"
+        fix = "data.workers=0, or more shared memory (docker run --shm-size=1g)"
+        yield Problem("data.workers", workers, reason, fix)
+
+
+def free_shared_memory() -> int:
+    """Bytes."""
+    found = os.statvfs(SHARED_MEMORY)
+    return found.f_bavail * found.f_frsize
 
 
 def vocab_size(config: Config) -> int:
@@ -89,8 +123,8 @@ def vocab_size(config: Config) -> int:
 
     A user's own data (Custom) is opened. Raises DataError where that fails.
     """
-    size = kind_of(config.data).vocabulary(config.data).size
-    return open_data(config).vocab_size if size is None else size
+    known = kind_of(config.data).vocabulary(config.data).size
+    return open_data(config).vocab_size if known is None else known
 
 
 def vocabulary(data: Any) -> Vocabulary:
