@@ -11,7 +11,6 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch.distributed as dist
@@ -22,7 +21,6 @@ from support.waiting import until
 from support.world import run_world
 from titanlike import library
 from titanlike.config.schema import Config
-from titanlike.distributed import collectives
 from titanlike.distributed.collectives import gather_objects, scatter_objects
 from titanlike.distributed.mesh import open_mesh
 from titanlike.launch.rendezvous import BarrierTimeout, barrier, start_together
@@ -174,14 +172,13 @@ def by_way_of_rank_0(_: Config, worker: Worker) -> tuple[list[list[Any]], list[A
     that it has opened for the last."""
     open_mesh(_, worker)
     gathered, handed_out, opened = [], [], 0
-    with mock.patch.object(collectives, "_BRANCHES", 2):
-        for size in range(1, worker.world_size + 1):
-            group = dist.new_group([*range(size)])
-            if worker.rank < size:
-                before = sockets()
-                gathered.append(gather_objects(("of", worker.rank), group))
-                handed_out.append(scatter_objects([f"to {rank}" for rank in range(size)], group))
-                opened = sockets() - before
+    for size in range(1, worker.world_size + 1):
+        group = dist.new_group([*range(size)])
+        if worker.rank < size:
+            before = sockets()
+            gathered.append(gather_objects(("of", worker.rank), group))
+            handed_out.append(scatter_objects([f"to {rank}" for rank in range(size)], group))
+            opened = sockets() - before
     return gathered, handed_out, opened
 
 

@@ -45,12 +45,10 @@ int nvmlDeviceGetMemoryInfo(void *device, Memory *memory) {
     memory->total = 80ull << 30; memory->free = (70ull - number(device)) << 30; memory->used = 0;
     return 0;
 }
-typedef struct {
-    char legacy[16]; unsigned domain, bus, device, id, subsystem; char text[32];
-} Pci;
-int nvmlDeviceGetPciInfo_v3(void *device, Pci *pci) {
-    memset(pci, 0x55, sizeof(Pci));
-    pci->domain = 0; pci->bus = 0x3b + number(device); pci->device = 0;
+int nvmlDeviceGetCpuAffinity(void *device, unsigned size, unsigned long *cores) {
+    if (number(device) == 2) return 3; /* NVML_ERROR_NOT_SUPPORTED */
+    memset(cores, 0, size * sizeof(long));
+    cores[0] = number(device) ? 0xf0f : 0xf0; /* of 12 cores in two nodes */
     return 0;
 }
 int nvmlDeviceGetCudaComputeCapability(void *device, int *major, int *minor) {

@@ -17,7 +17,7 @@ from support.vision_configs import of_images
 from support.world import RankError, run_world
 from titanlike.config.schema import Config, Numerics, PointSplit
 from titanlike.device import accelerator
-from titanlike.device.numa import bound_to_gpu
+from titanlike.device.choose import near_device
 from titanlike.distributed.mesh import open_mesh
 from titanlike.distributed.places import Place, gather_places, place_of, places_text
 from titanlike.launch.worker import Worker
@@ -63,29 +63,19 @@ def test_ranks_side_by_side_are_named_together() -> None:
     assert many.endswith("15 on node15: cpu; and 4 more")
 
 
-def two_nodes(sys: Path) -> Path:
-    """As Linux describes a machine of 12 cores in two nodes, each with a GPU."""
-    files = {"cpu/online": "0-11", "node/node0/cpulist": "0-3,8-11", "node/node1/cpulist": "4-7"}
-    files |= {"node/node2/cpulist": ""}
-    for name, cores in files.items():
-        path = sys / "devices/system" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(f"{cores}\n")
-    for bus, node in ((0x3B, 1), (0x3C, 0)):
-        folder = sys / f"bus/pci/devices/0000:{bus:02x}:00.0"
-        folder.mkdir(parents=True)
-        (folder / "numa_node").write_text(f"{node}\n")
-    return sys
-
-
 def test_numa_nodes_are_those_of_the_cores_and_of_the_gpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    two_nodes(tmp_path)
+    for node, cores in enumerate(("0-3,8-11\n", "4-7\n", "\n")):
+        folder = tmp_path / f"devices/system/node/node{node}"
+        folder.mkdir(parents=True)
+        (folder / "cpulist").write_text(cores)
     for cores, nodes in (({5}, "1"), ({0, 9}, "0"), ({3, 4}, "0-1"), ({99}, "")):
         monkeypatch.setattr("os.sched_getaffinity", lambda _, cores=cores: cores)
         assert place_of(torch.device("cpu"), tmp_path).numa == nodes
     folder = tmp_path / "bus/pci/devices/0000:3b:00.0"
+    folder.mkdir(parents=True)
+    (folder / "numa_node").write_text("1\n")
     gpu = SimpleNamespace(pci_domain_id=0, pci_bus_id=0x3B, pci_device_id=0)
     module = SimpleNamespace(get_device_properties=lambda _: gpu, get_device_name=lambda _: "")
     monkeypatch.setattr(torch, "get_device_module", lambda _: module)
@@ -119,9 +109,10 @@ def test_a_rank_is_bound_to_the_node_of_its_gpu_unless_somebody_has_bound_it(
     if variable:
         monkeypatch.setenv(variable, "cores")
     calls: list[set[int]] = []
+    monkeypatch.setattr("os.cpu_count", lambda: 12)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {*allowed})
     monkeypatch.setattr("os.sched_setaffinity", lambda _, cores: calls.append(cores))
-    with bound_to_gpu(torch.device("cuda", gpu), two_nodes(tmp_path / "sys")):
+    with near_device(torch.device("cuda", gpu)):
         assert calls == ([] if bound is None else [bound])
     assert calls == ([] if bound is None else [bound, {*allowed}]), "the next job is free again"
 

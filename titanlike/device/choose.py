@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,6 +16,7 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 _CPU = "device=cpu to train on the CPU"
+_OPENMP = ("OMP_PLACES", "OMP_PROC_BIND", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
 
 
 def choose_device(
@@ -67,6 +71,28 @@ def start_device(wanted: str, device: torch.device) -> None:
     except RuntimeError as error:
         said = str(error).splitlines()[0]
         raise _problem(wanted, f"{device} cannot be started: {said}", _CPU) from error
+
+
+@contextlib.contextmanager
+def near_device(device: torch.device) -> Iterator[None]:
+    """A context in which this thread, and those that it starts, use the cores of the GPU's NUMA
+    node alone: the others have half the bandwidth to it. Not where they are bound already, by srun,
+    numactl or torchrun --numa-binding, or placed by OpenMP."""
+    before: set[int] = getattr(os, "sched_getaffinity", lambda _: set())(0)
+    bound = len(before) != os.cpu_count() or any(name in os.environ for name in _OPENMP)
+    cores: set[int] = set()
+    if device.type == "cuda" and not bound:
+        from titanlike.device.nvml import nearest_cores
+
+        cores = nearest_cores(device.index or 0) & before
+    if not cores:
+        yield
+        return
+    os.sched_setaffinity(0, cores)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
 
 
 def claim_device(wanted: str, device: torch.device, rank: int, store: Store | None) -> None:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 _T = TypeVar("_T")
 _LIBRARY = "libnvidia-ml.so.1"
 _NAME, _UUID = 96, 96  # NVML_DEVICE_NAME_V2_BUFFER_SIZE, NVML_DEVICE_UUID_V2_BUFFER_SIZE
+_WORDS = 256  # of a set of cores, each with 64 of them
 _VERSION = 80  # NVML_SYSTEM_DRIVER_VERSION_BUFFER_SIZE
 
 
@@ -27,17 +28,6 @@ class _Memory(ctypes.Structure):
     _fields_ = [(field, ctypes.c_ulonglong) for field in ("total", "free", "used")]
 
 
-class _Pci(ctypes.Structure):
-    """nvmlPciInfo_t"""
-
-    _numbers = ("domain", "bus", "device", "device_id", "subsystem_id")
-    _fields_ = [
-        ("legacy", ctypes.c_char * 16),
-        *((field, ctypes.c_uint) for field in _numbers),
-        ("text", ctypes.c_char * 32),
-    ]
-
-
 class _Failed(Exception):
     pass
 
@@ -47,15 +37,16 @@ def visible_gpus() -> list[Gpu]:
     return _asked(lambda library: [_describe(library, handle) for handle in _visible(library)], [])
 
 
-def pci_bus(index: int) -> str:
-    """Where one of these GPUs is, as Linux writes it: "0000:3b:00.0"; "" = not known."""
+def nearest_cores(index: int) -> set[int]:
+    """The cores on the NUMA node of one of these GPUs; empty = not known."""
 
-    def ask(library: ctypes.CDLL) -> str:
-        handle = _visible(library)[index]
-        pci = _filled(_Pci(), library.nvmlDeviceGetPciInfo_v3, handle)
-        return f"{pci.domain:04x}:{pci.bus:02x}:{pci.device:02x}.0"
+    def ask(library: ctypes.CDLL) -> set[int]:
+        words = (ctypes.c_ulong * _WORDS)()
+        _call(library.nvmlDeviceGetCpuAffinity, _visible(library)[index], _WORDS, words)
+        bits = 8 * ctypes.sizeof(ctypes.c_ulong)
+        return {core for core in range(bits * _WORDS) if words[core // bits] >> core % bits & 1}
 
-    return _asked(ask, "")
+    return _asked(ask, set[int]())
 
 
 def driver_version() -> str:

@@ -118,51 +118,35 @@ def _shape_alone(operation: Operation, x: Tensor, ranks: GroupInfo, dim: int) ->
 # --- objects, through rank 0 ----------------------------------------------------------------------
 #
 # torch's gather and scatter open two sockets on rank 0 for each other rank: too many where a process
-# may have 4,096. In a tree a rank has some for each level.
-
-_BRANCHES = 32
+# may have 4,096. In a binary tree a rank has one for each level.
 
 
 def gather_objects(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
     """The values of all ranks of a group, by rank, on its rank 0; elsewhere nothing of use.
     Collective; without a group this process is alone."""
-    values = [value]
-    for leader, others in _levels(group):
-        if others is None:
-            dist.send_object_list([values], group=group, group_dst=leader)
-            break
-        for other in others:
+    rank, size = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
+    values, step = [value], 1
+    while step < size and rank % (2 * step) == 0:
+        if rank + step < size:
             received: list[Any] = [None]
-            dist.recv_object_list(received, group=group, group_src=other)
+            dist.recv_object_list(received, group=group, group_src=rank + step)
             values += received[0]
+        step *= 2
+    if rank:
+        dist.send_object_list([values], group=group, group_dst=rank - step)
     return values
 
 
 def scatter_objects(values: list[Any], group: dist.ProcessGroup | None) -> Any:
-    """This rank's of the values that rank 0 has, by rank. Collective; without a group this process
-    is alone."""
-    rank = 0 if group is None else dist.get_rank(group)
-    for leader, others in reversed(_levels(group)):
-        if others is None:
-            received: list[Any] = [None]
-            dist.recv_object_list(received, group=group, group_src=leader)
-            values = received[0]
-            continue
-        for other in others:
-            part = values[other - rank : other - rank + others.step]
-            dist.send_object_list([part], group=group, group_dst=other)
-    return values[0]
-
-
-def _levels(group: dist.ProcessGroup | None) -> list[tuple[int, range | None]]:
-    """From the leaves of the tree up to this rank's last level: its leader there, and the ranks
-    that it leads, None where another leads."""
+    """This rank's of the values that rank 0 has, by rank; the reverse of `gather_objects`."""
     rank, size = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
-    levels: list[tuple[int, range | None]] = []
-    step = 1
-    while step < size and rank % step == 0:
-        begin = rank - rank % (step * _BRANCHES)
-        led = range(begin + step, min(begin + step * _BRANCHES, size), step)
-        levels.append((begin, led if rank == begin else None))
-        step *= _BRANCHES
-    return levels
+    step = rank & -rank or 1 << (size - 1).bit_length()
+    if rank:
+        received: list[Any] = [None]
+        dist.recv_object_list(received, group=group, group_src=rank - step)
+        (values,) = received
+    while step := step // 2:
+        if rank + step < size:
+            dist.send_object_list([values[step:]], group=group, group_dst=rank + step)
+            values = values[:step]
+    return values[0]

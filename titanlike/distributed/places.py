@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import socket
 from itertools import groupby
@@ -12,11 +13,11 @@ from typing import NamedTuple
 import torch
 
 from titanlike.device import accelerator
-from titanlike.device.numa import SYS, node_of_gpu, nodes_of_cores
 from titanlike.launch.rendezvous import barrier
 from titanlike.launch.worker import Worker
 
 _MOST = 16  # hosts that are listed
+_SYS = Path("/sys")
 
 
 class Place(NamedTuple):
@@ -36,20 +37,34 @@ def gather_places(device: torch.device, worker: Worker, timeout: float) -> list[
     return [Place(*json.loads(told[rank])) for rank in sorted(told)]
 
 
-def place_of(device: torch.device, sys: Path = SYS) -> Place:
+def place_of(device: torch.device, sys: Path = _SYS) -> Place:
     """This process's; sys: where Linux describes the machine."""
     host, kind = socket.gethostname(), accelerator.kind_of(device)
     if not accelerator.is_accelerator(device):
-        nodes = [f"{node}" for node in nodes_of_cores(sys)]
-        return Place(host, device.type, _spans(nodes), kind)
+        return Place(host, device.type, _nodes_of_cores(sys), kind)
     shown = dict(enumerate(accelerator.visible_names())).get(device.index or 0, device.index)
-    return Place(host, f"GPU {shown}", node_of_gpu(_pci_bus(device), sys), kind)
+    return Place(host, f"GPU {shown}", _node_of_gpu(device, sys), kind)
 
 
-def _pci_bus(device: torch.device) -> str:
+def _nodes_of_cores(sys: Path) -> str:
+    """The NUMA nodes with a core that this process may use."""
+    cores: set[int] = getattr(os, "sched_getaffinity", lambda _: set())(0)
+    nodes = []
+    for path in sys.glob("devices/system/node/node*/cpulist"):
+        ranges = [part.split("-") for part in path.read_text().split(",") if part.strip()]
+        if any(not cores.isdisjoint(range(int(r[0]), int(r[-1]) + 1)) for r in ranges):
+            nodes.append(int(path.parent.name.removeprefix("node")))
+    return _spans([f"{node}" for node in sorted(nodes)])
+
+
+def _node_of_gpu(device: torch.device, sys: Path) -> str:
     properties = torch.get_device_module(device).get_device_properties(device)
     parts = [getattr(properties, f"pci_{part}_id", -1) for part in ("domain", "bus", "device")]
-    return "" if -1 in parts else "{:04x}:{:02x}:{:02x}.0".format(*parts)
+    if -1 in parts:
+        return ""
+    path = sys / "bus/pci/devices" / "{:04x}:{:02x}:{:02x}.0".format(*parts) / "numa_node"
+    node = path.read_text().strip() if path.is_file() else "-1"
+    return "" if node == "-1" else node  # -1: the machine has one, or does not say
 
 
 def unlike_text(places: list[Place]) -> str:

@@ -15,8 +15,7 @@ from titanlike.config.schema import Config, MemoryProfile
 from titanlike.data.registry import DataError, open_data
 from titanlike.data.sources import Data
 from titanlike.device.accelerator import kernels
-from titanlike.device.choose import choose_device
-from titanlike.device.numa import bound_to_gpu
+from titanlike.device.choose import choose_device, near_device
 from titanlike.distributed.mesh import open_mesh
 from titanlike.distributed.readings import device_queue
 from titanlike.launch.failures import clear_failures
@@ -118,7 +117,7 @@ def open_session(config: Config, worker: Worker) -> Iterator[Session]:
     """Open everything, resumed from the newest checkpoint; closed with the run's final status."""
     data = open_data_on_every_rank(config, worker)
     device, _ = choose_device(config.device, worker.local_rank, worker.local_world_size)
-    worker.resources.enter_context(bound_to_gpu(device))
+    worker.resources.enter_context(near_device(device))
     mesh = open_mesh(config, worker)
     queue = device_queue(mesh.device)
     console = Console(steps=config.last_step, log_every=config.log_every)
