@@ -266,3 +266,14 @@ def test_shipped_hardware_agrees_with_the_peaks_that_mfu_uses() -> None:
     names = {"a100_80g": "A100", "h100_sxm": "H100", "h100_pcie": "H100 PCIe", "h200": "H200"}
     for choice, name in {**names, "b200": "B200", "mi300x": "MI300X"}.items():
         assert shipped(choice).bf16_flops == bf16_peak(name)
+
+
+@pytest.mark.parametrize(
+    "words", [["schedule.microbatches=4"], ["numerics=exact", "numerics.grain=4"]]
+)
+def test_a_search_keeps_what_is_typed_of_a_schedule_and_of_grains(words: list[str], capsys) -> None:
+    fixed = [*TINY, "pp=2", "fsdp.zero=1", "activation_checkpoint=none"]
+    code, text, errors = run(capsys, "search", "hardware=cpu", "gpus=2", *fixed, *words, "--json")
+    assert code == 0, errors
+    found = json.loads(text)["ranked"]
+    assert found and {layout["microbatches"] for layout in found} == {4}

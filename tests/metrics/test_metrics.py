@@ -35,7 +35,7 @@ from titanlike.metrics.sinks import (
 
 COMMAND = f"W&B offline: wandb sync /home/{'somebody/' * 20}run /home/somebody/run"
 RUN = f"""
-from titanlike.metrics.console import OPENING, Console
+from titanlike.metrics.console import Console
 console = Console(steps=44, log_every=10)
 console.start_at(4)
 path = "/home/somebody/" + "very/" * 30 + "deep/run"

@@ -367,6 +367,7 @@ class CostTable:
             replicate=1,
             schedule=Schedule("1f1b", 1),
             batch_size=rows * config.ep,
+            numerics=replace(config.numerics, grain=rows),  # if it is exact
             fsdp=replace(config.fsdp, zero=1),
             split=EvenSplit(),
             activation_checkpoint=ActivationCheckpoint("none"),

@@ -202,6 +202,12 @@ def _score_context(
         composed = config
         if names and "schedule" not in fixed:
             composed = with_choices(config, {"schedule": names[0]})
+            typed = {key: getattr(config.schedule, key.partition(".")[2], None) for key in fixed}
+            has = vars(composed.schedule)
+            typed = {
+                key: value for key, value in typed.items() if key.partition("schedule.")[2] in has
+            }
+            composed = with_choices(composed, typed)
         # as experiments write them, schedules' microbatches are not the user's
         written = getattr(composed.schedule, "microbatches", None) is not None
         if written and composed.schedule.name != "csv" and "schedule.microbatches" not in fixed:
@@ -225,7 +231,10 @@ def _score_context(
         if not tables.sensible(base, count) or stages > tables.units:
             continue
         if base.exact and count != rows_of(base, base.numerics.grain):
-            continue  # a microbatch is a grain
+            result.why = (
+                result.why or f"a microbatch is a grain, numerics.grain={base.numerics.grain}"
+            )
+            continue
         if base.dp % base.replicate:
             base = replace(base, replicate=1)
         if base.dp * base.cp == 1 and "fsdp.zero" not in fixed:
