@@ -10,7 +10,7 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from titanlike.config.errors import override_text
 from titanlike.config.files import open_regular
 from titanlike.config.imports import imports_line, named_code
 from titanlike.config.overrides import aliases_problem, key_of, with_choices
-from titanlike.config.parse import parse, to_plain
+from titanlike.config.parse import in_folder, parse, to_plain
 from titanlike.config.program import program
 from titanlike.config.schema import OPEN_GROUPS, ChatData, Config, HFData, TextData
 
@@ -48,6 +48,8 @@ def read_run(run: Path) -> Config:
     Raises ValueError for a file that no run has written, OSError.
     """
     path = run / "config.yaml"
+    if path.is_symlink() and not is_inside([str(path)], run):
+        raise ValueError(f"{path}: is a link out of the run; put the file in its place")
     try:
         with open_regular(path) as file:
             text = file.read(_MOST_BYTES + 1)
@@ -65,10 +67,11 @@ def read_run(run: Path) -> Config:
             keys[group] = {key: section[key] for key in some if key in section}
     if "${" in str(keys):
         raise ValueError(f"{path}: has an interpolation, ${{...}}, and no run writes any")
-    config, problems = parse(keys)
+    keys, _ = in_folder(keys | {"run_dir": plain.get("run_dir")}, run.absolute())
+    config, problems = parse(keys | {"run_dir": str(run.absolute())})
     if problems:
         raise ValueError(f"{path}: {'; '.join(map(str, problems))}")
-    return replace(config, run_dir=str(run.absolute()))
+    return config
 
 
 def named_outside(

@@ -138,7 +138,7 @@ def report_of(run: Path, consent: Consent = _NONE) -> TimelineReport:
     # no plan where its model or its data are not here any more
     with contextlib.suppress(ConfigError, ValueError):
         config = replace(report.config, run_dir=str(run))
-        groups = {*OPEN_GROUPS, "split", "hardware", "tokenizer"} - {"data"}
+        groups = (*OPEN_GROUPS, "split", "hardware", "tokenizer")
         try:
             consent.check(run / TIMELINE, named_outside(config, run, groups))
         except ValueError as error:

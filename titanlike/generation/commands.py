@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -278,9 +279,11 @@ def _job(arguments: argparse.Namespace, job: str, words: list[str]) -> int:
         named |= {} if is_inside([str(kept)], run) else {"checkpoint.folder": str(kept.resolve())}
     _consent(arguments).check(path, named)
     folder = run / JOBS[job]
-    if link := next((each for each in (folder, *folder.rglob("*")) if each.is_symlink()), None):
+    paths = chain([folder], folder.rglob("*"))
+    if link := next((path for path in paths if path.is_symlink()), None):
         raise ValueError(f"{link}: is a link, and {job} would write where it leads; remove it")
     with tempfile.TemporaryDirectory(prefix="titanlike-") as written:
-        write_config(config, Path(written))
+        write_config(replace(config, run_dir=written), Path(written))
+        words = [f"run_dir={quoted(config.run_dir)}", *words]
         command = [*python(), "-m", "titanlike", job, "--config-path", written, *words]
         return subprocess.call(command, env=child_environment())

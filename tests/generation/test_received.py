@@ -1,0 +1,358 @@
+"""A run directory that somebody else made names nothing: whatever its files say, no code of theirs
+runs, no file outside of it is opened or written, and nothing is connected to."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from support import watched
+from support.commands import SCRIPTS
+from support.exported import LLAMA, byte_text, trained
+from support.paths import ROOT
+from support.saved_runs import checkpoint, reseal
+from titanlike.checkpoint.storage import STATE
+from titanlike.config.schema import Timeline
+
+# In texts: OUT is a folder outside of the run, with what a forged value could mean there; RUN is the
+# run's own. What is said of a form must be in the answer of the commands that read it; None = it is
+# as if it were not there, and the job starts without it.
+ASKED = "names what is not its own, and nothing of that was used: "
+CONFIG: list[tuple[dict[str, Any], str | None]] = [
+    ({"run_dir": "OUT/written"}, None),
+    ({"logger": {"name": "wandb", "project": "a", "mode": "online", "entity": "theirs"}}, None),
+    ({"hardware": {"name": "run", "path": "OUT"}}, None),
+    ({"hardware": {"name": "measure", "folder": "OUT", "again": True}}, None),
+    ({"defaults": [{"model": "theirs"}]}, None),
+    ({"hydra": {"searchpath": ["file://OUT/conf"]}}, None),
+    ({"hydra": {"callbacks": {"a": {"_target_": "theirs.Callback"}}}}, None),
+    ({"hydra": {"run": {"dir": "OUT/w"}, "job": {"env_set": {"PYTHONPATH": "OUT"}}}}, None),
+    ({"sweep": {"submit": "touch OUT/ran"}}, None),
+    ({"evaluate": {"tasks": ["a"], "task_files": ["OUT"], "every": 1}}, None),
+    ({"launch": {"max_restarts": 5, "elastic": True}, "compile": True}, None),
+    ({"checkpoint": {"resume": "URL", "start_from": "URL"}}, None),
+    ({"checkpoint": {"start_from": "hf:OUT/hf", "export": "hf", "keep": 1}}, None),
+    ({"profile": {"name": "trace", "steps": [1, 2], "ranks": []}, "sample": {"every": 1}}, None),
+    ({"theirs": {"_target_": "theirs.Model"}}, None),
+    ({"data": {"name": "${evaluate.device}"}}, "has an interpolation"),
+    ({"data": {"name": "text", "path": "${oc.env:HOME}"}}, "has an interpolation"),
+    ({"model": {"name": "${seed_name}"}, "seed_name": "theirs.Model"}, "has an interpolation"),
+    ({"model": {"name": "llama", "rope": {"${a}": 1}}}, "has an interpolation"),
+    ({"checkpoint": {"folder": "${run_dir}/x"}}, "has an interpolation"),
+    ({"data": {"name": "hydra.utils.instantiate", "config": {"_target_": "torch.load"}}}, ASKED),
+    ({"data": {"name": "torch.load", "f": "OUT/x.pt", "weights_only": False}}, ASKED),
+    ({"data": {"name": "theirs.rows"}}, "imports theirs.rows (data.name)"),
+    ({"loss": {"name": "theirs.loss"}}, "imports theirs.loss (loss.name)"),
+    ({"optimizer": {"name": "theirs.Opt"}}, "imports theirs.Opt (optimizer.name)"),
+    ({"lr": {"name": "theirs.lr"}}, "imports theirs.lr (lr.name)"),
+    ({"schedule": {"name": "theirs.order"}}, "imports theirs.order (schedule.name)"),
+    ({"model": {"name": "theirs.Model"}}, "imports theirs.Model (model.name)"),
+    ({"model": {"name": "os.system", "command": "touch OUT/ran"}}, "imports os.system"),
+    ({"model": {"name": "torch.hub.load", "repo_or_dir": "a/b"}}, "imports torch.hub.load"),
+    ({"model": {"name": "hf", "path": "OUT/hf"}}, "model.path=OUT/hf"),
+    ({"model": {"name": "hf", "path": "someone/model"}}, "model.path=someone/model"),
+    ({"data": {"name": "text", "path": "OUT/text.txt"}}, "data.path=OUT/text.txt"),
+    ({"data": {"name": "text", "path": "text.txt"}}, "data.path=text.txt"),
+    ({"data": {"name": "text", "path": "RUN/link/text.txt"}}, "data.path=RUN/link/text.txt"),
+    ({"data": {"name": "text", "path": "RUN/inner"}}, "data.path=RUN/inner"),
+    ({"data": {"name": "text", "path": "RUN/../outside/text.txt"}}, ASKED),
+    ({"data": {"name": "text", "path": "~root/text.txt"}}, "data.path=~root/text.txt"),
+    ({"data": {"name": "text", "path": "a\0b"}}, ASKED),
+    ({"data": {"name": "text", "tokenizer": "OUT/tokenizer.json"}}, "data.tokenizer=OUT/token"),
+    ({"data": {"name": "text", "cache": "OUT/cache"}}, "data.cache=OUT/cache"),
+    ({"data": {"name": "tokens", "path": ["OUT/t.bin"], "vocab_size": 9}}, "data.path=[OUT/t.bin]"),
+    ({"data": {"name": "hf", "path": "someone/dataset"}}, "data.path=someone/dataset"),
+    ({"data": {"name": "hf", "path": "URL"}}, "data.path=URL"),
+    (
+        {"data": {"name": "chat", "path": "OUT/c.jsonl", "template": "OUT/t.jinja"}},
+        "data.template=",
+    ),
+    (
+        {"data": {"name": "mixture", "sources": {"a": {"path": "OUT", "weight": 1}}}},
+        "data.sources=",
+    ),
+    ({"schedule": {"name": "csv", "path": "OUT/order.csv"}}, "schedule.path=OUT/order.csv"),
+    ({"split": {"name": "auto", "cost": "run", "run": "OUT"}}, "split.run=OUT"),
+    ({"checkpoint": {"folder": "OUT/checkpoints"}}, "checkpoint.folder=OUT/checkpoints"),
+    ({"checkpoint": {"folder": "URL"}}, "checkpoint.folder=URL"),
+    ({"checkpoint": {"folder": "reference::file://OUT/evil.json"}}, "checkpoint.folder=reference"),
+    ({"checkpoint": {"folder": "filecache::URL"}}, "checkpoint.folder=filecache"),
+    ({"checkpoint": {"folder": "s3://bucket/a"}}, "checkpoint.folder=s3://bucket/a"),
+    ({"model": "llama", "pp": "two"}, "model=llama: a choice must be given"),
+]
+TEXTS = {
+    "a tag of Python's": "a: !!python/object/apply:os.system ['touch OUT/ran']\n",
+    "aliases": "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n"
+    + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]\n" for n in range(1, 9)),
+    "nested": "[" * 30_000,
+    "large": "a: " + "x" * 2_000_000,
+    "a list": "[1, 2]",
+}
+STATES: list[tuple[dict[str, Any], str | None]] = [
+    ({"config.model": {"name": "theirs.Model"}, "model": {"name": "theirs.Model"}}, "heirs.Model"),
+    ({"model.name": ["llama"]}, "is damaged"),
+    ({"model.name": {}}, "is damaged"),
+    ({"model.name": "torch.load", "model.f": "OUT/x.pt"}, "torch.load"),
+    ({"model": [1]}, "is damaged"),
+    ({"model": {"name": "hf", "path": "OUT/hf"}}, "model.path=OUT/hf"),
+    ({"model": {"name": "hf", "path": "someone/model"}}, "model.path=someone/model"),
+    ({"config.data.tokenizer": "OUT/tokenizer.json"}, "data.tokenizer=OUT/tokenizer.json"),
+    ({"config.data.tokenizer": "tokenizer.json"}, "data.tokenizer=tokenizer.json"),
+    (
+        {"config.data": {"name": "chat", "path": "x", "template": "OUT/t.jinja"}},
+        "data.template=OUT",
+    ),
+    ({"config.data": {"name": "tokens", "path": "OUT/tokens"}}, "data.path=OUT/tokens"),
+    ({"config.data": {"name": "tokens", "path": "RUN/tokens"}}, ""),  # whose index names others
+    ({"config.data": {"name": "mixture", "sources": {"a": {"path": "OUT"}}}}, "data.sources="),
+    ({"config.data": {"name": "mixture", "sources": {"a": 1}}}, ""),
+    ({"config.data": {"name": "theirs.rows"}}, ""),
+    ({"run_dir": "OUT/written", "config.run_dir": "OUT/written"}, ""),
+    ({"same": [1]}, "is damaged"),
+    ({"layout.pp": "2"}, "is damaged"),
+    ({"config": {"model": "llama"}}, ""),
+    ({"config.checkpoint.folder": "URL", "config.logger": {"name": "wandb"}}, ""),
+]
+TIMELINES: list[tuple[dict[str, Any], str | None]] = [
+    ({"config.model": {"name": "theirs.Model"}}, "no plan: "),
+    ({"config.optimizer": {"name": "theirs.Opt"}}, "no plan: "),
+    ({"config.loss": {"name": "theirs.loss"}}, "no plan: "),
+    ({"config.data": {"name": "theirs.rows"}}, "no plan: "),
+    ({"config.data.tokenizer": "OUT/tokenizer.json"}, "no plan: "),
+    ({"config.hardware": {"name": "run", "path": "OUT"}}, "no plan: "),
+    ({"config.model": {"name": "hf", "path": "OUT/hf"}}, "no plan: "),
+    ({"config.run_dir": "OUT"}, ""),
+]
+SWEEPS = ["OUT", "../outside", "RUN/../outside", "link"]
+URL = "http://127.0.0.1:9/x"
+FOLDERS = {"evaluate": "perplexity", "generate": "samples"}
+
+
+@pytest.fixture(scope="module")
+def trained_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("received") / "run"
+    recorded = Timeline(enabled=True, steps=[1, 1])
+    trained(folder, LLAMA, data=byte_text(folder / "text"), timeline=recorded)
+    return folder
+
+
+@pytest.fixture
+def outside(tmp_path: Path) -> Path:
+    """The working directory: what forged values name is there, and modules that tell on themselves."""
+    folder = tmp_path / "outside"
+    (folder / "checkpoints").mkdir(parents=True)
+    for name in ("theirs", "hydra", "yaml", "triton", "kernels"):
+        (folder / f"{name}.py").write_text(f"open({str(folder / 'ran')!r}, 'w')\n")
+    for name in ("text.txt", "tokenizer.json", "t.jinja", "order.csv", "x.pt", "c.jsonl", "t.bin"):
+        (folder / name).write_text("{}")
+    return folder
+
+
+class Forge:
+    """Copies of a run with a change."""
+
+    def __init__(self, source: Path, tmp_path: Path, outside: Path) -> None:
+        self.source, self.tmp_path, self.outside, self.made = source, tmp_path, outside, 0
+
+    def filled(self, value: Any, run: Path) -> Any:
+        if isinstance(value, dict):
+            return {self.filled(k, run): self.filled(v, run) for k, v in value.items()}
+        if isinstance(value, list):
+            return [self.filled(item, run) for item in value]
+        if not isinstance(value, str):
+            return value
+        return value.replace("OUT", str(self.outside)).replace("RUN", str(run)).replace("URL", URL)
+
+    def run(self) -> Path:
+        run = self.tmp_path / "runs" / f"{self.made}"
+        self.made += 1
+        shutil.copytree(self.source, run)
+        (run / "link").symlink_to(self.outside)
+        (run / "inner").mkdir()
+        (run / "inner" / "a.txt").symlink_to(self.outside / "text.txt")
+        (run / "tokens").mkdir()
+        index = {"format": 1, "dtype": "uint16", "vocab_size": 9, "boundary": 0, "tokenizer": "x"}
+        index |= {"files": [{"name": str(self.outside / "t.bin"), "tokens": 1}]}
+        (run / "tokens" / "index.json").write_text(json.dumps(index))
+        (run / "model").mkdir()
+        (run / "model" / "llama.yaml").write_text("name: theirs.Model\n")
+        state = json.loads((checkpoint(run, 1) / STATE).read_text())
+        config, text = state["config"], str(run / "text" / "text.txt")
+        config["data"] |= {"path": text, "cache": str(run / "text" / "cache")}
+        (run / "config.yaml").write_text(yaml.safe_dump(config))
+        return run
+
+    def config(self, change: dict[str, Any]) -> Path:
+        run = self.run()
+        plain = yaml.safe_load((run / "config.yaml").read_text()) | self.filled(change, run)
+        (run / "config.yaml").write_text(yaml.safe_dump(plain))
+        return run
+
+    def json(self, file: str, change: dict[str, Any]) -> Path:
+        run = self.run()
+        path = run / file
+        plain = json.loads(path.read_text())
+        for key, value in self.filled(change, run).items():
+            *holders, last = key.split(".")
+            place = plain
+            for holder in holders:
+                place = place[holder]
+            place[last] = value
+        path.write_text(json.dumps(plain))
+        if path.name == STATE:
+            reseal(path.parent)
+        return run
+
+
+@pytest.fixture
+def forge(trained_run: Path, tmp_path: Path, outside: Path) -> Forge:
+    return Forge(trained_run, tmp_path, outside)
+
+
+def environment(home: Path) -> dict[str, str]:
+    home.mkdir(exist_ok=True)
+    own = dict.fromkeys(("HOME", "HF_HOME"), str(home))
+    own |= {"PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
+    return os.environ | own
+
+
+def watch(forge: Forge, commands: list[list[str]]) -> list[dict[str, Any]]:
+    """What each command did, which has done nothing that it should not."""
+    inside, env = forge.tmp_path / "runs", environment(forge.tmp_path / "home")
+    job = {"outside": str(forge.outside), "inside": str(inside)}
+    before = tree(forge.outside)
+    done = subprocess.run(
+        [sys.executable, "-P", watched.__file__],
+        input=json.dumps(job | {"commands": commands}),
+        **{"cwd": forge.outside, "env": env, "capture_output": True, "text": True, "timeout": 300},
+    )
+    assert done.returncode == 0, done.stderr
+    ends = json.loads(done.stdout.splitlines()[-1])
+    for end in ends:
+        assert end["breaches"] == [], end
+        assert "Traceback" not in end["text"] and end["code"] in (0, 1, 2), end
+        for child in end["children"]:
+            said = str(child["words"]) + child["config"]
+            assert "outside" not in said and "theirs" not in said and URL not in said, end
+    assert tree(forge.outside) == before
+    return ends
+
+
+def tree(folder: Path) -> dict[str, int]:
+    return {str(path): path.lstat().st_mtime_ns for path in folder.rglob("*")}
+
+
+def jobs_on(run: Path) -> Iterator[list[str]]:
+    yield ["evaluate", str(run), "evaluate.batches=1"]
+    yield ["generate", str(run), "--layout", "--prompt", "def"]
+
+
+def looks_at(run: Path) -> Iterator[list[str]]:
+    """Commands that read a run, but for those that compute for seconds."""
+    for command in ("list", "show", "verify"):
+        yield ["checkpoint", command, str(run)]
+    yield ["checkpoint", "digest", str(run), str(run)]
+    yield ["generate", str(run), "--prompt", "def", "--tokens", "1"]
+    yield ["export", str(run), f"{run}/../{run.name}-out"]
+
+
+def test_what_a_config_names_is_neither_opened_nor_imported(forge: Forge) -> None:
+    forms = [(forge.config(change), said) for change, said in CONFIG]
+    for name, text in TEXTS.items():
+        run = forge.run()
+        (run / "config.yaml").write_text(forge.filled(text, run))
+        forms.append((run, "is no config of a run" if name == "a list" else "is damaged"))
+    for replaced in (os.mkfifo, lambda path: Path(path).symlink_to(forge.outside / "t.bin")):
+        run = forge.run()
+        (run / "config.yaml").unlink()
+        replaced(run / "config.yaml")
+        forms.append((run, "config.yaml"))
+    commands = [(said, run, words) for run, said in forms for words in jobs_on(run)]
+    commands += [(None, run, ["checkpoint", "list", str(run)]) for run, _ in forms]
+    for (said, run, words), end in zip(
+        commands, watch(forge, [words for _, _, words in commands]), strict=True
+    ):
+        if words[0] == "checkpoint":
+            assert end["code"] == 0 and "step-00000001" in end["text"]
+        elif said is None:
+            [child] = end["children"]
+            plain = yaml.safe_load(child["config"])
+            assert plain["checkpoint"]["folder"] is None
+            assert [w for w in child["words"] if "run_dir=" in w] == [f"run_dir='{run}'"]
+        else:
+            assert end["code"] == 2 and end["children"] == [], end
+            assert forge.filled(said, run) in end["text"], end
+            assert len(end["text"].splitlines()) == 1
+
+
+@pytest.mark.slow
+def test_the_job_that_evaluates_a_run_of_others_runs_to_its_end_and_uses_nothing_else(
+    forge: Forge,
+) -> None:
+    """Each process watched, in a working directory with modules that would stand for libraries."""
+    change: dict[str, Any] = {}
+    for one, said in CONFIG:
+        change |= one if said is None else {}
+    run, home = forge.config(change), forge.tmp_path / "home"
+    env = environment(home)
+    more, log = watched.watch_children(forge.outside, forge.tmp_path / "runs", home)
+    before = tree(forge.outside)
+    for words in jobs_on(run):
+        command = [str(SCRIPTS / "titanlike"), *words]
+        told = {"capture_output": True, "text": True, "timeout": 120}
+        done = subprocess.run(command, cwd=forge.outside, env=env | more, **told)
+        assert done.returncode == 0 and done.stdout, done.stderr
+    assert not log.exists(), log.read_text()
+    assert tree(forge.outside) == before and (run / "perplexity" / "result.json").exists()
+
+
+@pytest.mark.slow
+def test_what_a_checkpoint_names_is_not_either(forge: Forge) -> None:
+    file = f"checkpoints/step-00000001/{STATE}"
+    forms = [(forge.json(file, change), said) for change, said in STATES]
+    commands = [(said, run, words) for run, said in forms for words in looks_at(run)]
+    ends = watch(forge, [words for _, _, words in commands])
+    for (said, run, words), end in zip(commands, ends, strict=True):
+        if words[0] == "generate":
+            assert forge.filled(said, run) in end["text"] and (not said or end["code"] == 2), end
+
+
+@pytest.mark.slow
+def test_timelines_sweeps_and_links_of_others(forge: Forge) -> None:
+    commands, said = [], []
+    for change, text in TIMELINES:
+        run = forge.json("timeline.json", change)
+        commands += [["timeline", str(run)], ["report", str(run)]]
+        said += [text, text]
+    for folder in SWEEPS:
+        sweep = forge.run()
+        job = {"number": 0, "folder": forge.filled(folder, sweep), "overrides": [], "swept": []}
+        header = {"command": "touch ran", "value": "loss", "inner": ""}
+        (sweep / "sweep.jsonl").write_text(f"{json.dumps(header)}\n{json.dumps(job)}\n")
+        commands.append(["sweep", str(sweep)])
+        said.append("its job 0 is not in this folder")
+    links: dict[str, Callable[[Path], Path]] = {
+        "is a link, and": lambda run: run / "JOB",
+        "is a link, and ": lambda run: run / "JOB" / "logs" / "rank0.log",
+        "checkpoint.folder=OUT/checkpoints": lambda run: run / "checkpoints",
+    }
+    for text, place in links.items():
+        for command, folder in FOLDERS.items():
+            run = forge.run()
+            link = Path(str(place(run)).replace("JOB", folder))
+            shutil.rmtree(link, ignore_errors=True)
+            link.parent.mkdir(parents=True, exist_ok=True)
+            link.symlink_to(forge.outside / ("t.bin" if link.suffix else "checkpoints"))
+            commands += [words for words in jobs_on(run) if words[0] == command]
+            said.append(text)
+    for text, end in zip(said, watch(forge, commands), strict=True):
+        assert forge.filled(text, Path()) in end["text"], end
