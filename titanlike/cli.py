@@ -132,6 +132,11 @@ def run_as_process(call: Callable[[], object]) -> NoReturn:
 def main(command: str | None = None) -> None:
     """Run a command; without `command`, the one that the first word names, else train."""
     _open_closed_streams()
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored, no process would learn how one ended
+    try:
+        os.getcwd()
+    except OSError:
+        sys.exit("error: the working directory has been removed; `cd` to one that exists")
     typed = _take_command() if command is None else None
     set_program(typed)
     if sys.argv[1:] == ["--version"]:
@@ -176,15 +181,20 @@ def start_job(
 
 def _drive_or_follow(function: str, folder: str, result_dir: str | None, checked: bool) -> ExitCode:
     """This process' part of a job."""
-    from titanlike.driver.job import JobRunner
-    from titanlike.launch.environment import RestartState, adopt_slurm, is_restart
+    from titanlike.config.errors import ConfigError
+    from titanlike.driver.job import JobRunner, print_problems
+    from titanlike.launch.environment import RestartState, adopt_slurm, check_launcher, is_restart
     from titanlike.launch.signals import die_with_parent
 
     adopt_slurm()
+    try:
+        # job scripts check before the ranks start: WORLD_SIZE without RANK
+        before_ranks = "--check" in sys.argv[1:] and "RANK" not in os.environ
+        check_launcher(before_ranks)
+    except ConfigError as error:
+        return print_problems(error.problems)
     if "TORCHELASTIC_RUN_ID" in os.environ:
         die_with_parent(os.getppid(), signal.SIGTERM)
-    # job scripts check before the ranks start: WORLD_SIZE without RANK
-    before_ranks = "--check" in sys.argv[1:] and "RANK" not in os.environ
     alone = before_ranks or int(os.environ.get("WORLD_SIZE", "1")) == 1
     if not alone:
         from titanlike.launch.torchrun import TorchrunRanks
@@ -247,7 +257,7 @@ def _take_command() -> str | None:
 def _print_help(command: str, list_commands: bool) -> None:
     from titanlike.config.help import command_help, help_text
 
-    if int(os.environ.get("RANK", "0")) > 0:
+    if os.environ.get("RANK", "0") != "0":
         return
     if command == "train":
         helps = {name: command.help for name, command in (JOBS | TOOLS).items()}

@@ -205,7 +205,7 @@ RECORDS: dict[str, Callable[[Path], Any]] = {
     "result.json": lambda folder: read_result(folder),
     "metrics.jsonl": lambda folder: summarize(folder),
     "events.jsonl": lambda folder: summarize(folder),
-    "logs/rank0.heartbeat": lambda folder: read_beats(folder, 1),
+    "logs/rank0.heartbeat": lambda folder: read_beats(folder, range(1)),
     "logs/rank0.error.json": lambda folder: root_cause(folder),
     "restart.json": lambda folder: RestartState(folder / "restart.json").count_start(),
     SWEEP_FILE: lambda folder: read_spec(folder),

@@ -116,28 +116,30 @@ def test_that_a_peer_has_failed_is_seen_without_a_look_at_the_files_of_all(tmp_p
 FAILURE = Failure(0, "", "", False, 1.0)
 LOST = replace(FAILURE, error="Connection closed by peer", transport=True)
 FAILED = JobFailed("rank 1 failed: killed by SIGKILL", "killed by SIGKILL")
+DIED = replace(FAILURE, rank=2, error="killed by SIGSEGV", time=9.0)
 TAKEN = replace(FAILURE, error="taken over", taken_over=True, time=9.0)
 
 
 @pytest.mark.parametrize(
     ("failures", "deaths", "named"),
     [
-        ([LOST, replace(FAILURE, rank=1, time=2.0), replace(FAILURE, rank=2, time=3.0)], {}, 1),
-        ([LOST, replace(LOST, rank=1, time=0.5)], {}, 1),
-        ([LOST], {0: 1, 2: -11}, 2),  # by a signal, and without a word
-        ([LOST], {2: 1}, 0),
-        ([LOST], {0: 1, 2: 3}, 2),  # it has ended by itself
+        ([LOST, replace(FAILURE, rank=1, time=2.0), replace(FAILURE, rank=2, time=3.0)], [], 1),
+        ([LOST, replace(LOST, rank=1, time=0.5)], [], 1),
+        ([LOST], [DIED], 2),
+        ([LOST], [replace(DIED, transport=True)], 0),  # its error could not be written
+        ([replace(DIED, error="its process ended", by_peer=True)], [DIED], 2),
+        ([LOST, replace(FAILURE, rank=1, time=2.0), replace(DIED, by_peer=True)], [], 1),
         # a start that takes over removes files of the other's unfinished save
-        ([replace(FAILURE, rank=1, error="FileNotFoundError: step-00000007"), TAKEN], {}, 0),
+        ([replace(FAILURE, rank=1, error="FileNotFoundError: step-00000007"), TAKEN], [], 0),
     ],
 )
 def test_the_cause_is_the_first_failure_that_no_peer_made(
-    failures: list[Failure], deaths: dict[int, int], named: int, tmp_path: Path
+    failures: list[Failure], deaths: list[Failure], named: int, tmp_path: Path
 ) -> None:
     for failure in failures:
         write_failure(tmp_path, failure)
     cause = root_cause(tmp_path, deaths)
-    assert cause is not None and cause.rank == named
+    assert cause is not None and (cause.rank, cause.by_peer) == (named, False)
 
 
 def test_errors_that_nccl_raises_because_of_a_peer_are_no_root_cause() -> None:

@@ -206,7 +206,8 @@ def test_a_device_that_works_through_its_queue_is_no_hang(tmp_path: Path) -> Non
     device, failures = Device(), []
     (tmp_path / "logs").mkdir()
     settings = Launch(timeout=30, step_timeout=1, heartbeat=1)
-    with Watchdog(worker, settings, failures.append, DeviceQueue(device.event)) as watchdog:
+    with Watchdog(worker, settings, failures.append) as watchdog:
+        watchdog.watch_device(DeviceQueue(device.event))
         watchdog.enter_phase(1, "data")
         device.stop()
         for number in range(4):
@@ -308,7 +309,8 @@ def wait_for_a_failed_peer(config: Config, worker: Worker, comes_out: bool) -> b
     queue = DeviceQueue(device.event)
     abort = collective.release if comes_out else lambda: None
     try:
-        with Watchdog(worker, replace(HANGS, step_timeout=8), None, queue, abort) as watchdog:
+        with Watchdog(worker, replace(HANGS, step_timeout=8), None, abort) as watchdog:
+            watchdog.watch_device(queue)
             watchdog.enter_phase(1, "data")
             watchdog.action_queued("0F0", False)
             (worker.run_dir / "waits").touch()

@@ -193,8 +193,8 @@ def test_workers_that_do_not_end_are_killed_with_what_they_have_started(
     for name in ("run", "workers"):
         (tmp_path / name).mkdir()
     workers = WorkerProcesses(2, tmp_path / "workers", function)
-    codes = workers.run(Job(function, tiny(pp=2), tmp_path / "run", []).to_json())
-    assert codes[0] == 1 and codes.get(1, 1) != 0
+    deaths = workers.run(Job(function, tiny(pp=2), tmp_path / "run", []).to_json())
+    assert [(death.rank, death.transport) for death in deaths] == [(0, True)], "it has told why"
     files = sorted((tmp_path / "run").glob("process*"))
     rows = [map(int, file.read_text().split()) for file in files]
     parents, pids, forks = zip(*rows, strict=True)

@@ -17,6 +17,7 @@ from support.opened import opened
 from support.world import run_world
 from support.wrong_plans import PLAN
 from titanlike.config.schema import ActivationCheckpoint, Checkpoint, Config, Model, Schedule
+from titanlike.launch.watchdog import Watchdog
 from titanlike.launch.worker import Worker
 from titanlike.training.loop import train
 from titanlike.training.preflight import preflight
@@ -105,7 +106,10 @@ def test_masks_are_equal_where_activations_are(sequence: bool, tmp_path: Path) -
 
 
 def drawn_after_resume(config: Config, worker: Worker) -> tuple[int, Tensor]:
-    with open_session(config, worker) as session:
+    with (
+        Watchdog(worker, config.launch) as watchdog,
+        open_session(config, worker, watchdog) as session,
+    ):
         return session.progress.step, torch.rand(3)
 
 

@@ -92,8 +92,8 @@ class JobRunner:
         overrides = [redact_override(text) for text in overrides]
         if name is not None:
             config = with_run_name(config, *name)
-        reporter = ResultReporter(run_dir, overrides, config.world_size)
         stop = StopRequest()
+        reporter = ResultReporter(run_dir, overrides, config.world_size, stop)
         with interruptible(reporter.interrupted, stop), lock_run_dir(run_dir):
             try:
                 # 2. fit it to the available ranks, check and write it
@@ -257,8 +257,11 @@ def restarted_config(config: Config, failed: JobFailed, number: int) -> Config:
 class ResultReporter:
     """Writes result.json when a job ends, from any thread."""
 
-    def __init__(self, run_dir: Path, overrides: list[str], world_size: int) -> None:
+    def __init__(
+        self, run_dir: Path, overrides: list[str], world_size: int, stop: StopRequest | None = None
+    ) -> None:
         self._run_dir, self._overrides, self._world_size = run_dir, overrides, world_size
+        self._stop = stop or StopRequest()
         self._start = time.monotonic()
         (run_dir / "result.json").unlink(missing_ok=True)  # of an earlier run
 
@@ -283,12 +286,14 @@ class ResultReporter:
 
     def interrupted(self, interrupted: Interrupted) -> None:
         """Report a signal, or the failure of another rank, for which torchrun sent it."""
+        self._stop.peer_failed()  # looks which rank has ended without an error
         cause = root_cause(self._run_dir)
         if cause is None or cause.transport:
             self.write("interrupted", error=str(interrupted))
         else:
-            self.write("failed", error=f"rank {cause.rank} failed: {cause.error}")
-            print(f"\n{cause.to_job_failed(self._run_dir, 2)}", file=sys.stderr)
+            failed = cause.to_job_failed(self._run_dir, 2)
+            self.write("failed", error=failed.error)
+            print(f"\n{failed}", file=sys.stderr)
 
     def failed(self, failure: Failure) -> None:
         """Report a hang, after which this process exits."""

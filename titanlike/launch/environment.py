@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from titanlike.config import files
+from titanlike.config.errors import ConfigError, Problem
 
 _PREFIXES = ("TORCHELASTIC_", "GROUP_", "ROLE_", "PET_")
 _NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -100,6 +101,25 @@ def import_path() -> list[str]:
     standard = [p for p in path if p in library or p.endswith((".zip", "/lib-dynload"))]
     here = [] if sys.flags.safe_path else [os.getcwd()]
     return list(dict.fromkeys([*standard, *path, *here]))
+
+
+def check_launcher(before_ranks: bool) -> None:
+    """Raises ConfigError where the variables of a launcher do not make this process a rank.
+
+    before_ranks: whether it is a check before these are started, of their number alone.
+    """
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+    said = {name: os.environ.get(name, "1" if name == "WORLD_SIZE" else "0") for name in names}
+    if all(re.fullmatch("[0-9]{1,7}", text) for text in said.values()):
+        rank, local_rank, size = map(int, said.values())
+        needed = ("RANK", "MASTER_ADDR", "MASTER_PORT") if size > 1 and not before_ranks else ()
+        if max(rank, local_rank) < size and all(map(os.environ.get, needed)):
+            return
+        said |= {name: os.environ.get(name, "") for name in needed}
+    text = " ".join(f"{name}={value}" for name, value in said.items())
+    reason = "the environment describes no rank of a launcher"
+    fix = f"start with torchrun or srun, or `unset {' '.join(names)}` for one process"
+    raise ConfigError([Problem(text, "", reason, fix)])
 
 
 def adopt_slurm() -> None:

@@ -100,6 +100,8 @@ def _describe_ranks(state: int, ranks: list[int], beats: dict[int, Beat], own: B
 def _describe_rank(state: int, beat: Beat, own: Beat) -> str:
     """The words after "rank 3"."""
     where, of = _where(beat), f" of {_phase(beat)}" if beat.step or beat.action else ""
+    if where == f"in {beat.doing}" and beat.doing != "data":  # not twice
+        of = f" at step {beat.step}" if beat.step else ""
     if state == _UNRESPONSIVE:
         age = max(0.0, time.time() - beat.time)
         process = f"({beat.host}, pid {beat.pid})"

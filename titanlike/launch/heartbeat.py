@@ -12,6 +12,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -24,6 +25,7 @@ _DATA_WAIT = "one_ahead"  # the function in which a thread waits for it
 _FRAMES = 6  # of a stale rank's stack, innermost
 _COMPUTING = ("/distributed/checkpoint/", "/distributed/tensor/")  # these do not wait for ranks
 _JOIN_TIMEOUT = 2.0  # seconds to write the last beat
+_READERS = 16  # threads that read the beats of many ranks
 
 
 @dataclass(frozen=True)
@@ -53,15 +55,21 @@ def heartbeat_path(run_dir: Path, rank: int) -> Path:
     return log_path(run_dir, rank).with_suffix(".heartbeat")
 
 
-def read_beats(run_dir: Path, world_size: int) -> dict[int, Beat]:
-    """The newest beat of every rank that has written one."""
-    beats = {}
-    for rank in range(world_size):
+def read_beats(run_dir: Path, ranks: range) -> dict[int, Beat]:
+    """The newest beat of each of these ranks that has written one."""
+
+    def read(rank: int) -> Beat | None:
         try:
-            beats[rank] = files.read_object(heartbeat_path(run_dir, rank), Beat)
+            return files.read_object(heartbeat_path(run_dir, rank), Beat)
         except (OSError, ValueError):  # missing, or of another version
-            continue
-    return beats
+            return None
+
+    if len(ranks) <= _READERS:
+        beats = [*map(read, ranks)]
+    else:  # a file server answers many at a time
+        with ThreadPoolExecutor(_READERS) as pool:
+            beats = [*pool.map(read, ranks)]
+    return {rank: beat for rank, beat in zip(ranks, beats, strict=True) if beat is not None}
 
 
 class Heartbeat:
@@ -127,5 +135,6 @@ def _waits(stack: traceback.StackSummary) -> bool:
             continue
         in_torch = "torch/distributed/" in name and not any(part in name for part in _COMPUTING)
         line = frame.line or ""
-        return in_torch or "store.wait(" in line or "store.get(" in line
+        alone = frame.name == "wait_for_rank_0"
+        return in_torch or alone or "store.wait(" in line or "store.get(" in line
     return False

@@ -48,14 +48,16 @@ from titanlike.config.errors import ConfigError, Problem
 from titanlike.config.schema import Config
 from titanlike.launch.environment import import_path, interpreter, workers_environment
 from titanlike.launch.failures import (
+    Failure,
     JobFailed,
     clear_failures,
     describe,
+    describe_exit,
     root_cause,
     write_failure,
 )
 from titanlike.launch.process_end import leave, no_garbage_collection
-from titanlike.launch.rendezvous import barrier
+from titanlike.launch.rendezvous import BarrierTimeout, barrier
 from titanlike.launch.signals import (
     Interrupted,
     StopRequest,
@@ -149,19 +151,20 @@ class WorkerProcesses:
         self.count, self.folder = count, folder
         self._pids: dict[int, int] = {}  # of each rank that has been forked
         self._codes: dict[int, int] = {}  # of each rank that has ended; -N = by signal N
+        self._deaths: dict[int, Failure] = {}  # of those that failed, or ended before the job did
+        self._done: set[int] = set()  # ranks that have come to the end of the job, or reported
         call = f"serve({str(folder)!r}, {os.getpid()}, {function!r}, {count})"
         command, env = _python(import_path(), "serve", call), workers_environment(count)
         # a terminal's Ctrl-C is for the driver, which passes it on
         self._server = subprocess.Popen(command, env=env, start_new_session=True)
 
-    def run(self, job: str) -> dict[int, int]:
-        """Run a job (JSON) to its end; the exit codes of ranks that failed, the others are
-        ended."""
+    def run(self, job: str) -> list[Failure]:
+        """Run a job (JSON) to its end; how ranks failed, of which the others are ended."""
         files.atomic_write_text(self.folder / "job.json", job, sync=False)
         try:
-            while self._running() and not any(self._codes.values()):
+            while self._running() and not self._deaths:
                 time.sleep(_POLL)
-            return {rank: code for rank, code in self._codes.items() if code}
+            return [*self._deaths.values()]
         finally:
             self.end(_SHUTDOWN_TIMEOUT)
 
@@ -182,6 +185,7 @@ class WorkerProcesses:
         for rank in self._running() if patience else ():
             with contextlib.suppress(OSError, KeyError):  # it has ended, or has not begun
                 os.killpg(self._pids[rank], signum)  # also its children: data loaders
+                os.killpg(self._pids[rank], signal.SIGCONT)  # one that is stopped handles none
         while time.monotonic() < deadline and self._running():
             time.sleep(_POLL)
 
@@ -190,12 +194,26 @@ class WorkerProcesses:
         gone = self._server.poll()
         with contextlib.suppress(FileNotFoundError):
             for line in (self.folder / "ranks").read_text().split("\n")[:-1]:
-                what, rank, number = line.split()
-                (self._pids if what == "began" else self._codes)[int(rank)] = int(number)
-        if gone is not None:  # whoever killed it: its children were killed with it
-            for rank in range(self.count):
-                self._codes.setdefault(rank, gone or -signal.SIGKILL)
-        return [rank for rank in range(self.count) if rank not in self._codes]
+                what, name, text, *when = line.split()
+                rank, number = int(name), int(text)
+                if what == "began":
+                    self._pids[rank] = number
+                elif what == "left":
+                    self._done.add(rank)
+                elif rank not in self._codes:
+                    self._codes[rank], left = number, rank in self._done
+                    if number or not left:  # where it left, its error could not be written
+                        end = describe_exit(number)
+                        self._deaths[rank] = Failure(rank, end, "", left, float(*when))
+        running = [rank for rank in range(self.count) if rank not in self._codes]
+        if gone is not None and running:  # whoever killed it: its children were killed with it
+            end = f"the process that forks the ranks was lost: {describe_exit(gone)}"
+            for rank in running:
+                self._codes[rank] = gone
+                lost = Failure(rank, end, "", False, time.time(), names_rank=True)
+                self._deaths[rank] = lost
+            return []
+        return running
 
 
 @contextlib.contextmanager
@@ -264,7 +282,8 @@ def serve(scratch: str, driver: int, function: str, count: int) -> NoReturn:
     while ranks:
         pid, status = os.wait()
         if (ended := ranks.pop(pid, None)) is not None:
-            os.write(events, b"ended %d %d\n" % (ended, os.waitstatus_to_exitcode(status)))
+            code = os.waitstatus_to_exitcode(status)
+            os.write(events, b"ended %d %d %f\n" % (ended, code, time.time()))
     os._exit(0)
 
 
@@ -332,11 +351,26 @@ def _run_and_report(folder: Path, stop: StopRequest) -> None:
     except Interrupted:
         raise
     except BaseException as error:
-        failure = describe(rank, error)
-        if not failure.transport:  # run_dir may be lost, or be a later start's
-            with contextlib.suppress(OSError):  # removed: the driver has the cause from a peer
-                write_failure(folder, failure)
-        exit_now(1)  # destroying the process groups would look like the root cause to peers
+        _leave_failed(folder, describe(rank, error))
     # none exits before all have finished: a peer that has gone counts as one that has failed
-    with contextlib.suppress(RuntimeError):  # the driver finds the rank that failed
+    try:
         barrier(worker, "end", job.config.launch.timeout)
+    except BarrierTimeout as error:
+        _leave_failed(folder, describe(rank, error))
+    _note_end(folder, rank)
+
+
+def _leave_failed(folder: Path, failure: Failure) -> None:
+    if not failure.transport:  # run_dir may be lost, or be a later start's
+        with contextlib.suppress(OSError):  # removed: the driver has the cause from a peer
+            write_failure(folder, failure)
+    _note_end(folder, failure.rank)
+    exit_now(1)  # destroying the process groups would look like the root cause to peers
+
+
+def _note_end(folder: Path, rank: int) -> None:
+    """Tell the driver that this rank ends by itself: os._exit in a user's code does not."""
+    with contextlib.suppress(OSError):
+        events = os.open(folder / "ranks", os.O_WRONLY | os.O_APPEND)
+        os.write(events, b"left %d 0\n" % rank)
+        os.close(events)

@@ -10,13 +10,20 @@ import contextlib
 import json
 import os
 import socket
+import time
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from titanlike.config.errors import some_names
-from titanlike.launch.failures import peer_failed
+from titanlike.launch.failures import (
+    Failure,
+    PeerFailed,
+    error_path,
+    peer_failed,
+    write_failure,
+)
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -24,6 +31,7 @@ if TYPE_CHECKING:
     from titanlike.launch.worker import Worker
 
 _NAMED = 16  # missing ranks that an error names
+FIRST_WAIT, LONGEST_WAIT, LONGER = 0.02, 0.5, 1.5  # seconds between two looks at the store; factor
 
 
 class BarrierTimeout(RuntimeError):
@@ -76,13 +84,31 @@ def _arrived(store: Store, key: str) -> dict[int, str]:
     return dict(json.loads(f"[{store.get(key).decode().rstrip(',')}]"))
 
 
+def wait_for_rank_0(worker: Worker, name: str) -> None:
+    """Wait until rank 0 has come to a named point, however long it works alone: the watchdog ends a
+    run whose rank 0 stands still. Raises PeerFailed once another rank has failed."""
+    store, wait = worker.store, FIRST_WAIT
+    if store is None:
+        return
+    if worker.rank == 0:
+        store.set(name, "")
+    while not store.check([name]):
+        if worker.stop_request.peer_failed():
+            raise PeerFailed
+        time.sleep(wait)
+        # of all ranks together some thousand requests a second
+        wait = min(wait * LONGER, max(LONGEST_WAIT, worker.world_size / 1000))
+
+
 def in_words(ranks: Sequence[int]) -> str:
     """ "1, 2, 3", or the first of many and the number of the others."""
     return some_names([*map(str, ranks)], _NAMED)
 
 
-def start_together(worker: Worker, timeout: float, machine: str | None = None) -> list[int]:
-    """Wait for all ranks to start; the process ids of those on this machine.
+def start_together(
+    worker: Worker, timeout: float, machine: str | None = None
+) -> list[tuple[int, int]]:
+    """Wait for all ranks to start; those on this machine, and their process ids.
 
     What a rank reads does not grow with the number of machines. machine: its name; None = this
     one's.
@@ -90,9 +116,10 @@ def start_together(worker: Worker, timeout: float, machine: str | None = None) -
     assert worker.store is not None
     machine = machine or _this_machine()
     key = f"start/of/{machine}"
-    worker.store.append(key, f"{os.getpid()}\n")  # type: ignore[attr-defined]  # as above
+    worker.store.append(key, f"{worker.rank} {os.getpid()}\n")  # type: ignore[attr-defined]
     barrier(worker, "start", timeout)
-    return [int(pid) for pid in worker.store.get(key).decode().splitlines()]
+    pairs = (line.split() for line in worker.store.get(key).decode().splitlines())
+    return [(int(rank), int(pid)) for rank, pid in pairs]
 
 
 def _this_machine() -> str:
@@ -102,16 +129,27 @@ def _this_machine() -> str:
     return name
 
 
-def peer_ended(run_dir: Path, rank: int, pids: list[int]) -> bool:
-    """Whether another rank failed or was killed: otherwise none ends before the last barrier.
+def peer_ended(run_dir: Path, rank: int, pids: list[tuple[int, int]]) -> bool:
+    """Whether another rank failed or was killed: otherwise none ends before the last barrier. What
+    ended without an error gets one.
 
     pids: of the ranks on this machine.
     """
-    for pid in pids:
-        try:
-            os.kill(pid, 0)
-        except ProcessLookupError:
-            return True
-        except OSError:  # it exists, but is another user's
-            continue
+    for other, pid in pids:
+        if has_ended(pid) and not error_path(run_dir, other).exists():
+            text = f"its process ({socket.gethostname()}, pid {pid}) ended and wrote no error"
+            with contextlib.suppress(OSError):
+                write_failure(run_dir, Failure(other, text, "", False, time.time(), by_peer=True))
     return peer_failed(run_dir, rank)
+
+
+def has_ended(pid: int) -> bool:
+    """Whether a process of this machine has ended or is ending, though its parent may not know."""
+    try:
+        os.kill(pid, 0)
+        with open(f"/proc/{pid}/stat", encoding="utf-8") as stat:
+            return stat.read().rpartition(")")[2].split()[20] == "0"  # its memory
+    except ProcessLookupError:
+        return True
+    except (OSError, IndexError):  # another user's, or this is no Linux
+        return False

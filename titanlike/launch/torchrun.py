@@ -29,6 +29,7 @@ import time
 import uuid
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 from titanlike.config.schema import Launch
@@ -40,8 +41,15 @@ from titanlike.launch.failures import (
     describe,
     record_for_torchrun,
     root_cause,
+    write_failure,
 )
-from titanlike.launch.rendezvous import barrier, in_words
+from titanlike.launch.rendezvous import (
+    FIRST_WAIT,
+    LONGER,
+    LONGEST_WAIT,
+    barrier,
+    in_words,
+)
 from titanlike.launch.signals import (
     GRACE,
     MAX_TIME,
@@ -58,7 +66,6 @@ from titanlike.launch.worker import Job, Worker, run_job
 _POLL = timedelta(seconds=10)  # of a follower's wait for the next job
 _ALL_SIGNALLED = 5.0  # seconds in which every machine's torchrun notices that a machine has joined
 _HELLO = "titanlike/hello"
-_FIRST_WAIT, _LONGEST_WAIT, _LONGER = 0.02, 0.5, 1.5  # seconds between two looks of rank 0; factor
 
 
 class TorchrunRanks:
@@ -115,16 +122,26 @@ class TorchrunRanks:
         while not isinstance(task := self._next_task(), int):
             job, restart_state = task
             self.restart_state.adopt_newest([restart_state])
-            stop = StopRequest()
+            job, stop = Job.from_json(job), StopRequest()
+            interrupted = partial(self._interrupted, job)
             try:
-                with interruptible(stop=stop, grace=0):
-                    self._run(Job.from_json(job), stop)
+                with interruptible(interrupted, stop, grace=0):
+                    self._run(job, stop)
             except JobFailed as failed:
                 if failed.ends_sweep:
                     exit_now(1)
+            except Interrupted as ended:
+                interrupted(ended)
+                raise
         with contextlib.suppress(RuntimeError):
             self._store.set(f"released/{self.rank}", "")
         return task
+
+    def _interrupted(self, job: Job, interrupted: Interrupted) -> None:
+        """A signal ends this rank, which is no cause: what ends without a word is one."""
+        with contextlib.suppress(OSError):
+            failure = Failure(self.rank, str(interrupted), "", True, time.time())
+            write_failure(job.run_dir, failure)
 
     def _next_task(self) -> Any:
         """The next job and the restart state, or the exit code once there are no more."""
@@ -168,6 +185,8 @@ class TorchrunRanks:
         except Exception as error:
             failure = describe(self.rank, error)
             record_for_torchrun(error)
+            if failure.transport:
+                stop.peer_failed()  # looks which peer has ended
         # 2. let peers out that wait for this rank; only now that the error, whose frames hold the
         #    process groups, is gone
         if failure is not None:
@@ -183,7 +202,17 @@ class TorchrunRanks:
                 raise
             if "stopped" in result:  # because torchrun ended, and the store with it
                 return result
+            missing = getattr(error, "missing", ())
+            if failure is not None and failure.transport and missing:
+                text = (
+                    f"rank {in_words([*missing])} ended or does not respond: its peers have lost "
+                )
+                text += f"it, and it did not report an error within {GRACE:g} s"
+                failure = Failure(self.rank, text, "", False, time.time(), names_rank=True)
             failure = failure or describe(self.rank, error)
+            record_for_torchrun(failure.error)
+            with contextlib.suppress(OSError):
+                write_failure(job.run_dir, failure)
             outcomes = {self.rank: "stuck"}
         ends = {*outcomes.values()}
         if not {"failed", "stuck"} & ends:
@@ -287,7 +316,7 @@ def start_id(store: Any, rank: int, world_size: int, timeout: float) -> str:
     if rank > 0:
         return start
     answered: set[str] = set()
-    deadline, wait = time.monotonic() + timeout, _FIRST_WAIT
+    deadline, wait = time.monotonic() + timeout, FIRST_WAIT
     while True:
         seen = store.get(_HELLO)
         new = {*seen.decode().split()} - answered
@@ -304,4 +333,4 @@ def start_id(store: Any, rank: int, world_size: int, timeout: float) -> str:
             missing = sorted({*range(world_size)} - {*there})
             raise RuntimeError(f"rank {in_words(missing)} did not start in {timeout:g} s")
         time.sleep(wait)
-        wait = min(wait * _LONGER, _LONGEST_WAIT)
+        wait = min(wait * LONGER, LONGEST_WAIT)

@@ -2,14 +2,17 @@
 
 1. The training thread records what it begins: a phase of the job, an action of the schedule.
 2. One thread writes that to this rank's heartbeat file, another watches for progress.
-3. After nearly `timeout` seconds without any, all threads' stacks go to the rank's log, torch's
-   record of collectives to logs/flight_recorder, and the heartbeats of all ranks are read twice, to
-   distinguish ranks that do not respond, are stuck, or wait.
+3. After nearly `timeout` seconds without any, all threads' stacks go to the rank's log and torch's
+   record of collectives to logs/flight_recorder. Ranks 0 and 1 read the heartbeats of all ranks
+   twice, to distinguish ranks that do not respond, are stuck, or wait; a thousand ranks that did so
+   would be too many for a file server. The others do it where both do not respond.
 4. The failure is written and this process exits; the launcher ends the other ranks.
 
 A phase of a rank may have a longer limit than that of a peer which it waits for: a save, while the
-peer has stopped in the step before. So ranks 0 and 1 look at all heartbeats meanwhile, and a peer
-that does not respond is judged by the limit of its own phase.
+peer has stopped in the step before. So ranks 0 and 1 look at all heartbeats meanwhile, and the
+first two of a machine at those of its ranks. A peer that does not respond is judged by the limit of
+its own phase; on the same machine by that of a step if it reads and writes nothing either, since a
+phase that takes long stops no thread.
 
 On a GPU "progress" is that of its queue, too, and a rank's position is the first action there that
 has not ended (`DeviceQueue`). A rank that stands still because another one has failed is let out of
@@ -40,7 +43,13 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any, TextIO
 
 from titanlike.config.schema import Launch
-from titanlike.launch.failures import Failure, PeerFailed, log_path, write_failure
+from titanlike.launch.failures import (
+    Failure,
+    PeerFailed,
+    log_path,
+    record_for_torchrun,
+    write_failure,
+)
 from titanlike.launch.heartbeat import (
     AFTER,
     Beat,
@@ -57,12 +66,15 @@ if TYPE_CHECKING:
 _WAKE_DELAY = 2.0  # seconds that a thread may wake late; beyond that, the process was stopped
 _JOIN_TIMEOUT = 2.0  # seconds for the watching thread to end
 _RECORD_TIMEOUT = 5.0  # seconds to write the record of collectives, which take part of:
-_REPORT_TIMEOUT = 15.0  # seconds to write and report the failure before the process exits
+_REPORT_TIMEOUT = 15.0  # seconds to write and report the failure before the process exits,
+_REPORT_OF_RANK = 0.02  # and for each rank, whose heartbeat is read
 _LEAVE_TIMEOUT = 15.0  # seconds for the training thread to leave the job once a peer has failed
 _PATIENCE = 5.0  # seconds without progress on a device after which peers are looked at,
 _PEER_INTERVAL = 2.0  # and then between two looks
+_REPORTERS = 2  # ranks that report a hang: one of them may be stopped itself
+_MOST_BEATS = 200.0  # heartbeats of all ranks that a file server gets in a second
 # keys of the timeouts of phases, for the error text; others: launch.timeout
-_KEYS = {"load": "checkpoint.timeout", "save": "checkpoint.timeout"}
+_KEYS = dict.fromkeys(("load", "save", "export"), "checkpoint.timeout")
 
 
 class Watchdog:
@@ -73,32 +85,43 @@ class Watchdog:
         worker: Worker,
         settings: Launch,
         report_failure: Callable[[Failure], None] | None = None,
-        queue: DeviceQueue | None = None,
         abort: Callable[[], object] = lambda: None,
     ) -> None:
-        """report_failure: in the process that reports the job, called before it exits. queue: of
-        the device, where it has one; abort: ends what waits in it for other ranks."""
+        """report_failure: in the process that reports the job, called before it exits. abort: ends
+        what waits in the device's queue for other ranks."""
         self._worker, self._settings, self._report_failure = worker, settings, report_failure
-        self._queue, self._abort = queue, abort
+        self._queue: DeviceQueue | None = None
+        self._abort = abort
         self._unfinished: Mark | None = None  # the first in the queue, when it was last looked at
         self._device_since = -math.inf  # since when it has been that
         limits = [limit for limit in (settings.step_timeout, settings.timeout) if limit > 0]
         self._shortest = min(limits, default=math.inf)
         # the same on all ranks: one without a new beat in `_response_time` does not respond
-        self._interval = max(0.05, min(settings.heartbeat, self._shortest / 10))
+        rank, size, here = worker.rank, worker.world_size, worker.local_world_size
+        interval = max(settings.heartbeat, size / _MOST_BEATS)
+        self._interval = max(0.05, min(interval, self._shortest / 10))
         self._response_time = 2 * self._interval
+        self._reports = rank < _REPORTERS
+        of_machine = rank - worker.local_rank
+        self._looked_at = range(size) if self._reports else range(of_machine, of_machine + here)
+        self._report_timeout = _REPORT_TIMEOUT + _REPORT_OF_RANK * size
         self._thread_id = 0
         self._ended = threading.Event()
         self._awake_since = -math.inf
         self._next_look = -math.inf  # whether a peer has failed
         self._looking = threading.Thread()
-        self._seen: dict[int, tuple[int, float]] = {}  # number of a peer's beat, and since when
-        # of a peer that has not responded for its own limit: its beat, and all of that time
-        self._lost: tuple[Beat, dict[int, Beat]] | None = None
+        # number of a peer's beat and bytes that it has read and written, and since when
+        self._seen: dict[int, tuple[tuple[int, str], float]] = {}
+        # of a peer that has not responded for too long: the limit, and all beats of that time
+        self._lost: tuple[str, dict[int, Beat]] | None = None
         self._host = socket.gethostname()
         self._recording = threading.Thread()
         self._step, self._phase, self._action = 0, "build", ""
         self.enter_phase(0, "build")
+
+    def watch_device(self, queue: DeviceQueue | None) -> None:
+        """From now on what is in a device's queue counts, where the device has one."""
+        self._queue = queue
 
     def enter_phase(self, step: int, phase: str, timeout: float | None = None) -> None:
         """This rank begins a phase, in which each action may take `timeout` seconds.
@@ -177,15 +200,18 @@ class Watchdog:
 
     def _watch(self) -> None:
         # two look at their peers, as one may be stopped itself
-        looks = self._worker.world_size > 1 and self._worker.rank < 2
-        if self._queue is not None:
-            self._queue.enter_thread()
+        looks = self._worker.world_size > 1 and self._worker.local_rank < _REPORTERS
+        looks, entered = looks or self._reports, None
+        reading = self._worker.world_size / 1000  # seconds for all heartbeats, before a collective
         while self._sleep(min(1.0, self._shortest / 20)):
+            if self._queue is not entered and self._queue is not None:
+                self._queue.enter_thread()
+                entered = self._queue
             if self._queue is not None and self._waits_for_failed_peer(self._queue):
                 self._let_out()
                 return
-            limit = max(self._limit, 2 * self._response_time)
-            early = self._response_time + min(1.0, limit / 20)
+            limit = max(self._limit, 2 * self._response_time + reading)
+            early = self._response_time + min(1.0, limit / 20) + reading
             since = self._last_progress()
             if monotonic() - since > limit - early:
                 self._suspect(since)
@@ -193,8 +219,8 @@ class Watchdog:
                 self._seen, self._lost = {}, None
             elif not self._looking.is_alive():
                 if self._lost is not None:
-                    beat, before = self._lost
-                    self._give_up(before, f"{beat.limit_key}={beat.limit:g}")
+                    limit_text, before = self._lost
+                    self._give_up(before, limit_text)
                 # in a thread, as below
                 self._looking = threading.Thread(target=self._look_at_peers, daemon=True)
                 self._looking.start()
@@ -249,27 +275,33 @@ class Watchdog:
         self._ended.wait(_LEAVE_TIMEOUT)
 
     def _look_at_peers(self) -> None:
-        """Find one that has written no beat for as long as its phase may last."""
+        """Find one that has written no beat for too long."""
         seen, start = self._seen, monotonic()
         if self._ended.wait(self._response_time):  # in which each that responds writes a new one
             return
         if monotonic() - start > self._response_time + _WAKE_DELAY:
             seen.clear()  # all were stopped
             return
-        beats = self._beats()
+        beats = read_beats(self._worker.run_dir, self._looked_at)
+        key = "timeout" if self._shortest == self._settings.timeout else "step_timeout"
         for rank, beat in beats.items():
-            number, since = seen.get(rank, (-1, 0.0))
-            if number != beat.number or beat.ended or rank == self._worker.rank:
-                seen[rank] = beat.number, monotonic()
+            here = _transferred(beat.pid) if beat.host == self._host else ""
+            before, since = seen.get(rank, (None, 0.0))
+            if (beat.number, here) != before or beat.ended or rank == self._worker.rank:
+                seen[rank] = (beat.number, here), monotonic()
                 continue
             silent = monotonic() - max(since, self._awake_since)
-            if beat.limit and silent > max(beat.limit, self._response_time):
+            limit, text = beat.limit or math.inf, beat.limit_key
+            if here and self._shortest < limit:
+                limit, text = self._shortest, f"launch.{key}"
+            if silent > max(limit, self._response_time):
                 if not self._ended.wait(self._response_time):
-                    self._lost = beat, beats
+                    self._lost = f"{text}={limit:g}", beats
                 return
 
     def _suspect(self, since: float) -> None:
-        """Nearly timed out: read all beats twice; exit if this rank makes no progress meanwhile."""
+        """Nearly timed out: read all beats twice; exit if this rank makes no progress meanwhile,
+        and no other rank reports it."""
         before: dict[int, Beat] = {}
 
         def record() -> None:
@@ -277,7 +309,7 @@ class Watchdog:
                 seconds = monotonic() - since
                 print(f"no progress for {seconds:.0f} s; all threads:", file=log, flush=True)
                 faulthandler.dump_traceback(log)
-            before.update(self._beats())
+            before.update(self._beats(all_ranks=self._reports))
             if "torch.distributed" in sys.modules:  # else there is nothing, after seconds of import
                 from titanlike.torch_private.flight_recorder import write_records
 
@@ -295,15 +327,28 @@ class Watchdog:
             name = Path(inner.f_code.co_filename).name
             if name == "bdb.py" or name.startswith("pydevd"):  # in pdb or an editor's debugger
                 self._awake_since = monotonic()
-        if self._last_progress() == since:
+        if self._last_progress() == since and not self._is_reported(since, dict(before)):
             self._give_up(dict(before))
 
+    def _is_reported(self, since: float, before: dict[int, Beat]) -> bool:
+        """Whether rank 0 or 1 responds and reports the hang, or it is over. before: their beats."""
+        from titanlike.launch.hang import unresponsive
+
+        deadline, now = monotonic() + self._report_timeout, self._beats(all_ranks=False)
+        silent = {beat.rank for beat in unresponsive(before, now, self._worker.rank)}
+        if self._reports or before.keys() <= silent:
+            return False
+        while self._last_progress() == since and monotonic() < deadline:
+            if not self._sleep(1.0):
+                return True
+        return self._last_progress() != since
+
     def _give_up(self, before: dict[int, Beat], limit: str = "") -> None:
-        """Report the hang and exit; at the latest after `_REPORT_TIMEOUT`.
+        """Report the hang and exit; at the latest after `_report_timeout`.
 
         limit: the key=seconds that was exceeded, "" = this rank's own.
         """
-        _call_later(_REPORT_TIMEOUT, lambda: os._exit(1))
+        _call_later(self._report_timeout, lambda: os._exit(1))
         try:
             from titanlike.launch.hang import explain, unresponsive
 
@@ -311,19 +356,21 @@ class Watchdog:
             size = self._worker.world_size
             limit = limit or f"{self._key}={self._limit:g}"
             text, frames = explain(own, before, now, size, limit)
-            failure = Failure(self._worker.rank, text, frames, False, time.time())
+            rank = self._worker.rank
+            failure = Failure(rank, text, frames, False, time.time(), names_rank=True)
             try:
                 write_failure(self._worker.run_dir, failure)
             except OSError as problem:  # full disk: the text is only printed
                 text = f"{text}\n{problem}"
             with contextlib.suppress(OSError), self._open_log() as log:
                 print(text, file=log, flush=True)
+            record_for_torchrun(text)
             self._heartbeat.end("no progress")
-            self._recording.join(_RECORD_TIMEOUT)
+            if self._recording.is_alive():
+                self._recording.join(_RECORD_TIMEOUT)
             for beat in unresponsive(before, now, own.rank):
-                # of this launcher, which would wait half a minute for one that is stopped: that
-                # handles no SIGTERM
-                if beat.host == self._host and _parent(beat.pid) == os.getppid():
+                # torchrun would wait half a minute for one that is stopped: it handles no SIGTERM
+                if beat.host == self._host:
                     with contextlib.suppress(OSError):
                         os.kill(beat.pid, signal.SIGCONT)
             if self._report_failure is not None:
@@ -335,8 +382,10 @@ class Watchdog:
         finally:
             exit_now(1)
 
-    def _beats(self) -> dict[int, Beat]:
-        return read_beats(self._worker.run_dir, self._worker.world_size)
+    def _beats(self, all_ranks: bool = True) -> dict[int, Beat]:
+        """Of all ranks, or of those that report."""
+        size = self._worker.world_size
+        return read_beats(self._worker.run_dir, range(size if all_ranks else min(_REPORTERS, size)))
 
     def _open_log(self) -> contextlib.AbstractContextManager[TextIO]:
         """The rank's log, or if it cannot be opened, the original stderr."""
@@ -352,10 +401,10 @@ def _call_later(seconds: float, function: Callable[[], object]) -> None:
     timer.start()
 
 
-def _parent(pid: int) -> int | None:
-    """The parent of a process; None if there is no such process on this machine."""
+def _transferred(pid: int) -> str:
+    """The bytes that a process of this machine has read and written; "" = unknown."""
     try:
-        with open(f"/proc/{pid}/stat", encoding="utf-8") as stat:
-            return int(stat.read().rpartition(")")[2].split()[1])
-    except (OSError, ValueError):
-        return None
+        with open(f"/proc/{pid}/io", encoding="utf-8") as file:
+            return file.read()
+    except OSError:
+        return ""

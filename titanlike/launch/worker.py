@@ -99,6 +99,8 @@ def run_job(job: Job, worker: Worker) -> dict[str, Any]:
         os.environ.update(GLOO_SOCKET_IFNAME=loopback, NCCL_SOCKET_IFNAME=f"={loopback}")
     with collected_once_built(), _logged(job.run_dir, worker.rank) as log:
         try:
+            # a beat of an earlier launch would be taken for one of a rank that stands still
+            log_path(job.run_dir, worker.rank).with_suffix(".heartbeat").unlink(missing_ok=True)
             if worker.store is not None:
                 from titanlike.launch.rendezvous import peer_ended, start_together
 

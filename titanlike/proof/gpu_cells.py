@@ -323,7 +323,7 @@ class _Run:
         """The process of the last rank of a run, once that has trained for so many steps."""
         run_dir = self.folder / name
         command.wait_for(lambda: len(_records(run_dir)) >= steps)
-        return read_beats(run_dir, self.cell.ranks)[self._last_rank].pid
+        return read_beats(run_dir, range(self.cell.ranks))[self._last_rank].pid
 
     def _setting(self, key: str) -> float:
         return float(next(w for w in self.cell.overrides if key in w).partition("=")[2])

@@ -68,9 +68,10 @@ def loaded_run(
     there is none.
     """
     of_run = replace(config, run_dir=str(Path(config.run_dir).parent))
-    mesh = open_mesh(config, worker)
-    queue = device_queue(mesh.device)
-    with Watchdog(worker, config.launch, worker.report_failure, queue, abort_groups) as watchdog:
+    with Watchdog(worker, config.launch, worker.report_failure, abort_groups) as watchdog:
+        watchdog.enter_phase(0, "connect", config.launch.timeout)
+        mesh = open_mesh(config, worker)
+        watchdog.watch_device(device_queue(mesh.device))
         watchdog.enter_phase(0, "build", config.launch.timeout)
         run = build(config, mesh, data)
         watchdog.enter_phase(0, "load", config.checkpoint.timeout)

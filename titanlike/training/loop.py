@@ -24,8 +24,11 @@ from titanlike.data.loader import batches
 from titanlike.data.sources import Batch
 from titanlike.distributed.mesh import close_mesh
 from titanlike.distributed.readings import PendingScalars
+from titanlike.launch.rendezvous import wait_for_rank_0
+from titanlike.launch.watchdog import Watchdog
 from titanlike.launch.worker import Worker
 from titanlike.metrics.summary import objective_value, summarize
+from titanlike.torch_private.process_groups import abort_groups
 from titanlike.training import report
 from titanlike.training.anomalies import Anomaly, BadNumbers
 from titanlike.training.checks import may_mix_samples
@@ -49,7 +52,12 @@ def train(config: Config, worker: Worker) -> dict[str, Any]:
     Returns {"value": last validation loss (or loss), or what `config.value` names}; a run that was
     stopped also has "stopped" (by what) and "exit_code".
     """
-    with open_session(config, worker) as session:
+    with Watchdog(worker, config.launch, worker.report_failure, abort_groups) as watchdog:
+        return _train(config, worker, watchdog)
+
+
+def _train(config: Config, worker: Worker, watchdog: Watchdog) -> dict[str, Any]:
+    with open_session(config, worker, watchdog) as session:
         start = session.progress.step
         if worker.rank == 0:
             with session.console.only_new():
@@ -68,19 +76,24 @@ def train(config: Config, worker: Worker) -> dict[str, Any]:
         if config.value is not None:
             value = objective_value(config.value, summarize(worker.run_dir))
     close_mesh()
-    if session.evaluation is not None and not stopped:  # the other ranks have ended
-        session.evaluation.finish(session.checkpointer.committed)
+    if session.evaluation is not None and not stopped:
+        watchdog.enter_phase(step, "evaluation", config.launch.timeout)
+        # each evaluation has its own limit
+        session.evaluation.finish(session.checkpointer.committed, watchdog.start_action)
         session.checkpointer.tidy()
     if worker.rank == 0 and not stopped and config.checkpoint.export == "hf":
+        watchdog.enter_phase(step, "export", config.checkpoint.timeout)
         _export(session)
+    # however long that takes
+    watchdog.enter_phase(step, "end", 0 if worker.rank else config.launch.timeout)
+    wait_for_rank_0(worker, "finished")
     if not stopped:
         return {"value": value}
     return {"value": value, "stopped": stopped, "exit_code": STOPPED_EARLY}
 
 
 def _export(session: Session) -> None:
-    """A folder for transformers of the last step. The other ranks have ended: it takes rank 0
-    alone."""
+    """A folder for transformers of the last step. It takes rank 0 alone; the others wait."""
     from titanlike.checkpoint.hf_export import export
 
     step, config = session.progress.step, session.config
@@ -88,7 +101,12 @@ def _export(session: Session) -> None:
     out = session.worker.run_dir / f"hf-{step:08d}"
     if not out.exists():  # of a start that had nothing left to do
         source = checkpoint_folder(config).at(f"{kind}-{step:08d}")
-        export(str(source), str(out), say=session.console.line)
+
+        def say(line: str) -> None:  # every few seconds, unless it stands still
+            session.watchdog.start_action("")
+            session.console.line(line)
+
+        export(str(source), str(out), say=say)
 
 
 MOST_ROLLBACKS = 3  # to one checkpoint: then leaving batches out does not help

@@ -26,7 +26,6 @@ from titanlike.launch.worker import Worker
 from titanlike.metrics.console import Console
 from titanlike.metrics.run_files import Events, RunFiles, log_start
 from titanlike.metrics.sinks import Sink, open_sinks
-from titanlike.torch_private.process_groups import abort_groups
 from titanlike.training.anomalies import AnomalyDetector
 from titanlike.training.build import Run, build
 from titanlike.training.report import layout
@@ -113,21 +112,24 @@ def open_data_on_every_rank(config: Config, worker: Worker) -> Data:
 
 
 @contextmanager
-def open_session(config: Config, worker: Worker) -> Iterator[Session]:
-    """Open everything, resumed from the newest checkpoint; closed with the run's final status."""
+def open_session(config: Config, worker: Worker, watchdog: Watchdog) -> Iterator[Session]:
+    """Open everything, resumed from the newest checkpoint; closed with the run's final status.
+
+    watchdog: of the whole job, entered.
+    """
+    watchdog.enter_phase(0, "start", 0)  # one process may tokenize for hours
     data = open_data_on_every_rank(config, worker)
     device, _ = choose_device(config.device, worker.local_rank, worker.local_world_size)
     worker.resources.enter_context(near_device(device))
+    watchdog.enter_phase(0, "connect", config.launch.timeout)
     mesh = open_mesh(config, worker)
     queue = device_queue(mesh.device)
+    watchdog.watch_device(queue)
     console = Console(steps=config.last_step, log_every=config.log_every)
     events = Events(worker.run_dir, console.line if worker.rank == 0 else None)
     sinks: list[Sink] = []
     status, together = "failed", False  # whether all ranks have come to the end
-    with (
-        kernels(config, mesh.device),
-        Watchdog(worker, config.launch, worker.report_failure, queue, abort_groups) as watchdog,
-    ):
+    with kernels(config, mesh.device):
         watchdog.enter_phase(0, "build", config.launch.timeout)
         places = ""
         if mesh.world_size > 1:

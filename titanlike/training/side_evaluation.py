@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import subprocess
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -59,11 +59,13 @@ class SideEvaluation:
             self._wanted = 0
         return found
 
-    def finish(self, committed: Collection[int]) -> None:
-        """Wait for what runs and what is wanted, `evaluate.timeout` for each at most."""
+    def finish(self, committed: Collection[int], alive: Callable[[str], object]) -> None:
+        """Wait for what runs and what is wanted, `evaluate.timeout` for each at most. alive: called
+        with "" now and then."""
         self.poll(committed)
         while self._running is not None:
             time.sleep(0.1)
+            alive("")
             self.poll(committed)
 
     def close(self) -> None:

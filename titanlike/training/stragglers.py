@@ -137,7 +137,7 @@ class Stragglers:
                 self._tell(step, rank, share)
 
     def _tell(self, step: int, rank: int, share: float) -> None:
-        beat = read_beats(self._worker.run_dir, self._worker.world_size).get(rank)
+        beat = read_beats(self._worker.run_dir, range(rank, rank + 1)).get(rank)
         host = beat.host if beat is not None else "unknown"
         others = "the ranks with the same stages" if self._same else "the other ranks"
         why = "" if self._same else "; its stages may be heavier: timeline=true tells"

@@ -1,0 +1,96 @@
+"""Training in which one rank hangs or dies at a place: `python planted_ends.py [overrides]`, as
+`train.py`. PLANTED="PLACE RANK HOW" says which."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(1, str(Path(__file__).parents[2]))
+
+STEP = 3  # in which the places "step" and "actions" are
+
+
+def train(config, worker):
+    """`training.loop.train` with what PLANTED says."""
+    from titanlike.training import loop
+
+    place, rank, how = os.environ["PLANTED"].split()
+    if worker.rank == int(rank):
+        _plant(place, lambda: _end(how, worker.run_dir))
+    result = loop.train(config, worker)
+    if worker.rank == int(rank) and place == "end":
+        _end(how, worker.run_dir)
+    return result
+
+
+def _end(how: str, run_dir: Path) -> None:
+    (run_dir / "reached").touch()
+    if how == "stop":
+        time.sleep(1.5)  # for a heartbeat
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif how == "sleep":
+        time.sleep(600)
+    elif how == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif how == "raise":
+        raise RuntimeError("planted")
+    elif how == "scheduler":  # the test sends SIGTERM to all
+        time.sleep(1)
+    elif how == "slow":
+        time.sleep(20)
+    else:
+        os._exit(int(how.removeprefix("exit")))
+
+
+def _plant(place: str, end: Callable[[], None]) -> None:
+    import torch.distributed as dist
+
+    from titanlike.checkpoint import hf_export, writer
+    from titanlike.launch.watchdog import Watchdog
+    from titanlike.training import session
+
+    called = {
+        "start": (session, "open_data"),
+        "connect": (dist, "init_process_group"),
+        "build": (session, "build"),
+        "load": (session.Checkpointer, "resume"),
+        "writing": (writer, "write_checkpoint"),
+        "export": (hf_export, "export"),
+    }
+    if place in called:
+        owner, name = called[place]
+        inner = getattr(owner, name)
+
+        def call(*args: Any, **more: Any) -> Any:
+            end()
+            return inner(*args, **more)
+
+        setattr(owner, name, call)
+        return
+    enter, start = Watchdog.enter_phase, Watchdog.start_action
+
+    def enter_phase(self: Any, step: int, phase: str, timeout: float | None = None) -> None:
+        enter(self, step, phase, timeout)
+        if (phase == place and place != "end") or (
+            place == "step" and (step, phase) == (STEP, "data")
+        ):
+            end()
+
+    def start_action(self: Any, action: Any) -> None:
+        start(self, action)
+        if place == "actions" and self._step == STEP and action is not None:
+            end()
+
+    Watchdog.enter_phase, Watchdog.start_action = enter_phase, start_action
+
+
+if __name__ == "__main__":
+    from titanlike.cli import start_job
+
+    start_job("planted_ends:train")
