@@ -54,9 +54,9 @@ def test_an_evaluation_that_fails_or_lasts_too_long_is_an_event_and_ends(
     config = tiny(run_dir=str(tmp_path), evaluate=replace(EVERY, timeout=timeout))
     side = SideEvaluation(config, tmp_path, Events(tmp_path, said.append))
     side.want(4)
-    side.finish({2})
+    side.finish({2}, str)
     assert not said and not (tmp_path / "logs").exists()
-    side.finish({2, 4})
+    side.finish({2, 4}, str)
     assert why in said[0] and "evaluation_failed" in (tmp_path / "events.jsonl").read_text()
 
 

@@ -84,12 +84,10 @@ def _arrived(store: Store, key: str) -> dict[int, str]:
     return dict(json.loads(f"[{store.get(key).decode().rstrip(',')}]"))
 
 
-def wait_for_rank_0(worker: Worker, name: str) -> None:
+def wait_for_rank_0(store: Store, worker: Worker, name: str) -> None:
     """Wait until rank 0 has come to a named point, however long it works alone: the watchdog ends a
     run whose rank 0 stands still. Raises PeerFailed once another rank has failed."""
-    store, wait = worker.store, FIRST_WAIT
-    if store is None:
-        return
+    wait = FIRST_WAIT
     if worker.rank == 0:
         store.set(name, "")
     while not store.check([name]):

@@ -24,7 +24,6 @@ from titanlike.data.loader import batches
 from titanlike.data.sources import Batch
 from titanlike.distributed.mesh import close_mesh
 from titanlike.distributed.readings import PendingScalars
-from titanlike.launch.rendezvous import wait_for_rank_0
 from titanlike.launch.watchdog import Watchdog
 from titanlike.launch.worker import Worker
 from titanlike.metrics.summary import objective_value, summarize
@@ -84,9 +83,11 @@ def _train(config: Config, worker: Worker, watchdog: Watchdog) -> dict[str, Any]
     if worker.rank == 0 and not stopped and config.checkpoint.export == "hf":
         watchdog.enter_phase(step, "export", config.checkpoint.timeout)
         _export(session)
-    # however long that takes
-    watchdog.enter_phase(step, "end", 0 if worker.rank else config.launch.timeout)
-    wait_for_rank_0(worker, "finished")
+    if worker.store is not None:  # the others wait, however long that takes
+        from titanlike.launch.rendezvous import wait_for_rank_0
+
+        watchdog.enter_phase(step, "end", 0 if worker.rank else config.launch.timeout)
+        wait_for_rank_0(worker.store, worker, "finished")
     if not stopped:
         return {"value": value}
     return {"value": value, "stopped": stopped, "exit_code": STOPPED_EARLY}
