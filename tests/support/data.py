@@ -32,6 +32,23 @@ def uneven(vocab_size: int, seq_len: int) -> Data:
     return Data(train, validation, vocab_size, "uneven random tokens")
 
 
+class LeftOut(Uneven):
+    """Targets that all do not count."""
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        sample = dict(self.source[index])
+        return sample | {"targets": torch.full_like(sample["targets"], IGNORE)}
+
+
+def left_out(vocab_size: int, seq_len: int, train: bool, validation: bool) -> Data:
+    """Random tokens; train, validation: whether their targets count."""
+    sources = [SyntheticSource(vocab_size, seq_len, 0, part) for part in (0, 1)]
+    parts = [
+        s if c else LeftOut(s, seq_len) for s, c in zip(sources, (train, validation), strict=True)
+    ]
+    return Data(*parts, vocab_size, "random tokens, some left out")
+
+
 class Dropping(nn.Module):
     """Linear blocks with dropout."""
 

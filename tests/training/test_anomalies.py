@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,13 +26,14 @@ from support.models import tiny
 from support.saved_runs import events, train_all
 from support.saved_tensors import saved
 from support.world import RankError, run_world
-from titanlike.config.schema import Checkpoint, Config, ConstantLr, Custom, Fsdp
+from titanlike.config.schema import Checkpoint, Config, ConstantLr, Custom, Fsdp, Validation
 from titanlike.data.loader import batches
 from titanlike.data.registry import open_data
 from titanlike.distributed.initialize import initialize
 from titanlike.metrics.sinks import read_jsonl
 from titanlike.models.registry import build_model, initial_weights_of, resolve_model
 from titanlike.optim.optimizer import build_optimizers, set_lr
+from titanlike.proof.verification import verify
 from titanlike.training import anomalies as guard_module
 from titanlike.training.anomalies import MOST_IN_A_ROW, AnomalyDetector, is_bad
 from titanlike.training.loop import MOST_ROLLBACKS, train
@@ -280,3 +282,37 @@ def test_a_run_stops_with_what_was_bad_and_the_checkpoint_before(tmp_path: Path)
     assert len(events(tmp_path / "rollback", "rollback")) == MOST_ROLLBACKS
     assert "there is no checkpoint to go back to" in nowhere
     assert "step 10 in a row, so that skipping does not help" in skipping
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+@pytest.mark.parametrize(
+    ("job", "train_counts", "said"),
+    [
+        (train, False, "no target of step 1 counts: each is -100.*; write on_nonfinite=skip"),
+        (train, True, "no target of the 1 batches of the validation .*write validation.every=0"),
+        (verify, False, "no target of step 1 counts"),
+        (verify, True, "no target of the validation counts"),
+    ],
+)
+def test_a_step_a_validation_or_a_proof_in_which_no_target_counts_says_so(
+    job: Callable[..., object], train_counts: bool, said: str, pp: int, tmp_path: Path
+) -> None:
+    """It is no run that diverged, nothing is divided by zero, and no loss is nan in the end."""
+    parts = {"train": train_counts, "validation": not train_counts}
+    data = Custom("support.data.left_out", {"vocab_size": 64, **parts})
+    config = tiny(pp, layers=2, data=data, steps=2, validation=Validation(every=1, batches=1))
+    with pytest.raises(RankError, match=said) as raised:
+        run_world(job, config, tmp_path)
+    assert "learning rate" not in str(raised.value) and "optimizer.lr" not in str(raised.value)
+
+
+def test_steps_in_which_no_target_counts_are_passed_over_where_that_is_asked_for(
+    tmp_path: Path,
+) -> None:
+    data = Custom("support.data.left_out", {"vocab_size": 64, "train": False, "validation": True})
+    config = tiny(layers=2, data=data, steps=2, on_nonfinite="skip", validation=Validation(every=2))
+    run_world(train, config, tmp_path)
+    texts = [event["text"] for event in events(tmp_path, "nonfinite")]
+    assert [text.partition(" counts")[0] for text in texts] == [
+        f"data=support.data.left_out: no target of step {step}" for step in (1, 2)
+    ]

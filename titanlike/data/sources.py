@@ -21,11 +21,19 @@ import numpy as np
 import torch
 import xxhash
 
+from titanlike.config.errors import Problem
 from titanlike.config.schema import Config
 
 Batch = dict[str, torch.Tensor]  # of fields, the rows of a tensor are samples
 IGNORE = -100  # a target without a loss, as in torch's cross_entropy
 ENDLESS = 1 << 40  # samples
+
+
+def no_targets(config: Config, of: str, fix: str) -> Problem:
+    """What is said of a step, a validation or a proof without a target that counts."""
+    reason = f"no target of {of} counts: each is {IGNORE}, which a loss leaves out"
+    return Problem("data", config.data.name, reason, fix)
+
 
 FORMAT = 1  # fingerprints of other formats are not compared
 _WHOLE = 1 << 24  # tokens that are hashed whole

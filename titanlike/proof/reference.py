@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from titanlike.config.errors import ConfigError
 from titanlike.config.schema import Config
 from titanlike.data.loader import batches, validation_batches
-from titanlike.data.sources import Data
+from titanlike.data.sources import Data, no_targets
 from titanlike.distributed.initialize import draw, initialize
 from titanlike.distributed.placement import experts_of
 from titanlike.models.registry import build_model, initial_weights_of, resolve_model
@@ -170,6 +171,12 @@ def _single_process(
             parameter.data.mul_(1 + _NUDGE * noise)
     loss = build_loss(config.loss, device)
 
+    def mean_of(total: float, count: float, what: str) -> float:
+        if not count:
+            fix = "give data with targets that count, or write verify=off for a run without proof"
+            raise ConfigError([no_targets(config, what, fix)])
+        return total / count
+
     def loss_of(batch: dict[str, Tensor]) -> tuple[Tensor, float]:
         """(summed loss, what it counts)"""
         number = groups.get(len(batch["targets"]), 1)
@@ -189,17 +196,18 @@ def _single_process(
         output = torch.func.functional_call(model, weights, (fields.pop("inputs"),), fields)
         return loss.measure(output, targets)
 
-    def mean_over(many: Iterator[dict[str, Tensor]]) -> float:
+    def mean_over(many: Iterator[dict[str, Tensor]], what: str) -> float:
         with torch.no_grad():
             sums = [(total.item(), count) for total, count in map(loss_of, many)]
-        return sum(total for total, _ in sums) / sum(count for _, count in sums)
+        return mean_of(sum(total for total, _ in sums), sum(count for _, count in sums), what)
 
     def copy_of(tensors: Iterator[tuple[str, Tensor]]) -> dict[str, Tensor]:
         return {name: tensor.detach().cpu().clone() for name, tensor in tensors}
 
     initial = copy_of(model.named_parameters())
     model.eval()
-    validation = mean_over(validation_batches(data.validation, config, dp_rank=0))
+    of_validation = validation_batches(data.validation, config, dp_rank=0)
+    validation = mean_over(of_validation, "the validation")
     stream = batches(data.train, config, dp_rank=0)
     model.train()
     norms, experts = _WholeBatchStatistics(model), _WholeBatchCounts(model)
@@ -212,7 +220,7 @@ def _single_process(
         batch = next(stream)
         experts.begin(batch["targets"].numel())
         total, count = loss_of(batch)
-        losses[loss_name(step)] = total.item() / count
+        losses[loss_name(step)] = mean_of(total.item(), count, f"step {step}")
         # before a recomputation in the backward
         buffers = buffers or norms.buffers()
         counts = dict(experts.counts)
@@ -226,7 +234,8 @@ def _single_process(
             )
         take_step(model.parameters(), optimizers, config, step)
         buffers = experts.balance(counts) | buffers
-    losses["loss after the last step"] = mean_over(iter([next(stream)]))
+    after = "the batch after the last step"
+    losses["loss after the last step"] = mean_over(iter([next(stream)]), after)
     updated = copy_of(model.named_parameters())
     state = copy_of(
         (f"{name} {key}", value)

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from titanlike.config.schema import Config
+from titanlike.data.sources import no_targets
 
 JUDGED = ("loss", "grad_norm")  # numbers of a record
 MOST_IN_A_ROW = 10  # bad steps; spikes are then the new level, and skipping NaN does not help
@@ -42,6 +43,7 @@ class Anomaly:
     kind: Literal["nonfinite", "spike"]
     action: Literal["stop", "skip", "rollback"]
     text: str  # step, numbers; ranks and parameters, or z-score, mean and window
+    fix: str = ""  # where it is not a run that diverged
 
 
 class AnomalyDetector:
@@ -59,14 +61,14 @@ class AnomalyDetector:
         return loss, norm
 
     def classify(
-        self, record: dict[str, Any], first_bad_gradient: Callable[[], str]
+        self, record: dict[str, Any], first_bad_gradient: Callable[[], str], counts: bool = True
     ) -> Anomaly | None:
         """None for a good step. The same anomaly on all ranks. Collective where it is bad.
 
-        first_bad_gradient: its name on this rank, "" for none.
+        first_bad_gradient: its name on this rank, "" for none. counts: whether any target does.
         """
         if not all(math.isfinite(record[name]) for name in JUDGED):
-            return self._not_finite(record, first_bad_gradient)
+            return self._not_finite(record, first_bad_gradient, counts)
         self._nonfinite = 0
         numbers = {name: record[name] for name in JUDGED}
         if self._config.on_spike != "ignore" and (high := self._too_high(numbers)):
@@ -133,7 +135,9 @@ class AnomalyDetector:
                 )
         return found
 
-    def _not_finite(self, record: dict[str, Any], first_bad_gradient: Callable[[], str]) -> Anomaly:
+    def _not_finite(
+        self, record: dict[str, Any], first_bad_gradient: Callable[[], str], counts: bool
+    ) -> Anomaly:
         found: list[str] = [""] * dist.get_world_size()
         dist.all_gather_object(found, first_bad_gradient())
         where = [f"rank {rank}: gradient of {name}" for rank, name in enumerate(found) if name]
@@ -149,7 +153,11 @@ class AnomalyDetector:
             action = "stop"
             reason += f"; step {self._nonfinite} in a row, so that skipping does not help"
         numbers = ", ".join(f"{name} {record[name]}" for name in JUDGED)
-        return Anomaly("nonfinite", action, f"step {record['step']}: {numbers}; {reason}")
+        text, advice = f"step {record['step']}: {numbers}; {reason}", ""
+        if not counts:
+            advice = "on_nonfinite=skip, which passes over such steps, or give other data"
+            text = str(no_targets(self._config, f"step {record['step']}", ""))
+        return Anomaly("nonfinite", action, text, advice)
 
 
 def mean_and_deviation(window: deque[float]) -> tuple[float, float]:

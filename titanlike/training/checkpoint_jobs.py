@@ -28,7 +28,7 @@ from titanlike.config.errors import ConfigError, Problem, Refused
 from titanlike.config.parse import to_plain
 from titanlike.config.schema import Config, HFData, TextData, TokenData
 from titanlike.data.loader import collate
-from titanlike.data.sources import ENDLESS, IGNORE, Batch, Data, Source
+from titanlike.data.sources import ENDLESS, IGNORE, Batch, Data, Source, no_targets
 from titanlike.distributed.mesh import close_mesh, open_mesh
 from titanlike.distributed.readings import device_queue
 from titanlike.launch.watchdog import Watchdog
@@ -164,6 +164,8 @@ def evaluate(run: Run, config: Config, data: Data, say: Any = lambda _: None) ->
             more = _bytes(source, config, data)
             length = None if more is None else length + more
     run.train_mode(True)
+    if not tokens:
+        raise ConfigError([no_targets(config, f"the {kind} data", "evaluate.part=all")])
     return Evaluation(nats, int(tokens), length)
 
 

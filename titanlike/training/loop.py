@@ -223,7 +223,8 @@ def _finish_pending(s: Session, rollbacks: list[int]) -> dict[str, Any] | None:
     if anomaly is not None:
         s.events.log(anomaly.kind, pending.step, anomaly.text, action=anomaly.action)
         if anomaly.action == "stop":
-            raise BadNumbers(f"{anomaly.text}; {s.checkpointer.resume_hint()}")
+            advice = f"write {anomaly.fix}" if anomaly.fix else s.checkpointer.resume_hint()
+            raise BadNumbers(f"{anomaly.text}; {advice}")
         if anomaly.action == "rollback":
             roll_back(s, anomaly, rollbacks)
             return None

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from titanlike.config.schema import Config
 from titanlike.data.loader import validation_batches
-from titanlike.data.sources import Batch, Data
+from titanlike.data.sources import Batch, Data, no_targets
 from titanlike.device.accelerator import peak_flops
 from titanlike.device.memory import peak_memory
 from titanlike.distributed.readings import PendingScalars, Timer
@@ -35,7 +35,7 @@ from titanlike.optim.optimizer import (
     set_lr,
     square_sum,
 )
-from titanlike.training.anomalies import Anomaly, AnomalyDetector, is_bad
+from titanlike.training.anomalies import Anomaly, AnomalyDetector, BadNumbers, is_bad
 from titanlike.training.build import Run
 from titanlike.training.feed import batches_for, to_device
 
@@ -49,6 +49,7 @@ class Gradients:
     norm: Tensor  # of all gradients
     norms: Tensor  # of this rank's part of each, in the order of `Run.owned`
     timer: Timer  # since the step began
+    count: Tensor  # of terms of the loss, in the global batch
     # of each microbatch of the global batch, in its order; None = not asked for
     microbatch_losses: Tensor | None = None
 
@@ -85,7 +86,7 @@ def forward_backward(run: Run, config: Config, step: int, stream: Iterator[Batch
     if run.sums is not None:
         run.sums.begin(step)
     each = config.metrics.microbatch_losses
-    loss, _, terms = run.pipeline.forward_backward(batch, each)
+    loss, count, terms = run.pipeline.forward_backward(batch, each)
     run.ranges.begin("gradient norm")
     if run.sums is not None:
         norm, norms = run.sums.norms(run.owned)
@@ -105,7 +106,7 @@ def forward_backward(run: Run, config: Config, step: int, stream: Iterator[Batch
     run.ranges.begin("numbers of the step before")
     if run.sums is None:
         norm = norm_of_squares(total[0], config)
-    return Gradients(step, loss, norm, norms, timer, losses)
+    return Gradients(step, loss, norm, norms, timer, count, losses)
 
 
 def update(
@@ -125,7 +126,7 @@ def update(
     stop_code = worker.stop_request.code(config.max_time)
     graphs = run.compiled.new_graphs() if run.compiled else 0
     peak = peak_memory(run.mesh.device)
-    numbers = {"loss": loss, "grad_norm": norm, "bad": bad}
+    numbers = {"loss": loss, "grad_norm": norm, "bad": bad, "count": gradients.count}
     if gradients.microbatch_losses is not None:
         numbers["microbatch_losses"] = gradients.microbatch_losses
     if run.zero_gradients is not None:
@@ -151,7 +152,9 @@ def finish_step(
     numbers = pending.sent.read()
     assert numbers is not None
     record = step_record(run, config, pending, numbers)
-    anomaly = detector.classify(record, lambda: _first_bad(run, pending.gradients.norms))
+    anomaly = detector.classify(
+        record, lambda: _first_bad(run, pending.gradients.norms), bool(numbers["count"])
+    )
     same = bool(numbers["bad"]) == (anomaly is not None)
     assert same, "the device and the detector disagree on a step"
     if anomaly is not None:
@@ -267,4 +270,9 @@ def validate(
     if stopped:
         return None
     read = [(loss.item(), tokens.item()) for loss, tokens in found]
-    return sum(loss * tokens for loss, tokens in read) / sum(tokens for _, tokens in read)
+    if not (tokens := sum(tokens for _, tokens in read)):
+        of = f"the {config.validation.batches} batches of the validation"
+        raise BadNumbers(
+            str(no_targets(config, of, "validation.every=0, or other validation data"))
+        )
+    return sum(loss * tokens for loss, tokens in read) / tokens
