@@ -8,8 +8,10 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+from torch import nn
 
 from support.cells import GRID, cells, slow
 from support.command_lines import examined
@@ -18,6 +20,7 @@ from support.hf_tiny import folder_of
 from support.models import tiny
 from support.paths import ROOT
 from support.proven import assert_proven
+from support.world import run_world
 from support.wrong_plans import FUSED
 from titanlike.config.schema import (
     ActivationCheckpoint,
@@ -27,7 +30,10 @@ from titanlike.config.schema import (
     TraceSplit,
     ZeroBubbleSchedule,
 )
+from titanlike.launch.worker import Worker
 from titanlike.models.hf_config import FAMILIES
+from titanlike.parallel.tp.tensor_parallel import TensorParallel
+from titanlike.training.loop import train
 from titanlike.training.preflight import preflight
 from titanlike.training.train_plan import make_plan
 
@@ -57,6 +63,35 @@ MORE = {
     "hf phi3": divided(hf("phi3", num_key_value_heads=4), 2, 1, 2),
     "hf gemma2": divided(hf("gemma2"), 1, 2, 2),
 }
+
+
+def trained_with_noise(config: Config, worker: Worker) -> dict[str, list[float]]:
+    """The weights that all ranks hold, whose gradients on rank 1 have noise, as those of kernels
+    that add in any order."""
+    held: dict[str, nn.Parameter] = {}
+    on_states, after_backward = TensorParallel.on_states, TensorParallel.after_backward
+
+    def keep(self: TensorParallel, states: Any) -> None:
+        on_states(self, states)
+        for state in states.values():
+            named = dict(state.parameters())
+            held.update((n, p) for n, p in named.items() if self.placements[n].copies > 1)
+
+    def noisy(self: TensorParallel) -> None:
+        for parameter in held.values():
+            parameter.grad *= 1 + worker.rank / 1000
+        after_backward(self)
+
+    with mock.patch.multiple(TensorParallel, on_states=keep, after_backward=noisy):
+        train(config, worker)
+    return {name: parameter.flatten().tolist() for name, parameter in held.items()}
+
+
+def test_copies_on_several_ranks_do_not_drift_apart(tmp_path: Path) -> None:
+    config = divided(hf("qwen2", num_hidden_layers=2), steps=3)
+    one, other = run_world(trained_with_noise, config, tmp_path)
+    assert "model.layers.0.input_layernorm.weight" in one
+    assert one == other
 
 
 @pytest.mark.parametrize("config", cells(QUICK, MORE))

@@ -147,22 +147,21 @@ class TensorParallel(Transform):
 
     # Gradients of parameters that several ranks hold (a norm's weight, repeated heads): where the
     # ranks computed with different tokens or heads, each has a part of the sum. It is made once a
-    # step, in one message for all of these parameters, and not in each backward.
+    # step, in one message for all of these parameters, and not in each backward. Where they are
+    # equal, all take the first rank's: kernels that add in any order would let copies drift apart.
 
     def on_states(self, states: Mapping[int, StageState]) -> None:
         """Each rank makes as many groups, by the parameters of all the model: torch counts them, to
         name the next one."""
-        partial_ones = [p for p in self.placements.values() if p.partial != "never"]
-        groups = {
-            copies: self._group(copies) for copies in sorted({p.copies for p in partial_ones})
-        }
+        copies_of_all = {p.copies for p in self.placements.values() if p.copies > 1}
+        groups = {copies: self._group(copies) for copies in sorted(copies_of_all)}
         by_kind: dict[tuple[str, int], list[nn.Parameter]] = {}
         placed = dict(item for state in states.values() for item in state.placed_parameters())
         for parameter, placement in placed.items():
-            if placement.partial != "never" and parameter.requires_grad:
+            if placement.copies > 1 and parameter.requires_grad:
                 key = placement.partial, placement.copies
                 by_kind.setdefault(key, []).append(parameter)
-        self._partial = [(when, ps, groups[copies]) for (when, copies), ps in by_kind.items()]
+        self._copied = [(when, ps, groups[copies]) for (when, copies), ps in by_kind.items()]
 
     def _group(self, copies: int) -> dist.ProcessGroup:
         """This rank and its neighbours that hold the same elements."""
@@ -173,19 +172,23 @@ class TensorParallel(Transform):
 
     @torch.no_grad()
     def after_backward(self) -> None:
-        """Sum them over the ranks; a gradient that is missing counts as zeros."""
-        for when, parameters, group in self._partial:
-            if when == "sequence" and not self._ranks.sequence:
-                continue
+        """Sum them over the ranks, where one that is missing counts as zeros, or copy the first's."""
+        for when, parameters, group in self._copied:
+            summed = when == "always" or (when == "sequence" and self._ranks.sequence)
             by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
             for parameter in parameters:
+                if parameter.grad is None and not summed:
+                    continue
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
                 gradient = local(parameter.grad)
                 by_kind.setdefault((gradient.device, gradient.dtype), []).append(gradient)
             for gradients in by_kind.values():
                 flat = torch.cat([gradient.flatten() for gradient in gradients])
-                dist.all_reduce(flat, group=group)
+                if summed:
+                    dist.all_reduce(flat, group=group)
+                else:
+                    dist.broadcast(flat, group=group, group_src=0)
                 sizes = [gradient.numel() for gradient in gradients]
                 for gradient, total in zip(gradients, flat.split(sizes), strict=True):
                     gradient.copy_(total.view_as(gradient))
