@@ -25,15 +25,6 @@ from titanlike.data.tokenizer import ByteTokenizer, byte_tokenizer, write_tokeni
 from titanlike.generation.generate import generate, load_model
 from titanlike.models.sampling import Sampling
 
-CHATML = """
-{%- for message in messages -%}
-    <|{{ message.role }}|>{% if message.role == 'assistant' -%}
-        {% generation %}{{ message.content }}{{ eos_token }}{% endgeneration %}
-    {%- else %}{{ message.content | trim }}{% endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}<|assistant|>{% endif %}
-"""
-
 
 def conversation(n: int, turns: int = 1) -> dict[str, Any]:
     messages = [{"role": "system", "content": "be brief"}] if n % 2 else []
@@ -89,34 +80,6 @@ def test_loss_is_on_the_answers_alone_and_conversations_are_packed_whole(tmp_pat
     assert together > 5, "no two conversations are in one sequence"
 
 
-def test_text_and_answers_are_those_of_transformers(tmp_path: Path) -> None:
-    folder = tmp_path / "tokenizer"
-    folder.mkdir()
-    write_tokenizer("bytes", folder)
-    (folder / "chat_template.jinja").write_text(CHATML)
-    theirs = transformers.AutoTokenizer.from_pretrained(folder)
-    rows = [conversation(n, 2) for n in range(8)]
-    template = find_template(None, str(folder))
-    for messages in (row["messages"] for row in rows):
-        for ask in (False, True):
-            text = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=ask)
-            assert template.render(messages, ask=ask) == text
-    found = theirs.apply_chat_template(
-        [row["messages"] for row in rows], return_assistant_tokens_mask=True, return_dict=True
-    )
-    expected = "".join(
-        bytes(min(token, 255) for token, answer in zip(ids, mask, strict=True) if answer)
-        .replace(b"\xff", b"|")
-        .decode()
-        for ids, mask in zip(found["input_ids"], found["assistant_masks"], strict=True)
-    )
-    data = open_data(replace(chat(tmp_path, rows, tokenizer=str(folder)), seq_len=100))
-    seen = "".join(
-        answers(one[i]) for one in (data.train, data.validation) for i in range(len(one))
-    )
-    assert sorted(seen.split("|")) == sorted(expected.split("|"))
-
-
 def test_an_exported_run_has_the_template_and_talks_with_it(tmp_path: Path) -> None:
     config = trained(tmp_path / "run", LLAMA, data=chat(tmp_path).data, seq_len=160)
     export(config.run_dir, str(tmp_path / "out"))
@@ -167,14 +130,22 @@ def test_all_that_ends_an_answer_is_known(eos: str, ends: Any, known: set, tmp_p
             find_template(None, str(folder))
 
 
-def test_a_model_that_has_learned_an_answer_stops_after_it(tmp_path: Path) -> None:
-    """In `generate`, in samples of the run, and in transformers with what is exported."""
-    folder = chatml_folder(tmp_path / "tokenizer", "<|endoftext|>", None)
-    own = str((folder / "chat_template.jinja").rename(tmp_path / "own.jinja"))
-    (folder / "chat_template.jinja").write_text("the folder's")
+@pytest.mark.parametrize("alone", [False, True])
+def test_a_model_that_has_learned_an_answer_stops_after_it(alone: bool, tmp_path: Path) -> None:
+    """In `generate`, in samples of the run, and in transformers with what is exported; with a
+    tokenizer.json alone, too."""
+    changes, asked, end = {}, "<|user|>\na\n<|assistant|>\n", 256
+    if alone:
+        (tmp_path / "tokenizer.json").write_text(json.dumps(byte_tokenizer("</s>")))
+        changes["tokenizer"] = str(tmp_path / "tokenizer.json")
+    else:
+        folder = chatml_folder(tmp_path / "tokenizer", "<|endoftext|>", None)
+        own = str((folder / "chat_template.jinja").rename(tmp_path / "own.jinja"))
+        (folder / "chat_template.jinja").write_text("the folder's")
+        changes, asked, end = {"tokenizer": str(folder), "template": own}, IM_ASKED, 258
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "so"}]
-    data = chat(tmp_path, [{"messages": turns}] * 40, tokenizer=str(folder), template=own).data
-    asks = replace(Sample(), every=40, prompts=[IM_ASKED], tokens=12, temperature=0)
+    data = chat(tmp_path, [{"messages": turns}] * 40, **changes).data
+    asks = replace(Sample(), every=40, prompts=[asked], tokens=12, temperature=0)
     config = trained(tmp_path / "run", LLAMA, data=data, seq_len=32, steps=40, sample=asks)
     [said] = map(json.loads, (tmp_path / "run/samples.jsonl").read_text().splitlines())
     assert said["text"] == "so"
@@ -189,7 +160,10 @@ def test_a_model_that_has_learned_an_answer_stops_after_it(tmp_path: Path) -> No
     found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").generate(
         torch.tensor([ids]), max_new_tokens=12, do_sample=False
     )
-    assert found[0, len(ids) :].tolist() == [*b"so", 258]
+    assert found[0, len(ids) :].tolist() == [*b"so", end]
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    whole = theirs.apply_chat_template(turns, return_dict=False)
+    assert whole[: len(ids) + 3] == [*ids, *b"so", end]
 
 
 IM_ASKED = "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n"
@@ -219,6 +193,66 @@ def test_a_file_that_cannot_be_read_is_named_and_not_the_cache(tmp_path: Path) -
     os.mkfifo(tmp_path / "in" / "b.jsonl.gz")
     with pytest.raises(DataError, match=r"data.path=.*b.jsonl.gz: .*not a regular file"):
         open_data(config)
+
+
+def test_what_is_cut_or_left_out_is_counted(tmp_path: Path) -> None:
+    """An answer behind seq_len is no answer; the ids of the others are those of transformers that
+    truncates."""
+    long = {"messages": [{"role": "user", "content": "x" * 50}, *conversation(0)["messages"][1:]]}
+    rows = [conversation(n, 2) for n in range(0, 16, 2)] + [long]
+    data = open_data(replace(chat(tmp_path, rows), seq_len=40))
+    assert "8 conversations in" in data.description
+    assert "8 conversations are longer than seq_len and were cut" in data.description
+    assert "1 have no answer within seq_len and were left out" in data.description
+    write_tokenizer("bytes", tmp_path)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    how = {"truncation": True, "max_length": 41, "chat_template": BUILT_IN, "return_dict": False}
+    texts = [one["messages"] for one in rows[:-1]]
+    expected = [ids[:-1] for ids in theirs.apply_chat_template(texts, **how)]
+    seen = [
+        one[i]["inputs"].tolist() for one in (data.train, data.validation) for i in range(len(one))
+    ]
+    assert sorted(seen) == sorted(expected)
+
+
+@pytest.mark.parametrize(
+    "special, template",
+    [
+        ([], None),  # no token ends a text
+        (["</s>"], "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"),
+        (["</s>"], "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}"
+         "{{ eos_token }}{% endfor %}"),
+    ],
+)  # fmt: skip
+def test_answers_that_would_be_learned_without_an_end_are_refused(
+    special: list[str], template: str | None, tmp_path: Path
+) -> None:
+    described = byte_tokenizer("</s>") | ({} if special else {"added_tokens": []})
+    (tmp_path / "tokenizer.json").write_text(json.dumps(described))
+    changes = {"tokenizer": str(tmp_path / "tokenizer.json")}
+    if template is not None:
+        (tmp_path / "t.jinja").write_text(template)
+        changes["template"] = str(tmp_path / "t.jinja")
+    config = chat(tmp_path, **changes)
+    [problem] = registry.problems(config)
+    assert "would be learned without a token that ends them" in str(problem)
+    assert "eos_token" in problem.fix
+    with pytest.raises(DataError, match="line 1: its answers would be learned without"):
+        open_data(config)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ 'a' * 10**10 }}",
+        "{% set x = namespace(y='a') %}{% for i in range(60) %}{% set x.y = x.y ~ x.y %}{% endfor %}",
+        "{{ messages[0].content | center(10**11) }}",
+    ],
+)
+def test_a_template_without_bounds_is_refused(source: str, tmp_path: Path) -> None:
+    (tmp_path / "t.jinja").write_text(source)
+    [problem] = registry.problems(chat(tmp_path, template=str(tmp_path / "t.jinja")))
+    assert "takes more than 5 s or 1 GiB for a short conversation" in str(problem)
 
 
 def test_a_template_that_cannot_tell_answers_is_refused(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@ layouts."""
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
 from dataclasses import replace
@@ -15,8 +16,9 @@ import transformers
 
 from support.cells import cells
 from support.exported import GPT2, LLAMA, MOE, byte_text, trained, with_args
-from support.hf_tiny import model_of
+from support.hf_tiny import SIZES, model_of
 from support.saved_runs import a_run, numbers, train_all
+from support.tokenizers import write_tokenizer
 from support.world import run_world
 from titanlike.checkpoint.hf_export import export
 from titanlike.config.schema import ChunkedCrossEntropy, Config, Sample
@@ -196,6 +198,40 @@ def test_a_conversation_goes_on_with_what_was_said(
     words = ["--prompt", "def", "--prompt", " y", "--tokens", "6", "temperature=0"]
     assert main([run.run_dir, "--chat", *words]) == 0
     assert asked == ["def", f"def{answer} y"] and "> def\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("kind", ["byte-begin", "metaspace-first"])
+def test_a_chat_with_a_folder_is_that_of_transformers(
+    kind: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of a template that writes the beginning of a text, which the tokenizer adds, too."""
+    write_tokenizer(kind, tmp_path / "out")
+    template = "{{ bos_token }}{% for m in messages %}[{{ m.role }}] {{ m.content }}"
+    template += "{{ eos_token if m.role == 'assistant' }}{% endfor %}"
+    (tmp_path / "out" / "chat_template.jinja").write_text(template)
+    torch.manual_seed(0)
+    settings = transformers.AutoConfig.for_model("llama", **SIZES, vocab_size=700)
+    model = transformers.AutoModelForCausalLM.from_config(settings).eval()
+    model.save_pretrained(tmp_path / "out")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    questions, messages = ["the text of </s> and <s>", "why?"], list[dict[str, str]]()
+    for question in questions:
+        messages.append({"role": "user", "content": question})
+        asked: Any = {"add_generation_prompt": True, "sanitize_control_tokens": True}
+        asked = tokenizer.apply_chat_template(messages, return_tensors="pt", **asked)
+        ids = model.generate(**asked, max_new_tokens=8, do_sample=False)[0]
+        answer = tokenizer.decode(ids[asked["input_ids"].shape[1] :], skip_special_tokens=True)
+        messages.append({"role": "assistant", "content": answer})
+    assert asked["input_ids"][0].tolist().count(tokenizer.bos_token_id) == 1
+    words = [word for question in questions for word in ("--prompt", question)]
+    monkeypatch.setattr("sys.stdin", io.StringIO())
+    assert main([str(tmp_path / "out"), "--chat", *words, "--tokens", "8", "temperature=0"]) == 0
+    said = capsys.readouterr().out
+    assert all(f"> {m['content']}\n" in said for m in messages[::2])
+    assert all(f"\n{m['content']}\n" in said for m in messages[1::2]), (said, messages)
 
 
 def test_a_wrong_word_is_told(run: Config, capsys: pytest.CaptureFixture[str]) -> None:

@@ -383,9 +383,9 @@ class ChatTemplate:
         """The ids of a text in the template's form."""
         return self.tokenizer.located(text)[0]
 
-    def prompt(self, messages: Sequence[Message]) -> list[int]:
+    def prompt(self, messages: Sequence[Message], tools: Any = None) -> list[int]:
         """The ids of a conversation up to where the next answer begins. Raises BadConversation."""
-        return self._encode(self.render(self._mark(messages), ask=True))[0]
+        return self._encode(self.render(self._mark(messages), self._mark(tools), ask=True))[0]
 
     def learned(
         self, messages: Sequence[Message], tools: Any = None
