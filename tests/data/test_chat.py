@@ -213,6 +213,8 @@ def test_what_is_cut_or_left_out_is_counted(tmp_path: Path) -> None:
         one[i]["inputs"].tolist() for one in (data.train, data.validation) for i in range(len(one))
     ]
     assert sorted(seen) == sorted(expected)
+    with pytest.raises(DataError, match="seq_len=36: no answer has its end within so many tokens"):
+        open_data(replace(chat(tmp_path, rows), seq_len=36))
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from support.paths import ROOT
 
@@ -49,10 +50,23 @@ def test_a_base_model_is_made_of_a_corpus_and_learns_to_chat(tmp_path: Path) -> 
     assert "bits_per_byte" in text and "training complete" in text and "agree" in text
     run = tmp_path / "base" / "run"
     assert (run / "report.html").is_file() and exported(tmp_path / "base" / "hf")
-    text = pipeline("chat.sh", tmp_path / "chat", BASE=str(run), STEPS="4", **sizes)
-    assert "> What is 3 plus 4?" in text and exported(tmp_path / "chat" / "hf")
-    again = pipeline("chat.sh", tmp_path / "chat", BASE=str(run), STEPS="4", **sizes)
-    assert "nothing to do: the run is at step 4" in again
+    roles = [("user", "What is 3 plus 4?"), ("assistant", "It is 7.")]
+    messages = [{"role": role, "content": content} for role, content in roles]
+    (tmp_path / "one.jsonl").write_text((json.dumps({"messages": messages}) + "\n") * 200)
+    sizes |= {"CHATS": str(tmp_path / "one.jsonl"), "STEPS": "100", "BASE": str(run)}
+    sizes["MORE"] = COMMON.replace("seq_len=32", "seq_len=80 optimizer.lr=1e-2")
+    text = pipeline("chat.sh", tmp_path / "chat", **sizes)
+    assert exported(tmp_path / "chat" / "hf")
+    assert "> What is 3 plus 4?\nIt is 7.\n> \n" in text, "the answer has no end"
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "chat" / "hf")
+    how = {"add_generation_prompt": True, "return_tensors": "pt"}
+    asked = tokenizer.apply_chat_template(messages[:1], **how)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "chat" / "hf")
+    ids = model.generate(**asked, max_new_tokens=30, do_sample=False)[0]
+    whole = tokenizer.apply_chat_template(messages, return_dict=False)
+    assert ids.tolist() == whole[: len(ids)] and ids[-1] == tokenizer.eos_token_id
+    again = pipeline("chat.sh", tmp_path / "chat", **sizes)
+    assert "nothing to do: the run is at step 100" in again
 
 
 @pytest.mark.slow

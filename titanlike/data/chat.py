@@ -22,10 +22,10 @@ import os
 import re
 import resource
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from datetime import datetime
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -184,6 +184,7 @@ def _write(
     template: ChatTemplate,
 ) -> None:
     about = {"conversations": 0, "answers": 0, "cut": 0, "dropped": 0}
+    ended = False
     parts: dict[str, list[tuple[np.ndarray, np.ndarray]]] = {part: [] for part in PARTS}
     for number, (place, messages, tools) in enumerate(_conversations(files, data.messages_key)):
         try:
@@ -199,6 +200,10 @@ def _write(
         parts["validation" if is_held else "train"].append((ids, learned))
         about["conversations"] += 1
         about["answers"] += int(learned[1:].sum())
+        ended = ended or not template.ends.isdisjoint(ids[learned].tolist())
+    if about["conversations"] and not ended:
+        reason = "no answer has its end within so many tokens, so it would not be learned"
+        raise DataError("seq_len", seq_len, reason, f"give more, seq_len={2 * seq_len}")
     if not parts["validation"] and len(parts["train"]) > 1:
         parts["validation"].append(parts["train"].pop())
     for part, conversations in parts.items():
@@ -279,16 +284,13 @@ class BadConversation(ValueError):
 
 
 class NoEnd(BadConversation):
-    """A conversation whose answers would be learned without an end."""
-
-    fix = (
-        "give a data.template that writes {{ eos_token }} after an answer, within {% generation %}"
-    )
-    fix += " if it has that; and name the tokenizer's eos_token in its tokenizer_config.json"
+    fix = "write {{ eos_token }} behind the answer, within {% generation %} if there is such, in a "
+    fix += "data.template=FILE, and name the tokenizer's eos_token in its tokenizer_config.json"
 
 
 # Around what spells a special token in a message, and around {% generation %}: no text has them.
-_MARKS = _SPELLED, _SPELLED_END, _ANSWER, _ANSWER_END = "\ufdd0\ufdd1\ufdd2\ufdd3"
+_SPELLED, _SPELLED_END, _ANSWER, _ANSWER_END = "\ufdd0\ufdd1\ufdd2\ufdd3"
+_ANSWERS = f"[{_ANSWER}{_ANSWER_END}]"
 
 
 class ChatTemplate:
@@ -300,8 +302,8 @@ class ChatTemplate:
         parse_special: bool = False,
     ) -> None:
         """ends: ids that are known to end an answer; parse_special: what spells a special token in
-        any message is one, not in an answer alone."""
-        from jinja2 import nodes
+        any message is one, not in an answer alone. Raises ValueError for what is no template."""
+        from jinja2 import TemplateSyntaxError, nodes
         from jinja2.ext import Extension, loopcontrols
         from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -322,59 +324,47 @@ class ChatTemplate:
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, Generation]
         )
-        environment.filters["tojson"] = _tojson
+        environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
         environment.globals |= {
             "raise_exception": _refuse,
             "strftime_now": lambda form: datetime.now().strftime(form),
         }
-        self._environment = environment
+        try:
+            self._template = environment.from_string(source)
+        except TemplateSyntaxError as error:
+            raise ValueError(f"line {error.lineno}: {error.message}") from None
         self._has_marks = re.search(r"{%-?\s*generation\s*-?%}", source) is not None
         controls = [] if parse_special else sorted(tokenizer.controls, key=len, reverse=True)
         spelled = "|".join(map(re.escape, controls)) or "(?!)"
         self._spelled = re.compile(spelled)
-        self._marked = re.compile(f"{_SPELLED}({spelled}){_SPELLED_END}|[{_MARKS[:2]}]")
-
-    @cached_property
-    def compiled(self) -> Any:
-        """jinja2's template: what is constant is computed here. Raises ValueError for what is no
-        template."""
-        from jinja2 import TemplateSyntaxError
-
-        try:
-            return self._environment.from_string(self.source)
-        except TemplateSyntaxError as error:
-            raise ValueError(f"line {error.lineno}: {error.message}") from None
+        self._marked = re.compile(f"{_SPELLED}({spelled}){_SPELLED_END}|[{_SPELLED}{_SPELLED_END}]")
 
     @cached_property
     def ends(self) -> frozenset[int]:
         """Ids that end an answer: eos_token, the special token that is learned after an answer, and
         those of the folder's generation_config.json."""
-        located, known = self.tokenizer.located, {*self._ends, self.tokenizer.boundary}
-        end, _ = located(self.tokenizer.names.get("eos_token", ""))
-        known |= {*end} if len(end) == 1 else set()
-        try:
+        end, _ = self.tokenizer.located(self.tokenizer.names.get("eos_token", ""))
+        found = [*end] if len(end) == 1 else []
+        with contextlib.suppress(BadConversation):  # of a template that takes other conversations
             text, answers = self._answers(EXAMPLE, None)
-        except BadConversation:  # of a template that takes other conversations
-            return frozenset(known)
-        ids, spans = self._encode(text)
-        after = text.rfind(EXAMPLE[-1]["content"])
-        special = {*self.tokenizer.controls.values()}
-        for i, span, learned in zip(ids, spans, _within(spans, answers), strict=True):
-            if learned and i in special and span[0] > after:
-                return frozenset({*known, i})
-        return frozenset(known)
+            ids, spans = self._encode(text)
+            known = zip(ids, spans, _within(spans, answers), strict=True)
+            after, special = text.rfind(EXAMPLE[-1]["content"]), {*self.tokenizer.controls.values()}
+            behind = [i for i, span, learned in known if learned and span[0] > after]
+            found += [i for i in behind if i in special][:1]
+        return frozenset({*self._ends, self.tokenizer.boundary, *found})
 
     def render(self, messages: Sequence[Message], tools: Any = None, *, ask: bool = False) -> str:
         """The text of a conversation; ask: up to where the next answer begins. Raises
         BadConversation."""
-        return re.sub(f"[{_MARKS[2:]}]", "", self._render(messages, tools, ask))
+        return re.sub(_ANSWERS, "", self._render(messages, tools, ask))
 
     def _render(self, messages: Sequence[Message], tools: Any, ask: bool = False) -> str:
         # without keys that are null, as transformers
         given = [{k: v for k, v in message.items() if v is not None} for message in messages]
         names = {**self.tokenizer.names, "tools": tools, "documents": None}
         try:
-            return self.compiled.render(messages=given, add_generation_prompt=ask, **names)
+            return self._template.render(messages=given, add_generation_prompt=ask, **names)
         except Exception as error:  # whatever a template's expressions raise
             reason = " ".join(str(error).split())[:200]
             raise BadConversation(f"the chat template fails: {reason}") from None
@@ -407,16 +397,9 @@ class ChatTemplate:
         messages, tools = self._mark(messages), self._mark(tools)
         text, answers = self._render(messages, tools), list[Span]()
         if self._has_marks:
-            parts = re.split(f"([{_MARKS[2:]}])", text)
-            text, begin = "", 0
-            for part in parts:
-                if part == _ANSWER:
-                    begin = len(text)
-                elif part == _ANSWER_END:
-                    answers.append((begin, len(text)))
-                else:
-                    text += part
-            return text, answers
+            found = re.finditer(_ANSWERS, text)
+            places = [mark.start() - number for number, mark in enumerate(found)]
+            return re.sub(_ANSWERS, "", text), [*zip(places[::2], places[1::2], strict=True)]
         for number, message in enumerate(messages):
             if message.get("role") != "assistant":
                 continue
@@ -433,7 +416,7 @@ class ChatTemplate:
     def _mark(self, value: Any, answer: bool = False) -> Any:
         """Marked where a special token is spelled out, but in the answers."""
         if isinstance(value, str):
-            text = re.sub(f"[{_MARKS}]", "", value)
+            text = re.sub(f"[{_SPELLED}-{_ANSWER_END}]", "", value)
             marked = f"{_SPELLED}\\g<0>{_SPELLED_END}"
             return text if answer else self._spelled.sub(marked, text)
         if isinstance(value, list | tuple):
@@ -447,24 +430,23 @@ class ChatTemplate:
         """The ids of a rendered text and where each is: what is marked is text. Behind a mark it
         goes on after a line's end, since many tokenizers begin a text otherwise."""
         located, ids, spans, at = self.tokenizer.located, list[int](), list[Span](), 0
-        parts: list[tuple[int, str, bool]] = []
-        for found in self._marked.finditer(text):
-            parts += [(at, text[at : found.start()], False)]
-            parts += [(found.start() + 1, found[1], True)] if found[1] else []
-            at = found.end()
-        for begin, part, plain in [*parts, (at, text[at:], False)]:
-            tokens, places = self._inside(part, plain) if begin else located(part)
+        for number, part in enumerate(self._marked.split(text)):
+            plain = number % 2 == 1  # between marks; None = a mark alone
+            begin = at + plain
+            line, _ = located("\n") if begin else ([], [])
+            tokens, places = located("\n" * (begin > 0) + (part or ""), plain=plain)
+            if tokens[: len(line)] == line:
+                tokens, places, begin = (
+                    tokens[len(line) :],
+                    places[len(line) :],
+                    begin - (begin > 0),
+                )
+            else:
+                tokens, places = located(part or "", plain=plain)
             ids += tokens
             spans += [(begin + first, begin + last) for first, last in places]
+            at += plain if part is None else len(part) + 2 * plain
         return ids, spans
-
-    def _inside(self, text: str, plain: bool) -> tuple[list[int], list[Span]]:
-        line, _ = self.tokenizer.located("\n")
-        ids, spans = self.tokenizer.located("\n" + text, plain=plain)
-        if ids[: len(line)] == line:
-            ids, spans = ids[len(line) :], spans[len(line) :]
-            return ids, [(max(0, first - 1), last - 1) for first, last in spans]
-        return self.tokenizer.located(text, plain=plain)
 
 
 def _within(spans: list[Span], answers: list[Span]) -> np.ndarray:
@@ -475,10 +457,6 @@ def _within(spans: list[Span], answers: list[Span]) -> np.ndarray:
     for begin, end in answers:
         mask[np.searchsorted(places[:, 1], begin, "right") : np.searchsorted(places[:, 0], end)] = 1
     return mask
-
-
-def _tojson(value: Any, ensure_ascii: bool = False, **how: Any) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, **how)
 
 
 def _refuse(reason: str) -> None:
@@ -512,20 +490,20 @@ def find_template(
         source, where = beside.read_text(encoding="utf-8"), str(beside)
     elif isinstance(known, str):
         source, where = known, str(beside.with_name("tokenizer_config.json"))
-    found = ChatTemplate(source, opened, frozenset(ends), parse_special)
+    make = partial(ChatTemplate, source, opened, frozenset(ends), parse_special)
+    if not dist.is_initialized() and not _is_bounded(make):  # a job's launcher has asked
+        reason = f"takes more than {_SECONDS} s or 1 GiB for a short conversation"
+        raise DataError("data.template", where, reason, "give another")
     try:
-        if dist.is_initialized() or _is_bounded(found):  # of a job the launcher has asked
-            _ = found.compiled
-            return found
+        return make()
     except ValueError as error:
         reason = f"is no Jinja template: {error}"
         raise DataError("data.template", where, reason, "Correct it, or give another") from None
-    reason = f"takes more than {_SECONDS} s or 1 GiB for a short conversation"
-    raise DataError("data.template", where, reason, "give another")
 
 
-def _is_bounded(template: ChatTemplate) -> bool:
-    """Whether a short conversation is rendered within limits: in a process of its own."""
+def _is_bounded(make: Callable[[], ChatTemplate]) -> bool:
+    """Whether it is compiled and renders a short conversation within limits: in a process of its
+    own."""
     if not (child := os.fork()):
         with contextlib.suppress(BaseException):
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
@@ -534,9 +512,9 @@ def _is_bounded(template: ChatTemplate) -> bool:
             limit = pages * resource.getpagesize() + 2**30
             resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
         try:
-            template.render(EXAMPLE)
-        except BadConversation as error:
-            os._exit(isinstance(error.__context__, MemoryError))
+            make().render(EXAMPLE)
+        except (MemoryError, ValueError) as error:
+            os._exit(isinstance(error.__context__ or error, MemoryError))
         finally:
             os._exit(0)
     return os.waitpid(child, 0)[1] == 0

@@ -119,11 +119,11 @@ def _is_read_otherwise(path: Path, settings: dict[str, Any], added: frozenset[st
     kind = settings.get("tokenizer_class")
     if kind is None and (path.parent / "config.json").is_file():
         return True  # the model's type decides
-    lists = [settings.get(key) for key in ("extra_special_tokens", "additional_special_tokens")]
-    tokens = [settings[key] for key in _NAMES if settings.get(key)]
-    tokens += [*settings.get("added_tokens_decoder", {}).values()]
-    tokens += [token for tokens in lists if isinstance(tokens, list) for token in tokens]
-    return kind not in (None, *_AS_IT_IS) or not {*map(_content, tokens)} <= added
+    tokens = [*settings.get("added_tokens_decoder", {}).values(), *map(settings.get, _NAMES)]
+    for key in ("extra_special_tokens", "additional_special_tokens"):
+        tokens += settings.get(key) or []
+    named = {_content(token) for token in tokens if token}
+    return kind not in (None, *_AS_IT_IS) or not named <= added
 
 
 def _by_transformers(path: Path) -> tuple[dict[str, str], bytes]:
@@ -161,12 +161,12 @@ class ByteTokenizer:
             yield np.frombuffer(text.encode(), dtype=np.uint8)
 
     def located(self, text: str, *, plain: bool = False) -> tuple[list[int], list[Span]]:
-        def bytes_of(text: str) -> tuple[list[int], list[Span]]:
-            return [*text.encode()], [
-                (at, at + 1) for at, character in enumerate(text) for _ in character.encode()
-            ]
+        def pieces(text: str) -> tuple[list[int], list[Span]]:
+            sizes = [len(character.encode()) for character in text]
+            spans = [(at, at + 1) for at, size in enumerate(sizes) for _ in range(size)]
+            return [*text.encode()], spans
 
-        return bytes_of(text) if plain else _between(text, self.controls, bytes_of)
+        return _between(text, {} if plain else self.controls, pieces)
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text without boundaries; invalid UTF-8 becomes U+FFFD."""
@@ -303,7 +303,7 @@ class SentencePieceTokenizer:
                 yield np.array(ids, dtype=np.uint32)
 
     def located(self, text: str, *, plain: bool = False) -> tuple[list[int], list[Span]]:
-        return self._pieces(text) if plain else _between(text, self.controls, self._pieces)
+        return _between(text, {} if plain else self.controls, self._pieces)
 
     def _pieces(self, text: str) -> tuple[list[int], list[Span]]:
         pieces = [*self._model.encode(text, out_type="proto").pieces]
