@@ -103,7 +103,12 @@ def test_a_folder_that_will_not_do_is_a_mistake_of_one_line_before_the_start(
             ({"folder": url}, "cannot be written")
             for url in (inside, f"file://{inside}", "/proc/a")
         ),
-        ({"folder": "s33://bucket/a"}, "s33"),
+        *(
+            ({"folder": url}, "are kept in a local folder, or by one of file, memory, s3, ")
+            for url in ("s33://bucket/a", "http://127.0.0.1:9/a", "reference::file:///a.json")
+        ),
+        ({"folder": "simplecache::s3://bucket/a"}, "are kept in a local folder"),
+        ({"folder": "file:///a::memory://b"}, "are kept in a local folder"),
         *(({"folder": f"{name}://bucket/a"}, package) for name, package in absent.items()),
         (memory | {"dp": 2}, "one process"),
         (memory | {"mode": "async_process"}, "async_pinned"),

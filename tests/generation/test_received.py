@@ -3,14 +3,16 @@ runs, no file outside of it is opened or written, and nothing is connected to.""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shutil
 import subprocess
 import sys
+import typing
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import yaml
@@ -21,7 +23,9 @@ from support.exported import LLAMA, byte_text, trained
 from support.paths import ROOT
 from support.saved_runs import checkpoint, reseal
 from titanlike.checkpoint.storage import STATE
-from titanlike.config.schema import Timeline
+from titanlike.config import received
+from titanlike.config.keys import Paths
+from titanlike.config.schema import VARIANTS, Config, Timeline
 
 # In texts: OUT is a folder outside of the run, with what a forged value could mean there; RUN is the
 # run's own. What is said of a form must be in the answer of the commands that read it; None = it is
@@ -292,6 +296,35 @@ def test_what_a_config_names_is_neither_opened_nor_imported(forge: Forge) -> Non
             assert end["code"] == 2 and end["children"] == [], end
             assert forge.filled(said, run) in end["text"], end
             assert len(end["text"].splitlines()) == 1
+
+
+# keys of what is read whose texts are never opened: names and patterns
+PLAIN = {"data.text_key", "data.messages_key", "data.split", "data.subset", "data.revision"}
+PLAIN |= {"precision.skip", "activation_checkpoint.save", "split.points", "optimizer.adamw"}
+PLAIN |= {"model.tp_plan", "optimizer.groups"}
+
+
+def test_each_text_of_what_is_read_is_known_to_name_a_file_or_none() -> None:
+    """A new key is to be put into one of the two."""
+
+    def texts(hint: Any) -> bool:
+        inner = typing.get_args(hint)
+        if typing.get_origin(hint) is Literal:
+            return False
+        return hint in (str, Any) or hint is Paths or any(map(texts, inner))
+
+    found = set[str]()
+    for group, hint in typing.get_type_hints(Config).items():
+        if group in received.NOT_READ and group != "hardware":
+            continue
+        kinds = [*VARIANTS.get(group, {}).values(), *(typing.get_args(hint) or [hint])]
+        for kind in filter(dataclasses.is_dataclass, kinds):
+            keys = typing.get_type_hints(kind)
+            read = received.PARTS_READ.get(group, keys)
+            found |= {f"{group}.{k}" for k in read if k not in ("name", "args") and texts(keys[k])}
+        assert dataclasses.is_dataclass(kinds[0]) or not texts(hint), group
+    places = {f"{group}.{key}" for group, keys in received.PLACES.items() for key in keys}
+    assert found - {"hardware.title"} == (places | PLAIN) - {"model.path"}
 
 
 @pytest.mark.slow

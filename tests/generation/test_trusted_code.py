@@ -19,15 +19,19 @@ import transformers
 from support import saved_runs
 from support.command_lines import examined
 from support.commands import SCRIPTS, TINY, command
+from support.models import tiny
 from support.saved_runs import checkpoint, reseal
 from titanlike.checkpoint.storage import STATE
 from titanlike.config.errors import ConfigError
 from titanlike.config.parse import to_plain
-from titanlike.config.schema import Config, Custom
+from titanlike.config.schema import Config, Custom, OwnSchedule
+from titanlike.data.registry import DataError, open_data
 from titanlike.generation.commands import evaluate_main as evaluate
 from titanlike.generation.commands import generate_main as generate
 from titanlike.generation.generate import load_model
 from titanlike.models.registry import build_model
+from titanlike.optim import own
+from titanlike.pipeline.from_config import choose_order
 
 saved = saved_runs.saved
 CPU = torch.device("cpu"), torch.float32
@@ -96,9 +100,24 @@ def test_a_checkpoint_cannot_have_a_library_run_what_it_says(
 
 @pytest.mark.parametrize("name", CALLS)
 def test_a_config_cannot_either(name: str, tmp_path: Path) -> None:
+    """Nor as its data, loss, optimizer, learning rate or schedule."""
+    args = library_calls(tmp_path)[name]
     with pytest.raises(ConfigError, match="of a library"):
-        build_model(Custom(name, library_calls(tmp_path)[name]))
+        build_model(Custom(name, args))
+    for group in ("optimizer", "lr", "loss"):
+        with pytest.raises(ConfigError, match="of a library"):
+            own.import_callable(group, Custom(name, args))
+    with pytest.raises(DataError, match="of a library"):
+        open_data(tiny(data=Custom(name, args)))
+    [problem] = choose_order(tiny(schedule=OwnSchedule(name, args)))[2]
+    assert "of a library" in problem.reason
     assert not (tmp_path / "ran").exists()
+
+
+def test_what_a_library_makes_for_a_key_is_taken() -> None:
+    assert own.import_callable("loss", Custom("torch.nn.functional.cross_entropy"))
+    assert own.import_callable("loss", Custom("torch.nn.CrossEntropyLoss"))
+    assert own.import_callable("optimizer", Custom("torch.optim.Adagrad"))
 
 
 @pytest.mark.parametrize("earlier", [False, True])
@@ -226,6 +245,20 @@ def test_a_folder_of_transformers_that_is_damaged_is_named_in_a_line(
     told = capfd.readouterr().err.splitlines()
     assert told[-1].startswith(f"error: RUN={folder}: ") and "Traceback" not in "".join(told)
     assert not (folder / "ran").exists() and sys.stdin.read() == "y\n"
+
+
+@pytest.mark.parametrize("key", ["_attn_implementation", "attn_implementation"])
+def test_a_folder_of_transformers_chooses_no_kernel_of_the_hub(
+    key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = {"n_embd": 8, "n_layer": 1, "n_head": 2, "n_positions": 8, "vocab_size": 16}
+    transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)).save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {key: "someone/kernel"}))
+    asked: list[str] = []
+    monkeypatch.setattr("transformers.modeling_utils.is_kernel", asked.append)
+    assert load_model(str(tmp_path), *CPU).model.config._attn_implementation == "sdpa"
+    assert {*asked} <= {"sdpa", None}
 
 
 def test_aliases_of_aliases_in_a_config_are_refused_before_they_are_written_out(

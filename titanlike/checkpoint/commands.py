@@ -43,7 +43,7 @@ UNREADABLE = "unreadable"  # now: that is no verdict
 _MAX_FILES = 9  # that `show` lists without --tensors
 _DESCRIPTION = """\
 Inspect and convert checkpoints. A CHECKPOINT is a step-XXXXXXXX or model-XXXXXXXX folder, or a run
-directory, which stands for its newest one; each is a local path or an fsspec URL (s3://...)."""
+directory, which stands for its newest one; each is a local path or the URL of an object store (s3://...)."""
 # command: what it does, arguments, options without a value with their help
 _COMMANDS: dict[str, tuple[str, str, dict[str, str]]] = {
     "list": ("the checkpoints of a run, or in a folder", "FOLDER", {}),

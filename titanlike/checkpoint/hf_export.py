@@ -42,7 +42,7 @@ _GENERATION = "generation_config.json"
 _PROGRESS = 5.0  # seconds between lines of progress
 _DESCRIPTION = """\
 Write a checkpoint as a folder that transformers loads with AutoModelForCausalLM.from_pretrained. RUN is
-a run directory, of which the newest checkpoint is taken, or a checkpoint; a path or an fsspec URL."""
+a run directory, of which the newest checkpoint is taken, or a checkpoint; a path or the URL of an object store."""
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -38,7 +38,7 @@ NOT_READ = (
     *("run_dir", "compile", "launch", "logger", "metrics", "profile", "timeline", "hardware"),
     *("validation", "sample", "verify", "bench", "sweep", "max_time"),
 )
-_PARTS_READ = {"checkpoint": ("folder",), "evaluate": ("part", "batches")}
+PARTS_READ = {"checkpoint": ("folder",), "evaluate": ("part", "batches")}
 _MOST_BYTES = 2**20  # of a config.yaml
 
 
@@ -61,7 +61,7 @@ def read_run(run: Path) -> Config:
     if not isinstance(plain, dict):
         raise ValueError(f"{path}: is no config of a run")
     keys = {key: plain[key] for key in to_plain(Config()) if key in plain and key not in NOT_READ}
-    for group, some in _PARTS_READ.items():
+    for group, some in PARTS_READ.items():
         section = keys.pop(group, None)
         if isinstance(section, dict):
             keys[group] = {key: section[key] for key in some if key in section}

@@ -816,7 +816,7 @@ class Checkpoint:
 
     folder: str | None = key(
         None,
-        "path or fsspec URL (s3://...); null = run_dir/checkpoints",
+        "path, or URL of an object store (s3://...); null = run_dir/checkpoints",
         keys.PATH,
         example="outputs/NAME",
     )
