@@ -113,7 +113,11 @@ head_address() {
 
 # share_cores RANKS: OpenMP threads of each of a node's RANKS
 share_cores() {
-    local threads=$((${SLURM_CPUS_ON_NODE:-1} / $1))
+    local cores=${SLURM_CPUS_ON_NODE:-$1} threads
+    if [ "$cores" -lt "$1" ]; then
+        echo "WARNING: $1 ranks of a node share $cores of its cores; submit with --exclusive or --cpus-per-task=N"
+    fi
+    threads=$((cores / $1))
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}
 }
 
