@@ -95,12 +95,12 @@ def schedules() -> str:
 def pictures() -> None:
     """docs/pictures: a plan of each schedule, of the default model with longer sequences."""
     from titanlike.config.parse import parse
-    from titanlike.costs.auto_schedule import with_found_order
-    from titanlike.costs.estimate import make_estimate
-    from titanlike.costs.estimate_text import chart_of
-    from titanlike.costs.known_hardware import shipped
     from titanlike.metrics.chart_picture import draw
     from titanlike.pipeline.schedules import SCHEDULES
+    from titanlike.planning.auto_schedule import with_found_order
+    from titanlike.planning.estimate import make_estimate
+    from titanlike.planning.estimate_text import chart_of
+    from titanlike.planning.known_hardware import shipped
 
     folder = ROOT / "docs" / "pictures"
     folder.mkdir(exist_ok=True)

@@ -66,7 +66,7 @@ from titanlike.training.step import measured_step
 from titanlike.training.step import validate as validation_loss
 
 if TYPE_CHECKING:
-    from titanlike.costs.estimate import Estimate
+    from titanlike.planning.estimate import Estimate
 
 
 _GRACE = 10.0  # seconds between the ranks that wait in vain for another
@@ -130,8 +130,8 @@ def plan(config: Config) -> Estimate:
     A notebook shows it as tables and a picture. Raises ConfigError.
     """
     _needs_config(config)
-    from titanlike.costs.estimate import make_estimate
-    from titanlike.costs.known_hardware import planned_hardware
+    from titanlike.planning.estimate import make_estimate
+    from titanlike.planning.known_hardware import planned_hardware
 
     named = config.hardware.name != "none"  # else what is likely here
     return make_estimate(config, planned_hardware(config) if named else None)

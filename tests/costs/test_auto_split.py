@@ -31,8 +31,6 @@ from titanlike.config.schema import (
     Sgd,
 )
 from titanlike.costs.auto_split import TIMES_FILE, stages_in_flight
-from titanlike.costs.known_hardware import shipped
-from titanlike.costs.search import search
 from titanlike.costs.unit_costs import UnitCosts
 from titanlike.distributed.mesh import close_mesh, open_mesh
 from titanlike.distributed.sharding import StateBytes
@@ -42,6 +40,8 @@ from titanlike.metrics import units
 from titanlike.optim.loss import build_loss
 from titanlike.optim.optimizer import moment_bytes
 from titanlike.pipeline.schedules import SCHEDULES, gpipe, one_f_one_b, zbv_zero_bubble
+from titanlike.planning.known_hardware import shipped
+from titanlike.planning.search import search
 from titanlike.training.build import build
 from titanlike.training.train_plan import make_plan
 

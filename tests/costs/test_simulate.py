@@ -9,9 +9,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from support.message_streams import a_pair, makespan, order_of
-from titanlike.costs.known_hardware import overlapped_seconds
 from titanlike.costs.simulate import Duration, StageTimes, equal_stages, simulate
 from titanlike.pipeline.schedules import LOOPED, SCHEDULES
+from titanlike.planning.known_hardware import overlapped_seconds
 from titanlike.torch_private.pipeline_runtime import _lower
 from titanlike.torch_private.pipeline_skips import skip_posts
 

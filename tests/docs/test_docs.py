@@ -36,7 +36,7 @@ NOT_RUN = {
     r"(data|model)\.path=|data\.sources=|tokenize_corpus": "needs files of the user's: tests/data and tests/models have some",
     r"^titanlike bench": "measures: tests/proof/test_overhead.py runs it",
     r"constraints\.txt": "prepares an environment",
-    r"plan\.py search": "half a minute: tests/costs/test_plan.py searches",
+    r"plan\.py search": "half a minute: tests/planning/test_plan.py searches",
     r"examples/\w+\.py": "tests/library runs them",
     r"experiment=throughput": "costs every layout: tests/driver/test_layouts_search.py runs it",
 }

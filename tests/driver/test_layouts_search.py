@@ -22,12 +22,12 @@ from support.paths import ROOT
 from titanlike.config.errors import ConfigError
 from titanlike.config.parse import parse
 from titanlike.config.schema import Config
-from titanlike.costs.estimate import make_estimate
-from titanlike.costs.layouts import SearchSpace
 from titanlike.driver.job import JobRunner, config_problems
 from titanlike.driver.layout_search import Machine, filter_layouts, read_space
 from titanlike.driver.sweep_status import read_spec
 from titanlike.pipeline.schedules import SCHEDULES
+from titanlike.planning.estimate import make_estimate
+from titanlike.planning.layouts import SearchSpace
 from titanlike.training.train_plan import make_plan
 
 RUNNER = JobRunner("titanlike.training.loop:train", "")

@@ -12,11 +12,11 @@ import pytest
 from support.browser import opened
 from support.commands import TINY, command
 from titanlike.config import files
-from titanlike.costs.run_charts import run_charts
 from titanlike.driver.tools import report as main
 from titanlike.metrics import report
 from titanlike.metrics.report import page, read_history, write_reports
 from titanlike.metrics.sinks import read_jsonl
+from titanlike.planning.run_charts import run_charts
 
 SCRIPT = "</script><script>console.error('ran')</script><!--"
 

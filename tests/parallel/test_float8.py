@@ -24,10 +24,10 @@ from titanlike.config.schema import (
     Precision,
     Sgd,
 )
-from titanlike.costs.estimate import make_estimate
 from titanlike.metrics.sinks import read_jsonl
 from titanlike.models.registry import build_model, resolve_model
 from titanlike.parallel.float8 import in_bf16, use_float8
+from titanlike.planning.estimate import make_estimate
 from titanlike.training.loop import train
 from titanlike.training.preflight import preflight
 from titanlike.training.train_plan import make_plan

@@ -18,9 +18,9 @@ from support.proven import assert_proven
 from support.vision_configs import of_images
 from support.world import run_world
 from titanlike.config.schema import Config, Custom, LoopedSchedule, PointSplit, Sgd, SyntheticData
-from titanlike.costs.estimate import make_estimate
 from titanlike.launch.worker import Worker
 from titanlike.pipeline.schedules import LOOPED, SCHEDULES, V_SCHEDULES
+from titanlike.planning.estimate import make_estimate
 from titanlike.torch_private import pipeline_runtime
 
 POINTS = PointSplit(points=["down.2", "up.0", "up.2"])  # down.0 is used by stage 3, down.1 by 2

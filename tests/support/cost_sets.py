@@ -9,9 +9,12 @@ from functools import cache
 from itertools import accumulate, pairwise
 
 from support.message_streams import order_of
-from titanlike.costs.auto_schedule import Placement, best_cut
 from titanlike.costs.auto_split import StageCosts, best_split
-from titanlike.costs.order_search import (
+from titanlike.costs.simulate import Duration, StageTimes
+from titanlike.pipeline.order import Order
+from titanlike.pipeline.schedules import LOOPED, SCHEDULES, V_SCHEDULES, loop, one_f_one_b, vee
+from titanlike.planning.auto_schedule import Placement, best_cut
+from titanlike.planning.order_search import (
     OrderProblem,
     SearchResult,
     best_known,
@@ -19,9 +22,6 @@ from titanlike.costs.order_search import (
     fastest,
     lower_bound,
 )
-from titanlike.costs.simulate import Duration, StageTimes
-from titanlike.pipeline.order import Order
-from titanlike.pipeline.schedules import LOOPED, SCHEDULES, V_SCHEDULES, loop, one_f_one_b, vee
 
 Split = tuple[int, ...]  # the first unit of each stage
 

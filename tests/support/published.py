@@ -24,9 +24,9 @@ from dataclasses import dataclass, replace
 
 from support.command_lines import examined
 from titanlike.config.schema import Hardware
-from titanlike.costs.estimate import Estimate, make_estimate
-from titanlike.costs.known_hardware import planned_hardware
-from titanlike.costs.stage_times import (
+from titanlike.planning.estimate import Estimate, make_estimate
+from titanlike.planning.known_hardware import planned_hardware
+from titanlike.planning.stage_times import (
     LayoutTimes,
     Roofline,
     Seconds,

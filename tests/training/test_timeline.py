@@ -22,7 +22,6 @@ from titanlike.config import validate
 from titanlike.config.parse import to_plain
 from titanlike.config.schema import Checkpoint, Config, Fsdp, Sample, Schedule, Timeline, Validation
 from titanlike.costs.simulate import Simulation, StageTimes, equal_stages, simulate
-from titanlike.costs.timeline_report import TimelineReport, report_of
 from titanlike.data.loader import batches
 from titanlike.data.registry import open_data
 from titanlike.distributed import readings as clock
@@ -32,6 +31,7 @@ from titanlike.launch.worker import Worker
 from titanlike.metrics.chart import Span
 from titanlike.metrics.timeline_file import Place, RankStep, read_timeline, write
 from titanlike.metrics.timeline_file import Timeline as Recorded
+from titanlike.planning.timeline_report import TimelineReport, report_of
 from titanlike.training import loop
 from titanlike.training import timeline as timeline_module
 from titanlike.training.build import build

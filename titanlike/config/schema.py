@@ -625,7 +625,7 @@ class Timeline:
 
 
 # Peaks and bandwidths are the vendor's, of one device and dense matrices. What a program reaches of
-# them is a share of its own, the same for all GPUs: `tests/costs/test_published.py` says how near
+# them is a share of its own, the same for all GPUs: `tests/planning/test_published.py` says how near
 # to published runs it comes.
 
 

@@ -1,5 +1,5 @@
-"""What a layout costs before anything starts: memory, times of a step, and the layouts, stages and orders
-that cost the least.
+"""What a model's modules cost, and what follows for a rank: bytes, FLOPs, the simulated times of an
+order, and stages of equal cost.
 
-Imports training and the rooms below it; a plan of a run reaches it where a config asks for an estimate.
+A plan of a run asks it; it knows no plan.
 """

@@ -23,7 +23,28 @@ if TYPE_CHECKING:
     from titanlike.graph.model_graph import Fields, ModelGraph, SequenceParts
     from titanlike.optim.loss import Loss
     from titanlike.optim.optimizer import StageState
-    from titanlike.training.train_plan import TrainPlan
+
+
+class Plan(Protocol):
+    """What a transform reads of a run's plan (`TrainPlan`)."""
+
+    @property
+    def model_graph(self) -> ModelGraph: ...
+    @property
+    def fields(self) -> Fields:
+        """Fields of the batch that the model takes."""
+
+    @property
+    def variable(self) -> bool:
+        """Whether batches differ in length."""
+
+    @property
+    def whole_numel(self) -> int:
+        """Elements of the model's parameters, tied ones once."""
+
+    @property
+    def recomputed_blocks(self) -> Iterator[str]:
+        """Names of blocks that are recomputed."""
 
 
 @dataclass(frozen=True)
@@ -104,13 +125,13 @@ class Transform:
     def check(self, recorded: Recorded) -> None:
         """Raise ConfigError where the changed model would compute other results."""
 
-    def describe(self, plan: TrainPlan) -> Iterator[tuple[str, str]]:
+    def describe(self, plan: Plan) -> Iterator[tuple[str, str]]:
         """Rows (title, text) of the opening table."""
         return iter(())
 
     # --- while this rank's stages are built
 
-    def open(self, mesh: Mesh, plan: TrainPlan) -> None:
+    def open(self, mesh: Mesh, plan: Plan) -> None:
         """Make process groups, before any stage is built. Collective."""
 
     def on_model(self, model: nn.Module, placements: dict[str, Placement]) -> None:

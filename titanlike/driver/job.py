@@ -153,7 +153,7 @@ class JobRunner:
 
             charts_of: report.ChartsOf | None = None
             if config.pp > 1 or config.timeline.enabled:
-                from titanlike.costs.run_charts import run_charts
+                from titanlike.planning.run_charts import run_charts
 
                 charts_of = run_charts
             report.write_reports(run_dir / report.FILE, {run_dir: ""}, charts_of, quick=True)
@@ -180,7 +180,7 @@ class JobRunner:
         if problems:
             raise ConfigError(problems)
         if fitted.schedule.name == "auto":
-            from titanlike.costs.auto_schedule import ORDER, with_found_order
+            from titanlike.planning.auto_schedule import ORDER, with_found_order
 
             kept = f"kept in {run_dir / ORDER}"
             fitted = with_found_order(fitted, lambda line: print(f"{line}; {kept}", flush=True))

@@ -2,7 +2,7 @@
 
 1. `read_space` reads the keys of `hydra.sweeper`;
 2. `find_machine` finds how many ranks there are and how much memory each has, where those do not;
-3. `filter_layouts` lists the layouts (`costs/layouts.py`), and skips those that are invalid, do not
+3. `filter_layouts` lists the layouts (`planning/layouts.py`), and skips those that are invalid, do not
    fit, or are not promising.
 """
 
@@ -21,8 +21,6 @@ from titanlike.config import validate
 from titanlike.config.errors import ConfigError, Problem, override_text
 from titanlike.config.parse import convert
 from titanlike.config.schema import Config
-from titanlike.costs.estimate import make_estimate
-from titanlike.costs.layouts import Compose, SearchSpace, candidates
 from titanlike.device import accelerator
 from titanlike.device.memory import free_memory, resident_memory
 from titanlike.distributed.sharding import StateBytes
@@ -32,6 +30,8 @@ from titanlike.launch.environment import available_cores
 from titanlike.launch.failures import JobFailed
 from titanlike.metrics import units
 from titanlike.models.registry import build_model, resolve_model
+from titanlike.planning.estimate import make_estimate
+from titanlike.planning.layouts import Compose, SearchSpace, candidates
 from titanlike.training.train_plan import TrainPlan, make_plan
 
 

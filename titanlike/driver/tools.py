@@ -34,7 +34,7 @@ from titanlike.driver.job import print_problems
 from titanlike.driver.overrides import check_overrides
 
 if TYPE_CHECKING:
-    from titanlike.costs.timeline_report import TimelineReport
+    from titanlike.planning.timeline_report import TimelineReport
 
 _PLAN = (
     "Says what a run will cost before anything is paid for: memory of each rank, time of a step, "
@@ -92,7 +92,7 @@ def plan(argv: list[str]) -> int:
     try:
         if not searching:
             return _plan(config, flags, words)
-        from titanlike.costs.search import search, search_data, search_text
+        from titanlike.planning.search import search, search_data, search_text
 
         devices = int(gpus[0]) if gpus else config.world_size
         say = partial(print, file=sys.stderr, flush=True)
@@ -110,11 +110,11 @@ def plan(argv: list[str]) -> int:
 
 
 def _plan(config: Config, flags: argparse.Namespace, words: list[str]) -> int:
-    from titanlike.costs.advice import advise, memory_warning
-    from titanlike.costs.auto_schedule import WHY, with_found_order
-    from titanlike.costs.estimate import make_estimate, with_exact_memory
-    from titanlike.costs.estimate_text import as_data, as_text, chart_of
-    from titanlike.costs.known_hardware import planned_hardware
+    from titanlike.planning.advice import advise, memory_warning
+    from titanlike.planning.auto_schedule import WHY, with_found_order
+    from titanlike.planning.estimate import make_estimate, with_exact_memory
+    from titanlike.planning.estimate_text import as_data, as_text, chart_of
+    from titanlike.planning.known_hardware import planned_hardware
 
     hardware = planned_hardware(config)
     say = (lambda _: None) if flags.json else print
@@ -168,7 +168,7 @@ def timeline(argv: list[str]) -> int:
     parser.add_argument("--trust-code", action="store_true", help=TRUST_CODE)
     flags = parser.parse_args(argv)
     consent = Consent(line=argv, trusted=flags.trust_code)
-    from titanlike.costs.timeline_report import as_data, as_text, report_of
+    from titanlike.planning.timeline_report import as_data, as_text, report_of
 
     reports: list[tuple[str, TimelineReport]] = []
     for run in flags.runs:
@@ -186,8 +186,8 @@ def timeline(argv: list[str]) -> int:
 
 def report(argv: list[str]) -> int:
     """The exit code: 0; 2 for a folder that is no run's."""
-    from titanlike.costs.run_charts import run_charts
     from titanlike.metrics.report import FILE, write_reports
+    from titanlike.planning.run_charts import run_charts
 
     parser = argument_parser(
         "Write a run's curves, events, configuration, layout, pictures and samples as one page, "

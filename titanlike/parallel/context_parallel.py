@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import compress
 from math import lcm
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,7 @@ from titanlike.config.schema import Config, TraceSplit
 from titanlike.device.choose import first_device
 from titanlike.distributed.mesh import Mesh, new_group
 from titanlike.distributed.placement import Placement, experts_of
-from titanlike.distributed.transform import Recorded, Transform
+from titanlike.distributed.transform import Plan, Recorded, Transform
 from titanlike.graph.model_graph import Field, Fields, ModelGraph, fields_of
 from titanlike.graph.record_forward import record_forward
 from titanlike.graph.recording import Recording, UnknownTokens, replay
@@ -40,9 +40,6 @@ from titanlike.parallel.tp.traces import (
     shapes_of,
     tensors_in,
 )
-
-if TYPE_CHECKING:
-    from titanlike.training.train_plan import TrainPlan
 
 IGNORED = -100  # a target that counts for no loss
 _PADDING = {"targets": IGNORED, "document_ids": -1}  # else 0, or False
@@ -82,7 +79,7 @@ class ContextParallel(Transform):
     def name(self) -> str:
         return f"{self.ranks.method} of {self.ranks.size}"
 
-    def describe(self, plan: TrainPlan) -> Iterator[tuple[str, str]]:
+    def describe(self, plan: Plan) -> Iterator[tuple[str, str]]:
         """How sequences are divided."""
         text = {
             "gather": "keys and values are gathered",
@@ -92,7 +89,7 @@ class ContextParallel(Transform):
         text += f" ({self.why}); {_length(plan.fields) // self._config.cp} tokens a rank"
         yield "context parallel", f"{self.ranks.method}, {text}"
 
-    def open(self, mesh: Mesh, plan: TrainPlan) -> None:
+    def open(self, mesh: Mesh, plan: Plan) -> None:
         timeout = self._config.launch.timeout
         self.ranks.group = new_group(mesh.neighbours("shard", mesh.cp), timeout)
 

@@ -24,7 +24,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MethodType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -35,13 +35,10 @@ from titanlike.config.schema import Config
 from titanlike.distributed.collectives import GroupInfo, autograd_collective
 from titanlike.distributed.mesh import Mesh
 from titanlike.distributed.placement import APART, Part, Placement, experts_of
-from titanlike.distributed.transform import Transform
+from titanlike.distributed.transform import Plan, Transform
 from titanlike.parallel.activation_checkpoint import keeps
 from titanlike.torch_private.autograd import in_backward
 from titanlike.torch_private.process_groups import group_named
-
-if TYPE_CHECKING:
-    from titanlike.training.train_plan import TrainPlan
 
 SEND_TOKENS = "titanlike.send_tokens"  # the name of an operator
 Forward = Callable[[Tensor, Tensor], Tensor]  # of experts: (tokens, counts) -> results
@@ -59,18 +56,18 @@ class ExpertParallel(Transform):
         self.first = self.ranks = GroupInfo(config.ep, 0)
         self.on_model(model, {})
 
-    def describe(self, plan: TrainPlan) -> Iterator[tuple[str, str]]:
+    def describe(self, plan: Plan) -> Iterator[tuple[str, str]]:
         modules: list[Any] = [*experts_of(plan.model_graph.model).values()]
         counts = {experts.num_experts for experts in modules}
         shown = " or ".join(f"{count // self._config.ep} of {count}" for count in sorted(counts))
         yield "expert parallel", f"each rank has {shown} experts of a layer"
 
-    def open(self, mesh: Mesh, plan: TrainPlan) -> None:
+    def open(self, mesh: Mesh, plan: Plan) -> None:
         group = mesh.expert_group
         rank = 0 if group is None else dist.get_rank(group)
         self.ranks = GroupInfo(self._config.ep, rank, group)
         if plan.variable and not keeps(SEND_TOKENS, self._config.activation_checkpoint.saved):
-            recomputed = (name for blocks in plan.recomputed.blocks for name in blocks)
+            recomputed = plan.recomputed_blocks
             model = plan.model_graph.model
             self._eager = {name for name in recomputed if experts_of(model.get_submodule(name))}
 

@@ -104,7 +104,7 @@ def _in_a_file(schedule: AnySchedule) -> TypeGuard[CsvSchedule | AutoSchedule]:
 
 
 def _until_found(schedule: Any) -> Any:
-    """What stands for schedule=auto until its order is found (`costs/auto_schedule.py`)."""
+    """What stands for schedule=auto until its order is found (`planning/auto_schedule.py`)."""
     if not isinstance(schedule, AutoSchedule):
         return schedule
     if schedule.placement == "v" and schedule.stages_per_rank == 2:

@@ -103,7 +103,7 @@ class Order:
         """For notebooks. Drawn where orders are simulated, above this room."""
         from titanlike.metrics.chart_picture import inline_svg
 
-        charts = importlib.import_module("titanlike.costs.run_charts")
+        charts = importlib.import_module("titanlike.planning.run_charts")
         return inline_svg(charts.order_chart(self, f"{self.stages} stages"))
 
     def to_csv(self) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -89,6 +89,11 @@ class TrainPlan:
     def fields(self) -> Fields:
         """Fields of the batch that the model takes."""
         return self.model_graph.fields
+
+    @property
+    def recomputed_blocks(self) -> Iterator[str]:
+        """Names of blocks that are recomputed."""
+        return (name for blocks in self.recomputed.blocks for name in blocks)
 
     @property
     def stages(self) -> list[list[str]]:

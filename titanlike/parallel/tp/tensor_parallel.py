@@ -23,7 +23,7 @@ from titanlike.device.choose import first_device
 from titanlike.distributed.initialize import piece_seed
 from titanlike.distributed.mesh import Mesh, new_group
 from titanlike.distributed.placement import Placement
-from titanlike.distributed.transform import Recorded, Transform
+from titanlike.distributed.transform import Plan, Recorded, Transform
 from titanlike.graph.model_graph import Fields, fields_of
 from titanlike.optim.loss import Loss, build_loss, takes_divided_logits
 from titanlike.parallel.tp.check import Draws, ForwardCheck, mixed_draws, plan_error, unnamed
@@ -34,7 +34,6 @@ from titanlike.torch_private.dtensor import local
 
 if TYPE_CHECKING:
     from titanlike.optim.optimizer import StageState
-    from titanlike.training.train_plan import TrainPlan
 
 
 @dataclass(frozen=True)
@@ -90,7 +89,7 @@ class TensorParallel(Transform):
                 mistake = ShardingError(reason, style="nn.Dropout", module=name)
                 raise plan_error(self._config, self.sharding.modules, [mistake])
 
-    def describe(self, plan: TrainPlan) -> Iterator[tuple[str, str]]:
+    def describe(self, plan: Plan) -> Iterator[tuple[str, str]]:
         """Which layers are divided, and whether activations between them are."""
         config, tp = self._config, self._config.tp
         parts = {name: p for name, p in self.placements.items() if p.part is not None}
@@ -117,7 +116,7 @@ class TensorParallel(Transform):
             activations = "divided along the sequence"
         yield "tensor parallel", f"{text}; activations between them {activations}"
 
-    def open(self, mesh: Mesh, plan: TrainPlan) -> None:
+    def open(self, mesh: Mesh, plan: Plan) -> None:
         self._mesh = mesh
         self._ranks.group = mesh.axes.get_group("tp")
 

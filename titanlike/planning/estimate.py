@@ -36,17 +36,8 @@ from titanlike.config.schema import (
     Schedule,
     TraceSplit,
 )
-from titanlike.costs.known_hardware import axes, likely_hardware, link_of
 from titanlike.costs.rank_memory import MemoryParts, MemorySample, RankMemory, StageLayout
 from titanlike.costs.simulate import Simulation, simulate
-from titanlike.costs.stage_times import (
-    TRAFFIC,
-    LayoutTimes,
-    Roofline,
-    UnitTimes,
-    layout_times,
-    unit_times,
-)
 from titanlike.data.loader import example_batch
 from titanlike.data.sources import Batch
 from titanlike.distributed.mesh import lay_mesh
@@ -56,6 +47,15 @@ from titanlike.graph.partition import partition
 from titanlike.pipeline.from_config import declared_microbatches, derive_microbatches
 from titanlike.pipeline.order import Order
 from titanlike.pipeline.schedules import SCHEDULES
+from titanlike.planning.known_hardware import axes, likely_hardware, link_of
+from titanlike.planning.stage_times import (
+    TRAFFIC,
+    LayoutTimes,
+    Roofline,
+    UnitTimes,
+    layout_times,
+    unit_times,
+)
 from titanlike.torch_private.fake_ranks import (
     LiveStorages,
     allocate,
@@ -110,13 +110,13 @@ class Estimate:
 
     def _repr_html_(self) -> str:
         """For notebooks: the tables of `titanlike plan`, and its picture."""
-        from titanlike.costs.estimate_text import as_text
+        from titanlike.planning.estimate_text import as_text
 
         return f"<pre>{html.escape(as_text(self, width=100))}</pre>{self._repr_svg_()}"
 
     def _repr_svg_(self) -> str:
-        from titanlike.costs.estimate_text import chart_of
         from titanlike.metrics.chart_picture import inline_svg
+        from titanlike.planning.estimate_text import chart_of
 
         return inline_svg(chart_of(self))
 

@@ -29,12 +29,12 @@ from titanlike.config.schema import (
     SelectiveActivationCheckpoint,
     Sgd,
 )
-from titanlike.costs import advice
-from titanlike.costs.estimate import Estimate, make_estimate, with_exact_memory
-from titanlike.costs.estimate_text import as_data, as_text
-from titanlike.costs.known_hardware import shipped
-from titanlike.costs.search import search, search_text
 from titanlike.driver.tools import plan as main
+from titanlike.planning import advice
+from titanlike.planning.estimate import Estimate, make_estimate, with_exact_memory
+from titanlike.planning.estimate_text import as_data, as_text
+from titanlike.planning.known_hardware import shipped
+from titanlike.planning.search import search, search_text
 from titanlike.training.train_plan import make_plan
 
 
@@ -158,7 +158,7 @@ def test_a_search_leaves_out_what_does_not_fit_when_it_is_counted(
         asked.append((plan, ranks))
         return replace(plan, counted={0: 1 << 40}) if len(asked) == 1 else plan
 
-    monkeypatch.setattr("titanlike.costs.search.with_exact_memory", counted)
+    monkeypatch.setattr("titanlike.planning.search.with_exact_memory", counted)
     words = [
         "pp=1",
         "dp=2",

@@ -17,7 +17,7 @@ from titanlike.training.preflight import too_large
 from titanlike.training.train_plan import TrainPlan, make_plan
 
 if TYPE_CHECKING:  # imported where changes are planned
-    from titanlike.costs.estimate import Estimate
+    from titanlike.planning.estimate import Estimate
 
 _SECONDS = 3.0  # of this process; after them nothing else is tried
 _FIT_SECONDS = 8.0  # as long for what fits
@@ -40,7 +40,7 @@ class Advice:
 
 def advise(estimate: Estimate, seconds: float = _SECONDS) -> list[Advice]:
     """Single changes that fit and are faster, the best first."""
-    from titanlike.costs.estimate import make_estimate
+    from titanlike.planning.estimate import make_estimate
 
     end = time.process_time() + seconds
     gains = []

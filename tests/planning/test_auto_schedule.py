@@ -25,13 +25,13 @@ from titanlike.config.schema import (
     MeasuredHardware,
     Precision,
 )
-from titanlike.costs import advice, auto_schedule, known_hardware, stage_times
-from titanlike.costs.auto_schedule import find, with_found_order
-from titanlike.costs.estimate import make_estimate
-from titanlike.costs.known_hardware import planned_hardware, shipped
 from titanlike.costs.simulate import in_flight
 from titanlike.driver.tools import plan
 from titanlike.pipeline.from_config import build_order, microbatch_problem
+from titanlike.planning import advice, auto_schedule, known_hardware, stage_times
+from titanlike.planning.auto_schedule import find, with_found_order
+from titanlike.planning.estimate import make_estimate
+from titanlike.planning.known_hardware import planned_hardware, shipped
 from titanlike.training.train_plan import TrainPlan, make_plan
 
 H100 = {"hardware": shipped("h100_sxm")}

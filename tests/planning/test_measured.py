@@ -13,10 +13,10 @@ from support.cells import GRID, slow
 from support.models import tiny
 from support.stand_in_gpus import driver, gpus
 from titanlike.config.schema import Config, MeasuredHardware
-from titanlike.costs import known_hardware as measured
-from titanlike.costs.estimate import make_estimate
-from titanlike.costs.known_hardware import measured_hardware, measured_times, shipped
 from titanlike.device import accelerator
+from titanlike.planning import known_hardware as measured
+from titanlike.planning.estimate import make_estimate
+from titanlike.planning.known_hardware import measured_hardware, measured_times, shipped
 from titanlike.training.train_plan import make_plan
 
 

@@ -15,8 +15,8 @@ from support.cells import cells
 from support.families import llama
 from support.models import tiny
 from titanlike.config.schema import Config, Fsdp, Schedule
-from titanlike.costs.estimate import assemble_fake, zeros
 from titanlike.data.loader import example_batch
+from titanlike.planning.estimate import assemble_fake, zeros
 from titanlike.torch_private.fake_ranks import LiveStorages, fake_process_group, fake_tensors
 from titanlike.training.step import forward_backward, optimizer_step
 

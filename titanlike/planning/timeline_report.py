@@ -23,14 +23,14 @@ from titanlike.config.parse import parse
 from titanlike.config.received import Consent, named_outside
 from titanlike.config.schema import OPEN_GROUPS, TIMELINE, Config
 from titanlike.costs.auto_split import run_timeline
-from titanlike.costs.estimate import Estimate, make_estimate
-from titanlike.costs.estimate_text import table
-from titanlike.costs.known_hardware import likely_hardware
 from titanlike.costs.simulate import Duration, Simulation, StageTimes, simulate
 from titanlike.costs.unit_costs import CostError
 from titanlike.metrics import timeline_file, units
 from titanlike.metrics.timeline_file import RankStep, Timeline
 from titanlike.pipeline.order import Order
+from titanlike.planning.estimate import Estimate, make_estimate
+from titanlike.planning.estimate_text import table
+from titanlike.planning.known_hardware import likely_hardware
 
 _COMPUTED = ("F", "B", "I", "W")
 _NONE = Consent()

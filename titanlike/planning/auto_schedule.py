@@ -26,9 +26,18 @@ from titanlike.config.overrides import with_choices
 from titanlike.config.parse import to_plain
 from titanlike.config.schema import AutoSchedule, AutoSplit, Config, PointSplit
 from titanlike.costs.auto_split import StageCosts, best_split, moved_units
-from titanlike.costs.estimate import CostTable, microbatches_of, rows_of
-from titanlike.costs.known_hardware import likely_hardware, planned_hardware
-from titanlike.costs.order_search import (
+from titanlike.costs.rank_memory import StageLayout
+from titanlike.costs.unit_costs import CostError
+from titanlike.graph.partition import SplitError, partition
+from titanlike.pipeline.from_config import (
+    build_order,
+    microbatch_problem,
+)
+from titanlike.pipeline.order import Order
+from titanlike.pipeline.schedules import LOOPED, SCHEDULES, V_SCHEDULES, loop, one_f_one_b, vee
+from titanlike.planning.estimate import CostTable, microbatches_of, rows_of
+from titanlike.planning.known_hardware import likely_hardware, planned_hardware
+from titanlike.planning.order_search import (
     OrderProblem,
     SearchResult,
     adapted,
@@ -38,16 +47,7 @@ from titanlike.costs.order_search import (
     lower_bound,
     trials_for,
 )
-from titanlike.costs.rank_memory import StageLayout
-from titanlike.costs.stage_times import LayoutTimes, with_measured
-from titanlike.costs.unit_costs import CostError
-from titanlike.graph.partition import SplitError, partition
-from titanlike.pipeline.from_config import (
-    build_order,
-    microbatch_problem,
-)
-from titanlike.pipeline.order import Order
-from titanlike.pipeline.schedules import LOOPED, SCHEDULES, V_SCHEDULES, loop, one_f_one_b, vee
+from titanlike.planning.stage_times import LayoutTimes, with_measured
 
 ORDER, WHY = "order.csv", "order.json"
 # keys of a config that an order is made for

@@ -24,8 +24,8 @@ from titanlike.config.schema import (
     Schedule,
     ZeroBubbleSchedule,
 )
-from titanlike.costs.advice import memory_warning
-from titanlike.costs.estimate import make_estimate
+from titanlike.planning.advice import memory_warning
+from titanlike.planning.estimate import make_estimate
 from titanlike.training.train_plan import make_plan
 
 SMALL = [f"model.{key}={value}" for key, value in MODEL.items() if value is not None]

@@ -32,8 +32,8 @@ def run_charts(
         except (OSError, ValueError, KeyError, TypeError, IndexError):
             planned = None
         if planned is not None:
-            from titanlike.costs.estimate_text import chart_of
-            from titanlike.costs.timeline_report import report_of
+            from titanlike.planning.estimate_text import chart_of
+            from titanlike.planning.timeline_report import report_of
 
             try:
                 estimate = report_of(run_dir, planned).estimate

@@ -24,22 +24,8 @@ from titanlike.config.errors import ConfigError, Problem
 from titanlike.config.overrides import key_of, with_choices
 from titanlike.config.program import train_program
 from titanlike.config.schema import Config, Hardware
-from titanlike.costs.estimate import (
-    CostTable,
-    Estimate,
-    agreement,
-    make_estimate,
-    microbatches_of,
-    parts_of_step,
-    rows_of,
-    with_exact_memory,
-)
-from titanlike.costs.estimate_text import as_data, mesh_text, price, table
-from titanlike.costs.known_hardware import planned_hardware
-from titanlike.costs.layouts import SearchSpace, candidates
 from titanlike.costs.rank_memory import StageLayout
 from titanlike.costs.simulate import Simulation, simulate
-from titanlike.costs.stage_times import LayoutTimes
 from titanlike.costs.unit_costs import CostError
 from titanlike.distributed.placement import experts_of
 from titanlike.distributed.transform import Transform
@@ -50,6 +36,20 @@ from titanlike.pipeline.from_config import (
     stage_count,
 )
 from titanlike.pipeline.order import Order
+from titanlike.planning.estimate import (
+    CostTable,
+    Estimate,
+    agreement,
+    make_estimate,
+    microbatches_of,
+    parts_of_step,
+    rows_of,
+    with_exact_memory,
+)
+from titanlike.planning.estimate_text import as_data, mesh_text, price, table
+from titanlike.planning.known_hardware import planned_hardware
+from titanlike.planning.layouts import SearchSpace, candidates
+from titanlike.planning.stage_times import LayoutTimes
 
 _SCHEDULES = [
     *("1f1b", "interleaved1f1b", "interleavedzerobubble", "zbvzerobubble", "dualpipev"),

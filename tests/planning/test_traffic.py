@@ -20,13 +20,13 @@ from support.models import tiny
 from support.plans import planned
 from support.world import run_world
 from titanlike.config.schema import Config, Fsdp, Numerics, Precision, Schedule
-from titanlike.costs.estimate import make_estimate
-from titanlike.costs.estimate_text import as_data, as_text
-from titanlike.costs.known_hardware import link_of, sharded, shipped
 from titanlike.data.loader import batches
 from titanlike.data.registry import open_data
 from titanlike.distributed.mesh import close_mesh, open_mesh
 from titanlike.launch.worker import Worker
+from titanlike.planning.estimate import make_estimate
+from titanlike.planning.estimate_text import as_data, as_text
+from titanlike.planning.known_hardware import link_of, sharded, shipped
 from titanlike.training.build import build
 from titanlike.training.feed import to_device
 

@@ -15,7 +15,10 @@ import pytest
 from support.cells import GRID, slow
 from support.cost_sets import CostSet, compare, compare_all, known
 from support.message_streams import a_pair, compute, makespan, one_stream
-from titanlike.costs.order_search import (
+from titanlike.costs.simulate import Duration, StageTimes, equal_stages
+from titanlike.pipeline.order import Action, Order
+from titanlike.pipeline.schedules import interleaved_1f1b, loop
+from titanlike.planning.order_search import (
     OrderProblem,
     Rule,
     SearchResult,
@@ -25,9 +28,6 @@ from titanlike.costs.order_search import (
     trials_for,
     wanted,
 )
-from titanlike.costs.simulate import Duration, StageTimes, equal_stages
-from titanlike.pipeline.order import Action, Order
-from titanlike.pipeline.schedules import interleaved_1f1b, loop
 from titanlike.torch_private.pipeline_runtime import _lower
 
 

@@ -7,11 +7,11 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Any
 
-from titanlike.costs.advice import Advice
-from titanlike.costs.estimate import Estimate
-from titanlike.costs.known_hardware import axes, link_of
 from titanlike.metrics import units
 from titanlike.metrics.chart import Chart, MemoryCurve, Span
+from titanlike.planning.advice import Advice
+from titanlike.planning.estimate import Estimate
+from titanlike.planning.known_hardware import axes, link_of
 from titanlike.training.train_plan import TrainPlan
 
 _GIB = 2**30

@@ -31,14 +31,6 @@ from titanlike.config.schema import (
     RunHardware,
 )
 from titanlike.costs.auto_split import seconds_of_run
-from titanlike.costs.known_hardware import (
-    Link,
-    link_of,
-    measured_times,
-    message_link,
-    overlapped_seconds,
-    sharded,
-)
 from titanlike.costs.node_costs import ATTENTION, NodeCosts, Operator, Operators
 from titanlike.costs.rank_memory import StageLayout
 from titanlike.costs.simulate import Duration, StageTimes
@@ -48,6 +40,14 @@ from titanlike.distributed.sharding import StateBytes, compute_dtype
 from titanlike.optim.muon import hidden_matrices
 from titanlike.parallel.activation_checkpoint import keeps
 from titanlike.parallel.expert_parallel import SEND_TOKENS
+from titanlike.planning.known_hardware import (
+    Link,
+    link_of,
+    measured_times,
+    message_link,
+    overlapped_seconds,
+    sharded,
+)
 from titanlike.training.train_plan import TrainPlan
 
 # Of what operators that are no products read and write, and of their launches, compiled code leaves

@@ -12,14 +12,14 @@ import pytest
 
 from support.commands import command
 from support.plans import planned
-from titanlike.costs.advice import advise
-from titanlike.costs.estimate_text import as_text, chart_of
-from titanlike.costs.known_hardware import shipped
-from titanlike.costs.search import CostCache, ScoredLayout, score
-from titanlike.costs.stage_times import Roofline
 from titanlike.driver import tools
 from titanlike.metrics.chart import Chart, Span, write_trace
 from titanlike.metrics.chart_picture import draw
+from titanlike.planning.advice import advise
+from titanlike.planning.estimate_text import as_text, chart_of
+from titanlike.planning.known_hardware import shipped
+from titanlike.planning.search import CostCache, ScoredLayout, score
+from titanlike.planning.stage_times import Roofline
 
 TINY = [
     "data=synthetic",
@@ -199,10 +199,10 @@ def test_a_search_finds_what_planning_each_layout_finds(
         judged.append(score(*args))
         return judged[-1]
 
-    monkeypatch.setattr("titanlike.costs.search.score", judge)
+    monkeypatch.setattr("titanlike.planning.search.score", judge)
     words = [*TINY, "precision=bf16", "fsdp.zero=1", "activation_checkpoint=none", "seq_len=512"]
     words += ["tp=1", "schedule=1f1b"]
-    monkeypatch.setattr("titanlike.costs.search._PROGRESS", -1.0)
+    monkeypatch.setattr("titanlike.planning.search._PROGRESS", -1.0)
     code, text, said = run(capsys, "search", *words, "gpus=2", "--json", "--top", "2")
     assert code == 0 and "2 layouts estimated, now " in said
     first = json.loads(text)["ranked"][0]
