@@ -197,9 +197,7 @@ class Returned(JobReturn):
 
 
 def _parsed(composed: DictConfig, run_dir: Path) -> tuple[Config, list[Any]]:
-    from titanlike.config.parse import parse
+    from titanlike.driver.overrides import parsed
 
-    task = OmegaConf.masked_copy(composed, [str(key) for key in composed if key != "hydra"])
-    plain: Any = OmegaConf.to_container(task, resolve=True)
-    assert isinstance(plain, dict)
-    return parse({**plain, "run_dir": str(run_dir)})
+    _, config, problems = parsed(composed)
+    return replace(config, run_dir=str(run_dir)), problems

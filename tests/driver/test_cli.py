@@ -18,7 +18,7 @@ from support.command_lines import examined
 from support.commands import TINY, command
 from support.launched import Launched
 from support.paths import ROOT
-from support.run_files import result
+from support.run_files import config_of, result
 from titanlike import cli
 from titanlike.cli import JOBS, LISTED, MOVED, TOOLS
 from titanlike.config.files import make_new_folder
@@ -190,6 +190,39 @@ def test_a_run_completes_though_its_streams_are_closed(closed: str, tmp_path: Pa
     line = f"{shlex.join([sys.executable, TRAIN, *RUN, 'pp=2', 'run_dir=run'])} {closed}"
     assert subprocess.run(["bash", "-c", line], cwd=tmp_path, timeout=120).returncode == 0
     assert result(tmp_path / "run")["status"] == "completed"
+
+
+@pytest.mark.parametrize(
+    ("word", "value"),
+    [
+        ("optimizer.lr=${seed}e-4", 3e-4),
+        ("batch_size=${oc.env:NUMBER}", 32),
+        ("optimizer.clip=${oc.env:NOTHING}", None),
+        ("data.text_key=${oc.env:NUMBER}", "32"),  # a text remains one
+        ("logger.tags=['${seed}0',b]", ["30", "b"]),
+        ("model.hidden_size=${seed}2", 32),
+    ],
+)
+def test_what_an_interpolation_makes_is_read_as_if_it_had_been_typed(
+    word: str, value: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NUMBER", "32")
+    monkeypatch.setenv("NOTHING", "null")
+    checked = examined("seed=3", word)
+    assert checked.problems == []
+    found = to_plain(checked.config)
+    for name in word.partition("=")[0].split("."):
+        found = found[name]
+    assert found == value and type(found) is type(value)
+    (wrong,) = examined("seed=3", "optimizer.lr=${seed}e-4x").problems
+    assert str(wrong).startswith("optimizer.lr=3e-4x: must be a number")
+
+
+@pytest.mark.slow
+def test_the_jobs_of_a_sweep_read_it_too(tmp_path: Path) -> None:
+    done = command(*TINY, "-m", "seed=1,2", "optimizer.lr=${seed}e-4", "run_dir=s", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert [config_of(tmp_path / "s" / job).optimizer.lr for job in "01"] == [1e-4, 2e-4]
 
 
 @pytest.fixture

@@ -126,3 +126,11 @@ class WithHook(Llama):
             mlp.register_full_backward_hook(lambda module, given, got: (given[0] * 0.5,))
         elif kind == "forward":
             mlp.up_proj.register_forward_hook(lambda module, args, output: output * 0.5)
+
+
+class WithPrompt(Llama):
+    """Vectors that are added to the embedded tokens: none of them."""
+
+    def __init__(self, train: bool, **sizes: Any) -> None:
+        super().__init__(**sizes)
+        self.prompt = nn.Parameter(torch.zeros(0, sizes["hidden_size"]), requires_grad=train)

@@ -55,6 +55,19 @@ def test_a_hook_on_a_gradient_is_refused(kind: str, layout: dict[str, int]) -> N
 
 
 @pytest.mark.parametrize(
+    ("layout", "train", "refused"),
+    [({"dp": 2}, True, True), ({"dp": 2}, False, False), ({"pp": 2}, True, False)],
+)
+def test_a_parameter_without_elements_is_refused_where_fsdp_would_divide_it(
+    layout: dict[str, int], train: bool, refused: bool
+) -> None:
+    found = problems(tiny(model=changed("WithPrompt", train=train), **layout))
+    assert ["its prompt of shape [0, 32] has no" in problem.reason for problem in found] == [
+        True
+    ] * refused
+
+
+@pytest.mark.parametrize(
     "settings, config, said",
     [
         ({"max_norm": 1.0}, tiny(), "an embedding with max_norm, which changes its weight"),

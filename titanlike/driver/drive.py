@@ -27,13 +27,12 @@ from hydra._internal.hydra import Hydra
 from hydra._internal.utils import _run_hydra
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from titanlike.config import files
 from titanlike.config.credentials import redact
 from titanlike.config.errors import ConfigError, Problem, quoted
 from titanlike.config.overrides import from_hydra
-from titanlike.config.parse import parse
 from titanlike.config.validate import sweep_problems
 from titanlike.driver.argv import complete_args, parse_argv, parser
 from titanlike.driver.job import (
@@ -44,7 +43,7 @@ from titanlike.driver.job import (
     config_problems,
     print_problems,
 )
-from titanlike.driver.overrides import CheckedOverrides, check_overrides, one_line
+from titanlike.driver.overrides import CheckedOverrides, check_overrides, one_line, parsed
 from titanlike.launch.environment import adopt_slurm
 from titanlike.launch.failures import JobFailed, record_for_torchrun
 from titanlike.metrics.run_files import Status
@@ -100,9 +99,7 @@ class Task:
             self.runner.restart_state.set_default("started", str(time.time()))
             self.end = self.runner.run(self.checked.config, [], run_dir, overrides)
             return self.end.value
-        plain: Any = OmegaConf.to_container(composed, resolve=True)
-        assert isinstance(plain, dict)
-        config, problems = parse(plain)
+        _, config, problems = parsed(composed)
         overrides = self.sweep_run.register(overrides, hydra.job.num, run_dir)
         name = self.sweep_run.group, self.sweep_run.job_name(overrides)
         # a launcher like submitit pickles this to another machine

@@ -289,8 +289,7 @@ class CheckedOverrides:
                 with contextlib.suppress(Exception):
                     ConfigLoaderImpl._apply_overrides_to_config([override], composed)
             ConfigLoaderImpl._apply_overrides_to_config(values, composed)
-            plain = plain_config(composed)
-            config, problems = parse(plain)
+            plain, config, problems = parsed(composed)
         except Exception:  # of Hydra, of OmegaConf's resolvers
             return []
         # an impossible number, too, where its own fix is one override
@@ -355,7 +354,8 @@ class CheckedOverrides:
             self.add(Problem("run_dir", "null", "must be a folder", "run_dir=outputs/NAME"))
             return
         try:
-            plain, folder = plain_config(composed), Path(composed.hydra[kind].dir)
+            plain, self.config, problems = parsed(composed)
+            folder = Path(composed.hydra[kind].dir)
         except Exception as error:
             key = getattr(error, "full_key", None)
             self.add(Problem(str(key or "config"), "", one_line(error)))
@@ -377,7 +377,6 @@ class CheckedOverrides:
         if re.search(r"\$\{now:[^}]*%S", hydra[kind]["dir"].replace("${run_dir}", run_dir)):
             self.new_folder = folder
         self.notes += [line for line in outside(plain, hydra) if line not in self.notes]
-        self.config, problems = parse(plain)
         self.composed = composed
         for problem in problems:
             if problem.key not in swept:
@@ -437,14 +436,48 @@ def _node(composed: DictConfig, key: str) -> Any:
         return None
 
 
-def plain_config(composed: DictConfig) -> dict[str, Any]:
-    """The config, without Hydra's part. Raises what OmegaConf's resolvers raise."""
+def parsed(composed: DictConfig) -> tuple[dict[str, Any], Config, list[Problem]]:
+    """The config without Hydra's part, as plain data and parsed; and what is wrong with it.
+
+    A text that an interpolation has made is read as if it had been typed: ${seed}e-4 is a number,
+    but where the key takes a text. Raises what OmegaConf's resolvers raise.
+    """
     task = copy.copy(composed)
     OmegaConf.set_struct(task, False)
-    task.pop("hydra")
-    plain: Any = OmegaConf.to_container(task, resolve=True)
-    assert isinstance(plain, dict)
-    return plain
+    task.pop("hydra", None)
+    written, resolved = OmegaConf.to_container(task), OmegaConf.to_container(task, resolve=True)
+    texts: set[str] = set()
+    while True:
+        changed: set[str] = set()
+        plain = _typed(written, resolved, texts, changed)
+        config, problems = parse(plain)
+        if not (refused := changed & {problem.key for problem in problems}):
+            break
+        texts |= refused
+    return plain, config, problems
+
+
+def _typed(written: Any, value: Any, texts: set[str], changed: set[str], key: str = "") -> Any:
+    """A value of a config as if it had been typed.
+
+    written: with its interpolations. texts: keys that are left as they are. changed: gets the keys
+    whose value is no text then.
+    """
+    if isinstance(written, dict):
+        inner = f"{key}." if key else ""
+        items = value.items()
+        return {n: _typed(written[n], v, texts, changed, f"{inner}{n}") for n, v in items}
+    if isinstance(written, list):
+        items = enumerate(value)
+        return [_typed(written[n], v, texts, changed, f"{key}[{n}]") for n, v in items]
+    made = isinstance(written, str) and isinstance(value, str) and "${" in written
+    if made and key not in texts and not re.fullmatch(r"\$\{[\w.]+\}", written):  # another key's
+        override = parse_override(f"key={value}")
+        typed = value if override is None or override.is_sweep_override() else override.value()
+        if not isinstance(typed, str):
+            changed.add(key)
+            return typed
+    return value
 
 
 def values_of(override: Override) -> list[Any]:

@@ -191,7 +191,7 @@ def _explain(
         }
         result = []
         for row in rows:
-            copies = row.elements / sizes.get(row.name, 1)  # on replicas, of tied weights
+            copies = row.elements / (sizes.get(row.name) or 1)  # on replicas, of tied weights
             squared = squares.get((row.kind, row.name))
             result.append(row.explain(squared * copies) if squared else row)
         return result

@@ -12,6 +12,7 @@ from titanlike.config.errors import Problem
 from titanlike.config.schema import AutoSplit, Config, Custom, Muon, TraceSplit
 from titanlike.config.validate import Rule, broken_rules
 from titanlike.distributed.placement import has_statistics
+from titanlike.distributed.sharding import wrapped_in_fsdp
 from titanlike.graph.cut import StageGraph, message_problem, same_messages
 from titanlike.graph.model_graph import ModelGraph
 from titanlike.graph.units import find_units
@@ -99,13 +100,20 @@ def norm_problems(config: Config, model: nn.Module) -> list[Problem]:
 
 
 def changed_problems(config: Config, model: nn.Module) -> list[Problem]:
-    """Gradients or weights that are changed by what a layout replaces, or in the middle of a
-    step."""
+    """Gradients or weights that are changed by what a layout replaces, or in the middle of a step,
+    or that FSDP cannot divide."""
     problems = []
     for name, parameter in model.named_parameters():
         if has_gradient_hooks(parameter):
             reason = f"its {name} has a hook on its gradient, of which a rank and a microbatch have parts"
             fix = "the change in an optimizer of your own, or in the forward"
+            problems.append(Problem("model.name", config.model.name, reason, fix))
+        if not parameter.numel() and parameter.requires_grad and wrapped_in_fsdp(config):
+            reason = (
+                f"its {name} of shape {list(parameter.shape)} has no elements, and FSDP cannot "
+            )
+            reason += "lay its gradient beside others"
+            fix = f"None in place of {name}, or requires_grad=False"
             problems.append(Problem("model.name", config.model.name, reason, fix))
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding):
