@@ -8,6 +8,8 @@ import shutil
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from support.models import tiny
 from support.saved_runs import checkpoint, reseal
 from support.saved_state import checkpointer_of, fill, local, opened, tensors
 from support.world import run_world
+from titanlike.checkpoint import integrity, reader
 from titanlike.checkpoint.checkpointer import Progress
 from titanlike.checkpoint.conversion import compare
 from titanlike.checkpoint.integrity import MODEL, OPTIMIZER, RNG, read_state, read_tensors
@@ -194,3 +197,33 @@ def test_a_run_goes_on_with_other_experts_and_sequences(tmp_path: Path) -> None:
     assert len(moved) == 4
     for key in ("loss", "grad_norm", "busiest_expert"):
         assert [row[key] for row in moved] == pytest.approx([row[key] for row in whole], abs=1e-5)
+
+
+def resumed(config: Config, worker: Worker) -> tuple[int, int, int]:
+    """How often this rank read where all tensors are; of how many entries it came to know the
+    chunks, and the names."""
+    headers: list[Any] = []
+    described = mock.Mock(wraps=integrity.read_tensors)
+
+    def noted(header: Any, *args: Any) -> Any:
+        headers.append(with_chunks(header, *args))
+        return headers[-1]
+
+    with_chunks = reader._with_chunks
+    tensors_read = mock.patch.object(integrity, "read_tensors", described)
+    with tensors_read, mock.patch.object(reader, "_with_chunks", noted):
+        train(config, worker)
+    known = [tensor for header in headers for tensor in header.tensors.values()]
+    return described.call_count, sum(bool(tensor.chunks) for tensor in known), len(known)
+
+
+def test_one_rank_of_each_stage_reads_where_tensors_are(tmp_path: Path) -> None:
+    """The description of what thousands of ranks have saved takes a minute and gigabytes. Here in
+    another layout, in which states of random generators are read to be checked alone."""
+    config = tiny(2, 2, layers=4, batch_size=12, checkpoint=Checkpoint(every=0), steps=1)
+    run_world(train, config, tmp_path)
+    again = replace(config, dp=3, steps=2)
+    found = run_world(resumed, again, tmp_path)
+    assert [reads for reads, _, _ in found] == [1, 0, 0] * 2
+    for rank, (reads, with_chunks, names) in enumerate(found):
+        assert reads or with_chunks < 0.7 * names, (rank, with_chunks, names)

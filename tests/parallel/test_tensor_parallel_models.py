@@ -11,6 +11,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 from torch import nn
 
 from support.cells import GRID, cells, slow
@@ -79,7 +80,7 @@ def trained_with_noise(config: Config, worker: Worker) -> dict[str, list[float]]
 
     def noisy(self: TensorParallel) -> None:
         for parameter in held.values():
-            parameter.grad *= 1 + worker.rank / 1000
+            parameter.grad += worker.rank / 1000 * torch.arange(parameter.numel())
         after_backward(self)
 
     with mock.patch.multiple(TensorParallel, on_states=keep, after_backward=noisy):

@@ -26,11 +26,11 @@ import shlex
 from bisect import bisect_left
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 from math import prod
 from operator import index
-from typing import Any
+from typing import Any, NamedTuple
 
 import xxhash
 
@@ -365,8 +365,7 @@ def _load_checksums(data: bytes) -> ChunkChecksums:
 # --- .metadata: the tensors ----------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Chunk:
+class Chunk(NamedTuple):
     """A block of a tensor, and its bytes in a file."""
 
     offsets: tuple[int, ...]
@@ -408,10 +407,12 @@ class CheckpointHeader:
     state: dict[str, Any]
     tensors: dict[str, SavedTensor]  # by name
     checksums: ChunkChecksums | None  # None: the tensors' files have been read and found right
+    # ranks of a group: on the first one alone, tensors have chunks; None = everywhere
+    read_by: range | None = None
 
 
 def read_header(
-    folder: Storage, files: Manifest, rank: int = 0, ranks: int = 1
+    folder: Storage, files: Manifest, rank: int = 0, ranks: int = 1, read_by: range | None = None
 ) -> CheckpointHeader:
     """Read and check the small files of a checkpoint with this manifest.
 
@@ -421,12 +422,14 @@ def read_header(
     if CHUNKS not in files:
         check_sums(folder, files, sorted(files)[rank::ranks])
     state = read_state(folder, files)
+    checksums: ChunkChecksums | None = {} if CHUNKS in files else None
+    if read_by is not None and rank != read_by.start:
+        return CheckpointHeader(folder, state, {}, checksums, read_by)
     tensors = read_tensors(folder, read_checked(folder, files, METADATA))
-    checksums = None
     if CHUNKS in files:
         with reading(folder, CHUNKS):
             checksums = _load_checksums(read_checked(folder, files, CHUNKS))
-    return CheckpointHeader(folder, state, tensors, checksums)
+    return CheckpointHeader(folder, state, tensors, checksums, read_by)
 
 
 def open_header(folder: Storage) -> CheckpointHeader:
@@ -490,7 +493,7 @@ def _tensors(metadata: Any) -> Iterator[tuple[str, SavedTensor]]:
             chunk = Chunk(_integers(block.offsets), _integers(block.sizes))
             if place := places.get((name, chunk.offsets)) or places.get((name, ())):
                 begin, length = _integers((place.offset, place.length))
-                chunk = replace(chunk, file=place.relative_path, begin=begin, length=length)
+                chunk = Chunk(*chunk[:2], place.relative_path, begin, length)
             chunks.append(chunk)
         yield name, SavedTensor(name, entry.properties.state[0], _integers(entry.size), chunks)
 

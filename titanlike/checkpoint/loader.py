@@ -93,7 +93,7 @@ class CheckpointLoader:
         if hf_start.is_folder(location):
             text = hf_start.start_from_folder(replace(self.config, checkpoint=settings), *of_run)
         else:
-            text = state_dict.warm_start(settings, *of_run)
+            text = state_dict.warm_start(settings, *of_run, self.config.pp)
         self.events.log("warm_start", 0, text)
 
     def _delete_leftovers(self) -> None:
@@ -133,7 +133,8 @@ class CheckpointLoader:
                 return None
             path = Storage(selected[0])
             try:
-                return self._load(read_header_on_all_ranks(path, self.group, "run_dir"))
+                at = path, self.group, "run_dir", self.config.pp
+                return self._load(read_header_on_all_ranks(*at))
             except DamagedCheckpoint as error:  # on all ranks
                 damage = str(error)
             except UnreadableFile as error:

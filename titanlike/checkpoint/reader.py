@@ -11,8 +11,9 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import pickle
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import prod
@@ -29,6 +30,7 @@ from titanlike.checkpoint.integrity import (
     OPTIMIZER,
     CheckpointHeader,
     Chunk,
+    ChunkChecksums,
     Damage,
     SavedTensor,
     UnsafeCheckpoint,
@@ -51,6 +53,7 @@ from titanlike.config.errors import ConfigError
 from titanlike.config.parse import parse
 from titanlike.config.received import Consent, named_outside
 from titanlike.config.schema import Config, Custom
+from titanlike.distributed.collectives import gather_objects, scatter_objects
 from titanlike.models.registry import MODELS, resolve_model
 from titanlike.torch_private.distributed_checkpoint import Blocks, describe_record
 from titanlike.torch_private.dtensor import local, local_slices
@@ -92,22 +95,53 @@ def raise_on_all_ranks(
 
 
 def read_header_on_all_ranks(
-    folder: Storage, group: dist.ProcessGroup, key: str
+    folder: Storage, group: dist.ProcessGroup, key: str, stages: int
 ) -> CheckpointHeader:
     """The small files of a committed checkpoint, found right. Collective.
 
-    key: what the user may write to name another. On all ranks raises what one did: UnreadableFile,
+    The first rank of each pipeline rank's stages, of `stages`, reads where tensors are: of
+    thousands of ranks it takes a minute and gigabytes. The others know names, dtypes and shapes
+    until they `read`. key: what the user may write to name another. On all ranks raises what one did: UnreadableFile,
     DamagedCheckpoint, UnsafeCheckpoint; ValueError where one does not see the checkpoint.
     """
-    rank = dist.get_rank(group)
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    begin = rank - rank % (ranks // stages)
+    read_by = range(begin, begin + ranks // stages)
     with raise_on_all_ranks(group, UnreadableFile, ValueError):
         if rank > 0 and not folder.exists(MARKER):
             raise ValueError(
                 f"rank {rank} does not see {folder}, from which rank 0 loads; "
                 f"write a {key} on a file system that all machines share"
             )
-        header = read_header(folder, read_manifest(folder), rank, dist.get_world_size(group))
-    return header
+        header = read_header(folder, read_manifest(folder), rank, ranks, read_by)
+    known = {name: replace(tensor, chunks=[]) for name, tensor in header.tensors.items()}
+    packed = scatter_objects([pickle.dumps(known)] * len(read_by), group, read_by)
+    return header if rank == begin else replace(header, tensors=pickle.loads(packed))
+
+
+def _with_chunks(
+    header: CheckpointHeader, names: Iterable[str], group: dist.ProcessGroup
+) -> CheckpointHeader:
+    """The header with the chunks of these entries, and their checksums. Collective."""
+    assert header.read_by is not None
+    wanted = gather_objects({*names}, group, header.read_by)
+    answers = []
+    if dist.get_rank(group) == header.read_by.start:
+        common = set.intersection(*wanted)  # all but generators' states: packed once, as bytes
+        packed = pickle.dumps(_part(header, common))
+        answers = [(packed, _part(header, each - common)) for each in wanted]
+    packed, (tensors, sums) = scatter_objects(answers, group, header.read_by)
+    of_all, sums_of_all = pickle.loads(packed)
+    checksums = None if header.checksums is None else sums_of_all | sums
+    return replace(header, tensors=header.tensors | of_all | tensors, checksums=checksums)
+
+
+def _part(
+    header: CheckpointHeader, names: Iterable[str]
+) -> tuple[dict[str, SavedTensor], ChunkChecksums]:
+    tensors = {name: header.tensors[name] for name in names}
+    files = {chunk.file for tensor in tensors.values() for chunk in tensor.chunks}
+    return tensors, {f: sums for f, sums in (header.checksums or {}).items() if f in files}
 
 
 def read(
@@ -123,17 +157,16 @@ def read(
     `tensors` have parts of the checkpoint, none of them damaged.
     """
     text = f"checkpoint {header.folder} could not be read: "
+    others: list[str] = []  # this rank's share of what no rank loads
+    if unread and header.checksums is not None:
+        others = [name for name in header.tensors if name.startswith(unread)]
+        others = others[dist.get_rank(group) :: dist.get_world_size(group)]
+    if group is not None and header.read_by is not None and len(header.read_by) > 1:
+        header = _with_chunks(header, (*tensors, *others), group)
     with raise_on_all_ranks(group, UnreadableFile, DamagedCheckpoint, text=text):
         targets = _targets(header, tensors)
-        if unread and header.checksums is not None:
-            others = [
-                (chunk.file or "", (chunk.begin, chunk.length))
-                for name, tensor in header.tensors.items()
-                if name.startswith(unread)
-                for chunk in tensor.chunks
-            ]
-            for file, place in others[dist.get_rank(group) :: dist.get_world_size(group)]:
-                targets.setdefault(file, {}).setdefault(place, [])
+        for chunk in (chunk for name in others for chunk in header.tensors[name].chunks):
+            targets.setdefault(chunk.file or "", {}).setdefault((chunk.begin, chunk.length), [])
         for file in targets:
             _read_file(header, file, targets[file])
 

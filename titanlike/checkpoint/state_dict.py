@@ -259,9 +259,10 @@ def _optimizer_state(stage: StageState, optimizers: list[torch.optim.Optimizer])
 
 
 def warm_start(
-    settings: Checkpoint, stage_states: list[StageState], group: dist.ProcessGroup
+    settings: Checkpoint, stage_states: list[StageState], group: dist.ProcessGroup, stages: int
 ) -> str:
-    """Load parameters by name from `checkpoint.start_from`; returns a summary. Collective.
+    """Load parameters by name from `checkpoint.start_from`; returns a summary. Collective; stages:
+    pipeline ranks.
 
     With `strict` the names must be the same in the checkpoint and the model, after `rename`;
     otherwise missing parameters keep their initial values. A parameter of another shape is always
@@ -273,7 +274,7 @@ def warm_start(
     folder = Storage(location[0])
     if dist.get_rank(group) == 0:
         check_sizes(folder, read_manifest(folder))
-    header = read_header_on_all_ranks(folder, group, "checkpoint.start_from")
+    header = read_header_on_all_ranks(folder, group, "checkpoint.start_from", stages)
     sources: dict[str, str] = {}  # the checkpoint's name of each parameter, by that after `rename`
     for entry in (entry for entry in header.tensors if entry.startswith(MODEL)):
         name = entry.removeprefix(MODEL)

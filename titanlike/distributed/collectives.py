@@ -121,32 +121,44 @@ def _shape_alone(operation: Operation, x: Tensor, ranks: GroupInfo, dim: int) ->
 # may have 4,096. In a binary tree a rank has one for each level.
 
 
-def gather_objects(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
-    """The values of all ranks of a group, by rank, on its rank 0; elsewhere nothing of use.
-    Collective; without a group this process is alone."""
-    rank, size = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
+def gather_objects(
+    value: Any, group: dist.ProcessGroup | None, among: range | None = None
+) -> list[Any]:
+    """The values of all ranks of a group, by rank, on its first; elsewhere nothing of use.
+    Collective; without a group this process is alone. among: some of its ranks, as if all."""
+    first, rank, size = _place(group, among)
     values, step = [value], 1
     while step < size and rank % (2 * step) == 0:
         if rank + step < size:
             received: list[Any] = [None]
-            dist.recv_object_list(received, group=group, group_src=rank + step)
+            dist.recv_object_list(received, group=group, group_src=first + rank + step)
             values += received[0]
         step *= 2
     if rank:
-        dist.send_object_list([values], group=group, group_dst=rank - step)
+        dist.send_object_list([values], group=group, group_dst=first + rank - step)
     return values
 
 
-def scatter_objects(values: list[Any], group: dist.ProcessGroup | None) -> Any:
-    """This rank's of the values that rank 0 has, by rank; the reverse of `gather_objects`."""
-    rank, size = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
+def scatter_objects(
+    values: list[Any], group: dist.ProcessGroup | None, among: range | None = None
+) -> Any:
+    """This rank's of the values that the first has, by rank; the reverse of `gather_objects`."""
+    first, rank, size = _place(group, among)
     step = rank & -rank or 1 << (size - 1).bit_length()
     if rank:
         received: list[Any] = [None]
-        dist.recv_object_list(received, group=group, group_src=rank - step)
+        dist.recv_object_list(received, group=group, group_src=first + rank - step)
         (values,) = received
     while step := step // 2:
         if rank + step < size:
-            dist.send_object_list([values[step:]], group=group, group_dst=rank + step)
+            dist.send_object_list([values[step:]], group=group, group_dst=first + rank + step)
             values = values[:step]
     return values[0]
+
+
+def _place(group: dist.ProcessGroup | None, among: range | None) -> tuple[int, int, int]:
+    """(the first of the ranks, which of them this is, their number)"""
+    if group is None:
+        return 0, 0, 1
+    among = among or range(dist.get_world_size(group))
+    return among.start, dist.get_rank(group) - among.start, len(among)
