@@ -672,13 +672,16 @@ def _agreed(config: Config, worker: Worker) -> Config:
     where another rank has other values."""
     plain = to_plain(replace(config, run_dir=""))
     digest = hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
-    mine = json.dumps([digest, str(Path(config.run_dir).absolute())])
-    told = barrier(worker, "config", config.launch.timeout, mine, listens=True)
-    found = {rank: json.loads(text) for rank, text in told.items()}
-    if others := sorted(rank for rank in found if found[rank][0] != found[0][0]):
-        reason = f"rank {in_words(others)} has other values than rank 0"
+    first = json.dumps([digest, str(Path(config.run_dir).absolute())]) if worker.rank == 0 else ""
+    told = barrier(worker, "config", config.launch.timeout, first, listens=True)
+    expected, run_dir = json.loads(told[0])
+    # those alone that differ say so: what all say is read by all
+    differs = "differs" if digest != expected else ""
+    told = barrier(worker, "config/compared", config.launch.timeout, differs, listens=True)
+    if told:
+        reason = f"rank {in_words(sorted(told))} has other values than rank 0"
         raise ConfigError([Problem("config", "", reason, "the same overrides on all ranks")])
-    return replace(config, run_dir=found[0][1])
+    return replace(config, run_dir=run_dir)
 
 
 def _fed(config: Config, example: Mapping[str, Tensor]) -> tuple[Config, Data]:
