@@ -50,7 +50,7 @@ from titanlike.graph.recording import tree_flatten, tree_map
 from titanlike.launch.environment import RestartState, adopt_slurm, is_restart
 from titanlike.launch.failures import JobFailed, describe
 from titanlike.launch.local import PrestartedWorkers
-from titanlike.launch.rendezvous import BarrierTimeout, barrier, in_words
+from titanlike.launch.rendezvous import barrier, in_words
 from titanlike.launch.worker import Worker
 from titanlike.metrics.run_files import Events
 from titanlike.models.registry import complete_arguments, resolve_model
@@ -414,33 +414,21 @@ class TrainingRun:
 
     # --- details ---------------------------------------------------------------------------------
 
-    def _together(self, call: str, wait: float | None = None) -> None:
-        """Wait for all ranks to make a call. Raises BarrierTimeout with those that do not."""
-        timeout = self.config.launch.timeout
-        try:
-            barrier(self._worker, f"{call}/{self._calls}", min(wait or timeout, timeout))
-        except BarrierTimeout as error:
-            who = f"rank {in_words(error.missing)} did not call {call}() in {timeout:g} s"
-            raise BarrierTimeout(f"{who} (launch.timeout); all ranks call it") from None
-
     @contextmanager
     def _collective(self, call: str, meet: bool = True) -> Iterator[None]:
         """A call of all ranks, with the kernels that the config asks for. Raises BarrierTimeout
         where one does not come: before it, which costs the store some requests of each rank, or
-        without `meet` when this rank has waited in vain (gloo's sends wait forever)."""
+        without `meet` when this rank has waited in vain (a send by gloo waits forever)."""
         self._calls += 1
+        name, timeout = f"{call}() (call {self._calls} of a run)", self.config.launch.timeout
         if meet:
-            self._together(call)
+            barrier(self._worker, name, timeout)
         try:
             with kernels(self.config, self.mesh.device):
                 yield
         except RuntimeError as error:
-            if not meet:
-                try:
-                    self._together(call, _GRACE)
-                except BarrierTimeout as absent:
-                    if describe(self._worker.rank, error).transport:
-                        raise absent from error
+            if not meet and describe(self._worker.rank, error).transport:
+                barrier(self._worker, name, min(timeout, _GRACE))
             raise
 
     def _first_step(self, batch: Batch) -> None:
@@ -509,22 +497,19 @@ class TrainingRun:
             reason = f"has {len(value)} rows, and each dp rank gives its part"
             return reason, f"batch_size / dp = {size} / {dp} = {size // dp} rows"
         names = ["inputs", *(["targets"] * takes_divided_logits(self.config.loss))]
-        # a GPU's values would have to be waited for
-        if self._vocabulary is None or floats or name not in names or value.device.type != "cpu":
+        if floats or name not in names or not value.is_cpu:  # a GPU's would be waited for
             return None
+        model: Any = self.plan.model_graph.model
+        known = complete_arguments(self.plan.model).get("vocab_size")
+        known = getattr(getattr(model, "config", None), "vocab_size", known)
         ids = value[value != IGNORE] if name == "targets" else value
         low, high = (int(end) for end in ids.aminmax()) if ids.numel() else (0, 0)
-        if low >= 0 and high < self._vocabulary:
+        if known is None or (low >= 0 and high < known):
             return None
-        reason = f"has ids from {low} to {high}, and the model {self._vocabulary} ids"
-        return reason, f"ids from 0 to {self._vocabulary - 1}"
-
-    @functools.cached_property
-    def _vocabulary(self) -> int | None:
-        """Token ids that the model has; None = it does not say."""
-        model: Any = self.plan.model_graph.model
-        size = complete_arguments(self.plan.model).get("vocab_size")
-        return getattr(getattr(model, "config", None), "vocab_size", size)
+        return (
+            f"has ids from {low} to {high}, and the model {known} ids",
+            f"ids from 0 to {known - 1}",
+        )
 
     def _own_data(self) -> None:
         if self.data.example is not None:

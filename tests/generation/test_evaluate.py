@@ -7,6 +7,7 @@ import json
 import math
 import shutil
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -138,16 +139,21 @@ def test_texts_are_scored_as_plain_torch_does(run: Config) -> None:
         return lines[range(len(goals)), goals].sum().item(), bool((lines.argmax(-1) == goals).all())
 
     model = HarnessModel(one, batch=2)
-    pairs = [("def", " größe"), ("", "def"), ("\treturn", "x"), ("a", "b")]
+    pairs = [("def", " größe"), ("", "d"), ("\treturn ", "x"), ("a", "b"), ("  ", "a")]
+    pairs += [("def größe(x):\n", "return")]
     found = model.loglikelihood([Asked(*pair) for pair in pairs])
     for (before, after), (nats, greedy) in zip(pairs, found, strict=True):
-        first = list(before.encode()) or [256]
-        expected, best = score(first + list(after.encode()), len(first))
+        kept = before.rstrip()  # spaces at its end belong to the answer
+        answer = (before[len(kept) :] + after).encode()
+        ids = [*([*kept.encode()] or [256]), *answer][-13:]
+        expected, best = score(ids, len(ids) - len(answer))
         assert math.isclose(nats, expected, rel_tol=1e-5) and greedy == best, (before, after)
     text = "def größe(x):\n\treturn x, y"
     ids = [256, *text.encode()]
-    windows = [ids[start : start + 12] for start in range(0, len(ids) - 1, 11)]
-    expected = sum(score(window, 1)[0] for window in windows)
+    # each but the last window has 12 new tokens, the last as much context as fits
+    ends = [0, 12, 24, len(ids) - 1]
+    windows = [(ids[max(0, end - 12) : end + 1], end - begin) for begin, end in pairwise(ends)]
+    expected = sum(score(window, len(window) - new)[0] for window, new in windows)
     assert math.isclose(model.loglikelihood_rolling([Asked(text)])[0], expected, rel_tol=1e-5)
     [whole] = model.generate_until([Asked("def", {"max_gen_toks": 6})])
     stop = whole[1]
@@ -155,58 +161,18 @@ def test_texts_are_scored_as_plain_torch_does(run: Config) -> None:
     assert until == whole.partition(stop)[0]
 
 
-@pytest.mark.slow
-def test_a_task_of_ones_own_gives_what_the_harness_finds_with_transformers(
-    run: Config, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Choices, whole texts and generated ones; nothing is downloaded."""
+def test_answers_that_cannot_be_scored_are_told(run: Config) -> None:
     pytest.importorskip("lm_eval")
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
-    shutil.copytree(run.run_dir, tmp_path / "run")
-    export(run.run_dir, str(tmp_path / "out"))
-    rows = [("def größ", ["e():", "zz"], 0), ("\treturn ", ["b", "'é'"], 1)]
-    lines = [json.dumps(dict(zip("qca", row, strict=True))) + "\n" for row in rows]
-    (tmp_path / "rows.jsonl").write_text("".join(lines))
-    common = f"""
-dataset_path: json
-dataset_kwargs: {{data_files: {{test: {tmp_path}/rows.jsonl}}}}
-test_split: test
-"""
-    kinds = {
-        "choices": """
-output_type: multiple_choice
-doc_to_text: "{{q}}"
-doc_to_choice: "{{c}}"
-target_delimiter: ""
-doc_to_target: "{{a}}"
-metric_list: [{metric: acc}]
-""",
-        "texts": """
-output_type: loglikelihood_rolling
-doc_to_text: ""
-doc_to_target: "{{q}}{{c[0]}}"
-metric_list: [{metric: bits_per_byte}]
-""",
-        "written": """
-output_type: generate_until
-doc_to_text: "{{q}}"
-doc_to_target: "e():"
-generation_kwargs: {until: ["\\n"], max_gen_toks: 6}
-metric_list: [{metric: exact_match}]
-""",
-    }
-    for name, kind in kinds.items():
-        (tmp_path / f"{name}.yaml").write_text(f"task: {name}{common}{kind}")
-    words = ["--tasks", ",".join(kinds), "--task-files", str(tmp_path), "--batch", "2"]
-    found = []
-    for folder in (tmp_path / "run" / "checkpoints", tmp_path / "out"):
-        location = folder.parent if folder.name == "checkpoints" else folder
-        assert commands.evaluate_main([str(location), *words]) == 0, capsys.readouterr().err
-        [file] = folder.glob("*.evaluations.json")
-        found.append(json.loads(file.read_text())[0]["results"])
-    assert found[0]["choices"]["acc"] == found[1]["choices"]["acc"]
-    assert math.isclose(*(one["texts"]["bits_per_byte"] for one in found), rel_tol=1e-4)
-    assert found[0]["written"] == found[1]["written"]
-    assert commands.evaluate_main([str(tmp_path / "run"), "--tasks", "no_such", *words[2:]]) == 2
-    assert "no such task" in capsys.readouterr().err
+    from titanlike.generation.harness import HarnessModel
+
+    model = HarnessModel(load_model(run.run_dir, CPU, torch.float32), batch=2)
+    for pair, told in (
+        (("a", ""), "has 0 tokens"),
+        (("a", "b" * 17), "has 17 tokens, and the model"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            model.loglikelihood([Asked(*pair)])
+    with pytest.raises(
+        ValueError, match="asks for 256 tokens, and the model takes 16; max_gen_toks"
+    ):
+        model.generate_until([Asked("a", {})])

@@ -209,7 +209,7 @@ CALLS = cells({"save": "save", "step": "step"}, {"validate": "validate", "forwar
 def test_a_method_that_a_rank_does_not_call_ends_with_its_number(call: str, tmp_path: Path) -> None:
     config = replace(ONE, pp=2, launch=Launch(timeout=2), schedule=Schedule())
     [told, _] = run_world(alone, config, tmp_path, call)
-    assert told == f"rank 1 did not call {call}() in 2 s (launch.timeout); all ranks call it"
+    assert told.startswith(f"rank 1 did not reach the job's {call}() (call 2 of a run) in 2 s")
 
 
 def fed(config: Config, worker: Worker) -> str:

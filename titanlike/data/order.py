@@ -134,16 +134,15 @@ class SimilarLengthBatchSampler(GlobalBatchSampler):
         self._steps = _WINDOW
 
     def _samples(self, steps: np.ndarray) -> np.ndarray:
-        samples = self._without_copies(steps[0] * self._global, len(steps) * self._global)
-        samples = samples.reshape(len(steps), self._global)
-        begins, ends = steps * self._global, (steps + 1) * self._global - 1
-        epochs = begins // self._size
-        for epoch in np.unique(epochs[epochs == ends // self._size]):
-            inside = np.flatnonzero((epochs == epoch) & (ends // self._size == epoch))
+        size, batch = self._size, self._global
+        samples = self._without_copies(steps[0] * batch, len(steps) * batch).reshape(-1, batch)
+        first, last = steps * batch // size, ((steps + 1) * batch - 1) // size  # epochs
+        for epoch in np.unique(first[first == last]):
+            inside = np.flatnonzero((first == epoch) & (last == epoch))
             ids, count = samples[inside].reshape(-1), len(inside)
-            by_length = ids[np.argsort(self._lengths[ids], kind="stable")].reshape(count, -1)
+            rows = ids[np.argsort(self._lengths[ids], kind="stable")].reshape(count, batch)
             turn = steps[inside[0]] // count * count  # another shuffle in each window
-            samples[inside] = by_length[shuffled_index(turn + np.arange(count), count, self._seed)]
+            samples[inside] = rows[shuffled_index(turn + np.arange(count), count, self._seed)]
         return samples[:, self._offset : self._offset + self._local]
 
     def _without_copies(self, first: int, count: int) -> np.ndarray:

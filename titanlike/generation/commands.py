@@ -240,9 +240,10 @@ def _perplexity(arguments: argparse.Namespace) -> int:
 
 def _tasks(arguments: argparse.Namespace) -> int:
     check_places(arguments.settings)
-    if importlib.util.find_spec("lm_eval") is None:
-        reason = "lm-evaluation-harness is not installed"
-        raise ImportError(f"--tasks: {reason}; run pip install 'titanlike[eval]'")
+    for package in ("lm_eval", "transformers"):
+        if importlib.util.find_spec(package) is None:
+            reason = f"{package} is not installed"
+            raise ImportError(f"--tasks: {reason}; run pip install 'titanlike[eval]'")
     from titanlike.generation.harness import evaluate_tasks
 
     loaded, tasks = _load(arguments), arguments.tasks.split(",")

@@ -15,7 +15,9 @@ import inspect
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import torch
@@ -34,7 +36,7 @@ from titanlike.config.received import Consent
 from titanlike.config.schema import ChatData
 from titanlike.data.chat import ChatTemplate, find_template
 from titanlike.data.registry import DataError, vocabulary
-from titanlike.data.tokenizer import open_tokenizer
+from titanlike.data.tokenizer import open_tokenizer, write_tokenizer
 from titanlike.distributed.initialize import parameters_on_meta
 from titanlike.models.cache import KeyValueCache
 from titanlike.models.registry import build_model, constructed_buffers
@@ -64,6 +66,8 @@ class LoadedModel:
     chat: ChatTemplate | None = None
     ends: frozenset[int] = frozenset()  # further ids that end a text
     checkpoint: Storage | None = None  # None = a folder of transformers, `origin`
+    seq_len: int = 0  # of a run
+    tokenizer: Callable[[], Any] | None = None  # opens that of transformers, of an exported folder
 
     def record(self, result: dict[str, Any]) -> str:
         """Write a result beside the checkpoint, or into the folder; where it is."""
@@ -199,6 +203,7 @@ def load_model(
         _, name, boundary = vocabulary(data)
     if name is not None:
         tokenizer = open_tokenizer(name)
+        text["tokenizer"] = partial(_exported_tokenizer, name)
         text["coder"] = Coder(tokenizer.encode, tokenizer.decode, tokenizer.encode)
         if isinstance(data, ChatData):
             text["chat"] = chat = find_template(data.template, data.tokenizer, data.parse_special)
@@ -211,6 +216,7 @@ def load_model(
         most_tokens=_most_tokens(model) if is_hf else getattr(model, "max_seq_len", None),
         origin=f"step {saved.step} of {rows.folder}",
         checkpoint=rows.folder,
+        seq_len=saved.config.seq_len,
         **text,
     )
 
@@ -266,6 +272,15 @@ def _of_transformers(saved: SavedModel) -> Any:
     return model
 
 
+def _exported_tokenizer(name: str) -> Any:
+    """transformers' tokenizer of the files that an export writes."""
+    with quiet_import():
+        from transformers import AutoTokenizer
+    with TemporaryDirectory() as folder:
+        write_tokenizer(name, Path(folder))
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+
+
 def _from_folder(folder: Path, device: torch.device, dtype: torch.dtype) -> LoadedModel:
     try:
         with quiet_import():
@@ -291,6 +306,7 @@ def _from_folder(folder: Path, device: torch.device, dtype: torch.dtype) -> Load
     ends = end if isinstance(end, list) else [] if end is None else [end]
     text: dict[str, Any] = {}
     if tokenizer is not None:
+        text["tokenizer"] = lambda: tokenizer
         text["coder"] = Coder(
             lambda text: list(tokenizer(text)["input_ids"]),
             lambda ids: tokenizer.decode(list(ids), skip_special_tokens=True),

@@ -1,7 +1,7 @@
 """Tasks of lm-evaluation-harness on a model in this process.
 
 The harness asks for the log-probability of continuations, of whole texts, and for texts up to a
-stop; each is computed here, with our tokenizer and model.
+stop; each is computed here, in this process and with our model.
 """
 
 from __future__ import annotations
@@ -13,8 +13,16 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from lm_eval import simple_evaluate
-from lm_eval.api.model import LM
+from lm_eval.api.model import TemplateLM
+from lm_eval.models.utils import (
+    handle_stop_sequences,
+    normalize_gen_kwargs,
+    postprocess_generated_text,
+    resolve_max_length,
+)
 from lm_eval.tasks import TaskManager
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+from torch.nn.utils.rnn import pad_sequence
 
 from titanlike.generation.generate import LoadedModel, generate
 from titanlike.models.sampling import Sampling
@@ -46,73 +54,90 @@ def evaluate_tasks(
     }
 
 
-class HarnessModel(LM):
-    """What the harness calls a model."""
+class HarnessModel(TemplateLM):
+    """What the harness calls a model. Texts become ids, and long ones windows, as in its HFLM on the
+    exported folder: by transformers' tokenizer, and the harness' own functions."""
 
     def __init__(self, loaded: LoadedModel, batch: int) -> None:
         super().__init__()
-        if loaded.coder is None:
+        if loaded.tokenizer is None:
             raise ValueError("RUN: it has no tokenizer; export it, and put a tokenizer.json there")
-        self._loaded, self._batch = loaded, batch
-        self._encode, self._decode, _ = loaded.coder
-        # what stands before a text that has nothing before it
-        self._first = [loaded.boundary] if loaded.boundary is not None else []
+        self._loaded, self._batch, self.tokenizer = loaded, batch, loaded.tokenizer()
+        self._longest = loaded.most_tokens or loaded.seq_len
+        if loaded.transformers:
+            self._longest = resolve_max_length(loaded.model.config, self.tokenizer)
 
-    def loglikelihood(self, requests: list[Any], **_: Any) -> list[tuple[float, bool]]:
-        """A pair for each (context, continuation): log-probability, and whether it is the greedy
-        one."""
-        pairs = []
-        for context, continuation in (request.args for request in requests):
-            ids, before = self._encode(context + continuation), len(self._encode(context))
-            start = self._first if not before else []
-            pairs.append((start + ids, len(start) + before if before or start else 1))
-        return self._scores(pairs)
+    @property
+    def eot_token_id(self) -> int | None:
+        return self.tokenizer.eos_token_id
 
-    def loglikelihood_rolling(self, requests: list[Any], **_: Any) -> list[float]:
-        """Log-probabilities of whole texts, in windows where the model takes no longer ones."""
-        totals, most = [], self._loaded.most_tokens or 2**15
-        for (text,) in (request.args for request in requests):
-            ids = self._first + self._encode(text)
-            starts = range(0, max(1, len(ids) - 1), most - 1)
-            windows = [(ids[start : start + most], 1) for start in starts]
-            totals.append(sum(score for score, _ in self._scores(windows)))
+    @property
+    def prefix_token_id(self) -> int:
+        """What stands before a text that has nothing before it."""
+        for token in (self.tokenizer.bos_token_id, self.eot_token_id, self._loaded.boundary):
+            if token is not None:
+                return token
+        raise ValueError("RUN: its tokenizer has no token that begins or ends a text")
+
+    def tok_encode(
+        self, string: str, add_special_tokens: bool | None = None, **_: Any
+    ) -> list[int]:
+        if add_special_tokens is None:  # else the beginning would be there twice
+            add_special_tokens = not string.startswith(self.tokenizer.decode(self.prefix_token_id))
+        return self.tokenizer.encode(string, add_special_tokens=add_special_tokens)
+
+    def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
+        windows, owners = list[Any](), list[int]()
+        for number, (text,) in enumerate(request.args for request in requests):
+            how = self.tok_encode(text), self.prefix_token_id, self._longest, 1  # token of context
+            for pair in map(make_disjoint_window, get_rolling_token_windows(*how)):
+                windows.append((text, *pair))
+                owners.append(number)
+        totals = [0.0] * len(requests)
+        for number, (score, _) in zip(owners, self._loglikelihood_tokens(windows), strict=True):
+            totals[number] += score
         return totals
 
-    def generate_until(self, requests: list[Any], **_: Any) -> list[str]:
-        texts = []
-        for context, how in (request.args for request in requests):
-            until = how.get("until", [])
-            stops = [until] if isinstance(until, str) else list(until)
-            tokens = how.get("max_gen_toks", _TOKENS)
-            temperature = how.get("temperature", 0.0) if how.get("do_sample") else 0.0
-            ids = self._encode(context) or self._first
-            if self._loaded.most_tokens is not None:
-                ids = ids[-max(1, self._loaded.most_tokens - tokens) :]
-            [answer] = generate(self._loaded, [ids], tokens, Sampling(temperature))
-            text = self._decode(answer)
-            texts.append(text[: min([text.find(s) for s in stops if s in text], default=len(text))])
+    def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
+        texts, end = [], self.eot_token_id
+        end_text = None if end is None else self.tokenizer.decode(end)
+        for context, given in (request.args for request in requests):
+            how: Any = normalize_gen_kwargs(given, _TOKENS)
+            stops = handle_stop_sequences(how["until"], end_text)
+            tokens, temperature = how["max_gen_toks"], how.get("temperature", 0.0)
+            if (room := self._longest - tokens) < 1:
+                reason = f"a task asks for {tokens} tokens, and the model takes {self._longest}"
+                raise ValueError(f"--tasks: {reason}; max_gen_toks in its generation_kwargs")
+            ids = (self.tok_encode(context) or [self.prefix_token_id])[-room:]
+            sampling = Sampling(temperature if how["do_sample"] else 0.0)
+            [answer] = generate(self._loaded, [ids], tokens, sampling)
+            text = self.tokenizer.decode(answer, skip_special_tokens=True)
+            texts.append(postprocess_generated_text(text, stops, None))
         return texts
 
     @torch.inference_mode()
-    def _scores(self, pairs: list[tuple[list[int], int]]) -> list[tuple[float, bool]]:
-        """A pair for each (ids, first): the log-probability of ids[first:], and whether each is the
-        greedy one."""
-        order = sorted(range(len(pairs)), key=lambda number: -len(pairs[number][0]))
+    def _loglikelihood_tokens(
+        self, requests: list[tuple[Any, list[int], list[int]]], **_: Any
+    ) -> list[tuple[float, bool]]:
+        """A pair for each (text, context, continuation): the log-probability of the continuation
+        after as much of the context as fits, and whether each of its tokens is the greedy one."""
+        rows, most = list[list[int]](), self._longest
+        for text, context, continuation in requests:
+            if not 0 < len(continuation) <= most:
+                reason = f"{len(continuation)} tokens, and the model scores 1 to {most}"
+                raise ValueError(f"--tasks: the answer of {str(text)[-200:]} has {reason}")
+            rows.append(((context or [self.prefix_token_id]) + continuation)[-most - 1 :])
+        order = sorted(range(len(rows)), key=lambda number: -len(rows[number]))
         scores: dict[int, tuple[float, bool]] = {}
-        most = self._loaded.most_tokens
         for start in range(0, len(order), self._batch):
             numbers = order[start : start + self._batch]
-            cut = [max(0, len(pairs[n][0]) - 1 - most) if most else 0 for n in numbers]
-            rows = [pairs[n][0][left:] for n, left in zip(numbers, cut, strict=True)]
-            width = max(map(len, rows)) - 1
             # padded at the end, which no token before it attends to
-            inputs = [F.pad(torch.tensor(row[:-1]), (0, width - len(row) + 1)) for row in rows]
-            logits = self._loaded.model(torch.stack(inputs).long().to(self._loaded.device))
+            inputs = pad_sequence([torch.tensor(rows[n][:-1]) for n in numbers], batch_first=True)
+            logits = self._loaded.model(inputs.to(self._loaded.device))
             logits = logits.logits if hasattr(logits, "logits") else logits
-            for n, row, left, lines in zip(numbers, rows, cut, logits, strict=True):
-                begin = max(1, pairs[n][1] - left)
-                goals = torch.tensor(row[begin:])
-                lines = lines[begin - 1 : len(row) - 1].float().cpu()
+            for n, lines in zip(numbers, logits, strict=True):
+                goals = torch.tensor(requests[n][2])
+                lines = lines[len(rows[n]) - 1 - len(goals) : len(rows[n]) - 1].float().cpu()
                 total = -F.cross_entropy(lines, goals, reduction="sum").item()
                 scores[n] = total, bool((lines.argmax(-1) == goals).all())
-        return [scores[number] for number in range(len(pairs))]
+        return [scores[number] for number in range(len(rows))]

@@ -11,7 +11,6 @@ import json
 import os
 import socket
 import time
-from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -36,10 +35,6 @@ FIRST_WAIT, LONGEST_WAIT, LONGER = 0.02, 0.5, 1.5  # seconds between two looks a
 
 class BarrierTimeout(RuntimeError):
     """Some ranks did not reach a barrier in time."""
-
-    def __init__(self, text: str, missing: Sequence[int] = ()) -> None:
-        super().__init__(text)
-        self.missing = missing
 
 
 def barrier(
@@ -74,8 +69,7 @@ def barrier(
             who = "a rank ended while it reached"
         raise BarrierTimeout(
             f"{who} the job's {name} in {timeout:g} s (launch.timeout); see their logs, and check "
-            "that their machines are up",
-            missing,
+            "that their machines are up"
         ) from None
     return dict(json.loads(store.get(complete))) if listens else {}
 
@@ -98,7 +92,7 @@ def wait_for_rank_0(store: Store, worker: Worker, name: str) -> None:
         wait = min(wait * LONGER, max(LONGEST_WAIT, worker.world_size / 1000))
 
 
-def in_words(ranks: Sequence[int]) -> str:
+def in_words(ranks: list[int]) -> str:
     """ "1, 2, 3", or the first of many and the number of the others."""
     return some_names([*map(str, ranks)], _NAMED)
 
