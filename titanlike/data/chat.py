@@ -91,8 +91,10 @@ def open_data(data: ChatData, config: Config) -> Data:
     parts = {part: ChatSource(folder / part, config.seq_len, data.documents) for part in PARTS}
     for part, source in parts.items():
         if not len(source):
-            reason = f"the {part} part has no conversation with an answer"
-            fix = "give more, or another validation_fraction"
+            reason = (
+                f"the {part} part has no conversation with an answer in {config.seq_len} tokens"
+            )
+            fix = "give more, a larger seq_len, or another validation_fraction"
             raise DataError("data.path", data.path, reason, fix)
     train, validation = (len(parts[part]) for part in PARTS)
     text = f"{data.path}: {about['conversations']:,} conversations in {train:,} sequences for training, "
@@ -493,7 +495,7 @@ def find_template(
     make = partial(ChatTemplate, source, opened, frozenset(ends), parse_special)
     if not dist.is_initialized() and not _is_bounded(make):  # a job's launcher has asked
         reason = f"takes more than {_SECONDS} s or 1 GiB for a short conversation"
-        raise DataError("data.template", where, reason, "give another")
+        raise DataError("data.template", where, reason, "give another, data.template=FILE.jinja")
     try:
         return make()
     except ValueError as error:
