@@ -1,6 +1,11 @@
 """`python -m titanlike [COMMAND] ...`: the same as `titanlike`."""
 
-from titanlike.cli import run
+import os
+import sys
 
 if __name__ == "__main__":
+    if sys.path[0] == os.getcwd():  # no file of it is to stand for a library: see cli.start_job
+        del sys.path[0]
+    from titanlike.cli import run
+
     run()

@@ -79,8 +79,8 @@ class Watch:
 
     def _child(self, event: str, args: tuple[Any, ...]) -> None:
         words = [str(word) for word in args[1]] if event == "subprocess.Popen" else []
-        if self.log and (words[:1] == [sys.executable] or event == "os.fork"):
-            return
+        if event == "os.fork" or (self.log and words[:1] == [sys.executable]):
+            return  # it is watched, too
         if words[:4] != [sys.executable, "-P", "-m", "titanlike"]:
             self._breach(f"{event} {args}")
             raise NotStarted
