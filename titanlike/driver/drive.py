@@ -46,6 +46,7 @@ from titanlike.driver.job import (
 from titanlike.driver.overrides import CheckedOverrides, check_overrides, one_line, parsed
 from titanlike.launch.environment import adopt_slurm
 from titanlike.launch.failures import JobFailed, record_for_torchrun
+from titanlike.metrics.console import OPENING
 from titanlike.metrics.run_files import Status
 
 if TYPE_CHECKING:
@@ -105,6 +106,8 @@ class Task:
         # a launcher like submitit pickles this to another machine
         elsewhere = os.getpid() != self._pid
         run = partial(_run_elsewhere, self.runner) if elsewhere else self.runner.run
+        if not elsewhere:
+            os.environ[OPENING] = str(self.sweep_run.opening)
         end = run(config, problems, run_dir, overrides, name)
         if end.ends_sweep:
             raise SystemExit(end.code or 75)
@@ -267,6 +270,7 @@ def _run(args: Namespace, task: Task) -> ExitCode:
             code = print_problems([problem])
     finally:
         del os.environ["HYDRA_FULL_ERROR"]
+        os.environ.pop(OPENING, None)
         if sweep_run is not None:
             code = sweep_run.close(code)
     return code

@@ -77,6 +77,11 @@ class SweepRun:
         return name if any(map(str.isalpha, name)) else f"{parent}/{name}"
 
     @property
+    def opening(self) -> Path:
+        """What a job in this terminal has printed before its first step, see `Console.only_new`."""
+        return self.folder / ".opening"
+
+    @property
     def resumes(self) -> bool:
         """Whether only the jobs are run that are not done."""
         return self.settings.resume or self.settings.share is not None or self.restart
@@ -92,6 +97,7 @@ class SweepRun:
             lock = self.folder / f".{SWEEP_FILE}.{share or 'all'}.lock"
             self.lock, who = claim(lock, _RESTART_PATIENCE if self.restart else 0.0)
             spec = read_spec(self.folder)
+            self.opening.unlink(missing_ok=True)
             if self.lock is None:
                 reason = f"this sweep is run by another start ({who})"
             elif spec is None and (self.folder / "config.yaml").exists():
@@ -214,6 +220,8 @@ class SweepRun:
         """Print and write the table; the exit code, given the one so far."""
         from titanlike.driver.sweep_table import report
 
+        with contextlib.suppress(OSError):
+            self.opening.unlink(missing_ok=True)
         if self.check:
             if not code and not self.refused:
                 self.say("config OK; nothing was started (--check)")

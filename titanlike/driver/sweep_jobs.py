@@ -320,8 +320,6 @@ def run_processes(sweep: SweepRun, runner: JobRunner, jobs: list[Prepared]) -> l
     ended: dict[int, JobProcess] = {}
     free: list[str] | None = None
     stop, total = _ForwardedStop(running), 0
-    opening = sweep.folder / ".opening"
-    opening.unlink(missing_ok=True)
     with interruptible(stop=stop):
         try:
             while waiting or running:
@@ -340,7 +338,7 @@ def run_processes(sweep: SweepRun, runner: JobRunner, jobs: list[Prepared]) -> l
                         of = f"  ({begun} of {len(jobs)})" if len(jobs) > 1 else ""
                         alone = f"\njob {item.name}{of}"
                         sweep.say(alone if parallel == 1 else f"job {item.name} begins{of}")
-                        running[number] = _start(sweep, runner, item, taken, total, opening)
+                        running[number] = _start(sweep, runner, item, taken, total)
                     elif is_new:
                         break  # a smaller one behind it may fit: composed at the next poll
                 for number, job in list(running.items()):
@@ -356,7 +354,6 @@ def run_processes(sweep: SweepRun, runner: JobRunner, jobs: list[Prepared]) -> l
                 stop.kill_overdue()
                 time.sleep(_POLL)
         finally:
-            opening.unlink(missing_ok=True)
             for job in running.values():  # after an exception here
                 if job.process is not None:
                     job.process.kill()  # its workers end with it
@@ -368,19 +365,14 @@ def run_processes(sweep: SweepRun, runner: JobRunner, jobs: list[Prepared]) -> l
 
 
 def _start(
-    sweep: SweepRun,
-    runner: JobRunner,
-    item: Prepared,
-    taken: list[str],
-    total: int,
-    opening: Path,
+    sweep: SweepRun, runner: JobRunner, item: Prepared, taken: list[str], total: int
 ) -> JobProcess:
-    """Start a job's process on these devices, of `total`; opening: see `Console.only_new`."""
+    """Start a job's process on these devices, of `total`."""
     folder, parallel = sweep.job_folder(item.job), sweep.settings.parallel
     job = JobProcess(item, folder, taken, time.monotonic())
     env = without_rank_variables(os.environ)
     if parallel == 1:
-        env[OPENING] = str(opening)
+        env[OPENING] = str(sweep.opening)
     else:
         ranks = item.config.world_size if item.config else 1
         at_once = max(1, total // ranks)
