@@ -282,7 +282,7 @@ def _is_message(value: Any) -> bool:
 class BadConversation(ValueError):
     """A conversation that the template does not take."""
 
-    fix = "fix or delete it, or give another data.template"
+    fix = "fix or delete it, or give a data.template=FILE with {% generation %} around answers"
 
 
 class NoEnd(BadConversation):
