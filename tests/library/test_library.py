@@ -18,6 +18,7 @@ from support.models import tiny
 from support.records import numbers
 from support.runs import train_each
 from support.world import run_world
+from titanlike import library
 from titanlike.config.errors import ConfigError
 from titanlike.config.schema import (
     Checkpoint,
@@ -362,3 +363,18 @@ def test_what_train_and_build_refuse(tmp_path: Path) -> None:
         titanlike.build(config, callbacks=[Misspelt()])
     assert len(error.value.problems) == 3  # the callback, rollback, the number of processes
     assert not (tmp_path / "run").exists()
+
+
+def agreed(config: Config, worker: Worker, other: list[int]) -> str:
+    own = replace(config, seed=worker.rank if worker.rank in other else 0)
+    try:
+        return library._agreed(replace(own, run_dir=f"/of/{worker.rank}"), worker).run_dir
+    except ConfigError as error:
+        return str(error)
+
+
+def test_all_ranks_know_which_have_another_config_than_rank_0(tmp_path: Path) -> None:
+    config = tiny(1, 4)
+    assert run_world(agreed, config, tmp_path / "same", []) == ["/of/0"] * 4
+    said = {*run_world(agreed, config, tmp_path / "other", [1, 3])}
+    assert len(said) == 1 and "rank 1, 3 has other values than rank 0" in said.pop()

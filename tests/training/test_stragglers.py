@@ -50,6 +50,22 @@ def test_a_slow_rank_is_named_once_with_its_machine(tmp_path: Path) -> None:
     assert (last["busy_seconds"], last["busiest_seconds"]) == (0.625, 0.75)
 
 
+def test_of_many_ranks_each_tells_its_mean_wait_after_some_steps(
+    tmp_path: Path,
+) -> None:
+    run_world(train_many, short(1, 2), tmp_path)
+    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records if "busiest_rank" in record] == [3]
+    assert (records[2]["busy_seconds"], records[2]["busiest_seconds"]) == (0.625, 0.75)
+    (event,) = events(tmp_path, "straggler")
+    assert (event["rank"], event["step"]) == (1, 3)
+
+
+def train_many(config: Config, worker: Worker) -> None:
+    with mock.patch.object(stragglers, "_MANY", 1):
+        train_in_steps_of_a_second(config, worker, [0.5, 0.25])
+
+
 def watched(share: float, steps: list[list[float]]) -> list[int]:
     """The steps in which a rank of dp=2 is named; steps: seconds that each rank waits of one."""
     mesh = SimpleNamespace(

@@ -150,10 +150,10 @@ def open_session(config: Config, worker: Worker, watchdog: Watchdog) -> Iterator
         stragglers = None
         if mesh.world_size > 1:
             from titanlike.torch_private.fsdp import parameter_groups
-            from titanlike.training.stragglers import BusyTime, Stragglers
+            from titanlike.training.stragglers import BusyTime, Stragglers, told_every
 
             groups = [group for stage in run.stages for group in parameter_groups(stage)]
-            busy = BusyTime(mesh.device, groups)
+            busy = BusyTime(mesh.device, groups, told_every(mesh.world_size))
             run = replace(run, busy=busy)
             run.ranges.add(busy)
             stragglers = Stragglers(config, run, worker, events)

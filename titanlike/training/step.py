@@ -137,9 +137,9 @@ def update(
     host["allocated"] = peak.allocated
     if peak.reserved is not None:  # of an accelerator
         host["reserved"] = peak.reserved
-    if run.busy is not None:
+    if run.busy is not None and (mine := run.busy.told()) is not None:
         host["waited"] = waited = [0.0] * run.mesh.world_size
-        waited[worker.rank] = run.busy.waited()
+        waited[worker.rank] = mine
     sent = run.late.send(numbers, host)
     return PendingStep(gradients, sent, lr, time.time())
 

@@ -26,8 +26,9 @@ _SAMPLED = 20  # of so many steps of a device one tells how long it waits for FS
 class BusyTime:
     """How long this rank waits for others; a listener of `training/build.py`."""
 
-    def __init__(self, device: torch.device, groups: Iterable[Any]) -> None:
-        """groups: of FSDP, see `parameter_groups`."""
+    def __init__(self, device: torch.device, groups: Iterable[Any], every: int = 1) -> None:
+        """groups: of FSDP, see `parameter_groups`; every: steps that are told together."""
+        self._every, self._untold = every, list[float]()
         self._on_cpu = device.type == "cpu"
         self._now = partial(mark, device)
         self._waits: list[tuple[Any, Any]] = []  # begin and end, of this step
@@ -40,6 +41,14 @@ class BusyTime:
         self._exchanges_before: list[tuple[Any, Any]] = []
         self._exchanged, self._steps = 0.0, 0
         exchanges_told(groups, self._exchange, waits_alone=not self._on_cpu)
+
+    def told(self) -> float | None:
+        """The mean of `waited` over the last `every` steps; None in those between."""
+        self._untold.append(self.waited())
+        if len(self._untold) < self._every:
+            return None
+        waits, self._untold = self._untold, []
+        return sum(waits) / len(waits)
 
     def waited(self) -> float:
         """Seconds of this step, of a device: of the step before, whose numbers have arrived. Asked
@@ -99,7 +108,13 @@ class BusyTime:
 
 
 _STEPS = 50  # in a row
+_MANY = 1024  # ranks; of more, a number of each in each step would take milliseconds on each host
 _FEW = 16  # ranks of whose median a single one may be half
+
+
+def told_every(ranks: int) -> int:
+    """Steps after which each of so many ranks tells how long it waited."""
+    return 1 if ranks <= _MANY else _STEPS
 
 
 class Stragglers:
@@ -114,6 +129,7 @@ class Stragglers:
         self._share, self._events, self._worker = config.launch.straggler, events, worker
         self._slow: dict[int, int] = {}  # rank -> for how many steps in a row
         self._named: set[int] = set()
+        self._seconds: list[float] = []  # of the steps that are told together
         mesh = run.mesh
         self._on = worker.rank == 0 and self._share > 0
         self._device = str(mesh.device.type)
@@ -123,13 +139,16 @@ class Stragglers:
             self._groups = [sum(self._groups, [])]
 
     def step(self, step: int, seconds: float, waited: list[float]) -> None:
-        """waited: seconds of each rank, of a step that took so many."""
-        if not self._on or not waited:
+        """waited: seconds of each rank, of a step that took so many; [] = not told."""
+        if not self._on:
             return
-        found = slow_ranks(
-            {r: seconds - w for r, w in enumerate(waited)}, self._groups, self._share
-        )
-        self._slow = {rank: self._slow.get(rank, 0) + 1 for rank in found}
+        self._seconds.append(seconds)
+        if not waited:
+            return
+        told, self._seconds = self._seconds, []
+        mean = sum(told) / len(told)
+        found = slow_ranks({r: mean - w for r, w in enumerate(waited)}, self._groups, self._share)
+        self._slow = {rank: self._slow.get(rank, 0) + len(told) for rank in found}
         self._named &= found.keys()
         for rank, share in found.items():
             if self._slow[rank] >= _STEPS and rank not in self._named:
