@@ -104,14 +104,18 @@ def test_a_batch_that_shared_memory_cannot_take_ends_the_run_at_once(tmp_path: P
     config = token_config(tmp_path, 20_000, batch_size=1024)
     config.data.workers = 2
     limit, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGALRM, lambda *_: pytest.fail("it waits for the batch"))
     resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, most))
+    signal.alarm(20)
     try:
         with pytest.raises(
             ValueError, match=r"data.workers=2: .* \(one of 112 KiB: unable to .*=0"
         ):
             next(batches(open_data(config).train, config, dp_rank=0))
     finally:
+        signal.alarm(0)
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, most))
+        signal.signal(signal.SIGALRM, handler)
 
 
 def test_batches_that_shared_memory_has_no_place_for_are_refused_before_a_start(

@@ -38,9 +38,9 @@ def counted(*args, **kwargs):
     return compose(*args, **kwargs)
 ConfigLoaderImpl.load_configuration = counted
 from titanlike.config import validate
-from titanlike.driver import drive, overrides
+from titanlike.driver import overrides
 for module, name, done in (
-    (overrides, "parse", "parsed"), (drive, "parse", "parsed"), (validate, "problems", "validated")
+    (overrides, "parse", "parsed"), (validate, "problems", "validated")
 ):
     def counted(*args, function=getattr(module, name), done=done):
         print(done)

@@ -199,7 +199,7 @@ def _complete_choices(args: argparse.Namespace, searched: list[str]) -> set[str]
     if before and not {"run_dir", "hydra.run.dir"} & {*typed}:
         copied = os.path.exists(before)
         what = f"a copy of {before}, which stays as it is" if copied else f"which was in {before}"
-        args.notes.append(f"continues the run in {args.config_path}, {what}")
+        args.notes.append(f"the run is {args.config_path}, {what}")
     if finished is not None and (chosen or before):  # composed with their files in place of its own
         kept = {key: value for key, value in finished.items() if key not in chosen}
         at = finished["defaults"].index("_self_") + 1
