@@ -46,11 +46,10 @@ from titanlike.models.sampling import OnToken, Prompts, Sampling, continue_texts
 
 
 class Coder(NamedTuple):
-    """Text to ids and back. bare: without the tokens that the tokenizer adds around a text."""
+    """Text to ids and back."""
 
     encode: Callable[[str], list[int]]
     decode: Callable[[Sequence[int]], str]
-    bare: Callable[[str], list[int]]
 
 
 @dataclass(frozen=True)
@@ -204,10 +203,10 @@ def load_model(
     if name is not None:
         tokenizer = open_tokenizer(name)
         text["tokenizer"] = partial(_exported_tokenizer, name)
-        text["coder"] = Coder(tokenizer.encode, tokenizer.decode, tokenizer.encode)
+        text["coder"] = Coder(tokenizer.encode, tokenizer.decode)
         if isinstance(data, ChatData):
             text["chat"] = chat = find_template(data.template, data.tokenizer, data.parse_special)
-            text["coder"] = Coder(chat.encode, tokenizer.decode, chat.encode)
+            text["coder"] = Coder(chat.encode, tokenizer.decode)
             text["ends"] = chat.ends
     return LoadedModel(
         model.eval(),
@@ -310,7 +309,6 @@ def _from_folder(folder: Path, device: torch.device, dtype: torch.dtype) -> Load
         text["coder"] = Coder(
             lambda text: list(tokenizer(text)["input_ids"]),
             lambda ids: tokenizer.decode(list(ids), skip_special_tokens=True),
-            lambda text: list(tokenizer(text, add_special_tokens=False)["input_ids"]),
         )
         if tokenizer.chat_template:
             text["chat"] = chat = find_template(None, str(folder))
