@@ -137,6 +137,10 @@ def main(command: str | None = None) -> None:
         os.getcwd()
     except OSError:
         sys.exit("error: the working directory has been removed; `cd` to one that exists")
+    if parent := os.environ.pop("TITANLIKE_PARENT", ""):
+        from titanlike.launch.signals import die_with_parent
+
+        die_with_parent(int(parent), signal.SIGTERM)
     typed = _take_command() if command is None else None
     set_program(typed)
     if sys.argv[1:] == ["--version"]:

@@ -154,6 +154,26 @@ def test_errors_that_nccl_raises_because_of_a_peer_are_no_root_cause() -> None:
         assert not describe(0, RuntimeError(text)).transport, text
 
 
+def test_an_error_of_a_save_that_a_lost_peer_has_ended_is_no_root_cause() -> None:
+    program = (
+        "try:\n    raise RuntimeError('Connection closed by peer')\n"
+        "except RuntimeError as error:\n    raise OSError('step-7 could not be written') from error"
+    )
+    with pytest.raises(OSError) as error:  # of titanlike's own
+        exec(compile(program, str(ROOT / "titanlike" / "checkpoint" / "saves.py"), "exec"))
+    failure = describe(0, error.value)
+    assert (
+        failure.transport and not failure.users and failure.error == "step-7 could not be written"
+    )
+
+
+def test_a_message_of_megabytes_is_shortened(tmp_path: Path) -> None:
+    failure = describe(1, RuntimeError("begin " + "x" * 5_000_000 + " end"))
+    text = failure.to_job_failed(tmp_path, 2).error
+    assert len(text) < 10_000 and text.startswith("rank 1 failed: RuntimeError: begin xxx")
+    assert "characters left out" in text and text.endswith("xxx end")
+
+
 @pytest.mark.parametrize(
     ("ends", "stopped", "launches"),
     [

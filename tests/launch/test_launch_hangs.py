@@ -176,6 +176,44 @@ def test_a_rank_is_judged_by_the_limit_of_its_own_phase(stopped: int, tmp_path: 
     )
 
 
+def hang_among_four(config: Config, worker: Worker, stopped: int) -> None:
+    """The last rank hangs, or the first ranks are stopped; of whom a rank reads heartbeats is
+    noted."""
+    read = watchdogs.read_beats
+
+    def noted(run_dir: Path, ranks: range) -> dict[int, Beat]:
+        with (run_dir / f"read{worker.rank}").open("a") as file:
+            file.write(f"{len(ranks)}\n")
+        return read(run_dir, ranks)
+
+    watchdogs.read_beats = noted
+    with Watchdog(worker, HANGS) as watchdog:
+        watchdog.enter_phase(3, "data")
+        if worker.rank < stopped:
+            time.sleep(1)
+            os.kill(os.getpid(), signal.SIGSTOP)
+        time.sleep(60)
+
+
+@pytest.mark.parametrize("stopped", [0, *slow(2)])
+def test_of_many_ranks_that_hang_two_read_all_heartbeats_and_report(
+    stopped: int, tmp_path: Path
+) -> None:
+    """A file server answers not a thousand ranks that read a thousand files each. Where both are
+    stopped the others report."""
+    with pytest.raises(RankError, match="died without a result"):
+        run_world(hang_among_four, tiny(2, 2), tmp_path, stopped, timeout=40)
+    reads = {rank: {*(tmp_path / f"read{rank}").read_text().split()} for rank in range(stopped, 4)}
+    told = {int(path.name[4]) for path in (tmp_path / "logs").glob("rank*.error.json")}
+    failure = root_cause(tmp_path)
+    assert failure is not None and told
+    if stopped:
+        assert failure.rank >= 2 and "rank 0 (" in failure.error and "rank 1 (" in failure.error
+    else:
+        assert told <= {0, 1} and "4" in reads[0] | reads[1]
+        assert reads[2] | reads[3] == {"2"}
+
+
 def slow_phases(config: Config, worker: Worker) -> list[str]:
     """Both are stopped for a while, as by Ctrl-Z; then rank 0 is slow within its timeouts."""
     with Watchdog(worker, Launch(timeout=30, step_timeout=1, heartbeat=1)) as watchdog:

@@ -16,6 +16,8 @@ import psutil
 import pytest
 
 from support.cells import slow
+from support.commands import TINY
+from support.forked import run
 from support.launched import Launched
 from support.models import tiny
 from support.paths import ROOT
@@ -27,6 +29,36 @@ from titanlike.launch.local import WorkerProcesses, scratch_folder
 from titanlike.launch.signals import StopRequest
 from titanlike.launch.worker import Job
 from titanlike.torch_private import accelerator
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"WORLD_SIZE": "2"},
+        {"RANK": "x", "WORLD_SIZE": "2"},
+        *slow({"WORLD_SIZE": "x"}, {"WORLD_SIZE": "0"}, {"WORLD_SIZE": "-1"}, {"RANK": "3"}),
+    ],
+)
+def test_variables_of_no_launcher_are_an_error_with_a_fix(
+    variables: dict[str, str], tmp_path: Path
+) -> None:
+    env = {**os.environ, **variables}
+    done = run([str(ROOT / "train.py"), f"run_dir={tmp_path}/run"], tmp_path, env)
+    assert done.returncode == 2 and "unset RANK LOCAL_RANK WORLD_SIZE" in done.stderr
+    assert all(f"{name}={value}" in done.stderr for name, value in variables.items())
+    assert "Traceback" not in done.stderr and not (tmp_path / "run").exists()
+
+
+def test_a_folder_that_is_gone_is_an_error_and_ignored_children_are_none(tmp_path: Path) -> None:
+    """What a process inherits: its working directory, and SIGCHLD as `trap '' CHLD` leaves it."""
+    start = "from titanlike.cli import main; main('train')"
+    (tmp_path / "gone").mkdir()
+    done = run(["-c", f"import os; os.rmdir(os.getcwd()); {start}"], tmp_path / "gone")
+    assert done.returncode == 1 and done.stderr.startswith("error: the working directory has been")
+    words = [*TINY, "dp=2", "data=synthetic", "device=cpu", f"run_dir={tmp_path}/run"]
+    ignored = f"import signal; signal.signal(signal.SIGCHLD, signal.SIG_IGN); {start}"
+    done = run(["-c", ignored, *words], tmp_path)
+    assert done.returncode == 0 and result(tmp_path / "run")["status"] == "completed", done.stderr
 
 
 @pytest.mark.parametrize("torchrun", [0, *slow(1)])

@@ -13,7 +13,8 @@ from typing import Any
 
 sys.path.insert(1, str(Path(__file__).parents[2]))
 
-STEP = 3  # in which the places "step" and "actions" are
+SLOW = 20.0
+STEP = 3  # in which the place "step" is
 
 
 def train(config, worker):
@@ -42,8 +43,8 @@ def _end(how: str, run_dir: Path) -> None:
         raise RuntimeError("planted")
     elif how == "scheduler":  # the test sends SIGTERM to all
         time.sleep(1)
-    elif how == "slow":
-        time.sleep(20)
+    elif how == "slow":  # longer than any other rank may be waited for
+        time.sleep(SLOW)
     else:
         os._exit(int(how.removeprefix("exit")))
 
@@ -61,6 +62,7 @@ def _plant(place: str, end: Callable[[], None]) -> None:
         "build": (session, "build"),
         "load": (session.Checkpointer, "resume"),
         "writing": (writer, "write_checkpoint"),
+        "background": (writer, "write_checkpoint"),
         "export": (hf_export, "export"),
     }
     if place in called:
@@ -73,21 +75,14 @@ def _plant(place: str, end: Callable[[], None]) -> None:
 
         setattr(owner, name, call)
         return
-    enter, start = Watchdog.enter_phase, Watchdog.start_action
+    enter = Watchdog.enter_phase
 
     def enter_phase(self: Any, step: int, phase: str, timeout: float | None = None) -> None:
         enter(self, step, phase, timeout)
-        if (phase == place and place != "end") or (
-            place == "step" and (step, phase) == (STEP, "data")
-        ):
+        if (phase == place and place != "end") or (place, phase, step) == ("step", "data", STEP):
             end()
 
-    def start_action(self: Any, action: Any) -> None:
-        start(self, action)
-        if place == "actions" and self._step == STEP and action is not None:
-            end()
-
-    Watchdog.enter_phase, Watchdog.start_action = enter_phase, start_action
+    Watchdog.enter_phase = enter_phase
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
+from itertools import islice
 from pathlib import Path
 
 from titanlike.config import files
@@ -21,7 +22,8 @@ from titanlike.launch.failures import log_path
 
 AFTER = "after"  # Beat.action once all actions of a schedule are done
 DATA_THREAD = "data"  # name of the thread that makes the next batch
-_DATA_WAIT = "one_ahead"  # the function in which a thread waits for it
+# functions in which a thread waits for another one
+_THREADS = {"loader.one_ahead": DATA_THREAD, "writer.wait": "checkpoint_0"}
 _FRAMES = 6  # of a stale rank's stack, innermost
 _COMPUTING = ("/distributed/checkpoint/", "/distributed/tensor/")  # these do not wait for ranks
 _JOIN_TIMEOUT = 2.0  # seconds to write the last beat
@@ -112,13 +114,14 @@ class Heartbeat:
 
 def innermost_frames(thread: int) -> tuple[str, str, bool]:
     """`Beat.frames`, `Beat.at` and `Beat.waits` of a thread of this process; where it waits for the
-    next batch, of the thread that makes it."""
+    next batch or a save in the background, of the thread that makes it."""
     running = sys._current_frames()
     if (frame := running.get(thread)) is None:
         return "", "", False
-    if frame.f_code.co_name == _DATA_WAIT:
-        data = (other.ident for other in threading.enumerate() if other.name == DATA_THREAD)
-        frame = next((running[ident] for ident in data if ident in running), frame)
+    for inner, _ in islice(traceback.walk_stack(frame), _FRAMES):
+        called = f"{Path(inner.f_code.co_filename).stem}.{inner.f_code.co_name}"
+        others = (t.ident for t in threading.enumerate() if t.name == _THREADS.get(called))
+        frame = next((running[ident] for ident in others if ident in running), frame)
     stack = traceback.StackSummary.extract(traceback.walk_stack(frame), limit=_FRAMES)
     at = f"{Path(stack[0].filename).name}:{stack[0].lineno} in {stack[0].name}"
     waits = _waits(stack)

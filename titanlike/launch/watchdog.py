@@ -116,8 +116,8 @@ class Watchdog:
         self._lost: tuple[str, dict[int, Beat]] | None = None
         self._host = socket.gethostname()
         self._recording = threading.Thread()
-        self._step, self._phase, self._action = 0, "build", ""
-        self.enter_phase(0, "build")
+        self._step, self._phase, self._action = 0, "start", ""
+        self.enter_phase(0, "start")
 
     def watch_device(self, queue: DeviceQueue | None) -> None:
         """From now on what is in a device's queue counts, where the device has one."""
@@ -350,6 +350,7 @@ class Watchdog:
         """
         _call_later(self._report_timeout, lambda: os._exit(1))
         try:
+            self._worker.stop_request.peer_failed()  # looks which rank has ended, rather than hangs
             from titanlike.launch.hang import explain, unresponsive
 
             own, now = self._observe(), self._beats()

@@ -8,6 +8,7 @@ they came, as task/NAME/METRIC.
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import time
 from collections.abc import Callable, Collection
@@ -17,7 +18,7 @@ from typing import Any
 from titanlike.checkpoint.discovery import checkpoint_folder, step_name
 from titanlike.checkpoint.storage import error_line
 from titanlike.config.schema import Config
-from titanlike.launch.environment import child_environment, python
+from titanlike.launch.environment import PARENT, child_environment, python
 from titanlike.metrics.run_files import Events
 
 _KILLED = 10.0  # seconds for a process to end when it is killed
@@ -87,7 +88,7 @@ class SideEvaluation:
         self._log.parent.mkdir(parents=True, exist_ok=True)
         # --trust-code: of what this very run has been told to import and to open
         command = [*python(), "-m", "titanlike", "evaluate", *words, "--trust-code"]
-        env = child_environment()
+        env = child_environment() | {PARENT: str(os.getpid())}
         with self._log.open("ab") as log:
             return subprocess.Popen(
                 command, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log
