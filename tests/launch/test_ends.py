@@ -103,7 +103,7 @@ def test_a_rank_that_hangs_or_dies_is_named_wherever_it_does(
     if torchrun and rank == 0 and not (tmp_path / "result.json").exists():
         # the process that writes it was killed: torchrun's report names it
         cause = err.partition("Root Cause")[2]
-        assert re.search(r"rank +: 0 |rank 0 (did not reach|ended|\()", cause), err
+        assert re.search(r"rank +: 0 |rank 0 (did not reach|ended|failed|\()", cause), err
         return
     end = result(tmp_path)
     assert re.match(error(place, rank, how, torchrun), f"{end['status']}: {end['error']}"), end

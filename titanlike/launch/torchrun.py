@@ -184,9 +184,10 @@ class TorchrunRanks:
             outcome = "orphaned" if self._is_orphan() else ""
         except Exception as error:
             failure = describe(self.rank, error)
-            record_for_torchrun(error)
             if failure.transport:
                 stop.peer_failed()  # looks which peer has ended
+            cause = root_cause(job.run_dir) or failure
+            record_for_torchrun(cause.to_job_failed(job.run_dir, self.world_size).error)
         # 2. let peers out that wait for this rank; only now that the error, whose frames hold the
         #    process groups, is gone
         if failure is not None:
