@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from support.cells import GRID, slow
 from support.launched import Launched
 from support.run_files import result
 from support.waiting import until
@@ -30,6 +31,8 @@ MORE = {
     "background": ["checkpoint.mode=async", "checkpoint.timeout=14"],
 }
 ALONE = ("evaluation", "export")  # rank 0's work
+# places where nothing says how long they may take, or where the run goes on without what fails
+ENDLESS = {("start", "sleep"), ("background", "raise"), ("background", "scheduler")}
 PLACES = ("start", "connect", "build", "load", "step", "validation", "save", "writing")
 PLACES += ("background", *ALONE, "end")
 HOW = ("stop", "sleep", "kill", "exit0", "raise", "scheduler")
@@ -49,12 +52,12 @@ ALL: list[Cell] = [
     *product(("export",), (0,), ("slow",), (0, 2)),
     *product(("compile",), (1,), ("stop", "sleep", "kill"), (0,)),
 ]
-GRID = [
+REST = [
     (place, rank, how, torchrun)
     for place, rank, how, torchrun in ALL
     if (place, rank, how, torchrun) not in DEFAULT + SLOW
     and not (place in ALONE and rank)
-    and (place, how) != ("background", "raise")  # a save that fails, without which training goes on
+    and (place, how) not in ENDLESS
 ]
 
 
@@ -68,10 +71,13 @@ def error(place: str, rank: int, how: str, torchrun: int) -> str:
         return f"failed: rank {rank} failed: RuntimeError: planted"
     if how in ("kill", "exit0", "exit1"):
         word = "killed by SIGKILL" if how == "kill" else f"exited with code {how[-1]} and wrote"
-        return f"failed: rank {rank} failed: " + (r"its process \(" if torchrun else word)
+        # seen by its peers alone, or by them before it has ended
+        word = r"its process \(" if torchrun else rf"({word}|its process \()"
+        late = place == "end" and torchrun and how == "exit0"  # which torchrun takes for an end
+        return f"failed: rank {rank} " + ("did not reach" if late else f"failed: {word}")
     if place == "end":  # the job is over
         return f"failed: rank {rank} did not reach the job's end in 12 s"
-    where = {"step": "data", "background": "data", "writing": "save"}.get(place, place)
+    where = {"step": "data", "background": "save", "writing": "save"}.get(place, place)
     if how == "stop":
         return rf"failed: no progress for .*[;:] rank {rank} \(.*, pid \d+\) has not responded for"
     return (
@@ -83,8 +89,8 @@ def error(place: str, rank: int, how: str, torchrun: int) -> str:
     ("place", "rank", "how", "torchrun"),
     [
         *DEFAULT,
-        *(pytest.param(*cell, marks=pytest.mark.slow) for cell in SLOW),
-        *(pytest.param(*cell, marks=pytest.mark.grid) for cell in GRID),
+        *slow(*SLOW),
+        *slow(*REST, marks=GRID),
     ],
 )
 def test_a_rank_that_hangs_or_dies_is_named_wherever_it_does(
@@ -92,7 +98,7 @@ def test_a_rank_that_hangs_or_dies_is_named_wherever_it_does(
 ) -> None:
     monkeypatch.setenv("PLANTED", f"{place} {rank} {how}")
     words = [*WORDS, *MORE.get(place, []), f"run_dir={tmp_path}"]
-    words += ["checkpoint.timeout=1800"] if how == "slow" else []
+    words += {"slow": ["checkpoint.timeout=1800"], "sleep": ["checkpoint.timeout=14"]}.get(how, [])
     launched = Launched(*words, torchrun=torchrun, program=PROGRAM)
     if how == "scheduler":
         until((tmp_path / "reached").exists)

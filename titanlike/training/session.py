@@ -250,7 +250,13 @@ def _take_over(config: Config, worker: Worker, events: Events) -> RunDirOwner:
     """Own the run's directory, once an earlier start on this machine has ended. On rank 0."""
     owner = RunDirOwner(worker.run_dir)
     patience = min(config.launch.timeout, config.checkpoint.timeout / 2)
-    lock = owner.wait(patience, lambda text: events.log("takeover", 0, text))
-    worker.resources.enter_context(lock)
-    clear_failures(worker.run_dir)  # of that start, which are none of this one's ranks
+    waited: list[str] = []
+
+    def say(text: str) -> None:
+        events.log("takeover", 0, text)
+        waited.append(text)
+
+    worker.resources.enter_context(owner.wait(patience, say))
+    if waited:
+        clear_failures(worker.run_dir)  # of that start, which are none of this one's ranks
     return owner
