@@ -35,6 +35,7 @@ from titanlike.data.tokenizer import write_tokenizer
 ASKED = "names what is not its own, and nothing of that was used: "
 CONFIG: list[tuple[dict[str, Any], str | None]] = [
     ({"run_dir": "OUT/written"}, None),
+    ({"precision": {"name": "fp32", "of_another_version": 1}}, None),
     ({"logger": {"name": "wandb", "project": "a", "mode": "online", "entity": "theirs"}}, None),
     ({"hardware": {"name": "run", "path": "OUT"}}, None),
     ({"hardware": {"name": "measure", "folder": "OUT", "again": True}}, None),

@@ -70,8 +70,11 @@ def read_run(run: Path) -> Config:
         raise ValueError(f"{path}: has an interpolation, ${{...}}, and no run writes any")
     keys, _ = in_folder(keys | {"run_dir": plain.get("run_dir")}, run.absolute())
     config, problems = parse(keys | {"run_dir": str(run.absolute())})
-    if problems:
-        raise ValueError(f"{path}: {'; '.join(map(str, problems))}")
+    unknown = [p.key for p in problems if p.reason.startswith("unknown key")]
+    if unknown:  # of another version
+        print(f"{path}: not read, as there is no such key: {', '.join(unknown)}", file=sys.stderr)
+    if wrong := [str(problem) for problem in problems if problem.key not in unknown]:
+        raise ValueError(f"{path}: {'; '.join(wrong)}")
     return config
 
 
