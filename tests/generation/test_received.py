@@ -109,6 +109,7 @@ STATES: list[tuple[dict[str, Any], str | None]] = [
     ({"config.model": {"name": "theirs.Model"}, "model": {"name": "theirs.Model"}}, "heirs.Model"),
     ({"model.name": ["llama"]}, "is damaged"),
     ({"model.name": {}}, "is damaged"),
+    ({"model": {}}, "is damaged"),
     ({"model.name": "torch.load", "model.f": "OUT/x.pt"}, "torch.load"),
     ({"model": [1]}, "is damaged"),
     ({"model": {"name": "hf", "path": "OUT/hf"}}, "model.path=OUT/hf"),
@@ -139,6 +140,10 @@ TIMELINES: list[tuple[dict[str, Any], str | None]] = [
     ({"config.hardware": {"name": "run", "path": "OUT"}}, "no plan: "),
     ({"config.model": {"name": "hf", "path": "OUT/hf"}}, "no plan: "),
     ({"config.run_dir": "OUT"}, ""),
+    ({"config": [1]}, ""),
+    ({"order": [["F"]]}, ""),
+    ({"steps": {"a": 1}}, ""),
+    ({"stages": []}, ""),
 ]
 SWEEPS = ["OUT", "../outside", "RUN/../outside", "link"]
 URL = "http://127.0.0.1:9/x"

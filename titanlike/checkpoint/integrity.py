@@ -311,6 +311,8 @@ def read_state(folder: Storage, files: Manifest | None = None) -> dict[str, Any]
             owner = state.get(group, {}) if group else state
             if name in owner and type(owner[name]) not in types:
                 raise Damage.TYPE(value=repr(owner[name]), key=key)
+        if "name" not in state.get("model", {"name": ""}):
+            raise Damage.LACKS(keys="model.name")
         step, progress = state["step"], state["progress"]
         named = _STEP_IN_NAME.fullmatch(folder.name)
         if step < 0 or (named and int(named[1]) != step) or progress.get("step", step) != step:

@@ -28,7 +28,7 @@ from titanlike.config.program import (
     train_program,
 )
 from titanlike.config.received import Consent
-from titanlike.config.schema import MESH_AXES, Config
+from titanlike.config.schema import MESH_AXES, TIMELINE, Config
 from titanlike.driver.argv import complete_args, parse_argv
 from titanlike.driver.job import print_problems
 from titanlike.driver.overrides import check_overrides
@@ -171,16 +171,20 @@ def timeline(argv: list[str]) -> int:
     from titanlike.planning.timeline_report import as_data, as_text, report_of
 
     reports: list[tuple[str, TimelineReport]] = []
-    for run in flags.runs:
-        try:
+    try:
+        for run in flags.runs:
             reports.append((str(run), report_of(run, consent)))
-        except ConfigError as error:
-            return print_problems(error.problems)
-    if flags.json:
-        for _, report in reports:
-            print(json.dumps(as_data(report)))
-    else:
-        print(as_text(reports, _width()))
+        if flags.json:
+            lines = [json.dumps(as_data(report)) for _, report in reports]
+        else:
+            lines = [as_text(reports, _width())]
+    except ConfigError as error:
+        return print_problems(error.problems)
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        reason = f"a {TIMELINE} is not as it was recorded ({type(error).__name__}: {error})"
+        fix = "give runs that recorded one: timeline=true"
+        return print_problems([Problem("timeline", str(flags.runs[-1]), reason, fix)])
+    print("\n".join(lines))
     return 0
 
 

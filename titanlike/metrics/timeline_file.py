@@ -126,7 +126,8 @@ def read_rank(path: Path) -> RankFile:
 
 def read_timeline(path: Path) -> Timeline:
     """Raises as `read_rank`."""
-    data = json.loads(path.read_text())
+    with files.open_regular(path) as file:
+        data = json.load(file)
     steps = [[_rank_step(rank) for rank in step] for step in data["steps"]]
     return Timeline(**{**data, "steps": steps, "ranks": [Place(*each) for each in data["ranks"]]})
 

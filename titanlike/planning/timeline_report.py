@@ -136,7 +136,7 @@ def report_of(run: Path, consent: Consent = _NONE) -> TimelineReport:
         fix = "train with timeline=true, and write the directory of that run"
         raise ConfigError([Problem("timeline", str(run), str(error), fix)]) from None
     # no plan where its model or its data are not here any more
-    with contextlib.suppress(ConfigError, ValueError):
+    with contextlib.suppress(ConfigError, ValueError, TypeError, LookupError):
         config = replace(report.config, run_dir=str(run))
         groups = (*OPEN_GROUPS, "split", "hardware", "tokenizer")
         try:
