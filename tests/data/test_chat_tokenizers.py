@@ -140,6 +140,7 @@ def test_ids_and_masks_are_those_of_transformers(kind: str, tmp_path: Path) -> N
     masks = compared = 0
     for form, source in TEMPLATES.items():
         safe, parsed = ChatTemplate(source, ours), ChatTemplate(source, ours, parse_special=True)
+        assert theirs.eos_token_id == given.eos_token_id and theirs.eos_token_id in safe.ends
         for about, (messages, tools) in CONVERSATIONS.items():
             for one in (theirs, given):
                 where = f"{kind} {form} {about}"
