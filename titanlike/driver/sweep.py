@@ -29,6 +29,7 @@ from titanlike.driver.sweep_status import (
     add_jobs,
     read_job_rows,
     read_spec,
+    run_dir_word,
     write_spec,
 )
 from titanlike.launch.run_dir_lock import claim
@@ -126,9 +127,7 @@ class SweepRun:
         of_this_start = ("sweep.resume=", "sweep.share=")
         words = [redact_override(w) for w in self.command if not w.startswith(of_this_start)]
         if not any(word.startswith(("run_dir=", "hydra.sweep.dir=")) for word in words):
-            folder = str(self.folder)
-            plain = re.fullmatch(r"[\w./-]+", folder, re.ASCII)  # in the syntax of overrides, too
-            words.append(f"run_dir={folder if plain else quoted(folder)}")
+            words.append(run_dir_word(self.folder))
         return shlex.join([*self.program, *words])
 
     def swept(self, overrides: Iterable[str]) -> list[str]:

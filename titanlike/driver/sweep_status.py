@@ -25,6 +25,7 @@ from typing import Any
 
 from titanlike.config import files
 from titanlike.config.credentials import redact, redact_override
+from titanlike.config.errors import quoted
 from titanlike.config.files import open_regular
 from titanlike.driver.job import SWEEP_FILE
 from titanlike.launch.run_dir_lock import is_locked, try_lock
@@ -54,6 +55,12 @@ class SweepSpec:
     inner: str = ""  # a tool's folder inside each job's, "verify"
     jobs: list[Job] = field(default_factory=list)  # by number
     implied: list[str] = field(default_factory=list)  # of each job's overrides, what nobody typed
+
+
+def run_dir_word(folder: Path) -> str:
+    """The override that names a sweep's directory."""
+    plain = re.fullmatch(r"[\w./-]+", str(folder), re.ASCII)  # in the syntax of overrides, too
+    return f"run_dir={folder if plain else quoted(str(folder))}"
 
 
 def write_spec(folder: Path, spec: SweepSpec) -> bool:

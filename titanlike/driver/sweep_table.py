@@ -19,11 +19,10 @@ from typing import Any
 
 from titanlike.config import files
 from titanlike.config.credentials import REDACTED
-from titanlike.config.errors import quoted
 from titanlike.config.files import same_folder
 from titanlike.config.program import argument_parser, exit_code, program_length, train_program
 from titanlike.driver.job import SWEEP_FILE
-from titanlike.driver.sweep_status import JobRow, SweepSpec, read_job_rows, read_spec
+from titanlike.driver.sweep_status import JobRow, SweepSpec, read_job_rows, read_spec, run_dir_word
 from titanlike.metrics import units
 from titanlike.metrics.console import LOG_WIDTH, Console, shorten, table_lines
 from titanlike.metrics.report import MOST_RUNS, write_reports
@@ -103,7 +102,7 @@ def _of_folder(command: str, folder: Path) -> str:
         for i, word in enumerate(words):
             key, _, named = word.partition("=")
             if key in ("run_dir", "hydra.sweep.dir") and not same_folder(named.strip("'"), folder):
-                words[i] = f"{key}={quoted(str(folder.absolute()))}"
+                words[i] = run_dir_word(folder.absolute())
                 command = shlex.join(words)
     return command
 
