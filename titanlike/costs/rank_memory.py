@@ -26,12 +26,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import Tensor
 
-from titanlike.config.schema import Config
+from titanlike.config.schema import Config, Muon
 from titanlike.costs.unit_costs import UnitCosts, UnitMemory, expert_parameters
 from titanlike.distributed.sharding import StateBytes, compute_dtype
 from titanlike.graph.cut import messages
 from titanlike.graph.model_graph import ModelGraph
-from titanlike.optim.muon import hidden_matrices
 from titanlike.optim.optimizer import moment_bytes
 from titanlike.pipeline.order import Action, Order
 
@@ -442,6 +441,11 @@ def planned_memory(
     """
     model = model_graph.model
     experts, kept = expert_parameters(model, config), moment_bytes(config, model)
+    hidden: Collection[str] = ()
+    if isinstance(config.optimizer, Muon):
+        from titanlike.optim.muon import hidden_matrices
+
+        hidden = hidden_matrices(model, config.optimizer)
 
     def sizes(names: Collection[str], each: Mapping[str, int] | None = None) -> list[int]:
         return [
@@ -469,7 +473,7 @@ def planned_memory(
         experts=sizes(experts),
         received=[0, *(received for received, _ in flows[1:])],
         sent=[sent for _, sent in flows],
-        by_muon=sizes(hidden_matrices(model, config.optimizer)),
+        by_muon=sizes(hidden),
         moments=[*zip(sizes(kept, kept), sizes(experts, kept), strict=True)],
         skips=skips,
     )

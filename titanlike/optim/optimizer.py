@@ -203,13 +203,15 @@ def parameter_update(
 
 def moment_bytes(config: Config, model: nn.Module) -> dict[str, int]:
     """Bytes that its optimizer keeps of an element of each parameter, by the parameter's name."""
-    from titanlike.optim.muon import hidden_matrices
-
     choice = config.optimizer
     shapes = {name: parameter.dim() for name, parameter in model.named_parameters()}
     if isinstance(choice, OwnOptimizer):  # as AdamW
         return dict.fromkeys(shapes, 8)
-    hidden, low = hidden_matrices(model, choice), getattr(choice, "state_dtype", "") == "bf16"
+    hidden, low = set[str](), getattr(choice, "state_dtype", "") == "bf16"
+    if isinstance(choice, Muon):
+        from titanlike.optim.muon import hidden_matrices
+
+        hidden = hidden_matrices(model, choice)
     found = {}
     for name, dim in shapes.items():
         update = parameter_update(name, dim, choice, name in hidden)
