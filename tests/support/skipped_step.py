@@ -18,7 +18,9 @@ class Skips(AnomalyDetector):
     def limits(self) -> tuple[float, float]:
         return 0.0, 0.0
 
-    def classify(self, record: dict, first_bad_gradient: Callable[[], str]) -> Anomaly | None:
+    def classify(
+        self, record: dict, first_bad_gradient: Callable[[], str], counts: bool = True
+    ) -> Anomaly | None:
         return Anomaly("spike", "skip", "for the test")
 
 
