@@ -108,7 +108,7 @@ def test_every_wrong_value_is_reported_at_once_with_one_that_works() -> None:
         "devise": "device=cpu",
         "device": "device=cuda",
         "schedule.name": "schedule=1f1b",
-        "data.path": "data.path=PATH",
+        "data.path": "give data.path its value, or write data=text",
         "optimizer.betas": "optimizer.betas=[0.9]",
         "optimizer.lr": "optimizer.lr=0.003",
         "checkpoint.evry": "checkpoint.every=5",

@@ -25,6 +25,7 @@ from support.commands import TINY, command
 from support.launched import Launched
 from support.paths import ROOT
 from titanlike.config import other_frameworks
+from titanlike.config.errors import Problem
 from titanlike.config.other_frameworks import Context, translate
 from titanlike.config.overrides import key_of
 from titanlike.config.schema import OPEN_GROUPS, VARIANTS, Config
@@ -51,9 +52,11 @@ runpy.run_path({str(ROOT / "train.py")!r}, run_name="__main__")
 
 
 def test_a_run_composes_and_parses_its_config_once(tmp_path: Path) -> None:
-    """To check it and to run it; each composition takes a fifth of a second of every start."""
+    """To check it and to run it; each composition takes a fifth of a second of every start. With
+    hydra.verbose Hydra asks for it again, to print it."""
     (tmp_path / "counted.py").write_text(COUNTED)
-    done = command(*TINY, "steps=1", cwd=tmp_path, tool=str(tmp_path / "counted.py"))
+    words = *TINY, "steps=1", "hydra.verbose=true"
+    done = command(*words, cwd=tmp_path, tool=str(tmp_path / "counted.py"))
     assert done.returncode == 0, done.stderr
     assert [done.stdout.count(f"{what}\n") for what in ("composed", "parsed", "validated")] == [
         1
@@ -115,6 +118,13 @@ def test_mistakes_of_every_kind_are_reported_together(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
+def test_what_a_terminal_would_obey_is_written_out() -> None:
+    for problem in problems_of(["tp=\x1b[31mred", "split.name=a\u202eb", "steps='\a'"]):
+        assert str(problem).isprintable()
+    assert "tp=\\x1b[31mred: must be an integer" in str(problems_of(["tp='\x1b[31mred'"])[0])
+    assert "(5000 characters)" in str(Problem("seed", 5000 * "x", "must be an integer"))
+
+
 def test_an_experiment_may_be_written_with_a_plus() -> None:
     findings = examined("+experiment=llama3_8b", "dp=32")
     assert findings.problems == []
@@ -165,6 +175,28 @@ pp: 2
         assert (config.schedule.stages_per_rank, config.optimizer.momentum) == (3, 0.5)
     found = examined("--config-dir", str(tmp_path), "experiment=x", "logger=tensorboard")
     assert found.config is not None and found.config.logger.name == "tensorboard"
+    (tmp_path / "experiment" / "y.yaml").write_text("# @package _global_\nlr: {name: cosine}\n")
+    at = "--config-dir", str(tmp_path)
+    for words in ("experiment=x,y", "experiment=y lr=linear,wsd", "lr.name=cosine,constant"):
+        assert examined(*at, "-m", *words.split()).problems == []
+    (problem,) = examined(*at, "-m", "experiment=y", "lr=wsd,nope").problems
+    assert (problem.key, problem.fix) == ("lr", "lr=wsd,cosine")
+
+
+def test_a_config_file_that_is_not_to_be_composed_is_refused_by_its_name(tmp_path: Path) -> None:
+    """Without the line that gives its keys their place; with aliases that no machine can write
+    out."""
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "model").mkdir()
+    (tmp_path / "experiment/bare.yaml").write_text("steps: 5\nlr: {name: cosine}\n")
+    names = [f"a{i}: &a{i} [{','.join(9 * [f'*a{i - 1}'])}]" for i in range(1, 9)]
+    (tmp_path / "model/wide.yaml").write_text("\n".join(["name: llama", "a0: &a0 x", *names]))
+    for word, said in {
+        "experiment=bare": "bare.yaml has no line `# @package _global_`",
+        "model=wide": "wide.yaml: it has 5.4e+07 values, by aliases of aliases",
+    }.items():
+        (problem,) = examined("--config-dir", str(tmp_path), word).problems
+        assert word == f"{problem.key}={problem.value}" and said in problem.reason
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -195,7 +227,8 @@ TABLE = yaml.safe_load(Path(other_frameworks.__file__).with_suffix(".yaml").read
 SOME = {
     "lr=3e-4", "~logger", "schedule.stages_per_rank=4", "batch_size=10k dp=3", "checkpoint.evry=5",
     "dp=4 sharding_strategy=FULL_SHARD", "--bf16 pp=2", "model=[llama_tiny,gpt2_tiny]",
-    "pp=2 split.points=[nope]",
+    "pp=2 split.points=[nope]", "'pp=${oc.env:NOPE}' 'seed=${nope}'",
+    "numerics=exact numerics.grain=0",
 }  # fmt: skip
 
 

@@ -63,6 +63,7 @@ def test_an_action_reads_back_what_it_writes() -> None:
         ("0F0,0B0\n2F0,2B0\n", ["stage 1 has no action, but stage 2 has"]),
         ("0F0,0B0\n,,\n1F0,1B0\n", ["pipeline rank 1 has no stage"]),
         ("0F0,0F999999999\n", ["0F1 is missing"]),
+        ("0F0,0B0\n999999999F0\n", ["row 2, column 1: '999999999F0' is not an action"]),
     ],
 )
 def test_a_wrong_table_is_refused_with_the_place_and_what_to_change(

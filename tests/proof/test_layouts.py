@@ -164,7 +164,7 @@ def test_a_wrong_gradient_or_loss_is_caught_and_named(fault: str, tmp_path: Path
     results = run_world(verify_with_a_fault, tiny(2, 1, optimizer=Sgd()), tmp_path, fault)
     assert {result["exit_code"] for result in results} == {1}
     verdict = (tmp_path / "rank0.out").read_text().splitlines()[-1]
-    wrong = "loss of loss" if fault == "loss" else "gradient of model.layers.5.mlp.up_proj.weight"
+    wrong = "loss of step" if fault == "loss" else "gradient of model.layers.5.mlp.up_proj.weight"
     assert verdict.startswith("FAIL") and wrong in verdict
 
 

@@ -57,14 +57,16 @@ _SETTINGS = {"disabled", "enabled", "required", "optional", "kerberos", "anonymo
 
 _TOKENS = re.compile(
     r"""(?<![A-Za-z0-9])(?:
-      hf_[A-Za-z0-9]{20,}                              # Hugging Face
+      # Hugging Face, GitHub, npm, Replicate, Groq, DigitalOcean, Stripe
+      (?:hf | gh[pousr] | npm | r8 | gsk | dop_v1 | [sr]k_(?:live|test))_[A-Za-z0-9]{20,}
+      # GitHub, Docker, GitLab, NVIDIA, PyPI, Vault, Google, W&B
+    | (?:github_pat_ | dckr_pat_ | gl(?:pat|rt)- | nvapi- | pypi- | hvs\. | ya29\. | wandb_v\d_)[\w-]{20,}
     | sk-(?:[A-Za-z0-9_]+-){0,3}[A-Za-z0-9_]{20,}[\w-]* # OpenAI, Anthropic and others
     | sk-(?=[\w-]*[0-9])(?=[\w-]*[A-Z])[\w-]{20,}
     | (?:AKIA|ASIA)[A-Z0-9]{16}                        # AWS
-    | gh[pousr]_[A-Za-z0-9]{20,} | github_pat_\w{20,} | glpat-[\w-]{20,}
-    | xox[a-z]-[A-Za-z0-9-]{10,}                       # Slack
-    | AIza[\w-]{35} | ya29\.[\w-]{20,}                 # Google
-    | wandb_v\d_\w{20,}
+    | (?:xox[a-z]|xapp)-[A-Za-z0-9-]{10,}              # Slack
+    | AIza[\w-]{35} | dapi[0-9a-f]{32}                 # Google, Databricks
+    | SG\.[\w-]{16,}\.[\w-]{16,}                       # SendGrid
     | eyJ[\w-]{10,}\.eyJ[\w-]{10,}\.[\w-]*             # a JSON web token
     | -----BEGIN[ ][A-Z ]*PRIVATE[ ]KEY-----(?:.*?-----END[ ][A-Z ]*PRIVATE[ ]KEY-----)?
     )""",
@@ -85,13 +87,14 @@ _HEADER = re.compile(  # of HTTP
     re.VERBOSE | re.IGNORECASE,
 )
 _BEARER = re.compile(r"\b(bearer\s+)([\w.~+/=-]{8,})", re.IGNORECASE)
+_BASIC = re.compile(r"\b([Bb]asic\s+)((?=\w*[A-Z])(?=\w*[a-z])[\w+/]{12,}=*)")  # in base64
 _WORD = r"""('[^']*'|\\?"[^"]*"|[^\s'"]+)"""
 _FLAG = re.compile(rf"""(?<![\w/.-])(--?([A-Za-z][\w-]*)(?:=|\s+))(?!-){_WORD}""")  # --token X
 _SHORT = {"p", "u", "user", "userpwd"}  # flags of passwords in some programs, and of others' names
 _SCHEDULERS = {"sbatch", "srun", "salloc", "qsub", "bsub", "ssh", "oarsub", "flux"}
 _VARIABLE = re.compile(r"\$(\{.*\}|\(.*\)|[A-Z_][A-Z0-9_]*)")  # of a shell, or an interpolation
 _TEXT = r"""('[^']*'|"[^"]*"|[^\s,;&)\]}]+?(?=:?(?:[\s,;&)\]}]|$)))"""
-_ASSIGNED = re.compile(rf"(?<![\w.?&;-])([A-Za-z_][\w.-]*=){_TEXT}")  # password=...
+_ASSIGNED = re.compile(rf"(?<![\w.?&;-])([A-Za-z_][\w.-]*[ \t]*=[ \t]*){_TEXT}")  # password=...
 _MAPPED = re.compile(rf"""([{{,]\s*['"]?[A-Za-z_][\w.-]*['"]?:\s*){_TEXT}""")  # {password: ...}
 
 
@@ -122,7 +125,7 @@ def redact(text: str) -> str:
     text = _TOKENS.sub(REDACTED, text)
     text = _USER.sub(REDACTED, text)
     text = _QUERY.sub(lambda m: f"{m[1]}={REDACTED}" if _is_secret_parameter(m[1]) else m[0], text)
-    for pattern in (_HEADER, _BEARER):
+    for pattern in (_HEADER, _BEARER, _BASIC):
         text = pattern.sub(rf"\g<1>{REDACTED}", text)
     for pattern in (_ASSIGNED, _MAPPED):
         text = _replace(pattern, text, lambda m: _names_secret(m[1], m[2].strip("'\"")))

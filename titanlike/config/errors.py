@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Mapping, Sequence
+import shlex
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from typing import Any
 
 from titanlike.config.credentials import REDACTED, redact, redact_value
+
+_LONGEST = 1000  # characters of a value that an error shows
 
 
 @dataclass(frozen=True)
@@ -27,10 +30,13 @@ class Problem:
         value, reason, fix = redact_value(self.key, self.value), self.reason, self.fix
         if [value] != [self.value]:  # a secret, which the reason may quote
             reason, fix = reason.replace(str(self.value), REDACTED), ""
-        shown = self.key if self.value == "" else f"{self.key}={override_text(value)}"
+        text = printable(override_text(value), "")
+        if len(text) > _LONGEST:
+            text = f"{text[:_LONGEST]}... ({len(text)} characters)"
+        shown = self.key if self.value == "" else f"{self.key}={text}"
         # an override, or a sentence
         write = "write " if re.match(r"['\"]?(-m )?[~+]*[\w./@]+=", fix) else ""
-        return redact(f"{shown}: {reason}" + (f"; {write}{fix}" if fix else ""))
+        return redact(printable(f"{shown}: {reason}" + (f"; {write}{fix}" if fix else "")))
 
     def hiding(self, values: Mapping[str, str]) -> Problem:
         """Replace each of these values by a text: values from the environment may be secret."""
@@ -77,17 +83,62 @@ class ConfigError(ValueError):
         return ConfigError, (self.problems,)
 
 
-def override_text(value: Any) -> str:
-    """A value in the syntax of overrides: null, true, [1,2], {a:1}."""
+def printable(text: str, but: str = "\n") -> str:
+    """The text with ESC and other characters that a terminal would obey written as in Python,
+    except those in `but`."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in but else repr(c)[1:-1] for c in text)
+
+
+def as_typed(words: Iterable[str]) -> str:
+    """Overrides as they are typed in a shell."""
+
+    def typed(word: str) -> str:
+        try:
+            expanded = re.search(r"[*?]|\{.*,.*\}", word)
+            if shlex.split(word, comments=False) == [word] and not expanded:
+                return word
+        except ValueError:
+            pass
+        return shlex.quote(word) if any(char in word for char in '"$`\\!') else f'"{word}"'
+
+    return " ".join(map(typed, words))
+
+
+def typed_words(fix: str) -> list[str]:
+    """The words of the first way in a fix, if these are overrides; [] for a sentence."""
+    try:
+        words = shlex.split(fix.partition(" or ")[0].rstrip(","))
+    except ValueError:
+        return []
+    flag = words[:1] == ["-m"]
+    return words if all(re.match(r"[\w./]+=", word) for word in words[flag:]) else []
+
+
+def as_override(key: str, value: Any) -> str:
+    """The override that sets a key to a value, as it is typed in a shell."""
+
+    def text(word: str) -> str:
+        plain = re.fullmatch(r"[A-Za-z_/*][\w/.*%+@-]*", word, re.ASCII)
+        read = word.lower() in ("null", "true", "false", "nan", "inf")  # as something else
+        return word if plain and not read else quoted(word)
+
+    return as_typed([f"{key}={override_text(value, text)}"])
+
+
+def override_text(value: Any, text: Callable[[str], str] = str) -> str:
+    """A value in the syntax of overrides: null, true, [1,2], {a:1}; texts as `text` writes them."""
     if value is None:
         return "null"
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, (list, tuple)):
-        return "[" + ",".join(override_text(item) for item in value) + "]"
+        return "[" + ",".join(override_text(item, text) for item in value) + "]"
     if isinstance(value, dict):
-        return "{" + ",".join(f"{key}:{override_text(item)}" for key, item in value.items()) + "}"
-    return str(value)
+        items = (f"{key}:{override_text(item, text)}" for key, item in value.items())
+        return "{" + ",".join(items) + "}"
+    return text(value) if isinstance(value, str) else str(value)
 
 
 def quoted(text: str) -> str:

@@ -79,7 +79,9 @@ def _normalized(text: str) -> str:
 def _fill(template: str, value: str, context: Context) -> str:
     """The template with its values; where it computes with what is no number, with that itself."""
     # sharded: a dp among whose ranks there is something to shard
-    numbers: dict[str, Any] = {"60": 60.0, "sharded": max(context.dp, 2)} | asdict(context)
+    numbers: dict[str, Any] = {"60": 60.0, "100": 100.0, "sharded": max(context.dp, 2)} | asdict(
+        context
+    )
     numbers["count"] = 1 + value.count(",") if value.startswith("[") else value
 
     def filled(match: re.Match[str]) -> str:

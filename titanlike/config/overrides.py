@@ -6,7 +6,7 @@ not list all. And YAML files whose aliases, written out, would be more than a ma
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import Any
 
 import yaml
 
+from titanlike.config.files import open_regular
 from titanlike.config.schema import OPEN_GROUPS, VARIANTS, Config
 
 ADDED = ("model.", "data.changed=")  # data.changed: the file of a user's own data may lack it
@@ -37,14 +38,11 @@ def in_full(override: str) -> list[str]:
     return [override]
 
 
-def to_hydra(override: str, own: Collection[str] = ()) -> str:
-    """An override of an argument with the ++ that lets Hydra add its key; any other unchanged.
-
-    own: groups besides the model that name code of the user's.
-    """
+def to_hydra(override: str) -> str:
+    """An override of what may be an argument of the user's own code with the ++ that lets Hydra add
+    its key; any other unchanged."""
     group, dot, _ = override.partition("=")[0].partition(".")
-    adds = override.startswith(ADDED) or (dot and group in own)
-    return f"++{override}" if adds else override
+    return f"++{override}" if dot and group in OPEN_GROUPS else override
 
 
 def from_hydra(override: str) -> str:
@@ -59,10 +57,6 @@ _MOST = 100_000  # values of a config
 def aliases_problem(path: Path) -> str:
     """Why a file is not to be read by what writes its aliases out, as OmegaConf does; "" if it
     may."""
-    try:
-        root = yaml.compose(path.read_text(encoding="utf-8"), yaml.SafeLoader)
-    except (OSError, ValueError, yaml.YAMLError):
-        return ""  # told by those who read it
     known: dict[int, float] = {}
 
     def count(node: Any) -> float:
@@ -74,7 +68,11 @@ def aliases_problem(path: Path) -> str:
         return known[id(node)]
 
     try:
+        with open_regular(path) as file:
+            root = yaml.compose(file, yaml.SafeLoader)
         values = 0 if root is None else count(root)
+    except (OSError, ValueError, yaml.YAMLError):
+        return ""  # told by those who read it
     except RecursionError:
         return "its values are nested too deeply"
     return f"it has {values:.2g} values, by aliases of aliases" if values > _MOST else ""

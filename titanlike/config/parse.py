@@ -23,7 +23,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, Union
 
-from titanlike.config.errors import Problem, abbreviates, nearest, override_text
+from titanlike.config.errors import Problem, abbreviates, as_override, nearest, override_text
 from titanlike.config.files import atomic_write_text, same_folder
 from titanlike.config.keys import Bytes, Paths, Seconds
 from titanlike.config.program import conf_dir, train_program
@@ -71,10 +71,15 @@ def _dataclass(cls: type, plain: dict[str, Any], prefix: str, problems: list[Pro
     fields = {field.name: field for field in dataclasses.fields(cls)}
     for key, value in plain.items():
         if key not in fields:
-            near = nearest(str(key), fields)
+            short = [name for name in fields if abbreviates(str(key), name)]  # wd, mb
+            near = nearest(str(key), fields) or (short[0] if len(short) == 1 else None)
             wrong: list[Problem] = []
             convert(hints[near], value, near, wrong) if near else None
-            fix = f"{prefix}{near}={override_text(value)}" if near and not wrong else ""
+            group, _, pattern = prefix[:-1].partition(".groups.")
+            fix = as_override(f"{prefix}{near}", value) if near and not wrong else ""
+            if fix and pattern:  # a whole entry, which is merged into the mapping
+                entry = {near if k == key else k: item for k, item in plain.items()}
+                fix = as_override(f"{group}.groups", {pattern: entry})
             reason = "unknown key" if near else f"unknown key; known: {', '.join(fields)}"
             problems.append(Problem(f"{prefix}{key}", value, reason, fix))
     values = {}
@@ -83,9 +88,11 @@ def _dataclass(cls: type, plain: dict[str, Any], prefix: str, problems: list[Pro
         if name not in plain and _default(field) is not _NO_DEFAULT:
             continue
         if plain.get(name, MISSING) == MISSING:
-            reason = f"required: {field.metadata['doc']}"
-            example = {int: "256"}.get(hints[name], name.upper())  # vocab_size; a PATH
-            problems.append(Problem(key, MISSING, reason, f"{key}={example}"))
+            reason, group = f"required: {field.metadata['doc']}", prefix[:-1]
+            fix = f"{key}=256" if hints[name] is int else ""  # vocab_size
+            if group in VARIANTS and not fix:
+                fix = f"give {key} its value, or write {group}={next(iter(VARIANTS[group]))}"
+            problems.append(Problem(key, MISSING, reason, "" if "[" in key else fix))
             continue
         before = len(problems)
         if cls is Config and (name in VARIANTS or name in OPEN_GROUPS):
@@ -161,7 +168,7 @@ def convert(
             fixed = (replace(problem, fix=f"{key}=null") for problem in problems[before:])
             problems[before:] = [*fixed]
         return converted
-    example = ""
+    example = fix = ""
     if isinstance(annotation, type) and dataclasses.is_dataclass(annotation):
         if isinstance(value, dict):
             return _dataclass(annotation, value, f"{key}.", problems)
@@ -187,7 +194,7 @@ def convert(
         wrong: list[Problem] = []
         expected = "must be a list"
         convert(arguments[0], value, key, wrong)
-        example = "" if wrong else f"[{override_text(value)}]"
+        fix = "" if wrong or not str(value).isprintable() else as_override(key, [value])
     elif origin is dict:
         if isinstance(value, dict) and arguments[1] is Any:
             return value
@@ -228,18 +235,19 @@ def convert(
             return value
         expected = "is empty" if value == "" else "must be text"
         if isinstance(value, (int, float)) and not isinstance(value, bool):
-            example = f"\"'{override_text(value)}'\""
-    if isinstance(value, (list, tuple)) and value and not example:
+            fix = as_override(key, override_text(value))
+    if isinstance(value, (list, tuple)) and value and not (example or fix):
         wrong = []
         for item in value:
             convert(annotation, item, key, wrong)
         if not wrong:  # the values of a sweep
-            fix = f"-m {key}={','.join(map(override_text, value))}"
-            problems.append(Problem(key, value, f"{expected}; several are a sweep", fix))
-            return None
+            several = len(value) > 1
+            fix = f"{'-m ' * several}{key}={','.join(map(override_text, value))}"
+            expected += "; several are a sweep" * several
     if not example and default is not _NO_DEFAULT:
         example = override_text(default() if callable(default) else default)
-    problems.append(Problem(key, value, expected, f"{key}={example}" if example else ""))
+    fix = fix or (f"{key}={example}" if example else "")
+    problems.append(Problem(key, value, expected, fix))
     return None
 
 

@@ -21,12 +21,13 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from titanlike.config.errors import Problem, override_text
+from titanlike.config.errors import Problem, override_text, typed_words
 from titanlike.config.keys import BOUNDS, MAX_RANKS, MAX_VOCAB
-from titanlike.config.overrides import with_choices
+from titanlike.config.parse import parse, to_plain
 from titanlike.config.schema import (
     MESH_AXES,
     TIMELINE,
+    VARIANTS,
     AutoSchedule,
     Config,
     CsvSchedule,
@@ -59,11 +60,27 @@ def problems(config: Config, world_size: int | None = None) -> list[Problem]:
     if impossible := out_of_bounds(config):
         return impossible  # alone: other checks compute with these numbers
     wrong = [problem for problem, _ in value_problems(config)]
-    if not {*MESH_KEYS} & {problem.key for problem in wrong}:
-        wrong += broken_rules(MESH_RULES + STEP_RULES + EXACT_RULES, config)
-        wrong += [*_not_started(config, world_size), *_ramp(config)]
     known = {problem.key.partition("[")[0] for problem in wrong}
-    return [*wrong, *broken_rules([rule for rule in RULES if rule.key not in known], config)]
+    config = fixed(config, wrong)
+    rules = MESH_RULES + STEP_RULES + EXACT_RULES + RULES
+    others = [*broken_rules(rules, config), *_not_started(config, world_size), *_ramp(config)]
+    return wrong + [other for other in others if other.key.partition("[")[0] not in known]
+
+
+def fixed(config: Config, problems: Iterable[Problem]) -> Config:
+    """The config with the first way of each fix that is overrides, so that what else is wrong with
+    it is found, too."""
+    plain = None
+    for problem in problems:
+        for word in typed_words(problem.fix):
+            plain = to_plain(config) if plain is None else plain
+            key, value = word.split("=", 1)
+            group, _, name = key.partition(".")
+            if name and isinstance(plain.get(group), dict):
+                plain[group][name] = yaml.safe_load(value)
+            elif not name:
+                plain[group] = {"name": value} if group in VARIANTS else yaml.safe_load(value)
+    return config if plain is None else parse(plain)[0]
 
 
 def sweep_problems(config: Config) -> list[Problem]:
@@ -101,9 +118,8 @@ def value_problems(owner: Any, prefix: str = "") -> Iterator[tuple[Problem, bool
         if isinstance(value, str):
             reasons = (reason for holds, reason in metadata["texts"] if not holds(value))
             if reason := next(reasons, ""):
-                shown = value if value.isprintable() else repr(value)[1:-1]
                 fix = _override(plain_key, bounds.get("example", "NAME"))
-                yield Problem(plain_key, shown, reason, fix), False
+                yield Problem(plain_key, value, reason, fix), False
             continue
         finite, is_bytes = value - value == 0, bounds["le"] == BOUNDS["Bytes"]["le"]
         sides = (side for side in _SIDES if side in bounds and finite)
@@ -199,12 +215,7 @@ def broken_rules(rules: Iterable[Rule], config: Config, *facts: Any) -> Iterator
 
 def _ends(way: str, rule: Rule, config: Config, facts: tuple[Any, ...]) -> bool:
     """Whether overrides end a problem; True for a sentence."""
-    words = shlex.split(way.rstrip(","))
-    if not all(re.match(r"[\w.]+=", word) for word in words):
-        return True
-    pairs = (word.split("=", 1) for word in words)
-    choices = {key: yaml.safe_load(value) for key, value in pairs}
-    return not rule.broken(with_choices(config, choices), *facts)
+    return not (typed_words(way) and rule.broken(fixed(config, [Problem("", "", "", way)]), *facts))
 
 
 def _if_exact(broken: Callable[[Config], Any], config: Config) -> Any:

@@ -1,16 +1,15 @@
 """A command line: flags, overrides, and what is neither (`--max-steps 100`, `pp 2`); and what need
 not be typed.
 
-`GROUP=own` is added where GROUP.name is an import path, and so are the choice that GROUP.name or an
-experiment's file names, and choices of a finished run. The config of a run folder is complete, without a
-defaults list. So that a group's choice replaces the group there, the config is given to Hydra
-without that group, which is added to its defaults.
+`GROUP=own` is added where GROUP.name is an import path, and so are the choice that GROUP.name names, and
+choices of a finished run. The config of a run folder is complete, without a defaults list. So that a
+group's choice replaces the group there, the config is given to Hydra without that group, which is added
+to its defaults.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -153,17 +152,14 @@ def complete_args(args: argparse.Namespace) -> None:
         else:  # an experiment is in the defaults list; both spellings are common
             given.append(text[1:] if text.startswith("+experiment=") else text)
     args.overrides = given
-    own = _complete_choices(args, extra)
-    args.overrides = [to_hydra(word, own) for text in args.overrides for word in in_full(text)]
+    _complete_choices(args)
+    args.overrides = [to_hydra(word) for text in args.overrides for word in in_full(text)]
     if extra:
         args.overrides.append(f"hydra.searchpath=[{','.join(map(quoted, extra))}]")
 
 
-def _complete_choices(args: argparse.Namespace, searched: list[str]) -> set[str]:
-    """Complete args.overrides, and args.config_name; returns the groups that name the user's code.
-
-    searched: folders in which there may be more choices.
-    """
+def _complete_choices(args: argparse.Namespace) -> None:
+    """Complete args.overrides, and args.config_name."""
     shipped = args.config_path == str(conf_dir())
     finished = None if shipped else _finished(args)
     before = ""
@@ -180,23 +176,16 @@ def _complete_choices(args: argparse.Namespace, searched: list[str]) -> set[str]
         group, _, choices = text.lstrip("+").partition(".name=")
         kinds = {VARIANTS.get(group, {}).get(choice) for choice in choices.split(",")}
         now = VARIANTS.get(group, {}).get(str((in_run.get(group) or {}).get("name")))
-        if group not in chosen and None not in kinds and kinds != {now}:
+        if group not in chosen and kinds - {None, now}:
             args.overrides[at] = f"{group}={choices}"
     chosen = {key_of(text) for text in args.overrides} & _GROUPS
-    by_file = {} if finished is not None else _of_experiments(args, searched)
-    typed = {key_of(text): text.partition("=")[2] for text in args.overrides}
-    for group, choice in by_file.items():
-        if group not in typed:
-            args.implied.append(f"{group}={choice}")
-        elif typed[group] != choice and typed[group] in VARIANTS.get(group, ()):
-            args.overrides.append(f"{group}.name={typed[group]}")  # else the file's would win
     own = {g for g in OPEN_GROUPS if "." in str((in_run.get(g) or {}).get("name"))}
     if finished is not None or (shipped and "experiment" not in map(key_of, args.overrides)):
         added = sorted(named - chosen - own)
         args.implied += [f"{group}=own" for group in added]
         chosen |= set(added)
     args.overrides = [*args.implied, *args.overrides]
-    if before and not {"run_dir", "hydra.run.dir"} & {*typed}:
+    if before and not {"run_dir", "hydra.run.dir"} & {*map(key_of, args.overrides)}:
         copied = os.path.exists(before)
         what = f"a copy of {before}, which stays as it is" if copied else f"which was in {before}"
         args.notes.append(f"the run is {args.config_path}, {what}")
@@ -207,34 +196,12 @@ def _complete_choices(args: argparse.Namespace, searched: list[str]) -> set[str]
         kept["defaults"][at:at] = [{group: None} for group in sorted(chosen)]
         args.config_name = "finished_run"
         ConfigStore.instance().store(args.config_name, kept)
-    owned = {key_of(text) for text in args.overrides if text.partition("=")[2] == "own"}
-    return (own - chosen) | named | (owned & set(OPEN_GROUPS))
-
-
-def _of_experiments(args: argparse.Namespace, searched: list[str]) -> dict[str, str]:
-    """The choice of each group to which an experiment gives a `name`, but no `override /GROUP`: the
-    keys that it sets are that choice's, not those of the default one."""
-    choices: dict[str, str] = {}
-    names = [text.partition("=")[2] for text in args.overrides if key_of(text) == "experiment"]
-    names = [name for name in names if re.fullmatch(r"[\w./-]+", name)]
-    folders = [folder for folder in (args.config_path, args.config_dir, *searched) if folder]
-    for name, folder in itertools.product(names, folders):
-        path = Path(folder.removeprefix("file://"), "experiment", f"{name}.yaml")
-        config = _read_yaml(path)
-        entries = [item for item in config.get("defaults") or [] if isinstance(item, dict)]
-        overridden = {re.split("[ /]", str(key))[-1] for entry in entries for key in entry}
-        for group in _GROUPS - overridden:
-            values = config.get(group)
-            choice = str(values.get("name")) if isinstance(values, dict) else ""
-            if "." in choice and group in OPEN_GROUPS:
-                choices[group] = "own"
-            elif choice in VARIANTS.get(group, ()):
-                choices[group] = choice
-    return choices
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
-    """A file's mapping; {} where it has none, or cannot be read."""
+    """A file's mapping; {} where it has none, or cannot be read: told when it is composed."""
+    if aliases_problem(path):
+        return {}
     try:
         config = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError):
@@ -244,12 +211,11 @@ def _read_yaml(path: Path) -> dict[str, Any]:
 
 def _finished(args: argparse.Namespace) -> dict[str, Any] | None:
     """The complete config of a run that args.config_path holds; None if it is another config."""
-    path = Path(args.config_path) / f"{args.config_name}.yaml"
-    config = _read_yaml(path)
+    config = _read_yaml(Path(args.config_path) / f"{args.config_name}.yaml")
     complete = all(isinstance(config.get(group), dict) for group in _GROUPS)
     defaults = config.get("defaults")
     is_run = complete and isinstance(defaults, list) and "_self_" in defaults
-    return config if is_run and not aliases_problem(path) else None  # told when it is checked
+    return config if is_run else None
 
 
 def parse_override(text: str, loader: ConfigLoaderImpl | None = None) -> Override | None:

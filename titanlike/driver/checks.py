@@ -17,7 +17,7 @@ from titanlike.checkpoint.discovery import (
 )
 from titanlike.checkpoint.storage import DamagedCheckpoint, Storage, UnreadableFile
 from titanlike.config import credentials, files, validate
-from titanlike.config.errors import Problem, Refused
+from titanlike.config.errors import Problem, Refused, typed_words
 from titanlike.config.parse import to_plain
 from titanlike.config.schema import Config, MemoryProfile, TensorBoard
 from titanlike.data import registry as data
@@ -56,11 +56,14 @@ def problems(
     if config.evaluate.every and find_spec("lm_eval") is None:
         reason = "lm-evaluation-harness is not installed: pip install 'titanlike[eval]'"
         wrong.append(Problem("evaluate.every", config.evaluate.every, reason, "evaluate.every=0"))
-    if not any(problem.key in _LAYOUT_KEYS for problem in wrong):
+    # the mesh and stages can be derived of what is right, or made so by the fixes
+    if all(problem.key not in _LAYOUT_KEYS or typed_words(problem.fix) for problem in wrong):
         # imports torch: after the quick checks
         from titanlike.training.preflight import preflight, too_large
 
         def plan(decided: TrainPlan) -> None:
+            if wrong:
+                return
             empty, count = sum(not units for units in decided.stages), len(decided.stages)
             if empty and warn is not None:
                 warn(f"{empty} of {count} stages have no module: fewer ranks of pp do as much")
@@ -75,7 +78,9 @@ def problems(
                 elif warn is not None:
                     warn(text)
 
-        wrong += preflight(config, plan)
+        known = {problem.key for problem in wrong}
+        found = preflight(validate.fixed(config, wrong), plan)
+        wrong += [problem for problem in found if problem.key not in known]
     if not wrong and warn is not None and world_size is not None:  # else all are on this machine
         local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
         if text := validate.placement_warning(config, local_ranks):

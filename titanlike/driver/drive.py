@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import errno
 import io
 import os
@@ -31,7 +32,7 @@ from omegaconf import DictConfig
 
 from titanlike.config import files
 from titanlike.config.credentials import redact
-from titanlike.config.errors import ConfigError, Problem, quoted
+from titanlike.config.errors import ConfigError, Problem, printable, quoted
 from titanlike.config.overrides import from_hydra
 from titanlike.config.validate import sweep_problems
 from titanlike.driver.argv import complete_args, parse_argv, parser
@@ -76,7 +77,7 @@ def drive(runner: JobRunner, result_dir: str | None) -> ExitCode:
         code = _prepare(args, task, result_dir)
         if code is not None:
             return code
-    return _run(args, task)
+    return _run(args, task, result_dir)
 
 
 class Task:
@@ -150,7 +151,7 @@ def _prepare(args: Namespace, task: Task, result_dir: str | None) -> ExitCode:
     checked = check_overrides(args)
     runner = task.runner = replace(runner, environment=checked.environment)
     for line in checked.notes if not runner.checked else ():  # before these are executed
-        print(redact(line), flush=True)
+        print(printable(redact(line)), flush=True)
     try:
         problems = _problems(args, checked, runner)
         if checked.multirun and not problems:
@@ -225,7 +226,8 @@ def _problems(args: Namespace, checked: CheckedOverrides, runner: JobRunner) -> 
             start_workers()
         return []
     when_valid = start_workers if may_start and not (known or args.check) else None
-    return known + (unfit or config_problems(config, ranks, known, when_valid))
+    found = unfit or config_problems(config, ranks, known, when_valid)
+    return known + [checked.with_fix(problem) for problem in found]
 
 
 def _write_result(result_dir: str | None, args: Namespace, status: Status, error: str) -> None:
@@ -233,7 +235,7 @@ def _write_result(result_dir: str | None, args: Namespace, status: Status, error
         ResultReporter(Path(result_dir), args.overrides, 1).write(status, error=error)
 
 
-def _run(args: Namespace, task: Task) -> ExitCode:
+def _run(args: Namespace, task: Task, result_dir: str | None) -> ExitCode:
     """Let Hydra compose and call `task`; the exit code."""
     sweep_run = task.sweep_run
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises its errors; they are shown here
@@ -262,6 +264,7 @@ def _run(args: Namespace, task: Task) -> ExitCode:
             raise
         problem = Problem("config", "", one_line(error)).hiding(task.runner.environment)
         code = 1
+        _write_result(result_dir, args, "failed", str(problem))
         if unwritten:
             print(f"a file of the run could not be written: {problem.reason}", file=sys.stderr)
         elif sweep_run is not None and sweep_run.planned:  # a search without a successful trial
@@ -290,7 +293,9 @@ def _run_composed(args: Namespace, task: Task, checked: CheckedOverrides) -> Non
         else:
             composed = checked.composed
             assert composed is not None
-            loader.load_configuration = lambda **_: composed  # type: ignore[method-assign]
+            # a copy: with hydra.verbose Hydra asks for more of them, and takes parts away
+            copied = partial(copy.deepcopy, composed)
+            loader.load_configuration = lambda **_: copied()  # type: ignore[method-assign]
             hydra.run(args.config_name, task, args.overrides)
     finally:
         GlobalHydra.instance().clear()

@@ -6,7 +6,6 @@ Every override that is proposed has been applied first (`Applied`): a proposal i
 from __future__ import annotations
 
 import re
-import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -15,9 +14,16 @@ from typing import Any
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 
-from titanlike.config.errors import Problem, nearest, override_text, quoted
+from titanlike.config.errors import (
+    Problem,
+    as_override,
+    as_typed,
+    nearest,
+    override_text,
+    quoted,
+)
 from titanlike.config.other_frameworks import Context, translate
-from titanlike.config.overrides import SHORT, from_hydra, in_full
+from titanlike.config.overrides import SHORT, from_hydra, in_full, key_of
 from titanlike.config.schema import VARIANTS
 from titanlike.driver.argv import InvalidOverride
 from titanlike.driver.overrides import flat_keys, one_line
@@ -33,6 +39,8 @@ class Advice:
     """Says why an override is refused, and what can be written instead."""
 
     composed: DictConfig  # with all valid overrides
+    in_files: DictConfig  # the same without those that set keys
+    swept: dict[str, list[str]]  # the choices of a group that a sweep has
     choices: dict[str, list[str]]  # of each group
     applied: Applied
 
@@ -49,15 +57,15 @@ class Advice:
         tried += [text.split(), [f"{key}={quoted(value)}"]]
         fix = next((words for words in tried if self.applied(words) == words), [])
         fix = fix or next(filter(None, map(self.applied, tried)), [])
-        return Problem(key, value, reason, _shell(fix) or _HELP)
+        return Problem(key, value, reason, as_typed(fix) or self.default(key) or _HELP)
 
     def values_without_m(self, override: Override) -> Problem:
         """Several values without -m."""
         key, value = override.key_or_group, override.get_value_string()
-        fix = "-m " + _shell([f"{key}={value}"])
+        fix = "-m " + as_typed([f"{key}={value}"])
         lists = f"{key}=[{value}]", f"{key}={quoted(value)}"
         if right := next((word for word in lists if self.applied([word]) == [word]), ""):
-            fix += f" (or {_shell([right])})"
+            fix += f" (or {as_typed([right])})"
         return Problem(key, value, "several values are a sweep, which needs -m", fix)
 
     def wrong_choice(self, group: str, choice: Any, options: list[str]) -> Problem:
@@ -68,27 +76,29 @@ class Advice:
             return Problem(group, None, "a choice must be given", fix or "leave it out")
         if isinstance(choice, dict):
             words = [f"{group}.{key}={override_text(value)}" for key, value in choice.items()]
-            fix = _shell(self.applied(words)) or self.default(group)
+            fix = as_typed(self.applied(words)) or self.default(group)
             return Problem(group, choice, "a choice must be given, and its keys by themselves", fix)
         for parent, variants in VARIANTS.items() if not isinstance(choice, str) else ():
             has_key = any(group in variant.__dataclass_fields__ for variant in variants.values())
             words = self.applied([f"{parent}.{group}={choice}"]) if has_key else []
             if words:  # for lr=3e-4
-                return Problem(group, choice, reason, _shell(words))
+                return Problem(group, choice, reason, as_typed(words))
         near, word = nearest(str(choice), options), override_text(choice)
         fix, note = self.translated(group, word)
+        if fix.startswith(f"{group}={near} "):  # adamw_8bit: more than the choice alone
+            return Problem(group, choice, f"{reason} ({note})" if note else reason, fix)
         a_name = group == "data" and near and near in word[1:]  # wikitext, not text_file
         if near and not a_name:
             return Problem(group, choice, reason, f"{group}={near}")
         if not fix.startswith(group):
-            fix, note = self.default(group), ""
+            fix, note = self.default(group) or "leave it out", ""
         return Problem(group, choice, f"{reason} ({note})" if note else reason, fix)
 
     def one_choice(self, group: str, choices: list[Any]) -> Problem:
         """Several choices of a group that takes one."""
-        words = ",".join(map(override_text, choices))
-        fix = f"-m {group}={words}" if len(choices) > 1 else f"{group}={words}"
-        return Problem(group, choices, "one choice must be given", fix)
+        right = [c for c in map(override_text, choices) if c in self.choices[group]]
+        fix = f"{'-m ' * (len(right) > 1)}{group}={','.join(right)}" if right else ""
+        return Problem(group, choices, "one choice must be given", fix or self.default(group))
 
     def invalid_override(self, words: InvalidOverride) -> Problem:
         """Words that are not of the form key=value."""
@@ -100,7 +110,7 @@ class Advice:
         if below and key not in self.choices:
             return Problem(words.typed, "", f"has keys below it: {', '.join(below)}")
         if own := self.applied([f"{key}={value}"]):
-            return Problem(words.typed, "", reason, _shell(own))
+            return Problem(words.typed, "", reason, as_typed(own))
         fix, note = self.for_unknown(key, value)
         if note or not fix:
             reason = "no such key" if not note or not fix else note
@@ -120,15 +130,21 @@ class Advice:
         if key in self.known and override.is_add():
             return Problem(f"+{key}", value, "the key exists already", f"{key}={value}")
         if key in self.known:
+            below = ", ".join(name for name in self.known if name.startswith(f"{key}."))
             reason = one_line(error) if error else "cannot be set"
-            return Problem(key, value, reason, self.default(key))
+            reason = f"has keys below it: {below}" if below else reason
+            return Problem(key, value, reason, self.default(key) or "leave it out")
         group, _, rest = key.partition(".")
-        chosen = OmegaConf.select(self.composed, f"{group}.name")
-        variants = VARIANTS.get(group, {}).items()
-        if others := [n for n, v in variants if rest in v.__dataclass_fields__ and n != chosen]:
+        if others := self._having(key):
+            chosen = OmegaConf.select(self.composed, f"{group}.name")
             reason = f"{group}={chosen} has no such key; {group}={', '.join(others)} has"
-            words = [f"{group}={others[0]}", f"{key}={value}"]
-            return Problem(key, value, reason, _shell(self.applied(words)) or words[0])
+            swept = [n for n in self.swept.get(group, ()) if n in others]
+            words = [f"{group}={(swept or others)[0]}", f"{key}={value}"]
+            fix = as_typed(self.applied(words)) or words[0]
+            if swept:
+                rest = ",".join(n for n in self.swept[group] if n not in others)
+                fix += f", and a sweep of its own without it for {group}={rest}"
+            return Problem(key, value, reason, fix)
         fix, note = self.for_unknown(key, value)
         reason = f"unknown key; {note}" if note and fix else "unknown key"
         inside = [name for name in self.known if name.startswith(f"{group}.") and rest]
@@ -144,11 +160,21 @@ class Advice:
         """An override that sets the key, or the group, to what it has already; "" if there is
         none."""
         chosen = self.composed.hydra.runtime.choices
-        in_file = OmegaConf.select(self.composed, key, throw_on_missing=False)
-        value = chosen.get(key) if key in chosen else in_file
-        if isinstance(value, DictConfig) or (value is None and key in chosen):
-            return ""
-        return _shell(self.applied([f"{key}={override_text(value)}"]))
+        if key not in chosen:  # of a mapping with keys, the first of these
+            names = (name for name in flat_keys(self.in_files) if f"{name}.".startswith(f"{key}."))
+            key = next((name for name in names if not isinstance(self.in_file(name), dict)), "")
+        value = chosen[key] if key in chosen else self.in_file(key)
+        nothing = not key or value == "???" or (value is None and key in chosen)
+        return "" if nothing else as_override(key, value)
+
+    def in_file(self, key: str) -> Any:
+        """The value of a key in the config files; None where they do not have it."""
+        holder, _, name = key.rpartition(".")
+        parent = OmegaConf.select(self.in_files, holder) if holder else self.in_files
+        if isinstance(parent, DictConfig) and OmegaConf.is_missing(parent, name):
+            return "???"
+        value = OmegaConf.select(self.in_files, key, throw_on_resolution_failure=False)
+        return OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
 
     def for_unknown(self, key: str, value: str) -> tuple[str, str]:
         """(override, what differs); "" for what there is nothing to say about."""
@@ -165,7 +191,7 @@ class Advice:
         for near in plural or (*same, *filter(None, similar)):
             words = in_full(f"{near}={value}")
             if not near.endswith(".name") and self.applied(words) == words:
-                return _shell([f"{near}={value}"]), ""
+                return as_typed([f"{near}={value}"]), ""
         return "", f"the key is {plural[0]}" if plural else ""
 
     def translated(self, key: str, value: str) -> tuple[str, str]:
@@ -182,21 +208,17 @@ class Advice:
         if translation is None:
             return "", ""
         words, note = translation
-        if words and not (words := self.applied(words)):
-            words = self.applied([self.default(word.partition("=")[0]) for word in translation[0]])
-        return _shell(words), note
+        keys = [key_of(word) for word in words]
+        choices = [
+            f"{k.partition('.')[0]}={others[0]}" for k in keys if (others := self._having(k))
+        ]
+        tried = [words, [*choices, *words], [*filter(None, map(self.default, keys))]]
+        return as_typed(next(filter(None, map(self.applied, tried)), [])), note
 
-
-def _shell(words: list[str]) -> str:
-    """Overrides as they are typed in a shell."""
-
-    def typed(word: str) -> str:
-        try:
-            expanded = re.search(r"[*?]|\{.*,.*\}", word)
-            if shlex.split(word, comments=False) == [word] and not expanded:
-                return word
-        except ValueError:
-            pass
-        return shlex.quote(word) if any(char in word for char in '"$`\\!') else f'"{word}"'
-
-    return " ".join(map(typed, words))
+    def _having(self, key: str) -> list[str]:
+        """The choices of a key's group that have it, if the chosen one has not."""
+        group, _, name = key.partition(".")
+        chosen = OmegaConf.select(self.composed, f"{group}.name")
+        variants = VARIANTS.get(group, {})
+        having = [n for n, v in variants.items() if name in v.__dataclass_fields__]
+        return [] if chosen in having or key in self.known else having

@@ -19,24 +19,35 @@ import itertools
 import os
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
 from hydra._internal.config_loader_impl import ConfigLoaderImpl, get_overrides_dirname
+from hydra._internal.config_repository import ConfigRepository
 from hydra._internal.utils import create_config_search_path
-from hydra.core.config_search_path import SearchPathQuery
+from hydra.core.config_search_path import ConfigSearchPath, SearchPathQuery
+from hydra.core.default_element import GroupDefault
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.types import Override, OverrideType
 from hydra.core.utils import setup_globals
+from hydra.plugins.config_source import ConfigResult
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from titanlike.config import validate
-from titanlike.config.errors import Problem, override_text, some_names
+from titanlike.config.errors import (
+    Problem,
+    Refused,
+    as_override,
+    as_typed,
+    override_text,
+    some_names,
+    typed_words,
+)
 from titanlike.config.imports import named_code, outside
 from titanlike.config.overrides import (
     ADDED,
@@ -44,7 +55,6 @@ from titanlike.config.overrides import (
     from_hydra,
     key_of,
     to_hydra,
-    with_choices,
 )
 from titanlike.config.parse import parse
 from titanlike.config.program import conf_dir
@@ -54,6 +64,9 @@ from titanlike.driver.argv import InvalidOverride, parse_override
 if TYPE_CHECKING:
     from titanlike.driver.override_errors import Advice
     from titanlike.driver.sweep import SweepSettings
+
+_LEAVE_OUT = "leave it out"  # where no override is better
+_RAISED = "KeyError raised while resolving interpolation: "
 
 
 def check_overrides(args: argparse.Namespace) -> CheckedOverrides:
@@ -70,8 +83,46 @@ def check_overrides(args: argparse.Namespace) -> CheckedOverrides:
             checked.add(Problem("--config-dir", args.config_dir, "no such folder"))
         anchor = SearchPathQuery(provider="schema")
         search_path.prepend(provider="command-line", path=f"file://{folder}", anchor=anchor)
-    checked.check(ConfigLoaderImpl(search_path), args.overrides, args.invalid_overrides)
+    loader = ConfigLoaderImpl(search_path)
+    chosen = {key_of(o) for o in args.overrides if not o.endswith("=own")}
+    loader.repository = _ConfigFiles(search_path, chosen)
+    checked.check(loader, args.overrides, args.invalid_overrides)
     return checked
+
+
+class _ConfigFiles(ConfigRepository):
+    """The config files that Hydra finds. Raises Refused for one that is not to be composed."""
+
+    def __init__(self, search_path: ConfigSearchPath, chosen: Collection[str]) -> None:
+        super().__init__(search_path)
+        self._chosen = chosen  # groups of which the command line has a choice that is not `own`
+
+    def load_config(self, config_path: str) -> ConfigResult | None:
+        source = self._find_object_source(config_path, ObjectType.CONFIG)
+        group, _, name = config_path.partition("/")
+        path = Path(getattr(source, "path", ""), f"{config_path}.yaml")
+        if not path.is_relative_to(conf_dir()) and (reason := aliases_problem(path)):
+            raise Refused(group, name, f"{path}: {reason}", "write its values out, once each")
+        result = super().load_config(config_path)
+        if result is None or group != "experiment":
+            return result
+        if not result.header.get("package") and result.config:
+            reason = f"{path} has no line `# @package _global_`, without which its keys are"
+            reason += " below experiment"
+            raise Refused(group, name, reason, "write `# @package _global_` as its first line")
+        # a `name` that is given without `override /GROUP`: the keys beside it are that choice's
+        defaults = result.defaults_list = [*(result.defaults_list or ())]
+        listed = {str(getattr(default, "group", "")).strip("/") for default in defaults}
+        plain: Any = OmegaConf.to_container(result.config)
+        for each in sorted({*VARIANTS, *OPEN_GROUPS} - listed):
+            named = str(plain[each].get("name")) if isinstance(plain.get(each), dict) else ""
+            own = "." in named and each in OPEN_GROUPS
+            if own or named in VARIANTS.get(each, ()):
+                choice = "own" if own else named
+                defaults.append(GroupDefault(group=f"/{each}", value=choice, override=True))
+                if not own or each in self._chosen:
+                    del result.config[each]["name"]
+        return result
 
 
 def _config_path_problem(path: Path, name: str) -> Problem | None:
@@ -133,9 +184,10 @@ class CheckedOverrides:
             _, self._repository = parse_lines(self._config_name, self._lines)
             self._valid = self._compose_first()
             self._default_choices = self._valid.hydra.runtime.choices
+        except Refused as error:
+            return self.add(error.problem)
         except Exception as error:
-            self.add(Problem(f"--config-name {self._config_name}", "", one_line(error)))
-            return
+            return self.add(Problem(f"--config-name {self._config_name}", "", one_line(error)))
         # hydra.mode makes this a sweep, without -m
         modes = [o.value() for o in self._overrides if o.key_or_group == "hydra.mode"]
         mode = str(modes[-1]) if modes else getattr(self._valid.hydra.mode, "name", "")
@@ -146,6 +198,9 @@ class CheckedOverrides:
         for choices in itertools.product(*map(single_overrides, groups)):
             try:
                 composed = copy.deepcopy(self._compose([*self._lines, *choices]))
+            except Refused as error:
+                self.add(error.problem)
+                continue
             except Exception as error:
                 self.add(Problem(" ".join(choices) or "config", "", one_line(error)))
                 continue
@@ -265,7 +320,9 @@ class CheckedOverrides:
 
         groups = (*VARIANTS, *OPEN_GROUPS, "experiment")
         choices = {group: self._repository.get_group_options(group) for group in groups}
-        return Advice(self._valid, choices, self._applied)
+        in_files = self._compose([*self._lines, *self._choices])
+        swept = {o.key_or_group: values_of(o) for o in self._overrides if o.is_choice_sweep()}
+        return Advice(self._valid, in_files, swept, choices, self._applied)
 
     def _applied(self, words: list[str], attempts: int = 4) -> list[str]:
         """These overrides, added to those that are valid, with values that can be; [] if none are
@@ -293,24 +350,22 @@ class CheckedOverrides:
         except Exception:  # of Hydra, of OmegaConf's resolvers
             return []
         # an impossible number, too, where its own fix is one override
-        single = re.compile(r"\w+(\.\w+)?=\S+")
-        problems += [p for p in validate.problems(config) if single.fullmatch(p.fix)]
+        problems += [p for p in validate.problems(config) if len(typed_words(p.fix)) == 1]
         keys = [o.key_or_group for o in values]
         # what takes the model to be found, where no code of others would run: of the config as the
         # fixes of other keys make it
         if "split" in new and not any(named_code(plain, {})):
             from titanlike.training.preflight import preflight  # imports torch
 
-            others = [p.fix for p in problems if p.key not in keys and single.fullmatch(p.fix)]
-            fixes = (fix.partition("=") for fix in others)
-            config = with_choices(config, {key: yaml.safe_load(v) for key, _, v in fixes})
+            config = validate.fixed(config, [p for p in problems if p.key not in keys])
             if not validate.problems(config):
                 problems += preflight(config)
         for problem in problems:
             if any(problem.key.startswith(k) or k.startswith(f"{problem.key}.") for k in keys):
-                right = [word for word in words if key_of(word) != problem.key]
-                fixed = [*right, problem.fix] if problem.fix.startswith(f"{problem.key}=") else []
-                return self._applied(fixed, attempts - 1) if fixed and attempts else []
+                fixes = typed_words(problem.fix)
+                right = [word for word in words if key_of(word) not in map(key_of, fixes)]
+                known = fixes and {*map(key_of, fixes)} <= {*keys}
+                return self._applied([*right, *fixes], attempts - 1) if known and attempts else []
         return words
 
     def _apply(self, composed: DictConfig, values: list[Override]) -> None:
@@ -350,11 +405,12 @@ class CheckedOverrides:
         unresolved = OmegaConf.to_container(composed)
         assert isinstance(unresolved, dict)
         self.environment |= environment(str(unresolved))
-        if unresolved["run_dir"] is None:
-            self.add(Problem("run_dir", "null", "must be a folder", "run_dir=outputs/NAME"))
+        if not isinstance(folder := unresolved["run_dir"], (str, int, float)):
+            self.add(Problem("run_dir", folder, "must be a folder", "run_dir=outputs/NAME"))
             return
+        self._resolve(composed)
         try:
-            plain, self.config, problems = parsed(composed)
+            plain, config, problems = parsed(composed)
             folder = Path(composed.hydra[kind].dir)
         except Exception as error:
             key = getattr(error, "full_key", None)
@@ -377,19 +433,47 @@ class CheckedOverrides:
         if re.search(r"\$\{now:[^}]*%S", hydra[kind]["dir"].replace("${run_dir}", run_dir)):
             self.new_folder = folder
         self.notes += [line for line in outside(plain, hydra) if line not in self.notes]
-        self.composed = composed
+        self.config, self.composed = config, composed
         for problem in problems:
             if problem.key not in swept:
-                self.add(self._with_applied_fix(problem))
+                self.add(self.with_fix(problem))
 
-    def _with_applied_fix(self, problem: Problem) -> Problem:
-        """The problem, with a fix that is right by the rules for numbers, too."""
-        if not problem.fix and "." not in problem.key:  # fsdp=true, as another framework has it
-            fix, _ = self._advice().translated(problem.key, override_text(problem.value))
-            return replace(problem, fix=fix)
-        fix = problem.fix if problem.fix.startswith(f"{problem.key}=") else ""
-        applied = self._applied([fix]) if "'" not in fix and fix else []
-        return replace(problem, fix=applied[0]) if applied else problem
+    def _resolve(self, composed: DictConfig) -> None:
+        """Report each override whose interpolations cannot be resolved, with the files' value in
+        its place, so that what else is wrong is found, too."""
+        wrong: list[tuple[Override, str]] = []
+        for override in self._values:
+            try:
+                value = OmegaConf.select(composed, override.key_or_group, throw_on_missing=False)
+                if OmegaConf.is_config(value) and not override.is_hydra_override():
+                    OmegaConf.to_container(value, resolve=True)
+            except OmegaConfBaseException as error:
+                reason = one_line(error).removeprefix(_RAISED).strip('"')
+                wrong.append((override, reason))
+        for override, reason in wrong:
+            key, advice = override.key_or_group, self._advice()
+            OmegaConf.set_readonly(composed.hydra, False)
+            OmegaConf.update(composed, key, advice.in_file(key), force_add=True)
+            fix = advice.default(key) or _LEAVE_OUT
+            self.add(Problem(key, override.get_value_string(), reason, fix))
+
+    def with_fix(self, problem: Problem) -> Problem:
+        """The problem with a fix that works: its own, with values that the rules allow; else as
+        another framework's key is written here; else the value in the files."""
+        advice, key, fix = self._advice(), problem.key.partition("[")[0], problem.fix
+        words = typed_words(fix)
+        if words[:1] == ["-m"] and len(words) == 2:  # a sweep, of values that are right each
+            values = words[1].partition("=")[2].split(",")
+            fix = fix if all(self._applied([f"{key}={value}"]) for value in values) else ""
+        elif len(words) == 1 and key_of(words[0]) == key:
+            fix = as_typed(self._applied(words)) or fix
+        elif key != problem.key and problem.key in fix:  # of an item: the whole list is set
+            fix = ""
+        if not fix and "." not in key:  # fsdp=true
+            fix, _ = advice.translated(key, override_text(problem.value))
+        fix = fix or advice.default(key)
+        same = fix == as_override(key, problem.value)
+        return replace(problem, fix=_LEAVE_OUT if same or not fix else fix)
 
 
 def environment(text: str) -> dict[str, str]:
@@ -404,7 +488,7 @@ def may_set(override: Override, composed: DictConfig) -> bool:
     key = override.key_or_group
     group, _, rest = key.partition(".")
     if group == "hydra":  # this program and Hydra rely on what is below its keys
-        node = OmegaConf.select(composed, key)
+        node = _node(composed, key)
         return not isinstance(node, DictConfig) or isinstance(override.value(), dict)
     holder = _node(composed, key.rpartition(".")[0])
     if holder is not None and not OmegaConf.is_config(holder):

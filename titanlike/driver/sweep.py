@@ -15,7 +15,7 @@ from typing import IO, TYPE_CHECKING
 from omegaconf import DictConfig
 
 from titanlike.config.credentials import REDACTED, redact_override
-from titanlike.config.errors import Problem, quoted
+from titanlike.config.errors import Problem, printable, quoted
 from titanlike.config.keys import parse_share
 from titanlike.config.overrides import from_hydra, key_of
 from titanlike.config.program import program
@@ -252,12 +252,12 @@ class SweepRun:
 
     def say(self, line: str) -> None:
         with contextlib.suppress(OSError):  # stdout is closed: the jobs continue
-            print(line, flush=True)
+            print(printable(line), flush=True)
 
     def say_error(self, line: str) -> None:
         with contextlib.suppress(OSError):
             sys.stdout.flush()
-            print(line, file=sys.stderr, flush=True)
+            print(printable(line), file=sys.stderr, flush=True)
 
 
 def job_overrides(overrides: Iterable[str]) -> list[str]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import astuple
-from pathlib import Path
 from typing import Any, TypeGuard
 
 from titanlike.config.errors import Problem, Refused, nearest
+from titanlike.config.files import open_regular
 from titanlike.config.imports import import_object, of_a_library
 from titanlike.config.schema import (
     AutoSchedule,
@@ -21,6 +21,8 @@ from titanlike.config.schema import (
 from titanlike.config.validate import value_problems
 from titanlike.pipeline.order import Order
 from titanlike.pipeline.schedules import SCHEDULES, V_SCHEDULES
+
+_LONGEST_CSV = 1 << 26  # characters: the cells of 1,024 ranks and as many microbatches, twice
 
 AnySchedule = Schedule | LoopedSchedule | CsvSchedule | AutoSchedule | Custom
 
@@ -186,7 +188,8 @@ def csv_order(schedule: CsvSchedule | AutoSchedule) -> Order:
     """The order in a CSV file. Raises Refused."""
     assert schedule.path is not None
     try:
-        return _with_backwards(Order.from_csv(Path(schedule.path).read_text(encoding="utf-8")))
+        with open_regular(schedule.path, "r", encoding="utf-8") as file:
+            return _with_backwards(Order.from_csv(file.read(_LONGEST_CSV)))
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         fix = "a CSV has a row for each pipeline rank, and cells such as 0F0, 0B0"

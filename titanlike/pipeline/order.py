@@ -41,7 +41,7 @@ class Action(NamedTuple):
     @classmethod
     def parse(cls, text: str) -> Action:
         """The inverse of str(). Raises ValueError for anything else."""
-        match = re.fullmatch(r"([0-9]+)([FBIW])([0-9]+)", text.strip())
+        match = re.fullmatch(r"([0-9]{1,6})([FBIW])([0-9]+)", text.strip())
         if not match:
             expected = "expected stage, kind (F, B, I or W) and microbatch, such as 2F0"
             raise ValueError(f"{text.strip()!r} is not an action: {expected}")

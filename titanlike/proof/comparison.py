@@ -57,6 +57,11 @@ class Comparison:
         return replace(self, **({"rounding": None} | values))
 
     @property
+    def full_name(self) -> str:
+        """Such as "gradient of layers.0.weight", "loss of step 1"."""
+        return self.name if self.kind in self.name.split() else f"{self.kind} of {self.name}"
+
+    @property
     def relative(self) -> float:
         """Norm of the difference over norm of the reference."""
         if self.squared == 0:

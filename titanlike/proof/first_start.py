@@ -115,7 +115,7 @@ def _compare(config: Config, worker: Worker, key: str, code: dict[str, str]) -> 
         if worker.rank == 0:
             print_found(exact, found)
         first = next(iter(code.items()), ("model.name", config.model.name))
-        names = [f"{row.kind} of {row.name}" for row in found.rows if not row.agrees]
+        names = [row.full_name for row in found.rows if not row.agrees]
         shown = ", ".join([*names, *found.missing][:3])
         reason = f"in this layout it does not train as in one process: {shown} and more differ"
         fix = "verify=off if that is meant, or another layout"

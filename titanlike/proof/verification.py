@@ -96,7 +96,7 @@ class Found:
         if self.agrees:
             return f"PASS: {len(self.rows)} comparisons agree"
         wrong = sorted((row for row in self.rows if not row.agrees), key=_rank)
-        names = ", ".join([*(f"{row.kind} of {row.name}" for row in wrong[:10]), *self.missing[:3]])
+        names = ", ".join([*(row.full_name for row in wrong[:10]), *self.missing[:3]])
         more = f" and {len(wrong) - 10} more" if len(wrong) > 10 else ""
         return f"FAIL: {len(wrong)} of {len(self.rows)} comparisons differ: {names}{more}"
 
