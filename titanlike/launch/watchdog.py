@@ -66,7 +66,7 @@ if TYPE_CHECKING:
 _WAKE_DELAY = 2.0  # seconds that a thread may wake late; beyond that, the process was stopped
 _JOIN_TIMEOUT = 2.0  # seconds for the watching thread to end
 _RECORD_TIMEOUT = 5.0  # seconds to write the record of collectives, which take part of:
-_REPORT_TIMEOUT = 15.0  # seconds to write and report the failure before the process exits,
+_REPORT_TIMEOUT = 60.0  # seconds to write and report the failure before the process exits,
 _REPORT_OF_RANK = 0.02  # and for each rank, whose heartbeat is read
 _LEAVE_TIMEOUT = 15.0  # seconds for the training thread to leave the job once a peer has failed
 _PATIENCE = 5.0  # seconds without progress on a device after which peers are looked at,
