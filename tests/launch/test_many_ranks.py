@@ -23,6 +23,7 @@ from titanlike import library
 from titanlike.config.schema import Config
 from titanlike.distributed.collectives import gather_objects, scatter_objects
 from titanlike.distributed.mesh import open_mesh
+from titanlike.launch.failures import describe
 from titanlike.launch.rendezvous import BarrierTimeout, barrier, start_together
 from titanlike.launch.torchrun import start_id
 from titanlike.launch.worker import Worker
@@ -122,6 +123,8 @@ def test_of_many_ranks_the_missing_ones_are_named_in_few_requests(port: int) -> 
     def late(store: Counted, rank: int) -> tuple[str, int]:
         with pytest.raises(BarrierTimeout) as error:
             barrier(Worker(rank, 32, 0, 1, Path(), store, []), "data", 1, "x")
+        failure = describe(rank, error.value)
+        assert failure.names_rank and not failure.transport and not failure.users
         return str(error.value), store.requests.total()
 
     texts, requests = zip(*ranks(port, 32, late, absent=28), strict=True)

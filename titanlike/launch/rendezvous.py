@@ -34,7 +34,11 @@ FIRST_WAIT, LONGEST_WAIT, LONGER = 0.02, 0.5, 1.5  # seconds between two looks a
 
 
 class BarrierTimeout(RuntimeError):
-    """Some ranks did not reach a barrier in time."""
+    """Some ranks did not reach a barrier in time: those of `missing`."""
+
+    def __init__(self, text: str, missing: list[int]) -> None:
+        super().__init__(text)
+        self.missing = missing
 
 
 def barrier(
@@ -69,7 +73,8 @@ def barrier(
             who = "a rank ended while it reached"
         raise BarrierTimeout(
             f"{who} the job's {name} in {timeout:g} s (launch.timeout); see their logs, and check "
-            "that their machines are up"
+            "that their machines are up",
+            missing,
         ) from None
     return dict(json.loads(store.get(complete))) if listens else {}
 

@@ -206,14 +206,15 @@ class TorchrunRanks:
             missing = getattr(error, "missing", ())
             if failure is not None and failure.transport and missing:
                 text = (
-                    f"rank {in_words([*missing])} ended or does not respond: its peers have lost "
+                    f"rank {in_words(missing)} ended or does not respond: its peers have lost it, "
                 )
-                text += f"it, and it did not report an error within {GRACE:g} s"
+                text += f"and it did not report an error within {GRACE:g} s"
                 failure = Failure(self.rank, text, "", False, time.time(), names_rank=True)
             failure = failure or describe(self.rank, error)
-            record_for_torchrun(failure.error)
             with contextlib.suppress(OSError):
                 write_failure(job.run_dir, failure)
+            cause = root_cause(job.run_dir) or failure
+            record_for_torchrun(cause.to_job_failed(job.run_dir, self.world_size).error)
             outcomes = {self.rank: "stuck"}
         ends = {*outcomes.values()}
         if not {"failed", "stuck"} & ends:
