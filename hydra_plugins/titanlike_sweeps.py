@@ -1,8 +1,8 @@
 """The sweepers and the launcher of `-m`. Hydra finds plugins in the package hydra_plugins alone.
 
-A sweeper (`hydra/sweeper=grid` or `layouts`) decides which jobs there are, the launcher
-(`hydra/launcher=jobs`) how they run: as processes of this machine, by a submit command, or on the
-ranks that torchrun started. Each also works with Hydra's other plugins, such as
+The sweeper (`hydra/sweeper=grid`) decides which jobs there are, the launcher (`hydra/launcher=jobs`)
+how they run: as processes of this machine, by a submit command, or on the ranks that torchrun
+started. Each also works with Hydra's other plugins, such as
 hydra/sweeper=optuna or hydra/launcher=submitit_slurm.
 """
 
@@ -21,14 +21,13 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.utils import JobReturn, JobStatus, run_job, setup_globals
 from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, open_dict
 
 from titanlike.config.overrides import to_hydra
 
 if TYPE_CHECKING:
     from titanlike.config.schema import Config
     from titanlike.driver.drive import Task
-    from titanlike.driver.sweep import SweepRun
     from titanlike.driver.sweep_status import Job
 
 
@@ -37,20 +36,6 @@ if TYPE_CHECKING:
 _HERE = "hydra_plugins.titanlike_sweeps"
 _store = ConfigStore.instance().store
 _store("grid", {"_target_": f"{_HERE}.GridSweeper", "params": None}, group="hydra/sweeper")
-_layouts = {
-    "_target_": f"{_HERE}.LayoutSweeper",
-    "params": None,
-    "ranks": None,  # null = the GPUs of this machine, or its cores
-    "schedules": [
-        *("gpipe", "1f1b", "interleaved1f1b", "loopedbfs", "interleavedzerobubble"),
-        *("zbvzerobubble", "dualpipev"),
-    ],
-    "microbatches": None,  # null = a few sensible numbers
-    "stages_per_rank": [2],
-    "memory": None,  # of a rank, 80GiB; null = what is free
-    "most": 24,  # number of layouts to run, best estimates first
-}
-_store("layouts", _layouts, group="hydra/sweeper")
 _store("jobs", {"_target_": f"{_HERE}.JobLauncher"}, group="hydra/launcher")
 
 
@@ -74,43 +59,14 @@ class GridSweeper(BasicSweeper):
         parser = OverridesParser.create(config_loader=self.hydra_context.config_loader)
         overrides = parser.parse_overrides([*self._parse_config(), *arguments])
         (combinations,) = self.split_arguments(overrides, None)
-        jobs = self._todo(sweep_run, combinations)
+        jobs = sweep_run.jobs_to_run(combinations)
         lists = [
             [*map(to_hydra, job.overrides), f"hydra.sweep.subdir={job.folder}"] for job in jobs
         ]
         return self.launcher.launch(lists, initial_job_idx=0) if lists else []
 
-    def _todo(self, sweep_run: SweepRun, combinations: list[list[str]]) -> list[Job]:
-        return sweep_run.jobs_to_run(combinations)
-
     def _parse_config(self) -> list[str]:
         return [to_hydra(f"{key}={value}") for key, value in self.params.items()]
-
-
-class LayoutSweeper(GridSweeper):
-    """Every combination of the values in every layout, without the layouts estimated to be bad."""
-
-    def __init__(self, params: DictConfig | None = None, **settings: Any) -> None:
-        super().__init__(params)
-        self.settings = {
-            key: OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
-            for key, value in settings.items()
-        }
-
-    def _todo(self, sweep_run: SweepRun, combinations: list[list[str]]) -> list[Job]:
-        from titanlike.driver.layout_search import search
-        from titanlike.launch.failures import JobFailed
-
-        def compose(overrides: list[str]) -> tuple[Config, list[Any]]:
-            assert self.hydra_context is not None and self.config is not None
-            loader = self.hydra_context.config_loader
-            return _parsed(loader.load_sweep_config(self.config, overrides), sweep_run.folder)
-
-        found = search(sweep_run, self.task.runner, compose, combinations, self.settings)
-        jobs = sweep_run.jobs_to_run(found.combinations, found.skipped)
-        if not found.to_run:
-            raise JobFailed("no layout can be run", "no layout can be run")
-        return jobs
 
 
 class JobLauncher(Launcher):

@@ -38,7 +38,6 @@ NOT_RUN = {
     r"constraints\.txt": "prepares an environment",
     r"plan\.py search": "half a minute: tests/planning/test_plan.py searches",
     r"examples/\w+\.py": "tests/library runs them",
-    r"experiment=throughput": "costs every layout: tests/driver/test_layouts_search.py runs it",
 }
 # What is added to runs of the default model, so that they take a second and not ten.
 SMALLER = " model.hidden_size=32 model.intermediate_size=64 seq_len=16 validation.batches=1"

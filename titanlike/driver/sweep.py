@@ -7,8 +7,8 @@ import contextlib
 import re
 import shlex
 import sys
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
@@ -142,14 +142,11 @@ class SweepRun:
         """Where a job writes result.json and metrics.jsonl."""
         return self.folder / job.folder / self.inner
 
-    def jobs_to_run(
-        self, combinations: list[list[str]], skipped: Mapping[tuple[str, ...], str] | None = None
-    ) -> list[Job]:
+    def jobs_to_run(self, combinations: list[list[str]]) -> list[Job]:
         """The jobs of a grid that this command is to run; all of them are put into the spec.
 
         A job keeps its number and folder when the sweep is run again, also with more values, or
-        with its overrides in another order. skipped: combinations that are not to be started, and
-        why.
+        with its overrides in another order.
         """
         spec = None if self.check else read_spec(self.folder)
         known = {_identity(job.overrides): job for job in spec.jobs} if spec else {}
@@ -157,17 +154,14 @@ class SweepRun:
         jobs: dict[int, Job] = {}
         new = []
         for combination in combinations:
-            overrides, why = job_overrides(combination), (skipped or {}).get(tuple(combination))
+            overrides = job_overrides(combination)
             key = _identity(overrides)
             job = known.get(key)
             if job is None:
-                job = Job(number, str(number), overrides, self.swept(overrides), why)
-                number += 1
-            if known.get(key) != (job := replace(job, skipped=why)):
+                job = known[key] = Job(number, str(number), overrides, self.swept(overrides))
                 new.append(job)
-            known[key] = job
-            if why is None:
-                jobs[job.number] = job
+                number += 1
+            jobs[job.number] = job
         if self.settings.share is not None and (part := parse_share(self.settings.share)):
             jobs = {at: job for at, job in jobs.items() if at % part[1] == part[0]}
         self.planned = {job.folder: job for job in jobs.values()}

@@ -43,7 +43,7 @@ class Job:
     folder: str  # relative to the sweep's directory, "3"
     overrides: list[str]  # all of the job's
     swept: list[str]  # those of them that the sweep varies
-    skipped: str | None = None  # why it is not started at all
+    skipped: str | None = None  # why it was not started, in sweeps of a search by running
 
 
 @dataclass(frozen=True)

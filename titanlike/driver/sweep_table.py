@@ -12,7 +12,7 @@ import shlex
 import shutil
 import sys
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,6 @@ _NAMED = 12  # jobs that are left are named, up to so many
 _SETTING = 12  # columns of a setting, where there is little room
 _ERRORS = 20  # different errors below the terminal's table
 _ROUNDING = 1e-5  # objectives that differ less, relatively, are equal: layouts add up differently
-_SEARCH = "throughput"  # conf/experiment/throughput.yaml
 
 
 @dataclass(frozen=True)
@@ -300,9 +299,9 @@ def _without_invalid(command: str, rows: list[JobRow]) -> tuple[str, set[str]]:
 
 
 def job_command(spec: SweepSpec, row: JobRow) -> str:
-    """The shell line that runs one job by itself; of a throughput search, a full training."""
+    """The shell line that runs one job by itself."""
     implied = {*spec.implied}.difference(row.job.swept)  # added again to the line
-    overrides = [*_without_search([o for o in row.job.overrides if o not in implied])]
+    overrides = [o for o in row.job.overrides if o not in implied]
     try:
         words = shlex.split(spec.command)
     except ValueError:  # a quote that is not closed
@@ -318,20 +317,6 @@ def job_command(spec: SweepSpec, row: JobRow) -> str:
     if not {"-m", "--multirun"} & set(rest) and any("experiment=" in text for text in overrides):
         overrides.append("hydra.mode=RUN")  # the experiment's file says that it is a sweep
     return " ".join([first, shlex.join([*program[1:], *options, *overrides])]).rstrip()
-
-
-def _without_search(overrides: list[str]) -> Iterator[str]:
-    """Overrides without experiment=throughput, which sets the search and its few steps."""
-    for text in overrides:
-        key, _, value = text.lstrip("+").partition("=")
-        if key != "experiment":
-            yield text
-            continue
-        names = [name.strip() for name in value.strip("[]").split(",")]
-        if _SEARCH not in names:
-            yield text
-        elif others := [name for name in names if name != _SEARCH]:
-            yield f"experiment=[{','.join(others)}]"
 
 
 def report(folder: Path, say: Callable[[str], None], *, ended: Collection[int] = ()) -> Table:

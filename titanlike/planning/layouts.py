@@ -8,7 +8,6 @@ from functools import cache
 from typing import Any
 
 from titanlike.config.errors import ConfigError
-from titanlike.config.keys import Bytes
 from titanlike.config.overrides import key_of, with_choices
 from titanlike.config.schema import Config, CsvSchedule, LoopedSchedule
 from titanlike.config.validate import MAX_TENSOR_RANKS
@@ -23,14 +22,11 @@ Compose = Callable[[list[str]], Config]  # overrides -> config; raises ConfigErr
 
 @dataclass(frozen=True)
 class SearchSpace:
-    """Which layouts are listed and run: the keys of hydra.sweeper. None = derived."""
+    """Which layouts are listed. None = derived."""
 
-    ranks: int | None = None  # None: GPUs, or cores of the CPU, that may be used
     schedules: list[str] = field(default_factory=lambda: list(SCHEDULES))
     microbatches: list[int] | None = None  # None: see `_microbatches`
     stages_per_rank: list[int] = field(default_factory=lambda: [2])
-    memory: Bytes | None = None  # of a rank, "80GiB"; None: what is free
-    most: int = 24  # layouts that are run
 
 
 @dataclass(frozen=True)

@@ -215,7 +215,7 @@ def _score_context(
         return composed
 
     counts = [n for n in range(1, config.batch_size + 1) if config.batch_size % n == 0]
-    space = SearchSpace(gpus, _SCHEDULES, counts, _STAGES_PER_RANK)
+    space = SearchSpace(_SCHEDULES, counts, _STAGES_PER_RANK)
     machine = min(gpus, hardware.devices_per_node)
     orders: dict[object, Order] = {}
     for candidate in candidates(words, compose, gpus, machine, space):
