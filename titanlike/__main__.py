@@ -4,7 +4,8 @@ import os
 import sys
 
 if __name__ == "__main__":
-    if sys.path[0] == os.getcwd():  # no file of it is to stand for a library: see cli.start_job
+    here, root = os.getcwd(), os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    if sys.path[0] == here != root:  # no file of it is to stand for a library: see cli.start_job
         del sys.path[0]
     from titanlike.cli import run
 
