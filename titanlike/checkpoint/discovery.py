@@ -24,7 +24,6 @@ from titanlike.checkpoint.storage import (
 from titanlike.config.errors import Problem, Refused, override_text
 from titanlike.config.files import same_folder
 from titanlike.config.parse import to_plain
-from titanlike.config.received import read_run
 from titanlike.config.schema import Config, Custom
 from titanlike.metrics.run_files import earlier_folders
 
@@ -151,6 +150,8 @@ def all_checkpoints(location: str) -> list[Storage]:
             return found
     searched = " and ".join(map(str, folders))
     fix = "write the path of a run directory or of a folder with step-XXXXXXXX folders"
+    from titanlike.config.received import read_run
+
     with contextlib.suppress(OSError, ValueError):
         if elsewhere := read_run(Path(location)).checkpoint.folder:
             fix = f"its config.yaml names another folder; if you trust it, write {elsewhere}"

@@ -27,7 +27,6 @@ from titanlike.config.program import (
     tool_program,
     train_program,
 )
-from titanlike.config.received import Consent
 from titanlike.config.schema import MESH_AXES, TIMELINE, Config
 from titanlike.driver.argv import complete_args, parse_argv
 from titanlike.driver.job import print_problems
@@ -190,6 +189,7 @@ def timeline(argv: list[str]) -> int:
 
 def report(argv: list[str]) -> int:
     """The exit code: 0; 2 for a folder that is no run's."""
+    from titanlike.config.received import Consent
     from titanlike.metrics.report import FILE, write_reports
     from titanlike.planning.run_charts import run_charts
 
