@@ -166,9 +166,10 @@ def timeline(argv: list[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print one JSON object a run")
     parser.add_argument("--trust-code", action="store_true", help=TRUST_CODE)
     flags = parser.parse_args(argv)
-    consent = Consent(line=argv, trusted=flags.trust_code)
+    from titanlike.config.received import Consent
     from titanlike.planning.timeline_report import as_data, as_text, report_of
 
+    consent = Consent(line=argv, trusted=flags.trust_code)
     reports: list[tuple[str, TimelineReport]] = []
     try:
         for run in flags.runs:
