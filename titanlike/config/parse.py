@@ -125,7 +125,7 @@ def _group(group: str, plain: Any, problems: list[Problem]) -> Any:
         problems.append(Problem(key, value, "a choice must be given", f"{group}={example}"))
         return None
     name = plain["name"]
-    if name == MISSING:  # GROUP=own
+    if name == MISSING and group in OPEN_GROUPS:  # GROUP=own
         fix = f"{group}.name=my_package.my_module.attribute"
         problems.append(Problem(f"{group}.name", name, "required: where your own code is", fix))
         return Model(name) if group not in VARIANTS else None
@@ -140,7 +140,7 @@ def _group(group: str, plain: Any, problems: list[Problem]) -> Any:
     if name not in variants:
         near = nearest(name, variants)
         fix = f"{group}={near or next(iter(variants))}"
-        if group == "logger" and near is None:  # a run's name is meant
+        if group == "logger" and near is None and name != MISSING:  # a run's name is meant
             fix = f"{fix} logger.run_name={name}"
         reason = f"no such choice; choices: {', '.join(variants)}"
         if group in OPEN_GROUPS:

@@ -1,0 +1,103 @@
+"""Every key with values that nobody means: an error in one printable line, with a fix that ends it."""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from pathlib import Path
+
+import pytest
+
+from support.command_lines import problems_of, proposals, with_fix
+from titanlike.config.overrides import key_of
+from titanlike.config.schema import VARIANTS, Config
+
+VALUES = [
+    *(
+        "",
+        "null",
+        "true",
+        "-1",
+        "0",
+        "-0.0",
+        "1",
+        "3",
+        "nan",
+        "-inf",
+        "1e400",
+        "1e-400",
+        str(2**63),
+    ),
+    *("1" + "0" * 400, "1_000", "0x10", "010", "1e3", "10k", ".5", "[]", "[1]", "[1,2]", "[nan]"),
+    *(
+        "[null]",
+        "[[1]]",
+        "{}",
+        "{a:1}",
+        "{a:{b:1}}",
+        "{}a",
+        "a",
+        "'a b'",
+        "'\x1b[31mred'",
+        "'a\nb'",
+    ),
+    *(
+        "'\a'",
+        "x" * 3000,
+        "äß😀",
+        "'\u202eab'",
+        "../..",
+        "/",
+        "/dev/zero",
+        "fifo",
+        "folder",
+        "~",
+        "-",
+    ),
+    *(
+        "http://127.0.0.1:9/x",
+        "file:///etc/passwd",
+        "s3://b/c",
+        "${x}",
+        "${oc.env:NOPE}",
+        "${SELF}",
+    ),
+    *(
+        "${",
+        "'???'",
+        "1,2",
+        "range(3)",
+        "os.system",
+        "no_such.mod.Cls",
+        "%s{0}%(x)s",
+        "999999999F0",
+    ),
+]
+KEYS: list[tuple[str, list[str]]] = []  # a key, and the choices that have it
+HINTS = typing.get_type_hints(Config)
+for field in dataclasses.fields(Config):
+    kinds = {kind: choice for choice, kind in reversed(VARIANTS.get(field.name, {}).items())}
+    KEYS.append((field.name, []))
+    for kind, choice in kinds.items():
+        names = [inner.name for inner in dataclasses.fields(kind)]
+        KEYS += [(f"{field.name}.{name}", [f"{field.name}={choice}"]) for name in names]
+    if dataclasses.is_dataclass(hint := HINTS[field.name]) and not kinds:
+        KEYS += [(f"{field.name}.{inner.name}", []) for inner in dataclasses.fields(hint)]
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("key, choices", KEYS, ids=[f"{key} {''.join(c)}" for key, c in KEYS])
+def test_a_value_that_nobody_means_is_an_error_with_a_fix(
+    key: str, choices: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("folder").mkdir()
+    for value in VALUES:
+        words = [*choices, f"{key}={value}".replace("SELF", key)]
+        problems = problems_of(words)
+        for problem in problems:
+            assert str(problem).isprintable(), words
+            for fix in proposals(problem.fix)[:1]:
+                left = problems_of(with_fix(words, problem, fix))
+                same = [p for p in left if (p.key, p.reason) == (problem.key, problem.reason)]
+                assert not same or {*map(key_of, fix)} - {problem.key}, f"{words}: {fix}"
