@@ -15,7 +15,7 @@ from titanlike.models.registry import build_model
         ("n_layers", 8, "no such argument; write model.num_hidden_layers=8"),
         ("converters", "float8", "(docs/layouts.md); write precision=float8"),
         ("torch_compile", True, "write compile=true"),
-        ("flavor", "8B", "llama3_8b, gpt2, hf, own, ...; write model=llama_tiny"),
+        ("flavor", "8B", "llama3_8b, gpt2, hf, own, ...; write model=llama3_8b"),
         ("mlp_ratio", 4, "no such argument; a key of llama: vocab_size, hidden_size"),
     ],
 )

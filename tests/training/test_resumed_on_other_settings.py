@@ -12,11 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from support.command_lines import problems_of
+from support.command_lines import examined, problems_of
 from support.mixing import Net
 from support.paths import ROOT
 from support.saved_runs import a_run, checkpoint, events, numbers, reseal, train_all
 from titanlike.config.schema import Config, Custom, TokenData
+from titanlike.data.registry import DataError, open_data
 from titanlike.metrics import run_files
 from titanlike.metrics.sinks import read_jsonl
 
@@ -169,4 +170,9 @@ def test_the_way_on_that_the_refusal_names_is_valid_for_data_that_do_not_list_th
     monkeypatch.syspath_prepend(ROOT / "examples")
     words = ["--config-dir", str(ROOT / "examples" / "my_models" / "conf"), "data=echo"]
     assert problems_of([*words, "data.changed=true"]) == []
-    assert problems_of([*words, "data.chnged=true"]) != []
+    config = examined(*words, "data.chnged=true").config
+    assert config is not None
+    with pytest.raises(
+        DataError, match="chnged=true: .* no such argument; write data.changed=true"
+    ):
+        open_data(config)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
-from titanlike.config.errors import Problem
+from titanlike.config.errors import Problem, nearest, override_text
 from titanlike.config.imports import import_object, of_a_library
 from titanlike.config.schema import Config, Custom
 from titanlike.data.order import GlobalBatchSampler, SimilarLengthBatchSampler
@@ -39,15 +39,25 @@ def open_data(data: Custom, config: Config) -> Data:
     sizes = {"seq_len": config.seq_len}
     try:
         signature = inspect.signature(function)
-        parameters = signature.parameters
-        if not any(p.name == "seq_len" or p.kind == p.VAR_KEYWORD for p in parameters.values()):
-            sizes = {}
-        signature.bind(**arguments, **sizes)
     except ValueError:  # of code that is not Python's
-        pass
-    except TypeError as error:
-        fix = "give its arguments as data.NAME"
-        raise DataError("data.name", data.name, f"cannot be called ({error})", fix) from None
+        signature = None
+    if signature is not None:
+        parameters = signature.parameters
+        any_name = any(p.kind == p.VAR_KEYWORD for p in parameters.values())
+        if not any_name and "seq_len" not in parameters:
+            sizes = {}
+        for name in arguments.keys() - parameters.keys() if not any_name else ():
+            names = [*parameters, *_COMMON_KEYS]
+            fix = f"one of its arguments: {', '.join(f'data.{key}' for key in names)}"
+            if near := nearest(name, names):
+                fix = f"data.{near}={override_text(arguments[name])}"
+            reason = f"{data.name} has no such argument"
+            raise DataError(f"data.{name}", arguments[name], reason, fix)
+        try:
+            signature.bind(**arguments, **sizes)
+        except TypeError as error:
+            fix = "give its arguments as data.NAME"
+            raise DataError("data.name", data.name, f"cannot be called ({error})", fix) from None
     opened = function(**arguments, **sizes)
     if not isinstance(opened, Data):
         reason = f"the function returned {type(opened).__name__}"

@@ -18,6 +18,7 @@ from torch import Tensor
 from titanlike.optim.fused import SkippingOptimizer, around_step
 from titanlike.optim.optimizer import StageState
 from titanlike.torch_private.dtensor import local
+from titanlike.torch_private.tensors import lerp
 
 KEY = "ema"
 
@@ -44,7 +45,7 @@ def keep_average(optimizer: torch.optim.Optimizer, decay: float) -> None:
             if skip is not None:
                 share = [(1 - decay) * (1 - skip)] * len(begun)
             if begun:  # one call for all: a launch each would take the host longer than the GPU
-                torch._foreach_lerp_(averages, [local(p) for p in begun], share)
+                lerp(averages, [local(p) for p in begun], share)
             for parameter in alike:
                 if KEY not in optimizer.state[parameter]:
                     optimizer.state[parameter][KEY] = parameter.detach().clone()

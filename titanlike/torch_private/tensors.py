@@ -40,6 +40,12 @@ def copy_values(to: Sequence[Tensor], values: Sequence[Tensor]) -> None:
         torch._foreach_copy_(list(to), list(values))
 
 
+def lerp(to: Sequence[Tensor], values: Sequence[Tensor], share: float | list[Tensor]) -> None:
+    """Move tensors by a share towards others of the same shapes, in place; share: of all, or of
+    each a scalar tensor."""
+    torch._foreach_lerp_(list(to), list(values), share)
+
+
 def storage_id(tensor: Tensor) -> int:
     """The same for tensors that are views of the same memory, while one of them lives; also on
     meta, where torch's public `data_ptr` is 0 for all."""
