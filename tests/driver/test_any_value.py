@@ -85,6 +85,7 @@ for field in dataclasses.fields(Config):
         KEYS += [(f"{field.name}.{inner.name}", []) for inner in dataclasses.fields(hint)]
 
 
+@pytest.mark.slow
 @pytest.mark.grid
 @pytest.mark.parametrize("key, choices", KEYS, ids=[f"{key} {''.join(c)}" for key, c in KEYS])
 def test_a_value_that_nobody_means_is_an_error_with_a_fix(

@@ -189,7 +189,7 @@ def _find(name: str, folders: Any) -> importlib.machinery.ModuleSpec | None:
     try:
         finders = (finder.find_spec(name, folders) for finder in sys.meta_path)
         return next((spec for spec in finders if spec is not None), None)
-    except (KeyError, ImportError, AttributeError):  # in a package without __init__.py
+    except (KeyError, ImportError, AttributeError, ValueError):  # no __init__.py; no name
         return None
 
 

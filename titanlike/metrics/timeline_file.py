@@ -182,7 +182,7 @@ def chart_of(timeline: Timeline) -> Chart:
     end = max(rank.end for rank in ranks)
     microbatches = len({act for acts in timeline.order for act in acts if act.startswith("0F")})
     title = (
-        f"{timeline.config['schedule']['name']}, {microbatches} microbatches, pp={len(ranks)}: step "
+        f"{timeline.config['schedule']['name']}, {units.microbatches(microbatches)}, pp={len(ranks)}: step "
         f"{ranks[0].step} of a run took {units.short_time(end)}, bubble {bubble(ranks):.1%}"
     )
     rows = [[e for e in rank.events if e.kind != "wait"] for rank in ranks]

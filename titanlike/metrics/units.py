@@ -10,6 +10,11 @@ def count(number: float) -> str:
     return "".join(_scaled(number, ("k", "M", "B", "T")))
 
 
+def microbatches(number: int) -> str:
+    """1 microbatch, 4 microbatches."""
+    return f"{number} microbatch{'es' * (number != 1)}"
+
+
 def size(number: float) -> str:
     """Bytes: 512 B, 96 KiB, 412 MiB, 1.3 GiB, 2.0 TiB (powers of 1024)."""
     value, unit = float(number), "B"

@@ -12,7 +12,6 @@ from titanlike.metrics.chart import Chart, MemoryCurve, Span
 from titanlike.planning.advice import Advice
 from titanlike.planning.estimate import Estimate
 from titanlike.planning.known_hardware import axes, link_of
-from titanlike.training.train_plan import TrainPlan
 
 _GIB = 2**30
 _FEW = 8  # pipeline ranks that each have a line
@@ -121,7 +120,7 @@ def price(estimate: Estimate) -> str:
     )
     fast, step = estimate.fast, f"{more['step']:.2f} times the step"
     assert fast is not None
-    against = f"numerics=fast ({_microbatches(fast.plan)}, ZeRO {fast.plan.zero})"
+    against = f"numerics=fast ({units.microbatches(fast.plan.microbatches)}, ZeRO {fast.plan.zero})"
     return f"{step}, {memory} on the fullest rank, {sent} sent a step, against {against}"
 
 
@@ -140,10 +139,6 @@ def as_text(
     return "\n\n".join(part for part in parts if part)
 
 
-def _microbatches(plan: TrainPlan) -> str:
-    return f"{plan.microbatches} microbatch" + ("es" if plan.microbatches > 1 else "")
-
-
 def mesh_text(estimate: Estimate) -> str:
     config = estimate.config
     names = ("pp", "dp", "cp", "tp", "ep", "replicate")
@@ -155,7 +150,7 @@ def _summary(estimate: Estimate, warning: str, width: int) -> str:
     config, plan, device = estimate.config, estimate.plan, estimate.hardware
     rows = plan.memory().tokens // config.seq_len
     blocks = sum(unit.block for unit in plan.model_graph.units)
-    many = _microbatches(plan)
+    many = units.microbatches(plan.microbatches)
     layout = f"{config.schedule.name}, " if config.pp > 1 else ""
     layout += f"{many} of {rows} x {config.seq_len} tokens, ZeRO {plan.zero}"
     if plan.recomputed.count:
@@ -286,7 +281,7 @@ def _stages(stages: Sequence[int]) -> str:
 
 def chart_of(estimate: Estimate) -> Chart:
     ranks, step = range(estimate.config.pp), estimate.step_seconds
-    schedule = f"{estimate.config.schedule.name}, {estimate.plan.microbatches} microbatches"
+    schedule = f"{estimate.config.schedule.name}, {units.microbatches(estimate.plan.microbatches)}"
     bubble = f"step {units.short_time(step)}, bubble {estimate.simulation.bubble:.1%}"
     return Chart(
         title=f"{schedule}, {mesh_text(estimate)} on {estimate.hardware.title}: {bubble}",

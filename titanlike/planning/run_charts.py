@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from titanlike.config.errors import ConfigError
 from titanlike.config.received import Consent
 from titanlike.config.schema import TIMELINE
-from titanlike.metrics import timeline_file
+from titanlike.metrics import timeline_file, units
 from titanlike.metrics.chart import Chart
 
 if TYPE_CHECKING:
@@ -55,9 +55,7 @@ def order_chart(order: Order, name: str) -> Chart:
     from titanlike.costs.simulate import equal_stages, simulate
 
     simulated, ranks = simulate(order, equal_stages(order)), order.ranks
-    title = (
-        f"schedule: {name}, {order.microbatches} microbatches, pp={len(ranks)}; with equal stages "
-    )
+    title = f"schedule: {name}, {units.microbatches(order.microbatches)}, pp={len(ranks)}; with equal stages "
     title += f"and a backward of two forwards: bubble {simulated.bubble:.1%}"
     first = [next(iter(order.local(rank)), -1) for rank in range(len(ranks))]
     return Chart(title, simulated.events, first, simulated.step)

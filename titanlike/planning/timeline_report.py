@@ -198,7 +198,7 @@ def _summary(name: str, report: TimelineReport) -> str:
     steps, simulated = [step[0].step for step in report.timeline.steps], report.simulation
     lines = [
         f"{name}: {report.config.schedule.name}, pp={len(report.order.ranks)}, "
-        f"{report.order.microbatches} microbatches, steps {steps[0]} to {steps[-1]}",
+        f"{units.microbatches(report.order.microbatches)}, steps {steps[0]} to {steps[-1]}",
         f"  measured                  {step(report.seconds, report.bubble)}",
         f"  order with these times    {step(simulated.step, simulated.bubble)}",
     ]

@@ -282,8 +282,7 @@ def layout(config: Config, plan: TrainPlan, mesh: Mesh, data: str) -> dict[str, 
     axes = (*MESH_AXES, "replicate", "ep")
     sizes = [f"{axis}={size}" for axis in axes if (size := getattr(config, axis)) > 1]
     schedule = [f"schedule={config.schedule.name}"] if config.pp > 1 else []
-    many = f"{plan.microbatches} microbatch" + "es" * (plan.microbatches > 1)
-    more = [*schedule, many, f"ZeRO {plan.zero}"]
+    more = [*schedule, units.microbatches(plan.microbatches), f"ZeRO {plan.zero}"]
     ranks = plan.order.ranks
     order: dict[str, Any] = {}
     if 1 < config.pp <= sum(map(len, ranks)) <= _DRAWN:
