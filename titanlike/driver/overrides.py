@@ -100,8 +100,10 @@ class _ConfigFiles(ConfigRepository):
     def load_config(self, config_path: str) -> ConfigResult | None:
         source = self._find_object_source(config_path, ObjectType.CONFIG)
         group, _, name = config_path.partition("/")
+        in_files = source is not None and source.scheme() == "file"  # else of a package
         path = Path(getattr(source, "path", ""), f"{config_path}.yaml")
-        if not path.is_relative_to(conf_dir()) and (reason := aliases_problem(path)):
+        foreign = in_files and not path.is_relative_to(conf_dir())
+        if foreign and (reason := aliases_problem(path)):
             raise Refused(group, name, f"{path}: {reason}", "write its values out, once each")
         result = super().load_config(config_path)
         if result is None or group != "experiment":
