@@ -217,6 +217,7 @@ def resumed(config: Config, worker: Worker) -> tuple[int, int, int]:
     return described.call_count, sum(bool(tensor.chunks) for tensor in known), len(known)
 
 
+@pytest.mark.slow
 def test_one_rank_of_each_stage_reads_where_tensors_are(tmp_path: Path) -> None:
     """The description of what thousands of ranks have saved takes a minute and gigabytes. Here in
     another layout, in which states of random generators are read to be checked alone."""
