@@ -34,7 +34,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn
 
 from titanlike.config.errors import nearest
-from titanlike.config.program import program, set_program
+from titanlike.config.program import PARENT, program, set_program
 
 if TYPE_CHECKING:
     from titanlike.launch.local import PrestartedWorkers
@@ -137,7 +137,7 @@ def main(command: str | None = None) -> None:
         os.getcwd()
     except OSError:
         sys.exit("error: the working directory has been removed; `cd` to one that exists")
-    if parent := os.environ.pop("TITANLIKE_PARENT", ""):
+    if parent := os.environ.pop(PARENT, ""):
         from titanlike.launch.signals import die_with_parent
 
         die_with_parent(int(parent), signal.SIGTERM)

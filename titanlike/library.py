@@ -50,7 +50,7 @@ from titanlike.graph.recording import tree_flatten, tree_map
 from titanlike.launch.environment import RestartState, adopt_slurm, is_restart
 from titanlike.launch.failures import JobFailed, describe
 from titanlike.launch.local import PrestartedWorkers
-from titanlike.launch.rendezvous import barrier, in_words
+from titanlike.launch.rendezvous import barrier, forget, in_words
 from titanlike.launch.worker import Worker
 from titanlike.metrics.run_files import Events
 from titanlike.models.registry import complete_arguments, resolve_model
@@ -260,7 +260,7 @@ class TrainingRun:
         self._run, self._closes_group = run, closes_group
         self._worker = replace(worker, run_dir=Path(config.run_dir))
         self._progress, self._detector = Progress(), AnomalyDetector(config, {})
-        self._calls = 0  # of collective methods
+        self._calls, self._met = 0, ""  # collective methods that were called; the last barrier
         metrics = replace(config.metrics, microbatch_losses=True)
         self._step_config = replace(config, metrics=metrics)
 
@@ -423,6 +423,8 @@ class TrainingRun:
         name, timeout = f"{call}() (call {self._calls} of a run)", self.config.launch.timeout
         if meet:
             barrier(self._worker, name, timeout)
+            forget(self._worker, self._met)  # all have left it: a loop may call a million times
+            self._met = name
         try:
             with kernels(self.config, self.mesh.device):
                 yield
@@ -499,9 +501,7 @@ class TrainingRun:
         names = ["inputs", *(["targets"] * takes_divided_logits(self.config.loss))]
         if floats or name not in names or not value.is_cpu:  # a GPU's would be waited for
             return None
-        model: Any = self.plan.model_graph.model
-        known = complete_arguments(self.plan.model).get("vocab_size")
-        known = getattr(getattr(model, "config", None), "vocab_size", known)
+        known = self._vocabulary
         ids = value[value != IGNORE] if name == "targets" else value
         low, high = (int(end) for end in ids.aminmax()) if ids.numel() else (0, 0)
         if known is None or (low >= 0 and high < known):
@@ -529,6 +529,13 @@ class TrainingRun:
             whole = whole[:, : tokens[0]]  # without padding
         leaves, rebuild = tree_flatten(output)
         return rebuild([whole if leaf is logits else leaf for leaf in leaves])
+
+    @functools.cached_property
+    def _vocabulary(self) -> int | None:
+        """How many ids the model has; None where it does not say."""
+        model: Any = self.plan.model_graph.model
+        known = complete_arguments(self.plan.model).get("vocab_size")
+        return getattr(getattr(model, "config", None), "vocab_size", known)
 
     @functools.cached_property
     def _checkpointer(self) -> Checkpointer:

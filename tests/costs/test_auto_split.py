@@ -220,7 +220,8 @@ def test_each_parameter_counts_with_what_its_own_optimizer_keeps(
 def test_bytes_of_a_parameter(changes: dict[str, Any], each: float) -> None:
     config = tiny(**changes)
     zero = 3 if config.fsdp.zero == "auto" else config.fsdp.zero
-    assert StateBytes.of(config, zero).whole == each
+    (moments,) = {*moment_bytes(config, make_plan(config).model_graph.model).values()}
+    assert StateBytes.of(config, zero, moments).whole == each
 
 
 def test_microbatches_in_flight_follow_from_the_order() -> None:

@@ -154,7 +154,7 @@ def test_the_tasks_of_an_array_add_jobs_at_once_and_none_is_lost_or_twice(tmp_pa
     assert [task.wait(60) for task in tasks] == [0, 0, 0]
     spec = read_spec(tmp_path)
     assert [job.number for job in spec.jobs] == list(range(42))
-    assert spec.jobs[0] == Job(0, "0", ["pp=1"], ["pp=1"], None)
+    assert spec.jobs[0] == Job(0, "0", ["pp=1"], ["pp=1"])
     assert {len(job.overrides[0]) for job in spec.jobs[1:]} == {5002}
 
 
@@ -164,7 +164,7 @@ def test_a_plan_comes_back_as_it_was_but_for_its_credentials(tmp_path):
     with pytest.raises(FileNotFoundError):
         add_jobs(tmp_path, [])
     secret = "hf_" + "a1B2" * 8
-    jobs = [Job(0, "0", [f"model.hf_token={secret}", "pp=1"], ["pp=1"], f"no {secret}")]
+    jobs = [Job(0, "0", [f"model.hf_token={secret}", "pp=1"], ["pp=1"])]
     spec = SweepSpec(f"python train.py -m pp=1 model.hf_token={secret}", "mfu", "verify", jobs)
     write_spec(tmp_path, spec)
     add_jobs(tmp_path, [Job(1, "1", [f"model.hf_token={secret}"], [])])
@@ -172,4 +172,4 @@ def test_a_plan_comes_back_as_it_was_but_for_its_credentials(tmp_path):
     back = read_spec(tmp_path)
     assert (back.value, back.inner) == ("mfu", "verify")
     assert back.command == "python train.py -m pp=1 model.hf_token=***"
-    assert back.jobs[0] == Job(0, "0", ["model.hf_token=***", "pp=1"], ["pp=1"], "no ***")
+    assert back.jobs[0] == Job(0, "0", ["model.hf_token=***", "pp=1"], ["pp=1"])

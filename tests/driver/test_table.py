@@ -93,12 +93,11 @@ def test_the_tool_tells_what_became_of_every_job_and_what_is_left(tmp_path):
     assert found == [(str(number), status) for number, status in enumerate(STATUSES)]
     assert "3 failed: the loss of step 15 is nan\n" in text
     assert "4 invalid: pp=2: the model has 1 layer; write pp=1" in text
-    assert "10 skipped: pp=2 cannot fit" in text
     assert "best val_loss: 2.1452, of job 0\n" in text
     assert "  python train.py steps=40 schedule=gpipe pp=1 seed=0\n" in text
     assert (
-        "4 of 11 done, 1 skipped; left: 3 (failed), 4 (invalid), 5 (stopped), 6 (interrupted), "
-        "7 (killed), 8 (killed), 9 (running)\n"
+        "4 of 12 done; left: 3 (failed), 4 (invalid), 5 (stopped), 6 (interrupted), "
+        "7 (killed), 8 (killed), 9 (running), 10 (waiting)\n"
     ) in text
     assert f"  {COMMAND} sweep.resume=true\n" in text
 
@@ -161,7 +160,7 @@ def test_a_folder_that_cannot_be_written_still_shows_its_table(tmp_path, monkeyp
     lines: list[str] = []
     report(tmp_path, lines.append)
     assert sum("could not be written" in line for line in lines) == 3
-    assert any(line.startswith("4 of 11 done") for line in lines)
+    assert any(line.startswith("4 of 12 done") for line in lines)
 
 
 # --- how it is written -------------------------------------------------------------------------

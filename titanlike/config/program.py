@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+PARENT = "TITANLIKE_PARENT"  # the process that a command ends with
 _VARIABLE = "TITANLIKE_PROGRAM"  # inherited by workers and by the jobs of a sweep
 _PACKAGE = Path(__file__).parents[1]
 

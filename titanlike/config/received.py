@@ -7,7 +7,6 @@ None of it is imported or opened unless the user names it too, or says --trust-c
 
 from __future__ import annotations
 
-import re
 import shlex
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -17,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from titanlike.config.errors import override_text, quoted
+from titanlike.config.errors import as_override
 from titanlike.config.files import open_regular
 from titanlike.config.imports import imports_line, named_code
 from titanlike.config.overrides import aliases_problem, key_of, with_choices
@@ -137,7 +136,7 @@ class Consent:
         given = {key_of(word) for word in self.words}
         left = {k: v for k, v in named.items() if not given & {k, k.partition(".")[0]}}
         imported = [imports_line(str(v), k) for k, v in left.items() if k.endswith(".name")]
-        files = [f"{k}={_typed(v)}" for k, v in left.items() if not k.endswith(".name")]
+        files = [as_override(k, v) for k, v in left.items() if not k.endswith(".name")]
         if self.trusted:
             for line in imported:
                 print(line, file=sys.stderr)
@@ -147,7 +146,7 @@ class Consent:
             raise ValueError(
                 f"{place} names what is not its own, and nothing of that was used: "
                 f"{'; '.join([*imported, *files])}. If you trust it, write "
-                f"{shlex.join([*program(), *self.line, *more])}{trust}"
+                f"{' '.join([shlex.join([*program(), *self.line]), *more])}{trust}"
             )
 
 
@@ -162,11 +161,6 @@ def is_inside(texts: Iterable[str], root: str | Path) -> bool:
         return all(each.resolve().is_relative_to(folder) for each in inner)
     except (OSError, ValueError, RuntimeError):  # not there, or no path
         return False
-
-
-def _typed(value: Any) -> str:
-    is_plain = not isinstance(value, str) or re.fullmatch(r"[\w./~:@%+-]+", value)
-    return override_text(value) if is_plain else quoted(value)
 
 
 def _texts(value: Any) -> Iterator[str]:

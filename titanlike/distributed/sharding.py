@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from titanlike.config.schema import AdamW, Config, Muon, Sgd
+from titanlike.config.schema import Config
 from titanlike.device.accelerator import is_accelerator
 from titanlike.distributed.mesh import Mesh
 from titanlike.distributed.placement import experts_of
@@ -111,17 +111,8 @@ class StateBytes:
     reduced_gradient: float  # after a step
 
     @classmethod
-    def of(cls, config: Config, zero: int, moments: int | None = None) -> StateBytes:
-        """moments: bytes that the optimizer keeps of an element, see `moment_bytes`; None = the
-        least of any element without groups."""
-        if moments is None:
-            match config.optimizer:
-                case Sgd(momentum=0):
-                    moments = 0
-                case Sgd() | Muon() | AdamW(state_dtype="bf16"):
-                    moments = 4
-                case _:  # of the user's own, as AdamW
-                    moments = 8
+    def of(cls, config: Config, zero: int, moments: int = 0) -> StateBytes:
+        """moments: bytes that the optimizer keeps of an element, see `moment_bytes`."""
         optimizer = moments + 4 * (config.ema.decay is not None)
         shards = config.shards
         offload = config.fsdp.cpu_offload

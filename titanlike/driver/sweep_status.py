@@ -43,7 +43,6 @@ class Job:
     folder: str  # relative to the sweep's directory, "3"
     overrides: list[str]  # all of the job's
     swept: list[str]  # those of them that the sweep varies
-    skipped: str | None = None  # why it was not started, in sweeps of a search by running
 
 
 @dataclass(frozen=True)
@@ -127,7 +126,6 @@ def _line(job: Job) -> str:
     plain: dict[str, Any] = asdict(job)
     for key in ("overrides", "swept"):
         plain[key] = [redact_override(text) for text in plain[key]]
-    plain["skipped"] = job.skipped and redact(job.skipped)
     return files.dumps(plain)
 
 
@@ -141,7 +139,6 @@ def _locked(folder: Path) -> Iterator[None]:
         yield
 
 
-DONE = ("completed", "skipped")
 SUBMITTED = "submitted"  # a file in a job's folder: what the submit command said
 HEARTBEAT = 10.0  # seconds, where config.yaml does not say
 STARTING = 60.0  # seconds from config.yaml to a first heartbeat: processes start, torch is imported
@@ -157,7 +154,7 @@ class JobRow:
     completed, failed, interrupted, stopped (early by a stop request: it can be resumed) and invalid
     (an error in its config, nothing was started), as result.json says; killed: it ended without
     result.json, or a signal killed one of its processes; running; waiting: not started yet;
-    submitted: queued in a scheduler; skipped: not to be run.
+    submitted: queued in a scheduler.
     """
 
     job: Job
@@ -172,7 +169,7 @@ class JobRow:
     @property
     def done(self) -> bool:
         """Also a job that its max_time ended."""
-        return self.status in DONE or ended_by_max_time(self.status, self.error)
+        return self.status == "completed" or ended_by_max_time(self.status, self.error)
 
 
 def read_job_rows(folder: Path, spec: SweepSpec, ended: Collection[int] = ()) -> list[JobRow]:
@@ -202,8 +199,6 @@ def read_job_rows(folder: Path, spec: SweepSpec, ended: Collection[int] = ()) ->
                 status = "killed"
         elif unread:
             status, error = "killed", unread
-        elif job.skipped is not None:
-            status, error = "skipped", job.skipped
         elif not any((run_dir / name).exists() for name in _LEFT_BY_RUNS):
             status = "submitted" if (run_dir / SUBMITTED).exists() else "waiting"
         elif job.number not in ended and _alive(run_dir):

@@ -77,7 +77,7 @@ class Table:
 
     @property
     def left(self) -> list[JobRow]:
-        """The jobs that are not done: all but the completed and the skipped ones."""
+        """The jobs that are not done: all but the completed ones."""
         return [row for row in self.rows if not row.done]
 
 
@@ -113,10 +113,7 @@ def terminal_lines(table: Table, width: int) -> list[str]:
     """
     width = min(width, _WIDEST)
     columns = _fitting(table, width)
-    shown = [i for i, row in enumerate(table.rows) if row.status != "skipped"]
-    if len(table.rows) - len(shown) <= _NAMED:  # of many, only the reasons are shown, below
-        shown = list(range(len(table.rows)))
-    cells = [[column.cells[i] for column in columns] for i in shown]
+    cells = [[column.cells[i] for column in columns] for i in range(len(table.rows))]
     headers = [column.header for column in columns]
     lines = table_lines("", headers, cells, width) if cells else []
     if errors := _errors(table.rows, width):
@@ -221,9 +218,8 @@ def first_line(error: str | None) -> str:
 
 def counts(table: Table) -> str:
     """How many are done, and which are left, by status."""
-    skipped = sum(row.status == "skipped" for row in table.rows)
-    to_do, left = len(table.rows) - skipped, table.left
-    text = f"{to_do - len(left)} of {to_do} done" + (f", {skipped} skipped" if skipped else "")
+    left, every = table.left, len(table.rows)
+    text = f"{every - len(left)} of {every} done"
     by_status = {row.status: [r for r in left if r.status == row.status] for row in left}
     if len(left) <= _NAMED:
         named = ", ".join(f"{row.job.number} ({row.status})" for row in left)

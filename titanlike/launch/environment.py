@@ -18,7 +18,6 @@ from pathlib import Path
 from titanlike.config import files
 from titanlike.config.errors import ConfigError, Problem
 
-PARENT = "TITANLIKE_PARENT"  # the process that a command ends with
 _PREFIXES = ("TORCHELASTIC_", "GROUP_", "ROLE_", "PET_")
 _NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _PORTS = range(20000, 32000)  # below 32768, where Linux's ephemeral ports begin

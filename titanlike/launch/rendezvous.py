@@ -79,6 +79,13 @@ def barrier(
     return dict(json.loads(store.get(complete))) if listens else {}
 
 
+def forget(worker: Worker, name: str) -> None:
+    """Remove what the store keeps of a barrier that all ranks have left. On rank 0."""
+    if worker.store is not None and worker.rank == 0 and name:
+        for part in ("arrived", "count", "complete"):
+            worker.store.delete_key(f"{name}/{part}")
+
+
 def _arrived(store: Store, key: str) -> dict[int, str]:
     return dict(json.loads(f"[{store.get(key).decode().rstrip(',')}]"))
 

@@ -35,6 +35,7 @@ from titanlike.launch.failures import (
     log_path,
     write_failure,
 )
+from titanlike.launch.heartbeat import heartbeat_path
 from titanlike.launch.process_end import collected_once_built
 from titanlike.launch.signals import Interrupted, StopRequest
 
@@ -100,7 +101,7 @@ def run_job(job: Job, worker: Worker) -> dict[str, Any]:
     with collected_once_built(), _logged(job.run_dir, worker.rank) as log:
         try:
             # a beat of an earlier launch would be taken for one of a rank that stands still
-            log_path(job.run_dir, worker.rank).with_suffix(".heartbeat").unlink(missing_ok=True)
+            heartbeat_path(job.run_dir, worker.rank).unlink(missing_ok=True)
             if worker.store is not None:
                 from titanlike.launch.rendezvous import peer_ended, start_together
 

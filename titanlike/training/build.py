@@ -30,7 +30,7 @@ from titanlike.graph.stage import Stage, fsdp_groups
 from titanlike.launch.process_end import built
 from titanlike.models.registry import build_model, initial_weights_of
 from titanlike.optim.loss import build_loss
-from titanlike.optim.optimizer import StageState, build_optimizers
+from titanlike.optim.optimizer import StageState, build_optimizers, moment_bytes
 from titanlike.pipeline.pipeline import Pipeline
 from titanlike.training.train_plan import TrainPlan, make_plan, memory_for_training
 from titanlike.training.transforms import stage_transforms
@@ -343,7 +343,8 @@ def memory_is_short(
         return False
     limit = memory()
     numel = sum(plan.stage_numel(stage) for stage in plan.order.local(mesh.pp_rank))
-    state = StateBytes.of(config, plan.zero).whole * numel
+    moments = min(moment_bytes(config, plan.model_graph.model).values(), default=0)
+    state = StateBytes.of(config, plan.zero, moments).whole * numel
     return limit is None or _FRAGMENTATION * state > limit
 
 

@@ -17,8 +17,9 @@ from typing import Any
 
 from titanlike.checkpoint.discovery import checkpoint_folder, step_name
 from titanlike.checkpoint.storage import error_line
+from titanlike.config.program import PARENT
 from titanlike.config.schema import Config
-from titanlike.launch.environment import PARENT, child_environment, python
+from titanlike.launch.environment import child_environment, python
 from titanlike.metrics.run_files import Events
 
 _KILLED = 10.0  # seconds for a process to end when it is killed
