@@ -213,6 +213,28 @@ def test_a_method_that_a_rank_does_not_call_ends_with_its_number(call: str, tmp_
     assert told.startswith(f"rank 1 did not reach the job's {call}() (call 2 of a run) in 2 s")
 
 
+def asked_often(config: Config, worker: Worker) -> list[int]:
+    """How many keys the store has after some calls of a method, and after more."""
+    dist.init_process_group(
+        "gloo", store=worker.store, rank=worker.rank, world_size=worker.world_size
+    )
+    found = []
+    with titanlike.build(config) as run:
+        batch = next(run.batches())
+        for count in (2, 6):
+            for _ in range(count):
+                run.forward(batch)
+            dist.barrier()  # all have left the last call
+            found.append(worker.store.num_keys())
+            dist.barrier()
+    return found
+
+
+def test_a_loop_that_calls_a_method_often_leaves_nothing_in_the_store(tmp_path: Path) -> None:
+    [(few, many), _] = run_world(asked_often, replace(ONE, dp=2), tmp_path)
+    assert few == many
+
+
 def fed(config: Config, worker: Worker) -> str:
     """A model of 64 ids, and data that have 257 and are not read."""
     batch = {"inputs": torch.ones(8, 16, dtype=torch.long) * 63}
