@@ -72,7 +72,7 @@ CONFIG: list[tuple[dict[str, Any], str | None]] = [
     ({"data": {"name": "text", "path": "RUN/link/text.txt"}}, "data.path=RUN/link/text.txt"),
     ({"data": {"name": "text", "path": "RUN/inner"}}, "data.path=RUN/inner"),
     ({"data": {"name": "text", "path": "RUN/../outside/text.txt"}}, ASKED),
-    ({"data": {"name": "text", "path": "~root/text.txt"}}, "data.path=~root/text.txt"),
+    ({"data": {"name": "text", "path": "~root/text.txt"}}, "data.path='~root/text.txt'"),
     ({"data": {"name": "text", "path": "a\0b"}}, ASKED),
     ({"data": {"name": "text", "path": "a (b)"}}, ASKED),
     ({"data": {"name": "text", "tokenizer": "OUT/tokenizer.json"}}, "data.tokenizer=OUT/token"),

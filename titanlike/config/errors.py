@@ -120,7 +120,7 @@ def as_override(key: str, value: Any) -> str:
     """The override that sets a key to a value, as it is typed in a shell."""
 
     def text(word: str) -> str:
-        plain = re.fullmatch(r"[A-Za-z_/*][\w/.*%+@-]*", word, re.ASCII)
+        plain = re.fullmatch(r"[A-Za-z_/*][\w/.*%+@:-]*", word, re.ASCII)
         read = word.lower() in ("null", "true", "false", "nan", "inf")  # as something else
         return word if plain and not read else quoted(word)
 
