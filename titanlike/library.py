@@ -6,70 +6,50 @@
    its methods are the functions that the command's loop calls.
 
 All ranks call each function and method that says "collective", in the same order.
-
-Shapes: B = batch_size / dp samples of this dp rank, a batch; T = seq_len.
 """
 
 from __future__ import annotations
 
-import functools
 import hashlib
-import html
 import json
 import os
 import re
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
-from titanlike.checkpoint.checkpointer import Checkpointer, Progress
 from titanlike.config import validate
 from titanlike.config.errors import ConfigError, Problem, nearest, override_text, quoted
-from titanlike.config.parse import to_plain, write_config
+from titanlike.config.parse import to_plain
 from titanlike.config.program import set_caller
 from titanlike.config.schema import Config, Custom, SyntheticData
 from titanlike.data import registry
-from titanlike.data.loader import batches, example_batch
 from titanlike.data.registry import DataError
-from titanlike.data.sources import IGNORE, Batch, Data
-from titanlike.device.accelerator import backends, is_accelerator, kernels
+from titanlike.data.sources import Data
+from titanlike.device.accelerator import backends, is_accelerator
 from titanlike.device.choose import choose_device, start_device
-from titanlike.distributed.mesh import close_mesh, open_mesh, prepare_groups
+from titanlike.distributed.mesh import open_mesh, prepare_groups
 from titanlike.driver.argv import complete_args, parse_argv
 from titanlike.driver.job import TRAIN, JobRunner, config_problems
 from titanlike.driver.overrides import check_overrides
-from titanlike.graph.recording import tree_flatten, tree_map
 from titanlike.launch.environment import RestartState, adopt_slurm, is_restart
-from titanlike.launch.failures import JobFailed, describe
+from titanlike.launch.failures import JobFailed
 from titanlike.launch.local import PrestartedWorkers
-from titanlike.launch.rendezvous import barrier, forget, in_words
+from titanlike.launch.rendezvous import barrier, in_words
 from titanlike.launch.worker import Worker
-from titanlike.metrics.run_files import Events
-from titanlike.models.registry import complete_arguments, resolve_model
-from titanlike.optim.loss import OutputError, logits_of, takes_divided_logits
+from titanlike.models.registry import resolve_model
 from titanlike.torch_private.process_groups import default_store
 from titanlike.training import build as building
-from titanlike.training.anomalies import AnomalyDetector, BadNumbers
-from titanlike.training.checks import may_mix_samples
-from titanlike.training.feed import to_device
-from titanlike.training.report import layout
 from titanlike.training.session import open_data_on_every_rank
-from titanlike.training.step import measured_step
-from titanlike.training.step import validate as validation_loss
+from titanlike.training.training_run import TrainingRun
 
 if TYPE_CHECKING:
     from titanlike.planning.estimate import Estimate
-
-
-_GRACE = 10.0  # seconds between the ranks that wait in vain for another
 
 
 class Callback(Protocol):
@@ -233,340 +213,6 @@ def build(
     mesh = open_mesh(config, replace(worker, run_dir=Path(config.run_dir)))
     run = building.build(config, mesh, data)
     return TrainingRun(config, worker, data, run, closes_group=alone)
-
-
-@dataclass(frozen=True)
-class StepOutput:
-    """A training step, the same on every rank."""
-
-    step: int  # the first is 1
-    loss: float  # over the global batch: a mean over the valid tokens, or what the loss counts
-    losses: list[float]  # of each microbatch of the global batch, in its order
-    grad_norm: float  # 2-norm of all gradients, before clipping
-    lr: float  # of this step; 0.0 of one that was skipped
-    skipped: str | None  # "nonfinite" or "spike" where nothing was updated
-    record: dict[str, Any]  # the row that metrics.jsonl would have
-
-
-class TrainingRun:
-    """This rank's part of a model and its optimizers, of `build`. All methods but `batches` and
-    `parameters` are collective."""
-
-    def __init__(
-        self, config: Config, worker: Worker, data: Data, run: building.Run, closes_group: bool
-    ) -> None:
-        self.config, self.data, self.plan, self.mesh = config, data, run.plan, run.mesh
-        self.last: StepOutput | None = None
-        self._run, self._closes_group = run, closes_group
-        self._worker = replace(worker, run_dir=Path(config.run_dir))
-        self._progress, self._detector = Progress(), AnomalyDetector(config, {})
-        self._calls, self._met = 0, ""  # collective methods that were called; the last barrier
-        metrics = replace(config.metrics, microbatch_losses=True)
-        self._step_config = replace(config, metrics=metrics)
-
-    @property
-    def steps(self) -> int:
-        """Steps done so far, those before a checkpoint that was loaded included."""
-        return self._progress.step
-
-    def batches(self) -> Iterator[Batch]:
-        """This dp rank's batches of the training data after `steps`, endless, as the command reads
-        them: "inputs" and "targets" [B, T] int64 on the CPU, and what else samples have."""
-        self._own_data()
-        source, dp_rank = self.data.train, self.mesh.dp_rank
-        return batches(source, self.config, dp_rank=dp_rank, start_step=self.steps)
-
-    def step(self, batch: Mapping[str, Tensor]) -> StepOutput:
-        """Train on this dp rank's part of a batch: forward, backward, clip, update; waits for the
-        result.
-
-        batch: "inputs", "targets" and what else the model takes, [B, ...] each, on any device; the
-        ranks of a dp rank give the same. Raises BadNumbers where loss or gradients are not finite
-        (on_nonfinite=stop), ConfigError for a batch of another form.
-        """
-        batch, number = self._checked(batch), self.steps + 1
-        with self._collective("step", meet=self.last is None):
-            if not self.last:
-                self._first_step(batch)
-            with_numbers = self._run, self._step_config, number, iter([batch]), self._detector
-            result = measured_step(*with_numbers, self._worker)
-        record, anomaly = result.record, result.anomaly
-        if anomaly is not None:
-            if anomaly.action == "stop":
-                raise BadNumbers(anomaly.text)
-            record["skipped"] = anomaly.kind
-        if (zeros := result.zero_gradients) and self._worker.rank == 0:
-            assert self._run.zero_gradients is not None
-            warnings.warn(self._run.zero_gradients.text(zeros), stacklevel=2)
-        guard = self._detector.state()
-        self._progress = replace(self._progress, step=number, value=record["loss"], guard=guard)
-        self._worker.notify("step", record)
-        loss, losses, skipped = record["loss"], record["microbatch_losses"], record.get("skipped")
-        numbers = number, loss, losses, record["grad_norm"], record["lr"], skipped
-        self.last = StepOutput(*numbers, record)
-        return self.last
-
-    def forward(
-        self, batch: Mapping[str, Tensor], *, microbatches: bool = False, everywhere: bool = False
-    ) -> Any:
-        """What the model returns for this dp rank's batch, in evaluation and without gradients, on
-        ranks with the last stage; elsewhere None.
-
-        batch: as of `step`; targets are not needed. microbatches: a list with the output of each;
-        else one output [B, ...], of a structure of tensors the same structure. everywhere: on all
-        ranks of the pipeline. Logits are those of whole sequences and of the whole vocabulary;
-        other tensors of a structure are this rank's part with cp and tp.
-        """
-        checked = self._checked(batch, trains=False)
-        with self._collective("forward"), torch.no_grad():
-            self._run.train_mode(False)
-            try:
-                device_batch = to_device(checked, self.mesh, self.config)
-                found = self._run.pipeline.outputs(device_batch, _output_alone)
-            finally:
-                self._run.train_mode(True)
-            found = [self._whole(output, checked["inputs"].shape[1:2]) for output in found]
-        order = self.plan.order
-        if everywhere and self.mesh.pp > 1:
-            group = self.mesh.axes.get_group("pp")
-            sent, source = [_on(found, torch.device("cpu"))], order.stage_to_rank[-1]
-            source = dist.get_global_rank(group, source)
-            dist.broadcast_object_list(sent, source, group, self.mesh.device)
-            found = _on(sent[0], self.mesh.device)
-        if not found:
-            return None
-        return found if microbatches else _concatenated(found)
-
-    def validate(self) -> float:
-        """The loss of the validation data, as the command computes it."""
-        self._own_data()
-        with self._collective("validate"):
-            loss = validation_loss(self._run, self.config, self.data)
-        assert loss is not None, "it is not stopped"
-        self._worker.notify("validation", self.steps, loss)
-        return loss
-
-    def parameters(self) -> dict[str, nn.Parameter]:
-        """The parameters of this rank's stages by their names in the whole model: DTensors where
-        FSDP shards them, with tp and ep this rank's part."""
-        return {n: p for state in self._run.stage_states for n, p in state.parameters()}
-
-    def save(self) -> str:
-        """Write a checkpoint of the steps done, from which the command resumes, too; its path."""
-        if not self.steps:
-            raise ValueError("nothing to save: no step has been done")
-        with self._collective("save"):
-            if self._worker.rank == 0:
-                write_config(self.config, self._worker.run_dir)
-            self._checkpointer.save(self._progress)
-            self._checkpointer.finish(self._progress, done=False)  # waits, as checkpoint.mode=sync
-        path = str(self._checkpointer.folder_of(self.steps))
-        self._worker.notify("save", self.steps, path)
-        return path
-
-    def load(self, path: str | Path | None = None, *, weights_only: bool = False) -> int:
-        """Load a checkpoint, saved in any layout; the steps that it had done.
-
-        path: of a checkpoint, or of a run for its newest; None = as `checkpoint.resume` says: the
-        newest of run_dir, or nothing if there is none. weights_only: leave optimizers and steps as
-        they are. Raises ValueError where the checkpoint is of another model or other data.
-        """
-        with self._collective("load"):
-            checkpointer = self._checkpointer
-            if weights_only:
-                checkpointer.start_from(str(path or self.config.run_dir))
-                return self.steps
-            self._progress = checkpointer.resume() if path is None else checkpointer.load(str(path))
-        self._detector.load(self._progress.guard)
-        return self.steps
-
-    def close(self) -> None:
-        """Let go of threads, and of the process group if it was made here."""
-        if "_checkpointer" in vars(self):
-            self._checkpointer.close()
-        if self._closes_group and dist.is_initialized():
-            close_mesh()
-
-    def __enter__(self) -> TrainingRun:
-        return self
-
-    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
-        # a rank that leaves its group would hide the first error from the others
-        if error is None or self.mesh.world_size == 1:
-            self.close()
-
-    def __repr__(self) -> str:
-        loss = f", loss {self.last.loss:.4f}" if self.last else ""
-        told = self._layout()
-        return f"<TrainingRun of {told['model']}: {told['mesh']}; step {self.steps}{loss}>"
-
-    def _repr_html_(self) -> str:
-        """For notebooks: the stages, and the schedule as a picture."""
-        rows = self._layout()["stages"]
-        heads = "".join(f"<th>{name}</th>" for name in rows[0])
-        cells = ("".join(f"<td>{html.escape(f'{v}')}</td>" for v in row.values()) for row in rows)
-        body = "".join(f"<tr>{row}</tr>" for row in cells)
-        text = f"<p>{html.escape(repr(self)[1:-1])}</p><table><tr>{heads}</tr>{body}</table>"
-        return text + self.plan.order._repr_svg_()
-
-    def _layout(self) -> dict[str, Any]:
-        return layout(self.config, self.plan, self.mesh, self.data.description)
-
-    # --- details ---------------------------------------------------------------------------------
-
-    @contextmanager
-    def _collective(self, call: str, meet: bool = True) -> Iterator[None]:
-        """A call of all ranks, with the kernels that the config asks for. Raises BarrierTimeout
-        where one does not come: before it, which costs the store some requests of each rank, or
-        without `meet` when this rank has waited in vain (a send by gloo waits forever)."""
-        self._calls += 1
-        name, timeout = f"{call}() (call {self._calls} of a run)", self.config.launch.timeout
-        if meet:
-            barrier(self._worker, name, timeout)
-            forget(self._worker, self._met)  # all have left it: a loop may call a million times
-            self._met = name
-        try:
-            with kernels(self.config, self.mesh.device):
-                yield
-        except RuntimeError as error:
-            if not meet and describe(self._worker.rank, error).transport:
-                barrier(self._worker, name, min(timeout, _GRACE))
-            raise
-
-    def _first_step(self, batch: Batch) -> None:
-        """What the command does before its first step."""
-        if not self.steps and may_mix_samples(self.config) and len(batch["targets"]) > 1:
-            from titanlike.training.first_batch import refuse_mixed_samples
-
-            refuse_mixed_samples(self._run, self.config, iter([batch]))
-        if self._run.compiled:
-            from titanlike.training.first_batch import compile_blocks
-
-            compile_blocks(self._run, self.config, batch, self._worker)
-
-    @functools.cached_property
-    def _example(self) -> Batch:
-        """A batch like those of this run, of one sample, on meta."""
-        return example_batch(self.config, self.data)
-
-    def _checked(self, batch: Mapping[str, Tensor], trains: bool = True) -> Batch:
-        """The batch, in tensors without gaps. Raises ConfigError where it is none of this run.
-
-        trains: else no targets are needed; where there are none the inputs stand for them.
-        """
-        like = self._example
-        wanted = ["inputs", "targets", *(n for n in self.plan.fields if n != "inputs")]
-        needed = [name for name in wanted if trains or name != "targets"]
-        problems = []
-        if not isinstance(batch, Mapping):
-            reason, fix = f"is a {type(batch).__name__}", f"a dict of tensors: {', '.join(wanted)}"
-            raise ConfigError([Problem("batch", "", reason, fix)])
-        for name in wanted:
-            if name not in batch:
-                if name in needed:
-                    reason, fix = f"has no {name}", f"a batch with {wanted}"
-                    problems.append(Problem("batch", "", reason, fix))
-            elif wrong := self._wrong_field(name, batch[name]):
-                problems.append(Problem(f"batch.{name}", "", *wrong))
-        for name in batch.keys() - {*wanted}:
-            problems.append(Problem("batch", name, "is not taken by the model", "leave it out"))
-        if not problems and "targets" in batch and like["inputs"].shape == like["targets"].shape:
-            shapes = [list(batch[name].shape) for name in ("inputs", "targets")]
-            if shapes[0] != shapes[1]:
-                reason = f"inputs are {shapes[0]}, and targets {shapes[1]}"
-                problems.append(Problem("batch", "", reason, "targets of the shape of inputs"))
-        if problems:
-            raise ConfigError(problems)
-        checked = {name: value.contiguous() for name, value in batch.items()}
-        return {"targets": checked["inputs"], **checked}
-
-    def _wrong_field(self, name: str, value: Any) -> tuple[str, str] | None:
-        """(reason, fix) where a field of a batch has another form than this run's; None = it has
-        not."""
-        (size, _), dp, like = self.config.batch_shape(self.steps + 1), self.config.dp, self._example
-        shape = ["B", *like[name].shape[1:]]
-        if not isinstance(value, Tensor):
-            return f"is a {type(value).__name__}", f"a tensor {shape}"
-        if value.dim() != len(shape):
-            return f"has the shape {list(value.shape)}", f"a tensor {shape}"
-        floats = value.is_floating_point() and like[name].is_floating_point()
-        if value.dtype != like[name].dtype and not floats:
-            kinds = [str(tensor.dtype).removeprefix("torch.") for tensor in (value, like[name])]
-            return f"is {kinds[0]}", f"a tensor {shape} of {kinds[1]}"
-        if value.is_meta or value.layout is not torch.strided:
-            return "is on meta, or sparse", f"a dense tensor {shape} with values"
-        if len(value) != size // dp:
-            reason = f"has {len(value)} rows, and each dp rank gives its part"
-            return reason, f"batch_size / dp = {size} / {dp} = {size // dp} rows"
-        names = ["inputs", *(["targets"] * takes_divided_logits(self.config.loss))]
-        if floats or name not in names or not value.is_cpu:  # a GPU's would be waited for
-            return None
-        known = self._vocabulary
-        ids = value[value != IGNORE] if name == "targets" else value
-        low, high = (int(end) for end in ids.aminmax()) if ids.numel() else (0, 0)
-        if known is None or (low >= 0 and high < known):
-            return None
-        return (
-            f"has ids from {low} to {high}, and the model {known} ids",
-            f"ids from 0 to {known - 1}",
-        )
-
-    def _own_data(self) -> None:
-        if self.data.example is not None:
-            raise ValueError("there are no data to read: build(example=...) was called")
-
-    def _whole(self, output: Any, tokens: Sequence[int]) -> Any:
-        """An output of the last stage with its logits whole; tokens: of a sequence, if it is one."""
-        if self.config.cp == self.config.layer_ranks == 1:
-            return output
-        try:
-            whole = logits = logits_of(output)
-        except OutputError:  # of a model whose loss is the caller's own
-            return output
-        for transform in self._run.transforms.values():
-            whole = transform.logits(whole)
-        if self.config.cp > 1:
-            whole = whole[:, : tokens[0]]  # without padding
-        leaves, rebuild = tree_flatten(output)
-        return rebuild([whole if leaf is logits else leaf for leaf in leaves])
-
-    @functools.cached_property
-    def _vocabulary(self) -> int | None:
-        """How many ids the model has; None where it does not say."""
-        model: Any = self.plan.model_graph.model
-        known = complete_arguments(self.plan.model).get("vocab_size")
-        return getattr(getattr(model, "config", None), "vocab_size", known)
-
-    @functools.cached_property
-    def _checkpointer(self) -> Checkpointer:
-        """Made, on all ranks, at the first save or load."""
-        rank, run_dir = self._worker.rank, self._worker.run_dir
-        if rank == 0:
-            run_dir.mkdir(parents=True, exist_ok=True)
-        events = Events(run_dir, print if rank == 0 else None)
-        return Checkpointer(self._run.stage_states, self.config, self.data, events)
-
-
-def _concatenated(outputs: Sequence[Any]) -> Any:
-    """One output of those of microbatches; what is no tensor [B, ...], as the first has it."""
-    leaves = [tree_flatten(output)[0] for output in outputs]
-    _, rebuild = tree_flatten(outputs[0])
-
-    def joined(same: Sequence[Any]) -> Any:
-        batched = isinstance(same[0], Tensor) and same[0].dim() > 0
-        return torch.cat([*same]) if batched else same[0]
-
-    return rebuild([joined(same) for same in zip(*leaves, strict=True)])
-
-
-def _output_alone(output: Any, targets: Tensor) -> Any:
-    return output
-
-
-def _on(outputs: Sequence[Any], device: torch.device) -> list[Any]:
-    """The same with tensors on a device."""
-    move = lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf  # noqa: E731
-    return [tree_map(output, move) for output in outputs]
 
 
 # --- arguments, and this process among others ----------------------------------------------------

@@ -1,8 +1,8 @@
 """A command line: flags, overrides, and what is neither (`--max-steps 100`, `pp 2`); and what need
 not be typed.
 
-`GROUP=own` is added where GROUP.name is an import path, and so are the choice that GROUP.name names, and
-choices of a finished run. The config of a run folder is complete, without a defaults list. So that a
+`GROUP=own` is added where GROUP.name is an import path, and so are the choice that GROUP.name names, also
+in an experiment's file (`ConfigFiles`), and choices of a finished run. The config of a run folder is complete, without a defaults list. So that a
 group's choice replaces the group there, the config is given to Hydra without that group, which is added
 to its defaults.
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -20,13 +20,19 @@ from typing import Any
 
 import yaml
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.config_repository import ConfigRepository
 from hydra._internal.utils import get_args_parser
+from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.config_store import ConfigStore
+from hydra.core.default_element import GroupDefault
+from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
+from hydra.plugins.config_source import ConfigResult
+from omegaconf import OmegaConf
 
-from titanlike.config.errors import quoted
+from titanlike.config.errors import Refused, quoted
 from titanlike.config.overrides import aliases_problem, in_full, key_of, to_hydra
 from titanlike.config.parse import in_folder
 from titanlike.config.program import conf_dir
@@ -224,3 +230,40 @@ def parse_override(text: str, loader: ConfigLoaderImpl | None = None) -> Overrid
         return OverridesParser.create(config_loader=loader).parse_overrides([text])[0]
     except HydraException:
         return None
+
+
+class ConfigFiles(ConfigRepository):
+    """The config files that Hydra finds. Raises Refused for one that is not to be composed."""
+
+    def __init__(self, search_path: ConfigSearchPath, chosen: Collection[str]) -> None:
+        super().__init__(search_path)
+        self._chosen = chosen  # groups of which the command line has a choice that is not `own`
+
+    def load_config(self, config_path: str) -> ConfigResult | None:
+        source = self._find_object_source(config_path, ObjectType.CONFIG)
+        group, _, name = config_path.partition("/")
+        in_files = source is not None and source.scheme() == "file"  # else of a package
+        path = Path(getattr(source, "path", ""), f"{config_path}.yaml")
+        foreign = in_files and not path.is_relative_to(conf_dir())
+        if foreign and (reason := aliases_problem(path)):
+            raise Refused(group, name, f"{path}: {reason}", "write its values out, once each")
+        result = super().load_config(config_path)
+        if result is None or group != "experiment":
+            return result
+        if not result.header.get("package") and result.config:
+            reason = f"{path} has no line `# @package _global_`, without which its keys are"
+            reason += " below experiment"
+            raise Refused(group, name, reason, "write `# @package _global_` as its first line")
+        # a `name` that is given without `override /GROUP`: the keys beside it are that choice's
+        defaults = result.defaults_list = [*(result.defaults_list or ())]
+        listed = {str(getattr(default, "group", "")).strip("/") for default in defaults}
+        plain: Any = OmegaConf.to_container(result.config)
+        for each in sorted({*VARIANTS, *OPEN_GROUPS} - listed):
+            named = str(plain[each].get("name")) if isinstance(plain.get(each), dict) else ""
+            own = "." in named and each in OPEN_GROUPS
+            if own or named in VARIANTS.get(each, ()):
+                choice = "own" if own else named
+                defaults.append(GroupDefault(group=f"/{each}", value=choice, override=True))
+                if not own or each in self._chosen:
+                    del result.config[each]["name"]
+        return result

@@ -19,21 +19,17 @@ import itertools
 import os
 import re
 import shlex
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hydra._internal.config_loader_impl import ConfigLoaderImpl, get_overrides_dirname
-from hydra._internal.config_repository import ConfigRepository
 from hydra._internal.utils import create_config_search_path
-from hydra.core.config_search_path import ConfigSearchPath, SearchPathQuery
-from hydra.core.default_element import GroupDefault
+from hydra.core.config_search_path import SearchPathQuery
 from hydra.core.hydra_config import HydraConfig
-from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.types import Override, OverrideType
 from hydra.core.utils import setup_globals
-from hydra.plugins.config_source import ConfigResult
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
@@ -59,7 +55,7 @@ from titanlike.config.overrides import (
 from titanlike.config.parse import parse
 from titanlike.config.program import conf_dir
 from titanlike.config.schema import OPEN_GROUPS, VARIANTS, Config
-from titanlike.driver.argv import InvalidOverride, parse_override
+from titanlike.driver.argv import ConfigFiles, InvalidOverride, parse_override
 
 if TYPE_CHECKING:
     from titanlike.driver.override_errors import Advice
@@ -85,46 +81,9 @@ def check_overrides(args: argparse.Namespace) -> CheckedOverrides:
         search_path.prepend(provider="command-line", path=f"file://{folder}", anchor=anchor)
     loader = ConfigLoaderImpl(search_path)
     chosen = {key_of(o) for o in args.overrides if not o.endswith("=own")}
-    loader.repository = _ConfigFiles(search_path, chosen)
+    loader.repository = ConfigFiles(search_path, chosen)
     checked.check(loader, args.overrides, args.invalid_overrides)
     return checked
-
-
-class _ConfigFiles(ConfigRepository):
-    """The config files that Hydra finds. Raises Refused for one that is not to be composed."""
-
-    def __init__(self, search_path: ConfigSearchPath, chosen: Collection[str]) -> None:
-        super().__init__(search_path)
-        self._chosen = chosen  # groups of which the command line has a choice that is not `own`
-
-    def load_config(self, config_path: str) -> ConfigResult | None:
-        source = self._find_object_source(config_path, ObjectType.CONFIG)
-        group, _, name = config_path.partition("/")
-        in_files = source is not None and source.scheme() == "file"  # else of a package
-        path = Path(getattr(source, "path", ""), f"{config_path}.yaml")
-        foreign = in_files and not path.is_relative_to(conf_dir())
-        if foreign and (reason := aliases_problem(path)):
-            raise Refused(group, name, f"{path}: {reason}", "write its values out, once each")
-        result = super().load_config(config_path)
-        if result is None or group != "experiment":
-            return result
-        if not result.header.get("package") and result.config:
-            reason = f"{path} has no line `# @package _global_`, without which its keys are"
-            reason += " below experiment"
-            raise Refused(group, name, reason, "write `# @package _global_` as its first line")
-        # a `name` that is given without `override /GROUP`: the keys beside it are that choice's
-        defaults = result.defaults_list = [*(result.defaults_list or ())]
-        listed = {str(getattr(default, "group", "")).strip("/") for default in defaults}
-        plain: Any = OmegaConf.to_container(result.config)
-        for each in sorted({*VARIANTS, *OPEN_GROUPS} - listed):
-            named = str(plain[each].get("name")) if isinstance(plain.get(each), dict) else ""
-            own = "." in named and each in OPEN_GROUPS
-            if own or named in VARIANTS.get(each, ()):
-                choice = "own" if own else named
-                defaults.append(GroupDefault(group=f"/{each}", value=choice, override=True))
-                if not own or each in self._chosen:
-                    del result.config[each]["name"]
-        return result
 
 
 def _config_path_problem(path: Path, name: str) -> Problem | None:
