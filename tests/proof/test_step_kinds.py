@@ -1,0 +1,75 @@
+"""Where a step goes: what it calls, and its time, by kind."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+from support.models import tiny
+from support.world import run_world
+from titanlike.config.schema import Config, Precision, Schedule
+from titanlike.data.registry import open_data
+from titanlike.distributed.mesh import close_mesh, open_mesh
+from titanlike.launch.worker import Worker
+from titanlike.proof import benchmark
+from titanlike.proof.step_kinds import CASTS, CountedCalls, kind_of
+from titanlike.training.build import build
+
+
+@pytest.mark.parametrize(
+    "kind, names",
+    [
+        ("matrix products", ["nvjet_tst_128x256_64x4_1x2_h_bz_coopA_NNT", "aten::mm", "aten::linear"]),
+        ("matrix products", ["aten::mm", "MmBackward0", "forward and backward"]),
+        ("optimizer", ["aten::bmm", "Optimizer.step#Muon.step"]),
+        ("attention", ["cudnn_generated_fort_native_sdpa_sm90_flash_bprop", "CompiledFunctionBackward"]),
+        ("attention", ["triton_tem_fused_flex_attention_2", "Torch-Compiled Region: 3/0"]),
+        ("loss", ["aten::_log_softmax", "aten::cross_entropy_loss"]),
+        ("loss", ["aten::mul", "_LossInChunksBackward"]),
+        ("norm and clip", ["aten::_foreach_mul_", "clip"]),
+        ("norm and clip", ["aten::stack", "gradient norm"]),
+        ("accumulation", ["aten::add_", "torch::autograd::AccumulateGrad", "forward and backward"]),
+        (CASTS, ["aten::copy_", "aten::_to_copy", "ToCopyBackward0"]),
+        (CASTS, ["triton_poi_fused__to_copy_3", "Torch-Compiled Region: 0/0"]),
+        ("element-wise and others", ["triton_poi_fused__to_copy_mul_silu_3", "CompiledFunction"]),
+        ("element-wise and others", ["aten::add_", "AddBackward0"]),
+        ("collectives", ["ncclDevKernel_AllGather_RING_LL", "c10d::_allgather_base_", "optimizer?"]),
+    ],
+)  # fmt: skip
+def test_operators_and_kernels_are_of_a_kind(kind: str, names: list[str]) -> None:
+    assert kind_of(names) == kind
+
+
+def calls_of_third_step(config: Config, worker: Worker) -> tuple[Counter, list[torch.Size]]:
+    """What it calls, and shapes of parameters."""
+    data = open_data(config)
+    mesh = open_mesh(config, worker)
+    run = build(config, mesh, data)
+    loop = benchmark._titanlike_loop(run, config, data, worker)
+    for _ in range(2):
+        next(loop)
+    with CountedCalls(run.ranges) as counted:
+        next(loop)
+    shapes = [p.shape for stage in run.stages for p in stage.parameters()]
+    close_mesh()
+    return counted.calls, shapes
+
+
+def test_a_step_in_bf16_casts_each_weight_once_whatever_the_microbatches(tmp_path: Path) -> None:
+    config = tiny(schedule=Schedule("1f1b", 4), layers=2, precision=Precision("bf16"))
+    ((calls, shapes),) = run_world(calls_of_third_step, config, tmp_path)
+    casts = Counter[torch.Size]()
+    for call, times in calls.items():
+        if (
+            call.casts
+            and call.written[0] is torch.bfloat16
+            and call.phase == "forward and backward"
+        ):
+            casts.update({shape: times * n for shape, n in Counter(call.shapes).items()})
+    assert {shape: casts[shape] for shape in shapes} == Counter(shapes)
+    products = sum(n for call, n in calls.items() if call.kind == "matrix products")
+    # 7 products of a block and the head's, forward and two of the backward, in each microbatch
+    assert products == 4 * 3 * (2 * 7 + 1)
