@@ -16,7 +16,6 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -31,9 +30,9 @@ from titanlike.config.schema import Config, Custom, SyntheticData
 from titanlike.data import registry
 from titanlike.data.registry import DataError
 from titanlike.data.sources import Data
-from titanlike.device.accelerator import backends, is_accelerator
+from titanlike.device.accelerator import is_accelerator
 from titanlike.device.choose import choose_device, start_device
-from titanlike.distributed.mesh import open_mesh, prepare_groups
+from titanlike.distributed.mesh import join_group, open_mesh
 from titanlike.driver.argv import complete_args, parse_argv
 from titanlike.driver.job import TRAIN, JobRunner, config_problems
 from titanlike.driver.overrides import check_overrides
@@ -289,12 +288,10 @@ def _worker(config: Config, callbacks: Sequence[Callback]) -> Worker:
     if size > 1:
         if not dist.is_initialized():
             local = int(os.environ.get("LOCAL_WORLD_SIZE", size))
-            device, _ = choose_device(config.device, int(os.environ.get("LOCAL_RANK", "0")), local)
+            device, _ = choose_device(config, int(os.environ.get("LOCAL_RANK", "0")), local)
             if is_accelerator(device):
                 start_device(config.device, device)  # as `open_mesh` does before its groups
-            prepare_groups(device)
-            timeout = timedelta(seconds=config.launch.timeout)
-            dist.init_process_group(backends(device), timeout=timeout)
+            join_group(config, device, int(os.environ["RANK"]), size, local)
         store = default_store()
         number = store.add(f"titanlike/{dist.get_rank()}", 1)  # the same on all ranks
         store = dist.PrefixStore(f"titanlike/{number}", store)

@@ -71,7 +71,8 @@ def watched(share: float, steps: list[list[float]]) -> list[int]:
     mesh = SimpleNamespace(
         world_size=2, device=torch.device("cpu"), pp=1, stage_ranks=lambda pp: [0, 1]
     )
-    worker, events = SimpleNamespace(rank=0, run_dir=Path("none"), world_size=2), mock.Mock()
+    worker = SimpleNamespace(rank=0, local_world_size=2, run_dir=Path("none"), world_size=2)
+    events = mock.Mock()
     config = Config(launch=Launch(straggler=share))
     found = Stragglers(config, SimpleNamespace(mesh=mesh), worker, events)
     with mock.patch.object(stragglers, "_STEPS", 3):

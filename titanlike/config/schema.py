@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, Literal
 
@@ -703,10 +703,18 @@ class Hardware(NoHardware):
         """Bytes that training may take on a device."""
         return int((1 - self.allocator_loss) * self.memory)
 
+    def of_each(self, ranks: int) -> Hardware:
+        """What each of so many ranks has that share a device: its memory is divided."""
+        title = f"1/{ranks} of {self.title}"
+        return replace(self, memory=self.memory // ranks, title=title) if ranks > 1 else self
+
 
 @dataclass(kw_only=True)
 class CpuHardware(Hardware):
     """A core of a CPU, which computes by itself and exchanges messages by gloo."""
+
+    def of_each(self, ranks: int) -> Hardware:
+        return self
 
     node_latency: float = key(1e-4, "seconds of a collective's step, or a message, in a node", ge=0)
     network_latency: float = key(2e-4, "seconds of a step of a collective between nodes", ge=0)
@@ -889,6 +897,9 @@ class Launch:
         0, "restarts of failed workers, from the newest checkpoint", ge=0, le=1_000_000
     )
     elastic: bool = key(False, "dp follows the number of ranks that torchrun starts: --nnodes 1:2")
+    ranks_per_device: int = key(
+        1, "ranks that share a GPU, to check a layout; slow: they take turns", ge=1, le=1024
+    )
 
 
 @dataclass

@@ -103,6 +103,12 @@ def set_device(device: torch.device) -> None:
         torch.accelerator.set_device_index(device)
 
 
+def limit_memory(device: torch.device, share: float) -> None:
+    """Let this process' allocator take so much of the device's memory at the most."""
+    if device.type == "cuda":
+        torch.cuda.set_per_process_memory_fraction(share, device)
+
+
 def synchronize(device: torch.device) -> None:
     """Wait until all that was queued on the device is done."""
     if is_accelerator(device):

@@ -1,4 +1,4 @@
-"""Which device a rank computes on. A GPU is never silently left unused, nor used by two ranks."""
+"""Which device a rank computes on. A GPU is never silently left unused, nor silently shared."""
 
 from __future__ import annotations
 
@@ -10,24 +10,27 @@ from typing import TYPE_CHECKING
 import torch
 
 from titanlike.config.errors import ConfigError, Problem
+from titanlike.config.schema import Config
 from titanlike.device import accelerator
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
 _CPU = "device=cpu to train on the CPU"
+_SHARE = "launch.ranks_per_device"
 _OPENMP = ("OMP_PLACES", "OMP_PROC_BIND", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
 
 
 def choose_device(
-    wanted: str, local_rank: int, local_ranks: int, one_each: bool = True
+    config: Config, local_rank: int, local_ranks: int, one_each: bool = True
 ) -> tuple[torch.device, str]:
-    """This rank's device and why, for `device=` and so many ranks on this machine.
+    """This rank's device and why, with so many ranks on this machine. Neighbours share one.
 
     one_each: whoever started the ranks may show each of them a GPU of its own and no other (srun
     --gpus-per-task=1); `claim_device` finds out whether it did. Does not initialize CUDA. Raises
-    ConfigError where there are GPUs and not one for each rank, or none and they are asked for.
+    ConfigError where there are GPUs and too few for the ranks, or none and they are asked for.
     """
+    wanted = config.device
     if wanted == "cpu":
         return torch.device("cpu"), "asked for"
     kind, count = accelerator.accelerator(), accelerator.count()
@@ -46,14 +49,29 @@ def choose_device(
             raise _problem(wanted, "no GPU is visible on this machine", "device=auto")
         return torch.device("cpu"), "no GPU found"
     assert kind is not None
-    if count >= local_ranks:
+    each = config.launch.ranks_per_device
+    if each > 1 and kind != "cuda":
+        reason = f"only NCCL connects ranks that share a device, and these are {kind}"
+        raise ConfigError([Problem(_SHARE, each, reason, f"{_SHARE}=1")])
+    if count * each >= local_ranks:
+        shared = ranks_of(torch.device(kind), config, local_ranks)
+        used = -(-local_ranks // shared)
         reason = "asked for" if wanted != "auto" else f"{_gpus(count)} found"
-        return torch.device(kind, local_rank), reason
+        if shared > 1:
+            on = f"{kind}:0" if used == 1 else f"{used} GPUs ({shared} each)"
+            reason = f"{local_ranks} ranks share {on}: for correctness, not for speed"
+        return torch.device(kind, local_rank // each), reason
     if count == 1 and one_each:
         return torch.device(kind, 0), "the one GPU that this rank sees"
     ranks = "1 rank" if count == 1 else f"{count} ranks"
-    fix = f"{_CPU}, or start at most {ranks} on this machine"
+    fix = f"{_sharing(local_ranks)}, {_CPU}, or start at most {ranks} on this machine"
     raise _problem(wanted, f"{_gpus(count)} for {local_ranks} ranks on this machine", fix)
+
+
+def ranks_of(device: torch.device, config: Config, local_ranks: int) -> int:
+    """Ranks that share an accelerator, of so many on this machine; a core of the CPU has one."""
+    shared = accelerator.is_accelerator(device)
+    return min(config.launch.ranks_per_device, local_ranks) if shared else 1
 
 
 def first_device(wanted: str) -> torch.device:
@@ -95,24 +113,36 @@ def near_device(device: torch.device) -> Iterator[None]:
         os.sched_setaffinity(0, before)
 
 
-def claim_device(wanted: str, device: torch.device, rank: int, store: Store | None) -> None:
-    """Raises ConfigError where another rank of the job has the same physical GPU.
+def claim_device(
+    config: Config, device: torch.device, rank: int, local_ranks: int, store: Store | None
+) -> None:
+    """Raises ConfigError where more ranks of the job have the same physical GPU than may share one.
 
-    store: of the job alone; None for one rank. It takes one request a rank, whatever their number.
+    store: of the job alone; None for one rank. It takes one request a rank, whatever their number,
+    if those that share a GPU are neighbours.
     """
     uuid = None if store is None else accelerator.uuid(device)
     if store is None or uuid is None:
         return
-    owner = store.compare_set(f"device/{uuid}", "", str(rank)).decode()
-    if owner == str(rank):
-        return
-    ranks = " and ".join(map(str, sorted((int(owner), rank))))
+    most, owners = config.launch.ranks_per_device, [rank]
+    for place in range(most):
+        name = f"device/{uuid}/{(rank + place) % most}"
+        owner = int(store.compare_set(name, "", str(rank)))
+        if owner == rank:
+            return
+        owners.append(owner)
+    *others, last = map(str, sorted(owners))
     raise _problem(
-        wanted,
-        f"ranks {ranks} have the same GPU, {accelerator.name(device)} {uuid}",
+        config.device,
+        f"ranks {', '.join(others)} and {last} have the same GPU, {accelerator.name(device)} "
+        f"{uuid}",
         "start no more ranks on a machine than it has GPUs, and let each see all of them or one of "
-        f"its own (srun --gpus-per-task=1); or {_CPU}",
+        f"its own (srun --gpus-per-task=1); or {_sharing(local_ranks)}, or {_CPU}",
     )
+
+
+def _sharing(local_ranks: int) -> str:
+    return f"{_SHARE}={-(-local_ranks // max(1, accelerator.count()))} to check a layout, slowly"
 
 
 def _gpus(count: int) -> str:

@@ -63,17 +63,18 @@ def resident_memory(device: torch.device) -> int:
     return pages * resource.getpagesize()
 
 
-def total_memory(device: torch.device, local_ranks: int) -> int | None:
-    """Bytes of an accelerator, or a rank's share of the machine's (the container's) on the CPU.
+def total_memory(device: torch.device, local_ranks: int, shared: int = 1) -> int | None:
+    """Bytes of an accelerator that so many ranks share, or a rank's share of the machine's (the
+    container's) on the CPU.
 
     None = unknown: also of an accelerator that is not NVIDIA's, before this process has started it.
     """
     if is_accelerator(device):
         if started() is not None:
-            return torch.accelerator.get_memory_info(device)[1]
+            return torch.accelerator.get_memory_info(device)[1] // shared
         from titanlike.device.nvml import visible_gpus
 
-        return min((gpu.total for gpu in visible_gpus()), default=None)
+        return min((gpu.total // shared for gpu in visible_gpus()), default=None)
     try:
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         limit = Path("/sys/fs/cgroup/memory.max")

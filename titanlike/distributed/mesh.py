@@ -21,10 +21,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from titanlike.config.errors import ConfigError, Problem
 from titanlike.config.schema import LAYER_AXES, Config
 from titanlike.device import accelerator
-from titanlike.device.choose import choose_device, claim_device, start_device
+from titanlike.device.choose import choose_device, claim_device, ranks_of, start_device
 from titanlike.device.memory import count_anew, prepare_allocator
+from titanlike.launch.failures import describe
 from titanlike.launch.worker import Worker
 from titanlike.torch_private.process_groups import pipeline_backend, set_timeout
 
@@ -111,33 +113,32 @@ class Mesh:
 def open_mesh(config: Config, worker: Worker) -> Mesh:
     """Join the process group, if that is not done, and lay the mesh over it. `close_mesh` undoes
     it."""
-    device, reason = choose_device(config.device, worker.local_rank, worker.local_world_size)
+    device, reason = choose_device(config, worker.local_rank, worker.local_world_size)
     backend = accelerator.own_backend(device) or "gloo"
     collectives = accelerator.backends(device)
     if accelerator.is_accelerator(device):
         prepare_allocator(device)
         start_device(config.device, device)
-        claim_device(config.device, device, worker.rank, worker.store)
+        claim_device(config, device, worker.rank, worker.local_world_size, worker.store)
         reason = f"{accelerator.name(device)}, {reason}"
     count_anew(device)
-    prepare_groups(device)
-    # without device_id: with it NCCL has one communicator, and one stream, for all messages of a
-    # rank, where a receive that is posted early holds up the sends behind it (interleaved schedules
-    # take 13 to 27% longer, see tests/pipeline/test_message_streams.py). A barrier then takes the
-    # device that is set above, and groups are made anew, not split
-    if not dist.is_initialized():
-        dist.init_process_group(
-            collectives,
-            store=worker.store if worker.store is not None else dist.HashStore(),
-            rank=worker.rank,
-            world_size=worker.world_size,
-            timeout=timedelta(seconds=config.launch.timeout),
-        )
+    store = worker.store if worker.store is not None else dist.HashStore()
+    place = worker.rank, worker.world_size, worker.local_world_size
+    join_group(config, device, *place, store)
     return lay_mesh(config, device, backend, reason, pipeline_backend(collectives))
 
 
-def prepare_groups(device: torch.device) -> None:
-    """What holds for the groups that are made from now on.
+def join_group(
+    config: Config,
+    device: torch.device,
+    rank: int,
+    world_size: int,
+    local_ranks: int,
+    store: dist.Store | None = None,
+) -> None:
+    """Join the process group of all ranks, if that is not done; store: None = as the environment
+    says. What it sets holds for the groups that are made from now on, too. Raises ConfigError where
+    NCCL cannot connect ranks that share a GPU.
 
     gloo, which sends objects, connects each pair of a group's ranks when it is made: from about 500
     ranks more sockets than a process may have by default (gloo#419).
@@ -150,6 +151,46 @@ def prepare_groups(device: torch.device) -> None:
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(ValueError, OSError):  # of a kernel whose own limit is lower
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    shared = ranks_of(device, config, local_ranks)
+    needed = _shared_environment(rank, world_size == local_ranks) if shared > 1 else {}
+    for name, value in needed.items():
+        os.environ.setdefault(name, value)
+    try:
+        # without device_id: with it NCCL has one communicator, and one stream, for all messages of
+        # a rank, where a receive that is posted early holds up the sends behind it (interleaved
+        # schedules take 13 to 27% longer, see tests/pipeline/test_message_streams.py). A barrier
+        # then takes the device that is set above, and groups are made anew, not split
+        if not dist.is_initialized():
+            dist.init_process_group(
+                accelerator.backends(device),
+                timeout=timedelta(seconds=config.launch.timeout),
+                store=store,
+                rank=rank,
+                world_size=world_size,
+            )
+        if shared > 1:
+            accelerator.limit_memory(device, 1 / shared)
+            # makes NCCL's communicator, which others wait for until their first collective
+            dist.all_reduce(torch.zeros(1, device=device))
+            accelerator.synchronize(device)
+    except dist.DistBackendError as error:
+        if shared == 1 or describe(rank, error).transport:  # of a peer that failed
+            raise
+        said = str(error).partition("Last error:")[2].split("\n")
+        said = next(filter(None, map(str.strip, [*said, *str(error).split("\n")])), "")
+        users = [name for name, value in needed.items() if os.environ[name] != value]
+        fix = f"unset {' '.join(users)}" if users else "device=cpu, or a GPU for each rank"
+        reason = f"NCCL does not connect ranks that share a GPU here: {said}"
+        key = "launch.ranks_per_device"
+        raise ConfigError([Problem(key, config.launch.ranks_per_device, reason, fix)]) from error
+
+
+def _shared_environment(rank: int, one_machine: bool) -> dict[str, str]:
+    """What NCCL needs to connect ranks that share a GPU: it refuses two on one device of a host,
+    and a host is what has this id; then messages go by sockets alone."""
+    off = {"NCCL_HOSTID": f"titanlike-{rank}", "NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}
+    loopback = {"NCCL_SOCKET_IFNAME": "=lo", "GLOO_SOCKET_IFNAME": "lo"} if one_machine else {}
+    return {**off, "NCCL_NET": "Socket", **loopback}
 
 
 def lay_mesh(

@@ -330,7 +330,7 @@ def run_processes(sweep: SweepRun, runner: JobRunner, jobs: list[Prepared]) -> l
                     if free is None:
                         free = devices(config.device if config else "auto", parallel)
                         total = len(free)
-                    need = min(config.world_size if config else 1, total)
+                    need = min(_devices_of(config, free), total)
                     if need <= len(free):
                         taken, free = free[:need], free[need:]
                         del waiting[number]
@@ -375,7 +375,7 @@ def _start(
         env[OPENING] = str(sweep.opening)
     else:
         ranks = item.config.world_size if item.config else 1
-        at_once = max(1, total // ranks)
+        at_once = max(1, total // _devices_of(item.config, taken))
         if taken and not taken[0].startswith("core "):
             from titanlike.device.accelerator import visible_variable
 
@@ -445,6 +445,14 @@ class _ForwardedStop(StopRequest):
             for job in self._jobs.values():
                 if job.process is not None:
                     job.process.kill()
+
+
+def _devices_of(config: Config | None, names: list[str]) -> int:
+    """How many of such devices a job takes."""
+    if config is None:
+        return 1
+    shared = bool(names) and not names[0].startswith("core ")
+    return -(-config.world_size // (config.launch.ranks_per_device if shared else 1))
 
 
 def devices(device: str, parallel: int) -> list[str]:

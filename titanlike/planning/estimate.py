@@ -30,6 +30,7 @@ from titanlike.config.schema import (
     ActivationCheckpoint,
     AutoSplit,
     Config,
+    CpuHardware,
     EvenSplit,
     EveryActivationCheckpoint,
     Hardware,
@@ -86,6 +87,13 @@ class Estimate:
     @property
     def order(self) -> Order:
         return self.plan.order
+
+    @property
+    def shared_by(self) -> int:
+        """Ranks that share a device, of which each has its part of the memory. The times are those
+        of ranks with a device each."""
+        on_cpu = isinstance(self.hardware, CpuHardware)
+        return 1 if on_cpu else min(self.config.launch.ranks_per_device, self.config.world_size)
 
     @property
     def step_seconds(self) -> float:

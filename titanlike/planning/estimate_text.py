@@ -57,6 +57,7 @@ def as_data(estimate: Estimate, advice: Sequence[Advice] = (), warning: str = ""
         "not_counted": estimate.not_counted,
         "fits": estimate.fits,
         "device_memory_bytes": estimate.hardware.usable,
+        "ranks_per_device": estimate.shared_by,
         "seconds": estimate.seconds,
         "gpu_hours": estimate.seconds * config.world_size / 3600,
         "hardware": estimate.hardware.title,
@@ -174,6 +175,9 @@ def _summary(estimate: Estimate, warning: str, width: int) -> str:
         *([f"exact   {text}"] if (text := price(estimate)) else []),
         *([warning] if warning else []),
     ]
+    if (shared := estimate.shared_by) > 1:
+        text = "for correctness, not for speed: times are those of ranks with a device each"
+        lines.append(f"shared  {shared} ranks take turns on a device, {text}")
     if estimate.not_counted:
         lines.append(
             f"the memory is estimated, as a step could not be counted: {estimate.not_counted}"

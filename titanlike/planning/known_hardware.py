@@ -74,24 +74,30 @@ _CHOICES = {
 def planned_hardware(config: Config, ranks: int | None = None) -> Hardware:
     """What a plan is made for; ranks: of the layouts, where not as many as of this config. Raises
     ConfigError where none is named."""
+    each = min(config.launch.ranks_per_device, ranks or config.world_size)
     if isinstance(config.hardware, Hardware):
-        return config.hardware
+        return config.hardware.of_each(each)
     if isinstance(config.hardware, RunHardware):
         try:
             timeline = run_timeline(config.hardware.path)
         except CostError as error:
             problem = Problem("hardware", config.hardware.path, str(error), "hardware=measure")
             raise ConfigError([problem]) from None
-        return likely_hardware(parse(timeline.config)[0])
+        return _likely(parse(timeline.config)[0]).of_each(each)
     if isinstance(config.hardware, MeasuredHardware):
-        return measured_hardware(config, ranks or config.world_size)
+        return measured_hardware(config, ranks or config.world_size).of_each(each)
     reason = "a plan is made for a device"
     fix = "hardware=h100_sxm, or hardware=measure for this machine"
     raise ConfigError([Problem("hardware", config.hardware.name, reason, fix)])
 
 
 def likely_hardware(config: Config) -> Hardware:
-    """The config's, or that of the shipped choices which is nearest to this machine's devices."""
+    """What a rank has of the config's, or of that of the shipped choices which is nearest to this
+    machine's devices."""
+    return _likely(config).of_each(min(config.launch.ranks_per_device, config.world_size))
+
+
+def _likely(config: Config) -> Hardware:
     if isinstance(config.hardware, Hardware):
         return config.hardware
     device = first_device(config.device)
@@ -239,7 +245,7 @@ def overlapped_seconds(
 def measured_hardware(config: Config, ranks: int) -> Hardware:
     """The kept profile of this machine with so many ranks, or a new one. Raises ConfigError."""
     ranks = _at_once(ranks)
-    base = likely_hardware(replace(config, hardware=config.hardware if count() else shipped("cpu")))
+    base = _likely(replace(config, hardware=config.hardware if count() else shipped("cpu")))
 
     def choice(numbers: dict[str, Any]) -> dict[str, Any]:
         return to_plain(replace(base, title=f"{platform.node()} ({ranks} ranks)", **numbers))
@@ -362,6 +368,7 @@ def _on_each_rank(
 ) -> dict[str, Any]:
     """measure: of a device, rank and number of ranks, which begin together."""
     config = replace(config, pp=1, dp=worker.world_size, replicate=1, tp=1, cp=1, ep=1)
+    config = replace(config, launch=replace(config.launch, ranks_per_device=1))
     torch.set_float32_matmul_precision(config.matmul_precision)
     if config.exact:  # as a run computes
         torch.set_num_threads(1)

@@ -18,10 +18,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from titanlike.config.errors import Refused
 from titanlike.config.schema import Config
 from titanlike.data.loader import batches
 from titanlike.data.sources import Data
 from titanlike.device.accelerator import synchronize
+from titanlike.device.choose import choose_device, ranks_of
 from titanlike.device.memory import peak_memory, resident_memory
 from titanlike.distributed.mesh import close_mesh, open_mesh
 from titanlike.launch.worker import Worker
@@ -71,6 +73,10 @@ class _Measured:
 
 def bench(config: Config, worker: Worker) -> dict[str, Any]:
     """Measure; prints a table; {"value": tokens/s, ...the figures}."""
+    device, _ = choose_device(config, worker.local_rank, worker.local_world_size)
+    if (shared := ranks_of(device, config, worker.local_world_size)) > 1:
+        reason = f"{shared} ranks that share a GPU take turns: their speed is no layout's"
+        raise Refused("launch.ranks_per_device", shared, reason, "launch.ranks_per_device=1")
     steps_given = any(text.startswith("steps=") for text in worker.overrides)
     counted = max(2, config.steps) if steps_given else STEPS
     config = replace(config, steps=1 + WARMUP + counted)

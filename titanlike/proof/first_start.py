@@ -157,7 +157,7 @@ def _not_verified(config: Config, reason: str) -> str:
 
 def _too_much(config: Config, worker: Worker) -> str:
     """Why one process is not to compute the reference, by estimate; "" = it may."""
-    device, _ = choose_device(config.device, worker.local_rank, worker.local_world_size)
+    device, _ = choose_device(config, worker.local_rank, worker.local_world_size)
     weights = sum(
         parameter.numel() for parameter in build_model(resolve_model(config)).parameters()
     )

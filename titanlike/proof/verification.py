@@ -126,7 +126,7 @@ def compare_with_one_process(config: Config, worker: Worker) -> Found:
     path = worker.run_dir / "reference.pt"
     error = ""
     if worker.rank == 0:
-        device, _ = choose_device(config.device, worker.local_rank, worker.local_world_size)
+        device, _ = choose_device(config, worker.local_rank, worker.local_world_size)
         try:
             torch.save(reference_steps(config, data, device), path)
         except (MemoryError, RuntimeError) as problem:

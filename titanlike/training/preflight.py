@@ -30,7 +30,7 @@ def preflight(
     """
     problems = []
     try:
-        choose_device(config.device, 0, local_ranks(config), one_each=started_outside())
+        choose_device(config, 0, local_ranks(config), one_each=started_outside())
     except ConfigError as error:
         problems += error.problems
     if config.compile:

@@ -119,7 +119,7 @@ def open_session(config: Config, worker: Worker, watchdog: Watchdog) -> Iterator
     """
     watchdog.enter_phase(0, "start", 0)  # one process may tokenize for hours
     data = open_data_on_every_rank(config, worker)
-    device, _ = choose_device(config.device, worker.local_rank, worker.local_world_size)
+    device, _ = choose_device(config, worker.local_rank, worker.local_world_size)
     worker.resources.enter_context(near_device(device))
     watchdog.enter_phase(0, "connect", config.launch.timeout)
     mesh = open_mesh(config, worker)

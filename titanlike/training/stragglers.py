@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from titanlike.config.schema import Config
+from titanlike.device.choose import ranks_of
 from titanlike.distributed.readings import mark, seconds_between
 from titanlike.launch.heartbeat import read_beats
 from titanlike.launch.worker import Worker
@@ -131,7 +132,9 @@ class Stragglers:
         self._named: set[int] = set()
         self._seconds: list[float] = []  # of the steps that are told together
         mesh = run.mesh
-        self._on = worker.rank == 0 and self._share > 0
+        # of ranks that share a GPU each waits for its turn
+        alone = ranks_of(mesh.device, config, worker.local_world_size) == 1
+        self._on = worker.rank == 0 and self._share > 0 and alone
         self._device = str(mesh.device.type)
         self._groups = [mesh.stage_ranks(pp) for pp in range(mesh.pp)] if self._on else []
         self._same = len(self._groups[0]) > 1 if self._on else False

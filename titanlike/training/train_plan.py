@@ -20,7 +20,7 @@ from titanlike.config.schema import Config, Custom, Hardware
 from titanlike.config.validate import broken_rules
 from titanlike.data.loader import example_batch, field_problems
 from titanlike.data.sources import Data
-from titanlike.device.choose import first_device
+from titanlike.device.choose import first_device, ranks_of
 from titanlike.device.memory import total_memory
 from titanlike.distributed.mesh import Mesh
 from titanlike.distributed.placement import Placement
@@ -209,10 +209,11 @@ def started_outside() -> bool:
 def memory_for_training(config: Config) -> int | None:
     """Bytes that training may take on a device, where that is not said: what it has, less 8% for
     what the allocator loses and what communication takes; or what the planned hardware has."""
-    if isinstance(config.hardware, Hardware):
-        return config.hardware.usable
     ranks = local_ranks(config)
-    total = total_memory(first_device(config.device), ranks)
+    if isinstance(config.hardware, Hardware):
+        return config.hardware.of_each(min(config.launch.ranks_per_device, ranks)).usable
+    device = first_device(config.device)
+    total = total_memory(device, ranks, ranks_of(device, config, ranks))
     return None if total is None else int(0.92 * total)
 
 
