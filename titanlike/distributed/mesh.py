@@ -37,7 +37,7 @@ class Mesh:
     where that is more than one: an axis has torch make a group for every rank, one after the
     other."""
 
-    axes: DeviceMesh
+    axes: DeviceMesh  # not of `one_process`
     device: torch.device
     backend: str
     reason: str  # why this device and backend
@@ -95,6 +95,8 @@ class Mesh:
 
     def sum(self, values: Tensor, axis: str | None = None) -> Tensor:
         """Sum over all ranks, or along one axis, in place."""
+        if self.world_size == 1:
+            return values
         group = self.axes.get_group(axis) if axis else None
         if group is None or group.size() > 1:
             dist.all_reduce(values, group=group)
@@ -108,6 +110,14 @@ class Mesh:
         """Largest over all ranks, in place."""
         dist.all_reduce(values, op=dist.ReduceOp.MAX)
         return values
+
+
+def one_process(device: torch.device) -> Mesh:
+    """The mesh of a process that has joined no group."""
+    axes: Any = None
+    alone: dict[str, Any] = dict.fromkeys(("pp", "dp", "cp", "layer_ranks"), 1)
+    first: dict[str, Any] = dict.fromkeys(("pp_rank", "dp_rank", "cp_rank", "layer_part"), 0)
+    return Mesh(axes, device, backend="", reason="", **alone, **first)
 
 
 def open_mesh(config: Config, worker: Worker) -> Mesh:

@@ -65,11 +65,8 @@ class GradientSums(Protocol):
 
     reached: set[nn.Parameter]  # by a backward of the step, of those that FSDP shards
 
-    def forward(self, microbatch: int) -> None:
-        """Called before the forward of a microbatch."""
-
     def backward(self, microbatch: int) -> None:
-        """Called before its backward."""
+        """Called before the backward of a microbatch."""
 
     def end(self, microbatch: int, complete: bool) -> None:
         """Called after that; complete: whether all weight gradients are there. Else it is called
@@ -81,9 +78,6 @@ class GradientSums(Protocol):
 
 class StepSums(Protocol):
     """Adds what the microbatches of a step have, in place of autograd, FSDP and an all-reduce."""
-
-    def begin(self, step: int) -> None:
-        """Called before the forwards of a training step."""
 
     def of_stage(self, stage: int) -> GradientSums | None:
         """None for a stage without parameters."""
@@ -115,6 +109,9 @@ class Transform:
     sequence: SequenceParts | None = None  # how a rank has a part of every sequence
     sums: StepSums | None = None  # where they are not those of autograd and FSDP
     unchecked: str = ""  # what of it is not known to be right, and why
+    # Whether results depend on how a batch is split into microbatches, as those of a batch norm:
+    # the reference of `titanlike verify` then computes the layout's microbatches
+    by_microbatch: bool = False
 
     def loss(self, device: torch.device | None = None) -> Loss | None:
         """The loss of what the changed model returns; None = as the config says."""
@@ -153,6 +150,13 @@ class Transform:
 
     # --- in a step
 
+    def begin_step(self, step: int) -> None:
+        """Called before the forwards of a training step, from 1."""
+
+    def begin_microbatch(self, stage: int, microbatch: int) -> None:
+        """Called before a stage's forward, in training and evaluation. microbatch: its place in
+        the global batch, the same in every layout of as many microbatches."""
+
     def batch(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         """What this rank computes with, of a batch [B, ...] of its data-parallel rank."""
         return batch
@@ -185,6 +189,14 @@ class Transform:
         """Logits of whole sequences and of the whole vocabulary [B, ..., V]; part: what this rank's
         last stage returns. Collective over the ranks that have parts."""
         return part
+
+    # --- in the reference of `titanlike verify`
+
+    def in_one_process(self, model: nn.Module) -> Transform | None:
+        """Change the whole model, which has its weights, to compute in one process, in plain torch,
+        what a layout computes. Returns what is to be told of its steps (`begin_step`,
+        `begin_microbatch`, `training`, `after_update`), often this transform; None = nothing."""
+        return None
 
     # --- for metrics.jsonl
 

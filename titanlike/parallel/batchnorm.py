@@ -64,6 +64,11 @@ class BatchNorms(Transform):
         self._calls: Counter[nn.Module] = Counter()  # in the current forward
         self._collecting = False
 
+    by_microbatch = True
+
+    def in_one_process(self, model: nn.Module) -> Transform:
+        return _WholeBatchStatistics(model)
+
     def on_weights(self, stage: nn.Module) -> None:
         """Stop training forwards from updating the modules' running statistics."""
         norms = freeze_statistics(stage)
@@ -121,6 +126,47 @@ class BatchNorms(Transform):
             moments.append(Moments(_running_mean(module)))
         with torch.no_grad():
             moments[call].add(args[0].detach())
+
+
+class _WholeBatchStatistics(Transform):
+    """The running statistics of a batch that is not split, by torch's own batch norm: each module is
+    called once with the inputs of all microbatches."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._norms = freeze_statistics(model)
+        # of each module, by its calls in a forward
+        self._inputs: dict[BatchNorm, list[list[Tensor]]] = {}
+        self._calls: Counter[BatchNorm] = Counter()
+        self._collecting = False
+        model.register_forward_pre_hook(lambda *_: self._calls.clear())
+        for norm in self._norms:
+            norm.register_forward_pre_hook(self._collect)
+
+    @contextmanager
+    def training(self, tokens: Tensor) -> Iterator[None]:
+        self._inputs, self._collecting = {norm: [] for norm in self._norms}, True
+        try:
+            yield
+        finally:
+            self._collecting = False
+
+    @torch.no_grad()
+    def after_update(self, skip: Tensor | None) -> None:
+        for norm, calls in self._inputs.items():
+            norm.track_running_stats = True
+            for inputs in calls:
+                norm(torch.cat(inputs))
+            norm.track_running_stats = False
+
+    def _collect(self, norm: BatchNorm, args: tuple[Tensor, ...]) -> None:
+        if not self._collecting or in_backward():  # where blocks are recomputed
+            return
+        calls, call = self._inputs[norm], self._calls[norm]
+        self._calls[norm] += 1
+        if call == len(calls):
+            calls.append([])
+        # a copy: an operation after a batch norm may work in place
+        calls[call].append(args[0].detach().clone())
 
 
 def _running_mean(module: BatchNorm) -> Tensor:

@@ -146,20 +146,20 @@ class ExactSums(Transform):
         if module.training:
             torch.manual_seed(piece_seed(self._seed, f"{unit} in step {self._step}", self._grain))
 
-    def _next_forward(self, microbatch: int) -> None:
-        self._grain = self._grains.first + microbatch
+    def begin_microbatch(self, stage: int, microbatch: int) -> None:
+        self._grain = microbatch
 
     def on_weights(self, stage: nn.Module) -> None:
         for experts in experts_of(stage).values():
             vars(experts)["independent_rows"] = True
-        sums = GrainSums(stage, self._grains, self._of_experts, self._zero, self._next_forward)
+        sums = GrainSums(stage, self._grains, self._of_experts, self._zero)
         index, units = self._index.pop(stage)
         self._stages[index] = sums
         for unit in units:  # before FSDP's own
             add_hook: Any = stage.get_submodule(unit).register_forward_pre_hook
             add_hook(_apart_inside, prepend=True, with_kwargs=True)
 
-    def begin(self, step: int) -> None:
+    def begin_step(self, step: int) -> None:
         self._step = step
 
     def of_stage(self, stage: int) -> GrainSums | None:
@@ -250,15 +250,7 @@ class Grains:
 class GrainSums:
     """The gradients of a stage; see `GradientSums`."""
 
-    def __init__(
-        self,
-        stage: nn.Module,
-        grains: Grains,
-        of_experts: Grains,
-        zero: int,
-        forward: Callable[[int], object] = lambda microbatch: None,
-    ) -> None:
-        self.forward = forward
+    def __init__(self, stage: nn.Module, grains: Grains, of_experts: Grains, zero: int) -> None:
         self.arrive: Callable[[], object] = lambda: None  # waits for what is on its way
         self.reached: set[nn.Parameter] = set()  # by a backward of this step
         places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}

@@ -303,6 +303,9 @@ class ExpertBalance(Transform):
         self.loads = torch.full((3,), -torch.inf, device=mesh.device)
         self._tokens: Tensor | None = None
 
+    def in_one_process(self, model: nn.Module) -> Transform:
+        return _BalanceInOneProcess(model)
+
     def on_weights(self, stage: nn.Module) -> None:
         """Count in the modules' forwards from now on: behind all else that replaces them, and
         before one is compiled."""
@@ -355,6 +358,36 @@ class ExpertBalance(Transform):
             "idlest_expert": -numbers["-idlest_expert"],
             "dropped": numbers["dropped"],
         }
+
+
+class _BalanceInOneProcess(Transform):
+    """The modules of experts of a whole model, with the counts of a forward hook."""
+
+    def __init__(self, model: nn.Module) -> None:
+        # by their modules of experts: the modules that hold them
+        self._holders: dict[nn.Module, Any] = {}
+        self._counts: dict[nn.Module, Tensor] = {}  # in this step
+        for name, experts in experts_of(model).items():
+            self._holders[experts] = model.get_submodule(name.rpartition(".")[0])
+            experts.register_forward_pre_hook(self._count)
+
+    @contextmanager
+    def training(self, tokens: Tensor) -> Iterator[None]:
+        self._counts = {}
+        for holder in self._holders.values():
+            if hasattr(holder, "token_share"):
+                holder.token_share = torch.tensor(1 / tokens.item())
+        yield
+
+    @torch.no_grad()
+    def after_update(self, skip: Tensor | None) -> None:
+        for experts, counts in self._counts.items():
+            if hasattr(self._holders[experts], "balance"):
+                self._holders[experts].balance(counts)
+
+    def _count(self, experts: nn.Module, args: tuple[Tensor, ...]) -> None:
+        if experts.training and not in_backward():
+            self._counts[experts] = self._counts.get(experts, 0) + args[1]
 
 
 # attributes of a module of experts: the forward that it had, None = that of its class; the count

@@ -92,6 +92,9 @@ class Float8(Transform):
     def on_model(self, model: nn.Module, placements: dict[str, Placement]) -> None:
         use_float8(model, self._config, self._device)
 
+    def in_one_process(self, model: nn.Module) -> None:
+        use_float8(model, self._config, self._device)
+
 
 @contextlib.contextmanager
 def in_bf16(modules: Iterable[nn.Module]) -> Iterator[list[nn.Module]]:

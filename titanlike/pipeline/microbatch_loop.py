@@ -27,10 +27,13 @@ class MicrobatchLoop:
         stage: Stage,
         loss: Callable[[Any, Tensor], Tensor],
         fields: Sequence[str],
+        begin_microbatch: Callable[[int, int], None],
     ) -> None:
         """order: of one stage, with whole backwards; fields: of the batch, that the stage takes
-        besides "inputs"."""
+        besides "inputs"; begin_microbatch: called with the stage and the microbatch before each
+        forward."""
         self._stage, self._loss, self._fields = stage, loss, [*fields]
+        self._begin_microbatch = begin_microbatch
         (self._train,), (self._forward,) = order.ranks, order.forward_only().ranks
         self._microbatches = order.microbatches
         # as those of `OrderRuntime`
@@ -65,6 +68,7 @@ class MicrobatchLoop:
             at = action.mb
             with record_function(f"PP:{action}"):  # as torch's runtime calls it
                 if action.kind == "F":
+                    self._begin_microbatch(0, at)
                     fields = {name: parts[name][at] for name in self._fields}
                     output = self._stage(parts["inputs"][at], **fields)
                     losses[at] = self._loss(output, parts["targets"][at])

@@ -354,8 +354,14 @@ class Pipeline:
             graphs = training if self._stages[last].training else evaluation
             return _loss_of_output(loss, graphs[last], output, targets)
 
+        first_microbatch = self._mesh.dp_rank * order.microbatches
+
+        def begin_microbatch(stage: int, microbatch: int) -> None:
+            for transform in self._transforms:
+                transform.begin_microbatch(stage, first_microbatch + microbatch)
+
         if self._is_loop(order):
-            return MicrobatchLoop(order, self._stages[0], loss_of, sorted(used))
+            return MicrobatchLoop(order, self._stages[0], loss_of, sorted(used), begin_microbatch)
         from titanlike.pipeline.torch_runtime import make_runtime
 
         inputs, size = fields["inputs"], graph.microbatch_size
@@ -369,6 +375,7 @@ class Pipeline:
             mesh=self._mesh,
             zero=self._zero,
             transforms=self._transforms,
+            begin_microbatch=begin_microbatch,
             sums=self._gradient_sums,
         )
 

@@ -31,14 +31,16 @@ def make_runtime(
     mesh: Mesh,
     zero: int,
     transforms: Sequence[Transform],
+    begin_microbatch: Callable[[int, int], None],
     sums: Mapping[int, GradientSums],
 ) -> OrderRuntime:
     """The runtime of an order for batches of one shape.
 
     stages: of this rank, by index; graphs: of all stages, in training; loss: of the last stage's
     output and the targets; fields: of the batch, that this rank's stages read; first: what the
-    first stage takes of a microbatch, on meta; zero: see `distributed/sharding.py`; sums: what
-    adds a stage's gradients where FSDP and autograd do not.
+    first stage takes of a microbatch, on meta; zero: see `distributed/sharding.py`;
+    begin_microbatch: called with a stage and a microbatch before each forward; sums: what adds a
+    stage's gradients where FSDP and autograd do not.
     """
 
     def torchs(index: int, stage: Stage) -> Any:
@@ -60,6 +62,7 @@ def make_runtime(
             weight_gradients=weight_gradients,
             skips_in=graph.skips_in,
             skips_out=graph.skips_out,
+            begin_microbatch=begin_microbatch,
             sums=sums.get(index),
         )
 

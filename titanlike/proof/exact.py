@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titanlike.config.schema import ActivationCheckpoint, Config, EvenSplit, Fsdp, Schedule
+from titanlike.config.schema import Config
 from titanlike.data.loader import batches
 from titanlike.data.sources import Data
 from titanlike.device.accelerator import deterministic, is_accelerator, one_thread
@@ -18,7 +18,7 @@ from titanlike.distributed.mesh import close_mesh, open_mesh
 from titanlike.distributed.placement import Slices, pieces
 from titanlike.launch.rendezvous import barrier
 from titanlike.launch.worker import Worker
-from titanlike.proof.reference import REFERENCE_TIMEOUT
+from titanlike.proof.reference import REFERENCE_TIMEOUT, in_one_process
 from titanlike.torch_private.dtensor import local
 from titanlike.training.build import Run, build
 from titanlike.training.feed import to_device
@@ -51,13 +51,10 @@ def first_difference(config: Config, data: Data, worker: Worker) -> Difference |
     """
     path = worker.run_dir / "bits.pt"
     if worker.rank == 0:
-        alone = replace(config, pp=1, dp=1, cp=1, ep=1, replicate=1, split=EvenSplit())
-        alone = replace(alone, schedule=Schedule("1f1b", None), fsdp=Fsdp())
-        alone = replace(alone, activation_checkpoint=ActivationCheckpoint())
         one = replace(worker, rank=0, local_rank=0, world_size=1, local_world_size=1, store=None)
         expected = [
             (step, kind, name, local(value).cpu().clone())
-            for step, kind, name, value, _ in _computed(alone, data, one)
+            for step, kind, name, value, _ in _computed(in_one_process(config), data, one)
         ]
         torch.save(expected, path)
     barrier(worker, "bits", REFERENCE_TIMEOUT)

@@ -5,31 +5,37 @@
 
 from __future__ import annotations
 
-import copy
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from titanlike.config.errors import ConfigError
-from titanlike.config.schema import Config
+from titanlike.config.schema import (
+    ActivationCheckpoint,
+    Config,
+    EvenSplit,
+    Fsdp,
+    Numerics,
+    Precision,
+    Schedule,
+)
 from titanlike.data.loader import batches, validation_batches
 from titanlike.data.sources import Data, no_targets
 from titanlike.distributed.initialize import draw, initialize
-from titanlike.distributed.placement import experts_of
+from titanlike.distributed.mesh import one_process
+from titanlike.distributed.transform import Transform
 from titanlike.models.registry import build_model, initial_weights_of, resolve_model
 from titanlike.optim.loss import build_loss
 from titanlike.optim.optimizer import build_optimizers, optimizer_state
-from titanlike.parallel.float8 import use_float8
 from titanlike.proof.comparison import compare, reliable
 from titanlike.proof.plain_loops import take_step
 from titanlike.torch_private.autograd import watch_autocast
-from titanlike.torch_private.operators import BatchNorm
 from titanlike.training.train_plan import make_plan
+from titanlike.training.transforms import stage_transforms
 
 # Relative change of the weights by which the growth of rounding is measured: layouts' gradients
 # differ from the reference's by some 1e-7 to 1e-6 of their norm.
@@ -53,7 +59,7 @@ class Reference:
     updated: dict[str, Tensor]  # after the last step
     state: dict[str, Tensor]  # of the optimizer after the last step, by "PARAMETER KEY"
     losses: dict[str, float]  # "loss", "loss of step 2", ..., "validation loss", "loss after ..."
-    # of batch norms, and of layers that keep the balance of experts; after the first step
+    # that change once a step, such as a batch norm's; after the first step
     buffers: dict[str, Tensor]
     # sequences of a batch -> equal parts of it that were computed one after the other; none = 1
     groups: Mapping[int, int]
@@ -69,19 +75,36 @@ def reference_steps(
     """(in fp32, in bf16 or float8 if the config or an autocast in the model asks for it), each by
     one process."""
     low = config.precision.low
-    mixed = config.mixes_samples or bool(_batch_norms(build_model(resolve_model(config))))
+    transforms = _transforms(replace(config, precision=Precision()), data, device)
+    mixed = config.mixes_samples or any(transform.by_microbatch for transform in transforms)
     in_layout = _microbatches(config, data) if mixed or low else {}
     groups = in_layout if mixed else {}
     if low:
-        exact = _single_process(config, data, device, torch.float32, groups)
+        exact = _single_process(config, data, device, transforms, torch.float32, groups)
         # as the layout: what is rounded to float8 is scaled by the largest of a microbatch
-        return exact, _single_process(config, data, device, torch.bfloat16, in_layout)
+        transforms = _transforms(config, data, device)
+        return exact, _single_process(config, data, device, transforms, torch.bfloat16, in_layout)
     with watch_autocast() as used:
-        exact = _single_process(config, data, device, torch.float32, groups)
+        exact = _single_process(config, data, device, transforms, torch.float32, groups)
     if not used:
         return exact, None
     with watch_autocast(off=True):
-        return _single_process(config, data, device, torch.float32, groups, "bf16"), exact
+        in_fp32 = _single_process(config, data, device, transforms, torch.float32, groups, "bf16")
+    return in_fp32, exact
+
+
+def in_one_process(config: Config) -> Config:
+    """The same training in one process."""
+    config = replace(config, pp=1, dp=1, replicate=1, tp=1, cp=1, ep=1, split=EvenSplit())
+    config = replace(config, schedule=Schedule("1f1b", None), fsdp=Fsdp())
+    return replace(config, activation_checkpoint=ActivationCheckpoint())
+
+
+def _transforms(config: Config, data: Data, device: torch.device) -> list[Transform]:
+    """Those of the config that one process has."""
+    config = replace(in_one_process(config), compile=False, numerics=Numerics())
+    plan = make_plan(config, data)
+    return [*stage_transforms(config, one_process(device), plan).values()]
 
 
 def _microbatches(config: Config, data: Data) -> dict[int, int]:
@@ -105,9 +128,10 @@ def rounding_of_one_process(
     runs: list[dict[str, Any]] = [{"groups": {size: size for size in sizes}}]
     if exact.divided or not kernels:
         runs = [{"groups": exact.groups, "nudge": seed} for seed in range(_NUDGES)]
+    transforms = _transforms(replace(config, precision=Precision()), data, device)
     largest: dict[tuple[str, str], float] = {}
     for run in runs:
-        other = _single_process(config, data, device, torch.float32, **run)
+        other = _single_process(config, data, device, transforms, torch.float32, **run)
         for key, squared in _distances(exact, other).items():
             largest[key] = max(largest.get(key, 0.0), squared)
     return largest
@@ -140,22 +164,21 @@ def _single_process(
     config: Config,
     data: Data,
     device: torch.device,
+    transforms: Iterable[Transform],
     dtype: torch.dtype,
     groups: Mapping[int, int],
     rounding: str = "",
     nudge: int | None = None,
 ) -> Reference:
-    """Training steps of the whole model on whole batches, computing in `dtype` (bf16: and in float8
-    where the config says so).
+    """Training steps of the whole model on whole batches, computing in `dtype`.
 
-    groups: of `Reference`. rounding: the precision of the layout that it is for, if not the
-    config's. nudge: a seed of random changes of the initial weights, of the size _NUDGE.
+    transforms: what the config asks for in one process. groups: of `Reference`. rounding: the
+    precision of the layout that it is for, if not the config's. nudge: a seed of random changes of
+    the initial weights, of the size _NUDGE.
     """
     config = replace(config, dp=1, replicate=1)
     resolved = resolve_model(config)
     model = build_model(resolved)
-    if dtype == torch.bfloat16:
-        use_float8(model, config, device)
     initialize(model, initial_weights_of(resolved, config.seed), device)
     filled = frozenset(name for name, p in model.named_parameters() if p.numel() and not p.any())
     with torch.no_grad():
@@ -169,6 +192,7 @@ def _single_process(
         for parameter in model.parameters():
             noise = torch.randn(parameter.shape, generator=generator).to(device)
             parameter.data.mul_(1 + _NUDGE * noise)
+    told = [t for each in transforms if (t := each.in_one_process(model)) is not None]
     loss = build_loss(config.loss, device)
 
     def mean_of(total: float, count: float, what: str) -> float:
@@ -181,10 +205,12 @@ def _single_process(
         """(summed loss, what it counts)"""
         number = groups.get(len(batch["targets"]), 1)
         parts = [{n: value.chunk(number)[i] for n, value in batch.items()} for i in range(number)]
-        totals, counts = zip(*map(loss_of_group, parts), strict=True)
+        totals, counts = zip(*map(loss_of_group, parts, range(number)), strict=True)
         return sum(totals), sum(counts)
 
-    def loss_of_group(batch: dict[str, Tensor]) -> tuple[Tensor, float]:
+    def loss_of_group(batch: dict[str, Tensor], microbatch: int) -> tuple[Tensor, float]:
+        for transform in told:
+            transform.begin_microbatch(0, microbatch)
         fields = {
             name: value.to(device, dtype if value.is_floating_point() else value.dtype)
             for name, value in batch.items()
@@ -210,7 +236,6 @@ def _single_process(
     validation = mean_over(of_validation, "the validation")
     stream = batches(data.train, config, dp_rank=0)
     model.train()
-    norms, experts = _WholeBatchStatistics(model), _WholeBatchCounts(model)
     optimizers = build_optimizers(dict(model.named_parameters()), model, config)
     losses = {VALIDATION_LOSS: validation}
     first: dict[str, Tensor] = {}
@@ -218,13 +243,14 @@ def _single_process(
     masks: dict[str, Tensor] = {}
     for step in range(1, config.verify.steps + 1):
         batch = next(stream)
-        experts.begin(batch["targets"].numel())
-        total, count = loss_of(batch)
-        losses[loss_name(step)] = mean_of(total.item(), count, f"step {step}")
-        # before a recomputation in the backward
-        buffers = buffers or norms.buffers()
-        counts = dict(experts.counts)
-        (total / count).backward()
+        tokens = torch.tensor(float(batch["targets"].numel()), device=device)
+        with ExitStack() as stack:
+            for transform in told:
+                transform.begin_step(step)
+                stack.enter_context(transform.training(tokens))
+            total, count = loss_of(batch)
+            losses[loss_name(step)] = mean_of(total.item(), count, f"step {step}")
+            (total / count).backward()
         gradients = copy_of((name, gradient_of(p)) for name, p in model.named_parameters())
         if step == 1:
             first = gradients
@@ -233,7 +259,12 @@ def _single_process(
                 gradient, rounding or config.precision.name
             )
         take_step(model.parameters(), optimizers, config, step)
-        buffers = experts.balance(counts) | buffers
+        before = copy_of(model.named_buffers())
+        for transform in told:
+            transform.after_update(None)
+        if step == 1:
+            now = copy_of(model.named_buffers())
+            buffers = {name: b for name, b in now.items() if not torch.equal(b, before[name])}
     after = "the batch after the last step"
     losses["loss after the last step"] = mean_over(iter([next(stream)]), after)
     updated = copy_of(model.named_parameters())
@@ -269,76 +300,3 @@ def state_of(
 def gradient_of(parameter: Tensor) -> Tensor:
     """Zero where there is none: the parameter is frozen, or this batch does not reach it."""
     return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-
-
-def _batch_norms(model: nn.Module) -> dict[str, nn.Module]:
-    return {name: part for name, part in model.named_modules() if isinstance(part, BatchNorm)}
-
-
-class _WholeBatchStatistics:
-    """The running statistics that batch norms have after a step on a batch that is not split.
-
-    It records all inputs of a model's batch norms from now on. torch's own batch norm computes the
-    statistics: a copy of each module, from before the step, is called once with all inputs.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        norms = _batch_norms(model)
-        self._copies = {name: copy.deepcopy(norm) for name, norm in norms.items()}
-        self._inputs: dict[tuple[str, int], list[Tensor]] = {}  # by module and call in a forward
-        self._calls: Counter[str] = Counter()
-        self._handles = [model.register_forward_pre_hook(lambda *_: self._calls.clear())]
-        for name, norm in norms.items():
-            self._handles.append(norm.register_forward_pre_hook(partial(self._keep, name)))
-
-    def _keep(self, name: str, _: nn.Module, args: tuple[Tensor, ...]) -> None:
-        # a copy: an operation after a batch norm may work in place
-        inputs = self._inputs.setdefault((name, self._calls[name]), [])
-        inputs.append(args[0].detach().clone())
-        self._calls[name] += 1
-
-    def buffers(self) -> dict[str, Tensor]:
-        """The buffers after a step on all inputs, by name. Ends the recording."""
-        for handle in self._handles:
-            handle.remove()
-        for (name, _), inputs in sorted(self._inputs.items()):
-            self._copies[name](torch.cat(inputs))
-        return {
-            f"{name}.{key}": value.detach().cpu().clone()
-            for name, norm in self._copies.items()
-            for key, value in norm.named_buffers()
-        }
-
-
-class _WholeBatchCounts:
-    """How many tokens the experts of a model that runs in one process had."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.counts: dict[str, Tensor] = {}  # of the step, by the name of the experts
-        self._holders: dict[str, tuple[str, Any]] = {}  # of these: their names, and they
-        for name, experts in experts_of(model).items():
-            holder = name.rpartition(".")[0]
-            self._holders[name] = holder, model.get_submodule(holder)
-            experts.register_forward_pre_hook(partial(self._count, name))
-
-    def _count(self, name: str, experts: nn.Module, args: tuple[Tensor, ...]) -> None:
-        if experts.training:
-            self.counts[name] = self.counts.get(name, 0) + args[1]
-
-    def begin(self, tokens: int) -> None:
-        """A step on so many tokens."""
-        self.counts = {}
-        for _, holder in self._holders.values():
-            if hasattr(holder, "token_share"):
-                holder.token_share = torch.tensor(1 / tokens)
-
-    def balance(self, counts: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Tell the layers that hold experts; their buffers then, by name."""
-        buffers: dict[str, Tensor] = {}
-        for name, of_experts in counts.items():
-            path, holder = self._holders[name]
-            if hasattr(holder, "balance"):
-                holder.balance(of_experts)
-                named = holder.named_buffers(recurse=False)
-                buffers |= {f"{path}.{key}": b.detach().cpu().clone() for key, b in named}
-        return buffers

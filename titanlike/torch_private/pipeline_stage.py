@@ -38,6 +38,7 @@ def make_stage(
     weight_gradients: Callable[[], Callable[[], None]] | None,
     skips_in: Sequence[int] = (),
     skips_out: Sequence[int] = (),
+    begin_microbatch: Callable[[int, int], None],
     sums: GradientSums | None = None,
 ) -> PipelineStage:
     """One stage of torch's pipeline runtime.
@@ -52,6 +53,7 @@ def make_stage(
     through the graph twice, and through a checkpointed block for each of its weights.
     skips_in, skips_out: stages that the last of the inputs come from, and the last of the outputs
     go to, past the nearest ones.
+    begin_microbatch: called with the stage and the microbatch before each forward.
     sums: told of each backward, and takes its gradients; None = FSDP and autograd add them.
     """
     kind: Any = _Stage if zero == 1 else _ShardingStage
@@ -73,7 +75,7 @@ def make_stage(
     if skips_in or skips_out:
         ends = (skips_in, inputs[near_in:]), (skips_out, outputs[near_out:])
         stage.open_skips(*(_by_stage(stages, metas) for stages, metas in ends))
-    stage.sums = sums
+    stage.sums, stage.begin_microbatch = sums, begin_microbatch
     if zero > 1:
         stage.reshard_after_backward = zero == 3
     if hasattr(stage, "_get_init_p2p_neighbors_ops"):
@@ -131,6 +133,7 @@ class _Stage(PipelineStage):
             super()._validate_fwd_outputs(*args)  # type: ignore[misc]  # 2.11 alone has it
 
     sums: GradientSums | None = None
+    begin_microbatch: Callable[[int, int], None]
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> Any:
         _allocate(self.args_recv_info[fwd_chunk_id], self.device)
@@ -142,8 +145,7 @@ class _Stage(PipelineStage):
         return super().get_bwd_recv_ops(bwd_chunk_id)
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        if self.sums is not None:
-            self.sums.forward(fwd_chunk_id)
+        self.begin_microbatch(self.stage_index, fwd_chunk_id)
         output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
         _free(self.args_recv_info[fwd_chunk_id])
         return output

@@ -83,8 +83,8 @@ def forward_backward(run: Run, config: Config, step: int, stream: Iterator[Batch
     timer = Timer(run.mesh.device)
     batch = next(stream)
     run.ranges.begin("forward and backward")
-    if run.sums is not None:
-        run.sums.begin(step)
+    for transform in run.transforms.values():
+        transform.begin_step(step)
     each = config.metrics.microbatch_losses
     loss, count, terms = run.pipeline.forward_backward(batch, each)
     run.ranges.begin("gradient norm")

@@ -17,9 +17,10 @@ from torch import nn
 from titanlike.config.schema import Config, Float8Precision
 from titanlike.data.sources import Batch
 from titanlike.distributed.mesh import Mesh
-from titanlike.distributed.placement import experts_of, has_statistics
+from titanlike.distributed.placement import experts_of
 from titanlike.distributed.sharding import compute_dtype, wrapped_in_fsdp
 from titanlike.distributed.transform import Transform
+from titanlike.torch_private.operators import BatchNorm
 
 if TYPE_CHECKING:
     from titanlike.training.train_plan import TrainPlan
@@ -175,7 +176,7 @@ _STAGES: list[tuple[str, Callable[[_Built], bool], Callable[[_Built], Transform]
     ("compile", lambda b: b.config.compile, _compiled),
     (
         "batch norms",
-        lambda b: any(map(has_statistics, b.plan.model_graph.model.modules())),
+        lambda b: any(isinstance(m, BatchNorm) for m in b.plan.model_graph.model.modules()),
         _batch_norms,
     ),
     ("balance of experts", lambda b: bool(experts_of(b.plan.model_graph.model)), _expert_balance),
