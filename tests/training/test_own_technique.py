@@ -1,0 +1,95 @@
+"""A technique of a stranger: what it needs of a run is told to its `Transform`, and verify proves it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+
+from support.models import tiny
+from support.world import run_world
+from titanlike.config.schema import ActivationCheckpoint, Config, Fsdp, Precision, Schedule
+from titanlike.distributed.transform import Transform
+from titanlike.launch.worker import Worker
+from titanlike.proof.verification import compare_with_one_process
+from titanlike.training import transforms
+
+
+class LayerDrop(Transform):
+    """Skips a block in training; which one depends on the step, the microbatch and the block."""
+
+    by_microbatch = True
+    step = 0
+
+    def __init__(self, blocks: Sequence[str]) -> None:
+        self._blocks, self._microbatch = {*blocks}, dict[int, int]()
+
+    def begin_step(self, step: int) -> None:
+        self.step = step
+
+    def begin_microbatch(self, stage: int, microbatch: int) -> None:
+        self._microbatch[stage] = microbatch
+
+    def on_stage(self, index: int, stage: nn.Module, units: Sequence[str]) -> None:
+        for name in self._blocks.intersection(units):
+            self._wrap(stage.get_submodule(name), name, index)
+
+    def in_one_process(self, model: nn.Module) -> Transform:
+        for name in self._blocks:
+            self._wrap(model.get_submodule(name), name, stage=0)
+        return self
+
+    def _wrap(self, block: nn.Module, name: str, stage: int) -> None:
+        forward = block.forward
+
+        def perhaps(x: Any, *args: Any) -> Any:
+            place = f"{self.step} {self._microbatch[stage]} {name}"
+            skipped = block.training and random.Random(place).random() < 0.4
+            return x if skipped else forward(x, *args)
+
+        block.forward = perhaps
+
+
+class Unproven(LayerDrop):
+    """It does not say what it is in one process."""
+
+    def in_one_process(self, model: nn.Module) -> None:
+        return None
+
+
+def compared(config: Config, worker: Worker, kind: type[LayerDrop]) -> tuple[bool, int]:
+    def make(b: Any) -> Transform:
+        return kind([unit.name for unit in b.plan.model_graph.units if unit.block])
+
+    transforms._STAGES.append(("layerdrop", lambda b: True, make))
+    found = compare_with_one_process(config, worker)
+    return found.agrees, found.groups
+
+
+LAYOUTS = {
+    "pp=2, dp=2": tiny(pp=2, dp=2, layers=4, schedule=Schedule("1f1b", 2)),
+    "pp=2, zbv": tiny(pp=2, layers=4, schedule=Schedule("zbvzerobubble")),
+    "dp=2, zero 3, recomputed": tiny(
+        dp=2, layers=4, fsdp=Fsdp(3), activation_checkpoint=ActivationCheckpoint("full")
+    ),
+    "bf16": tiny(pp=2, layers=4, precision=Precision("bf16")),
+}
+SLOW = [pytest.param(c, id=n, marks=pytest.mark.slow) for n, c in [*LAYOUTS.items()][1:]]
+
+
+@pytest.mark.parametrize("config", [pytest.param(LAYOUTS["pp=2, dp=2"], id="pp=2, dp=2"), *SLOW])
+def test_a_technique_by_step_and_microbatch_is_that_of_one_process(
+    config: Config, tmp_path: Path
+) -> None:
+    agrees, groups = run_world(compared, config, tmp_path, LayerDrop)[0]
+    assert agrees and groups > 1, "the reference computes the layout's microbatches"
+
+
+@pytest.mark.slow
+def test_a_technique_that_one_process_does_not_have_is_found(tmp_path: Path) -> None:
+    agrees, _ = run_world(compared, LAYOUTS["pp=2, dp=2"], tmp_path, Unproven)[0]
+    assert not agrees
