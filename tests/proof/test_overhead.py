@@ -3,6 +3,7 @@ seconds are measured by `titanlike bench`."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -103,8 +104,13 @@ def test_bench_measures_a_command_beside_a_plain_loop(tmp_path: Path) -> None:
         "first step done",
         "peak memory a rank",
         "titanlike / plain loop",
+        "matrix products",
     ):
         assert label in done.stdout
+    (figures,) = tmp_path.glob("**/bench.json")
+    for seconds in json.loads(figures.read_text())["step_by_kind"].values():
+        assert seconds["matrix products"] > seconds["optimizer"] > 0
+    assert figures.with_name("step_by_kind.svg").read_text().count("matrix products") == 1
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from titanlike.data.registry import open_data
 from titanlike.distributed.mesh import close_mesh, open_mesh
 from titanlike.launch.worker import Worker
 from titanlike.proof import benchmark
-from titanlike.proof.step_kinds import CASTS, CountedCalls, kind_of
+from titanlike.proof.step_kinds import CASTS, GAPS, OTHERS, CountedCalls, kind_of, seconds_by_kind
 from titanlike.training.build import build
 
 
@@ -41,6 +41,59 @@ from titanlike.training.build import build
 )  # fmt: skip
 def test_operators_and_kernels_are_of_a_kind(kind: str, names: list[str]) -> None:
     assert kind_of(names) == kind
+
+
+def span(cat: str, name: str, thread: int, start: float, end: float, **args: int) -> dict:
+    """args: "Fwd thread id" is written Fwd_thread_id."""
+    named = {key.replace("_", " "): value for key, value in args.items()}
+    return {"ph": "X", "cat": cat, "name": name, "tid": thread, "ts": start, "dur": end - start,
+            "args": named}  # fmt: skip
+
+
+# a step of 1,000 us on a GPU: the host launches forward and update on one thread, the backward on
+# another; the copy is a backward of what the loss called
+STEP = [
+    span("user_annotation", "step 7", 1, 0, 1000),
+    span("user_annotation", "forward and backward", 1, 0, 700),
+    span("cpu_op", "aten::linear", 1, 10, 60),
+    span("cpu_op", "aten::mm", 1, 20, 50),
+    span("cuda_runtime", "cudaLaunchKernel", 1, 30, 40, correlation=1),
+    span("user_annotation", "loss", 1, 100, 200),
+    span("cpu_op", "aten::_to_copy", 1, 110, 120, Sequence_number=5, Fwd_thread_id=0),
+    span("cpu_op", "ToCopyBackward0", 2, 310, 340, Sequence_number=5, Fwd_thread_id=1),
+    span("cpu_op", "aten::copy_", 2, 315, 335),
+    span("cuda_runtime", "cudaLaunchKernel", 2, 320, 330, correlation=2),
+    span("cpu_op", "torch::autograd::AccumulateGrad", 2, 400, 450),
+    span("cpu_op", "aten::add_", 2, 410, 440),
+    span("cuda_runtime", "cudaLaunchKernel", 2, 420, 430, correlation=3),
+    span("user_annotation", "clip", 1, 700, 800),
+    span("cpu_op", "aten::_foreach_mul_", 1, 710, 760),
+    span("cuda_driver", "cuLaunchKernel", 1, 720, 730, correlation=4),
+    span("cpu_op", "aten::mm", 1, 1100, 1200),  # of no step
+    span("cuda_runtime", "cudaLaunchKernel", 1, 1110, 1120, correlation=5),
+]  # fmt: skip
+KERNELS = [
+    span("kernel", "nvjet_tst_128x256", 7, 50, 350, correlation=1),
+    span("kernel", "direct_copy_kernel", 7, 350, 450, correlation=2),
+    span("kernel", "vectorized_elementwise_kernel", 9, 400, 500, correlation=3),  # another stream
+    span("kernel", "multi_tensor_apply_kernel", 7, 730, 780, correlation=4),
+    span("kernel", "nvjet_tst_128x256", 7, 1130, 1150, correlation=5),
+]
+
+
+@pytest.mark.parametrize(
+    "events, microseconds",
+    [
+        (STEP + KERNELS, {"matrix products": 300, "loss": 100, "accumulation": 100,
+                          "norm and clip": 50, GAPS: 500}),
+        (STEP, {"matrix products": 30, OTHERS: 20, "loss": 40, "accumulation": 50,
+                "norm and clip": 50, GAPS: 810}),
+    ],
+    ids=["by kernels", "by operators"],
+)  # fmt: skip
+def test_a_trace_says_where_a_step_goes(events: list[dict], microseconds: dict[str, int]) -> None:
+    found = seconds_by_kind(events[::-1])
+    assert {kind: round(1e6 * t) for kind, t in found.items() if t} == microseconds
 
 
 def calls_of_third_step(config: Config, worker: Worker) -> tuple[Counter, list[torch.Size]]:

@@ -1,4 +1,5 @@
-"""The bench job: a command line's speed, memory and start-up, compared with a plain loop.
+"""The bench job: a command line's speed, memory, start-up, and what its step is spent on, compared
+with a plain loop.
 
 All ranks train in their layout, as `train` does with metrics.jsonl and nothing else; and, step by
 step interleaved, so that noise of the machine hits both, in a loop of `plain_loops.py`.
@@ -6,18 +7,22 @@ step interleaved, so that noise of the machine hits both, in a loop of `plain_lo
 
 from __future__ import annotations
 
+import gzip
+import json
 import operator
 import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from statistics import median
+from pathlib import Path
+from statistics import mean, median
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from titanlike.config import files
 from titanlike.config.errors import Refused
 from titanlike.config.schema import Config
 from titanlike.data.loader import batches
@@ -31,16 +36,19 @@ from titanlike.metrics import units
 from titanlike.metrics.console import Console
 from titanlike.metrics.sinks import JsonlSink
 from titanlike.proof.plain_loops import plain_loop, why_no_plain_loop
+from titanlike.proof.step_kinds import GAPS, KINDS, draw, seconds_by_kind
 from titanlike.training.anomalies import AnomalyDetector
-from titanlike.training.build import Run, build
+from titanlike.training.build import Ranges, Run, build
 from titanlike.training.feed import batches_for
 from titanlike.training.first_batch import compile_blocks
+from titanlike.training.profile import ProfilerRanges, TraceRecorder
 from titanlike.training.session import open_data_on_every_rank
 from titanlike.training.step import finish_step, forward_backward, update
 from titanlike.training.train_plan import make_plan
 
 WARMUP = 4  # steps after the first that are not counted
 STEPS = 40  # counted, unless the command line has steps=
+PROFILED = 2  # after these
 
 
 @dataclass
@@ -51,13 +59,18 @@ class _Measured:
     device: torch.device
     wall: list[float] = field(default_factory=list)  # seconds
     cpu: list[float] = field(default_factory=list)  # seconds of all threads of this process
+    ranges: ProfilerRanges | None = None  # while it is profiled
 
     def step(self) -> Any:
         """Take one; returns what the loop yields."""
         dist.barrier()  # no rank waits for one that is still in the other loop
         begin, cpu = time.perf_counter(), time.process_time()
+        if self.ranges is not None:
+            self.ranges.start_step(len(self.wall))
         result = next(self.loop)
         synchronize(self.device)  # the update's kernels belong to this step
+        if self.ranges is not None:
+            self.ranges.close()
         self.cpu.append(time.process_time() - cpu)
         self.wall.append(time.perf_counter() - begin)
         return result
@@ -70,6 +83,24 @@ class _Measured:
         wall = [max(step) for step in zip(*walls, strict=True)]
         return wall, [sum(step) for step in zip(*cpus, strict=True)]
 
+    def by_kind(self, trace: Path, of_run: Ranges) -> dict[str, float]:
+        """Seconds of a step by kind, means of all ranks, of further steps, which `trace` shows."""
+        recorder = TraceRecorder(self.device, memory=False, stacks=False)
+        self.ranges = ProfilerRanges()
+        of_run.add(self.ranges)
+        recorder.start()
+        for _ in range(PROFILED):
+            self.step()
+        recorder.stop()
+        of_run.remove(self.ranges)
+        trace.parent.mkdir(parents=True, exist_ok=True)
+        recorder.write(trace)
+        with gzip.open(trace, "rb") as file:
+            mine = seconds_by_kind(json.load(file)["traceEvents"])
+        ranks: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(ranks, mine)
+        return {kind: mean(table[kind] for table in ranks) for kind in mine}
+
 
 def bench(config: Config, worker: Worker) -> dict[str, Any]:
     """Measure; prints a table; {"value": tokens/s, ...the figures}."""
@@ -79,7 +110,7 @@ def bench(config: Config, worker: Worker) -> dict[str, Any]:
         raise Refused("launch.ranks_per_device", shared, reason, "launch.ranks_per_device=1")
     steps_given = any(text.startswith("steps=") for text in worker.overrides)
     counted = max(2, config.steps) if steps_given else STEPS
-    config = replace(config, steps=1 + WARMUP + counted)
+    config = replace(config, steps=1 + WARMUP + counted + PROFILED)
     data = open_data_on_every_rank(config, worker)
     mesh = open_mesh(config, worker)
     before = resident_memory(mesh.device)
@@ -113,6 +144,11 @@ def bench(config: Config, worker: Worker) -> dict[str, Any]:
     peak, before = figures.pop("memory")
     dist.all_gather_object(each_memory, (peak, peak - before))
     (wall, cpu), *others = [loop.of_all_ranks() for loop in loops]
+    figures["step_by_kind"] = by_kind = {}
+    for loop in loops:
+        name = "titanlike" if loop is ours else "plain loop"
+        path = worker.run_dir / "profile" / f"{name.replace(' ', '_')}_rank{worker.rank}.json.gz"
+        by_kind[name] = loop.by_kind(path, run.ranges if loop is ours else Ranges())
     seconds = median(wall)
     figures |= {
         "value": config.batch_size * config.seq_len / seconds,
@@ -134,7 +170,8 @@ def bench(config: Config, worker: Worker) -> dict[str, Any]:
         speed = record["mfu"] / record["tokens_per_second"]
         figures["mfu"] = speed * figures["value"]
     if worker.rank == 0:
-        _print(figures, len(wall))
+        _print(figures, len(wall), worker.run_dir)
+        files.atomic_write_text(worker.run_dir / "bench.json", json.dumps(figures, indent=1))
     close_mesh()
     return figures
 
@@ -181,7 +218,7 @@ def _start_time(worker: Worker) -> float:
     return time.time() - age
 
 
-def _print(figures: dict[str, Any], steps: int) -> None:
+def _print(figures: dict[str, Any], steps: int, run_dir: Path) -> None:
     console = Console(steps=1)
     memory, own = figures["memory_bytes"], figures["memory_of_training_bytes"]
     peak = f"{units.size(max(memory))} at most, {units.size(max(own))} of it for this run"
@@ -209,3 +246,7 @@ def _print(figures: dict[str, Any], steps: int) -> None:
             ("time, titanlike / plain loop", f"{figures['ratio']:.3f}"),
         ]
     console.table("", (), rows)
+    loops, picture = figures["step_by_kind"], run_dir / "step_by_kind.svg"
+    draw(loops, picture)
+    kinds = [(kind, *(f"{1e3 * t[kind]:.1f}" for t in loops.values())) for kind in (*KINDS, GAPS)]
+    console.table(f"ms of a profiled step ({picture})", ("kind", *loops), kinds)

@@ -20,6 +20,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.profiler import record_function
 
 from titanlike.config.schema import ChunkedCrossEntropy, Config, CrossEntropy
 from titanlike.data.loader import batches
@@ -206,8 +207,9 @@ def _microbatches(
 
 
 def _cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    flat = logits.flatten(0, 1).float()
-    return F.cross_entropy(flat, targets.flatten(), ignore_index=IGNORE)
+    with record_function("loss"):
+        flat = logits.flatten(0, 1).float()
+        return F.cross_entropy(flat, targets.flatten(), ignore_index=IGNORE)
 
 
 def take_step(
@@ -218,16 +220,17 @@ def take_step(
     mesh: Mesh | None = None,
 ) -> None:
     """Clip gradients by the norm over all shards and stages, and update; gradients are dropped."""
-    parameters = [p for p in parameters if p.grad is not None]
-    norm = get_total_norm([p.grad for p in parameters if p.grad is not None])
-    if isinstance(norm, DTensor):
-        norm = norm.full_tensor()
-    if mesh is not None and mesh.pp > 1:
-        squared = norm.square()
-        dist.all_reduce(squared, group=mesh.axes.get_group("pp"))
-        norm = squared.sqrt()
-    if config.optimizer.clip is not None:
-        clip_grads_with_norm_(parameters, config.optimizer.clip, norm)
+    with record_function("norm and clip"):
+        parameters = [p for p in parameters if p.grad is not None]
+        norm = get_total_norm([p.grad for p in parameters if p.grad is not None])
+        if isinstance(norm, DTensor):
+            norm = norm.full_tensor()
+        if mesh is not None and mesh.pp > 1:
+            squared = norm.square()
+            dist.all_reduce(squared, group=mesh.axes.get_group("pp"))
+            norm = squared.sqrt()
+        if config.optimizer.clip is not None:
+            clip_grads_with_norm_(parameters, config.optimizer.clip, norm)
     set_lr(optimizers, config, step)
     for optimizer in optimizers:
         optimizer.step()

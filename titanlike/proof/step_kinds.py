@@ -1,15 +1,16 @@
 """What a training step is spent on, by kind: products, attention, loss, casts, optimizer, ...
 
-`kind_of` tells the kind of an operator or kernel from its name and from what called it. Two tables
-are made by it: `CountedCalls`, how often a step calls what (on the CPU; the same on a GPU but for compiled
-blocks), and the seconds of a trace.
+`kind_of` tells the kind of an operator or kernel from its name and from what called it. By it are
+made `seconds_by_kind`, of a trace, with a picture; and `CountedCalls`, how often a step calls what.
 """
 
 from __future__ import annotations
 
 import re
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
+from functools import cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +21,7 @@ from titanlike.torch_private.operators import TorchDispatchMode
 from titanlike.torch_private.tensors import tree_leaves
 from titanlike.training.build import Ranges
 
-CASTS, OTHERS = "casts and copies", "element-wise and others"
+CASTS, OTHERS, GAPS = "casts and copies", "element-wise and others", "gaps"
 
 # The first that fits a name: of the kernel, the operator, what called it, the phase of the step.
 _KINDS = (
@@ -44,9 +45,113 @@ _FREE = ("aten::empty", "aten::new_empty", "aten::_unsafe_view", "aten::detach")
 KINDS = (*(kind for kind, _ in _KINDS), OTHERS)
 
 
-def kind_of(names: Sequence[str]) -> str:
+def kind_of(names: Iterable[str]) -> str:
     """names: of a kernel or operator, and of what called it, in any order."""
-    return next((kind for kind, of in _KINDS if any(re.search(of, n) for n in names)), OTHERS)
+    return KINDS[min(map(_rank, names))]
+
+
+@cache
+def _rank(name: str) -> int:
+    """Of a name alone, in KINDS."""
+    found = (at for at, (_, of) in enumerate(_KINDS) if re.search(of, name))
+    return next(found, len(_KINDS))
+
+
+# --- seconds of a trace ---------------------------------------------------------------------------
+
+
+class _Open(NamedTuple):
+    """A span of a thread that has not ended."""
+
+    end: float
+    rank: int
+    own: list[float]  # its rank, and microseconds without those of operators that it calls
+
+
+def seconds_by_kind(events: Iterable[Mapping[str, Any]]) -> dict[str, float]:
+    """Seconds of a step by KINDS and GAPS, when nothing runs: the mean of those that
+    `ProfilerRanges` has named in a trace of torch's profiler. Kernels count, with what launched
+    them, or where there are none operators, without those that they call."""
+    spans = sorted((e for e in events if e.get("ph") == "X"), key=lambda e: (e["ts"], -e["dur"]))
+    marks = [e for e in spans if e["cat"] == "user_annotation"]
+    steps = [e for e in marks if re.fullmatch(r"step \d+", e["name"])]
+    phases = [e for e in marks if _rank(e["name"]) < len(_KINDS)]
+    threads: dict[Any, list[_Open]] = defaultdict(list)
+    launches: dict[int, int] = {}  # correlation -> rank
+    of_loss: set[int] = set()  # nodes of the graph
+    operators: list[list[float]] = []
+    kernels = []
+    for event in spans:
+        category, start, args = event["cat"], event["ts"], event.get("args", {})
+        if category in ("kernel", "gpu_memcpy", "gpu_memset"):
+            kernels.append(event)
+            continue
+        launch = category.endswith(("_runtime", "_driver"))
+        if not launch and category not in ("cpu_op", "user_annotation"):
+            continue
+        stack = threads[event["tid"]]
+        while stack and stack[-1].end <= start:
+            stack.pop()
+        # a GPU's backward has a thread of its own: the step's phase is that of its time
+        above = [stack[-1].rank] if stack else [_rank(e["name"]) for e in phases if _in(e, start)]
+        rank = min(_rank(event["name"]), *above, len(_KINDS))
+        node = args.get("Sequence number", -1)
+        if args.get("Fwd thread id") and node in of_loss:  # the backward of what the loss called
+            rank = min(rank, KINDS.index("loss"))
+        elif rank == KINDS.index("loss") and node >= 0:
+            of_loss.add(node)
+        if not any(_in(step, start) for step in steps):
+            continue
+        own = stack[-1].own if stack else [0.0, 0.0]
+        if launch:
+            launches[args.get("correlation", -1)] = rank
+        elif category == "cpu_op":
+            own[1] -= event["dur"]
+            own = [rank, event["dur"]]
+            operators.append(own)
+        stack.append(_Open(start + event["dur"], rank, own))
+    found, busy, end = Counter[int](), 0.0, 0.0
+    for event in kernels:  # a stream's may run beside another's
+        begin, till = event["ts"], event["ts"] + event["dur"]
+        rank = launches.get(event.get("args", {}).get("correlation"), -1)
+        if rank >= 0:
+            found[min(rank, _rank(event["name"]))] += event["dur"]
+            busy, end = busy + max(0.0, till - max(begin, end)), max(end, till)
+    if not kernels:
+        for rank, seconds in operators:
+            found[int(rank)] += seconds
+        busy = found.total()
+    scale = 1e-6 / max(1, len(steps))
+    seconds = {kind: found[rank] * scale for rank, kind in enumerate(KINDS)}
+    return seconds | {GAPS: max(0.0, sum(e["dur"] for e in steps) - busy) * scale}
+
+
+def _in(span: Mapping[str, Any], moment: float) -> bool:
+    return span["ts"] <= moment < span["ts"] + span["dur"]
+
+
+def draw(tables: Mapping[str, Mapping[str, float]], path: Path) -> None:
+    """Write an .svg or .png file: of each loop a bar of its step's kinds."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12, 1.6 + 0.6 * len(tables)), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    lefts = dict.fromkeys(tables, 0.0)
+    for at, kind in enumerate((*KINDS, GAPS)):
+        widths = [1e3 * table[kind] for table in tables.values()]
+        color = f"C{at}" if kind != GAPS else "#f1f1f1"
+        bars = axes.barh([*tables], widths, left=[*lefts.values()], color=color, label=kind)
+        axes.bar_label(bars, [f"{w:.0f}" if w >= 1 else "" for w in widths], label_type="center")
+        lefts = {name: lefts[name] + w for name, w in zip(tables, widths, strict=True)}
+    axes.set_xlabel("ms of a step")
+    axes.invert_yaxis()
+    figure.legend(loc="outside lower left", ncols=5, fontsize=8, frameon=False)
+    figure.savefig(path)
+
+
+# --- counts of a step -----------------------------------------------------------------------------
 
 
 class Call(NamedTuple):
