@@ -110,7 +110,8 @@ def seconds_by_kind(events: Iterable[Mapping[str, Any]]) -> dict[str, float]:
             own = [rank, event["dur"]]
             operators.append(own)
         stack.append(_Open(start + event["dur"], rank, own))
-    found, busy, end = Counter[int](), 0.0, 0.0
+    found: dict[int, float] = defaultdict(float)
+    busy = end = 0.0
     for event in kernels:  # a stream's may run beside another's
         begin, till = event["ts"], event["ts"] + event["dur"]
         rank = launches.get(event.get("args", {}).get("correlation"), -1)
@@ -120,7 +121,7 @@ def seconds_by_kind(events: Iterable[Mapping[str, Any]]) -> dict[str, float]:
     if not kernels:
         for rank, seconds in operators:
             found[int(rank)] += seconds
-        busy = found.total()
+        busy = sum(found.values())
     scale = 1e-6 / max(1, len(steps))
     seconds = {kind: found[rank] * scale for rank, kind in enumerate(KINDS)}
     return seconds | {GAPS: max(0.0, sum(e["dur"] for e in steps) - busy) * scale}
