@@ -32,6 +32,7 @@ from titanlike.planning.timeline_report import report_of
 from titanlike.proof.benchmark import bench
 from titanlike.proof.verification import verify
 from titanlike.training.loop import train
+from titanlike.training.step import step_record
 from titanlike.training.stragglers import Stragglers
 from titanlike.training.train_plan import memory_for_training
 
@@ -75,7 +76,7 @@ def joined(config: Config, worker: Worker, local_ranks: int) -> tuple[dict[str, 
     """The variables of a rank that has joined, as if the CPU were a GPU, and the share that it has
     of its memory."""
     names = ("NCCL_HOSTID", "NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_NET")
-    names += ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
+    names += ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_MNNVL_ENABLE")
     for name in names:
         os.environ.pop(name, None)
     os.environ["NCCL_NET"] = "own"
@@ -94,6 +95,7 @@ def joined(config: Config, worker: Worker, local_ranks: int) -> tuple[dict[str, 
 
 def test_each_rank_sets_what_nccl_needs_and_takes_its_share_of_the_memory(tmp_path: Path) -> None:
     needed = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_NET": "own"}
+    needed["NCCL_MNNVL_ENABLE"] = "0"
     loopback = {"NCCL_SOCKET_IFNAME": "=lo", "GLOO_SOCKET_IFNAME": "lo"}
     found = run_world(joined, shared(2), tmp_path / "one machine", 2)
     hosts = [environment.pop("NCCL_HOSTID") for environment, _ in found]
@@ -177,9 +179,16 @@ def test_a_speed_is_not_measured_and_no_rank_is_called_slow(
     worker = Worker(0, 2, 0, 2, tmp_path, None, [])
     with pytest.raises(Refused, match="launch.ranks_per_device=2: 2 ranks .* take turns"):
         bench(shared(2, device="auto"), worker)
-    run = mock.Mock(mesh=mock.Mock(device=GPU, pp=1, stage_ranks=lambda _: [0, 1]))
-    for ranks, judged in ((1, True), (2, False)):
-        assert Stragglers(shared(ranks), run, worker, mock.Mock())._on is judged
+    mesh = mock.Mock(device=GPU, pp=1, world_size=2, stage_ranks=lambda _: [0, 1])
+    run = mock.Mock(mesh=mesh, transforms={}, plan=mock.Mock(flops_per_token=1.0))
+    pending = mock.Mock(step=1, more={})
+    pending.gradients.timer.seconds.return_value = 1.0
+    monkeypatch.setattr("titanlike.training.step.peak_flops", lambda *_: 1e12)
+    for ranks, alone in ((1, True), (2, False)):
+        config = shared(ranks)
+        assert Stragglers(config, run, worker, mock.Mock())._on is alone
+        numbers = dict.fromkeys(("loss", "grad_norm", "allocated"), 1.0)
+        assert ("mfu" in step_record(run, config, pending, numbers)) is alone
 
 
 def test_a_sweep_gives_a_job_the_gpus_that_its_ranks_share() -> None:
@@ -193,8 +202,10 @@ def test_on_the_cpu_it_changes_nothing(tmp_path: Path) -> None:
     found = run_world(verify, config, tmp_path / "verify")
     assert found[0]["exit_code"] == 0
     run_world(train, config, tmp_path / "train")
-    text = timeline_text([("run", report_of(tmp_path / "train"))])
-    assert "take turns" not in text
+    report = report_of(tmp_path / "train")
+    assert "take turns" not in timeline_text([("run", report)])
+    report.timeline.ranks = [place._replace(device="a GPU") for place in report.timeline.ranks]
+    assert "take turns" in timeline_text([("run", report)])
 
 
 @pytest.mark.gpu

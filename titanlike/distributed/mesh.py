@@ -198,9 +198,9 @@ def join_group(
 def _shared_environment(rank: int, one_machine: bool) -> dict[str, str]:
     """What NCCL needs to connect ranks that share a GPU: it refuses two on one device of a host,
     and a host is what has this id; then messages go by sockets alone."""
-    off = {"NCCL_HOSTID": f"titanlike-{rank}", "NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}
+    off = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_MNNVL_ENABLE": "0"}
     loopback = {"NCCL_SOCKET_IFNAME": "=lo", "GLOO_SOCKET_IFNAME": "lo"} if one_machine else {}
-    return {**off, "NCCL_NET": "Socket", **loopback}
+    return {"NCCL_HOSTID": f"titanlike-{rank}", "NCCL_NET": "Socket", **off, **loopback}
 
 
 def lay_mesh(

@@ -205,7 +205,8 @@ def _summary(name: str, report: TimelineReport) -> str:
     if (estimate := report.estimate) is not None:
         planned = step(estimate.step_seconds, estimate.simulation.bubble)
         lines.append(f"  plan                      {planned} ({estimate.hardware.title})")
-    if report.config.launch.ranks_per_device > 1 and report.config.device != "cpu":
+    on_cpu = all(place.device == "cpu" for place in report.timeline.ranks)
+    if report.config.launch.ranks_per_device > 1 and not on_cpu:
         lines.append("  ranks that share a GPU take turns: what one waits is no layout's wait")
     if report.timeline.clock_error:
         error = units.short_time(report.timeline.clock_error)

@@ -12,6 +12,7 @@ from titanlike.config.errors import some_names
 from titanlike.config.program import train_program
 from titanlike.config.schema import MESH_AXES, Config, Muon
 from titanlike.device import accelerator
+from titanlike.device.choose import ranks_of
 from titanlike.distributed.mesh import Mesh
 from titanlike.graph.cut import messages
 from titanlike.metrics import units
@@ -288,8 +289,11 @@ def layout(config: Config, plan: TrainPlan, mesh: Mesh, data: str) -> dict[str, 
     if 1 < config.pp <= sum(map(len, ranks)) <= _DRAWN:
         order = {"schedule": config.schedule.name, "place": [*plan.order.stage_to_rank]}
         order["order"] = [[*map(str, acts)] for acts in ranks]
+    device = f"{mesh.world_size} x {accelerator.name(mesh.device)} with {mesh.backend}"
+    if (shared := ranks_of(mesh.device, config, mesh.world_size)) > 1:
+        device += f", of which {shared} are one"
     return {
-        "device": f"{mesh.world_size} x {accelerator.name(mesh.device)} with {mesh.backend}",
+        "device": device,
         "model": f"{config.model.name}, {units.count(plan.whole_numel)} parameters",
         "data": data,
         **order,

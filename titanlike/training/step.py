@@ -23,6 +23,7 @@ from titanlike.config.schema import Config
 from titanlike.data.loader import validation_batches
 from titanlike.data.sources import Batch, Data, no_targets
 from titanlike.device.accelerator import peak_flops
+from titanlike.device.choose import ranks_of
 from titanlike.device.memory import peak_memory
 from titanlike.distributed.readings import PendingScalars, Timer
 from titanlike.launch.worker import Worker
@@ -193,6 +194,8 @@ def step_record(
         record["busiest_rank"] = waited.index(min(waited))
         record["busiest_seconds"] = max(0.0, seconds - min(waited))
     peak = peak_flops(run.mesh.device, config.precision.name)
+    if ranks_of(run.mesh.device, config, run.mesh.world_size) > 1:
+        peak = None  # the devices are fewer than the ranks
     if peak is not None and run.plan.flops_per_token is not None:
         flops = record["tokens_per_second"] * run.plan.flops_per_token
         record["mfu"] = flops / (peak * run.mesh.world_size)
