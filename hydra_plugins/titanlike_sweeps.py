@@ -1,9 +1,8 @@
 """The sweepers and the launcher of `-m`. Hydra finds plugins in the package hydra_plugins alone.
 
 The sweeper (`hydra/sweeper=grid`) decides which jobs there are, the launcher (`hydra/launcher=jobs`)
-how they run: as processes of this machine, by a submit command, or on the ranks that torchrun
-started. Each also works with Hydra's other plugins, such as
-hydra/sweeper=optuna or hydra/launcher=submitit_slurm.
+how they run: as processes of this machine, or on the ranks that torchrun started. Each also works with
+Hydra's other plugins, such as hydra/sweeper=optuna or hydra/launcher=submitit_slurm.
 """
 
 from __future__ import annotations

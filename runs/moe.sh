@@ -23,12 +23,14 @@ titanlike plan search "gpus=${DEVICES:-2}" "${config[@]}" "hardware=${HARDWARE:-
 # 2. short runs with each learning rate; sweep.html has the loss against it
 titanlike -m "${config[@]}" "${layout[@]}" "optimizer.lr=$rates" "steps=$((steps / 4))" \
     sweep.resume=true checkpoint.last=false "run_dir=$OUT/sweep"
-lr=$(python - "$OUT/sweep/sweep.csv" <<'PYTHON'
-import csv
+lr=$(python - "$OUT/sweep" <<'PYTHON'
+import json
 import sys
+from pathlib import Path
 
-rows = [row for row in csv.DictReader(open(sys.argv[1])) if row["val_loss"]]
-print(min(rows, key=lambda row: float(row["val_loss"]))["optimizer.lr"])
+results = [json.loads(path.read_text()) for path in Path(sys.argv[1]).glob("*/result.json")]
+best = min((r for r in results if r["value"] is not None), key=lambda r: r["value"])
+print(next(o.split("=")[1] for o in best["overrides"] if o.startswith("optimizer.lr=")))
 PYTHON
 )
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.commands import TINY, command
-from support.paths import ROOT
 from titanlike.config.credentials import (
     find_secrets,
     is_secret_name,
@@ -24,7 +21,7 @@ from titanlike.config.credentials import (
     redact_override,
     redact_value,
 )
-from titanlike.config.errors import Problem, quoted
+from titanlike.config.errors import Problem
 from titanlike.config.parse import to_plain
 from titanlike.config.schema import VARIANTS, Checkpoint, Config, Custom
 from titanlike.driver.checks import problems, secret_problems, secrets_in_command
@@ -293,42 +290,6 @@ def test_a_command_that_holds_secrets_writes_nothing(planted: None, tmp_path: Pa
     assert "7 errors in the config; nothing was started" in text
     assert not any(secret in text for secret in [*PLANTED.values(), "sesame"])
     assert os.listdir(tmp_path) == ["leaky.py"]
-
-
-@pytest.mark.slow
-def test_a_sweeps_submit_command_runs_with_its_secrets_which_are_written_nowhere(
-    planted: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also if it prints them or fails, and is in a file; the resume asks for them."""
-    for name, value in NAMED.items():
-        monkeypatch.setenv(name, value)
-    scheduler, got = tmp_path / "scheduler", tmp_path / "got"
-    scheduler.write_text(
-        f'#!/bin/bash\necho "$*" >> {got}\necho "$* $DB_PASS $PROXY_AUTH"\n'
-        'case "$*" in *seed=3*) exit 1;; esac\n'
-        f'cd {ROOT} && {sys.executable} train.py "${{@: {len(shlex.split(SUBMIT)) + 1}}}"\n'
-    )
-    scheduler.chmod(0o755)
-    folder = tmp_path / "conf" / "experiment"
-    folder.mkdir(parents=True)
-    text = f"# @package _global_\nsweep:\n  submit: {json.dumps(f'{scheduler} {SUBMIT}')}\n"
-    (folder / "secret.yaml").write_text(text)
-    words = ["-m", *TINY, "steps=1", "logger=wandb", "logger.mode=offline", "seed=2,3"]
-    words += ["experiment=secret", f"--config-dir={folder.parent}"]
-    done = command(*words, "run_dir=sweep", cwd=tmp_path)
-    assert done.returncode == 1, done.stderr
-    assert "job 0: seed=2 submitted: --export=ALL,API_KEY=***,N=5" in done.stdout
-    assert "ended with 1: --export=ALL,API_KEY=***,N=5" in done.stderr
-    assert "mark-" not in done.stdout + done.stderr and leaks(tmp_path / "sweep", "mark-") == []
-    result = json.loads((tmp_path / "sweep" / "0" / "result.json").read_text())
-    assert result["status"] == "completed"
-    assert "--token ***" in (tmp_path / "sweep" / "0" / "config.yaml").read_text()
-    assert got.read_text().count("mark-of-p https://me:mark-of-url@host/x --time 1:00") == 2
-    submit = f"sweep.submit={quoted('x --export=API_KEY=*** --token ***')}"
-    done = command(*words, submit, "run_dir=sweep", "sweep.resume=true", cwd=tmp_path)
-    assert done.returncode == 2
-    assert "secrets are not written down; give them again" in done.stderr
-    assert "--export=API_KEY=***, --token ***" in done.stderr
 
 
 def test_an_error_names_a_variable_of_the_environment_and_does_not_show_its_value(

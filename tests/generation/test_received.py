@@ -43,7 +43,6 @@ CONFIG: list[tuple[dict[str, Any], str | None]] = [
     ({"hydra": {"searchpath": ["file://OUT/conf"]}}, None),
     ({"hydra": {"callbacks": {"a": {"_target_": "theirs.Callback"}}}}, None),
     ({"hydra": {"run": {"dir": "OUT/w"}, "job": {"env_set": {"PYTHONPATH": "OUT"}}}}, None),
-    ({"sweep": {"submit": "touch OUT/ran"}}, None),
     ({"evaluate": {"tasks": ["a"], "task_files": ["OUT"], "every": 1}}, None),
     ({"launch": {"max_restarts": 5, "elastic": True}, "compile": True}, None),
     ({"checkpoint": {"resume": "URL", "start_from": "URL"}}, None),

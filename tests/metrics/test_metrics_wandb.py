@@ -33,7 +33,7 @@ from titanlike.metrics import wandb_sink
 from titanlike.metrics.wandb_sink import WandbSink
 
 folder, first, last, timeout, event = sys.argv[1:]
-sys.argv += ["steps=7", "sweep.submit=sbatch --export=ALL,API_KEY=op3nsesame x", "logger.k=sk-{"Z1" * 20}"]
+sys.argv += ["steps=7", "logger.password=op3nsesame", "logger.k=sk-{"Z1" * 20}"]
 settings = Wandb(
     project="proj", group="grp", timeout=float(timeout), entity="team", tags=["a", "b"], notes="why"
 )

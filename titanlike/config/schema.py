@@ -908,12 +908,11 @@ class Sweep:
 
     resume: bool = key(False, "run the unfinished jobs of run_dir's sweep; stopped ones resume")
     parallel: int = key(
-        1, "jobs at a time here; 0 = as many as devices (cores) allow", ge=0, le=100_000
+        1,
+        "jobs at a time here; of several GPUs each command has one: sweep.share",
+        ge=1,
+        le=100_000,
     )
-    submit: str | None = key(
-        None, "submit each job by a command: 'sbatch tools/slurm/train.sbatch'"
-    )
-    wait: Seconds | None = key(None, "with submit: longest wait for the jobs (12h); null = no wait")
     share: str | None = key(
         None,
         "i/n: run only jobs i, i+n, i+2n, ... from 0; for job arrays",

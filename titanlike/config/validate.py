@@ -9,7 +9,6 @@ import math
 import operator
 import os
 import re
-import shlex
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -260,10 +259,6 @@ RULES = (
          "with ramp batches that are left out would be of another size", "on_nonfinite=skip"),
     Rule("on_spike", lambda c: c.ramp and c.on_spike == "rollback",
          "with ramp batches that are left out would be of another size", "on_spike=skip"),
-    Rule("sweep.wait", lambda c: c.sweep.wait is not None and c.sweep.submit is None,
-         "there is nothing to wait for without sweep.submit", "sweep.wait=null"),
-    Rule("sweep.submit", lambda c: c.sweep.submit is not None and _no_command(c.sweep.submit),
-         "{0}", "sweep.submit='sbatch tools/slurm/train.sbatch'"),
     Rule("checkpoint.resume", lambda c: _resumes(c) and "://" not in c.checkpoint.resume
          and not Path(c.checkpoint.resume).expanduser().is_dir(),
          "no such folder", "the path of a checkpoint or run directory, auto, or never"),
@@ -331,14 +326,6 @@ EXACT_RULES = tuple(rule._replace(broken=partial(_if_exact, rule.broken)) for ru
 
 def _resumes(config: Config) -> bool:
     return config.checkpoint.resume not in ("auto", "never")
-
-
-def _no_command(text: str) -> str:
-    """Why a text is no shell command; "" if it is."""
-    try:
-        return "" if shlex.split(text) else "is empty"
-    except ValueError as error:
-        return f"is not a shell command: {error}"
 
 
 def _rows(config: Config) -> int:

@@ -112,8 +112,6 @@ def secrets_in_command(overrides: list[str], config: Config | None) -> list[Prob
     secrets = {problem.key: problem for problem in secret_problems(plain)}
     for text in overrides:
         key, _, value = text.lstrip("+~").partition("=")
-        if credentials.is_command(key):  # not written with its secrets
-            continue
         if key not in secrets and credentials.redact_override(text) != text:
             reasons = (reason for _, reason in credentials.find_secrets(value, key))
             reason = next(reasons, "it contains a secret")

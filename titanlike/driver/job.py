@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from titanlike.config.credentials import redact_command, redact_override
+from titanlike.config.credentials import redact_override
 from titanlike.config.errors import ConfigError, Problem
 from titanlike.config.imports import outside_code
 from titanlike.config.parse import write_config
@@ -86,9 +86,6 @@ class JobRunner:
         if folder is not None and "://" not in folder:  # the same from any working directory
             folder = str(Path(folder).expanduser().absolute())
             config = replace(config, checkpoint=replace(config.checkpoint, folder=folder))
-        if config.sweep.submit is not None:  # it has started this job, and may hold secrets
-            submit = redact_command(config.sweep.submit)
-            config = replace(config, sweep=replace(config.sweep, submit=submit))
         overrides = [redact_override(text) for text in overrides]
         if name is not None:
             config = with_run_name(config, *name)

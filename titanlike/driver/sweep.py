@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import re
 import shlex
 import sys
 from collections.abc import Iterable, Iterator
@@ -14,7 +13,7 @@ from typing import IO, TYPE_CHECKING
 
 from omegaconf import DictConfig
 
-from titanlike.config.credentials import REDACTED, redact_override
+from titanlike.config.credentials import redact_override
 from titanlike.config.errors import Problem, printable, quoted
 from titanlike.config.keys import parse_share
 from titanlike.config.overrides import from_hydra, key_of
@@ -22,7 +21,6 @@ from titanlike.config.program import program
 from titanlike.config.schema import Config, Sweep
 from titanlike.driver.job import SWEEP_FILE, JobRunner
 from titanlike.driver.sweep_status import (
-    SUBMITTED,
     Job,
     JobRow,
     SweepSpec,
@@ -175,12 +173,9 @@ class SweepRun:
         ended = {row.job.number for row in rows if row.status in ("failed", "invalid")}
         before = f", {len(done)} of them done before" if done else ""
         self.say(f"a sweep of {_count(len(jobs))}{before}, in {self.folder}")
-        submitted = "is submitted; to submit it again, remove"
         for row in rows:
-            if row.status in ("running", "submitted"):
-                runs = row.status == "running"
-                where = "runs elsewhere" if runs else f"{submitted} {row.run_dir / SUBMITTED}"
-                self.say(f"job {row.job.number} {where}")
+            if row.status == "running":
+                self.say(f"job {row.job.number} runs elsewhere")
                 del jobs[row.job.number]
         left = [job for at, job in jobs.items() if at not in done]
         if self.restart and not self.settings.resume:  # failed jobs last: they may fail again
@@ -210,7 +205,7 @@ class SweepRun:
         return job
 
     def close(self, code: int | str | None) -> int | str | None:
-        """Print and write the table; the exit code, given the one so far."""
+        """Print the table and write its page; the exit code, given the one so far."""
         from titanlike.driver.sweep_table import report
 
         with contextlib.suppress(OSError):
@@ -232,13 +227,12 @@ class SweepRun:
         if code and not ((spec := read_spec(self.folder)) and spec.jobs):
             return code  # no job has been planned
         self.say("")
-        waited = self.settings.submit is None or self.settings.wait is not None
-        table = report(self.folder, self.say, ended=self.ran if waited else ())
+        table = report(self.folder, self.say, ended=self.ran)
         if code:
             return code
         mine = {job.number for job in self.planned.values()}
         statuses = {row.status for row in table.rows if row.job.number in mine and not row.done}
-        if waited and self.ran and "waiting" in statuses:
+        if self.ran and "waiting" in statuses:
             return 1  # it could not be started
         if statuses & {"failed", "invalid", "killed"}:
             return 1
@@ -292,7 +286,7 @@ class SweepSettings:
         defaults = {
             "direction": _direction(value),
             "max_failure_rate": "1.0",
-            "n_jobs": str(config.sweep.parallel or 1),
+            "n_jobs": str(config.sweep.parallel),
             "storage": f"'sqlite:///{self.folder}/optuna.db'",
             "study_name": "sweep",
         }
@@ -307,19 +301,28 @@ class SweepSettings:
             overrides.append(f"hydra.sweeper.n_trials={max(0, self.sweeper.n_trials - done)}")
         return overrides
 
-    def problems(self, value: str, sweep: Sweep) -> Iterator[Problem]:
-        """Settings that contradict `value`, or with which the sweep cannot be resumed."""
-        if sweep.submit is not None and REDACTED in sweep.submit:  # copied from a sweep's output
-            secrets = re.findall(rf"(?:[^\s'\"]+\s+)?[^\s'\"]*{re.escape(REDACTED)}", sweep.submit)
-            reason = f"secrets are not written down; give them again: {', '.join(secrets)}"
-            yield Problem("sweep.submit", sweep.submit, reason)
+    def problems(self, value: str, config: Config, processes: bool) -> Iterator[Problem]:
+        """Settings that contradict `value`, with which the sweep cannot be resumed, or with which
+        its jobs, if they are `processes` of this command, take each other's GPUs."""
+        if processes and config.sweep.parallel > 1 and config.device != "cpu":
+            from titanlike.device.accelerator import visible_names, visible_variable
+
+            if len(names := visible_names()) > 1:
+                reason = (
+                    f"each job would begin at the same one of GPUs {','.join(names)}; of several "
+                )
+                reason += (
+                    f"terminals each can have a GPU and a share of the jobs: {visible_variable()}="
+                )
+                reason += f"{names[0]}, the same command and sweep.share=0/{len(names)}"
+                yield Problem("sweep.parallel", config.sweep.parallel, reason, "sweep.parallel=1")
         key, best = "hydra.sweeper.direction", _direction(value)
         direction = self.sweeper.get("direction")
         if key in self.given and getattr(direction, "name", direction) != best:
             reason = f"the best {value} is the {'highest' if OBJECTIVES[value] else 'lowest'} one"
             yield Problem(key, direction, reason, f"{key}={best}")
         key = "hydra.sweeper.storage"
-        if sweep.resume and key in self.given and not self.sweeper.get("storage"):
+        if config.sweep.resume and key in self.given and not self.sweeper.get("storage"):
             reason = "a search without storage cannot be resumed"
             yield Problem(key, "null", reason, "sweep.resume=false, and another run_dir")
 
@@ -362,7 +365,9 @@ def open_sweep(
     args.overrides.append(f"hydra.sweep.dir={quoted(str(settings.folder))}")
     if args.check:
         args.overrides.append("hydra/launcher=jobs")  # others would start the jobs
-    sweep_run.problems = [*settings.problems(value, config.sweep)] or sweep_run.open()
+    sweep_run.problems = [
+        *settings.problems(value, config, runner.ranks is None)
+    ] or sweep_run.open()
     if not sweep_run.problems and not settings.grid:
         args.overrides += settings.search_overrides(config, value, sweep_run.done)
         if sweep_run.base:  # a resumed search adds jobs, whose launcher counts from 0 again

@@ -1,20 +1,17 @@
-"""Runs the jobs of a sweep: only checked, on the ranks of torchrun or srun, submitted, or as
-processes.
+"""Runs the jobs of a sweep: only checked, on the ranks of torchrun or srun, or as processes.
 
 Each process of a job is as if the user had typed its command: a crash does not affect the next one.
 One after another they share the terminal; several at a time, each writes to its own output.log, and
 a line says when it begins and ends.
 
-Several share the devices: each job gets as many GPUs as it has ranks (by the driver's variable,
-CUDA_VISIBLE_DEVICES for CUDA), or on the CPU a share of the threads. A job that needs more than
-there are runs alone.
+Several at a time share the threads of the CPU. Which GPUs a job has is for the scheduler to say, or for
+CUDA_VISIBLE_DEVICES of a command that runs a share of the jobs (sweep.share).
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import shlex
 import subprocess
 import sys
 import time
@@ -25,14 +22,14 @@ from math import inf
 from pathlib import Path
 from typing import IO, Any
 
-from titanlike.config.credentials import redact, redact_command, redact_output
+from titanlike.config.credentials import redact
 from titanlike.config.errors import ConfigError, Problem, quoted
 from titanlike.config.imports import outside
 from titanlike.config.parse import to_plain
 from titanlike.config.schema import Config, Wandb
 from titanlike.driver.job import JobRunner, ResultReporter, config_problems, with_run_name
 from titanlike.driver.sweep import SweepRun
-from titanlike.driver.sweep_status import SUBMITTED, Job
+from titanlike.driver.sweep_status import Job
 from titanlike.launch.environment import (
     available_cores,
     import_path,
@@ -46,9 +43,6 @@ from titanlike.metrics.run_files import ended_by_max_time, read_result, write_re
 
 OUTPUT = "output.log"  # of a job that has no terminal
 _CHECK_TIME = 60.0  # seconds for checking jobs before the first begins
-_SUBMIT_TIMEOUT = 120.0  # seconds
-_OUTPUT_SHOWN = 200  # characters of a submit command's output
-_RESULT_POLL = 2.0  # seconds, for the results of submitted jobs
 _POLL = 0.05  # seconds
 _KILL_AFTER = 30.0  # seconds from a second signal
 _STOPPED = 75  # exit code of a run that has stopped with a checkpoint
@@ -84,10 +78,7 @@ Here = Callable[[Prepared], float | None]  # runs a job in this process; raises 
 
 
 def run_jobs(sweep: SweepRun, runner: JobRunner, jobs: list[Prepared], here: Here) -> list[End]:
-    """Run jobs to their ends; submitted ones only if sweep.wait is set.
-
-    All are checked before the first begins, so that what is wrong is known at once.
-    """
+    """Run jobs to their ends. All are checked before the first begins, so that what is wrong is known at once."""
     refused = _check_all(sweep, runner, jobs)
     valid = [item for item in jobs if item.job.number not in refused]
     sweep.refused += len(refused)
@@ -109,8 +100,6 @@ def run_jobs(sweep: SweepRun, runner: JobRunner, jobs: list[Prepared], here: Her
                 ends[item.job.number] = here(item)
             except JobFailed as failed:  # already reported
                 ends[item.job.number] = failed
-    elif sweep.settings.submit is not None:
-        ends |= _submit_all(sweep, runner, valid, sweep.settings.submit)
     else:
         processes = run_processes(sweep, runner, valid)
         ends |= {
@@ -133,16 +122,11 @@ def _check_all(sweep: SweepRun, runner: JobRunner, jobs: list[Prepared]) -> dict
                 sweep.imports.append(line)
                 sweep.say(redact(line))
         if failed := _refusal(runner, item):
-            _say_failed(sweep, item, " is invalid" if failed.invalid else "", failed.error)
+            what = " is invalid" if failed.invalid else ""
+            sweep.say_error(f"job {item.name}{what}{_indented(failed.error)}")
             refused[item.job.number] = failed
         item.checked = failed is None
     return refused
-
-
-def _say_failed(sweep: SweepRun, item: Prepared, what: str, error: str) -> JobFailed:
-    """Print that a job failed; its end."""
-    sweep.say_error(f"job {item.name}{what}{_indented(error)}")
-    return JobFailed(error, error)
 
 
 def _refusal(runner: JobRunner, item: Prepared) -> JobFailed | None:
@@ -175,90 +159,6 @@ def _indented(text: str) -> str:
     return "".join(f"\n  {line}" for line in text.splitlines())
 
 
-# --- submitted ------------------------------------------------------------------------------------
-
-
-def _submit_all(sweep: SweepRun, runner: JobRunner, jobs: list[Prepared], submit: str) -> Ends:
-    """Pass each job to the submit command; wait for the results if sweep.wait is set."""
-    ends: Ends = {}
-    waiting: list[Prepared] = []
-    for item in jobs:
-        if error := _submit(sweep, runner, item, submit):
-            ends[item.job.number] = _say_failed(sweep, item, " is not submitted", error)
-        else:
-            waiting.append(item)
-    if (wait := sweep.settings.wait) is None:
-        return ends
-    deadline = time.monotonic() + wait
-    while waiting:
-        for item in [*waiting]:
-            result = _final_result(sweep.job_folder(item.job))
-            if result is None and time.monotonic() <= deadline:
-                continue
-            waiting.remove(item)
-            if result is not None and result["status"] in ("completed", "stopped"):
-                ends[item.job.number] = result["value"]
-                sweep.say(f"job {item.name} is done")
-            else:
-                late = f"has not ended after {wait:g} s (sweep.wait)"
-                text = late if result is None else result["error"]
-                ends[item.job.number] = _say_failed(sweep, item, " failed", text)
-        time.sleep(_RESULT_POLL if waiting else 0)
-    return ends
-
-
-def _submit(sweep: SweepRun, runner: JobRunner, item: Prepared, submit: str) -> str:
-    """Submit a job; the error, "" for none. Both it and the output are without the secrets in
-    `submit`."""
-    folder = sweep.job_folder(item.job)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        return str(error)
-    report = ResultReporter(folder, item.job.overrides, 1)  # removes an earlier result
-    if not item.checked and (failed := _refusal(runner, item)):
-        report.job_failed(failed)
-        return failed.error
-    command, words = shlex.split(submit), arguments(sweep, item)
-    if any("{args}" in word for word in command):
-        command = [word.replace("{args}", shlex.join(words)) for word in command]
-    else:
-        command += words
-    name, problem, printed = f"sweep.submit={redact_command(command[0])}", "", ""
-    try:
-        streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "capture_output": True}
-        streams |= {"text": True, "errors": "replace"}
-        done = subprocess.run(command, timeout=_SUBMIT_TIMEOUT, **streams)
-        printed = redact_output(" ".join(f"{done.stdout} {done.stderr}".split()), submit)
-        if done.returncode:
-            problem = f"{name} ended with {done.returncode}: {printed}"
-    except subprocess.TimeoutExpired:
-        problem = f"{name}: did not end within {_SUBMIT_TIMEOUT:.0f} s"
-    except OSError as error:
-        problem = f"{name}: {redact(str(error))}"
-    if problem:
-        report.write("failed", error=problem)
-        return problem
-    shown = printed[:_OUTPUT_SHOWN] or "(the command printed nothing)"
-    with contextlib.suppress(OSError):
-        (folder / SUBMITTED).write_text(f"{time.ctime()}: {shown}\n", encoding="utf-8")
-    sweep.say(f"job {item.name} submitted: {shown}")
-    return ""
-
-
-def _final_result(folder: Path) -> dict[str, Any] | None:
-    """result.json of a submitted job that will not be restarted; None before that.
-
-    A job that a signal stopped was preempted: its scheduler restarts it.
-    """
-    with contextlib.suppress(ValueError):
-        if (result := read_result(folder)) is not None:
-            status, restarted = result["status"], ("interrupted", "stopped")
-            if status not in restarted or ended_by_max_time(status, result["error"]):
-                return result
-    return None
-
-
 # --- as processes ---------------------------------------------------------------------------------
 
 
@@ -268,7 +168,6 @@ class JobProcess:
 
     item: Prepared
     folder: Path  # where it writes result.json
-    taken: list[str]  # devices
     start: float
     output: IO[bytes] | None = None
     process: subprocess.Popen[bytes] | None = None
@@ -309,43 +208,28 @@ class JobProcess:
 
 
 def run_processes(sweep: SweepRun, runner: JobRunner, jobs: list[Prepared]) -> list[JobProcess]:
-    """Run jobs, at most sweep.parallel at a time (0 = as many as there are devices for); how each
-    ended.
+    """Run jobs, at most sweep.parallel at a time; how each ended.
 
     Raises SystemExit(75) where a signal stopped the jobs with checkpoints, Interrupted where
     it ended them.
     """
-    parallel, waiting = sweep.settings.parallel, {item.job.number: item for item in jobs}
+    parallel, waiting = sweep.settings.parallel, [*jobs]
     running: dict[int, JobProcess] = {}
     ended: dict[int, JobProcess] = {}
-    free: list[str] | None = None
-    stop, total = _ForwardedStop(running), 0
+    stop = _ForwardedStop(running)
     with interruptible(stop=stop):
         try:
             while waiting or running:
-                for number, item in list(waiting.items()):
-                    if stop.received or len(running) >= (parallel or inf):
-                        break
-                    is_new, config = "composed" not in vars(item), item.config
-                    if free is None:
-                        free = devices(config.device if config else "auto", parallel)
-                        total = len(free)
-                    need = min(_devices_of(config, free), total)
-                    if need <= len(free):
-                        taken, free = free[:need], free[need:]
-                        del waiting[number]
-                        begun = len(running) + len(ended) + 1
-                        of = f"  ({begun} of {len(jobs)})" if len(jobs) > 1 else ""
-                        alone = f"\njob {item.name}{of}"
-                        sweep.say(alone if parallel == 1 else f"job {item.name} begins{of}")
-                        running[number] = _start(sweep, runner, item, taken, total)
-                    elif is_new:
-                        break  # a smaller one behind it may fit: composed at the next poll
+                while waiting and len(running) < parallel and not stop.received:
+                    item, begun = waiting.pop(0), len(running) + len(ended) + 1
+                    of = f"  ({begun} of {len(jobs)})" if len(jobs) > 1 else ""
+                    alone = f"\njob {item.name}{of}"
+                    sweep.say(alone if parallel == 1 else f"job {item.name} begins{of}")
+                    running[item.job.number] = _start(sweep, runner, item)
                 for number, job in list(running.items()):
                     if job.process is not None and job.process.poll() is None:
                         continue
                     del running[number]
-                    free = [*(free or ()), *job.taken]
                     ended[number] = job
                     job.end(time.monotonic() - job.start)
                     _say_end(sweep, job)
@@ -364,26 +248,16 @@ def run_processes(sweep: SweepRun, runner: JobRunner, jobs: list[Prepared]) -> l
     return [ended[item.job.number] for item in jobs]
 
 
-def _start(
-    sweep: SweepRun, runner: JobRunner, item: Prepared, taken: list[str], total: int
-) -> JobProcess:
-    """Start a job's process on these devices, of `total`."""
+def _start(sweep: SweepRun, runner: JobRunner, item: Prepared) -> JobProcess:
+    """Start a job's process."""
     folder, parallel = sweep.job_folder(item.job), sweep.settings.parallel
-    job = JobProcess(item, folder, taken, time.monotonic())
+    job = JobProcess(item, folder, time.monotonic())
     env = without_rank_variables(os.environ)
     if parallel == 1:
         env[OPENING] = str(sweep.opening)
     else:
         ranks = item.config.world_size if item.config else 1
-        at_once = max(1, total // _devices_of(item.config, taken))
-        if taken and not taken[0].startswith("core "):
-            from titanlike.device.accelerator import visible_variable
-
-            env[visible_variable()] = ",".join(taken)
-        else:
-            at_once = parallel or at_once
-        threads = max(1, available_cores() // (at_once * ranks))
-        env.setdefault("OMP_NUM_THREADS", str(threads))
+        env.setdefault("OMP_NUM_THREADS", str(max(1, available_cores() // (parallel * ranks))))
     try:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "result.json").unlink(missing_ok=True)
@@ -445,29 +319,6 @@ class _ForwardedStop(StopRequest):
             for job in self._jobs.values():
                 if job.process is not None:
                     job.process.kill()
-
-
-def _devices_of(config: Config | None, names: list[str]) -> int:
-    """How many of such devices a job takes."""
-    if config is None:
-        return 1
-    shared = bool(names) and not names[0].startswith("core ")
-    return -(-config.world_size // (config.launch.ranks_per_device if shared else 1))
-
-
-def devices(device: str, parallel: int) -> list[str]:
-    """The devices that jobs share: GPUs by name, or cores of the CPU.
-
-    Empty where jobs run one after another; cores only where `parallel` is 0.
-    """
-    if parallel == 1:
-        return []
-    if device != "cpu":
-        from titanlike.device import accelerator  # imports torch
-
-        if names := accelerator.visible_names():
-            return names
-    return [] if parallel else [f"core {index}" for index in range(available_cores())]
 
 
 def _program(runner: JobRunner, folder: Path, item: Prepared) -> str:

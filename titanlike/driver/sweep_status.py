@@ -139,7 +139,6 @@ def _locked(folder: Path) -> Iterator[None]:
         yield
 
 
-SUBMITTED = "submitted"  # a file in a job's folder: what the submit command said
 HEARTBEAT = 10.0  # seconds, where config.yaml does not say
 STARTING = 60.0  # seconds from config.yaml to a first heartbeat: processes start, torch is imported
 _KILLED = re.compile(r"(rank \d+ failed: )?killed by ")
@@ -153,8 +152,7 @@ class JobRow:
 
     completed, failed, interrupted, stopped (early by a stop request: it can be resumed) and invalid
     (an error in its config, nothing was started), as result.json says; killed: it ended without
-    result.json, or a signal killed one of its processes; running; waiting: not started yet;
-    submitted: queued in a scheduler.
+    result.json, or a signal killed one of its processes; running; waiting: not started yet.
     """
 
     job: Job
@@ -200,7 +198,7 @@ def read_job_rows(folder: Path, spec: SweepSpec, ended: Collection[int] = ()) ->
         elif unread:
             status, error = "killed", unread
         elif not any((run_dir / name).exists() for name in _LEFT_BY_RUNS):
-            status = "submitted" if (run_dir / SUBMITTED).exists() else "waiting"
+            status = "waiting"
         elif job.number not in ended and _alive(run_dir):
             status = "running"
         else:

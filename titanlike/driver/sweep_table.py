@@ -1,11 +1,9 @@
-"""A sweep's table, at its end and by tools/sweep.py: on the terminal, as sweep.csv and as
-sweep.md; and the page of its jobs, sweep.html."""
+"""A sweep's table on the terminal, at its end and by tools/sweep.py; and the page of its jobs,
+sweep.html."""
 
 from __future__ import annotations
 
 import contextlib
-import csv
-import io
 import math
 import re
 import shlex
@@ -17,7 +15,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from titanlike.config import files
 from titanlike.config.credentials import REDACTED
 from titanlike.config.files import same_folder
 from titanlike.config.program import argument_parser, exit_code, program_length, train_program
@@ -28,7 +25,7 @@ from titanlike.metrics.console import LOG_WIDTH, Console, shorten, table_lines
 from titanlike.metrics.report import MOST_RUNS, write_reports
 from titanlike.metrics.summary import OBJECTIVES
 
-CSV, MARKDOWN, PAGE = "sweep.csv", "sweep.md", "sweep.html"
+PAGE = "sweep.html"
 _FRACTION = re.compile(r"-?\d*\.\d+(e[-+]?\d+)?", re.IGNORECASE)
 _WIDEST = 160  # columns of a terminal that are used
 _NAMED = 12  # jobs that are left are named, up to so many
@@ -208,7 +205,7 @@ def _errors(rows: list[JobRow], width: int) -> list[str]:
     errors = [*by_text.items()]
     lines = [shorten(f"  {_numbers(jobs)} {text}", width) for text, jobs in errors[:_ERRORS]]
     if len(errors) > _ERRORS:
-        lines.append(f"  and {len(errors) - _ERRORS} other errors; {CSV} has all")
+        lines.append(f"  and {len(errors) - _ERRORS} other errors, each in its job's result.json")
     return lines
 
 
@@ -316,29 +313,20 @@ def job_command(spec: SweepSpec, row: JobRow) -> str:
 
 
 def report(folder: Path, say: Callable[[str], None], *, ended: Collection[int] = ()) -> Table:
-    """Print a sweep's table, and write sweep.csv, sweep.md and sweep.html into its folder.
+    """Print a sweep's table, and write sweep.html into its folder.
 
-    ended: see `read_job_rows`. A file that cannot be written is reported by a line. Raises as
+    ended: see `read_job_rows`. A page that cannot be written is reported by a line. Raises as
     `read_table` does.
     """
     table = read_table(folder, ended)
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else LOG_WIDTH
     for line in terminal_lines(table, width):
         say(line)
-    written: dict[str, Path] = {}
-
-    def write(name: str, file: Callable[[], Path | None]) -> None:
-        try:
-            if path := file():
-                written[name] = path
-        except Exception as error:  # its report must not make a sweep fail
-            say(f"{name} could not be written: {type(error).__name__}: {error}")
-
-    write(CSV, lambda: write_csv(table))
-    write(MARKDOWN, lambda: write_markdown(table))
-    write(PAGE, lambda: write_page(table))
-    if paths := [str(path) for path in written.values()]:
-        say(f"written: {', '.join(paths)}")
+    try:
+        if page := write_page(table):
+            say(f"written: {page}")
+    except Exception as error:  # its report must not make a sweep fail
+        say(f"{PAGE} could not be written: {type(error).__name__}: {error}")
     return table
 
 
@@ -346,35 +334,13 @@ def main(argv: list[str] | None = None) -> int:
     """tools/sweep.py; the exit code: 0 where all is done, 1 where something is left, 2 for a folder
     that is no sweep's."""
     parser = argument_parser(
-        "Print the table of a sweep, also while it runs, and write sweep.csv, sweep.md "
-        "and the page sweep.html into its directory. Exit code 0 if all jobs are done, else 1.",
+        "Print the table of a sweep, also while it runs, and write the page sweep.html into its "
+        "directory. Exit code 0 if all jobs are done, else 1.",
     )
     parser.add_argument("folder", metavar="DIR", type=Path, help="the sweep's run_dir")
     arguments = parser.parse_args(argv)
     say = Console(steps=1).line
     return exit_code(lambda: int(bool(report(arguments.folder, say).left)))
-
-
-def write_csv(table: Table) -> Path:
-    """Every column of every job, numbers with all their digits."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    numbers = [
-        *("last_step", "final_loss", "val_loss", "grad_norm", "tokens_per_second", "step_seconds"),
-        *("mfu", "memory_bytes", "seconds", "objective"),
-    ]
-    writer.writerow(["job", *table.keys, "status", *numbers, "error", "folder", "overrides"])
-    for row in table.rows:
-        s = row.summary
-        values = [
-            *(s.steps or None, s.loss, s.val_loss, s.grad_norm, s.tokens_per_second),
-            *(s.step_seconds, s.mfu, s.memory_bytes, row.seconds, row.value),
-        ]
-        settings = [row.settings.get(key, "") for key in table.keys]
-        rest = [row.error, row.job.folder, shlex.join(row.job.overrides)]
-        writer.writerow([row.job.number, *settings, row.status, *values, *rest])
-    files.atomic_write_text(table.folder / CSV, text.getvalue())
-    return table.folder / CSV
 
 
 def write_page(table: Table) -> Path | None:
@@ -406,30 +372,3 @@ def write_page(table: Table) -> Path | None:
         ],
     }
     return write_reports(table.folder / PAGE, runs, sweep=sweep) if runs else None
-
-
-def write_markdown(table: Table) -> Path:
-    """A GitHub table with readable numbers, the best job in bold."""
-
-    def shown(text: str) -> str:
-        """Text that a table's cell shows as it is."""
-        return re.sub(r"([\\`*<\[\]|~]|\b_|_\b)", r"\\\1", " ".join(text.split()))
-
-    best, columns = table.best, read_columns(table, table.keys)
-    if any(row.error for row in table.rows):
-        columns.append(Column("error", [first_line(row.error) for row in table.rows]))
-    cells = [[shown(column.header) for column in columns]]
-    cells.append(["---:" if column.number else "---" for column in columns])
-    for i, row in enumerate(table.rows):
-        texts = [shown(column.cells[i]) for column in columns]
-        cells.append([f"**{text}**" if row is best and text else text for text in texts])
-    lines = [f"# Sweep {shown(table.folder.resolve().name)}", ""]
-    lines += [f"| {' | '.join(texts)} |" for texts in cells]
-    lines += ["", shown(counts(table))]
-    if best is not None:
-        lines += ["", shown(best_line(table, best)), "", f"    {job_command(table.spec, best)}"]
-    if again := resume_command(table):
-        purpose, command = again
-        lines += ["", f"{purpose[0].upper()}{purpose[1:]}:", "", f"    {command}"]
-    files.atomic_write_text(table.folder / MARKDOWN, "\n".join(lines) + "\n")
-    return table.folder / MARKDOWN
