@@ -54,6 +54,7 @@ NOT_KEYS = {
     ]
 }
 NOT_KEYS |= {"temperature", "timeline"}  # of titanlike generate; short for timeline.enabled
+NOT_KEYS |= {"sweep.submit", "sweep.wait"}  # the changelog says what to use instead
 
 
 def commands(text: str) -> list[str]:
