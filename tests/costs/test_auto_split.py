@@ -172,7 +172,9 @@ def test_memory_of_a_chunked_loss_is_without_logits() -> None:
         for loss in (config.loss, ChunkedCrossEntropy(chunk=4))
     )
     tokens = make_plan(replace(config, batch_size=4)).model_graph.microbatch_size * config.seq_len
-    assert whole[:-1] == chunked[:-1] and chunked[-1] <= whole[-1] - 4 * 64 * tokens
+    of_the_head = 4 * 64 * 8  # its gradient, which the forward computes
+    assert whole[:-1] == chunked[:-1]
+    assert chunked[-1] <= whole[-1] - 4 * 64 * tokens + of_the_head
 
 
 _OF_SGD = {"*mlp*": ParameterGroup(optimizer="sgd")}

@@ -2,8 +2,8 @@
 
 The logits of a large vocabulary take more memory than all else in the last stage. Both the head (a
 matrix, then at most a soft cap or a cast) and the cross entropy work token by token. So the last
-stage takes the targets and returns the summed loss in place of logits; forward and backward each
-compute the logits of `chunk` tokens at a time and free them.
+stage takes the targets and returns the summed loss in place of logits; the logits of `chunk` tokens
+at a time are computed, and freed when the loss and its gradients are known.
 
 1. `find_head` finds the head in the last stage's graph: a linear layer, then token-wise operations
    (the epilogue) whose result the forward returns.
@@ -27,6 +27,7 @@ from titanlike.distributed.placement import gathered_parts, style_of
 from titanlike.graph.cut import StageGraph
 from titanlike.graph.recording import Node, RecordError, with_values
 from titanlike.optim.loss import Loss, OutputError, logits_of
+from titanlike.torch_private.tensors import add_values
 
 _LINEAR = ("linear", "matmul", "__matmul__")
 _FIX = "loss=cross_entropy"
@@ -89,17 +90,14 @@ class ChunkedHead:
     ) -> Tensor:
         """parameters: of the module, which has them already; weights: arguments of `head`."""
 
-        total = self.loss.total_now()
-
-        def loss_of(x: Tensor, targets: Tensor, weights: Sequence[Tensor]) -> Tensor:
+        def logits_of(x: Tensor, weights: Sequence[Tensor]) -> Tensor:
             values = dict(zip([self.x, *self.weights], [x, *weights], strict=True))
-            logits = self.apply_epilogue(_call(head, self.head, values))
-            return total(logits, targets)
+            return self.apply_epilogue(_call(head, self.head, values))
 
         totals = []
         for part, goals, weight in self.loss.predictions(x, targets):
-            args = (loss_of, self.chunk, len(weights), part, goals, *weights, *parameters)
-            total_of = _LossInChunks.apply(*args)
+            chunks = _Chunks(logits_of, self, torch.is_grad_enabled(), len(weights))
+            total_of = _LossInChunks.apply(chunks, part, goals, *weights, *parameters)
             totals.append(total_of if weight == 1.0 else weight * total_of)
         return sum(totals[1:], start=totals[0])
 
@@ -111,53 +109,102 @@ class ChunkedHead:
 
 
 class _LossInChunks(torch.autograd.Function):
-    """Sum of `loss_of(x, targets, weights)` over chunks of tokens, recomputed in the backward.
+    """The summed loss of the logits of x, a chunk of tokens at a time.
 
-    Gradients of weights are accumulated in fp32 and rounded once, as in a single matrix product.
+    The loss is linear in what its gradient is scaled by, so the forward computes the gradients of x
+    and of weights, too, and the backward scales them: three products with the head for each chunk,
+    where a backward of its own computes the logits once more. Gradients of weights are in memory
+    until the backward, so where several forwards come before it, they are computed there. They are
+    accumulated in fp32 and rounded once, as in a single product. Idea: arXiv 2410.10989.
     """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        loss_of: Callable[..., Tensor],
-        chunk: int,
-        weights: int,
-        x: Tensor,
-        targets: Tensor,
-        *tensors: Tensor,
-    ) -> Tensor:
-        """tensors: the first `weights` are arguments of `loss_of`, the others it has already."""
-        ctx.loss_of, ctx.chunk, ctx.parameters = loss_of, chunk, tensors[weights:]
-        ctx.save_for_backward(x, targets, *tensors[:weights])
-        total = torch.zeros(1, dtype=torch.float32, device=x.device)
-        for part, goals, _ in _chunks(x, targets, chunk):
-            total += loss_of(part, goals, tensors[:weights])
-        return total
+    def forward(ctx: Any, chunks: _Chunks, x: Tensor, targets: Tensor, *tensors: Tensor) -> Tensor:
+        """tensors: weights and parameters."""
+        x_needed, _, *others = ctx.needs_input_grad[1:]
+        needed = [chunks.trained and need for need in (x_needed, *others)]
+        ctx.chunks, ctx.needed = chunks, needed
+        ctx.done = any(needed) and chunks.head.loss.backward_follows
+        if ctx.done:
+            total, gradients = chunks.gradients(x, targets, tensors, needed)
+            ctx.dtypes = [tensor.dtype for tensor in (x, *tensors)]
+            ctx.save_for_backward(*gradients)
+            return total
+        ctx.parameters = tensors[chunks.weights :]
+        ctx.save_for_backward(x, targets, *tensors[: chunks.weights])
+        return chunks.total(x, targets, tensors)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        x, targets, *weights = ctx.saved_tensors
-        needed = ctx.needs_input_grad[5:]
-        weights = [w.detach().requires_grad_(w.requires_grad) for w in weights]
-        tensors = [*weights, *ctx.parameters]
-        differentiated = [tensor for tensor, need in zip(tensors, needed, strict=True) if need]
-        sums = [torch.zeros_like(tensor, dtype=torch.float32) for tensor in differentiated]
-        grad_x = torch.empty_like(x, memory_format=torch.contiguous_format)
-        rows = grad_x.view(-1, x.shape[-1])
-        with torch.enable_grad():
-            for part, goals, place in _chunks(x, targets, ctx.chunk):
-                part = part.detach().requires_grad_()
-                loss = ctx.loss_of(part, goals, weights).reshape(1)
-                grad_part, *grads = torch.autograd.grad(loss, [part, *differentiated], gradient)
-                rows[place] = grad_part.view(-1, x.shape[-1])
-                for total, grad in zip(sums, grads, strict=True):
-                    total += grad
-                del loss, grad_part, grads
+    def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:
+        gradients = ctx.saved_tensors
+        if ctx.done:
+            assert ctx.chunks is not None, "the gradients are scaled in place, once"
+            ctx.chunks = None
+        else:
+            x, targets, *weights = gradients
+            tensors = *weights, *ctx.parameters
+            _, gradients = ctx.chunks.gradients(x, targets, tensors, ctx.needed)
+            ctx.dtypes = [tensor.dtype for tensor in (x, *tensors)]
+        of_x, *of_tensors = (
+            None if gradient is None else _scaled(gradient, scale, dtype)
+            for gradient, dtype in zip(gradients, ctx.dtypes, strict=True)
+        )
+        return None, of_x, None, *of_tensors
+
+
+def _scaled(gradient: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    if gradient.dtype == dtype:
+        return gradient.mul_(scale)
+    return torch.mul(gradient, scale, out=torch.empty_like(gradient, dtype=dtype))  # and rounded
+
+
+@dataclass(frozen=True)
+class _Chunks:
+    """How a call computes its chunks."""
+
+    logits_of: Callable[[Tensor, Sequence[Tensor]], Tensor]  # of x and weights
+    head: ChunkedHead
+    trained: bool  # whether gradients are taken
+    weights: int  # so many tensors are weights; the others `logits_of` has already
+
+    def total(self, x: Tensor, targets: Tensor, tensors: Sequence[Tensor]) -> Tensor:
+        """The summed loss, fp32 [1]."""
+        of = self.head.loss.total if self.trained else self.head.loss.evaluated
+        total = torch.zeros(1, dtype=torch.float32, device=x.device)
+        for part, goals, _ in _chunks(x, targets, self.head.chunk):
+            total += of(self.logits_of(part, tensors[: self.weights]), goals)
+        return total
+
+    def gradients(
+        self, x: Tensor, targets: Tensor, tensors: Sequence[Tensor], needed: Sequence[bool]
+    ) -> tuple[Tensor, list[Tensor | None]]:
+        """The summed loss, and its gradients: of x in its dtype, of tensors in fp32; None where
+        one is not needed."""
+        total = torch.zeros(1, dtype=torch.float32, device=x.device)
+        weights = [t.detach().requires_grad_(t.requires_grad) for t in tensors[: self.weights]]
+        pairs = zip([*weights, *tensors[self.weights :]], needed[1:], strict=True)
+        trained = [tensor for tensor, need in pairs if need]
+        sums: list[Tensor] = []
+        of_x = torch.empty_like(x, memory_format=torch.contiguous_format)
+        rows = of_x.view(-1, x.shape[-1])
+        for part, goals, place in _chunks(x, targets, self.head.chunk):
+            part = part.detach().requires_grad_()
+            with torch.enable_grad():
+                logits = self.logits_of(part, weights)
+            part_total, gradient = self.head.loss.total_and_gradient(logits, goals)
+            total += part_total
+            of_part, *found = torch.autograd.grad(logits, [part, *trained], gradient)
+            del logits, gradient
+            rows[place] = of_part.view(-1, x.shape[-1])
+            if sums:
+                add_values(sums, found)
+            else:
+                sums = [each.float() for each in found]
+            del of_part, found
         summed = iter(sums)
-        pairs = zip(tensors, needed, strict=True)
-        grads = [next(summed).to(tensor.dtype) if need else None for tensor, need in pairs]
-        return None, None, None, grad_x, None, *grads
+        of_tensors = (next(summed) if need else None for need in needed[1:])
+        return total, [of_x if needed[0] else None, *of_tensors]
 
 
 def _chunks(x: Tensor, targets: Tensor, size: int) -> Iterator[tuple[Tensor, Tensor, slice]]:

@@ -9,21 +9,24 @@ import torch
 from torch import nn
 
 from titanlike.distributed.transform import Transform
+from titanlike.torch_private.autograd import accumulate_into
 from titanlike.torch_private.tensors import copy_values
 
 
 class CastParameters(Transform):
     """Parameters are cast once a step, without FSDP's hooks.
 
-    Within a step the stage's modules hold copies in the compute dtype, with gradients in fp32
-    (torch's `grad_dtype`); outside of it the fp32 parameters, which optimizers and checkpoints see.
-    The numbers are those of FSDP's mixed precision: both compute in bf16 and accumulate
-    microbatches in fp32. Only a gradient that autograd has in fp32, as that of a norm's weight, is
-    not rounded to bf16 on its way.
+    Within a step the stage's modules hold copies in the compute dtype; outside of it the fp32
+    parameters, which optimizers and checkpoints see, and to whose gradients each backward adds what
+    it has, in one kernel that reads bf16: autograd would first cast it to fp32. The numbers are
+    those of FSDP's mixed precision: both compute in bf16 and accumulate microbatches in fp32. Only
+    a gradient that autograd has in fp32, as that of a norm's weight, is not rounded to bf16 on its
+    way.
     """
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        self._dtype = dtype
+    def __init__(self, dtype: torch.dtype, accumulates: bool = True) -> None:
+        """accumulates: false = the copies keep their gradients, which something else takes."""
+        self._dtype, self._accumulates = dtype, accumulates
         self._places: list[tuple[nn.Module, str, nn.Parameter]] = []
         self._copies: dict[nn.Parameter, nn.Parameter] = {}
 
@@ -36,13 +39,14 @@ class CastParameters(Transform):
                 if parameter not in self._copies:
                     copy = nn.Parameter(parameter.detach().to(self._dtype), parameter.requires_grad)
                     if parameter.requires_grad:
-                        copy.grad_dtype = parameter.dtype
+                        copy.grad_dtype = None  # any
+                        if self._accumulates:
+                            accumulate_into(parameter, copy)
                     self._copies[parameter] = copy
 
     @contextlib.contextmanager
     def computing(self) -> Iterator[None]:
-        """A context in which the stages compute with the copies, as the parameters are now.
-        Afterwards the parameters have the gradients."""
+        """A context in which the stages compute with the copies, as the parameters are now."""
         with torch.no_grad():
             copy_values([*self._copies.values()], [*self._copies])
         for module, name, parameter in self._places:
@@ -52,11 +56,6 @@ class CastParameters(Transform):
         finally:
             for module, name, parameter in self._places:
                 _set(module, name, parameter)
-            for parameter, copy in self._copies.items():
-                gradient, copy.grad = copy.grad, None
-                if gradient is not None:  # in fp32 already
-                    before = parameter.grad
-                    parameter.grad = gradient if before is None else before.add_(gradient)
 
 
 def _set(module: nn.Module, name: str, parameter: nn.Parameter) -> None:

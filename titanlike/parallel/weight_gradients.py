@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from titanlike.distributed.placement import adds_bias_later
 from titanlike.distributed.transform import Transform
-from titanlike.torch_private.autograd import accumulates, in_functorch, shaped
+from titanlike.torch_private.autograd import accumulates, add_gradient, in_functorch, shaped
 
 
 class WeightGradientsLater(Transform):
@@ -88,9 +88,9 @@ class DeferredWeightGradients:
         def add() -> None:
             while queued:  # each frees what it needed
                 inputs, gradient, weight, bias = queued.pop()
-                _add(weight, gradient.t() @ inputs)
+                add_gradient(weight, gradient.t() @ inputs)
                 if bias is not None:
-                    _add(bias, gradient.sum(0))
+                    add_gradient(bias, gradient.sum(0))
 
         return add
 
@@ -156,14 +156,6 @@ class _Linear(torch.autograd.Function):
             return of_inputs, gradient.t() @ inputs, of_bias, None
         ctx.owner._queue.append((inputs, gradient, ctx.weight, ctx.bias))
         return of_inputs, None, None, None
-
-
-def _add(parameter: Tensor, gradient: Tensor) -> None:
-    dtype = getattr(parameter, "grad_dtype", None)  # in 2.15 FSDP's bf16 parameters have fp32 ones
-    if dtype is not None:
-        gradient = gradient.to(dtype)
-    with torch.no_grad():
-        parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
 
 
 # --- a linear layer in a compiled block whose weight gradient is computed later ------------------

@@ -66,6 +66,14 @@ class Order:
         """Whether some backward is split into I and W, which restricts sharding and compile."""
         return any(act.kind in "IW" for acts in self.ranks for act in acts)
 
+    @property
+    def backward_follows(self) -> bool:
+        """Whether the last stage runs the backward of a microbatch before the next forward."""
+        last = self.stages - 1
+        acts = self.ranks[self.stage_to_rank[last]]
+        kinds = [act.kind for act in acts if act.stage == last and act.kind != "W"]
+        return all((kind == "F") == (at % 2 == 0) for at, kind in enumerate(kinds))
+
     def local(self, rank: int) -> tuple[int, ...]:
         """The stages that a pipeline rank holds, in ascending order."""
         return self._local[rank]

@@ -48,6 +48,32 @@ def accumulates(node: Any, index: int) -> bool:
         return False
 
 
+_TOTAL = "gradients_go_to"  # attribute of a parameter
+
+
+def accumulate_into(total: Tensor, copy: Tensor) -> None:
+    """Let backwards add the gradients of a copy of a parameter to the parameter's own."""
+
+    def add(copy: Tensor) -> None:
+        gradient, copy.grad = copy.grad, None
+        if gradient is not None:  # else a custom function returned none
+            add_gradient(copy, gradient)
+
+    setattr(copy, _TOTAL, total)
+    copy.register_post_accumulate_grad_hook(add)
+
+
+@torch.no_grad()
+def add_gradient(parameter: Tensor, gradient: Tensor) -> None:
+    """Add to a parameter's gradient as a backward does, but without a copy of another dtype."""
+    total: Any = getattr(parameter, _TOTAL, parameter)
+    if total.grad is not None:
+        total.grad.add_(gradient)
+        return
+    dtype = getattr(total, "grad_dtype", None)  # in 2.15 FSDP's bf16 parameters have fp32 ones
+    total.grad = gradient if dtype is None else gradient.to(dtype)
+
+
 @contextmanager
 def intercept_custom_functions(callback: Callable[..., Any]) -> Iterator[None]:
     """A context in which `apply(*args)` of a torch.autograd.Function is callback(the class, apply,

@@ -142,6 +142,7 @@ def make_plan(
         raise ConfigError(problems)
     transforms = model_transforms(config, model, mesh, batch, checked or {})
     loss = next((x for t in transforms.values() if (x := t.loss())), build_loss(config.loss))
+    loss.backward_follows, loss.compiled = order.backward_follows, config.compile
     variable = data is not None and bool(data.variable)
     recorded = record_model(
         config, resolved, model, batch, order.microbatches, loss, transforms, variable
