@@ -15,7 +15,8 @@ from support.opened import opened
 from support.world import run_world
 from titanlike.config.schema import Config, ConstantLr, DecayLr, Sgd, WsdLr
 from titanlike.launch.worker import Worker
-from titanlike.optim.optimizer import clip_gradients, lr_factor
+from titanlike.optim.fused import clip_in_place
+from titanlike.optim.optimizer import clip_divisor, lr_factor
 
 
 @given(
@@ -73,7 +74,7 @@ def test_the_norm_is_that_of_the_whole_model_in_every_layout(tmp_path: Path) -> 
 def test_gradients_are_scaled_to_the_limit_and_never_up(limit: float, factor: float) -> None:
     parameters = [nn.Parameter(torch.zeros(2)) for _ in range(3)]
     parameters[0].grad, parameters[1].grad = torch.tensor([3.0, 0.0]), torch.tensor([0.0, 4.0])
-    clip_gradients(parameters, torch.tensor(5.0), limit)
+    clip_in_place(parameters, clip_divisor(torch.tensor(5.0), limit))
     assert torch.allclose(parameters[0].grad, torch.tensor([3.0, 0.0]) * factor)
     assert torch.allclose(parameters[1].grad, torch.tensor([0.0, 4.0]) * factor)
     assert parameters[2].grad is None

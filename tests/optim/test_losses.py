@@ -53,10 +53,13 @@ LAYOUTS = {
     "chunked": tiny(2, 1, loss=replace(CHUNKED, z_loss=0.1), data=UNEVEN, layers=2),
     "z-loss, vocabulary divided": tiny(tp=2, loss=CrossEntropy(z_loss=0.1), layers=1),
     "chunked, norm and head in one module": ended("inside", 2, 1),
+    "chunked, all forwards first": tiny(2, 1, "gpipe", loss=CHUNKED, data=UNEVEN, layers=2),
     "own that counts": tiny(1, 2, data=UNEVEN, loss=own("Smoothed", amount=0.1), layers=2),
     "own of a dataclass": regression(own("likelihood"), 2, 1, returns="dataclass"),
 }
 MORE_LAYOUTS = {
+    "chunked, compiled": tiny(2, 1, loss=CHUNKED, data=UNEVEN, compile=True, layers=2),
+    "chunked, vocabulary divided": tiny(tp=2, loss=CHUNKED, data=UNEVEN, layers=1),
     "torch's own": regression(Custom("torch.nn.functional.l1_loss", {"reduction": "none"}), 1, 2),
     "own with arguments": regression(own("huber", delta=0.3), 2, 2, "zbvzerobubble"),
     "mse": regression(Mse(), 2, 2, returns="dict"),
@@ -83,6 +86,23 @@ def test_z_loss_is_trained_and_not_evaluated() -> None:
     torch.testing.assert_close(*gradients)
     with torch.no_grad():
         torch.testing.assert_close(loss(logits, targets), entropy)
+
+
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_gradient_of_a_chunk_is_autograds(dtype: torch.dtype, compiled: bool) -> None:
+    torch.manual_seed(0)
+    logits, targets = torch.randn(2, 5, 17).to(dtype), torch.randint(0, 17, (10,))
+    targets[3] = IGNORE
+    for z_loss in (0.0, 0.1):
+        loss = build_loss(CrossEntropy(z_loss=z_loss))
+        loss.compiled = compiled
+        leaf = logits.clone().requires_grad_()
+        total = loss.total(leaf, targets)
+        found, gradient = loss.total_and_gradient(logits, targets)
+        torch.testing.assert_close(found, total)
+        torch.testing.assert_close(gradient, torch.autograd.grad(total, leaf)[0])
+        assert gradient.dtype == dtype
 
 
 def test_the_mean_of_ones_own_is_over_what_it_counts() -> None:

@@ -10,7 +10,14 @@ import torch
 
 from support.models import tiny
 from support.world import run_world
-from titanlike.config.schema import Config, Precision, Schedule
+from titanlike.config.schema import (
+    AdamW,
+    ChunkedCrossEntropy,
+    Config,
+    Precision,
+    Schedule,
+    SyntheticData,
+)
 from titanlike.data.registry import open_data
 from titanlike.distributed.mesh import close_mesh, open_mesh
 from titanlike.launch.worker import Worker
@@ -126,3 +133,55 @@ def test_a_step_in_bf16_casts_each_weight_once_whatever_the_microbatches(tmp_pat
     products = sum(n for call, n in calls.items() if call.kind == "matrix products")
     # 7 products of a block and the head's, forward and two of the backward, in each microbatch
     assert products == 4 * 3 * (2 * 7 + 1)
+
+
+MICROBATCHES = 4
+
+
+@pytest.mark.parametrize("schedule, products", [("1f1b", 3), ("gpipe", 4)])
+def test_a_chunked_loss_multiplies_each_chunk_by_the_head_three_times(
+    schedule: str, products: int, tmp_path: Path
+) -> None:
+    """Four times where all forwards come first: else a gradient of the head would be in memory for
+    each microbatch."""
+    config = tiny(
+        schedule=Schedule(schedule, MICROBATCHES),
+        data=SyntheticData(vocab_size=61),
+        layers=2,
+        loss=ChunkedCrossEntropy(chunk=8),
+    )
+    ((calls, _),) = run_world(calls_of_third_step, config, tmp_path)
+    of_head = sum(
+        n
+        for call, n in calls.items()
+        # chunks of 8 tokens, 61 ids, 32 features: logits, gradients of the tokens, of the head
+        if call.kind == "matrix products" and call.shapes[0] in ((8, 61), (8, 32), (61, 32))
+    )
+    chunks = config.batch_size * config.seq_len // 8
+    assert of_head == chunks * products
+
+
+def test_gradients_are_added_and_clipped_without_copies_of_them(tmp_path: Path) -> None:
+    config = tiny(
+        schedule=Schedule("1f1b", MICROBATCHES),
+        layers=2,
+        precision=Precision("bf16"),
+        optimizer=AdamW(clip=1.0),
+    )
+    ((calls, shapes),) = run_world(calls_of_third_step, config, tmp_path)
+    fp32, bf16 = torch.float32, torch.bfloat16
+    matrices = Counter(shape for shape in shapes if len(shape) == 2)
+    casts, sums, of_lists = Counter[torch.Size](), Counter[torch.Size](), Counter[str]()
+    for call, times in calls.items():
+        if call.kind == "casts and copies" and (call.read, call.written) == ((bf16,), (fp32,)):
+            casts[call.shapes[0]] += times
+        if call.kind == "accumulation":
+            assert call.read[0] is fp32
+            sums[call.shapes[0]] += times * (call.read[1] is bf16)
+        if call.kind == "norm and clip" and len(call.shapes) == len(shapes):
+            of_lists[call.name] += times
+    # the first of a step begins the sum, each other is read as it is
+    assert {shape: casts[shape] for shape in matrices} == matrices
+    expected = {shape: (MICROBATCHES - 1) * n for shape, n in matrices.items()}
+    assert {shape: sums[shape] for shape in matrices} == expected
+    assert of_lists == {"aten::_foreach_norm": 1}  # clipped where the optimizer reads them

@@ -72,12 +72,12 @@ class Bf16StateAdamW(SkippingOptimizer):
         tensors: list[Any] = [parameter, parameter.grad, *(state[key] for key in _MEANS)]
         held = [torch.atleast_1d(local(tensor).detach()) for tensor in tensors]
         rows = max(1, _CHUNK // max(1, held[0][:1].numel()))
-        skip, row = self.skip_of(parameter), 0
+        skip, clip, row = self.skip_of(parameter), self.clip_on(parameter.device), 0
         for chunk in zip(*(tensor.split(rows) for tensor in held), strict=True):
             weights, gradient, *means = chunk
             mean, square = (mean.float() for mean in means)
             step = state["step"].clone()  # counted up by each call
-            fused_adamw([weights], [gradient], [mean], [square], [step], group, skip)
+            fused_adamw([weights], [gradient], [mean], [square], [step], group, skip, clip)
             # what was not updated is in bf16 still, and rounded to itself
             at = self._positions[parameter].of_rows(slice(row, row + len(weights)))
             bits = random_bits(at, self._seeds[parameter], state["step"])

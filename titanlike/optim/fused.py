@@ -21,6 +21,7 @@ from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
 from titanlike.torch_private.dtensor import local
+from titanlike.torch_private.tensors import divide
 
 
 class SkippingOptimizer(torch.optim.Optimizer):
@@ -30,6 +31,11 @@ class SkippingOptimizer(torch.optim.Optimizer):
     skip: Tensor | None = None  # all parameters
     # some parameters alone: those that perhaps no rank's backward has reached
     unreached: Mapping[nn.Parameter, Tensor] = {}
+    # what gradients are divided by in the update, so that they are clipped; None = 1
+    clip: Tensor | None = None
+
+    def clip_on(self, device: torch.device) -> Tensor | None:
+        return None if self.clip is None else self.clip.to(device)
 
     def skip_of(self, parameter: nn.Parameter) -> Tensor | None:
         """The flag of a parameter, on its device (with CPU offload the CPU, which waits for it)."""
@@ -55,24 +61,41 @@ class SkippingOptimizer(torch.optim.Optimizer):
 
 
 def step_unless(
-    optimizer: torch.optim.Optimizer, skip: Tensor | None, unreached: Mapping[nn.Parameter, Tensor]
+    optimizer: torch.optim.Optimizer,
+    skip: Tensor | None,
+    unreached: Mapping[nn.Parameter, Tensor],
+    clip: Tensor | None = None,
 ) -> None:
-    """A step of an optimizer, skipped where the flags say so; see `SkippingOptimizer`.
+    """A step of an optimizer, skipped where the flags say so, of gradients divided by `clip`; see
+    `SkippingOptimizer`.
 
     One of the user's own that cannot skip on the device, as torch's fused ones can, waits for it.
     """
     if isinstance(optimizer, SkippingOptimizer):
-        optimizer.skip, optimizer.unreached = skip, unreached
+        optimizer.skip, optimizer.unreached, optimizer.clip = skip, unreached, clip
         try:
             optimizer.step()
         finally:
-            optimizer.skip, optimizer.unreached = None, {}
+            optimizer.skip, optimizer.unreached, optimizer.clip = None, {}, None
         return
     for parameter, flag in unreached.items():
         if flag.item():
             parameter.grad = None
     if skip is None or not skip.item():
+        clip_in_place((p for group in optimizer.param_groups for p in group["params"]), clip)
         optimizer.step()
+
+
+@torch.no_grad()
+def clip_in_place(parameters: Iterable[Tensor], clip: Tensor | None) -> None:
+    """Divide gradients, for an optimizer that does not when it reads them."""
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for parameter in parameters if clip is not None else ():
+        if parameter.grad is not None:
+            by_device.setdefault(parameter.device, []).append(local(parameter.grad))
+    for device, gradients in by_device.items():
+        assert clip is not None
+        divide(gradients, clip.to(device))
 
 
 def around_step(
@@ -97,6 +120,7 @@ def fused_adamw(
     steps: list[Tensor],
     group: dict[str, Any],
     skip: Tensor | None,
+    clip: Tensor | None,
 ) -> None:
     """AdamW's update of plain tensors. Steps are counted up, and down again where it is skipped."""
     beta1, beta2 = group["betas"]
@@ -104,6 +128,7 @@ def fused_adamw(
         *(weights, gradients, means, squares, [], steps),
         fused=True,
         found_inf=skip,
+        grad_scale=clip,
         amsgrad=False,
         maximize=False,
         beta1=beta1,
@@ -200,7 +225,8 @@ class AdamW(_Fused, torch.optim.AdamW):
         means, squares = (self._state(parameters, key) for key in ("exp_avg", "exp_avg_sq"))
         steps = [self.state[parameter]["step"] for parameter in parameters]
         tensors = [local(parameter) for parameter in parameters], gradients, means, squares
-        self._called(partial(fused_adamw, steps=steps, group=group, skip=skip), *tensors)
+        clip = self.clip_on(parameters[0].device)
+        self._called(partial(fused_adamw, steps=steps, group=group, skip=skip, clip=clip), *tensors)
 
 
 class Sgd(_Fused, torch.optim.SGD):
@@ -222,6 +248,7 @@ class Sgd(_Fused, torch.optim.SGD):
                 *(weights, gradients, momenta[0] if momenta else [None] * len(weights)),
                 fused=True,
                 found_inf=skip,
+                grad_scale=self.clip_on(parameters[0].device),
                 weight_decay=group["weight_decay"],
                 momentum=group["momentum"],
                 lr=group["lr"],

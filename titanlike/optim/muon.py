@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Shard
 from titanlike.config.schema import Muon as MuonConfig
 from titanlike.distributed.placement import Part, Slices, experts_of, pieces
 from titanlike.graph.units import find_units
-from titanlike.optim.fused import SkippingOptimizer, select
+from titanlike.optim.fused import SkippingOptimizer, clip_in_place, select
 from titanlike.torch_private.dtensor import local
 
 
@@ -65,6 +65,7 @@ class Muon(SkippingOptimizer):
         assert closure is None
         groups = {p: group for group in self.param_groups for p in group["params"]}
         reached = [p for p in groups if p.grad is not None]
+        clip_in_place(reached, self.clip)
         shared = [p for p in reached if p in self._places]
         for parameter in (p for p in reached if p not in self._places):
             update = newton_schulz(self._update(parameter, groups), self._config.ns_steps)

@@ -29,7 +29,7 @@ from titanlike.distributed.placement import Part, Placement
 from titanlike.distributed.sharding import compute_dtype
 from titanlike.optim import fused
 from titanlike.torch_private.dtensor import local
-from titanlike.torch_private.tensors import norms, scale
+from titanlike.torch_private.tensors import norms
 
 
 @dataclass(frozen=True)
@@ -258,16 +258,9 @@ def norm_of_squares(squares: Tensor, config: Config) -> Tensor:
     return (squares / config.replicate).sqrt()
 
 
-@torch.no_grad()
-def clip_gradients(parameters: Iterable[Tensor], norm: Tensor, limit: float) -> None:
-    """Scale all gradients so that their global norm, `norm`, is at most `limit`."""
-    factor = (limit / (norm + 1e-6)).clamp(max=1.0)
-    by_device: dict[torch.device, list[Tensor]] = {}
-    for parameter in parameters:
-        if parameter.grad is not None:
-            by_device.setdefault(parameter.device, []).append(local(parameter.grad))
-    for device, gradients in by_device.items():
-        scale(gradients, factor.to(device))
+def clip_divisor(norm: Tensor, limit: float) -> Tensor:
+    """What all gradients are divided by so that their global norm, `norm`, is at most `limit`."""
+    return ((norm + 1e-6) / limit).clamp(min=1.0)
 
 
 # --- the learning rate -------------------------------------------------------------------------

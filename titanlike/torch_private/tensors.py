@@ -24,9 +24,9 @@ def norms(tensors: Sequence[Tensor]) -> list[Tensor]:
     return list(torch._foreach_norm(list(tensors)))
 
 
-def scale(tensors: Sequence[Tensor], factor: Tensor) -> None:
-    """Multiply some plain tensors of one device by a scalar of that device, in place."""
-    torch._foreach_mul_(list(tensors), factor)
+def divide(tensors: Sequence[Tensor], by: Tensor) -> None:
+    """Divide some plain tensors of one device by a scalar of that device, in place."""
+    torch._foreach_div_(list(tensors), by)
 
 
 def add_values(to: Sequence[Tensor], values: Sequence[Tensor]) -> None:

@@ -29,7 +29,7 @@ from titanlike.distributed.readings import PendingScalars, Timer
 from titanlike.launch.worker import Worker
 from titanlike.optim.fused import step_unless
 from titanlike.optim.optimizer import (
-    clip_gradients,
+    clip_divisor,
     gradient_norms,
     learning_rate,
     norm_of_squares,
@@ -229,13 +229,13 @@ def optimizer_step(
     """
     run.ranges.begin("clip")
     unreached: Mapping[nn.Parameter, Tensor] = run.pipeline.unreached()
-    if config.optimizer.clip is not None:
-        clip_gradients(run.parameters, norm, config.optimizer.clip)
+    limit = config.optimizer.clip
+    clip = None if limit is None else clip_divisor(norm, limit)
     run.ranges.begin("optimizer")
     for state in run.stage_states:
         set_lr(state.optimizers, config, step)
         for optimizer in state.optimizers:
-            step_unless(optimizer, skip, unreached)
+            step_unless(optimizer, skip, unreached, clip)
     for transform in run.transforms.values():
         transform.after_update(skip)
     return learning_rate(config, step)
