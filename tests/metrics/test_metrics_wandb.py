@@ -106,7 +106,9 @@ def test_without_a_key_config_metrics_and_id_are_kept_for_sync_and_resume(tmp_pa
     assert (table["columns"], table["data"]) == (["step", "prompt", "text"], [[4, "def", " main"]])
     assert first.exit_code == second.exit_code == 0
     written = b"".join(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
-    assert b"steps=7" in written and b"API_KEY=***" in written, "the command line, without secrets"
+    assert b"steps=7" in written and b"logger.password=***" in written, (
+        "the command line, without secrets"
+    )
     assert b"op3nsesame" not in written and b"Z1Z1Z1" not in written
 
 

@@ -2,14 +2,14 @@
 
 A config is stored (config.yaml, checkpoints, W&B), so it must not contain any. A secret is:
 
-1. text under a key whose name says so (password, api_key, hf_token; not max_tokens, pad_token);
+1. text under a key whose name says so (password, api_key, hf_token; not max_tokens, pad_token), in a
+   text what follows such a name: password=..., {password: ...};
 2. user:password@ in a URL, or a query such as ?token=... or ?X-Amz-Signature=...;
-3. what has the form of a well-known service's token (hf_..., sk-..., AKIA..., a private key);
-4. the value of an environment variable whose name says so;
-5. what a command line passes as one: --token X, Authorization: Bearer X.
+3. what has the form of a well-known service's token (hf_..., sk-..., AKIA..., a private key): a line of
+   `_TOKENS` for each form;
+4. the value of an environment variable whose name says so.
 
-`redact` replaces 2 to 5 by *** in errors, tracebacks and logs. `sweep.submit` is a command that may
-hold secrets: it is executed with them, and written with ***.
+`redact` replaces them by *** in errors, tracebacks and logs.
 """
 
 from __future__ import annotations
@@ -17,16 +17,14 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Iterator
-from functools import lru_cache, partial
+from collections.abc import Iterator
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 REDACTED = "***"
-COMMAND_KEY = "sweep.submit"  # its value is a command: secrets in it are allowed, never written
 _MIN_LENGTH = 8  # characters; shorter values of environment variables are not searched for
-_MIN_PART = 4  # of a secret in a command that its output may quote
 _MIN_MIXED = 6  # if they have letters and other characters; then as a whole word
 
 # --- names, as words in lower case: _hf_token_
@@ -80,22 +78,14 @@ _USER = re.compile(
     )(?=@)""",
     re.VERBOSE | re.IGNORECASE,
 )
+# Authorization: Bearer ..., Basic ...: in texts alone, since a config may well speak of a bearer
+_HEADER = re.compile(r"(?<=earer )[\w.~+/=-]{8,}|(?<=asic )(?=\w*[A-Z])(?=\w*[a-z])[\w+/]{12,}=*")
 _QUERY = re.compile(r"(?<=[?&;#])([\w.-]+)=([^\s&;#'\"]+)")
-_HEADER = re.compile(  # of HTTP
-    r"""(?<![\w-])((?:(?:proxy-)?authorization|x-[\w-]*(?:key|token|secret|auth)|private-token|api-key
-    |cookie)['"]?\s*[:=]\s*['"]?(?:(?:bearer|basic|token|digest|negotiate)\s+)?)([^\s'"\\,;]+)""",
-    re.VERBOSE | re.IGNORECASE,
-)
-_BEARER = re.compile(r"\b(bearer\s+)([\w.~+/=-]{8,})", re.IGNORECASE)
-_BASIC = re.compile(r"\b([Bb]asic\s+)((?=\w*[A-Z])(?=\w*[a-z])[\w+/]{12,}=*)")  # in base64
-_WORD = r"""('[^']*'|\\?"[^"]*"|[^\s'"]+)"""
-_FLAG = re.compile(rf"""(?<![\w/.-])(--?([A-Za-z][\w-]*)(?:=|\s+))(?!-){_WORD}""")  # --token X
-_SHORT = {"p", "u", "user", "userpwd"}  # flags of passwords in some programs, and of others' names
-_SCHEDULERS = {"sbatch", "srun", "salloc", "qsub", "bsub", "ssh", "oarsub", "flux"}
 _VARIABLE = re.compile(r"\$(\{.*\}|\(.*\)|[A-Z_][A-Z0-9_]*)")  # of a shell, or an interpolation
 _TEXT = r"""('[^']*'|"[^"]*"|[^\s,;&)\]}]+?(?=:?(?:[\s,;&)\]}]|$)))"""
-_ASSIGNED = re.compile(rf"(?<![\w.?&;-])([A-Za-z_][\w.-]*[ \t]*=[ \t]*){_TEXT}")  # password=...
-_MAPPED = re.compile(rf"""([{{,]\s*['"]?[A-Za-z_][\w.-]*['"]?:\s*){_TEXT}""")  # {password: ...}
+_NAMED = re.compile(  # password=..., {password: ...}
+    rf"""((?:(?<![\w.?&;])[A-Za-z_][\w.-]*[ \t]*=[ \t]*|[{{,]\s*['"]?[A-Za-z_][\w.-]*['"]?:\s*)){_TEXT}"""
+)
 
 
 @lru_cache(maxsize=4096)
@@ -118,34 +108,20 @@ def is_secret_name(name: str, environment: bool | None = None) -> bool:
 
 
 def redact(text: str) -> str:
-    """The text with *** for each secret of kinds 2 to 5 above, and for password=..."""
+    """The text with *** for each secret in it."""
     for _, value in _environment_secrets():
         for written in _encodings(value):
             text = _without(text, written)
-    text = _TOKENS.sub(REDACTED, text)
+    text = _HEADER.sub(REDACTED, _TOKENS.sub(REDACTED, text))
     text = _USER.sub(REDACTED, text)
     text = _QUERY.sub(lambda m: f"{m[1]}={REDACTED}" if _is_secret_parameter(m[1]) else m[0], text)
-    for pattern in (_HEADER, _BEARER, _BASIC):
-        text = pattern.sub(rf"\g<1>{REDACTED}", text)
-    for pattern in (_ASSIGNED, _MAPPED):
-        text = _replace(pattern, text, lambda m: _names_secret(m[1], m[2].strip("'\"")))
-    return _replace(_FLAG, text, partial(_is_secret_flag, ambiguous=False))
-
-
-def redact_command(command: str) -> str:
-    """`redact` for a command: also the values of -p and -u, unless they are a scheduler's."""
-    ambiguous = not any(os.path.basename(word) in _SCHEDULERS for word in command.split()[:3])
-    return redact(_replace(_FLAG, command, partial(_is_secret_flag, ambiguous=ambiguous)))
-
-
-def redact_output(text: str, command: str) -> str:
-    """`redact` for what a command has printed, which may quote the secrets in its arguments."""
-    public = map(re.escape, redact_command(command).split(REDACTED))
-    match = re.fullmatch("(.*?)".join(public), command, re.DOTALL)
-    for secret in match.groups() if match else ():
-        for part in (secret.strip("\\'\""), *re.split(r"[:\s]", secret)):
-            text = _without(text, part) if len(part) >= _MIN_PART else text
-    return redact(text)
+    position = 0
+    while match := _NAMED.search(text, position):  # a value that is no secret may contain one
+        position = match.end(1)
+        if _names_secret(match[1], match[2].strip("'\"")):
+            text = text[:position] + REDACTED + text[match.end() :]
+            position += len(REDACTED)
+    return text
 
 
 def _without(text: str, secret: str) -> str:
@@ -155,31 +131,9 @@ def _without(text: str, secret: str) -> str:
     return re.sub(rf"(?<!\w){re.escape(secret)}(?!\w)", REDACTED, text) if secret in text else text
 
 
-def _replace(pattern: re.Pattern[str], text: str, secret: Callable[[re.Match[str]], bool]) -> str:
-    """The text with *** after group 1 of each match that is a secret; others may contain one."""
-    position = 0
-    while match := pattern.search(text, position):
-        position = match.end(1)
-        if secret(match):
-            text = text[:position] + REDACTED + text[match.end() :]
-            position += len(REDACTED)
-    return text
-
-
-def _is_secret_flag(match: re.Match[str], ambiguous: bool) -> bool:
-    """Whether a flag's value is a secret. ambiguous: -p, -u and the like may be a password's."""
-    name, value = match[2], match[3].strip("\\'\"")
-    if ambiguous and name.lower() in _SHORT:
-        return not (re.fullmatch(r"[\d:.]+", value) or _VARIABLE.fullmatch(value))  # a port
-    named = is_secret_name(name.replace("-", "_"), len(name) > 1)
-    return (named or name in ("auth", "pass", "pwd")) and _may_be_secret(name, value)
-
-
 def redact_override(text: str) -> str:
     """`redact` for an override, also by its key's name."""
     key, equals, value = text.partition("=")
-    if is_command(key):
-        return f"{key}={redact_command(value)}"
     if equals and _names_secret(key, value.strip("'\"")):
         return f"{key}={REDACTED}"
     return redact(text)
@@ -193,8 +147,6 @@ def redact_value(key: str, value: Any) -> Any:
         return type(value)(redact_value(key, item) for item in value)
     if _names_secret(key, value):
         return REDACTED
-    if is_command(key) and isinstance(value, str):
-        return redact_command(value)
     return redact(value) if isinstance(value, str) else value
 
 
@@ -208,7 +160,7 @@ def find_secrets(plain: Any, key: str = "") -> Iterator[tuple[str, str]]:
     elif isinstance(plain, (list, tuple)):
         for index, item in enumerate(plain):
             yield from find_secrets(item, f"{key}[{index}]")
-    elif not is_command(key) and (reason := _secret_reason(key, plain)):
+    elif reason := _secret_reason(key, plain):
         yield redact(key), reason
 
 
@@ -225,11 +177,6 @@ def _secret_reason(key: str, value: Any) -> str:
         return "it looks like a token or key"
     in_query = any(_is_secret_parameter(match[1]) for match in _QUERY.finditer(value))
     return "it is a URL with a password or token" if _USER.search(value) or in_query else ""
-
-
-def is_command(key: str) -> bool:
-    """Whether a key's value is a command, which may hold secrets."""
-    return key.lstrip("+~") == COMMAND_KEY
 
 
 def _names_secret(key: str, value: Any) -> bool:
