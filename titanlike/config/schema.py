@@ -594,7 +594,7 @@ class NoProfile:
 
 @dataclass
 class MemoryProfile(NoProfile):
-    """What is allocated and freed: a snapshot of a GPU's memory, on a CPU a trace with a curve."""
+    """What is allocated and freed: a snapshot of a GPU's memory, on a CPU a trace."""
 
     name: str = key("memory", "choice")
     steps: list[int] = key([10, 12], "first and last step that are recorded")

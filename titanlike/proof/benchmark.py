@@ -41,7 +41,7 @@ from titanlike.training.anomalies import AnomalyDetector
 from titanlike.training.build import Ranges, Run, build
 from titanlike.training.feed import batches_for
 from titanlike.training.first_batch import compile_blocks
-from titanlike.training.profile import ProfilerRanges, TraceRecorder
+from titanlike.training.profile import ProfilerRanges, trace_profiler
 from titanlike.training.session import open_data_on_every_rank
 from titanlike.training.step import finish_step, forward_backward, update
 from titanlike.training.train_plan import make_plan
@@ -85,7 +85,8 @@ class _Measured:
 
     def by_kind(self, trace: Path, of_run: Ranges) -> dict[str, float]:
         """Seconds of a step by kind, means of all ranks, of further steps, which `trace` shows."""
-        recorder = TraceRecorder(self.device, memory=False, stacks=False)
+        trace.parent.mkdir(parents=True, exist_ok=True)
+        recorder = trace_profiler(self.device, lambda: trace)
         self.ranges = ProfilerRanges()
         of_run.add(self.ranges)
         recorder.start()
@@ -93,8 +94,6 @@ class _Measured:
             self.step()
         recorder.stop()
         of_run.remove(self.ranges)
-        trace.parent.mkdir(parents=True, exist_ok=True)
-        recorder.write(trace)
         with gzip.open(trace, "rb") as file:
             mine = seconds_by_kind(json.load(file)["traceEvents"])
         ranks: list[Any] = [None] * dist.get_world_size()
