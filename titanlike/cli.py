@@ -68,6 +68,13 @@ JOBS = {
         "the same run a plain torch loop of the same model and batch in one process.",
         folder="bench",
     ),
+    "waits": Command(
+        "proof.host_waits.waits",
+        "where the host waits for the GPU in a step",
+        "Trains a few steps and counts, after the first ones, the calls in which the host waits for a CUDA "
+        "device: their number a step, and by file and line. A CPU has none to count.",
+        folder="waits",
+    ),
     "sample": Command(
         "training.checkpoint_jobs.sample",
         "write text in a run's own layout",
@@ -103,7 +110,7 @@ LISTED = {  # in --help
     "plan and train": ("train", "verify", "plan", "tokenize", "scripts"),
     "look at runs": ("report", "timeline", "sweep", "checkpoint"),
     "use a model": ("generate", "sample", "evaluate", "perplexity", "export"),
-    "measure": ("bench", "gpu-check"),
+    "measure": ("bench", "waits", "gpu-check"),
 }
 MOVED = {  # commands of earlier versions
     "bench-checkpoint": "in a checkout, run `python tools/bench_checkpoint.py`",

@@ -28,7 +28,7 @@ def third_steps(config: Config, worker: Worker) -> list[tuple[dict[str, int], in
     data = open_data(config)
     mesh = open_mesh(config, worker)
     run = build(config, mesh, data)
-    ours = benchmark._titanlike_loop(run, config, data, worker)
+    ours = benchmark.titanlike_loop(run, config, data, worker)
     found = []
     for loop in (ours, plain_loop(config, data, run.plan, mesh)):
         for _ in range(2):  # which allocate and connect

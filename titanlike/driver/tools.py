@@ -244,17 +244,12 @@ def versions() -> str:
 
     import torch
 
-    import titanlike
     from titanlike.device.accelerator import nccl_version
-    from titanlike.metrics.run_files import git
+    from titanlike.metrics.run_files import own_version
 
-    commit, root = "", Path(titanlike.__file__).parents[1]
-    if (root / ".git").exists():  # else it is installed, and a repository around it is another's
-        described = "describe", "--always", "--abbrev=12", "--dirty", "--exclude=*"
-        commit = git("-C", str(root), *described) or "unknown"
     cuda, hip = torch.version.cuda, torch.version.hip
     lines = {
-        "titanlike": titanlike.__version__ + (f" (commit {commit})" if commit else ""),
+        "titanlike": own_version(),
         "torch": str(torch.__version__),
         "ROCm" if hip else "CUDA": hip or cuda or "none",
         "RCCL" if hip else "NCCL": nccl_version(),

@@ -38,6 +38,7 @@ from titanlike.launch.failures import (
 from titanlike.launch.heartbeat import heartbeat_path
 from titanlike.launch.process_end import collected_once_built
 from titanlike.launch.signals import Interrupted, StopRequest
+from titanlike.launch.stacks import STACKS
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -186,9 +187,11 @@ def _logged(run_dir: Path, rank: int) -> Iterator[TextIO]:
         stack.enter_context(contextlib.redirect_stdout(_Tee(sys.stdout, copy)))
         stack.enter_context(contextlib.redirect_stderr(_Tee(sys.stderr, copy)))
         faulthandler.enable(file)  # writes the stack of a segmentation fault
+        faulthandler.register(STACKS, file)
         try:
             yield file
         finally:
+            faulthandler.unregister(STACKS)
             faulthandler.disable()
             root.handlers[:], root.level = handlers, level
 

@@ -222,6 +222,15 @@ def versions() -> dict[str, Any]:
     return {**versions, "git": commit, "git_dirty": dirty}
 
 
+def own_version() -> str:
+    """titanlike's version, with the commit of its checkout."""
+    root = Path(titanlike.__file__).parents[1]
+    if not (root / ".git").exists():  # it is installed, and a repository around it is another's
+        return titanlike.__version__
+    described = "describe", "--always", "--abbrev=12", "--dirty", "--exclude=*"
+    return f"{titanlike.__version__} (commit {git('-C', str(root), *described) or 'unknown'})"
+
+
 def changed_keys(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """`key old -> new` for each key that differs between two plain configs."""
     old, new = flat(before), flat(now)

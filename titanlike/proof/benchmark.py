@@ -118,7 +118,7 @@ def bench(config: Config, worker: Worker) -> dict[str, Any]:
         plan = make_plan(config, data)
     else:
         run = build(config, mesh, data)
-        plan, ours = run.plan, _Measured(_titanlike_loop(run, config, data, worker), mesh.device)
+        plan, ours = run.plan, _Measured(titanlike_loop(run, config, data, worker), mesh.device)
     reason = why_no_plain_loop(config, plan)
     if config.bench.loop != "titanlike" and not reason:
         plain = _Measured(plain_loop(config, data, plan, mesh), mesh.device)
@@ -182,7 +182,7 @@ def _paired_ratio(ours: list[float], plain: list[float]) -> float:
     return median(a / b for a, b in pairs)
 
 
-def _titanlike_loop(
+def titanlike_loop(
     run: Run, config: Config, data: Data, worker: Worker
 ) -> Iterator[dict[str, Any]]:
     """Training steps, as `train` makes them; the record of the step before."""

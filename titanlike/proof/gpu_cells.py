@@ -1,11 +1,7 @@
-"""What gpu_check runs: cells, each a command line (or two) of its own, chosen by the devices, in
-processes of their own that are ended at its time limit.
+"""What gpu_check runs: cells, each a command line (or two) of its own, in processes of their own that
+are ended at its time limit.
 
-The layouts are those of `gpu_cells.yaml`, for each number of devices that is a power of two. In
-those of the largest number every schedule is verified in fp32 and in bf16, with another ZeRO level
-each time, and every second time with compiled blocks; the smaller meshes have a schedule or two.
-What has kernels of its own on a GPU (documents, rings, experts, float8) is verified in the layouts
-called `others`.
+They are the lines of `gpu_cells.yaml`, in its order. Where ranks outnumber the GPUs, several share one.
 """
 
 from __future__ import annotations
@@ -18,9 +14,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
-from itertools import cycle
 from math import prod
 from pathlib import Path
 from statistics import median
@@ -30,8 +25,9 @@ import yaml
 
 from titanlike.config.schema import MESH_AXES
 from titanlike.launch.environment import child_environment
-from titanlike.launch.heartbeat import read_beats
+from titanlike.launch.heartbeat import Beat, read_beats
 from titanlike.launch.signals import die_with_parent
+from titanlike.launch.stacks import where_ranks_stand
 from titanlike.metrics.summary import jsonl_records
 
 KINDS = {  # of checks -> what passes
@@ -40,11 +36,10 @@ KINDS = {  # of checks -> what passes
     "hangs": "a rank is stopped: the run ends in time and names it",
     "kills": "a rank is killed: the run restarts, and no number changes",
     "resumes": "what one layout saves another continues, in each mode of saving",
-    "speed": "tokens/s, MFU and memory of 1B and 8B, with recommended settings",
+    "waits": "the host waits for the device nowhere in a step of a dense model",
+    "speed": "tokens/s, MFU and memory of 1B and 8B, with recommended settings; one rank beside a plain "
+    "loop",
 }
-# the backward: ZeRO 1 alone
-_SPLIT = ("interleavedzerobubble", "zbvzerobubble", "dualpipev", "zbh1", "vhalf", "vmin")
-_SCHEDULES = ("1f1b", "gpipe", "interleaved1f1b", "loopedbfs", *_SPLIT)
 
 
 @dataclass(frozen=True)
@@ -56,145 +51,84 @@ class Cell:
     overrides: tuple[str, ...]  # of train.py
     ranks: int
     timeout: float  # seconds
-    then: tuple[str, ...] = ()  # more, of the command that goes on with the run
+    then: tuple[str, ...] = ()  # of the command that goes on with the run
+    phase: str = "data"  # of the job, in which a rank is stopped or killed
+    seconds: float = 0.0  # that it will take, as far as is known
 
 
-def plan(devices: int, kinds: tuple[str, ...] = tuple(KINDS), *, cpu: bool = False) -> list[Cell]:
-    """The cells for so many devices of a machine; with `cpu` few and tiny ones, for as many
-    ranks."""
-    cells = _Cells(devices, cpu)
-    return [cell for kind in KINDS if kind in kinds for cell in getattr(cells, kind)()]
+def plan(
+    ranks: int, kinds: tuple[str, ...] = tuple(KINDS), *, cpu: bool = False, gpus: int = 0
+) -> list[Cell]:
+    """The cells of at most so many ranks, on so many GPUs (0: one for each); with `cpu` tiny ones,
+    and few after those of the queue."""
+    text = Path(__file__).with_name("gpu_cells.yaml").read_text(encoding="utf-8")
+    tables = yaml.safe_load(text)
+    refused = {*tables["gpu_only"]} if cpu else set()
+    rest = tables["rest"][:2] if cpu else tables["rest"]
+    cells: dict[tuple[Any, ...], Cell] = {}
+    for line in (line for lines in (*tables["queue"], *rest) for line in _each(lines)):
+        if refused & {*line.split()}:
+            continue
+        cell = _cell(line, tables, cpu, gpus or ranks)
+        # several ranks of a GPU are not what the speed of a layout is asked of
+        runs = cell.kind != "speed" or cpu or cell.ranks in (1, gpus or ranks)
+        if runs and cell.kind in kinds and cell.ranks <= ranks:
+            words = frozenset(cell.overrides), frozenset(cell.then)
+            cells.setdefault((cell.kind, *words, cell.phase), cell)
+    return list(cells.values())
 
 
-class _Cells:
-    """A method for each kind."""
-
-    def __init__(self, devices: int, cpu: bool) -> None:
-        text = Path(__file__).with_name("gpu_cells.yaml").read_text(encoding="utf-8")
-        tables = yaml.safe_load(text)
-        self._short: dict[str, str] = tables["short"]
-        self._meshes: dict[int, list[str]] = tables["meshes"]
-        self._sizes = [size for size in self._meshes if size <= devices]
-        self._divided, self._others = (
-            [words for size in self._sizes for words in tables[key].get(size, ())]
-            for key in ("divided", "others")
-        )
-        self._divided_fast: str = tables["divided_fast"]
-        self._cpu = cpu
-        # up to two meshes of all devices: a pipeline, and data parallel
-        meshes = self._meshes[self._sizes[-1]]
-        piped = [mesh for mesh in meshes if "pp" in mesh]
-        self._largest = [*piped[:1], *[mesh for mesh in meshes if mesh not in piped][:1]]
-
-    def _cell(self, kind: str, name: str, words: str, timeout: float = 600.0) -> Cell:
-        common = "" if kind == "speed" and not self._cpu else "BATCH"
-        if common:
-            common = f"TINY {common} device=cpu" if self._cpu else f"SMALL {common} device=auto"
-        texts = self._in_full(f"{common} {words}").split()
-        overrides = tuple({text.partition("=")[0]: text for text in texts}.values())
-        ranks = prod(_axes(overrides).get(axis, 1) for axis in MESH_AXES)
-        return Cell(kind, self._in_full(name) or "one process", overrides, ranks, timeout)
-
-    def _in_full(self, words: str) -> str:
-        return " ".join(self._short.get(word, word) for word in words.split())
-
-    def verify(self) -> Iterator[Cell]:
-        for words in self._schedules():
-            yield self._cell("verify", words, words)
-        ways = ("", " precision=bf16 compile=true", " compile=true tp_async=true")
-        texts = [words + more for words in self._divided for more in ways[: 1 if self._cpu else 3]]
-        for words in [] if self._cpu else self._others:
-            both = [words, f"{words} precision=bf16"]
-            texts += both[:1] if "precision=" in words else both
-        for words in texts:
-            yield self._cell("verify", words, words)
-
-    def _schedules(self) -> Iterator[str]:
-        for size in self._sizes:
-            for mesh in self._meshes[size][: 2 if self._cpu else None]:
-                axes = _axes(mesh.split())
-                shards = axes.get("dp", 1) > axes.get("replicate", 1)
-                compiled = cycle((False, True, True, False))
-                schedules = _SCHEDULES if "pp" in axes else ("1f1b",) * (3 if shards else 1)
-                if self._cpu or size < self._sizes[-1]:
-                    few = ("1f1b", "zbvzerobubble")
-                    schedules = tuple(name for name in schedules if name in few)[:2]
-                for number, schedule in enumerate(schedules):
-                    for turn, precision in enumerate(("fp32", "bf16")[: 1 if self._cpu else 2]):
-                        words = [mesh] * bool(mesh)
-                        words += [f"schedule={schedule}"] * ("pp" in axes)
-                        if shards and not ("pp" in axes and schedule in _SPLIT):
-                            words.append(f"fsdp.zero={1 + (number + turn) % 3}")
-                        words += ["precision=bf16"] * (precision == "bf16")
-                        words += ["compile=true"] * (not self._cpu and next(compiled))
-                        yield " ".join(words)
-
-    def determinism(self) -> Iterator[Cell]:
-        for mesh in self._largest[: 1 if self._cpu else 2]:
-            words = f"{mesh} deterministic=true precision=bf16 steps=6"
-            yield self._cell("determinism", mesh, words)
-
-    def hangs(self) -> Iterator[Cell]:
-        limit = 4 if self._cpu else 30
-        for mesh in filter(None, self._largest[: 1 if self._cpu else 2]):
-            words = f"{mesh} steps=100000 launch.step_timeout={limit} launch.heartbeat=1"
-            yield self._cell("hangs", f"{mesh}, the last rank is stopped", words)
-
-    def kills(self) -> Iterator[Cell]:
-        for mesh in filter(None, self._largest[: 1 if self._cpu else 2]):
-            steps = 40 if self._cpu else 200  # the kill comes after the first checkpoint
-            restarts = "launch.max_restarts=1 checkpoint.every=10"
-            words = f"{mesh} deterministic=true steps={steps} {restarts}"
-            yield self._cell("kills", f"{mesh}, the last rank is killed", words)
-
-    def resumes(self) -> Iterator[Cell]:
-        """Saved in each way by one process, or in one layout, and loaded in another."""
-        meshes = self._largest
-        pairs = [*dict.fromkeys([*(("", mesh) for mesh in meshes), (meshes[-1], "")])]
-        for mode in ("async", "async_pinned", "async_process")[: 1 if self._cpu else 3]:
-            # a small eps would turn the rounding of a small gradient into a whole update
-            steady = "deterministic=true lr=constant optimizer.eps=1e-4"
-            common = f"{steady} checkpoint.every=6 checkpoint.mode={mode}"
-            for before, after in pairs[: 1 if self._cpu else None]:
-                name = f"{before or 'one process'}, then {after or 'one process'}, {mode}"
-                saved = self._cell("resumes", name, f"{before} {common} steps=6")
-                resumed = self._cell("resumes", name, f"{after} {common} steps=12")
-                ranks = max(saved.ranks, resumed.ranks)
-                yield replace(saved, then=resumed.overrides, ranks=ranks)
-
-    def speed(self) -> Iterator[Cell]:
-        if self._cpu:
-            words = f"{self._meshes[self._sizes[-1]][0]} steps=6"
-            yield self._cell("speed", "tiny", words)
-            return
-        for size in sorted({1, self._sizes[-1]}):
-            for mesh in self._meshes[size]:
-                axes = _axes(mesh.split())
-                pp, dp = axes.get("pp", 1), axes.get("dp", 1)
-                layout = mesh + " schedule=interleaved1f1b" * (1 < pp < 8)
-                count = 4 * pp if pp > 1 else 2  # microbatches, of one sequence
-                batch = f"batch_size={count * dp} schedule.microbatches={count} steps=12"
-                for model, least in (("llama3_1b", 1), ("llama3_8b", 4)):
-                    cells = [
-                        (f"{layout} activation_checkpoint={recomputed}", batch)
-                        for recomputed in ("selective", "fit")[pp > 1 :]
-                        if size >= least
-                    ]
-                    if size >= 2 and mesh == f"dp={size}":
-                        half = f"batch_size={dp} schedule.microbatches=2 steps=12"
-                        cells.insert(0, (f"dp={dp // 2} {self._divided_fast}", half))
-                    for words, sizes in cells:
-                        name = f"model={model} {words}"
-                        if sizes == batch:
-                            name = name.replace("activation_checkpoint", "recomputed")
-                        yield self._cell(
-                            "speed", name, f"model={model} {words} {sizes} BIG", 1200.0
-                        )
+def _each(line: str) -> list[str]:
+    """The lines that one with {a|b} is."""
+    if "{" not in line:
+        return [line]
+    before, _, after = line.partition("{")
+    ways, _, after = after.partition("}")
+    return [before + way + rest for way in ways.split("|") for rest in _each(after)]
 
 
-def _axes(words: tuple[str, ...] | list[str]) -> dict[str, int]:
+def _cell(line: str, tables: dict[str, Any], cpu: bool, gpus: int) -> Cell:
+    kind, _, name = line.partition(" ")
+    words, arrow, then = name.partition("->")
+    words, _, phase = words.partition("@")
+    overrides = _overrides(kind, words, tables, cpu, gpus)
+    more = _overrides(kind, then, tables, cpu, gpus) if arrow else ()
+    ranks, seconds = max(map(_ranks, (overrides, more))), tables["seconds"]
+    likely = seconds[kind] + seconds["rank"] * ranks
+    likely += sum(seconds.get(word, 0.0) for word in overrides)
+    limit = 1200.0 if kind == "speed" else 600.0
+    return Cell(
+        kind, name or "one process", overrides, ranks, limit, more, phase.strip() or "data", likely
+    )
+
+
+def _overrides(
+    kind: str, words: str, tables: dict[str, Any], cpu: bool, gpus: int
+) -> tuple[str, ...]:
+    common = f"SMALL BATCH device=auto {tables['common'].get(kind, '')}"
+    if cpu:
+        common = f"TINY BATCH device=cpu {tables['common'].get(kind, '')} "
+        common += tables["cpu"].get(kind, "")
+    if kind == "speed" and cpu:  # of its layout alone
+        words = " ".join(f"{axis}={n}" for axis, n in _axes(words.split()).items())
+    elif kind == "speed":
+        common = tables["common"][kind]
+    texts = f"{common} {words}".split()
+    while short := {*texts} & {*tables["short"]}:
+        texts = " ".join(tables["short"][t] if t in short else t for t in texts).split()
+    # a key once, as it was last
+    overrides = tuple({text.partition("=")[0]: text for text in texts}.values())
+    each = -(-_ranks(overrides) // gpus)
+    return (*overrides, f"launch.ranks_per_device={each}") if each > 1 else overrides
+
+
+def _axes(words: Sequence[str]) -> dict[str, int]:
     pairs = (word.partition("=") for word in words)
     return {key: int(value) for key, _, value in pairs if value.isdigit()}
+
+
+def _ranks(overrides: tuple[str, ...]) -> int:
+    return prod(_axes(overrides).get(axis, 1) for axis in MESH_AXES)
 
 
 # --- running a cell ----------------------------------------------------------------------------
@@ -205,7 +139,7 @@ _TAIL = 3000  # characters of a failed command's output that the report has
 _VARYING = {"time", "tokens_per_second", "step_seconds", "memory_bytes", "memory_reserved_bytes"}
 _VARYING |= {"mfu", "save_stall_seconds", "busy_seconds", "busiest_rank", "busiest_seconds"}
 _ALIKE = 1e-3  # relative: fp32 in two layouts, after some steps
-_QUIET = ("validation.every=0", "checkpoint.last=false")
+_LOOK = 0.02  # seconds, for a phase that may be short
 
 Record = dict[str, Any]
 
@@ -239,13 +173,12 @@ def run_cell(cell: Cell, folder: Path) -> Outcome:
         text = getattr(run, cell.kind)()
     except CellFailed as failed:
         status, text, output = "FAILED", str(failed), failed.output
-    except TimeoutError:
-        logs = sorted(run.folder.glob("*.log"), key=lambda path: path.stat().st_mtime)
-        output = logs[-1].read_text(encoding="utf-8", errors="replace") if logs else ""
-        status, text = "TIMEOUT", f"not done in {cell.timeout:.0f} s"
+    except TimeoutError as late:
+        where, output = late.args
+        status, text = "TIMEOUT", f"not done in {cell.timeout:.0f} s; {where}".rstrip("; ")
     except Exception as error:  # a file that is missing or odd is a failure of this cell alone
         status, text = "FAILED", f"{type(error).__name__}: {error}"
-    words = "titanlike", "verify" if cell.kind == "verify" else "train", *cell.overrides
+    words = "titanlike", run.job, *cell.overrides
     seconds = time.monotonic() - start
     return Outcome(status, text, seconds, output[-_TAIL:], " ".join(words), run.figures)
 
@@ -284,18 +217,19 @@ class Command:
         return self._log.read_text(encoding="utf-8", errors="replace")
 
     def wait(self) -> int:
-        """Its exit code. Raises TimeoutError at the cell's limit."""
+        """Its exit code. Raises TimeoutError at the cell's limit: where the ranks stand, the output."""
         self.wait_for(lambda: self._process.poll() is not None)
         return self._process.returncode
 
-    def wait_for(self, condition: Callable[[], bool]) -> None:
+    def wait_for(self, condition: Callable[[], bool], poll: float = _POLL) -> None:
         """Raises TimeoutError at the cell's limit, CellFailed where the command ends before."""
         while not condition():
             if self._process.poll() is not None and not condition():
                 raise CellFailed(f"ended with {self._process.returncode} too early", self.output)
             if time.monotonic() > self._deadline:
-                raise TimeoutError
-            time.sleep(_POLL)
+                where, stacks = where_ranks_stand(self._process.pid, self._log.parent)
+                raise TimeoutError(where, f"{self.output[-_TAIL // 4 :]}\n{stacks}")
+            time.sleep(poll)
 
 
 class _Run:
@@ -306,30 +240,50 @@ class _Run:
         self.cell, self.folder, self._deadline = cell, folder, deadline
         self.figures: dict[str, Any] = {}
         self._last_rank = cell.ranks - 1
+        self.job = {"verify": "verify", "waits": "waits"}.get(cell.kind, "train")
+        if cell.kind == "speed" and cell.ranks == 1:  # beside a plain loop
+            self.job = "bench"
 
-    def _command(self, name: str, *words: str, job: str = "train") -> Command:
+    def _command(self, name: str, overrides: Sequence[str] = ()) -> Command:
         """A command that writes into a run_dir and a log of this name."""
-        words = *words, f"run_dir={self.folder / name}"
-        return Command(job, words, self.folder / f"{name}.log", self._deadline)
+        words = *(overrides or self.cell.overrides), f"run_dir={self.folder / name}"
+        return Command(self.job, words, self.folder / f"{name}.log", self._deadline)
 
-    def _train(self, name: str, overrides: Sequence[str] = ()) -> list[Record]:
+    def _run(self, name: str, overrides: Sequence[str] = ()) -> list[Record]:
         """A whole run, or what is left of one; its metrics."""
-        with self._command(name, *(overrides or self.cell.overrides), *_QUIET) as command:
+        with self._command(name, overrides) as command:
             if code := command.wait():
                 raise CellFailed(f"exit code {code}", command.output)
         return _records(self.folder / name)
 
-    def _process_of(self, command: Command, name: str, steps: int) -> int:
-        """The process of the last rank of a run, once that has trained for so many steps."""
-        run_dir = self.folder / name
-        command.wait_for(lambda: len(_records(run_dir)) >= steps)
-        return read_beats(run_dir, range(self.cell.ranks))[self._last_rank].pid
+    def _in_phase(self, command: Command, name: str, steps: int) -> int:
+        """The process of the last rank of a run, once it is in the cell's phase: of training, after
+        so many steps."""
+        run_dir, rank, phase = self.folder / name, self._last_rank, self.cell.phase
+        beat: Beat | None = None
+
+        def reached() -> bool:
+            nonlocal beat
+            beat = read_beats(run_dir, range(rank, rank + 1)).get(rank)
+            return (
+                beat is not None
+                and beat.doing == phase
+                and not beat.ended
+                and (phase != "data" or len(_records(run_dir)) >= steps)
+            )
+
+        command.wait_for(reached, _LOOK)
+        assert beat is not None
+        return beat.pid
+
+    def _result(self) -> dict[str, Any]:
+        return json.loads((self.folder / "run/result.json").read_text())
 
     def _setting(self, key: str) -> float:
         return float(next(w for w in self.cell.overrides if key in w).partition("=")[2])
 
     def verify(self) -> str:
-        with self._command("run", *self.cell.overrides, job="verify") as command:
+        with self._command("run") as command:
             code, output = command.wait(), command.output
         lines = [line for line in output.splitlines() if line.startswith(("PASS", "FAIL"))]
         if code or not lines or not lines[-1].startswith("PASS"):
@@ -338,20 +292,20 @@ class _Run:
         return f"{lines[-1].removeprefix('PASS: ')}, largest gradient error {worst:.1e}"
 
     def determinism(self) -> str:
-        first, second = self._train("first"), self._train("second")
+        first, second = self._run("first"), self._run("second")
         if difference := _same(first, second):
             raise CellFailed(difference)
         return f"{len(first)} steps, twice the same to the last bit"
 
     def hangs(self) -> str:
         rank, limit = self._last_rank, self._setting("step_timeout")
-        with self._command("run", *self.cell.overrides, *_QUIET) as command:
-            with _stopped(self._process_of(command, "run", steps=3)):
+        with self._command("run") as command:
+            with _stopped(self._in_phase(command, "run", steps=3)):
                 start = time.monotonic()
                 code = command.wait()
                 seconds = time.monotonic() - start
             output = command.output
-        error = json.loads((self.folder / "run/result.json").read_text())["error"] or ""
+        error = self._result()["error"] or ""
         if code == 0 or f"rank {rank} (" not in error or "has not responded" not in error:
             raise CellFailed(f"rank {rank} is not named: exit code {code}, {error}", output)
         if seconds > limit + 30:
@@ -359,10 +313,10 @@ class _Run:
         return f"rank {rank} named and the run ended {seconds:.0f} s after it (limit {limit:g} s)"
 
     def kills(self) -> str:
-        undisturbed = self._train("whole")
+        undisturbed = self._run("whole")
         steps = int(self._setting("checkpoint.every")) + 2  # some after the first checkpoint
-        with self._command("killed", *self.cell.overrides, *_QUIET) as command:
-            os.kill(self._process_of(command, "killed", steps), signal.SIGKILL)
+        with self._command("killed") as command:
+            os.kill(self._in_phase(command, "killed", steps), signal.SIGKILL)
             code, output = command.wait(), command.output
         events = (self.folder / "killed/events.jsonl").read_text().splitlines()
         restarts = [event for event in map(json.loads, events) if event["event"] == "restart"]
@@ -373,9 +327,9 @@ class _Run:
         return f"restarted by itself from step {restarts[0]['step']}, no number changed"
 
     def resumes(self) -> str:
-        undisturbed = self._train("whole", self.cell.then)
-        self._train("resumed")
-        resumed = self._train("resumed", self.cell.then)
+        undisturbed = self._run("whole", self.cell.then)
+        self._run("resumed")
+        resumed = self._run("resumed", self.cell.then)
         if "resuming from step " not in (self.folder / "resumed.log").read_text(errors="replace"):
             raise CellFailed("it began anew")
         steps = [record["step"] for record in resumed]
@@ -388,8 +342,21 @@ class _Run:
         saved = int(self._setting("checkpoint.every"))
         return f"{saved} steps, saved and continued: as {len(undisturbed)} without a stop"
 
+    def waits(self) -> str:
+        self._run("run")
+        found = self._result()
+        self.figures = {key: found[key] for key in ("value", "places", "not_compiled_as_a_whole")}
+        if broken := found["not_compiled_as_a_whole"]:
+            raise CellFailed(f"not compiled as a whole: {broken}")
+        if found["value"] is None:
+            return "a CPU has none to count; the steps ran"
+        text = f"{found['value']:g} a step"
+        if found["value"] and not any("experts" in word for word in self.cell.overrides):
+            raise CellFailed(f"{text}: {found['places']}")  # a mixture waits for its routes
+        return text
+
     def speed(self) -> str:
-        records = self._train("run")
+        records = self._run("run")
         settled = records[len(records) // 2 :]  # the first steps compile, allocate, connect
         figures = {
             key: median(record[key] for record in settled) if key in settled[-1] else None
@@ -397,9 +364,15 @@ class _Run:
         }
         memory = max(record["memory_bytes"] for record in records)
         self.figures = figures | {"memory_bytes": memory, "devices": self.cell.ranks}
+        beside = ""
+        if self.job == "bench":
+            found = self._result()
+            self.figures |= {key: found[key] for key in ("plain_step_seconds", "ratio")}
+            beside = f", {found['ratio']:.3f} of the plain loop's time" * bool(found["ratio"])
         speed, mfu = figures["tokens_per_second"] or 0.0, figures["mfu"]
         text = f"{speed:,.0f} tokens/s, {speed / self.cell.ranks:,.0f} a device"
-        return f"{text}{'' if mfu is None else f', MFU {mfu:.1%}'}, {memory / 2**30:.1f} GiB"
+        text += "" if mfu is None else f", MFU {mfu:.1%}"
+        return f"{text}, {memory / 2**30:.1f} GiB{beside}"
 
 
 def _records(run_dir: Path) -> list[Record]:

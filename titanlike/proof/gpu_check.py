@@ -1,8 +1,8 @@
 """`python tools/gpu_check.py`: does everything work on the GPUs of this machine, and how fast?
 
-1. The plan (`gpu_cells`): cells chosen by the number of GPUs.
-2. Each runs in processes of its own, with a time limit; a failure costs no other cell.
-3. The report is a Markdown file, written after every cell.
+1. The plan (`gpu_cells`): cells in an order, of up to eight ranks or as many as there are GPUs.
+2. Each runs in processes of its own, with a time limit, several at a time; a failure costs no other.
+3. After every cell report.md is written, and results.json, with which another call can go on.
 
 With `--device cpu` the same code runs on as many gloo ranks, with tiny models and few cells.
 """
@@ -10,7 +10,10 @@ With `--device cpu` the same code runs on as many gloo ranks, with tiny models a
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import math
+import multiprocessing
 import os
 import platform
 import shutil
@@ -20,18 +23,26 @@ import sys
 import textwrap
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, replace
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from statistics import median
+from typing import Any, cast
 
-from titanlike.config.files import atomic_write_text, make_new_folder
+from titanlike.config.files import atomic_write_text, make_new_folder, read_object
 from titanlike.config.program import argument_parser, exit_code
-from titanlike.launch.environment import child_environment
+from titanlike.launch.environment import available_cores, child_environment
+from titanlike.launch.signals import die_with_parent
 from titanlike.metrics import units
 from titanlike.metrics.console import shorten
+from titanlike.metrics.run_files import own_version
 from titanlike.proof.gpu_cells import KINDS, Cell, Outcome, plan, run_cell
 
-_END = "exit code: 0 everything passed, 1 something failed, 2 nothing could be run"
+_END = "exit code: 0 everything that ran passed, 1 something failed, 2 nothing could be run"
+_MOST_RANKS = 8  # of a cell, where there are fewer GPUs
+_RANK_MEMORY = 4 * 2**30  # of a GPU: its context, its kernels, a small model
+_ENDING = 12.0  # seconds in which a cell at its limit says where it stands, and ends
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -54,13 +65,50 @@ def _check(arguments: argparse.Namespace) -> int:
     count = arguments.gpus or (2 if cpu else gpus)
     if not cpu and count > gpus:
         raise ValueError(f"--gpus {count}: there are {gpus}")
-    cells = plan(count, kinds, cpu=cpu)
+    for name, value in (("minutes", arguments.minutes), ("at-once", arguments.at_once)):
+        if value is not None and value <= 0:
+            raise ValueError(f"--{name} {value:g}: must be more than 0")
+    cells = plan(count if cpu else max(count, _MOST_RANKS), kinds, cpu=cpu, gpus=count)
+    outcomes: dict[int, Outcome] = {}
+    if arguments.go_on:
+        cells, outcomes = _passed_before(Path(arguments.go_on), cells, machine)
     if arguments.list:
-        for cell in cells:
-            print(f"{cell.kind:12} {cell.name}")
+        for number, cell in enumerate(cells):
+            if number not in outcomes:
+                print(f"{cell.kind:12} {cell.seconds:4.0f} s  {cell.name}")
         return 0
+    cores, memory = available_cores(), sum(machine["memory"])
+    most = cores if cpu else max(1, min(cores // 2, memory // _RANK_MEMORY))
     named = Path(arguments.folder or time.strftime("outputs/gpu_check/%Y-%m-%d_%H-%M-%S"))
-    return _run(cells, make_new_folder(named), machine)
+    end = time.monotonic() + 60 * (arguments.minutes or math.inf)
+    folder = make_new_folder(named)
+    return _run(cells, folder, machine, outcomes, arguments.at_once or most, end)
+
+
+def _passed_before(
+    path: Path, cells: Sequence[Cell], machine: Mapping[str, Any]
+) -> tuple[list[Cell], dict[int, Outcome]]:
+    """The cells with the seconds that they took in earlier results, and the outcomes, by number, of
+    those that passed. Raises ValueError, OSError."""
+    before = read_object(path)
+    for key, now in _place(machine).items():
+        if key != "titanlike" and before.get(key) != now:
+            raise ValueError(
+                f"--continue {path}: {key} was {before.get(key)}, is {now}; leave it out"
+            )
+    known = {(r["kind"], r["name"]): r for r in before["cells"]}
+    found = [known.get((cell.kind, cell.name)) for cell in cells]
+    cells = [
+        replace(cell, seconds=row["seconds"]) if row and row["status"] != "TIMEOUT" else cell
+        for cell, row in zip(cells, found, strict=True)
+    ]
+    names = Outcome.__dataclass_fields__
+    passed = {
+        number: Outcome(**{key: value for key, value in row.items() if key in names})
+        for number, row in enumerate(found)
+        if row and row["status"] == "ok"
+    }
+    return cells, passed
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -75,41 +123,127 @@ def _parser() -> argparse.ArgumentParser:
     few = "use N (ranks with cpu); default all, 2"
     parser.add_argument("--gpus", type=int, metavar="N", help=few)
     parser.add_argument("--only", metavar="KIND,...", help="these checks alone")
+    limit = "start nothing that cannot end in M minutes; say what is left"
+    parser.add_argument("--minutes", type=float, metavar="M", help=limit)
+    less = "run what has not passed in that results.json"
+    parser.add_argument("--continue", dest="go_on", metavar="RESULTS", help=less)
+    most = "ranks at a time; default by cores and memory"
+    parser.add_argument("--at-once", type=int, metavar="RANKS", help=most)
     parser.add_argument("--list", action="store_true", help="print what would run, run nothing")
     folder = "outputs/gpu_check/DATE if not given"
     parser.add_argument("folder", nargs="?", metavar="DIR", help=folder)
     return parser
 
 
-def _run(cells: Sequence[Cell], folder: Path, machine: dict[str, Any]) -> int:
-    report = folder / "report.md"
-    outcomes: list[Outcome] = []
+def _run(
+    cells: Sequence[Cell],
+    folder: Path,
+    machine: Mapping[str, Any],
+    outcomes: dict[int, Outcome],
+    at_once: int,
+    end: float = math.inf,
+) -> int:
+    """outcomes: of cells that need not run, by number; at_once: ranks; end: by the monotonic clock."""
     started = time.strftime("%Y-%m-%d %H:%M")
-    print(f"{len(cells)} checks; the report is {report}, whole after each of them", flush=True)
-    end = "still running"
+    waiting = [number for number in range(len(cells)) if number not in outcomes]
+    left: list[int] = []
+    running: dict[Connection, tuple[int, multiprocessing.process.BaseProcess]] = {}
+    pace = [1.0]  # seconds that cells took, as a share of those expected
+    print(f"{len(waiting)} checks; the report is {folder / 'report.md'}, whole after each of them")
+
+    def write(how: str) -> None:
+        note = f"Started {started}; {how}."
+        _write_report(folder / "report.md", machine, cells, outcomes, note)
+        rows = [
+            {"kind": cells[n].kind, "name": cells[n].name, "ranks": cells[n].ranks} | asdict(out)
+            for n, out in sorted(outcomes.items())
+        ]
+        names = [f"{cells[n].kind} {cells[n].name}" for n in left + waiting]
+        results = _place(machine) | {"note": note, "cells": rows, "left": names}
+        atomic_write_text(folder / "results.json", json.dumps(results, indent=1) + "\n")
+
+    def start_those_that_fit() -> None:
+        while waiting:
+            cell, remaining = cells[waiting[0]], end - time.monotonic() - _ENDING
+            if cell.seconds * max(1.0, median(pace)) > remaining:
+                left.append(waiting.pop(0))
+                continue
+            used = sum(cells[n].ranks for n, _ in running.values())
+            alone = "speed" in (cell.kind, *(cells[n].kind for n, _ in running.values()))
+            if running and (alone or used + cell.ranks > at_once):
+                return
+            cell = replace(cell, timeout=min(cell.timeout, remaining))
+            number = waiting.pop(0)
+            ours, theirs = multiprocessing.Pipe(duplex=False)
+            words = cell, folder / f"{number + 1:03}-{cell.kind}", theirs, os.getpid()
+            process = multiprocessing.get_context("fork").Process(target=_run_one, args=words)
+            process.start()
+            theirs.close()
+            running[ours] = number, process
+
+    how = "still running"
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # the report says how it ended
     try:
-        for number, cell in enumerate(cells, start=1):
-            _write_report(report, machine, cells, outcomes, f"Started {started}; {end}.")
-            place, name = f"[{number}/{len(cells)}]", f"{cell.kind}: {cell.name}"
-            if sys.stdout.isatty():
-                _print_line(f"{place} running  {name}", end="\r")
-            outcome = run_cell(cell, folder / f"{number:03}-{cell.kind}")
-            outcomes.append(outcome)
-            _print_line(f"{place} {outcome.status:7} {outcome.seconds:4.0f} s  {name}")
-            for text in textwrap.wrap(outcome.text, _width() - 10):
-                print(f"          {text}", flush=True)
-            if outcome.status == "ok":  # checkpoints are large, logs of what works not needed
-                shutil.rmtree(folder / f"{number:03}-{cell.kind}", ignore_errors=True)
-        end = f"ended {time.strftime('%Y-%m-%d %H:%M')}"
+        while waiting or running:
+            start_those_that_fit()
+            write(how)
+            names = [f"{cells[n].kind}: {cells[n].name}" for n, _ in running.values()]
+            if sys.stdout.isatty() and names:
+                place = f"[{len(outcomes)}/{len(cells)}]"
+                _print_line(f"{place} running  {'; '.join(names)}", end="\r")
+            for connection in filter(running.__contains__, wait(running) if running else ()):
+                number, process = running[connection]
+                try:
+                    outcome = cast(Outcome, connection.recv())
+                except EOFError:
+                    process.join()
+                    outcome = Outcome("FAILED", f"its process ended with {process.exitcode}")
+                del running[connection]
+                outcomes[number] = outcome
+                if outcome.status == "ok":
+                    pace.append(outcome.seconds / max(1.0, cells[number].seconds))
+                    # checkpoints are large, logs of what works not needed
+                    name = f"{number + 1:03}-{cells[number].kind}"
+                    shutil.rmtree(folder / name, ignore_errors=True)
+                _print_outcome(f"[{len(outcomes)}/{len(cells)}]", cells[number], outcome)
+        how = f"ended {time.strftime('%Y-%m-%d %H:%M')}"
     except KeyboardInterrupt:
-        end = "interrupted"
+        how = "interrupted"
+        for _, process in running.values():
+            process.terminate()
+        for number, process in running.values():
+            process.join()
+            waiting.append(number)
     finally:
-        _write_report(report, machine, cells, outcomes, f"Started {started}; {end}.")
-    print(f"{_counted(outcomes) or 'nothing has run'}; report: {report}")
-    if end == "interrupted":
+        write(how)
+    for number in left:
+        print(f"left: {cells[number].kind}: {cells[number].name}")
+    print(f"{_counted(outcomes.values()) or 'nothing has run'}; report: {folder / 'report.md'}")
+    if left or waiting:
+        again = f"--continue {folder / 'results.json'}"
+        print(f"{len(left + waiting)} not run; {again} runs what has not passed")
+    if how == "interrupted":
         return 130
-    return 0 if all(outcome.status == "ok" for outcome in outcomes) else 1
+    if not outcomes:
+        return 2
+    return 0 if all(outcome.status == "ok" for outcome in outcomes.values()) else 1
+
+
+def _run_one(cell: Cell, folder: Path, results: Connection, parent: int) -> None:
+    """A cell's own process: what it started ends with it."""
+    die_with_parent(parent, signal.SIGTERM)
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # a terminal sends it to all: gpu_check sends SIGTERM
+    with contextlib.suppress(KeyboardInterrupt):
+        results.send(run_cell(cell, folder))
+
+
+def _print_outcome(place: str, cell: Cell, outcome: Outcome) -> None:
+    status = f"{outcome.status:7} {outcome.seconds:4.0f} s"
+    _print_line(f"{place} {status}  {cell.kind}: {cell.name}")
+    for text in textwrap.wrap(outcome.text, _width() - 10):
+        print(f"          {text}", flush=True)
 
 
 def _print_line(text: str, end: str = "\n") -> None:
@@ -143,24 +277,35 @@ def _describe_machine() -> dict[str, Any]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def _write_report(
-    path: Path,
-    machine: dict[str, Any],
-    cells: Sequence[Cell],
-    outcomes: Sequence[Outcome],
-    note: str,
-) -> None:
-    """outcomes: of the first cells; note: the line below the title: when, how far."""
+def _place(machine: Mapping[str, Any]) -> dict[str, Any]:
+    """Where results are from: device, torch, NCCL, titanlike."""
     names = Counter(zip(machine["names"], machine["memory"], strict=True))
     gpus = ", ".join(f"{n} x {name} ({units.size(size)})" for (name, size), n in names.items())
+    versions = {key: machine["versions"].get(key) or "none" for key in ("torch", "NCCL")}
+    return {"device": gpus or "no GPU"} | versions | {"titanlike": own_version()}
+
+
+def _write_report(
+    path: Path,
+    machine: Mapping[str, Any],
+    cells: Sequence[Cell],
+    outcomes: Mapping[int, Outcome],
+    note: str,
+) -> None:
+    """outcomes: by the cell's number; note: the line below the title: when, how far."""
+    place = _place(machine)
     versions = ", ".join(f"{name} {v}" for name, v in machine["versions"].items() if v)
     host = f"{platform.node()}, {os.cpu_count()} cores, {platform.platform()}"
-    lines = ["# Check of this machine", "", note, "", f"- {gpus or 'no GPU'}", f"- {host}"]
-    lines += [f"- Python {platform.python_version()}, {versions}", ""]
+    lines = ["# Check of this machine", "", note, "", f"- {place['device']}", f"- {host}"]
+    lines += [
+        f"- Python {platform.python_version()}, {versions}, titanlike {place['titanlike']}",
+        "",
+    ]
     left = len(cells) - len(outcomes)
-    summary = f"**{_counted(outcomes) or 'nothing has run yet'}**"
+    summary = f"**{_counted(outcomes.values()) or 'nothing has run yet'}**"
     lines += [summary + (f", {left} not run" if left else ""), ""]
-    pairs = [*zip(cells, [*outcomes, *[None] * left], strict=True)]
+    pairs = [(cell, outcomes.get(number)) for number, cell in enumerate(cells)]
+    lines += _by_kind(place, pairs)
     for kind, title in KINDS.items():
         if rows := [(cell, outcome) for cell, outcome in pairs if cell.kind == kind]:
             lines += [f"## {kind}: {title}", "", *_table(kind, rows), ""]
@@ -174,9 +319,21 @@ def _write_report(
     atomic_write_text(path, "\n".join(lines).rstrip() + "\n")
 
 
+def _by_kind(place: Mapping[str, str], pairs: Sequence[tuple[Cell, Outcome | None]]) -> list[str]:
+    """A table to keep: what passed where."""
+    lines = [["device", "torch", "NCCL", "check", "passed", "not"]]
+    for kind in dict.fromkeys(cell.kind for cell, out in pairs if out is not None):
+        ran = [(cell, out) for cell, out in pairs if out is not None and cell.kind == kind]
+        ok = [f"`{cell.name}`" for cell, out in ran if out.status == "ok"]
+        bad = [f"`{cell.name}` ({out.status})" for cell, out in ran if out.status != "ok"]
+        where = [place[key] for key in ("device", "torch", "NCCL")]
+        lines.append([*where, kind, f"{len(ok)}: {', '.join(ok)}", ", ".join(bad)])
+    return [*_markdown([lines[0], ["---"] * 6, *lines[1:]]), ""] if lines[1:] else []
+
+
 def _table(kind: str, rows: Sequence[tuple[Cell, Outcome | None]]) -> list[str]:
     speed = kind == "speed"
-    head = ["tokens/s", "a device", "MFU", "step", "memory"] if speed else []
+    head = ["tokens/s", "a device", "MFU", "step", "memory", "of a plain loop's"] if speed else []
     lines = [["cell", "", "seconds", *head, *([] if speed else ["what was found"])]]
     lines.append(["---"] * len(lines[0]))
     for cell, outcome in rows:
@@ -184,9 +341,14 @@ def _table(kind: str, rows: Sequence[tuple[Cell, Outcome | None]]) -> list[str]:
             cells = ["not run"]
         else:
             cells = [outcome.status, f"{outcome.seconds:.0f}"]
-            cells += _figures(outcome.figures) if outcome.figures else [outcome.text]
+            figures = outcome.figures if speed else {}
+            cells += _figures(figures) if figures else [outcome.text]
         line = [f"`{cell.name}`", *cells]
         lines.append([*line, *[""] * (len(lines[0]) - len(line))])
+    return _markdown(lines)
+
+
+def _markdown(lines: Sequence[Sequence[str]]) -> list[str]:
     return [
         "| " + " | ".join(c.replace("|", "\\|").replace("\n", " ") for c in line) + " |"
         for line in lines
@@ -198,4 +360,6 @@ def _figures(figures: dict[str, Any]) -> list[str]:
     each, step = speed / figures["devices"], figures["step_seconds"] * 1e3
     share = "" if mfu is None else f"{mfu:.1%}"
     memory = units.size(figures["memory_bytes"])
-    return [f"{speed:,.0f}", f"{each:,.0f}", share, f"{step:,.0f} ms", memory]
+    ratio = figures.get("ratio")
+    beside = f"{ratio:.3f}" if ratio else ""
+    return [f"{speed:,.0f}", f"{each:,.0f}", share, f"{step:,.0f} ms", memory, beside]

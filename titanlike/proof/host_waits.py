@@ -1,0 +1,75 @@
+"""The waits job: where, in a step, the host waits for the device, which then runs dry.
+
+torch says it of CUDA (`set_sync_debug_mode`): of copies to the host and `.item()`, not of events. A CPU
+has none to count; there the same steps run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from titanlike.config.schema import Config
+from titanlike.distributed.mesh import close_mesh, open_mesh
+from titanlike.launch.worker import Worker
+from titanlike.metrics.console import Console
+from titanlike.proof.benchmark import WARMUP, titanlike_loop
+from titanlike.training.build import build
+from titanlike.training.session import open_data_on_every_rank
+
+STEPS = 4  # counted, unless the command line has steps=
+
+
+def waits(config: Config, worker: Worker) -> dict[str, Any]:
+    """Count; prints a table; {"value": waits a step, of the rank that has most; None on a CPU}."""
+    given = any(text.startswith("steps=") for text in worker.overrides)
+    counted = config.steps if given else STEPS
+    config = replace(config, steps=1 + WARMUP + counted)
+    data = open_data_on_every_rank(config, worker)
+    mesh = open_mesh(config, worker)
+    run = build(config, mesh, data)
+    loop = titanlike_loop(run, config, data, worker)
+    for _ in range(1 + WARMUP):
+        next(loop)
+    with waits_by_place(mesh.device) as places:
+        for _ in range(counted):
+            next(loop)
+    ranks: list[Any] = [None] * mesh.world_size
+    dist.all_gather_object(ranks, places)
+    broken = dict(run.compiled.broken) if run.compiled else {}
+    close_mesh()
+    most = max(ranks, key=lambda places: sum((places or {}).values()))
+    value = None if most is None else sum(most.values()) / counted
+    if worker.rank == 0:
+        rows = [(place, f"{n / counted:g}") for place, n in (most or {}).items()]
+        none = "none" if most is not None else "a CPU has none to count"
+        Console(steps=1).table("waits of the host a step", (), rows or [("waits", none)])
+    return {"value": value, "places": most, "not_compiled_as_a_whole": broken}
+
+
+@contextlib.contextmanager
+def waits_by_place(device: torch.device) -> Iterator[Counter[str] | None]:
+    """A context whose waits for a CUDA device are counted by file and line; None for others."""
+    if device.type != "cuda":
+        yield None
+        return
+    places: Counter[str] = Counter()
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield places
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+            for w in caught:
+                if "synchronizing CUDA operation" in str(w.message):
+                    places[f"{'/'.join(Path(w.filename).parts[-2:])}:{w.lineno}"] += 1
