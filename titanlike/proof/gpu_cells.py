@@ -96,9 +96,15 @@ def _cell(line: str, tables: dict[str, Any], cpu: bool, gpus: int) -> Cell:
     ranks, seconds = max(map(_ranks, (overrides, more))), tables["seconds"]
     likely = seconds[kind] + seconds["rank"] * ranks
     likely += sum(seconds.get(word, 0.0) for word in overrides)
-    limit = 1200.0 if kind == "speed" else 600.0
     return Cell(
-        kind, name or "one process", overrides, ranks, limit, more, phase.strip() or "data", likely
+        kind,
+        name or "one process",
+        overrides,
+        ranks,
+        8 * likely,
+        more,
+        phase.strip() or "data",
+        likely,
     )
 
 
@@ -139,6 +145,8 @@ _TAIL = 3000  # characters of a failed command's output that the report has
 _VARYING = {"time", "tokens_per_second", "step_seconds", "memory_bytes", "memory_reserved_bytes"}
 _VARYING |= {"mfu", "save_stall_seconds", "busy_seconds", "busiest_rank", "busiest_seconds"}
 _ALIKE = 1e-3  # relative: fp32 in two layouts, after some steps
+_BEFORE = ("build", "compile")  # phases that precede the first step
+_MANY = 100  # steps in which a phase has been
 _LOOK = 0.02  # seconds, for a phase that may be short
 
 Record = dict[str, Any]
@@ -257,20 +265,19 @@ class _Run:
         return _records(self.folder / name)
 
     def _in_phase(self, command: Command, name: str, steps: int) -> int:
-        """The process of the last rank of a run, once it is in the cell's phase: of training, after
-        so many steps."""
+        """The process of the last rank of a run, once it is in the cell's phase, after so many steps
+        where it has trained by then."""
         run_dir, rank, phase = self.folder / name, self._last_rank, self.cell.phase
         beat: Beat | None = None
 
         def reached() -> bool:
             nonlocal beat
             beat = read_beats(run_dir, range(rank, rank + 1)).get(rank)
-            return (
-                beat is not None
-                and beat.doing == phase
-                and not beat.ended
-                and (phase != "data" or len(_records(run_dir)) >= steps)
-            )
+            done = len(_records(run_dir))
+            if done > _MANY + steps and phase != "data":
+                raise CellFailed(f"{phase} was too short to be seen in {done} steps")
+            now = beat is not None and beat.doing == phase and not beat.ended
+            return now and (phase in _BEFORE or done >= steps)
 
         command.wait_for(reached, _LOOK)
         assert beat is not None

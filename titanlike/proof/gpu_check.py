@@ -28,7 +28,7 @@ from dataclasses import asdict, replace
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from statistics import median
-from typing import Any, cast
+from typing import Any
 
 from titanlike.config.files import atomic_write_text, make_new_folder, read_object
 from titanlike.config.program import argument_parser, exit_code
@@ -191,10 +191,11 @@ def _run(
             if sys.stdout.isatty() and names:
                 place = f"[{len(outcomes)}/{len(cells)}]"
                 _print_line(f"{place} running  {'; '.join(names)}", end="\r")
-            for connection in filter(running.__contains__, wait(running) if running else ()):
+            wait(list(running))
+            for connection in [one for one in running if one.poll()]:
                 number, process = running[connection]
                 try:
-                    outcome = cast(Outcome, connection.recv())
+                    outcome: Outcome = connection.recv()
                 except EOFError:
                     process.join()
                     outcome = Outcome("FAILED", f"its process ended with {process.exitcode}")

@@ -1,0 +1,29 @@
+"""A small U of blocks for checks: the output of each block of the first half is added to the input of
+its mirror image, so that in a pipeline values pass by the stages between."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+
+class FarSkips(nn.Module):
+    """Sizes as of the Llama models; those of heads are not used."""
+
+    def __init__(self, vocab_size: int, hidden_size: int, num_hidden_layers: int, **_: int) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocab_size, hidden_size)
+        self.layers = nn.ModuleList(
+            nn.Linear(hidden_size, hidden_size) for _ in range(num_hidden_layers)
+        )
+        self.lm_head = nn.Linear(hidden_size, vocab_size)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embed(input_ids)
+        kept = []
+        for number, layer in enumerate(self.layers):
+            half = len(self.layers) // 2
+            x = x + torch.tanh(layer(x if number < half else x + kept.pop()))
+            if number < half:
+                kept.append(x)
+        return self.lm_head(x)
