@@ -25,12 +25,12 @@ class _Look:
     cpu: float  # seconds so far
 
 
-def where_ranks_stand(session: int, run_dir: Path, between: float = 5.0) -> tuple[str, str]:
-    """(whether it is slow or stuck, the stacks) of the ranks in a session of processes, by two looks
-    so many seconds apart; ("", "") where Linux' /proc does not tell or none is left."""
-    first = _look(session, run_dir)
+def where_ranks_stand(root: int, run_dir: Path, between: float = 5.0) -> tuple[str, str]:
+    """(whether it is slow or stuck, the stacks) of the ranks that a process has started, or is, by
+    two looks so many seconds apart; ("", "") where Linux' /proc does not tell or none is left."""
+    first = _look(root, run_dir)
     time.sleep(between if first else 0)
-    second = _look(session, run_dir)
+    second = _look(root, run_dir)
     rows, moved = [], []
     for pid in sorted(first.keys() & second.keys(), key=lambda pid: (second[pid].log, pid)):
         a, b = first[pid], second[pid]
@@ -49,20 +49,26 @@ def where_ranks_stand(session: int, run_dir: Path, between: float = 5.0) -> tupl
     return text, "\n".join(filter(None, rows))
 
 
-def _look(session: int, run_dir: Path) -> dict[int, _Look]:
+def _look(root: int, run_dir: Path) -> dict[int, _Look]:
     """By process that answers the signal; one after the other, as ranks' children share its log."""
-    looks = {}
+    parents: dict[int, int] = {}
+    facts = {}
     for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError, ValueError, IndexError):  # it has just ended
-            pid = int(folder.name)
-            if os.getsid(pid) != session:
-                continue
-            caught = re.search(r"SigCgt:\s*(\w+)", (folder / "status").read_text())
-            if caught is None or not int(caught[1], 16) >> (STACKS - 1) & 1:
-                continue
+        with contextlib.suppress(OSError):  # it has just ended
             fields = (folder / "stat").read_text().rpartition(")")[2].split()
-            cpu = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-            looks[pid] = _Look(*_asked(pid, run_dir), fields[0], cpu)
+            caught = re.search(r"SigCgt:\s*(\w+)", (folder / "status").read_text())
+            parents[int(folder.name)] = int(fields[1])
+            if caught and int(caught[1], 16) >> (STACKS - 1) & 1:
+                cpu = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+                facts[int(folder.name)] = fields[0], cpu
+    looks = {}
+    for pid in facts:
+        above = pid
+        while above not in (root, 0):
+            above = parents.get(above, 0)
+        if above:
+            with contextlib.suppress(OSError):
+                looks[pid] = _Look(*_asked(pid, run_dir), *facts[pid])
     return looks
 
 
