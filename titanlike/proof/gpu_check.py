@@ -185,8 +185,8 @@ def _run(
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # the report says how it ended
     try:
         while waiting or running:
-            start_those_that_fit()
             write(how)
+            start_those_that_fit()
             names = [f"{cells[n].kind}: {cells[n].name}" for n, _ in running.values()]
             if sys.stdout.isatty() and names:
                 place = f"[{len(outcomes)}/{len(cells)}]"
@@ -196,6 +196,7 @@ def _run(
                 number, process = running[connection]
                 try:
                     outcome: Outcome = connection.recv()
+                    process.join()
                 except EOFError:
                     process.join()
                     outcome = Outcome("FAILED", f"its process ended with {process.exitcode}")
@@ -233,9 +234,7 @@ def _run(
 def _run_one(cell: Cell, folder: Path, results: Connection, parent: int) -> None:
     """A cell's own process: what it started ends with it."""
     die_with_parent(parent, signal.SIGTERM)
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # a terminal sends it to all: gpu_check sends SIGTERM
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's; gpu_check itself sends SIGTERM
     with contextlib.suppress(KeyboardInterrupt):
         results.send(run_cell(cell, folder))
 
