@@ -20,7 +20,7 @@ class FarSkips(nn.Module):
 
     def forward(self, input_ids: Tensor) -> Tensor:
         x = self.embed(input_ids)
-        kept = []
+        kept: list[Tensor] = []
         for number, layer in enumerate(self.layers):
             half = len(self.layers) // 2
             x = x + torch.tanh(layer(x if number < half else x + kept.pop()))

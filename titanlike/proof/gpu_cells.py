@@ -262,12 +262,12 @@ class _Run:
         with self._command(name, overrides) as command:
             if code := command.wait():
                 raise CellFailed(f"exit code {code}", command.output)
-        return _records(self.folder / name)
+        return _records(self._run_dir(name))
 
     def _in_phase(self, command: Command, name: str, steps: int) -> int:
         """The process of the last rank of a run, once it is in the cell's phase, after so many steps
         where it has trained by then."""
-        run_dir, rank, phase = self.folder / name, self._last_rank, self.cell.phase
+        run_dir, rank, phase = self._run_dir(name), self._last_rank, self.cell.phase
         beat: Beat | None = None
 
         def reached() -> bool:
@@ -283,8 +283,11 @@ class _Run:
         assert beat is not None
         return beat.pid
 
-    def _result(self) -> dict[str, Any]:
-        return json.loads((self.folder / "run/result.json").read_text())
+    def _run_dir(self, name: str = "run") -> Path:
+        return self.folder / name / ("" if self.job == "train" else self.job)
+
+    def _result(self, name: str = "result") -> dict[str, Any]:
+        return json.loads((self._run_dir() / f"{name}.json").read_text())
 
     def _setting(self, key: str) -> float:
         return float(next(w for w in self.cell.overrides if key in w).partition("=")[2])
@@ -295,7 +298,7 @@ class _Run:
         lines = [line for line in output.splitlines() if line.startswith(("PASS", "FAIL"))]
         if code or not lines or not lines[-1].startswith("PASS"):
             raise CellFailed(lines[-1] if lines else f"exit code {code}", output)
-        worst = json.loads((self.folder / "run/verify/result.json").read_text())["value"]
+        worst = self._result()["value"]
         return f"{lines[-1].removeprefix('PASS: ')}, largest gradient error {worst:.1e}"
 
     def determinism(self) -> str:
@@ -329,7 +332,7 @@ class _Run:
         restarts = [event for event in map(json.loads, events) if event["event"] == "restart"]
         if code or len(restarts) != 1:
             raise CellFailed(f"exit code {code} after {len(restarts)} restarts", output)
-        if difference := _same(undisturbed, _records(self.folder / "killed")):
+        if difference := _same(undisturbed, _records(self._run_dir("killed"))):
             raise CellFailed(f"other numbers than without the kill: {difference}", output)
         return f"restarted by itself from step {restarts[0]['step']}, no number changed"
 
@@ -351,8 +354,7 @@ class _Run:
 
     def waits(self) -> str:
         self._run("run")
-        found = self._result()
-        self.figures = {key: found[key] for key in ("value", "places", "not_compiled_as_a_whole")}
+        self.figures = found = self._result("waits")
         if broken := found["not_compiled_as_a_whole"]:
             raise CellFailed(f"not compiled as a whole: {broken}")
         if found["value"] is None:
@@ -373,7 +375,7 @@ class _Run:
         self.figures = figures | {"memory_bytes": memory, "devices": self.cell.ranks}
         beside = ""
         if self.job == "bench":
-            found = self._result()
+            found = self._result("bench")
             self.figures |= {key: found[key] for key in ("plain_step_seconds", "ratio")}
             beside = f", {found['ratio']:.3f} of the plain loop's time" * bool(found["ratio"])
         speed, mfu = figures["tokens_per_second"] or 0.0, figures["mfu"]

@@ -7,6 +7,7 @@ has none to count; there the same steps run.
 from __future__ import annotations
 
 import contextlib
+import json
 import warnings
 from collections import Counter
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from titanlike.config import files
 from titanlike.config.schema import Config
 from titanlike.distributed.mesh import close_mesh, open_mesh
 from titanlike.launch.worker import Worker
@@ -48,11 +50,13 @@ def waits(config: Config, worker: Worker) -> dict[str, Any]:
     close_mesh()
     most = max(ranks, key=lambda places: sum((places or {}).values()))
     value = None if most is None else sum(most.values()) / counted
+    found = {"value": value, "places": most, "not_compiled_as_a_whole": broken}
     if worker.rank == 0:
         rows = [(place, f"{n / counted:g}") for place, n in (most or {}).items()]
         none = "none" if most is not None else "a CPU has none to count"
         Console(steps=1).table("waits of the host a step", (), rows or [("waits", none)])
-    return {"value": value, "places": most, "not_compiled_as_a_whole": broken}
+        files.atomic_write_text(worker.run_dir / "waits.json", json.dumps(found, indent=1))
+    return found
 
 
 @contextlib.contextmanager
