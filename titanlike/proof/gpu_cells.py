@@ -366,21 +366,24 @@ class _Run:
 
     def speed(self) -> str:
         records = self._run("run")
-        settled = records[len(records) // 2 :]  # the first steps compile, allocate, connect
-        figures = {
-            key: median(record[key] for record in settled) if key in settled[-1] else None
-            for key in ("tokens_per_second", "step_seconds", "mfu")
-        }
-        memory = max(record["memory_bytes"] for record in records)
-        self.figures = figures | {"memory_bytes": memory, "devices": self.cell.ranks}
-        beside = ""
         if self.job == "bench":
+            keys = "step_seconds", "mfu", "plain_step_seconds", "ratio", "step_by_kind"
             found = self._result("bench")
-            self.figures |= {key: found[key] for key in ("plain_step_seconds", "ratio")}
-            beside = f", {found['ratio']:.3f} of the plain loop's time" * bool(found["ratio"])
-        speed, mfu = figures["tokens_per_second"] or 0.0, figures["mfu"]
+            figures = {key: found.get(key) for key in keys} | {"tokens_per_second": found["value"]}
+            memory = max(found["memory_bytes"])
+        else:
+            settled = records[len(records) // 2 :]  # the first steps compile, allocate, connect
+            keys = "tokens_per_second", "step_seconds", "mfu"
+            figures = {
+                key: median(record[key] for record in settled) if key in settled[-1] else None
+                for key in keys
+            }
+            memory = max(record["memory_bytes"] for record in records)
+        self.figures = figures | {"memory_bytes": memory, "devices": self.cell.ranks}
+        speed, mfu, ratio = figures["tokens_per_second"], figures["mfu"], figures.get("ratio")
         text = f"{speed:,.0f} tokens/s, {speed / self.cell.ranks:,.0f} a device"
         text += "" if mfu is None else f", MFU {mfu:.1%}"
+        beside = f", {ratio:.3f} of the plain loop's time" if ratio else ""
         return f"{text}, {memory / 2**30:.1f} GiB{beside}"
 
 
