@@ -369,7 +369,8 @@ class _Run:
         if self.job == "bench":
             keys = "step_seconds", "mfu", "plain_step_seconds", "ratio", "step_by_kind"
             found = self._result("bench")
-            figures = {key: found.get(key) for key in keys} | {"tokens_per_second": found["value"]}
+            figures: Record = {key: found.get(key) for key in keys}
+            figures["tokens_per_second"] = found["value"]
             memory = max(found["memory_bytes"])
         else:
             settled = records[len(records) // 2 :]  # the first steps compile, allocate, connect
