@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections import deque
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,17 +16,15 @@ import torch
 import transformers
 from safetensors import safe_open
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from support.cells import GRID, cells, slow
 from support.exported import GPT2, LLAMA, MOE, byte_text, trained, with_args
 from support.hf_tiny import folder_of, model_of
 from support.saved_runs import a_run, checkpoint, train_all
-from titanlike.checkpoint import reader
 from titanlike.checkpoint.hf_export import export, main
-from titanlike.checkpoint.integrity import MODEL, read_tensors
-from titanlike.checkpoint.reader import MOST_BYTES, ShardReader
+from titanlike.checkpoint.integrity import MODEL, DamagedCheckpoint, read_tensors
+from titanlike.checkpoint.reader import ShardReader
 from titanlike.checkpoint.storage import Storage
 from titanlike.config.schema import Config, Model
 from titanlike.data.tokenizer import ByteTokenizer
@@ -103,41 +102,31 @@ def test_a_run_exports_its_model_at_its_end_and_from_a_url(llama: Config, tmp_pa
     assert settings["vocab_size"] == ByteTokenizer.vocab_size
 
 
-class Largest(TorchDispatchMode):
-    """The most bytes of a tensor that is made, but for descriptions of tensors."""
-
-    bytes = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
-        for one in tree_leaves(found):
-            if isinstance(one, Tensor) and not one.is_meta:
-                self.bytes = max(self.bytes, one.untyped_storage().nbytes())
-        return found
-
-
-def test_exporting_takes_the_memory_of_some_rows(
+def test_exporting_takes_the_memory_of_a_file_and_a_tensor(
     llama: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     export(llama.run_dir, str(tmp_path / "at once"))
-    most = 2560  # bytes at a time, of tensors of up to 32 KiB: rows of several ranks
-    monkeypatch.setattr(ShardReader.rows, "__defaults__", (most,))
-    monkeypatch.setattr(reader, "_READ", most // 3)
-    with Largest() as largest:
-        export(llama.run_dir, str(tmp_path / "out"))
+    read: list[tuple[StorageWeakRef, int]] = []
+    in_memory: list[int] = []
+    whole = ShardReader.whole
+
+    def watched(reader: ShardReader, name: str) -> Tensor:
+        tensor = whole(reader, name)
+        read.append((StorageWeakRef(tensor.untyped_storage()), tensor.nbytes))
+        in_memory.append(sum(size for storage, size in read if not storage.expired()))
+        return tensor
+
+    monkeypatch.setattr(ShardReader, "whole", watched)
+    most = 40_000
+    export(llama.run_dir, str(tmp_path / "out"), shard_bytes=most)
     assert tensors(tmp_path / "out") == tensors(tmp_path / "at once")
-    assert most / 2 < largest.bytes <= most
+    largest, total = max(size for _, size in read), sum(size for _, size in read)
+    assert most / 2 < max(in_memory) <= most + largest < 0.7 * total
 
 
-@pytest.mark.parametrize("most", [2**11, MOST_BYTES], ids=["by rows", "at once"])
 def test_damage_is_found_while_it_is_read_and_leaves_no_folder(
-    most: int,
-    llama: Config,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    llama: Config, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(ShardReader.rows, "__defaults__", (most,))
     shutil.copytree(llama.run_dir, tmp_path / "run")
     folder = checkpoint(tmp_path / "run", 1)
     chunk = read_tensors(Storage(folder))["model.model.embed_tokens.weight"].chunks[-1]
@@ -148,6 +137,9 @@ def test_damage_is_found_while_it_is_read_and_leaves_no_folder(
     assert main([str(file.parent), str(tmp_path / "out")]) == 2
     assert "damaged" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
+    rows = ShardReader.open("RUN", str(folder)).rows("model.model.embed_tokens.weight", 2**11)
+    with pytest.raises(DamagedCheckpoint):  # also of what reads a few rows at a time
+        deque(rows, maxlen=0)
 
 
 def test_a_folder_that_is_there_is_not_overwritten(

@@ -16,7 +16,6 @@ Other safetensors files of a model can be restored, too: as step 0.
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,6 @@ from typing import Any
 import torch
 import xxhash
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from titanlike.checkpoint.digest import digest_of, text_of
@@ -44,6 +42,7 @@ from titanlike.checkpoint.writer import prepare_save, write_checkpoint
 from titanlike.config.files import parse_object, replaced
 from titanlike.metrics import units
 from titanlike.metrics.console import Console
+from titanlike.models.safetensors_folder import write_file
 
 _COMPARED = 2**22  # elements that are compared at a time
 _MAX_NAMES = 20  # in a list, without --tensors
@@ -88,16 +87,8 @@ def consolidate(location: str, file: str, *, dtype: str | None, with_optimizer: 
     state = source.header.state
     about = {"format": "pt", "step": str(state["step"]), "titanlike": json.dumps(state)}
     about |= {"contents": "run" if with_optimizer else "model", "xxh3": _checksum(tensors)}
-    try:
-        with replaced(path) as temporary:
-            temporary.touch(exist_ok=False)
-            mode = temporary.stat().st_mode  # as the umask says; save_file replaces it by 0600
-            save_file(tensors, temporary, about)
-            with open(temporary, "rb+") as output:
-                os.fchmod(output.fileno(), mode)
-                os.fsync(output.fileno())
-    except SafetensorError as error:  # also raised for a full disk
-        raise OSError(f"{path} could not be written: {error}") from error
+    with replaced(path) as temporary:
+        write_file(tensors, temporary, about)
     Storage(path.parent).sync()
     return f"{path}: {_summary(tensors)} of {source.folder}"
 

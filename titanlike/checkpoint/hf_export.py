@@ -1,4 +1,4 @@
-"""`titanlike export RUN OUT`: a checkpoint as a folder that transformers loads, a few rows at a
+"""`titanlike export RUN OUT`: a checkpoint as a folder that transformers loads, a file in memory at a
 time."""
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from titanlike.models.hf_names import FAMILIES, counterpart
 from titanlike.models.hf_weights import source_of
 from titanlike.models.registry import build_model, complete_arguments
 from titanlike.models.safetensors_folder import DTYPES as SAFETENSORS_DTYPES
-from titanlike.models.safetensors_folder import Planned, write_folder
+from titanlike.models.safetensors_folder import write_folder
 
 _GENERATION = "generation_config.json"
 _PROGRESS = 5.0  # seconds between lines of progress
@@ -104,34 +104,28 @@ def export(
     unfinished.mkdir(parents=True)
     try:
         note = _write_small_files(unfinished, config, saved)
-        planned = [output for tensor in tensors for output in tensor.outputs]
-        total = sum(output.bytes for output in planned)
+        sizes = {output.name: output.bytes for tensor in tensors for output in tensor.outputs}
+        total = sum(sizes.values())
 
-        def values() -> Iterator[Tensor]:
+        def values() -> Iterator[tuple[str, Tensor]]:
             done, said = 0, begin
             for tensor in tensors:
-                name, output = MODEL + tensor.name, tensor.outputs[0]
-                if tensor.convert is None:
-                    for slab in rows.rows(name):
-                        yield cast_weights(slab, output.dtype, output.name)
-                else:
-                    converted = tensor.convert(rows.whole(name))
-                    for output in tensor.outputs:
-                        yield cast_weights(converted[output.name], output.dtype, output.name)
-                done += sum(output.bytes for output in tensor.outputs)
+                for output, value in tensor.values(rows.whole(MODEL + tensor.name)):
+                    yield output.name, cast_weights(value, output.dtype, output.name).contiguous()
+                    done += output.bytes
                 if time.monotonic() > said + _PROGRESS:
                     said = time.monotonic()
                     share = f"{done / max(1, total):.0%} of {units.size(total)}"
                     say(f"{share} after {said - begin:.0f} s")
 
-        write_folder(unfinished, planned, shard_bytes, values())
+        write_folder(unfinished, sizes, shard_bytes, values())
         if folder.is_dir():  # an empty one
             folder.rmdir()
         unfinished.rename(folder)
         Storage(folder.parent).sync()
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
-    count = f"{len(planned)} tensors ({config['dtype']}, {units.size(total)})"
+    count = f"{len(sizes)} tensors ({config['dtype']}, {units.size(total)})"
     say(f"{folder}: {count} of {rows.folder}; {note}")
 
 
@@ -139,13 +133,34 @@ def export(
 # -----------------------------------------------------------------------------------------
 
 
+class Planned(NamedTuple):
+    """A tensor that is to be written."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def bytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
 class Exported(NamedTuple):
-    """A tensor of the checkpoint and what becomes of it: of one dtype, and of all of its values in
-    their order, unless they are converted (name -> tensor)."""
+    """A tensor of the checkpoint and what becomes of it: tensors that have its values in their order,
+    unless they are converted (name -> tensor)."""
 
     name: str
     outputs: list[Planned]
     convert: Callable[[Tensor], dict[str, Tensor]] | None = None
+
+    def values(self, tensor: Tensor) -> Iterator[tuple[Planned, Tensor]]:
+        if self.convert is None:
+            parts = tensor.flatten().split([prod(output.shape) for output in self.outputs])
+        else:
+            converted = self.convert(tensor)
+            parts = [converted[output.name] for output in self.outputs]
+        for output, part in zip(self.outputs, parts, strict=True):
+            yield output, part.view(output.shape)
 
 
 def plan_export(
@@ -197,8 +212,7 @@ def plan_export(
     for output in (output for tensor in tensors for output in tensor.outputs):
         values[output.dtype] += prod(output.shape)
     config["dtype"] = str(values.most_common(1)[0][0]).removeprefix("torch.")
-    # of dtypes of different sizes the larger ones first: then each begins at a multiple of its own
-    return config, sorted(tensors, key=lambda tensor: -tensor.outputs[0].dtype.itemsize)
+    return config, tensors
 
 
 def _reverted(

@@ -1,22 +1,18 @@
-"""A folder of safetensors, as transformers has them: slices are read of it, and it is written of a
-stream.
-
-A file is 8 bytes of length, a JSON object of that length (name -> dtype, shape, begin and end of
-its bytes), and the tensors' bytes without gaps (https://github.com/huggingface/safetensors).
-"""
+"""A folder of safetensors, as transformers has them: slices are read of it, and it is written a file
+after the other."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable
-from dataclasses import dataclass
-from math import prod
+from collections.abc import Iterable, Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from titanlike.config.errors import some_names
@@ -98,61 +94,46 @@ def _indexed(folder: Path) -> dict[str, str] | None:
 # --- writing --------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Planned:
-    """A tensor that is to be written."""
+def write_file(tensors: dict[str, Tensor], path: Path, about: dict[str, str]) -> None:
+    """Write a file by safetensors' writer, with the mode that the umask says, and to the disk.
 
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def bytes(self) -> int:
-        return prod(self.shape) * self.dtype.itemsize
+    Raises OSError.
+    """
+    path.touch(exist_ok=False)
+    mode = path.stat().st_mode  # save_file replaces it by 0600
+    try:
+        save_file(tensors, path, about)
+    except SafetensorError as error:  # also raised for a full disk
+        raise OSError(f"{path} could not be written: {error}") from error
+    with open(path, "rb+") as file:
+        os.fchmod(file.fileno(), mode)
+        os.fsync(file.fileno())
 
 
 def write_folder(
-    folder: Path, planned: Iterable[Planned], shard_bytes: int, values: Iterable[Tensor]
+    folder: Path, sizes: Mapping[str, int], shard_bytes: int, tensors: Iterable[tuple[str, Tensor]]
 ) -> None:
-    """Write tensors, in their order, to files of at most `shard_bytes` each, where a single tensor
-    is not larger.
+    """Write tensors to files of at most `shard_bytes` each, where a single tensor is not larger; one
+    file is in memory at a time.
 
-    values: of all of them, in parts: each of a part of a tensor, or of several, of one dtype.
+    sizes: name -> bytes; tensors: of these names, in the same order.
     """
-    shards: list[list[Planned]] = [[]]
+    shards: list[int] = [0]  # number of tensors in each
     size = 0
-    for tensor in planned:
-        if shards[-1] and size + tensor.bytes > shard_bytes:
-            shards.append([])
+    for count in sizes.values():
+        if shards[-1] and size + count > shard_bytes:
+            shards.append(0)
             size = 0
-        shards[-1].append(tensor)
-        size += tensor.bytes
-    words = {dtype: word for word, dtype in DTYPES.items()}
+        shards[-1] += 1
+        size += count
     files: dict[str, str] = {}  # name of a tensor -> file
-    parts, data, total = iter(values), memoryview(b""), 0
-    for number, shard in enumerate(shards, 1):
+    names, values = iter(sizes), iter(tensors)
+    for number, length in enumerate(shards, 1):
         several = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        file_name = several if len(shards) > 1 else SINGLE
-        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-        left = 0
-        for tensor in shard:
-            places = [left, left := left + tensor.bytes]
-            about = {"dtype": words[tensor.dtype], "shape": tensor.shape, "data_offsets": places}
-            header[tensor.name], files[tensor.name] = about, file_name
-        total += left
-        text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)
-        with open(folder / file_name, "wb") as file:
-            file.write(len(text).to_bytes(8, "little") + text)
-            while left:
-                if not data:
-                    data = next(parts).contiguous().flatten().view(torch.uint8).numpy().data
-                part, data = data[:left], data[left:]
-                left -= file.write(part)
-            file.flush()
-            os.fsync(file.fileno())
-    for _ in parts:  # of empty tensors
-        pass
+        name = several if len(shards) > 1 else SINGLE
+        files |= dict.fromkeys(islice(names, length), name)
+        write_file(dict(islice(values, length)), folder / name, {"format": "pt"})
     if len(shards) > 1:
+        total = sum(sizes.values())
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(files.items()))}
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
