@@ -82,7 +82,7 @@ class JobLauncher(Launcher):
     ) -> Sequence[JobReturn]:
         """Run a batch of jobs; a failed one's return_value raises."""
         from titanlike.config.errors import ConfigError, Problem
-        from titanlike.driver.overrides import one_line
+        from titanlike.driver.argv import one_line
         from titanlike.driver.sweep_jobs import Prepared, run_jobs
         from titanlike.launch.failures import JobFailed
 

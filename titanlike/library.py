@@ -15,7 +15,7 @@ import json
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -110,10 +110,12 @@ def plan(config: Config) -> Estimate:
     """
     _needs_config(config)
     from titanlike.planning.estimate import make_estimate
+    from titanlike.planning.estimate_text import ShownEstimate
     from titanlike.planning.known_hardware import planned_hardware
 
     named = config.hardware.name != "none"  # else what is likely here
-    return make_estimate(config, planned_hardware(config) if named else None)
+    estimate = make_estimate(config, planned_hardware(config) if named else None)
+    return ShownEstimate(**{f.name: getattr(estimate, f.name) for f in fields(estimate)})
 
 
 def train(config: Config, callbacks: Sequence[Callback] = ()) -> float | None:

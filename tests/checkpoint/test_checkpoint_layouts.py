@@ -19,8 +19,8 @@ from support.saved_runs import checkpoint, reseal
 from support.saved_state import checkpointer_of, fill, local, opened, tensors
 from support.world import run_world
 from titanlike.checkpoint import integrity, reader
-from titanlike.checkpoint.checkpointer import Progress
 from titanlike.checkpoint.conversion import compare
+from titanlike.checkpoint.discovery import Progress
 from titanlike.checkpoint.integrity import MODEL, OPTIMIZER, RNG, read_state, read_tensors
 from titanlike.checkpoint.reader import ShardReader
 from titanlike.checkpoint.storage import Storage

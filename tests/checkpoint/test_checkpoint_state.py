@@ -30,8 +30,8 @@ from support.saved_state import (
 )
 from support.world import run_world
 from titanlike.checkpoint import writer
-from titanlike.checkpoint.checkpointer import Checkpointer, Progress
-from titanlike.checkpoint.discovery import committed, select_resume, step_name
+from titanlike.checkpoint.checkpointer import Checkpointer
+from titanlike.checkpoint.discovery import Progress, committed, select_resume, step_name
 from titanlike.checkpoint.integrity import UnsafeCheckpoint, check_all, read_tensors
 from titanlike.checkpoint.staging import Copy, HostMemory
 from titanlike.checkpoint.state_dict import SHARED_STEP

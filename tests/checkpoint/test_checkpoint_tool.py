@@ -22,8 +22,8 @@ from support.paths import ROOT
 from support.saved_runs import a_run, checkpoint, edited, reseal
 from support.saved_state import load_each, opened, update
 from support.world import run_world
-from titanlike.checkpoint.checkpointer import Progress
 from titanlike.checkpoint.commands import main
+from titanlike.checkpoint.discovery import Progress
 from titanlike.config.schema import Config
 from titanlike.launch.worker import Worker
 

@@ -26,7 +26,7 @@ from support.saved_runs import a_run, checkpoint, events, numbers, reseal, train
 from support.saved_state import going_on, load, load_each, opened, update
 from support.world import run_world
 from titanlike.checkpoint import integrity, state_dict
-from titanlike.checkpoint.checkpointer import Progress
+from titanlike.checkpoint.discovery import Progress
 from titanlike.checkpoint.integrity import UNEQUAL, Damage, check_all, read_tensors
 from titanlike.checkpoint.reader import ShardReader
 from titanlike.checkpoint.storage import CHUNKS, DAMAGED_MARKER, MARKER, DamagedCheckpoint, Storage

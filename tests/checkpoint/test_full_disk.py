@@ -15,7 +15,8 @@ import pytest
 
 from support.saved_runs import a_run, checkpoint, events, numbers, train_all, train_each
 from support.world import run_world
-from titanlike.checkpoint.checkpointer import Checkpointer, Progress
+from titanlike.checkpoint.checkpointer import Checkpointer
+from titanlike.checkpoint.discovery import Progress
 from titanlike.checkpoint.integrity import check_all
 from titanlike.checkpoint.storage import Storage
 from titanlike.config.schema import Config

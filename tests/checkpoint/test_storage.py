@@ -18,8 +18,7 @@ from support.saved_runs import a_run, events, train_each
 from support.saved_state import fill, load, local, opened, tensors
 from support.world import run_world
 from titanlike.checkpoint import storage
-from titanlike.checkpoint.checkpointer import Progress
-from titanlike.checkpoint.discovery import committed, newest_complete, resolve, step_name
+from titanlike.checkpoint.discovery import Progress, committed, newest_complete, resolve, step_name
 from titanlike.checkpoint.integrity import check_all, checksum, commit
 from titanlike.checkpoint.staging import write_tensors
 from titanlike.checkpoint.storage import Storage

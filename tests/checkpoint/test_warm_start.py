@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 from support.saved_runs import a_run, checkpoint, edited, events
 from support.saved_state import Loaded, load, load_each, local, opened, tensors
 from support.world import run_world
-from titanlike.checkpoint.checkpointer import Progress
 from titanlike.checkpoint.commands import main
+from titanlike.checkpoint.discovery import Progress
 from titanlike.checkpoint.state_dict import renamed
 from titanlike.config.schema import Config
 from titanlike.launch.worker import Worker

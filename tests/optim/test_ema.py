@@ -30,9 +30,10 @@ from titanlike.config.schema import (
     Sgd,
     Validation,
 )
+from titanlike.distributed.placement import optimizer_state
 from titanlike.models.registry import build_model, resolve_model
 from titanlike.optim.fused import step_unless
-from titanlike.optim.optimizer import build_optimizers, optimizer_state
+from titanlike.optim.optimizer import build_optimizers
 from titanlike.training.loop import train
 
 AVERAGED = {"ema": Ema(0.6), "layers": 2, "steps": 4, "validation": Validation(2, 1)}

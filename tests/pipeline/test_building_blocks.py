@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from titanlike.costs.simulate import equal_stages, in_flight, simulate
+from titanlike.pipeline.order_check import check_order
 from titanlike.pipeline.schedules import SCHEDULES
 
 SIZES = [(p, m * p) for p in (2, 3, 4, 6, 8) for m in (1, 2, 4)]
@@ -15,7 +16,7 @@ SIZES = [(p, m * p) for p in (2, 3, 4, 6, 8) for m in (1, 2, 4)]
 def measured(name: str, pp: int, microbatches: int) -> tuple[float, float]:
     """Time steps of a rank that waits, in F of a whole rank, and the most microbatches in
     flight."""
-    order = SCHEDULES[name](pp, microbatches).check()
+    order = check_order(SCHEDULES[name](pp, microbatches))
     # F, I and W take a step each
     simulation = simulate(order, equal_stages(order))
     waits = simulation.pipeline - 3 * microbatches
@@ -54,6 +55,6 @@ def test_v_half_and_v_min_have_half_and_a_third_of_1f1bs_memory_and_small_bubble
 @settings(max_examples=25, deadline=None)
 @given(st.sampled_from(["zbh1", "zbh2", "vhalf", "vmin"]), st.integers(1, 9), st.integers(1, 30))
 def test_any_number_of_ranks_and_microbatches_runs(name: str, pp: int, microbatches: int) -> None:
-    order = SCHEDULES[name](pp, microbatches).check()
-    order.forward_only().check()
+    order = check_order(SCHEDULES[name](pp, microbatches))
+    check_order(order.forward_only())
     assert order.splits_backward

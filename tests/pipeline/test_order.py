@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from titanlike.pipeline.order import Action, Order
-from titanlike.pipeline.order_check import completion_key, dependencies, walk
+from titanlike.pipeline.order_check import check_order, completion_key, dependencies, walk
 from titanlike.pipeline.schedules import interleaved_1f1b, loop, one_f_one_b, vee
 
 # pp 2, 2 microbatches, one stage a rank; rank 0 splits the backward of microbatch 1
@@ -70,7 +70,7 @@ def test_a_wrong_table_is_refused_with_the_place_and_what_to_change(
     csv: str, words: list[str]
 ) -> None:
     with pytest.raises(ValueError) as error:
-        Order.from_csv(csv)
+        check_order(Order.from_csv(csv))
     for word in words:
         assert word in str(error.value)
 
@@ -91,7 +91,7 @@ def test_what_a_table_cannot_say_is_refused_too() -> None:
         (Order((row, acts("1F0,2F0,1B0,2B0")), (0, 1, 1), 1), "rank 1: 1B0 comes before 2B0"),
     ):
         with pytest.raises(ValueError, match=words):
-            order.check()
+            check_order(order)
 
 
 def can_run(order: Order) -> bool:
@@ -123,10 +123,10 @@ def test_two_swapped_actions_are_refused_exactly_when_they_deadlock_or_cannot_ru
     row[i], row[j] = row[j], row[i]
     swapped = Order(tuple(map(tuple, ranks)), order.stage_to_rank, order.microbatches)
     if can_run(swapped):
-        swapped.check()
+        check_order(swapped)
     else:
         with pytest.raises(ValueError, match=r"rank \d+.*\d+[FB]\d+"):
-            swapped.check()
+            check_order(swapped)
 
 
 @settings(max_examples=25, deadline=None)
@@ -151,7 +151,7 @@ def test_an_order_is_walked_as_it_can_run_and_a_csv_reads_back_the_same(order) -
     st.integers(1, 9),
 )
 def test_evaluation_runs_every_forward_once_on_any_placement(place, microbatches) -> None:
-    order = Order(((),) * (max(place) + 1), place, 1).forward_only(microbatches).check()
+    order = check_order(Order(((),) * (max(place) + 1), place, 1).forward_only(microbatches))
     assert order.stage_to_rank == place and order.microbatches == microbatches
     everything = sorted(act for row in order.ranks for act in row)
     assert everything == [Action("F", s, m) for s in range(len(place)) for m in range(microbatches)]

@@ -20,6 +20,7 @@ from titanlike.pipeline.from_config import (
     microbatch_problem,
     stage_count,
 )
+from titanlike.pipeline.order_check import check_order
 from titanlike.pipeline.schedules import LOOPED, SCHEDULES, interleaved_1f1b, loop, looped_bfs, vee
 from titanlike.torch_private.pipeline_runtime import generated_order
 
@@ -52,12 +53,12 @@ def test_a_schedule_gives_an_order_that_runs_or_refuses_what_torch_refuses_too(
         else:
             assert "write schedule.stages_per_rank=2" in str(problem)
         return
-    order = build_order(schedule, pp, microbatches).check()
+    order = check_order(build_order(schedule, pp, microbatches))
     assert (len(order.ranks), order.microbatches) == (pp, microbatches)
     assert order.stages == stage_count(schedule, pp)
     assert order.splits_backward == (schedule.name in SPLITTING)
     assert len({len(order.local(rank)) for rank in range(pp)}) == 1
-    order.forward_only().check()
+    check_order(order.forward_only())
 
 
 def test_every_schedule_that_can_be_declared_has_its_function_and_runs_on_a_single_rank() -> None:
@@ -177,6 +178,7 @@ def test_a_csv_that_is_missing_or_wrong_is_refused_with_its_path(tmp_path) -> No
 
 MINE = """
 from titanlike.pipeline.order import Action, Order
+from titanlike.pipeline.order_check import check_order
 from titanlike.pipeline.schedules import gpipe
 
 def backwards_last(pp, microbatches, lazy=False):

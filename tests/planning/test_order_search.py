@@ -17,6 +17,7 @@ from support.cost_sets import CostSet, compare, compare_all, known
 from support.message_streams import a_pair, compute, makespan, one_stream
 from titanlike.costs.simulate import Duration, StageTimes, equal_stages
 from titanlike.pipeline.order import Action, Order
+from titanlike.pipeline.order_check import check_order
 from titanlike.pipeline.schedules import interleaved_1f1b, loop
 from titanlike.planning.order_search import (
     OrderProblem,
@@ -33,7 +34,7 @@ from titanlike.torch_private.pipeline_runtime import _lower
 
 def checked(found: SearchResult) -> None:
     """It runs to its end, under NCCL's streams too, and keeps within its memory."""
-    order = found.order.check()
+    order = check_order(found.order)
     assert found.problem.fits(order)
     assert found.seconds >= lower_bound(found.problem) * (1 - 1e-9)
     for evaluated in (order, order.forward_only()):
@@ -78,11 +79,11 @@ def test_an_order_follows_its_keys_and_keeps_within_its_memory() -> None:
     order = interleaved_1f1b(2, 4, 1)
     problem = OrderProblem(loop(2), 4, equal_stages(order), [1.0, 1.0], [0.0, 0.0], 2.0)
     found = list_order(problem, *wanted(problem, order), Rule())
-    assert found is not None and problem.fits(found.check())
+    assert found is not None and problem.fits(check_order(found))
     assert str(found.ranks[1][0]) == "1F0" and str(found.ranks[1][1]) == "1I0"
     queues = replace(problem, queued=[0.5, 0.5])
     found = list_order(queues, *wanted(queues, order), Rule())
-    assert found is not None and queues.fits(found.check())
+    assert found is not None and queues.fits(check_order(found))
     less = replace(problem, limit=0.5)
     assert list_order(less, *wanted(problem, order), Rule()) is None
     assert best_order(less, {}, 10) is None

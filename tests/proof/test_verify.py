@@ -27,8 +27,8 @@ from titanlike.config.schema import (
     SyntheticData,
     TextData,
 )
+from titanlike.distributed.placement import StageState
 from titanlike.launch.worker import Worker
-from titanlike.optim.optimizer import StageState
 from titanlike.pipeline.pipeline import Pipeline
 from titanlike.proof import verification
 from titanlike.proof.comparison import Comparison, compare, merge, reliable

@@ -74,7 +74,7 @@ def watched(share: float, steps: list[list[float]]) -> list[int]:
     worker = SimpleNamespace(rank=0, local_world_size=2, run_dir=Path("none"), world_size=2)
     events = mock.Mock()
     config = Config(launch=Launch(straggler=share))
-    found = Stragglers(config, SimpleNamespace(mesh=mesh), worker, events)
+    found = Stragglers(config, mesh, worker, events)
     with mock.patch.object(stragglers, "_STEPS", 3):
         for step, waited in enumerate(steps, start=1):
             found.step(step, 1.0, waited)

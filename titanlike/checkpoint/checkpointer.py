@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,28 +15,19 @@ import torch
 import torch.distributed as dist
 
 from titanlike.checkpoint import discovery
+from titanlike.checkpoint.discovery import Progress
 from titanlike.checkpoint.storage import Storage
 from titanlike.config.credentials import redact_value
 from titanlike.config.parse import to_plain
 from titanlike.config.schema import MESH_AXES, Config
 from titanlike.data.sources import Data, data_fingerprint
+from titanlike.distributed.placement import StageState
 from titanlike.metrics.run_files import Events
 from titanlike.models.registry import resolve_model
-from titanlike.optim.optimizer import StageState
 
 if TYPE_CHECKING:
     from titanlike.checkpoint.loader import CheckpointLoader
     from titanlike.checkpoint.writer import CheckpointWriter
-
-
-@dataclass(frozen=True)
-class Progress:
-    """How far a run has come: saved beside the tensors."""
-
-    step: int = 0
-    value: float | None = None  # last validation loss, or loss
-    left_out: int = 0  # batches that rollbacks have skipped
-    guard: dict[str, Any] = field(default_factory=dict)  # see anomalies.AnomalyDetector.state
 
 
 class Checkpointer:

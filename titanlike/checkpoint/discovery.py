@@ -31,6 +31,16 @@ STEP_NAME = re.compile(r"step-(\d{8,})")
 _ANY_NAME = re.compile(r"(step|model)-(\d{8,})")
 
 
+@dataclass(frozen=True)
+class Progress:
+    """How far a run has come: saved beside the tensors."""
+
+    step: int = 0
+    value: float | None = None  # last validation loss, or loss
+    left_out: int = 0  # batches that rollbacks have skipped
+    guard: dict[str, Any] = field(default_factory=dict)  # see anomalies.AnomalyDetector.state
+
+
 @dataclass
 class Selection:
     """The selected checkpoint, None where there is none, and the newer ones that it is not."""

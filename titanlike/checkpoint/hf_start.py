@@ -13,13 +13,12 @@ from titanlike.checkpoint.state_dict import sync_tied_copies
 from titanlike.config.errors import ConfigError, Problem, override_text, some_names
 from titanlike.config.imports import quiet_import
 from titanlike.config.schema import Config
-from titanlike.distributed.placement import pieces
+from titanlike.distributed.placement import StageState, pieces
 from titanlike.models.hf_config import read_config
 from titanlike.models.hf_names import FAMILIES, counterpart, whole_sizes
 from titanlike.models.hf_weights import own_weights
 from titanlike.models.registry import build_model, complete_arguments, resolve_model
 from titanlike.models.safetensors_folder import has_weights
-from titanlike.optim.optimizer import StageState
 from titanlike.torch_private.dtensor import local
 
 PREFIX = "hf:"

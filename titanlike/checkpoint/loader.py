@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from titanlike.checkpoint import discovery, integrity
-from titanlike.checkpoint.checkpointer import Progress
-from titanlike.checkpoint.discovery import Selection, step_of
+from titanlike.checkpoint.discovery import Progress, Selection, step_of
 from titanlike.checkpoint.integrity import CheckpointHeader
 from titanlike.checkpoint.reader import read_header_on_all_ranks
 from titanlike.checkpoint.storage import (
@@ -31,8 +30,8 @@ from titanlike.config.files import as_record
 from titanlike.config.schema import LAYER_AXES, Config
 from titanlike.data.registry import data_changed
 from titanlike.data.sources import Data, fingerprint_changes
+from titanlike.distributed.placement import StageState
 from titanlike.metrics.run_files import Events, changed_keys
-from titanlike.optim.optimizer import StageState
 
 if TYPE_CHECKING:
     from titanlike.checkpoint.writer import CheckpointWriter

@@ -31,8 +31,7 @@ from titanlike.checkpoint.storage import Storage
 from titanlike.config.errors import some_names
 from titanlike.config.schema import Checkpoint
 from titanlike.device.accelerator import rng_states, set_rng_state
-from titanlike.distributed.placement import Part, pieces
-from titanlike.optim.optimizer import StageState
+from titanlike.distributed.placement import Part, StageState, pieces
 from titanlike.torch_private.distributed_checkpoint import Blocks
 from titanlike.torch_private.dtensor import local
 

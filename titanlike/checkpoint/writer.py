@@ -55,9 +55,9 @@ from titanlike.checkpoint.storage import CHUNKS, METADATA, DamagedCheckpoint, St
 from titanlike.config.schema import Checkpoint
 from titanlike.device.accelerator import set_device
 from titanlike.distributed.collectives import gather_objects, scatter_objects
+from titanlike.distributed.placement import StageState
 from titanlike.metrics import units
 from titanlike.metrics.run_files import Events
-from titanlike.optim.optimizer import StageState
 from titanlike.torch_private.accelerator import started
 from titanlike.torch_private.distributed_checkpoint import Blocks, describe_files
 from titanlike.torch_private.dtensor import local

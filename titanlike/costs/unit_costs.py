@@ -22,9 +22,9 @@ from titanlike.config.schema import Config
 from titanlike.costs.node_costs import NodeCosts, Times, UnitPeak, count, node_times
 from titanlike.distributed.placement import experts_of
 from titanlike.graph.cut import cut, unit_starts
+from titanlike.graph.loss import Loss
 from titanlike.graph.model_graph import ModelGraph
 from titanlike.graph.recording import Node, tree_map
-from titanlike.optim.loss import Loss
 
 if TYPE_CHECKING:  # imported where a layout has them
     from titanlike.distributed.collectives import GroupInfo

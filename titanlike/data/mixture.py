@@ -25,7 +25,7 @@ import torch
 
 from titanlike.config.errors import Problem
 from titanlike.config.schema import Config, MixtureData, TextData, TokenData
-from titanlike.data import registry, text, tokens
+from titanlike.data import registry, text, token_files, tokens
 from titanlike.data.order import GlobalBatchSampler, shuffled_index
 from titanlike.data.registry import DataError, Vocabulary
 from titanlike.data.sources import Data, Source, documents_note, source_fingerprint
@@ -91,7 +91,7 @@ def _check_sources(data: MixtureData, config: Config) -> Iterator[Problem]:
         try:
             if isinstance(section, TokenData):
                 parts = tokens.read_tokens(section).parts(data.validation_fraction)
-                yield from tokens.too_short(parts, config.seq_len)
+                yield from token_files.too_short(parts, config.seq_len)
             else:
                 text.find_files(section.path)
         except DataError as error:

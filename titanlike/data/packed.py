@@ -14,8 +14,8 @@ import torch
 from titanlike.config.schema import Config
 from titanlike.data.registry import DataError
 from titanlike.data.sources import Data, documents_note, numbers_hash
+from titanlike.data.token_files import Parts, TokenFile, open_tokens, too_short
 from titanlike.data.tokenizer import Tokenizer
-from titanlike.data.tokens import Parts, TokenFile, open_tokens, too_short
 
 
 def packed_data(

@@ -36,8 +36,8 @@ from titanlike.config.files import open_regular, read_object
 from titanlike.config.schema import ChatData, Config, HFData, MixtureData, TextData
 from titanlike.data.order import is_for_validation
 from titanlike.data.registry import DataError, Vocabulary, missing_package
+from titanlike.data.token_files import TokenFile
 from titanlike.data.tokenizer import Tokenizer, open_tokenizer
-from titanlike.data.tokens import TokenFile
 
 if TYPE_CHECKING:
     from titanlike.data.sources import Data

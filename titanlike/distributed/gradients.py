@@ -23,8 +23,9 @@ from torch import Tensor, nn
 from titanlike.distributed.mesh import Mesh, new_group
 from titanlike.distributed.readings import on_device
 from titanlike.distributed.sharding import is_sharded
-from titanlike.distributed.transform import GradientSums, Transform
+from titanlike.distributed.transform import Transform
 from titanlike.torch_private.dtensor import local
+from titanlike.torch_private.pipeline_stage import GradientSums
 
 
 class TiedWeights(Transform):

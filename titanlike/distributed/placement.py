@@ -1,5 +1,5 @@
-"""Where a parameter is among the ranks that divide a model's layers, and what such a layer says of
-itself.
+"""Where a parameter is among the ranks that divide a model's layers, what such a layer says of
+itself, and what a rank trains of a stage.
 
 What cuts parameters (`tp/`, `expert_parallel.py`) gives each a `Placement`, by its name, and puts
 marks on the modules. Optimizers, checkpoints, losses and proofs read these, and need not know what
@@ -8,8 +8,8 @@ cut them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from itertools import product
 from typing import Any, Literal, TypeGuard
 
@@ -148,3 +148,48 @@ def freeze_statistics(model: nn.Module) -> list[BatchNorm]:
     for norm in norms:
         norm.track_running_stats = False
     return norms
+
+
+@dataclass(frozen=True)
+class StageState:
+    """What this rank trains of one stage that has parameters or buffers."""
+
+    stage: nn.Module
+    optimizers: list[torch.optim.Optimizer]  # of different parameters
+    # parameter in the stage -> its name in the whole model, one for all copies of a tied one
+    names: dict[str, str]
+    owned: frozenset[str]  # names in the whole model; each parameter is owned by one stage
+    # name in the whole model -> where a parameter is among tensor-parallel ranks; {} without any
+    placements: Mapping[str, Placement] = field(default_factory=dict)
+
+    def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """All of the stage's, by the name in the whole model."""
+        for name, parameter in self.stage.named_parameters():
+            yield self.names[name], parameter
+
+    def part(self, name: str) -> Part | None:
+        """Which part of a parameter, by its name in the whole model, this rank has; None = all."""
+        return self.placements[name].part if name in self.placements else None
+
+    def placed_parameters(self) -> Iterator[tuple[nn.Parameter, Placement]]:
+        return ((parameter, self.placements[name]) for name, parameter in self.parameters())
+
+    def zero_grad(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+
+    def optimizer_state(self, parameter: nn.Parameter) -> dict[str, Any]:
+        """What is remembered of a parameter: {} where it was never updated."""
+        return optimizer_state(self.optimizers, parameter)
+
+    def owns(self, name: str) -> bool:
+        """Whether a parameter or buffer, by its name in the whole model, counts in this stage: in
+        the gradient norm and in a checkpoint. A tied parameter counts in one stage alone."""
+        return name in self.owned or name not in self.names.values()
+
+
+def optimizer_state(
+    optimizers: Iterable[torch.optim.Optimizer], parameter: nn.Parameter
+) -> dict[str, Any]:
+    """What the one of these optimizers that updates a parameter remembers of it; {} before that."""
+    return next(filter(None, (optimizer.state.get(parameter) for optimizer in optimizers)), {})

@@ -9,20 +9,37 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from titanlike.distributed.mesh import Mesh
-from titanlike.distributed.placement import Placement
+from titanlike.distributed.placement import Placement, StageState
 
 if TYPE_CHECKING:
     from titanlike.distributed.collectives import GroupInfo
+    from titanlike.graph.loss import Loss
     from titanlike.graph.model_graph import Fields, ModelGraph, SequenceParts
-    from titanlike.optim.loss import Loss
-    from titanlike.optim.optimizer import StageState
+    from titanlike.torch_private.pipeline_stage import GradientSums
+
+
+@dataclass(frozen=True)
+class Recomputed:
+    """The blocks that are recomputed, and for `fit` why so many."""
+
+    blocks: list[list[str]]  # of each stage
+    limit: int | None = None  # bytes that training may take on a rank
+    memory: list[int] = field(default_factory=list)  # estimated bytes on each pipeline rank
+
+    @property
+    def count(self) -> int:
+        return sum(map(len, self.blocks))
+
+    @property
+    def names(self) -> list[str]:
+        return [name for blocks in self.blocks for name in blocks]
 
 
 class Plan(Protocol):
@@ -43,8 +60,21 @@ class Plan(Protocol):
         """Elements of the model's parameters, tied ones once."""
 
     @property
-    def recomputed_blocks(self) -> Iterator[str]:
-        """Names of blocks that are recomputed."""
+    def recomputed(self) -> Recomputed: ...
+    @property
+    def deferred(self) -> frozenset[int]:
+        """Stages whose weight gradients wait for W."""
+
+    @property
+    def microbatches(self) -> int: ...
+    @property
+    def zero(self) -> int: ...
+    @property
+    def transforms(self) -> Mapping[str, Transform]:
+        """Those that have changed the model."""
+
+    def blocks(self, stage: int) -> list[str]:
+        """Names of a stage's blocks."""
 
 
 @dataclass(frozen=True)
@@ -58,22 +88,6 @@ class Recorded:
     targets: Tensor
     variable: bool  # batches differ in length
     unchanged: Callable[[], nn.Module]  # another one, as the transforms were given it
-
-
-class GradientSums(Protocol):
-    """Adds the gradients of a stage's microbatches."""
-
-    reached: set[nn.Parameter]  # by a backward of the step, of those that FSDP shards
-
-    def backward(self, microbatch: int) -> None:
-        """Called before the backward of a microbatch."""
-
-    def end(self, microbatch: int, complete: bool) -> None:
-        """Called after that; complete: whether all weight gradients are there. Else it is called
-        once more when they are."""
-
-    def finish(self) -> None:
-        """Called when all are done, before the gradients are used. Collective."""
 
 
 class StepSums(Protocol):

@@ -30,7 +30,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from hydra.plugins.config_source import ConfigResult
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from titanlike.config.errors import Refused, quoted
 from titanlike.config.overrides import aliases_problem, in_full, key_of, to_hydra
@@ -267,3 +267,20 @@ class ConfigFiles(ConfigRepository):
                 if not own or each in self._chosen:
                     del result.config[each]["name"]
         return result
+
+
+def one_line(error: Exception) -> str:
+    """Hydra's message in one line."""
+    says_nothing = not str(error).strip() or str(error).startswith("Error merging override")
+    cause = error.__cause__ if says_nothing and error.__cause__ else error
+    return " ".join(str(cause).split()).partition(" full_key: ")[0]
+
+
+def flat_keys(node: DictConfig, prefix: str = "") -> Iterator[str]:
+    """Every dotted key of a config."""
+    name: Any
+    for name in node:
+        yield f"{prefix}{name}"
+        child = node._get_node(name)
+        if isinstance(child, DictConfig) and not child._is_none() and not child._is_missing():
+            yield from flat_keys(child, f"{prefix}{name}.")

@@ -35,7 +35,7 @@ from titanlike.config.credentials import redact
 from titanlike.config.errors import ConfigError, Problem, printable, quoted
 from titanlike.config.overrides import from_hydra
 from titanlike.config.validate import sweep_problems
-from titanlike.driver.argv import complete_args, parse_argv, parser
+from titanlike.driver.argv import complete_args, one_line, parse_argv, parser
 from titanlike.driver.job import (
     SWEEP_FILE,
     JobEnd,
@@ -44,7 +44,7 @@ from titanlike.driver.job import (
     config_problems,
     print_problems,
 )
-from titanlike.driver.overrides import CheckedOverrides, check_overrides, one_line, parsed
+from titanlike.driver.overrides import CheckedOverrides, check_overrides, parsed
 from titanlike.launch.environment import adopt_slurm
 from titanlike.launch.failures import JobFailed, record_for_torchrun
 from titanlike.metrics.console import OPENING
@@ -165,7 +165,9 @@ def _prepare(args: Namespace, task: Task, result_dir: str | None) -> ExitCode:
             state.set_default("hydra.sweep.dir", str(settings.folder))
             from titanlike.driver.sweep import open_sweep
 
-            task.sweep_run = open_sweep(args, checked, settings, runner, missing)
+            task.sweep_run = open_sweep(
+                args, checked.config, checked.notes, settings, runner, missing
+            )
             problems = task.sweep_run.problems
     except JobFailed as failed:
         print(failed, file=sys.stderr)

@@ -25,8 +25,7 @@ from titanlike.config.errors import (
 from titanlike.config.other_frameworks import Context, translate
 from titanlike.config.overrides import SHORT, from_hydra, in_full, key_of
 from titanlike.config.schema import VARIANTS
-from titanlike.driver.argv import InvalidOverride
-from titanlike.driver.overrides import flat_keys, one_line
+from titanlike.driver.argv import InvalidOverride, flat_keys, one_line
 
 # overrides -> what works of them: the same, or with values of the right type; [] = nothing
 Applied = Callable[[list[str]], list[str]]

@@ -55,7 +55,7 @@ from titanlike.config.overrides import (
 from titanlike.config.parse import parse
 from titanlike.config.program import conf_dir
 from titanlike.config.schema import OPEN_GROUPS, VARIANTS, Config
-from titanlike.driver.argv import ConfigFiles, InvalidOverride, parse_override
+from titanlike.driver.argv import ConfigFiles, InvalidOverride, flat_keys, one_line, parse_override
 
 if TYPE_CHECKING:
     from titanlike.driver.override_errors import Advice
@@ -549,20 +549,3 @@ def _first(override: Override) -> Override:
     single = parse_override(next(single_overrides(override)))
     assert single is not None, "the parser accepts what it printed"
     return single
-
-
-def one_line(error: Exception) -> str:
-    """Hydra's message in one line."""
-    says_nothing = not str(error).strip() or str(error).startswith("Error merging override")
-    cause = error.__cause__ if says_nothing and error.__cause__ else error
-    return " ".join(str(cause).split()).partition(" full_key: ")[0]
-
-
-def flat_keys(node: DictConfig, prefix: str = "") -> Iterator[str]:
-    """Every dotted key of a config."""
-    name: Any
-    for name in node:
-        yield f"{prefix}{name}"
-        child = node._get_node(name)
-        if isinstance(child, DictConfig) and not child._is_none() and not child._is_missing():
-            yield from flat_keys(child, f"{prefix}{name}.")

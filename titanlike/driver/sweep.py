@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import IO
 
 from omegaconf import DictConfig
 
@@ -32,9 +32,6 @@ from titanlike.driver.sweep_status import (
 )
 from titanlike.launch.run_dir_lock import claim
 from titanlike.metrics.summary import OBJECTIVES
-
-if TYPE_CHECKING:
-    from titanlike.driver.overrides import CheckedOverrides
 
 _RESTART_PATIENCE = 60.0  # seconds for the start before this one to end
 
@@ -333,7 +330,8 @@ def _direction(value: str) -> str:
 
 def open_sweep(
     args: argparse.Namespace,
-    checked: CheckedOverrides,
+    config: Config,
+    notes: Iterable[str],
     settings: SweepSettings,
     runner: JobRunner,
     created: list[Path],
@@ -343,8 +341,6 @@ def open_sweep(
 
     created: folders that exist for this sweep, removed again if no job is valid.
     """
-    config = checked.config
-    assert config is not None
     words, value = sys.argv[1:], config.value or ("val_loss" if config.validation.every else "loss")
     sweep_run = SweepRun(
         folder=settings.folder,
@@ -360,7 +356,7 @@ def open_sweep(
         restart=runner.restart,
         check=args.check,
         created=created,
-        imports=[*checked.notes],
+        imports=[*notes],
     )
     args.overrides.append(f"hydra.sweep.dir={quoted(str(settings.folder))}")
     if args.check:

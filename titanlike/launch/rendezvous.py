@@ -13,7 +13,7 @@ import socket
 import time
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from titanlike.config.errors import some_names
 from titanlike.launch.failures import (
@@ -23,14 +23,26 @@ from titanlike.launch.failures import (
     peer_failed,
     write_failure,
 )
+from titanlike.launch.signals import StopRequest
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-    from titanlike.launch.worker import Worker
-
 _NAMED = 16  # missing ranks that an error names
 FIRST_WAIT, LONGEST_WAIT, LONGER = 0.02, 0.5, 1.5  # seconds between two looks at the store; factor
+
+
+class Rank(Protocol):
+    """What is read of a `Worker`."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def world_size(self) -> int: ...
+    @property
+    def store(self) -> Store | None: ...
+    @property
+    def stop_request(self) -> StopRequest: ...
 
 
 class BarrierTimeout(RuntimeError):
@@ -42,7 +54,7 @@ class BarrierTimeout(RuntimeError):
 
 
 def barrier(
-    worker: Worker, name: str, timeout: float, message: str = "", listens: bool = False
+    worker: Rank, name: str, timeout: float, message: str = "", listens: bool = False
 ) -> dict[int, str]:
     """Wait for all ranks at a named point of a job; returns the message of each rank that has one.
 
@@ -79,7 +91,7 @@ def barrier(
     return dict(json.loads(store.get(complete))) if listens else {}
 
 
-def forget(worker: Worker, name: str) -> None:
+def forget(worker: Rank, name: str) -> None:
     """Remove what the store keeps of a barrier that all ranks have left. On rank 0."""
     if worker.store is not None and worker.rank == 0 and name:
         for part in ("arrived", "count", "complete"):
@@ -90,7 +102,7 @@ def _arrived(store: Store, key: str) -> dict[int, str]:
     return dict(json.loads(f"[{store.get(key).decode().rstrip(',')}]"))
 
 
-def wait_for_rank_0(store: Store, worker: Worker, name: str) -> None:
+def wait_for_rank_0(store: Store, worker: Rank, name: str) -> None:
     """Wait until rank 0 has come to a named point, however long it works alone: the watchdog ends a
     run whose rank 0 stands still. Raises PeerFailed once another rank has failed."""
     wait = FIRST_WAIT
@@ -110,7 +122,7 @@ def in_words(ranks: list[int]) -> str:
 
 
 def start_together(
-    worker: Worker, timeout: float, machine: str | None = None
+    worker: Rank, timeout: float, machine: str | None = None
 ) -> list[tuple[int, int]]:
     """Wait for all ranks to start; those on this machine, and their process ids.
 

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import importlib.util
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from titanlike.config import files, schema
+from titanlike.config import files
 from titanlike.config.errors import ConfigError, Problem
 from titanlike.metrics.run_files import AppendedFile
 from titanlike.metrics.summary import is_number, parse_records
@@ -158,34 +158,3 @@ def with_prefixes(record: dict[str, Any]) -> dict[str, Any]:
         for name, value in record.items()
         if name not in ("step", "time")  # which both have themselves
     }
-
-
-def open_sinks(
-    config: schema.Config,
-    plain_config: dict[str, Any],
-    run_dir: Path,
-    start_step: int,
-    say: Callable[[str], None],
-    overrides: Sequence[str] = (),
-    report_lost: Callable[[str], object] = lambda _: None,
-    report_redone: Callable[[int, float], object] = lambda *_: None,
-) -> list[Sink]:
-    """metrics.jsonl, always and first, then the configured logger.
-
-    plain_config: the resolved config as plain dicts, uploaded to W&B. start_step: the step that the
-    run resumes from. say: prints a line (Console.line). overrides: of the run. report_lost: called
-    with the steps that metrics.jsonl should have and lacks; report_redone: with the number of steps
-    that are done again, and their seconds.
-    """
-    jsonl = JsonlSink(Path(run_dir) / "metrics.jsonl", start_step, report_redone)
-    if jsonl.lost and config.checkpoint.resume == "auto":
-        report_lost(jsonl.lost)
-    sinks: list[Sink] = [jsonl]
-    match config.logger:
-        case schema.Wandb():
-            from titanlike.metrics.wandb_sink import WandbSink
-
-            sinks.append(WandbSink(config.logger, plain_config, Path(run_dir), say, overrides))
-        case schema.TensorBoard():
-            sinks.append(TensorBoardSink(run_dir, start_step))
-    return sinks

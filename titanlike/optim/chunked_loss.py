@@ -25,8 +25,9 @@ from torch.autograd.function import once_differentiable
 
 from titanlike.distributed.placement import gathered_parts, style_of
 from titanlike.graph.cut import StageGraph
+from titanlike.graph.loss import Loss, OutputError
 from titanlike.graph.recording import Node, RecordError, with_values
-from titanlike.optim.loss import Loss, OutputError, logits_of
+from titanlike.optim.loss import logits_of
 from titanlike.torch_private.tensors import add_values
 
 _LINEAR = ("linear", "matmul", "__matmul__")

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from titanlike.config.schema import Custom
+from titanlike.graph.loss import Loss, OutputError
 from titanlike.graph.recording import describe, tree_map
 from titanlike.optim import own
-from titanlike.optim.loss import Loss, OutputError
 
 
 class CustomLoss(Loss):

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from titanlike.distributed.placement import StageState
 from titanlike.optim.fused import SkippingOptimizer, around_step
-from titanlike.optim.optimizer import StageState
 from titanlike.torch_private.dtensor import local
 from titanlike.torch_private.tensors import lerp
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -25,56 +25,11 @@ from titanlike.config.schema import (
     WsdLr,
 )
 from titanlike.distributed.initialize import piece_seed
-from titanlike.distributed.placement import Part, Placement
+from titanlike.distributed.placement import Placement
 from titanlike.distributed.sharding import compute_dtype
 from titanlike.optim import fused
 from titanlike.torch_private.dtensor import local
 from titanlike.torch_private.tensors import norms
-
-
-@dataclass(frozen=True)
-class StageState:
-    """What this rank trains of one stage that has parameters or buffers."""
-
-    stage: nn.Module
-    optimizers: list[torch.optim.Optimizer]  # of different parameters
-    # parameter in the stage -> its name in the whole model, one for all copies of a tied one
-    names: dict[str, str]
-    owned: frozenset[str]  # names in the whole model; each parameter is owned by one stage
-    # name in the whole model -> where a parameter is among tensor-parallel ranks; {} without any
-    placements: Mapping[str, Placement] = field(default_factory=dict)
-
-    def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """All of the stage's, by the name in the whole model."""
-        for name, parameter in self.stage.named_parameters():
-            yield self.names[name], parameter
-
-    def part(self, name: str) -> Part | None:
-        """Which part of a parameter, by its name in the whole model, this rank has; None = all."""
-        return self.placements[name].part if name in self.placements else None
-
-    def placed_parameters(self) -> Iterator[tuple[nn.Parameter, Placement]]:
-        return ((parameter, self.placements[name]) for name, parameter in self.parameters())
-
-    def zero_grad(self) -> None:
-        for optimizer in self.optimizers:
-            optimizer.zero_grad()
-
-    def optimizer_state(self, parameter: nn.Parameter) -> dict[str, Any]:
-        """What is remembered of a parameter: {} where it was never updated."""
-        return optimizer_state(self.optimizers, parameter)
-
-    def owns(self, name: str) -> bool:
-        """Whether a parameter or buffer, by its name in the whole model, counts in this stage: in
-        the gradient norm and in a checkpoint. A tied parameter counts in one stage alone."""
-        return name in self.owned or name not in self.names.values()
-
-
-def optimizer_state(
-    optimizers: Iterable[torch.optim.Optimizer], parameter: nn.Parameter
-) -> dict[str, Any]:
-    """What the one of these optimizers that updates a parameter remembers of it; {} before that."""
-    return next(filter(None, (optimizer.state.get(parameter) for optimizer in optimizers)), {})
 
 
 def build_optimizers(

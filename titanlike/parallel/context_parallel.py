@@ -22,13 +22,14 @@ from titanlike.device.choose import first_device
 from titanlike.distributed.mesh import Mesh, new_group
 from titanlike.distributed.placement import Placement, experts_of
 from titanlike.distributed.transform import Plan, Recorded, Transform
+from titanlike.graph.loss import Loss
 from titanlike.graph.model_graph import Field, Fields, ModelGraph, fields_of
 from titanlike.graph.record_forward import record_forward
 from titanlike.graph.recording import Recording, UnknownTokens, replay
 from titanlike.graph.sequence_shard import SequenceShard, shard_sequence
 from titanlike.models.documents import document_spans, sequence_spans
 from titanlike.optim.custom_loss import CustomLoss
-from titanlike.optim.loss import Loss, takes_divided_logits
+from titanlike.optim.loss import takes_divided_logits
 from titanlike.parallel.context_attention import ContextAttention, Looking, undividable
 from titanlike.parallel.context_tokens import ContextRanks, Take
 from titanlike.parallel.tp.operators import Layout, Shard, ShardingError

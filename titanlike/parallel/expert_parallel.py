@@ -67,7 +67,7 @@ class ExpertParallel(Transform):
         rank = 0 if group is None else dist.get_rank(group)
         self.ranks = GroupInfo(self._config.ep, rank, group)
         if plan.variable and not keeps(SEND_TOKENS, self._config.activation_checkpoint.saved):
-            recomputed = plan.recomputed_blocks
+            recomputed = plan.recomputed.names
             model = plan.model_graph.model
             self._eager = {name for name in recomputed if experts_of(model.get_submodule(name))}
 

@@ -20,6 +20,7 @@ from titanlike.config.schema import (
 )
 from titanlike.config.validate import value_problems
 from titanlike.pipeline.order import Order
+from titanlike.pipeline.order_check import check_order
 from titanlike.pipeline.schedules import SCHEDULES, V_SCHEDULES
 
 _LONGEST_CSV = 1 << 26  # characters: the cells of 1,024 ranks and as many microbatches, twice
@@ -69,7 +70,7 @@ def build_order(schedule: AnySchedule, pp: int, microbatches: int) -> Order:
     """The checked Order of a config's schedule.
 
     Raises Refused for sizes that the schedule cannot do, an unreadable CSV, a wrong import path,
-    and an Order that fails its `check`.
+    and an Order that `check_order` refuses.
     """
     if isinstance(schedule, Custom):
         return _custom_order(schedule, pp, microbatches)
@@ -81,7 +82,7 @@ def build_order(schedule: AnySchedule, pp: int, microbatches: int) -> Order:
     sizes = {"pp": pp, "microbatches": microbatches}
     if isinstance(schedule, LoopedSchedule):
         sizes["stages_per_rank"] = schedule.stages_per_rank
-    return SCHEDULES[schedule.name](**sizes).check()
+    return check_order(SCHEDULES[schedule.name](**sizes))
 
 
 def stage_count(schedule: AnySchedule, pp: int, microbatches: int | None = None) -> int:
@@ -189,7 +190,7 @@ def csv_order(schedule: CsvSchedule | AutoSchedule) -> Order:
     assert schedule.path is not None
     try:
         with open_regular(schedule.path, "r", encoding="utf-8") as file:
-            return _with_backwards(Order.from_csv(file.read(_LONGEST_CSV)))
+            return _with_backwards(check_order(Order.from_csv(file.read(_LONGEST_CSV))))
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         fix = "a CSV has a row for each pipeline rank, and cells such as 0F0, 0B0"
@@ -222,13 +223,13 @@ def _custom_order(schedule: Custom, pp: int, microbatches: int) -> Order:
         asked = f"asked for {pp} pipeline ranks and {microbatches} microbatches"
         raise wrong(f"{asked}, returned an Order of {len(order.ranks)} and {order.microbatches}")
     try:
-        return _with_backwards(order.check())
+        return _with_backwards(check_order(order))
     except ValueError as error:
         raise wrong(str(error)) from error
 
 
 def _with_backwards(order: Order) -> Order:
-    """Raises ValueError for an order of forwards alone: `Order.check` accepts it, as evaluation."""
+    """Raises ValueError for an order of forwards alone: `check_order` accepts it, as evaluation."""
     if all(act.kind == "F" for acts in order.ranks for act in acts):
         raise ValueError("it has forwards alone and would train nothing; add the backwards")
     return order

@@ -2,7 +2,7 @@
 
 A pipeline schedule is an order of compute actions: a list a pipeline rank, and the rank that holds
 each stage. The same Order is run, evaluated (`forward_only`), simulated and drawn
-(`order_check.walk`), and written to a file (`to_csv`). `check` finds whether torch's pipeline runtime
+(`order_check.walk`), and written to a file (`to_csv`). `check_order` finds whether torch's pipeline runtime
 can run it to its end with the right gradients.
 
 Sends and receives are not part of it: they follow from the dependencies. torch inserts them in the
@@ -95,18 +95,6 @@ class Order:
             ranks[self.stage_to_rank[act.stage]].append(act)
         return Order(tuple(map(tuple, ranks)), self.stage_to_rank, count)
 
-    def check(self) -> Order:
-        """Return self if torch's pipeline runtime will run it to the end with right gradients.
-
-        Raises ValueError naming the pipeline rank, the action, and what to change: an action out of
-        range, misplaced, doubled or missing; B together with I or W for one microbatch; an action
-        before one that it needs; forwards of the last stage out of microbatch order; a deadlock.
-        """
-        from titanlike.pipeline.order_check import check_order  # of schedules, and orders of a user
-
-        check_order(self)
-        return self
-
     def _repr_svg_(self) -> str:
         """For notebooks. Drawn where orders are simulated, above this room."""
         from titanlike.metrics.chart_picture import inline_svg
@@ -133,7 +121,7 @@ class Order:
         """Read `to_csv` back, or a table edited by hand: empty cells and empty lines are skipped.
 
         A stage is on the rank that has most of its actions. Raises ValueError naming line and
-        column for a cell that is no action, and what `check` raises.
+        column for a cell that is no action, and for a stage without actions.
         """
         ranks: list[tuple[Action, ...]] = []
         reader = csv.reader(io.StringIO(text))
@@ -157,4 +145,4 @@ class Order:
             reason = f"stage {missing[0]} has no action, but stage {last} has"
             raise ValueError(f"{reason}: number the stages from 0 without a gap")
         microbatches = 1 + max(act.mb for acts in ranks for act in acts)
-        return cls(tuple(ranks), tuple(place[s] for s in range(last + 1)), microbatches).check()
+        return cls(tuple(ranks), tuple(place[s] for s in range(last + 1)), microbatches)

@@ -8,14 +8,20 @@ from itertools import pairwise
 from titanlike.pipeline.order import Action, Order
 
 
-def check_order(order: Order) -> None:
-    """Raises ValueError as `Order.check` says."""
+def check_order(order: Order) -> Order:
+    """Return order if torch's pipeline runtime will run it to the end with right gradients.
+
+    Raises ValueError naming the pipeline rank, the action, and what to change: an action out of
+    range, misplaced, doubled or missing; B together with I or W for one microbatch; an action
+    before one that it needs; forwards of the last stage out of microbatch order; a deadlock.
+    """
     _check_shape(order)
     at = _check_cells(order)
     _check_complete(order, at)
     _check_sequence(order, at)
     for _ in walk(order):
         pass
+    return order
 
 
 def dependencies(act: Action, last: int) -> tuple[Action, ...]:

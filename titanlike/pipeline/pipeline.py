@@ -20,10 +20,11 @@ from titanlike.distributed.mesh import Mesh
 from titanlike.distributed.sharding import is_sharded
 from titanlike.distributed.transform import Transform
 from titanlike.graph.cut import StageGraph, messages, same_messages
+from titanlike.graph.loss import Loss
 from titanlike.graph.model_graph import Fields, ModelGraph, fields_of, shapes
 from titanlike.graph.recording import Node, tree_map
 from titanlike.graph.stage import Stage
-from titanlike.optim.loss import Kept, Loss
+from titanlike.optim.loss import Kept
 from titanlike.pipeline.microbatch_loop import MicrobatchLoop
 from titanlike.pipeline.order import Order
 

@@ -13,12 +13,12 @@ from typing import Any
 from torch import Tensor
 
 from titanlike.distributed.mesh import Mesh
-from titanlike.distributed.transform import GradientSums, Transform
+from titanlike.distributed.transform import Transform
 from titanlike.graph.cut import StageGraph, messages
 from titanlike.graph.stage import FIELD, Stage
 from titanlike.pipeline.order import Order
 from titanlike.torch_private.pipeline_runtime import OrderRuntime
-from titanlike.torch_private.pipeline_stage import make_stage
+from titanlike.torch_private.pipeline_stage import GradientSums, make_stage
 
 
 def make_runtime(

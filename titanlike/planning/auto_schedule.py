@@ -34,6 +34,7 @@ from titanlike.pipeline.from_config import (
     microbatch_problem,
 )
 from titanlike.pipeline.order import Order
+from titanlike.pipeline.order_check import check_order
 from titanlike.pipeline.schedules import LOOPED, SCHEDULES, V_SCHEDULES, loop, one_f_one_b, vee
 from titanlike.planning.estimate import CostTable, microbatches_of, rows_of
 from titanlike.planning.known_hardware import likely_hardware, planned_hardware
@@ -195,7 +196,7 @@ class _Search:
             raise ConfigError(self._too_little(problems))
         known = [best_known(p, self._known(p)) for p in map(self.problem, by_config)]
         names, bound = self.names(best.problem.starts), lower_bound(best.problem)
-        return FoundSchedule(best.order.check(), names, best.seconds, bound, fastest(known))
+        return FoundSchedule(check_order(best.order), names, best.seconds, bound, fastest(known))
 
     def _places(self) -> list[tuple[int, ...]]:
         """Placements that may be chosen."""

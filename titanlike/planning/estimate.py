@@ -14,7 +14,6 @@ counts only with its parameters.
 from __future__ import annotations
 
 import contextlib
-import html
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -115,18 +114,6 @@ class Estimate:
             return None
         flops = self.tokens_per_second_per_gpu * self.plan.flops_per_token
         return flops / self.hardware.bf16_flops
-
-    def _repr_html_(self) -> str:
-        """For notebooks: the tables of `titanlike plan`, and its picture."""
-        from titanlike.planning.estimate_text import as_text
-
-        return f"<pre>{html.escape(as_text(self, width=100))}</pre>{self._repr_svg_()}"
-
-    def _repr_svg_(self) -> str:
-        from titanlike.metrics.chart_picture import inline_svg
-        from titanlike.planning.estimate_text import chart_of
-
-        return inline_svg(chart_of(self))
 
     @cached_property
     def memory_timeline(self) -> list[list[MemorySample]]:

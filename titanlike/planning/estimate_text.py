@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import textwrap
 from collections.abc import Iterator, Sequence
 from itertools import groupby
@@ -9,6 +10,7 @@ from typing import Any
 
 from titanlike.metrics import units
 from titanlike.metrics.chart import Chart, MemoryCurve, Span
+from titanlike.metrics.chart_picture import inline_svg
 from titanlike.planning.advice import Advice
 from titanlike.planning.estimate import Estimate
 from titanlike.planning.known_hardware import axes, link_of
@@ -41,6 +43,16 @@ _EXACT_AXES = {
     "replicated": ("sums of gradients of replicas", "replicate"),
     "expert_reduced": ("all-to-alls of experts", "expert_shard"),
 }
+
+
+class ShownEstimate(Estimate):
+    """For notebooks: the tables of `titanlike plan`, and its picture."""
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(as_text(self, width=100))}</pre>{self._repr_svg_()}"
+
+    def _repr_svg_(self) -> str:
+        return inline_svg(chart_of(self))
 
 
 def as_data(estimate: Estimate, advice: Sequence[Advice] = (), warning: str = "") -> dict[str, Any]:

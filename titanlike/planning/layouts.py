@@ -12,7 +12,7 @@ from titanlike.config.overrides import key_of, with_choices
 from titanlike.config.schema import Config, CsvSchedule, LoopedSchedule
 from titanlike.config.validate import MAX_TENSOR_RANKS
 from titanlike.models.registry import build_model, resolve_model
-from titanlike.parallel.tp.plan import tensor_plan, written_plan
+from titanlike.parallel.tp.plan import written_plan
 from titanlike.parallel.tp.styles import TensorRanks, shard_model
 from titanlike.pipeline.from_config import derive_microbatches, microbatch_problem
 from titanlike.pipeline.schedules import SCHEDULES
@@ -130,6 +130,8 @@ def _tensor_sizes(config: Config, ranks: int, machine: int) -> dict[int, str]:
 
     machine: ranks of one. Raises ConfigError where the plan in the config is wrong.
     """
+    from titanlike.parallel.tp.tensor_parallel import tensor_plan
+
     refused = {1: ""}
     resolved = resolve_model(config)
     for tp in range(2, min(ranks, MAX_TENSOR_RANKS) + 1):

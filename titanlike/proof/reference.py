@@ -27,10 +27,11 @@ from titanlike.data.loader import batches, validation_batches
 from titanlike.data.sources import Data, no_targets
 from titanlike.distributed.initialize import draw, initialize
 from titanlike.distributed.mesh import one_process
+from titanlike.distributed.placement import optimizer_state
 from titanlike.distributed.transform import Transform
 from titanlike.models.registry import build_model, initial_weights_of, resolve_model
 from titanlike.optim.loss import build_loss
-from titanlike.optim.optimizer import build_optimizers, optimizer_state
+from titanlike.optim.optimizer import build_optimizers
 from titanlike.proof.comparison import compare, reliable
 from titanlike.proof.plain_loops import take_step
 from titanlike.torch_private.autograd import watch_autocast

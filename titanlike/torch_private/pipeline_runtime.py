@@ -10,7 +10,7 @@ import io
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType, SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -19,15 +19,27 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining import schedules as torch_schedules
 from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 
-if TYPE_CHECKING:
-    from titanlike.pipeline.order import Order
-
 _Kind = torch_schedules._ComputationType
 _Action = torch_schedules._Action
 # what a rank computes after it has received a message, and what it computes at all; a REDUCE_GRAD
 # or an UNSHARD is a collective on the device, too
 _RECEIVING = (_Kind.FORWARD, _Kind.FULL_BACKWARD, _Kind.BACKWARD_INPUT)
 _ON_DEVICE = (*_RECEIVING, _Kind.BACKWARD_WEIGHT, _Kind.UNSHARD, _Kind.REDUCE_GRAD)
+
+
+class Order(Protocol):
+    """What is read of a `pipeline.order.Order`."""
+
+    @property
+    def ranks(self) -> tuple[tuple[Any, ...], ...]: ...
+    @property
+    def stage_to_rank(self) -> tuple[int, ...]: ...
+    @property
+    def microbatches(self) -> int: ...
+    @property
+    def stages(self) -> int: ...
+    def local(self, rank: int) -> tuple[int, ...]: ...
+    def forward_only(self) -> Order: ...
 
 
 def _lower(order: Order, resident: int) -> dict[int, list[Any]]:

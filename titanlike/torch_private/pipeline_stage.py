@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -16,13 +16,26 @@ from torch.distributed.pipelining.schedules import _ComputationType
 
 from titanlike.torch_private.fsdp import gradients_in_one_dtype, parameter_groups
 
-if TYPE_CHECKING:
-    from titanlike.distributed.transform import GradientSums
-
 # 2.13; not 2.15, which waits for sends within a step, nor 2.11, which has no metadata of messages
 _TORCH_KEEPS_BUFFERS = hasattr(PipelineStage, "_setup_forward_recv_info") and not hasattr(
     _ComputationType, "WAIT_SEND_F"
 )
+
+
+class GradientSums(Protocol):
+    """Adds the gradients of a stage's microbatches."""
+
+    reached: set[nn.Parameter]  # by a backward of the step, of those that FSDP shards
+
+    def backward(self, microbatch: int) -> None:
+        """Called before the backward of a microbatch."""
+
+    def end(self, microbatch: int, complete: bool) -> None:
+        """Called after that; complete: whether all weight gradients are there. Else it is called
+        once more when they are."""
+
+    def finish(self) -> None:
+        """Called when all are done, before the gradients are used. Collective."""
 
 
 def make_stage(

@@ -22,7 +22,7 @@ from titanlike.data.sources import Data
 from titanlike.device.memory import return_freed_memory
 from titanlike.distributed.initialize import initialize, piece_seed
 from titanlike.distributed.mesh import Mesh
-from titanlike.distributed.placement import Placement
+from titanlike.distributed.placement import Placement, StageState
 from titanlike.distributed.readings import AsyncScalars, on_device
 from titanlike.distributed.sharding import StateBytes, shard_stage
 from titanlike.distributed.transform import StepSums, Transform
@@ -30,7 +30,7 @@ from titanlike.graph.stage import Stage, fsdp_groups
 from titanlike.launch.process_end import built
 from titanlike.models.registry import build_model, initial_weights_of
 from titanlike.optim.loss import build_loss
-from titanlike.optim.optimizer import StageState, build_optimizers, moment_bytes
+from titanlike.optim.optimizer import build_optimizers, moment_bytes
 from titanlike.pipeline.pipeline import Pipeline
 from titanlike.training.train_plan import TrainPlan, make_plan, memory_for_training
 from titanlike.training.transforms import stage_transforms

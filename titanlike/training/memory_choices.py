@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from titanlike.config.schema import Config, FitActivationCheckpoint, TraceSplit
+from titanlike.distributed.transform import Recomputed
 from titanlike.graph.cut import StageGraph
 from titanlike.graph.model_graph import ModelGraph
 from titanlike.metrics import units
@@ -19,19 +20,6 @@ from titanlike.pipeline.order import Order
 if TYPE_CHECKING:  # imported where memory is estimated
     from titanlike.costs.rank_memory import RankMemory
     from titanlike.costs.unit_costs import UnitCosts
-
-
-@dataclass(frozen=True)
-class Recomputed:
-    """The blocks that are recomputed, and for `fit` why so many."""
-
-    blocks: list[list[str]]  # of each stage
-    limit: int | None = None  # bytes that training may take on a rank
-    memory: list[int] = field(default_factory=list)  # estimated bytes on each pipeline rank
-
-    @property
-    def count(self) -> int:
-        return sum(map(len, self.blocks))
 
 
 @dataclass(frozen=True)

@@ -14,11 +14,11 @@ from titanlike.config.schema import (
     SelectiveActivationCheckpoint,
     TraceSplit,
 )
+from titanlike.distributed.transform import Recomputed
 from titanlike.graph.cut import StageGraph
 from titanlike.graph.model_graph import ModelGraph
 from titanlike.graph.recording import Node
 from titanlike.torch_private.operators import operator_names
-from titanlike.training.memory_choices import Recomputed
 
 if TYPE_CHECKING:  # imported where memory is estimated
     from titanlike.costs.rank_memory import RankMemory

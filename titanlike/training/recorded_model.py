@@ -17,10 +17,11 @@ from titanlike.distributed.placement import freeze_statistics
 from titanlike.distributed.sharding import compute_dtype
 from titanlike.distributed.transform import Recorded, Transform
 from titanlike.graph.cut import StageGraph, cut
+from titanlike.graph.loss import Loss
 from titanlike.graph.model_graph import Fields, ModelGraph, fields_of
 from titanlike.graph.recording import RecordError, UnknownTokens
 from titanlike.models.registry import build_model, constructed_buffers
-from titanlike.optim.loss import Loss, check_loss, trained_outputs
+from titanlike.optim.loss import check_loss, trained_outputs
 
 
 def record_model(

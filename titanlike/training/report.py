@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import shlex
 import time
-from collections import Counter
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from titanlike.config.errors import some_names
 from titanlike.config.program import train_program
 from titanlike.config.schema import MESH_AXES, Config, Muon
 from titanlike.device import accelerator
-from titanlike.device.choose import ranks_of
 from titanlike.distributed.mesh import Mesh
 from titanlike.graph.cut import messages
 from titanlike.metrics import units
 from titanlike.metrics.goodput import goodput, goodput_text
 from titanlike.metrics.summary import summarize
+from titanlike.training.layout import ranks_text, span
 from titanlike.training.train_plan import TrainPlan
 
 if TYPE_CHECKING:
@@ -253,59 +252,3 @@ def warmup(config: Config) -> str:
     peak = f"{config.steps / steps:.2g} of its peak at step {config.steps}"
     fit = max(1, config.steps // 10)
     return f"WARNING: the learning rate reaches {peak}; steps={steps} or more, or lr.warmup={fit}"
-
-
-def span(names: list[str]) -> str:
-    """model.embed_tokens, model.layers.0 ... model.layers.3"""
-    if not names:
-        return "none: sends what it receives"
-    parents = Counter(name.rpartition(".")[0] for name in names if "." in name)
-    blocks = [name for name in names if name.rpartition(".")[0] in dict(parents.most_common(1))]
-    if len(blocks) < 3:
-        return ", ".join(names)
-    inner = f"{blocks[0]} ... {blocks[-1]}"
-    before, after = names[: names.index(blocks[0])], names[names.index(blocks[-1]) + 1 :]
-    return ", ".join([*before, inner, *after])
-
-
-def ranks_text(mesh: Mesh, pp_rank: int) -> str:
-    """The ranks that have a pipeline rank's stages: 4-7"""
-    first, *_, last = 2 * mesh.stage_ranks(pp_rank)
-    return str(first) if first == last else f"{first}-{last}"
-
-
-_DRAWN = 8_000  # actions of an order that a run's page may draw
-
-
-def layout(config: Config, plan: TrainPlan, mesh: Mesh, data: str) -> dict[str, Any]:
-    """What a start trains, and where, as plain data: device, model, data (their description),
-    mesh, stages, and the order of a pipeline."""
-    axes = (*MESH_AXES, "replicate", "ep")
-    sizes = [f"{axis}={size}" for axis in axes if (size := getattr(config, axis)) > 1]
-    schedule = [f"schedule={config.schedule.name}"] if config.pp > 1 else []
-    more = [*schedule, units.microbatches(plan.microbatches), f"ZeRO {plan.zero}"]
-    ranks = plan.order.ranks
-    order: dict[str, Any] = {}
-    if 1 < config.pp <= sum(map(len, ranks)) <= _DRAWN:
-        order = {"schedule": config.schedule.name, "place": [*plan.order.stage_to_rank]}
-        order["order"] = [[*map(str, acts)] for acts in ranks]
-    device = f"{mesh.world_size} x {accelerator.name(mesh.device)} with {mesh.backend}"
-    if (shared := ranks_of(mesh.device, config, mesh.world_size)) > 1:
-        device += f", of which {shared} are one"
-    return {
-        "device": device,
-        "model": f"{config.model.name}, {units.count(plan.whole_numel)} parameters",
-        "data": data,
-        **order,
-        "mesh": ", ".join([" ".join(sizes) or "one process", *more]),
-        "stages": [
-            {
-                "stage": stage,
-                "ranks": f"rank {ranks_text(mesh, rank)}",
-                "modules": span(plan.stages[stage]),
-                "parameters": plan.stage_numel(stage),
-            }
-            for rank in range(mesh.pp)
-            for stage in plan.order.local(rank)
-        ],
-    }

@@ -8,10 +8,11 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from titanlike.checkpoint.checkpointer import Checkpointer, Progress
+from titanlike.checkpoint.checkpointer import Checkpointer
+from titanlike.checkpoint.discovery import Progress
 from titanlike.config.errors import ConfigError, Refused
 from titanlike.config.parse import to_plain, write_config
-from titanlike.config.schema import Config, MemoryProfile
+from titanlike.config.schema import Config, MemoryProfile, TensorBoard, Wandb
 from titanlike.data.registry import DataError, open_data
 from titanlike.data.sources import Data
 from titanlike.device.accelerator import kernels
@@ -25,10 +26,10 @@ from titanlike.launch.watchdog import Watchdog
 from titanlike.launch.worker import Worker
 from titanlike.metrics.console import Console
 from titanlike.metrics.run_files import Events, RunFiles, log_start
-from titanlike.metrics.sinks import Sink, open_sinks
+from titanlike.metrics.sinks import JsonlSink, Sink, TensorBoardSink
 from titanlike.training.anomalies import AnomalyDetector
 from titanlike.training.build import Run, build
-from titanlike.training.report import layout
+from titanlike.training.layout import layout
 from titanlike.training.step import PendingStep
 
 if TYPE_CHECKING:  # each is imported where a config asks for it
@@ -156,7 +157,7 @@ def open_session(config: Config, worker: Worker, watchdog: Watchdog) -> Iterator
             busy = BusyTime(mesh.device, groups, told_every(mesh.world_size))
             run = replace(run, busy=busy)
             run.ranges.add(busy)
-            stragglers = Stragglers(config, run, worker, events)
+            stragglers = Stragglers(config, mesh, worker, events)
 
         def report_profile(step: int, text: str) -> None:
             events.log("profile", step, text)
@@ -205,8 +206,17 @@ def open_session(config: Config, worker: Worker, watchdog: Watchdog) -> Iterator
                 stages = layout(config, run.plan, mesh, data.description)
                 began = worker.stop_request.started
                 log_start(worker.run_dir, step, overrides, plain, stages, began)
-                where = config, plain, worker.run_dir, step
-                sinks += open_sinks(*where, console.line, overrides, report_lost, report_redone)
+                records = JsonlSink(worker.run_dir / "metrics.jsonl", step, report_redone)
+                if records.lost and config.checkpoint.resume == "auto":
+                    report_lost(records.lost)
+                sinks += [records]
+                if isinstance(config.logger, Wandb):
+                    from titanlike.metrics.wandb_sink import WandbSink
+
+                    folder, say = worker.run_dir, console.line
+                    sinks.append(WandbSink(config.logger, plain, folder, say, overrides))
+                elif isinstance(config.logger, TensorBoard):
+                    sinks.append(TensorBoardSink(worker.run_dir, step))
                 run_files = worker.resources.enter_context(closing(RunFiles(worker.run_dir)))
             session = Session(
                 config,

@@ -11,12 +11,12 @@ import torch
 
 from titanlike.config.schema import Config
 from titanlike.device.choose import ranks_of
+from titanlike.distributed.mesh import Mesh
 from titanlike.distributed.readings import mark, seconds_between
 from titanlike.launch.heartbeat import read_beats
 from titanlike.launch.worker import Worker
 from titanlike.metrics.run_files import Events
 from titanlike.torch_private.fsdp import exchanges_told
-from titanlike.training.build import Run
 
 _AGREE = ("forward and backward", "agree")  # phases that begin with a sum over all ranks
 _COLLECTIVE = ("UNSHARD", "REDUCE_GRAD")  # actions that are an exchange as a whole
@@ -126,12 +126,11 @@ class Stragglers:
     with all others.
     """
 
-    def __init__(self, config: Config, run: Run, worker: Worker, events: Events) -> None:
+    def __init__(self, config: Config, mesh: Mesh, worker: Worker, events: Events) -> None:
         self._share, self._events, self._worker = config.launch.straggler, events, worker
         self._slow: dict[int, int] = {}  # rank -> for how many steps in a row
         self._named: set[int] = set()
         self._seconds: list[float] = []  # of the steps that are told together
-        mesh = run.mesh
         # of ranks that share a GPU each waits for its turn
         alone = ranks_of(mesh.device, config, worker.local_world_size) == 1
         self._on = worker.rank == 0 and self._share > 0 and alone

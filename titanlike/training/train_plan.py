@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -24,7 +24,7 @@ from titanlike.device.choose import first_device, ranks_of
 from titanlike.device.memory import total_memory
 from titanlike.distributed.mesh import Mesh
 from titanlike.distributed.placement import Placement
-from titanlike.distributed.transform import Transform
+from titanlike.distributed.transform import Recomputed, Transform
 from titanlike.graph.cut import StageGraph
 from titanlike.graph.model_graph import Fields, ModelGraph, fields_of
 from titanlike.graph.recording import RecordError
@@ -33,7 +33,7 @@ from titanlike.models.registry import build_model, resolve_model
 from titanlike.optim.loss import build_loss
 from titanlike.pipeline.order import Action, Order
 from titanlike.training import checks
-from titanlike.training.memory_choices import Recomputed, choose_by_memory
+from titanlike.training.memory_choices import choose_by_memory
 from titanlike.training.recorded_model import record_model
 from titanlike.training.transforms import model_transforms
 
@@ -89,11 +89,6 @@ class TrainPlan:
     def fields(self) -> Fields:
         """Fields of the batch that the model takes."""
         return self.model_graph.fields
-
-    @property
-    def recomputed_blocks(self) -> Iterator[str]:
-        """Names of blocks that are recomputed."""
-        return (name for blocks in self.recomputed.blocks for name in blocks)
 
     @property
     def stages(self) -> list[list[str]]:

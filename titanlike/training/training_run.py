@@ -19,7 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from titanlike.checkpoint.checkpointer import Checkpointer, Progress
+from titanlike.checkpoint.checkpointer import Checkpointer
+from titanlike.checkpoint.discovery import Progress
 from titanlike.config.errors import ConfigError, Problem
 from titanlike.config.parse import write_config
 from titanlike.config.schema import Config
@@ -27,18 +28,19 @@ from titanlike.data.loader import batches, example_batch
 from titanlike.data.sources import IGNORE, Batch, Data
 from titanlike.device.accelerator import kernels
 from titanlike.distributed.mesh import close_mesh
+from titanlike.graph.loss import OutputError
 from titanlike.graph.recording import tree_flatten, tree_map
 from titanlike.launch.failures import describe
 from titanlike.launch.rendezvous import barrier, forget
 from titanlike.launch.worker import Worker
 from titanlike.metrics.run_files import Events
 from titanlike.models.registry import complete_arguments
-from titanlike.optim.loss import OutputError, logits_of, takes_divided_logits
+from titanlike.optim.loss import logits_of, takes_divided_logits
 from titanlike.training import build as building
 from titanlike.training.anomalies import AnomalyDetector, BadNumbers
 from titanlike.training.checks import may_mix_samples
 from titanlike.training.feed import to_device
-from titanlike.training.report import layout
+from titanlike.training.layout import layout
 from titanlike.training.step import measured_step
 from titanlike.training.step import validate as validation_loss
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from torch import nn
 
@@ -19,11 +18,8 @@ from titanlike.data.sources import Batch
 from titanlike.distributed.mesh import Mesh
 from titanlike.distributed.placement import experts_of
 from titanlike.distributed.sharding import compute_dtype, wrapped_in_fsdp
-from titanlike.distributed.transform import Transform
+from titanlike.distributed.transform import Plan, Transform
 from titanlike.torch_private.operators import BatchNorm
-
-if TYPE_CHECKING:
-    from titanlike.training.train_plan import TrainPlan
 
 
 @dataclass(frozen=True)
@@ -94,13 +90,13 @@ class _Built:
 
     config: Config
     mesh: Mesh
-    plan: TrainPlan
+    plan: Plan
     made: dict[str, Transform] = field(
         default_factory=dict
     )  # those of the rows above, and of `_MODEL`
 
 
-def stage_transforms(config: Config, mesh: Mesh, plan: TrainPlan) -> dict[str, Transform]:
+def stage_transforms(config: Config, mesh: Mesh, plan: Plan) -> dict[str, Transform]:
     """All that the config asks for, by their names; those of the plan are opened. Collective."""
     for transform in plan.transforms.values():
         transform.open(mesh, plan)

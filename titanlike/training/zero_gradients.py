@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from titanlike.optim.optimizer import StageState
+from titanlike.distributed.placement import StageState
 from titanlike.training.train_plan import TrainPlan
 
 _NAME = "largest_gradients"  # among the numbers of a step

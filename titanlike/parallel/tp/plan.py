@@ -166,22 +166,3 @@ def gathered_above(name: str, modules: Mapping[str, Entry]) -> bool:
 def written_plan(config: Config) -> Mapping[str, Any] | None:
     """The plan in the config; None = the model's own counts."""
     return getattr(config.model, "tp_plan", None)  # a Config made in Python may have a Custom
-
-
-def tensor_plan(config: Config, model: nn.Module) -> dict[str, Entry]:
-    """Module -> how it is divided. Raises ConfigError where the model has no plan, or a wrong
-    one."""
-    from titanlike.parallel.tp.hf_plan import has_transformers_plan, transformers_plan
-
-    plain = written_plan(config)
-    if plain is None:
-        if callable(of_model := getattr(model, "tp_plan", None)):
-            plain = of_model()
-        elif has_transformers_plan(model):
-            plain = transformers_plan(model, config.tp)
-    if not plain:
-        name = model.config.model_type if has_transformers_plan(model) else config.model.name
-        reason = f"{name} has no tensor-parallel plan"
-        fix = f"tp=1 dp={config.dp * config.tp}, or a plan (docs/tensor_parallel.md)"
-        raise ConfigError([Problem("tp", config.tp, reason, fix)])
-    return named(model, parse_plan(plain))

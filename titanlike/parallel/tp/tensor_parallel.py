@@ -24,16 +24,17 @@ from titanlike.distributed.initialize import piece_seed
 from titanlike.distributed.mesh import Mesh, new_group
 from titanlike.distributed.placement import Placement
 from titanlike.distributed.transform import Plan, Recorded, Transform
+from titanlike.graph.loss import Loss
 from titanlike.graph.model_graph import Fields, fields_of
-from titanlike.optim.loss import Loss, build_loss, takes_divided_logits
+from titanlike.optim.loss import build_loss, takes_divided_logits
 from titanlike.parallel.tp.check import Draws, ForwardCheck, mixed_draws, plan_error, unnamed
 from titanlike.parallel.tp.operators import ShardingError
-from titanlike.parallel.tp.plan import Entry, tensor_plan, written_plan
+from titanlike.parallel.tp.plan import Entry, named, parse_plan, written_plan
 from titanlike.parallel.tp.styles import TensorRanks, shard_model
 from titanlike.torch_private.dtensor import local
 
 if TYPE_CHECKING:
-    from titanlike.optim.optimizer import StageState
+    from titanlike.distributed.placement import StageState
 
 
 @dataclass(frozen=True)
@@ -428,3 +429,22 @@ class _CrossEntropy(torch.autograd.Function):
         result = shares * (gradient * of_shares.unsqueeze(-1))
         result.scatter_add_(-1, rows, -gradient * inside.unsqueeze(-1))
         return result, None, None, None, None
+
+
+def tensor_plan(config: Config, model: nn.Module) -> dict[str, Entry]:
+    """Module -> how it is divided. Raises ConfigError where the model has no plan, or a wrong
+    one."""
+    from titanlike.parallel.tp.hf_plan import has_transformers_plan, transformers_plan
+
+    plain = written_plan(config)
+    if plain is None:
+        if callable(of_model := getattr(model, "tp_plan", None)):
+            plain = of_model()
+        elif has_transformers_plan(model):
+            plain = transformers_plan(model, config.tp)
+    if not plain:
+        name = model.config.model_type if has_transformers_plan(model) else config.model.name
+        reason = f"{name} has no tensor-parallel plan"
+        fix = f"tp=1 dp={config.dp * config.tp}, or a plan (docs/tensor_parallel.md)"
+        raise ConfigError([Problem("tp", config.tp, reason, fix)])
+    return named(model, parse_plan(plain))

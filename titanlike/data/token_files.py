@@ -1,0 +1,71 @@
+"""Files of token ids, memory-mapped: .npy, or raw little-endian integers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from titanlike.config.errors import Problem
+from titanlike.data.registry import DataError
+
+
+@dataclass(frozen=True)
+class TokenFile:
+    """ids start..stop of a file."""
+
+    path: Path
+    dtype: str  # of a raw file
+    start: int
+    stop: int
+
+    @property
+    def count(self) -> int:
+        return self.stop - self.start
+
+
+Parts = Mapping[str, Sequence[TokenFile]]  # "train", "validation" -> files
+
+
+def too_short(parts: Parts, seq_len: int) -> Iterator[Problem]:
+    """An error for each part of the data that is shorter than one sequence."""
+    for part, files in parts.items():
+        count = sum(file.count for file in files)
+        if count <= seq_len:
+            which = f"the {part} part of the data has" if len(parts) > 1 else "the data have"
+            reason = f"{which} {count} tokens, a sequence needs seq_len + 1"
+            fix = "give more text with data.path"
+            fix += ", or raise data.validation_fraction" if part == "validation" else ""
+            fix += f", or write seq_len={count - 1}" if count > 1 else ""
+            yield Problem("seq_len", seq_len, reason, fix)
+
+
+def open_tokens(path: Path, dtype: str) -> np.ndarray:
+    """The ids in the file [tokens], mapped read-only.
+
+    dtype: "uint16" or "uint32", of a raw file; a .npy file contains its own. Raises DataError where
+    the file is missing, empty, or of another format.
+    """
+    if not path.is_file():
+        fix = "give a .npy or raw .bin file of token ids"
+        raise DataError("data.path", path, "there is no such file", fix)
+    if path.suffix == ".npy":
+        remedy = "save a one-dimensional array of integers with numpy.save"
+        try:
+            tokens = np.load(path, mmap_mode="r", allow_pickle=False)
+        except (ValueError, EOFError, OSError) as error:
+            raise DataError("data.path", path, f"is not a .npy file ({error})", remedy) from None
+        if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+            form = f"an array of {tokens.dtype} and shape {tokens.shape}"
+            raise DataError("data.path", path, f"is {form}, not a list of token ids", remedy)
+        return np.asarray(tokens)
+    itemsize = np.dtype(dtype).itemsize
+    size = path.stat().st_size
+    if size == 0 or size % itemsize:
+        reason = f"{size} bytes are not a multiple of the {itemsize} bytes of a {dtype} token id"
+        fix = "give a complete file, and data.dtype=uint16 or data.dtype=uint32 as it was written"
+        raise DataError("data.path", path, reason, fix)
+    # A plain array over the map: slicing np.memmap itself is several times slower.
+    return np.asarray(np.memmap(path, mode="r", dtype=np.dtype(dtype).newbyteorder("<")))
