@@ -62,9 +62,14 @@ class Checkpointer:
         if self._made_writer is None:
             from titanlike.checkpoint.writer import CheckpointWriter
 
-            of_run = self._group, self._events, self._stage_states
-            digest = self._digest if self._config.exact else None
-            self._made_writer = CheckpointWriter(self._settings, self._folder, *of_run, digest)
+            self._made_writer = CheckpointWriter(
+                self._settings,
+                self._folder,
+                group=self._group,
+                events=self._events,
+                stage_states=self._stage_states,
+                digest=self._digest if self._config.exact else None,
+            )
         return self._made_writer
 
     def _digest(self, tensors: Mapping[str, Any], group: dist.ProcessGroup) -> str:

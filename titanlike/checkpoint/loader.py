@@ -88,11 +88,12 @@ class CheckpointLoader:
         from titanlike.checkpoint import hf_start, state_dict
 
         settings = replace(self.config.checkpoint, start_from=location)
-        of_run = self.stage_states, self.group
         if hf_start.is_folder(location):
-            text = hf_start.start_from_folder(replace(self.config, checkpoint=settings), *of_run)
+            config = replace(self.config, checkpoint=settings)
+            text = hf_start.start_from_folder(config, self.stage_states, self.group)
         else:
-            text = state_dict.warm_start(settings, *of_run, self.config.pp)
+            stages = self.config.pp
+            text = state_dict.warm_start(settings, self.stage_states, self.group, stages)
         self.events.log("warm_start", 0, text)
 
     def _delete_leftovers(self) -> None:
@@ -132,8 +133,10 @@ class CheckpointLoader:
                 return None
             path = Storage(selected[0])
             try:
-                at = path, self.group, "run_dir", self.config.pp
-                return self._load(read_header_on_all_ranks(*at))
+                header = read_header_on_all_ranks(
+                    path, self.group, key="run_dir", stages=self.config.pp
+                )
+                return self._load(header)
             except DamagedCheckpoint as error:  # on all ranks
                 damage = str(error)
             except UnreadableFile as error:

@@ -138,12 +138,11 @@ class UnitCosts:
         experts = {id(p) for p in expert_parameters(self.model, config).values()}
         units = []
         try:
-            counts = self._counts(False), self._counts(deferred)
+            saved_of, nodes_of = self._counts(False), self._counts(deferred)
         except CostError as error:
             self.unknown = str(error)
-            nothing: list[list[NodeCosts]] = [[NodeCosts()] * len(calls) for calls in self._calls]
-            counts = nothing, nothing
-        for calls, saved, nodes in zip(self._calls, *counts, strict=True):
+            saved_of = nodes_of = [[NodeCosts()] * len(calls) for calls in self._calls]
+        for calls, saved, nodes in zip(self._calls, saved_of, nodes_of, strict=True):
             sizes = {id(p): p.numel() for p in self._parameters(calls)}
             sizes_of_experts = (size for key, size in sizes.items() if key in experts)
             parameters = ({id(p): p.nbytes for p in self._parameters([call])} for call in calls)

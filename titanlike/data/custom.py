@@ -77,12 +77,12 @@ def checked(opened: Data, name: str, seq_len: int) -> Data:
         if len(source) < 1:
             reason = f"its {part} part is empty"
             raise DataError("data.name", name, reason, "it needs at least one sample")
-    variable, common = opened.variable, (name, seq_len, opened.variable)
+    variable = opened.variable
     if variable is not None:
         _check_variable(variable, name, len(opened.train))
-    train = CheckedSource(opened.train, "training", *common)
+    train = CheckedSource(opened.train, "training", name, seq_len, variable)
     train.lengths = None if variable is None else variable.lengths
-    validation = CheckedSource(opened.validation, "validation", *common)
+    validation = CheckedSource(opened.validation, "validation", name, seq_len, variable)
     return replace(opened, train=train, validation=validation)
 
 

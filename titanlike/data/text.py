@@ -415,8 +415,14 @@ def _write_corpus(
     folder: Path, data: TextData | HFData, tokenizer: Tokenizer, documents: Iterable[str]
 ) -> None:
     none = dict.fromkeys(PARTS, 0)
-    sizes = (tokenizer.vocab_size, tokenizer.boundary)
-    entry = TokenizedCorpus(folder, token_dtype(tokenizer), *sizes, {**none}, {**none})
+    entry = TokenizedCorpus(
+        folder,
+        dtype=token_dtype(tokenizer),
+        vocab_size=tokenizer.vocab_size,
+        boundary=tokenizer.boundary,
+        tokens={**none},
+        documents={**none},
+    )
     last = {**none}  # tokens in each part's last document
     with ExitStack() as stack:
         out = {part: stack.enter_context(open(entry.path(part), "wb")) for part in PARTS}

@@ -133,8 +133,8 @@ def open_mesh(config: Config, worker: Worker) -> Mesh:
         reason = f"{accelerator.name(device)}, {reason}"
     count_anew(device)
     store = worker.store if worker.store is not None else dist.HashStore()
-    place = worker.rank, worker.world_size, worker.local_world_size
-    join_group(config, device, *place, store)
+    local_ranks = worker.local_world_size
+    join_group(config, device, worker.rank, worker.world_size, local_ranks, store)
     return lay_mesh(config, device, backend, reason, pipeline_backend(collectives))
 
 
@@ -224,9 +224,20 @@ def lay_mesh(
     pp_rank, replica, shard = (axes.get_local_rank(name) for name in names[:3])
     in_replica, cp_rank = divmod(shard, config.cp)
     dp_rank = replica * (config.dp // config.replicate) + in_replica
-    ranks = config.pp, config.dp, config.cp, config.layer_ranks
-    place = pp_rank, dp_rank, cp_rank, dist.get_rank() % config.layer_ranks
-    mesh = Mesh(axes, device, backend, reason, *ranks, *place)
+    mesh = Mesh(
+        axes,
+        device,
+        backend,
+        reason,
+        pp=config.pp,
+        dp=config.dp,
+        cp=config.cp,
+        layer_ranks=config.layer_ranks,
+        pp_rank=pp_rank,
+        dp_rank=dp_rank,
+        cp_rank=cp_rank,
+        layer_part=dist.get_rank() % config.layer_ranks,
+    )
     return mesh if config.ep == 1 else _with_experts(mesh, config)
 
 

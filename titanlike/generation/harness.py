@@ -89,8 +89,9 @@ class HarnessModel(TemplateLM):
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
         windows, owners = list[Any](), list[int]()
         for number, (text,) in enumerate(request.args for request in requests):
-            how = self.tok_encode(text), self.prefix_token_id, self._longest, 1  # token of context
-            for pair in map(make_disjoint_window, get_rolling_token_windows(*how)):
+            tokens, first = self.tok_encode(text), self.prefix_token_id
+            rolling = get_rolling_token_windows(tokens, first, self._longest, context_len=1)
+            for pair in map(make_disjoint_window, rolling):
                 windows.append((text, *pair))
                 owners.append(number)
         totals = [0.0] * len(requests)

@@ -107,8 +107,8 @@ def run_job(job: Job, worker: Worker) -> dict[str, Any]:
                 from titanlike.launch.rendezvous import peer_ended, start_together
 
                 pids = start_together(worker, job.config.launch.timeout)
-                peers = job.run_dir, worker.rank, pids
-                worker.stop_request.peer_failed = partial(peer_ended, *peers)
+                ended = partial(peer_ended, job.run_dir, worker.rank, pids)
+                worker.stop_request.peer_failed = ended
             worker.stop_request.started = job.started
             function = import_object(job.function.replace(":", "."))
             return function(job.config, worker) or {}

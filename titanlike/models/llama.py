@@ -234,11 +234,16 @@ class Llama(nn.Module):
         rms_norm_eps: float = 1e-5,
         tie_word_embeddings: bool = False,
     ):
-        heads = hidden_size, num_attention_heads, num_key_value_heads
-        if problems := attention_problems(*heads):
+        heads, kv_heads = num_attention_heads, num_key_value_heads
+        if problems := attention_problems(hidden_size, heads, kv_heads):
             raise ValueError(*problems)
         blocks = (
-            Block(hidden_size, Attention(*heads), MLP(hidden_size, intermediate_size), rms_norm_eps)
+            Block(
+                hidden_size,
+                Attention(hidden_size, heads, kv_heads),
+                MLP(hidden_size, intermediate_size),
+                rms_norm_eps,
+            )
             for _ in range(num_hidden_layers + max(0, num_nextn_predict_layers))
         )
         super().__init__()

@@ -195,20 +195,22 @@ class Moe(Llama):
             balance_loss,
             z_loss,
         )
-        heads = hidden_size, num_attention_heads, num_key_value_heads, head_dim
+        heads, kv_heads = num_attention_heads, num_key_value_heads
         dense, depth = first_k_dense_replace, num_hidden_layers
-        problems = attention_problems(*heads)
+        problems = attention_problems(hidden_size, heads, kv_heads, head_dim)
         problems += _routing_problems(routing, num_local_experts, dense, depth, n_shared_experts)
         if problems:
             raise ValueError(*problems)
 
         def blocks() -> Iterator[Block]:
             shared = n_shared_experts * moe_intermediate_size
-            experts = hidden_size, num_local_experts, moe_intermediate_size, shared, routing
+            qk_norm_eps = rms_norm_eps if qk_norm else None
             for layer in range(depth + max(0, num_nextn_predict_layers)):
-                attention = Attention(*heads, rms_norm_eps if qk_norm else None)
-                routed = RoutedMLP(*experts) if layer >= dense else None
-                mlp = routed or MLP(hidden_size, intermediate_size)
+                attention = Attention(hidden_size, heads, kv_heads, head_dim, qk_norm_eps)
+                mlp: nn.Module = MLP(hidden_size, intermediate_size)
+                if layer >= dense:
+                    width = moe_intermediate_size
+                    mlp = RoutedMLP(hidden_size, num_local_experts, width, shared, routing)
                 yield Block(hidden_size, attention, mlp, rms_norm_eps)
 
         nn.Module.__init__(self)  # of Llama's blocks none is wanted

@@ -224,9 +224,9 @@ class AdamW(_Fused, torch.optim.AdamW):
                 self.state[parameter]["step"] = torch.zeros((), device=parameter.device)
         means, squares = (self._state(parameters, key) for key in ("exp_avg", "exp_avg_sq"))
         steps = [self.state[parameter]["step"] for parameter in parameters]
-        tensors = [local(parameter) for parameter in parameters], gradients, means, squares
         clip = self.clip_on(parameters[0].device)
-        self._called(partial(fused_adamw, steps=steps, group=group, skip=skip, clip=clip), *tensors)
+        update = partial(fused_adamw, steps=steps, group=group, skip=skip, clip=clip)
+        self._called(update, [local(p) for p in parameters], gradients, means, squares)
 
 
 class Sgd(_Fused, torch.optim.SGD):

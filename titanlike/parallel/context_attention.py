@@ -385,8 +385,9 @@ class _Ring(torch.autograd.Function):
             parts = of_held.chunk(2, 1 + _TOKENS)
             for mine, theirs, same in _pairs(ranks, step, causal):
                 keys, values = halves[theirs]
-                block = gradients[mine], queries[mine], keys, values, wholes[mine]
-                of_query, *both = block_attention.backward(*block, same, scale)
+                of_query, *both = block_attention.backward(
+                    gradients[mine], queries[mine], keys, values, wholes[mine], same, scale
+                )
                 of_queries[mine] += of_query
                 for total, part in zip(parts[theirs], both, strict=True):
                     total += part.float().unflatten(1, (k.shape[1], -1)).sum(2)

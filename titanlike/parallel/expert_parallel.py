@@ -125,16 +125,16 @@ def _elsewhere(
     of_rank = counts.unflatten(0, (ranks.size, -1))  # [n, E / n]
     operators = torch.ops.titanlike
     if ranks.group is None or tokens.is_meta:  # alone: as many tokens come as go
-        route = *operators.alone_route_tokens(of_rank, len(tokens)), ""
+        sizes, order, place = operators.alone_route_tokens(of_rank, len(tokens))
         there = autograd_collective(tokens, ranks, "all_to_all", "all_to_all", 0)
-        results = forward(operators.send_tokens(there, *route), of_rank.sum(0))
+        results = forward(operators.send_tokens(there, sizes, order, place, ""), of_rank.sum(0))
         back = autograd_collective(results, ranks, "all_to_all", "all_to_all", 0)
-        return operators.return_tokens(back, *route, len(tokens))
+        return operators.return_tokens(back, sizes, order, place, "", len(tokens))
     group = ranks.group.group_name
-    coming, *places = operators.route_tokens(of_rank, group, exact is None)
-    there = operators.send_tokens(tokens, *places, group)  # [R, D]
+    coming, sizes, order, place = operators.route_tokens(of_rank, group, exact is None)
+    there = operators.send_tokens(tokens, sizes, order, place, group)  # [R, D]
     results = exact(forward, there, coming) if exact else forward(there, coming.sum(0))
-    return operators.return_tokens(results, *places, group, len(tokens))
+    return operators.return_tokens(results, sizes, order, place, group, len(tokens))
 
 
 def _rank_by_rank(experts: nn.Module, forward: Forward, tokens: Tensor, counts: Tensor) -> Tensor:
@@ -249,13 +249,15 @@ def _keep_route(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 
 def _send_backward(ctx: Any, gradient: Tensor) -> Any:
-    route = *ctx.saved_tensors, ctx.group, ctx.rows
-    return torch.ops.titanlike.return_tokens(gradient, *route), *[None] * 4
+    sizes, order, place = ctx.saved_tensors
+    back = torch.ops.titanlike.return_tokens(gradient, sizes, order, place, ctx.group, ctx.rows)
+    return back, None, None, None, None
 
 
 def _return_backward(ctx: Any, gradient: Tensor) -> Any:
-    route = *ctx.saved_tensors, ctx.group
-    return torch.ops.titanlike.send_tokens(gradient, *route), *[None] * 5
+    sizes, order, place = ctx.saved_tensors
+    sent = torch.ops.titanlike.send_tokens(gradient, sizes, order, place, ctx.group)
+    return sent, None, None, None, None, None
 
 
 _send.register_autograd(_send_backward, setup_context=_keep_route)

@@ -430,13 +430,14 @@ class LayoutTimes:
             launches = sum(seconds.launches for seconds, runs_too in every if runs_too)
             return launches * device.host_seconds + device.action_seconds
 
-        split, later = ("recompute", "input_gradient"), ("weight_gradient",)
-        at_once, waiting = (split, later) if deferred else (split + later, ())
+        backward = host("recompute", "input_gradient", "weight_gradient")
+        at_once = host("recompute", "input_gradient") if deferred else backward
+        waiting = host("weight_gradient") if deferred else host()
         return StageTimes(
             forward=Duration(all_forward, host("forward")),
-            backward=Duration(all_backward, host(*split, *later), recomputed),
-            input_gradient=Duration(sum(halves), host(*at_once), recomputed),
-            weight_gradient=Duration(sum(weights) if deferred else 0.0, host(*waiting)),
+            backward=Duration(all_backward, backward, recomputed),
+            input_gradient=Duration(sum(halves), at_once, recomputed),
+            weight_gradient=Duration(sum(weights) if deferred else 0.0, waiting),
             sends_forward=self._message(layout.sent[stage] if stage + 1 < len(layout.sent) else 0),
             sends_backward=self._message(layout.received[stage]),
             skips_forward=tuple(

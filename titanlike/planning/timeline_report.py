@@ -78,10 +78,19 @@ class TimelineReport:
         for sender, seconds in chain.from_iterable(map(self._senders, steps)):
             waits[sender] += seconds
         total = statistics.median(step.end - step.begin for step in steps)
-        parts = median(*_COMPUTED), median("gather", "reduce"), median("wait"), median("agree")
-        most = max(waits, key=waits.__getitem__, default=None)
+        parts = {
+            "computing": median(*_COMPUTED),
+            "communication": median("gather", "reduce"),
+            "waiting": median("wait"),
+            "all_reduce": median("agree"),
+        }
         return RankTimes(
-            steps[0].rank, steps[0].pp_rank, total, *parts, max(0.0, total - sum(parts)), most
+            steps[0].rank,
+            steps[0].pp_rank,
+            step=total,
+            **parts,
+            other=max(0.0, total - sum(parts.values())),
+            waits_for=max(waits, key=waits.__getitem__, default=None),
         )
 
     def _senders(self, step: RankStep) -> Iterator[tuple[int, float]]:

@@ -137,8 +137,18 @@ def compare(
     """
     if mine is None:
         rounding = None if in_bf16 is None else 0.0
-        lost = (math.nan, math.inf, math.inf, 1.0, math.inf)
-        return Comparison(kind, name, reference.numel(), *lost, rounding, 0.0)
+        return Comparison(
+            kind,
+            name,
+            reference.numel(),
+            largest=math.nan,
+            difference=math.inf,
+            squared=math.inf,
+            scale=1.0,
+            along=math.inf,
+            rounding=rounding,
+            rounding_along=0.0,
+        )
     here = partial(local_of, mine, part)
     own = local(mine).detach().cpu().double()
     right = here(reference).double()

@@ -62,9 +62,14 @@ def allocate(stage: nn.Module, device: torch.device) -> None:
         held = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
         new = torch.empty(held.shape, dtype=held.dtype, device=device)
         if isinstance(parameter, DTensor):
-            place = parameter.device_mesh, parameter.placements
-            shape, stride = parameter.shape, parameter.stride()
-            new = DTensor.from_local(new, *place, run_check=False, shape=shape, stride=stride)
+            new = DTensor.from_local(
+                new,
+                parameter.device_mesh,
+                parameter.placements,
+                run_check=False,
+                shape=parameter.shape,
+                stride=parameter.stride(),
+            )
         made[id(parameter)] = nn.Parameter(new, parameter.requires_grad)
     for module in stage.modules():
         for name, held in module._parameters.items():

@@ -220,8 +220,9 @@ def _allocate(infos: Sequence[Any], device: torch.device) -> None:
     for info in infos if _TORCH_KEEPS_BUFFERS else ():
         meta = getattr(info, "tensor_meta", None)
         if meta is not None and info.buffer is None:
-            size, dtype = (meta.shape, meta.stride), meta.dtype
-            info.buffer = torch.empty_strided(*size, dtype=dtype, device=device)
+            info.buffer = torch.empty_strided(
+                meta.shape, meta.stride, dtype=meta.dtype, device=device
+            )
 
 
 def _free(infos: Sequence[Any]) -> None:

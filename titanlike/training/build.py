@@ -325,9 +325,9 @@ def _make_states(
             names = {name: canonical[name] for name, _ in every}
             owned = frozenset(name for name in names.values() if holders[name][0] == index)
             parameters = {names[name]: parameter for name, parameter in stage.named_parameters()}
-            shared = plan.model_graph.model, config, built_stages.placements, group
-            optimizers = build_optimizers(parameters, *shared)
-            states[index] = StageState(stage, optimizers, names, owned, built_stages.placements)
+            model, placements = plan.model_graph.model, built_stages.placements
+            optimizers = build_optimizers(parameters, model, config, placements, group)
+            states[index] = StageState(stage, optimizers, names, owned, placements)
     return states
 
 

@@ -64,8 +64,9 @@ def choose_by_memory(
         from titanlike.costs.rank_memory import planned_memory
 
         costs = None if isinstance(config.split, TraceSplit) else unit_costs()
-        forward = model_graph, targets, costs
-        return planned_memory(config, *forward, order, level, parameters, deferred)
+        return planned_memory(
+            config, model_graph, targets, costs, order, level, parameters, deferred
+        )
 
     def recomputed_with(memory: Callable[[], RankMemory]) -> Recomputed:
         if how.name == "none":

@@ -238,10 +238,12 @@ def events_of(marks: Sequence[tuple[float, _Entry]]) -> list[Span]:
             interrupted = []
         if now != before:
             if at > since:
-                found.append(Span(*before, since, at))
+                kind, stage, microbatch = before
+                found.append(Span(kind, stage, microbatch, since, at))
             since = at
     if marks[-1][0] > since:
-        found.append(Span(*now, since, marks[-1][0]))
+        kind, stage, microbatch = now
+        found.append(Span(kind, stage, microbatch, since, marks[-1][0]))
     return found
 
 

@@ -162,9 +162,17 @@ def make_plan(
     ]
 
     limit = device_memory or functools.partial(memory_for_training, config)
-    auto = zero, why_zero
-    forward = model_graph, targets, unit_costs
-    chosen = choose_by_memory(config, *forward, graphs, order, parameters, auto, limit)
+    chosen = choose_by_memory(
+        config,
+        model_graph,
+        targets,
+        unit_costs,
+        graphs,
+        order,
+        parameters,
+        zero=(zero, why_zero),
+        device_memory=limit,
+    )
     used = {
         name for graph in graphs for name in model_graph.parameters_of(graph.units, graph.weights)
     }
@@ -295,8 +303,9 @@ def _cut_stages(
         if auto and order.stages > 1:
             from titanlike.costs.auto_split import find_auto_split
 
-            costs = unit_costs(), model_graph.units
-            found = find_auto_split(config, *costs, order, zero, measure_times)
+            found = find_auto_split(
+                config, unit_costs(), model_graph.units, order, zero, measure_times
+            )
             model_graph.stages = found.stages(model_graph.units)
         else:
             model_graph.stages = _declared_stages(config, model_graph, order.stages)

@@ -104,8 +104,8 @@ class TrainingRun:
         with self._collective("step", meet=self.last is None):
             if not self.last:
                 self._first_step(batch)
-            with_numbers = self._run, self._step_config, number, iter([batch]), self._detector
-            result = measured_step(*with_numbers, self._worker)
+            config, stream = self._step_config, iter([batch])
+            result = measured_step(self._run, config, number, stream, self._detector, self._worker)
         record, anomaly = result.record, result.anomaly
         if anomaly is not None:
             if anomaly.action == "stop":
@@ -117,9 +117,15 @@ class TrainingRun:
         guard = self._detector.state()
         self._progress = replace(self._progress, step=number, value=record["loss"], guard=guard)
         self._worker.notify("step", record)
-        loss, losses, skipped = record["loss"], record["microbatch_losses"], record.get("skipped")
-        numbers = number, loss, losses, record["grad_norm"], record["lr"], skipped
-        self.last = StepOutput(*numbers, record)
+        self.last = StepOutput(
+            step=number,
+            loss=record["loss"],
+            losses=record["microbatch_losses"],
+            grad_norm=record["grad_norm"],
+            lr=record["lr"],
+            skipped=record.get("skipped"),
+            record=record,
+        )
         return self.last
 
     def forward(

@@ -292,8 +292,10 @@ class ShardedTrace(TracedForward):
             tensors = tensors_in(self.run(forward))
         except ShardingError as error:
             called = f"calls {self.called}: " if self.called else ""
-            where = error.shard, error.pieces, error.style, self.path
-            raise ShardingError(called + error.reason, *where) from None
+            reason = called + error.reason
+            raise ShardingError(
+                reason, error.shard, error.pieces, error.style, module=self.path
+            ) from None
         except Exception as error:
             reason = f"raises {type(error).__name__}: {first_line(error)}"
             raise ShardingError(reason, module=self.path) from error
