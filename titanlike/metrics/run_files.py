@@ -227,8 +227,8 @@ def own_version() -> str:
     root = Path(titanlike.__file__).parents[1]
     if not (root / ".git").exists():  # it is installed, and a repository around it is another's
         return titanlike.__version__
-    described = "describe", "--always", "--abbrev=12", "--dirty", "--exclude=*"
-    return f"{titanlike.__version__} (commit {git('-C', str(root), *described) or 'unknown'})"
+    commit = git("-C", str(root), "describe", "--always", "--abbrev=12", "--dirty", "--exclude=*")
+    return f"{titanlike.__version__} (commit {commit or 'unknown'})"
 
 
 def changed_keys(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
