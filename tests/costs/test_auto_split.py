@@ -17,18 +17,19 @@ from torch import Tensor, nn
 from support.models import tiny
 from support.world import run_world
 from titanlike.config.errors import ConfigError
+from titanlike.config.optimizer import ParameterGroup
+from titanlike.config.optimizers.adamw import AdamW
+from titanlike.config.optimizers.muon import Muon
+from titanlike.config.optimizers.sgd import Sgd
 from titanlike.config.schema import (
-    AdamW,
     AutoSplit,
     ChunkedCrossEntropy,
     Config,
     Custom,
     Fsdp,
-    Muon,
-    ParameterGroup,
+    OwnOptimizer,
     Precision,
     Schedule,
-    Sgd,
 )
 from titanlike.costs.auto_split import TIMES_FILE, stages_in_flight
 from titanlike.costs.unit_costs import UnitCosts
@@ -190,6 +191,8 @@ _OF_SGD = {"*mlp*": ParameterGroup(optimizer="sgd")}
         (Muon(groups=_OF_SGD), 0, 4, 8),
         (Sgd(momentum=0.9, groups={"*mlp*": ParameterGroup(optimizer="adamw")}), 8, 4, 4),
         (Sgd(groups={"*mlp*": ParameterGroup(momentum=0.9)}), 4, 0, 0),
+        (OwnOptimizer("torch.optim.Adagrad"), 4, 4, 4),
+        (OwnOptimizer("torch.optim.Adam", {"amsgrad": True}), 12, 12, 12),
     ],
 )
 def test_each_parameter_counts_with_what_its_own_optimizer_keeps(

@@ -16,13 +16,13 @@ from support.families import moe
 from support.group_calls import Call, Program, Recording, group_mistakes, mistakes, record_training
 from support.models import tiny
 from support.world import run_world
+from titanlike.config.optimizers.muon import Muon
 from titanlike.config.schema import (
     ActivationCheckpoint,
     Checkpoint,
     Config,
     Ema,
     Fsdp,
-    Muon,
     Numerics,
     Schedule,
     SelectiveActivationCheckpoint,

@@ -20,7 +20,8 @@ from support.cells import slow
 from support.forwards import VOCAB
 from support.models import tiny
 from support.proven import assert_proven
-from titanlike.config.schema import Custom, EvenSplit, PointSplit, Sgd, SyntheticData
+from titanlike.config.optimizers.sgd import Sgd
+from titanlike.config.schema import Custom, EvenSplit, PointSplit, SyntheticData
 from titanlike.graph.cut import message, message_problem, same_messages
 from titanlike.graph.model_graph import Field, ModelGraph
 from titanlike.graph.partition import partition

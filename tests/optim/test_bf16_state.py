@@ -14,10 +14,13 @@ from torch import nn
 
 from support.models import tiny
 from support.world import run_world
-from titanlike.config.schema import Checkpoint, Config, ConstantLr, Muon
+from titanlike.config.optimizers.adamw import AdamW
+from titanlike.config.optimizers.muon import Muon
+from titanlike.config.schema import Checkpoint, Config, ConstantLr
 from titanlike.distributed.placement import Part
 from titanlike.metrics.sinks import read_jsonl
 from titanlike.optim.bf16_state import Bf16StateAdamW, Positions, random_bits, round_stochastically
+from titanlike.optim.fused import OptimizerContext
 from titanlike.training.loop import train
 
 
@@ -63,9 +66,9 @@ def test_random_bits_are_those_of_the_whole_tensor_and_differ_between_steps_and_
 def test_a_mean_of_squares_falls_again_where_rounding_to_nearest_would_keep_it() -> None:
     """beta2 = 0.999 lets it fall by a thousandth a step, less than half of bf16's last digit."""
     parameter = nn.Parameter(torch.ones(64, 64))
-    options = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8}
+    config, context = AdamW(betas=[0.9, 0.999]), OptimizerContext(seeds={parameter: 0})
     groups = [{"params": [parameter], "weight_decay": 0.0}]
-    optimizer = Bf16StateAdamW(groups, {parameter: 0}, **options)
+    optimizer = Bf16StateAdamW(groups, config, context)
     nearest = torch.zeros(64, 64, dtype=torch.bfloat16)
     exact = torch.zeros(64, 64)
     for step in range(500):
@@ -85,8 +88,7 @@ def test_a_tensor_in_many_chunks_is_updated_as_in_one(monkeypatch: pytest.Monkey
         parameters = [nn.Parameter(torch.ones(shape)) for shape in ((7, 16), (50,), ())]
         groups = [{"params": parameters, "weight_decay": 0.1}]
         seeds = {parameter: at for at, parameter in enumerate(parameters)}
-        options = {"lr": 0.1, "betas": (0.9, 0.95), "eps": 1e-8}
-        optimizer = Bf16StateAdamW(groups, seeds, **options)
+        optimizer = Bf16StateAdamW(groups, AdamW(lr=0.1), OptimizerContext(seeds=seeds))
         generator = torch.Generator().manual_seed(1)
         for _ in range(3):
             for parameter in parameters:
@@ -126,11 +128,9 @@ def test_a_run_resumes_in_another_layout_and_in_the_other_dtype(tmp_path: Path) 
 def test_the_state_is_in_bf16_after_a_resume_too() -> None:
     """torch's Optimizer.load_state_dict would make it fp32."""
     parameter = nn.Parameter(torch.ones(3, 3))
-    options = {"lr": 0.1, "betas": (0.9, 0.95), "eps": 1e-8}
-    optimizers = [
-        Bf16StateAdamW([{"params": [parameter], "weight_decay": 0.0}], {parameter: 0}, **options)
-        for _ in range(2)
-    ]
+    context = OptimizerContext(seeds={parameter: 0})
+    groups = [{"params": [parameter], "weight_decay": 0.0}]
+    optimizers = [Bf16StateAdamW(groups, AdamW(lr=0.1), context) for _ in range(2)]
     parameter.grad = torch.ones(3, 3)
     optimizers[0].step()
     optimizers[1].load_state_dict(optimizers[0].state_dict())

@@ -18,16 +18,16 @@ from support.world import run_world
 from titanlike.checkpoint.integrity import MODEL
 from titanlike.checkpoint.reader import ShardReader
 from titanlike.config.files import parse_object
+from titanlike.config.optimizers.adamw import AdamW
+from titanlike.config.optimizers.muon import Muon
+from titanlike.config.optimizers.sgd import Sgd
 from titanlike.config.schema import (
-    AdamW,
     Checkpoint,
     Config,
     ConstantLr,
     Ema,
     Fsdp,
-    Muon,
     OwnOptimizer,
-    Sgd,
     Validation,
 )
 from titanlike.distributed.placement import optimizer_state

@@ -11,7 +11,11 @@ import torch
 from support.cells import cells
 from support.models import tiny
 from support.proven import assert_proven
-from titanlike.config.schema import AdamW, Config, Model, Muon, ParameterGroup, Sgd
+from titanlike.config.optimizer import ParameterGroup
+from titanlike.config.optimizers.adamw import AdamW
+from titanlike.config.optimizers.muon import Muon
+from titanlike.config.optimizers.sgd import Sgd
+from titanlike.config.schema import Config, Model
 from titanlike.models.registry import build_model, resolve_model
 from titanlike.optim.optimizer import build_optimizers, set_lr
 from titanlike.training.preflight import preflight

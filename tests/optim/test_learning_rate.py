@@ -13,7 +13,8 @@ from torch import nn
 from support.models import tiny
 from support.opened import opened
 from support.world import run_world
-from titanlike.config.schema import Config, ConstantLr, DecayLr, Sgd, WsdLr
+from titanlike.config.optimizers.sgd import Sgd
+from titanlike.config.schema import Config, ConstantLr, DecayLr, WsdLr
 from titanlike.launch.worker import Worker
 from titanlike.optim.fused import clip_in_place
 from titanlike.optim.optimizer import clip_divisor, lr_factor

@@ -15,11 +15,12 @@ from support.models import tiny
 from support.opened import opened
 from support.proven import assert_proven
 from support.world import run_world
-from titanlike.config.schema import Config, Muon, Precision
+from titanlike.config.optimizers.muon import Muon
+from titanlike.config.schema import Config, Precision
 from titanlike.launch.worker import Worker
 from titanlike.models.registry import build_model, resolve_model
 from titanlike.optim import muon
-from titanlike.optim.optimizer import build_optimizers, set_lr
+from titanlike.optim.optimizer import build_optimizers, hidden_matrices, set_lr
 from titanlike.training.preflight import preflight
 
 MUON = Muon()
@@ -102,14 +103,14 @@ def test_embeddings_in_blocks_tied_weights_and_named_matrices_are_left_to_adamw(
     )
     model.head = nn.Linear(8, 4, bias=False)
     model.layers[1]["up"].weight = model.head.weight
-    hidden = muon.hidden_matrices(model, Muon(adamw=["*.router.*"]))
+    hidden = hidden_matrices(model, Muon(adamw=["*.router.*"]))
     assert hidden == {"layers.0.up.weight"}
 
 
 def test_the_head_of_a_chain_of_layers_is_left_to_adamw() -> None:
     """Each layer of a chain is a block, the last one as well."""
     chain = nn.Sequential(nn.Embedding(4, 8), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
-    assert muon.hidden_matrices(chain, MUON) == {"1.weight"}
+    assert hidden_matrices(chain, MUON) == {"1.weight"}
 
 
 @pytest.mark.parametrize(

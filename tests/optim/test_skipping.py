@@ -16,7 +16,10 @@ from support.cells import cells
 from support.models import tiny
 from support.opened import Opened, opened
 from support.world import run_world
-from titanlike.config.schema import AdamW, Config, Custom, Fsdp, Muon, OwnOptimizer, Sgd
+from titanlike.config.optimizers.adamw import AdamW
+from titanlike.config.optimizers.muon import Muon
+from titanlike.config.optimizers.sgd import Sgd
+from titanlike.config.schema import Config, Custom, Fsdp, OwnOptimizer
 from titanlike.launch.worker import Worker
 from titanlike.torch_private.dtensor import local
 from titanlike.training.anomalies import AnomalyDetector

@@ -23,21 +23,21 @@ from support import saved_runs
 from support.families import hf, moe
 from support.models import tiny
 from support.world import run_world
+from titanlike.config.optimizers.adamw import AdamW
+from titanlike.config.optimizers.muon import Muon
+from titanlike.config.optimizers.sgd import Sgd
 from titanlike.config.schema import (
     ActivationCheckpoint,
-    AdamW,
     Checkpoint,
     Config,
     ConstantLr,
     Float8Precision,
     Fsdp,
     Model,
-    Muon,
     Numerics,
     OwnOptimizer,
     Precision,
     SelectiveActivationCheckpoint,
-    Sgd,
     Validation,
     Verify,
 )

@@ -20,9 +20,9 @@ from support.opened import opened
 from support.proven import assert_proven
 from support.skipped_step import three_steps
 from support.world import run_world
+from titanlike.config.optimizers.adamw import AdamW
 from titanlike.config.schema import (
     ActivationCheckpoint,
-    AdamW,
     Config,
     ConstantLr,
     Custom,

@@ -16,14 +16,8 @@ from support.hf_tiny import model_of, tiny_hf
 from support.models import tiny
 from support.world import run_world
 from titanlike.config.errors import ConfigError
-from titanlike.config.schema import (
-    Checkpoint,
-    Config,
-    Custom,
-    Float8Precision,
-    Precision,
-    Sgd,
-)
+from titanlike.config.optimizers.sgd import Sgd
+from titanlike.config.schema import Checkpoint, Config, Custom, Float8Precision, Precision
 from titanlike.metrics.sinks import read_jsonl
 from titanlike.models.registry import build_model, resolve_model
 from titanlike.parallel.float8 import in_bf16, use_float8

@@ -13,8 +13,9 @@ from support.models import tiny
 from support.proven import assert_proven
 from support.records import numbers
 from support.world import run_world
+from titanlike.config.optimizers.adamw import AdamW
+from titanlike.config.optimizers.sgd import Sgd
 from titanlike.config.schema import (
-    AdamW,
     Checkpoint,
     Config,
     ConstantLr,
@@ -22,7 +23,6 @@ from titanlike.config.schema import (
     Fsdp,
     Precision,
     Schedule,
-    Sgd,
 )
 from titanlike.training.loop import train
 

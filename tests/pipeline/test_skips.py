@@ -17,7 +17,8 @@ from support.opened import opened
 from support.proven import assert_proven
 from support.vision_configs import of_images
 from support.world import run_world
-from titanlike.config.schema import Config, Custom, LoopedSchedule, PointSplit, Sgd, SyntheticData
+from titanlike.config.optimizers.sgd import Sgd
+from titanlike.config.schema import Config, Custom, LoopedSchedule, PointSplit, SyntheticData
 from titanlike.launch.worker import Worker
 from titanlike.pipeline.schedules import LOOPED, SCHEDULES, V_SCHEDULES
 from titanlike.planning.estimate import make_estimate

@@ -16,18 +16,18 @@ from support.command_lines import examined
 from support.live_memory import measured
 from support.memory_layouts import LAYOUTS, MODEL, estimated_and_measured, layout
 from support.world import run_world
+from titanlike.config.optimizer import ParameterGroup
+from titanlike.config.optimizers.adamw import AdamW
+from titanlike.config.optimizers.muon import Muon
+from titanlike.config.optimizers.sgd import Sgd
 from titanlike.config.schema import (
-    AdamW,
     Config,
     Custom,
     FitActivationCheckpoint,
     Fsdp,
-    Muon,
-    ParameterGroup,
     Precision,
     Schedule,
     SelectiveActivationCheckpoint,
-    Sgd,
 )
 from titanlike.driver.tools import plan as main
 from titanlike.planning import advice

@@ -13,7 +13,8 @@ from support.cells import slow
 from support.commands import TINY, command
 from support.models import tiny
 from titanlike.config.imports import outside_code
-from titanlike.config.schema import Config, Custom, Sgd, Verify
+from titanlike.config.optimizers.sgd import Sgd
+from titanlike.config.schema import Config, Custom, Verify
 from titanlike.driver.job import JobRunner
 from titanlike.launch.worker import Worker
 from titanlike.proof import first_start

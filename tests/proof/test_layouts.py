@@ -36,6 +36,7 @@ from support.layouts import (
 from support.models import tiny
 from support.proven import assert_proven
 from support.world import run_world
+from titanlike.config.optimizers.sgd import Sgd
 from titanlike.config.schema import (
     Checkpoint,
     Config,
@@ -46,7 +47,6 @@ from titanlike.config.schema import (
     LoopedSchedule,
     Precision,
     Schedule,
-    Sgd,
     Verify,
 )
 from titanlike.data.sources import IGNORE

@@ -16,14 +16,14 @@ from support.families import moe
 from support.models import tiny
 from support.proven import assert_proven
 from support.world import run_world
+from titanlike.config.optimizers.adamw import AdamW
+from titanlike.config.optimizers.sgd import Sgd
 from titanlike.config.schema import (
     ActivationCheckpoint,
-    AdamW,
     Config,
     Custom,
     Model,
     Schedule,
-    Sgd,
     SyntheticData,
     TextData,
 )

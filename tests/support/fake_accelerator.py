@@ -23,6 +23,7 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 
 from support.families import llama, moe
 from support.models import tiny
+from titanlike.config.optimizers.muon import Muon
 from titanlike.config.schema import (
     ActivationCheckpoint,
     ChunkedCrossEntropy,
@@ -31,7 +32,6 @@ from titanlike.config.schema import (
     Float8Precision,
     Fsdp,
     Metrics,
-    Muon,
     Numerics,
     Precision,
     SelectiveActivationCheckpoint,

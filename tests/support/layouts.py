@@ -20,10 +20,12 @@ from typing import Any
 from support.families import gpt2, hf, llama, moe
 from support.models import SCHEDULES, schedule_of, tiny
 from support.planned_models import PLAN
+from titanlike.config.optimizers.adamw import AdamW
+from titanlike.config.optimizers.muon import Muon
+from titanlike.config.optimizers.sgd import Sgd
 from titanlike.config.schema import (
     VARIANTS,
     ActivationCheckpoint,
-    AdamW,
     BalanceSplit,
     ChunkedCrossEntropy,
     Config,
@@ -35,11 +37,9 @@ from titanlike.config.schema import (
     Float8Precision,
     Fsdp,
     Model,
-    Muon,
     PointSplit,
     Precision,
     SelectiveActivationCheckpoint,
-    Sgd,
     SyntheticData,
     TextData,
     Verify,

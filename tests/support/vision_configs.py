@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from support.models import tiny
-from titanlike.config.schema import Config, Custom, Sgd
+from titanlike.config.optimizers.sgd import Sgd
+from titanlike.config.schema import Config, Custom
 
 IMAGES = Custom("support.vision_models.images", {"size": 8})
 MASKS = Custom("support.vision_models.images", {"size": 8, "masks": True})

@@ -14,16 +14,16 @@ from support.models import tiny
 from support.records import numbers
 from support.runs import train_each
 from support.world import run_world
+from titanlike.config.optimizers.adamw import AdamW
+from titanlike.config.optimizers.muon import Muon
+from titanlike.config.optimizers.sgd import Sgd
 from titanlike.config.schema import (
-    AdamW,
     Checkpoint,
     Config,
     Custom,
     Fsdp,
-    Muon,
     Precision,
     Schedule,
-    Sgd,
     SyntheticData,
     Validation,
 )

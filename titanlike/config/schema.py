@@ -15,6 +15,8 @@ from typing import Any, Literal
 
 from titanlike.config import keys
 from titanlike.config.keys import MAX_RANKS, MAX_VOCAB, Bytes, Paths, Seconds, key, required
+from titanlike.config.optimizer import Optimizer, optimizer_kinds
+from titanlike.config.optimizers.adamw import AdamW
 
 # --- choices from outside: the user's own code --------------------------------------------------
 
@@ -193,83 +195,6 @@ class OwnSchedule(Custom):
 
 
 # --- optimization ------------------------------------------------------------------------------
-
-
-@dataclass
-class ParameterGroup:
-    """How the parameters that a pattern of `optimizer.groups` names are updated; null = as they
-    would be without it."""
-
-    lr: float | None = key(None, "peak learning rate", ge=0, example=1e-3)
-    weight_decay: float | None = key(None, "decay, of vectors too", ge=0, example=0.0)
-    betas: list[float] | None = key(
-        None, "of AdamW: decay of the two running means", ge=0, lt=1, items=2, example=[0.9, 0.95]
-    )
-    momentum: float | None = key(None, "of SGD and Muon", ge=0, lt=1, example=0.9)
-    optimizer: Literal["adamw", "sgd", "muon"] | None = key(
-        None, "which updates them; muon = matrices of blocks, with optimizer=muon"
-    )
-
-
-_GROUPS = (
-    "pattern of parameter names -> {lr, weight_decay, betas, momentum, optimizer} of these parameters: "
-    "{*norm*: {lr: 1e-3}}"
-)
-_STATE_DTYPE = "dtype of the two running means; bf16 = half the memory, rounded stochastically"
-
-
-@dataclass
-class AdamW:
-    """torch.optim.AdamW, fused."""
-
-    name: str = key("adamw", "choice")
-    lr: float = key(3e-3, "peak learning rate", ge=0)
-    betas: list[float] = key([0.9, 0.95], "decay of the two running means", ge=0, lt=1, items=2)
-    eps: float = key(1e-8, "added to the denominator", gt=0)
-    weight_decay: float = key(0.1, "decoupled decay; vectors (norms, biases) have none", ge=0)
-    clip: float | None = key(1.0, "largest global gradient norm; null = no clipping", gt=0)
-    state_dtype: Literal["fp32", "bf16"] = key("fp32", _STATE_DTYPE)
-    groups: dict[str, ParameterGroup] | None = key(None, _GROUPS)
-
-
-@dataclass
-class Muon:
-    """Muon (arXiv 2502.16982) for the matrices of the blocks, AdamW for everything else."""
-
-    name: str = key("muon", "choice")
-    lr: float = key(3e-3, "peak learning rate of the matrices that Muon updates", ge=0)
-    momentum: float = key(0.95, "decay of the running mean of gradients", ge=0, lt=1)
-    nesterov: bool = key(True, "look ahead by one more step of the momentum")
-    ns_steps: int = key(5, "iterations that orthogonalize a matrix", ge=1, le=20, example=5)
-    adjust_lr: Literal["match_rms_adamw", "original"] = key(
-        "match_rms_adamw",
-        "lr of a matrix: match_rms_adamw = 0.2 sqrt(longer side), so that AdamW's lr fits; original "
-        "= sqrt(rows / columns), at least 1",
-    )
-    weight_decay: float = key(0.1, "decoupled decay; vectors (norms, biases) have none", ge=0)
-    clip: float | None = key(1.0, "largest global gradient norm; null = no clipping", gt=0)
-    adamw_lr: float | None = key(None, "peak learning rate of all others; null = lr", ge=0)
-    betas: list[float] = key(
-        [0.9, 0.95], "of AdamW: decay of the two running means", ge=0, lt=1, items=2
-    )
-    eps: float = key(1e-8, "of AdamW: added to the denominator", gt=0)
-    state_dtype: Literal["fp32", "bf16"] = key("fp32", f"of AdamW: {_STATE_DTYPE}")
-    adamw: list[str] = key(
-        [], "matrices of blocks that AdamW updates too, by patterns of names: ['*.router.weight']"
-    )
-    groups: dict[str, ParameterGroup] | None = key(None, _GROUPS)
-
-
-@dataclass
-class Sgd:
-    """torch.optim.SGD."""
-
-    name: str = key("sgd", "choice")
-    lr: float = key(0.1, "peak learning rate", ge=0)
-    momentum: float = key(0.0, "momentum factor", ge=0, lt=1)
-    weight_decay: float = key(0.0, "L2 decay of matrices; vectors (norms, biases) have none", ge=0)
-    clip: float | None = key(1.0, "largest global gradient norm; null = no clipping", gt=0)
-    groups: dict[str, ParameterGroup] | None = key(None, _GROUPS)
 
 
 @dataclass
@@ -1040,7 +965,7 @@ class Config:
     data: TextData | HFData | TokenData | MixtureData | ChatData | SyntheticData | Custom = key(
         TextData, "training data"
     )
-    optimizer: AdamW | Muon | Sgd | OwnOptimizer = key(AdamW, "optimizer")
+    optimizer: Optimizer | OwnOptimizer = key(AdamW, "optimizer")
     ema: Ema = key(Ema, "average of the weights")
     lr: ConstantLr | DecayLr | WsdLr | Custom = key(WsdLr, "learning-rate schedule")
     loss: CrossEntropy | ChunkedCrossEntropy | Mse | Custom = key(CrossEntropy, "loss function")
@@ -1175,7 +1100,7 @@ VARIANTS: dict[str, dict[str, type[Any]]] = {
         **_by_name(CsvSchedule, AutoSchedule),
     },
     "data": _by_name(TextData, HFData, TokenData, MixtureData, ChatData, SyntheticData),
-    "optimizer": _by_name(AdamW, Muon, Sgd),
+    "optimizer": optimizer_kinds(),
     "lr": {"constant": ConstantLr, "linear": DecayLr, "cosine": DecayLr, "wsd": WsdLr},
     "loss": _by_name(CrossEntropy, ChunkedCrossEntropy, Mse),
     "precision": {"fp32": Precision, "bf16": Precision, "float8": Float8Precision},

@@ -26,12 +26,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import Tensor
 
-from titanlike.config.schema import Config, Muon
+from titanlike.config.schema import Config
 from titanlike.costs.unit_costs import UnitCosts, UnitMemory, expert_parameters
 from titanlike.distributed.sharding import StateBytes, compute_dtype
 from titanlike.graph.cut import messages
 from titanlike.graph.model_graph import ModelGraph
-from titanlike.optim.optimizer import moment_bytes
+from titanlike.optim.optimizer import hidden_matrices, update_bytes
 from titanlike.pipeline.order import Action, Order
 
 _REDUCED = 4  # bytes of a gradient in a message that reduces it: fp32
@@ -103,11 +103,12 @@ class StageLayout:
     experts: Sequence[int]  # parameters of experts among them, of which a rank has a part
     received: Sequence[int]  # bytes of the messages from the stage before, 0 of the first
     sent: Sequence[int]  # to the next stage; of the last what the model returns
-    by_muon: Sequence[int]  # parameters that Muon updates
+    gathered_matrices: Sequence[int]  # their parameters, which Muon updates as a whole
     # bytes of the optimizer's state of the parameters, and of the experts among them
     moments: Sequence[tuple[int, int]]
+    touched: Sequence[int]  # bytes of memory traffic of the optimizer's update, unsharded
     recomputed: Sequence[Collection[str]] = ()  # units
-    orthogonalized: Sequence[float] = ()  # FLOPs of Muon's updates
+    orthogonalized: Sequence[float] = ()  # FLOPs of the updates of matrices
     skips: Sequence[Skip] = ()
 
 
@@ -140,7 +141,7 @@ class RankMemory:
         ]
         shards = self._state.shards
         self._update = (
-            self._computing * _UPDATE * max(layout.by_muon) // shards if shards > 1 else 0
+            self._computing * _UPDATE * max(layout.gathered_matrices) // shards if shards > 1 else 0
         )
         self._stage_changes: dict[tuple[int, frozenset[str]], dict[str, _Change]] = {}
         # of stages that are alike, also in other layouts: a search has the same again and again
@@ -440,12 +441,9 @@ def planned_memory(
     stage, name -> elements; deferred: stages whose weight gradients wait.
     """
     model = model_graph.model
-    experts, kept = expert_parameters(model, config), moment_bytes(config, model)
-    hidden: Collection[str] = ()
-    if isinstance(config.optimizer, Muon):
-        from titanlike.optim.muon import hidden_matrices
-
-        hidden = hidden_matrices(model, config.optimizer)
+    experts, each = expert_parameters(model, config), update_bytes(config, model)
+    kept, touched = ({name: sizes[way] for name, sizes in each.items()} for way in (0, 1))
+    hidden = hidden_matrices(model, config.optimizer)
 
     def sizes(names: Collection[str], each: Mapping[str, int] | None = None) -> list[int]:
         return [
@@ -473,8 +471,9 @@ def planned_memory(
         experts=sizes(experts),
         received=[0, *(received for received, _ in flows[1:])],
         sent=[sent for _, sent in flows],
-        by_muon=sizes(hidden),
+        gathered_matrices=sizes(hidden),
         moments=[*zip(sizes(kept, kept), sizes(experts, kept), strict=True)],
+        touched=sizes(touched, touched),
         skips=skips,
     )
     return RankMemory(config, costs, targets.numel(), order, layout)

@@ -12,14 +12,14 @@ every resumed run rounds alike.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from titanlike.config.optimizers.adamw import AdamW
 from titanlike.distributed.placement import Part, places
-from titanlike.optim.fused import SkippingOptimizer, fused_adamw
+from titanlike.optim.fused import OptimizerContext, SkippingOptimizer, fused_adamw
 from titanlike.torch_private.dtensor import local
 
 _MEANS = ("exp_avg", "exp_avg_sq")
@@ -33,16 +33,12 @@ class Bf16StateAdamW(SkippingOptimizer):
     def __init__(
         self,
         groups: list[dict[str, Any]],
-        seeds: Mapping[nn.Parameter, int],
-        parts: Mapping[nn.Parameter, Part | None] | None = None,
-        *,
-        lr: float,
-        betas: tuple[float, float],
-        eps: float,
+        config: AdamW,
+        context: OptimizerContext,
     ) -> None:
-        """seeds: of the rounding, one for each parameter; parts: of those that are divided."""
-        super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps})
-        self._seeds, self._parts = seeds, parts or {}
+        defaults = {"lr": config.lr, "betas": tuple(config.betas), "eps": config.eps}
+        super().__init__(groups, defaults)
+        self._seeds, self._parts = context.seeds, context.parts
         self._positions: dict[nn.Parameter, Positions] = {}
 
     @torch.no_grad()

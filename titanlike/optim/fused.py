@@ -10,16 +10,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
+from titanlike.config.optimizer import Optimizer
+from titanlike.distributed.placement import Part
 from titanlike.torch_private.dtensor import local
 from titanlike.torch_private.tensors import divide
 
@@ -168,6 +172,53 @@ def take_back(tensor: Tensor, wide: Tensor) -> None:
         tensor.copy_(wide.flatten()[: tensor.numel()].view(tensor.shape))
 
 
+@dataclass(frozen=True)
+class OptimizerContext:
+    """What an optimizer's arithmetic depends on besides its own keys."""
+
+    # of parameters that are divided among tensor-parallel ranks
+    parts: Mapping[nn.Parameter, Part | None] = field(default_factory=dict)
+    # the ranks that hold matrices together; None = FSDP's
+    group: dist.ProcessGroup | None = None
+    dtype: torch.dtype = torch.float32  # of activations
+    seeds: Mapping[nn.Parameter, int] = field(default_factory=dict)  # of random rounding
+    exact: bool = False  # see `on_whole_registers`
+
+
+class Elementwise(SkippingOptimizer):
+    """A built-in optimizer whose config class has the arithmetic, its `update`, which sees plain
+    tensors: this rank's part of a parameter, of its gradient and of its state."""
+
+    def __init__(
+        self, groups: list[dict[str, Any]], config: Optimizer, context: OptimizerContext
+    ) -> None:
+        super().__init__(groups, {"lr": config.lr})
+        self._config, self._exact = config, context.exact
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        assert closure is None
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, local(parameter.grad), group)
+
+    def _update(self, parameter: nn.Parameter, gradient: Tensor, group: dict[str, Any]) -> None:
+        state = self.state[parameter]
+        for key in self._config.state:
+            if key not in state:
+                state[key] = torch.zeros_like(parameter)
+        old = [local(parameter), *(local(state[key]) for key in self._config.state)]
+        # copies, which are dropped where the step is skipped
+        weights, *means = [(padded(each) if self._exact else each).clone() for each in old]
+        gradient = padded(gradient) if self._exact else gradient
+        if (clip := self.clip_on(parameter.device)) is not None:
+            gradient = gradient / clip
+        self._config.update(group, weights, gradient, *means)
+        for each, new in zip(old, (weights, *means), strict=True):
+            select(self.skip_of(parameter), each, new.flatten()[: each.numel()].view(each.shape))
+
+
 class _Fused(SkippingOptimizer):
     """One of torch's, whose arithmetic, state and names of it these are.
 
@@ -176,11 +227,13 @@ class _Fused(SkippingOptimizer):
     and state begins as zeros before its first update, not within it: that one may be skipped.
     """
 
-    exact = False  # see `on_whole_registers`
+    keys: tuple[str, ...] = ()  # of the config, that torch's has too
 
-    def __init__(self, groups: Any, **options: Any) -> None:
-        settings: dict[str, Any] = {**options, "fused": True}
+    def __init__(self, groups: Any, config: Optimizer, context: OptimizerContext) -> None:
+        settings: dict[str, Any] = {key: getattr(config, key) for key in ("lr", *self.keys)}
+        settings["fused"] = True
         super().__init__(groups, **settings)
+        self._exact = context.exact
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -200,7 +253,7 @@ class _Fused(SkippingOptimizer):
         raise NotImplementedError
 
     def _called(self, update: Callable[..., object], *each: list[Tensor]) -> None:
-        if self.exact:
+        if self._exact:
             on_whole_registers(update, *each)
         else:
             update(*each)
@@ -215,6 +268,8 @@ class _Fused(SkippingOptimizer):
 
 class AdamW(_Fused, torch.optim.AdamW):
     """torch.optim.AdamW(fused=True)."""
+
+    keys = ("betas", "eps")
 
     def _update(
         self, parameters: Sequence[Any], gradients: list[Tensor], group: Any, skip: Tensor | None

@@ -8,11 +8,11 @@ from typing import Any
 from torch import nn
 
 from titanlike.config.errors import Problem, nearest, override_text
+from titanlike.config.optimizer import optimizer_kinds
 from titanlike.config.parse import to_plain
-from titanlike.config.schema import Config, Muon, OwnOptimizer
+from titanlike.config.schema import Config, OwnOptimizer
 from titanlike.metrics import units
-from titanlike.optim.muon import hidden_matrices
-from titanlike.optim.optimizer import ParameterUpdate, parameter_update, patterns_of
+from titanlike.optim.optimizer import hidden_matrices, parameter_update, patterns_of
 
 
 def group_problems(config: Config, model: nn.Module) -> list[Problem]:
@@ -36,13 +36,13 @@ def group_problems(config: Config, model: nn.Module) -> list[Problem]:
             overlaps.setdefault(found[0], (name, ", ".join(found[1:])))
         for pattern in found:
             update = parameter_update(name, parameter.dim(), choice, name in hidden)
-            kinds[pattern].add(update.optimizer)
-            if update.optimizer == "muon" and name not in hidden:
+            kinds[pattern].add(update.name)
+            if update.whole_matrices and name not in hidden:
                 no_muon.setdefault(pattern, name)
     for pattern, name in no_muon.items():
         reason = f"Muon does not update {name}, only 2-D parameters of blocks"
         fix = "a pattern that matches these alone"
-        if not isinstance(choice, Muon):
+        if not choice.whole_matrices:
             reason = f"with optimizer={choice.name} there is no Muon"
             fix = "optimizer=muon, and {optimizer:adamw} for what AdamW is to update"
         problems.append(problem(pattern, reason, fix))
@@ -61,10 +61,9 @@ def group_problems(config: Config, model: nn.Module) -> list[Problem]:
                 reason = f"{tied[0][0]} is tied to {tied[0][1]}, whose name is the one that counts"
                 fix = f"a pattern that matches {tied[0][1]}"
             problems.append(problem(pattern, reason, fix))
-        for key, value, fits in (
-            ("betas", group.betas, {"adamw"}),
-            ("momentum", group.momentum, {"sgd", "muon"}),
-        ):
+        for key in ("betas", "momentum"):
+            value = getattr(group, key)
+            fits = {name for name, kind in optimizer_kinds().items() if key in kind.group_keys}
             if value is not None and updated_by and not updated_by & fits:
                 reason = f"{key} has no effect: its parameters are updated by {updated_by.pop()}"
                 problems.append(problem(pattern, reason, f"a group without {key}"))
@@ -80,20 +79,17 @@ def group_rows(
     assert not isinstance(choice, OwnOptimizer)
     hidden = hidden_matrices(model, choice)
     sizes = {name: size for stage in stage_parameters for name, size in stage.items()}
-    found: dict[tuple[str, ParameterUpdate], list[int]] = {}
+    found: dict[tuple[Any, ...], list[int]] = {}
+    order = [*(choice.groups or {}), "all others"]
     for name, parameter in model.named_parameters():
         pattern = next(iter(patterns_of(name, choice)), "all others")
         update = parameter_update(name, parameter.dim(), choice, name in hidden)
-        found.setdefault((pattern, update), []).append(sizes.get(name, 0))
-    order = [*(choice.groups or {}), "all others"]
+        own = [getattr(update, key) for key in update.group_keys]
+        row = update.lr, update.weight_decay, ", ".join(map(override_text, own))
+        found.setdefault((pattern, update.name, *row), []).append(sizes.get(name, 0))
     headings = ["optimizer.groups", "optimizer", "tensors", "parameters", "lr", "weight decay"]
+    rows = sorted(found.items(), key=lambda item: order.index(item[0][0]))
     return [
         [*headings, "betas, momentum"],
-        *(
-            [pattern, update.optimizer, len(numels), units.count(sum(numels)), update.lr]
-            + [update.weight_decay, override_text(update.betas or update.momentum)]
-            for (pattern, update), numels in sorted(
-                found.items(), key=lambda item: order.index(item[0][0])
-            )
-        ),
+        *([*key[:2], len(numels), units.count(sum(numels)), *key[2:]] for key, numels in rows),
     ]

@@ -13,7 +13,6 @@ import heapq
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -21,10 +20,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from titanlike.config.schema import Muon as MuonConfig
-from titanlike.distributed.placement import Part, Slices, experts_of, pieces
-from titanlike.graph.units import find_units
-from titanlike.optim.fused import SkippingOptimizer, clip_in_place, select
+from titanlike.config.optimizers.muon import Muon as MuonConfig
+from titanlike.distributed.placement import Part, Slices, pieces
+from titanlike.optim.fused import OptimizerContext, SkippingOptimizer, clip_in_place, select
 from titanlike.torch_private.dtensor import local
 
 
@@ -35,28 +33,26 @@ class Muon(SkippingOptimizer):
         self,
         groups: list[dict[str, Any]],
         config: MuonConfig,
-        dtype: torch.dtype,
-        parts: Mapping[nn.Parameter, Part | None] | None = None,
-        group: dist.ProcessGroup | None = None,
+        context: OptimizerContext,
     ) -> None:
         """Collective over the ranks that share the matrices.
 
         groups: of matrices [rows, columns]; or those of experts, [experts, rows, columns], each a
         matrix of its own: a rank's shard is of whole experts, which it orthogonalizes itself.
-        dtype: in which matrices are orthogonalized, and sent to be; parts: of those that are
-        divided among tensor-parallel ranks; group: the ranks that share them; None = FSDP's.
+        They are orthogonalized, and sent to be, in the dtype of activations.
         """
+        parts = context.parts
         settings = {"weight_decay": config.weight_decay, "momentum": config.momentum}
         super().__init__(groups, {"lr": config.lr, **settings})
         matrices = [matrix for group in groups for matrix in group["params"]]
-        self._config, self._dtype = config, dtype
+        self._config, self._dtype = config, context.dtype
         flat = [matrix for matrix in matrices if matrix.dim() == 2]
-        whole = {matrix: part.shape for matrix, part in (parts or {}).items() if part is not None}
+        whole = {matrix: part.shape for matrix, part in parts.items() if part is not None}
         self._shapes = {p: tuple(whole.get(p, p.shape)[-2:]) for p in matrices}
-        self._shared = (group or shard_group(flat[0])) if flat else None
+        self._shared = (context.group or shard_group(flat[0])) if flat else None
         self._places: dict[Tensor, list[_Held]] = {}
         if self._shared is not None:
-            self._places = _places(flat, parts or {}, self._shared)
+            self._places = _places(flat, parts, self._shared)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -153,33 +149,6 @@ def lr_ratio(adjust_lr: str, rows: int, columns: int) -> float:
     if adjust_lr == "original":
         return math.sqrt(max(1.0, rows / columns))
     return 0.2 * math.sqrt(max(rows, columns))  # as large an update as AdamW's, on average
-
-
-def hidden_matrices(model: nn.Module, optimizer: Any) -> set[str]:
-    """Names of the parameters of a whole model that Muon updates, if that is the optimizer: 2-D
-    ones of the blocks and those of experts, but for embeddings, what is used outside of the blocks
-    too, and those that the config leaves to others."""
-    if not isinstance(optimizer, MuonConfig):
-        return set()
-    in_blocks: set[int] = set()
-    elsewhere = {id(part.weight) for part in model.modules() if isinstance(part, nn.Embedding)}
-    of_experts = {id(p) for module in experts_of(model).values() for p in module.parameters()}
-    units = find_units(model)
-    others = [
-        p for p, group in (optimizer.groups or {}).items() if group.optimizer in ("adamw", "sgd")
-    ]
-    head = model.get_submodule(units[-1].name)  # of a chain of layers, each of which is a block
-    for unit in units:
-        module = model.get_submodule(unit.name)
-        inside = unit.block and not (module is head and isinstance(head, nn.Linear))
-        (in_blocks if inside else elsewhere).update(map(id, module.parameters()))
-    return {
-        name
-        for name, parameter in model.named_parameters()
-        if (parameter.dim() == 2 or (parameter.dim() == 3 and id(parameter) in of_experts))
-        and id(parameter) in in_blocks - elsewhere
-        and not any(fnmatchcase(name, pattern) for pattern in [*optimizer.adamw, *others])
-    }
 
 
 # --- matrices that ranks hold together ----------------------------------------------------------

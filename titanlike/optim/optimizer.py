@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -12,21 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from titanlike.config.schema import (
-    AdamW,
-    Config,
-    ConstantLr,
-    Custom,
-    DecayLr,
-    Muon,
-    OwnOptimizer,
-    ParameterGroup,
-    Sgd,
-    WsdLr,
-)
+from titanlike.config.imports import import_object
+from titanlike.config.optimizer import Optimizer, ParameterGroup
+from titanlike.config.schema import Config, ConstantLr, Custom, DecayLr, OwnOptimizer, WsdLr
 from titanlike.distributed.initialize import piece_seed
-from titanlike.distributed.placement import Placement
+from titanlike.distributed.placement import Placement, experts_of
 from titanlike.distributed.sharding import compute_dtype
+from titanlike.graph.units import find_units
 from titanlike.optim import fused
 from titanlike.torch_private.dtensor import local
 from titanlike.torch_private.tensors import norms
@@ -72,110 +64,102 @@ def _by_kind(
         for _, parameter in ordered:
             both[parameter.dim() < 2].append(parameter)
         return [own_optimizer(choice, *both, config.exact)]
-    hidden: set[str] = set()
-    if isinstance(choice, Muon):
-        from titanlike.optim.muon import hidden_matrices
-
-        hidden = hidden_matrices(model, choice)
+    hidden = hidden_matrices(model, choice)
     groups: dict[str, list[dict[str, Any]]] = {}
     for name, parameter in ordered:
         update = parameter_update(name, parameter.dim(), choice, name in hidden)
-        of_kind = groups.setdefault(update.optimizer, [])
-        options = update.options()
+        of_kind = groups.setdefault(update.name, [])
+        options = group_options(update)
         alike = (g for g in of_kind if all(g[key] == value for key, value in options.items()))
         if (group_of := next(alike, None)) is None:
             of_kind.append(group_of := {"params": [], **options})
         group_of["params"].append(parameter)
     if not groups:  # a stage of buffers alone
-        groups = {"sgd" if isinstance(choice, Sgd) else "adamw": [{"params": []}]}
+        groups = {choice.other_kind or choice.name: [{"params": []}]}
     placed = (placements or {}).items()
-    parts = {parameters[name]: placement.part for name, placement in placed if name in parameters}
-    optimizers: list[torch.optim.Optimizer] = []
-    if "muon" in groups:
-        from titanlike.optim.muon import Muon as MuonOptimizer
-
-        assert isinstance(choice, Muon)
-        # in bf16 only where gradients are no more exact
-        muon = MuonOptimizer(groups["muon"], choice, compute_dtype(config), parts, group)
-        optimizers.append(muon)
-    if "sgd" in groups:
-        sgd = fused.Sgd(groups["sgd"], lr=choice.lr)
-        sgd.exact = config.exact
-        optimizers.append(sgd)
-    if "adamw" not in groups:
-        return optimizers
-    adamw = choice if isinstance(choice, AdamW | Muon) else AdamW()
-    settings: dict[str, Any] = {"lr": choice.lr, "betas": tuple(adamw.betas), "eps": adamw.eps}
-    if adamw.state_dtype == "bf16":
-        from titanlike.optim.bf16_state import Bf16StateAdamW
-
-        seeds = {p: piece_seed(config.seed, f"rounding of {n}", 0) for n, p in parameters.items()}
-        return [*optimizers, Bf16StateAdamW(groups["adamw"], seeds, parts, **settings)]
-    fused_adamw = fused.AdamW(groups["adamw"], **settings)
-    fused_adamw.exact = config.exact
-    return [*optimizers, fused_adamw]
+    context = fused.OptimizerContext(
+        parts={parameters[n]: placement.part for n, placement in placed if n in parameters},
+        group=group,
+        dtype=compute_dtype(config),  # in bf16 only where gradients are no more exact
+        seeds={p: piece_seed(config.seed, f"rounding of {n}", 0) for n, p in parameters.items()},
+        exact=config.exact,
+    )
+    kinds = {kind: choice.of_kind(kind) for kind in groups}
+    # those that communicate first
+    first = sorted(kinds, key=lambda kind: not kinds[kind].whole_matrices)
+    return [
+        import_object(kinds[kind].implementation)(groups[kind], kinds[kind], context)
+        for kind in first
+    ]
 
 
-@dataclass(frozen=True)
-class ParameterUpdate:
-    """How a parameter is updated."""
-
-    optimizer: str  # adamw, muon or sgd
-    lr: float  # its peak
-    weight_decay: float
-    betas: tuple[float, ...] = ()  # of adamw
-    momentum: float | None = None  # of sgd and muon
-
-    def options(self) -> dict[str, Any]:
-        """Of a parameter group of the optimizer; `initial_lr` is the peak."""
-        options: dict[str, Any] = {"initial_lr": self.lr, "weight_decay": self.weight_decay}
-        if self.optimizer == "adamw":
-            return {**options, "betas": self.betas}
-        return {**options, "momentum": self.momentum}
+def parameter_update(name: str, dim: int, choice: Optimizer, hidden: bool) -> Optimizer:
+    """What updates a parameter, by its name in the whole model and number of dimensions, with the
+    settings of this parameter; hidden: see `hidden_matrices`. The one pattern of `optimizer.groups`
+    that matches comes before the rest."""
+    own = next(((choice.groups or {})[p] for p in patterns_of(name, choice)), ParameterGroup())
+    by_default = choice.name if hidden or not choice.whole_matrices else choice.other_kind
+    update = choice.of_kind(own.optimizer or by_default)
+    given = {key: getattr(own, key) for key in ("lr", "weight_decay", *update.group_keys)}
+    given = {key: value for key, value in given.items() if value is not None}
+    return replace(update, **{"weight_decay": update.weight_decay if dim >= 2 else 0.0, **given})
 
 
-def parameter_update(
-    name: str, dim: int, choice: AdamW | Muon | Sgd, hidden: bool
-) -> ParameterUpdate:
-    """What updates a parameter, by its name in the whole model and number of dimensions; hidden:
-    see `hidden_matrices`. The one pattern of `optimizer.groups` that matches comes before the rest."""
-    groups = choice.groups or {}
-    own = next((groups[pattern] for pattern in patterns_of(name, choice)), ParameterGroup())
-    by_default = "muon" if hidden else "sgd" if isinstance(choice, Sgd) else "adamw"
-    kind = own.optimizer or by_default
-    lr, decay = choice.lr, choice.weight_decay if dim >= 2 else 0.0
-    if isinstance(choice, Muon) and kind != "muon" and choice.adamw_lr is not None:
-        lr = choice.adamw_lr
-    lr = lr if own.lr is None else own.lr
-    decay = decay if own.weight_decay is None else own.weight_decay
-    if kind == "adamw":
-        betas = own.betas or getattr(choice, "betas", AdamW().betas)
-        return ParameterUpdate(kind, lr, decay, tuple(betas))
-    momentum = choice.momentum if kind == by_default and not isinstance(choice, AdamW) else 0.0
-    momentum = momentum if own.momentum is None else own.momentum
-    return ParameterUpdate(kind, lr, decay, momentum=momentum)
+def group_options(update: Optimizer) -> dict[str, Any]:
+    """Of a parameter group of torch's optimizer; `initial_lr` is the peak."""
+    values = {key: getattr(update, key) for key in update.group_keys}
+    tuples = {key: tuple(v) if isinstance(v, list) else v for key, v in values.items()}
+    return {"initial_lr": update.lr, "weight_decay": update.weight_decay, **tuples}
+
+
+def hidden_matrices(model: nn.Module, optimizer: Any) -> set[str]:
+    """Names of the parameters of a whole model that an optimizer of whole matrices (Muon) updates:
+    2-D ones of the blocks and those of experts, but for embeddings, what is used outside of the
+    blocks too, and those that the config leaves to others. Empty for other optimizers."""
+    if not getattr(optimizer, "whole_matrices", False):
+        return set()
+    in_blocks: set[int] = set()
+    elsewhere = {id(part.weight) for part in model.modules() if isinstance(part, nn.Embedding)}
+    of_experts = {id(p) for module in experts_of(model).values() for p in module.parameters()}
+    units = find_units(model)
+    groups = (optimizer.groups or {}).items()
+    others = [p for p, g in groups if g.optimizer not in (None, optimizer.name)]
+    others += getattr(optimizer, optimizer.other_kind, [])
+    head = model.get_submodule(units[-1].name)  # of a chain of layers, each of which is a block
+    for unit in units:
+        module = model.get_submodule(unit.name)
+        inside = unit.block and not (module is head and isinstance(head, nn.Linear))
+        (in_blocks if inside else elsewhere).update(map(id, module.parameters()))
+    return {
+        name
+        for name, parameter in model.named_parameters()
+        if (parameter.dim() == 2 or (parameter.dim() == 3 and id(parameter) in of_experts))
+        and id(parameter) in in_blocks - elsewhere
+        and not any(fnmatchcase(name, pattern) for pattern in others)
+    }
+
+
+def update_bytes(config: Config, model: nn.Module) -> dict[str, tuple[int, int]]:
+    """Of each parameter, by its name: bytes of optimizer state that an element has, and of memory
+    traffic when it is updated."""
+    choice = config.optimizer
+    shapes = {name: parameter.dim() for name, parameter in model.named_parameters()}
+    if isinstance(choice, OwnOptimizer):
+        from titanlike.optim.own import state_bytes
+
+        state = state_bytes(choice)
+        return dict.fromkeys(shapes, (state, 12 + 2 * state))
+    hidden = hidden_matrices(model, choice)
+    updates = {n: parameter_update(n, dim, choice, n in hidden) for n, dim in shapes.items()}
+    return {name: (update.state_bytes, update.touched_bytes) for name, update in updates.items()}
 
 
 def moment_bytes(config: Config, model: nn.Module) -> dict[str, int]:
     """Bytes that its optimizer keeps of an element of each parameter, by the parameter's name."""
-    choice = config.optimizer
-    shapes = {name: parameter.dim() for name, parameter in model.named_parameters()}
-    if isinstance(choice, OwnOptimizer):  # as AdamW
-        return dict.fromkeys(shapes, 8)
-    hidden, low = set[str](), getattr(choice, "state_dtype", "") == "bf16"
-    if isinstance(choice, Muon):
-        from titanlike.optim.muon import hidden_matrices
-
-        hidden = hidden_matrices(model, choice)
-    found = {}
-    for name, dim in shapes.items():
-        update = parameter_update(name, dim, choice, name in hidden)
-        mean = 4 * (update.optimizer == "muon" or bool(update.momentum))
-        found[name] = (4 if low else 8) if update.optimizer == "adamw" else mean
-    return found
+    return {name: state for name, (state, _) in update_bytes(config, model).items()}
 
 
-def patterns_of(name: str, choice: AdamW | Muon | Sgd) -> list[str]:
+def patterns_of(name: str, choice: Optimizer) -> list[str]:
     """The patterns of `optimizer.groups` that match a parameter's name; checked to be one at most."""
     return [pattern for pattern in choice.groups or () if fnmatchcase(name, pattern)]
 

@@ -137,6 +137,16 @@ def _check_optimizer(config: OwnOptimizer) -> None:
             raise wrong("optimizer", config, reason, f"keep {key!r} as a tensor")
 
 
+def state_bytes(config: OwnOptimizer) -> int:
+    """Bytes of state for each element of a matrix, after a step on a small one."""
+    matrix = nn.Parameter(torch.ones(64, 64))
+    matrix.grad = torch.ones(64, 64)
+    optimizer = _tried("optimizer", config, own_optimizer, config, [matrix], [])
+    _tried("optimizer", config, optimizer.step)
+    kept = [value for value in optimizer.state[matrix].values() if isinstance(value, Tensor)]
+    return math.ceil(sum(t.nbytes for t in kept if t.dim()) / matrix.numel())
+
+
 def _check_parts(config: Config, choice: OwnOptimizer, in_layers: str) -> None:
     """Raise ConfigError for an optimizer that is not elementwise, where it would see parts of the
     model: it is tried on two tensors whole, and on the parts that two ranks would have."""

@@ -420,7 +420,8 @@ class CostTable:
         totals = [(sum(n for n, _ in stage), sum(e for _, e in stage)) for stage in sizes]
         messages = [self.message] * (len(stages) - 1)
         whole = self.memory.layout  # of one stage: each parameter counts as the mean does
-        moments, by_muon = (n / whole.numel[0] for n in (whole.moments[0][0], whole.by_muon[0]))
+        sums = whole.moments[0][0], whole.touched[0], whole.gathered_matrices[0]
+        moments, touched, matrices = (n / whole.numel[0] for n in sums)
         return StageLayout(
             stages=stages,
             recomputed=[frozenset(recomputed).intersection(names) for names in stages],
@@ -432,7 +433,8 @@ class CostTable:
             received=[0, *messages],
             sent=[*messages, 0],
             experts=[experts for _, experts in totals],
-            by_muon=[round(by_muon * numel) for numel, _ in totals],
+            gathered_matrices=[round(matrices * numel) for numel, _ in totals],
+            touched=[round(touched * numel) for numel, _ in totals],
             moments=[(round(moments * numel), round(moments * n)) for numel, n in totals],
         )
 

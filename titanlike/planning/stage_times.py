@@ -27,7 +27,7 @@ from titanlike.config.schema import (
     Float8Precision,
     Hardware,
     MeasuredHardware,
-    Muon,
+    OwnOptimizer,
     RunHardware,
 )
 from titanlike.costs.auto_split import seconds_of_run
@@ -37,7 +37,7 @@ from titanlike.costs.simulate import Duration, StageTimes
 from titanlike.costs.unit_costs import CostError
 from titanlike.distributed import collectives
 from titanlike.distributed.sharding import StateBytes, compute_dtype
-from titanlike.optim.muon import hidden_matrices
+from titanlike.optim.optimizer import hidden_matrices
 from titanlike.parallel.activation_checkpoint import keeps
 from titanlike.parallel.expert_parallel import SEND_TOKENS
 from titanlike.planning.known_hardware import (
@@ -466,8 +466,7 @@ class LayoutTimes:
         numel = (self.layout.numel[stage] - experts) / shards + experts / self.expert_shard.size
         if self.layout.orthogonalized:
             flops = self.layout.orthogonalized[stage] / shards
-        # a parameter and its gradient; what the optimizer keeps of it is read and written
-        touched = 12 + 2 * self.layout.moments[stage][0] / max(1, self.layout.numel[stage])
+        touched = self.layout.touched[stage] / max(1, self.layout.numel[stage])
         touched += _CLIP if getattr(config.optimizer, "clip", None) is not None else 4
         touched += _HALVES if config.exact else 0
         seconds = numel * touched / (device.memory_bandwidth * device.memory_efficiency)
@@ -559,18 +558,15 @@ def _partial_sums(dp: int, replicate: int, ep: int, microbatches: int, zero: int
 def _orthogonalization(
     config: Config, model: nn.Module, stages: Sequence[Mapping[str, int]]
 ) -> list[float]:
-    """FLOPs of Muon's Newton-Schulz iterations (optim/muon.py) on each stage's matrices.
+    """FLOPs of an optimizer's updates of each stage's matrices (Muon's Newton-Schulz iterations).
 
     stages: of each the names of its parameters.
     """
-    flops = [0.0] * len(stages)
-    if isinstance(config.optimizer, Muon):
-        hidden = hidden_matrices(model, config.optimizer)
-        for stage, names in enumerate(stages):
-            for name in hidden & names.keys():
-                *_, rows, columns = model.get_parameter(name).shape
-                small, large = sorted((rows, columns))
-                # x x^T, its square, and their product with x
-                each = 4 * small * small * large + 2 * small**3
-                flops[stage] += config.optimizer.ns_steps * each
-    return flops
+    choice = config.optimizer
+    if isinstance(choice, OwnOptimizer):
+        return [0.0] * len(stages)
+    hidden = hidden_matrices(model, choice)
+    shapes = [
+        [model.get_parameter(n).shape[-2:] for n in hidden & names.keys()] for names in stages
+    ]
+    return [sum((choice.matrix_flops(*shape) for shape in stage), 0.0) for stage in shapes]

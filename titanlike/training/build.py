@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from titanlike.config.schema import Config, Muon
+from titanlike.config.schema import Config
 from titanlike.data.sources import Data
 from titanlike.device.memory import return_freed_memory
 from titanlike.distributed.initialize import initialize, piece_seed
@@ -317,7 +317,7 @@ def _make_states(
 ) -> dict[int, StageState]:
     """What is trained of each stage; holders: parameter -> the stages that hold it."""
     states: dict[int, StageState] = {}
-    matrices = isinstance(config.optimizer, Muon)  # which are gathered from their parts
+    matrices = getattr(config.optimizer, "whole_matrices", False)  # gathered from their parts
     group = mesh.weight_group(config.launch.timeout) if matrices else None
     for index, stage in built_stages.stages.items():
         if stage.state_dict():  # a batch norm without weights has buffers to save

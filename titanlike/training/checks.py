@@ -9,7 +9,8 @@ from itertools import chain
 from torch import nn
 
 from titanlike.config.errors import Problem
-from titanlike.config.schema import AutoSplit, Config, Custom, Muon, TraceSplit
+from titanlike.config.optimizers.muon import Muon
+from titanlike.config.schema import AutoSplit, Config, Custom, TraceSplit
 from titanlike.config.validate import Rule, broken_rules
 from titanlike.distributed.placement import has_statistics
 from titanlike.distributed.sharding import wrapped_in_fsdp
@@ -126,7 +127,7 @@ def muon_problems(config: Config, model: nn.Module) -> list[Problem]:
     optimizer = config.optimizer
     if not isinstance(optimizer, Muon):
         return []
-    from titanlike.optim.muon import hidden_matrices
+    from titanlike.optim.optimizer import hidden_matrices
 
     names = [name for name, _ in model.named_parameters()]
     problems = [

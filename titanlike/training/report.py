@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING
 
 from titanlike.config.errors import some_names
 from titanlike.config.program import train_program
-from titanlike.config.schema import MESH_AXES, Config, Muon
+from titanlike.config.schema import MESH_AXES, Config, OwnOptimizer
 from titanlike.device import accelerator
 from titanlike.distributed.mesh import Mesh
 from titanlike.graph.cut import messages
 from titanlike.metrics import units
 from titanlike.metrics.goodput import goodput, goodput_text
 from titanlike.metrics.summary import summarize
+from titanlike.optim.optimizer import hidden_matrices
 from titanlike.training.layout import ranks_text, span
 from titanlike.training.train_plan import TrainPlan
 
@@ -191,16 +192,16 @@ def _numerics(config: Config, mesh: Mesh) -> str:
 
 
 def _optimizer(config: Config, plan: TrainPlan) -> str:
-    """What Muon updates; "" without it."""
-    if not isinstance(config.optimizer, Muon):
+    """What an optimizer of whole matrices updates; "" of others."""
+    choice = config.optimizer
+    if isinstance(choice, OwnOptimizer):
         return ""
-    from titanlike.optim.muon import hidden_matrices
-
-    hidden = hidden_matrices(plan.model_graph.model, config.optimizer)
+    hidden = hidden_matrices(plan.model_graph.model, choice)
     sizes = {name: size for stage in plan.stage_parameters for name, size in stage.items()}
     total = units.count(sum(sizes[name] for name in hidden))
     others = len(sizes) - len(hidden)
-    text = f"muon: {len(hidden)} matrices with {total} parameters; adamw: {others} others"
+    text = f"{choice.name}: {len(hidden)} matrices with {total} parameters; "
+    text += f"{choice.other_kind}: {others} others"
     return text if hidden else ""
 
 
