@@ -71,8 +71,8 @@ def values(annotation: Any) -> st.SearchStrategy[Any]:
 
 
 def instances(variant: type, **fixed: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
-    hints = typing.get_type_hints(variant)
-    return st.builds(variant, **{name: fixed.get(name, values(hints[name])) for name in hints})
+    hints, keys = typing.get_type_hints(variant), [f.name for f in dataclasses.fields(variant)]
+    return st.builds(variant, **{name: fixed.get(name, values(hints[name])) for name in keys})
 
 
 def choices(group: str) -> st.SearchStrategy[Any]:

@@ -327,7 +327,8 @@ def test_each_text_of_what_is_read_is_known_to_name_a_file_or_none() -> None:
             continue
         kinds = [*VARIANTS.get(group, {}).values(), *(typing.get_args(hint) or [hint])]
         for kind in filter(dataclasses.is_dataclass, kinds):
-            keys = typing.get_type_hints(kind)
+            hints = typing.get_type_hints(kind)
+            keys = {field.name: hints[field.name] for field in dataclasses.fields(kind)}
             read = received.PARTS_READ.get(group, keys)
             found |= {f"{group}.{k}" for k in read if k not in ("name", "args") and texts(keys[k])}
         assert dataclasses.is_dataclass(kinds[0]) or not texts(hint), group
