@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.autograd.graph import get_gradient_edge
 
 from titanlike.distributed.placement import gathered_parts, style_of
 from titanlike.graph.cut import StageGraph
@@ -195,8 +196,10 @@ class _Chunks:
                 logits = self.logits_of(part, weights)
             part_total, gradient = self.head.loss.total_and_gradient(logits, goals)
             total += part_total
-            of_part, *found = torch.autograd.grad(logits, [part, *trained], gradient)
-            del logits, gradient
+            edge = get_gradient_edge(logits)  # the backward does not need the logits themselves
+            del logits
+            of_part, *found = torch.autograd.grad([edge], [part, *trained], [gradient])
+            del edge, gradient
             rows[place] = of_part.view(-1, x.shape[-1])
             if sums:
                 add_values(sums, found)
