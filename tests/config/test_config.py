@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import re
+import shutil
 import subprocess
 import types
 import typing
@@ -20,6 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
+import titanlike
 from titanlike.config.errors import ConfigError, Problem
 from titanlike.config.help import help_text
 from titanlike.config.keys import Paths
@@ -162,6 +164,21 @@ def test_the_files_defaults_are_the_schemas() -> None:
     config.run_dir = Config().run_dir
     config.model = Config().model
     assert config == Config()
+
+
+def test_a_key_stands_in_the_schema_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The shipped file need not repeat its default."""
+    folder = shutil.copytree(conf_dir(), tmp_path / "conf")
+    lines = (folder / "config.yaml").read_text().splitlines(keepends=True)
+    left_out = {"seed: 0\n", "ema:\n", "  decay: null\n"}
+    (folder / "config.yaml").write_text("".join(line for line in lines if line not in left_out))
+    assert len(lines) - len((folder / "config.yaml").read_text().splitlines()) == len(left_out)
+    monkeypatch.setattr("titanlike.driver.argv.conf_dir", lambda: folder)
+    assert titanlike.compose("steps=2").seed == 0
+    config = titanlike.compose("seed=3", "ema.decay=0.9")
+    assert (config.seed, config.ema.decay) == (3, 0.9)
+    with pytest.raises(ConfigError, match="seeed=1: unknown key; write seed=1"):
+        titanlike.compose("seeed=1")
 
 
 @pytest.mark.parametrize("files", [*itertools.zip_longest(*GROUPS)], ids=itertools.count())

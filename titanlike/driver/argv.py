@@ -34,9 +34,9 @@ from omegaconf import DictConfig, OmegaConf
 
 from titanlike.config.errors import Refused, quoted
 from titanlike.config.overrides import aliases_problem, in_full, key_of, to_hydra
-from titanlike.config.parse import in_folder
+from titanlike.config.parse import in_folder, to_plain
 from titanlike.config.program import conf_dir
-from titanlike.config.schema import OPEN_GROUPS, VARIANTS
+from titanlike.config.schema import OPEN_GROUPS, VARIANTS, Config
 
 _CONFIG_FILE = re.compile(r".*\.(py|toml|ya?ml|json|sh)")
 _KEY = re.compile(rf"(?!{_CONFIG_FILE.pattern}$)[A-Za-z_][\w./-]*")
@@ -248,6 +248,8 @@ class ConfigFiles(ConfigRepository):
         if foreign and (reason := aliases_problem(path)):
             raise Refused(group, name, f"{path}: {reason}", "write its values out, once each")
         result = super().load_config(config_path)
+        if result is not None and path == conf_dir() / "config.yaml":
+            _add_defaults(result.config, to_plain(Config()))
         if result is None or group != "experiment":
             return result
         if not result.header.get("package") and result.config:
@@ -267,6 +269,17 @@ class ConfigFiles(ConfigRepository):
                 if not own or each in self._chosen:
                     del result.config[each]["name"]
         return result
+
+
+def _add_defaults(config: Any, defaults: dict[str, Any], above: str = "") -> None:
+    """Add the keys of the schema that a file leaves out, but for groups, which have files."""
+    for key, value in defaults.items():
+        if above + key in VARIANTS or above + key in OPEN_GROUPS:
+            continue
+        if key not in config:
+            config[key] = value
+        elif isinstance(value, dict):
+            _add_defaults(config[key], value, f"{key}.")
 
 
 def one_line(error: Exception) -> str:
