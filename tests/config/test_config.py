@@ -21,7 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-import titanlike
+from titanlike import library
 from titanlike.config.errors import ConfigError, Problem
 from titanlike.config.help import help_text
 from titanlike.config.keys import Paths
@@ -174,11 +174,11 @@ def test_a_key_stands_in_the_schema_alone(tmp_path: Path, monkeypatch: pytest.Mo
     (folder / "config.yaml").write_text("".join(line for line in lines if line not in left_out))
     assert len(lines) - len((folder / "config.yaml").read_text().splitlines()) == len(left_out)
     monkeypatch.setattr("titanlike.driver.argv.conf_dir", lambda: folder)
-    assert titanlike.compose("steps=2").seed == 0
-    config = titanlike.compose("seed=3", "ema.decay=0.9")
+    assert library.compose("steps=2").seed == 0
+    config = library.compose("seed=3", "ema.decay=0.9")
     assert (config.seed, config.ema.decay) == (3, 0.9)
     with pytest.raises(ConfigError, match="seeed=1: unknown key; write seed=1"):
-        titanlike.compose("seeed=1")
+        library.compose("seeed=1")
 
 
 @pytest.mark.parametrize("files", [*itertools.zip_longest(*GROUPS)], ids=itertools.count())
