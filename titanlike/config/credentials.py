@@ -111,7 +111,10 @@ def redact(text: str) -> str:
     """The text with *** for each secret in it."""
     for _, value in _environment_secrets():
         for written in _encodings(value):
-            text = _without(text, written)
+            if len(written) >= _MIN_LENGTH:
+                text = text.replace(written, REDACTED)
+            elif written in text:  # as a whole word
+                text = re.sub(rf"(?<!\w){re.escape(written)}(?!\w)", REDACTED, text)
     text = _HEADER.sub(REDACTED, _TOKENS.sub(REDACTED, text))
     text = _USER.sub(REDACTED, text)
     text = _QUERY.sub(lambda m: f"{m[1]}={REDACTED}" if _is_secret_parameter(m[1]) else m[0], text)
@@ -122,13 +125,6 @@ def redact(text: str) -> str:
             text = text[:position] + REDACTED + text[match.end() :]
             position += len(REDACTED)
     return text
-
-
-def _without(text: str, secret: str) -> str:
-    """The text with *** for a secret; a short one counts as a whole word only."""
-    if len(secret) >= _MIN_LENGTH:
-        return text.replace(secret, REDACTED)
-    return re.sub(rf"(?<!\w){re.escape(secret)}(?!\w)", REDACTED, text) if secret in text else text
 
 
 def redact_override(text: str) -> str:
@@ -182,11 +178,8 @@ def _secret_reason(key: str, value: Any) -> str:
 def _names_secret(key: str, value: Any) -> bool:
     """Whether any part of a dotted key is a secret's name, under which a value can be one."""
     names = (re.sub(r"\[\d+\]", "", name) for name in key.split("."))
-    return any(map(is_secret_name, names)) and _may_be_secret(key, value)
-
-
-def _may_be_secret(key: str, value: Any) -> bool:
-    """Whether a value under a secret's name can be one."""
+    if not any(map(is_secret_name, names)):
+        return False
     if value is None or isinstance(value, bool) or value in ("", "null", "None", "???", REDACTED):
         return False
     if str(value).isdigit() and "token" in key.lower():

@@ -194,15 +194,11 @@ def atomic_write_bytes(path: Path, data: bytes, sync: bool = True) -> None:
 def replaced(path: Path) -> Iterator[Path]:
     """A context that writes a file under the name that it is given; at its end that takes the place
     of `path`, after an error nothing is left of it."""
-    temporary = temporary_beside(path)
+    # no file yet: tempfile's would not follow the umask
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}")
     try:
         yield temporary
         os.replace(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-
-
-def temporary_beside(path: Path) -> Path:
-    """A new name in the same folder, hidden. No file yet: tempfile's would not follow the umask."""
-    return path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}")

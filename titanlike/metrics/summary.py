@@ -33,7 +33,6 @@ class Summary:
     steps: int = 0  # the last one that was logged
     loss: float | None = None  # the last; may be nan
     val_loss: float | None = None  # the last
-    grad_norm: float | None = None  # the last
     tokens_per_second: float | None = None  # this and the next two: a median, see `summarize`
     step_seconds: float | None = None
     mfu: float | None = None
@@ -71,7 +70,6 @@ def summarize(run_dir: Path) -> Summary:
         steps=last,
         loss=_newest("loss", records),
         val_loss=val_loss,
-        grad_norm=_newest("grad_norm", records),
         tokens_per_second=_median("tokens_per_second", half),
         step_seconds=_median("step_seconds", half),
         mfu=_median("mfu", half),
