@@ -210,6 +210,34 @@ def test_a_compiled_block_takes_lists_of_blocks_as_an_operator_lays_them_out(
         assert layouts[0] == layouts[1]
 
 
+@pytest.mark.parametrize("window", [None, 5])
+def test_uncompiled_blocks_compile_attention_once(window: int | None, flex_on_cpu: None) -> None:
+    """Of any number of sequences, with gradients and without: a graph takes a GPU's compiler 10
+    seconds and more."""
+    graphs: list[torch.fx.GraphModule] = []
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
+        graphs.append(graph)
+        return graph
+
+    ids = torch.tensor([*IDS["mixed"], *IDS["mixed"]])
+    offsets = [document_spans(ids[:rows]) for rows in (2 * B, 1, B)]
+    compiled = torch.compile(flex_attention.flex_attention, backend=backend)
+    with as_on_a_gpu(kernel=False), mock.patch.object(kernels, "_compiled", lambda _: compiled):
+        for spans, rows in zip(offsets, (2 * B, 1, B), strict=True):
+            documents = Documents(spans, window)
+            inputs = [torch.cat([x.detach(), x.detach().flip(2)])[:rows] for x in heads(4, 2)]
+            right = F.scaled_dot_product_attention(
+                *inputs, attn_mask=document_mask(documents, rows, T), enable_gqa=True
+            )
+            for gradients in (False, True):
+                with torch.set_grad_enabled(gradients):
+                    found = attention(*(x.requires_grad_(gradients) for x in inputs), documents)
+                torch.testing.assert_close(found.detach(), right, **TIGHT)
+                assert found.requires_grad == gradients
+    assert len(graphs) == 1
+
+
 def test_offsets_are_as_many_as_there_are_documents_and_not_tokens() -> None:
     ids = torch.zeros(1, 4096, dtype=torch.int64)
     ids[:, 1000:], ids[:, 1300:] = 1, 2

@@ -60,9 +60,27 @@ def by_blocks(q: Tensor, k: Tensor, v: Tensor, documents: Documents, scale: floa
     """[B, H, T, E], where `takes_blocks`."""
     from torch.nn.attention.flex_attention import flex_attention  # late, as varlen_attn
 
-    blocks = document_blocks(documents, q.size(0), q.size(2))
-    flex: Any = flex_attention if torch.compiler.is_compiling() else _compiled(flex_attention)
-    return flex(q, k, v, block_mask=blocks, scale=scale, enable_gqa=q.size(1) != k.size(1))
+    batch, tokens, window = q.size(0), q.size(2), documents.window
+    options: dict[str, Any] = {"scale": scale, "enable_gqa": q.size(1) != k.size(1)}
+    if torch.compiler.is_compiling():
+        blocks = document_blocks(documents, batch, tokens)
+        return flex_attention(q, k, v, block_mask=blocks, **options)
+    # A graph takes 10 s and more to compile: it is one, however many sequences there are, with
+    # gradients and without
+    evaluates = not torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+    if evaluates:
+        q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+    parts = [
+        part.split(1) for part in (q, k, v, *_blocks(documents.spans[0], batch, tokens, window))
+    ]
+    results = []
+    with torch.set_grad_enabled(evaluates or torch.is_grad_enabled()):
+        for query, key, value, *lists in zip(*parts, strict=True):
+            mask = _block_mask(lists, tokens, window)
+            results.append(_compiled(flex_attention)(query, key, value, block_mask=mask, **options))
+            if evaluates:
+                results[-1] = results[-1].detach()
+    return torch.cat(results)
 
 
 @functools.cache
@@ -89,17 +107,22 @@ def document_mask(
 def document_blocks(documents: Documents, batch: int, tokens: int) -> BlockMask:
     """The same for flex attention, without a tensor of T * T values (`create_block_mask` makes one
     unless it is compiled): documents follow each other, so the first and last of a block tell."""
+    window = documents.window
+    return _block_mask(_blocks(documents.spans[0], batch, tokens, window), tokens, window)
+
+
+def _block_mask(lists: list[Tensor], tokens: int, window: int | None) -> BlockMask:
+    """lists: of `_blocks`."""
     from torch.nn.attention.flex_attention import BlockMask  # late: it imports torch's compiler
 
-    window = documents.window
-    numbers, *lists = _blocks(documents.spans[0], batch, tokens, window)
+    numbers, *rest = lists
 
     def attends(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
         allowed = (query >= key) & (numbers[b, query] == numbers[b, key])
         return allowed if window is None else allowed & (query - key < window)
 
     make: Any = BlockMask  # mypy does not know how many lists there are
-    return make((tokens, tokens), *lists, BLOCK_SIZE=(TILE, TILE), mask_mod=attends)
+    return make((tokens, tokens), *rest, BLOCK_SIZE=(TILE, TILE), mask_mod=attends)
 
 
 @torch.library.custom_op("titanlike::document_blocks", mutates_args=())
