@@ -26,9 +26,9 @@ def row(name: str) -> Row:
 def test_all_published_runs_are_predicted() -> None:
     """Those that nothing was fitted to, too; and what a schedule gains the 405B: 100 tokens/s a GPU
     with 1F1B, 128 interleaved."""
-    for rows, most in (ROWS, 0.08), (LATER, 0.07):
+    for rows, most in (ROWS, 0.05), (LATER, 0.05):
         median, largest = table(rows)
-        assert median < most and largest < 0.15
+        assert median < most and largest < 0.12
     one, loops = row("1f1b, float8"), row("interleaved, float8")
     gain = predicted(loops, planned(loops)) / predicted(one, planned(one))
     assert gain == pytest.approx(1.28, rel=0.05)

@@ -143,14 +143,20 @@ _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
 
 
 class Operator(NamedTuple):
-    """What an operator does; of a matrix product its sizes, batched: rows x columns, summed
-    over."""
+    """What an operator does; of a matrix product its sizes, batched: rows x columns, summed over;
+    of attention queries, keys and the width of a head."""
 
     name: str  # "aten.mm"; ATTENTION
     flops: int
     bytes: int  # read and written
     itemsize: int  # of an element of its results, bytes
-    sizes: tuple[int, int, int] | None = None  # rows, columns, sum
+    sizes: tuple[int, int, int] | None = None
+
+
+def attention_share(keys: int, width: int) -> float:
+    """What a GPU's fused attention reaches with so many keys and so wide heads, relative to 8,192
+    and 128: as cuDNN's on an H200 (docs/proof.md), forward and backward together."""
+    return min(1.0, keys / 8192) ** 0.19 * min(1.0, width / 128) ** 0.43
 
 
 Operators = Mapping[Operator, int]  # operator -> how often
@@ -281,7 +287,8 @@ class _Counter(TorchDispatchMode):
         touched = sum(tensor.nbytes for tensor in (q, k, v, result))
         self.flops += 3 * flops
         flops //= 2 if causal else 1
-        self._attention[Operator(ATTENTION, flops, touched, q.itemsize)] += 1
+        sizes = q.shape[-2], k.shape[-2], width
+        self._attention[Operator(ATTENTION, flops, touched, q.itemsize, sizes)] += 1
         # with a logsumexp for each query
         self._results[ATTENTION] += result.nbytes + 4 * (result.numel() // result.shape[-1])
 
@@ -320,7 +327,8 @@ class _Counter(TorchDispatchMode):
             flops = int(flop_registry[packet](*args, **kwargs, out_val=result))
             self.flops += flops
             if _KERNELS in name:  # called by name: a ring's blocks
-                name = ATTENTION
+                name, (q, k) = ATTENTION, arguments[:2]
+                sizes = q.shape[-2], k.shape[-2], q.shape[-1]
                 at = [argument.name for argument in function._schema.arguments].index("is_causal")
                 flops //= 2 if len(args) > at and args[at] else 1
             elif name.startswith(EXPERTS_PRODUCT):

@@ -37,7 +37,7 @@ from titanlike.config.parse import parse, to_plain
 from titanlike.config.program import conf_dir
 from titanlike.config.schema import Config, Hardware, MeasuredHardware, RunHardware
 from titanlike.costs.auto_split import run_timeline
-from titanlike.costs.node_costs import Times, now
+from titanlike.costs.node_costs import Times, attention_share, now
 from titanlike.costs.unit_costs import CostError
 from titanlike.device import accelerator
 from titanlike.device.accelerator import count, synchronize
@@ -420,6 +420,7 @@ def hardware_numbers(device: torch.device, rank: int, ranks: int) -> dict[str, f
     numbers["kernel_seconds"] = seconds(lambda: [few + few for _ in range(200)]) / 200
     q, k, v = (torch.randn(heads, device=device).to(usual) for _ in range(3))
     attended = 2 * math.prod(heads) * heads[2] / seconds(lambda: attention(q, k, v))
+    attended /= 1.0 if on_cpu else attention_share(*heads[2:])
     numbers["attention_efficiency"] = min(1.0, attended / (fp32 if on_cpu else peak))
     if not on_cpu and (memory := total_memory(device, ranks)) is not None:
         numbers["memory"] = memory

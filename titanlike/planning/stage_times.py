@@ -31,7 +31,13 @@ from titanlike.config.schema import (
     RunHardware,
 )
 from titanlike.costs.auto_split import seconds_of_run
-from titanlike.costs.node_costs import ATTENTION, NodeCosts, Operator, Operators
+from titanlike.costs.node_costs import (
+    ATTENTION,
+    NodeCosts,
+    Operator,
+    Operators,
+    attention_share,
+)
 from titanlike.costs.rank_memory import StageLayout
 from titanlike.costs.simulate import Duration, StageTimes
 from titanlike.costs.unit_costs import CostError
@@ -52,7 +58,10 @@ from titanlike.training.train_plan import TrainPlan
 
 # Of what operators that are no products read and write, and of their launches, compiled code leaves
 # so much: a chain of them becomes one kernel.
-_FUSED_BYTES, _FUSED_LAUNCHES = 0.6, 0.25
+_FUSED_BYTES, _FUSED_LAUNCHES = 0.34, 0.25
+
+# Of what these are given and return they read and write so much: a logit of each token; zeros
+_FEW_LOGITS = {"aten.nll_loss_forward": 0.0, "aten.nll_loss_backward": 0.5}
 
 # To multiply in float8, an operand is read for its largest value, and written in a byte
 _CAST_BYTES = 5
@@ -126,6 +135,8 @@ class Roofline:
         device = self.hardware
         rate = device.memory_bandwidth * device.memory_efficiency
         memory = operator.bytes / rate
+        if operator.name in _FEW_LOGITS:
+            memory *= _FEW_LOGITS[operator.name]
         if not operator.flops and operator.name != ATTENTION:
             if self.compiled and block:
                 kernels = _FUSED_LAUNCHES * device.kernel_seconds
@@ -133,14 +144,16 @@ class Roofline:
             return Seconds(memory + device.kernel_seconds, 0.0, 1)
         peak = device.tf32_flops if self.tf32 else device.fp32_flops
         peak = device.bf16_flops if operator.itemsize <= 2 else peak
-        share = device.attention_efficiency
-        if operator.name != ATTENTION:
+        attends, share = operator.name == ATTENTION, device.attention_efficiency
+        if attends and operator.sizes and device.runs_ahead:  # a GPU
+            share *= attention_share(*operator.sizes[1:])
+        elif not attends:
             share = device.matmul_efficiency
             for size in operator.sizes or ():
                 share *= size / (size + device.matmul_half)
         seconds = max(operator.flops / (peak * share), memory)
         float8 = self.float8 and block and (self.float8_weights or not weights)
-        if float8 and operator.sizes is not None:
+        if float8 and operator.sizes is not None and not attends:
             rows, columns, summed = operator.sizes
             each = _CAST_BYTES_COMPILED if self.compiled else _CAST_BYTES
             cast = each * (rows + columns) * summed
