@@ -108,7 +108,7 @@ def calls_of_third_step(config: Config, worker: Worker) -> tuple[Counter, list[t
     data = open_data(config)
     mesh = open_mesh(config, worker)
     run = build(config, mesh, data)
-    loop = benchmark._titanlike_loop(run, config, data, worker)
+    loop = benchmark.titanlike_loop(run, config, data, worker)
     for _ in range(2):
         next(loop)
     with CountedCalls(run.ranges) as counted:
