@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from titanlike.config.credentials import REDACTED
 from titanlike.config.files import same_folder
 from titanlike.config.program import argument_parser, exit_code, program_length, train_program
 from titanlike.driver.job import SWEEP_FILE
@@ -115,8 +114,15 @@ def terminal_lines(table: Table, width: int) -> list[str]:
     lines = table_lines("", headers, cells, width) if cells else []
     if errors := _errors(table.rows, width):
         lines += ["", *errors]
-    if (best := table.best) is not None:
-        lines += ["", best_line(table, best), f"  {job_command(table.spec, best)}"]
+    if (best := table.best) is not None and best.value is not None:
+        name, number = table.spec.value, best.job.number
+        forms = {"tokens_per_second": units.count, "memory_bytes": units.size}
+        shown = {**forms, "mfu": "{:.1%}".format}.get(name, units.decimal)(best.value)
+        lines += [
+            "",
+            f"best {name}: {shown}, of job {number}",
+            f"  {job_command(table.spec, best)}",
+        ]
     lines += ["", counts(table)]
     if again := resume_command(table):
         lines += [f"{again[0]}:", f"  {again[1]}"]
@@ -200,17 +206,13 @@ def _errors(rows: list[JobRow], width: int) -> list[str]:
     """A line for each error, with the numbers of its jobs."""
     by_text: dict[str, list[JobRow]] = {}
     for row in rows:
-        if row.error and row.status != "completed":
-            by_text.setdefault(f"{row.status}: {first_line(row.error)}", []).append(row)
+        if (error := (row.error or "").strip()) and row.status != "completed":
+            by_text.setdefault(f"{row.status}: {error.splitlines()[0]}", []).append(row)
     errors = [*by_text.items()]
     lines = [shorten(f"  {_numbers(jobs)} {text}", width) for text, jobs in errors[:_ERRORS]]
     if len(errors) > _ERRORS:
         lines.append(f"  and {len(errors) - _ERRORS} other errors, each in its job's result.json")
     return lines
-
-
-def first_line(error: str | None) -> str:
-    return next((line.strip() for line in (error or "").splitlines() if line.strip()), "")
 
 
 def counts(table: Table) -> str:
@@ -224,13 +226,6 @@ def counts(table: Table) -> str:
         groups = by_status.items()
         named = "; ".join(f"{len(jobs)} {status} ({_numbers(jobs)})" for status, jobs in groups)
     return f"{text}; left: {named}" if left else text
-
-
-def best_line(table: Table, best: JobRow) -> str:
-    assert best.value is not None
-    form = {"tokens_per_second": units.count, "memory_bytes": units.size, "mfu": "{:.1%}".format}
-    shown = form.get(table.spec.value, units.decimal)(best.value)
-    return f"best {table.spec.value}: {shown}, of job {best.job.number}"
 
 
 def _numbers(rows: list[JobRow]) -> str:
@@ -263,8 +258,6 @@ def resume_command(table: Table) -> tuple[str, str] | None:
         rest = [row for row in invalid if not dropped.intersection(row.job.overrides)]
         purpose += f" (jobs {_numbers(rest)} are invalid as they are)" if rest else ""
         purpose += f", without {shlex.join(sorted(dropped))}" if dropped else ""
-    if REDACTED in command:
-        purpose += f", with its secrets in place of {REDACTED}"
     return purpose, command if "sweep.resume=true" in command else f"{command} sweep.resume=true"
 
 
