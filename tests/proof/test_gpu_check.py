@@ -198,19 +198,19 @@ def test_what_does_not_fit_the_minutes_is_left_and_another_call_goes_on(
     run = queue(monkeypatch, tmp_path, stand_in)
     cells = [
         Cell("verify", name, (), 1, 600, seconds=seconds)
-        for name, seconds in (("long", 500), ("good", 20), ("bad", 20))
+        for name, seconds in (("good", 20), ("bad", 20), ("long", 500))
     ]
     assert run(cells, end=time.monotonic() + 112) == 1
     out = capsys.readouterr().out
     assert "left: verify: long" in out and "limit 100" in out  # it ends before the minutes do
     assert f"1 not run; --continue {tmp_path / 'results.json'} runs what has not passed" in out
     again, passed = gpu_check._passed_before(tmp_path / "results.json", cells, MACHINE)
-    assert {number: outcome.text for number, outcome in passed.items()} == {1: "limit 100"}
-    assert [cell.seconds for cell in again] == [500, 2, 2]  # as long as they took
+    assert {number: outcome.text for number, outcome in passed.items()} == {0: "limit 100"}
+    assert [cell.seconds for cell in again] == [2, 2, 500]  # as long as they took
     (tmp_path / "log").unlink()
     assert run(again, passed) == 1
     began = [line for line in (tmp_path / "log").read_text().splitlines() if "begins" in line]
-    assert began == ["long begins", "bad begins"]
+    assert began == ["bad begins", "long begins"]
     assert len(json.loads((tmp_path / "results.json").read_text())["cells"]) == 3
     other = MACHINE | {"versions": {"torch": "3"}}
     with pytest.raises(ValueError, match="torch was 2, is 3; leave it out"):

@@ -101,7 +101,7 @@ def _cell(line: str, tables: dict[str, Any], cpu: bool, gpus: int) -> Cell:
         name or "one process",
         overrides,
         ranks,
-        8 * likely,
+        5 * likely,
         more,
         phase.strip() or "data",
         likely,

@@ -191,7 +191,8 @@ def _run(
             if sys.stdout.isatty() and names:
                 place = f"[{len(outcomes)}/{len(cells)}]"
                 _print_line(f"{place} running  {'; '.join(names)}", end="\r")
-            wait(list(running))
+            if running:  # else it would wait for ever
+                wait(list(running))
             for connection in [one for one in running if one.poll()]:
                 number, process = running[connection]
                 try:
@@ -211,6 +212,7 @@ def _run(
         how = f"ended {time.strftime('%Y-%m-%d %H:%M')}"
     except KeyboardInterrupt:
         how = "interrupted"
+        print()  # after the line of what was running
         for _, process in running.values():
             process.terminate()
         for number, process in running.values():
