@@ -18,7 +18,6 @@ import torch
 
 from support.cells import GRID, slow
 from support.command_lines import examined
-from support.commands import command
 from support.paths import ROOT
 from support.waiting import until
 from titanlike.driver.checks import problems
@@ -331,14 +330,18 @@ def test_a_cell_of_each_kind_on_the_cpu(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_command_runs_what_fits_is_interrupted_and_goes_on(tmp_path: Path) -> None:
-    words = ["--device", "cpu", "--only", "verify", "--at-once", "2"]
-    done = command(*words, "--minutes", "0.1", "a", cwd=tmp_path, tool="tools/gpu_check.py")
-    assert done.returncode == 2 and "left: verify: pp=2 schedule=vhalf" in done.stdout
-    again = ["--gpus", "1", "--minutes", "1.2", "--continue", "a/results.json", "b"]
-    done = command(*words, *again, cwd=tmp_path, tool="tools/gpu_check.py")
-    assert done.returncode == 0 and "ok: verify: one process" in done.stdout.replace("   ", "")
-    assert "left: verify: DOCUMENTS compile=true precision=bf16" in done.stdout
+def test_the_command_runs_what_fits_and_goes_on(tmp_path: Path) -> None:
+    def check(*words: str) -> tuple[int, str]:
+        tool = [sys.executable, str(ROOT / "tools/gpu_check.py"), "--device", "cpu"]
+        line = [*tool, "--only", "verify", "--at-once", "2", *words]
+        done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, timeout=150)
+        return done.returncode, done.stdout
+
+    code, out = check("--minutes", "0.1", "a")
+    assert code == 2 and "left: verify: pp=2 schedule=vhalf" in out
+    code, out = check("--gpus", "1", "--minutes", "1.2", "--continue", "a/results.json", "b")
+    assert code == 0 and "1 ok; report: b/report.md" in out
+    assert "left: verify: DOCUMENTS compile=true precision=bf16" in out
 
 
 STUCK = """
@@ -348,8 +351,10 @@ class Net(torch.nn.Module):
         super().__init__()
         self.embed = torch.nn.Embedding(vocab_size, 8)
         self.head = torch.nn.Linear(8, vocab_size)
-        import time; time.sleep(1000)
     def forward(self, input_ids):
+        import time, torch.distributed as dist
+        if dist.is_initialized() and dist.get_rank() == 1:
+            time.sleep(1000)
         return self.head(self.embed(input_ids))
 """
 
@@ -358,7 +363,7 @@ class Net(torch.nn.Module):
 def test_a_verify_that_is_stuck_says_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "stuck.py").write_text(STUCK)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    words = "model=own model.name=stuck.Net seq_len=16 data=synthetic logger=none device=cpu"
-    outcome = run_cell(Cell("verify", "stuck", tuple(words.split()), 1, 20), tmp_path / "run")
+    words = "model=own model.name=stuck.Net seq_len=16 data=synthetic logger=none device=cpu dp=2"
+    outcome = run_cell(Cell("verify", "stuck", tuple(words.split()), 2, 25), tmp_path / "run")
     assert outcome.status == "TIMEOUT" and "stuck, or in one long call" in outcome.text
-    assert "rank 0 (pid" in outcome.output and 'stuck.py", line 8 in __init__' in outcome.output
+    assert "rank 1 (pid" in outcome.output and 'stuck.py", line 11 in forward' in outcome.output

@@ -27,7 +27,8 @@ class _Look:
 
 def where_ranks_stand(root: int, run_dir: Path, between: float = 5.0) -> tuple[str, str]:
     """(whether it is slow or stuck, the stacks) of the ranks that a process has started, or is, by
-    two looks so many seconds apart; ("", "") where Linux' /proc does not tell or none is left."""
+    two looks so many seconds apart; none answers before it has started, or without
+    Linux' /proc."""
     first = _look(root, run_dir)
     time.sleep(between if first else 0)
     second = _look(root, run_dir)
@@ -42,7 +43,7 @@ def where_ranks_stand(root: int, run_dir: Path, between: float = 5.0) -> tuple[s
         cpu = f"{b.cpu - a.cpu:.1f} s of CPU in {between:.0f} s"
         rows += [f"{name} (pid {pid}) {how}, {cpu}", b.stack]
     if not rows:
-        return "", ""
+        return "no rank answers", ""
     used = sum(second[pid].cpu - first[pid].cpu for pid in first.keys() & second.keys())
     busy = f"its ranks used {used:.1f} s of CPU in {between:.0f} s"
     text = f"slow: {', '.join(moved)} moved on" if moved else f"stuck, or in one long call: {busy}"
