@@ -30,7 +30,7 @@ from titanlike.data.sources import (
 
 def of(data: Any, **keys: Any) -> dict[str, Any]:
     config = replace(tiny(), data=data, **keys)
-    return data_fingerprint(open_data(config), config)
+    return data_fingerprint(open_data(config), config.data)
 
 
 def token_file(path: Path, tokens: np.ndarray, dtype: str = "<u2") -> TokenData:

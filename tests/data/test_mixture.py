@@ -159,7 +159,7 @@ def test_sources_of_different_tokenizers_are_refused(corpora: dict[str, Path]) -
 
 def test_other_weights_and_other_sources_are_other_data(corpora: dict[str, Path]) -> None:
     def of(config: Config) -> dict[str, Any]:
-        return data_fingerprint(open_data(config), config)
+        return data_fingerprint(open_data(config), config.data)
 
     first = of(mixed(corpora))
     assert fingerprint_changes(first, of(replace(mixed(corpora), dp=2))) == []

@@ -50,7 +50,7 @@ class Checkpointer:
         self._made_writer: CheckpointWriter | None = None
         if self._settings.every or self._settings.last or self._settings.model_only != "none":
             _ = self._writer  # imported here, while nobody waits for a save
-        fingerprint = [data_fingerprint(data, config) if self._rank == 0 else {}]
+        fingerprint = [data_fingerprint(data, config.data) if self._rank == 0 else {}]
         dist.broadcast_object_list(fingerprint, src=0, group=self._group)
         self._fingerprint = fingerprint[0]
         self._plain_config = redact_value("", to_plain(config))

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from titanlike.checkpoint.state_dict import sync_tied_copies
 from titanlike.config.errors import ConfigError, Problem, override_text, some_names
 from titanlike.config.imports import quiet_import
-from titanlike.config.schema import Config
+from titanlike.config.schema import Checkpoint, Config
 from titanlike.distributed.placement import StageState, pieces
 from titanlike.models.hf_config import read_config
 from titanlike.models.hf_names import FAMILIES, counterpart, whole_sizes
@@ -37,7 +37,7 @@ def problems(config: Config) -> Iterable[Problem]:
         fix = "checkpoint.rename=[]"
         yield Problem("checkpoint.rename", config.checkpoint.rename, reason, fix)
     try:
-        yield from _folder_problems(config, _path(config))
+        yield from _folder_problems(config, _path(config.checkpoint))
     except ConfigError as error:
         yield from error.problems
     except ValueError as error:  # of damaged files
@@ -103,14 +103,14 @@ def start_from_folder(
     model = resolve_model(config)
     theirs = counterpart(model.name, complete_arguments(model))
     shapes = {name: parameter.shape for name, parameter in build_model(model).named_parameters()}
-    weights = own_weights(theirs, _path(config), shapes)
+    weights = own_weights(theirs, _path(config.checkpoint), shapes)
     for stage in stage_states:
         for name, parameter in stage.parameters():
             for here, place in pieces(parameter, stage.part(name)):
                 local(parameter)[here].copy_(weights.block(name, shapes[name], place))
     sync_tied_copies(stage_states)
-    return f"starting from {_path(config)}: {len(shapes)} parameters read"
+    return f"starting from {_path(config.checkpoint)}: {len(shapes)} parameters read"
 
 
-def _path(config: Config) -> Path:
-    return Path((config.checkpoint.start_from or "").removeprefix(PREFIX)).expanduser()
+def _path(settings: Checkpoint) -> Path:
+    return Path((settings.start_from or "").removeprefix(PREFIX)).expanduser()

@@ -171,7 +171,7 @@ class CheckpointLoader:
             self.events.log("data_not_compared", state["step"], text)
         if changes:
             text = f"not what {path} was trained on ({'; '.join(changes)})"
-            if not data_changed(self.config):
+            if not data_changed(self.config.data):
                 reason = (
                     f"{text}, so the run would not repeat or leave out the samples that it should"
                 )

@@ -91,7 +91,7 @@ def vocabulary(data: Custom) -> Vocabulary:
 
 
 def _check(data: Custom, config: Config) -> Iterator[Problem]:
-    workers, changed = loader_workers(config), data_changed(config)
+    workers, changed = loader_workers(config.data), data_changed(config.data)
     if not isinstance(workers, int) or workers < 0:
         yield Problem("data.workers", workers, "must be a number >= 0", "data.workers=0")
     if not isinstance(changed, bool):

@@ -65,7 +65,7 @@ def batches(
         cast(Any, source),
         batch_sampler=sampler,
         collate_fn=collate(source),
-        num_workers=loader_workers(config),
+        num_workers=loader_workers(config.data),
         worker_init_fn=_init_worker,
         # The loader draws a number when it starts: not from the generator of dropout.
         generator=torch.Generator(),
@@ -94,7 +94,7 @@ def _not_sent(config: Config, reason: str) -> ValueError:
     if "space" in reason:
         text += f", and {SHARED_MEMORY} has {size(free_shared_memory())} left"
     fix = "data.workers=0, or more shared memory (docker run --shm-size=1g)"
-    return ValueError(str(Problem("data.workers", loader_workers(config), text, fix)))
+    return ValueError(str(Problem("data.workers", loader_workers(config.data), text, fix)))
 
 
 def validation_batches(source: Source, config: Config, *, dp_rank: int) -> Iterator[Batch]:

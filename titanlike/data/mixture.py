@@ -274,7 +274,7 @@ def mixture_of(opened: Mapping[str, Data], data: MixtureData, config: Config) ->
         first,
         train=train,
         validation=MixedValidation(held, weights, count),
-        description=shares + documents_note(config),
+        description=shares + documents_note(config.data),
         fingerprint=json.dumps({"weights": [*zip(opened, weights, strict=True)], "sources": parts}),
         progress=progress,
     )

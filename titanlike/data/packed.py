@@ -47,7 +47,7 @@ def packed_data(
         train,
         validation,
         vocab_size=vocab_size,
-        description=what + documents_note(config),
+        description=what + documents_note(config.data),
         boundary=boundary,
         decode=None if tokenizer is None else tokenizer.decode,
         encode=None if tokenizer is None else tokenizer.encode,

@@ -96,7 +96,7 @@ _RANKS = 8  # of a machine, where it is not known
 def _shared_memory_problem(config: Config) -> Iterator[Problem]:
     """Where the batches that are on their way to the ranks do not fit into shared memory. Of a
     user's own data, whose samples may have any fields, a batch tells when it is sent."""
-    workers = loader_workers(config)
+    workers = loader_workers(config.data)
     if not workers or isinstance(config.data, Custom) or not os.path.isdir(SHARED_MEMORY):
         return
     fields = 3 if getattr(config.data, "documents", False) else 2
@@ -132,13 +132,11 @@ def vocabulary(data: Any) -> Vocabulary:
     return kind_of(data).vocabulary(data)
 
 
-def loader_workers(config: Config) -> int:
-    """Loader processes of each rank."""
-    data = config.data
+def loader_workers(data: Any) -> int:
+    """Loader processes of each rank, by a section of the config."""
     return data.args.get("workers", 0) if isinstance(data, Custom) else getattr(data, "workers", 0)
 
 
-def data_changed(config: Config) -> bool:
-    """Whether this start may resume on other data than the checkpoint's."""
-    data = config.data
+def data_changed(data: Any) -> bool:
+    """Whether a start with this section may resume on other data than the checkpoint's."""
     return data.args.get("changed", False) if isinstance(data, Custom) else data.changed

@@ -22,17 +22,17 @@ import torch
 import xxhash
 
 from titanlike.config.errors import Problem
-from titanlike.config.schema import Config
 
 Batch = dict[str, torch.Tensor]  # of fields, the rows of a tensor are samples
 IGNORE = -100  # a target without a loss, as in torch's cross_entropy
 ENDLESS = 1 << 40  # samples
 
 
-def no_targets(config: Config, of: str, fix: str) -> Problem:
-    """What is said of a step, a validation or a proof without a target that counts."""
+def no_targets(data: Any, of: str, fix: str) -> Problem:
+    """What is said of a step, a validation or a proof without a target that counts. data: the
+    section of the config, as in the functions below."""
     reason = f"no target of {of} counts: each is {IGNORE}, which a loss leaves out"
-    return Problem("data", config.data.name, reason, fix)
+    return Problem("data", data.name, reason, fix)
 
 
 FORMAT = 1  # fingerprints of other formats are not compared
@@ -114,9 +114,9 @@ class Data:
     example: Batch | None = None
 
 
-def documents_note(config: Config) -> str:
+def documents_note(data: Any) -> str:
     """The end of a description."""
-    return ", attention within documents" if getattr(config.data, "documents", False) else ""
+    return ", attention within documents" if getattr(data, "documents", False) else ""
 
 
 # --- fingerprints -------------------------------------------------------------------------------
@@ -127,11 +127,11 @@ def documents_note(config: Config) -> str:
 # the path, the time of a file, the type of its integers, or the machine.
 
 
-def data_fingerprint(data: Data, config: Config) -> dict[str, Any]:
+def data_fingerprint(data: Data, section: Any) -> dict[str, Any]:
     """Texts by what they are of: the training part, the validation part, tokenizer, documents."""
     if data.fingerprint is not None:
         return {"format": FORMAT, "fingerprint": data.fingerprint}
-    documents = getattr(config.data, "documents", False)
+    documents = getattr(section, "documents", False)
     return {
         "format": FORMAT,
         "training": source_fingerprint(data.train),

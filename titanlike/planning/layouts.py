@@ -142,7 +142,7 @@ def _tensor_sizes(config: Config, ranks: int, machine: int) -> dict[int, str]:
         try:
             modules = tensor_plan(divided, model)
         except ConfigError:
-            if written_plan(config) is not None:
+            if written_plan(config.model) is not None:
                 raise
             return {1: ""}
         if machine % tp:

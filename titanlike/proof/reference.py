@@ -199,7 +199,7 @@ def _single_process(
     def mean_of(total: float, count: float, what: str) -> float:
         if not count:
             fix = "give data with targets that count, or write verify=off for a run without proof"
-            raise ConfigError([no_targets(config, what, fix)])
+            raise ConfigError([no_targets(config.data, what, fix)])
         return total / count
 
     def loss_of(batch: dict[str, Tensor]) -> tuple[Tensor, float]:

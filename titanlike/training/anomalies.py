@@ -156,7 +156,7 @@ class AnomalyDetector:
         text, advice = f"step {record['step']}: {numbers}; {reason}", ""
         if not counts:
             advice = "on_nonfinite=skip, which passes over such steps, or give other data"
-            text = str(no_targets(self._config, f"step {record['step']}", ""))
+            text = str(no_targets(self._config.data, f"step {record['step']}", ""))
         return Anomaly("nonfinite", action, text, advice)
 
 

@@ -165,7 +165,7 @@ def evaluate(run: Run, config: Config, data: Data, say: Any = lambda _: None) ->
             length = None if more is None else length + more
     run.train_mode(True)
     if not tokens:
-        raise ConfigError([no_targets(config, f"the {kind} data", "evaluate.part=all")])
+        raise ConfigError([no_targets(config.data, f"the {kind} data", "evaluate.part=all")])
     return Evaluation(nats, int(tokens), length)
 
 

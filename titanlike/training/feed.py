@@ -35,7 +35,7 @@ def batches_for(run: Run, config: Config, stream: Iterator[Batch]) -> Iterator[B
     if run.mesh.device.type == "cpu":
         return (to_device(batch, run.mesh, config) for batch in stream)
     streams = DeviceStreams(run.mesh.device)
-    in_thread = not isinstance(config.data, Custom) or loader_workers(config) > 0
+    in_thread = not isinstance(config.data, Custom) or loader_workers(config.data) > 0
     return copied_ahead(stream, run.mesh, config, streams, in_thread)
 
 

@@ -276,6 +276,6 @@ def validate(
     if not (tokens := sum(tokens for _, tokens in read)):
         of = f"the {config.validation.batches} batches of the validation"
         raise BadNumbers(
-            str(no_targets(config, of, "validation.every=0, or other validation data"))
+            str(no_targets(config.data, of, "validation.every=0, or other validation data"))
         )
     return sum(loss * tokens for loss, tokens in read) / tokens

@@ -194,7 +194,7 @@ def plan_error(
     config: Config, modules: Mapping[str, Entry], mistakes: list[ShardingError]
 ) -> ConfigError:
     """One problem for all modules of one pattern."""
-    of_user, problems = written_plan(config) is not None, {}
+    of_user, problems = written_plan(config.model) is not None, {}
     key, value = ("model.tp_plan", "") if of_user else ("tp", config.tp)
     for mistake in mistakes:
         if (pattern := _pattern(mistake.module)) not in problems:

@@ -19,7 +19,6 @@ from typing import Any
 from torch import nn
 
 from titanlike.config.errors import ConfigError, Problem, nearest
-from titanlike.config.schema import Config
 
 KEY = "model.tp_plan"
 STYLES = {
@@ -163,6 +162,6 @@ def gathered_above(name: str, modules: Mapping[str, Entry]) -> bool:
     return any(entry.style == "gather" for entry in entries_above(name, modules))
 
 
-def written_plan(config: Config) -> Mapping[str, Any] | None:
+def written_plan(model: Any) -> Mapping[str, Any] | None:
     """The plan in the config; None = the model's own counts."""
-    return getattr(config.model, "tp_plan", None)  # a Config made in Python may have a Custom
+    return getattr(model, "tp_plan", None)  # a Config made in Python may have a Custom

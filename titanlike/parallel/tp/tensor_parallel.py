@@ -330,7 +330,7 @@ def _sharding_of(
     if mistakes and not config.tp_check:
         reason = plan_error(config, modules, mistakes).problems[0].reason
         return replace(sharding, unchecked=f"{reason} (tp_check=false)")
-    if written_plan(config) is not None or callable(getattr(model, "tp_plan", None)):
+    if written_plan(config.model) is not None or callable(getattr(model, "tp_plan", None)):
         style = "replicate_sum" if mistakes or check.unchecked else "replicate"
         mistakes += unnamed(model, modules, style)
     if mistakes := mistakes or mixed_draws(draws):
@@ -436,7 +436,7 @@ def tensor_plan(config: Config, model: nn.Module) -> dict[str, Entry]:
     one."""
     from titanlike.parallel.tp.hf_plan import has_transformers_plan, transformers_plan
 
-    plain = written_plan(config)
+    plain = written_plan(config.model)
     if plain is None:
         if callable(of_model := getattr(model, "tp_plan", None)):
             plain = of_model()
