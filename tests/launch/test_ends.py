@@ -114,3 +114,12 @@ def test_a_rank_that_hangs_or_dies_is_named_wherever_it_does(
     end = result(tmp_path)
     assert re.match(error(place, rank, how, torchrun), f"{end['status']}: {end['error']}"), end
     assert (code == 0) == (end["status"] == "completed"), err
+
+
+@pytest.mark.slow
+def test_a_rank_that_does_not_connect_is_named_by_verify_too(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("PLANTED", "connect 1 sleep")
+    monkeypatch.setenv("JOB", "verify")
+    launched = Launched(*WORDS, f"run_dir={tmp_path}", program=PROGRAM)
+    assert launched.wait(LIMIT)[0] != 0 and launched.all_exit()
+    assert re.match(error("connect", 1, "sleep", 0), "failed: " + result(tmp_path)["error"])

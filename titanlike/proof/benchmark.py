@@ -30,7 +30,7 @@ from titanlike.data.sources import Data
 from titanlike.device.accelerator import synchronize
 from titanlike.device.choose import choose_device, ranks_of
 from titanlike.device.memory import peak_memory, resident_memory
-from titanlike.distributed.mesh import close_mesh, open_mesh
+from titanlike.distributed.mesh import close_mesh
 from titanlike.launch.worker import Worker
 from titanlike.metrics import units
 from titanlike.metrics.console import Console
@@ -42,7 +42,7 @@ from titanlike.training.build import Ranges, Run, build
 from titanlike.training.feed import batches_for
 from titanlike.training.first_batch import compile_blocks
 from titanlike.training.profile import ProfilerRanges, trace_profiler
-from titanlike.training.session import open_data_on_every_rank
+from titanlike.training.session import connect, open_data_on_every_rank
 from titanlike.training.step import finish_step, forward_backward, update
 from titanlike.training.train_plan import make_plan
 
@@ -111,7 +111,7 @@ def bench(config: Config, worker: Worker) -> dict[str, Any]:
     counted = max(2, config.steps) if steps_given else STEPS
     config = replace(config, steps=1 + WARMUP + counted + PROFILED)
     data = open_data_on_every_rank(config, worker)
-    mesh = open_mesh(config, worker)
+    mesh = connect(config, worker)
     before = resident_memory(mesh.device)
     ours = plain = None
     if config.bench.loop == "plain":

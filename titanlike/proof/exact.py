@@ -14,7 +14,7 @@ from titanlike.config.schema import Config
 from titanlike.data.loader import batches
 from titanlike.data.sources import Data
 from titanlike.device.accelerator import deterministic, is_accelerator, one_thread
-from titanlike.distributed.mesh import close_mesh, open_mesh
+from titanlike.distributed.mesh import close_mesh
 from titanlike.distributed.placement import Slices, pieces
 from titanlike.launch.rendezvous import barrier
 from titanlike.launch.worker import Worker
@@ -22,6 +22,7 @@ from titanlike.proof.reference import REFERENCE_TIMEOUT, in_one_process
 from titanlike.torch_private.dtensor import local
 from titanlike.training.build import Run, build
 from titanlike.training.feed import to_device
+from titanlike.training.session import connect
 from titanlike.training.step import drop_gradients, forward_backward, optimizer_step
 
 KINDS = ("gradient", "loss", "gradient norm", "weight")  # of a step, in the order of computing
@@ -93,7 +94,7 @@ def _computed(
 ) -> Iterator[tuple[int, int, str, Tensor, list[tuple[Slices, Slices]]]]:
     """(step, kind, name, this rank's part, its `pieces`) of what steps compute; end: called before the
     mesh is closed."""
-    mesh = open_mesh(config, worker)
+    mesh = connect(config, worker)
     with one_thread(True), deterministic(is_accelerator(mesh.device)):
         run = build(config, mesh, data)
         stream = batches(data.train, config, dp_rank=mesh.dp_rank)

@@ -32,6 +32,7 @@ from titanlike.config.schema import Config, Precision
 from titanlike.device.accelerator import is_accelerator
 from titanlike.device.choose import choose_device
 from titanlike.device.memory import total_memory
+from titanlike.distributed.mesh import open_mesh
 from titanlike.launch.rendezvous import barrier
 from titanlike.launch.watchdog import Watchdog
 from titanlike.launch.worker import Worker
@@ -99,7 +100,7 @@ def _compare(config: Config, worker: Worker, key: str, code: dict[str, str]) -> 
     with Watchdog(worker, config.launch, worker.report_failure) as watchdog:
         watchdog.enter_phase(0, "verify", 0 if required else config.launch.timeout)
         try:
-            found = compare_with_one_process(exact, apart)
+            found = compare_with_one_process(exact, apart, open_mesh)
         except OutOfMemory as error:
             reason = f"one process has too little memory: {error}"
             if required:

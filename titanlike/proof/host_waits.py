@@ -20,12 +20,12 @@ import torch.distributed as dist
 
 from titanlike.config import files
 from titanlike.config.schema import Config
-from titanlike.distributed.mesh import close_mesh, open_mesh
+from titanlike.distributed.mesh import close_mesh
 from titanlike.launch.worker import Worker
 from titanlike.metrics.console import Console
 from titanlike.proof.benchmark import WARMUP, titanlike_loop
 from titanlike.training.build import build
-from titanlike.training.session import open_data_on_every_rank
+from titanlike.training.session import connect, open_data_on_every_rank
 
 STEPS = 4  # counted, unless the command line has steps=
 
@@ -36,7 +36,7 @@ def waits(config: Config, worker: Worker) -> dict[str, Any]:
     counted = config.steps if given else STEPS
     config = replace(config, steps=1 + WARMUP + counted)
     data = open_data_on_every_rank(config, worker)
-    mesh = open_mesh(config, worker)
+    mesh = connect(config, worker)
     run = build(config, mesh, data)
     loop = titanlike_loop(run, config, data, worker)
     for _ in range(1 + WARMUP):

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import reduce
 from itertools import groupby
@@ -35,7 +35,7 @@ from titanlike.data.loader import batches
 from titanlike.data.sources import Data
 from titanlike.device.accelerator import is_accelerator
 from titanlike.device.choose import choose_device
-from titanlike.distributed.mesh import close_mesh, open_mesh
+from titanlike.distributed.mesh import Mesh, close_mesh
 from titanlike.distributed.placement import Part, pieces
 from titanlike.launch.rendezvous import barrier
 from titanlike.launch.worker import Worker
@@ -56,7 +56,7 @@ from titanlike.torch_private.dtensor import local
 from titanlike.training.build import Run, build
 from titanlike.training.feed import to_device
 from titanlike.training.first_batch import compile_blocks, refuse_mixed_samples
-from titanlike.training.session import open_data_on_every_rank
+from titanlike.training.session import connect, open_data_on_every_rank
 from titanlike.training.step import (
     drop_gradients,
     forward_backward,
@@ -119,9 +119,14 @@ def verify(config: Config, worker: Worker) -> dict[str, Any]:
     return {"value": worst, "exit_code": 0 if agrees else 1}
 
 
-def compare_with_one_process(config: Config, worker: Worker) -> Found:
+def compare_with_one_process(
+    config: Config, worker: Worker, connect: Callable[[Config, Worker], Mesh] = connect
+) -> Found:
     """Collective; the same on all ranks. Raises OutOfMemory on all where one process has too
-    little."""
+    little.
+
+    connect: `open_mesh` in a job that has a watchdog.
+    """
     data = open_data_on_every_rank(config, worker)
     path = worker.run_dir / "reference.pt"
     error = ""
@@ -138,7 +143,7 @@ def compare_with_one_process(config: Config, worker: Worker) -> Found:
     errors = barrier(worker, "reference", REFERENCE_TIMEOUT, error, listens=True)
     if error := errors.get(0, ""):
         raise OutOfMemory(error)
-    mesh = open_mesh(config, worker)
+    mesh = connect(config, worker)
     exact, rounded = torch.load(path, map_location="cpu", weights_only=False, mmap=True)
 
     run = build(config, mesh, data)

@@ -17,7 +17,7 @@ from titanlike.data.registry import DataError, open_data
 from titanlike.data.sources import Data
 from titanlike.device.accelerator import kernels
 from titanlike.device.choose import choose_device, near_device
-from titanlike.distributed.mesh import open_mesh
+from titanlike.distributed.mesh import Mesh, open_mesh
 from titanlike.distributed.readings import device_queue
 from titanlike.launch.failures import clear_failures
 from titanlike.launch.run_dir_lock import RunDirOwner, lock_as_rank
@@ -110,6 +110,14 @@ def open_data_on_every_rank(config: Config, worker: Worker) -> Data:
         return data if worker.local_rank == 0 else open_data(config)
     except DataError as error:
         raise ConfigError([error.problem]) from None
+
+
+def connect(config: Config, worker: Worker) -> Mesh:
+    """`open_mesh` for a job that has no watchdog of its own: a rank that cannot connect, for
+    which the others would wait without a report, is named after `launch.timeout`."""
+    with Watchdog(worker, config.launch, worker.report_failure) as watchdog:
+        watchdog.enter_phase(0, "connect", config.launch.timeout)
+        return open_mesh(config, worker)
 
 
 @contextmanager
