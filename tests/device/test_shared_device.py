@@ -21,7 +21,6 @@ from titanlike.device import accelerator
 from titanlike.device.choose import choose_device
 from titanlike.distributed import mesh as mesh_module
 from titanlike.distributed.mesh import join_group
-from titanlike.driver.sweep_jobs import _devices_of
 from titanlike.launch.failures import describe
 from titanlike.launch.worker import Worker
 from titanlike.planning.estimate import make_estimate
@@ -189,12 +188,6 @@ def test_a_speed_is_not_measured_and_no_rank_is_called_slow(
         assert Stragglers(config, mesh, worker, mock.Mock())._on is alone
         numbers = dict.fromkeys(("loss", "grad_norm", "allocated"), 1.0)
         assert ("mfu" in step_record(run, config, pending, numbers)) is alone
-
-
-def test_a_sweep_gives_a_job_the_gpus_that_its_ranks_share() -> None:
-    assert _devices_of(shared(4, 2, 4), ["0", "1"]) == 2
-    assert _devices_of(shared(4, 2, 4), ["core 0"]) == 8
-    assert _devices_of(shared(1), ["0"]) == 2
 
 
 def test_on_the_cpu_it_changes_nothing(tmp_path: Path) -> None:

@@ -185,10 +185,10 @@ def test_jobs_that_would_take_the_same_gpu_of_several_are_refused(
         (1, "auto", 4, False),
     ):
         monkeypatch.setattr(accelerator, "count", lambda count=count: count)
-        config = Config(device=device, sweep=Sweep(parallel=parallel))
+        config = Config(device=device, dp=2, sweep=Sweep(parallel=parallel))
         problems = [*settings.problems("loss", config, processes=True)]
         assert [problem.fix for problem in problems] == ["sweep.parallel=1"] * refused
-        assert not refused or "CUDA_VISIBLE_DEVICES=0" in problems[0].reason
+        assert not refused or "CUDA_VISIBLE_DEVICES=0,1 ... sweep.share=0/2" in problems[0].reason
         assert [*settings.problems("loss", config, processes=False)] == []
 
 

@@ -305,13 +305,13 @@ class SweepSettings:
             from titanlike.device.accelerator import visible_names, visible_variable
 
             if len(names := visible_names()) > 1:
+                each = -(-config.world_size // config.launch.ranks_per_device)  # GPUs of a job
+                share = f"sweep.share=0/{max(1, len(names) // each)}"
+                own = f"{visible_variable()}={','.join(names[:each])}"
                 reason = (
-                    f"each job would begin at the same one of GPUs {','.join(names)}; of several "
+                    f"the jobs would take the same of GPUs {','.join(names)}; in several terminals "
                 )
-                reason += (
-                    f"terminals each can have a GPU and a share of the jobs: {visible_variable()}="
-                )
-                reason += f"{names[0]}, the same command and sweep.share=0/{len(names)}"
+                reason += f"each command takes its own and a share of the jobs: {own} ... {share}"
                 yield Problem("sweep.parallel", config.sweep.parallel, reason, "sweep.parallel=1")
         key, best = "hydra.sweeper.direction", _direction(value)
         direction = self.sweeper.get("direction")
