@@ -45,10 +45,10 @@ def waits(config: Config, worker: Worker) -> dict[str, Any]:
         for _ in range(counted):
             next(loop)
     ranks: list[Any] = [None] * mesh.world_size
-    dist.all_gather_object(ranks, places)
-    broken = dict(run.compiled.broken) if run.compiled else {}
+    dist.all_gather_object(ranks, (places, run.compiled.broken if run.compiled else {}))
     close_mesh()
-    most = max(ranks, key=lambda places: sum((places or {}).values()))
+    most = max((places for places, _ in ranks), key=lambda places: sum((places or {}).values()))
+    broken = {name: why for _, blocks in ranks for name, why in blocks.items()}
     value = None if most is None else sum(most.values()) / counted
     found = {"value": value, "places": most, "not_compiled_as_a_whole": broken}
     if worker.rank == 0:
