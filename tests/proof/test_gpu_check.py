@@ -192,12 +192,13 @@ def test_what_does_not_fit_the_minutes_is_left_and_another_call_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def stand_in(cell: Cell) -> Outcome:
-        return Outcome("FAILED" if cell.name == "bad" else "ok", f"limit {cell.timeout:.0f}", 2.0)
+        status = {"bad": "FAILED", "slow": "TIMEOUT"}.get(cell.name, "ok")
+        return Outcome(status, f"limit {cell.timeout:.0f}", 90.0 if cell.name == "slow" else 2.0)
 
     run = queue(monkeypatch, tmp_path, stand_in)
     cells = [
         Cell("verify", name, (), 1, 600, seconds=seconds)
-        for name, seconds in (("good", 20), ("bad", 20), ("long", 500))
+        for name, seconds in (("good", 20), ("bad", 20), ("slow", 20), ("long", 500))
     ]
     assert run(cells, end=time.monotonic() + 112) == 1
     out = capsys.readouterr().out
@@ -205,12 +206,12 @@ def test_what_does_not_fit_the_minutes_is_left_and_another_call_goes_on(
     assert f"1 not run; --continue {tmp_path / 'results.json'} runs what has not passed" in out
     again, passed = gpu_check._passed_before(tmp_path / "results.json", cells, MACHINE)
     assert {number: outcome.text for number, outcome in passed.items()} == {0: "limit 100"}
-    assert [cell.seconds for cell in again] == [2, 2, 500]  # as long as they took
+    assert [cell.seconds for cell in again] == [2, 2, 90, 500]  # what they took
     (tmp_path / "log").unlink()
     assert run(again, passed) == 1
     began = [line for line in (tmp_path / "log").read_text().splitlines() if "begins" in line]
-    assert began == ["bad begins", "long begins"]
-    assert len(json.loads((tmp_path / "results.json").read_text())["cells"]) == 3
+    assert began == ["bad begins", "slow begins", "long begins"]
+    assert len(json.loads((tmp_path / "results.json").read_text())["cells"]) == 4
     other = MACHINE | {"versions": {"torch": "3"}}
     with pytest.raises(ValueError, match="torch was 2, is 3; leave it out"):
         gpu_check._passed_before(tmp_path / "results.json", cells, other)

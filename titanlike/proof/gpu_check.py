@@ -99,7 +99,9 @@ def _passed_before(
     known = {(r["kind"], r["name"]): r for r in before["cells"]}
     found = [known.get((cell.kind, cell.name)) for cell in cells]
     cells = [
-        replace(cell, seconds=row["seconds"]) if row and row["status"] != "TIMEOUT" else cell
+        replace(cell, seconds=max(row["seconds"], cell.seconds * (row["status"] == "TIMEOUT")))
+        if row
+        else cell
         for cell, row in zip(cells, found, strict=True)
     ]
     names = Outcome.__dataclass_fields__
