@@ -256,7 +256,7 @@ def test_a_listener_that_leaves_does_not_end_the_sweep(tmp_path: Path) -> None:
     line = f"{sys.executable} {JOBS} {words} | head -1"
     done = subprocess.run(line, shell=True, capture_output=True, text=True, timeout=100)
     assert done.stdout.startswith("a sweep of 2 jobs") and "Traceback" not in done.stderr
-    until(lambda: (tmp_path / "sweep.html").exists())
+    until(lambda: (tmp_path / "1" / "result.json").exists())
     assert statuses(tmp_path) == ["completed"] * 2
 
 
