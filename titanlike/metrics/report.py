@@ -22,7 +22,13 @@ from typing import TYPE_CHECKING, Any
 from titanlike.config import files
 from titanlike.metrics.goodput import goodput_text
 from titanlike.metrics.run_files import STARTS, changed_keys, flat, read_result
-from titanlike.metrics.summary import is_number, jsonl_records, parse_records, summarize
+from titanlike.metrics.summary import (
+    flat_record,
+    is_number,
+    jsonl_records,
+    parse_records,
+    summarize,
+)
 
 if TYPE_CHECKING:
     from titanlike.metrics.chart import Chart
@@ -43,7 +49,7 @@ CURVES = {  # key of a record -> title
 QUICK = 4 << 20  # bytes of metrics.jsonl that are parsed in a tenth of a second
 _POINTS = 1_000  # of a curve
 _ALL_POINTS = 4_000  # of one quantity, of all runs
-_RECORD = 4 << 10  # bytes, more than a record has
+_PARTS = 32  # curves of lists and dicts
 _EVENTS = 300  # of each kind: saves, and others
 _SAMPLES = 40
 _STARTS = 100
@@ -93,7 +99,7 @@ def page(runs: Sequence[dict[str, Any]], sweep: dict[str, Any] | None = None) ->
         if key != "run_dir"
     }
     data = {
-        "titles": CURVES,
+        "titles": CURVES | {n: n for run in runs for n in run["curves"] if n not in CURVES},
         "written": time.time(),
         "runs": runs,
         "sweep": sweep,
@@ -120,6 +126,8 @@ def read_history(
         raise FileNotFoundError(f"{run_dir} is no run's directory: it has no metrics.jsonl")
     sampled = quick and metrics.exists() and metrics.stat().st_size > QUICK
     records = _spread_records(metrics, points) if sampled else [*jsonl_records(metrics)]
+    records = [*map(flat_record, records)]
+    parts = sorted({name for record in records for name in record if "/" in name})
     newest = starts[-1] if starts else {}
     try:
         result = read_result(run_dir) or {}
@@ -136,7 +144,11 @@ def read_history(
         "summary": asdict(summarize(run_dir)),
         "logged": _link(run_dir / "wandb" / "run_url"),
         # name -> points (step, tokens, value; None: nan)
-        "curves": {name: c for name in CURVES if (c := _thinned(records, name, points))},
+        "curves": {
+            name: curve
+            for name in (*CURVES, *parts[:_PARTS])
+            if (curve := _thinned(records, name, points))
+        },
         "sampled": sampled,  # whether not all records were read
         "events": _events(run_dir / "events.jsonl"),
         "starts": _starts(starts),
@@ -221,7 +233,8 @@ def _spread_records(path: Path, count: int) -> list[dict[str, Any]]:
                 begins.add(text.rfind(b"\n", 0, at) + 1)
                 step = max(1, size // (4 * count))
                 at = text.find(b'"val_loss"', at + step)
-            lines = (text[begin : begin + _RECORD].partition(b"\n")[0] for begin in sorted(begins))
+            ends = {begin: text.find(b"\n", begin) for begin in sorted(begins)}
+            lines = (text[begin : end if end >= 0 else size] for begin, end in ends.items())
             return [*parse_records(lines)]
 
 

@@ -4,7 +4,8 @@ step loss grad_norm lr tokens time tokens_per_second step_seconds memory_bytes, 
 memory_reserved_bytes, mfu, val_loss; busy_seconds (mean of the ranks), busiest_rank busiest_seconds
 of several ranks; busiest_expert idlest_expert dropped of models with experts. `time`: seconds since
 the epoch, after the step. `tokens` counts from the start of the run, batch_size x seq_len a step,
-padding included. microbatch_losses is a list, where it is asked for.
+padding included. microbatch_losses is a list, where it is asked for; TensorBoard, W&B and the
+report have name/index, or name/key of a dict.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 from titanlike.config import files
 from titanlike.config.errors import ConfigError, Problem
 from titanlike.metrics.run_files import AppendedFile
-from titanlike.metrics.summary import is_number, parse_records
+from titanlike.metrics.summary import flat_record, is_number, parse_records
 
 
 class Sink:
@@ -155,6 +156,6 @@ def with_prefixes(record: dict[str, Any]) -> dict[str, Any]:
     """A record with the names that W&B and TensorBoard group by: train/loss, val/loss."""
     return {
         f"val/{name[4:]}" if name.startswith("val_") else f"train/{name}": value
-        for name, value in record.items()
+        for name, value in flat_record(record).items()
         if name not in ("step", "time")  # which both have themselves
     }

@@ -126,6 +126,17 @@ def _median(key: str, records: list[dict[str, Any]]) -> float | None:
     return statistics.median(values) if values else None
 
 
+def flat_record(record: dict[str, Any]) -> dict[str, Any]:
+    """A record whose lists and dicts are a number an element: name/index, name/key."""
+    flat: dict[str, Any] = {}
+    for name, value in record.items():
+        if isinstance(value, list):
+            value = dict(enumerate(value))
+        several = isinstance(value, dict)
+        flat |= {f"{name}/{key}": v for key, v in value.items()} if several else {name: value}
+    return flat
+
+
 def is_number(record: dict[str, Any], key: str) -> bool:
     value = record.get(key)
     return type(value) is float or (type(value) is int and abs(value) < files.LARGEST)

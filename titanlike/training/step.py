@@ -39,6 +39,7 @@ from titanlike.optim.optimizer import (
 from titanlike.training.anomalies import Anomaly, AnomalyDetector, BadNumbers, is_bad
 from titanlike.training.build import Run
 from titanlike.training.feed import batches_for, to_device
+from titanlike.training.measured import MEASURED, Measuring, taken
 
 
 @dataclass(frozen=True)
@@ -51,8 +52,7 @@ class Gradients:
     norms: Tensor  # of this rank's part of each, in the order of `Run.owned`
     timer: Timer  # since the step began
     count: Tensor  # of terms of the loss, in the global batch
-    # of each microbatch of the global batch, in its order; None = not asked for
-    microbatch_losses: Tensor | None = None
+    measured: dict[str, Tensor]  # by the names of `MEASURED`
 
 
 @dataclass(frozen=True)
@@ -86,8 +86,7 @@ def forward_backward(run: Run, config: Config, step: int, stream: Iterator[Batch
     run.ranges.begin("forward and backward")
     for transform in run.transforms.values():
         transform.begin_step(step)
-    each = config.metrics.microbatch_losses
-    loss, count, terms = run.pipeline.forward_backward(batch, each)
+    loss, count, terms = run.pipeline.forward_backward(batch, config.metrics.microbatch_losses)
     run.ranges.begin("gradient norm")
     if run.sums is not None:
         norm, norms = run.sums.norms(run.owned)
@@ -96,18 +95,18 @@ def forward_backward(run: Run, config: Config, step: int, stream: Iterator[Batch
         norms = gradient_norms(run.owned)
         squares = square_sum(norms, run.shares)
     run.ranges.begin("agree")
-    measured = squares.view(1)
-    if each:
-        measured = torch.cat([measured.to(terms.device), terms])
-    loss, total = run.pipeline.sum_loss(loss, measured)
-    losses = None
-    if each:
-        sums, counts = total[1:].view(2, -1)
-        losses = sums / counts.clamp(min=1.0)  # 0 of a microbatch in which nothing counts
+    more = taken(Measuring(run, config, norms, terms), step)
+    summed = [(entry, value) for entry, value in more if entry.reduce == "sum"]
+    packed = [squares.to(run.mesh.device), *(value for _, value in summed)]
+    loss, total = run.pipeline.sum_loss(loss, torch.cat([value.view(-1) for value in packed]))
+    sums = total.split([value.numel() for value in packed])
+    measured = {entry.name: value for entry, value in more}
+    for (entry, value), each_sum in zip(summed, sums[1:], strict=True):
+        measured[entry.name] = entry.finish(each_sum.view(value.shape))
     run.ranges.begin("numbers of the step before")
     if run.sums is None:
         norm = norm_of_squares(total[0], config)
-    return Gradients(step, loss, norm, norms, timer, count, losses)
+    return Gradients(step, loss, norm, norms, timer, count, measured)
 
 
 def update(
@@ -128,8 +127,7 @@ def update(
     graphs = run.compiled.new_graphs() if run.compiled else 0
     peak = peak_memory(run.mesh.device)
     numbers = {"loss": loss, "grad_norm": norm, "bad": bad, "count": gradients.count}
-    if gradients.microbatch_losses is not None:
-        numbers["microbatch_losses"] = gradients.microbatch_losses
+    numbers |= gradients.measured
     if run.zero_gradients is not None:
         numbers |= run.zero_gradients.measured(gradients.norms)
     for transform in run.transforms.values():
@@ -185,8 +183,8 @@ def step_record(
     }
     for transform in run.transforms.values():
         record |= transform.record(numbers)
-    if "microbatch_losses" in numbers:
-        record["microbatch_losses"] = numbers["microbatch_losses"]
+    for entry in MEASURED:
+        record |= entry.shown(numbers, run)
     if "reserved" in numbers:
         record["memory_reserved_bytes"] = int(numbers["reserved"])
     if waited := numbers.get("waited"):

@@ -1,0 +1,88 @@
+"""What a step measures besides loss and gradient norm: an entry of `MEASURED` a number.
+
+An entry's tensors go with the messages that a step sends anyway, and what comes of them into its
+record: metrics.jsonl, W&B, TensorBoard, and, of a list or a dict, curves of report.html.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from titanlike.config.schema import Config
+from titanlike.training.build import Run
+
+
+@dataclass(frozen=True)
+class Measuring:
+    """What numbers are taken of: a step whose forward and backward are launched on this rank."""
+
+    run: Run
+    config: Config
+    norms: Tensor  # of this rank's part of each gradient, in the order of `Run.owned`
+    terms: Tensor  # see `Pipeline.forward_backward`; with `metrics.microbatch_losses` alone
+
+    def squares(self) -> dict[str, Tensor]:
+        """Name of each parameter of this rank -> what is added here to the square of its gradient's
+        norm: the sum over all ranks is the whole square."""
+        states = self.run.stage_states
+        names = [n for state in states for n, _ in state.parameters() if state.owns(n)]
+        shares = 1.0 if self.run.shares is None else self.run.shares.to(self.norms.device)
+        squares = self.norms.square() * shares / self.config.replicate
+        return dict(zip(names, squares.unbind(), strict=True))
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A number of a step, or several."""
+
+    name: str  # in the record
+    # fp32 on the device, a scalar or a vector of a size that is the same on all ranks
+    take: Callable[[Measuring], Tensor]
+    reduce: Literal["sum", "max"] = "sum"  # over all ranks
+    every: Callable[[Config], int] = lambda config: 1  # steps; 0 = never
+    # on the device, from what is reduced; of a "max" not called
+    finish: Callable[[Tensor], Tensor] = lambda total: total
+    labels: Callable[[Run], Sequence[str]] | None = None  # makes a dict of a vector; None = a list
+
+    def now(self, config: Config, step: int) -> bool:
+        every = self.every(config)
+        return every > 0 and step % every == 0
+
+    def shown(self, numbers: Mapping[str, Any], run: Run) -> dict[str, Any]:
+        """What the record of a step shows; numbers: of the step, by name, on the host."""
+        if self.name not in numbers:
+            return {}
+        value = numbers[self.name]
+        if self.labels is not None:
+            value = dict(zip(self.labels(run), value, strict=True))
+        return {self.name: value}
+
+
+def taken(measuring: Measuring, step: int) -> list[tuple[Measured, Tensor]]:
+    """The numbers of this step, as this rank has them."""
+    device = measuring.run.mesh.device
+    return [
+        (entry, entry.take(measuring).to(device, torch.float32))
+        for entry in MEASURED
+        if entry.now(measuring.config, step)
+    ]
+
+
+def _losses(total: Tensor) -> Tensor:
+    sums, counts = total.view(2, -1)
+    return sums / counts.clamp(min=1.0)  # 0 of a microbatch in which nothing counts
+
+
+MEASURED = [
+    Measured(
+        "microbatch_losses",
+        lambda measuring: measuring.terms,
+        every=lambda config: int(config.metrics.microbatch_losses),
+        finish=_losses,
+    ),
+]
