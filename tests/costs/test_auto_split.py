@@ -173,9 +173,9 @@ def test_memory_of_a_chunked_loss_is_without_logits() -> None:
         for loss in (config.loss, ChunkedCrossEntropy(chunk=4))
     )
     tokens = make_plan(replace(config, batch_size=4)).model_graph.microbatch_size * config.seq_len
-    of_the_head = 4 * 64 * 8  # its gradient, which the forward computes
+    gradients = 4 * 8 * (64 + tokens)  # of the head and its input, which the forward computes
     assert whole[:-1] == chunked[:-1]
-    assert chunked[-1] <= whole[-1] - 4 * 64 * tokens + of_the_head
+    assert chunked[-1] <= whole[-1] - 4 * 64 * tokens + gradients
 
 
 _OF_SGD = {"*mlp*": ParameterGroup(optimizer="sgd")}
