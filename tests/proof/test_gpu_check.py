@@ -20,11 +20,11 @@ from support.cells import GRID, slow
 from support.command_lines import examined
 from support.paths import ROOT
 from support.waiting import until
+from titanlike.device.waits import waits_by_place
 from titanlike.driver.checks import problems
 from titanlike.launch.stacks import STACKS, where_ranks_stand
 from titanlike.proof import gpu_cells, gpu_check
 from titanlike.proof.gpu_cells import Cell, Outcome, plan, run_cell
-from titanlike.proof.host_waits import waits_by_place
 
 DEVICES = torch.cuda.device_count()
 ON_GPUS = [cell for cell in plan(max(8, DEVICES), gpus=DEVICES or 2) if cell.kind != "speed"]

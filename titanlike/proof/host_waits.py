@@ -6,20 +6,15 @@ has none to count; there the same steps run.
 
 from __future__ import annotations
 
-import contextlib
 import json
-import warnings
-from collections import Counter
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from titanlike.config import files
 from titanlike.config.schema import Config
+from titanlike.device.waits import waits_by_place
 from titanlike.distributed.mesh import close_mesh
 from titanlike.launch.worker import Worker
 from titanlike.metrics.console import Console
@@ -57,23 +52,3 @@ def waits(config: Config, worker: Worker) -> dict[str, Any]:
         Console(steps=1).table("waits of the host a step", (), rows or [("waits", none)])
         files.atomic_write_text(worker.run_dir / "waits.json", json.dumps(found, indent=1))
     return found
-
-
-@contextlib.contextmanager
-def waits_by_place(device: torch.device) -> Iterator[Counter[str] | None]:
-    """A context whose waits for a CUDA device are counted by file and line; None for others."""
-    if device.type != "cuda":
-        yield None
-        return
-    places: Counter[str] = Counter()
-    before = torch.cuda.get_sync_debug_mode()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        torch.cuda.set_sync_debug_mode("warn")
-        try:
-            yield places
-        finally:
-            torch.cuda.set_sync_debug_mode(before)
-            for w in caught:
-                if "synchronizing CUDA operation" in str(w.message):
-                    places[f"{'/'.join(Path(w.filename).parts[-2:])}:{w.lineno}"] += 1
