@@ -1,7 +1,7 @@
-"""What the ranks of a group exchange in a forward, and its gradients in the backward.
+"""Differentiable collectives for the ranks that share layers or sequences; object collectives.
 
-Each exchange is a pair of operations, of which one is the other's gradient. Below: objects that
-rank 0 collects and hands out, outside of steps.
+Each is a pair of operations: one in the forward, the other on its gradient in the backward. Below:
+gather and scatter of Python objects through rank 0, outside of steps.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ Operation = Literal["identity", "all_reduce", "all_gather", "reduce_scatter", "s
 
 
 class Traffic(NamedTuple):
-    """What a rank sends to the others of its group."""
+    """Communication volume of a rank in its group."""
 
     nbytes: int = 0
     messages: int = 0
-    beside: int = 0  # of the bytes, those that are under way while the rank attends
+    beside: int = 0  # the part of nbytes that is overlapped with attention
 
 
 @dataclass(eq=False)
 class GroupInfo:
-    """The ranks that this one exchanges activations with.
+    """A process group whose ranks communicate activations.
 
-    group: None = there are no others here: where tensors are on meta, or units are timed alone,
-    only shapes are exchanged.
+    group: None where there is no process group, as on meta or when units are timed alone: a
+    collective then only computes the shape of its result, and its traffic is counted.
     """
 
     size: int
     rank: int
     group: dist.ProcessGroup | None = None
 
-    traffic: Traffic = Traffic()  # where there are no others: what they would be sent
+    traffic: Traffic = Traffic()  # counted where `group` is None
 
     def count(self, nbytes: int, messages: int = 1, beside: bool = False) -> None:
         """Add to `traffic`."""
@@ -50,7 +50,7 @@ class GroupInfo:
 def autograd_collective(
     x: Tensor, ranks: GroupInfo, forward: Operation, backward: Operation, dim: int = 0
 ) -> Tensor:
-    """`forward` of x, `backward` of its gradient; dim: along which parts are."""
+    """Apply `forward` to x, and `backward` to its gradient; dim: the dimension that is sharded."""
     return x if ranks.size == 1 else _Collective.apply(x, ranks, forward, backward, dim)
 
 
@@ -118,14 +118,14 @@ def _shape_alone(operation: Operation, x: Tensor, ranks: GroupInfo, dim: int) ->
 # --- objects, through rank 0 ----------------------------------------------------------------------
 #
 # torch's gather and scatter open two sockets on rank 0 for each other rank: too many where a process
-# may have 4,096. In a binary tree a rank has one for each level.
+# may have 4,096. In a binary tree a rank opens one per level.
 
 
 def gather_objects(
     value: Any, group: dist.ProcessGroup | None, among: range | None = None
 ) -> list[Any]:
-    """The values of all ranks of a group, by rank, on its first; elsewhere nothing of use.
-    Collective; without a group this process is alone. among: some of its ranks, as if all."""
+    """Gather the values of all ranks to the group's first rank; other ranks get nothing useful.
+    Collective. group: None = this process alone. among: only these of the group's ranks."""
     first, rank, size = _place(group, among)
     values, step = [value], 1
     while step < size and rank % (2 * step) == 0:
@@ -142,7 +142,7 @@ def gather_objects(
 def scatter_objects(
     values: list[Any], group: dist.ProcessGroup | None, among: range | None = None
 ) -> Any:
-    """This rank's of the values that the first has, by rank; the reverse of `gather_objects`."""
+    """Scatter the first rank's values, one for each rank; the reverse of `gather_objects`."""
     first, rank, size = _place(group, among)
     step = rank & -rank or 1 << (size - 1).bit_length()
     if rank:
@@ -157,7 +157,7 @@ def scatter_objects(
 
 
 def _place(group: dist.ProcessGroup | None, among: range | None) -> tuple[int, int, int]:
-    """(the first of the ranks, which of them this is, their number)"""
+    """Return (first rank, this rank's index among them, their number)."""
     if group is None:
         return 0, 0, 1
     among = among or range(dist.get_world_size(group))

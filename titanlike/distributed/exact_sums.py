@@ -1,11 +1,11 @@
-"""Sums whose bits do not depend on who adds what first, for `numerics=exact`.
+"""Sums that are bitwise independent of the order in which terms arrive, for `numerics=exact`.
 
 Floating-point addition is commutative, but not associative: a sum is a function of its terms only
 if the tree of its additions is fixed.
 
 - `SumTree` adds tensors in one binary tree over the index of the leaf, in whatever order they come.
-- `sum_over` exchanges the nodes that each rank of a group has: every rank goes on with a part of
-  the elements, and the same tree.
+- `sum_over` sends each rank of a group a shard of the elements of all nodes (an all-to-all), to be
+  added in the same tree.
 - `tree_sum` adds the elements of a tensor's last dimension.
 - `Bins` adds numbers as integers: there any order gives the same.
 
@@ -34,13 +34,13 @@ class SumTree(Generic[T]):
     """
 
     def __init__(self, leaves: int, add: Callable[[T, T], T]) -> None:
-        """add: of a left and a right value, of which it may reuse the memory."""
+        """add: adds a left and a right value; it may reuse the memory of either."""
         self._leaves, self._add = leaves, add
         self.nodes: dict[Key, T] = {}
 
     def put(self, key: Key, value: T) -> None:
-        """Add a node whose leaves are in none of the others. At most log2(leaves) nodes remain of
-        leaves that come in order."""
+        """Add a node; its leaves must not be in another. At most log2(leaves) nodes are kept when
+        leaves come in order."""
         level, index = key
         while (1 << level) < self._leaves:
             other = index ^ 1
@@ -54,18 +54,18 @@ class SumTree(Generic[T]):
         self.nodes[level, index] = value
 
     def take(self) -> dict[Key, T]:
-        """The nodes; afterwards there are none."""
+        """Return the nodes and remove them from the tree."""
         nodes, self.nodes = self.nodes, {}
         return nodes
 
     def root(self) -> T:
-        """The sum of all leaves, which must be there."""
+        """The sum of all leaves, each of which must have been added."""
         (value,) = self.take().values()
         return value
 
 
 def keys_of(leaves: int, some: Iterable[int]) -> list[Key]:
-    """The nodes that remain of some of the leaves, in order."""
+    """The keys of the nodes that a tree holds after these leaves were added in order."""
     tree: SumTree[None] = SumTree(leaves, lambda left, right: None)
     for leaf in some:
         tree.put((0, leaf), None)
@@ -73,8 +73,8 @@ def keys_of(leaves: int, some: Iterable[int]) -> list[Key]:
 
 
 def leaves_of(rank: int, microbatch: int, *, microbatches: int, peers: int = 1) -> list[int]:
-    """The leaves that a dp rank computes in a microbatch: its grain, or those of so many neighbours
-    (`peers`)."""
+    """The leaves (samples in one unit of summation) that a dp rank computes in a microbatch;
+    peers: neighbouring ranks whose leaves count as this rank's."""
     return [at * microbatches + microbatch for at in range(rank * peers, (rank + 1) * peers)]
 
 
@@ -84,10 +84,10 @@ def sum_over(
     keys: Sequence[Sequence[Key]],
     group: dist.ProcessGroup | None,
 ) -> None:
-    """Put into a tree this rank's part of all nodes that the ranks of a group have. Collective.
+    """Add this rank's shard of every node of the group's ranks to a tree. Collective.
 
-    nodes: of this rank, flat tensors [size * part]; keys: the nodes of each rank, by which the
-    tree's [part] are named; group: None = this rank alone.
+    nodes: this rank's nodes, flat tensors [size * shard]; keys: of each rank the keys of its nodes;
+    the tree receives tensors [shard]; group: None = this rank alone.
     """
     start_sum(nodes, tree, keys, group)()
 
@@ -98,7 +98,7 @@ def start_sum(
     keys: Sequence[Sequence[Key]],
     group: dist.ProcessGroup | None,
 ) -> Callable[[], None]:
-    """Begin `sum_over`; what is returned waits for the others and ends it."""
+    """Launch `sum_over` asynchronously; the returned function waits for it and adds."""
     size = len(keys)
     if group is None or size == 1:
         for key in keys[0]:
@@ -113,7 +113,7 @@ def start_sum(
     flat, sizes = sent.flatten(), [len(mine) * part] * size
     work = dist.all_to_all_single(received, flat, counts, sizes, group=group, async_op=True)
 
-    def end(_: Tensor = flat) -> None:  # which lives until then
+    def end(_: Tensor = flat) -> None:  # the default keeps the send buffer alive
         assert work is not None
         work.wait()
         for key, value in zip(chain.from_iterable(keys), received.split(part), strict=True):
@@ -123,7 +123,7 @@ def start_sum(
 
 
 def tree_sum(values: Tensor) -> Tensor:
-    """The sum over the last dimension, halves by halves: [..., N] -> [...]. It changes `values`."""
+    """Sum over the last dimension by pairwise halving: [..., N] -> [...]. Overwrites `values`."""
     while (width := values.shape[-1]) > 1:
         half = (width + 1) // 2
         values[..., : width - half] += values[..., half:]
@@ -135,19 +135,19 @@ def tree_sum(values: Tensor) -> Tensor:
 
 _BITS = 8  # a bin counts units of 2^(8 k - 149), the least fp32 number above 0 times 2^(8 k)
 _BINS = 32
-_NONFINITE = _BINS  # the bin that counts numbers which are infinite or none
+_NONFINITE = _BINS  # the bin that counts infinities and NaN
 
 
 def row_squares(tensor: Tensor) -> Tensor:
-    """The sum of squares of each row of a tensor, fp32 [rows]; of each element of a vector. FSDP
-    cuts a parameter between rows: they are whole on one rank."""
+    """The sum of squares of each row, fp32 [rows]; of a vector, each element's square. FSDP shards
+    a parameter by rows, so no row is on two ranks."""
     rows = tensor.flatten(1) if tensor.dim() > 1 else tensor.reshape(-1, 1)  # of none, too
     return tree_sum(rows.float().square())
 
 
 def bins_of(values: Tensor) -> Tensor:
-    """fp32 numbers, none of them negative, as integers whose sum is exact: int64 [33]. Up to 2^32
-    numbers of all ranks may be added."""
+    """Convert non-negative fp32 numbers to fixed-point bins, int64 [33], whose sum is exact for up
+    to 2^32 numbers of all ranks."""
     bits = values.view(torch.int32).long()
     exponent = bits >> 23 & 0xFF
     mantissa = torch.where(exponent > 0, (bits & 0x7FFFFF) | 0x800000, bits & 0x7FFFFF)
@@ -159,7 +159,7 @@ def bins_of(values: Tensor) -> Tensor:
 
 
 def root_of_bins(bins: Tensor) -> Tensor:
-    """The square root of the sum in bins, an fp32 scalar; NaN where a number was not finite."""
+    """The square root of the sum that bins hold, an fp32 scalar; NaN if a term was not finite."""
     places = torch.arange(_BINS, dtype=torch.float64, device=bins.device)
     scaled = bins[:_BINS].double() * torch.exp2(_BITS * places - 149)
     root = tree_sum(scaled).sqrt().float()

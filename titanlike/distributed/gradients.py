@@ -1,4 +1,4 @@
-"""Gradients that several ranks must agree on: of tied weights, and of parameters that none reached.
+"""Gradients of tied weights (all-reduced over stages), and parameters without a gradient.
 
 Tied weights are one parameter of the model that several stages hold a copy of. The copies are
 initialized equal (from the parameter's name), and each step their gradients are summed: locally
@@ -40,10 +40,11 @@ class TiedWeights(Transform):
         """Find this rank's tied weights, and make the groups that sum their gradients. Collective.
 
         stages: parameter -> the stages that hold it; place: the pipeline rank of each stage;
-        parameters: of this rank's stages, by name.
+        parameters: those of each stage on this rank, by name.
         """
         groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
-        # of each the copies on this rank, and the group of the ranks with others (None: no others)
+        # per tied weight: its copies on this rank, and the group of all ranks with one (None: no
+        # other rank has one)
         self._copies: list[tuple[list[nn.Parameter], dist.ProcessGroup | None]] = []
         for name in sorted(name for name, holding in stages.items() if len(holding) > 1):
             holders = tuple(sorted({place[stage] for stage in stages[name]}))
@@ -55,7 +56,7 @@ class TiedWeights(Transform):
 
     @torch.no_grad()
     def after_backward(self) -> None:
-        """Give every copy the sum of all copies' gradients. Collective among their ranks."""
+        """Sum gradients over the copies of each tied weight. Collective among their ranks."""
         for copies, group in self._copies:
             if not copies[0].requires_grad:
                 continue
@@ -72,7 +73,7 @@ class TiedWeights(Transform):
 
 
 def _group(pp_ranks: tuple[int, ...], mesh: Mesh, timeout: float) -> dist.ProcessGroup:
-    """The group of these pipeline ranks in this rank's pipeline, or of the other ranks in it.
+    """Make the group of these pipeline ranks in this rank's pipeline, or of its remaining ranks.
 
     Each rank makes one group, however many pipelines there are: with the others that hold a copy,
     or with those that hold none, a group that is never used. For torch counts groups, to name the
@@ -84,7 +85,7 @@ def _group(pp_ranks: tuple[int, ...], mesh: Mesh, timeout: float) -> dist.Proces
 
 
 class UnusedParameters:
-    """The parameters of this rank that have no gradient, and those that have none on any rank."""
+    """Finds parameters that got no gradient on this rank, and those that got none on any rank."""
 
     def __init__(
         self,
@@ -94,15 +95,15 @@ class UnusedParameters:
         zero: int,
         sums: Mapping[int, GradientSums],
     ) -> None:
-        """canonical: name of each parameter of the model -> its first, for tied ones; zero: see
-        `sharding.py`; sums: of stages whose gradients FSDP does not reduce."""
+        """canonical: each name of a parameter -> its first name (tied ones have several); zero: see
+        `sharding.py`; sums: by stage, for stages whose gradients FSDP does not reduce."""
         self._mesh = mesh
         self._index = {name: at for at, name in enumerate(sorted(set(canonical.values())))}
-        self._trained: list[tuple[str, nn.Parameter]] = []  # of this rank, by first name
-        self._sharded: set[nn.Parameter] = set()  # whose gradients FSDP reduces
-        self._reached: set[nn.Parameter] = set()  # of those, by a backward of this step
-        self._missing: set[str] = set()  # of this rank, in this step
-        self._all_reached: Tensor | None = None  # the flags of a step in which nothing is missing
+        self._trained: list[tuple[str, nn.Parameter]] = []  # this rank's, with first names
+        self._sharded: set[nn.Parameter] = set()  # those whose gradients FSDP reduces
+        self._reached: set[nn.Parameter] = set()  # sharded ones with a gradient in this step
+        self._missing: set[str] = set()  # this rank's without a gradient in this step
+        self._all_reached: Tensor | None = None  # cached flags for a step with none missing
         for index, stage in stages.items():
             parameters = [*stage.named_parameters()]
             self._trained += [(canonical[name], p) for name, p in parameters if p.requires_grad]
@@ -116,9 +117,8 @@ class UnusedParameters:
                     reduce_missing_gradients(stage, self._reached, zero)
 
     def flags(self) -> Tensor:
-        """Flags after the backwards of a step: for each parameter of the whole model 1 if one of
-        this rank reached it, else 0; to be summed over all ranks, for `unreached`. On this rank's
-        device."""
+        """Flags after a step's backwards, on this rank's device: for each parameter of the model 1
+        if it got a gradient on this rank, else 0. Their sum over all ranks is for `unreached`."""
         reached = {name for name, parameter in self._trained if self._has_gradient(parameter)}
         self._missing = {name for name, _ in self._trained} - reached
         self._reached.clear()
@@ -137,8 +137,8 @@ class UnusedParameters:
         return parameter.grad is not None
 
     def unreached(self, counts: Tensor) -> dict[nn.Parameter, Tensor]:
-        """A flag on the device, fp32, for each parameter that this rank did not reach, but has a
-        gradient (of zeros) for: 1 if no rank reached it. An optimizer leaves it alone then.
+        """Return an fp32 flag on the device for each parameter whose gradient here is filled with
+        zeros: 1 if it got none on any rank, so that the optimizer must leave it alone.
 
         counts: the sum over all ranks of what `flags` returned.
         """

@@ -30,7 +30,7 @@ from titanlike.launch.environment import available_cores
 from titanlike.metrics import units
 from titanlike.torch_private.dtensor import local
 
-_PIECE = 2**18  # numbers in a piece: small beside a shard, large beside seeding a generator
+_PIECE = 2**18  # numbers in a piece: few compared with a shard, but worth seeding a generator
 
 _MOST_THREADS = 32
 PROGRESS = 10.0  # seconds between lines of progress
@@ -53,8 +53,8 @@ def draw(
 ) -> Tensor:
     """Rows `rows` of the fp32 tensor `name` of the given shape: normal(mean, std), on the CPU.
 
-    threads: each draws a piece at a time. Beside the result they take the memory of two pieces (1
-    MiB each, or that of a row): those in which the shard begins and ends.
+    threads: each draws a piece at a time. Peak memory is the result and two pieces (1 MiB each, or
+    a row): those in which the shard begins and ends.
     """
     if not shape:  # a scalar
         return draw(torch.Size([1]), slice(0, 1), seed, name, mean, std)[0]
@@ -74,7 +74,7 @@ def draw(
             part = torch.empty(stop - start, *shape[1:]).normal_(mean, std, generator=generator)
             here.copy_(part[low - start : high - start])
 
-    # each piece is drawn by one thread: the numbers do not depend on how many there are
+    # each piece is drawn by one thread, so the values do not depend on the number of threads
     pieces = range(rows.start // step, -(-rows.stop // step))
     if threads == 1 or len(pieces) == 1:
         for piece in pieces:
@@ -98,8 +98,8 @@ class InitialWeights(Protocol):
     origin: str  # for the opening table
 
     def block(self, name: str, shape: torch.Size, place: Slices) -> Tensor:
-        """A block of a parameter of this shape, fp32 on the CPU; `name` is its name in the whole
-        model, `place` has a slice a dimension."""
+        """Return a block of a parameter, fp32 on the CPU; `name` and `shape` are those of the full
+        parameter, `place` selects the block by a slice for each dimension."""
 
     def buffer(self, name: str) -> Tensor:
         """A buffer, on the CPU."""
@@ -141,8 +141,8 @@ class ConstructedWeights:
 
 @contextlib.contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """A context in which torch's, numpy's and Python's generators start at the seed; afterwards
-    they continue."""
+    """A context in which torch's, numpy's and Python's generators are seeded; their states are
+    restored afterwards."""
     before = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -159,9 +159,9 @@ def seeded(seed: int) -> Iterator[None]:
 def parameters_on_meta(
     keep: Callable[[nn.Module, str], bool] = lambda module, name: False,
 ) -> Iterator[None]:
-    """Modules that are built within have real buffers, and parameters without memory.
+    """A context in which new modules have parameters on meta, but real buffers.
 
-    keep: (module, a parameter's name in it) -> whether that one is real, too.
+    keep: (module, name of its parameter) -> whether to make this parameter real, too.
     """
     register = nn.Module.register_parameter
 
@@ -185,9 +185,9 @@ def initialize(
 ) -> None:
     """Allocate a meta stage on `device` and fill its parameters and buffers.
 
-    names: what a parameter of the stage is called in the whole model, where that differs; say:
-    called with a line every `PROGRESS` seconds, by another thread; parts: of parameters, by their
-    names in the whole model, of which this rank has a part.
+    names: parameter of the stage -> its name in the full model, where that differs; say: called
+    with a line every `PROGRESS` seconds, by another thread; parts: by name in the full model, which
+    part of a parameter this rank holds.
     """
     names, parts = names or {}, parts or {}
     shared: dict[int, list[tuple[nn.Module, str]]] = {}

@@ -1,10 +1,9 @@
-"""The device mesh: pipeline x replicate x shard x parts of layers, in this order over the ranks.
+"""The device mesh: pp x replicate x shard x LAYER_AXES (tp, ...), the last one varying fastest.
 
-Ranks that are neighbours share the layers (`LAYER_AXES`), then the sequences (cp), then a stage
-(dp): the heaviest traffic stays inside a machine where it can; pipeline neighbours are as many
-ranks apart as have a stage. FSDP shards weights over the ranks of dp in one replica and of cp:
-together they are the axis shard, in which those of cp are neighbours. All arithmetic of ranks is
-here.
+So tp ranks are adjacent, then cp ranks, then dp ranks: the heaviest traffic stays inside a machine
+where it can. Neighbouring pipeline stages are dp * cp * tp ranks apart. The axis shard is what
+FSDP shards weights over: the dp ranks of one replica times the cp ranks, which are adjacent in it.
+All arithmetic of ranks is here.
 """
 
 from __future__ import annotations
@@ -33,25 +32,24 @@ from titanlike.torch_private.process_groups import pipeline_backend, set_timeout
 
 @dataclass(frozen=True)
 class Mesh:
-    """This rank's place; `axes` has the mesh axes pp, replicate and shard, and each of LAYER_AXES
-    where that is more than one: an axis has torch make a group for every rank, one after the
-    other."""
+    """This rank's coordinates. `axes` has the mesh axes pp, replicate and shard, and each of
+    LAYER_AXES only where its size is > 1: for every axis torch makes all of its groups in turn."""
 
     axes: DeviceMesh  # not of `one_process`
     device: torch.device
     backend: str
     reason: str  # why this device and backend
-    # plain numbers: to ask a DeviceMesh for them takes longer than a small kernel
+    # plain numbers, as looking them up in a DeviceMesh takes longer than a small kernel
     pp: int
     dp: int
     cp: int
-    layer_ranks: int  # that have a part of every layer each
+    layer_ranks: int  # ranks that share each layer (tp)
     pp_rank: int
     dp_rank: int
     cp_rank: int
-    layer_part: int  # which of these parts
-    # of experts, whose weights are sharded over fewer ranks: expert_shard, and replicate where that
-    # is more than one; None without expert parallelism
+    layer_part: int  # this rank's index among them
+    # FSDP's mesh for experts, which are sharded over fewer ranks: expert_shard, and replicate where
+    # that is > 1; None without expert parallelism
     expert_axes: DeviceMesh | None = None
     expert_group: dist.ProcessGroup | None = None  # the ranks that have all experts together
 
@@ -61,16 +59,16 @@ class Mesh:
 
     @property
     def layers_rank(self) -> int:
-        """The rank, if those that share layers were one."""
+        """This rank's number if each group of ranks that share layers is counted as one."""
         return (self.pp_rank * self.dp + self.dp_rank) * self.cp + self.cp_rank
 
     @property
     def stage_copies(self) -> int:
-        """Ranks that have this rank's stages, or shards of them: those of dp and cp."""
+        """The number of ranks with this rank's stages, or shards of them: dp * cp."""
         return self.dp * self.cp
 
     def neighbours(self, axis: str, count: int) -> list[int]:
-        """The ranks of the block of `count` neighbours along an axis that this one is in, in
+        """Cut an axis into blocks of `count` adjacent ranks; the ranks of this one's block, in
         order."""
         names, place = self.axes.mesh_dim_names, [*_coordinate(self.axes)]
         assert names is not None
@@ -84,8 +82,8 @@ class Mesh:
         return self.axes.mesh[pp_rank].flatten().tolist()
 
     def weight_group(self, seconds: float) -> dist.ProcessGroup | None:
-        """The ranks that have a replica of this rank's stages together; None where FSDP has that
-        group. Collective over them; seconds: its timeout."""
+        """The group of ranks that together hold one replica of this rank's stages; None where FSDP
+        has made it. Collective over them; seconds: its timeout."""
         if self.layer_ranks == 1:
             return None
         pp_rank, replica, *_ = _coordinate(self.axes)
@@ -113,7 +111,7 @@ class Mesh:
 
 
 def one_process(device: torch.device) -> Mesh:
-    """The mesh of a process that has joined no group."""
+    """The mesh of a single process without a process group."""
     axes: Any = None
     alone: dict[str, Any] = dict.fromkeys(("pp", "dp", "cp", "layer_ranks"), 1)
     first: dict[str, Any] = dict.fromkeys(("pp_rank", "dp_rank", "cp_rank", "layer_part"), 0)
@@ -121,7 +119,7 @@ def one_process(device: torch.device) -> Mesh:
 
 
 def open_mesh(config: Config, worker: Worker) -> Mesh:
-    """Join the process group, if that is not done, and lay the mesh over it. `close_mesh` undoes
+    """Initialize the process group, unless that is done, and make the mesh. `close_mesh` undoes
     it."""
     device, reason = choose_device(config, worker.local_rank, worker.local_world_size)
     backend = accelerator.own_backend(device) or "gloo"
@@ -146,12 +144,12 @@ def join_group(
     local_ranks: int,
     store: dist.Store | None = None,
 ) -> None:
-    """Join the process group of all ranks, if that is not done; store: None = as the environment
-    says. What it sets holds for the groups that are made from now on, too. Raises ConfigError where
-    NCCL cannot connect ranks that share a GPU.
+    """Initialize the default process group, unless that is done; store: None = from the
+    environment. The environment variables that it sets also apply to later groups. Raises
+    ConfigError where NCCL cannot connect ranks that share a GPU.
 
-    gloo, which sends objects, connects each pair of a group's ranks when it is made: from about 500
-    ranks more sockets than a process may have by default (gloo#419).
+    gloo, which sends objects, connects each pair of ranks when a group is made: from about 500
+    ranks that is more sockets than a process may have by default (gloo#419).
     """
     if accelerator.is_accelerator(device):
         # if NCCL fails or times out, end the process without waiting for the GPU, as torchtitan
@@ -196,8 +194,8 @@ def join_group(
 
 
 def _shared_environment(rank: int, one_machine: bool) -> dict[str, str]:
-    """What NCCL needs to connect ranks that share a GPU: it refuses two on one device of a host,
-    and a host is what has this id; then messages go by sockets alone."""
+    """Environment variables with which NCCL connects ranks that share a GPU. NCCL refuses two ranks
+    on one device of a host, so each gets its own host id; traffic then goes through sockets."""
     off = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_MNNVL_ENABLE": "0"}
     loopback = {"NCCL_SOCKET_IFNAME": "=lo", "GLOO_SOCKET_IFNAME": "lo"} if one_machine else {}
     return {"NCCL_HOSTID": f"titanlike-{rank}", "NCCL_NET": "Socket", **off, **loopback}
@@ -206,9 +204,9 @@ def _shared_environment(rank: int, one_machine: bool) -> dict[str, str]:
 def lay_mesh(
     config: Config, device: torch.device, backend: str, reason: str, messages: str | None = None
 ) -> Mesh:
-    """The mesh over the process group that is joined. Collective.
+    """Make the mesh over the initialized process group. Collective.
 
-    messages: the backend of the pipeline's groups, where they need another than the default group.
+    messages: the backend for P2P between stages, where it differs from the default group's.
     """
     sizes = {"pp": config.pp, "replicate": config.replicate, "shard": config.shards}
     names = (*sizes, *(axis for axis in LAYER_AXES if getattr(config, axis) > 1))
@@ -242,8 +240,8 @@ def lay_mesh(
 
 
 def new_group(ranks: list[int], seconds: float) -> dist.ProcessGroup:
-    """A group that its ranks alone make; seconds: its timeout. torch counts the groups that a rank
-    makes, to name the next one."""
+    """Make a group; only its ranks call this. seconds: its timeout. torch names a group by the
+    number of groups that a rank has made, so ranks must make equally many."""
     return dist.new_group(ranks, timeout=timedelta(seconds=seconds), use_local_synchronization=True)
 
 
@@ -254,7 +252,7 @@ def _coordinate(axes: DeviceMesh) -> tuple[Any, ...]:
 
 
 def _with_experts(mesh: Mesh, config: Config) -> Mesh:
-    """The ranks of the axis shard are ep neighbours, so many times. Collective."""
+    """Add the expert groups: the axis shard cut into blocks of ep adjacent ranks. Collective."""
     pp_rank, replica, shard, *others = _coordinate(mesh.axes)
     every_ep = slice(shard % config.ep, None, config.ep)
     alike = mesh.axes.mesh[(pp_rank, slice(None), every_ep, *others)]

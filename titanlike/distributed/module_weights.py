@@ -18,11 +18,11 @@ from titanlike.distributed.initialize import piece_seed, seeded
 from titanlike.distributed.placement import Slices
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
-_SHARE = 0.8  # of a rank's share of the machine: what a model may take while it is constructed
+_SHARE = 0.8  # of a rank's share of host memory: what constructing a model may take
 
 
 def too_large_to_construct(model: nn.Module) -> bool:
-    """Whether the parameters of a meta model, in fp32 on each rank of this machine, do not fit."""
+    """Whether host memory is too small to construct the full model, in fp32, on each rank here."""
     room = total_memory(torch.device("cpu"), int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     return room is not None and sum(4 * p.numel() for p in model.parameters()) > _SHARE * room
 
@@ -30,10 +30,10 @@ def too_large_to_construct(model: nn.Module) -> bool:
 class ModuleWeights:
     """Weights as `reset_parameters` of each module and `_init_weights` of the model leave them.
 
-    A block is allocated at a time: a module of a list, else one of the model's own. In it each
-    module's `reset_parameters` runs, inner ones first, then `model._init_weights(module)`, with
-    torch's generator at (seed, name of the parameter's module). What the constructor writes into
-    parameters besides is not run.
+    One block is allocated at a time: a module of a ModuleList, or a direct child of the model. Each
+    of its modules runs `reset_parameters`, inner ones first, then `model._init_weights(module)`,
+    with torch's generator seeded by (seed, name of the module). Other writes to parameters that the
+    constructor makes are not repeated.
     """
 
     origin = (
@@ -63,7 +63,7 @@ class ModuleWeights:
         return ConfigError([Problem("model.name", self._name, reason, fix)])
 
     def _top(self, path: str) -> str:
-        """The block that contains a module: it is allocated as a whole."""
+        """The name of the block that contains a module."""
         names = path.split(".")
         for depth in range(1, len(names) + 1):
             if not isinstance(self._model.get_submodule(".".join(names[:depth])), _CONTAINERS):
@@ -81,11 +81,12 @@ class ModuleWeights:
 
     @torch.no_grad()
     def _values(self, top: str) -> dict[str, Tensor]:
-        """The parameters of a block, by their names in the model; of the model itself its own."""
+        """Initialize a block; its parameters by their names in the model. For the model itself,
+        those that it holds directly."""
         block = self._model.get_submodule(top)
         if top:
             block = copy.deepcopy(block)
-        else:  # its modules stay on meta
+        else:  # the model itself: its children stay on meta
             block = copy.copy(block)
             block._parameters = dict(block._parameters)
         held = [(path, m) for path, m in block.named_modules(prefix=top) if top or m is block]
@@ -115,7 +116,7 @@ def _own(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _ancestors(path: str, top: str) -> Iterator[str]:
-    """The module's name and those above it, up to its block's."""
+    """The names of the module and its parents, up to its block's."""
     while path != top:
         yield path
         path = path.rpartition(".")[0]

@@ -1,9 +1,8 @@
-"""Where a parameter is among the ranks that divide a model's layers, what such a layer says of
-itself, and what a rank trains of a stage.
+"""How tensor and expert parallelism shard parameters (`Placement`), attributes that they set on
+modules, and the state that a rank trains for a stage.
 
-What cuts parameters (`tp/`, `expert_parallel.py`) gives each a `Placement`, by its name, and puts
-marks on the modules. Optimizers, checkpoints, losses and proofs read these, and need not know what
-cut them.
+What shards parameters (`tp/`, `expert_parallel.py`) records a `Placement` for each by name and
+marks the modules. Optimizers, checkpoints, losses and proofs read these, whatever did the sharding.
 """
 
 from __future__ import annotations
@@ -27,11 +26,11 @@ When = Literal["never", "sequence", "always"]
 class Part:
     """This rank's part of a parameter.
 
-    Along `dim` it is the whole's rows `ranges`, (start, stop) each, one after the other: several
-    for packed weights such as q, k and v in one matrix.
+    It is the full parameter's slices `ranges` along `dim`, (start, stop) each, concatenated; there
+    are several for fused weights such as q, k and v in one matrix.
     """
 
-    shape: torch.Size  # of the whole parameter
+    shape: torch.Size  # of the full parameter
     dim: int
     ranges: tuple[tuple[int, int], ...]
 
@@ -44,22 +43,22 @@ class Part:
 
 @dataclass(frozen=True)
 class Placement:
-    """The place of a parameter among the ranks that divide layers."""
+    """How a parameter is sharded over the ranks that share layers."""
 
-    part: Part | None = None  # None = whole on each rank
+    part: Part | None = None  # None = replicated
     copies: int = 1  # ranks that hold the same elements
-    # when the gradients of these ranks are parts of a sum, and not the same: in batches whose
-    # activations are divided along the sequence, or in all
+    # when the gradients of these ranks are partial sums, and not equal: in batches whose
+    # activations are sharded along the sequence, or in all
     partial: When = "never"
 
 
 def pieces(tensor: Tensor, part: Part | None) -> Iterator[tuple[Slices, Slices]]:
-    """Places of this rank's elements of a parameter, or of a tensor like it, in the whole.
+    """Map this rank's elements of a parameter, or of a tensor like it, to the full one.
 
-    tensor: a rank's part, or FSDP's DTensor of it; part: None where the rank has, or FSDP shards,
-    the whole. Gives (place in the local tensor, place in the whole one), a slice a dimension each.
+    tensor: a rank's part, or FSDP's DTensor of it; part: None where only FSDP shards it, if at all.
+    Yields (slices of the local tensor, slices of the full one), one for each dimension.
     """
-    held = local_slices(tensor)  # of the rank's part
+    held = local_slices(tensor)  # FSDP's shard of the rank's part
     lengths = [piece.stop - piece.start for piece in held]
     if part is None:
         yield tuple(slice(0, length) for length in lengths), held
@@ -73,7 +72,7 @@ def pieces(tensor: Tensor, part: Part | None) -> Iterator[tuple[Slices, Slices]]
 
 
 def places(tensor: Tensor, part: Part | None) -> list[Tensor]:
-    """Places, in each dimension of the whole, of what this rank holds: int64 vectors."""
+    """For each dimension, the indices in the full tensor that this rank holds: int64 vectors."""
     held = local_slices(tensor)
     ranges = [[piece] for piece in held]
     if part is not None:
@@ -85,7 +84,7 @@ def places(tensor: Tensor, part: Part | None) -> list[Tensor]:
 
 
 def _ranges(held: slice, ranges: tuple[tuple[int, int], ...]) -> Iterator[tuple[slice, slice]]:
-    """The ranges within `held`, which counts along all of them."""
+    """Yield (local slice, slice of the full tensor); `held` indexes the concatenated ranges."""
     before = 0
     for start, stop in ranges:
         low, high = max(held.start, before), min(held.stop, before + stop - start)
@@ -96,36 +95,36 @@ def _ranges(held: slice, ranges: tuple[tuple[int, int], ...]) -> Iterator[tuple[
 
 
 def local_of(tensor: Tensor, part: Part | None, whole: Tensor) -> Tensor:
-    """What this rank holds of a whole tensor, in the form of `tensor`'s local part."""
+    """Cut this rank's elements out of a full tensor, in the layout of `tensor`'s local one."""
     for dim, rows in enumerate(places(tensor, part)):
         if len(rows) < whole.shape[dim]:
             whole = whole.index_select(dim, rows.to(whole.device))
     return whole
 
 
-# --- what modules say of themselves --------------------------------------------------------------
+# --- attributes set on modules --------------------------------------------------------------------
 
-STYLE = "tp_style"  # how a module is divided, and what that takes; graph/units.py knows it
-GATHERS = "tp_gathers"  # of a module that gathers what it is given: the ranks
-BIAS_LATER = "tp_adds_bias_later"  # of a linear layer
-# of divided experts, with numerics=exact: rank -> a context in which they compute its tokens
+STYLE = "tp_style"  # the module's tensor-parallel style; graph/units.py reads it
+GATHERS = "tp_gathers"  # number of ranks over which a module all-gathers its input
+BIAS_LATER = "tp_adds_bias_later"  # a linear layer whose bias is added after the reduction
+# of sharded experts, with numerics=exact: rank -> a context in which they compute its tokens
 APART = "ep_rank_apart"
 
 
 def style_of(module: nn.Module) -> str:
-    """How a module is divided; "" = not."""
+    """A module's tensor-parallel style; "" = not sharded."""
     return vars(module).get(STYLE, ("",))[0]
 
 
 def gathered_parts(module: nn.Module) -> int:
-    """How many parts of the sequence a module gathers and computes with; 1 = the one it is
-    given."""
+    """The number of ranks over which a module all-gathers its input along the sequence; 1 = it does
+    not."""
     ranks: Any = vars(module).get(GATHERS)
     return ranks.size if ranks is not None and ranks.sequence else 1
 
 
 def adds_bias_later(module: nn.Module) -> bool:
-    """Whether a linear layer's bias is added behind a sum over ranks, and not in its forward."""
+    """Whether a linear layer's bias is added after the all-reduce, not in its forward."""
     return BIAS_LATER in vars(module)
 
 
@@ -135,12 +134,12 @@ def experts_of(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def has_statistics(module: nn.Module) -> TypeGuard[BatchNorm]:
-    """Whether it is a batch norm that keeps running statistics."""
+    """Whether a module is a batch norm that keeps running statistics."""
     return isinstance(module, BatchNorm) and module.running_mean is not None
 
 
 def freeze_statistics(model: nn.Module) -> list[BatchNorm]:
-    """Stop training forwards from updating running statistics; the batch norms that have some.
+    """Stop training forwards from updating running statistics; returns the batch norms affected.
 
     They still normalize by the batch's statistics in training, by the running ones in evaluation.
     """
@@ -152,23 +151,23 @@ def freeze_statistics(model: nn.Module) -> list[BatchNorm]:
 
 @dataclass(frozen=True)
 class StageState:
-    """What this rank trains of one stage that has parameters or buffers."""
+    """A stage with parameters or buffers on this rank, and the optimizers of its parameters."""
 
     stage: nn.Module
-    optimizers: list[torch.optim.Optimizer]  # of different parameters
+    optimizers: list[torch.optim.Optimizer]  # each for other parameters
     # parameter in the stage -> its name in the whole model, one for all copies of a tied one
     names: dict[str, str]
     owned: frozenset[str]  # names in the whole model; each parameter is owned by one stage
-    # name in the whole model -> where a parameter is among tensor-parallel ranks; {} without any
+    # name in the whole model -> how a parameter is sharded by tp or ep; {} without these
     placements: Mapping[str, Placement] = field(default_factory=dict)
 
     def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """All of the stage's, by the name in the whole model."""
+        """Yield the stage's parameters with their names in the full model."""
         for name, parameter in self.stage.named_parameters():
             yield self.names[name], parameter
 
     def part(self, name: str) -> Part | None:
-        """Which part of a parameter, by its name in the whole model, this rank has; None = all."""
+        """This rank's part of a parameter, by its name in the full model; None = all of it."""
         return self.placements[name].part if name in self.placements else None
 
     def placed_parameters(self) -> Iterator[tuple[nn.Parameter, Placement]]:
@@ -179,17 +178,17 @@ class StageState:
             optimizer.zero_grad()
 
     def optimizer_state(self, parameter: nn.Parameter) -> dict[str, Any]:
-        """What is remembered of a parameter: {} where it was never updated."""
+        """The optimizer state of a parameter; {} before its first update."""
         return optimizer_state(self.optimizers, parameter)
 
     def owns(self, name: str) -> bool:
-        """Whether a parameter or buffer, by its name in the whole model, counts in this stage: in
-        the gradient norm and in a checkpoint. A tied parameter counts in one stage alone."""
+        """Whether this stage counts a parameter or buffer, by its name in the full model, in the
+        gradient norm and in checkpoints. Only one stage counts a tied parameter."""
         return name in self.owned or name not in self.names.values()
 
 
 def optimizer_state(
     optimizers: Iterable[torch.optim.Optimizer], parameter: nn.Parameter
 ) -> dict[str, Any]:
-    """What the one of these optimizers that updates a parameter remembers of it; {} before that."""
+    """The state that one of these optimizers keeps for a parameter; {} before its first update."""
     return next(filter(None, (optimizer.state.get(parameter) for optimizer in optimizers)), {})

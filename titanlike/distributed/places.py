@@ -21,24 +21,24 @@ _SYS = Path("/sys")
 
 
 class Place(NamedTuple):
-    """Where a rank is."""
+    """The host, device and NUMA node of a rank."""
 
     host: str
-    device: str  # "GPU 3" by the number that its driver gives it, or "cpu"
-    numa: str  # the node, or the nodes: "0", "0-1"; "" = not known
-    kind: str = ""  # of hardware and libraries
+    device: str  # "GPU 3" by the driver's number, or "cpu"
+    numa: str  # NUMA node or nodes: "0", "0-1"; "" = not known
+    kind: str = ""  # describes hardware and library versions
 
 
 def gather_places(device: torch.device, worker: Worker, timeout: float) -> list[Place]:
-    """Of all ranks, on rank 0; elsewhere an empty list. Collective; once in a job. Through the
-    store: a gather would connect every rank to rank 0."""
+    """Gather all ranks' places on rank 0 ([] elsewhere). Collective; once in a job. It uses the
+    store, as a gather would connect every rank to rank 0."""
     mine = json.dumps(place_of(device))
     told = barrier(worker, "places", timeout, mine, listens=worker.rank == 0)
     return [Place(*json.loads(told[rank])) for rank in sorted(told)]
 
 
 def place_of(device: torch.device, sys: Path = _SYS) -> Place:
-    """This process's; sys: where Linux describes the machine."""
+    """This process's place; sys: Linux' folder that describes the machine."""
     host, kind = socket.gethostname(), accelerator.kind_of(device)
     if not accelerator.is_accelerator(device):
         return Place(host, device.type, _nodes_of_cores(sys), kind)
@@ -68,7 +68,7 @@ def _node_of_gpu(device: torch.device, sys: Path) -> str:
 
 
 def unlike_text(places: list[Place]) -> str:
-    """Which ranks have other hardware or libraries than others; "" = none."""
+    """Name ranks whose hardware or library versions differ from the others'; "" = none do."""
     ranks: dict[str, list[str]] = {}
     for rank, place in enumerate(places):
         ranks.setdefault(place.kind, []).append(f"{rank}")
@@ -91,7 +91,7 @@ def places_text(places: list[Place]) -> str:
 
 
 def _spans(names: list[str]) -> str:
-    """Names whose numbers follow each other as one: "GPU 0-3", "0-1, 4"."""
+    """Join names with consecutive numbers: "GPU 0-3", "0-1, 4"."""
     spans: list[tuple[str, str, str]] = []  # (word, first number, last number)
     for name in names:
         word, number = re.fullmatch(r"(.*?)(\d*)", name).groups()  # type: ignore[union-attr]

@@ -1,12 +1,12 @@
-"""What a host reads of a device that computes on: numbers, and when work was done.
+"""Asynchronous reads from the device: step metrics, and timings.
 
-A host that waits for a number of a device waits until everything that it launched is done, and the
-device then waits for the host to launch more. So numbers are sent off, and read when the next step
-has been launched: on a device by a copy into pinned memory on a stream of its own, on the CPU by a
-message that gloo's thread completes.
+To read a value (`.item()`) the host waits for everything it has launched, and the device then idles
+until the host launches more. So metrics are copied asynchronously and read when the next step has
+been launched: on a GPU by a copy into pinned memory on a side stream, on the CPU by an async
+all-reduce that gloo's thread completes.
 
-A CPU's work is timed by the host's clock. A device's is timed by events in its queue, which its own
-clock stamps; they are laid on the host's by one point that both know.
+CPU work is timed by the host's clock; GPU work by events, whose times are converted to the host's
+clock by one point that is known in both.
 """
 
 from __future__ import annotations
@@ -28,13 +28,12 @@ if TYPE_CHECKING:
 
 
 def on_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor of the CPU on the device, which is not waited for: only pinned memory is copied
-    so."""
+    """Copy a CPU tensor to the device without synchronizing, which needs pinned memory."""
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
 class AsyncScalars:
-    """Sends numbers of this rank's device to the host."""
+    """Copies scalars from this rank's device to the host asynchronously, reduced over all ranks."""
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
@@ -44,9 +43,9 @@ class AsyncScalars:
     def send(
         self, numbers: Mapping[str, Tensor], host: Mapping[str, float | list[float]]
     ) -> PendingScalars:
-        """Send fp32 scalars and vectors of the device, and numbers of the host, by their names,
-        which are the same on all ranks. What arrives is the largest of all ranks (NaN may be lost
-        to a number). Collective; waits neither for the device nor for other ranks."""
+        """Start to reduce (max over all ranks; NaN may be lost) and copy fp32 scalars and vectors
+        of the device, and numbers of the host; all ranks give the same names. Collective; waits
+        neither for the device nor for other ranks."""
         mesh = self._mesh
         sizes = {name: len(value) if value.dim() else 0 for name, value in numbers.items()} | {
             name: len(value) if isinstance(value, list) else 0 for name, value in host.items()
@@ -63,13 +62,13 @@ class AsyncScalars:
         self._stream.wait_stream(torch.accelerator.current_stream(mesh.device))
         with self._stream:
             if work is not None:
-                work.wait()  # the stream does
+                work.wait()  # only the side stream waits
             pinned.copy_(all_, non_blocking=True)
         return PendingScalars(sizes, pinned, None, self._stream.record_event(), kept=all_)
 
 
 class PendingScalars:
-    """Numbers on their way."""
+    """Scalars whose copy to the host is in flight."""
 
     def __init__(
         self,
@@ -79,17 +78,17 @@ class PendingScalars:
         arrived: Any,
         kept: Tensor | None = None,
     ) -> None:
-        """sizes: name -> numbers of a list, 0 for one that is none; work: of gloo, that completes
-        them; arrived: the event on a device that does; kept: what is copied, and must not be freed
-        before."""
+        """sizes: name -> length of a list, 0 for a scalar; work: gloo's handle of the all-reduce;
+        arrived: on a GPU the event after the copy; kept: the source of the copy, which must stay
+        alive until then."""
         self._sizes, self._numbers = sizes, numbers
         self._work, self._arrived, self._kept = work, arrived, kept
 
     def read(self, timeout: float | None = None) -> dict[str, Any] | None:
-        """The numbers, and lists of them, by the names under which they were sent; waits for them.
+        """Wait for the values, and return the numbers and lists by name.
 
-        timeout: seconds, after which the result is None; without it that of the process group
-        holds.
+        timeout: seconds after which to return None; without it the process group's timeout
+        applies.
         """
         if self._work is not None:
             if timeout is None:
@@ -118,7 +117,7 @@ class PendingScalars:
 
 
 def mark(device: torch.device) -> Any:
-    """Now; of a device: behind what is launched so far, an event."""
+    """Record a timestamp; on a device, an event after everything launched so far."""
     if device.type == "cpu":
         return time.perf_counter()
     event = torch.Event(device, enable_timing=True)
@@ -127,25 +126,25 @@ def mark(device: torch.device) -> Any:
 
 
 def seconds_between(begin: Any, end: Any) -> float:
-    """Seconds between two marks, once the device has come to them."""
+    """Seconds between two `mark`s, once the device has reached both."""
     return end - begin if isinstance(begin, float) else begin.elapsed_time(end) / 1e3
 
 
 class Timer:
-    """Seconds of this rank's work between two points: of the device by its own clock."""
+    """Measures the seconds between two points of this rank's work, on a GPU by events."""
 
     def __init__(self, device: torch.device) -> None:
-        """The first point is now, for a device: after what is launched so far."""
+        """Mark the first point: now, or on a device after everything launched so far."""
         self._device = device
         self._begin = mark(device)
 
     def stop(self) -> None:
-        """The second point is now."""
+        """Mark the second point."""
         self._end = mark(self._device)
 
     def seconds(self) -> float:
-        """The seconds, after `stop`, once the device has come that far, e.g. because numbers sent
-        later arrived."""
+        """The elapsed seconds. Call it after `stop`, and once the device has reached that point,
+        e.g. because values sent later have arrived."""
         return seconds_between(self._begin, self._end)
 
 

@@ -30,12 +30,13 @@ def compute_dtype(config: Config) -> torch.dtype:
 
 
 def wrapped_in_fsdp(config: Config) -> bool:
-    """Whether stages are, to be sharded, replicated or offloaded."""
+    """Whether stages are wrapped in FSDP: to shard, replicate or offload them."""
     return config.dp * config.cp > 1 or config.fsdp.cpu_offload
 
 
 def is_sharded(module: nn.Module) -> bool:
-    """Whether `fully_shard` was applied to it: FSDP, not imported where it is not, adds methods."""
+    """Whether `fully_shard` was applied to a module, found by a method that FSDP adds, so that FSDP
+    is not imported where it is not used."""
     return hasattr(module, "unshard")
 
 
@@ -69,7 +70,7 @@ def shard_stage(
     options["reshard_after_forward"] = zero == 3
     if config.fsdp.cpu_offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=is_accelerator(mesh.device))
-    units: list[list[Any]] = [[] for _ in groups]  # what is gathered for each group besides
+    units: list[list[Any]] = [[] for _ in groups]  # FSDP units nested in each group: experts
     if mesh.expert_axes is not None:  # before the blocks that they are in
         for path, experts in experts_of(stage).items():
             part = fully_shard(experts, **(options | {"mesh": mesh.expert_axes}))
@@ -100,19 +101,19 @@ def shard_stage(
 
 @dataclass(frozen=True)
 class StateBytes:
-    """Bytes on one rank's device, for each parameter."""
+    """Bytes of training state per parameter element on one rank's device."""
 
     fsdp: bool  # whether stages are wrapped, see `shard_stage`
     shards: int
-    weights: float  # always: the parameter
-    optimizer: float  # always: its moments
-    gathered: float  # for a step
-    gradient: float  # in a step, from the first backward on
-    reduced_gradient: float  # after a step
+    weights: float  # the parameter; always allocated
+    optimizer: float  # optimizer state; always allocated
+    gathered: float  # the all-gathered parameter, within a step
+    gradient: float  # within a step, from the first backward on
+    reduced_gradient: float  # after the reduction
 
     @classmethod
     def of(cls, config: Config, zero: int, moments: int = 0) -> StateBytes:
-        """moments: bytes that the optimizer keeps of an element, see `moment_bytes`."""
+        """moments: bytes of optimizer state per element, see `moment_bytes`."""
         optimizer = moments + 4 * (config.ema.decay is not None)
         shards = config.shards
         offload = config.fsdp.cpu_offload
@@ -128,10 +129,10 @@ class StateBytes:
 
     @property
     def kept(self) -> float:
-        """Always."""
+        """Bytes that are always allocated."""
         return self.weights + self.optimizer
 
     @property
     def whole(self) -> float:
-        """In a step, with gradients, between activations."""
+        """Bytes within a step, with gradients."""
         return self.kept + self.gathered + self.gradient

@@ -1,8 +1,8 @@
-"""The seam at which everything that is done to a stage attaches.
+"""The interface of everything that changes a model or a stage.
 
-A technique (tensor parallelism, recomputation, compiled blocks, the balance of experts, ...) is one
-`Transform` a rank. `training/transforms.py` lists them in the order in which they are applied, and
-imports those that a config asks for; building, the pipeline and the step go through the list.
+A technique (tensor parallelism, recomputation, compiled blocks, expert load balancing, ...) is one
+`Transform` per rank. `training/transforms.py` lists them in the order in which they are applied
+and imports those that a config asks for; building, the pipeline and the step call their methods.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Recomputed:
-    """The blocks that are recomputed, and for `fit` why so many."""
+    """The blocks with activation checkpointing, and for `fit` the memory that decided it."""
 
-    blocks: list[list[str]]  # of each stage
-    limit: int | None = None  # bytes that training may take on a rank
+    blocks: list[list[str]]  # by stage
+    limit: int | None = None  # memory budget of a rank in bytes
     memory: list[int] = field(default_factory=list)  # estimated bytes on each pipeline rank
 
     @property
@@ -63,7 +63,7 @@ class Plan(Protocol):
     def recomputed(self) -> Recomputed: ...
     @property
     def deferred(self) -> frozenset[int]:
-        """Stages whose weight gradients wait for W."""
+        """Stages whose weight gradients are computed in W actions, not in I."""
 
     @property
     def microbatches(self) -> int: ...
@@ -71,7 +71,7 @@ class Plan(Protocol):
     def zero(self) -> int: ...
     @property
     def transforms(self) -> Mapping[str, Transform]:
-        """Those that have changed the model."""
+        """The transforms that were applied to the model before it was recorded, by name."""
 
     def blocks(self, stage: int) -> list[str]:
         """Names of a stage's blocks."""
@@ -79,59 +79,59 @@ class Plan(Protocol):
 
 @dataclass(frozen=True)
 class Recorded:
-    """A changed model whose forward on a microbatch is recorded, on meta."""
+    """A transformed model and the recording of its forward on a microbatch, on meta."""
 
     graph: ModelGraph
-    batch: dict[str, Tensor]  # of one whole sequence, without what transforms make of it
+    batch: dict[str, Tensor]  # one full sequence, before `Transform.batch`
     loss: Loss
-    output: Any  # of the model, for a microbatch
+    output: Any  # the model's output for a microbatch
     targets: Tensor
     variable: bool  # batches differ in length
-    unchanged: Callable[[], nn.Module]  # another one, as the transforms were given it
+    unchanged: Callable[[], nn.Module]  # makes the model without any transform
 
 
 class StepSums(Protocol):
-    """Adds what the microbatches of a step have, in place of autograd, FSDP and an all-reduce."""
+    """Sums losses and gradients over microbatches, in place of autograd, FSDP and all-reduce."""
 
     def of_stage(self, stage: int) -> GradientSums | None:
-        """None for a stage without parameters."""
+        """The sums of a stage's gradients; None for a stage without parameters."""
 
     def losses(self, losses: list[Tensor]) -> Tensor:
-        """A vector that, summed over all ranks, has the loss of each microbatch of the global
-        batch; losses: of this rank's, [] where another has the last stage."""
+        """Return a vector whose sum over all ranks holds the loss of each microbatch of the global
+        batch; losses: those of this rank's microbatches, [] on ranks without the last stage."""
 
     def total(self, losses: Tensor) -> Tensor:
         """The sum of such a vector, a scalar."""
 
     def norms(self, parameters: Sequence[nn.Parameter]) -> tuple[Tensor, Tensor]:
-        """(the 2-norm of all gradients of the model, of this rank's part of each), fp32.
-        Collective; parameters: of this rank, each of the model's on one pipeline rank."""
+        """(the 2-norm of all gradients of the model, that of this rank's part of each), fp32.
+        Collective; parameters: this rank's, with a tied one on one pipeline rank only."""
 
 
 class Transform:
-    """Does nothing; a technique overrides what concerns it. On every rank the list is the same."""
+    """Hooks that do nothing; a technique overrides those it needs. All ranks have the same list."""
 
     # --- while a run is planned: the model is on meta, and there are no process groups
 
-    # Ranks with which layers exchange activations, if they do: the first of them, as which the
-    # model is recorded, and this one, whose group `open` makes. Their transform is named after
-    # their mesh axis.
+    # Process-group info of an axis that communicates inside of layers: `first` is its first rank's
+    # view, with which the model is recorded; `ranks` is this rank's, whose group `open` creates.
+    # Such a transform is named after its mesh axis.
     first: GroupInfo | None = None
     ranks: GroupInfo | None = None
-    # of parameters that several of these ranks have, on the first one
+    # how parameters are sharded over this axis, as seen by its first rank
     placements: Mapping[str, Placement] = {}
-    sequence: SequenceParts | None = None  # how a rank has a part of every sequence
-    sums: StepSums | None = None  # where they are not those of autograd and FSDP
-    unchecked: str = ""  # what of it is not known to be right, and why
+    sequence: SequenceParts | None = None  # how sequences are sharded over ranks
+    sums: StepSums | None = None  # replaces the sums of autograd and FSDP
+    unchecked: str = ""  # what could not be verified, and why
     # Whether results depend on how a batch is split into microbatches, as those of a batch norm:
     # the reference of `titanlike verify` then computes the layout's microbatches
     by_microbatch: bool = False
 
     def loss(self, device: torch.device | None = None) -> Loss | None:
-        """The loss of what the changed model returns; None = as the config says."""
+        """The loss that fits the changed model's output; None = the config's loss."""
 
     def recorded(self, graph: ModelGraph) -> None:
-        """Called when the changed model's forward is recorded."""
+        """Called once the changed model's forward has been recorded."""
 
     def check(self, recorded: Recorded) -> None:
         """Raise ConfigError where the changed model would compute other results."""
@@ -146,20 +146,20 @@ class Transform:
         """Make process groups, before any stage is built. Collective."""
 
     def on_model(self, model: nn.Module, placements: dict[str, Placement]) -> None:
-        """Change a model on meta in place, before a stage takes its modules out of it; placements:
-        of the parameters that concern it, by their names, to be added to."""
+        """Change a model on meta in place, before stages take their modules out of it; placements:
+        by parameter name; the transform adds those that it shards."""
 
     def on_stage(self, index: int, stage: nn.Module, units: Sequence[str]) -> None:
-        """Change a stage on meta in place, before it is sharded; units: the names of its own."""
+        """Change a stage on meta in place, before FSDP shards it; units: names of its units."""
 
     def on_weights(self, stage: nn.Module) -> None:
-        """Change a stage that has its weights."""
+        """Change a stage after its weights are initialized."""
 
     def on_states(self, states: Mapping[int, StageState]) -> None:
-        """Once all stages have optimizers, by stage. Collective."""
+        """Called once all stages have optimizers; states: by stage. Collective."""
 
     def why_not_compiled(self, block: str) -> str:
-        """Why a block stays as it is with compile=true; "" = nothing of this is in the way."""
+        """Why this transform keeps a block from being compiled; "" = it does not."""
         return ""
 
     # --- in a step
@@ -172,52 +172,52 @@ class Transform:
         the global batch, the same in every layout of as many microbatches."""
 
     def batch(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """What this rank computes with, of a batch [B, ...] of its data-parallel rank."""
+        """Select what this rank computes of the batch [B, ...] of its data-parallel rank."""
         return batch
 
     def prepare(self, fields: Fields) -> None:
         """Called before forwards on a batch of these fields."""
 
     def training(self, tokens: Tensor) -> AbstractContextManager[None]:
-        """Around the forwards and backwards of a training step. tokens: of the global batch,
-        padding included, a scalar on the device."""
+        """A context around the forwards and backwards of a training step. tokens: the number in the
+        global batch, padding included, a scalar on the device."""
         return nullcontext()
 
     def computing(self) -> AbstractContextManager[None]:
-        """Around all forwards, of training and evaluation."""
+        """A context around all forwards, in training and evaluation."""
         return nullcontext()
 
     def weight_gradients(self, stage: int) -> Callable[[], Callable[[], None]] | None:
-        """What takes the queued weight gradients of a stage where they wait, in a schedule that
-        splits the backward; what that returns computes them."""
+        """For schedules that split the backward: a function that takes the weight-gradient work
+        queued by a stage's I, and returns the function that computes it (W)."""
         return None
 
     def after_backward(self) -> None:
-        """Called when this rank's backwards are done, in reversed order. Collective."""
+        """Called after all of this rank's backwards, for the last transform first. Collective."""
 
     def after_update(self, skip: Tensor | None) -> None:
         """Called when the optimizers have stepped. Collective. skip: a scalar on the device, 1 =
         the step is not applied; None = 0."""
 
     def logits(self, part: Tensor) -> Tensor:
-        """Logits of whole sequences and of the whole vocabulary [B, ..., V]; part: what this rank's
-        last stage returns. Collective over the ranks that have parts."""
+        """Gather logits of full sequences and the full vocabulary [B, ..., V]; part: this rank's
+        logits. Collective over the ranks that share them."""
         return part
 
     # --- in the reference of `titanlike verify`
 
     def in_one_process(self, model: nn.Module) -> Transform | None:
-        """Change the whole model, which has its weights, to compute in one process, in plain torch,
-        what a layout computes. Returns what is to be told of its steps (`begin_step`,
-        `begin_microbatch`, `training`, `after_update`), often this transform; None = nothing."""
+        """Change the full, initialized model so that plain torch in one process computes what a
+        layout computes. Returns the transform whose step hooks (`begin_step`, `begin_microbatch`,
+        `training`, `after_update`) are to be called, often this one; None = none."""
         return None
 
     # --- for metrics.jsonl
 
     def measured(self) -> dict[str, Tensor]:
-        """fp32 scalars on the device, always the same names; the largest of all ranks counts."""
+        """fp32 scalars on the device, by names that never change; reduced by max over all ranks."""
         return {}
 
     def record(self, numbers: Mapping[str, float]) -> dict[str, float]:
-        """What a step's record shows of these; numbers: all that the step has measured."""
+        """The entries of a step's record made from them; numbers: all that the step measured."""
         return {}
