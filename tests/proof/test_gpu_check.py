@@ -222,13 +222,13 @@ import signal, sys, time
 from pathlib import Path
 from titanlike.launch.worker import _logged
 def stands(): time.sleep(100)
-def moves(): time.sleep(0.01)
-def other(): time.sleep(0.01)
+steps = {}
+for number in range(500):  # 10 s until it is in the same one again
+    exec(f"def step{number}(): time.sleep(0.02)", globals(), steps)
 with _logged(Path(sys.argv[1]), int(sys.argv[2])):
     if sys.argv[3] == "moves":
         while True:
-            for _ in range(10): moves()
-            for _ in range(10): other()
+            for step in steps.values(): step()
     stands()
 """
 
