@@ -1,7 +1,10 @@
 """Planted faults: each row of `tests/faults/*.yaml` breaks a line, and the test that it names
 fails.
 
-A test that goes, or is merged into another, goes only as long as all of these are found. Rows:
+A row is one kind of wrong numbers, of a lost checkpoint, or of a hang: the proof that a default
+test notices it. One row a kind: messages, tables and help have none. A fixed bug of these kinds
+brings a row if no other row breaks the same mechanism. A test that goes, or is merged into another,
+goes only as long as all of these are found. Rows:
 
     - fault: what is wrong, in words
       file: titanlike/room/file.py
