@@ -1,9 +1,9 @@
-"""From a config to everything that a run is made of, in the order in which it happens.
+"""Build a run's stages, optimizers and pipeline from its config, in this order:
 
-1. `make_plan` decides: the stages and the order of computing.
+1. `make_plan` decides the stages and the pipeline schedule.
 2. This rank's stages are taken out of the model on the meta device, sharded, allocated and
    initialized; each gets an optimizer.
-3. The pipeline is laid over them.
+3. The pipeline is made of them.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from titanlike.parallel.compiled_blocks import CompiledBlocks
     from titanlike.training.stragglers import BusyTime
 
-# times a rank's parameters, gradients and optimizer state: with activations and holes
+# factor on a rank's parameters, gradients and optimizer state, for activations and fragmentation
 _FRAGMENTATION = 3
 
 
@@ -53,12 +53,12 @@ class Listener(Protocol):
         """An action of the schedule begins; None: all are done."""
 
     def action_queued(self, action: Any, received: bool) -> None:
-        """A computation, gather or reduction has been launched; received: the messages that it
-        waits for have been, not it."""
+        """A computation, all-gather or reduce-scatter has been launched; with `received`, only the
+        receives that it waits for have been launched."""
 
 
 class Ranges:
-    """Calls back whoever listens to a step; with no listener, a call costs a comparison."""
+    """Tells listeners the phases and actions of a step; without any, a call is one comparison."""
 
     def __init__(self) -> None:
         self._listeners: tuple[Listener, ...] = ()
@@ -72,8 +72,7 @@ class Ranges:
         start_action: Callable[[Any], None],
         action_queued: Callable[[Any, bool], None] | None,
     ) -> None:
-        """The pipeline calls these back, whoever listens; action_queued: None = nobody need
-        know."""
+        """Set the pipeline's callbacks; action_queued: None = no listener needs it."""
         self._pipeline, self._always, self._always_queued = pipeline, start_action, action_queued
         self._call_back()
 
@@ -87,7 +86,7 @@ class Ranges:
         self._call_back()
 
     def remove(self, listener: Listener) -> None:
-        """Does nothing for one that does not listen."""
+        """Remove a listener, if it is there."""
         self._listeners = tuple(other for other in self._listeners if other is not listener)
         self._call_back()
 
@@ -118,13 +117,13 @@ class Run:
     stages: list[Stage]
     stage_states: list[StageState]
     pipeline: Pipeline
-    transforms: dict[str, Transform]  # what was done to the stages, see `transforms.py`
-    late: AsyncScalars  # takes numbers off the device
+    transforms: dict[str, Transform]  # those applied to model and stages, see `transforms.py`
+    late: AsyncScalars  # copies metrics off the device asynchronously
     zero_gradients: (
         ZeroGradients | None
     )  # finds parameters that do not learn; None = not looked for
-    weights_source: str  # of the initial weights, for the opening table
-    ranges: Ranges = field(default_factory=Ranges)  # what a profile shows
+    weights_source: str  # where initial weights come from, for the opening table
+    ranges: Ranges = field(default_factory=Ranges)  # phases and actions, for profile and timeline
     busy: BusyTime | None = None  # how long this rank of several waits for others
 
     @property
@@ -135,7 +134,7 @@ class Run:
 
     @cached_property
     def sums(self) -> StepSums | None:
-        """What adds losses and gradients, with numerics=exact."""
+        """The sums of losses and gradients with numerics=exact; None otherwise."""
         return next(filter(None, (transform.sums for transform in self.transforms.values())), None)
 
     @cached_property
@@ -145,13 +144,13 @@ class Run:
 
     @cached_property
     def owned(self) -> list[nn.Parameter]:
-        """The same, a tied parameter on one of the ranks that hold a copy."""
+        """Parameters that this rank counts: a tied one only on one of the ranks with a copy."""
         return [p for state in self.stage_states for n, p in state.parameters() if state.owns(n)]
 
     @cached_property
     def shares(self) -> Tensor | None:
-        """A share of each of `owned`: 1 / the ranks of an axis inside of layers that have the same
-        elements, fp32 on the device; None without such an axis."""
+        """For each of `owned` 1 / (tensor- or expert-parallel ranks that hold the same elements),
+        fp32 on the device; None without such an axis."""
         placements = self.plan.placements
         if not placements:
             return None
@@ -200,8 +199,8 @@ def build_planned(
     say: Callable[[str], object] = lambda _: None,
     init_weights: Callable[..., object] = initialize,
 ) -> Run:
-    """Build what was decided. Collective: process groups are made here, not while a run is planned,
-    when rank 0 may have timed units alone.
+    """Build from a plan. Collective: process groups are made here, not while a run is planned, when
+    rank 0 may have timed units alone.
 
     init_weights: allocates a stage and gives it its weights, called as `initialize`.
     """
@@ -214,7 +213,7 @@ def build_planned(
         config, mesh, plan, ordered, canonical, partial(init_weights, say=say)
     )
     stages = built_stages.stages
-    # of each parameter the stages that hold it: of a tied one, the first is its owner
+    # parameter -> the stages that hold it; the first one owns a tied parameter
     holders = {
         name: [index for index, names in enumerate(plan.stage_parameters) if name in names]
         for name in canonical.values()
@@ -315,7 +314,7 @@ def _make_states(
     canonical: Mapping[str, str],
     holders: Mapping[str, list[int]],
 ) -> dict[int, StageState]:
-    """What is trained of each stage; holders: parameter -> the stages that hold it."""
+    """Make the optimizers and state of each stage; holders: parameter -> stages that hold it."""
     states: dict[int, StageState] = {}
     matrices = getattr(config.optimizer, "whole_matrices", False)  # gathered from their parts
     group = mesh.weight_group(config.launch.timeout) if matrices else None
@@ -349,7 +348,8 @@ def memory_is_short(
 
 
 def _least_memory(config: Config, mesh: Mesh) -> int | None:
-    """What training may take on each device, by the smallest of all ranks, which decide alike."""
+    """The memory that training may use on a device: the minimum over all ranks, so that all of
+    them decide alike."""
     mine = memory_for_training(config)
     least = torch.tensor([-1e18 if mine is None else -mine], dtype=torch.float64)
     least = -mesh.max(least.to(mesh.device)).item() if mesh.world_size > 1 else -least.item()
@@ -359,6 +359,6 @@ def _least_memory(config: Config, mesh: Mesh) -> int | None:
 def _shard(
     stage: Stage, config: Config, plan: TrainPlan, modules: list[str], used: list[str], mesh: Mesh
 ) -> None:
-    """modules: the stage's; used: weights that it uses outside of them."""
+    """Apply FSDP. modules: the stage's units; used: weights that its forward uses directly."""
     units = [unit for unit in plan.model_graph.units if unit.name in modules]
     shard_stage(stage, fsdp_groups(stage, units, used), config, mesh, plan.zero)

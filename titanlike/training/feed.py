@@ -1,4 +1,4 @@
-"""Batches on a rank's device: the fields that its stages use, copied while the step before runs."""
+"""Copy batches to a rank's device while the previous step runs: only fields that its stages use."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from titanlike.training.build import Run
 
 
 def batches_for(run: Run, config: Config, stream: Iterator[Batch]) -> Iterator[Batch]:
-    """A dp rank's batches, on this rank's device, in the dtypes in which it computes.
+    """Yield a dp rank's batches on this rank's device, in the compute dtype.
 
-    A field whose values no stage of this rank reads is on meta: its shape and dtype are known and
-    nothing is copied.
+    A field that no stage of this rank reads is on meta: its shape and dtype are known and nothing
+    is copied.
 
-    On a GPU the next batch is read by a thread and copied on a stream of its own while a step runs.
-    Not on the CPU: the thread would take turns with the step's own on the same cores. And a source
-    of the user's that is read in this process (data.workers=0) is read by this thread: it may draw
-    random numbers, which a checkpoint saves.
+    On a GPU a thread reads the next batch and copies it on a side stream while a step runs. Not on
+    the CPU, where the thread would compete with the step for the same cores. A custom source that
+    is read in this process (data.workers=0) is read by the main thread: it may draw random numbers,
+    whose state a checkpoint saves.
     """
     # batches of another length may use other fields
     used = None if run.plan.variable else run.pipeline.used_fields()
@@ -47,41 +47,40 @@ def _needed(batch: Batch, used: set[str] | None) -> Batch:
 
 
 def to_device(batch: Batch, mesh: Mesh, config: Config) -> Batch:
-    """A batch on this rank's device, the model's floating-point inputs in the compute dtype. What
-    is there already, or on meta, is left as it is."""
+    """Move a batch to this rank's device, floating-point inputs in the compute dtype. Tensors that
+    are there already, or on meta, stay as they are."""
     dtype = compute_dtype(config)
     moved = {}
     for name, value in batch.items():
         moved[name] = here = value if value.is_meta else value.to(mesh.device, non_blocking=True)
         if name == "document_ids" and here.device != value.device:
-            with_host_copy(here, value)  # attention asks how many there are
+            with_host_copy(here, value)  # attention reads their number on the host
         if value.is_floating_point() and name != "targets":
             moved[name] = here.to(dtype)
     return moved
 
 
-# --- copies beside the computation ---------------------------------------------------------------
+# --- copies overlapped with compute --------------------------------------------------------------
 
 
 class DeviceStreams:
-    """The streams of an accelerator, in torch's device-neutral words: copies run beside the
-    computation."""
+    """A side stream of an accelerator, by torch's device-neutral API: its copies overlap with
+    compute."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._stream = device, torch.Stream(device)
 
     def copying(self) -> Any:
-        """A context in which operations run on the stream for copies, which the computation does
-        not wait for."""
+        """A context in which operations run on the side stream."""
         return self._stream  # also makes its device the current one of this thread
 
     def copied(self) -> Any:
-        """An event after all copies so far."""
+        """Record an event after all copies so far."""
         return self._stream.record_event()
 
     def hand_over(self, event: Any, values: list[Tensor]) -> None:
-        """The computation waits for the event on the device; the memory of these values is not used
-        again before the computation has done what it has been given until they are freed."""
+        """Let the compute stream wait for the event, and keep the values' memory from being reused
+        before the compute stream has run the work that uses them (`record_stream`)."""
         computing = torch.accelerator.current_stream(self._device.index)
         computing.wait_event(event)
         for value in values:
@@ -91,9 +90,9 @@ class DeviceStreams:
 def copied_ahead(
     stream: Iterator[Batch], mesh: Mesh, config: Config, streams: DeviceStreams, in_thread: bool
 ) -> Iterator[Batch]:
-    """The same batches on the device, through pinned memory and the stream for copies.
+    """Copy batches to the device through pinned memory on the side stream.
 
-    in_thread: a thread reads and copies the next one already.
+    in_thread: a thread reads and copies the next batch in advance.
     """
 
     def copied() -> Iterator[tuple[Batch, Any]]:
@@ -110,7 +109,7 @@ def copied_ahead(
 
 
 def _pinned(batch: Batch) -> Batch:
-    """A batch in memory from which a device copies while the CPU goes on."""
+    """Pin a batch's memory, so that copies to the device are asynchronous."""
     return {
         name: value.pin_memory() if value.device.type == "cpu" else value
         for name, value in batch.items()

@@ -1,9 +1,9 @@
 """The training job, what every rank does from the start of a run to its end, and its loop over
 steps: train, validate, record, save; stop, skip or roll back after a bad step.
 
-The loop is a step ahead of the numbers: a step is judged and recorded once the forward and backward
-of the next one are launched, so that a device has work while the host reads. Before a validation, a
-save and the end they are waited for.
+Metrics are read one step late: a step is checked and recorded once the forward and backward of the
+next one are launched, so that the device has work while the host reads. Before a validation, a save
+and the end of the run the loop waits for them.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def _train(config: Config, worker: Worker, watchdog: Watchdog) -> dict[str, Any]
 
 
 def _export(session: Session) -> None:
-    """A folder for transformers of the last step. It takes rank 0 alone; the others wait."""
+    """Export the last step to a folder for transformers. Rank 0 writes it; the others wait."""
     from titanlike.checkpoint.hf_export import export
 
     step, config = session.progress.step, session.config
@@ -111,14 +111,14 @@ def _export(session: Session) -> None:
 
 
 MOST_ROLLBACKS = 3  # to one checkpoint: then leaving batches out does not help
-LAST_NUMBERS = 2.0  # seconds to wait for the last step's after an error
+LAST_NUMBERS = 2.0  # seconds to wait for the last step's metrics after an error
 
 
 def train_steps(s: Session) -> None:
     """Train from `s.progress` to the last step, or to the stop request that `s.stop_code` names."""
     config, last, step = s.config, s.config.last_step, s.progress.step
     stream = batches_from(s)
-    rollbacks: list[int] = []  # to these steps
+    rollbacks: list[int] = []  # the steps of the checkpoints that were loaded
     # the first step compiles, allocates, and opens connections to every peer
     timeout: float | None = config.launch.timeout
     stall: float | None = None  # seconds that training waited for the last save
@@ -190,7 +190,7 @@ def train_steps(s: Session) -> None:
 
 
 def _weights_digest(s: Session) -> str:
-    """The digest of all parameters. Collective; waits for the step."""
+    """Compute the digest of all parameters. Collective; waits for the step."""
     from titanlike.checkpoint.digest import digest
     from titanlike.checkpoint.state_dict import placed
 
@@ -203,8 +203,8 @@ def _weights_digest(s: Session) -> str:
 
 
 def _finish_pending(s: Session, rollbacks: list[int]) -> dict[str, Any] | None:
-    """The record of the step whose numbers are on their way. After a bad step the run stops (raises
-    BadNumbers), goes on without its update, or goes back to a checkpoint: then the result is
+    """Wait for the pending step's metrics and return its record. After a bad step the run stops
+    (raises BadNumbers), skips the update, or rolls back to a checkpoint: then the result is
     None."""
     assert s.pending is not None
     pending, s.pending = s.pending, None
@@ -233,7 +233,7 @@ def _finish_pending(s: Session, rollbacks: list[int]) -> dict[str, Any] | None:
 
 
 def _complete(s: Session, record: dict[str, Any]) -> None:
-    """A step's numbers are known and good, or its update was skipped: progress and metrics."""
+    """Update progress and write metrics of a step that is good, or whose update was skipped."""
     value = record.get("val_loss", record["loss"])
     s.progress = replace(s.progress, step=record["step"], value=value, guard=s.detector.state())
     s.run.ranges.begin("metrics")
@@ -248,8 +248,8 @@ def _complete(s: Session, record: dict[str, Any]) -> None:
 
 @contextmanager
 def _recorded_on_an_error(s: Session) -> Iterator[None]:
-    """After an error within, the numbers that are on their way are recorded if they come soon and
-    are good; nothing is saved any more."""
+    """A context that, after an error, still records the pending step if its metrics arrive soon and
+    are good; it saves no checkpoint."""
     try:
         yield
     except BaseException:
@@ -262,7 +262,8 @@ def _recorded_on_an_error(s: Session) -> Iterator[None]:
 
 
 def _compile(s: Session, stream: Iterator[Batch]) -> Iterator[Batch]:
-    """The same batches. A wait for a rank that compiles is not a hang."""
+    """Compile blocks with the first batch and return the same batches. A watchdog phase of its own
+    keeps a rank that compiles from being reported as a hang."""
     from titanlike.training.first_batch import compile_blocks
 
     s.watchdog.enter_phase(s.progress.step + 1, "compile", s.config.launch.timeout)
@@ -309,7 +310,8 @@ def roll_back(s: Session, anomaly: Anomaly, rollbacks: list[int]) -> None:
 
 
 def _follows(s: Session, every: int, step: int, final: bool) -> bool:
-    """True after the last step, and every so many others that no stop request follows."""
+    """Whether something is due after this step: after the last one, and after every `every`-th one
+    unless a stop request follows it."""
     return _is_due(step, every, final and every > 0) and (final or not s.stop_code)
 
 
@@ -347,7 +349,7 @@ def _validate(s: Session, step: int, record: dict[str, Any], final: bool) -> Non
 
 
 def _save(s: Session, record: dict[str, Any]) -> float:
-    """Save a checkpoint of `s.progress`, or begin to; the seconds that training waited."""
+    """Save a checkpoint of `s.progress`, or begin to (async); the seconds that training waited."""
     s.watchdog.enter_phase(s.progress.step, "save", s.config.checkpoint.timeout)
     s.run.ranges.begin("save")
     for sink in s.sinks:
@@ -359,7 +361,7 @@ def _save(s: Session, record: dict[str, Any]) -> float:
 
 
 def _agreed_stop_code(s: Session) -> int:
-    """The stop code between steps, the same on every rank. Collective."""
+    """All-reduce the stop code between steps: the same on every rank. Collective."""
     mesh, stop_code = s.run.mesh, s.worker.stop_request.code(s.config.max_time)
     if mesh.world_size > 1:
         stop_code = int(mesh.max(torch.tensor([stop_code], device=mesh.device)).item())
@@ -367,8 +369,8 @@ def _agreed_stop_code(s: Session) -> int:
 
 
 def _stop_of_the_batch_before(s: Session) -> Callable[[], int]:
-    """A function that agrees on the stop code, as `_agreed_stop_code` does, and gives that of its
-    last call: it is there already, and the device has work until it is waited for."""
+    """Return a function that all-reduces the stop code asynchronously, and returns the result of
+    its previous call, so that neither host nor device waits."""
     sent: list[PendingScalars] = []
 
     def code() -> int:
@@ -381,18 +383,18 @@ def _stop_of_the_batch_before(s: Session) -> Callable[[], int]:
 
 
 def _is_due(step: int, every: int, anyway: bool) -> bool:
-    """Every so many steps (0 = never), or anyway."""
+    """Whether `step` is a multiple of `every` (0 = never), or `anyway`."""
     return anyway or (every > 0 and step % every == 0)
 
 
 @contextmanager
 def collected_every(steps: int) -> Iterator[Callable[[int], None]]:
-    """Collect garbage, within it, when the function that it gives is called with a step that is a
-    multiple of `steps`: the same steps on all ranks. 0: as Python does by itself, when enough
-    objects were made, which is another step on each rank, and all others wait for the one that
-    does. Objects in cycles are rare in a step; the others are freed at once in any case.
+    """A context that disables automatic garbage collection; the function that it yields collects
+    when called with a multiple of `steps`. So all ranks collect in the same steps, where each
+    would otherwise do so in a different one while all others wait. 0 = leave it to Python.
+    Reference cycles are rare in a step; all other objects are freed at once in any case.
 
-    What exists at the beginning, the model and torch itself, is not looked through again.
+    Objects that exist at the beginning, the model and torch itself, are frozen: never collected.
     """
     if not steps:
         yield lambda step: None

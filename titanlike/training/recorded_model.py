@@ -1,5 +1,4 @@
-"""The forward of a config's model, recorded on meta for a microbatch, and checked with its data and
-loss."""
+"""Record the forward of a config's model on meta, and check it with its data and loss."""
 
 from __future__ import annotations
 
@@ -34,11 +33,10 @@ def record_model(
     transforms: Mapping[str, Transform],
     variable: bool,
 ) -> Recorded:
-    """Record a changed model's forward on a microbatch, and have it checked by those that changed
-    it.
+    """Record the forward of a transformed model on a microbatch, and run the transforms' checks.
 
-    batch: of one sequence, see `example_batch`; loss: of what the model returns; variable: batches
-    differ in length. Raises ConfigError where model, data and loss do not fit each other.
+    batch: one sequence, see `example_batch`; loss: computed from the model's output; variable:
+    batches differ in length. Raises ConfigError where model, data and loss do not fit each other.
     """
     _prepare(model, config)
     size = config.batch_size // config.dp // microbatches
@@ -65,7 +63,7 @@ def record_model(
 
 
 def _prepare(model: nn.Module, config: Config) -> None:
-    """Cast parameters to what they are computed with; buffers keep their dtype, as in training."""
+    """Cast parameters to the compute dtype; buffers keep their dtype, as in training."""
     for parameter in model.parameters():
         if parameter.is_floating_point():
             parameter.data = parameter.data.to(compute_dtype(config))
@@ -131,8 +129,8 @@ def _record(
 
 
 def _chunk_loss(model_graph: ModelGraph, loss: Loss) -> list[str]:
-    """Let the last stage compute the loss in chunks of tokens; returns where the last unit must be
-    cut first, because the head is nested in it."""
+    """Let the last stage compute the loss in chunks of tokens. Returns the modules at which the
+    last unit must be split, because the head is nested in it."""
     from titanlike.optim.chunked_loss import HeadNested, find_head, with_chunked_loss
 
     def last_stage(graph: StageGraph) -> StageGraph:

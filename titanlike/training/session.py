@@ -1,5 +1,4 @@
-"""What a training run has open: data, model, checkpoints, watchdog and metrics, from start to
-end."""
+"""Opens and closes the resources of a training run: data, model, checkpoints, watchdog, metrics."""
 
 from __future__ import annotations
 
@@ -44,8 +43,8 @@ DATA_TIMEOUT = 24 * 3600.0  # seconds for one process to tokenize while the othe
 
 @dataclass
 class Session:
-    """What the loop works with. Console, events and sinks write on rank 0 alone, as do the owner
-    and the check of the run's files."""
+    """The resources of a training run. Console, events and sinks write on rank 0 only; so do the
+    owner and the check of the run's files."""
 
     config: Config
     worker: Worker
@@ -64,9 +63,9 @@ class Session:
     sampler: Sampler | None  # with sample.every
     evaluation: SideEvaluation | None  # on rank 0, with evaluate.every
     stragglers: Stragglers | None  # of several ranks
-    progress: Progress  # after the last step whose numbers are known
-    pending: PendingStep | None = None  # the step after it, whose numbers are on their way
-    stop_code: int = 0  # of the stop request that ends the run, the same on every rank; 0 = none
+    progress: Progress  # after the last step whose metrics are known
+    pending: PendingStep | None = None  # the step after it, whose metrics have not arrived
+    stop_code: int = 0  # the stop request that ends the run, the same on every rank; 0 = none
     places: str = ""  # hosts and devices of the ranks, on rank 0 of several
 
     @property
@@ -75,11 +74,11 @@ class Session:
 
     @property
     def stopped(self) -> str:
-        """The request that stopped the run; "" = it was not."""
+        """The request that stopped the run; "" = none did."""
         return stop_reason(self.stop_code)
 
     def log(self, record: dict[str, Any]) -> None:
-        """Write a step's record to the console and the sinks. Raises as `check_run_dir`."""
+        """Write a step's record to console and sinks. Raises what `check_run_dir` raises."""
         self.check_run_dir()
         if self.worker.rank == 0:
             self.console.step(record)

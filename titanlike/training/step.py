@@ -1,12 +1,12 @@
-"""The train step, and the validation: functions of a run and a batch.
+"""The train step, and validation: functions of a run and a batch.
 
-A step waits for no number of its own. It is launched in two halves; what it measured is read when
-the forward and backward of the next step are launched, or at once where something needs it:
+The host does not wait for a step's own metrics. A step is launched in two halves; its metrics are
+read once the forward and backward of the next step are launched, or at once where they are needed:
 
-1. `forward_backward`: the gradients, their norm and the loss, on the device.
-2. `update`: parameters change unless these are bad, which the device decides; the numbers are sent
-   off.
-3. `finish_step`: the numbers are here: the record, and what is wrong with them.
+1. `forward_backward`: computes gradients, their norm and the loss, on the device.
+2. `update`: updates parameters unless loss or gradients are bad, which the device decides; starts
+   to copy the metrics to the host.
+3. `finish_step`: waits for the metrics; returns the record, and the anomaly if there is one.
 """
 
 from __future__ import annotations
@@ -48,22 +48,22 @@ class Gradients:
 
     step: int
     loss: Tensor
-    norm: Tensor  # of all gradients
-    norms: Tensor  # of this rank's part of each, in the order of `Run.owned`
+    norm: Tensor  # global gradient norm
+    norms: Tensor  # norm of this rank's part of each gradient, in the order of `Run.owned`
     timer: Timer  # since the step began
-    count: Tensor  # of terms of the loss, in the global batch
+    count: Tensor  # number of loss terms (valid tokens) in the global batch
     measured: dict[str, Tensor]  # by the names of `MEASURED`
 
 
 @dataclass(frozen=True)
 class PendingStep:
-    """A step that is launched as a whole, whose numbers are on their way."""
+    """A launched step whose metrics have not arrived on the host."""
 
     gradients: Gradients
     sent: PendingScalars
     lr: float
     time: float  # seconds since the epoch
-    more: dict[str, Any] = field(default_factory=dict)  # for its record
+    more: dict[str, Any] = field(default_factory=dict)  # further entries of its record
 
     @property
     def step(self) -> int:
@@ -73,14 +73,14 @@ class PendingStep:
 class StepResult(NamedTuple):
     record: dict[str, Any]  # for metrics.jsonl
     waited: list[float]  # seconds in which each rank waited for others; [] = not known
-    anomaly: Anomaly | None  # None = the numbers are good
-    stop_code: int  # of a stop request, the same on every rank; 0 = none
-    graphs: int  # compiled in this step, by the rank with the most
-    zero_gradients: list[str]  # parameters that are to be warned of
+    anomaly: Anomaly | None  # None = loss and gradients are good
+    stop_code: int  # a stop request's, the same on every rank; 0 = none
+    graphs: int  # compiled in this step, on the rank with the most
+    zero_gradients: list[str]  # parameters to warn of
 
 
 def forward_backward(run: Run, config: Config, step: int, stream: Iterator[Batch]) -> Gradients:
-    """Take this dp rank's part of a batch, which is on the device; forward and backward."""
+    """Run forward and backward on this dp rank's next batch, which is on the device already."""
     timer = Timer(run.mesh.device)
     batch = next(stream)
     run.ranges.begin("forward and backward")
@@ -112,10 +112,10 @@ def forward_backward(run: Run, config: Config, step: int, stream: Iterator[Batch
 def update(
     run: Run, config: Config, gradients: Gradients, detector: AnomalyDetector, worker: Worker
 ) -> PendingStep:
-    """Update the parameters, and send the step's numbers off.
+    """Update the parameters, and start to copy the step's metrics to the host.
 
-    A step whose numbers the detector rejects changes neither a parameter nor what an optimizer or a
-    batch norm keeps. detector: knows the numbers of all steps before.
+    A step whose loss or gradients the detector rejects changes no parameter, optimizer state or
+    running statistics. detector: has seen all earlier steps.
     """
     step, loss, norm = gradients.step, gradients.loss, gradients.norm
     bad = is_bad(loss, norm, detector.limits())
@@ -146,8 +146,7 @@ def update(
 def finish_step(
     run: Run, config: Config, pending: PendingStep, detector: AnomalyDetector
 ) -> StepResult:
-    """The step's numbers, once they are here, and what is wrong with them. Collective where it is
-    bad."""
+    """Wait for a step's metrics, and check them. Collective if the step is bad."""
     numbers = pending.sent.read()
     assert numbers is not None
     record = step_record(run, config, pending, numbers)
@@ -166,7 +165,7 @@ def finish_step(
 def step_record(
     run: Run, config: Config, pending: PendingStep, numbers: dict[str, Any]
 ) -> dict[str, Any]:
-    """A record for metrics.jsonl from the numbers that `update` has sent."""
+    """Make a record for metrics.jsonl from the metrics that `update` has sent."""
     step, seconds = pending.step, pending.gradients.timer.seconds()
     size, length = config.batch_shape(step)
     tokens = size * length
@@ -209,7 +208,7 @@ def measured_step(
     worker: Worker,
     before_update: Callable[[], object] = lambda: None,
 ) -> StepResult:
-    """A whole step on the next batch, wherever it is; its numbers are waited for."""
+    """Run a whole step on the next batch, on any device, and wait for its metrics."""
     moved = (to_device(batch, run.mesh, config) for batch in stream)
     gradients = forward_backward(run, config, step, moved)
     before_update()
@@ -219,9 +218,9 @@ def measured_step(
 def optimizer_step(
     run: Run, config: Config, step: int, norm: Tensor, skip: Tensor | None = None
 ) -> float:
-    """Clip by the global norm, update the parameters, and what else is updated once a step (running
-    statistics, the balance of experts); returns the learning rate. A parameter that no rank's
-    backward reached is left alone.
+    """Clip by the global norm, update the parameters and what else changes once a step (running
+    statistics, expert load balancing); returns the learning rate. A parameter without a gradient on
+    any rank is not updated.
 
     skip: a flag on the device, 1 = change nothing; None = 0.
     """
@@ -245,8 +244,7 @@ def drop_gradients(run: Run) -> None:
 
 
 def _first_bad(run: Run, norms: Tensor) -> str:
-    """The first parameter of this rank whose gradient had a norm that is not finite; "" for
-    none."""
+    """The first parameter of this rank with a non-finite gradient norm; "" = none."""
     names = [n for state in run.stage_states for n, _ in state.parameters() if state.owns(n)]
     found = (name for name, fine in zip(names, norms.isfinite().tolist(), strict=True) if not fine)
     return next(found, "")
@@ -255,12 +253,12 @@ def _first_bad(run: Run, norms: Tensor) -> str:
 def validate(
     run: Run, config: Config, data: Data, should_stop: Callable[[], object] | None = None
 ) -> float | None:
-    """Loss in nats a token over the validation batches, the same ones each time.
+    """Compute the validation loss in nats per token, over the same batches each time.
 
     should_stop: called before each batch, on all ranks; once true, the result is None.
     """
     run.train_mode(False)
-    found: list[tuple[Tensor, Tensor]] = []  # loss and tokens, which no batch is waited for
+    found: list[tuple[Tensor, Tensor]] = []  # (loss, tokens) of each batch, read after the last one
     stopped = False
     batches = validation_batches(data.validation, config, dp_rank=run.mesh.dp_rank)
     for batch in batches_for(run, config, batches):

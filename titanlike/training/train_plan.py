@@ -1,7 +1,7 @@
-"""What a config decides before anything is allocated: model, stages, order, sharding.
+"""Plan a run on the meta device: model, stages, pipeline schedule, sharding.
 
-No process group and no memory: everything is on the meta device. The launcher plans a run to find
-errors before a worker starts (`preflight.py`), and every rank plans it again before it builds.
+It needs no process group and allocates nothing. The launcher plans a run to find errors before a
+worker starts (`preflight.py`), and every rank plans it again before it builds.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ if TYPE_CHECKING:  # each is imported where a config asks for it
 
 @dataclass(frozen=True)
 class TrainPlan:
-    """What is decided before anything is allocated."""
+    """The decisions that are made before anything is allocated."""
 
     model: Custom  # with all of its arguments
     order: Order
@@ -55,20 +55,21 @@ class TrainPlan:
     why_zero: str
     model_graph: ModelGraph  # the model, its units, and the graph of each stage
     stage_modules: list[tuple[list[str], list[str]]]  # see `ModelGraph.stage_modules`
-    # of each stage: parameter (a tied one under its first name) -> number of elements
-    stage_parameters: list[dict[str, int]]  # of a tensor-parallel rank, the one with the most
+    # by stage: parameter (a tied one under its first name) -> number of elements, on the
+    # tensor-parallel rank with the most
+    stage_parameters: list[dict[str, int]]
     whole_numel: int  # elements of the model's parameters, tied ones once
     unused: list[str]  # parameters that the forward does not use: they stay as they are
     flops_per_token: float | None
     recomputed: Recomputed
-    deferred: frozenset[int]  # stages whose weight gradients wait for W
+    deferred: frozenset[int]  # stages whose weight gradients are computed in W, not in I
     why_together: str  # why not those of others; "" where the config says so
-    # of each pipeline rank, for any choice of recomputed blocks; counted when it is first asked for
+    # by pipeline rank, for any choice of recomputed blocks; computed at its first use
     memory: Callable[[], RankMemory]
     variable: bool  # batches differ in length
     transforms: Mapping[str, Transform]  # by which the model was changed before it was recorded
-    orders: Mapping[int, Order]  # of the stages of `ramp`, by the rows of a batch on a dp rank
-    auto_split: AutoSplitResult | None = None  # how the stages were found, of split=auto
+    orders: Mapping[int, Order]  # with `ramp`: rows of a batch on a dp rank -> schedule
+    auto_split: AutoSplitResult | None = None  # how split=auto found the stages
 
     @property
     def microbatches(self) -> int:
@@ -76,13 +77,12 @@ class TrainPlan:
 
     @property
     def peers(self) -> dict[str, GroupInfo]:
-        """Groups of the axes whose ranks exchange activations inside of layers."""
+        """The process-group info of each axis that communicates inside of layers."""
         return {n: t.first for n, t in self.transforms.items() if t.first is not None}
 
     @property
     def placements(self) -> dict[str, Placement]:
-        """Placements of parameters that several ranks of such an axis have, on the first of
-        them."""
+        """How parameters are sharded over these axes, on the first rank of each."""
         return {n: p for t in self.transforms.values() for n, p in t.placements.items()}
 
     @property
@@ -101,11 +101,11 @@ class TrainPlan:
         return [name for name in self.stages[stage] if name in blocks]
 
     def stage_numel(self, stage: int) -> int:
-        """Elements of a stage's parameters, of a tensor-parallel rank."""
+        """The number of parameter elements of a stage on a tensor-parallel rank."""
         return sum(self.stage_parameters[stage].values())
 
     def peak_bytes(self) -> int | None:
-        """Bytes on the fullest rank; None where activations cannot be estimated."""
+        """Peak bytes of the rank that needs most; None where activations cannot be estimated."""
         memory = self.memory()
         return None if memory.unknown else max(memory.of_ranks(self.recomputed.blocks))
 
@@ -118,12 +118,12 @@ def make_plan(
     mesh: Mesh | None = None,
     checked: Mapping[str, Transform] | None = None,
 ) -> TrainPlan:
-    """Decide stages, order and sharding. Raises ConfigError with every problem found.
+    """Decide stages, schedule and sharding. Raises ConfigError with every problem found.
 
-    data: if it is open already; else a user's own data is opened for an example batch.
-    measure_times: times units, for split.cost=time; without it FLOPs stand for times.
-    device_memory: as `memory_for_training`, the same on every rank; mesh: None in the launcher;
-    checked: the transforms of a plan of the same model and data: a check that holds is not
+    data: the open data; None = custom data is opened here for an example batch. measure_times:
+    times units, for split.cost=time; without it FLOPs stand for times. device_memory: returns the
+    memory budget (see `memory_for_training`), the same on every rank; mesh: None in the launcher;
+    checked: transforms of an earlier plan of the same model and data, whose checks are not
     repeated.
     """
     resolved = resolve_model(config)
@@ -200,7 +200,7 @@ def make_plan(
 
 
 def local_ranks(config: Config) -> int:
-    """Ranks on this machine: of torchrun or srun, or all of them in the launcher's own process."""
+    """The number of ranks on this machine as torchrun or srun says; all ranks in the launcher."""
     if started_outside():
         return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return config.world_size
@@ -211,8 +211,8 @@ def started_outside() -> bool:
 
 
 def memory_for_training(config: Config) -> int | None:
-    """Bytes that training may take on a device, where that is not said: what it has, less 8% for
-    what the allocator loses and what communication takes; or what the planned hardware has."""
+    """The default memory budget of a device in bytes: its memory less 8% for fragmentation and
+    communication buffers; or that of the planned hardware."""
     ranks = local_ranks(config)
     if isinstance(config.hardware, Hardware):
         return config.hardware.of_each(min(config.launch.ranks_per_device, ranks)).usable
@@ -222,7 +222,7 @@ def memory_for_training(config: Config) -> int | None:
 
 
 def _choose_order(config: Config, model: nn.Module) -> tuple[Order, str]:
-    """The order of computing, and why it has so many microbatches.
+    """Return the schedule's Order, and why it has so many microbatches.
 
     Raises ConfigError with every problem that is found without a forward.
     """
@@ -256,7 +256,7 @@ def _order_of(config: Config) -> tuple[Order | None, str, list[Problem]]:
 
 
 def _orders_of_ramp(config: Config, model: nn.Module) -> dict[int, Order]:
-    """The order of each stage of `ramp`, by the rows of its batches on a dp rank. Raises
+    """For each stage of the batch-size ramp, rows of a batch on a dp rank -> Order. Raises
     ConfigError."""
     orders = {}
     for stage in config.ramp:
@@ -272,7 +272,7 @@ def _orders_of_ramp(config: Config, model: nn.Module) -> dict[int, Order]:
 
 
 def _choose_zero(config: Config, splits_backward: bool) -> tuple[int, str]:
-    """(1, 2 or 3, why) for `fsdp.zero`, see `titanlike.distributed.sharding`."""
+    """Choose `fsdp.zero`: (1, 2 or 3, why), see `titanlike.distributed.sharding`."""
     if config.fsdp.zero != "auto":
         return config.fsdp.zero, "asked for"
     if config.shards == 1:
@@ -318,7 +318,7 @@ def _cut_stages(
 
 
 def _declared_stages(config: Config, model_graph: ModelGraph, stages: int) -> list[list[str]]:
-    """Names of the units of each stage, as `split` says. Raises Refused."""
+    """The unit names of each stage, as `split` says. Raises Refused."""
     units, split = model_graph.units, config.split
     if isinstance(split, schema.AutoSplit):
         split = schema.EvenSplit()
@@ -330,7 +330,8 @@ def _declared_stages(config: Config, model_graph: ModelGraph, stages: int) -> li
 
 
 def _flops_per_token(config: Config, model: nn.Module, data: Data | None) -> float | None:
-    """What the model says; None for sequences of different lengths: a step's tokens are unknown."""
+    """FLOPs per token, as the model declares; None if sequences differ in length, as the number of
+    tokens in a step is then unknown."""
     flops = getattr(model, "flops_per_token", None)
     if flops is None or (data is not None and data.variable):
         return None
