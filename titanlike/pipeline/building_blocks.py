@@ -24,7 +24,7 @@ Steps = dict[Action, int]  # when each action is computed
 
 
 def v_half_block(pp: int) -> list[tuple[int, int]]:
-    """(step of F, step of I) of each stage of a V: about half of 1F1B's activations."""
+    """(time step of F, of I) for each stage of V-Half: about half of 1F1B's activations."""
     gap = 3 if pp % 2 == 0 else 0  # else two actions of a rank would be in one step
     first = [(2 * rank, 6 * pp + gap - rank - 2) for rank in range(pp)]
     second = [(3 * pp - rank - 2, 3 * pp + gap + 2 * rank - 1) for rank in range(pp)]
@@ -32,7 +32,7 @@ def v_half_block(pp: int) -> list[tuple[int, int]]:
 
 
 def v_min_block(pp: int) -> list[tuple[int, int]]:
-    """(step of F, step of I) of each stage of a V: about a third of 1F1B's activations."""
+    """(time step of F, of I) for each stage of V-Min: about a third of 1F1B's activations."""
     gap = 2 if pp % 3 == 0 else 0
     first = [(rank, 4 * pp + gap - rank - 1) for rank in range(pp)]
     second = [(2 * pp - rank - 1, 2 * pp + gap + rank) for rank in range(pp)]
@@ -40,7 +40,7 @@ def v_min_block(pp: int) -> list[tuple[int, int]]:
 
 
 def repeated(block: list[tuple[int, int]], place: tuple[int, ...], microbatches: int) -> Order:
-    """The order in which the block is computed for so many microbatches."""
+    """Repeat a building block for each microbatch, squeeze it, and return the Order."""
     steps: list[Steps] = [{} for _ in range(max(place) + 1)]
     for stage, (forward, backward) in enumerate(block):
         for mb in range(microbatches):
@@ -96,7 +96,7 @@ def _squeeze(steps: list[Steps], place: tuple[int, ...], most: int) -> None:
 
 
 def _held(steps: Steps) -> list[int]:
-    """Activations that a rank holds in each step: from F to W, both included."""
+    """The number of activations that a rank holds in each time step: from F to W, inclusive."""
     changes = [0] * (max(steps.values()) + 2)
     for act, step in steps.items():
         if act.kind != "I":
@@ -105,7 +105,7 @@ def _held(steps: Steps) -> list[int]:
 
 
 def _filled(ranks: list[list[Action]], stages: int, most: int) -> tuple[tuple[Action, ...], ...]:
-    """Put a W into every step in which a rank cannot go on in its order of F and I."""
+    """Fill the steps in which a rank waits for its next F or I with a W."""
     todo = [deque(acts) for acts in ranks]
     weights: list[deque[Action]] = [deque() for _ in ranks]
     result: list[list[Action]] = [[] for _ in ranks]

@@ -1,4 +1,4 @@
-"""The schedule that a config names: its checked Order, its number of microbatches, its problems."""
+"""Build and check the schedule that a config names, and choose its number of microbatches."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ AnySchedule = Schedule | LoopedSchedule | CsvSchedule | AutoSchedule | Custom
 
 
 def choose_order(config: Config) -> tuple[Order | None, str, list[Problem]]:
-    """The order of a config's schedule, why it has so many microbatches, and what is wrong: without
-    an order, or with the microbatches of the one that there is."""
+    """Return (Order or None, why it has so many microbatches, problems). There may be problems with
+    the number of microbatches even where there is an order."""
     schedule, problems = config.schedule, []
     rows = config.batch_size // config.dp
     try:
@@ -67,7 +67,7 @@ def choose_order(config: Config) -> tuple[Order | None, str, list[Problem]]:
 
 
 def build_order(schedule: AnySchedule, pp: int, microbatches: int) -> Order:
-    """The checked Order of a config's schedule.
+    """Build and check the Order of a config's schedule.
 
     Raises Refused for sizes that the schedule cannot do, an unreadable CSV, a wrong import path,
     and an Order that `check_order` refuses.
@@ -88,8 +88,8 @@ def build_order(schedule: AnySchedule, pp: int, microbatches: int) -> Order:
 def stage_count(schedule: AnySchedule, pp: int, microbatches: int | None = None) -> int:
     """Stages on all pipeline ranks together.
 
-    A function of the user's own is called to find out, with `microbatches` or, where that is not
-    known yet, with those declared or four a rank. Raises what `build_order` raises.
+    A custom schedule function is called to find out, with `microbatches` or, where that is not
+    known yet, with those declared or four per rank. Raises what `build_order` raises.
     """
     if isinstance(schedule, Custom):
         microbatches = microbatches or declared_microbatches(schedule) or 4 * pp
@@ -107,7 +107,7 @@ def _in_a_file(schedule: AnySchedule) -> TypeGuard[CsvSchedule | AutoSchedule]:
 
 
 def _until_found(schedule: Any) -> Any:
-    """What stands for schedule=auto until its order is found (`planning/auto_schedule.py`)."""
+    """The placeholder for schedule=auto until its order is found (`planning/auto_schedule.py`)."""
     if not isinstance(schedule, AutoSchedule):
         return schedule
     if schedule.placement == "v" and schedule.stages_per_rank == 2:
@@ -116,12 +116,12 @@ def _until_found(schedule: Any) -> Any:
 
 
 def defers_weight_gradients(schedule: AnySchedule) -> bool:
-    """Whether a backward that is split computes weight gradients in W where it can."""
+    """Whether split backwards (I, W) compute weight gradients in W where that is possible."""
     return getattr(schedule, "weight_gradients", "deferred") == "deferred"
 
 
 def declared_microbatches(schedule: AnySchedule) -> int | None:
-    """The microbatches that the user gave, or that are counted in the CSV; None = to be derived."""
+    """The number of microbatches that the user gave or the CSV has; None = to be derived."""
     if isinstance(schedule, Custom):
         return schedule.args.get("microbatches")
     if _in_a_file(schedule):
@@ -181,12 +181,12 @@ def _stages_problem(schedule: Schedule | CsvSchedule | AutoSchedule) -> Problem 
 
 
 def _nearest_first(value: int, pp: int) -> list[int]:
-    """Positive integers, the nearest to `value` first; every schedule runs one of them."""
+    """Yield positive integers, the nearest to `value` first; every schedule can run one of them."""
     return sorted(range(1, value + 2 * pp + 1), key=lambda other: abs(other - value))
 
 
 def csv_order(schedule: CsvSchedule | AutoSchedule) -> Order:
-    """The order in a CSV file. Raises Refused."""
+    """Read the Order in a CSV file. Raises Refused."""
     assert schedule.path is not None
     try:
         with open_regular(schedule.path, "r", encoding="utf-8") as file:
@@ -198,7 +198,7 @@ def csv_order(schedule: CsvSchedule | AutoSchedule) -> Order:
 
 
 def _custom_order(schedule: Custom, pp: int, microbatches: int) -> Order:
-    """What the user's function returns, checked; `microbatches` replaces the one in `args`."""
+    """Call a custom schedule function and check its result; `microbatches` replaces `args`' one."""
 
     def wrong(reason: str, fix: str = "") -> Refused:
         return Refused("schedule.name", schedule.name, reason, fix)
@@ -229,14 +229,14 @@ def _custom_order(schedule: Custom, pp: int, microbatches: int) -> Order:
 
 
 def _with_backwards(order: Order) -> Order:
-    """Raises ValueError for an order of forwards alone: `check_order` accepts it, as evaluation."""
+    """Raise ValueError for a forward-only order, which `check_order` accepts for evaluation."""
     if all(act.kind == "F" for acts in order.ranks for act in acts):
         raise ValueError("it has forwards alone and would train nothing; add the backwards")
     return order
 
 
 def _import_schedule(name: str) -> Callable[..., Any]:
-    """The user's function. Raises Refused."""
+    """Import a custom schedule function. Raises Refused."""
     if "." not in name:
         raise Refused(*astuple(_unknown_schedule(name)))
     try:
@@ -259,8 +259,8 @@ def _unknown_schedule(name: str) -> Problem:
 
 
 class NoDivision(ValueError):
-    """No number of microbatches suits a dp rank's batch; `works` is a batch that has one, if
-    any."""
+    """A dp rank's batch cannot be divided into microbatches; `works`: the nearest batch size that
+    can be, if any."""
 
     def __init__(self, text: str, works: int | None) -> None:
         super().__init__(text)
@@ -268,7 +268,7 @@ class NoDivision(ValueError):
 
 
 def derive_microbatches(schedule: AnySchedule, pp: int, batch_per_dp_rank: int) -> tuple[int, str]:
-    """A good number of microbatches and the reason, to be printed.
+    """Choose the number of microbatches; returns it and the reason, to be printed.
 
     The largest divisor of the batch up to 4 * pp that the schedule can run; the smallest above
     where there is none, or none that gives every rank a microbatch. Without a pipeline as few as

@@ -1,7 +1,7 @@
-"""An Order of one stage in one process, whose parameters nobody shards: a loop over microbatches.
+"""Gradient accumulation: run an Order of one unsharded stage in one process as a loop.
 
-Nothing is sent, gathered or reduced here, so that torch's pipeline runtime, and what it imports
-(FSDP and DTensor: a tenth of the CPU time until the first step), is not needed.
+There is no communication, so torch's pipeline runtime, and its imports (FSDP and DTensor: a tenth
+of the CPU time until the first step), are not needed.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class MicrobatchLoop:
         fields: Sequence[str],
         begin_microbatch: Callable[[int, int], None],
     ) -> None:
-        """order: of one stage, with whole backwards; fields: of the batch, that the stage takes
-        besides "inputs"; begin_microbatch: called with the stage and the microbatch before each
-        forward."""
+        """order: must have one stage, and backwards that are not split; fields: batch fields that
+        the stage reads besides "inputs"; begin_microbatch: called with (stage, microbatch) before
+        each forward."""
         self._stage, self._loss, self._fields = stage, loss, [*fields]
         self._begin_microbatch = begin_microbatch
         (self._train,), (self._forward,) = order.ranks, order.forward_only().ranks
@@ -41,17 +41,17 @@ class MicrobatchLoop:
         self.on_queued: Callable[[Any, bool], None] | None = None
 
     def train(self, batch: dict[str, Tensor]) -> list[Tensor]:
-        """Forward and backward of one batch: the losses of its microbatches."""
+        """Run forward and backward on a batch, and return the losses of its microbatches."""
         return self._run(self._train, batch)
 
     def evaluate(self, batch: dict[str, Tensor]) -> list[Tensor]:
-        """Forward alone: gradients are left as they are."""
+        """Run the forward only; gradients stay as they are."""
         with torch.no_grad():
             return self._run(self._forward, batch)
 
     def run_alone(self, index: int, received: Sequence[Tensor], batch: dict[str, Tensor]) -> None:
-        """One microbatch of the stage: forward, and where gradients are on a backward from
-        zeros."""
+        """Run the stage on one microbatch: forward, and where gradients are on a backward from a
+        gradient of zeros."""
         output = self._stage(*received, **{name: batch[name] for name in self._fields})
         outputs = (output,) if isinstance(output, Tensor) else tuple(output)
         trained = [tensor for tensor in outputs if tensor.requires_grad]

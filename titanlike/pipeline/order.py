@@ -1,4 +1,4 @@
-"""An Order: what every pipeline rank computes, and when. Plain data, no torch.
+"""An Order: the sequence of compute actions of every pipeline rank. Plain data, no torch.
 
 A pipeline schedule is an order of compute actions: a list a pipeline rank, and the rank that holds
 each stage. The same Order is run, evaluated (`forward_only`), simulated and drawn
@@ -40,7 +40,7 @@ class Action(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Action:
-        """The inverse of str(). Raises ValueError for anything else."""
+        """Parse the form that str() prints, such as "2F0". Raises ValueError."""
         match = re.fullmatch(r"([0-9]{1,6})([FBIW])([0-9]+)", text.strip())
         if not match:
             expected = "expected stage, kind (F, B, I or W) and microbatch, such as 2F0"
@@ -58,7 +58,7 @@ class Order:
 
     @property
     def stages(self) -> int:
-        """Stages on all ranks together."""
+        """The number of stages on all ranks."""
         return len(self.stage_to_rank)
 
     @cached_property
@@ -86,7 +86,7 @@ class Order:
         return [*map(tuple, held)]
 
     def forward_only(self, microbatches: int | None = None) -> Order:
-        """Evaluation on the same placement: all stages' forwards of so many microbatches."""
+        """The order for evaluation with the same placement: forwards of so many microbatches."""
         count = self.microbatches if microbatches is None else microbatches
         ranks: list[list[Action]] = [[] for _ in self.ranks]
         # by the earliest time step at which an action can run: never a deadlock, on any placement
@@ -96,14 +96,14 @@ class Order:
         return Order(tuple(map(tuple, ranks)), self.stage_to_rank, count)
 
     def _repr_svg_(self) -> str:
-        """For notebooks. Drawn where orders are simulated, above this room."""
+        """Draw the order in a notebook; the drawing is in a package above this one."""
         from titanlike.metrics.chart_picture import inline_svg
 
         charts = importlib.import_module("titanlike.planning.run_charts")
         return inline_svg(charts.order_chart(self, f"{self.stages} stages"))
 
     def to_csv(self) -> str:
-        """A row a pipeline rank, a cell an action: what `from_csv` and torch's loader read."""
+        """Write a row for each pipeline rank, a cell for each action, as torch's loader reads."""
         out = io.StringIO()
         rows = ([str(act) for act in acts] for acts in self.ranks)
         csv.writer(out, lineterminator="\n").writerows(rows)
@@ -111,8 +111,8 @@ class Order:
 
     @classmethod
     def from_rows(cls, rows: Sequence[Sequence[str]], place: Sequence[int]) -> Order:
-        """Of each rank its actions as text, and the rank of each stage, as runs keep them. Raises
-        ValueError for what is no action."""
+        """Make an Order from each rank's actions as text, and each stage's rank, as saved by a run.
+        Raises ValueError for text that is no action."""
         ranks = tuple(tuple(map(Action.parse, row)) for row in rows)
         return cls(ranks, tuple(place), len({act.mb for acts in ranks for act in acts}))
 

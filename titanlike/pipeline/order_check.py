@@ -1,4 +1,4 @@
-"""Whether torch's pipeline runtime runs an Order to its end, with the right gradients."""
+"""Check that torch's pipeline runtime runs an Order without deadlock, with right gradients."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def check_order(order: Order) -> Order:
 
 
 def dependencies(act: Action, last: int) -> tuple[Action, ...]:
-    """The actions that must have ended before `act`, under their `completion_key`.
+    """The actions that must be completed before `act`, by their `completion_key`.
 
     `last` is the index of the last stage, whose backward starts from the loss.
     """
@@ -39,7 +39,7 @@ def dependencies(act: Action, last: int) -> tuple[Action, ...]:
 
 
 def completion_key(act: Action) -> Action:
-    """The name under which others wait for `act`: a B is also an I, and more."""
+    """The key by which dependent actions wait for `act`: a B counts as its I."""
     return act._replace(kind="I") if act.kind == "B" else act
 
 
@@ -98,7 +98,7 @@ def _check_shape(order: Order) -> None:
 
 
 def _check_cells(order: Order) -> dict[Action, int]:
-    """Each action by itself; returns its position in the list of its rank."""
+    """Check each action by itself; returns the position of each in its rank's list."""
     at: dict[Action, int] = {}
     for rank, acts in enumerate(order.ranks):
         for position, act in enumerate(acts):
@@ -121,7 +121,7 @@ def _check_cells(order: Order) -> dict[Action, int]:
 
 
 def _check_complete(order: Order, at: dict[Action, int]) -> None:
-    """F alone everywhere (evaluation), or F and a whole or a split backward."""
+    """Check that every microbatch has F only (evaluation), or F and B, or F, I and W."""
     forward_only = all(act.kind == "F" for act in at)
     for stage, rank in enumerate(order.stage_to_rank):
         for mb in range(order.microbatches):
@@ -141,7 +141,7 @@ def _check_complete(order: Order, at: dict[Action, int]) -> None:
 
 
 def _check_sequence(order: Order, at: dict[Action, int]) -> None:
-    """What must come in a certain order within one rank."""
+    """Check the order of actions within each rank."""
     last = order.stages - 1
     position = {completion_key(act): index for act, index in at.items()}
     for rank, acts in enumerate(order.ranks):

@@ -37,8 +37,8 @@ MOST_SHAPES = 32  # of batches whose executors, with their receive buffers, are 
 
 @dataclass(frozen=True, eq=False)
 class Runtime:
-    """What the stages of a pipeline compute of a batch: an order, the model's forward for
-    microbatches of one size, and the loss of its output.
+    """A schedule (Order), the model's forward for microbatches of one size, and the loss: what a
+    pipeline runs on a batch.
 
     Batches may differ in shape from step to step (all ranks of a pipeline have the same batch):
     each shape has an executor, made at its first batch and cached.
@@ -47,7 +47,7 @@ class Runtime:
     order: Order
     graph: ModelGraph
     loss: Loss
-    name: str = "loss"  # of the forwards that the stages keep for it
+    name: str = "loss"  # key of the forwards that stages cache for it
     executors: OrderedDict[Hashable, MicrobatchLoop | OrderRuntime] = field(
         default_factory=OrderedDict
     )
@@ -57,8 +57,8 @@ class Runtime:
         return self.order.microbatches
 
     def with_microbatches_of(self, size: int, fields: Fields) -> Runtime | None:
-        """The same for batches of as many microbatches of `size` samples; None where the model's
-        forward cannot compute such a batch."""
+        """Make a runtime with equally many microbatches of `size` samples; None where the model's
+        forward cannot compute them."""
         graph = self.graph.with_microbatches_of(size)
         try:
             for training in (True, False):
@@ -73,8 +73,8 @@ class Runtime:
 
 
 class Pipeline:
-    """Runs training and evaluation steps over this rank's stages, by the `Runtime` of the plan, or
-    with `ramp` by one for each number of rows; or by another that is given for an evaluation."""
+    """Runs training and evaluation steps on this rank's stages, with the plan's `Runtime`, with one
+    for each batch size of `ramp`, or with one that is given for an evaluation."""
 
     def __init__(
         self,
@@ -87,11 +87,11 @@ class Pipeline:
         transforms: Sequence[Transform],
         orders: Mapping[int, Order] | None = None,
     ) -> None:
-        """stages: of this rank, by index; zero: see `distributed/sharding.py`; transforms: what was
-        done to the stages; orders: of batches with another number of rows on a dp rank."""
+        """stages: this rank's, by index; zero: see `distributed/sharding.py`; transforms: those of
+        model and stages; orders: rows of a batch on a dp rank -> Order, with `ramp`."""
         self._stages, self._mesh, self._zero, self._transforms = stages, mesh, zero, transforms
         self._planned = Runtime(order, model_graph, loss)
-        # rows of a batch -> its runtime; empty = all batches have as many rows
+        # rows of a batch -> its runtime; empty = all batches have equally many rows
         self._by_rows: dict[int, Runtime] = {}
         if orders:
             self._by_rows[order.microbatches * model_graph.microbatch_size] = self._planned
@@ -104,7 +104,7 @@ class Pipeline:
         self._sums = next(filter(None, (transform.sums for transform in transforms)), None)
         sums = {index: self._sums.of_stage(index) for index in stages} if self._sums else {}
         self._gradient_sums = {index: of for index, of in sums.items() if of is not None}
-        # of several ranks: which parameters have no gradient on any
+        # with several ranks: finds parameters without a gradient on any of them
         self._unused: UnusedParameters | None = None
         if mesh.world_size > 1:
             from titanlike.distributed.gradients import UnusedParameters
@@ -113,21 +113,21 @@ class Pipeline:
             self._unused = UnusedParameters(stages, names, mesh, zero, self._gradient_sums)
         # ranks that compute the same loss of the same batch
         self._loss_copies = mesh.world_size // (mesh.pp * mesh.stage_copies)
-        # of the last step: whether this rank, once summed how many ranks, reached each parameter
+        # last step's flags by parameter: whether this rank has a gradient; once summed, how many do
         self._reached_counts = torch.zeros(0, device=mesh.device)
         # called back with each action of the schedule when it begins, with None after the last
         self.on_action: Callable[[Any], None] = lambda _: None
-        # called back with each computation once it is in the device's queue, with False; before,
-        # with True, once the wait for the messages that it needs is there
+        # called with (action, True) when the wait for its receives has been launched, then with
+        # (action, False) when its computation has been
         self.on_queued: Callable[[Any, bool], None] | None = None
 
     def runtime(self, rows: int) -> Runtime:
-        """The runtime of batches with so many rows on a dp rank."""
+        """The runtime for batches with `rows` rows on a dp rank."""
         return self._by_rows[rows] if self._by_rows else self._planned
 
     def train(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Forward and backward of this dp rank's part of a batch: "inputs", "targets" and what else
-        the model takes, [batch / dp, ...] each.
+        """Run forward and backward on this dp rank's part of a batch: "inputs", "targets" and other
+        fields of the model, [batch / dp, ...] each.
 
         Returns the loss over the GLOBAL batch, a mean over what the loss counts (valid tokens), and
         that count, fp32 scalars, the same on every rank. The gradients are those of that loss,
@@ -137,7 +137,7 @@ class Pipeline:
         return self.sum_loss(loss, torch.zeros(0))[0], count
 
     def used_fields(self) -> set[str]:
-        """Fields of a batch whose values this rank's stages read, for batches as in the plan."""
+        """Fields of the batch that this rank's stages read, for batches shaped as in the plan."""
         used, graph = set(), self._planned.graph
         for index in self._stages:
             used |= {"inputs"} if index == 0 else set()
@@ -147,10 +147,10 @@ class Pipeline:
         return used
 
     def forward_backward(self, batch: Batch, each: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-        """Train, but for the sum over all ranks, with `sum_loss`, which must follow: returns the
-        loss and the count to be summed, and with `each`, as numbers to be measured, fp32
-        [2 x dp x microbatches]: of each microbatch of the global batch, in its order, the sum of
-        the loss' terms, then how many there are."""
+        """`train` without the all-reduce of the loss, which `sum_loss` must do next. Returns this
+        rank's loss and the count, and with `each` an fp32 vector [2 x dp x microbatches]: for each
+        microbatch of the global batch, in order, the sum of its loss terms, then for each their
+        number."""
         runtime = self.runtime(len(batch["inputs"]))
         batch = self._own(batch)
         executor = self._executor(runtime, batch)
@@ -168,20 +168,21 @@ class Pipeline:
         return self._sum_of(losses, count), count, terms
 
     def _terms(self, runtime: Runtime, losses: list[Tensor], batch: Batch) -> Tensor:
-        """losses: of this rank's microbatches, of this batch."""
+        """This rank's entries of the vector of `forward_backward(each=True)`; losses: those of its
+        microbatches."""
         mesh, loss = self._mesh, runtime.loss
         terms = torch.zeros(2, mesh.dp, runtime.microbatches, device=mesh.device)
         if losses:  # the last stage is here
             terms[0, mesh.dp_rank] = torch.stack(losses).detach() / loss.scale
             equal = 1.0 / (loss.scale * terms[0].numel() * mesh.cp)
             for at, targets in enumerate(batch["targets"].chunk(len(losses))):
-                count = loss.count(targets)  # None: the targets do not tell
+                count = loss.count(targets)  # None: not known from targets alone
                 terms[1, mesh.dp_rank, at] = equal if count is None else count
         return terms.flatten() / self._loss_copies
 
     def sum_loss(self, loss: Tensor, measured: Tensor) -> tuple[Tensor, Tensor]:
-        """The loss of `forward_backward`, and what is measured of its gradients (an fp32 vector),
-        summed over all ranks in one message."""
+        """Sum the loss of `forward_backward`, and measurements of its gradients (an fp32 vector),
+        over all ranks in one all-reduce."""
         mesh = self._mesh
         sums = torch.cat([loss.view(-1), measured.to(mesh.device), self._reached_counts])
         if mesh.world_size > 1:
@@ -191,25 +192,25 @@ class Pipeline:
         return self._total(losses) / self._loss_copies, measured
 
     def _sum_of(self, losses: list[Tensor], like: Tensor) -> Tensor:
-        """The sum of this rank's microbatches; 0 where the last stage is on another rank. Or what
-        `StepSums` makes of them."""
+        """Sum the losses of this rank's microbatches (0 without the last stage). With `StepSums`,
+        return its vector instead."""
         if self._sums is not None:
             return self._sums.losses(losses)
         return torch.stack(losses).sum().detach() if losses else torch.zeros_like(like)
 
     def _total(self, losses: Tensor) -> Tensor:
-        """The loss, from the sum of `_sum_of` over all ranks, as a vector."""
+        """Return the loss; losses: the vector of `_sum_of`, summed over all ranks."""
         return losses[0] if self._sums is None else self._sums.total(losses)
 
     def unreached(self) -> dict[nn.Parameter, Tensor]:
-        """Parameters whose gradients, zeros, the last `train` perhaps reached on no rank, with a
-        flag on the device: 1 = on none, so that an optimizer is to leave them alone."""
-        if self._unused is None:  # they have none
+        """Parameters whose gradient the last `train` filled with zeros here, with a flag on the
+        device: 1 = no rank has a gradient, so the optimizer must not update them."""
+        if self._unused is None:  # one rank: such parameters have no gradient at all
             return {}
         return self._unused.unreached(self._reached_counts)
 
     def evaluate(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Run the forward alone; gradients are left as they are."""
+        """Run the forward only, and return (loss, count); gradients stay as they are."""
         runtime, mesh = self.runtime(len(batch["inputs"])), self._mesh
         batch = self._own(batch)
         executor = self._executor(runtime, batch)
@@ -221,20 +222,20 @@ class Pipeline:
         return loss / self._loss_copies, count
 
     def for_terms(self, rows: int) -> Runtime:
-        """A runtime for `evaluate_each` of batches with so many rows on a dp rank."""
+        """A runtime for `evaluate_each` of batches with `rows` rows on a dp rank."""
         runtime = self.runtime(rows)
         return replace(runtime, loss=Kept(runtime.loss.each), executors=OrderedDict())
 
     def evaluate_each(self, batch: Batch, runtime: Runtime) -> list[Tensor]:
-        """Evaluate by a runtime of `for_terms`; on the rank with the last stage the terms of each
-        microbatch's loss, or their sum where the stage computes it in chunks. Elsewhere []."""
+        """Evaluate with a runtime of `for_terms`. On the rank with the last stage, return the terms
+        of each microbatch's loss, or their sum if the stage computes it in chunks; elsewhere []."""
         sums, kept = self._evaluate_kept(batch, runtime)
         return kept or sums
 
     def rehearse(self, batch: Batch) -> None:
-        """Run each of this rank's stages alone on a microbatch, with made-up messages: forward, and
-        backward where gradients are on. Nothing is sent between stages; collective over dp, whose
-        ranks gather and reduce. Gradients are dropped."""
+        """Warm up: run each of this rank's stages on a microbatch with dummy received activations,
+        forward, and backward where gradients are on. No P2P between stages; collective over dp
+        because of FSDP's all-gather and reduce-scatter. Gradients are dropped."""
         runtime = self.runtime(len(batch["inputs"]))
         batch = self._own(batch)
         executor, fields = self._executor(runtime, batch), fields_of(batch)
@@ -256,22 +257,22 @@ class Pipeline:
     def outputs(
         self, batch: Batch, keep: Callable[[Any, Tensor], Any], size: int | None = None
     ) -> list[Any]:
-        """Run the forward alone; on the rank with the last stage keep(output of the model,
-        "targets") of each microbatch, elsewhere [].
+        """Run the forward only. Returns `keep(model output, targets)` of each microbatch on the
+        rank with the last stage, [] elsewhere.
 
-        size: of as many microbatches of so many samples as the plan has; None = of a batch as in
-        training. keep: a function that lives as long as this, since it is a key.
+        size: samples in a microbatch; None = as in training; the number of microbatches is the
+        plan's. keep: must live as long as this pipeline, as it is a key of a cache.
         """
         runtime = self._planned if size else self.runtime(len(batch["inputs"]))
         key = keep, size, runtime
         if key not in self._of_outputs:
             graph = runtime.graph.with_microbatches_of(size or runtime.graph.microbatch_size)
-            graph.last_stage = lambda last: last  # without a loss in chunks
+            graph.last_stage = lambda last: last  # do not fuse the chunked loss into the last stage
             self._of_outputs[key] = Runtime(runtime.order, graph, Kept(keep), "outputs")
         return self._evaluate_kept(batch, self._of_outputs[key])[1]
 
     def _evaluate_kept(self, batch: Batch, runtime: Runtime) -> tuple[list[Tensor], list[Any]]:
-        """(this rank's losses of microbatches, what a `Kept` loss has kept of their outputs)."""
+        """(losses of this rank's microbatches, what a `Kept` loss collected from their outputs)."""
         assert isinstance(runtime.loss, Kept)
         batch = self._own(batch)
         executor, runtime.loss.kept = self._executor(runtime, batch), []
@@ -280,14 +281,14 @@ class Pipeline:
         return losses, runtime.loss.kept
 
     def _own(self, batch: Batch) -> Batch:
-        """What this rank computes with of a batch of its dp rank."""
+        """Select what this rank computes of a dp rank's batch, by `Transform.batch`."""
         for transform in self._transforms:
             batch = transform.batch(batch)
         return batch
 
     def _count(self, runtime: Runtime, batch: Batch) -> tuple[Tensor, Tensor]:
-        """How many terms the loss of the global batch has, which gives the loss its scale, and how
-        many tokens it has, padding included."""
+        """Count the loss terms of the global batch, by which the loss is normalized, and its
+        tokens, padding included."""
         mesh, graph, size = self._mesh, runtime.graph, runtime.graph.microbatch_size
         counts = torch.zeros(2, device=mesh.device)
         # counted where the last stage is: the other ranks of a pipeline need no targets
@@ -316,7 +317,7 @@ class Pipeline:
             yield
 
     def _executor(self, runtime: Runtime, batch: Batch) -> MicrobatchLoop | OrderRuntime:
-        """The executor for a batch of this shape; the stages' forwards are those for it."""
+        """Return the executor for a batch of this shape, and select the stages' forwards for it."""
         fields = fields_of(batch)
         key, executors = runtime.key(fields), runtime.executors
         for transform in self._transforms:
@@ -333,7 +334,7 @@ class Pipeline:
         return executor
 
     def _make_executor(self, runtime: Runtime, fields: Fields) -> MicrobatchLoop | OrderRuntime:
-        """Add the forwards of such a batch to the stages; the executor that calls them.
+        """Generate the stages' forwards for such a batch, and make the executor that calls them.
 
         Raises ValueError where a forward uses modules that it did not use in the plan.
         """
@@ -382,21 +383,21 @@ class Pipeline:
         )
 
     def _is_loop(self, order: Order) -> bool:
-        """Whether an order of one stage in one process runs without torch's pipeline runtime."""
+        """Whether an order runs as a plain microbatch loop: one stage in one process."""
         alone = self._mesh.world_size == 1 and order.stages == 1
         other_backward = order.splits_backward or self._gradient_sums
         return alone and not other_backward and not is_sharded(self._stages[0])
 
 
 def _loss_of_output(loss: Loss, graph: StageGraph, output: Any, targets: Tensor) -> Tensor:
-    """The scaled loss of the last stage's output."""
+    """Compute the scaled loss of the last stage's output."""
     tensors = [output] if isinstance(output, Tensor) else list(output)
     if graph.sends and graph.sends[0].chunked_head is not None:
         return tensors[0].sum() * loss.scale
     rest = iter(tensors)
 
     def value(leaf: Any) -> Any:
-        """An integer output as integer again: `stage.to_send` made it fp64."""
+        """Convert an integer output, which `stage.to_send` made fp64, back to its dtype."""
         if not isinstance(leaf, Node):
             return leaf
         tensor, meta = next(rest), leaf.tensor
@@ -404,7 +405,7 @@ def _loss_of_output(loss: Loss, graph: StageGraph, output: Any, targets: Tensor)
         return tensor if same_kind else tensor.to(meta.dtype)
 
     structure = graph.output
-    # a tensor alone, as nearly always, is no structure to walk through in each microbatch
+    # fast path: the output is nearly always a single tensor
     whole = value(structure) if isinstance(structure, Node) else tree_map(structure, value)
     with record_function("loss"):  # a profile has its name
         return loss(whole, targets)

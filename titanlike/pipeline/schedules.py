@@ -33,7 +33,7 @@ def gpipe(pp: int, microbatches: int) -> Order:
 
 
 def one_f_one_b(pp: int, microbatches: int) -> Order:
-    """Backward as early as can be: rank r holds at most pp - r microbatches (arXiv 1806.03377)."""
+    """Backward as soon as possible: rank r holds at most pp - r microbatches (arXiv 1806.03377)."""
     return interleaved_1f1b(pp, microbatches, stages_per_rank=1)
 
 
@@ -86,7 +86,7 @@ def interleaved_zero_bubble(pp: int, microbatches: int, stages_per_rank: int) ->
 
 
 def zero_bubble_h1(pp: int, microbatches: int) -> Order:
-    """1F1B whose weight gradients wait: a third of its bubble at its memory (arXiv 2401.10241)."""
+    """1F1B with delayed weight gradients: a third of the bubble, same memory (arXiv 2401.10241)."""
     return _with_weights_later(pp, microbatches, ahead=1)
 
 
@@ -98,8 +98,8 @@ def zero_bubble_h2(pp: int, microbatches: int) -> Order:
 
 
 def _with_weights_later(pp: int, microbatches: int, ahead: int) -> Order:
-    """1F1B with I for B, `ahead` forwards for each rank that comes after, and W so many
-    microbatches later that all ranks hold the same number."""
+    """1F1B with split backwards: `ahead` warmup forwards for each later rank, and W delayed by so
+    many microbatches that all ranks hold activations of equally many."""
     ranks = []
     for rank in range(pp):
         forwards, inputs, weights = (
@@ -135,7 +135,7 @@ def zbv_zero_bubble(pp: int, microbatches: int) -> Order:
 
 
 def dual_pipe_v(pp: int, microbatches: int) -> Order:
-    """DualPipe cut in half: forwards beside backwards on a V (DeepSeek DualPipe, as in torch)."""
+    """DualPipe cut in half: forwards overlapped with backwards on a V (DeepSeek, as in torch)."""
     return _generated("DualPipeV", pp, microbatches, vee(pp))
 
 

@@ -1,7 +1,7 @@
-"""An Order of several stages, or of several ranks: torch's pipeline runtime over this rank's stages.
+"""Make torch's pipeline runtime for an Order of several stages or ranks.
 
-torch's runtime sends, gathers and reduces between the computations of an Order
-(`torch_private/pipeline_runtime.py`). One stage in one process needs none of it:
+torch's runtime adds P2P sends and receives, all-gathers and reduce-scatters between the actions of
+an Order (`torch_private/pipeline_runtime.py`). One stage in one process needs no communication, see
 `microbatch_loop.py`.
 """
 
@@ -34,13 +34,13 @@ def make_runtime(
     begin_microbatch: Callable[[int, int], None],
     sums: Mapping[int, GradientSums],
 ) -> OrderRuntime:
-    """The runtime of an order for batches of one shape.
+    """Make the runtime of an order for batches of one shape.
 
-    stages: of this rank, by index; graphs: of all stages, in training; loss: of the last stage's
-    output and the targets; fields: of the batch, that this rank's stages read; first: what the
-    first stage takes of a microbatch, on meta; zero: see `distributed/sharding.py`;
-    begin_microbatch: called with a stage and a microbatch before each forward; sums: what adds a
-    stage's gradients where FSDP and autograd do not.
+    stages: this rank's, by index; graphs: those of all stages, in training; loss: called with the
+    last stage's output and the targets; fields: batch fields that this rank's stages read; first:
+    the first stage's input for a microbatch, on meta; zero: see `distributed/sharding.py`;
+    begin_microbatch: called with (stage, microbatch) before each forward; sums: by stage, replaces
+    the sums of gradients by FSDP and autograd.
     """
 
     def torchs(index: int, stage: Stage) -> Any:
@@ -66,7 +66,7 @@ def make_runtime(
             sums=sums.get(index),
         )
 
-    # values that pass by stages -> whether a gradient comes back
+    # skip connections, which bypass stages -> whether a gradient comes back
     skips: dict[tuple[int, int], bool] = {}
     for index, graph in enumerate(graphs):
         skipping = graph.sends[len(graph.sends) - len(graph.skips_out) :]
@@ -79,5 +79,5 @@ def make_runtime(
 
 
 def _nothing_queued() -> Callable[[], None]:
-    """What W does where a stage's weight gradients are computed in I."""
+    """W's work for a stage whose weight gradients are computed in I: none."""
     return lambda: None
