@@ -1,10 +1,9 @@
 """Cut a recorded forward into stages: what each computes, receives and sends.
 
-A stage computes the nodes from its first unit to the next stage's. A tensor that later stages use
-is sent to each of them by the one before that has it, on the same rank where there is one: a skip
-connection passes by the stages between. What can be recomputed is not sent: masks, positions and
-all else that depends on the batch alone is computed by each stage, as every rank of a pipeline has
-the batch.
+A stage computes the nodes from its first unit to the next stage's first. A tensor that later stages
+use is sent to each of them by an earlier stage that has it, on the same rank where there is one: a
+skip connection bypasses the stages between. Masks, positions and all else that depends only on the
+batch is not sent but recomputed by each stage, as every rank of a pipeline has the batch.
 """
 
 from __future__ import annotations
@@ -24,20 +23,20 @@ from titanlike.torch_private.tensors import storage_id
 
 @dataclass(frozen=True)
 class StageGraph:
-    """What one stage computes for batches of one shape."""
+    """The part of a recording that one stage computes, and its inputs and outputs."""
 
-    nodes: list[Node]  # in execution order, without those received
-    receives: list[Node]  # from the stage before; behind them those of `skips_in`
-    sends: list[Node]  # to the next stage, then `skips_out`; of the last: the tensors in `output`
-    output: Any  # of the last stage: what the model returns, with nodes in place of tensors
-    differentiated: frozenset[Node]  # of `receives`: those whose gradients are sent back
-    differentiated_later: frozenset[Node]  # of `sends`: those whose gradients come back
-    skips_in: tuple[int, ...] = ()  # stages further back that the last of `receives` come from
-    skips_out: tuple[int, ...] = ()  # stages further on that the last of `sends` go to
+    nodes: list[Node]  # in execution order, without received ones
+    receives: list[Node]  # from the previous stage, then one for each of `skips_in`
+    sends: list[Node]  # to the next stage, then `skips_out`; last stage: the tensors in `output`
+    output: Any  # last stage: the model's output, with nodes in place of tensors
+    differentiated: frozenset[Node]  # those of `receives` whose gradients are sent back
+    differentiated_later: frozenset[Node]  # those of `sends` whose gradients are received
+    skips_in: tuple[int, ...] = ()  # source stages of skip connections, the last of `receives`
+    skips_out: tuple[int, ...] = ()  # target stages of skip connections, the last of `sends`
 
     @property
     def fields(self) -> set[str]:
-        """Fields of the batch that it reads."""
+        """The batch fields that the stage reads."""
         return {node.target for node in self.nodes if node.kind == "input"}
 
     @property
@@ -58,12 +57,12 @@ def cut(
     place: Sequence[int] | None = None,
     relayed: bool = False,
 ) -> list[StageGraph]:
-    """One graph for each stage.
+    """Cut a recording into one graph for each stage.
 
     stages: names of each stage's units, in the recording's order; a stage without units sends what
     it receives. offsets: see `start_offsets`; None = computed here. trained: for each tensor of the
-    output, whether the loss uses it; None = all. place: the pipeline rank of each stage; None = no
-    two on one. relayed: each stage sends to the next alone, skip connections as well.
+    output, whether the loss uses it; None = all. place: the pipeline rank of each stage; None = all
+    on different ranks. relayed: skip connections too go only from each stage to the next.
     """
     position = {node: at for at, node in enumerate(recording.nodes)}
     recomputable = _recomputable(recording)
@@ -76,7 +75,7 @@ def cut(
         units = [place for place, node in enumerate(between, 1) if node.kind == "unit"]
         starts.append(at - len(between) + (units[-1] if units else 0))
     graphs: list[list[Node]] = []
-    needed: list[set[Node]] = []  # of each stage: what it uses and does not compute
+    needed: list[set[Node]] = []  # by stage: nodes that it uses but does not compute
     for stage, (start, stop) in enumerate(pairwise([*starts, len(position)])):
         nodes = {node for node in recording.nodes[start:stop] if node not in recomputable}
         todo = [use for node in nodes for use in node.input_nodes]
@@ -127,7 +126,7 @@ def cut(
 
 
 class _Hop(NamedTuple):
-    """A value on its way from one stage to another."""
+    """A transfer of a value from one stage to another."""
 
     source: int
     to: int
@@ -137,9 +136,10 @@ class _Hop(NamedTuple):
 def _hops(
     needed: Sequence[set[Node]], homes: dict[Node, int], place: Sequence[int], relayed: bool
 ) -> list[_Hop]:
-    """How values come to the stages that use them.
+    """Route values to the stages that use them.
 
-    needed: of each stage what it uses and does not compute; homes: the stage that computes each.
+    needed: by stage, nodes that it uses but does not compute; homes: node -> the stage that
+    computes it.
     """
     holders = {node: {home} for node, home in homes.items()}
     for stage, nodes in enumerate(needed):
@@ -152,8 +152,8 @@ def _hops(
         before = [holder for holder in holders[node] if holder < stage]
         return max([at for at in before if place[at] == place[stage]] or before)
 
-    # torch's runtime waits for the stage before alone: something comes from there, if anything
-    # passes, the smallest value of all
+    # torch's runtime waits for the previous stage only, so if a stage receives anything, something
+    # must come from there: the smallest value
     forced: set[tuple[Node, int]] = set()
     for stage in range(1, len(needed)):
         passing = [node for node in homes if homes[node] < stage <= max(holders[node])]
@@ -176,10 +176,10 @@ def _bytes(node: Node) -> float:
 
 
 def start_offsets(recording: Recording, stages: Sequence[Sequence[str]]) -> list[int]:
-    """How many nodes before its first unit each stage but the first begins.
+    """For each stage but the first, how many nodes before its first unit it begins.
 
-    Computed once for a model: with other shapes another place may be the cheapest, and the weights
-    that those nodes use would move to another stage.
+    Computed once for a model: with other shapes another cut may be cheaper, and the weights that
+    those nodes use would move to another stage.
     """
     recomputable = _recomputable(recording)
     firsts = _first_calls(recording, stages)
@@ -231,7 +231,7 @@ def _cheapest_cut(recording: Recording, at: int, recomputable: set[Node]) -> int
 
 
 def _recomputable(recording: Recording) -> set[Node]:
-    """The batch, weights, and what is computed from the batch alone: never sent."""
+    """Nodes that are never sent: the batch, weights, and values computed only from the batch."""
     recomputable: set[Node] = set()
     for node in recording.nodes:
         pure = not (node.random or node.has_parameters or node.mutated)
@@ -240,7 +240,7 @@ def _recomputable(recording: Recording) -> set[Node]:
     return recomputable | {node for node in recording.nodes if node.kind == "weight"}
 
 
-# --- messages between stages -------------------------------------------------------------------
+# --- P2P between stages ------------------------------------------------------------------------
 
 
 def message_problem(graph: StageGraph) -> str:
@@ -276,7 +276,7 @@ def message(node: Node, differentiated: bool = True) -> Tensor:
 
 
 def messages(graph: StageGraph) -> tuple[list[Tensor], list[Tensor]]:
-    """What a stage receives and what it sends, on meta, skip connections last."""
+    """The tensors that a stage receives and those it sends, on meta, skip connections last."""
 
     def metas(nodes: list[Node], skips: int, differentiated: frozenset[Node]) -> list[Tensor]:
         near = len(nodes) - skips  # torch's runtime sends a gradient for each of these
@@ -289,8 +289,8 @@ def messages(graph: StageGraph) -> tuple[list[Tensor], list[Tensor]]:
 
 
 def same_messages(graph: StageGraph, other: StageGraph) -> bool:
-    """Whether two stages can take each other's place in a pipeline: the output of the last one is
-    no message."""
+    """Whether two stages send and receive tensors of equal shapes and dtypes, so that one can
+    replace the other; a last stage's output is not sent."""
 
     def forms(graph: StageGraph) -> list[Any]:
         if graph.output is not None:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # imported where a rank has a part of every sequence
 
 
 class Field(NamedTuple):
-    """Shape, without the batch dimension, and dtype of a field of the batch."""
+    """Shape (without the batch dimension) and dtype of a batch field."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -31,23 +31,23 @@ Fields = dict[str, Field]
 
 
 class SequenceParts(Protocol):
-    """How a rank has a part of every sequence."""
+    """How sequences are sharded over ranks (context parallelism)."""
 
     @property
     def name(self) -> str:
-        """Another one where units compute something else of the same shapes."""
+        """A name that differs where units compute something different for equal shapes."""
 
     def whole(self) -> AbstractContextManager[None]:
-        """A context in which the model computes with whole sequences."""
+        """A context in which the model computes with full sequences."""
 
     def shorter(self, fields: Fields) -> Fields:
-        """Those of shorter sequences."""
+        """The same fields for shorter sequences."""
 
     def shard(self, recording: Recording, shorter: Recording) -> SequenceShard:
-        """recording: of whole sequences; shorter: of shorter ones."""
+        """Find each value's token dimension; recording: of full sequences, shorter: of shorter."""
 
     def problem(self, error: UnknownTokens) -> Problem:
-        """What is wrong with a model whose recordings do not tell which values are a token's."""
+        """The problem of a model in whose recordings token dimensions cannot be identified."""
 
 
 class ModelGraph:
@@ -87,10 +87,9 @@ class ModelGraph:
         names = self.recording(fields, True).starts
         self.units = [units.get(name, Unit(name, block=False)) for name in names]
         self.stages: list[list[str]] = []  # names of each stage's units
-        # each stage sends to the next alone: gradients are then added from the last use to the
-        # first
+        # each stage sends to the next only: gradients are then added from last use to first
         self.relayed = False
-        self.place: Sequence[int] | None = None  # pipeline rank of each; None = all on their own
+        self.place: Sequence[int] | None = None  # each stage's pipeline rank; None = all different
         # for each tensor of the output, whether the loss uses it; None = all
         self.trained_outputs: list[bool] | None = None
         # changes the last stage's graph: puts the loss at its end, see optim/chunked_loss.py
@@ -98,23 +97,23 @@ class ModelGraph:
 
     @property
     def sequence_parts(self) -> str:
-        """How a rank has a part of every sequence; "" = it has all."""
+        """The name of `SequenceParts`; "" = sequences are not sharded."""
         return "" if self._sequence is None else self._sequence.name
 
     @property
     def taking_gradients(self) -> frozenset[str]:
-        """Units whose forward takes gradients: torch neither recomputes nor compiles them."""
+        """Units whose forward calls autograd.grad: torch can neither recompute nor compile them."""
         nodes = self.recording(self.fields, True).nodes
         return frozenset(node.target for node in nodes if node.gradients_inside)
 
     def with_microbatches_of(self, size: int) -> ModelGraph:
-        """The same stages for microbatches of another size."""
+        """Make the same stages for microbatches of `size` samples."""
         other = copy.copy(self)
         other.microbatch_size, other._recordings = size, {}
         return other
 
     def recording(self, fields: Fields, training: bool) -> Recording:
-        """The model's forward on a microbatch of these fields."""
+        """Record the model's forward on a microbatch of these fields (cached)."""
         key = (shapes(fields), training)
         if key not in self._recordings:
             self._before(fields)
@@ -135,7 +134,7 @@ class ModelGraph:
             recording, shorter = self._record(fields), sequence.shorter(fields)
             try:
                 other = self._record(shorter)
-            except Exception as error:  # of the forward's own
+            except Exception as error:  # raised by the model's forward
                 text = (str(error).strip().splitlines() or [""])[0]
                 tokens = shorter["inputs"].shape[0]
                 reason = f"cannot be called with sequences of {tokens} tokens: {text}"
@@ -154,9 +153,9 @@ class ModelGraph:
         return record_forward(self.model, batch, self._names, self._device, self._buffers)
 
     def graphs(self, fields: Fields, training: bool) -> list[StageGraph]:
-        """The graph of each of `stages` for such a microbatch."""
+        """Cut the recording for such a microbatch into the graph of each stage (cached)."""
         graphs = self._cut(fields, training)
-        if any(graph.skips_in for graph in graphs):  # the same ways in evaluation, or none
+        if any(graph.skips_in for graph in graphs):  # evaluation must send the same skips, or none
             other = self._cut(fields, not training)
             if not all(map(same_messages, graphs[:-1], other)):
                 graphs = self._cut(fields, training, relayed=True)
@@ -171,8 +170,8 @@ class ModelGraph:
     def stage_modules(
         self, training: Sequence[StageGraph], evaluation: Sequence[StageGraph]
     ) -> list[tuple[list[str], list[str]]]:
-        """(units, weights used outside of units) of each stage, in either; the first stage also has
-        the parameters that the forward does not use."""
+        """(units, weights used outside of units) of each stage, in training or evaluation; the
+        first stage also has the parameters that the forward does not use."""
         stages = [
             (list(dict.fromkeys(a.units + b.units)), list(dict.fromkeys(a.weights + b.weights)))
             for a, b in zip(training, evaluation, strict=True)
@@ -182,7 +181,7 @@ class ModelGraph:
         return stages
 
     def meta_output(self, fields: Fields, training: bool) -> Any:
-        """What the model returns for such a microbatch, on meta."""
+        """The model's output for such a microbatch, on meta."""
         recording = self.recording(fields, training)
         return with_values(recording.output, {node: node.value for node in recording.nodes})
 
@@ -196,13 +195,13 @@ class ModelGraph:
         return {self._first_names[id(p)]: p for p in parameters}
 
     def canonical_names(self) -> dict[str, str]:
-        """Every name of every parameter -> its first; a tied parameter has several names."""
+        """Map each name of each parameter to its first; a tied parameter has several names."""
         everything = self.model.named_parameters(remove_duplicate=False)
         return {name: self._first_names[id(p)] for name, p in everything}
 
 
 def fields_of(batch: Mapping[str, Tensor]) -> Fields:
-    """The fields of a batch that the model takes: all but the targets."""
+    """The batch fields that are arguments of the model: all but the targets."""
     return {
         name: Field(tuple(tensor.shape[1:]), tensor.dtype)
         for name, tensor in batch.items()

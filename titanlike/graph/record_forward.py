@@ -1,4 +1,4 @@
-"""Record what a model's forward does by running it once on meta tensors.
+"""Record a model's forward as a graph by running it once on meta tensors.
 
 The model is any `nn.Module`. Each unit (see `units.py`) runs as it is and becomes one node.
 Every torch call between units (a residual, a mask, a `torch.cat` with a skip connection, a weight
@@ -42,12 +42,12 @@ from titanlike.torch_private.deferred_dynamo import force_eager
 # Prefixes of functions that draw random numbers: called twice they return different tensors.
 _RANDOM = ("rand", "dropout", "bernoulli", "multinomial", "normal", "poisson", "exponential_")
 _RANDOM += ("uniform_", "cauchy_", "geometric_", "log_normal_", "rrelu", "gumbel_softmax")
-# Calls that act on a tensor and return none: the generated forward of a stage would skip them.
+# Calls that have side effects and return no tensor: a stage's generated forward would omit them.
 _NOT_REPLAYED = ("register_hook", "retain_grad", "backward", "register_post_accumulate_grad_hook")
 _TAKE_GRADIENTS = (torch.autograd.grad, Tensor.backward)
 _READS_VALUES = ("__bool__", "__int__", "__float__", "__index__", "item", "tolist")
 _PRODUCTS = ("linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "conv1d", "conv2d", "conv3d")
-_DEVICE_PROPERTIES: dict[str, Any] = {  # of a tensor: what the forward sees, from the run's device
+_DEVICE_PROPERTIES: dict[str, Any] = {  # tensor property -> its value, from the run's device type
     "device": lambda device: device,
     **{f"is_{kind}": lambda device, kind=kind: device.type == kind for kind in KINDS},
 }
@@ -111,20 +111,20 @@ def _users_line(error: BaseException) -> str:
 
 @dataclass
 class _Call:
-    """A call of a unit, or of a torch.autograd.Function, that runs."""
+    """A running call of a unit or of a torch.autograd.Function."""
 
     name: str
-    node: Node  # what will be recorded of it
+    node: Node  # its node in the recording
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] | None = None
-    # as they were at its beginning: ids of arguments, versions of tensors among them, the unit's
-    # plain attributes
+    # snapshot at its beginning: ids of arguments, versions of tensors among them, the unit's plain
+    # attributes
     identities: Sequence[Any] = ()
     versions: Sequence[int] = ()
     attributes: Mapping[str, Any] | None = None
-    depth: int = 1  # 1 + the calls of units inside of it that run
-    on_cpu: bool = False  # as meta tensors cannot run it
-    key: Hashable = None  # equal for units that give equal results; None = not known
+    depth: int = 1  # 1 + the number of running calls of units inside of it
+    on_cpu: bool = False  # runs on the CPU because it fails on meta tensors
+    key: Hashable = None  # equal for units with equal results; None = not known
 
 
 class _Interceptor(TorchFunctionMode):
@@ -141,14 +141,14 @@ class _Interceptor(TorchFunctionMode):
         self._model, self._units = model, list(units)
         self._device, self._buffers = torch.device(device), buffers
         self.builder = RecordingBuilder(model)
-        self._call: _Call | None = None  # the outermost one that runs
-        self._checkpoints = 0  # calls of torch.utils.checkpoint that run
+        self._call: _Call | None = None  # the outermost running call
+        self._checkpoints = 0  # the number of running torch.utils.checkpoint calls
         self._rng = side_effects.rng_state()
         # by key of a unit's call: the result's shape, strides, dtype, whether it has a gradient;
         # whether the call drew random numbers
         self._results: dict[Hashable, tuple[Any, ...]] = {}
         self._sized_by_values: list[Tensor] = []
-        # of each unit: the tensors that it was given, and their versions after it
+        # unit -> its tensor arguments, and their versions after the call
         self._given: list[tuple[Node, list[tuple[Tensor, int]]]] = []
 
     @contextmanager
@@ -240,7 +240,7 @@ class _Interceptor(TorchFunctionMode):
         return result
 
     def _inside(self, call: _Call, function: Any, name: str, args: Any, kwargs: Any) -> Any:
-        """A torch function that a unit calls."""
+        """Handle a torch function that is called inside of a unit."""
         if call.on_cpu:
             return function(*args, **kwargs)
         if torch.is_autocast_enabled(self._device.type) and name != "__get__":
@@ -259,7 +259,7 @@ class _Interceptor(TorchFunctionMode):
         return result
 
     def _on_meta(self, name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """A call's arguments with meta in place of the run's device."""
+        """Replace the run's device by meta in a call's arguments."""
 
         def is_device(value: Any) -> bool:
             named = isinstance(value, torch.device) and value.type == self._device.type
@@ -272,7 +272,7 @@ class _Interceptor(TorchFunctionMode):
         return args, kwargs
 
     def _pass_size_on(self, given: Any, result: Any) -> None:
-        """Mark results with as many rows as an argument whose size depends on values."""
+        """Mark results that have as many rows as an argument whose size depends on values."""
         # only shapes are read here: other methods of a tensor would be recorded
         if not self._sized_by_values:
             return

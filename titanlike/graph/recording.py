@@ -1,4 +1,4 @@
-"""What is recorded of a model's forward: a graph of inputs, weights, units and operations.
+"""The recording of a model's forward: a graph of inputs, weights, units and operations.
 
 `RecordingBuilder` makes the nodes; `record_forward.py` and `trace_forward.py` call it.
 """
@@ -35,7 +35,7 @@ class RecordError(ValueError):
 
 
 class UnknownTokens(ValueError):
-    """A forward that cannot compute with a part of the tokens: the call, and why."""
+    """A forward that cannot run on a shard of the tokens: the call, and why."""
 
     def __init__(self, call: str, reason: str) -> None:
         super().__init__(f"{call}: {reason}")
@@ -44,7 +44,7 @@ class UnknownTokens(ValueError):
 
 @dataclass(eq=False)
 class Node:
-    """One value of the forward; stands for that value in the arguments of other nodes."""
+    """One value of the forward; in the arguments of other nodes it represents that value."""
 
     kind: Literal["input", "weight", "unit", "function"]
     target: Any  # a batch field, the name of a parameter, buffer or unit, or a function
@@ -52,13 +52,13 @@ class Node:
     kwargs: dict[str, Any] = field(default_factory=dict)
     value: Tensor | None = None  # on meta; None where the result is a container of tensors
     grad_enabled: bool = True
-    random: bool = False  # draws random numbers: computed twice it differs
+    random: bool = False  # draws random numbers, so that recomputing it gives another result
     has_parameters: bool = False  # is a parameter, or a unit with parameters
     mutated: bool = False  # its result is later changed in place
     checkpointed: bool = False  # its activations are recomputed in the backward, by the model
-    checkpoints_inside: bool = False  # a unit whose forward does so with parts of itself
-    gradients_inside: bool = False  # a unit whose forward takes gradients
-    sized_by_values: bool = False  # another shape for other values: x[x > 0]
+    checkpoints_inside: bool = False  # a unit that checkpoints parts of itself
+    gradients_inside: bool = False  # a unit whose forward calls autograd.grad
+    sized_by_values: bool = False  # its shape depends on values: x[x > 0]
     # why a unit gives another result when it is computed again: "changes self.calls", ...; "" = not
     once: str = ""
     chunked_head: Any = None  # of the last stage: computes the loss, see optim/chunked_loss.py
@@ -94,8 +94,7 @@ class Recording:
     nodes: list[Node]  # in execution order
     output: Any  # what the model returns, with nodes in place of tensors
     # outputs that the loss depends on -> node -> the position in `nodes` of the last call from
-    # which it gets a gradient, their number where it is the loss itself; without an entry it gets
-    # none
+    # which it gets a gradient (len(nodes) if from the loss); a node without an entry gets none
     last_uses: Callable[[Iterable[Tensor]], dict[Node, int]]
     traced: dict[str, int] | None = None  # `starts` of a traced forward, which has no units
 
@@ -112,7 +111,7 @@ class Recording:
 
 
 def replay(recording: Recording, model: nn.Module, batch: Mapping[str, Tensor]) -> Any:
-    """Run a recorded forward, node by node: what the model returns; batch: on meta."""
+    """Run a recorded forward node by node, and return the model's output; batch: on meta."""
     values: dict[Node, Any] = {}
     for node in recording.nodes:
         if node.kind == "input":
@@ -131,7 +130,7 @@ def replay(recording: Recording, model: nn.Module, batch: Mapping[str, Tensor]) 
 
 
 class RecordingBuilder:
-    """Makes a node of each call, and finds the node of each tensor in a call's arguments."""
+    """Makes a node for each call, and finds the node of each tensor in a call's arguments."""
 
     def __init__(self, model: nn.Module) -> None:
         self.nodes: list[Node] = []
@@ -183,7 +182,7 @@ class RecordingBuilder:
                 self._add_parts(inner, () if value is not None else content)
 
     def with_nodes(self, value: Any) -> Any:
-        """Arguments or an output with nodes in place of tensors; raises RecordError."""
+        """Replace tensors by their nodes in arguments or an output; raises RecordError."""
         return tree_map(value, self._node_for)
 
     def _node_for(self, leaf: Any) -> Any:
@@ -201,7 +200,7 @@ class RecordingBuilder:
         return self._node_of.get(id(leaf)) or self._add_weight(leaf)
 
     def _add_weight(self, tensor: Tensor) -> Node:
-        """Add the parameter or buffer that a tensor is, as no recorded call made it."""
+        """Add a node for a tensor that no recorded call made: a parameter or buffer."""
         name = self._names.get(id(tensor))
         if name is None and id(tensor) in self._made:
             unit = self._made[id(tensor)][1]
@@ -220,7 +219,7 @@ class RecordingBuilder:
         return self.add(Node("weight", name, value=tensor, has_parameters=is_parameter))
 
     def enter(self, *arguments: Any) -> None:
-        """Called where a unit is called with these."""
+        """Called when a unit is entered with these arguments."""
         self._given = {id(tensor) for tensor in tensors(*arguments)}
 
     def add_inside(self, unit: str, function: str, used: Sequence[Tensor], result: Any) -> None:
@@ -254,9 +253,9 @@ class RecordingBuilder:
     def constant(
         self, tensor: Tensor, buffers: Callable[[], Mapping[str, Tensor]]
     ) -> Tensor | None:
-        """The value of a recorded tensor, computed on the CPU; None where it depends on the batch,
-        on parameters, units or random numbers, or on what was changed in place. A causal mask that
-        is compared with another is an example. buffers: gives those of the model, by name.
+        """Compute a recorded tensor on the CPU, such as a causal mask that the forward compares;
+        None if it depends on the batch, on parameters, units, random numbers, or on a tensor that
+        was changed in place. buffers: returns the model's buffers by name.
         """
         node = self._node_of.get(id(tensor))
         if node is None:
@@ -282,7 +281,8 @@ class RecordingBuilder:
         return values[node]
 
     def finish(self, output: Any, traced: dict[str, int] | None = None) -> Recording:
-        """output: with nodes in place of tensors. Raises RecordError for a changed batch."""
+        """Return the recording. output: nodes in place of tensors. Raises RecordError if the
+        forward changed the batch in place."""
         for node, version in self._versions.items():
             node.mutated = node.tensor._version != version
             if node.mutated and node.kind == "input":
@@ -294,25 +294,25 @@ class RecordingBuilder:
 
 
 def _getter(node: Node, key: Any) -> tuple[Any, tuple[Node, Any]]:
-    """The call that takes a part out of a result."""
+    """The call that gets an element of a result."""
     if isinstance(key, GetAttrKey):
         return getattr, (node, key.name)
     return operator.getitem, (node, key.key if isinstance(key, MappingKey) else key.idx)
 
 
-# --- between which calls a gradient flows -------------------------------------------------------
+# --- gradient flow between calls ----------------------------------------------------------------
 
 _Edge = tuple[Hashable, int]  # a function of the autograd graph, and which of its results
 
 
 class _GradientFlow:
-    """Which call made each function of the autograd graph, while a forward is recorded.
+    """Tracks which call made each node of the autograd graph while a forward is recorded.
 
-    A stage may use a tensor of an earlier one without needing its gradient: `x.detach()`, `x > 0`,
-    an output that the loss ignores. The backward of one process then computes no gradient along
-    that way, and a parameter that has no other way to the loss has none at all: it is neither
-    updated nor decayed. So such a tensor is sent as a value, and no gradient flows back, see
-    `cut.py`.
+    A stage may use an earlier stage's tensor without needing its gradient: `x.detach()`, `x > 0`,
+    an output that the loss ignores. In one process the backward then computes no gradient along
+    that path, and a parameter without any other path to the loss has none at all: it gets no update
+    and no weight decay. So such a tensor is sent without `requires_grad`, and no gradient is sent
+    back, see `cut.py`.
 
     The recorded values have autograd graphs (on meta): they are read here and never run.
     """
@@ -345,8 +345,8 @@ class _GradientFlow:
 
 
 def used_by(total: Tensor, outputs: Sequence[Tensor]) -> list[bool]:
-    """For each output, whether `total` is computed of it, and not only of what is computed of
-    it."""
+    """For each output, whether `total` is computed from it directly, and not only from tensors
+    computed from it."""
     ends = {value.grad_fn for value in outputs}
     functions = _functions_before([total], ends.__contains__)
     edges = {edge for f in functions for edge in f.next_functions} | {_edge(total)}
@@ -360,8 +360,8 @@ def _edge(value: Tensor) -> _Edge:
 def _functions_before(
     values: Iterable[Tensor], is_end: Callable[[Any], bool] = lambda _: False
 ) -> list[Any]:
-    """The functions of the autograd graphs of these values, not the ends, nor what is before
-    them."""
+    """Walk the autograd graphs of these values backwards up to `is_end`, which is excluded; the
+    nodes found."""
     functions: dict[Hashable, None] = {}
     todo = [value.grad_fn for value in values]
     while todo:
@@ -376,7 +376,7 @@ def _functions_before(
 
 
 def tree_flatten(value: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
-    """The leaves, and a function that rebuilds the structure from other leaves.
+    """Return the leaves, and a function that rebuilds the structure from new leaves.
 
     torch's pytree flattens tuples, lists, dicts, named tuples and registered classes (transformers
     registers its outputs). Here the fields of any other dataclass are flattened too.
@@ -409,7 +409,7 @@ def tree_map(value: Any, function: Callable[[Any], Any]) -> Any:
 
 
 def with_values(value: Any, values: Mapping[Node, Any], device: Any = DEVICE) -> Any:
-    """The structure with values in place of nodes, and `device` in place of DEVICE."""
+    """Replace nodes by values, and DEVICE by `device`, in a nested structure."""
 
     def real(leaf: Any) -> Any:
         return values[leaf] if isinstance(leaf, Node) else device if leaf is DEVICE else leaf
@@ -418,8 +418,8 @@ def with_values(value: Any, values: Mapping[Node, Any], device: Any = DEVICE) ->
 
 
 def tensors(*values: Any) -> list[Tensor]:
-    """The tensors in values and nested containers. Called for each torch function: it is quick
-    where a value is a tensor or a number itself."""
+    """Find the tensors in values and nested containers. Called for each torch function, so there
+    is a fast path for plain tensors and numbers."""
     result = []
     for value in values:
         if isinstance(value, Tensor):
@@ -430,7 +430,7 @@ def tensors(*values: Any) -> list[Tensor]:
 
 
 def describe(value: Any) -> str:
-    """A structure in words: "a dict of 'hidden' [2, 8, 4], 'aux' [1]"."""
+    """Describe a structure: "a dict of 'hidden' [2, 8, 4], 'aux' [1]"."""
     if hasattr(value, "shape"):
         return f"a tensor {list(value.shape)}"
     # a transformers ModelOutput is both; as a dict it has the fields that are set
@@ -443,7 +443,7 @@ def describe(value: Any) -> str:
 
 
 def _is_plain_dataclass(value: Any) -> bool:
-    """Whether it is an instance of a dataclass, and the class does not declare itself a leaf."""
+    """Whether `value` is an instance of a dataclass that does not declare itself a pytree leaf."""
     if not dataclasses.is_dataclass(value) or isinstance(value, type):
         return False
     return not getattr(value, "is_pytree_leaf", False)

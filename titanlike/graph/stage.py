@@ -1,4 +1,4 @@
-"""A pipeline stage: some units of the model, under their names in it, and a generated forward."""
+"""A pipeline stage: a module with some of the model's units, and a generated forward."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ FIELD = "field:"
 
 
 class Stage(nn.Module):
-    """Consecutive units of a model: received tensors -> tensors for other stages.
+    """Consecutive units of a model; its forward maps received tensors to tensors to send.
 
     The first stage receives the batch's "inputs"; keyword arguments are the batch's fields.
     Parameters have the names that they have in the model. There is one generated forward for each
     shape of batch, in training and in evaluation (see `_Writer`).
     """
 
-    # Whether received tensors that later stages use, too, are sent on as they are: their gradients
-    # from there are then added to the sum of those from here, and not before them.
+    # Whether received tensors that later stages use too are forwarded unchanged: gradients from
+    # those stages are then added after this stage's, and not before.
     relays = True
 
     def __init__(self, model: nn.Module, units: Iterable[str], weights: Iterable[str]) -> None:
@@ -35,7 +35,7 @@ class Stage(nn.Module):
         super().__init__()
         self._forwards: dict[Hashable, Callable[..., Any]] = {}
         self._selected: Hashable = None
-        self.source = ""  # of the forward that was generated last
+        self.source = ""  # Python source of the last generated forward
         for name in units:
             path, _, last = name.rpartition(".")
             self._parent(path).add_module(last, model.get_submodule(name))
@@ -49,7 +49,7 @@ class Stage(nn.Module):
                 parent.register_buffer(last, owner._buffers[last], persistent=persistent)
 
     def _parent(self, path: str) -> nn.Module:
-        """The module at `path`, created with those above it where it does not exist."""
+        """Return the module at `path`; it and its parents are created where they do not exist."""
         module: nn.Module = self
         for name in path.split(".") if path else ():
             if name not in module._modules:
@@ -64,7 +64,7 @@ class Stage(nn.Module):
     ) -> None:
         """Generate and select the forwards for batches of these shapes.
 
-        graphs: by `self.training`; index: of the stage.
+        graphs: by `self.training`; index: the stage's.
         """
         for training, graph in graphs.items():
             writer = _Writer(self, graph, first=index == 0, device=device)
@@ -72,7 +72,7 @@ class Stage(nn.Module):
         self._selected = shapes
 
     def select_forward(self, shapes: Hashable) -> None:
-        """Run the forward for batches of these shapes from now on."""
+        """Use the forward for batches of these shapes from now on."""
         self._selected = shapes
 
     def forward(self, *received: Tensor, **batch: Tensor) -> Tensor | tuple[Tensor, ...]:
@@ -126,7 +126,7 @@ class _Writer:
         self._relays = stage.relays
         self._lines = ["def forward(received, batch):"]
         self._variables: dict[Node, str] = {}
-        self._relayed: dict[Node, str] = {}  # received tensors that may be sent on unchanged
+        self._relayed: dict[Node, str] = {}  # received tensors that may be forwarded unchanged
         self._last_use = {use: node for node in graph.nodes for use in node.input_nodes}
         self._names: dict[str, Any] = {  # globals of the generated function
             "torch": torch,
@@ -216,7 +216,7 @@ class _Writer:
         self._line(f"return {sent[0]}" if len(sent) == 1 else f"return ({', '.join(sent)})")
 
     def _constant(self, prefix: str, value: Any) -> str:
-        """A global name for an object."""
+        """Make a global name for an object."""
         name = f"{prefix.replace('.', '_')}_{len(self._names)}"
         self._names[name] = value
         return name
@@ -247,7 +247,7 @@ class _Writer:
 
 
 def to_send(tensor: Tensor, used_here: bool = False) -> Tensor:
-    """A tensor as it is sent: floating point, contiguous, no view, with a gradient in training.
+    """Convert a tensor for P2P: floating point, contiguous, no view, with a gradient in training.
 
     used_here: the stage itself uses it as well.
     """
@@ -262,7 +262,7 @@ def to_send(tensor: Tensor, used_here: bool = False) -> Tensor:
 
 
 def _is_packed(tensor: Tensor) -> bool:
-    """Whether its strides are those of a new tensor, as torch's pipeline runtime requires.
+    """Whether a tensor's strides are those of a new one, as torch's pipeline runtime requires.
 
     is_contiguous() is weaker: it accepts any stride in a dimension of size 1.
     """
@@ -275,9 +275,9 @@ def _is_packed(tensor: Tensor) -> bool:
 
 
 class _PackGradient(torch.autograd.Function):
-    """The same tensor; its gradient is packed before it is sent back.
+    """The identity, whose backward makes the gradient contiguous before it is sent back.
 
-    A gradient is often a slice of a larger one, as behind a `torch.cat` with a skip connection.
+    A gradient is often a slice of a larger one, as after a `torch.cat` with a skip connection.
     """
 
     @staticmethod
