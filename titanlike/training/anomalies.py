@@ -1,13 +1,13 @@
-"""Steps whose loss or gradients are not finite, or a spike: none of them changes a parameter.
+"""Detect steps with a non-finite loss or gradient norm, or a spike; their updates are skipped.
 
-1. `limits` follow from the numbers of the steps before; the device compares a step's with them, and
-   skips its update where they are above. Nobody waits for it.
-2. `classify` says the same of the numbers once they have come from the device, and what is wrong.
+1. `limits` are computed from earlier steps; the device compares loss and gradient norm with them
+   and skips the update if one is above, without a synchronization.
+2. `classify` decides the same on the host once the metrics have arrived, and says what is wrong.
 
 A spike is a loss or a gradient norm more than `spike_zscore` standard deviations above the mean of
 the last `spike_window` good steps. The deviation is at least a share of the mean, so that small
-noise after a very smooth stretch is no spike. Bad steps do not enter the window; but
-`MOST_IN_A_ROW` spikes one after another are the new level: the window restarts with them.
+noise after a very smooth stretch is no spike. Bad steps do not enter the window, but
+`MOST_IN_A_ROW` spikes in a row are the new level: the window restarts with them.
 """
 
 from __future__ import annotations
@@ -42,19 +42,19 @@ class Anomaly:
 
     kind: Literal["nonfinite", "spike"]
     action: Literal["stop", "skip", "rollback"]
-    text: str  # step, numbers; ranks and parameters, or z-score, mean and window
-    fix: str = ""  # where it is not a run that diverged
+    text: str  # step, loss and norm; ranks and parameters, or z-score, mean and window
+    fix: str = ""  # set where the cause is not divergence
 
 
 class AnomalyDetector:
-    """Judges every step of a run by the numbers of the last good ones."""
+    """Compares each step's loss and gradient norm with those of the last good steps."""
 
     def __init__(self, config: Config, state: dict[str, Any]) -> None:
         self._config = config
         self.load(state)
 
     def limits(self) -> tuple[float, float]:
-        """The largest loss and gradient norm with which the next step is good: fp32 numbers."""
+        """The largest loss and gradient norm (fp32) with which the next step is good."""
         if self._config.on_spike == "ignore" or len(self._spikes) + 1 >= MOST_IN_A_ROW:
             return LARGEST, LARGEST  # any that is finite
         loss, norm = map(self._limit, JUDGED)
@@ -63,9 +63,10 @@ class AnomalyDetector:
     def classify(
         self, record: dict[str, Any], first_bad_gradient: Callable[[], str], counts: bool = True
     ) -> Anomaly | None:
-        """None for a good step. The same anomaly on all ranks. Collective where it is bad.
+        """Return a bad step's anomaly, the same on all ranks, or None. Collective if it is bad.
 
-        first_bad_gradient: its name on this rank, "" for none. counts: whether any target does.
+        first_bad_gradient: returns a parameter's name on this rank, "" = none. counts: whether any
+        target of the batch counts in the loss.
         """
         if not all(math.isfinite(record[name]) for name in JUDGED):
             return self._not_finite(record, first_bad_gradient, counts)
@@ -89,7 +90,7 @@ class AnomalyDetector:
         return None
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps, as JSON: a resumed run judges as one that was not stopped."""
+        """The state for a checkpoint, as JSON: a resumed run decides as if never stopped."""
         return {
             **{name: list(window) for name, window in self._good.items()},
             "spikes": [dict(spike) for spike in self._spikes],
@@ -108,8 +109,8 @@ class AnomalyDetector:
             window.append(numbers[name])
 
     def _limit(self, name: str) -> float:
-        """The number above which there is a spike. The number is fp32, and so is the limit, rounded
-        down: the device and this process come to the same."""
+        """The value above which there is a spike. It is rounded down to fp32, the dtype of the
+        metrics, so that device and host decide alike."""
         window = self._good[name]
         if 2 * len(window) < self._config.spike_window:
             return LARGEST
@@ -121,7 +122,7 @@ class AnomalyDetector:
         return float(np.nextafter(limit, np.float32(-np.inf)) if float(limit) > exact else limit)
 
     def _too_high(self, numbers: dict[str, float]) -> list[str]:
-        """A text for each number that is a spike."""
+        """Describe each metric that is a spike."""
         found = []
         for name, window in self._good.items():
             if numbers[name] > self._limit(name):

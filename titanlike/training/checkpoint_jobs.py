@@ -61,11 +61,11 @@ def sample(config: Config, worker: Worker) -> dict[str, Any]:
 def loaded_run(
     config: Config, worker: Worker, data: Data, phase: str
 ) -> Iterator[tuple[Run, Storage]]:
-    """The run in whose folder the job's own is, with the weights of its newest checkpoint, and that
-    checkpoint; for a block that the watchdog calls `phase`. Collective.
+    """A context with the run in whose folder the job's folder is, its newest checkpoint's weights
+    loaded, and that checkpoint. The watchdog calls the phase `phase`. Collective.
 
-    The run may be training: its checkpoints are read and left as they are. Raises ConfigError where
-    there is none.
+    The run may still be training: its checkpoints are only read. Raises ConfigError where there is
+    none.
     """
     of_run = replace(config, run_dir=str(Path(config.run_dir).parent))
     with Watchdog(worker, config.launch, worker.report_failure, abort_groups) as watchdog:
@@ -82,8 +82,8 @@ def loaded_run(
 
 
 def _load_newest(config: Config, run: Run) -> Storage:
-    """Load the weights of a run's newest checkpoint, and nothing else; none into a model that is a
-    folder's of transformers as it is (checkpoint.resume=never)."""
+    """Load only the weights of a run's newest checkpoint; with checkpoint.resume=never none, as the
+    model is a transformers folder's, unchanged."""
     folder = getattr(config.model, "args", {}).get("path")
     if config.checkpoint.resume == "never" and config.model.name == "hf" and folder:
         return Storage(folder).at("model")
@@ -100,12 +100,12 @@ def _load_newest(config: Config, run: Run) -> Storage:
 
 # --- perplexity ---------------------------------------------------------------------------------
 
-_TOGETHER = 256  # sequences that are decoded at a time: they may follow each other in the text
+_TOGETHER = 256  # sequences that are decoded together, as they may be consecutive in the text
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """tokens: that count; bytes: of their text, None where the data cannot be decoded."""
+    """tokens: those that count in the loss; bytes: their text's, None if it cannot be decoded."""
 
     nats: float
     tokens: int
@@ -121,7 +121,7 @@ class Evaluation:
 
 
 def perplexity(config: Config, worker: Worker) -> dict[str, Any]:
-    """Evaluate `evaluate.part` of the data; prints the result, and writes it beside the
+    """Evaluate `evaluate.part` of the data; prints the result, and writes it next to the
     checkpoint."""
     if config.evaluate.part == "all" and isinstance(config.data, TextData | HFData | TokenData):
         # nothing is held out
@@ -148,7 +148,7 @@ def perplexity(config: Config, worker: Worker) -> dict[str, Any]:
 
 
 def evaluate(run: Run, config: Config, data: Data, say: Any = lambda _: None) -> Evaluation:
-    """The loss of all sequences, or of the first `evaluate.batches` batches. Collective."""
+    """Compute the loss of all sequences, or of the first `evaluate.batches` batches. Collective."""
     kind = config.evaluate.part
     parts = {"train": [data.train], "validation": [data.validation]}
     undivided = data.validation is data.train
@@ -170,14 +170,13 @@ def evaluate(run: Run, config: Config, data: Data, say: Any = lambda _: None) ->
 
 
 def _count(source: Source, config: Config) -> int:
-    """Sequences that are evaluated."""
+    """The number of sequences to evaluate."""
     limit = config.evaluate.batches
     return min(len(source), limit * config.batch_size) if limit else len(source)
 
 
 def _batches(source: Source, config: Config, dp_rank: int) -> Iterator[Batch]:
-    """All sequences in order, each once; the last batch is filled up with targets that do not
-    count."""
+    """Yield all sequences in order, each once; the last batch is padded with ignored targets."""
     total, local = _count(source, config), config.batch_size // config.dp
     together = collate(source)
     for first in range(0, total, config.batch_size):
@@ -190,7 +189,7 @@ def _batches(source: Source, config: Config, dp_rank: int) -> Iterator[Batch]:
 
 
 def _bytes(source: Source, config: Config, data: Data) -> int | None:
-    """Bytes of the text that the targets are, up to a few where it is cut within a character."""
+    """Count the bytes of the targets' text, up to a few where it is cut within a character."""
     if data.decode is None:
         return None
     total = 0

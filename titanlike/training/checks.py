@@ -26,7 +26,7 @@ _MIX_NOTHING = ("llama", "gpt2", "moe")  # titanlike's own models
 
 
 def may_mix_samples(config: Config) -> bool:
-    """Whether a model or a loss from elsewhere may compute a sample with others of its batch."""
+    """Whether a custom model or loss might couple samples of a batch."""
     own_loss = isinstance(config.loss, Custom)
     return not config.mixes_samples and (config.model.name not in _MIX_NOTHING or own_loss)
 
@@ -90,7 +90,7 @@ MULTI_TOKEN = (  # of a config and its model
 
 
 def norm_problems(config: Config, model: nn.Module) -> list[Problem]:
-    """Norms that would give statistics that depend on the layout, or hang."""
+    """Problems of norms whose statistics would depend on the layout, or that would hang."""
     problems: list[Problem] = []
     for name, module in model.named_modules():
         for problem in [*broken_rules(_NORMS, config, name, module)][:1]:
@@ -101,8 +101,8 @@ def norm_problems(config: Config, model: nn.Module) -> list[Problem]:
 
 
 def changed_problems(config: Config, model: nn.Module) -> list[Problem]:
-    """Gradients or weights that are changed by what a layout replaces, or in the middle of a step,
-    or that FSDP cannot divide."""
+    """Problems of gradient hooks (a rank has only part of a gradient), of embeddings such as those
+    that renormalize within a step, and of empty parameters, which FSDP cannot shard."""
     problems = []
     for name, parameter in model.named_parameters():
         if has_gradient_hooks(parameter):
@@ -123,7 +123,7 @@ def changed_problems(config: Config, model: nn.Module) -> list[Problem]:
 
 
 def muon_problems(config: Config, model: nn.Module) -> list[Problem]:
-    """A model without matrices for Muon, or patterns that name no parameter."""
+    """Problems with Muon: a model without matrices, or patterns that match no parameter."""
     optimizer = config.optimizer
     if not isinstance(optimizer, Muon):
         return []
@@ -144,7 +144,7 @@ def muon_problems(config: Config, model: nn.Module) -> list[Problem]:
 def shared_norm_problems(
     config: Config, model: nn.Module, stages: Sequence[Sequence[str]]
 ) -> list[Problem]:
-    """Batch norms that several stages (units of each) would keep statistics of, each its own."""
+    """Problems of batch norms on several stages, each of which would keep separate statistics."""
     seen: set[str] = set()
     for unit in chain.from_iterable(stages):
         norms = [norm for norm in model.get_submodule(unit).modules() if has_statistics(norm)]
@@ -157,12 +157,12 @@ def shared_norm_problems(
 
 
 def sharding_problems(config: Config, order: Order) -> list[Problem]:
-    """Sharding that gives wrong gradients, or has no effect."""
+    """Problems of sharding that gives wrong gradients, or has no effect."""
     return [*broken_rules(_SHARDING, config, order)]
 
 
 def split_problems(config: Config, model: nn.Module) -> list[Problem]:
-    """What is wrong with the split, as far as can be said without a forward."""
+    """Problems of the split that can be found without a forward."""
     if isinstance(config.split, (AutoSplit, TraceSplit)):
         return []
     from titanlike.graph.partition import SplitError, partition
@@ -183,7 +183,7 @@ def stage_problems(
     graphs: list[StageGraph],
     evaluated: list[StageGraph],
 ) -> list[Problem]:
-    """What is wrong with stages whose graphs (in training, evaluation) are known."""
+    """Problems of stages, found from their graphs in training and evaluation."""
     reasons = [text for graph in graphs if (text := message_problem(graph))]
     if not all(map(same_messages, graphs, evaluated)):
         reasons.append("a stage would send other tensors in evaluation than in training")

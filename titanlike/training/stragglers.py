@@ -1,4 +1,4 @@
-"""How long each rank of several waits for the others in a step, and ranks that are slow for long."""
+"""Measure how long each rank waits for others in a step, and name ranks that stay slow."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ from titanlike.metrics.run_files import Events
 from titanlike.torch_private.fsdp import exchanges_told
 
 _AGREE = ("forward and backward", "agree")  # phases that begin with a sum over all ranks
-_COLLECTIVE = ("UNSHARD", "REDUCE_GRAD")  # actions that are an exchange as a whole
+_COLLECTIVE = ("UNSHARD", "REDUCE_GRAD")  # actions that are a collective and nothing else
 _COMPUTED = ("F", "B", "I")
-_SAMPLED = 20  # of so many steps of a device one tells how long it waits for FSDP
+_SAMPLED = 20  # on a GPU, waits for FSDP are measured in one of so many steps
 
 
 class BusyTime:
-    """How long this rank waits for others; a listener of `training/build.py`."""
+    """Measures how long this rank waits for others; a `Listener` of `training/build.py`."""
 
     def __init__(self, device: torch.device, groups: Iterable[Any], every: int = 1) -> None:
-        """groups: of FSDP, see `parameter_groups`; every: steps that are told together."""
+        """groups: FSDP's, see `parameter_groups`; every: steps that are reported together."""
         self._every, self._untold = every, list[float]()
         self._on_cpu = device.type == "cpu"
         self._now = partial(mark, device)
-        self._waits: list[tuple[Any, Any]] = []  # begin and end, of this step
-        self._before: list[tuple[Any, Any]] = []  # of the step before
-        self._begun: tuple[Any, list[Any]] | None = None  # a wait, perhaps, and where it belongs
-        self._receiving: set[Any] = set()  # actions that wait for a message
-        self._inside = 0  # exchanges that call each other
-        # for FSDP: on a device two events each, so in some steps alone, for those that follow, too
+        self._waits: list[tuple[Any, Any]] = []  # (begin, end) of this step's waits
+        self._before: list[tuple[Any, Any]] = []  # those of the previous step
+        self._begun: tuple[Any, list[Any]] | None = None  # begin of a possible wait, and its list
+        self._receiving: set[Any] = set()  # actions that wait for a P2P receive
+        self._inside = 0  # depth of nested collectives
+        # waits for FSDP: on a GPU they take two events each, so they are sampled
         self._exchanges: list[tuple[Any, Any]] = []
         self._exchanges_before: list[tuple[Any, Any]] = []
         self._exchanged, self._steps = 0.0, 0
@@ -52,8 +52,8 @@ class BusyTime:
         return sum(waits) / len(waits)
 
     def waited(self) -> float:
-        """Seconds of this step, of a device: of the step before, whose numbers have arrived. Asked
-        once a step."""
+        """Seconds waited in this step; on a GPU in the previous one, whose events are complete.
+        Called once per step."""
         self._close()
         waits, self._waits = self._waits, []
         exchanges, self._exchanges = self._exchanges, []
@@ -109,21 +109,20 @@ class BusyTime:
 
 
 _STEPS = 50  # in a row
-_MANY = 1024  # ranks; of more, a number of each in each step would take milliseconds on each host
-_FEW = 16  # ranks of whose median a single one may be half
+_MANY = 1024  # ranks; with more, a value of each in every step would take milliseconds per host
+_FEW = 16  # ranks; with so few a single one weighs much in the median
 
 
 def told_every(ranks: int) -> int:
-    """Steps after which each of so many ranks tells how long it waited."""
+    """The number of steps between two reports of each rank's waits."""
     return 1 if ranks <= _MANY else _STEPS
 
 
 class Stragglers:
-    """Knows how long each rank worked in each step; rank 0 names one that has been slow for long,
-    once.
+    """Tracks how long each rank worked in each step; rank 0 warns once of one that stays slow.
 
-    Ranks are compared with those that have the same stages, for equal work; where there are none,
-    with all others.
+    Ranks are compared with those that have the same stages, and so equal work; where there are
+    none, with all others.
     """
 
     def __init__(self, config: Config, mesh: Mesh, worker: Worker, events: Events) -> None:
@@ -141,7 +140,7 @@ class Stragglers:
             self._groups = [sum(self._groups, [])]
 
     def step(self, step: int, seconds: float, waited: list[float]) -> None:
-        """waited: seconds of each rank, of a step that took so many; [] = not told."""
+        """Add a step that took `seconds`; waited: seconds of each rank, [] = not reported."""
         if not self._on:
             return
         self._seconds.append(seconds)
@@ -172,8 +171,8 @@ class Stragglers:
 def slow_ranks(
     busy: Mapping[int, float], groups: list[list[int]], share: float
 ) -> dict[int, float]:
-    """rank -> by which share it works longer than the median of the others in its group, if by more
-    than `share`."""
+    """Map each slow rank to the share by which it works longer than the median of its group's
+    others, if that is more than `share`."""
     found = {}
     for group in groups:
         of_all = statistics.median(busy[rank] for rank in group)

@@ -1,9 +1,9 @@
-"""What a config does to a model and to this rank's stages: a row a technique, in the order in which
-they are applied. A technique is imported by its row, where a config asks for it.
+"""The list of transforms, a row for each technique, in the order in which they are applied. A
+technique is imported by its row, only where a config asks for it.
 
 Those that change the model (`_MODEL`) are made while a run is planned, since its forward is
-recorded with them; the others (`_STAGES`) when stages are built. FSDP is none of them: stages are
-sharded behind all of these (`build.py`).
+recorded with them; the others (`_STAGES`) when stages are built. FSDP is not among them: stages are
+sharded after all of these (`build.py`).
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from titanlike.torch_private.operators import BatchNorm
 
 @dataclass(frozen=True)
 class _Planned:
-    """What a technique that changes the model is made of."""
+    """The arguments from which a model transform is made."""
 
     config: Config
     model: nn.Module  # on meta, changed in place
     mesh: Mesh | None  # None in the launcher
-    batch: Batch  # of one sequence, on meta
-    checked: Transform | None  # the same, made for the same model and data before
+    batch: Batch  # one sequence, on meta
+    checked: Transform | None  # from an earlier plan of this model and data: already checked
 
 
 def model_transforms(
@@ -40,10 +40,10 @@ def model_transforms(
     batch: Batch,
     checked: Mapping[str, Transform],
 ) -> dict[str, Transform]:
-    """Change a model on meta in place, as the first rank of each axis has it; by their names.
+    """Apply model transforms on meta in place, as on the first rank of each axis; by name.
 
-    mesh: None in the launcher; batch: of one sequence, see `example_batch`; checked: those of
-    another plan for the same model and data. Raises ConfigError.
+    mesh: None in the launcher; batch: one sequence, see `example_batch`; checked: transforms of an
+    earlier plan of the same model and data. Raises ConfigError.
     """
     return {
         name: make(_Planned(config, model, mesh, batch, checked.get(name)))
@@ -86,7 +86,7 @@ _MODEL: list[tuple[str, Callable[[Config], bool], Callable[[_Planned], Transform
 
 @dataclass(frozen=True)
 class _Built:
-    """What a technique that changes stages is made of."""
+    """The arguments from which a stage transform is made."""
 
     config: Config
     mesh: Mesh
@@ -97,7 +97,7 @@ class _Built:
 
 
 def stage_transforms(config: Config, mesh: Mesh, plan: Plan) -> dict[str, Transform]:
-    """All that the config asks for, by their names; those of the plan are opened. Collective."""
+    """Make all transforms of the config, by name, and open those of the plan. Collective."""
     for transform in plan.transforms.values():
         transform.open(mesh, plan)
     asked = _Built(config, mesh, plan, dict(plan.transforms))
