@@ -43,7 +43,7 @@ from titanlike.training.loop import train
 # parts of 97 tokens differ among tp ranks, and four of them have two of keys' and values' heads
 COMMON = {"batch_size": 24, "tied": True, "data": SyntheticData(vocab_size=97)}
 GPT2 = COMMON | {"layers": 2, "family": "gpt2"}  # with packed matrices
-V, PARTS = tiny(2, 1, "zbvzerobubble", **GPT2), tiny(1, 2, tp=2, **GPT2)
+V, PARTS = tiny(pp=2, schedule="zbvzerobubble", **GPT2), tiny(dp=2, tp=2, **GPT2)
 LAYOUTS = {
     name: tiny(*mesh, **COMMON, layers=4, **changes)
     for name, mesh, changes in (
@@ -154,7 +154,7 @@ def test_a_run_goes_on_in_other_dimensions_as_in_one_process(tmp_path: Path) -> 
     layouts = [
         (1, tiny(tp=2, **settings | {"model": own})),
         # two copies of the tied weight on a rank, each with optimizer state that goes on
-        (4, tiny(2, 1, "zbvzerobubble", **settings)),
+        (4, tiny(pp=2, schedule="zbvzerobubble", **settings)),
     ]
     run_world(train, whole, tmp_path / "whole")
     for steps, config in layouts:
@@ -221,7 +221,7 @@ def resumed(config: Config, worker: Worker) -> tuple[int, int, int]:
 def test_one_rank_of_each_stage_reads_where_tensors_are(tmp_path: Path) -> None:
     """The description of what thousands of ranks have saved takes a minute and gigabytes. Here in
     another layout, in which states of random generators are read to be checked alone."""
-    config = tiny(2, 2, layers=4, batch_size=12, checkpoint=Checkpoint(every=0), steps=1)
+    config = tiny(pp=2, dp=2, layers=4, batch_size=12, checkpoint=Checkpoint(every=0), steps=1)
     run_world(train, config, tmp_path)
     again = replace(config, dp=3, steps=2)
     found = run_world(resumed, again, tmp_path)

@@ -42,7 +42,7 @@ from titanlike.launch.torchrun import start_id
 from titanlike.launch.worker import Worker
 from titanlike.training.build import build
 
-PP2 = tiny(2, 1, layers=2, checkpoint=Checkpoint(keep=0))
+PP2 = tiny(pp=2, layers=2, checkpoint=Checkpoint(keep=0))
 
 
 def test_a_plan_is_made_once_and_again_when_anything_changes(tmp_path: Path) -> None:

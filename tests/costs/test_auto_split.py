@@ -112,7 +112,7 @@ def mixed(kind: type[nn.Module] = Mixed) -> UnitCosts:
 
 def own(**changes: Any) -> Config:
     model = Custom(f"{__name__}.Mixed", {"vocab_size": None, **changes.pop("args", {})})
-    return tiny(2, 1, model=model, **changes)
+    return tiny(pp=2, model=model, **changes)
 
 
 # --- costs -------------------------------------------------------------------------------------
@@ -156,8 +156,7 @@ def test_memory_of_attention_does_not_grow_with_the_square_of_the_sequence() -> 
 
 def test_memory_of_a_chunked_loss_is_without_logits() -> None:
     config = tiny(
-        2,
-        1,
+        pp=2,
         model=Custom(
             "llama",
             {
@@ -260,13 +259,13 @@ def test_the_stages_follow_the_cost() -> None:
     assert found.auto_split.chosen.imbalance <= found.auto_split.even.imbalance
     # 1F1B holds twice the microbatches on the first stage, and bytes of the head are few here
     gpt2 = {"n_embd": 32, "n_head": 4, "n_layer": 8, "vocab_size": None, "n_positions": None}
-    by_memory = tiny(4, 1, model=Custom("gpt2", gpt2), split=AutoSplit("auto", "memory"))
+    by_memory = tiny(pp=4, model=Custom("gpt2", gpt2), split=AutoSplit("auto", "memory"))
     sizes = [len(stage) for stage in make_plan(replace(by_memory, seq_len=256)).stages]
     assert sizes[1] < sizes[2] < sizes[3]
 
 
 def test_one_stage_and_more_stages_than_units_work() -> None:
-    assert make_plan(tiny(1, 2, split=AutoSplit())).auto_split is None
+    assert make_plan(tiny(dp=2, split=AutoSplit())).auto_split is None
     few = make_plan(own(split=AutoSplit(), schedule=Schedule("zbvzerobubble"), batch_size=8))
     assert len(few.stages) == 4
     many = make_plan(replace(own(split=AutoSplit(), batch_size=8), pp=8))
@@ -274,7 +273,7 @@ def test_one_stage_and_more_stages_than_units_work() -> None:
 
 
 def test_a_driver_measures_nothing() -> None:
-    assert make_plan(tiny(2, 1, split=AutoSplit(cost="time"))).auto_split.cost == "flops"
+    assert make_plan(tiny(pp=2, split=AutoSplit(cost="time"))).auto_split.cost == "flops"
 
 
 def test_times_hold_for_the_same_shapes_alone() -> None:
@@ -304,7 +303,7 @@ def stages_twice(config: Config, worker: Worker) -> tuple[int, Any, list[list[li
 
 def test_times_are_measured_by_one_rank_alone_shared_and_kept(tmp_path: Path) -> None:
     """Of layers that are divided, too: the other ranks do not answer what a layer exchanges."""
-    config = tiny(2, 1, tp=2, layers=2, split=AutoSplit(cost="time"), loss=ChunkedCrossEntropy())
+    config = tiny(pp=2, tp=2, layers=2, split=AutoSplit(cost="time"), loss=ChunkedCrossEntropy())
     ranks = run_world(stages_twice, config, tmp_path)
     assert [count for count, *_ in ranks] == [1, 0, 0, 0]
     (_, times, stages), *others = ranks

@@ -139,7 +139,7 @@ def test_each_batch_is_waited_for_by_the_event_of_its_own_copy(
 
 
 def test_a_rank_gets_the_values_that_its_stages_read(tmp_path: Path) -> None:
-    found = run_world(_fields, tiny(3, layers=3, batch_size=12), tmp_path)
+    found = run_world(_fields, tiny(pp=3, layers=3, batch_size=12), tmp_path)
     assert found == [{"inputs"}, set(), {"targets"}]
 
 

@@ -182,7 +182,7 @@ def several_steps(config: Config, worker: Worker) -> dict[int, tuple[float, list
 
 @pytest.mark.slow
 def test_steps_of_any_lengths_are_exact_and_a_length_is_prepared_once(tmp_path: Path) -> None:
-    for found in run_world(several_steps, tiny(2, seq_len=32, layers=4), tmp_path):
+    for found in run_world(several_steps, tiny(pp=2, seq_len=32, layers=4), tmp_path):
         for most_shapes, (worst, made, recordings) in found.items():
             assert worst < 2e-6 and recordings == RECORDINGS
             assert made[:5] == {32: [2, 2, 3, 3, 3], 1: [2, 3, 4, 5, 6]}[most_shapes]
@@ -193,7 +193,7 @@ def test_steps_of_any_lengths_are_exact_and_a_length_is_prepared_once(tmp_path: 
 
 def test_every_stage_gets_the_fields_that_it_needs(tmp_path: Path) -> None:
     """Masks, scales and images, two of them called what torch's runtime calls its own arguments."""
-    assert_proven(tiny(2, 1, "zbvzerobubble", model=CONDITIONED, data=MASKED), tmp_path)
+    assert_proven(tiny(pp=2, schedule="zbvzerobubble", model=CONDITIONED, data=MASKED), tmp_path)
 
 
 def test_padding_is_not_seen_where_it_is_masked() -> None:

@@ -38,7 +38,7 @@ MIXTURE = {"model": moe(), "ep": 2}
 
 
 def layout(pp: int, dp: int, schedule: Any = "1f1b", **more: Any) -> Config:
-    return tiny(pp, dp, schedule, **{"layers": 4, "batch_size": 8} | RUN | more)
+    return tiny(pp=pp, dp=dp, schedule=schedule, **{"layers": 4, "batch_size": 8} | RUN | more)
 
 
 LAYOUTS = {

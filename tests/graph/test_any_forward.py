@@ -214,7 +214,7 @@ def test_a_cut_model_computes_what_the_whole_one_does(name: str) -> None:
 )
 def test_the_same_in_torchs_pipeline(name: str, schedule: str, tmp_path: Path) -> None:
     module = "forwards" if hasattr(forwards, name) else "unused_gradients"
-    config = tiny(2, 1, schedule, model=Custom(f"support.{module}.{name}"))
+    config = tiny(pp=2, schedule=schedule, model=Custom(f"support.{module}.{name}"))
     config.data = SyntheticData(vocab_size=VOCAB)
     assert_proven(config, tmp_path)
 
@@ -358,15 +358,15 @@ def test_a_forward_that_cannot_be_cut_is_refused_with_the_reason(reason: str) ->
 
 
 def test_a_model_that_sends_something_else_in_evaluation_is_refused_where_it_is_cut() -> None:
-    config = tiny(3, 1, model=Custom("support.forwards.OtherInEvaluation"))
+    config = tiny(pp=3, model=Custom("support.forwards.OtherInEvaluation"))
     (problem,) = preflight(config)
     assert "other tensors in evaluation" in problem.reason
-    assert not preflight(tiny(1, 2, model=config.model))
+    assert not preflight(tiny(dp=2, model=config.model))
 
 
 def test_experts_that_one_rank_alone_reaches_learn_what_one_process_learns(tmp_path: Path) -> None:
     """One sequence a rank: FSDP would add up gradients of different experts."""
-    config = tiny(1, 2, batch_size=2, seq_len=1, optimizer=Sgd())
+    config = tiny(dp=2, batch_size=2, seq_len=1, optimizer=Sgd())
     config.model = Custom("support.forwards.Routed")
     assert_proven(config, tmp_path)
 
@@ -379,7 +379,7 @@ def test_a_constructors_random_numbers_and_dtypes_do_not_depend_on_the_process()
 
 
 def test_a_parameter_behind_an_output_that_the_loss_ignores_gets_no_gradient() -> None:
-    plan = make_plan(tiny(2, 1, model=Custom("support.unused_gradients.ExtraOutputs")))
+    plan = make_plan(tiny(pp=2, model=Custom("support.unused_gradients.ExtraOutputs")))
     assert plan.model_graph.trained_outputs == [True] + [False] * 5
     first, last = plan.model_graph.graphs(plan.fields, True)
     side = next(node for node in first.nodes if node.target == "side")
@@ -389,7 +389,7 @@ def test_a_parameter_behind_an_output_that_the_loss_ignores_gets_no_gradient() -
 
 def test_parameters_that_the_forward_does_not_use_are_on_the_first_stage() -> None:
     """They are saved and loaded with the others."""
-    plan = make_plan(tiny(2, 1, model=Custom("support.any_models.Unused")))
+    plan = make_plan(tiny(pp=2, model=Custom("support.any_models.Unused")))
     graphs = [plan.model_graph.graphs(plan.fields, mode) for mode in (True, False)]
     stages = plan.model_graph.stage_modules(*graphs)
     assert {"spare.weight", "spare.bias"} <= {*stages[0][1]} and len(stages) == 2

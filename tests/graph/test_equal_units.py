@@ -15,7 +15,7 @@ from titanlike.training.train_plan import make_plan
 
 def recorded(family: str) -> list[Any]:
     """What is recorded for three stages: calls, messages, where gradients flow."""
-    plan = make_plan(tiny(4, family=family))
+    plan = make_plan(tiny(pp=4, family=family))
     return [
         (
             [(node.kind, str(node.target), node.random, node.once) for node in graph.nodes],

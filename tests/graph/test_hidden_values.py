@@ -22,6 +22,6 @@ from titanlike.training.preflight import preflight
     ],
 )
 def test_stash_and_pop_between_blocks_is_refused_by_name(name: str, reason: str) -> None:
-    (problem,) = preflight(tiny(2, 1, model=Custom(f"support.stashed.{name}")))
+    (problem,) = preflight(tiny(pp=2, model=Custom(f"support.stashed.{name}")))
     assert reason in problem.reason
     assert "returns it" in problem.fix

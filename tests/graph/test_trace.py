@@ -20,7 +20,7 @@ from titanlike.training.train_plan import make_plan
 
 
 def traced(*points: str, schedule: str = "1f1b", **changes: Any) -> Config:
-    return tiny(2, 1, schedule, split=TraceSplit(points=list(points)), layers=4, **changes)
+    return tiny(pp=2, schedule=schedule, split=TraceSplit(points=list(points)), layers=4, **changes)
 
 
 SKIPS = TraceSplit(points=["down.2", "up.0.1", "up.2"])  # the second is inside of a block

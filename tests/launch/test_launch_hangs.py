@@ -136,7 +136,7 @@ HUNG = {
 def test_a_rank_that_hangs_is_named_with_what_it_does_and_who_waits(
     hang: str, tmp_path: Path
 ) -> None:
-    config = replace(tiny(2, layers=2), launch=HANGS)
+    config = replace(tiny(pp=2, layers=2), launch=HANGS)
     function = hang_on_device if hang == "device" else hang_in_data
     with pytest.raises(RankError, match="died without a result"):
         run_world(function, config, tmp_path, hang, timeout=60)
@@ -167,7 +167,7 @@ def stop_before_a_save(config: Config, worker: Worker, stopped: int) -> None:
 @pytest.mark.parametrize("stopped", slow(0, 1))
 def test_a_rank_is_judged_by_the_limit_of_its_own_phase(stopped: int, tmp_path: Path) -> None:
     with pytest.raises(RankError, match="died without a result"):
-        run_world(stop_before_a_save, tiny(2), tmp_path, stopped, timeout=40)
+        run_world(stop_before_a_save, tiny(pp=2), tmp_path, stopped, timeout=40)
     failure = root_cause(tmp_path)
     assert failure is not None
     said = rf"no progress for \d+ s in save at step 8 \(launch.step_timeout=2\): rank {stopped} \("
@@ -202,7 +202,7 @@ def test_of_many_ranks_that_hang_two_read_all_heartbeats_and_report(
     """A file server answers not a thousand ranks that read a thousand files each. Where both are
     stopped the others report."""
     with pytest.raises(RankError, match="died without a result"):
-        run_world(hang_among_four, tiny(2, 2), tmp_path, stopped, timeout=40)
+        run_world(hang_among_four, tiny(pp=2, dp=2), tmp_path, stopped, timeout=40)
     reads = {rank: {*(tmp_path / f"read{rank}").read_text().split()} for rank in range(stopped, 4)}
     told = {int(path.name[4]) for path in (tmp_path / "logs").glob("rank*.error.json")}
     failure = root_cause(tmp_path)
@@ -235,7 +235,7 @@ def slow_phases(config: Config, worker: Worker) -> list[str]:
 
 @pytest.mark.slow
 def test_slow_phases_and_a_stopped_job_are_no_hang_and_nothing_is_left(tmp_path: Path) -> None:
-    assert run_world(slow_phases, tiny(2), tmp_path, timeout=30) == [["MainThread"]] * 2
+    assert run_world(slow_phases, tiny(pp=2), tmp_path, timeout=30) == [["MainThread"]] * 2
 
 
 def test_a_device_that_works_through_its_queue_is_no_hang(tmp_path: Path) -> None:
@@ -270,7 +270,7 @@ def alone(config: Config, worker: Worker) -> None:
 
 def test_a_process_alone_ends_even_where_nothing_can_be_written(tmp_path: Path) -> None:
     with pytest.raises(RankError, match="died without a result"):
-        run_world(alone, tiny(1), tmp_path, timeout=20)
+        run_world(alone, tiny(), tmp_path, timeout=20)
     said = r"no progress for \d+ s in build \(launch.timeout=1\): rank 0 has been in build for \d+ s, at "
     assert re.match(said + r"test_launch_hangs.py:\d+", (tmp_path / "told").read_text())
     assert re.search(said, (tmp_path / "rank0.out").read_text())
@@ -366,7 +366,7 @@ def test_a_rank_is_let_out_of_a_collective_whose_peer_has_failed(
     comes_out: bool, tmp_path: Path
 ) -> None:
     """Where it cannot be let out it ends. A rank that waits on would be named as one that hangs."""
-    arguments = wait_for_a_failed_peer, tiny(2), tmp_path, comes_out
+    arguments = wait_for_a_failed_peer, tiny(pp=2), tmp_path, comes_out
     if comes_out:
         assert run_world(*arguments, timeout=30) == [True, False]
     else:
@@ -399,4 +399,4 @@ def leave(config: Config, worker: Worker) -> list[tuple[bool, int, bool]]:
 
 
 def test_a_failed_rank_aborts_the_groups_of_a_gpu(tmp_path: Path) -> None:
-    assert run_world(leave, tiny(1, 2), tmp_path) == [[(True, 0, False), (True, 1, False)]] * 2
+    assert run_world(leave, tiny(dp=2), tmp_path) == [[(True, 0, False), (True, 1, False)]] * 2

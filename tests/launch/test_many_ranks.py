@@ -163,7 +163,7 @@ def test_a_rank_connects_to_those_alone_that_it_sends_to(
     of_four, of_six = (
         run_world(
             sockets_of_groups,
-            tiny(2, dp, batch_size=12),
+            tiny(pp=2, dp=dp, batch_size=12),
             tmp_path / str(dp),
             port if by_library else None,
         )[-1]
@@ -189,7 +189,7 @@ def by_way_of_rank_0(_: Config, worker: Worker) -> tuple[list[list[Any]], list[A
 
 def test_objects_reach_rank_0_and_come_from_it_in_a_tree(tmp_path: Path) -> None:
     """A save's plans and files. torch's gather and scatter open sockets on rank 0 for each rank."""
-    results = run_world(by_way_of_rank_0, tiny(2, 3, batch_size=12), tmp_path)
+    results = run_world(by_way_of_rank_0, tiny(pp=2, dp=3, batch_size=12), tmp_path)
     gathered, _, opened = results[0]
     assert gathered == [[("of", rank) for rank in range(size)] for size in range(1, 7)]
     for rank, (_, handed_out, _) in enumerate(results):

@@ -396,7 +396,7 @@ def agreed(config: Config, worker: Worker, other: list[int]) -> str:
 
 
 def test_all_ranks_know_which_have_another_config_than_rank_0(tmp_path: Path) -> None:
-    config = tiny(1, 4)
+    config = tiny(dp=4)
     assert run_world(agreed, config, tmp_path / "same", []) == ["/of/0"] * 4
     said = {*run_world(agreed, config, tmp_path / "other", [1, 3])}
     assert len(said) == 1 and "rank 1, 3 has other values than rank 0" in said.pop()

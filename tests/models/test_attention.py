@@ -372,7 +372,7 @@ def differences(config: Config, worker: Worker) -> tuple[float, float]:
 
 def test_stages_compute_offsets_from_their_batch_and_train_as_with_a_mask(tmp_path: Path) -> None:
     """Microbatches have other numbers of documents, so offsets of other shapes than recorded."""
-    config = tiny(2, data=Custom("models.test_attention.data"), layers=2)
+    config = tiny(pp=2, data=Custom("models.test_attention.data"), layers=2)
     for of_losses, of_gradients in run_world(differences, config, tmp_path):
         assert of_losses < 5e-6 and of_gradients < 2e-6
 

@@ -182,7 +182,7 @@ def calls_of_blocks(config: Config, worker: Worker) -> tuple[int, str]:
 def test_a_recomputed_block_runs_twice_and_a_queue_that_is_not_emptied_is_noticed(
     schedule: object, tmp_path: Path
 ) -> None:
-    config = tiny(2, 1, schedule, layers=4, activation_checkpoint=FULL)
+    config = tiny(pp=2, schedule=schedule, layers=4, activation_checkpoint=FULL)
     runs = run_world(calls_of_blocks, config, tmp_path)
     assert sum(calls for calls, _ in runs) == 2 * 4 * make_plan(config).microbatches
     waits = "weight gradients of the step were not computed" if schedule != "1f1b" else ""
@@ -210,7 +210,7 @@ def test_a_kept_result_that_is_changed_in_place_is_refused_by_name() -> None:
 
 def test_which_blocks_are_recomputed() -> None:
     def chosen(how: ActivationCheckpoint, **changes: object) -> list[list[str]]:
-        config = tiny(2, 1, activation_checkpoint=how, **changes)
+        config = tiny(pp=2, activation_checkpoint=how, **changes)
         return make_plan(config).recomputed.blocks
 
     names = [f"model.layers.{i}" for i in range(8)]
@@ -229,7 +229,7 @@ def test_blocks_that_take_gradients_are_neither_recomputed_nor_compiled(
     name: str, tmp_path: Path
 ) -> None:
     """torch does neither: it raises in the first step."""
-    config = tiny(1, 2, activation_checkpoint=Selective(), compile=True, **kind(name))
+    config = tiny(dp=2, activation_checkpoint=Selective(), compile=True, **kind(name))
     assert make_plan(config).recomputed.blocks == [[]]
     assert_proven(config, tmp_path)
 
@@ -260,7 +260,7 @@ FIT = {
     ],
 )
 def test_what_cannot_be_recomputed_is_refused_by_name(changes: dict, words: str) -> None:
-    config = replace(tiny(2, 1, activation_checkpoint=FULL), **changes)
+    config = replace(tiny(pp=2, activation_checkpoint=FULL), **changes)
     with pytest.raises(ConfigError, match=words):
         make_plan(config)
     other = "full" if changes is FIT else "none"
@@ -278,7 +278,7 @@ def test_names_that_no_operator_has_and_every_zeroth_block_are_refused() -> None
 
 def test_fit_recomputes_the_fewest_blocks_that_fit_on_each_rank() -> None:
     """The last rank of 1F1B has the fewest microbatches in memory."""
-    config = tiny(4, 1, layers=16, batch_size=32, seq_len=64)
+    config = tiny(pp=4, layers=16, batch_size=32, seq_len=64)
 
     def fitted(memory: int):
         fit = Fit(memory=memory)

@@ -77,8 +77,8 @@ def _gradients(config: Config, worker: Worker, by_fsdp: bool) -> Gradients:
 
 
 CASES = {
-    "one process, microbatches": tiny(1, 1, Schedule("1f1b", 4), precision=BF16, layers=4),
-    "weight gradients that wait": tiny(1, 1, "zbvzerobubble", precision=BF16, layers=2),
+    "one process, microbatches": tiny(pp=1, schedule=Schedule("1f1b", 4), precision=BF16, layers=4),
+    "weight gradients that wait": tiny(pp=1, schedule="zbvzerobubble", precision=BF16, layers=2),
 }
 
 

@@ -37,14 +37,14 @@ PATIENCE = 300  # seconds: the first one compiles, the others find it on disk
 @pytest.mark.slow
 def test_branches_that_alternate_from_step_to_step_are_exact(tmp_path: Path) -> None:
     model = Custom("support.unreached.Net", {"block": "Alternating"})
-    config = tiny(2, 1, Schedule("gpipe", 1), model=model, compile=True)
+    config = tiny(pp=2, schedule=Schedule("gpipe", 1), model=model, compile=True)
     assert_proven(config, tmp_path, PATIENCE)
 
 
 @pytest.mark.slow
 def test_batches_of_many_lengths_share_a_graph(tmp_path: Path) -> None:
     data = Custom("support.samples.phrases", {})
-    config = tiny(2, 1, compile=True, layers=4, data=data, steps=8)
+    config = tiny(pp=2, compile=True, layers=4, data=data, steps=8)
     run_world(train, config, tmp_path, timeout=PATIENCE)
     (event,) = read_jsonl(tmp_path / "events.jsonl")  # no step compiled again
     assert re.match(r"compiled the blocks: \d graphs( a rank)?, [\d.]+ s$", event["text"])

@@ -162,7 +162,7 @@ RESUMED = {"lr": ConstantLr(), "validation": Validation(every=1)}
 def exact(run_dir: Path, pp: int = 1, dp: int = 1, schedule: str = "1f1b", **more: Any) -> Config:
     """A run of 3 steps, unless told, that ends with a checkpoint."""
     microbatches = more.get("batch_size", 16) // dp // more.pop("grain", 1)
-    config = tiny(pp, dp, schedule, layers=4, **{"steps": 3} | more)
+    config = tiny(pp=pp, dp=dp, schedule=schedule, layers=4, **{"steps": 3} | more)
     return replace(
         config,
         schedule=replace(config.schedule, microbatches=microbatches),
@@ -308,7 +308,7 @@ def test_a_run_that_is_resumed_in_other_layouts_leaves_the_same_bits(
 
 
 def test_a_schedule_that_needs_more_microbatches_is_given_smaller_grains() -> None:
-    config = tiny(2, 1, "dualpipev", numerics=Numerics("exact", 8))
+    config = tiny(pp=2, schedule="dualpipev", numerics=Numerics("exact", 8))
     schedule = replace(config.schedule, microbatches=None)
     (problem,) = preflight(replace(config, schedule=schedule))
     assert (problem.key, problem.fix) == ("numerics.grain", "numerics.grain=4")

@@ -65,7 +65,7 @@ FULL = {"activation_checkpoint": ActivationCheckpoint("full")}
 
 def mixture(pp: int = 1, dp: int = 1, schedule: Any = "1f1b", **changes: Any) -> Config:
     model = Model("moe", {**SIZES, **ALL, **changes.pop("args", {})})
-    return tiny(pp, dp, schedule, model=model, **changes)
+    return tiny(pp=pp, dp=dp, schedule=schedule, model=model, **changes)
 
 
 LAYOUTS = {"parts of the sequence": mixture(tp=2)}

@@ -162,7 +162,7 @@ def test_a_recipe_says_what_has_a_scale(recipe: str, inputs: str, weight_gradien
 
 @pytest.mark.slow
 def test_the_estimates_and_flops_are_those_of_bf16() -> None:
-    config = tiny(2, 2, layers=4, precision=BF16)
+    config = tiny(pp=2, dp=2, layers=4, precision=BF16)
     float8 = replace(config, precision=FLOAT8)
     plans = [make_plan(config), make_plan(float8)]
     bf16, eight = (make_estimate(c, plan=d) for c, d in zip((config, float8), plans, strict=True))
@@ -235,7 +235,7 @@ def test_a_run_says_that_it_is_emulated_and_nothing_of_torchao(tmp_path: Path) -
 def test_a_run_goes_on_in_another_precision_and_back(tmp_path: Path) -> None:
     """Three steps in float8, then one each in fp32, in bf16, in float8; losses as in fp32 alone."""
     saving = Checkpoint(every=1, last=True)
-    config = tiny(2, 2, steps=3, precision=FLOAT8, checkpoint=saving, optimizer=Sgd())
+    config = tiny(pp=2, dp=2, steps=3, precision=FLOAT8, checkpoint=saving, optimizer=Sgd())
     for step, precision in enumerate((FLOAT8, Precision("fp32"), BF16, FLOAT8), 3):
         run_world(train, replace(config, steps=step, precision=precision), tmp_path / "changing")
     run_world(train, replace(config, steps=6, precision=Precision("fp32")), tmp_path / "fp32")

@@ -208,7 +208,7 @@ def first_loss(config: Config, worker: Worker) -> tuple[float, str]:
 
 def test_layouts_begin_with_the_same_weights_of_modules(tmp_path: Path) -> None:
     more = {"model": Custom("support.forwards.Dense"), "data": SyntheticData(vocab_size=64)}
-    ((loss, said),) = run_world(first_loss, tiny(1, 1, **more), tmp_path / "one")
+    ((loss, said),) = run_world(first_loss, tiny(pp=1, **more), tmp_path / "one")
     assert said == ModuleWeights.origin
-    for other, told in run_world(first_loss, tiny(2, 2, **more), tmp_path / "ranks"):
+    for other, told in run_world(first_loss, tiny(pp=2, dp=2, **more), tmp_path / "ranks"):
         assert (pytest.approx(other, rel=1e-6), told) == (loss, said)

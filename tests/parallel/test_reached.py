@@ -34,7 +34,9 @@ def sparse(
     pp: int = 1, dp: int = 1, schedule: Any = "1f1b", model: dict | None = None, **more: Any
 ) -> Config:
     model = Custom("support.unreached.Net", model or {})
-    return tiny(pp, dp, schedule, model=model, **({"batch_size": 8} | DECAYING | more))
+    return tiny(
+        pp=pp, dp=dp, schedule=schedule, model=model, **({"batch_size": 8} | DECAYING | more)
+    )
 
 
 ALTERNATING = {"block": "Alternating"}

@@ -48,7 +48,7 @@ OWN = Model(
 
 
 def divided(model: Model, pp: int = 1, dp: int = 1, tp: int = 2, **changes: Any) -> Config:
-    return tiny(pp, dp, model=model, tp=tp, batch_size=8, seq_len=SEQ_LEN, **changes)
+    return tiny(pp=pp, dp=dp, model=model, tp=tp, batch_size=8, seq_len=SEQ_LEN, **changes)
 
 
 QUICK = {
@@ -105,7 +105,7 @@ def test_a_folders_weights_are_divided(family: str, tmp_path: Path) -> None:
     """Also transposed and fused ones; the loss takes a few tokens of divided logits at a time."""
     folder_of(family, tmp_path / "model", tie_word_embeddings=True)
     model = Model("hf", {"path": str(tmp_path / "model")})
-    config = tiny(1, 2, model=model, tp=2, batch_size=8, loss=ChunkedCrossEntropy(chunk=16))
+    config = tiny(dp=2, model=model, tp=2, batch_size=8, loss=ChunkedCrossEntropy(chunk=16))
     assert_proven(config, tmp_path / "run")
 
 

@@ -50,7 +50,7 @@ def gradient_of(stage: int, dp_rank: int) -> float:
 
 
 def test_a_rank_makes_one_group_for_each_set_of_holders(tmp_path: Path) -> None:
-    results = run_world(tied, tiny(PP, DP), tmp_path)
+    results = run_world(tied, tiny(pp=PP, dp=DP), tmp_path)
     for rank, (made, gradients) in enumerate(results):
         assert made == GROUPS, "whatever dp is"
         for stage, found in gradients.items():

@@ -32,7 +32,9 @@ def test_weight_gradients_may_all_come_after_the_last_backward(
     pp: int, schedule: object, tmp_path: Path
 ) -> None:
     """With so few microbatches: FSDP has brought none of them to fp32 by then."""
-    assert_proven(tiny(pp, 2, schedule, layers=2 * pp, precision=Precision("bf16")), tmp_path)
+    assert_proven(
+        tiny(pp=pp, dp=2, schedule=schedule, layers=2 * pp, precision=Precision("bf16")), tmp_path
+    )
 
 
 def test_only_plain_linear_layers_queue_their_gradients() -> None:

@@ -116,7 +116,7 @@ def batches_of_messages(config: Config, worker: Worker) -> tuple[int, int]:
 
 def test_every_message_is_started_by_itself(tmp_path: Path) -> None:
     """NCCL puts the messages of batches into one stream, whoever they are for."""
-    config = tiny(2, 1, LoopedSchedule("interleaved1f1b", 4, stages_per_rank=2), layers=4)
+    config = tiny(pp=2, schedule=LoopedSchedule("interleaved1f1b", 4, stages_per_rank=2), layers=4)
     for alone, batched in run_world(batches_of_messages, config, tmp_path, timeout=40):
         assert (alone, batched) == (4 * (3 + 3) + 4 * 3, 0)
 

@@ -104,9 +104,9 @@ def test_other_skips(name: str, zero: int, tmp_path: Path) -> None:
     model = Custom(f"support.forwards.{name}")
     points = ["blocks.1", "other" if name == "TwoTowers" else "blocks.2", "blocks.3"]
     more = {"model": model, "data": SyntheticData(vocab_size=64), "optimizer": Sgd()}
-    config = tiny(4, 2 if zero > 1 else 1, split=PointSplit(points=points), **more)
+    config = tiny(pp=4, dp=2 if zero > 1 else 1, split=PointSplit(points=points), **more)
     if zero > 1:
         config.fsdp.zero = zero
         assert_proven(config, tmp_path)
     else:
-        assert_as_in_one_process(config, tmp_path, tiny(1, 1, "gpipe", **more))
+        assert_as_in_one_process(config, tmp_path, tiny(pp=1, schedule="gpipe", **more))

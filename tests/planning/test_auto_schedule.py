@@ -36,11 +36,15 @@ from titanlike.training.train_plan import TrainPlan, make_plan
 
 H100 = {"hardware": shipped("h100_sxm")}
 AUTO = AutoSchedule(microbatches=4)
-WAYS = {"2 ranks": tiny(2, 1, replace(AUTO, search="split", memory=0.8), **H100)}
+WAYS = {"2 ranks": tiny(pp=2, schedule=replace(AUTO, search="split", memory=0.8), **H100)}
 MORE_WAYS = {
-    "4 ranks and FSDP, tied": tiny(4, 2, AUTO, tied=True, layers=12, **H100),
+    "4 ranks and FSDP, tied": tiny(pp=4, dp=2, schedule=AUTO, tied=True, layers=12, **H100),
     "tp=2, bf16, weight gradients together": tiny(
-        2, 1, replace(AUTO, weight_gradients="together"), tp=2, precision=Precision("bf16"), **H100
+        pp=2,
+        schedule=replace(AUTO, weight_gradients="together"),
+        tp=2,
+        precision=Precision("bf16"),
+        **H100,
     ),
 }
 
@@ -59,7 +63,7 @@ def test_an_order_that_was_found_trains_the_same_model(config: Config, tmp_path:
 def test_an_order_is_kept_and_used_again_and_runs_as_a_csv(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = tiny(2, 1, replace(AUTO, search="split"), run_dir=str(tmp_path), **H100)
+    config = tiny(pp=2, schedule=replace(AUTO, search="split"), run_dir=str(tmp_path), **H100)
     said: list[str] = []
     first = with_found_order(config, said.append)
     assert "by simulation" in said[0] and (tmp_path / "order.csv").is_file()
@@ -97,7 +101,7 @@ def test_a_plan_searches_and_leaves_nothing(
 @pytest.mark.slow
 def test_no_schedule_of_the_same_memory_is_faster_by_simulation(tmp_path: Path) -> None:
     for split in (AutoSplit(), BalanceSplit(balance=[6, 2])):
-        config = tiny(2, 1, replace(AUTO, search="split"), split=split, **H100)
+        config = tiny(pp=2, schedule=replace(AUTO, search="split"), split=split, **H100)
         found = find(replace(config, run_dir=str(tmp_path)))
         assert found.known is not None and found.seconds <= found.known.seconds
         assert found.bound <= found.seconds
@@ -110,7 +114,7 @@ def test_too_little_memory_is_refused_with_the_least_that_works(
     limits: dict[str, float], tmp_path: Path
 ) -> None:
     schedule = replace(AUTO, **limits)
-    config = tiny(2, 1, schedule, run_dir=str(tmp_path), seq_len=2048, **H100)
+    config = tiny(pp=2, schedule=schedule, run_dir=str(tmp_path), seq_len=2048, **H100)
     with pytest.raises(ConfigError) as error:
         with_found_order(config)
     (problem,) = error.value.problems
@@ -131,7 +135,9 @@ def test_memory_is_limited_in_bytes_and_in_microbatches_in_flight(tmp_path: Path
         {"memory_bytes": 2**40},
         {"memory_bytes": 2**40, "in_flight": 1.0},
     ):
-        config = tiny(3, 1, replace(search, **changes), batch_size=8, layers=3, seq_len=2048)
+        config = tiny(
+            pp=3, schedule=replace(search, **changes), batch_size=8, layers=3, seq_len=2048
+        )
         found = find(replace(config, run_dir=str(tmp_path), **H100))
         most.append(in_flight(found.order.ranks[0]))
     assert most[1] == 2 and most[4] == 1
@@ -173,7 +179,10 @@ def test_measured_times_are_those_of_weight_gradients_that_wait(
     (tmp_path / f"{platform.node()}-2-ranks.yaml").write_text("{}")  # of this machine
     monkeypatch.setattr(known_hardware, "available_cores", lambda: 2)
     config = tiny(
-        2, 1, AUTO, run_dir=str(tmp_path), hardware=MeasuredHardware(folder=str(tmp_path))
+        pp=2,
+        schedule=AUTO,
+        run_dir=str(tmp_path),
+        hardware=MeasuredHardware(folder=str(tmp_path)),
     )
     found, plan = find(config), make_estimate(with_found_order(config), planned_hardware(config))
     assert found.seconds == pytest.approx(plan.simulation.pipeline, rel=0.02)

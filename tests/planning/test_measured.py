@@ -24,7 +24,7 @@ def test_what_was_measured_is_kept_for_as_many_ranks_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The median of what the processes find; units by whether their weight gradients wait."""
-    config = tiny(2, layers=2, device="cpu", hardware=MeasuredHardware(folder=str(tmp_path)))
+    config = tiny(pp=2, layers=2, device="cpu", hardware=MeasuredHardware(folder=str(tmp_path)))
     units = len(make_plan(config).model_graph.units)
     asked: list[tuple[str, int]] = []
 
@@ -86,7 +86,7 @@ def test_units_of_a_rank_with_a_part_of_each_sequence_are_measured(
 ) -> None:
     """In real processes, a core each."""
     hardware = MeasuredHardware(folder=str(tmp_path))
-    config = tiny(1, layers=1, batch_size=4, seq_len=16 * cp, hardware=hardware)
+    config = tiny(pp=1, layers=1, batch_size=4, seq_len=16 * cp, hardware=hardware)
     plan = make_estimate(replace(config, cp=cp, context_parallel=method, tp=tp), shipped("cpu"))
     assert not plan.times.estimated and plan.step_seconds > 0
     assert len([*(tmp_path / "units").iterdir()]) == 1

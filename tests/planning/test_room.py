@@ -74,18 +74,18 @@ def test_auto_takes_the_least_traffic_that_fits() -> None:
     assert make_plan(config, device_memory=lambda: None).zero == 2
     assert make_estimate(config, plan=tight).fullest == needed
 
-    config = tiny(1, 2, Schedule("1f1b", 4))
+    config = tiny(dp=2, schedule=Schedule("1f1b", 4))
     roomy = make_plan(config, device_memory=lambda: 2**30)
     tight = make_plan(config, device_memory=lambda: 2**19)
     assert roomy.zero == 1 and roomy.why_zero.startswith("4 microbatches, and about")
     assert tight.zero == 3 and "would take about" in tight.why_zero
-    assert make_plan(tiny(1, 2), device_memory=lambda: 2**30).zero == 3  # of one microbatch
+    assert make_plan(tiny(dp=2), device_memory=lambda: 2**30).zero == 3  # of one microbatch
 
 
 def squeezed(schedule: object) -> Config:
     """With as much memory as all blocks recomputed take, less half of the queue."""
     model = Custom("llama", {**MODEL, "hidden_size": 32, "intermediate_size": 64})
-    config = tiny(2, 1, schedule, model=model, seq_len=64)
+    config = tiny(pp=2, schedule=schedule, model=model, seq_len=64)
     full = replace(config, activation_checkpoint=ActivationCheckpoint("full"))
     plan = make_plan(full, device_memory=lambda: None)
     memory = plan.memory()

@@ -115,7 +115,7 @@ def test_measured_collectives_count_inside_a_node_alone() -> None:
 def test_a_core_that_computes_sends_too() -> None:
     """Of a device that does not work by itself: ZeRO 3's gathers are not hidden."""
     hardware = replace(shipped("cpu"), gather_bandwidth=1e8, reduce_bandwidth=1e8)
-    config = tiny(1, 2, Schedule("1f1b", 2), fsdp=Fsdp(3), layers=2)
+    config = tiny(dp=2, schedule=Schedule("1f1b", 2), fsdp=Fsdp(3), layers=2)
     estimate = make_estimate(config, hardware)
     free = make_estimate(config, replace(hardware, gather_bandwidth=1e15, reduce_bandwidth=1e15))
     one = estimate.plan.stage_numel(0) * 4 / 2 / 1e8
@@ -126,7 +126,7 @@ def test_a_core_that_computes_sends_too() -> None:
 
 def test_links_are_those_of_neighbours_first() -> None:
     """Of 64 GPUs in nodes of 8: those of tp are together, of cp and ep next to them."""
-    config, hardware = tiny(1, 16, cp=4, tp=4), shipped("h100_sxm")
+    config, hardware = tiny(dp=16, cp=4, tp=4), shipped("h100_sxm")
     tp, cp, shard = (link_of(config, axis, hardware) for axis in ("tp", "cp", "shard"))
     assert (tp.nodes, cp.nodes, shard.nodes) == (1, 2, 32)
     reached = hardware.link_efficiency
@@ -143,7 +143,7 @@ def test_links_are_those_of_neighbours_first() -> None:
 
 def exact(pp: int = 1, dp: int = 1, zero: Any = 1, grain: int = 1, **changes: Any) -> Config:
     more = {"fsdp": Fsdp(zero), "layers": 2, "numerics": Numerics("exact", grain)} | changes
-    return tiny(pp, dp, **more)
+    return tiny(pp=pp, dp=dp, **more)
 
 
 def sums_sent(config: Config, worker: Worker) -> Counter[str]:

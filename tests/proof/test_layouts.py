@@ -104,12 +104,14 @@ def test_the_table_of_pairs_is_that_of_the_dimensions() -> None:
 
 
 WAYS = {  # what no dimension has
-    "fewer microbatches than stages": tiny(4, 1, Schedule("1f1b", 2)),
+    "fewer microbatches than stages": tiny(pp=4, schedule=Schedule("1f1b", 2)),
 }
 MORE_WAYS = {
-    "two blocks in a V of eight": tiny(4, 1, "zbvzerobubble", layers=2),
-    "three stages a rank, uneven": tiny(2, 2, LoopedSchedule("loopedbfs", None, 3), layers=7),
-    "gradient accumulation and ZeRO 3": tiny(1, 2, Schedule("1f1b", 4), fsdp=Fsdp(3)),
+    "two blocks in a V of eight": tiny(pp=4, schedule="zbvzerobubble", layers=2),
+    "three stages a rank, uneven": tiny(
+        pp=2, dp=2, schedule=LoopedSchedule("loopedbfs", None, 3), layers=7
+    ),
+    "gradient accumulation and ZeRO 3": tiny(dp=2, schedule=Schedule("1f1b", 4), fsdp=Fsdp(3)),
     "four ranks in one replica": tiny(dp=4, fsdp=Fsdp(2)),
     "four replicas": tiny(dp=4, replicate=4),
     "shards of unequal size": tiny(dp=3, batch_size=12),
@@ -161,7 +163,7 @@ def verify_with_a_fault(config: Config, worker: Worker, fault: str) -> dict:
 @pytest.mark.parametrize("fault", ["scaled", *slow("missing", "nan", "loss")])
 def test_a_wrong_gradient_or_loss_is_caught_and_named(fault: str, tmp_path: Path) -> None:
     # SGD, because Adam's first update does not show the size of a gradient
-    results = run_world(verify_with_a_fault, tiny(2, 1, optimizer=Sgd()), tmp_path, fault)
+    results = run_world(verify_with_a_fault, tiny(pp=2, optimizer=Sgd()), tmp_path, fault)
     assert {result["exit_code"] for result in results} == {1}
     verdict = (tmp_path / "rank0.out").read_text().splitlines()[-1]
     wrong = "loss of step" if fault == "loss" else "gradient of model.layers.5.mlp.up_proj.weight"
@@ -170,7 +172,7 @@ def test_a_wrong_gradient_or_loss_is_caught_and_named(fault: str, tmp_path: Path
 
 @pytest.mark.slow
 def test_a_wrong_gradient_of_a_later_step_is_not_taken_for_rounding(tmp_path: Path) -> None:
-    config = tiny(2, 1, optimizer=Sgd())
+    config = tiny(pp=2, optimizer=Sgd())
     results = run_world(verify_with_a_fault, config, tmp_path, "scaled later")
     assert {result["exit_code"] for result in results} == {1}
     verdict = (tmp_path / "rank0.out").read_text().splitlines()[-1]
@@ -185,7 +187,7 @@ def test_rounding_that_a_model_amplifies_from_step_to_step_is_no_fault(
     """With such a learning rate the loss is 1e6 after five steps, and its first digits are
     chance."""
     exploding = Sgd(lr=20.0, clip=None), ConstantLr(warmup=0)
-    config = tiny(pp, 2, optimizer=exploding[0], lr=exploding[1], verify=Verify(steps=5))
+    config = tiny(pp=pp, dp=2, optimizer=exploding[0], lr=exploding[1], verify=Verify(steps=5))
     assert_proven(config, tmp_path)
     assert re.search(
         r"loss +loss after the last .* rounding\n", (tmp_path / "rank0.out").read_text()
@@ -203,7 +205,7 @@ def test_rounding_that_a_model_amplifies_from_step_to_step_is_no_fault(
 def test_a_wrong_gradient_is_named_in_low_precision_too(
     precision: Precision, fault: str, tmp_path: Path
 ) -> None:
-    config = tiny(2, 2 if fault == "dp rank" else 1, optimizer=Sgd(), precision=precision)
+    config = tiny(pp=2, dp=2 if fault == "dp rank" else 1, optimizer=Sgd(), precision=precision)
     results = run_world(verify_with_a_fault, config, tmp_path, fault)
     assert {result["exit_code"] for result in results} == {1}
     shown = (tmp_path / "rank0.out").read_text()
@@ -213,7 +215,7 @@ def test_a_wrong_gradient_is_named_in_low_precision_too(
 @pytest.mark.slow
 def test_an_update_that_follows_from_rounding_alone_is_no_fault_in_fp32(tmp_path: Path) -> None:
     """As below; BART's decoder has such biases."""
-    assert_proven(tiny(2, 2, model=Custom("support.wrapped_transformers.bart")), tmp_path)
+    assert_proven(tiny(pp=2, dp=2, model=Custom("support.wrapped_transformers.bart")), tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -245,8 +247,8 @@ def losses(folder: Path) -> list[tuple[float, float]]:
 def test_five_steps_in_any_two_layouts_give_the_same_curve(tmp_path: Path) -> None:
     layouts = {
         "one": tiny(),
-        "mesh": tiny(2, 2, "zbvzerobubble"),
-        "hsdp": tiny(2, 4, "interleaved1f1b", replicate=2),
+        "mesh": tiny(pp=2, dp=2, schedule="zbvzerobubble"),
+        "hsdp": tiny(pp=2, dp=4, schedule="interleaved1f1b", replicate=2),
     }
     for name, config in layouts.items():
         run_world(train, config, tmp_path / name)
@@ -261,7 +263,7 @@ def test_five_steps_in_any_two_layouts_give_the_same_curve(tmp_path: Path) -> No
 @pytest.mark.slow
 def test_a_run_resumes_to_the_last_bit(tmp_path: Path) -> None:
     saving = Checkpoint(every=2, last=True)
-    whole = tiny(2, 1, checkpoint=saving, steps=4)
+    whole = tiny(pp=2, checkpoint=saving, steps=4)
     run_world(train, whole, tmp_path / "whole")
     cut = tmp_path / "cut"
     run_world(stop_after_three, whole, cut)
@@ -280,7 +282,7 @@ def test_random_numbers_of_a_model_are_resumed(tmp_path: Path) -> None:
     """Dropout: masks differ from step to step, and a resumed run draws what it would have drawn."""
     settings = {"dim": 32, "layers": 4, "vocab_size": None}
     model = Custom("support.data.Dropping", settings)
-    config = tiny(2, 2, model=model, checkpoint=Checkpoint(every=2, last=True), steps=6)
+    config = tiny(pp=2, dp=2, model=model, checkpoint=Checkpoint(every=2, last=True), steps=6)
     run_world(train, config, tmp_path / "whole")
     run_world(stop_after_three, config, tmp_path / "cut")
     run_world(train, config, tmp_path / "cut")
@@ -289,7 +291,7 @@ def test_random_numbers_of_a_model_are_resumed(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_save_that_was_killed_does_not_count(tmp_path: Path) -> None:
-    config = tiny(2, 1, checkpoint=Checkpoint(every=2, last=True), steps=4)
+    config = tiny(pp=2, checkpoint=Checkpoint(every=2, last=True), steps=4)
     run_world(train, config, tmp_path / "whole")
     with pytest.raises(AssertionError, match="died without a result"):
         run_world(killed_while_saving_step_4, config, tmp_path / "cut")
@@ -335,16 +337,19 @@ def stop_after_three(config: Config, worker: Worker) -> None:
 @pytest.mark.parametrize(
     "other",
     [
-        pytest.param(tiny(1, 4, tied=True), marks=pytest.mark.slow),
-        pytest.param(tiny(4, 1, "interleaved1f1b", tied=True), marks=pytest.mark.slow),
-        pytest.param(tiny(2, 2, "zbvzerobubble", replicate=2, tied=True), marks=pytest.mark.slow),
+        pytest.param(tiny(dp=4, tied=True), marks=pytest.mark.slow),
+        pytest.param(tiny(pp=4, schedule="interleaved1f1b", tied=True), marks=pytest.mark.slow),
+        pytest.param(
+            tiny(pp=2, dp=2, schedule="zbvzerobubble", replicate=2, tied=True),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_run_resumes_in_another_layout(other: Config, tmp_path: Path) -> None:
     settings = {"checkpoint": Checkpoint(every=3), "lr": ConstantLr(warmup=0)}
     whole, part = tmp_path / "whole", tmp_path / "part"
     run_world(train, tiny(steps=6, tied=True, **settings), whole)
-    run_world(train, tiny(2, 2, steps=3, tied=True, **settings), part)
+    run_world(train, tiny(pp=2, dp=2, steps=3, tied=True, **settings), part)
     run_world(train, replace(other, steps=6, **settings), part)
     assert [row["step"] for row in read_jsonl(part / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
     for (loss, _), (right, _) in zip(losses(part), losses(whole), strict=True):
@@ -369,7 +374,9 @@ def test_a_checkpoint_of_another_model_is_refused_by_name(tmp_path: Path) -> Non
 
 @pytest.mark.slow
 def test_a_run_that_diverges_stops_before_the_update_and_says_where(tmp_path: Path) -> None:
-    diverging = tiny(2, 2, optimizer=Sgd(lr=1e30, clip=None), lr=ConstantLr(warmup=0), steps=20)
+    diverging = tiny(
+        pp=2, dp=2, optimizer=Sgd(lr=1e30, clip=None), lr=ConstantLr(warmup=0), steps=20
+    )
     expected = (
         r"step \d+: loss \S+, grad_norm (nan|inf).*rank \d: .*last good checkpoint is \S+step-"
     )

@@ -44,7 +44,7 @@ def third_steps(config: Config, worker: Worker) -> list[tuple[dict[str, int], in
 def test_a_step_computes_exchanges_waits_and_holds_as_a_plain_loop_does(
     pp: int, dp: int, tmp_path: Path
 ) -> None:
-    config = tiny(pp, dp, Schedule("1f1b", 4), layers=4, fsdp=Fsdp(1))
+    config = tiny(pp=pp, dp=dp, schedule=Schedule("1f1b", 4), layers=4, fsdp=Fsdp(1))
     for (ours, held), (plain, held_there) in run_world(third_steps, config, tmp_path):
         for name in ("mm", "bmm", "embedding", "send", "recv_"):
             assert ours[name] == plain[name], name

@@ -56,8 +56,8 @@ LAYOUTS = {
     "dp": small(1, 2, precision=Precision("bf16")),
     "hsdp": small(1, 4, replicate=2, fsdp=Fsdp(zero=3)),
     "pp": small(2),
-    "pp dp": tiny(2, 2, "interleaved1f1b"),
-    "split backward": tiny(2, 1, "zbvzerobubble"),
+    "pp dp": tiny(pp=2, dp=2, schedule="interleaved1f1b"),
+    "split backward": tiny(pp=2, schedule="zbvzerobubble"),
     "tied over stages": small(2, tied=True),
     "tp": small(tp=2),
     "cp": small(cp=2),
@@ -70,7 +70,7 @@ LAYOUTS = {
     ),
     "exact": small(numerics=EXACT),
     "exact dp": small(1, 2, numerics=EXACT, fsdp=Fsdp(zero=3)),
-    "exact pp": tiny(2, 1, "zbvzerobubble", numerics=EXACT),
+    "exact pp": tiny(pp=2, schedule="zbvzerobubble", numerics=EXACT),
 }
 
 

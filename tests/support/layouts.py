@@ -172,9 +172,9 @@ def schedule_of_cell(cell: Cell, folder: Path) -> Any:
 def config_of(cell: Cell, folder: Path, **changes: Any) -> Config:
     """The config of a cell; `folder` gets the files that it needs."""
     return tiny(
-        cell["pp"],
-        DP[cell["dp"]],
-        schedule_of_cell(cell, folder),
+        pp=cell["pp"],
+        dp=DP[cell["dp"]],
+        schedule=schedule_of_cell(cell, folder),
         replicate=2 if cell["dp"].startswith("2 ") or cell["dp"] == "2x2" else 1,
         tp=cell["tp"],
         cp=1 if cell["cp"] == "1" else 2,

@@ -31,8 +31,8 @@ def a_run(run_dir: Path, pp: int = 1, dp: int = 1, steps: int = 8, **checkpoint:
     """8 steps with checkpoints of steps 3 and 6."""
     settings = {"every": 3, "last": False, "keep": 0} | checkpoint
     return tiny(
-        pp,
-        dp,
+        pp=pp,
+        dp=dp,
         layers=2,
         steps=steps,
         checkpoint=Checkpoint(**settings),

@@ -17,9 +17,9 @@ def of_images(model: str, pp: int, dp: int, schedule: Any = "1f1b", **changes: A
     data = MASKS if model == "UNet" else IMAGES
     # SGD: Adam's first update does not depend on the gradient's scale
     return tiny(
-        pp,
-        dp,
-        schedule,
+        pp=pp,
+        dp=dp,
+        schedule=schedule,
         model=Custom(f"support.vision_models.{model}", args),
         **{"data": data, "seq_len": 1, "optimizer": Sgd(), **changes},
     )

@@ -76,7 +76,7 @@ def job_of(config: Config) -> Callable[[Check], Callable[..., None]]:
 @pytest.fixture(scope="module")
 def errors(tmp_path_factory: pytest.TempPathFactory) -> Found:
     """Of each check, on both ranks: "" where it holds."""
-    return of_ranks(run_world(all_checks, tiny(2), tmp_path_factory.mktemp("jobs"), timeout=120))
+    return of_ranks(run_world(all_checks, tiny(pp=2), tmp_path_factory.mktemp("jobs"), timeout=120))
 
 
 def of_ranks(ranks: list[dict[str, Any]]) -> Found:
@@ -142,7 +142,7 @@ def test_hooks_of_fsdp_inside_of_a_block_break_its_graph(job: Opened) -> None:
             torch.testing.assert_close(parameter.grad.full_tensor(), gradient)
 
 
-@job_of(tiny(2, 1, "zbvzerobubble", layers=4))
+@job_of(tiny(pp=2, schedule="zbvzerobubble", layers=4))
 def test_the_runtime_takes_its_actions_one_by_one_from_a_list(job: Opened) -> None:
     """The watchdog learns from it which action a rank is in: each in its turn, then the end."""
     run, batch, actions = job.run, job.batch(), []
@@ -169,7 +169,7 @@ def _noting(ran: list[Any], function: Any, action: Any, context: Any) -> None:
     function(action, context)
 
 
-@job_of(tiny(2, 1, layers=2))
+@job_of(tiny(pp=2, layers=2))
 def test_messages_are_validated_in_the_first_step_alone(job: Opened) -> None:
     """And the first evaluation."""
     batch, seen = job.batch(), []
@@ -256,7 +256,7 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta:
     return group._get_backend(torch.device("cpu")).options._timeout
 
 
-@job_of(tiny(2, 1, layers=2, launch=Launch(timeout=77)))
+@job_of(tiny(pp=2, layers=2, launch=Launch(timeout=77)))
 def test_a_device_mesh_ignores_the_timeout_of_the_process_group(job: Opened) -> None:
     """If it does not, `set_timeout` may go."""
     axes = job.mesh.axes
@@ -280,7 +280,7 @@ def test_a_split_backward_still_loses_gradients_when_blocks_are_resharded(job: O
     assert result["exit_code"] == 1
 
 
-@job_of(tiny(2, 1, layers=2))  # the last: a rank leaves
+@job_of(tiny(pp=2, layers=2))  # the last: a rank leaves
 def test_a_message_of_another_dtype_is_refused_in_the_first_step(job: Opened) -> None:
     forward = pipeline_stage._Stage.forward_maybe_with_nosync
     pipeline_stage._Stage.forward_maybe_with_nosync = lambda *a, **k: forward(*a, **k).double()
@@ -357,7 +357,7 @@ def test_the_allocator_has_no_public_settings(one_rank: dict[str, Any]) -> None:
 
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    return of_ranks(run_world(on_two_ranks, tiny(2), tmp_path_factory.mktemp("two")))
+    return of_ranks(run_world(on_two_ranks, tiny(pp=2), tmp_path_factory.mktemp("two")))
 
 
 def on_two_ranks(_: Config, worker: Worker) -> dict[str, Any]:

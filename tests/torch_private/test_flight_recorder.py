@@ -29,7 +29,7 @@ def record_a_missing_rank(config: Config, worker: Worker) -> list[str]:
 
 def test_a_collective_that_others_have_not_come_to_is_in_the_record(tmp_path: Path) -> None:
     """Where torch's analyzer finds it."""
-    files = run_world(record_a_missing_rank, tiny(1, 2), tmp_path)
+    files = run_world(record_a_missing_rank, tiny(dp=2), tmp_path)
     assert files == [["gloo_rank0"], ["gloo_rank1"]]
     sizes = [
         [entry["input_sizes"] for entry in pickle.loads(path.read_bytes())["entries"]]

@@ -69,7 +69,7 @@ def differences(config: Config, worker: Worker) -> tuple[tuple[int, int], dict[s
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[tuple]:
-    return run_world(differences, tiny(2), tmp_path_factory.mktemp("ranks"))
+    return run_world(differences, tiny(pp=2), tmp_path_factory.mktemp("ranks"))
 
 
 def test_torchs_pass_recognizes_what_a_divided_layer_exchanges(found: list[tuple]) -> None:

@@ -87,7 +87,9 @@ def counts(tmp_path_factory: pytest.TempPathFactory) -> list[list[tuple[int, int
     """Of each rank, with titanlike's fences and without."""
     folder = tmp_path_factory.mktemp("counts")
     return run_world(
-        fenced_and_as_torch_does, tiny(2, 1, Schedule("1f1b", MICROBATCHES), layers=4), folder
+        fenced_and_as_torch_does,
+        tiny(pp=2, schedule=Schedule("1f1b", MICROBATCHES), layers=4),
+        folder,
     )
 
 

@@ -144,7 +144,7 @@ def touchy(pp: int = 1, dp: int = 1, schedule: str = "1f1b", **changes) -> Confi
     """6 steps, of which each has another learning rate."""
     model = Custom("support.bad_numbers.Touchy", {"dim": 32, "layers": 4, "vocab_size": None})
     same = {"lr": ConstantLr(warmup=10), "checkpoint": Checkpoint(every=2, last=True)}
-    config = tiny(pp, dp, schedule, model=model, steps=6, **(same | changes))
+    config = tiny(pp=pp, dp=dp, schedule=schedule, model=model, steps=6, **(same | changes))
     return spoil(config)
 
 
@@ -300,7 +300,7 @@ def test_a_step_a_validation_or_a_proof_in_which_no_target_counts_says_so(
     """It is no run that diverged, nothing is divided by zero, and no loss is nan in the end."""
     parts = {"train": train_counts, "validation": not train_counts}
     data = Custom("support.data.left_out", {"vocab_size": 64, **parts})
-    config = tiny(pp, layers=2, data=data, steps=2, validation=Validation(every=1, batches=1))
+    config = tiny(pp=pp, layers=2, data=data, steps=2, validation=Validation(every=1, batches=1))
     with pytest.raises(RankError, match=said) as raised:
         run_world(job, config, tmp_path)
     assert "learning rate" not in str(raised.value) and "optimizer.lr" not in str(raised.value)

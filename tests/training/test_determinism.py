@@ -58,7 +58,7 @@ def settings_in_steps(config: Config, worker: Worker, configs: list[Config]) -> 
 def test_two_runs_are_equal_to_the_last_bit_in_bf16_with_dropout(pp: int, tmp_path: Path) -> None:
     """They share a process, as a sweep's jobs do, which has its own settings back after them."""
     config = tiny(
-        pp,
+        pp=pp,
         model=Custom("support.data.Dropping", SIZES),
         precision=Precision("bf16"),
         checkpoint=Checkpoint(every=0, last=True),

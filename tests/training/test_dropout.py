@@ -77,7 +77,7 @@ def a_step_of_each(_: Config, worker: Worker, configs: list[Config]) -> list[dic
 
 
 def test_no_two_masks_are_equal(tmp_path: Path) -> None:
-    config = tiny(2, 2, model=Custom("test_dropout.Masked", {}), seq_len=4)
+    config = tiny(pp=2, dp=2, model=Custom("test_dropout.Masked", {}), seq_len=4)
     results = run_world(a_step, config, tmp_path)
     masks = [mask for found, _ in results for mask in found]
     assert len(masks) == 4 * 2 * 8  # layers, dp ranks, microbatches

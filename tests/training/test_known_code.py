@@ -75,11 +75,11 @@ def test_a_parameter_without_elements_is_refused_where_fsdp_would_divide_it(
         ({"scale_grad_by_freq": True}, tiny(dp=2), "counts ids in a microbatch of a rank"),
         (
             {"scale_grad_by_freq": True},
-            tiny(1, 1, Schedule("1f1b", 4)),
+            tiny(pp=1, schedule=Schedule("1f1b", 4)),
             "counts ids in a microbatch",
         ),
         ({"scale_grad_by_freq": True}, tiny(), ""),
-        ({"padding_idx": 3}, tiny(2, 2), ""),
+        ({"padding_idx": 3}, tiny(pp=2, dp=2), ""),
     ],
 )
 def test_an_embedding_that_a_layout_would_change_is_refused(

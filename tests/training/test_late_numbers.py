@@ -38,15 +38,15 @@ from titanlike.training.loop import train
 SPIKES = {"on_spike": "skip", "spike_window": 2}
 UNREACHED = Custom("support.unreached.Net", {"block": "Alternating"})
 LAYOUTS = {
-    "a pipeline with tied weights, watching for spikes": tiny(2, tied=True, **SPIKES),
+    "a pipeline with tied weights, watching for spikes": tiny(pp=2, tied=True, **SPIKES),
 }
 MORE_LAYOUTS = {
     "a pipeline of shards, zero bubble, SGD": tiny(
-        2, 2, "zbvzerobubble", optimizer=Sgd(lr=0.1, momentum=0.9)
+        pp=2, dp=2, schedule="zbvzerobubble", optimizer=Sgd(lr=0.1, momentum=0.9)
     ),
     "ZeRO 1, Muon": tiny(dp=2, fsdp=Fsdp(1), optimizer=Muon()),
     "bf16, state in bf16": tiny(
-        2, precision=Precision("bf16"), optimizer=AdamW(state_dtype="bf16")
+        pp=2, precision=Precision("bf16"), optimizer=AdamW(state_dtype="bf16")
     ),
     "parameters that a step does not reach": tiny(
         dp=2, schedule=Schedule("gpipe", 1), model=UNREACHED, batch_size=8
@@ -67,7 +67,7 @@ def test_each_step_is_recorded_once_whatever_waits_for_its_numbers(tmp_path: Pat
     """Around validations, saves and the end the same numbers as where nothing waits for them: so a
     validation leaves the mode of the model, and the random numbers of its dropout, as they were."""
     model = Custom("support.data.Dropping", {"dim": 32, "layers": 4, "vocab_size": None})
-    plain = tiny(2, steps=7, model=model, run_dir=str(tmp_path / "plain"))
+    plain = tiny(pp=2, steps=7, model=model, run_dir=str(tmp_path / "plain"))
     some = replace(
         plain,
         run_dir=str(tmp_path / "some"),

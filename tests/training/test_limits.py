@@ -38,7 +38,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Config, lis
     """A pipeline with dropout, and its metrics."""
     folder = tmp_path_factory.mktemp("uninterrupted")
     validation = Validation(every=2, batches=4)
-    config = tiny(2, 1, model=DROPOUT, checkpoint=SAVING, steps=4, validation=validation)
+    config = tiny(pp=2, model=DROPOUT, checkpoint=SAVING, steps=4, validation=validation)
     run_world(train, config, folder)
     return config, numbers(folder)
 

@@ -108,5 +108,5 @@ def growth_with_microbatches(config: Config, worker: Worker, few: int, many: int
 def test_memory_does_not_grow_with_the_number_of_microbatches(
     pp: int, dp: int, tmp_path: Path
 ) -> None:
-    grown = run_world(growth_with_microbatches, tiny(pp, dp, layers=2), tmp_path, 4, 12)
+    grown = run_world(growth_with_microbatches, tiny(pp=pp, dp=dp, layers=2), tmp_path, 4, 12)
     assert all(abs(bytes_) <= 256 for bytes_ in grown), grown  # an output: 16 tokens of 64 logits

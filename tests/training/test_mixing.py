@@ -42,7 +42,7 @@ SINGLE = Schedule("1f1b", 16)  # microbatches of one sample
 
 def net(block: str, pp: int = 1, dp: int = 1, schedule: Any = "1f1b", **more: Any) -> Config:
     model = Custom("support.mixing.Net", {"block": block, **more.pop("args", {})})
-    return tiny(pp, dp, schedule, **{"model": model, "steps": 1, **more})
+    return tiny(pp=pp, dp=dp, schedule=schedule, **{"model": model, "steps": 1, **more})
 
 
 def loss(name: str) -> Custom:
@@ -66,7 +66,7 @@ WORLDS = {
     ]),
     "pp=2": (
         [net("Plain", 2, loss=loss("balanced")), net("Centered", 2)],
-        [tiny(2, model=Custom("support.forwards.Routed"), steps=1)],
+        [tiny(pp=2, model=Custom("support.forwards.Routed"), steps=1)],
     ),
 }  # fmt: skip
 MORE_WORLDS = {

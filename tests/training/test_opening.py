@@ -27,7 +27,7 @@ from titanlike.training.train_plan import make_plan
 
 
 def test_what_each_stage_sends_is_listed() -> None:
-    (row,) = _sent(make_plan(tiny(4, 1)))  # four stages, three of which send the same
+    (row,) = _sent(make_plan(tiny(pp=4)))  # four stages, three of which send the same
     assert row == ["0-2", "next", "[1, 16, 32]", "float32", "2 KiB"]
     points = PointSplit(points=["down.2", "up.0", "up.2"])
     rows = _sent(make_plan(of_images("UNet", 4, 1, split=points)))
@@ -38,7 +38,7 @@ def test_what_each_stage_sends_is_listed() -> None:
     ]
     v = _sent(make_plan(of_images("UNet", 2, 1, "zbvzerobubble", split=points)))
     assert [row[-1] for row in v if row[:2] in (["0", "3"], ["1", "next"])] == ["same rank"] * 3
-    assert _sent(make_plan(tiny(1, 2))) == []
+    assert _sent(make_plan(tiny(dp=2))) == []
 
 
 def gathered(config: Config, worker: Worker) -> list[Place]:
@@ -47,7 +47,7 @@ def gathered(config: Config, worker: Worker) -> list[Place]:
 
 
 def test_the_first_rank_knows_where_all_are(tmp_path: Path) -> None:
-    first, second = run_world(gathered, tiny(2, 1), tmp_path)
+    first, second = run_world(gathered, tiny(pp=2), tmp_path)
     assert first == [place_of(torch.device("cpu"))] * 2 and first[0].device == "cpu"
     assert second == []
 
@@ -123,7 +123,7 @@ def train_on_machines_that_differ(config: Config, worker: Worker) -> None:
 
 
 def test_ranks_on_other_hardware_are_told_and_refused_with_exact_numerics(tmp_path: Path) -> None:
-    config = tiny(1, 3, batch_size=6, steps=1, layers=2)
+    config = tiny(dp=3, batch_size=6, steps=1, layers=2)
     run_world(train_on_machines_that_differ, config, tmp_path / "fast")
     (event,) = events(tmp_path / "fast", "unlike")
     assert "rank 0-1: a GPU of kind 0; rank 2: a GPU of kind 1" in event["text"]

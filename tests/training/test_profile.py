@@ -45,7 +45,7 @@ def short(pp: int = 1, dp: int = 1, schedule: str = "1f1b", **changes: Any) -> C
         "validation": Validation(every=3, batches=1),
         "checkpoint": Checkpoint(every=3, last=False),
     }
-    return tiny(pp, dp, Schedule(schedule, 2), **every | changes)
+    return tiny(pp=pp, dp=dp, schedule=Schedule(schedule, 2), **every | changes)
 
 
 def events_of(path: Path) -> list[dict[str, Any]]:

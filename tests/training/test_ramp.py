@@ -39,14 +39,14 @@ OWN = Model("support.any_models.Deep")  # looked at with the first batch
     "config",
     cells(
         {
-            "pp and dp": tiny(2, 2, **RAMPED),
-            "own model, bf16": tiny(2, model=OWN, precision=Precision("bf16"), ramp=RAMP),
+            "pp and dp": tiny(pp=2, dp=2, **RAMPED),
+            "own model, bf16": tiny(pp=2, model=OWN, precision=Precision("bf16"), ramp=RAMP),
         },
         {
             "tp": tiny(tp=2, dp=2, **RAMPED),
             "cp": tiny(cp=2, loss=ChunkedCrossEntropy(chunk=7), **RAMPED),
-            "V": tiny(2, 1, "zbvzerobubble", ramp=RAMP, layers=4),
-            "microbatches": tiny(2, 1, Schedule(microbatches=4), **RAMPED),
+            "V": tiny(pp=2, schedule="zbvzerobubble", ramp=RAMP, layers=4),
+            "microbatches": tiny(pp=2, schedule=Schedule(microbatches=4), **RAMPED),
         },
     ),
 )
@@ -106,5 +106,5 @@ def test_stages_that_do_not_divide_are_refused(stage: RampStage, said: str) -> N
 
 
 def test_a_stage_with_too_few_sequences_for_its_microbatches_is_refused() -> None:
-    (problem,) = preflight(tiny(2, 1, Schedule(microbatches=8), **RAMPED))
+    (problem,) = preflight(tiny(pp=2, schedule=Schedule(microbatches=8), **RAMPED))
     assert "4 sequences of a dp rank do not divide into 8" in str(problem)

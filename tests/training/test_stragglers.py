@@ -26,7 +26,7 @@ from titanlike.training.stragglers import BusyTime, Stragglers, slow_ranks
 def short(pp: int, dp: int, share: float = 0.3) -> Config:
     more = {"validation": Validation(every=0), "checkpoint": Checkpoint(every=0, last=False)}
     more["launch"] = Launch(straggler=share)
-    return tiny(pp, dp, Schedule("1f1b", 4), steps=5, layers=2, **more)
+    return tiny(pp=pp, dp=dp, schedule=Schedule("1f1b", 4), steps=5, layers=2, **more)
 
 
 def train_in_steps_of_a_second(config: Config, worker: Worker, waited: list[float]) -> None:

@@ -49,7 +49,7 @@ def short(pp: int = 1, dp: int = 1, schedule: Any = "1f1b", **changes: Any) -> C
         "validation": Validation(every=0),
         "checkpoint": Checkpoint(every=0, last=False),
     }
-    return tiny(pp, dp, Schedule(schedule, 4), **every | changes)
+    return tiny(pp=pp, dp=dp, schedule=Schedule(schedule, 4), **every | changes)
 
 
 def told(run_dir: Path) -> list[str]:

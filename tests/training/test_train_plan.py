@@ -45,7 +45,7 @@ def test_a_405b_model_is_drafted_in_seconds() -> None:
         "intermediate_size": 53248,
     }
     config = tiny(
-        16, 64, batch_size=16 * 64, model=Custom("llama", {**sizes, "vocab_size": 128256})
+        pp=16, dp=64, batch_size=16 * 64, model=Custom("llama", {**sizes, "vocab_size": 128256})
     )
     plan = make_plan(config)
     assert plan.whole_numel == pytest.approx(405.9e9, rel=1e-3)
@@ -80,8 +80,8 @@ def named(name: str = "llama", **sizes: object) -> Config:
         (named("no.such.module"), "no.such"),
         (named(vocab_size=10), "model.vocab_size=null"),
         (named("gpt2", n_positions=8), "seq_len=8"),
-        (tiny(2, 2, "zbvzerobubble", fsdp=Fsdp(3)), "fsdp.zero=1"),
-        (tiny(2, 1, split=BalanceSplit(balance=[4, 3])), "sums to 7"),
+        (tiny(pp=2, dp=2, schedule="zbvzerobubble", fsdp=Fsdp(3)), "fsdp.zero=1"),
+        (tiny(pp=2, split=BalanceSplit(balance=[4, 3])), "sums to 7"),
     ],
 )
 def test_a_model_that_cannot_be_laid_out_is_refused_with_one_that_can(
@@ -185,7 +185,7 @@ def test_what_cannot_be_divided_is_refused_in_words_with_what_can(
 @pytest.mark.slow
 def test_messages_flops_and_parameters_are_those_of_one_tensor_parallel_rank() -> None:
     sizes = {**LLAMA, "num_key_value_heads": 4, "num_hidden_layers": 2, "vocab_size": 64}
-    whole = tiny(2, model=Model("llama", sizes))
+    whole = tiny(pp=2, model=Model("llama", sizes))
     one = make_plan(whole)
     flops, tokens, parameters = {}, {}, {}
     for tp in (1, 2, 4):
@@ -262,7 +262,7 @@ def test_groups_over_machines_are_a_warning_and_no_error(
 
 def test_stages_without_a_module_are_told() -> None:
     told: list[str] = []
-    assert problems(tiny(9, 1, layers=2), warn=told.append) == []
+    assert problems(tiny(pp=9, layers=2), warn=told.append) == []
     assert told == ["5 of 9 stages have no module: fewer ranks of pp do as much"]
     told.clear()
-    assert problems(tiny(3, 1, layers=2), warn=told.append) == [] == told
+    assert problems(tiny(pp=3, layers=2), warn=told.append) == [] == told
