@@ -58,7 +58,7 @@ class Checkpointer:
 
     @property
     def _writer(self) -> CheckpointWriter:
-        """Also knows what has been saved; a run without checkpoints has none."""
+        """The writer, made when it is first used; it also tracks the steps that were saved."""
         if self._made_writer is None:
             from titanlike.checkpoint.writer import CheckpointWriter
 

@@ -62,10 +62,10 @@ def text_of(total: Tensor) -> str:
 def digest(
     tensors: Mapping[str, Any], first: bool, device: torch.device, group: dist.ProcessGroup | None
 ) -> str:
-    """The digest of what all ranks have together: FSDP's DTensors, `Blocks` of these, and plain
+    """Compute one digest over the tensors of all ranks: DTensors, `Blocks` of DTensors, and plain
     tensors. Collective.
 
-    first: whether this rank counts plain tensors, which several ranks have: the first of them.
+    first: whether this rank is the one replica that counts plain (replicated) tensors.
     """
     total = torch.zeros((), dtype=torch.int64, device=device)
     for name, tensor in tensors.items():

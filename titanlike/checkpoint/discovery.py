@@ -43,7 +43,7 @@ class Progress:
 
 @dataclass
 class Selection:
-    """The selected checkpoint, None where there is none, and the newer ones that it is not."""
+    """The checkpoint to resume from, or None, and the newer ones that were skipped as damaged."""
 
     path: Storage | None
     damaged: list[DamagedCheckpoint] = field(default_factory=list)

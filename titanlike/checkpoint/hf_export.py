@@ -146,8 +146,8 @@ class Planned(NamedTuple):
 
 
 class Exported(NamedTuple):
-    """A tensor of the checkpoint and what becomes of it: tensors that have its values in their order,
-    unless they are converted (name -> tensor)."""
+    """A checkpoint tensor and what is exported of it: consecutive slices of its flattened values, or
+    the tensors that `convert` returns by name."""
 
     name: str
     outputs: list[Planned]
@@ -218,9 +218,9 @@ def plan_export(
 def _reverted(
     built: Any, entries: Mapping[str, SavedTensor], dtypes: Mapping[str, torch.dtype]
 ) -> list[Exported]:
-    """The tensors in the names and forms that transformers' save_pretrained writes, by its own
-    conversion of each alone, where that gives what it does of all together; else as the model has
-    them."""
+    """Map each tensor to the names and shapes that transformers' save_pretrained writes, by its
+    conversion of one tensor at a time. Where that differs from converting all at once, names and
+    shapes stay the model's."""
     from transformers.core_model_loading import revert_weight_conversion
 
     def revert(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -73,11 +73,8 @@ _DIGEST = 16  # bytes
 
 
 class Damage(StrEnum):
-    """Why a checkpoint is not whole: what is said of one of its files.
-
-    A call with the facts that a reason names gives the ValueError that `reading` makes a
-    DamagedCheckpoint.
-    """
+    """Messages for a damaged checkpoint file. Calling a member fills in its fields and returns the
+    ValueError that `reading` turns into DamagedCheckpoint."""
 
     MISSING = "is missing"
     IRREGULAR = "is not a regular file"
@@ -111,9 +108,9 @@ class UnsafeCheckpoint(ValueError):
 
 @contextlib.contextmanager
 def reading(folder: Storage, file: str) -> Iterator[None]:
-    """A verdict on a file: it is missing, or a ValueError says what is wrong with it.
+    """Raise DamagedCheckpoint where the block finds the file missing or raises a ValueError.
 
-    Raises DamagedCheckpoint. An error of reading the file is no verdict.
+    Other errors of reading pass through: they do not prove that the checkpoint is damaged.
     """
     try:
         yield

@@ -51,7 +51,8 @@ def where_ranks_stand(root: int, run_dir: Path, between: float = 5.0) -> tuple[s
 
 
 def _look(root: int, run_dir: Path) -> dict[int, _Look]:
-    """By process that answers the signal; one after the other, as ranks' children share its log."""
+    """Return, by process id, what each process with a handler of the signal answers. They are asked
+    one at a time, since a rank's children write into its log."""
     parents: dict[int, int] = {}
     facts = {}
     for folder in Path("/proc").glob("[0-9]*"):
