@@ -40,7 +40,8 @@ def shell(
     settings, rest = re.fullmatch(r"((?:[A-Z_]+=\S+ )*)(.*)", line, re.DOTALL).groups()
     env = env | dict(setting.split("=", 1) for setting in settings.split())
     words = [] if re.search(r"[|&;<>]|\$\(", rest) else shlex.split(rest)
-    if words and words[0] in ("python", "titanlike", "torchrun"):
+    forks = "gpu_check" in rest and "--list" not in rest  # a fork's fork cannot be forked again
+    if words and words[0] in ("python", "titanlike", "torchrun") and not forks:
         program = {"python": [], "titanlike": [str(SCRIPTS / "titanlike")], "torchrun": TORCHRUN}
         return run([*program[words[0]], *words[1:]], cwd, env, timeout)
     return subprocess.run(

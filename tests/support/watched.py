@@ -12,6 +12,7 @@ A process of titanlike's is not started, but kept with the config that it would 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import io
 import json
 import os
@@ -112,6 +113,8 @@ def main() -> None:
     job = json.load(sys.stdin)
     watch = Watch(job["outside"], job["inside"])
     commands = {name: pkgutil.resolve_name(f"titanlike.{c.function}") for name, c in TOOLS.items()}
+    # the first of a user's programs that draws looks for the fonts of the system by `fc-list`
+    importlib.import_module("matplotlib.font_manager")
     sys.addaudithook(watch)
     ends = []
     for command, *words in job["commands"]:
