@@ -29,6 +29,7 @@ from titanlike.config.optimizers.sgd import Sgd
 from titanlike.config.schema import (
     ActivationCheckpoint,
     Checkpoint,
+    ChunkedCrossEntropy,
     Config,
     ConstantLr,
     Float8Precision,
@@ -199,6 +200,7 @@ MOE = {
         z_loss=0.001,
     )
 }
+CHUNKED = {"loss": ChunkedCrossEntropy(chunk=5, z_loss=0.01)}
 FULL = {"activation_checkpoint": ActivationCheckpoint("full")}
 SELECTIVE = {"activation_checkpoint": SelectiveActivationCheckpoint()}
 MOVES: list[dict[str, Any]] = [  # each resumes from where the one before has ended
@@ -231,6 +233,8 @@ LAYOUTS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
     "own": (OWN, [{"dp": 2}, {"pp": 2, "schedule": "zbvzerobubble", **FULL}]),
     "attention": (ATTENDING, [{"dp": 2, "fsdp": Fsdp(zero=2)}]),
     "gpt2 bf16": (GPT2, [{"dp": 2, "fsdp": Fsdp(zero=2)}, {"pp": 2}]),
+    # whose gradients are computed in the forward, or all forwards later
+    "chunks": (CHUNKED, [{"pp": 2, "schedule": "gpipe"}, {"pp": 2, "dp": 2}]),
     # three grains a rank: in a tree of those no two ranks may be exchanged
     "experts": ({**MOE, "batch_size": 6}, [{"dp": 2, "ep": 2}]),
 }

@@ -171,11 +171,14 @@ class _Chunks:
     weights: int  # so many tensors are weights; the others `logits_of` has already
 
     def total(self, x: Tensor, targets: Tensor, tensors: Sequence[Tensor]) -> Tensor:
-        """The summed loss, fp32 [1]."""
-        of = self.head.loss.total if self.trained else self.head.loss.evaluated
+        """The summed loss, fp32 [1]; in training by the kernels of `gradients`, for the same bits."""
         total = torch.zeros(1, dtype=torch.float32, device=x.device)
         for part, goals, _ in _chunks(x, targets, self.head.chunk):
-            total += of(self.logits_of(part, tensors[: self.weights]), goals)
+            logits = self.logits_of(part, tensors[: self.weights])
+            if self.trained:
+                total += self.head.loss.total_and_gradient(logits, goals)[0]
+            else:
+                total += self.head.loss.evaluated(logits, goals)
         return total
 
     def gradients(
