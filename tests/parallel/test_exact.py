@@ -200,7 +200,7 @@ MOE = {
         z_loss=0.001,
     )
 }
-CHUNKED = {"loss": ChunkedCrossEntropy(chunk=5, z_loss=0.01)}
+CHUNKED = {"loss": ChunkedCrossEntropy(chunk=16)}
 FULL = {"activation_checkpoint": ActivationCheckpoint("full")}
 SELECTIVE = {"activation_checkpoint": SelectiveActivationCheckpoint()}
 MOVES: list[dict[str, Any]] = [  # each resumes from where the one before has ended
