@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from support.counted_calls import CountedCalls
 from support.models import tiny
 from support.world import run_world
 from titanlike.config.schema import (
@@ -22,7 +23,7 @@ from titanlike.data.registry import open_data
 from titanlike.distributed.mesh import close_mesh, open_mesh
 from titanlike.launch.worker import Worker
 from titanlike.proof import benchmark
-from titanlike.proof.step_kinds import CASTS, GAPS, OTHERS, CountedCalls, kind_of, seconds_by_kind
+from titanlike.proof.step_kinds import CASTS, GAPS, OTHERS, kind_of, seconds_by_kind
 from titanlike.training.build import build
 
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from titanlike.config.optimizers.adamw import AdamW
 from titanlike.distributed.placement import Part, places
-from titanlike.optim.fused import OptimizerContext, SkippingOptimizer, fused_adamw
+from titanlike.optim.fused import EachParameter, OptimizerContext, fused_adamw
 from titanlike.torch_private.dtensor import local
 
 _MEANS = ("exp_avg", "exp_avg_sq")
@@ -27,7 +27,7 @@ _CHUNK = 2**22  # elements that are widened at a time
 _LOW_32 = 0xFFFFFFFF
 
 
-class Bf16StateAdamW(SkippingOptimizer):
+class Bf16StateAdamW(EachParameter):
     """torch.optim.AdamW, fused, but for the dtype of its state."""
 
     def __init__(
@@ -40,14 +40,6 @@ class Bf16StateAdamW(SkippingOptimizer):
         super().__init__(groups, defaults)
         self._seeds, self._parts = context.seeds, context.parts
         self._positions: dict[nn.Parameter, Positions] = {}
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        assert closure is None
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._update(parameter, group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """torch casts state to the dtype of its parameter; here it is cast back."""

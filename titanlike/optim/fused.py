@@ -185,7 +185,22 @@ class OptimizerContext:
     exact: bool = False  # see `on_whole_registers`
 
 
-class Elementwise(SkippingOptimizer):
+class EachParameter(SkippingOptimizer):
+    """Updates one parameter after the other."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        assert closure is None
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, group)
+
+    def _update(self, parameter: nn.Parameter, group: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+
+class Elementwise(EachParameter):
     """A built-in optimizer whose config class has the arithmetic, its `update`, which sees plain
     tensors: this rank's part of a parameter, of its gradient and of its state."""
 
@@ -195,16 +210,9 @@ class Elementwise(SkippingOptimizer):
         super().__init__(groups, {"lr": config.lr})
         self._config, self._exact = config, context.exact
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        assert closure is None
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._update(parameter, local(parameter.grad), group)
-
-    def _update(self, parameter: nn.Parameter, gradient: Tensor, group: dict[str, Any]) -> None:
-        state = self.state[parameter]
+    def _update(self, parameter: nn.Parameter, group: dict[str, Any]) -> None:
+        assert parameter.grad is not None
+        state, gradient = self.state[parameter], local(parameter.grad)
         for key in self._config.state:
             if key not in state:
                 state[key] = torch.zeros_like(parameter)

@@ -1,25 +1,17 @@
 """What a training step is spent on, by kind: products, attention, loss, casts, optimizer, ...
 
-`kind_of` tells the kind of an operator or kernel from its name and from what called it. By it are
-made `seconds_by_kind`, of a trace, with a picture; and `CountedCalls`, how often a step calls what.
+`kind_of` tells the kind of an operator or kernel from its name and from what called it;
+`seconds_by_kind` sums a trace by it, `draw` makes a picture of that.
 """
 
 from __future__ import annotations
 
 import re
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
-
-import torch
-from torch import Tensor
-
-from titanlike.torch_private.autograd import node_that_runs
-from titanlike.torch_private.operators import TorchDispatchMode
-from titanlike.torch_private.tensors import tree_leaves
-from titanlike.training.build import Ranges
 
 CASTS, OTHERS, GAPS = "casts and copies", "element-wise and others", "gaps"
 
@@ -41,7 +33,6 @@ _KINDS = (
     ),
     ("accumulation", r"AccumulateGrad$|^aten::_foreach_add_"),
 )
-_FREE = ("aten::empty", "aten::new_empty", "aten::_unsafe_view", "aten::detach")
 KINDS = (*(kind for kind, _ in _KINDS), OTHERS)
 
 
@@ -150,70 +141,3 @@ def draw(tables: Mapping[str, Mapping[str, float]], path: Path) -> None:
     axes.invert_yaxis()
     figure.legend(loc="outside lower left", ncols=5, fontsize=8, frameon=False)
     figure.savefig(path)
-
-
-# --- counts of a step -----------------------------------------------------------------------------
-
-
-class Call(NamedTuple):
-    """A call of an operator that reads or writes memory."""
-
-    kind: str  # one of KINDS
-    name: str  # "aten::mm"
-    phase: str  # of the step, as `Ranges` names it
-    read: tuple[torch.dtype, ...]  # of each tensor
-    written: tuple[torch.dtype, ...]
-    shapes: tuple[torch.Size, ...]  # of what is written; a list's each
-
-    @property
-    def casts(self) -> int:
-        """Tensors that it writes in another dtype, and does nothing else."""
-        if self.kind != CASTS:
-            return 0
-        sources = self.read[-len(self.written) :]
-        return sum(a != b for a, b in zip(sources, self.written, strict=False))
-
-
-class CountedCalls(TorchDispatchMode):
-    """A context: how often each call is made within it, in `calls`. Blocks must not be compiled."""
-
-    def __init__(self, ranges: Ranges | None = None) -> None:
-        """ranges: of a run, which name the phases."""
-        super().__init__()
-        self.calls: Counter[Call] = Counter()
-        self._ranges, self._phase = ranges, ""
-
-    def __enter__(self) -> CountedCalls:
-        if self._ranges is not None:
-            self._ranges.add(self)
-        return super().__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        if self._ranges is not None:
-            self._ranges.remove(self)
-
-    def begin(self, phase: str) -> None:
-        self._phase = phase
-
-    def start_action(self, action: Any) -> None:
-        """Of a schedule."""
-
-    def action_queued(self, action: Any, received: bool) -> None:
-        """Of a schedule."""
-
-    def __torch_dispatch__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        result = function(*args, **(kwargs or {}))
-        name = function._schema.name
-        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-        if not made and name.endswith("_"):  # lists are changed in place, and not returned
-            made = [leaf for leaf in tree_leaves(args[:1]) if isinstance(leaf, Tensor)]
-        if made and not function.is_view and not name.startswith(_FREE):
-            kind = kind_of([name, node_that_runs(), self._phase])
-            read, written = (tuple(tensor.dtype for tensor in each) for each in (given, made))
-            shapes = tuple(tensor.shape for tensor in made)
-            self.calls[Call(kind, name, self._phase, read, written, shapes)] += 1
-        return result

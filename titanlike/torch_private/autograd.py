@@ -20,13 +20,6 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def node_that_runs() -> str:
-    """The node of the graph whose backward this thread is in, such as
-    "torch::autograd::AccumulateGrad"; "" outside of one."""
-    node = torch._C._current_autograd_node()
-    return "" if node is None else node.name()
-
-
 def in_functorch() -> bool:
     """Whether a transform of torch.func runs, such as vmap, in which few custom functions work."""
     return torch._C._are_functorch_transforms_active()
