@@ -217,6 +217,15 @@ def test_what_does_not_fit_the_minutes_is_left_and_another_call_goes_on(
         gpu_check._passed_before(tmp_path / "results.json", cells, other)
 
 
+@pytest.mark.parametrize("cells", [3, [{"kind": "verify"}], [3]])
+def test_what_is_no_results_is_refused(cells: object, tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(gpu_check, "_describe_machine", lambda: MACHINE)
+    path = tmp_path / "results.json"
+    path.write_text(json.dumps(gpu_check._place(MACHINE) | {"cells": cells}))
+    assert gpu_check.main(["--device", "cpu", "--list", "--continue", str(path)]) == 2
+    assert "no results.json of gpu-check; leave it out" in capsys.readouterr().err
+
+
 RANK = """
 import signal, sys, time
 from pathlib import Path

@@ -71,7 +71,13 @@ def _check(arguments: argparse.Namespace) -> int:
     cells = plan(count if cpu else max(count, _MOST_RANKS), kinds, cpu=cpu, gpus=count)
     outcomes: dict[int, Outcome] = {}
     if arguments.go_on:
-        cells, outcomes = _passed_before(Path(arguments.go_on), cells, machine)
+        path = Path(arguments.go_on)
+        try:
+            cells, outcomes = _passed_before(path, cells, machine)
+        except (KeyError, TypeError, AttributeError):
+            raise ValueError(
+                f"--continue {path}: no results.json of gpu-check; leave it out"
+            ) from None
     if arguments.list:
         for number, cell in enumerate(cells):
             if number not in outcomes:
