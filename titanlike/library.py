@@ -327,7 +327,9 @@ def _fed(config: Config, example: Mapping[str, Tensor]) -> tuple[Config, Data]:
         reason = f"has no {' and no '.join(sorted(missing))}"
         raise ConfigError([Problem("example", "", reason, "a batch as step() takes it")])
     try:  # data are asked for what the model does not say
-        size = resolve_model(config, 0).args.get("vocab_size", 1) or registry.vocab_size(config)
+        size = (
+            resolve_model(config, 0).args.get("vocab_size", 1) or registry.vocab_size(config) or 1
+        )
     except DataError as error:
         raise ConfigError([error.problem]) from None
     config = replace(config, data=SyntheticData(vocab_size=size))

@@ -27,7 +27,7 @@ from support.waiting import until
 from titanlike.config import validate
 from titanlike.config.schema import Config, Custom, SyntheticData, TextData, TokenData
 from titanlike.data import registry
-from titanlike.data.loader import batches, validation_batches
+from titanlike.data.loader import batches, validation_batches, validation_weights
 from titanlike.data.registry import open_data, problems, vocab_size
 from titanlike.data.text import find_files
 
@@ -65,7 +65,9 @@ def test_sequences_are_what_the_file_holds(tmp_path: Path) -> None:
     assert torch.equal(read[:, :, 0] + 1, read[:, :, 1])
     epoch = read[:, :, 0].reshape(-1)[: 7 * len(data.train)]
     assert sorted(epoch.tolist()) == list(range(7 * len(data.train)))
-    held = torch.cat([b["targets"] for b in validation_batches(data.validation, config, dp_rank=0)])
+    held = torch.cat(
+        [b["targets"] for b in validation_batches(data.validation, config, dp_rank=0, batches=4)]
+    )
     assert held.min() >= 800
 
 
@@ -165,20 +167,23 @@ def test_loading_leaves_the_generator_of_dropout_alone(tmp_path: Path) -> None:
 
 
 def test_validation_is_the_same_each_time_and_in_every_mesh(tmp_path: Path) -> None:
-    """Four batches of 8 out of 28 sequences: the last four are the first again."""
+    """Four batches of 8 out of 28 sequences: the last is filled up, and a fifth takes that away."""
     config = token_config(tmp_path)
     source = open_data(config).validation
 
     def read(config: Config) -> torch.Tensor:
         ranks = [
-            torch.stack([b["inputs"] for b in validation_batches(source, config, dp_rank=r)])
+            torch.stack(
+                [b["inputs"] for b in validation_batches(source, config, dp_rank=r, batches=4)]
+            )
             for r in range(config.dp)
         ]
         return torch.cat(ranks, 1)
 
     alone = read(config)
-    assert alone.shape == (4, 8, 7)
-    assert alone.flatten().tolist() == [800 + i % 196 for i in range(4 * 8 * 7)]
+    assert validation_weights(source, config, 4) == [1.0, 1.0, 1.0, 1.0, -0.5]
+    first = [800 + 7 * min(i, 27) for i in range(32)] + [800 + 7 * 27] * 8
+    assert alone[:, :, 0].flatten().tolist() == first
     for dp in (1, 2, 4):
         assert torch.equal(read(replace(config, dp=dp, seed=9)), alone)
 

@@ -121,6 +121,10 @@ def named_code(plain: Mapping[str, Any], hydra: Any) -> Iterator[tuple[str, str]
     for group, settings in plain.items():
         if isinstance(settings, Mapping) and "." in str(settings.get("name", "")):
             yield f"{group}.name", str(settings["name"])
+    sets = (plain.get("validation") or {}).get("data") or {}
+    for name, own in {"": sets, **sets}.items():
+        if isinstance(own, Mapping) and "." in str(own.get("name", "")):
+            yield ".".join(filter(None, ("validation.data", name, "name"))), str(own["name"])
     yield from _hydra_imports(hydra, "hydra")
 
 

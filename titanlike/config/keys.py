@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Any, NewType
 if TYPE_CHECKING:  # what Python code writes; the names below tell how a config file may write it
     Seconds = float
     Bytes = int
+    Batches = int
     Paths = str | list[str]
 else:
     Seconds = NewType("Seconds", float)  # written as a number, or as 45s, 90m, 11h30m, 11:30:00
     Bytes = NewType("Bytes", int)  # written as a number, or as 75GiB, 75GB, 75G (powers of 1024)
+    Batches = NewType("Batches", int)  # written as a number, or as all, which is 0
     Paths = NewType("Paths", list)  # a path, or a list of paths
 
 
@@ -21,6 +23,7 @@ MAX_RANKS = 1_000_000
 MAX_VOCAB = 2**31 - 1
 BOUNDS: dict[str, dict[str, Any]] = {  # of numbers, by what a key is declared as
     "int": {"le": 2**40},
+    "Batches": {"ge": 0, "le": 2**40},
     "float": {"le": 1e18},
     "Seconds": {"gt": 0, "le": 1e9, "example": "12h"},
     "Bytes": {"ge": 2**20, "le": 2**60, "example": "80GiB"},

@@ -25,7 +25,7 @@ from typing import Any, Literal, Union
 
 from titanlike.config.errors import Problem, abbreviates, as_override, nearest, override_text
 from titanlike.config.files import atomic_write_text, same_folder
-from titanlike.config.keys import Bytes, Paths, Seconds
+from titanlike.config.keys import Batches, Bytes, Paths, Seconds
 from titanlike.config.program import conf_dir, train_program
 from titanlike.config.schema import (
     OPEN_GROUPS,
@@ -150,6 +150,13 @@ def _group(group: str, plain: Any, problems: list[Problem]) -> Any:
     return _dataclass(variants[name], plain, f"{group}.", problems)
 
 
+def section_of(group: str, plain: dict[str, Any]) -> tuple[Any, list[Problem]]:
+    """The dataclass of a group's choice, described as the group itself would be, and what is wrong
+    with it; None where it is none."""
+    problems: list[Problem] = []
+    return _group(group, plain, problems), problems
+
+
 def convert(
     annotation: Any, value: Any, key: str, problems: list[Problem], default: Any = _NO_DEFAULT
 ) -> Any:
@@ -207,10 +214,13 @@ def convert(
             return value
         expected = "must be true or false"
         example = {"yes": "true", "on": "true", "1": "true", "no": "false"}.get(str(value), "")
-    elif annotation is int:
+    elif annotation is Batches and value == "all":
+        return 0
+    elif annotation in (int, Batches):
         if isinstance(value, int) and not isinstance(value, bool):
             return value
         expected, number = "must be an integer", _number(value)
+        expected += ", or all" if annotation is Batches else ""
         whole = round(number) if number is not None and abs(number) < 1e15 else None
         # 0.1 is a share, as others take it: 0 would mean never
         example = str(whole) if whole or number == 0 else ""

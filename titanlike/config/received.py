@@ -30,15 +30,16 @@ PLACES = {
     "split": ("run",),
     "schedule": ("path",),
     "data": ("path", "tokenizer", "template", "cache", "sources"),
+    "validation": ("data",),
     "checkpoint": ("folder",),
     "hardware": ("path", "folder"),
 }
 # what an evaluation does not need, or what is for its user to say: where it runs, writes and logs
 NOT_READ = (
     *("run_dir", "compile", "launch", "logger", "metrics", "profile", "timeline", "hardware"),
-    *("validation", "sample", "verify", "bench", "sweep", "max_time"),
+    *("sample", "verify", "bench", "sweep", "max_time"),
 )
-PARTS_READ = {"checkpoint": ("folder",), "evaluate": ("part", "batches")}
+PARTS_READ = {"checkpoint": ("folder",), "evaluate": ("part", "batches"), "validation": ("data",)}
 _MOST_BYTES = 2**20  # of a config.yaml
 
 

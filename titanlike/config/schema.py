@@ -14,7 +14,16 @@ from math import prod
 from typing import Any, Literal
 
 from titanlike.config import keys
-from titanlike.config.keys import MAX_RANKS, MAX_VOCAB, Bytes, Paths, Seconds, key, required
+from titanlike.config.keys import (
+    MAX_RANKS,
+    MAX_VOCAB,
+    Batches,
+    Bytes,
+    Paths,
+    Seconds,
+    key,
+    required,
+)
 from titanlike.config.optimizer import Optimizer, optimizer_kinds
 from titanlike.config.optimizers.adamw import AdamW
 
@@ -691,7 +700,14 @@ class Validation:
     """Loss on the validation data."""
 
     every: int = key(100, "steps between validations, and after the last step; 0 = never", ge=0)
-    batches: int = key(4, "global batches in a validation, the same each time", ge=1)
+    batches: Batches = key(
+        4, "global batches of a validation, of each set, the same each time; all (or 0) = all of it"
+    )
+    data: dict[str, Any] | None = key(
+        None,
+        "a set of its own by keys of data: {path: val/}, of another kind {name: tokens, path: val.bin}; "
+        "several by name: {code: {path: a/}, web: {path: b/}}; null = what data holds out",
+    )
 
 
 @dataclass
@@ -713,7 +729,7 @@ class Evaluate:
     """What `titanlike evaluate` evaluates, and tasks of lm-evaluation-harness during training."""
 
     part: Literal["validation", "train", "all"] = key("validation", "part of the data")
-    batches: int = key(0, "only the first so many batches of it; 0 = all", ge=0)
+    batches: Batches = key(0, "only the first so many batches of it; 0 = all")
     every: int = key(
         0,
         "steps between evaluations of tasks, by a process beside the run, of a checkpoint; 0 = never",

@@ -88,7 +88,8 @@ def open_data(data: ChatData, config: Config) -> Data:
         lambda folder: (folder, read_object(meta)) if (meta := folder / _META).is_file() else None,
         lambda folder: _write(folder, files, data, config.seq_len, template),
     )
-    parts = {part: ChatSource(folder / part, config.seq_len, data.documents) for part in PARTS}
+    used = PARTS if data.validation_fraction else PARTS[:1]  # else nothing is held out
+    parts = {part: ChatSource(folder / part, config.seq_len, data.documents) for part in used}
     for part, source in parts.items():
         if not len(source):
             reason = (
@@ -96,16 +97,17 @@ def open_data(data: ChatData, config: Config) -> Data:
             )
             fix = "give more, a larger seq_len, or another validation_fraction"
             raise DataError("data.path", data.path, reason, fix)
-    train, validation = (len(parts[part]) for part in PARTS)
-    text = f"{data.path}: {about['conversations']:,} conversations in {train:,} sequences for training, "
-    text += f"{validation:,} for validation; loss on {about['answers']:,} tokens of answers"
+    held = parts.get("validation", parts["train"])
+    text = f"{data.path}: {about['conversations']:,} conversations in {len(parts['train']):,} sequences"
+    text += f" for training, {len(held):,} for validation" if data.validation_fraction else ""
+    text += f"; loss on {about['answers']:,} tokens of answers"
     if about["cut"]:
         text += f"; {about['cut']:,} conversations are longer than seq_len and were cut"
     if about["dropped"]:
         text += f"; {about['dropped']:,} have no answer within seq_len and were left out"
     return Data(
         parts["train"],
-        parts["validation"],
+        held,
         vocab_size=tokenizer.vocab_size,
         description=text,
         boundary=tokenizer.boundary,
@@ -206,7 +208,7 @@ def _write(
     if about["conversations"] and not ended:
         reason = "no answer has its end within so many tokens, so it would not be learned"
         raise DataError("seq_len", seq_len, reason, f"give more, seq_len={2 * seq_len}")
-    if not parts["validation"] and len(parts["train"]) > 1:
+    if data.validation_fraction and not parts["validation"] and len(parts["train"]) > 1:
         parts["validation"].append(parts["train"].pop())
     for part, conversations in parts.items():
         (folder / part).mkdir()

@@ -9,7 +9,8 @@
    [s * batch_size, (s + 1) * batch_size) of that order, and dp rank r reads the r-th of dp equal,
    contiguous slices of them. So the order depends on seed and step alone, not on the mesh, and a
    run can be resumed at any step in any layout.
-4. `validation_batches` reads the first sequences of the validation source, the same each time.
+4. `validation_batches` reads the first samples of a validation source, each once, the same each
+   time.
 
 Shapes: B = batch_size // dp sequences on this dp rank, T = seq_len.
 """
@@ -97,15 +98,27 @@ def _not_sent(config: Config, reason: str) -> ValueError:
     return ValueError(str(Problem("data.workers", loader_workers(config.data), text, fix)))
 
 
-def validation_batches(source: Source, config: Config, *, dp_rank: int) -> Iterator[Batch]:
-    """The `validation.batches` batches of a dp rank, shaped as in training.
+def validation_weights(source: Source, config: Config, batches: int) -> list[float]:
+    """What each of `validation_batches` counts, so that each sample counts once.
 
-    They are the first sequences of the source, which is repeated where it is too short.
+    A last batch that is not full is filled with copies of the last sample, and another batch of
+    nothing but these takes them away, by a negative weight: right for every loss and metric.
     """
-    local = config.batch_size // config.dp
-    for step in range(config.validation.batches):
-        first = step * config.batch_size + dp_rank * local
-        yield collate(source)([source[i % len(source)] for i in range(first, first + local)])
+    total = min(len(source), batches * config.batch_size) if batches else len(source)
+    copies = -total % config.batch_size
+    whole = [1.0] * -(-total // config.batch_size)
+    return [*whole, -copies / config.batch_size] if copies else whole
+
+
+def validation_batches(
+    source: Source, config: Config, *, dp_rank: int, batches: int
+) -> Iterator[Batch]:
+    """A dp rank's part, shaped as in training, of the first `batches` global batches of a source
+    (0 = of all), which count as `validation_weights` says."""
+    local, last = config.batch_size // config.dp, len(source) - 1
+    for number, weight in enumerate(validation_weights(source, config, batches)):
+        start = number * config.batch_size + dp_rank * local if weight > 0 else last
+        yield collate(source)([source[min(i, last)] for i in range(start, start + local)])
 
 
 def collate(source: Source) -> Callable[[list[Batch]], Batch]:

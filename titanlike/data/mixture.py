@@ -39,7 +39,7 @@ def open_data(data: MixtureData, config: Config) -> Data:
     opened = dict[str, Data]()
     for name, source in data.sources.items():
         try:
-            opened[name] = registry.open_data(replace(config, data=_section(data, source)))
+            opened[name] = registry.open_data(replace(config, data=section_of_source(data, source)))
         except DataError as error:
             wrong = error.problem
             key = wrong.key.replace("data.path", f"data.sources.{name}.path")
@@ -50,13 +50,13 @@ def open_data(data: MixtureData, config: Config) -> Data:
 def vocabulary(data: MixtureData) -> Vocabulary:
     """The first source's; all have the same."""
     try:
-        first = _section(data, next(iter(data.sources.values())))
+        first = section_of_source(data, next(iter(data.sources.values())))
     except (KeyError, TypeError, AttributeError, StopIteration):
         raise DataError("data.sources", data.sources, "names no source", _EXAMPLE) from None
     return registry.vocabulary(first)
 
 
-def _section(data: MixtureData, source: Mapping[str, Any]) -> TokenData | TextData:
+def section_of_source(data: MixtureData, source: Mapping[str, Any]) -> TokenData | TextData:
     """A source by itself: of tokens if its path has their index, or is a file of them."""
     path = source["path"]
     places = [Path(one).expanduser() for one in ([path] if isinstance(path, str) else path)]
@@ -87,11 +87,12 @@ def _check_sources(data: MixtureData, config: Config) -> Iterator[Problem]:
             reason = "is neither a number of at least 0 nor [[step, weight], ...] with rising steps"
             fix = f"{key}.weight=0.5, or {key}.weight=[[0,0.9],[1000,0.1]]"
             yield Problem(f"{key}.weight", source["weight"], reason, fix)
-        section = _section(data, source)
+        section = section_of_source(data, source)
         try:
             if isinstance(section, TokenData):
                 parts = tokens.read_tokens(section).parts(data.validation_fraction)
-                yield from token_files.too_short(parts, config.seq_len)
+                held = {part: files for part, files in parts.items() if files or part == "train"}
+                yield from token_files.too_short(held, config.seq_len)
             else:
                 text.find_files(section.path)
         except DataError as error:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import importlib
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from titanlike.config.errors import Problem, Refused
@@ -73,19 +74,46 @@ def open_data(config: Config) -> Data:
     tokenizes. Raises DataError for files that cannot be read, and for a part shorter than one
     sequence of `seq_len`.
     """
-    return kind_of(config.data).open_data(config.data, config)
+    if not config.validation.data:
+        return kind_of(config.data).open_data(config.data, config)
+    from titanlike.data.validation_sets import open_sets  # imports torch
+
+    trained = of_all(config)
+    return open_sets(kind_of(config.data).open_data(trained.data, trained), config)
+
+
+def of_all(config: Config, section: Any = None) -> Config:
+    """The config of a section of which nothing is held out, the training data's if none is given:
+    what it validates on is all of it."""
+    data = config.data if section is None else section
+    if hasattr(data, "validation_fraction"):
+        data = replace(data, validation_fraction=0.0)
+    return replace(config, data=data, validation=replace(config.validation, data=None))
 
 
 def problems(config: Config) -> list[Problem]:
     """Every error that is quick to find before a worker starts."""
     errors: list[Problem] = []
+    trained = of_all(config) if config.validation.data else config
     for check in kind_of(config.data).CHECKS:
         try:
-            errors += check(config.data, config) or ()
+            errors += check(trained.data, trained) or ()
         except DataError as error:
             errors.append(error.problem)
     errors += _shared_memory_problem(config)
+    if config.validation.data:
+        from titanlike.data.validation_sets import problems_of_sets
+
+        errors += problems_of_sets(config)
     return [error for at, error in enumerate(errors) if error not in errors[:at]]
+
+
+def warnings(config: Config) -> Iterator[str]:
+    """What is no error, and hardly meant, of a config without problems."""
+    if config.validation.data:
+        from titanlike.data.validation_sets import warnings_of_sets
+
+        yield from warnings_of_sets(config)
 
 
 SHARED_MEMORY = "/dev/shm"  # in which Linux has the batches of loader processes
@@ -118,7 +146,7 @@ def free_shared_memory() -> int:
     return found.f_bavail * found.f_frsize
 
 
-def vocab_size(config: Config) -> int:
+def vocab_size(config: Config) -> int | None:
     """The number of token ids in the data, without tokenizing the corpus.
 
     A user's own data (Custom) is opened. Raises DataError where that fails.

@@ -96,12 +96,13 @@ class Data:
     variable: for samples of different lengths; tokenizer: a text that identifies it, if any;
     fingerprint: a text that identifies the data for a resume, in place of samples that are read;
     progress: numbers for the record of a step, by the number of steps whose batches were read;
-    example: a batch of one sample, where the run's batches come from elsewhere.
+    example: a batch of one sample, where the run's batches come from elsewhere;
+    validation_sets: those of `validation.data` by name, "" of a single one; empty = `validation`.
     """
 
     train: Source
     validation: Source
-    vocab_size: int
+    vocab_size: int | None  # None = of no tokens
     description: str
     boundary: int | None = None
     ends: frozenset[int] = frozenset()
@@ -112,6 +113,12 @@ class Data:
     fingerprint: str | None = None
     progress: Callable[[int], dict[str, float]] | None = None
     example: Batch | None = None
+    validation_sets: dict[str, Source] = field(default_factory=dict)
+
+    @property
+    def validations(self) -> dict[str, Source]:
+        """Name -> what is validated on; "" of a single one."""
+        return self.validation_sets or {"": self.validation}
 
 
 def documents_note(data: Any) -> str:
@@ -129,13 +136,17 @@ def documents_note(data: Any) -> str:
 
 def data_fingerprint(data: Data, section: Any) -> dict[str, Any]:
     """Texts by what they are of: the training part, the validation part, tokenizer, documents."""
+    own = {
+        f"validation {name}".strip(): source_fingerprint(source)
+        for name, source in data.validation_sets.items()
+    }
     if data.fingerprint is not None:
-        return {"format": FORMAT, "fingerprint": data.fingerprint}
+        return {"format": FORMAT, "fingerprint": data.fingerprint, **own}
     documents = getattr(section, "documents", False)
     return {
         "format": FORMAT,
         "training": source_fingerprint(data.train),
-        "validation": source_fingerprint(data.validation),
+        **(own or {"validation": source_fingerprint(data.validation)}),
         "tokenizer": data.tokenizer,
         "documents": f"separated at {data.boundary}" if documents else "not separated",
     }
@@ -153,7 +164,7 @@ def source_fingerprint(source: Source) -> str:
     """A text that identifies the content of one source."""
     if hasattr(source, "fingerprint"):
         return source.fingerprint()
-    with _random_state_kept():
+    with random_state_kept():
         text = f"{len(source):,} samples, {_samples_hash(source)}"
     if (lengths := getattr(source, "lengths", None)) is not None:
         lengths = np.asarray(lengths)
@@ -209,7 +220,7 @@ def _spread(size: int, most: int) -> Sequence[int]:
 
 
 @contextlib.contextmanager
-def _random_state_kept() -> Iterator[None]:
+def random_state_kept() -> Iterator[None]:
     """A user's samples may draw random numbers, which would change those of training."""
     states = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=[]):

@@ -51,6 +51,9 @@ def problems(
     if not wrong and when_valid is not None:
         when_valid()
     wrong += data.problems(config)
+    if not wrong and warn is not None:
+        for text in data.warnings(config):
+            warn(text)
     if isinstance(config.logger, TensorBoard) and (problem := tensorboard_problem()):
         wrong.append(problem)
     if config.evaluate.every and find_spec("lm_eval") is None:

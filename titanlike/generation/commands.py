@@ -222,6 +222,8 @@ def _perplexity(arguments: argparse.Namespace) -> int:
     of_run = (run / "config.yaml").is_file() or not (run / "config.json").is_file()
     is_other = not of_run or any(key in ("data", "data.path") for key in keys)
     part = ["evaluate.part=all"] if is_other and "evaluate.part" not in keys else []
+    if is_other and of_run and not any(key.startswith("validation.data") for key in keys):
+        part.append("validation.data=null")  # the run's own sets are no part of other data
     if of_run:
         return _job(arguments, "perplexity", [*part, *arguments.settings])
     if arguments.ema:

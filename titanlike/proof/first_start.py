@@ -165,7 +165,9 @@ def _too_much(config: Config, worker: Worker) -> str:
     memory = total_memory(device, 1)
     if memory is not None and _BYTES * weights > memory / 2:
         return "the model is too large for one process"
-    batches = 3 * config.verify.steps + config.validation.batches + 1  # a backward is two forwards
+    batches = (
+        3 * config.verify.steps + (config.validation.batches or 4) + 1
+    )  # a backward is two forwards
     work = 2.0 * weights * config.batch_size * config.seq_len * batches
     seconds = work / (_ACCELERATOR_SPEED if is_accelerator(device) else _SPEED)
     return f"one process would take {seconds:.0f} s" if seconds > LIMIT else ""

@@ -5,9 +5,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -23,8 +24,8 @@ from titanlike.config.schema import (
     Precision,
     Schedule,
 )
-from titanlike.data.loader import batches, validation_batches
-from titanlike.data.sources import Data, no_targets
+from titanlike.data.loader import batches, validation_batches, validation_weights
+from titanlike.data.sources import Data, Source, no_targets
 from titanlike.distributed.initialize import draw, initialize
 from titanlike.distributed.mesh import one_process
 from titanlike.distributed.placement import optimizer_state
@@ -223,18 +224,25 @@ def _single_process(
         output = torch.func.functional_call(model, weights, (fields.pop("inputs"),), fields)
         return loss.measure(output, targets)
 
-    def mean_over(many: Iterator[dict[str, Tensor]], what: str) -> float:
+    def mean_over(
+        many: Iterator[dict[str, Tensor]], what: str, weights: Sequence[float] = (1.0,)
+    ) -> float:
         with torch.no_grad():
             sums = [(total.item(), count) for total, count in map(loss_of, many)]
+        sums = [(w * total, w * count) for w, (total, count) in zip(weights, sums, strict=True)]
         return mean_of(sum(total for total, _ in sums), sum(count for _, count in sums), what)
+
+    def mean_of_set(source: Source) -> float:
+        many = validation_batches(source, config, dp_rank=0, batches=config.validation.batches)
+        weights = validation_weights(source, config, config.validation.batches)
+        return mean_over(many, "the validation", weights)
 
     def copy_of(tensors: Iterator[tuple[str, Tensor]]) -> dict[str, Tensor]:
         return {name: tensor.detach().cpu().clone() for name, tensor in tensors}
 
     initial = copy_of(model.named_parameters())
     model.eval()
-    of_validation = validation_batches(data.validation, config, dp_rank=0)
-    validation = mean_over(of_validation, "the validation")
+    validation = fmean(map(mean_of_set, data.validations.values()))
     stream = batches(data.train, config, dp_rank=0)
     model.train()
     optimizers = build_optimizers(dict(model.named_parameters()), model, config)

@@ -64,6 +64,7 @@ from titanlike.training.step import (
     validate,
 )
 
+_BATCHES = 4  # of a validation with validation.batches=all
 # of comparisons, causes before effects; also "AXIS gradient" and "AXIS update": see
 # `_compare_copies`
 KINDS = ("loss", "initial", "gradient", "buffer", "update", "state")
@@ -127,6 +128,8 @@ def compare_with_one_process(
 
     connect: `open_mesh` in a job that has a watchdog.
     """
+    some = config.validation.batches or _BATCHES
+    config = replace(config, validation=replace(config.validation, batches=some))
     data = open_data_on_every_rank(config, worker)
     path = worker.run_dir / "reference.pt"
     error = ""
@@ -242,7 +245,9 @@ def _compare_layout(
                     local(parameter)[here].copy_(initial[place])
         else:
             yield compare("initial", name, parameter, initial, part=part)
-    losses = {VALIDATION_LOSS: validate(run, config, data)}
+    of_validation = validate(run, config, data)
+    assert of_validation is not None, "it is not stopped"
+    losses = {VALIDATION_LOSS: of_validation["loss"]}
 
     stream = batches(data.train, config, dp_rank=run.mesh.dp_rank)
     stream = (to_device(batch, run.mesh, config) for batch in stream)

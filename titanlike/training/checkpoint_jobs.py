@@ -26,9 +26,8 @@ from titanlike.checkpoint.storage import Storage
 from titanlike.config.credentials import redact_value
 from titanlike.config.errors import ConfigError, Problem, Refused
 from titanlike.config.parse import to_plain
-from titanlike.config.schema import Config, HFData, TextData, TokenData
-from titanlike.data.loader import collate
-from titanlike.data.sources import ENDLESS, IGNORE, Batch, Data, Source, no_targets
+from titanlike.config.schema import Config, HFData, TextData, TokenData, Validation
+from titanlike.data.sources import ENDLESS, IGNORE, Data, Source, no_targets
 from titanlike.distributed.mesh import close_mesh, open_mesh
 from titanlike.distributed.readings import device_queue
 from titanlike.launch.watchdog import Watchdog
@@ -36,9 +35,9 @@ from titanlike.launch.worker import Worker
 from titanlike.metrics.console import Console
 from titanlike.torch_private.process_groups import abort_groups
 from titanlike.training.build import Run, build
-from titanlike.training.feed import batches_for
 from titanlike.training.samples import Sampler
 from titanlike.training.session import open_data_on_every_rank
+from titanlike.training.step import evaluate
 
 
 def sample(config: Config, worker: Worker) -> dict[str, Any]:
@@ -46,7 +45,7 @@ def sample(config: Config, worker: Worker) -> dict[str, Any]:
     if not config.sample.prompts:
         fix = "sample.prompts=['def main']"
         raise ConfigError([Problem("sample.prompts", [], "there is nothing to continue", fix)])
-    data = open_data_on_every_rank(config, worker)
+    data = open_data_on_every_rank(replace(config, validation=Validation()), worker)
     with loaded_run(config, worker, data, "samples") as (run, newest):
         texts = Sampler(run, config, data).sample(config.seed)
     if worker.rank == 0:
@@ -113,6 +112,8 @@ class Evaluation:
 
     @property
     def numbers(self) -> dict[str, float | int]:
+        if not self.tokens:
+            return {}
         loss = self.nats / self.tokens
         found = {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), "tokens": self.tokens}
         if self.bytes:
@@ -135,57 +136,54 @@ def perplexity(config: Config, worker: Worker) -> dict[str, Any]:
         raise ConfigError([Problem("evaluate.batches", 0, reason, "evaluate.batches=100")])
     console = Console(steps=1)
     with loaded_run(config, worker, data, "evaluation") as (run, newest):
-        say = console.line if worker.rank == 0 else lambda _: None
-        found = evaluate(run, config, data, say)
+        sources = _sources(config, data)
+        each = {n: _evaluate_source(run, config, data, source) for n, source in sources.items()}
+    lengths = [one.bytes for one in each.values()]
+    known = [length for length in lengths if length is not None]
+    found = Evaluation(
+        sum(one.nats for one in each.values()),
+        sum(one.tokens for one in each.values()),
+        sum(known) if len(known) == len(lengths) else None,
+    )
+    if not found.tokens:
+        of = f"the {config.evaluate.part} data"
+        raise ConfigError([no_targets(config.data, of, "evaluate.part=all")])
+    numbers = dict(found.numbers)
+    for name, one in each.items() if len(data.validation_sets) > 1 else ():
+        numbers |= {f"{key}/{name}": value for key, value in one.numbers.items()}
     if worker.rank == 0:
         source = redact_value("data", to_plain(config.data))
-        result = {"data": source, "part": config.evaluate.part, **found.numbers}
+        result = {"data": source, "part": config.evaluate.part, **numbers}
         place = add_evaluation(newest, {"kind": "perplexity", **result})
-        console.fields([(name, f"{value:,.6g}") for name, value in found.numbers.items()])
+        console.fields([(name, f"{value:,.6g}") for name, value in numbers.items()])
         of = newest.parent if newest.name == "model" else newest
         console.line(f"{of} on {data.description}: written to {place}")
-    return {"value": found.numbers["loss"], **found.numbers}
+    return {"value": numbers["loss"], **numbers}
 
 
-def evaluate(run: Run, config: Config, data: Data, say: Any = lambda _: None) -> Evaluation:
-    """Compute the loss of all sequences, or of the first `evaluate.batches` batches. Collective."""
+def _evaluate_source(run: Run, config: Config, data: Data, source: Source) -> Evaluation:
+    """The loss of all samples, or of the first `evaluate.batches` batches. Collective."""
+    sums = evaluate(run, config, source, config.evaluate.batches)
+    assert sums is not None, "it is not stopped"
+    length = _bytes(source, config, data) if run.mesh.layers_rank == 0 else None
+    return Evaluation(sums[0], round(sums[1]), length)
+
+
+def _sources(config: Config, data: Data) -> dict[str, Source]:
+    """Name -> what is evaluated of the data; that of a validation set is its own."""
     kind = config.evaluate.part
-    parts = {"train": [data.train], "validation": [data.validation]}
-    undivided = data.validation is data.train
-    sources = parts.get(kind) or [data.validation, data.train][undivided:]
-    nats = tokens = 0.0
-    length: int | None = 0
-    run.train_mode(False)
-    for source in sources:
-        for batch in batches_for(run, config, _batches(source, config, run.mesh.dp_rank)):
-            loss, count = run.pipeline.evaluate(batch)
-            nats, tokens = nats + loss.item() * count.item(), tokens + count.item()
-        if run.mesh.layers_rank == 0 and length is not None:
-            more = _bytes(source, config, data)
-            length = None if more is None else length + more
-    run.train_mode(True)
-    if not tokens:
-        raise ConfigError([no_targets(config.data, f"the {kind} data", "evaluate.part=all")])
-    return Evaluation(nats, int(tokens), length)
+    if kind == "train":
+        return {"train": data.train}
+    of_training = (
+        {} if data.validation is data.train or kind == "validation" else {"train": data.train}
+    )
+    return data.validations | of_training
 
 
 def _count(source: Source, config: Config) -> int:
     """The number of sequences to evaluate."""
     limit = config.evaluate.batches
     return min(len(source), limit * config.batch_size) if limit else len(source)
-
-
-def _batches(source: Source, config: Config, dp_rank: int) -> Iterator[Batch]:
-    """Yield all sequences in order, each once; the last batch is padded with ignored targets."""
-    total, local = _count(source, config), config.batch_size // config.dp
-    together = collate(source)
-    for first in range(0, total, config.batch_size):
-        numbers = range(first + dp_rank * local, first + (dp_rank + 1) * local)
-        batch = together([source[min(i, total - 1)] for i in numbers])
-        beyond = torch.tensor([i >= total for i in numbers])
-        targets = batch["targets"].clone()
-        targets[beyond] = IGNORE
-        yield batch | {"targets": targets}
 
 
 def _bytes(source: Source, config: Config, data: Data) -> int | None:

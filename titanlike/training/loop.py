@@ -326,17 +326,17 @@ def _sample(s: Session, step: int) -> None:
 
 
 def _validate(s: Session, step: int, record: dict[str, Any], final: bool) -> None:
-    """Add `val_loss` to the record; a stop request ends the validation of all steps but the
-    last."""
+    """Add `val_loss`, of several sets `val_loss/NAME` too, to the record; a stop request ends the
+    validation of all steps but the last."""
     s.watchdog.enter_phase(step, "validation")
     s.run.ranges.begin("validation")
     should_stop = None if final else _stop_of_the_batch_before(s)
-    val_loss = validate(s.run, s.config, s.data, should_stop)
-    if val_loss is None:
+    found = validate(s.run, s.config, s.data, should_stop)
+    if found is None:
         s.stop_code = _agreed_stop_code(s)
         return
-    record["val_loss"] = val_loss
-    s.worker.notify("validation", step, val_loss)
+    record |= {f"val_{name}": value for name, value in found.items()}
+    s.worker.notify("validation", step, found["loss"])
     if s.config.ema.decay is not None:
         from titanlike.optim.ema import averaged
 
@@ -345,7 +345,9 @@ def _validate(s: Session, step: int, record: dict[str, Any], final: bool) -> Non
         if of_average is None:
             s.stop_code = _agreed_stop_code(s)
         else:
-            record["val_loss_ema"] = of_average
+            for name, value in of_average.items():
+                number, slash, of_set = name.partition("/")
+                record[f"val_{number}_ema{slash}{of_set}"] = value
 
 
 def _save(s: Session, record: dict[str, Any]) -> float:

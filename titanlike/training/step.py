@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from titanlike.config.schema import Config
-from titanlike.data.loader import validation_batches
-from titanlike.data.sources import Batch, Data, no_targets
+from titanlike.data.loader import validation_batches, validation_weights
+from titanlike.data.sources import Batch, Data, Source, no_targets
 from titanlike.device.accelerator import peak_flops
 from titanlike.device.choose import ranks_of
 from titanlike.device.memory import peak_memory
@@ -252,26 +252,49 @@ def _first_bad(run: Run, norms: Tensor) -> str:
 
 def validate(
     run: Run, config: Config, data: Data, should_stop: Callable[[], object] | None = None
-) -> float | None:
-    """Compute the validation loss in nats per token, over the same batches each time.
+) -> dict[str, float] | None:
+    """Compute the validation loss ("loss"), in nats per token, over the same batches each time; of
+    several sets that of each ("loss/NAME"), and their plain mean.
 
     should_stop: called before each batch, on all ranks; once true, the result is None.
     """
+    found: dict[str, float] = {}
+    for name, source in data.validations.items():
+        sums = evaluate(run, config, source, config.validation.batches, should_stop)
+        if sums is None:
+            return None
+        total, count = sums
+        if not count:
+            of = f"the {config.validation.batches or 'whole'} batches of the validation"
+            fix = "validation.every=0, or other validation data"
+            raise BadNumbers(str(no_targets(config.data, of, fix)))
+        found[f"loss/{name}"] = total / count
+    if data.validations.keys() == {""}:
+        return {name[:-1]: value for name, value in found.items()}
+    return {"loss": sum(found.values()) / len(found), **found}
+
+
+def evaluate(
+    run: Run,
+    config: Config,
+    source: Source,
+    batches: int,
+    should_stop: Callable[[], object] | None = None,
+) -> tuple[float, float] | None:
+    """(the summed loss, what it counts) of the first so many batches of a source, 0 = all.
+    Collective; should_stop: as of `validate`."""
     run.train_mode(False)
-    found: list[tuple[Tensor, Tensor]] = []  # (loss, tokens) of each batch, read after the last one
-    stopped = False
-    batches = validation_batches(data.validation, config, dp_rank=run.mesh.dp_rank)
-    for batch in batches_for(run, config, batches):
-        if stopped := should_stop is not None and bool(should_stop()):
-            break
+    found: list[tuple[Tensor, Tensor]] = []  # of each batch, read after the last one
+    stream = validation_batches(source, config, dp_rank=run.mesh.dp_rank, batches=batches)
+    for batch in batches_for(run, config, stream):
+        if should_stop is not None and should_stop():
+            run.train_mode(True)
+            return None
         found.append(run.pipeline.evaluate(batch))
     run.train_mode(True)
-    if stopped:
-        return None
-    read = [(loss.item(), tokens.item()) for loss, tokens in found]
-    if not (tokens := sum(tokens for _, tokens in read)):
-        of = f"the {config.validation.batches} batches of the validation"
-        raise BadNumbers(
-            str(no_targets(config.data, of, "validation.every=0, or other validation data"))
-        )
-    return sum(loss * tokens for loss, tokens in read) / tokens
+    total = counted = 0.0
+    weights = validation_weights(source, config, batches)
+    for weight, (loss, count) in zip(weights, found, strict=True):
+        number = weight * count.item()
+        total, counted = total + (loss.item() * number if number else 0.0), counted + number
+    return total, counted

@@ -42,7 +42,7 @@ from titanlike.training.checks import may_mix_samples
 from titanlike.training.feed import to_device
 from titanlike.training.layout import layout
 from titanlike.training.step import measured_step
-from titanlike.training.step import validate as validation_loss
+from titanlike.training.step import validate as validation_losses
 
 if TYPE_CHECKING:
     pass
@@ -163,10 +163,10 @@ class TrainingRun:
         """The loss of the validation data, as the command computes it."""
         self._own_data()
         with self._collective("validate"):
-            loss = validation_loss(self._run, self.config, self.data)
-        assert loss is not None, "it is not stopped"
-        self._worker.notify("validation", self.steps, loss)
-        return loss
+            found = validation_losses(self._run, self.config, self.data)
+        assert found is not None, "it is not stopped"
+        self._worker.notify("validation", self.steps, found["loss"])
+        return found["loss"]
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """The parameters of this rank's stages by their names in the whole model: DTensors where
