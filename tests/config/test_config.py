@@ -56,7 +56,9 @@ def values(annotation: Any) -> st.SearchStrategy[Any]:
         return st.one_of(path, st.lists(path, min_size=1, max_size=3))
     if origin is dict:
         below = dataclasses.is_dataclass(arguments[1])
-        return st.dictionaries(NAMES, values(arguments[1]) if below else SCALARS, max_size=3)
+        return st.dictionaries(
+            NAMES, values(arguments[1]) if below or arguments[1] is str else SCALARS, max_size=3
+        )
     if origin is list:
         return st.lists(values(arguments[0]), max_size=3)
     if origin in (typing.Union, types.UnionType):

@@ -99,6 +99,7 @@ RULES = [
     ("sweep.parallel", "1 100000", "0 100001", ""),
     ("sweep.share", "0/4 3/4", "4/4 x", ""),
     ("value", "loss", "val_loss", "validation.every=0"),
+    ("value", "val_loss mfu", "accuracy val_loss/code", ""),
     ("logger.project", "x", "a/b", "logger=wandb"),
     ("checkpoint.resume", "auto never s3://b/x", "no/such/folder", ""),
     ("checkpoint.start_from", "null", "a", "checkpoint.resume=/"),

@@ -130,7 +130,7 @@ class Odd(Phrases):
         ids = sample["inputs"]
         match self.mistake:
             case "tuple":
-                return ids, ids
+                return ids, ids, ids
             case "no targets":
                 return {"inputs": ids, "labels": ids}
             case "number":

@@ -125,6 +125,8 @@ def named_code(plain: Mapping[str, Any], hydra: Any) -> Iterator[tuple[str, str]
     for name, own in {"": sets, **sets}.items():
         if isinstance(own, Mapping) and "." in str(own.get("name", "")):
             yield ".".join(filter(None, ("validation.data", name, "name"))), str(own["name"])
+    for name, path in ((plain.get("metrics") or {}).get("own") or {}).items():
+        yield f"metrics.own.{name}", str(path)
     yield from _hydra_imports(hydra, "hydra")
 
 

@@ -817,6 +817,10 @@ class Metrics:
     microbatch_losses: bool = key(
         False, "also the loss of each microbatch of the global batch, in its order"
     )
+    own: dict[str, str] | None = key(
+        None,
+        "of your own, {accuracy: package.function}: of (output, targets), it returns a sum and a count",
+    )
 
 
 @dataclass
@@ -875,7 +879,7 @@ class RampStage:
     seq_len: int | None = key(None, "tokens in a sequence; null = as later", ge=1, example=64)
 
 
-Objective = Literal["val_loss", "loss", "tokens_per_second", "step_seconds", "mfu", "memory_bytes"]
+OBJECTIVES = ("val_loss", "loss", "tokens_per_second", "step_seconds", "mfu", "memory_bytes")
 MESH_AXES = ("pp", "dp", "cp", "tp")  # of which ranks are the product; ep is taken from dp and cp
 LAYER_AXES = MESH_AXES[3:]  # whose ranks have a part of every layer: neighbours in the mesh
 
@@ -963,8 +967,10 @@ class Config:
         keys.PATH,
         example="outputs/NAME",
     )
-    value: Objective | None = key(
-        None, "what a sweep compares; null = val_loss, or loss without validation"
+    value: str | None = key(
+        None,
+        "what a sweep compares: val_loss (null), loss, tokens_per_second, step_seconds, mfu, memory_bytes, "
+        "val_loss/SET, a metric of your own (-NAME: the lowest is best)",
     )
     log_every: int = key(10, "steps between printed lines; metrics.jsonl has every step", ge=1)
     gc_every: int = key(

@@ -20,11 +20,12 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from titanlike.config.errors import Problem, override_text, typed_words
+from titanlike.config.errors import Problem, nearest, override_text, typed_words
 from titanlike.config.keys import BOUNDS, MAX_RANKS, MAX_VOCAB
 from titanlike.config.parse import parse, to_plain
 from titanlike.config.schema import (
     MESH_AXES,
+    OBJECTIVES,
     TIMELINE,
     VARIANTS,
     AutoSchedule,
@@ -221,11 +222,23 @@ def _if_exact(broken: Callable[[Config], Any], config: Config) -> Any:
     return config.exact and broken(config)
 
 
+def _objectives(config: Config) -> list[str]:
+    """What `value` may be."""
+    sets = [name for name, own in (config.validation.data or {}).items() if isinstance(own, dict)]
+    names = [f"val_{metric}" for metric in config.metrics.own or ()]
+    names = [n for name in names for n in (name, *(f"{name}/{each}" for each in sets))]
+    own = [*(config.metrics.own or ()), *names]
+    return [*OBJECTIVES, *(f"val_loss/{name}" for name in sets), *own, *(f"-{n}" for n in own)]
+
+
 # fmt: off
 RULES = (
     Rule("numerics.digest_every", lambda c: c.numerics.digest_every and c.tp > 1,
          "is computed of parameters that no tp rank has a part of",
          "numerics.digest_every=0"),
+    Rule("value", lambda c: c.value is not None and c.value not in (known := _objectives(c))
+         and (nearest(c.value, known) or "val_loss", ", ".join(known)),
+         "is no number of the run; there are {0[1]}", "value={0[0]}"),
     Rule("value", lambda c: c.value == "val_loss" and c.validation.every == 0,
          "nothing is validated with validation.every=0", "value=loss"),
     Rule("evaluate.tasks", lambda c: c.evaluate.every and not c.evaluate.tasks,

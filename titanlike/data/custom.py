@@ -1,5 +1,5 @@
-"""Data of the user's own: a function that returns `sources.Data`, whose samples are checked and
-padded.
+"""Data of the user's own: a function that returns `sources.Data`, or (training, validation), or one
+dataset, of which a part is held out. Samples are checked and padded.
 
 Each sample is checked against the first. Shapes: B samples in a batch, T tokens of a sample or of
 the longest in a batch.
@@ -12,9 +12,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import IterableDataset
+from torch.utils.data import Dataset, IterableDataset, Subset
 
 from titanlike.config.errors import Problem, nearest, override_text
 from titanlike.config.imports import import_object, of_a_library
@@ -24,15 +25,17 @@ from titanlike.data.registry import DataError, Vocabulary, data_changed, loader_
 from titanlike.data.sources import Batch, Data, Pad, Source, VariableLength, stack
 
 REQUIRED = ("inputs", "targets")
-_COMMON_KEYS = ("workers", "changed")  # of every data, not arguments of a user's function
+# of every data, not arguments of a user's function
+_COMMON_KEYS = ("workers", "changed", "validation_fraction")
+_HELD_OUT = 0.05  # of one dataset, as `data.validation_fraction` has it
 
 
 def open_data(data: Custom, config: Config) -> Data:
     """The `Data` that the user's function returns; its samples are checked when they are read.
 
-    It is called with `data.args`, without `workers` and `changed`, which are not its arguments, and
-    with `seq_len` if it takes it. Raises DataError where the result is not a Data, is empty, or has
-    an invalid `variable`.
+    It is called with `data.args`, without `_COMMON_KEYS`, which are not its arguments, and with
+    `seq_len` if it takes it. Raises DataError where the result is no data, is empty, or has an
+    invalid `variable`.
     """
     function = _function(data)
     arguments = {name: value for name, value in data.args.items() if name not in _COMMON_KEYS}
@@ -60,10 +63,29 @@ def open_data(data: Custom, config: Config) -> Data:
             raise DataError("data.name", data.name, f"cannot be called ({error})", fix) from None
     opened = function(**arguments, **sizes)
     if not isinstance(opened, Data):
-        reason = f"the function returned {type(opened).__name__}"
-        fix = "let it return a titanlike.data.sources.Data"
-        raise DataError("data.name", data.name, reason, fix)
+        held_out = data.args.get("validation_fraction", _HELD_OUT)
+        opened = _data_of(opened, data.name, held_out if config.validation.data is None else 0.0)
     return checked(opened, data.name, config.seq_len)
+
+
+def _data_of(returned: Any, name: str, held_out: float) -> Data:
+    """Datasets without a vocabulary as data; held_out: the share of a single one for validation."""
+    if isinstance(returned, tuple) and len(returned) == 2:
+        train, validation = returned
+    elif isinstance(returned, Dataset) or hasattr(returned, "__getitem__"):
+        train = validation = returned
+        if held_out and hasattr(returned, "__len__") and (size := len(returned)) > 1:
+            cut = size - min(size - 1, max(1, round(size * held_out)))
+            train, validation = (Subset(returned, r) for r in (range(cut), range(cut, size)))
+    else:
+        reason = f"the function returned {type(returned).__name__}"
+        fix = "let it return a dataset, (training, validation), or a titanlike.data.sources.Data"
+        raise DataError("data.name", name, reason, fix)
+    parts = [f"{len(part):,}" if hasattr(part, "__len__") else "" for part in (train, validation)]
+    text = f"{name}: {parts[0]} samples" + f", {parts[1]} for validation" * (
+        train is not validation
+    )
+    return Data(train, validation, None, text)
 
 
 def checked(opened: Data, name: str, seq_len: int) -> Data:
@@ -94,6 +116,14 @@ def _check(data: Custom, config: Config) -> Iterator[Problem]:
     workers, changed = loader_workers(config.data), data_changed(config.data)
     if not isinstance(workers, int) or workers < 0:
         yield Problem("data.workers", workers, "must be a number >= 0", "data.workers=0")
+    held_out = data.args.get("validation_fraction", _HELD_OUT)
+    if not isinstance(held_out, float) or not 0 < held_out < 1:
+        yield Problem(
+            "data.validation_fraction",
+            held_out,
+            "must be a share of 1",
+            "data.validation_fraction=0.05",
+        )
     if not isinstance(changed, bool):
         yield Problem("data.changed", changed, "must be true or false", "data.changed=true")
     _function(data)
@@ -191,9 +221,13 @@ class CheckedSource:
 
     def _read(self, i: int) -> Batch:
         """A sample, checked by itself."""
-        sample = self._source[i]
+        sample: Any = self._source[i]
+        if isinstance(sample, tuple) and len(sample) == len(REQUIRED):
+            numbers = (int, float, np.ndarray, np.generic)
+            pair = (torch.as_tensor(x) if isinstance(x, numbers) else x for x in sample)
+            sample = dict(zip(REQUIRED, pair, strict=True))
         fields = "dict(inputs=tensor, targets=tensor)"
-        form = f"return {fields}, with the other fields that the model takes"
+        form = f"return {fields}, with the other fields that the model takes, or (inputs, targets)"
         if not isinstance(sample, Mapping):
             raise self._wrong(i, f"is a {type(sample).__name__} and not a dict", form)
         if missing := [name for name in REQUIRED if name not in sample]:

@@ -88,7 +88,8 @@ def of_all(config: Config, section: Any = None) -> Config:
     data = config.data if section is None else section
     if hasattr(data, "validation_fraction"):
         data = replace(data, validation_fraction=0.0)
-    return replace(config, data=data, validation=replace(config.validation, data=None))
+    # {}: what the user's own function returns is not divided, either
+    return replace(config, data=data, validation=replace(config.validation, data={}))
 
 
 def problems(config: Config) -> list[Problem]:

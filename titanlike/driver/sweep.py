@@ -31,7 +31,7 @@ from titanlike.driver.sweep_status import (
     write_spec,
 )
 from titanlike.launch.run_dir_lock import claim
-from titanlike.metrics.summary import OBJECTIVES
+from titanlike.metrics.summary import is_maximized
 
 _RESTART_PATIENCE = 60.0  # seconds for the start before this one to end
 
@@ -316,7 +316,7 @@ class SweepSettings:
         key, best = "hydra.sweeper.direction", _direction(value)
         direction = self.sweeper.get("direction")
         if key in self.given and getattr(direction, "name", direction) != best:
-            reason = f"the best {value} is the {'highest' if OBJECTIVES[value] else 'lowest'} one"
+            reason = f"the best {value} is the {'highest' if is_maximized(value) else 'lowest'} one"
             yield Problem(key, direction, reason, f"{key}={best}")
         key = "hydra.sweeper.storage"
         if config.sweep.resume and key in self.given and not self.sweeper.get("storage"):
@@ -325,7 +325,7 @@ class SweepSettings:
 
 
 def _direction(value: str) -> str:
-    return "maximize" if OBJECTIVES[value] else "minimize"
+    return "maximize" if is_maximized(value) else "minimize"
 
 
 def open_sweep(

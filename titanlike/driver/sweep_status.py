@@ -30,7 +30,7 @@ from titanlike.config.files import open_regular
 from titanlike.driver.job import SWEEP_FILE
 from titanlike.launch.run_dir_lock import is_locked, try_lock
 from titanlike.metrics.run_files import ended_by_max_time, read_result
-from titanlike.metrics.summary import OBJECTIVES, Summary, summarize
+from titanlike.metrics.summary import OBJECTIVES, Summary, last_number, summarize
 
 _LOCK_TIMEOUT = 10.0  # seconds
 
@@ -50,7 +50,7 @@ class SweepSpec:
     """A sweep: the command that resumes it, its objective and its jobs."""
 
     command: str  # shell line that runs it again, into the same directory
-    value: str  # the objective, one of `summary.OBJECTIVES`
+    value: str  # the objective, see `summary.objective_value`
     inner: str = ""  # a tool's folder inside each job's, "verify"
     jobs: list[Job] = field(default_factory=list)  # by number
     implied: list[str] = field(default_factory=list)  # of each job's overrides, what nobody typed
@@ -205,7 +205,8 @@ def read_job_rows(folder: Path, spec: SweepSpec, ended: Collection[int] = ()) ->
             status, error = "killed", "it ended without a word: no result.json"
         value = result.get("value") if status in ("completed", "stopped") else None
         if not isinstance(value, (int, float)):
-            value = getattr(summary, spec.value) if spec.value in OBJECTIVES else None
+            known = spec.value in OBJECTIVES
+            value = getattr(summary, spec.value) if known else last_number(run_dir, spec.value)
         shown = {key: values[key] for key in differ if key in values}
         seconds = result.get("seconds")
         rows.append(JobRow(job, run_dir, status, error, seconds, summary, value, shown))

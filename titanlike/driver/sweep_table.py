@@ -22,7 +22,7 @@ from titanlike.driver.sweep_status import JobRow, SweepSpec, read_job_rows, read
 from titanlike.metrics import units
 from titanlike.metrics.console import LOG_WIDTH, Console, shorten, table_lines
 from titanlike.metrics.report import MOST_RUNS, write_reports
-from titanlike.metrics.summary import OBJECTIVES
+from titanlike.metrics.summary import is_maximized
 
 PAGE = "sweep.html"
 _FRACTION = re.compile(r"-?\d*\.\d+(e[-+]?\d+)?", re.IGNORECASE)
@@ -57,9 +57,9 @@ class Table:
 
         None for a tool's sweep: whether its value is to be maximized is unknown.
         """
-        if self.spec.inner or self.spec.value not in OBJECTIVES:
+        if self.spec.inner:
             return None
-        sign = -1 if OBJECTIVES[self.spec.value] else 1
+        sign = -1 if is_maximized(self.spec.value) else 1
         rows = [(row.value, row) for row in self.rows if row.done]
         done = [(sign * v, row) for v, row in rows if v is not None and math.isfinite(v)]
         least = min((value for value, _ in done), default=0.0)
@@ -339,7 +339,7 @@ def main(argv: list[str] | None = None) -> int:
 def write_page(table: Table) -> Path | None:
     """The objective of each job against each parameter that differs, and the jobs' curves over
     each other: of many jobs those of the best; None where no job has logged a step."""
-    sign = -1 if OBJECTIVES.get(table.spec.value) else 1
+    sign = -1 if not table.spec.inner and is_maximized(table.spec.value) else 1
 
     def place(row: JobRow) -> tuple[bool, float]:
         value = math.inf if row.value is None or math.isnan(row.value) else sign * row.value

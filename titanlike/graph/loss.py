@@ -24,11 +24,15 @@ class Loss:
     # of chunks: whether the backward of a microbatch comes before the forward of the next, and
     # whether what is computed of their logits is compiled
     backward_follows, compiled = True, False
+    # called with each output and its targets, where these are whole or in chunks
+    watch: Callable[[Any, Tensor], object] | None = None
 
     def __init__(self) -> None:
         self.scale = torch.tensor(1.0)
 
     def __call__(self, output: Any, targets: Tensor) -> Tensor:
+        if self.watch is not None:
+            self.watch(output, targets)
         return self.total_now()(output, targets) * self.scale
 
     def each(self, output: Any, targets: Tensor) -> Tensor:

@@ -32,7 +32,16 @@ class Console:
     one, and at those that validate.
     """
 
-    def __init__(self, stream: TextIO | None = None, *, steps: int, log_every: int = 10) -> None:
+    def __init__(
+        self,
+        stream: TextIO | None = None,
+        *,
+        steps: int,
+        log_every: int = 10,
+        own: Sequence[str] = (),
+    ) -> None:
+        """own: metrics of the user's own, which a line has."""
+        self._own = own
         stream = stream or sys.stdout
         self._stream = _SafeStream(stream)
         self._terminal = stream.isatty()
@@ -105,7 +114,8 @@ class Console:
         if due or "val_loss" in record:
             # the bar has the ETA already; a log has room for all
             width = self._width() if self._terminal else 10_000
-            self.line(step_line(record, self._steps, "" if self._terminal else eta, width))
+            eta = "" if self._terminal else eta
+            self.line(step_line(record, self._steps, eta, width, self._own))
 
     def close(self) -> None:
         """Remove the progress bar; lines may still be printed."""
@@ -134,13 +144,21 @@ class Console:
         return LOG_WIDTH
 
 
-def step_line(record: dict[str, Any], steps: int, eta: str, width: int) -> str:
-    """One step in one line of `width` columns; the least important fields are omitted."""
+def step_line(
+    record: dict[str, Any], steps: int, eta: str, width: int, own: Sequence[str] = ()
+) -> str:
+    """One step in one line of `width` columns; the least important fields are omitted. own:
+    metrics of the user's own."""
+    sets = [name for name in record if name.startswith("val_loss/")]
+    of_sets = ", ".join(f"{name[9:]} {units.decimal(record[name])}" for name in sets)
+    also = [name for each in own for name in (each, f"val_{each}") if name in record]
     parts = [
         # (priority: the lowest is omitted first; text)
         (9, f"step {record['step']:>{len(str(steps)) + 1}}/{steps}"),
         (9, f"loss {units.decimal(record['loss'])}"),
         (8, f"val {units.decimal(record['val_loss'])}" if "val_loss" in record else ""),
+        (7, f"({of_sets})" if sets else ""),
+        *((7, f"{name} {units.decimal(record[name])}") for name in also),
         (8, f"ema {units.decimal(record['val_loss_ema'])}" if "val_loss_ema" in record else ""),
         (4, f"grad_norm {record['grad_norm']:.2f}"),
         (6, f"lr {record['lr']:.1e}"),

@@ -129,6 +129,8 @@ def read_history(
     records = [*map(flat_record, records)]
     parts = sorted({name for record in records for name in record if "/" in name})
     newest = starts[-1] if starts else {}
+    own = _object(_object(_object(newest.get("config")).get("metrics")).get("own"))
+    parts = [name for each in own for name in (each, f"val_{each}")] + parts
     try:
         result = read_result(run_dir) or {}
     except (OSError, ValueError):

@@ -53,8 +53,7 @@ def summarize(run_dir: Path) -> Summary:
             records = [*parse_records(islice(lines, STEPS))][::-1]
             val_loss = _newest("val_loss", records)
             if val_loss is None:  # a run may validate more rarely than every STEPS steps
-                older = parse_records(line for line in lines if b'"val_loss"' in line)
-                val_loss = next((r["val_loss"] for r in older if is_number(r, "val_loss")), None)
+                val_loss = _last(lines, "val_loss")
     except (FileNotFoundError, NotADirectoryError):
         return Summary()
     if not records:
@@ -77,11 +76,33 @@ def summarize(run_dir: Path) -> Summary:
     )
 
 
-def objective_value(name: str, numbers: Summary) -> float | None:
-    """The number of one of OBJECTIVES; val_loss of a run without validation is its loss."""
+def objective_value(name: str, run_dir: Path) -> float | None:
+    """What `value` names of a run; val_loss of one without validation is its loss."""
+    numbers = summarize(run_dir)
     if name == "val_loss" and numbers.val_loss is None:
         return numbers.loss
-    return getattr(numbers, name)
+    return getattr(numbers, name) if name in OBJECTIVES else last_number(run_dir, name)
+
+
+def last_number(run_dir: Path, name: str) -> float | None:
+    """The last of a metric of the user's own, or of a set's loss; a minus before it is no part."""
+    try:
+        with files.open_regular(Path(run_dir) / "metrics.jsonl") as file:
+            return _last(_backwards(file), name.removeprefix("-"))
+    except OSError:
+        return None
+
+
+def is_maximized(name: str) -> bool:
+    """Whether the highest of an objective is the best: of a metric of the user's own, unless its name
+    has a minus before it."""
+    return OBJECTIVES.get(name, not name.startswith(("-", "val_loss")))
+
+
+def _last(lines: Iterator[bytes], key: str) -> float | None:
+    """The number in the first of these lines that has one by this name."""
+    records = parse_records(line for line in lines if f'"{key}"'.encode() in line)
+    return next((record[key] for record in records if is_number(record, key)), None)
 
 
 def _backwards(file: IO[bytes]) -> Iterator[bytes]:

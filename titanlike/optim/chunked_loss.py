@@ -96,9 +96,10 @@ class ChunkedHead:
             values = dict(zip([self.x, *self.weights], [x, *weights], strict=True))
             return self.apply_epilogue(_call(head, self.head, values))
 
-        totals = []
+        totals: list[Tensor] = []
         for part, goals, weight in self.loss.predictions(x, targets):
-            chunks = _Chunks(logits_of, self, torch.is_grad_enabled(), len(weights))
+            watch = None if totals else self.loss.watch
+            chunks = _Chunks(logits_of, self, torch.is_grad_enabled(), len(weights), watch)
             total_of = _LossInChunks.apply(chunks, part, goals, *weights, *parameters)
             totals.append(total_of if weight == 1.0 else weight * total_of)
         return sum(totals[1:], start=totals[0])
@@ -128,7 +129,7 @@ class _LossInChunks(torch.autograd.Function):
         ctx.chunks, ctx.needed = chunks, needed
         ctx.done = any(needed) and chunks.head.loss.backward_follows
         if ctx.done:
-            total, gradients = chunks.gradients(x, targets, tensors, needed)
+            total, gradients = chunks.gradients(x, targets, tensors, needed, chunks.watch)
             ctx.dtypes = [tensor.dtype for tensor in (x, *tensors)]
             ctx.save_for_backward(*gradients)
             return total
@@ -169,12 +170,15 @@ class _Chunks:
     head: ChunkedHead
     trained: bool  # whether gradients are taken
     weights: int  # so many tensors are weights; the others `logits_of` has already
+    watch: Callable[[Any, Tensor], object] | None  # of `Loss`
 
     def total(self, x: Tensor, targets: Tensor, tensors: Sequence[Tensor]) -> Tensor:
         """The summed loss, fp32 [1]; in training by the kernels of `gradients`, for the same bits."""
         total = torch.zeros(1, dtype=torch.float32, device=x.device)
         for part, goals, _ in _chunks(x, targets, self.head.chunk):
             logits = self.logits_of(part, tensors[: self.weights])
+            if self.watch is not None:
+                self.watch(logits, goals.view(logits.shape[:-1]))
             if self.trained:
                 total += self.head.loss.total_and_gradient(logits, goals)[0]
             else:
@@ -182,7 +186,12 @@ class _Chunks:
         return total
 
     def gradients(
-        self, x: Tensor, targets: Tensor, tensors: Sequence[Tensor], needed: Sequence[bool]
+        self,
+        x: Tensor,
+        targets: Tensor,
+        tensors: Sequence[Tensor],
+        needed: Sequence[bool],
+        watch: Callable[[Any, Tensor], object] | None = None,
     ) -> tuple[Tensor, list[Tensor | None]]:
         """The summed loss, and its gradients: of x in its dtype, of tensors in fp32; None where
         one is not needed."""
@@ -197,6 +206,8 @@ class _Chunks:
             part = part.detach().requires_grad_()
             with torch.enable_grad():
                 logits = self.logits_of(part, weights)
+            if watch is not None:
+                watch(logits, goals.view(logits.shape[:-1]))
             part_total, gradient = self.head.loss.total_and_gradient(logits, goals)
             total += part_total
             edge = get_gradient_edge(logits)  # the backward does not need the logits themselves

@@ -352,6 +352,9 @@ class Pipeline:
             stage.add_forwards(runtime.key(fields), graphs, index, self._mesh.device)
             used |= training[index].fields | evaluation[index].fields
         last = order.stages - 1
+        for cut in (training[last], evaluation[last]):
+            if loss.watch and cut.sends and (head := cut.sends[0].chunked_head) is not None:
+                head.loss.watch = loss.watch  # the loss of the plan
 
         def loss_of(output: Any, targets: Tensor) -> Tensor:
             graphs = training if self._stages[last].training else evaluation

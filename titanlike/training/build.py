@@ -38,6 +38,7 @@ from titanlike.training.zero_gradients import ZeroGradients
 
 if TYPE_CHECKING:
     from titanlike.costs.unit_costs import UnitCosts
+    from titanlike.optim.own_metrics import OwnMetrics
     from titanlike.parallel.compiled_blocks import CompiledBlocks
     from titanlike.training.stragglers import BusyTime
 
@@ -123,6 +124,7 @@ class Run:
         ZeroGradients | None
     )  # finds parameters that do not learn; None = not looked for
     weights_source: str  # where initial weights come from, for the opening table
+    own: OwnMetrics | None = None  # by `metrics.own`
     ranges: Ranges = field(default_factory=Ranges)  # phases and actions, for profile and timeline
     busy: BusyTime | None = None  # how long this rank of several waits for others
 
@@ -244,6 +246,13 @@ def build_planned(
         transforms=[*transforms.values()],
         orders=plan.orders,
     )
+    own = None
+    if config.metrics.own:
+        from titanlike.optim.own_metrics import OwnMetrics, own_functions
+
+        sums = next(filter(None, (transform.sums for transform in ordered)), None)
+        own = OwnMetrics(own_functions(config), mesh, loss, transforms.get("tp"), sums)
+        loss.watch = own.watch
     zeros = None
     if config.warn_zero_gradients:
         zeros = ZeroGradients(config.warn_zero_gradients, plan, [*states.values()], mesh.device)
@@ -257,6 +266,7 @@ def build_planned(
         late=AsyncScalars(mesh),
         zero_gradients=zeros,
         weights_source=built_stages.weights_source,
+        own=own,
     )
     run.train_mode(True)
     built()

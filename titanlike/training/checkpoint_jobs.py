@@ -166,7 +166,8 @@ def _evaluate_source(run: Run, config: Config, data: Data, source: Source) -> Ev
     sums = evaluate(run, config, source, config.evaluate.batches)
     assert sums is not None, "it is not stopped"
     length = _bytes(source, config, data) if run.mesh.layers_rank == 0 else None
-    return Evaluation(sums[0], round(sums[1]), length)
+    nats, tokens = sums["loss"]
+    return Evaluation(nats, round(tokens), length)
 
 
 def _sources(config: Config, data: Data) -> dict[str, Source]:

@@ -26,7 +26,7 @@ from titanlike.distributed.mesh import close_mesh
 from titanlike.distributed.readings import PendingScalars
 from titanlike.launch.watchdog import Watchdog
 from titanlike.launch.worker import Worker
-from titanlike.metrics.summary import objective_value, summarize
+from titanlike.metrics.summary import objective_value
 from titanlike.torch_private.process_groups import abort_groups
 from titanlike.training import report
 from titanlike.training.anomalies import Anomaly, BadNumbers
@@ -73,7 +73,7 @@ def _train(config: Config, worker: Worker, watchdog: Watchdog) -> dict[str, Any]
     if worker.rank == 0:
         report.closing(session, start)
         if config.value is not None:
-            value = objective_value(config.value, summarize(worker.run_dir))
+            value = objective_value(config.value, worker.run_dir)
     close_mesh()
     if session.evaluation is not None and not stopped:
         watchdog.enter_phase(step, "evaluation", config.launch.timeout)

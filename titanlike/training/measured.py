@@ -48,6 +48,7 @@ class Measured:
     # on the device, from what is reduced; of a "max" not called
     finish: Callable[[Tensor], Tensor] = lambda total: total
     labels: Callable[[Run], Sequence[str]] | None = None  # makes a dict of a vector; None = a list
+    apart: bool = False  # the dict's entries are those of the record
 
     def now(self, config: Config, step: int) -> bool:
         every = self.every(config)
@@ -60,7 +61,7 @@ class Measured:
         value = numbers[self.name]
         if self.labels is not None:
             value = dict(zip(self.labels(run), value, strict=True))
-        return {self.name: value}
+        return value if self.apart else {self.name: value}
 
 
 def taken(measuring: Measuring, step: int) -> list[tuple[Measured, Tensor]]:
@@ -68,9 +69,24 @@ def taken(measuring: Measuring, step: int) -> list[tuple[Measured, Tensor]]:
     device = measuring.run.mesh.device
     return [
         (entry, entry.take(measuring).to(device, torch.float32))
-        for entry in MEASURED
+        for entry in entries(measuring.run)
         if entry.now(measuring.config, step)
     ]
+
+
+def entries(run: Run) -> list[Measured]:
+    """All of a run: those of `MEASURED`, and the metrics of the user's own."""
+    if (own := run.own) is None:
+        return MEASURED
+    of_own = Measured(
+        "own metrics",
+        lambda _: own.take(),
+        every=lambda config: config.log_every,
+        finish=own.finish,
+        labels=lambda _: own.names,
+        apart=True,
+    )
+    return [*MEASURED, of_own]
 
 
 def _losses(total: Tensor) -> Tensor:

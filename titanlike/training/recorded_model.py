@@ -49,6 +49,11 @@ def record_model(
     targets, output = microbatch["targets"], graph.meta_output(graph.fields, True)
     if problems := check_loss(config.loss, output, targets, size):
         raise ConfigError(problems)
+    if config.metrics.own:
+        from titanlike.optim.own_metrics import metric_problems
+
+        if problems := metric_problems(config, output, targets):
+            raise ConfigError(problems)
     graph.trained_outputs = trained_outputs(loss, output, targets)
 
     def unchanged() -> nn.Module:

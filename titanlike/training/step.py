@@ -14,6 +14,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from math import nan
+from statistics import fmean
 from typing import Any, NamedTuple
 
 import torch
@@ -39,7 +41,7 @@ from titanlike.optim.optimizer import (
 from titanlike.training.anomalies import Anomaly, AnomalyDetector, BadNumbers, is_bad
 from titanlike.training.build import Run
 from titanlike.training.feed import batches_for, to_device
-from titanlike.training.measured import MEASURED, Measuring, taken
+from titanlike.training.measured import Measuring, entries, taken
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,8 @@ def forward_backward(run: Run, config: Config, step: int, stream: Iterator[Batch
     run.ranges.begin("forward and backward")
     for transform in run.transforms.values():
         transform.begin_step(step)
+    if run.own is not None and step % config.log_every == 0:
+        run.own.begin()
     loss, count, terms = run.pipeline.forward_backward(batch, config.metrics.microbatch_losses)
     run.ranges.begin("gradient norm")
     if run.sums is not None:
@@ -182,7 +186,7 @@ def step_record(
     }
     for transform in run.transforms.values():
         record |= transform.record(numbers)
-    for entry in MEASURED:
+    for entry in entries(run):
         record |= entry.shown(numbers, run)
     if "reserved" in numbers:
         record["memory_reserved_bytes"] = int(numbers["reserved"])
@@ -253,25 +257,25 @@ def _first_bad(run: Run, norms: Tensor) -> str:
 def validate(
     run: Run, config: Config, data: Data, should_stop: Callable[[], object] | None = None
 ) -> dict[str, float] | None:
-    """Compute the validation loss ("loss"), in nats per token, over the same batches each time; of
-    several sets that of each ("loss/NAME"), and their plain mean.
+    """Compute the validation loss ("loss"), in nats per token, and metrics of the user's own, over
+    the same batches each time; of several sets those of each ("loss/NAME"), and their plain mean.
 
     should_stop: called before each batch, on all ranks; once true, the result is None.
     """
-    found: dict[str, float] = {}
+    found: dict[str, dict[str, float]] = {}  # of each set
     for name, source in data.validations.items():
         sums = evaluate(run, config, source, config.validation.batches, should_stop)
         if sums is None:
             return None
-        total, count = sums
-        if not count:
+        if not sums["loss"][1]:
             of = f"the {config.validation.batches or 'whole'} batches of the validation"
             fix = "validation.every=0, or other validation data"
             raise BadNumbers(str(no_targets(config.data, of, fix)))
-        found[f"loss/{name}"] = total / count
-    if data.validations.keys() == {""}:
-        return {name[:-1]: value for name, value in found.items()}
-    return {"loss": sum(found.values()) / len(found), **found}
+        found[name] = {key: total / count if count else nan for key, (total, count) in sums.items()}
+    means = {key: fmean(each[key] for each in found.values()) for key in next(iter(found.values()))}
+    return means | {
+        f"{key}/{name}": value for name in found if name for key, value in found[name].items()
+    }
 
 
 def evaluate(
@@ -280,21 +284,30 @@ def evaluate(
     source: Source,
     batches: int,
     should_stop: Callable[[], object] | None = None,
-) -> tuple[float, float] | None:
-    """(the summed loss, what it counts) of the first so many batches of a source, 0 = all.
-    Collective; should_stop: as of `validate`."""
+) -> dict[str, tuple[float, float]] | None:
+    """ "loss", and the name of each metric of the user's own -> (its sum, what it counts) over the
+    first so many batches of a source, 0 = all. Collective; should_stop: as of `validate`."""
     run.train_mode(False)
     found: list[tuple[Tensor, Tensor]] = []  # of each batch, read after the last one
+    own = torch.zeros((), dtype=torch.float64, device=run.mesh.device)
+    weights = validation_weights(source, config, batches)
     stream = validation_batches(source, config, dp_rank=run.mesh.dp_rank, batches=batches)
-    for batch in batches_for(run, config, stream):
+    for weight, batch in zip(weights, batches_for(run, config, stream), strict=True):
         if should_stop is not None and should_stop():
             run.train_mode(True)
             return None
+        if run.own is not None:
+            run.own.begin()
         found.append(run.pipeline.evaluate(batch))
+        if run.own is not None:
+            own = own + weight * run.own.take_sums()
     run.train_mode(True)
     total = counted = 0.0
-    weights = validation_weights(source, config, batches)
     for weight, (loss, count) in zip(weights, found, strict=True):
         number = weight * count.item()
         total, counted = total + (loss.item() * number if number else 0.0), counted + number
-    return total, counted
+    sums = {"loss": (total, counted)}
+    if run.own is not None:
+        both = (run.mesh.sum(own) if run.mesh.world_size > 1 else own).view(2, -1).tolist()
+        sums |= {name: pair for name, *pair in zip(run.own.names, *both, strict=True)}
+    return sums
