@@ -80,6 +80,16 @@ CONFIG: list[tuple[dict[str, Any], str | None]] = [
     ({"data": {"name": "hf", "path": "someone/dataset"}}, "data.path=someone/dataset"),
     ({"data": {"name": "hf", "path": "URL"}}, "data.path=URL"),
     (
+        {"validation": {"data": {"name": "theirs.rows"}}},
+        "imports theirs.rows (validation.data.name)",
+    ),
+    (
+        {"validation": {"data": {"a": {"name": "theirs.rows"}}}},
+        "theirs.rows (validation.data.a.name)",
+    ),
+    ({"validation": {"data": {"path": "OUT/text.txt"}}}, "validation.data={path:OUT/text.txt}"),
+    ({"metrics": {"own": {"a": "theirs.metric"}}}, None),
+    (
         {"data": {"name": "chat", "path": "OUT/c.jsonl", "template": "OUT/t.jinja"}},
         "data.template=",
     ),

@@ -121,13 +121,17 @@ def named_code(plain: Mapping[str, Any], hydra: Any) -> Iterator[tuple[str, str]
     for group, settings in plain.items():
         if isinstance(settings, Mapping) and "." in str(settings.get("name", "")):
             yield f"{group}.name", str(settings["name"])
-    sets = (plain.get("validation") or {}).get("data") or {}
+    sets = _mapping(_mapping(plain.get("validation")).get("data"))
     for name, own in {"": sets, **sets}.items():
-        if isinstance(own, Mapping) and "." in str(own.get("name", "")):
-            yield ".".join(filter(None, ("validation.data", name, "name"))), str(own["name"])
-    for name, path in ((plain.get("metrics") or {}).get("own") or {}).items():
+        if "." in str(_mapping(own).get("name", "")):
+            yield ".".join(filter(None, ("validation.data", str(name), "name"))), str(own["name"])
+    for name, path in _mapping(_mapping(plain.get("metrics")).get("own")).items():
         yield f"metrics.own.{name}", str(path)
     yield from _hydra_imports(hydra, "hydra")
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
 
 
 def outside_code(config: Config) -> dict[str, str]:

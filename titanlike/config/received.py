@@ -37,7 +37,7 @@ PLACES = {
 # what an evaluation does not need, or what is for its user to say: where it runs, writes and logs
 NOT_READ = (
     *("run_dir", "compile", "launch", "logger", "metrics", "profile", "timeline", "hardware"),
-    *("sample", "verify", "bench", "sweep", "max_time"),
+    *("sample", "verify", "bench", "sweep", "max_time", "value"),
 )
 PARTS_READ = {"checkpoint": ("folder",), "evaluate": ("part", "batches"), "validation": ("data",)}
 _MOST_BYTES = 2**20  # of a config.yaml
