@@ -466,10 +466,15 @@ class TokenData(Corpus):
 
     name: str = key("tokens", "choice")
     path: Paths = required(
-        "folder that titanlike tokenize wrote, or token file: .npy, or raw little-endian integers "
-        "(.bin); or a list of them"
+        "folder that titanlike tokenize wrote, or token file: .npy, raw little-endian integers (.bin), "
+        "or another tool's (Megatron, llm.c, datatrove), or a folder of these; or a list of them"
     )
-    dtype: Literal["uint16", "uint32"] = key("uint16", "integer type of a raw .bin file")
+    format: Literal["auto", "raw"] = key(
+        "auto", "how files are read: by what they contain, or raw = as nothing but ids of dtype"
+    )
+    dtype: Literal["uint8", "uint16", "uint32", "int32", "int64"] = key(
+        "uint16", "integer type of raw files"
+    )
     vocab_size: int | None = key(
         None,
         "number of token ids; every id in the files is smaller; null = as a folder's index says",

@@ -10,12 +10,16 @@ from typing import Any
 
 import numpy as np
 import torch
+import xxhash
 
 from titanlike.config.schema import Config
 from titanlike.data.registry import DataError
-from titanlike.data.sources import Data, documents_note, numbers_hash
+from titanlike.data.sources import IGNORE, Data, documents_note, numbers_hash
 from titanlike.data.token_files import Parts, TokenFile, open_tokens, too_short
+from titanlike.data.token_formats import borders
 from titanlike.data.tokenizer import Tokenizer
+
+_COMPARED = 1 << 22  # tokens of each file, whose borders identify the data
 
 
 def packed_data(
@@ -29,13 +33,14 @@ def packed_data(
     """Files of tokens as data. what: the data in words. Raises DataError for a part that is shorter
     than a sequence. Where nothing is held out, both parts are all of the data."""
     data: Any = config.data
-    if not data.validation_fraction:  # of an evaluation of all
-        parts = {"train": parts["train"]}
+    if not data.validation_fraction:  # nothing is held out
+        parts = {part: files for part, files in parts.items() if sum(f.count for f in files)}
     for problem in too_short(parts, config.seq_len):
         raise DataError(*astuple(problem))
     sources, separated = {}, boundary if data.documents else None
+    by_index = data.documents and boundary is None
     for part, files in parts.items():
-        sources[part] = PackedSource(files, config.seq_len, vocab_size, separated)
+        sources[part] = PackedSource(files, config.seq_len, vocab_size, separated, by_index)
         if not len(sources[part]):
             reason = f"no file of the {part} part has as many as seq_len + 1 tokens"
             raise DataError("data.path", data.path, reason, "give larger files")
@@ -64,15 +69,24 @@ class PackedSource:
     boundary: the token that begins a document; if given, samples have document_ids, the number of
     boundaries up to each token. Targets do not change: the target of a document's last token is the
     next document's boundary, from which the model learns to end a document.
+
+    by_index: documents begin where the files' indices say, which may be at any token: it is not the
+    target of the token before it, which is of another document.
     """
 
     def __init__(
-        self, files: Sequence[TokenFile], seq_len: int, vocab_size: int, boundary: int | None = None
+        self,
+        files: Sequence[TokenFile],
+        seq_len: int,
+        vocab_size: int,
+        boundary: int | None = None,
+        by_index: bool = False,
     ) -> None:
-        self._arguments = files, seq_len, vocab_size, boundary
+        self._arguments = files, seq_len, vocab_size, boundary, by_index
         self._files, self._seq_len = files, seq_len
         self._vocab_size, self._boundary = vocab_size, boundary
-        self._tokens = [open_tokens(file.path, file.dtype) for file in files]
+        self._tokens = [open_tokens(file) for file in files]
+        self._borders = [borders(file) for file in files] if by_index else None
         # ends of the files, in sequences and in tokens
         self._ends = [*accumulate(max(0, (file.count - 1) // seq_len) for file in files)]
         self._token_ends = [*accumulate(file.count for file in files)]
@@ -106,7 +120,11 @@ class PackedSource:
         return np.concatenate(pieces)
 
     def fingerprint(self) -> str:
-        return f"{self.count:,} tokens, {numbers_hash(self.count, self.read)}"
+        text = f"{self.count:,} tokens, {numbers_hash(self.count, self.read)}"
+        for file, one in zip(self._files, self._borders or (), strict=False):
+            places = one.within(file.start, min(file.stop, file.start + _COMPARED))
+            text += f", documents {xxhash.xxh3_64_hexdigest(places.tobytes())}"
+        return text
 
     def __getitem__(self, i: int) -> dict[str, torch.Tensor]:
         at = bisect_right(self._ends, i)
@@ -124,4 +142,10 @@ class PackedSource:
         sample = {"inputs": ids[:-1], "targets": ids[1:]}
         if self._boundary is not None:
             sample["document_ids"] = (sample["inputs"] == self._boundary).cumsum(0)
+        if self._borders is not None:
+            begins = self._borders[at].within(start, start + self._seq_len) - start
+            first = np.zeros(self._seq_len + 1, np.int64)
+            first[begins] = 1
+            sample["document_ids"] = torch.from_numpy(first[:-1].cumsum())
+            sample["targets"] = ids[1:].masked_fill(torch.from_numpy(first[1:] == 1), IGNORE)
         return sample

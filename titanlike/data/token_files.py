@@ -1,4 +1,4 @@
-"""Files of token ids, memory-mapped: .npy, or raw little-endian integers."""
+"""Files of token ids, memory-mapped: numpy's, or little-endian integers behind a header or none."""
 
 from __future__ import annotations
 
@@ -11,15 +11,20 @@ import numpy as np
 from titanlike.config.errors import Problem
 from titanlike.data.registry import DataError
 
+NPY = "npy"  # as the dtype of a file that numpy.save wrote, which contains it
+
 
 @dataclass(frozen=True)
 class TokenFile:
     """ids start..stop of a file."""
 
     path: Path
-    dtype: str  # of a raw file
+    dtype: str
     start: int
     stop: int
+    offset: int = 0  # bytes before the first id
+    index: Path | None = None  # which says where documents begin
+    form: str = ""  # whose format it is, in words
 
     @property
     def count(self) -> int:
@@ -42,30 +47,28 @@ def too_short(parts: Parts, seq_len: int) -> Iterator[Problem]:
             yield Problem("seq_len", seq_len, reason, fix)
 
 
-def open_tokens(path: Path, dtype: str) -> np.ndarray:
-    """The ids in the file [tokens], mapped read-only.
+def open_tokens(file: TokenFile) -> np.ndarray:
+    """The ids in the file [tokens], mapped read-only: all of them, not start..stop alone.
 
-    dtype: "uint16" or "uint32", of a raw file; a .npy file contains its own. Raises DataError where
-    the file is missing, empty, or of another format.
+    Raises DataError where the file is missing, empty, or of another format.
     """
-    if not path.is_file():
-        fix = "give a .npy or raw .bin file of token ids"
-        raise DataError("data.path", path, "there is no such file", fix)
-    if path.suffix == ".npy":
+    path, dtype = file.path, file.dtype
+    if dtype == NPY:
         remedy = "save a one-dimensional array of integers with numpy.save"
         try:
             tokens = np.load(path, mmap_mode="r", allow_pickle=False)
         except (ValueError, EOFError, OSError) as error:
             raise DataError("data.path", path, f"is not a .npy file ({error})", remedy) from None
-        if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+        if tokens.ndim != 1 or tokens.dtype.kind not in "iu" or not len(tokens):
             form = f"an array of {tokens.dtype} and shape {tokens.shape}"
             raise DataError("data.path", path, f"is {form}, not a list of token ids", remedy)
         return np.asarray(tokens)
     itemsize = np.dtype(dtype).itemsize
-    size = path.stat().st_size
-    if size == 0 or size % itemsize:
+    size = path.stat().st_size - file.offset
+    if size <= 0 or size % itemsize:
         reason = f"{size} bytes are not a multiple of the {itemsize} bytes of a {dtype} token id"
         fix = "give a complete file, and data.dtype=uint16 or data.dtype=uint32 as it was written"
         raise DataError("data.path", path, reason, fix)
     # A plain array over the map: slicing np.memmap itself is several times slower.
-    return np.asarray(np.memmap(path, mode="r", dtype=np.dtype(dtype).newbyteorder("<")))
+    kind = np.dtype(dtype).newbyteorder("<")
+    return np.asarray(np.memmap(path, mode="r", dtype=kind, offset=file.offset))

@@ -41,12 +41,12 @@ from titanlike.data.text import (
     token_dtype,
 )
 from titanlike.data.tokenizer import Tokenizer, open_tokenizer, write_tokenizer
-from titanlike.data.tokens import FORMAT, INDEX, TOKENIZER
+from titanlike.data.tokens import FORMAT, INDEX, PLAN, TOKENIZER
 from titanlike.launch.environment import available_cores
 from titanlike.launch.signals import die_with_parent
 from titanlike.metrics import units
 
-PLAN, BAD = "plan.json", "bad.jsonl"
+BAD = "bad.jsonl"
 _UNIT = 1 << 26  # bytes of files
 _EVERY = 5.0  # seconds between lines of progress
 _MOST_NAMED = 100  # bad records of a unit that are named; all are counted

@@ -1,5 +1,5 @@
-"""Token ids in files (`data=tokens`), memory-mapped: .npy, raw little-endian integers, and folders
-that `titanlike tokenize` writes:
+"""Token ids in files (`data=tokens`), memory-mapped: .npy, raw little-endian integers, files of
+other tools (token_formats.py), and folders that `titanlike tokenize` writes:
 
     index.json         the files below, their dtype, the vocabulary, the token between documents
     tokens-00000.bin   ids, little-endian; each document begins with that token
@@ -22,12 +22,19 @@ from titanlike.config.files import as_record, read_object
 from titanlike.config.schema import Config, TokenData
 from titanlike.data.registry import DataError, Vocabulary
 from titanlike.data.token_files import Parts, TokenFile, open_tokens, too_short
+from titanlike.data.token_formats import (
+    foreign_index,
+    has_token_files,
+    largest_id,
+    read_file,
+    read_folder,
+)
 from titanlike.data.tokenizer import open_tokenizer
 
 if TYPE_CHECKING:
     from titanlike.data.sources import Data
 
-INDEX, TOKENIZER = "index.json", "tokenizer"
+INDEX, PLAN, TOKENIZER = "index.json", "plan.json", "tokenizer"
 FORMAT = 1
 _AGAIN = "Run titanlike tokenize again: it goes on where it was"
 _MAX_SEARCHED = 1 << 24  # tokens, for the document boundary
@@ -36,15 +43,19 @@ _CHUNK = 1 << 20  # tokens searched at once
 
 @dataclass(frozen=True)
 class TokenSet:
-    """All files of `data.path`, in order. tokenizer: its name or path, None = not known."""
+    """All files of `data.path`, in order. held: files for validation alone; tokenizer: its name or
+    path, None = not known."""
 
     files: list[TokenFile]
+    held: list[TokenFile]
     vocab_size: int
     boundary: int | None
     tokenizer: str | None
 
     def parts(self, validation_fraction: float) -> Parts:
-        """The end of all tokens is for validation."""
+        """The end of all tokens is for validation, unless there are files for it."""
+        if self.held:
+            return {"train": self.files, "validation": self.held}
         count = sum(file.count for file in self.files)
         cut = count - round(count * validation_fraction)
         return {"train": self._between(0, cut), "validation": self._between(cut, count)}
@@ -68,6 +79,11 @@ def open_data(data: TokenData, config: Config) -> Data:
     tokenizer = None if tokens.tokenizer is None else open_tokenizer(tokens.tokenizer)
     what = ", ".join(map(str, _paths(data)))
     what += f" in {len(tokens.files):,} files" if len(tokens.files) > 1 else ""
+    forms = {file.form for file in (*tokens.files, *tokens.held)} - {""}
+    forms |= {f"{', '.join(file.path.name for file in tokens.held)} for validation"} - {
+        " for validation"
+    }
+    what += f" ({'; '.join(sorted(forms))})" if forms else ""
     return packed_data(config, parts, tokens.vocab_size, tokens.boundary, tokenizer, what)
 
 
@@ -89,13 +105,15 @@ def _check_boundary(data: TokenData, config: Config) -> Iterator[Problem]:
     tokens = read_tokens(data)
     boundary, remedy = tokens.boundary, "the id of the token that begins a document"
     remedy += ", data.boundary=0"
+    if boundary is None and all(file.index for file in (*tokens.files, *tokens.held)):
+        return
     if boundary is None:
         yield Problem("data.boundary", "null", "documents=true needs the boundary token", remedy)
     elif not 0 <= boundary < tokens.vocab_size:
         reason = f"is not a token id below data.vocab_size={tokens.vocab_size}"
         yield Problem("data.boundary", boundary, reason, remedy)
     else:
-        ids = open_tokens(tokens.files[0].path, tokens.files[0].dtype)[:_MAX_SEARCHED]
+        ids = open_tokens(tokens.files[0])[:_MAX_SEARCHED]
         chunks = (ids[at : at + _CHUNK] for at in range(0, len(ids), _CHUNK))
         if not any((chunk == boundary).any() for chunk in chunks):
             reason = f"is not among the first {len(ids):,} tokens"
@@ -114,15 +132,18 @@ def read_tokens(data: TokenData) -> TokenSet:
 
     Raises DataError for what is missing or incomplete, and for folders of different tokenizers.
     """
-    files: list[TokenFile] = []
+    files, held = list[TokenFile](), list[TokenFile]()
     indices: list[tuple[Path, dict[str, Any]]] = []
     for path in _paths(data):
-        if path.is_dir():
+        if not path.is_dir():
+            files.append(read_file(path, data))
+        elif any((path / name).exists() for name in (INDEX, PLAN)) or not has_token_files(path):
             index = _read_index(path)
             indices.append((path, index))
             files += _files_of(path, index)
         else:
-            files.append(TokenFile(path, data.dtype, 0, len(open_tokens(path, data.dtype))))
+            both = read_folder(path, data)
+            files, held = files + both[0], held + both[1]
     if not files:
         raise DataError("data.path", data.path, "names no file", "give a file, or a folder")
     vocab_size, boundary, tokenizer = data.vocab_size, data.boundary, None
@@ -137,9 +158,9 @@ def read_tokens(data: TokenData) -> TokenSet:
         tokenizer = "bytes" if first["tokenizer"] == "bytes" else str(folder / TOKENIZER)
     if vocab_size is None:
         reason = "a file of ids does not say how many there are"
-        fix = "data.vocab_size=50257, or as it is"
+        fix = f"data.vocab_size={largest_id(files + held, _CHUNK) + 1}, or more if its tokenizer has more"
         raise DataError("data.vocab_size", "null", reason, fix)
-    return TokenSet(files, vocab_size, boundary, tokenizer)
+    return TokenSet(files, held, vocab_size, boundary, tokenizer)
 
 
 def _paths(data: TokenData) -> list[Path]:
@@ -155,6 +176,8 @@ def _read_index(folder: Path) -> dict[str, Any]:
         raise DataError("data.path", folder, reason, _AGAIN) from None
     except (OSError, ValueError) as error:
         raise DataError("data.path", folder, f"{INDEX} cannot be read ({error})", _AGAIN) from None
+    if (error := foreign_index(folder, index)) is not None:
+        raise error
     if index.get("format") != FORMAT:
         reason = f"has format {index.get('format')}, and this version reads {FORMAT}"
         raise DataError("data.path", folder, reason, "tokenize it again")

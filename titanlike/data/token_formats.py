@@ -1,0 +1,277 @@
+"""Token files as others write them, recognized by what they contain and not by their names.
+
+A reader takes a path and its first bytes, and returns the `TokenFile`, or None where the format is
+another. What none recognizes is raw ids of `data.dtype`, unless it is known to be something else
+(`MAGIC`), or text: then the error says what it is, and what reads it.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import struct
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from titanlike.config.errors import as_override
+from titanlike.config.schema import TokenData
+from titanlike.data.registry import DataError
+from titanlike.data.token_files import NPY, TokenFile, open_tokens
+
+HEAD = 1024  # bytes by which a file is recognized
+SUFFIXES = (".bin", ".npy", ".ds")  # of the files of a folder
+_COMPLETE = "Give the complete file"
+_ARRAY = "Save the ids as an array: numpy.save('tokens.npy', ids), and write data.path=tokens.npy"
+_HF = "data=hf {path} data.ids_key=input_ids for rows of ids, or data=text {path} for text"
+
+# (where, bytes, what such a file is, what to write); {path}: data.path=PATH, {stem}: without suffix
+MAGIC = (
+    (0, b"MMIDIDX\0\0", "the index of a Megatron file NAME.bin", "data=tokens {stem}"),
+    (0, b"TNTIDX\0\0", "an index of fairseq's older format", "Tokenize the text again"),
+    (0, b"PAR1", "a Parquet file", _HF),
+    (0, b"ARROW1\0\0", "an Arrow file", _HF),
+    (0, b"\xff\xff\xff\xff", "an Arrow stream", _HF),
+    (0, b"ORC", "an ORC file", "data=text {path}"),
+    (0, b"\x1f\x8b\x08", "compressed by gzip", "Decompress it: gunzip -k {file}"),
+    (0, b"(\xb5/\xfd", "compressed by zstd", "Decompress it: zstd -d {file}"),
+    (0, b"PK\x03\x04", "an archive of numpy.savez or torch.save", _ARRAY),
+    (0, b"\x89HDF\r\n", "an HDF5 file", _ARRAY),
+    (257, b"ustar", "a tar archive, as of WebDataset", "data=hf {path}"),
+    (0, struct.pack("<i", 20240522), "questions of llm.c's evaluations", "Give its .bin of tokens"),
+    (0, struct.pack("<i", 20240326), "weights of llm.c", "Give its .bin of tokens"),
+)
+# of an index.json: its key, whose it is, and a line that writes the texts as JSONL
+FOREIGN_INDEX = (
+    ("shards", "Mosaic's MDS", "from streaming import StreamingDataset as S; d=S(local={folder},batch_size=1)"),
+    ("chunks", "litdata", "from litdata import StreamingDataset as S; d=S({folder})"),
+)  # fmt: skip
+_CODES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16", 9: "uint32"}
+_LLM_C = {20240520: (1, "uint16"), 20240801: (7, "uint32")}  # magic -> version, type
+_HELD = r"(^|[^a-z])(val|valid|validation|dev|eval)([^a-z]|$)"  # names of files for validation
+_END = 1 << 62  # where documents after the last id begin
+_UNUSED = r"(^|[^a-z])test([^a-z]|$)"
+
+
+def recognized(path: Path, head: bytes | None = None) -> tuple[str, str] | None:
+    """What a file is and what to write, where `MAGIC` has it."""
+    head = _head(path) if head is None else head
+    for at, magic, what, fix in MAGIC:
+        if head[at : at + len(magic)] == magic:
+            given = partial(as_override, "data.path")
+            stem, file = given(str(path.with_suffix(""))), shlex.quote(str(path))
+            return what, fix.format(path=given(str(path)), stem=stem, file=file)
+    return None
+
+
+def read_file(path: Path, data: TokenData) -> TokenFile:
+    """A file of `data.path`, or a prefix. Raises DataError for what has no ids or is damaged."""
+    prefixed = Path(f"{path}.bin")
+    if not path.exists() and prefixed.is_file() and Path(f"{path}.idx").is_file():
+        path = prefixed
+    if not path.is_file():
+        fix = "give a .npy or .bin file of token ids, or a folder of them"
+        raise DataError("data.path", path, "there is no such file", fix)
+    if data.format == "raw":
+        return _whole(path, data.dtype)
+    head = _head(path)
+    for reader in (_megatron, _llm_c, _packed_dataset, _datatrove):
+        if (file := reader(path, head)) is not None:
+            return file
+    if head[:6] == b"\x93NUMPY":
+        return _whole(path, NPY)
+    if (known := recognized(path, head)) is not None:
+        raise DataError("data.path", path, f"is {known[0]}, not a file of token ids", known[1])
+    if _is_text(head):
+        fix = f"data=text {as_override('data.path', str(path))}"
+        raise DataError("data.path", path, "is text, not a file of token ids", fix)
+    guess = "uint32" if _looks_like_uint32(path) else "uint16"
+    if path.suffix == ".npy":
+        reason = "does not begin as numpy.save writes it; OLMo's .npy are raw ids"
+        raise DataError("data.path", path, reason, f"data.format=raw data.dtype={guess}")
+    if (data.dtype, guess) == ("uint16", "uint32"):
+        reason = f"each second id of {path} is near 0: these are the halves of uint32"
+        fix = "data.dtype=uint32, or data.format=raw where they are uint16"
+        raise DataError("data.dtype", data.dtype, reason, fix)
+    return _whole(path, data.dtype)
+
+
+def read_folder(folder: Path, data: TokenData) -> tuple[list[TokenFile], list[TokenFile]]:
+    """The files of a folder without an index: for training, and for validation by their names."""
+    train, held = list[TokenFile](), list[TokenFile]()
+    for path in sorted(path for path in folder.iterdir() if path.suffix in SUFFIXES):
+        name = path.stem.lower()
+        if not re.search(_UNUSED, name):
+            (held if re.search(_HELD, name) else train).append(read_file(path, data))
+    return (train, held) if train else (held, [])
+
+
+def has_token_files(folder: Path) -> bool:
+    return any(path.suffix in SUFFIXES for path in folder.iterdir())
+
+
+def foreign_index(folder: Path, index: dict[str, object]) -> DataError | None:
+    """The error for a folder whose index.json others have written."""
+    for key, whose, opened in FOREIGN_INDEX:
+        if key in index:
+            code = f"import json; {opened.format(folder=repr(str(folder)))}; "
+            code += "[print(json.dumps({'text': r['text']})) for r in d]"
+            fix = (
+                f'Write its texts as JSONL: python -c "{code}" > texts.jsonl, and write data=text '
+            )
+            fix += "data.path=texts.jsonl; or read it in a function of your own (docs/data.md)"
+            return DataError("data.path", folder, f"is a data set of {whose}", fix)
+    return None
+
+
+def largest_id(files: list[TokenFile], most: int) -> int:
+    """Of the first `most` ids of each file."""
+    return max(int(open_tokens(f)[f.start : min(f.stop, f.start + most)].max()) for f in files)
+
+
+# --- readers ------------------------------------------------------------------------------------
+
+
+def _megatron(path: Path, head: bytes) -> TokenFile | None:
+    """NAME.bin of Megatron-LM and GPT-NeoX, or of fairseq, whose index has no documents."""
+    index = path.with_suffix(".idx")
+    if path.suffix != ".bin" or not index.is_file() or not _head(index).startswith(b"MMIDIDX"):
+        return None
+    version, code, sequences = struct.unpack_from("<QBQ", _head(index).ljust(HEAD, b"\0"), 9)
+    dtype = _CODES.get(code)
+    if version != 1 or dtype is None:
+        reason = f"has version {version} and type {code}, which are not those of token ids"
+        raise DataError("data.path", index, reason, "Tokenize the text again")
+    try:
+        borders = _Borders.of(index)
+        last, length = int(borders.places[-1]), int(borders.lengths[-1])
+    except (ValueError, IndexError, struct.error):
+        reason = f"does not have the {sequences:,} sequences that it counts"
+        raise DataError("data.path", index, reason, _COMPLETE) from None
+    itemsize = np.dtype(dtype).itemsize
+    _check_size(path, last + length * itemsize, index.name)
+    return TokenFile(path, dtype, 0, last // itemsize + length, 0, index, "Megatron's, by its .idx")
+
+
+def _llm_c(path: Path, head: bytes) -> TokenFile | None:
+    """256 int32 of header, of which three are used: magic, version, number of ids."""
+    if len(head) < 12 or (known := _LLM_C.get(struct.unpack_from("<i", head)[0])) is None:
+        return None
+    _, version, count = struct.unpack_from("<3i", head)
+    if version != known[0]:
+        reason = f"has a header of llm.c of version {version}, and {known[0]} is read"
+        raise DataError("data.path", path, reason, "Write the file again")
+    _check_size(path, HEAD + count * np.dtype(known[1]).itemsize, "its header")
+    return TokenFile(path, known[1], 0, count, HEAD, form="llm.c's, by its header")
+
+
+def _packed_dataset(path: Path, head: bytes) -> TokenFile | None:
+    """PackedDataset of lit-llama, lit-gpt and TinyLlama: 24 bytes of header."""
+    if head[:7] != b"LITPKDS" or len(head) < 24:
+        return None
+    version, code, count = struct.unpack_from("<QBQ", head, 7)
+    if version != 1 or (dtype := _CODES.get(code)) is None:
+        reason = f"has version {version} and type {code}, which are not those of token ids"
+        raise DataError("data.path", path, reason, "Tokenize the text again")
+    _check_size(path, 24 + count * np.dtype(dtype).itemsize, "its header")
+    return TokenFile(path, dtype, 0, count, 24, form="lit-gpt's, by its header")
+
+
+def _datatrove(path: Path, head: bytes) -> TokenFile | None:
+    """NAME.ds of datatrove and nanotron: raw ids, and NAME.ds.index: where documents end."""
+    index, masks = Path(f"{path}.index"), Path(f"{path}.loss")
+    if path.suffix != ".ds" or not index.is_file():
+        return None
+    ends = _Borders.of(index).marks
+    count, size = int(ends[-1]) if len(ends) else 0, path.stat().st_size
+    dtype = {2: "uint16", 4: "uint32"}.get(size // max(1, count))
+    if dtype is None or count * np.dtype(dtype).itemsize != size:
+        reason = f"has {size:,} bytes, and {index.name} {count:,} ids"
+        raise DataError("data.path", path, reason, _COMPLETE)
+    if masks.exists():
+        reason = f"has masks of losses in {masks.name}, which are not read"
+        fix = f"To learn all ids, move it away: mv {shlex.quote(str(masks))} /tmp"
+        raise DataError("data.path", path, reason, fix)
+    return TokenFile(path, dtype, 0, count, 0, index, "datatrove's, by its .index")
+
+
+def _whole(path: Path, dtype: str) -> TokenFile:
+    return TokenFile(path, dtype, 0, len(open_tokens(TokenFile(path, dtype, 0, 0))))
+
+
+def _check_size(path: Path, size: int, by: str) -> None:
+    if (found := path.stat().st_size) != size:
+        reason = f"has {found:,} bytes, and by {by} there are {size:,}"
+        raise DataError("data.path", path, reason, _COMPLETE)
+
+
+def _head(path: Path) -> bytes:
+    try:
+        with open(path, "rb") as file:
+            return file.read(HEAD)
+    except OSError as error:
+        reason = f"cannot be read ({error.strerror})"
+        raise DataError("data.path", path, reason, "give a file that can be read") from None
+
+
+def _is_text(head: bytes) -> bool:
+    text = head.decode(errors="ignore")  # which a character at the end may be cut for
+    whole = len(text.encode()) > len(head) - 4
+    return whole and len(head) > 16 and all(c.isprintable() or c in "\t\n\r\f\ufeff" for c in text)
+
+
+def _looks_like_uint32(path: Path) -> bool:
+    halves = np.fromfile(path, "<u2", 1 << 12)
+    low, high = halves[::2], halves[1::2]
+    return len(halves) > 64 and bool(high.max() < 32 and low.max() > 255)
+
+
+# --- documents ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Borders:
+    """An index, mapped: mark m is of the document that begins at id places[m] // itemsize (Megatron:
+    of sequences), or at id m (datatrove). Its arrays are not aligned: numpy's searches copy them."""
+
+    marks: Sequence[int] | np.ndarray
+    places: np.ndarray
+    lengths: np.ndarray
+    itemsize: int = 0
+
+    @classmethod
+    def of(cls, index: Path) -> _Borders:
+        mapped = np.memmap(index, mode="r") if index.stat().st_size else np.empty(0, np.uint8)
+        if mapped[:7].tobytes() != b"MMIDIDX":
+            ends = mapped[: len(mapped) // 8 * 8].view("<u8")
+            return cls(ends, ends, ends)
+        _, code, count = struct.unpack_from("<QBQ", mapped[:26].tobytes(), 9)
+        marks, at = range(count), 26
+        if len(mapped) != at + 12 * count:  # else fairseq's: each sequence is a document
+            documents, at = struct.unpack_from("<Q", mapped[:34].tobytes(), 26)[0], 34
+            marks = mapped[at + 12 * count :][: 8 * documents].view("<i8")
+        lengths = mapped[at:][: 4 * count].view("<i4")
+        places = mapped[at + 4 * count :][: 8 * count].view("<i8")
+        if not len(places) == len(lengths) == count:
+            raise ValueError("too short")
+        return cls(marks, places, lengths, np.dtype(_CODES[code]).itemsize)
+
+    def within(self, start: int, stop: int) -> np.ndarray:
+        """The ids in start < i <= stop at which documents begin."""
+
+        def place(mark: int) -> int:
+            if not self.itemsize:
+                return int(mark)
+            return int(self.places[mark]) // self.itemsize if mark < len(self.places) else _END
+
+        first, last = (bisect_right(self.marks, one, key=place) for one in (start, stop))
+        return np.array([place(mark) for mark in self.marks[first:last]], np.int64)
+
+
+def borders(file: TokenFile) -> _Borders:
+    assert file.index is not None
+    return _Borders.of(file.index)
