@@ -884,7 +884,8 @@ class RampStage:
     seq_len: int | None = key(None, "tokens in a sequence; null = as later", ge=1, example=64)
 
 
-OBJECTIVES = ("val_loss", "loss", "tokens_per_second", "step_seconds", "mfu", "memory_bytes")
+OBJECTIVES = ("val_loss", "loss", "tokens_per_second", "samples_per_second", "step_seconds", "mfu")
+OBJECTIVES += ("memory_bytes",)
 MESH_AXES = ("pp", "dp", "cp", "tp")  # of which ranks are the product; ep is taken from dp and cp
 LAYER_AXES = MESH_AXES[3:]  # whose ranks have a part of every layer: neighbours in the mesh
 
@@ -974,7 +975,7 @@ class Config:
     )
     value: str | None = key(
         None,
-        "what a sweep compares: val_loss (null), loss, tokens_per_second, step_seconds, mfu, memory_bytes, "
+        "what a sweep compares: val_loss (null), loss, tokens_per_second (samples_per_second), step_seconds, mfu, memory_bytes, "
         "val_loss/SET, a metric of your own (-NAME: the lowest is best)",
     )
     log_every: int = key(10, "steps between printed lines; metrics.jsonl has every step", ge=1)

@@ -66,7 +66,8 @@ class Table:
 
         def slowness(row: JobRow) -> tuple[float, float, int]:
             seconds = math.inf if row.seconds is None else row.seconds
-            return -(row.summary.tokens_per_second or 0.0), seconds, row.job.number
+            speed = row.summary.tokens_per_second or row.summary.samples_per_second or 0.0
+            return -speed, seconds, row.job.number
 
         ties = (row for value, row in done if value - least <= _ROUNDING * abs(least))
         return min(ties, key=slowness, default=None)
@@ -147,6 +148,7 @@ def read_columns(table: Table, keys: list[str]) -> list[Column]:
         ("loss", [row.summary.loss for row in rows], units.decimal),
         ("val_loss", [row.summary.val_loss for row in rows], units.decimal),
         ("tok/s", [row.summary.tokens_per_second for row in rows], units.count),
+        ("samples/s", [row.summary.samples_per_second for row in rows], units.count),
         ("memory", [row.summary.memory_bytes for row in rows], units.size),
         ("time", [row.seconds for row in rows], units.duration),
     ]
@@ -181,7 +183,7 @@ def _fitting(table: Table, width: int) -> list[Column]:
     last = 1 + (len(settings) or len(table.keys))
     losses = {column.header for column in columns} & {"loss", "val_loss"}
     other = "loss" if table.spec.value == "val_loss" else "val_loss"
-    spare = ["time", "memory", *([other] if len(losses) > 1 else []), "tok/s"]
+    spare = ["time", "memory", *([other] if len(losses) > 1 else []), "tok/s", "samples/s"]
 
     def fits() -> bool:
         widths = [column.width for column in columns]
@@ -197,7 +199,7 @@ def _fitting(table: Table, width: int) -> list[Column]:
 def _short_names(keys: Sequence[str]) -> dict[str, str]:
     """optimizer.lr -> lr, unless another column has that name."""
     taken = Counter(key.rpartition(".")[2] for key in keys)
-    taken.update(["job", "status", "loss", "val_loss", "tok/s", "memory", "time"])
+    taken.update(["job", "status", "loss", "val_loss", "tok/s", "samples/s", "memory", "time"])
     names = {key: key.rpartition(".")[2] for key in keys}
     return {key: name if taken[name] == 1 else key for key, name in names.items()}
 

@@ -133,8 +133,8 @@ class Console:
                 leave=False,
                 bar_format="{n_fmt}/{total_fmt} {bar} {desc}",
             )
-        loss, speed = units.decimal(record["loss"]), units.count(record["tokens_per_second"])
-        self._bar.set_description_str(f"eta {eta}  loss {loss}  {speed} tok/s", refresh=False)
+        loss = units.decimal(record["loss"])
+        self._bar.set_description_str(f"eta {eta}  loss {loss}  {_speed(record)}", refresh=False)
         self._bar.update(record["step"] - self._bar.n)
 
     def _width(self) -> int:
@@ -162,7 +162,7 @@ def step_line(
         (8, f"ema {units.decimal(record['val_loss_ema'])}" if "val_loss_ema" in record else ""),
         (4, f"grad_norm {record['grad_norm']:.2f}"),
         (6, f"lr {record['lr']:.1e}"),
-        (7, f"{units.count(record['tokens_per_second'])} tok/s"),
+        (7, _speed(record)),
         (5, f"mfu {record['mfu']:.1%}" if record.get("mfu") is not None else ""),
         (3, f"mem {units.size(record['memory_bytes'])}"),
         (2, f"eta {eta}" if eta else ""),
@@ -172,6 +172,12 @@ def step_line(
     while len(line := "  ".join(text for _, text in parts)) > width and len(parts) > 1:
         parts.remove(min(parts, key=lambda part: part[0]))
     return line[:width]
+
+
+def _speed(record: dict[str, Any]) -> str:
+    if "samples_per_second" in record:
+        return f"{units.count(record['samples_per_second'])} samples/s"
+    return f"{units.count(record['tokens_per_second'])} tok/s"
 
 
 def table_lines(

@@ -42,6 +42,7 @@ CURVES = {  # key of a record -> title
     "grad_norm": "gradient norm",
     "lr": "learning rate",
     "tokens_per_second": "tokens/s",
+    "samples_per_second": "samples/s",
     "step_seconds": "step time",
     "mfu": "MFU",
     "memory_bytes": "memory",
@@ -145,7 +146,7 @@ def read_history(
         "last": records[-1] if records else {},
         "summary": asdict(summarize(run_dir)),
         "logged": _link(run_dir / "wandb" / "run_url"),
-        # name -> points (step, tokens, value; None: nan)
+        # name -> points (step, tokens or samples, value; None: nan)
         "curves": {
             name: curve
             for name in (*CURVES, *parts[:_PARTS])
@@ -201,7 +202,8 @@ def _thinned(records: list[dict[str, Any]], name: str, most: int) -> list[list[f
             ends = {heights.index(min(heights)), heights.index(max(heights))}
             kept += [part[index] for index in sorted(ends)]
         kept.append(having[-1])
-    return [[r["step"], _finite(r, "tokens"), _finite(r, name)] for r in kept]
+    done = "tokens" if any("tokens" in record for record in kept) else "samples"
+    return [[r["step"], _finite(r, done), _finite(r, name)] for r in kept]
 
 
 def _finite(record: dict[str, Any], key: str) -> float | None:

@@ -4,7 +4,7 @@ step loss grad_norm lr tokens time tokens_per_second step_seconds memory_bytes, 
 memory_reserved_bytes, mfu, val_loss; busy_seconds (mean of the ranks), busiest_rank busiest_seconds
 of several ranks; busiest_expert idlest_expert dropped of models with experts. `time`: seconds since
 the epoch, after the step. `tokens` counts from the start of the run, batch_size x seq_len a step,
-padding included. microbatch_losses is a list, where it is asked for; TensorBoard, W&B and the
+padding included; of data without tokens it is samples, samples_per_second. microbatch_losses is a list, where it is asked for; TensorBoard, W&B and the
 report have name/index, or name/key of a dict.
 """
 

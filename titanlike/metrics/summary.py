@@ -17,6 +17,7 @@ OBJECTIVES: dict[str, bool] = {
     "val_loss": False,
     "loss": False,
     "tokens_per_second": True,
+    "samples_per_second": True,
     "step_seconds": False,
     "mfu": True,
     "memory_bytes": False,
@@ -33,7 +34,8 @@ class Summary:
     steps: int = 0  # the last one that was logged
     loss: float | None = None  # the last; may be nan
     val_loss: float | None = None  # the last
-    tokens_per_second: float | None = None  # this and the next two: a median, see `summarize`
+    tokens_per_second: float | None = None  # this and the next three: a median, see `summarize`
+    samples_per_second: float | None = None  # of data without tokens
     step_seconds: float | None = None
     mfu: float | None = None
     memory_bytes: int | None = None  # peak of the worst rank, since the run's last start
@@ -70,6 +72,7 @@ def summarize(run_dir: Path) -> Summary:
         loss=_newest("loss", records),
         val_loss=val_loss,
         tokens_per_second=_median("tokens_per_second", half),
+        samples_per_second=_median("samples_per_second", half),
         step_seconds=_median("step_seconds", half),
         mfu=_median("mfu", half),
         memory_bytes=int(max(memory)) if memory else None,

@@ -108,6 +108,12 @@ class Estimate:
         return self.tokens / self.step_seconds / self.config.world_size
 
     @property
+    def speed(self) -> float:
+        """Tokens, or samples of data without, a second and device."""
+        each = 1 if self.plan.unit == "tokens" else self.config.seq_len
+        return self.tokens_per_second_per_gpu / each
+
+    @property
     def mfu(self) -> float | None:
         """Share of the dense bf16 peak, by the model's FLOPs a token as metrics.jsonl has it."""
         if self.plan.flops_per_token is None:

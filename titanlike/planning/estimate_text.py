@@ -61,7 +61,7 @@ def as_data(estimate: Estimate, advice: Sequence[Advice] = (), warning: str = ""
     ranks = range(config.pp)
     return {
         "step_seconds": estimate.step_seconds,
-        "tokens_per_second_per_gpu": estimate.tokens_per_second_per_gpu,
+        f"{estimate.plan.unit}_per_second_per_gpu": estimate.speed,
         "mfu": estimate.mfu,
         "bubble": estimate.simulation.bubble,
         "memory_bytes": estimate.memory_bytes,
@@ -165,10 +165,13 @@ def _summary(estimate: Estimate, warning: str, width: int) -> str:
     blocks = sum(unit.block for unit in plan.model_graph.units)
     many = units.microbatches(plan.microbatches)
     layout = f"{config.schedule.name}, " if config.pp > 1 else ""
-    layout += f"{many} of {rows} x {config.seq_len} tokens, ZeRO {plan.zero}"
+    of_tokens, batch = plan.unit == "tokens", f"{config.batch_size} samples"
+    batch = f"{units.count(estimate.tokens)} tokens" if of_tokens else batch
+    layout += f"{many} of {rows} {f'x {config.seq_len} ' if of_tokens else ''}{plan.unit}"
+    layout += f", ZeRO {plan.zero}"
     if plan.recomputed.count:
         layout += f", {plan.recomputed.count} of {blocks} blocks recomputed"
-    speed = f"{estimate.tokens_per_second_per_gpu:,.0f} tokens/s a device"
+    speed = f"{estimate.speed:,.0f} {plan.unit}/s a device"
     speed += "" if estimate.mfu is None else f", MFU {estimate.mfu:.1%}"
     room = f"{units.size(estimate.fullest)} of {units.size(device.usable)} on the fullest rank"
     days = units.duration(estimate.seconds)
@@ -180,7 +183,7 @@ def _summary(estimate: Estimate, warning: str, width: int) -> str:
         f"{config.world_size:,} x {device.title}: {mesh_text(estimate)}",
         layout,
         "",
-        f"step    {units.short_time(estimate.step_seconds)}, {units.count(estimate.tokens)} tokens; {speed}",
+        f"step    {units.short_time(estimate.step_seconds)}, {batch}; {speed}",
         f"bubble  {estimate.simulation.bubble:.1%}",
         f"memory  {room}: {'fits' if estimate.fits else 'DOES NOT FIT'}",
         f"run     {config.last_step:,} steps: {days}, {hours:,.0f} device hours",

@@ -478,14 +478,15 @@ def search_text(result: LayoutSearch, most: int = 10, width: int = 80) -> str:
                 estimate.config.schedule.name if estimate.config.pp > 1 else "",
                 str(estimate.plan.microbatches),
                 units.short_time(estimate.step_seconds),
-                f"{estimate.tokens_per_second_per_gpu:,.0f}",
+                f"{estimate.speed:,.0f}",
                 "" if estimate.mfu is None else f"{estimate.mfu:.1%}",
                 f"{estimate.simulation.bubble:.0%}",
                 f"{estimate.fullest / 2**30:.1f}",
                 f"+{slower:.1%}" if at > 1 else "",
             ]
         )
-    header = ["", "mesh", "schedule", "mb", "step", "tok/s", "MFU", "bubble", "GiB", "slower"]
+    speed = "tok/s" if best.plan.unit == "tokens" else "samples/s"
+    header = ["", "mesh", "schedule", "mb", "step", speed, "MFU", "bubble", "GiB", "slower"]
     lines += ["", table(header, rows, width), ""]
     lines += [f"{at}  {r.command_line}" for at, r in enumerate(result.ranked[:most], 1)]
     if text := price(best):

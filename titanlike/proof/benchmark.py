@@ -151,9 +151,10 @@ def bench(config: Config, worker: Worker) -> dict[str, Any]:
         name = "titanlike" if loop is ours else "plain loop"
         path = worker.run_dir / "profile" / f"{name.replace(' ', '_')}_rank{worker.rank}.json.gz"
         by_kind[name] = loop.by_kind(path, run.ranges if loop is ours else Ranges())
-    seconds = median(wall)
+    seconds, of_tokens = median(wall), plan.unit == "tokens"
     figures |= {
-        "value": config.batch_size * config.seq_len / seconds,
+        "value": config.batch_size * (config.seq_len if of_tokens else 1) / seconds,
+        "unit": plan.unit,
         "step_seconds": seconds,
         "cpu_seconds": median(cpu),
         "computations": sum(map(len, plan.order.ranks)) * config.dp,
@@ -169,8 +170,7 @@ def bench(config: Config, worker: Worker) -> dict[str, Any]:
         values = median(plain_wall), median(plain_cpu), more, *ratios
         figures |= dict(zip(names, values, strict=True))
     if ours is not None and "mfu" in record:
-        speed = record["mfu"] / record["tokens_per_second"]
-        figures["mfu"] = speed * figures["value"]
+        figures["mfu"] = record["mfu"] * record["step_seconds"] / seconds
     if worker.rank == 0:
         _print(figures, len(wall), worker.run_dir)
         files.atomic_write_text(worker.run_dir / "bench.json", json.dumps(figures, indent=1))
@@ -226,7 +226,7 @@ def _print(figures: dict[str, Any], steps: int, run_dir: Path) -> None:
     peak = f"{units.size(max(memory))} at most, {units.size(max(own))} of it for this run"
     step, cpu = figures["step_seconds"] * 1e3, figures["cpu_seconds"] * 1e3
     rows = [
-        ("tokens/s", units.count(figures["value"])),
+        (f"{figures['unit']}/s", units.count(figures["value"])),
         ("step", f"{step:.1f} ms, {cpu:.1f} ms of CPU on all ranks (medians of {steps})"),
         ("first step done", f"{figures['first_step_seconds']:.1f} s after the start"),
         ("peak memory a rank", peak),

@@ -39,9 +39,12 @@ def opening(session: Session) -> None:
     shape += f"; ZeRO {plan.zero} ({plan.why_zero})"
     described = {title: text for t in plan.transforms.values() for title, text in t.describe(plan)}
     precision = described.pop("precision", config.precision.name)
-    tokens = config.batch_size * config.seq_len
     most = "at most " if data.variable is not None else ""
-    cut = f"{plan.microbatches} x {plan.model_graph.microbatch_size} sequences on each dp rank"
+    tokens = units.count(config.batch_size * config.seq_len)
+    of_tokens = plan.unit == "tokens"
+    batch = f"{config.batch_size} x {config.seq_len} = {most}{tokens} tokens"
+    parts = "sequences" if of_tokens else "samples"
+    cut = f"{plan.microbatches} x {plan.model_graph.microbatch_size} {parts} on each dp rank"
     fields = [
         ("device", f"{mesh.device.type} with {mesh.backend} ({mesh.reason})"),
         ("ranks", session.places),
@@ -57,9 +60,9 @@ def opening(session: Session) -> None:
         ("recomputed", _recomputed(config, plan)),
         ("gradients", f"of weights {plan.why_together}" if plan.why_together else ""),
         ("data", data.description),
-        ("epochs", epochs(config, len(data.train))),
+        ("epochs", epochs(config, len(data.train), parts)),
         ("warm-up", warmup(config)),
-        ("batch", f"{config.batch_size} x {config.seq_len} = {most}{units.count(tokens)} tokens"),
+        ("batch", batch if of_tokens else f"{config.batch_size} samples"),
         ("ramp", _ramp(config)),
         ("microbatches", f"{cut} ({plan.why_microbatches})"),
         ("schedule", config.schedule.name if mesh.pp > 1 else ""),
@@ -233,12 +236,12 @@ def _ramp(config: Config) -> str:
     return "; ".join(texts)
 
 
-def epochs(config: Config, sequences: int) -> str:
+def epochs(config: Config, sequences: int, unit: str = "sequences") -> str:
     """How often the run reads its data; "" for data that never end."""
     if sequences >= 1 << 40:
         return ""
     epochs = config.tokens(config.steps) / config.seq_len / sequences
-    text = f"{epochs:.3g} of {units.count(sequences)} sequences by step {config.steps}"
+    text = f"{epochs:.3g} of {units.count(sequences)} {unit} by step {config.steps}"
     if epochs >= _MANY_EPOCHS:
         fit = max(1, int(_MANY_EPOCHS * sequences / config.batch_size))
         return f"{text}; WARNING: a model learns so few by heart; more data, or steps={fit}"

@@ -172,15 +172,16 @@ def step_record(
     """Make a record for metrics.jsonl from the metrics that `update` has sent."""
     step, seconds = pending.step, pending.gradients.timer.seconds()
     size, length = config.batch_shape(step)
-    tokens = size * length
+    unit, each = run.plan.unit, 1 if run.plan.unit == "tokens" else length
+    speed = size * length / seconds  # in tokens
     record = {
         "step": step,
         "loss": numbers["loss"],
         "grad_norm": numbers["grad_norm"],
         "lr": pending.lr,
-        "tokens": config.tokens(step),
+        unit: config.tokens(step) // each,
         "time": pending.time,
-        "tokens_per_second": tokens / seconds,
+        f"{unit}_per_second": speed / each,
         "step_seconds": seconds,
         "memory_bytes": int(numbers["allocated"]),
     }
@@ -198,7 +199,7 @@ def step_record(
     if ranks_of(run.mesh.device, config, run.mesh.world_size) > 1:
         peak = None  # the devices are fewer than the ranks
     if peak is not None and run.plan.flops_per_token is not None:
-        flops = record["tokens_per_second"] * run.plan.flops_per_token
+        flops = speed * run.plan.flops_per_token
         record["mfu"] = flops / (peak * run.mesh.world_size)
     return record | pending.more
 

@@ -19,7 +19,8 @@ from titanlike.config.errors import ConfigError, Problem, Refused
 from titanlike.config.schema import Config, Custom, Hardware
 from titanlike.config.validate import broken_rules
 from titanlike.data.loader import example_batch, field_problems
-from titanlike.data.sources import Data
+from titanlike.data.registry import vocab_size
+from titanlike.data.sources import Batch, Data
 from titanlike.device.choose import first_device, ranks_of
 from titanlike.device.memory import total_memory
 from titanlike.distributed.mesh import Mesh
@@ -61,6 +62,7 @@ class TrainPlan:
     whole_numel: int  # elements of the model's parameters, tied ones once
     unused: list[str]  # parameters that the forward does not use: they stay as they are
     flops_per_token: float | None
+    unit: str  # what a batch has so many of: "tokens", or "samples" of data without
     recomputed: Recomputed
     deferred: frozenset[int]  # stages whose weight gradients are computed in W, not in I
     why_together: str  # why not those of others; "" where the config says so
@@ -188,6 +190,7 @@ def make_plan(
         whole_numel=whole_numel,
         unused=[name for name, _ in model.named_parameters() if name not in used],
         flops_per_token=flops_per_token,
+        unit="tokens" if _has_tokens(config, data, batch) else "samples",
         recomputed=chosen.recomputed,
         deferred=chosen.deferred,
         why_together=chosen.why_together,
@@ -327,6 +330,12 @@ def _declared_stages(config: Config, model_graph: ModelGraph, stages: int) -> li
     from titanlike.graph.partition import partition
 
     return partition(units, split, stages)
+
+
+def _has_tokens(config: Config, data: Data | None, batch: Batch) -> bool:
+    if batch["inputs"].is_floating_point():
+        return False
+    return (vocab_size(config) if data is None else data.vocab_size) is not None
 
 
 def _flops_per_token(config: Config, model: nn.Module, data: Data | None) -> float | None:

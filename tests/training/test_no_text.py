@@ -1,0 +1,133 @@
+"""Data that are no text: datasets as a function returns them, in every layout; nothing speaks of
+tokens."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import titanlike
+from support import signals
+from support.cells import cells
+from support.models import tiny
+from support.runs import train_each
+from support.world import run_world
+from titanlike.config.schema import (
+    Checkpoint,
+    Config,
+    ConstantLr,
+    Custom,
+    Metrics,
+    Model,
+    Mse,
+    Validation,
+)
+from titanlike.data.registry import DataError, open_data
+from titanlike.metrics.console import Console
+from titanlike.metrics.report import read_history
+from titanlike.metrics.sinks import read_jsonl
+from titanlike.planning.estimate import make_estimate
+from titanlike.planning.estimate_text import as_data, as_text
+
+BOTH = Custom("support.signals.both")
+
+
+def unet(folder: Path, **changes: Any) -> Config:
+    config = tiny(
+        model=Model("support.signals.Unet"),
+        data=BOTH,
+        loss=Mse(),
+        steps=4,
+        log_every=2,
+        lr=ConstantLr(),
+        metrics=Metrics(own={"near": "support.signals.near"}),
+        validation=Validation(2, 0),
+        checkpoint=Checkpoint(every=2, keep=0),
+        run_dir=str(folder / "run"),
+    )
+    return replace(config, **changes)
+
+
+LAYOUTS = cells({"pp=2 dp=2": {"pp": 2, "dp": 2}}, {"dp=4": {"dp": 4}, "pp=3": {"pp": 3}})
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return trained(unet(tmp_path_factory.mktemp("alone")))
+
+
+def trained(config: Config) -> list[dict[str, Any]]:
+    Path(config.run_dir).mkdir()
+    run_world(train_each, config, Path(config.run_dir).parent / "world", [config])
+    return read_jsonl(Path(config.run_dir) / "metrics.jsonl")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts_have_the_losses_of_one_process_and_those_of_all_of_a_ragged_set(
+    layout: dict[str, Any], alone: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    rows = trained(unet(tmp_path, **layout))
+    keys = ("loss", "val_loss", "near", "val_near", "samples")
+    for row, expected in zip(rows, alone, strict=True):
+        ours, its = ({key: each[key] for key in keys if key in each} for each in (row, expected))
+        assert ours == pytest.approx(its, rel=1e-5)
+    assert "val_near" in rows[1] and rows[3]["samples"] == 4 * 16
+
+
+def test_a_ragged_set_has_the_loss_of_plain_torch(tmp_path: Path) -> None:
+    """11 samples in batches of 16; targets are no ids, of which some could be left out."""
+    config = unet(tmp_path)
+    with titanlike.build(config) as run:
+        weights, data = run.parameters(), open_data(config)
+        samples = [data.validation[i] for i in range(11)]
+        inputs, targets = (torch.stack([s[n] for s in samples]) for n in ("inputs", "targets"))
+        with torch.no_grad():
+            output = torch.func.functional_call(signals.Unet(), weights, (inputs,))
+        assert run.validate() == pytest.approx(F.mse_loss(output, targets).item(), rel=1e-6)
+
+
+def test_nothing_speaks_of_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = unet(tmp_path)
+    rows = trained(config)
+    Console(steps=4, own=["near"]).step(rows[1])
+    line = capsys.readouterr().out
+    assert " samples/s" in line and "tok" not in line and " near 0." in line
+    estimate = make_estimate(config)
+    said = [as_text(estimate), str(as_data(estimate)), str(rows)]
+    history = read_history(tmp_path / "run")
+    assert {"samples_per_second", "near", "val_near"} <= history["curves"].keys()
+    assert [point[1] for point in history["curves"]["loss"]] == [16, 32, 48, 64]
+    for text in said:
+        assert "token" not in text and "sequence" not in text
+
+
+@pytest.mark.parametrize(
+    ("data", "sizes"),
+    [
+        (BOTH, (64, 11)),
+        (Custom("support.signals.one"), (66, 4)),
+        (Custom("support.signals.one", {"validation_fraction": 0.5}), (35, 35)),
+    ],
+)
+def test_a_function_returns_one_dataset_or_two(data: Custom, sizes: tuple[int, int]) -> None:
+    opened = open_data(tiny(data=data))
+    assert (len(opened.train), len(opened.validation)) == sizes and opened.vocab_size is None
+    every = [opened.train[0], opened.validation[0]]
+    assert all(sample["inputs"].shape == (1, 64) for sample in every)
+
+
+def test_a_set_of_its_own_leaves_all_of_one_dataset_to_training() -> None:
+    sets = {"clean": {"seed": 5, "count": 9}, "far": {"name": "support.signals.both"}}
+    config = tiny(data=Custom("support.signals.one"), validation=Validation(data=sets))
+    opened = open_data(config)
+    assert len(opened.train) == 70
+    assert {name: len(each) for name, each in opened.validations.items()} == {"clean": 9, "far": 11}
+    tokens = {"name": "synthetic", "vocab_size": 8}
+    with pytest.raises(DataError, match="has samples of .* the same fields, dtypes and shapes"):
+        open_data(replace(config, validation=Validation(data=tokens)))
+    assert signals.waves(3, 0)[0][0].shape == (1, 64)
