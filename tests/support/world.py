@@ -129,6 +129,7 @@ def _rank(
 
     from titanlike.launch.worker import Worker
 
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined] # loader processes
     gc.freeze()  # else a collection copies each page of what the server has imported: 0.2 s
     torch.set_num_threads(1)  # the ranks share the cores
     if rank or "TITANLIKE_TEST_OUTPUT" not in os.environ:

@@ -37,8 +37,14 @@ class Checkpointer:
     """
 
     def __init__(
-        self, stage_states: list[StageState], config: Config, data: Data, events: Events
+        self,
+        stage_states: list[StageState],
+        config: Config,
+        data: Data,
+        events: Events,
+        dp_rank: int = 0,
     ) -> None:
+        self._dp_rank = dp_rank
         self._stage_states, self._config, self._data = stage_states, config, data
         self._settings, self._events = config.checkpoint, events
         self._folder = discovery.checkpoint_folder(config)
@@ -74,11 +80,15 @@ class Checkpointer:
 
     def _digest(self, tensors: Mapping[str, Any], group: dist.ProcessGroup) -> str:
         from titanlike.checkpoint.digest import digest
-        from titanlike.checkpoint.integrity import OPTIMIZER, RNG
+        from titanlike.checkpoint.integrity import OPTIMIZER, READERS, RNG
 
         # of each rank's own, and on rank 0 what all pipeline ranks share
         of_all = f"{OPTIMIZER}step" if self._rank else ""
-        saved = {n: x for n, x in tensors.items() if not n.startswith(RNG) and n != of_all}
+        saved = {
+            name: tensor
+            for name, tensor in tensors.items()
+            if not name.startswith((RNG, READERS)) and name != of_all
+        }
         copies = self._config.dp * self._config.cp
         return digest(saved, self._rank % copies == 0, torch.device("cpu"), group)
 
@@ -121,6 +131,7 @@ class Checkpointer:
             self._events,
             self._group,
             lambda: self._writer,
+            self._dp_rank,
         )
 
     def resume(self) -> Progress:
@@ -168,7 +179,10 @@ class Checkpointer:
         self._writer.wait()
         if progress.step != self.newest:
             folder = self.folder_of(progress.step)
-            self._writer.start(folder, self._state(progress, val_loss), self._settings.mode, begin)
+            state, more = self._state(progress, val_loss), dict[str, torch.Tensor]()
+            if hasattr(self._data.train, "saved"):  # of a stream: where its readers are
+                more = self._data.train.saved(progress.step + progress.left_out)
+            self._writer.start(folder, state, self._settings.mode, begin, more)
         return time.perf_counter() - begin
 
     def poll(self) -> None:

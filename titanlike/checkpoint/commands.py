@@ -16,6 +16,7 @@ from titanlike.checkpoint.discovery import all_checkpoints
 from titanlike.checkpoint.integrity import (
     MODEL,
     OPTIMIZER,
+    READERS,
     RNG,
     SavedTensor,
     UnsafeCheckpoint,
@@ -202,7 +203,8 @@ def show(console: Console, location: str, *, all_names: bool) -> bool:
     except DamagedCheckpoint as damage:
         console.line(f"  {damage.file} {damage.reason}")
         return False
-    kinds = {MODEL: "parameters", OPTIMIZER: "optimizer", RNG: "random generators", "": "others"}
+    kinds = {MODEL: "parameters", OPTIMIZER: "optimizer", RNG: "random generators"}
+    kinds |= {READERS: "readers of the data", "": "others"}
     groups: dict[str, list[SavedTensor]] = {kind: [] for kind in kinds}
     for name, tensor in tensors.items():
         groups[next(prefix for prefix in kinds if name.startswith(prefix))].append(tensor)

@@ -30,6 +30,7 @@ from titanlike.checkpoint.discovery import resolve
 from titanlike.checkpoint.integrity import (
     MODEL,
     OPTIMIZER,
+    READERS,
     RNG,
     check_all,
     delete_checkpoint,
@@ -46,7 +47,7 @@ from titanlike.models.safetensors_folder import write_file
 
 _COMPARED = 2**22  # elements that are compared at a time
 _MAX_NAMES = 20  # in a list, without --tensors
-_RUN_PREFIXES = (OPTIMIZER, RNG)
+_RUN_PREFIXES = (OPTIMIZER, RNG, READERS)
 
 
 class DamagedFile(DamagedCheckpoint):
@@ -180,7 +181,7 @@ def compare(
         raise ValueError(f"--tolerance {tolerance}: write a number of at least 0")
     a, b = _open("A", location_a), _open("B", location_b)
     names_a, names_b = a.header.tensors.keys(), b.header.tensors.keys()
-    rng = {name for name in names_a | names_b if name.startswith(RNG)}
+    rng = {name for name in names_a | names_b if name.startswith((RNG, READERS))}
     ranks = [sum(name.endswith(".cpu") for name in rng & names) for names in (names_a, names_b)]
     if other_ranks := rng & (names_a ^ names_b):
         names_a, names_b = names_a - rng, names_b - rng
@@ -229,7 +230,7 @@ def compare_digests(console: Console, location_a: str, location_b: str) -> bool:
         total = torch.zeros((), dtype=torch.int64)
         for name, saved in reader.header.tensors.items():
             row, shape = 0, torch.Size(saved.shape)
-            if name.startswith(RNG):
+            if name.startswith((RNG, READERS)):
                 continue
             for rows in reader.rows(name):
                 total += digest_of(name, rows, shape, (row, *[0] * (len(shape) - 1))[: len(shape)])

@@ -50,6 +50,7 @@ class CheckpointLoader:
     events: Events
     group: dist.ProcessGroup
     writer: Callable[[], CheckpointWriter]  # which knows what has been saved
+    dp_rank: int
 
     def resume(self) -> Progress:
         """As `Checkpointer.resume`."""
@@ -181,6 +182,8 @@ class CheckpointLoader:
         saved = state.get("layout", {})
         alike = all(saved.get(axis, 1) == getattr(self.config, axis) for axis in LAYER_AXES)
         state_dict.load_run(header, self.stage_states, self.group, same_layers=alike)
+        if hasattr(self.data.train, "restore"):
+            self._restore_readers(header)
         newest = self.writer().newest = state["step"]
         self.events.log("resume", newest, path=str(path), world_size=dist.get_world_size())
         if changes := changed_keys(state.get("config", {}), self.plain_config):
@@ -188,3 +191,22 @@ class CheckpointLoader:
             shown = "".join(f"\n  {change}" for change in changes)
             self.events.log("changed", newest, text + shown, changes=changes)
         return as_record(state["progress"], Progress)
+
+    def _restore_readers(self, header: CheckpointHeader) -> None:
+        """Load where the readers of a stream are: those of this dp rank."""
+        from titanlike.checkpoint.reader import raise_on_all_ranks, read
+
+        stream: Any = self.data.train
+        named = (name for name in header.tensors if name.startswith(integrity.READERS))
+        shapes = {name: header.tensors[name].shape for name in named}
+        with raise_on_all_ranks(self.group, ConfigError):
+            try:
+                entries = stream.wanted(shapes, self.config, self.dp_rank)
+            except Refused as error:
+                raise ConfigError([error.problem]) from None
+        read(header, entries, self.group)
+        with raise_on_all_ranks(self.group, ConfigError):
+            try:
+                stream.restore(entries)
+            except Refused as error:
+                raise ConfigError([error.problem]) from None

@@ -63,6 +63,7 @@ from titanlike.torch_private.distributed_checkpoint import Blocks, describe_file
 from titanlike.torch_private.dtensor import local
 
 MAX_FAILURES = 2  # saves in a row
+NO_TENSORS: Mapping[str, Tensor] = {}
 WriteFile = Callable[[Storage, str, Iterable[Tensor]], WrittenFile]
 
 
@@ -121,19 +122,21 @@ class CheckpointWriter:
         state: dict[str, Any],
         mode: str,
         begin: float,
+        more: Mapping[str, Tensor] = NO_TENSORS,
         *,
         model_only: bool = False,
     ) -> None:
         """Save the run, or its model alone; in the background after a copy, or at once.
 
-        state: for state.json; begin: since when training waits, as time.perf_counter() says it.
+        state: for state.json; begin: since when training waits, as time.perf_counter() says it;
+        more: further entries of the run, which several ranks may have alike.
         """
         save = Save(folder, state, begin, model_only)
         if model_only:
             dtype = state_dict.DTYPES[self._settings.model_only]
             tensors, last = state_dict.model_tensors(self._stage_states, dtype), None
         else:
-            tensors = state_dict.run_tensors(self._stage_states)
+            tensors = {**state_dict.run_tensors(self._stage_states), **more}
             tensors, last = state_dict.share_step(tensors, self._group), self._plan
             if self._digest is not None:
                 state["digest"] = self._digest(tensors, self._group)

@@ -419,14 +419,14 @@ class Corpus(Data):
     )
 
 
+_TOKENIZER = "'bytes' (built in), or the path of a tokenizer.json, a folder with one, or a sentencepiece model"
+
+
 @dataclass(kw_only=True)
 class Tokenized(Corpus):
     """What every choice has that is tokenized into a cache."""
 
-    tokenizer: str = key(
-        "bytes",
-        "'bytes' (built in), or the path of a tokenizer.json, a folder with one, or a sentencepiece model",
-    )
+    tokenizer: str = key("bytes", _TOKENIZER)
     cache: str | None = key(None, "folder for tokenized files; null = ~/.cache/titanlike")
 
 
@@ -516,6 +516,42 @@ class ChatData(Tokenized):
         False, "what spells a special token in a question is one; false = in answers alone"
     )
     documents: bool = key(True, "attention stays within each conversation of a sequence")
+
+
+@dataclass(kw_only=True)
+class StreamData(Data):
+    """Text that is read, tokenized, packed and shuffled while training runs."""
+
+    name: str = key("stream", "choice")
+    path: str | None = key(
+        None,
+        "file or folder of text, JSONL, Parquet or WebDataset tars, folder of save_to_disk, or a name on "
+        "the hub; null = this Python's sources",
+    )
+    sources: dict[str, Any] = key(
+        dict, "in place of path: name -> {path, weight}, as those of data=mixture"
+    )
+    text_key: str = key("text", _TEXT_KEY)
+    subset: str | None = key(None, "configuration of a dataset on the hub that has several")
+    split: str = key("train", "which of a dataset's splits")
+    revision: str | None = key(None, "of a name on the hub: branch, tag or commit")
+    tokenizer: str = key("bytes", _TOKENIZER)
+    documents: bool = key(False, "attention stays within each document, where positions begin at 0")
+    shuffle_buffer: int = key(
+        1024, "sequences of all readers from which a random one is taken; 0 = no shuffling", ge=0
+    )
+    readers: int | None = key(
+        None,
+        "parts that the stream is read in, a multiple of dp; null = the largest number up to 64 that "
+        "divides batch_size",
+        ge=1,
+        example=8,
+    )
+    repeat: bool = key(True, "begin again at the end; false = the run ends with the data")
+    workers: int = key(
+        1, "loader processes per rank; 0 = load in the training process", ge=0, le=4096
+    )
+    prefetch: int = key(2, "batches that each loader process is ahead of training", ge=1)
 
 
 # --- profile and timeline: what is recorded of a few steps of a run, rank by rank ---------------
@@ -994,9 +1030,9 @@ class Config:
     schedule: Schedule | CsvSchedule | AutoSchedule | OwnSchedule = key(
         Schedule, "pipeline schedule"
     )
-    data: TextData | HFData | TokenData | MixtureData | ChatData | SyntheticData | Custom = key(
-        TextData, "training data"
-    )
+    data: (
+        TextData | HFData | TokenData | MixtureData | ChatData | StreamData | SyntheticData | Custom
+    ) = key(TextData, "training data")
     optimizer: Optimizer | OwnOptimizer = key(AdamW, "optimizer")
     ema: Ema = key(Ema, "average of the weights")
     lr: ConstantLr | DecayLr | WsdLr | Custom = key(WsdLr, "learning-rate schedule")
@@ -1131,7 +1167,7 @@ VARIANTS: dict[str, dict[str, type[Any]]] = {
         **dict.fromkeys(("zbvzerobubble", "dualpipev"), ZeroBubbleSchedule),
         **_by_name(CsvSchedule, AutoSchedule),
     },
-    "data": _by_name(TextData, HFData, TokenData, MixtureData, ChatData, SyntheticData),
+    "data": _by_name(TextData, HFData, TokenData, MixtureData, ChatData, StreamData, SyntheticData),
     "optimizer": optimizer_kinds(),
     "lr": {"constant": ConstantLr, "linear": DecayLr, "cosine": DecayLr, "wsd": WsdLr},
     "loss": _by_name(CrossEntropy, ChunkedCrossEntropy, Mse),

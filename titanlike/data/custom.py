@@ -7,9 +7,10 @@ the longest in a batch.
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -21,12 +22,19 @@ from titanlike.config.errors import Problem, nearest, override_text
 from titanlike.config.imports import import_object, of_a_library
 from titanlike.config.schema import Config, Custom
 from titanlike.data.order import GlobalBatchSampler, SimilarLengthBatchSampler
-from titanlike.data.registry import DataError, Vocabulary, data_changed, loader_workers
+from titanlike.data.registry import (
+    DataError,
+    Vocabulary,
+    data_changed,
+    loader_workers,
+    missing_package,
+)
 from titanlike.data.sources import Batch, Data, Pad, Source, VariableLength, stack
+from titanlike.data.stream import default_readers
 
 REQUIRED = ("inputs", "targets")
-# of every data, not arguments of a user's function
-_COMMON_KEYS = ("workers", "changed", "validation_fraction")
+# of every data, or of every stream: not arguments of a user's function, unless it takes them
+_COMMON_KEYS = ("workers", "changed", "validation_fraction", "readers", "prefetch", "repeat")
 _HELD_OUT = 0.05  # of one dataset, as `data.validation_fraction` has it
 
 
@@ -40,6 +48,9 @@ def open_data(data: Custom, config: Config) -> Data:
     function = _function(data)
     arguments = {name: value for name, value in data.args.items() if name not in _COMMON_KEYS}
     sizes = {"seq_len": config.seq_len}
+    # for a reader of a stream, of which the function may take what names it
+    readers = data.args.get("readers") or default_readers(config)
+    of_reader = {"reader": 0, "readers": readers, "seed": config.seed}
     try:
         signature = inspect.signature(function)
     except ValueError:  # of code that is not Python's
@@ -49,6 +60,8 @@ def open_data(data: Custom, config: Config) -> Data:
         any_name = any(p.kind == p.VAR_KEYWORD for p in parameters.values())
         if not any_name and "seq_len" not in parameters:
             sizes = {}
+        taken = parameters.keys() - arguments.keys() if "reader" in parameters else ()
+        of_reader = {n: value for n, value in of_reader.items() if n in taken}
         for name in arguments.keys() - parameters.keys() if not any_name else ():
             names = [*parameters, *_COMMON_KEYS]
             fix = f"one of its arguments: {', '.join(f'data.{key}' for key in names)}"
@@ -57,14 +70,21 @@ def open_data(data: Custom, config: Config) -> Data:
             reason = f"{data.name} has no such argument"
             raise DataError(f"data.{name}", arguments[name], reason, fix)
         try:
-            signature.bind(**arguments, **sizes)
+            signature.bind(**arguments, **sizes, **of_reader)
         except TypeError as error:
             fix = "give its arguments as data.NAME"
             raise DataError("data.name", data.name, f"cannot be called ({error})", fix) from None
-    opened = function(**arguments, **sizes)
+    call = Call(function, {**arguments, **sizes}, of_reader)
+    opened = call()
     if not isinstance(opened, Data):
         held_out = data.args.get("validation_fraction", _HELD_OUT)
         opened = _data_of(opened, data.name, held_out if config.validation.data is None else 0.0)
+    if is_stream(opened.train):
+        if importlib.util.find_spec("torchdata") is None:
+            raise missing_package("data.name", data.name, "torchdata", "stream")
+        from titanlike.data.own_stream import open_stream
+
+        return open_stream(opened, call, data, config)
     return checked(opened, data.name, config.seq_len)
 
 
@@ -72,6 +92,8 @@ def _data_of(returned: Any, name: str, held_out: float) -> Data:
     """Datasets without a vocabulary as data; held_out: the share of a single one for validation."""
     if isinstance(returned, tuple) and len(returned) == 2:
         train, validation = returned
+    elif is_stream(returned):
+        train, validation = returned, None
     elif isinstance(returned, Dataset) or hasattr(returned, "__getitem__"):
         train = validation = returned
         if held_out and hasattr(returned, "__len__") and (size := len(returned)) > 1:
@@ -82,10 +104,22 @@ def _data_of(returned: Any, name: str, held_out: float) -> Data:
         fix = "let it return a dataset, (training, validation), or a titanlike.data.sources.Data"
         raise DataError("data.name", name, reason, fix)
     parts = [f"{len(part):,}" if hasattr(part, "__len__") else "" for part in (train, validation)]
-    text = f"{name}: {parts[0]} samples" + f", {parts[1]} for validation" * (
-        train is not validation
-    )
+    text = name if is_stream(train) else f"{name}: {parts[0]} samples"
+    text += f", {parts[1]} for validation" * (train is not validation and validation is not None)
     return Data(train, validation, None, text)
+
+
+@dataclass(frozen=True)
+class Call:
+    """A user's function with its arguments; called, for a reader of a stream."""
+
+    function: Callable[..., Any]
+    arguments: dict[str, Any]
+    reader: dict[str, int]  # of what names a reader those that the function takes
+
+    def __call__(self, **reader: int) -> Any:
+        given = self.reader | {n: value for n, value in reader.items() if n in self.reader}
+        return self.function(**self.arguments, **given)
 
 
 def checked(opened: Data, name: str, seq_len: int) -> Data:
@@ -94,7 +128,7 @@ def checked(opened: Data, name: str, seq_len: int) -> Data:
     for part, source in (("training", opened.train), ("validation", opened.validation)):
         if isinstance(source, IterableDataset) or not hasattr(source, "__getitem__"):
             reason = f"its {part} part is a {type(source).__name__}, which has no [i]"
-            fix = "a map-style dataset, with len() and [i]: of a stream, keep the samples in a file"
+            fix = "a map-style dataset, with len() and [i], or validation=None of a stream"
             raise DataError("data.name", name, reason, fix)
         if len(source) < 1:
             reason = f"its {part} part is empty"
@@ -161,6 +195,12 @@ def _check_variable(variable: VariableLength, name: str, size: int) -> None:
         raise wrong(reason, "give the length of each sample, or lengths=None")
 
 
+def is_stream(part: Any) -> bool:
+    """Whether it can be read in its own order alone."""
+    indexed = hasattr(part, "__getitem__") and not isinstance(part, IterableDataset)
+    return not indexed and isinstance(part, Iterable)
+
+
 class CheckedSource:
     """Reads a user's source. Raises DataError for an invalid sample, or one unlike the first."""
 
@@ -170,22 +210,27 @@ class CheckedSource:
         self, source: Source, part: str, name: str, seq_len: int, variable: VariableLength | None
     ) -> None:
         """part: "training" or "validation"; name: of the user's function."""
-        self._source, self._name, self._part = source, name, part
+        self._source, self.name, self._part = source, name, part
         self._seq_len, self.variable = seq_len, variable
         self._padding = {} if variable is None else variable.padding
-        self._first: Batch | None = None
+        self.first: Batch | None = None
 
     def __len__(self) -> int:
         return len(self._source)
 
     def __getitem__(self, i: int) -> Batch:
-        if self._first is None:
-            self._first = self._read(0)
+        if self.first is None:
+            self.first = self._read(0, self._source[0])
             if i == 0:
-                return self._first
-        sample = self._read(i)
-        self._compare(i, sample, self._first)
-        return sample
+                return self.first
+        return self.check(i, self._source[i])
+
+    def check(self, i: int | str, sample: Any) -> Batch:
+        """A sample like the first one. i: its number, or of a stream's its place in words."""
+        checked = self._read(i, sample)
+        if self.first is not None:
+            self._compare(i, checked, self.first)
+        return checked
 
     def batch_sampler(self, config: Config, dp_rank: int, step: int) -> GlobalBatchSampler:
         if self.lengths is None:
@@ -201,7 +246,7 @@ class CheckedSource:
 
     def example(self) -> Batch:
         """A batch of one sample, of the maximal length."""
-        return self._padded([self[0]], self._seq_len)
+        return self._padded([self[0] if self.first is None else self.first], self._seq_len)
 
     def _padded(self, samples: list[Batch], tokens: int) -> Batch:
         batch = {}
@@ -216,12 +261,11 @@ class CheckedSource:
                 row[tuple(slice(size) for size in sample[name].shape)] = sample[name]
         return batch
 
-    def _wrong(self, i: int, reason: str, remedy: str) -> DataError:
-        return DataError("data.name", self._name, f"{self._part} sample {i} {reason}", remedy)
+    def _wrong(self, i: int | str, reason: str, remedy: str) -> DataError:
+        return DataError("data.name", self.name, f"{self._part} sample {i} {reason}", remedy)
 
-    def _read(self, i: int) -> Batch:
+    def _read(self, i: int | str, sample: Any) -> Batch:
         """A sample, checked by itself."""
-        sample: Any = self._source[i]
         if isinstance(sample, tuple) and len(sample) == len(REQUIRED):
             numbers = (int, float, np.ndarray, np.generic)
             pair = (torch.as_tensor(x) if isinstance(x, numbers) else x for x in sample)
@@ -257,7 +301,7 @@ class CheckedSource:
                 raise self._wrong(i, reason, remedy)
         return dict(sample)
 
-    def _compare(self, i: int, sample: Batch, first: Batch) -> None:
+    def _compare(self, i: int | str, sample: Batch, first: Batch) -> None:
         if sample.keys() != first.keys():
             odd = ", ".join(sorted(map(repr, sample.keys() ^ first.keys())))
             reason = f"and sample 0 do not both have {odd}"

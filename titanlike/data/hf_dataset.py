@@ -9,7 +9,7 @@ data=text (text.py). So a run's position in them is a number, in any layout, and
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,15 +31,16 @@ BUILDERS = {
     ".json": "json",
     ".csv": "csv",
     ".txt": "text",
+    ".tar": "webdataset",
 }
-_SAVED = ("state.json", "dataset_dict.json")  # files of save_to_disk
+SAVED = ("state.json", "dataset_dict.json")  # files of save_to_disk
 
 
 def open_data(data: HFData, config: Config) -> Data:
     return open_texts(data, config, data.path, identity(data), texts(data))
 
 
-def _check(data: HFData, config: Config) -> Iterator[Problem]:
+def check(data: HFData, config: Config) -> Iterator[Problem]:
     if importlib.util.find_spec("datasets") is None:
         raise missing_package("data", "hf", "datasets", "datasets")
     place = _local_path(data)
@@ -58,7 +59,7 @@ def _check(data: HFData, config: Config) -> Iterator[Problem]:
         yield Problem("data.revision", "null", reason, fix)
 
 
-CHECKS = (check_tokenizer, _check)
+CHECKS = (check_tokenizer, check)
 
 
 def _local_path(data: HFData) -> Path | None:
@@ -85,18 +86,35 @@ def texts(data: HFData) -> Iterator[str]:
     if columns:
         rows = rows.select_columns([data.text_key])  # images and the like are not decoded
     try:
-        for number, row in enumerate(rows):
-            text = row.get(data.text_key)
-            if not isinstance(text, str | None):
-                reason = f"holds {type(text).__name__} in row {number}, not text"
-                fix = f"name a text column; there are {', '.join(row)}"
-                raise DataError("data.text_key", data.text_key, reason, fix)
-            if text:
-                yield text
+        yield from filter(None, (text_of(row, data.text_key) for row in rows))
     except DataError:
         raise
     except Exception as error:  # of a damaged file, or of the network
         raise _unreadable(data, error) from None
+
+
+def text_of(row: Mapping[str, Any], text_key: str) -> str | None:
+    """A row's text. Raises DataError."""
+    if text_key not in row:
+        fix = f"name one of its columns: data.text_key={next(iter(row))} ({', '.join(row)})"
+        raise DataError("data.text_key", text_key, "the dataset has no such column", fix)
+    text = row[text_key]
+    if not isinstance(text, str | None):
+        reason = f"holds {type(text).__name__}, not text"
+        fix = f"name a text column; there are {', '.join(row)}"
+        raise DataError("data.text_key", text_key, reason, fix)
+    return text
+
+
+def streamed(data: HFData, reader: int, readers: int) -> Any:
+    """A reader's share of the dataset's shards, or of its rows where these are fewer, as a
+    `datasets.IterableDataset`."""
+    from datasets.distributed import split_dataset_by_node
+
+    rows = _opened(data)
+    if hasattr(rows, "to_iterable_dataset"):
+        rows = rows.to_iterable_dataset(num_shards=min(len(rows), readers))
+    return split_dataset_by_node(rows, rank=reader, world_size=readers)
 
 
 def _opened(data: HFData) -> Any:
@@ -108,7 +126,7 @@ def _opened(data: HFData) -> Any:
     datasets.disable_progress_bars()
     place = _local_path(data)
     try:
-        if place is not None and any((place / f).exists() for f in _SAVED):
+        if place is not None and any((place / f).exists() for f in SAVED):
             rows = datasets.load_from_disk(str(place))
             if isinstance(rows, dict):  # else a single split, without a name
                 if data.split not in rows:
@@ -123,6 +141,8 @@ def _opened(data: HFData) -> Any:
                 options = {"data_files": str(place)}
             elif place is not None:
                 source, options = str(place), {}
+                if tars := [str(file) for file in files_under(place, (".tar",))]:
+                    source, options = "webdataset", {"data_files": tars}
             common = {"split": data.split, "streaming": data.streaming}
             rows = datasets.load_dataset(source, data.subset, **options, **common)
     except DataError:

@@ -20,8 +20,10 @@ from __future__ import annotations
 import inspect
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from multiprocessing import queues
 from queue import SimpleQueue
 from typing import Any, NamedTuple, TypeVar, cast
@@ -57,19 +59,23 @@ def batches(
     Each is dict(inputs=[B, T], targets=[B, T]), int64, on the CPU, with the other fields
     of the source's samples; B and T by `Config.batch_shape`.
     """
+    making = partial(
+        DataLoader[Any],
+        worker_init_fn=_init_worker,
+        # The loader draws a number when it starts: not from the generator of dropout.
+        generator=torch.Generator(),
+    )
+    if hasattr(source, "stream"):
+        stream = source.stream(config, dp_rank, start_step, making)
+        return _received(stream, config, start_step)
     if hasattr(source, "batch_sampler"):
         sampler = source.batch_sampler(config, dp_rank, start_step)
     else:
         kind = RampBatchSampler if config.ramp else GlobalBatchSampler
         sampler = kind(len(source), config, dp_rank, start_step)
-    loader: DataLoader[Any] = DataLoader(
-        cast(Any, source),
-        batch_sampler=sampler,
-        collate_fn=collate(source),
-        num_workers=loader_workers(config.data),
-        worker_init_fn=_init_worker,
-        # The loader draws a number when it starts: not from the generator of dropout.
-        generator=torch.Generator(),
+    workers = loader_workers(config.data)
+    loader = making(
+        cast(Any, source), batch_sampler=sampler, collate_fn=collate(source), num_workers=workers
     )
     try:
         stream = iter(loader)
@@ -135,6 +141,9 @@ def _init_worker(worker_id: int) -> None:
     """
     os.setsid()
     die_with_parent(os.getppid(), signal.SIGKILL)
+    # W&B would note in the run which packages are imported, and raises in a forked process
+    if (hooks := sys.modules.get("wandb.sdk.lib.import_hooks")) is not None:
+        hooks.unregister_all_post_import_hooks()
     # the hook of the thread that sends, which has no public one: it would print the error, and the
     # trainer wait for the batch forever
     queues.Queue._on_queue_feeder_error = _send_instead  # type: ignore[attr-defined]
@@ -149,6 +158,7 @@ class NotSent(NamedTuple):
 
 def _send_instead(queue: queues.Queue[Any], error: Exception, item: Any) -> None:
     number, batch = item
+    batch = getattr(batch, "batch", batch)  # of a stream's block
     tensors = batch.values() if isinstance(batch, dict) else ()
     queue.put((number, NotSent(str(error), sum(tensor.nbytes for tensor in tensors))))
 
@@ -206,13 +216,16 @@ def example_batch(config: Config, data: Data | None = None) -> dict[str, torch.T
     Where lengths vary, with the maximal length. data: if already open; otherwise a user's own data
     is opened. Raises DataError for an invalid sample of the user's.
     """
+    if data is None and isinstance(config.data, Custom):
+        data = open_data(config)
     if data is not None and data.example is not None:
         batch = {name: value.to("meta") for name, value in data.example.items()}
     elif isinstance(config.data, Custom):
         from titanlike.data.custom import CheckedSource, checked
 
-        train = (data or open_data(config)).train
-        if data is not None and not isinstance(train, CheckedSource):  # not opened by its config
+        assert data is not None
+        train = data.train
+        if not isinstance(train, CheckedSource):  # not opened by its config
             train = checked(data, config.data.name, config.seq_len).train
         batch = cast(CheckedSource, train).example()
     else:

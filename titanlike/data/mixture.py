@@ -70,12 +70,13 @@ def section_of_source(data: MixtureData, source: Mapping[str, Any]) -> TokenData
     return TextData(path=str(path), **common)
 
 
-def _check_sources(data: MixtureData, config: Config) -> Iterator[Problem]:
+def check_weights(sources: Any) -> Iterator[Problem]:
+    """Errors of sources by name, each with a path and a weight."""
     every = list[Points]()
-    if not isinstance(data.sources, dict) or not data.sources:
-        yield Problem("data.sources", data.sources, "names no source", _EXAMPLE)
+    if not isinstance(sources, dict) or not sources:
+        yield Problem("data.sources", sources, "names no source", _EXAMPLE)
         return
-    for name, source in data.sources.items():
+    for name, source in sources.items():
         key = f"data.sources.{name}"
         if not isinstance(source, dict) or set(source) != {"path", "weight"}:
             reason = "a source has a path and a weight, and nothing else"
@@ -87,6 +88,17 @@ def _check_sources(data: MixtureData, config: Config) -> Iterator[Problem]:
             reason = "is neither a number of at least 0 nor [[step, weight], ...] with rising steps"
             fix = f"{key}.weight=0.5, or {key}.weight=[[0,0.9],[1000,0.1]]"
             yield Problem(f"{key}.weight", source["weight"], reason, fix)
+    for step in sorted({int(step) for points in every for step, _ in points}):
+        if not sum(weight_at(points, step) for points in every):
+            reason = f"all weights are 0 at step {step}"
+            yield Problem("data.sources", "", reason, _EXAMPLE)
+            return
+
+
+def _check_files(data: MixtureData, config: Config) -> Iterator[Problem]:
+    for name, source in data.sources.items() if isinstance(data.sources, dict) else ():
+        if not isinstance(source, dict) or "path" not in source:
+            continue
         section = section_of_source(data, source)
         try:
             if isinstance(section, TokenData):
@@ -96,15 +108,11 @@ def _check_sources(data: MixtureData, config: Config) -> Iterator[Problem]:
             else:
                 text.find_files(section.path)
         except DataError as error:
-            yield replace(error.problem, key=f"{key}.path", value=source["path"])
-    for step in sorted({int(step) for points in every for step, _ in points}):
-        if not sum(weight_at(points, step) for points in every):
-            reason = f"all weights are 0 at step {step}"
-            yield Problem("data.sources", "", reason, _EXAMPLE)
-            return
+            key = f"data.sources.{name}.path"
+            yield replace(error.problem, key=key, value=source["path"])
 
 
-CHECKS = (_check_sources, text.check_tokenizer)
+CHECKS = (lambda data, _: check_weights(data.sources), _check_files, text.check_tokenizer)
 
 
 def points_of(weight: Any) -> Points:
@@ -254,7 +262,7 @@ def mixture_of(opened: Mapping[str, Data], data: MixtureData, config: Config) ->
             fix = "tokenize both with the same one (data.tokenizer is that of text)"
             raise DataError(f"data.sources.{name}", data.sources[name], reason, fix)
     weights = [points_of(data.sources[name]["weight"]) for name in opened]
-    seeds = [_seed(config.seed, name) for name in opened]
+    seeds = [seed_of(config.seed, name) for name in opened]
     train = MixtureSource([source.train for source in opened.values()], weights, seeds)
     held = [source.validation for source in opened.values()]
     count = max(1, config.validation.batches) * config.batch_size
@@ -281,7 +289,7 @@ def mixture_of(opened: Mapping[str, Data], data: MixtureData, config: Config) ->
     )
 
 
-def _seed(seed: int, name: str) -> int:
+def seed_of(seed: int, name: str) -> int:
     """The seed of a source's order: it does not depend on the sources beside it."""
     digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

@@ -26,6 +26,7 @@ from titanlike.config.schema import (
     Custom,
     HFData,
     MixtureData,
+    StreamData,
     SyntheticData,
     TextData,
     TokenData,
@@ -41,6 +42,7 @@ KINDS = {
     TokenData: "tokens",
     MixtureData: "mixture",
     ChatData: "chat",
+    StreamData: "stream",
     SyntheticData: "synthetic",
     Custom: "custom",
 }
@@ -88,8 +90,10 @@ def of_all(config: Config, section: Any = None) -> Config:
     data = config.data if section is None else section
     if hasattr(data, "validation_fraction"):
         data = replace(data, validation_fraction=0.0)
+    every = 0 if section is None else config.validation.every  # of a stream the first are held out
     # {}: what the user's own function returns is not divided, either
-    return replace(config, data=data, validation=replace(config.validation, data={}))
+    validation = replace(config.validation, data={}, every=every)
+    return replace(config, data=data, validation=validation)
 
 
 def problems(config: Config) -> list[Problem]:
@@ -161,11 +165,18 @@ def vocabulary(data: Any) -> Vocabulary:
     return kind_of(data).vocabulary(data)
 
 
+def option(data: Any, name: str, default: Any) -> Any:
+    """A key that data of every kind may have, by a section of the config."""
+    return (
+        data.args.get(name, default) if isinstance(data, Custom) else getattr(data, name, default)
+    )
+
+
 def loader_workers(data: Any) -> int:
     """Loader processes of each rank, by a section of the config."""
-    return data.args.get("workers", 0) if isinstance(data, Custom) else getattr(data, "workers", 0)
+    return option(data, "workers", 0)
 
 
 def data_changed(data: Any) -> bool:
     """Whether a start with this section may resume on other data than the checkpoint's."""
-    return data.args.get("changed", False) if isinstance(data, Custom) else data.changed
+    return option(data, "changed", False)

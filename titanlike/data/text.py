@@ -157,7 +157,9 @@ def files_under(
     for folder, folders, names in os.walk(root):
         folders[:] = [f for f in folders if f not in skipped and not f.startswith(".")]
         visible = (Path(folder, name) for name in names if not name.startswith("."))
-        files += [f for f in visible if (_kind(f) if compressed else f.suffix.lower()) in suffixes]
+        files += [
+            f for f in visible if (kind_of_file(f) if compressed else f.suffix.lower()) in suffixes
+        ]
     return sorted(files)
 
 
@@ -228,14 +230,14 @@ def records(path: Path, text_key: str) -> Iterator[str | BadRecord]:
     text_key: the field (JSONL) or column (Parquet) of the text. Raises DataError for a package that
     is missing.
     """
-    kind = _kind(path)
+    kind = kind_of_file(path)
     try:
         if kind == ".parquet":
             yield from _parquet(path, text_key)
         elif kind == ".jsonl":
             with opened(path) as lines:
                 for number, line in enumerate(lines, 1):
-                    if line.strip() and (record := _jsonl(line, number, text_key)):
+                    if line.strip() and (record := jsonl_text(line, number, text_key)):
                         yield record
         else:
             with opened(path) as file:
@@ -260,7 +262,7 @@ def read_failure(error: Exception) -> str:
     return f"cannot be read to its end ({reason if plain else f'{type(error).__name__}: {error}'})"
 
 
-def _jsonl(line: bytes, number: int, text_key: str) -> str | BadRecord | None:
+def jsonl_text(line: bytes, number: int, text_key: str) -> str | BadRecord | None:
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -303,7 +305,7 @@ def _parquet_file(file: Path) -> Any:
         raise DataError("data.path", file, reason, "give a complete Parquet file") from None
 
 
-def _kind(path: Path) -> str:
+def kind_of_file(path: Path) -> str:
     """The suffix that says how a file is read: .jsonl of a.jsonl.gz."""
     inner = path.with_suffix("") if path.suffix.lower() in COMPRESSED else path
     return inner.suffix.lower()

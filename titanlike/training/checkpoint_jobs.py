@@ -131,6 +131,10 @@ def perplexity(config: Config, worker: Worker) -> dict[str, Any]:
     if data.variable is not None:
         reason = "samples of different lengths are not evaluated here"
         raise ConfigError([Problem("data", config.data.name, reason, "data=text or data=tokens")])
+    if hasattr(data.train, "stream") and config.evaluate.part != "validation":
+        reason = "of a stream what was held out is evaluated, or validation.data"
+        problem = Problem("evaluate.part", config.evaluate.part, reason, "evaluate.part=validation")
+        raise ConfigError([problem])
     if not config.evaluate.batches and len(data.validation) >= ENDLESS:
         reason = f"data={config.data.name} has no end; so many batches of it are enough"
         raise ConfigError([Problem("evaluate.batches", 0, reason, "evaluate.batches=100")])

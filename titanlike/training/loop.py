@@ -21,6 +21,7 @@ import torch
 from titanlike.checkpoint.discovery import checkpoint_folder
 from titanlike.config.schema import Config
 from titanlike.data.loader import batches
+from titanlike.data.registry import option
 from titanlike.data.sources import Batch
 from titanlike.distributed.mesh import close_mesh
 from titanlike.distributed.readings import PendingScalars
@@ -116,8 +117,10 @@ LAST_NUMBERS = 2.0  # seconds to wait for the last step's metrics after an error
 
 def train_steps(s: Session) -> None:
     """Train from `s.progress` to the last step, or to the stop request that `s.stop_code` names."""
-    config, last, step = s.config, s.config.last_step, s.progress.step
+    config, step = s.config, s.progress.step
     stream = batches_from(s)
+    if not option(config.data, "repeat", True) and step < s.last:
+        stream = _find_end(s, stream)
     rollbacks: list[int] = []  # the steps of the checkpoints that were loaded
     # the first step compiles, allocates, and opens connections to every peer
     timeout: float | None = config.launch.timeout
@@ -127,10 +130,10 @@ def train_steps(s: Session) -> None:
 
         s.watchdog.enter_phase(1, "check for mixed samples", timeout)
         stream = refuse_mixed_samples(s.run, config, stream)
-    if s.run.compiled and step < last and not s.stop_code:
+    if s.run.compiled and step < s.last and not s.stop_code:
         stream = _compile(s, stream)
     with collected_every(config.gc_every) as collect_garbage, _recorded_on_an_error(s):
-        while step < last and not s.stop_code:
+        while step < s.last and not s.stop_code:
             step += 1
             collect_garbage(step)
             for recorder in s.recorders:
@@ -153,7 +156,8 @@ def train_steps(s: Session) -> None:
 
             # 3. launch the update, which the device skips if this step's numbers are bad
             s.checkpointer.before_update()
-            s.pending = update(s.run, config, gradients, s.detector, s.worker)
+            ends = _ends_by(s, step + 1)
+            s.pending = update(s.run, config, gradients, s.detector, s.worker, ends)
             if stall is not None:
                 s.pending.more["save_stall_seconds"], stall = stall, None  # between the steps
 
@@ -161,7 +165,7 @@ def train_steps(s: Session) -> None:
                 s.pending.more["digest"] = _weights_digest(s)
 
             # 4. what follows needs this step's numbers now
-            final = step == last  # completed whatever stop request comes
+            final = step == s.last  # completed whatever stop request comes
             save = _is_due(step, config.checkpoint.every, final and config.checkpoint.last)
             sample = _follows(s, config.sample.every, step, final)
             validation = config.validation.every
@@ -185,8 +189,29 @@ def train_steps(s: Session) -> None:
                 if s.evaluation is not None and step % config.evaluate.every == 0:
                     s.evaluation.want(step)
                 s.stop_code = s.stop_code or _agreed_stop_code(s)
-    if s.progress.step >= last:
+    if s.progress.step >= s.last:
         s.stop_code = 0
+
+
+def _ends_by(s: Session, step: int) -> bool:
+    """Whether this rank's data have no batch after a step."""
+    ends = getattr(s.data.train, "ends", None)  # of a stream, in batches
+    return ends is not None and ends <= step + s.progress.left_out
+
+
+def _find_end(s: Session, stream: Iterator[Batch]) -> Iterator[Batch]:
+    """Read the first batch of data that end, and agree whether there is one, and another one after
+    it: of later ends each step tells. Collective; returns the same batches."""
+    step = s.progress.step
+    s.watchdog.enter_phase(step + 1, "data", s.config.launch.timeout)
+    first = next(stream, None)
+    left = 0 if first is None else 1 if _ends_by(s, step + 1) else 2
+    if s.run.mesh.world_size > 1:
+        fewest = s.run.mesh.max(torch.tensor([-left], device=s.run.mesh.device))
+        left = -int(fewest.item())
+    if left < 2:
+        s.last = min(s.last, step + left)
+    return chain([] if first is None else [first], stream)
 
 
 def _weights_digest(s: Session) -> str:
@@ -209,7 +234,10 @@ def _finish_pending(s: Session, rollbacks: list[int]) -> dict[str, Any] | None:
     assert s.pending is not None
     pending, s.pending = s.pending, None
     found = finish_step(s.run, s.config, pending, s.detector)
-    record, waited, anomaly, stop_code, graphs, zero_gradients = found
+    record, waited, anomaly, stop_code, graphs, zero_gradients, ends = found
+    if ends and pending.step + 1 < s.last:
+        s.last = pending.step + 1
+        s.events.log("data_end", s.last, f"the data end with step {s.last}")
     if s.stragglers is not None:
         s.stragglers.step(pending.step, record["step_seconds"], waited)
     s.stop_code = s.stop_code or stop_code

@@ -142,9 +142,12 @@ def closing(session: Session, start: int) -> None:
     console, config, progress = session.console, session.config, session.progress
     run_dir, stopped = session.worker.run_dir, session.stopped
     if start >= progress.step and not stopped:
-        console.line(f"nothing to do: the run is at step {start}, and steps={config.steps}")
+        end = f"steps={config.steps}" if session.last == config.last_step else "the data have ended"
+        console.line(f"nothing to do: the run is at step {start}, and {end}")
     more = [*train_program(), "--config-path", str(run_dir)]
-    if not stopped:
+    if not stopped and progress.step < config.last_step:
+        more.append("data.repeat=true")
+    elif not stopped:
         more.append(f"steps={2 * max(start, config.steps)}")
     if config.checkpoint.resume != "auto":
         more.append("checkpoint.resume=auto")
@@ -154,6 +157,7 @@ def closing(session: Session, start: int) -> None:
     saved = session.checkpointer.newest
     checkpoint = f"checkpoint at step {saved}, " if saved else ""
     end = f"stopped at step {progress.step} ({stopped})" if stopped else "training complete"
+    end += f", the data end at step {session.last}" * (session.last < config.last_step)
     console.line(f"{end}: {loss}{checkpoint}output in {run_dir}")
     if share := goodput_text(goodput(run_dir, time.time())):
         console.line(f"goodput: {share}")

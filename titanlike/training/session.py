@@ -66,6 +66,7 @@ class Session:
     progress: Progress  # after the last step whose metrics are known
     pending: PendingStep | None = None  # the step after it, whose metrics have not arrived
     stop_code: int = 0  # the stop request that ends the run, the same on every rank; 0 = none
+    last: int = 0  # step of this run; fewer than the config says where its data end
     places: str = ""  # hosts and devices of the ranks, on rank 0 of several
 
     @property
@@ -153,7 +154,7 @@ def open_session(config: Config, worker: Worker, watchdog: Watchdog) -> Iterator
                 events.log("unlike", 0, f"{reason}; each step is as slow as the slowest of them")
         say = console.line if worker.rank == 0 else lambda _: None
         run = build(config, mesh, data, say)
-        checkpointer = Checkpointer(run.stage_states, config, data, events)
+        checkpointer = Checkpointer(run.stage_states, config, data, events, run.mesh.dp_rank)
         queued = watchdog.action_queued if queue is not None else None
         run.ranges.connect(run.pipeline, watchdog.start_action, queued)
         stragglers = None
@@ -245,6 +246,7 @@ def open_session(config: Config, worker: Worker, watchdog: Watchdog) -> Iterator
                 evaluation,
                 stragglers,
                 progress,
+                last=config.last_step,
                 places=places,
             )
             yield session

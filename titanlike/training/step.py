@@ -79,6 +79,7 @@ class StepResult(NamedTuple):
     stop_code: int  # a stop request's, the same on every rank; 0 = none
     graphs: int  # compiled in this step, on the rank with the most
     zero_gradients: list[str]  # parameters to warn of
+    ends: bool  # a rank's data end with the next step
 
 
 def forward_backward(run: Run, config: Config, step: int, stream: Iterator[Batch]) -> Gradients:
@@ -114,12 +115,18 @@ def forward_backward(run: Run, config: Config, step: int, stream: Iterator[Batch
 
 
 def update(
-    run: Run, config: Config, gradients: Gradients, detector: AnomalyDetector, worker: Worker
+    run: Run,
+    config: Config,
+    gradients: Gradients,
+    detector: AnomalyDetector,
+    worker: Worker,
+    ends: bool = False,
 ) -> PendingStep:
     """Update the parameters, and start to copy the step's metrics to the host.
 
     A step whose loss or gradients the detector rejects changes no parameter, optimizer state or
-    running statistics. detector: has seen all earlier steps.
+    running statistics. detector: has seen all earlier steps; ends: this rank's data do with the next
+    step.
     """
     step, loss, norm = gradients.step, gradients.loss, gradients.norm
     bad = is_bad(loss, norm, detector.limits())
@@ -137,6 +144,7 @@ def update(
     for transform in run.transforms.values():
         numbers |= transform.measured()
     host: dict[str, float | list[float]] = {"stop_code": stop_code, "graphs": graphs}
+    host["ends"] = float(ends)
     host["allocated"] = peak.allocated
     if peak.reserved is not None:  # of an accelerator
         host["reserved"] = peak.reserved
@@ -163,7 +171,8 @@ def finish_step(
         record["lr"] = 0.0
     stop_code, graphs = int(numbers["stop_code"]), int(numbers["graphs"])
     zeros = run.zero_gradients.found(numbers) if run.zero_gradients is not None else []
-    return StepResult(record, numbers.get("waited", []), anomaly, stop_code, graphs, zeros)
+    waited, ends = numbers.get("waited", []), bool(numbers["ends"])
+    return StepResult(record, waited, anomaly, stop_code, graphs, zeros, ends)
 
 
 def step_record(

@@ -366,7 +366,9 @@ class TrainingRun:
         if rank == 0:
             run_dir.mkdir(parents=True, exist_ok=True)
         events = Events(run_dir, print if rank == 0 else None)
-        return Checkpointer(self._run.stage_states, self.config, self.data, events)
+        return Checkpointer(
+            self._run.stage_states, self.config, self.data, events, self.mesh.dp_rank
+        )
 
 
 def _concatenated(outputs: Sequence[Any]) -> Any:

@@ -1,0 +1,318 @@
+"""A stream trains as one process reads it: in every layout, with any loader processes, and after a
+kill."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from support.cells import cells
+from support.models import tiny
+from support.proven import assert_proven
+from support.records import numbers
+from support.runs import train_each
+from support.streams import SAMPLES, write_corpus
+from support.world import run_world
+from titanlike.config.errors import ConfigError
+from titanlike.config.schema import (
+    Checkpoint,
+    Config,
+    Custom,
+    Numerics,
+    RampStage,
+    StreamData,
+    Validation,
+)
+from titanlike.data.loader import batches
+from titanlike.data.registry import DataError, open_data
+from titanlike.data.registry import problems as data_problems
+from titanlike.metrics.sinks import read_jsonl
+
+OWN = ["dividing", "generator", "stateful", "stateful_loader", "nodes", "hugging_face"]
+TEXT = ["text", "jsonl", "compressed", "parquet", "saved", "tars", "mixture", "documents"]
+LAYOUTS: dict[str, dict[str, int]] = {
+    "dp=2": {"dp": 2},
+    "pp=2 dp=2": {"pp": 2, "dp": 2},
+    "dp=4 with workers": {"dp": 4, "workers": 2},
+    "tp=2": {"tp": 2},
+    "cp=2": {"cp": 2},
+}
+KINDS = {kind: kind for kind in OWN + TEXT}
+
+
+def of_stream(kind: str, folder: Path, **changes: Any) -> Config:
+    """Layers 2, 16 sequences of 16, 8 readers. kind: a function of support/streams.py, or a format
+    of text."""
+    workers = changes.pop("workers", 0)
+    of_data = changes.pop("data", {})
+    if kind in OWN or kind not in TEXT:
+        args = {"workers": workers, "readers": 8, **of_data}
+        data: Any = Custom(f"support.streams.{kind}", args)
+    else:
+        corpus = write_corpus(kind, folder / f"corpus-{kind}")
+        keys = {"shuffle_buffer": 64, "readers": 8, **corpus, **of_data}
+        data = StreamData(workers=workers, **keys)
+    changes.setdefault("validation", Validation(every=3, batches=1))
+    return replace(tiny(layers=2, steps=6), data=data, **changes)
+
+
+def losses(config: Config, folder: Path) -> list[tuple[float, ...]]:
+    """loss and val_loss of each step."""
+    folder.mkdir(parents=True, exist_ok=True)
+    run_world(train_each, config, folder / "world", [replace(config, run_dir=str(folder))])
+    rows = read_jsonl(folder / "metrics.jsonl")
+    return [(row["loss"], row.get("val_loss", 0.0)) for row in rows if "loss" in row]
+
+
+MOST = [f"{kind} in {layout}" for kind in KINDS for layout in LAYOUTS]
+DEFAULT = ["stateful in dp=4 with workers", "mixture in pp=2 dp=2"]
+
+
+@pytest.mark.parametrize(
+    "cell",
+    cells(
+        {name: name for name in DEFAULT},
+        {name: name for name in MOST[::4]},
+        {name: name for name in MOST if name not in DEFAULT},
+    ),
+)
+def test_losses_are_those_of_one_process_in_every_layout(cell: str, tmp_path: Path) -> None:
+    kind, _, layout = cell.partition(" in ")
+    alone = losses(of_stream(kind, tmp_path), tmp_path / "alone")
+    config = of_stream(kind, tmp_path, **LAYOUTS[layout])
+    assert len(alone) == 6 and all(validated for _, validated in alone[2::3])
+    for found, expected in zip(losses(config, tmp_path / "run"), alone, strict=True):
+        assert found == pytest.approx(expected, abs=2e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["jsonl", "nodes", "hugging_face"])
+def test_a_stream_is_proven(kind: str, tmp_path: Path) -> None:
+    assert_proven(of_stream(kind, tmp_path, pp=2, dp=2), tmp_path / "run")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["parquet", "stateful"])
+def test_exact_layouts_have_the_same_bits(kind: str, tmp_path: Path) -> None:
+    exact = {"numerics": Numerics(name="exact")}
+    alone = losses(of_stream(kind, tmp_path, **exact), tmp_path / "alone")
+    assert losses(of_stream(kind, tmp_path, dp=4, workers=1, **exact), tmp_path / "run") == alone
+
+
+# --- resumes -------------------------------------------------------------------------------------
+
+
+def rows_of(source: Any, config: Config, dp_rank: int, start: int, count: int) -> list[bytes]:
+    """The samples of a dp rank's batches, in order."""
+    stream = batches(source, config, dp_rank=dp_rank, start_step=start)
+    found = []
+    for _ in range(count):
+        batch = next(stream)
+        rows = torch.cat([batch[name].flatten(1) for name in sorted(batch)], dim=1)
+        found += [row.numpy().tobytes() for row in rows]
+    return found
+
+
+def by_step(config: Config, saved: list[dict[str, Any]], start: int, steps: int) -> list[Any]:
+    """What all dp ranks of a layout read in each step after `start`, and what each would save at
+    the end; saved: the entries of a checkpoint at `start`."""
+    entries = {name: entry for of_rank in saved for name, entry in of_rank.items()}
+    ranks, after = [], []
+    for dp_rank in range(config.dp):
+        source: Any = open_data(config).train
+        shapes = {name: entry.shape for name, entry in entries.items()}
+        wanted = source.wanted(shapes, config, dp_rank)
+        for name in wanted:
+            wanted[name].copy_(entries[name])
+        source.restore(wanted)
+        ranks.append(rows_of(source, config, dp_rank, start, steps))
+        after.append(source.saved(start + steps))
+    local = config.batch_size // config.dp
+    steps_of = [
+        [r for rank in ranks for r in rank[n * local : (n + 1) * local]] for n in range(steps)
+    ]
+    return [steps_of, after]
+
+
+@pytest.mark.parametrize(
+    "kind",
+    cells(
+        {kind: kind for kind in ("jsonl", "generator")},
+        {
+            kind: kind
+            for kind in ("text", "mixture", "saved", "nodes", "stateful_loader", "hugging_face")
+        },
+        {kind: kind for kind in KINDS},
+    ),
+)
+def test_a_run_killed_anywhere_goes_on_with_the_same_samples(kind: str, tmp_path: Path) -> None:
+    """20 kills in a row, each resumed in another layout from a checkpoint some steps before."""
+    layouts = [(1, 0), (2, 0), (4, 0), (8, 0), (2, 1), (1, 0)]
+    configs = [of_stream(kind, tmp_path, dp=dp, workers=workers) for dp, workers in layouts]
+    steps = 60
+    expected, _ = by_step(configs[0], [], 0, steps)
+    assert len({row for rows in expected[:10] for row in rows}) == 160, "no sample twice at first"
+    draw = random.Random(kind)
+    start, saved = 0, list[dict[str, Any]]()
+    for kill in range(20):
+        config = configs[kill % (len(configs) - 1 if kill % 5 else len(configs))]
+        ahead = min(draw.randint(1, 5), steps - start)
+        lost = min(2, steps - start - ahead)  # trained on after the save, and again after the kill
+        found, _ = by_step(config, saved, start, ahead + lost)
+        assert found == expected[start : start + ahead + lost], f"kill {kill} in {layouts}"
+        _, saved = by_step(config, saved, start, ahead)
+        start += ahead
+        if start >= steps:
+            break
+    assert start > 20
+
+
+def test_a_killed_run_ends_as_the_one_that_was_not(tmp_path: Path) -> None:
+    config = of_stream("jsonl", tmp_path, checkpoint=Checkpoint(every=2, keep=0))
+    whole = replace(config, run_dir=str(tmp_path / "whole"))
+    stopped = replace(config, steps=3, run_dir=str(tmp_path / "stopped"))
+    other = replace(stopped, dp=2, steps=5)
+    for each in (whole, stopped):
+        Path(each.run_dir).mkdir()
+    run_world(train_each, config, tmp_path / "world", [whole, stopped])
+    run_world(train_each, other, tmp_path / "world", [other])
+    run_world(train_each, config, tmp_path / "world", [replace(stopped, steps=6)])
+    expected, found = (
+        [row[1:] for row in numbers(tmp_path / name)] for name in ("whole", "stopped")
+    )
+    assert len(found) == 6
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-5)
+
+
+def test_epochs_have_every_sample_once_and_another_order(tmp_path: Path) -> None:
+    nothing_held = Validation(every=0)
+    for kind in ("stateful", "generator", "dividing"):
+        config = of_stream(kind, tmp_path, validation=nothing_held)
+        source = open_data(config).train
+        per_epoch = SAMPLES // config.batch_size
+        rows = rows_of(source, config, 0, 0, 2 * per_epoch)
+        assert Counter(Counter(rows).values()) == {2: SAMPLES}
+    config = of_stream("jsonl", tmp_path, validation=nothing_held, data={"shuffle_buffer": 8})
+    rows = rows_of(open_data(config).train, config, 0, 0, 80)
+    assert len({*rows}) > 0.9 * len(rows), "packed anew in a later epoch"
+
+
+def test_samples_that_are_validated_are_never_trained_on(tmp_path: Path) -> None:
+    for kind in ("stateful", "jsonl"):
+        config = of_stream(kind, tmp_path, validation=Validation(every=1, batches=2))
+        data = open_data(config)
+        held = {data.validation[i]["inputs"].numpy().tobytes() for i in range(32)}
+        assert len(held) == 32 == len(data.validation)
+        stream = batches(data.train, config, dp_rank=0)
+        trained = {row.numpy().tobytes() for _ in range(60) for row in next(stream)["inputs"]}
+        assert not held & trained, kind
+
+
+@pytest.mark.parametrize("dp, workers", [(1, 0), (2, 1)])
+def test_a_run_ends_with_its_data(dp: int, workers: int, tmp_path: Path) -> None:
+    """Though one reader has fewer samples than the others; and has nothing left to do then."""
+    data = {"samples": 91, "repeat": False}
+    config = of_stream("stateful", tmp_path, dp=dp, workers=workers, data=data)
+    config = replace(config, steps=50, validation=Validation(every=0), checkpoint=Checkpoint())
+    first = losses(config, tmp_path / "run")
+    assert len(first) == 91 // 8 // 2
+    assert (tmp_path / f"run/checkpoints/step-{len(first):08}").exists()
+    assert losses(config, tmp_path / "run") == first
+
+
+def test_a_rollback_leaves_batches_out(tmp_path: Path) -> None:
+    config = of_stream("jsonl", tmp_path)
+    source: Any = open_data(config).train
+    expected = rows_of(source, config, 0, 0, 12)
+    again: Any = open_data(config).train
+    rows_of(again, config, 0, 0, 9)
+    rows = config.batch_size
+    assert rows_of(again, config, 0, 7, 5) == expected[7 * rows :]
+
+
+def test_a_ramp_reads_the_same_samples(tmp_path: Path) -> None:
+    ramp = [RampStage(tokens=256, batch_size=8), RampStage(tokens=512, seq_len=8)]
+    config = of_stream("jsonl", tmp_path, ramp=ramp)
+    shapes = []
+    for dp in (1, 2):
+        each = [
+            batches(open_data(config).train, replace(config, dp=dp), dp_rank=r) for r in range(dp)
+        ]
+        steps = [[next(stream)["inputs"] for stream in each] for _ in range(6)]
+        shapes.append([torch.cat(step) for step in steps])
+    assert [tuple(step.shape) for step in shapes[0]] == [(8, 16)] * 2 + [(16, 8)] * 2 + [
+        (16, 16)
+    ] * 2
+    assert all(map(torch.equal, *shapes))
+
+
+# --- wrong use ------------------------------------------------------------------------------------
+
+
+WRONG = {
+    "copies": "readers 0 and 1 give the same first sample.*data.readers=1",
+    "alone": "a stream does not say how many token ids there are.*vocab_size=",
+    "unsaved": r"cannot be saved: state\['state'\]\['lock'\] is a builtin_function",
+}
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_a_wrong_stream_is_an_error_before_the_first_step(kind: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=WRONG[kind]):
+        open_data(of_stream(kind, tmp_path))
+
+
+def test_a_sample_of_another_shape_is_named(tmp_path: Path) -> None:
+    config = of_stream("other_shape", tmp_path, validation=Validation(every=0))
+    with pytest.raises(DataError, match="training sample 2 of reader 0 has 'inputs' of shape"):
+        rows_of(open_data(config).train, config, 0, 0, 2)
+
+
+@pytest.mark.parametrize(
+    "changes, said",
+    [
+        ({"dp": 3, "batch_size": 12}, "data.readers=8: .* write data.readers=6"),
+        ({"data": {"readers": 5}}, "data.readers=5: .* write data.readers=4"),
+        ({"data": {"text_key": "body"}}, "data.text_key=body: line 1 of .*has no field body"),
+        ({"data": {"path": "/nowhere"}}, "data.path=/nowhere: there is no such file"),
+        ({"validation": Validation(every=1, batches=0)}, "write validation.batches=100"),
+        ({"data": {"sources": {"a": {"path": "x"}}, "path": None}}, "a path and a weight"),
+    ],
+)
+def test_a_wrong_config_is_an_error_before_launch(
+    changes: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    found = data_problems(of_stream("jsonl", tmp_path, **changes))
+    assert found
+    with pytest.raises(ConfigError, match=said):
+        raise ConfigError(found)
+
+
+def test_other_data_than_the_checkpoints_are_an_error(tmp_path: Path) -> None:
+    config = of_stream("jsonl", tmp_path)
+    _, saved = by_step(config, [], 0, 3)
+    path = tmp_path / "corpus-jsonl" / "a.jsonl"
+    path.write_text(path.read_text().replace("a", "b"))
+    with pytest.raises(DataError, match="the first sample of reader . is not what it was"):
+        by_step(config, saved, 3, 1)
+    changed = replace(config, data=replace(config.data, changed=True))
+    by_step(changed, saved, 3, 1)
+
+
+def test_a_checkpoint_keeps_its_number_of_readers(tmp_path: Path) -> None:
+    config = of_stream("jsonl", tmp_path)
+    expected, _ = by_step(config, [], 0, 6)
+    _, saved = by_step(config, [], 0, 3)
+    default = replace(config, data=replace(config.data, readers=None))  # 16
+    assert by_step(default, saved, 3, 3)[0] == expected[3:]
+    with pytest.raises(
+        DataError, match="data.readers=4: the checkpoint has 8; write data.readers=8"
+    ):
+        by_step(replace(config, data=replace(config.data, readers=4)), saved, 3, 1)

@@ -1,0 +1,177 @@
+"""A stream of the user's own (`data.name=package.function`): an `IterableDataset`, a node of
+`torchdata.nodes`, a `StatefulDataLoader`, or any iterable of samples.
+
+A reader is opened by calling the function with `reader`, `readers` and `seed`, as far as it takes
+them. An `IterableDataset` may also divide itself by `torch.utils.data.get_worker_info`, and a
+`datasets.IterableDataset` is divided here.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+from torch.utils.data import IterableDataset
+from torchdata.nodes import BaseNode
+from tqdm import tqdm
+
+from titanlike.config.schema import Config, Custom
+from titanlike.data.custom import Call, CheckedSource
+from titanlike.data.registry import DataError
+from titanlike.data.sources import Batch, Data, Source
+from titanlike.data.stream import reader_problems
+from titanlike.data.stream_nodes import Repeated, State
+from titanlike.data.stream_source import HeldOutSource, StreamSource, not_saved
+from titanlike.torch_private.loader_worker import read_as_part
+
+
+def open_stream(opened: Data, call: Call, data: Custom, config: Config) -> Data:
+    """`opened`, whose training part is a stream, as data. call: opens it for a reader. Raises
+    DataError."""
+    readers = data.args.get("readers")
+    for problem in reader_problems(config, readers):
+        raise DataError(problem.key, problem.value, problem.reason, problem.fix)
+    checks = CheckedSource((), "training", data.name, config.seq_len, opened.variable)
+    opener = _Opener(call, checks, config.seed, data.args.get("repeat", True))
+    together = opened.variable is None
+    train = StreamSource(config, readers, opener, collate=checks.collate, together=together)
+    first = opener.sample(0, train.readers)
+    if first is None:
+        raise train.too_short(0)
+    checks.first = first
+    if train.readers > 1 and train.first(0) == train.first(1):
+        reason = "readers 0 and 1 give the same first sample: all would read the whole stream"
+        fix = "let the function take reader and readers and give every readers-th sample from the "
+        fix += "reader-th one, or divide by get_worker_info(), or write data.readers=1"
+        raise DataError("data.name", data.name, reason, fix)
+    held: Any = opened.validation
+    if held is None:
+        held = HeldOutSource(train)
+    else:
+        held = CheckedSource(held, "validation", data.name, config.seq_len, opened.variable)
+    return replace(
+        opened,
+        train=cast(Source, train),
+        validation=held,
+        example=checks.example(),
+        description=f"{opened.description}, streamed by {train.readers} readers",
+        fingerprint=opened.fingerprint or f"a stream of {data.name}",
+    )
+
+
+@dataclass
+class _Opener:
+    """Opens a reader: checked samples of the user's stream."""
+
+    call: Call
+    checks: CheckedSource
+    seed: int
+    repeat: bool
+
+    def __call__(self, reader: int, readers: int, wrap: Callable[[Any], Any], whole: bool) -> Any:
+        own = OwnRows(self, reader, readers)
+        checked = _Checked(own, self.checks, f"of reader {reader}")
+        return wrap(Repeated(checked, self.repeat and whole, own))
+
+    def stream(self, reader: int, readers: int) -> Any:
+        opened = self.call(reader=reader, readers=readers)
+        stream = opened.train if isinstance(opened, Data) else opened
+        return stream[0] if isinstance(stream, tuple) else stream
+
+    def sample(self, reader: int, readers: int) -> Batch | None:
+        node = OwnRows(self, reader, readers)
+        item = next(node, None)
+        if what := not_saved(node.state_dict()):
+            reason = f"the state of its stream cannot be saved: {what}"
+            fix = "return numbers, texts, lists, dicts and tensors alone from state_dict"
+            raise DataError("data.name", self.checks.name, reason, fix)
+        return None if item is None else self.checks.check("0 of reader 0", item)
+
+
+class OwnRows(BaseNode[Any]):
+    """The items of a reader's stream. Of one without `state_dict` and `load_state_dict` a resume
+    reads forward."""
+
+    def __init__(self, opener: _Opener, reader: int, readers: int) -> None:
+        super().__init__()
+        self._opener, self._reader, self._readers = opener, reader, readers
+        self._stream: Any = None
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def reset(self, initial_state: State | None = None) -> None:
+        super().reset(initial_state)
+        # a generator is read once alone, other streams anew
+        once = isinstance(self._stream, Iterator) and not isinstance(self._stream, BaseNode)
+        if self._stream is None or once:
+            self._stream = self._opener.stream(self._reader, self._readers)
+        stream, self._count = self._stream, 0
+        module = type(stream).__module__.partition(".")[0]
+        if module == "datasets":
+            from datasets.distributed import split_dataset_by_node
+
+            if self._readers > 1:
+                stream = split_dataset_by_node(stream, self._reader, self._readers)
+        self._info = module != "datasets" and isinstance(stream, IterableDataset)
+        if hasattr(stream, "set_epoch"):
+            stream.set_epoch(self.epoch)
+        self._open, behind = stream, 0
+        if initial_state is not None:
+            self._count = behind = initial_state["count"]
+            if hasattr(stream, "load_state_dict"):
+                stream.load_state_dict(initial_state["state"])
+                behind = 0
+        with self._as_part():
+            if isinstance(stream, BaseNode):
+                stream.reset(initial_state and initial_state["state"])
+                self._items: Iterator[Any] = stream
+            else:
+                self._items = iter(stream)
+        if isinstance(stream, BaseNode):
+            return
+        why = f"reader {self._reader} reads forward: {type(stream).__name__} has no state_dict"
+        for _ in tqdm(range(behind), why, disable=not behind, file=sys.stderr):
+            with self._as_part():
+                next(self._items)
+
+    def _as_part(self) -> Any:
+        dataset = self._open if self._info else None
+        return read_as_part(self._reader, self._readers, self._opener.seed, dataset)
+
+    def next(self) -> Any:
+        with self._as_part():
+            item = next(self._items)
+        self._count += 1
+        return item
+
+    def get_state(self) -> State:
+        state: State = {"count": self._count, "state": None}
+        if isinstance(self._open, BaseNode) or hasattr(self._open, "load_state_dict"):
+            state["state"] = self._open.state_dict()
+        return state
+
+
+class _Checked(BaseNode[Batch]):
+    """Samples that are like the first one."""
+
+    def __init__(self, source: BaseNode[Any], checks: CheckedSource, whose: str) -> None:
+        super().__init__()
+        self._source, self._checks, self._whose = source, checks, whose
+
+    def reset(self, initial_state: State | None = None) -> None:
+        super().reset(initial_state)
+        state = initial_state or {"count": 0, "source": None}
+        self._count = state["count"]
+        self._source.reset(state["source"])
+
+    def next(self) -> Batch:
+        item = next(self._source)
+        self._count += 1
+        return self._checks.check(f"{self._count - 1} {self._whose}", item)
+
+    def get_state(self) -> State:
+        return {"count": self._count, "source": self._source.state_dict()}

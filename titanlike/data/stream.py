@@ -1,0 +1,238 @@
+"""Streams (`data=stream`): text is read, tokenized, packed and shuffled while training runs.
+
+A corpus is files of text, JSONL or Parquet (divided among the readers by bytes), or a Hugging Face
+dataset in streaming mode (its folder, or a name on the hub); or several of them by weights. The
+readers are stream_source.py's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import math
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from titanlike.config.errors import Problem
+from titanlike.config.schema import Config, HFData, StreamData
+from titanlike.data import hf_dataset, text
+from titanlike.data.mixture import Points, check_weights, points_of, seed_of
+from titanlike.data.registry import DataError, Vocabulary, missing_package
+from titanlike.data.tokenizer import Tokenizer, open_tokenizer
+from titanlike.metrics import units
+
+if TYPE_CHECKING:
+    from titanlike.data.sources import Batch, Data
+
+_MOST_READERS = 64  # where the config does not say how many
+
+
+def open_data(data: StreamData, config: Config) -> Data:
+    from titanlike.data.sources import Data
+    from titanlike.data.stream_source import HeldOutSource, StreamSource
+
+    reads = _ReadsText(data, config.seq_len, config.seed)
+    train = StreamSource(config, data.readers, reads, reads.finish)
+    tokenizer = open_tokenizer(data.tokenizer)
+    buffer = data.shuffle_buffer * (config.seq_len + 1) * 4
+    what = f"{', '.join(map(str, data.sources or [data.path]))} in {data.tokenizer}, streamed by "
+    what += f"{train.readers} readers, {data.workers} loader processes a rank; shuffled in "
+    what += f"{data.shuffle_buffer:,} sequences ({units.size(buffer)})"
+    return Data(
+        cast(Any, train),
+        HeldOutSource(train),
+        vocab_size=tokenizer.vocab_size,
+        description=what,
+        boundary=tokenizer.boundary,
+        decode=tokenizer.decode,
+        encode=tokenizer.encode,
+        tokenizer=tokenizer.fingerprint,
+        fingerprint=json.dumps([tokenizer.fingerprint, reads.identity(), data.documents]),
+    )
+
+
+def vocabulary(data: StreamData) -> Vocabulary:
+    tokenizer = open_tokenizer(data.tokenizer)
+    return Vocabulary(tokenizer.vocab_size, data.tokenizer, tokenizer.boundary)
+
+
+def rows_of(config: Config, step: int) -> int:
+    """Samples of `seq_len` in the global batch of a step, which counts from 0."""
+    if not config.ramp:
+        return config.batch_size
+    return (config.tokens(step + 1) - config.tokens(step)) // config.seq_len
+
+
+def _common_rows(config: Config) -> int:
+    stages = (size * length // config.seq_len for _, size, length in config.ramp_stages())
+    return math.gcd(*stages)
+
+
+def default_readers(config: Config) -> int:
+    """The largest number up to `_MOST_READERS` that divides every global batch."""
+    rows = _common_rows(config)
+    return max(n for n in range(1, min(rows, _MOST_READERS) + 1) if rows % n == 0)
+
+
+def reader_problems(config: Config, readers: int | None) -> Iterator[Problem]:
+    """An error for a number of readers that does not fit batch and dp. readers: None = default."""
+    rows, dp = _common_rows(config), config.dp
+    wanted = default_readers(config) if readers is None else readers
+    fitting = [n for n in range(dp, rows + 1, dp) if rows % n == 0]
+    if wanted in fitting or not fitting:  # what dp may be is checked elsewhere
+        return
+    near = min(fitting, key=lambda n: abs(n - wanted))
+    reason = f"each of the {dp} dp ranks reads as many, and each reader the same number of a "
+    reason += f"batch's {rows} samples"
+    yield Problem(
+        "data.readers", "null" if readers is None else wanted, reason, f"data.readers={near}"
+    )
+
+
+def _check_readers(data: StreamData, config: Config) -> Iterator[Problem]:
+    if importlib.util.find_spec("torchdata") is None:
+        raise missing_package("data", "stream", "torchdata", "stream")
+    yield from reader_problems(config, data.readers)
+
+
+def _check_sources(data: StreamData, config: Config) -> Iterator[Problem]:
+    if config.validation.every and not config.validation.batches:
+        reason = "a stream has no end; so many batches of it are held out"
+        yield Problem("validation.batches", "all", reason, "validation.batches=100")
+    if data.sources:
+        yield from check_weights(data.sources)
+        if data.path is not None:
+            reason = "the sources have paths of their own"
+            yield Problem("data.path", data.path, reason, "data.path=null")
+    for name, section in _sections(data).items():
+        for problem in _check_section(section, config):
+            yield replace(problem, key=f"data.sources.{name}.path") if name else problem
+
+
+def _check_section(data: StreamData, config: Config) -> Iterator[Problem]:
+    try:
+        if (rows := _dataset(data)) is None:
+            first = text.find_files(data.path)[0]
+            if text.kind_of_file(first) in (".jsonl", ".parquet"):
+                next(text.documents([first], data.text_key), None)
+        else:
+            yield from hf_dataset.check(rows, config)
+    except DataError as error:
+        yield error.problem
+
+
+CHECKS = (text.check_tokenizer, _check_readers, _check_sources)
+
+
+def _sections(data: StreamData) -> dict[str, StreamData]:
+    """Each source as a stream by itself; of one without sources that one."""
+    if not data.sources:
+        return {"": data}
+    sections = data.sources.items() if isinstance(data.sources, dict) else ()
+    named = {n: s["path"] for n, s in sections if isinstance(s, dict) and "path" in s}
+    return {name: replace(data, path=path, sources={}) for name, path in named.items()}
+
+
+def _dataset(data: StreamData) -> HFData | None:
+    """The section of a source that `datasets` reads; None = files that are read here."""
+    if data.path is None:
+        return None
+    place = Path(data.path).expanduser()
+    saved = any((place / name).exists() for name in hf_dataset.SAVED)
+    if place.exists() and not saved:
+        tars = place.suffix == ".tar" or (place.is_dir() and any(place.glob("*.tar")))
+        if not tars:
+            return None
+    elif not place.exists() and (os.sep in data.path[:1] or data.path[:1] in ".~"):
+        return None
+    common = {
+        key: getattr(data, key) for key in ("path", "subset", "split", "revision", "text_key")
+    }
+    return HFData(**common, tokenizer=data.tokenizer)
+
+
+@dataclass(frozen=True)
+class _ReadsText:
+    """Opens readers of text."""
+
+    data: StreamData
+    seq_len: int
+    seed: int
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.data, self.seq_len, self.seed)  # a process opens its tokenizer
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        return open_tokenizer(self.data.tokenizer)
+
+    def identity(self) -> list[Any]:
+        """What the samples depend on, as JSON."""
+        found = []
+        for name, section in _sections(self.data).items():
+            rows = _dataset(section)
+            if rows is None:
+                sizes = [size for _, size, _ in text.file_states(text.find_files(section.path))]
+                digest = hashlib.sha256(json.dumps(sizes).encode()).hexdigest()[:16]
+                found.append([name, len(sizes), digest, self.data.text_key])
+            else:
+                found.append([name, rows.path, rows.revision, rows.subset, rows.split])
+        weights = [[n, s["weight"]] for n, s in self.data.sources.items()]
+        return [*found, weights]
+
+    def __call__(self, reader: int, readers: int, wrap: Callable[[Any], Any], whole: bool) -> Any:
+        from titanlike.data.stream_nodes import Mixed
+
+        opened = {}
+        for name, section in _sections(self.data).items():
+            seed = seed_of(self.seed, name) if name else self.seed
+            opened[name] = self._open(section, reader, readers, seed, wrap, whole)
+        if not self.data.sources:
+            return opened[""]
+        weights: list[Points] = [points_of(s["weight"]) for s in self.data.sources.values()]
+        return Mixed(opened, weights, self.seed)
+
+    def _open(
+        self,
+        data: StreamData,
+        reader: int,
+        readers: int,
+        seed: int,
+        wrap: Callable[[Any], Any],
+        whole: bool,
+    ) -> Any:
+        from titanlike.data.stream_nodes import (
+            DatasetRows,
+            Packed,
+            Repeated,
+            Rows,
+            Shuffled,
+            parts_of,
+        )
+
+        section = _dataset(data)
+        if section is None:
+            parts = parts_of(text.find_files(data.path), readers)
+            rows: Any = Rows(parts, data.text_key, reader, readers, seed)
+            told = rows
+        else:
+            told = hf_dataset.streamed(section, reader, readers)
+            rows = DatasetRows(told, data.text_key)
+        repeated = Repeated(rows, data.repeat and whole, told)
+        packed = Packed(wrap(repeated), self.tokenizer, self.seq_len)
+        size = -(-data.shuffle_buffer // readers)
+        if not whole or size <= 1:
+            return packed
+        return Shuffled(packed, size, seed * 1000003 + reader)
+
+    def finish(self, tokens: Any) -> Batch:
+        ids = tokens.long()
+        sample = {"inputs": ids[:-1], "targets": ids[1:]}
+        if self.data.documents:
+            sample["document_ids"] = (sample["inputs"] == self.tokenizer.boundary).cumsum(0)
+        return sample

@@ -1,0 +1,394 @@
+"""A stream as the training data of a run: readers, whose samples make the same batches in any layout.
+
+A stream is read by a fixed number of *readers*. The samples of reader r depend on the seed, r and
+their number alone. Each global batch has as many rows of every reader, one reader after the other;
+a dp rank opens the readers of its rows, and loader processes divide them among each other. So the
+order depends on neither mesh nor `data.workers`.
+
+Every `_EVERY` steps the readers' states are kept, here, in the training process. A checkpoint has
+the last ones before its step, from which a resume reads forward: at most `_EVERY` - 1 batches.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import astuple
+from functools import partial
+from itertools import count
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.data import IterableDataset, get_worker_info
+
+from titanlike.config.errors import Refused
+from titanlike.config.schema import Config
+from titanlike.data.registry import DataError, data_changed, loader_workers, option
+from titanlike.data.sources import ENDLESS, Batch, stack
+from titanlike.data.stream import default_readers, reader_problems, rows_of
+from titanlike.data.stream_nodes import HeldOut, hash_of
+
+_EVERY = 8  # steps
+_PREFIX = "data.reader."  # of a checkpoint's entries
+
+
+class Block(NamedTuple):
+    """A step's rows of the readers of one loader process."""
+
+    batch: Batch
+    states: dict[int, Tensor] | None  # by reader, after this step
+    ends: bool  # there is no further step
+    error: Exception | None = None
+
+
+def _as_it_is(item: Any) -> Any:
+    return item
+
+
+class StreamSource:
+    """What `Data.train` is where it is a stream.
+
+    open_reader(reader, readers, wrap, whole): a reader's items as a node, of whose source `wrap`
+    makes another one; whole=False is the first epoch before it is shuffled, of which the first
+    samples are held out for validation. finish: an item as a sample.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        readers: int | None,
+        open_reader: Callable[..., Any],
+        finish: Callable[[Any], Batch] = _as_it_is,
+        collate: Callable[[list[Batch]], Batch] = stack,
+        together: bool = True,
+    ) -> None:
+        """together: whether blocks of loader processes can be concatenated to a batch."""
+        self.config, self.open_reader = config, open_reader
+        self.readers = default_readers(config) if readers is None else readers
+        self.chosen = readers is None
+        self.finish, self.collate, self.together = finish, collate, together
+        validation = config.validation
+        self.held_batches = validation.batches if validation.every else 0
+        self.ends: int | None = None  # the step after which there is none, once it is known
+        self.forward = 0  # batches that the last `stream` read forward
+        self._states: dict[int, dict[int, Tensor]] = {}  # step -> reader -> state after it
+        self._firsts: dict[int, int] = {}  # reader -> hash of its first sample
+
+    def __len__(self) -> int:
+        return ENDLESS
+
+    def own(self, config: Config, dp_rank: int) -> range:
+        """The readers of a dp rank."""
+        if self.readers % config.dp:
+            raise DataError(*astuple(next(reader_problems(config, self.readers))))
+        each = self.readers // config.dp
+        return range(dp_rank * each, (dp_rank + 1) * each)
+
+    def stream(
+        self, config: Config, dp_rank: int, start: int, loader: Callable[..., Any]
+    ) -> Iterator[Batch]:
+        """The batches of a dp rank after `start` steps. loader: torch's DataLoader, called with a
+        dataset."""
+        position = max((step for step in self._states if step <= start), default=0)
+        readers = self.own(config, dp_rank)
+        states = self._states.get(position, {})
+        group = ReaderGroup(self, config, readers, states, position)
+        most = min(loader_workers(config.data), len(readers)) if self.together else 1
+        workers = min(loader_workers(config.data), most)
+        ahead = {"prefetch_factor": option(config.data, "prefetch", 2)} if workers else {}
+        blocks = iter(loader(group, batch_size=None, num_workers=workers, **ahead))
+        return self._batches(blocks, max(1, workers), position, start)
+
+    def _batches(
+        self, blocks: Iterator[Block], workers: int, position: int, start: int
+    ) -> Iterator[Batch]:
+        repeat = option(self.config.data, "repeat", True)
+        waiting: Batch | None = None
+        for step in count(position + 1):
+            of_step = [next(blocks) for _ in range(workers)]
+            for block in of_step:
+                if not isinstance(block, Block):  # `loader.NotSent`
+                    yield block
+                if block.error is not None:
+                    raise block.error
+            if all(block.states is not None for block in of_step):
+                self._keep(step, {r: s for b in of_step for r, s in (b.states or {}).items()})
+            ends = any(block.ends for block in of_step)
+            if ends:
+                self.ends = step
+            if step > start:
+                parts = [block.batch for block in of_step]
+                batch = parts[0]
+                if len(parts) > 1:
+                    batch = {name: torch.cat([part[name] for part in parts]) for name in batch}
+                # of a stream that ends, one more is read: `ends` is known a step before
+                if repeat:
+                    yield batch
+                else:
+                    if waiting is not None:
+                        yield waiting
+                    waiting = batch
+            if ends:
+                if waiting is not None:
+                    yield waiting
+                return
+
+    def _keep(self, step: int, states: dict[int, Tensor]) -> None:
+        self._states[step] = states
+        old = sorted(self._states)[:-4]  # a rollback begins at most a few steps back
+        for other in old:
+            del self._states[other]
+
+    # --- checkpoints --------------------------------------------------------------------------
+
+    def saved(self, step: int) -> dict[str, Tensor]:
+        """The entries of a checkpoint after so many batches: of this rank's readers."""
+        position = max((s for s in self._states if s <= step), default=None)
+        states = {} if position is None else self._states[position]
+        entries = {}
+        for reader, state in states.items():
+            entries[f"{_PREFIX}{reader}"] = _padded(state, position or 0)
+        return entries
+
+    def wanted(
+        self, shapes: Mapping[str, Sequence[int]], config: Config, dp_rank: int
+    ) -> dict[str, Tensor]:
+        """Tensors to be filled from a checkpoint with entries of these shapes. Raises DataError
+        where its readers cannot be divided among the dp ranks."""
+        names = [name for name in shapes if name.startswith(_PREFIX)]
+        if not names:
+            return {}
+        if len(names) != self.readers:
+            for problem in reader_problems(config, len(names)) if self.chosen else ():
+                reason = f"the checkpoint has {len(names)} readers, and {problem.reason}"
+                raise DataError("dp", config.dp, reason, f"dp={math.gcd(config.dp, len(names))}")
+            if not self.chosen:
+                reason = f"the checkpoint has {len(names)}"
+                raise DataError("data.readers", self.readers, reason, f"data.readers={len(names)}")
+            self.readers = len(names)
+        mine = [f"{_PREFIX}{reader}" for reader in self.own(config, dp_rank)]
+        return {name: torch.zeros(*shapes[name], dtype=torch.uint8) for name in mine}
+
+    def restore(self, entries: Mapping[str, Tensor]) -> None:
+        """Take the states of a checkpoint. Raises DataError where a reader's first sample is not
+        what it was."""
+        found: dict[int, dict[int, Tensor]] = {}
+        for name, entry in entries.items():
+            step, state = _unpadded(entry)
+            found.setdefault(step, {})[int(name.removeprefix(_PREFIX))] = state
+        for step, states in found.items():
+            if not data_changed(self.config.data):
+                for reader, state in states.items():
+                    self._compare(reader, loaded(state)["first"])
+            self._states[step] = states
+
+    def _compare(self, reader: int, first: int) -> None:
+        if self.first(reader) != first:
+            reason = f"the first sample of reader {reader} is not what it was when the checkpoint "
+            reason += "was saved, so samples would be left out or trained on again"
+            fix = "data.changed=true to continue on these data, or another run_dir"
+            raise DataError("data", "", reason, fix)
+
+    def first(self, reader: int) -> int:
+        """A hash of a reader's first sample, before it is shuffled."""
+        if reader not in self._firsts:
+            raw = self.open_reader(reader, self.readers, _as_it_is, False)
+            raw.reset()
+            rows = rows_of(self.config, 0)
+            raw.row = 0, reader * (rows // self.readers), rows
+            try:
+                sample = self.finish(next(raw))
+            except StopIteration:
+                raise self.too_short(reader) from None
+            self._firsts[reader] = hash_of(sample) >> 1
+        return self._firsts[reader]
+
+    def too_short(self, reader: int) -> DataError:
+        reason = f"reader {reader} of {self.readers} finds no sample"
+        fix = "give more data, a smaller seq_len, or fewer readers: data.readers="
+        fewer = [n for n in range(1, self.readers) if self.readers % n == 0]
+        data = self.config.data
+        path = getattr(data, "path", None)
+        key, value = ("data.name", data.name) if path is None else ("data.path", path)
+        return DataError(key, value, reason, f"{fix}{max(fewer, default=1)}")
+
+    # --- what is held out ----------------------------------------------------------------------
+
+    def held_out(self, reader: int, batches: int) -> tuple[list[Batch], frozenset[int]]:
+        """The first samples of a reader, those of so many batches, and hashes of what they were
+        made of."""
+        rows = self.config.batch_size
+        each = rows // self.readers
+        size = batches * each
+        hashes = set[int]()
+        raw = self.open_reader(reader, self.readers, partial(_Noted, hashes=hashes), False)
+        raw.reset()
+        samples = list[Batch]()
+        while len(samples) < size:
+            raw.row = len(samples) // each, reader * each + len(samples) % each, rows
+            if (item := next(raw, None)) is None:
+                break
+            samples.append(self.finish(item))
+        if len(samples) < size:
+            reason = f"the first {batches} batches are held out for validation, and reader "
+            reason += f"{reader} of {self.readers} has {len(samples)} samples"
+            raise DataError(
+                "validation.batches",
+                batches,
+                reason,
+                "validation.batches=1, or more data",
+            )
+        return samples, frozenset(hashes)
+
+
+class _Noted(HeldOut):
+    """Items as they are; their hashes are noted."""
+
+    def __init__(self, source: Any, hashes: set[int]) -> None:
+        super().__init__(source, frozenset())
+        self._hashes = hashes
+
+    def next(self) -> Any:
+        item = super().next()
+        self._hashes.add(hash_of(item))
+        return item
+
+
+class HeldOutSource:
+    """The validation part of a stream: the first batches of its readers, read when they are first
+    used."""
+
+    def __init__(self, source: StreamSource) -> None:
+        self._source = source
+        self._samples: dict[int, list[Batch]] = {}
+
+    def __len__(self) -> int:
+        config = self._source.config
+        return config.validation.batches * config.batch_size or ENDLESS
+
+    def __getitem__(self, i: int) -> Batch:
+        source = self._source
+        each = source.config.batch_size // source.readers
+        batch, row = divmod(i, source.config.batch_size)
+        reader, at = divmod(row, each)
+        if reader not in self._samples:
+            batches = len(self) // source.config.batch_size
+            self._samples[reader] = source.held_out(reader, batches)[0]
+        return self._samples[reader][batch * each + at]
+
+    def collate(self, samples: list[Batch]) -> Batch:
+        return self._source.collate(samples)
+
+    def fingerprint(self) -> str:
+        return "the first samples of a stream"
+
+
+class ReaderGroup(IterableDataset[Block]):
+    """Blocks of steps after `position`, in this process or in its part of loader processes."""
+
+    def __init__(
+        self,
+        source: StreamSource,
+        config: Config,
+        readers: Sequence[int],
+        states: Mapping[int, Tensor],
+        position: int,
+    ) -> None:
+        self._source, self._config, self._readers = source, config, readers
+        self._states, self._position = states, position
+
+    def __iter__(self) -> Iterator[Block]:
+        readers, info = self._readers, get_worker_info()
+        if info is not None:
+            size, part = len(readers), info.id
+            first, last = (size * n // info.num_workers for n in (part, part + 1))
+            readers = readers[first:last]
+        try:
+            yield from self._blocks(readers)
+        except Refused as error:
+            yield Block({}, None, True, error)
+
+    def _blocks(self, readers: Sequence[int]) -> Iterator[Block]:
+        source = self._source
+        nodes = {reader: self._opened(reader) for reader in readers}
+        rows = self._take(nodes, self._position)
+        if rows is None:
+            raise source.too_short(readers[0])
+        for step in count(self._position + 1):
+            states = None
+            if step % _EVERY == 0 or step == 1:
+                states = {r: dumped(n.state_dict(), source.first(r)) for r, n in nodes.items()}
+            after = self._take(nodes, step)
+            yield Block(
+                source.collate([source.finish(item) for item in rows]), states, after is None
+            )
+            if after is None:
+                return
+            rows = after
+
+    def _opened(self, reader: int) -> Any:
+        source = self._source
+        batches = source.held_batches
+        held = source.held_out(reader, batches)[1] if batches else frozenset[int]()
+        node = source.open_reader(reader, source.readers, partial(HeldOut, held=held), True)
+        state = self._states.get(reader)
+        node.reset(None if state is None else loaded(state)["state"])
+        return node
+
+    def _take(self, nodes: Mapping[int, Any], step: int) -> list[Any] | None:
+        rows = rows_of(self._config, step)
+        each, items = rows // self._source.readers, []
+        for reader, node in nodes.items():
+            for row in range(reader * each, (reader + 1) * each):
+                node.row = step, row, rows
+                try:
+                    items.append(next(node))
+                except StopIteration:
+                    return None
+        return items
+
+
+# --- states ---------------------------------------------------------------------------------------
+
+
+def dumped(state: Any, first: int) -> Tensor:
+    """A reader's state as bytes, uint8."""
+    buffer = io.BytesIO()
+    torch.save({"state": state, "first": first}, buffer)
+    return torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
+
+
+def not_saved(state: Any, at: str = "state") -> str:
+    """What of a state cannot be loaded without pickle; "" = all can."""
+    if isinstance(state, dict):
+        items = [(repr(key), value) for key, value in state.items()]
+    elif isinstance(state, list | tuple):
+        items = [(str(n), value) for n, value in enumerate(state)]
+    else:
+        plain = state is None or type(state) in (bool, int, float, str, bytes, Tensor)
+        return "" if plain else f"{at} is a {type(state).__name__}"
+    return next(filter(None, (not_saved(value, f"{at}[{name}]") for name, value in items)), "")
+
+
+def loaded(state: Tensor) -> dict[str, Any]:
+    return torch.load(io.BytesIO(state.numpy().tobytes()), weights_only=True)
+
+
+_HEAD = 16  # bytes: the length of a state, and after how many steps it is
+
+
+def _padded(state: Tensor, step: int) -> Tensor:
+    """A state of similar size has an entry of the same size: the plan of a save depends on it."""
+    size = _HEAD + len(state)
+    unit = 1 << max(10, size.bit_length() - 3)
+    entry = torch.zeros(-(-size // unit) * unit, dtype=torch.uint8)
+    entry[:_HEAD] = torch.tensor([len(state), step]).view(torch.uint8)
+    entry[_HEAD:size] = state
+    return entry
+
+
+def _unpadded(entry: Tensor) -> tuple[int, Tensor]:
+    length, step = entry[:_HEAD].clone().view(torch.int64).tolist()
+    return step, entry[_HEAD : _HEAD + length].clone()
