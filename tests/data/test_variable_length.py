@@ -262,7 +262,7 @@ def test_a_sample_that_cannot_be_used_is_named(mistake: str, tmp_path: Path) -> 
         (data_of("badly_declared", mistake="inputs"), "VariableLength has no padding for 'inputs'"),
         (data_of("badly_declared", mistake="nothing"), "sample 0 has no 'weights', which Variable"),
         (data_of("empty"), "its validation part is empty"),
-        (data_of("stream"), "its training part is a Stream, which has no [i]; a map-style dataset"),
+        (data_of("stream"), "reader 0 of 16 finds no sample; give more data"),
     ],
     ids=lambda value: (
         value.args.get("mistake", value.name.rpartition(".")[2])

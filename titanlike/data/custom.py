@@ -11,7 +11,7 @@ import importlib.util
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -93,7 +93,7 @@ def _data_of(returned: Any, name: str, held_out: float) -> Data:
     if isinstance(returned, tuple) and len(returned) == 2:
         train, validation = returned
     elif is_stream(returned):
-        train, validation = returned, None
+        train, validation = returned, cast(Any, None)
     elif isinstance(returned, Dataset) or hasattr(returned, "__getitem__"):
         train = validation = returned
         if held_out and hasattr(returned, "__len__") and (size := len(returned)) > 1:

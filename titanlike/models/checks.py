@@ -47,7 +47,7 @@ def model_problems(model: nn.Module, config: Config) -> list[Problem]:
         wrong("loss.mtp_weight", weight, reason, "model.num_nextn_predict_layers=1")
     if config.model.args.get("vocab_size") is not None:
         needed, size = vocab_size(config), config.model.args["vocab_size"]
-        if size < needed:
+        if needed is not None and size < needed:
             reason = f"is smaller than the {needed} token ids of data={config.data.name}"
             wrong("model.vocab_size", size, reason, "model.vocab_size=null (taken from the data)")
     return problems

@@ -48,6 +48,10 @@ def resolve_model(config: Config, vocabulary: int | None = None) -> Custom:
         args |= {key: None for key in _required(config.model.name) if key not in args}
     if args.get("vocab_size", 0) is None:
         args["vocab_size"] = vocab_size(config) if vocabulary is None else vocabulary
+        if args["vocab_size"] is None and config.model.name != "hf":
+            reason = f"data.name={config.data.name} does not say how many token ids there are"
+            fix = "model.vocab_size=50257, or let the function return a Data with vocab_size=50257"
+            raise ConfigError([Problem("model.vocab_size", "null", reason, fix)])
     args |= {key: config.seq_len for key in LENGTHS if args.get(key, 0) is None}
     return Custom(config.model.name, args)
 
