@@ -793,6 +793,10 @@ class Verify:
         "can hold the model and takes 30 s by estimate; required = always; off = never",
     )
     steps: int = key(3, "training steps, each on a batch of its own", ge=1)
+    as_is: bool = key(
+        False,
+        "`titanlike verify` in bf16 or float8: that alone, not the same layout in fp32 as well",
+    )
 
 
 @dataclass

@@ -48,6 +48,7 @@ class Comparison:
     rounding: float | None  # as `squared`, of one process in bf16
     rounding_along: float  # as `along`
     amplified: bool = False  # fp32: rounding alone differs as much by now (see `explain`)
+    tolerance: float | None = None  # relative, in place of that of the kind
 
     def __add__(self, other: Comparison) -> Comparison:
         both = {name: (getattr(self, name), getattr(other, name)) for name in _SUMS | _MAXIMA}
@@ -74,6 +75,8 @@ class Comparison:
             return True
         if self.kind == "initial":
             return self.difference == 0
+        if self.tolerance is not None:
+            return self.relative <= self.tolerance or self.difference <= NEGLIGIBLE
         if self.rounding is not None:
             least = UPDATE_TOLERANCE["bf16"] if self.kind == "update" else BF16_FLOOR
             rounding = ROUNDING[self.kind] * math.sqrt(self.rounding)
@@ -128,6 +131,7 @@ def compare(
     base: Tensor | None = None,
     mask: Tensor | None = None,
     part: Part | None = None,
+    tolerance: float | None = None,
 ) -> Comparison:
     """This rank's part of a tensor against the same part of the reference.
 
@@ -170,6 +174,7 @@ def compare(
         (difference * scale).sum().nan_to_num(math.inf).item(),
         None if rounding is None else rounding.square().sum().item(),
         0.0 if rounding is None else (rounding * scale).sum().item(),
+        tolerance=tolerance,
     )
 
 

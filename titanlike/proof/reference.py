@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from statistics import fmean
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +38,9 @@ from titanlike.proof.plain_loops import take_step
 from titanlike.torch_private.autograd import watch_autocast
 from titanlike.training.train_plan import make_plan
 from titanlike.training.transforms import stage_transforms
+
+if TYPE_CHECKING:
+    from titanlike.proof.localization import Recorder
 
 # Relative change of the weights by which the growth of rounding is measured: layouts' gradients
 # differ from the reference's by some 1e-7 to 1e-6 of their norm.
@@ -72,22 +75,24 @@ class Reference:
 
 
 def reference_steps(
-    config: Config, data: Data, device: torch.device
+    config: Config, data: Data, device: torch.device, recorder: Recorder | None = None
 ) -> tuple[Reference, Reference | None]:
     """(in fp32, in bf16 or float8 if the config or an autocast in the model asks for it), each by
-    one process."""
+    one process; recorder: of its tensors, in the layout's microbatches and precision."""
     low = config.precision.low
     transforms = _transforms(replace(config, precision=Precision()), data, device)
     mixed = config.mixes_samples or any(transform.by_microbatch for transform in transforms)
-    in_layout = _microbatches(config, data) if mixed or low else {}
-    groups = in_layout if mixed else {}
+    in_layout = microbatches_of(config, data) if mixed or low or recorder else {}
+    groups = in_layout if mixed or recorder else {}
     if low:
         exact = _single_process(config, data, device, transforms, torch.float32, groups)
         # as the layout: what is rounded to float8 is scaled by the largest of a microbatch
         transforms = _transforms(config, data, device)
-        return exact, _single_process(config, data, device, transforms, torch.bfloat16, in_layout)
+        options: dict[str, Any] = {"groups": in_layout, "recorder": recorder}
+        return exact, _single_process(config, data, device, transforms, torch.bfloat16, **options)
     with watch_autocast() as used:
-        exact = _single_process(config, data, device, transforms, torch.float32, groups)
+        options = {"groups": groups, "recorder": recorder}
+        exact = _single_process(config, data, device, transforms, torch.float32, **options)
     if not used:
         return exact, None
     with watch_autocast(off=True):
@@ -109,7 +114,7 @@ def _transforms(config: Config, data: Data, device: torch.device) -> list[Transf
     return [*stage_transforms(config, one_process(device), plan).values()]
 
 
-def _microbatches(config: Config, data: Data) -> dict[int, int]:
+def microbatches_of(config: Config, data: Data) -> dict[int, int]:
     """Sequences of a global batch -> its microbatches on all ranks; with `ramp` batches differ."""
     plan = make_plan(config, data)
     orders = {config.batch_size // config.dp: plan.order, **plan.orders}
@@ -171,6 +176,7 @@ def _single_process(
     groups: Mapping[int, int],
     rounding: str = "",
     nudge: int | None = None,
+    recorder: Recorder | None = None,
 ) -> Reference:
     """Training steps of the whole model on whole batches, computing in `dtype`.
 
@@ -194,6 +200,7 @@ def _single_process(
         for parameter in model.parameters():
             noise = torch.randn(parameter.shape, generator=generator).to(device)
             parameter.data.mul_(1 + _NUDGE * noise)
+    transforms = [*transforms, *([recorder] if recorder else [])]
     told = [t for each in transforms if (t := each.in_one_process(model)) is not None]
     loss = build_loss(config.loss, device)
 
@@ -221,6 +228,8 @@ def _single_process(
         del fields["targets"]
         # cast copies of the fp32 master weights; gradients flow back to the masters
         weights = {name: p.to(dtype) for name, p in model.named_parameters()}
+        if recorder is not None:
+            weights = recorder.weights(weights)
         output = torch.func.functional_call(model, weights, (fields.pop("inputs"),), fields)
         return loss.measure(output, targets)
 

@@ -21,16 +21,17 @@ from __future__ import annotations
 import operator
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import reduce
 from itertools import groupby
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from titanlike.config.schema import Config
+from titanlike.config.schema import Config, Precision
 from titanlike.data.loader import batches
 from titanlike.data.sources import Data
 from titanlike.device.accelerator import is_accelerator
@@ -64,13 +65,16 @@ from titanlike.training.step import (
     validate,
 )
 
+if TYPE_CHECKING:
+    from titanlike.proof.localization import Recorder, Wrong
+
 _BATCHES = 4  # of a validation with validation.batches=all
 # of comparisons, causes before effects; also "AXIS gradient" and "AXIS update": see
 # `_compare_copies`
 KINDS = ("loss", "initial", "gradient", "buffer", "update", "state")
 
 
-def _rank(row: Comparison) -> tuple[Any, ...]:
+def kind_order(row: Comparison) -> tuple[Any, ...]:
     *axis, kind = row.kind.split()
     return KINDS.index(kind), *axis
 
@@ -87,6 +91,9 @@ class Found:
     rows: list[Comparison]
     missing: list[str]
     groups: int
+    # where it was recorded
+    wrong: list[Wrong] = field(default_factory=list)
+    gradients: dict[str, str] = field(default_factory=dict)
 
     @property
     def agrees(self) -> bool:
@@ -96,18 +103,25 @@ class Found:
     def verdict(self) -> str:
         if self.agrees:
             return f"PASS: {len(self.rows)} comparisons agree"
-        wrong = sorted((row for row in self.rows if not row.agrees), key=_rank)
+        wrong = sorted((row for row in self.rows if not row.agrees), key=kind_order)
         names = ", ".join([*(row.full_name for row in wrong[:10]), *self.missing[:3]])
         more = f" and {len(wrong) - 10} more" if len(wrong) > 10 else ""
         return f"FAIL: {len(wrong)} of {len(self.rows)} comparisons differ: {names}{more}"
 
 
 def verify(config: Config, worker: Worker) -> dict[str, Any]:
-    """Compare; prints a table; returns exit_code 0 if everything agrees, 1 if not."""
-    found = compare_with_one_process(config, worker)
-    if worker.rank == 0:
-        print_found(config, found)
-    agrees = found.agrees
+    """Compare; prints a table; returns exit_code 0 if everything agrees, 1 if not. Then it tells
+    where it is wrong."""
+    runs = [config]
+    if config.precision.low and not config.verify.as_is:
+        runs.append(replace(config, precision=Precision()))
+    every: list[Found] = []
+    for each in runs:
+        apart = worker.store and dist.PrefixStore(each.precision.name, worker.store)
+        every.append(compare_with_one_process(each, replace(worker, store=apart)))
+        if worker.rank == 0:
+            print_found(each, every[-1])
+    found, agrees = every[0], all(one.agrees for one in every)
     if config.exact:
         from titanlike.proof.exact import first_difference
 
@@ -117,44 +131,44 @@ def verify(config: Config, worker: Worker) -> dict[str, Any]:
             text = f"PASS: all bits of {config.verify.steps} steps are those of one process"
             print(text if difference is None else f"FAIL: the first other bit: {difference}")
     worst = max(row.difference for row in found.rows if row.kind == "gradient")
-    return {"value": worst, "exit_code": 0 if agrees else 1}
+    result: dict[str, Any] = {"value": worst, "exit_code": 0 if agrees else 1}
+    if wrong := [pair for pair in zip(runs, every, strict=True) if not pair[1].agrees]:
+        from titanlike.proof.localization import localize
+
+        # the one in fp32, if it fails
+        result["first_difference"] = localize(*wrong[-1], worker)
+    return result
 
 
 def compare_with_one_process(
-    config: Config, worker: Worker, connect: Callable[[Config, Worker], Mesh] = connect
+    config: Config,
+    worker: Worker,
+    connect: Callable[[Config, Worker], Mesh] = connect,
+    *,
+    reference: Path | None = None,
+    recorder: Recorder | None = None,
 ) -> Found:
     """Collective; the same on all ranks. Raises OutOfMemory on all where one process has too
     little.
 
-    connect: `open_mesh` in a job that has a watchdog.
+    connect: `open_mesh` in a job that has a watchdog. reference: a file of it, if it is computed
+    already. recorder: of the layout's tensors, which are compared with those beside `reference`.
     """
-    some = config.validation.batches or _BATCHES
-    config = replace(config, validation=replace(config.validation, batches=some))
+    config = _bounded(config)
     data = open_data_on_every_rank(config, worker)
-    path = worker.run_dir / "reference.pt"
-    error = ""
-    if worker.rank == 0:
-        device, _ = choose_device(config, worker.local_rank, worker.local_world_size)
-        try:
-            torch.save(reference_steps(config, data, device), path)
-        except (MemoryError, RuntimeError) as problem:
-            if not isinstance(problem, (MemoryError, torch.OutOfMemoryError)) and (
-                "can't allocate memory" not in str(problem)
-            ):
-                raise
-            error = " ".join(str(problem).split())[:200]
-    errors = barrier(worker, "reference", REFERENCE_TIMEOUT, error, listens=True)
-    if error := errors.get(0, ""):
-        raise OutOfMemory(error)
+    path = reference or worker.run_dir / "reference.pt"
+    if reference is None:
+        compute_reference(config, data, worker, path)
     mesh = connect(config, worker)
     exact, rounded = torch.load(path, map_location="cpu", weights_only=False, mmap=True)
 
-    run = build(config, mesh, data)
+    more = {} if recorder is None else {"recorder": recorder}
+    run = build(config, mesh, data, more=more)
     stream = batches(data.train, config, dp_rank=mesh.dp_rank)
     stream = refuse_mixed_samples(run, config, stream)
     if run.compiled:
         compile_blocks(run, config, next(stream), worker)
-    comparisons = list(_compare_layout(run, config, data, exact, rounded))
+    comparisons = list(_compare_layout(run, config, data, exact, rounded, recorder))
     every: list[list[Comparison]] = [[] for _ in range(mesh.world_size)]
     dist.all_gather_object(every, comparisons)
     rows = merge(every)
@@ -173,10 +187,40 @@ def compare_with_one_process(
     ]
     compared = {row.name for row in rows if row.kind == "buffer"}
     missing += [f"{name}: is in no stage" for name in exact.buffers if name not in compared]
-    if worker.rank == 0:
+    if worker.rank == 0 and reference is None:
         path.unlink()
+    found = Found(rows, missing, exact.groups.get(config.batch_size, 1))
+    if recorder is not None:
+        wrong, gradients = recorder.compared(run, config, path.parent)
+        found = replace(found, wrong=wrong, gradients=gradients)
     close_mesh()
-    return Found(rows, missing, exact.groups.get(config.batch_size, 1))
+    return found
+
+
+def _bounded(config: Config) -> Config:
+    """The config with a bounded validation."""
+    some = config.validation.batches or _BATCHES
+    return replace(config, validation=replace(config.validation, batches=some))
+
+
+def compute_reference(
+    config: Config, data: Data, worker: Worker, path: Path, recorder: Recorder | None = None
+) -> None:
+    """Rank 0 writes it to a file, for which the others wait. Raises OutOfMemory on all."""
+    config, error = _bounded(config), ""
+    if worker.rank == 0:
+        device, _ = choose_device(config, worker.local_rank, worker.local_world_size)
+        try:
+            torch.save(reference_steps(config, data, device, recorder), path)
+        except (MemoryError, RuntimeError) as problem:
+            if not isinstance(problem, (MemoryError, torch.OutOfMemoryError)) and (
+                "can't allocate memory" not in str(problem)
+            ):
+                raise
+            error = " ".join(str(problem).split())[:200]
+    errors = barrier(worker, "reference", REFERENCE_TIMEOUT, error, listens=True)
+    if error := errors.get(0, ""):
+        raise OutOfMemory(error)
 
 
 def _explain(
@@ -222,7 +266,12 @@ def _explain(
 
 
 def _compare_layout(
-    run: Run, config: Config, data: Data, exact: Reference, rounded: Reference | None
+    run: Run,
+    config: Config,
+    data: Data,
+    exact: Reference,
+    rounded: Reference | None,
+    recorder: Recorder | None = None,
 ) -> Iterator[Comparison]:
     """This rank's part of each tensor against the reference, in fp32 (exact) and bf16 (rounded)."""
 
@@ -259,6 +308,8 @@ def _compare_layout(
                 in_bf16 = rounded.gradients[name] if rounded else None
                 reference = exact.gradients[name]
                 mine = parameter.grad if reference.any() else gradient_of(parameter)
+                if recorder is not None and mine is not None and name in recorder.shares:
+                    recorder.gradients[name] = mine.clone(), part
                 yield compare("gradient", name, mine, reference, in_bf16, part=part)
             yield from _compare_copies(run, "gradient")
         optimizer_step(run, config, step, gradients.norm)
@@ -332,7 +383,7 @@ def print_found(config: Config, found: Found) -> None:
     """The worst first within each kind; all that disagree, and the largest few of the rest."""
     console, rows, groups = Console(steps=1), found.rows, found.groups
     shown = []
-    for _, group in groupby(sorted(rows, key=_rank), lambda row: row.kind):
+    for _, group in groupby(sorted(rows, key=kind_order), lambda row: row.kind):
         of_kind = sorted(group, key=lambda row: (row.agrees, -row.relative))
         count = max(3, sum(not row.agrees for row in of_kind))
         shown += of_kind[:count]

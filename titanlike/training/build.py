@@ -175,10 +175,12 @@ def build(
     mesh: Mesh,
     data: Data | None = None,
     say: Callable[[str], object] = lambda _: None,
+    more: Mapping[str, Transform] | None = None,
 ) -> Run:
     """Build this rank's stages and the pipeline over them. Collective.
 
-    data: see `make_plan`; say: called with lines of progress where it takes long.
+    data: see `make_plan`; say: called with lines of progress where it takes long; more: transforms
+    of stages that no config asks for, applied last.
     """
 
     # 1. decide
@@ -191,7 +193,7 @@ def build(
     plan = make_plan(config, data, times, memory, mesh)
     if memory_is_short(config, plan, mesh, memory):
         return_freed_memory()
-    return build_planned(config, mesh, plan, say)
+    return build_planned(config, mesh, plan, say, more=more)
 
 
 def build_planned(
@@ -200,13 +202,14 @@ def build_planned(
     plan: TrainPlan,
     say: Callable[[str], object] = lambda _: None,
     init_weights: Callable[..., object] = initialize,
+    more: Mapping[str, Transform] | None = None,
 ) -> Run:
     """Build from a plan. Collective: process groups are made here, not while a run is planned, when
     rank 0 may have timed units alone.
 
     init_weights: allocates a stage and gives it its weights, called as `initialize`.
     """
-    transforms = stage_transforms(config, mesh, plan)
+    transforms = stage_transforms(config, mesh, plan) | dict(more or {})
 
     # 2. stages, weights, optimizers
     canonical = plan.model_graph.canonical_names()
