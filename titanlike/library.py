@@ -24,9 +24,10 @@ from torch import Tensor
 
 from titanlike.config import validate
 from titanlike.config.errors import ConfigError, Problem, nearest, override_text, quoted
+from titanlike.config.imports import named_code
 from titanlike.config.parse import to_plain
 from titanlike.config.program import set_caller
-from titanlike.config.schema import Config, Custom, SyntheticData
+from titanlike.config.schema import Config, SyntheticData
 from titanlike.data import registry
 from titanlike.data.registry import DataError
 from titanlike.data.sources import Data
@@ -267,12 +268,10 @@ def _other_processes(config: Config, callbacks: Sequence[Callback]) -> Iterator[
     if callbacks:
         reason = f"the {config.world_size} ranks are other processes, which do not have them"
         yield Problem("callbacks", "", reason, fix)
-    for key, value in vars(config).items():
-        if isinstance(value, Custom) and value.name.startswith("__main__."):
-            reason = (
-                f"the {config.world_size} ranks are other processes, which do not import this one"
-            )
-            yield Problem(f"{key}.name", value.name, reason, f"put it into a module, or {fix}")
+    reason = f"the {config.world_size} ranks are other processes, which do not import this one"
+    for key, path in named_code(to_plain(config), {}):
+        if path.startswith("__main__."):
+            yield Problem(key, path, reason, f"put it into a module, or {fix}")
 
 
 def _started() -> int | None:

@@ -17,7 +17,7 @@ from support.runs import train_each
 from support.world import run_world
 from titanlike.config.schema import Checkpoint, Config, ConstantLr, TokenData, Validation
 from titanlike.data import registry
-from titanlike.data.registry import open_data
+from titanlike.data.registry import DataError, open_data
 from titanlike.generation.generate import load_model
 from titanlike.metrics.sinks import read_jsonl
 
@@ -96,7 +96,6 @@ def test_with_a_set_of_its_own_all_of_the_data_is_trained_on(tmp_path: Path) -> 
         ({"a/b": {"path": "a"}}, "validation.data.a/b=.* a name has"),
         ({"a": {"name": "nope"}}, "validation.data.a.name=nope: no such choice"),
         ({"path": "code.bin", "vocab_size": 65}, "has 65 token ids, and the training data have 64"),
-        ({"name": "synthetic", "vocab_size": 64}, "has no end; write validation.batches=100"),
         ({"name": "mixture"}, "is mixed by weights, for training alone"),
     ],
 )
@@ -109,6 +108,13 @@ def test_what_is_no_set_of_the_training_data_is_told_before_a_start(
     (problem,) = registry.problems(wrong)
     with pytest.raises(AssertionError, match=told):
         raise AssertionError(str(problem))
+
+
+def test_all_of_what_has_no_end_is_refused(tmp_path: Path) -> None:
+    config = sets_in(tmp_path)
+    endless = replace(config.validation, data={"name": "synthetic", "vocab_size": 64})
+    with pytest.raises(DataError, match="has no end; write validation.batches=100"):
+        open_data(replace(config, validation=endless))
 
 
 def test_a_set_that_is_trained_on_is_warned_of(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from titanlike.driver.sweep_status import JobRow, SweepSpec, read_job_rows, read
 from titanlike.metrics import units
 from titanlike.metrics.console import LOG_WIDTH, Console, shorten, table_lines
 from titanlike.metrics.report import MOST_RUNS, write_reports
-from titanlike.metrics.summary import is_maximized
+from titanlike.metrics.summary import OBJECTIVES, is_maximized
 
 PAGE = "sweep.html"
 _FRACTION = re.compile(r"-?\d*\.\d+(e[-+]?\d+)?", re.IGNORECASE)
@@ -143,10 +143,11 @@ class Column:
 
 def read_columns(table: Table, keys: list[str]) -> list[Column]:
     """The columns, without those in which every job is empty."""
-    rows = table.rows
+    rows, known = table.rows, table.spec.value in OBJECTIVES
     numbers: list[tuple[str, list[Any], Callable[[Any], str]]] = [
         ("loss", [row.summary.loss for row in rows], units.decimal),
         ("val_loss", [row.summary.val_loss for row in rows], units.decimal),
+        *([] if known else [(table.spec.value, [row.value for row in rows], units.decimal)]),
         ("tok/s", [row.summary.tokens_per_second for row in rows], units.count),
         ("samples/s", [row.summary.samples_per_second for row in rows], units.count),
         ("memory", [row.summary.memory_bytes for row in rows], units.size),

@@ -20,8 +20,8 @@ from titanlike.config.imports import import_object
 from titanlike.config.schema import Config
 from titanlike.distributed.mesh import Mesh
 from titanlike.distributed.transform import StepSums, Transform
-from titanlike.graph.loss import Loss, OutputError
-from titanlike.graph.recording import tree_flatten, tree_map
+from titanlike.graph.loss import Loss
+from titanlike.graph.recording import describe, tree_flatten, tree_map
 from titanlike.optim.loss import logits_of
 
 Function = Callable[[Any, Tensor], tuple[Tensor, Tensor]]
@@ -88,97 +88,82 @@ class OwnMetrics:
                 output = tree_map(output, lambda x: whole if x is part else x)
             if isinstance(output, Tensor):  # of the next token alone
                 (output, targets, _), *_ = self._loss.predictions(output, targets)
-            pairs = [function(output, targets) for function in self._functions]
-            sums, counts = (
-                [x.float().reshape(()) for x in each] for each in zip(*pairs, strict=True)
-            )
-            self._found.append(torch.stack([*sums, *counts]))
+            pairs = [_numbers(function, output, targets) for function in self._functions]
+            self._found.append(torch.stack(pairs, 1).flatten().float())
 
     def take(self) -> Tensor:
         """This rank's part of a step's sums and counts, fp32: what all ranks' parts add up to,
         `finish` makes numbers of."""
+        if self._sums is None:
+            return self.take_sums().float()
         found, self._found = self._found or [], None
-        if self._sums is not None:
-            columns = torch.stack(found).unbind(1) if found else [None] * 2 * len(self.names)
-            return torch.cat([self._sums.losses([] if c is None else [*c]) for c in columns])
-        return self._added(found, torch.float32)
+        columns = ([one[at] for one in found] for at in range(2 * len(self.names)))
+        return torch.cat([*map(self._sums.losses, columns)])
 
     def finish(self, total: Tensor) -> Tensor:
-        both = total.view(2, len(self.names), -1)
-        if self._sums is not None:
-            both = torch.stack([self._sums.total(x) for x in both.flatten(0, 1)]).view(
-                both[..., 0].shape
-            )
-        sums, counts = both.view(2, -1)
-        return sums / counts
+        both = total.view(2 * len(self.names), -1)
+        added = both[:, 0] if self._sums is None else torch.stack([*map(self._sums.total, both)])
+        return torch.div(*added.view(2, -1))
 
     def take_sums(self) -> Tensor:
         """This rank's sums and counts, fp64: of outputs that are weighted first."""
         found, self._found = self._found or [], None
-        return self._added(found, torch.float64)
-
-    def _added(self, found: list[Tensor], dtype: torch.dtype) -> Tensor:
-        none = torch.zeros(2 * len(self.names), dtype=dtype, device=self._mesh.device)
-        return sum((one.to(dtype) for one in found), none) / self._copies
+        none = torch.zeros(2 * len(self.names), dtype=torch.float64, device=self._mesh.device)
+        return sum((one.double() for one in found), none) / self._copies
 
 
 def metric_problems(config: Config, output: Any, targets: Tensor) -> list[Problem]:
     """What is wrong with each function, tried on random outputs like that of a microbatch, on
     meta."""
-    return [
-        Problem(f"metrics.own.{name}", (config.metrics.own or {})[name], *wrong)
-        for name, function in own_functions(config).items()
-        if (wrong := _wrong(function, config, output, targets)) is not None
-    ]
-
-
-def _wrong(
-    function: Function, config: Config, output: Any, targets: Tensor
-) -> tuple[str, str] | None:
-    fix = "return a sum and a count, tensors with one element each"
-    generator = torch.Generator().manual_seed(0)
     length = targets.shape[1] if targets.dim() > 1 else 0
-    try:
-        classes = logits_of(output).shape[-1]
-    except OutputError:
-        classes = 2
+    in_parts = config.cp > 1 or getattr(config.loss, "chunk", None) is not None
+    leaves = [leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, Tensor)]
+    classes, generator = max(leaves[0].shape[-1], 1), torch.Generator().manual_seed(0)
 
     def drawn(x: Any) -> Any:
         """Two rows, of few tokens, of random numbers."""
         if not isinstance(x, Tensor) or not x.dim():
             return x
-        shape = [2, *x.shape[1:]]
-        if length and len(shape) > 1 and shape[1] == length:
-            shape[1] = min(_TOKENS, length)
+        tokens = length > 1 and x.dim() > 1 and x.shape[1] == length
+        shape = [2, min(_TOKENS, length), *x.shape[2:]] if tokens else [2, *x.shape[1:]]
         if x.is_floating_point():
             return torch.randn(shape, generator=generator).to(x.dtype)
         return torch.randint(classes, shape, generator=generator).to(x.dtype)
 
-    def part(value: Any, dim: int, half: int) -> Any:
-        def cut(x: Any) -> Any:
-            even = isinstance(x, Tensor) and x.dim() > dim and x.shape[dim] == size
-            return x.chunk(2, dim)[half] if even else x
+    tried = tree_map(output, drawn), drawn(targets)
+    found = []
+    for name, function in own_functions(config).items():
+        fix = "return a sum and a count, tensors with one element each"
+        try:
+            whole = _numbers(function, *tried)
+            reason = ""
+            for dim, of in enumerate(
+                ("two samples", "parts of a sequence")[: 1 + (in_parts and length > 1)]
+            ):
+                size = tried[1].shape[dim]
+                added = sum(_numbers(function, *_half(tried, dim, size, half)) for half in (0, 1))
+                if not reason and not torch.allclose(torch.as_tensor(added), whole, _CLOSE, _CLOSE):
+                    reason = f"its sums over {of} do not add up to that of the whole"
+                    fix = "a metric of each token, or cp=1 and loss=cross_entropy" if dim else fix
+        except Exception as error:
+            text = (str(error).strip().splitlines() or [""])[0]
+            shapes = f"an output {describe(tried[0])} and targets {list(tried[1].shape)}"
+            reason = f"with {shapes} it raised {type(error).__name__}: {text}"
+        if reason:
+            found.append(
+                Problem(f"metrics.own.{name}", (config.metrics.own or {})[name], reason, fix)
+            )
+    return found
 
-        return tree_map(value, cut)
 
-    output, targets = tree_map(output, drawn), drawn(targets)
-    in_parts = config.cp > 1 or getattr(config.loss, "chunk", None) is not None
-    try:
-        whole = torch.stack([x.double().reshape(()) for x in function(output, targets)])
-        if len(whole) != 2:
-            return f"returns {len(whole)} values", fix
-        for dim in (0, 1) if in_parts and length > 1 else (0,):
-            size = targets.shape[dim]
-            halves = [function(part(output, dim, h), part(targets, dim, h)) for h in (0, 1)]
-            added = torch.stack([torch.stack([x.double() for x in half]) for half in halves]).sum(0)
-            if not torch.allclose(added, whole, _CLOSE, _CLOSE):
-                if dim == 0:
-                    return "its sums over two samples do not add up to that of both", fix
-                reason = "its sums over parts of a sequence do not add up to that of the whole"
-                return reason, "a metric of each token, or cp=1 and loss=cross_entropy"
-    except Exception as error:
-        shapes = [list(x.shape) for x in tree_flatten(output)[0] if isinstance(x, Tensor)]
-        text = (str(error).strip().splitlines() or [""])[0]
-        given = f"with an output {shapes} and targets {list(targets.shape)} it raised"
-        return f"{given} {type(error).__name__}: {text}", fix
-    return None
+def _numbers(function: Function, output: Any, targets: Tensor) -> Tensor:
+    total, count = function(output, targets)
+    return torch.stack([total.double().reshape(()), count.double().reshape(())])
+
+
+def _half(value: Any, dim: int, size: int, half: int) -> Any:
+    def cut(x: Any) -> Any:
+        divided = isinstance(x, Tensor) and x.dim() > dim and x.shape[dim] == size
+        return x.chunk(2, dim)[half] if divided else x
+
+    return tree_map(value, cut)
