@@ -8,7 +8,7 @@ command line on its batches, in its microbatches, with the same blocks recompute
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from typing import Any
 
@@ -116,7 +116,10 @@ def _accumulated(
     then parameters stay gathered, or are gathered twice in each. cast: compute in bf16 by
     autocast."""
     loss = torch.zeros((), device=device)
-    for index, (inputs, targets, fields) in enumerate(_microbatches(batch, plan, device)):
+    used = {*plan.fields, "inputs", "targets"}
+    moved = {name: value.to(device) for name, value in batch.items() if name in used}
+    for index, fields in enumerate(parts_of(moved, plan.microbatches)):
+        inputs, targets = fields.pop("inputs"), fields.pop("targets")
         last = index == plan.microbatches - 1
         if isinstance(model, FSDPModule):
             model.set_requires_gradient_sync(last)
@@ -194,16 +197,10 @@ def _recompute_and_compile(part: nn.Module, config: Config, plan: TrainPlan) -> 
     return found
 
 
-def _microbatches(
-    batch: Any, plan: TrainPlan, device: torch.device
-) -> Iterator[tuple[Tensor, Tensor, dict[str, Tensor]]]:
-    """(inputs, targets, what else the model takes) of each."""
-    used = {*plan.fields, "inputs", "targets"}
-    moved = {name: value.to(device) for name, value in batch.items() if name in used}
-    parts = {name: value.chunk(plan.microbatches) for name, value in moved.items()}
-    for index in range(plan.microbatches):
-        fields = {name: part[index] for name, part in parts.items()}
-        yield fields.pop("inputs"), fields.pop("targets"), fields
+def parts_of(batch: Mapping[str, Tensor], number: int) -> Iterator[dict[str, Tensor]]:
+    """A batch in equal parts: its microbatches."""
+    parts = {name: value.chunk(number) for name, value in batch.items()}
+    return ({name: chunks[i] for name, chunks in parts.items()} for i in range(number))
 
 
 def _cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:

@@ -34,7 +34,7 @@ from titanlike.models.registry import build_model, initial_weights_of, resolve_m
 from titanlike.optim.loss import build_loss
 from titanlike.optim.optimizer import build_optimizers
 from titanlike.proof.comparison import compare, reliable
-from titanlike.proof.plain_loops import take_step
+from titanlike.proof.plain_loops import parts_of, take_step
 from titanlike.torch_private.autograd import watch_autocast
 from titanlike.training.train_plan import make_plan
 from titanlike.training.transforms import stage_transforms
@@ -213,7 +213,7 @@ def _single_process(
     def loss_of(batch: dict[str, Tensor]) -> tuple[Tensor, float]:
         """(summed loss, what it counts)"""
         number = groups.get(len(batch["targets"]), 1)
-        parts = [{n: value.chunk(number)[i] for n, value in batch.items()} for i in range(number)]
+        parts = parts_of(batch, number)
         totals, counts = zip(*map(loss_of_group, parts, range(number)), strict=True)
         return sum(totals), sum(counts)
 
