@@ -292,7 +292,7 @@ def _worker(config: Config, callbacks: Sequence[Callback]) -> Worker:
             device, _ = choose_device(config, int(os.environ.get("LOCAL_RANK", "0")), local)
             if is_accelerator(device):
                 start_device(config.device, device)  # as `open_mesh` does before its groups
-            join_group(config, device, int(os.environ["RANK"]), size, local)
+            join_group(config.launch, device, int(os.environ["RANK"]), size, local)
         store = default_store()
         number = store.add(f"titanlike/{dist.get_rank()}", 1)  # the same on all ranks
         store = dist.PrefixStore(f"titanlike/{number}", store)

@@ -199,7 +199,7 @@ def test_each_parameter_counts_with_what_its_own_optimizer_keeps(
 ) -> None:
     config = tiny(dp=2, optimizer=optimizer)
     memory = make_plan(config).memory()
-    found = moment_bytes(config, make_plan(config).model_graph.model)
+    found = moment_bytes(config.optimizer, make_plan(config).model_graph.model)
     block = "model.layers.0"
     names = f"{block}.mlp.up_proj.weight", f"{block}.self_attn.q_proj.weight", "model.norm.weight"
     assert [found[name] for name in names] == [mlp, attention, norm]
@@ -224,7 +224,7 @@ def test_each_parameter_counts_with_what_its_own_optimizer_keeps(
 def test_bytes_of_a_parameter(changes: dict[str, Any], each: float) -> None:
     config = tiny(**changes)
     zero = 3 if config.fsdp.zero == "auto" else config.fsdp.zero
-    (moments,) = {*moment_bytes(config, make_plan(config).model_graph.model).values()}
+    (moments,) = {*moment_bytes(config.optimizer, make_plan(config).model_graph.model).values()}
     assert StateBytes.of(config, zero, moments).whole == each
 
 

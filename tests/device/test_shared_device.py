@@ -85,7 +85,7 @@ def joined(config: Config, worker: Worker, local_ranks: int) -> tuple[dict[str, 
         mock.patch.object(accelerator, "synchronize", lambda _: None),
         mock.patch.object(accelerator, "limit_memory", lambda _, share: shares.append(share)),
     ):
-        join_group(config, CPU, worker.rank, worker.world_size, local_ranks, worker.store)
+        join_group(config.launch, CPU, worker.rank, worker.world_size, local_ranks, worker.store)
     value = torch.ones(1)
     dist.all_reduce(value)
     assert value.item() == worker.world_size
@@ -143,11 +143,11 @@ def test_where_nccl_cannot_connect_them_the_error_says_what_nccl_said(
     monkeypatch.setattr(mesh_module.dist, "init_process_group", fails)
     monkeypatch.setattr(accelerator, "limit_memory", lambda *_: None)
     with pytest.raises(ConfigError, match=f"^launch.ranks_per_device=2: NCCL .* {said}") as error:
-        join_group(shared(2), GPU, 0, 2, 2)
+        join_group(shared(2).launch, GPU, 0, 2, 2)
     assert describe(0, error.value).invalid and "\n" not in str(error.value)
     raised = "ncclRemoteError: remote process exited or there was a network error"
     with pytest.raises(dist.DistBackendError):  # of a peer, whose own error counts
-        join_group(shared(2), GPU, 0, 2, 2)
+        join_group(shared(2).launch, GPU, 0, 2, 2)
 
 
 def test_a_rank_has_its_part_of_the_memory_in_plans_and_checks(

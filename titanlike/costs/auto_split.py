@@ -132,7 +132,7 @@ def _read_or_measure(config: Config, device: torch.device, unit_costs: UnitCosts
 def _state_table(unit_costs: UnitCosts, config: Config, zero: int) -> np.ndarray:
     """[start, stop] -> bytes on a rank of the parameters, gradients and optimizer state of these
     units."""
-    sizes = moment_bytes(config, unit_costs.model).items()
+    sizes = moment_bytes(config.optimizer, unit_costs.model).items()
     moments = {id(unit_costs.model.get_parameter(name)): size for name, size in sizes}
     return unit_costs.parameter_table(
         lambda p: math.ceil(p.numel() * StateBytes.of(config, zero, moments[id(p)]).whole)

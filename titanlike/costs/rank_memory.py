@@ -130,7 +130,7 @@ class RankMemory:
         """
         self.unit_costs, self.tokens, self.layout = costs, tokens, layout
         self._config, self._order = config, order
-        self._computing = compute_dtype(config).itemsize
+        self._computing = compute_dtype(config.precision).itemsize
         self._state = StateBytes.of(config, layout.zero)
         none, one = (StateBytes.of(config, layout.zero, moments).kept for moments in (0, 1))
         self._kept = [  # bytes of each stage's parameters and optimizer state
@@ -441,7 +441,7 @@ def planned_memory(
     stage, name -> elements; deferred: stages whose weight gradients wait.
     """
     model = model_graph.model
-    experts, each = expert_parameters(model, config), update_bytes(config, model)
+    experts, each = expert_parameters(model, config), update_bytes(config.optimizer, model)
     kept, touched = ({name: sizes[way] for name, sizes in each.items()} for way in (0, 1))
     hidden = hidden_matrices(model, config.optimizer)
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from titanlike.config.errors import ConfigError, Problem
-from titanlike.config.schema import Config
+from titanlike.config.schema import Config, Launch
 from titanlike.device import accelerator
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def choose_device(
         reason = f"only NCCL connects ranks that share a device, and these are {kind}"
         raise ConfigError([Problem(_SHARE, each, reason, f"{_SHARE}=1")])
     if count * each >= local_ranks:
-        shared = ranks_of(torch.device(kind), config, local_ranks)
+        shared = ranks_of(torch.device(kind), config.launch, local_ranks)
         used = -(-local_ranks // shared)
         reason = "asked for" if wanted != "auto" else f"{_gpus(count)} found"
         if shared > 1:
@@ -68,10 +68,10 @@ def choose_device(
     raise _problem(wanted, f"{_gpus(count)} for {local_ranks} ranks on this machine", fix)
 
 
-def ranks_of(device: torch.device, config: Config, local_ranks: int) -> int:
+def ranks_of(device: torch.device, launch: Launch, local_ranks: int) -> int:
     """Ranks that share an accelerator, of so many on this machine; a core of the CPU has one."""
     shared = accelerator.is_accelerator(device)
-    return min(config.launch.ranks_per_device, local_ranks) if shared else 1
+    return min(launch.ranks_per_device, local_ranks) if shared else 1
 
 
 def first_device(wanted: str) -> torch.device:

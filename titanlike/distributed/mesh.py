@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from titanlike.config.errors import ConfigError, Problem
-from titanlike.config.schema import LAYER_AXES, Config
+from titanlike.config.schema import LAYER_AXES, Config, Launch
 from titanlike.device import accelerator
 from titanlike.device.choose import choose_device, claim_device, ranks_of, start_device
 from titanlike.device.memory import count_anew, prepare_allocator
@@ -132,12 +132,12 @@ def open_mesh(config: Config, worker: Worker) -> Mesh:
     count_anew(device)
     store = worker.store if worker.store is not None else dist.HashStore()
     local_ranks = worker.local_world_size
-    join_group(config, device, worker.rank, worker.world_size, local_ranks, store)
+    join_group(config.launch, device, worker.rank, worker.world_size, local_ranks, store)
     return lay_mesh(config, device, backend, reason, pipeline_backend(collectives))
 
 
 def join_group(
-    config: Config,
+    launch: Launch,
     device: torch.device,
     rank: int,
     world_size: int,
@@ -159,7 +159,7 @@ def join_group(
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(ValueError, OSError):  # of a kernel whose own limit is lower
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    shared = ranks_of(device, config, local_ranks)
+    shared = ranks_of(device, launch, local_ranks)
     needed = _shared_environment(rank, world_size == local_ranks) if shared > 1 else {}
     for name, value in needed.items():
         os.environ.setdefault(name, value)
@@ -171,7 +171,7 @@ def join_group(
         if not dist.is_initialized():
             dist.init_process_group(
                 accelerator.backends(device),
-                timeout=timedelta(seconds=config.launch.timeout),
+                timeout=timedelta(seconds=launch.timeout),
                 store=store,
                 rank=rank,
                 world_size=world_size,
@@ -190,7 +190,7 @@ def join_group(
         fix = f"unset {' '.join(users)}" if users else "device=cpu, or a GPU for each rank"
         reason = f"NCCL does not connect ranks that share a GPU here: {said}"
         key = "launch.ranks_per_device"
-        raise ConfigError([Problem(key, config.launch.ranks_per_device, reason, fix)]) from error
+        raise ConfigError([Problem(key, launch.ranks_per_device, reason, fix)]) from error
 
 
 def _shared_environment(rank: int, one_machine: bool) -> dict[str, str]:

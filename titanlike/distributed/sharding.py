@@ -18,15 +18,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from titanlike.config.schema import Config
+from titanlike.config.schema import Config, Precision
 from titanlike.device.accelerator import is_accelerator
 from titanlike.distributed.mesh import Mesh
 from titanlike.distributed.placement import experts_of
 
 
-def compute_dtype(config: Config) -> torch.dtype:
+def compute_dtype(precision: Precision) -> torch.dtype:
     """The dtype of activations."""
-    return torch.bfloat16 if config.precision.low else torch.float32
+    return torch.bfloat16 if precision.low else torch.float32
 
 
 def wrapped_in_fsdp(config: Config) -> bool:
@@ -117,7 +117,7 @@ class StateBytes:
         optimizer = moments + 4 * (config.ema.decay is not None)
         shards = config.shards
         offload = config.fsdp.cpu_offload
-        computing = compute_dtype(config).itemsize
+        computing = compute_dtype(config.precision).itemsize
         fsdp = wrapped_in_fsdp(config)
         weights, moments = (0.0, 0.0) if offload else (4 / shards, optimizer / shards)
         if computing < 4 and not fsdp:

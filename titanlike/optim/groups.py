@@ -8,18 +8,15 @@ from typing import Any
 from torch import nn
 
 from titanlike.config.errors import Problem, nearest, override_text
-from titanlike.config.optimizer import optimizer_kinds
+from titanlike.config.optimizer import Optimizer, optimizer_kinds
 from titanlike.config.parse import to_plain
-from titanlike.config.schema import Config, OwnOptimizer
 from titanlike.metrics import units
 from titanlike.optim.optimizer import hidden_matrices, parameter_update, patterns_of
 
 
-def group_problems(config: Config, model: nn.Module) -> list[Problem]:
+def group_problems(choice: Optimizer, model: nn.Module) -> list[Problem]:
     """Patterns of `optimizer.groups` that name no parameter, or one that another names too; and
     settings that update none of theirs."""
-    choice = config.optimizer
-    assert not isinstance(choice, OwnOptimizer)
     groups = choice.groups or {}
 
     def problem(pattern: str, reason: str, fix: str) -> Problem:
@@ -71,12 +68,10 @@ def group_problems(config: Config, model: nn.Module) -> list[Problem]:
 
 
 def group_rows(
-    config: Config, model: nn.Module, stage_parameters: Sequence[Mapping[str, int]]
+    choice: Optimizer, model: nn.Module, stage_parameters: Sequence[Mapping[str, int]]
 ) -> list[list[Any]]:
     """A table: its headings, then the parameters of each pattern, and all others, by how they are
     updated. stage_parameters: name -> elements on a rank, of each stage."""
-    choice = config.optimizer
-    assert not isinstance(choice, OwnOptimizer)
     hidden = hidden_matrices(model, choice)
     sizes = {name: size for stage in stage_parameters for name, size in stage.items()}
     found: dict[tuple[Any, ...], list[int]] = {}

@@ -80,7 +80,7 @@ def _by_kind(
     context = fused.OptimizerContext(
         parts={parameters[n]: placement.part for n, placement in placed if n in parameters},
         group=group,
-        dtype=compute_dtype(config),  # in bf16 only where gradients are no more exact
+        dtype=compute_dtype(config.precision),  # in bf16 only where gradients are no more exact
         seeds={p: piece_seed(config.seed, f"rounding of {n}", 0) for n, p in parameters.items()},
         exact=config.exact,
     )
@@ -139,10 +139,9 @@ def hidden_matrices(model: nn.Module, optimizer: Any) -> set[str]:
     }
 
 
-def update_bytes(config: Config, model: nn.Module) -> dict[str, tuple[int, int]]:
+def update_bytes(choice: Optimizer | OwnOptimizer, model: nn.Module) -> dict[str, tuple[int, int]]:
     """Of each parameter, by its name: bytes of optimizer state that an element has, and of memory
     traffic when it is updated."""
-    choice = config.optimizer
     shapes = {name: parameter.dim() for name, parameter in model.named_parameters()}
     if isinstance(choice, OwnOptimizer):
         from titanlike.optim.own import state_bytes
@@ -154,9 +153,9 @@ def update_bytes(config: Config, model: nn.Module) -> dict[str, tuple[int, int]]
     return {name: (update.state_bytes, update.touched_bytes) for name, update in updates.items()}
 
 
-def moment_bytes(config: Config, model: nn.Module) -> dict[str, int]:
+def moment_bytes(choice: Optimizer | OwnOptimizer, model: nn.Module) -> dict[str, int]:
     """Bytes that its optimizer keeps of an element of each parameter, by the parameter's name."""
-    return {name: state for name, (state, _) in update_bytes(config, model).items()}
+    return {name: state for name, (state, _) in update_bytes(choice, model).items()}
 
 
 def patterns_of(name: str, choice: Optimizer) -> list[str]:
@@ -189,12 +188,6 @@ def square_sum(norms: Tensor, shares: Tensor | None) -> Tensor:
     """
     squares = norms.square()
     return (squares if shares is None else squares * shares).sum()
-
-
-def norm_of_squares(squares: Tensor, config: Config) -> Tensor:
-    """The 2-norm of all gradients of the whole model, from `square_sum` summed over all ranks:
-    replicas of a shard count once."""
-    return (squares / config.replicate).sqrt()
 
 
 def clip_divisor(norm: Tensor, limit: float) -> Tensor:

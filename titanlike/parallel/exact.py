@@ -90,7 +90,7 @@ def model_problems(config: Config, model_graph: ModelGraph) -> list[Problem]:
     ]
     if config.ep > 1:
         drawing = {node.target for node in nodes if node.kind == "unit" and node.random}
-        apart = _why_not_apart(model, drawing, compute_dtype(config).itemsize)
+        apart = _why_not_apart(model, drawing, compute_dtype(config.precision).itemsize)
         problems += [
             Problem("ep", config.ep, f"not with numerics=exact: {reason}", "ep=1")
             for reason in apart[:1]

@@ -247,7 +247,7 @@ def unit_times(config: Config, plan: TrainPlan, roofline: Roofline) -> dict[str,
 
 def _guessed_times(config: Config, plan: TrainPlan, roofline: Roofline) -> dict[str, UnitTimes]:
     """Times of units that cannot be run alone: by the parameters of stages, all in a first unit."""
-    tokens, itemsize = plan.memory().tokens, compute_dtype(config).itemsize
+    tokens, itemsize = plan.memory().tokens, compute_dtype(config.precision).itemsize
     table = {name: UnitTimes() for names in plan.stages for name in names}
     for stage, names in enumerate(plan.stages):
         numel = plan.stage_numel(stage)
@@ -330,7 +330,7 @@ class LayoutTimes:
         self.config, self.layout, self.hardware = config, layout, hardware
         self.state = StateBytes.of(config, layout.zero)
         self.bandwidth, self.latency = message_link(config, hardware)
-        self.itemsize = compute_dtype(config).itemsize
+        self.itemsize = compute_dtype(config.precision).itemsize
         self.shard = link_of(config, "shard", hardware)
         self.expert_shard = link_of(config, "expert_shard", hardware)
         both = self.shard, self.expert_shard

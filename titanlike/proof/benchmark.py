@@ -107,7 +107,7 @@ class _Measured:
 def bench(config: Config, worker: Worker) -> dict[str, Any]:
     """Measure; prints a table; {"value": tokens/s, ...the figures}."""
     device, _ = choose_device(config, worker.local_rank, worker.local_world_size)
-    if (shared := ranks_of(device, config, worker.local_world_size)) > 1:
+    if (shared := ranks_of(device, config.launch, worker.local_world_size)) > 1:
         reason = f"{shared} ranks that share a GPU take turns: their speed is no layout's"
         raise Refused("launch.ranks_per_device", shared, reason, "launch.ranks_per_device=1")
     steps_given = any(text.startswith("steps=") for text in worker.overrides)

@@ -49,7 +49,7 @@ def _needed(batch: Batch, used: set[str] | None) -> Batch:
 def to_device(batch: Batch, mesh: Mesh, config: Config) -> Batch:
     """Move a batch to this rank's device, floating-point inputs in the compute dtype. Tensors that
     are there already, or on meta, stay as they are."""
-    dtype = compute_dtype(config)
+    dtype = compute_dtype(config.precision)
     moved = {}
     for name, value in batch.items():
         moved[name] = here = value if value.is_meta else value.to(mesh.device, non_blocking=True)

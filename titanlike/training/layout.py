@@ -48,7 +48,7 @@ def layout(config: Config, plan: TrainPlan, mesh: Mesh, data: str) -> dict[str, 
         order = {"schedule": config.schedule.name, "place": [*plan.order.stage_to_rank]}
         order["order"] = [[*map(str, acts)] for acts in ranks]
     device = f"{mesh.world_size} x {accelerator.name(mesh.device)} with {mesh.backend}"
-    if (shared := ranks_of(mesh.device, config, mesh.world_size)) > 1:
+    if (shared := ranks_of(mesh.device, config.launch, mesh.world_size)) > 1:
         device += f", of which {shared} are one"
     return {
         "device": device,

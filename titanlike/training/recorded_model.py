@@ -71,7 +71,7 @@ def _prepare(model: nn.Module, config: Config) -> None:
     """Cast parameters to the compute dtype; buffers keep their dtype, as in training."""
     for parameter in model.parameters():
         if parameter.is_floating_point():
-            parameter.data = parameter.data.to(compute_dtype(config))
+            parameter.data = parameter.data.to(compute_dtype(config.precision))
     freeze_statistics(model)  # meta tensors have none
 
 

@@ -73,10 +73,12 @@ def opening(session: Session) -> None:
     ]
     console.fields([field for field in fields if field[1]])
     console.line()
-    if getattr(config.optimizer, "groups", None):
+    if not isinstance(config.optimizer, OwnOptimizer) and config.optimizer.groups:
         from titanlike.optim.groups import group_rows
 
-        headings, *rows = group_rows(config, plan.model_graph.model, plan.stage_parameters)
+        headings, *rows = group_rows(
+            config.optimizer, plan.model_graph.model, plan.stage_parameters
+        )
         console.table("", headings, rows)
         console.line()
     found, headings, rows = plan.auto_split, ["rank", "stage", "modules", "parameters"], []

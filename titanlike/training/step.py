@@ -34,7 +34,6 @@ from titanlike.optim.optimizer import (
     clip_divisor,
     gradient_norms,
     learning_rate,
-    norm_of_squares,
     set_lr,
     square_sum,
 )
@@ -110,7 +109,7 @@ def forward_backward(run: Run, config: Config, step: int, stream: Iterator[Batch
         measured[entry.name] = entry.finish(each_sum.view(value.shape))
     run.ranges.begin("numbers of the step before")
     if run.sums is None:
-        norm = norm_of_squares(total[0], config)
+        norm = (total[0] / config.replicate).sqrt()  # replicas of a shard count once
     return Gradients(step, loss, norm, norms, timer, count, measured)
 
 
@@ -205,7 +204,7 @@ def step_record(
         record["busiest_rank"] = waited.index(min(waited))
         record["busiest_seconds"] = max(0.0, seconds - min(waited))
     peak = peak_flops(run.mesh.device, config.precision.name)
-    if ranks_of(run.mesh.device, config, run.mesh.world_size) > 1:
+    if ranks_of(run.mesh.device, config.launch, run.mesh.world_size) > 1:
         peak = None  # the devices are fewer than the ranks
     if peak is not None and run.plan.flops_per_token is not None:
         flops = speed * run.plan.flops_per_token

@@ -131,7 +131,7 @@ class Stragglers:
         self._named: set[int] = set()
         self._seconds: list[float] = []  # of the steps that are told together
         # of ranks that share a GPU each waits for its turn
-        alone = ranks_of(mesh.device, config, worker.local_world_size) == 1
+        alone = ranks_of(mesh.device, config.launch, worker.local_world_size) == 1
         self._on = worker.rank == 0 and self._share > 0 and alone
         self._device = str(mesh.device.type)
         self._groups = [mesh.stage_ranks(pp) for pp in range(mesh.pp)] if self._on else []

@@ -16,7 +16,7 @@ from torch import nn
 
 from titanlike.config import schema
 from titanlike.config.errors import ConfigError, Problem, Refused
-from titanlike.config.schema import Config, Custom, Hardware
+from titanlike.config.schema import Config, Custom, Hardware, OwnOptimizer
 from titanlike.config.validate import broken_rules
 from titanlike.data.loader import example_batch, field_problems
 from titanlike.data.registry import vocab_size
@@ -220,7 +220,7 @@ def memory_for_training(config: Config) -> int | None:
     if isinstance(config.hardware, Hardware):
         return config.hardware.of_each(min(config.launch.ranks_per_device, ranks)).usable
     device = first_device(config.device)
-    total = total_memory(device, ranks, ranks_of(device, config, ranks))
+    total = total_memory(device, ranks, ranks_of(device, config.launch, ranks))
     return None if total is None else int(0.92 * total)
 
 
@@ -232,10 +232,10 @@ def _choose_order(config: Config, model: nn.Module) -> tuple[Order, str]:
     problems = model_problems(model, config) + checks.norm_problems(config, model)
     problems += broken_rules(checks.MULTI_TOKEN, config, model)
     problems += checks.changed_problems(config, model) + checks.muon_problems(config, model)
-    if getattr(config.optimizer, "groups", None):
+    if not isinstance(config.optimizer, OwnOptimizer) and config.optimizer.groups:
         from titanlike.optim.groups import group_problems
 
-        problems += group_problems(config, model)
+        problems += group_problems(config.optimizer, model)
     order, why, wrong = _order_of(config)
     problems += wrong
     if order is not None:

@@ -155,7 +155,7 @@ def _expert_balance(b: _Built) -> Transform:
 def _casts(b: _Built) -> Transform:
     from titanlike.parallel.cast_parameters import CastParameters
 
-    return CastParameters(compute_dtype(b.config), accumulates=not b.config.exact)
+    return CastParameters(compute_dtype(b.config.precision), accumulates=not b.config.exact)
 
 
 def _exact_sums(b: _Built) -> Transform:
