@@ -173,7 +173,9 @@ IM_ASKED = "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n"
     ("row", "told"),
     [
         ("{broken", "line 2: is not JSON"),
-        ({"conversations": []}, "data.messages_key=conversations"),
+        ({"chosen": [{"role": "user", "content": "?"}]}, "write data.messages_key=chosen"),
+        ({"conversations": [{"from": "narrator", "value": "?"}]}, "message from 'narrator'"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "part of type image"),
         ({"messages": [{"content": "no role"}]}, "no list of messages"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import sys
@@ -12,7 +13,8 @@ from typing import Any
 import numpy as np
 import pyarrow
 import pytest
-from pyarrow import parquet
+import zstandard
+from pyarrow import orc, parquet
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from support.commands import TINY, command
@@ -23,6 +25,7 @@ from titanlike.data.text import (
     TokenizedCorpus,
     cache_key,
     documents,
+    find_files,
     identity,
     texts,
     tokenize_corpus,
@@ -111,6 +114,55 @@ def test_any_text_and_tokenizer_read_back_with_nothing_in_both_parts(
     assert prepared.documents == {"train": len(train), "validation": len(held)}
     boundaries = {"bytes": 256, "endoftext": 1, "no boundary": prepared.vocab_size - 1}
     assert prepared.boundary == boundaries[tokenizer]
+
+
+def lines(rows: list[dict[str, Any]]) -> bytes:
+    return "".join(json.dumps(row) + "\n" for row in rows).encode()
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *("jsonl.zst", "jsonl.gz", "json.gz", "json array", "gzip under another name"),
+        *("arrow stream", "orc", "saved by datasets", "struct column"),
+    ],
+)
+def test_a_folder_of_others_gives_its_texts(kind: str, tmp_path: Path) -> None:
+    """RedPajama's, Dolma's, datasets': compressed, also .json of lines, text one level down."""
+    folder, texts = tmp_path / "corpus", TEXTS[:20]
+    (folder / "part").mkdir(parents=True)
+    rows = [{"text": text, "meta": {"source": "web"}} for text in texts]
+    file, key, table = folder / "part" / f"a.{kind}", "text", pyarrow.Table.from_pylist(rows)
+    if kind == "jsonl.zst":
+        file.write_bytes(zstandard.compress(lines(rows)))
+    elif kind in ("jsonl.gz", "json.gz"):
+        file.write_bytes(gzip.compress("\ufeff".encode() + lines(rows)))
+    elif kind == "gzip under another name":
+        file.with_name("a.jsonl").write_bytes(gzip.compress(lines(rows)))
+    elif kind == "json array":
+        file.with_suffix(".json").write_text(json.dumps(rows, indent=1))
+    elif kind == "arrow stream":
+        with pyarrow.ipc.new_stream(file.with_name("a.arrow"), table.schema) as out:
+            out.write_table(table)
+    elif kind == "orc":
+        orc.write_table(table, file)
+    elif kind == "saved by datasets":
+        datasets = pytest.importorskip("datasets")
+        datasets.Dataset.from_list(rows).save_to_disk(str(folder))
+    else:
+        key, nested = "content.text", [{"content": row, "id": 1} for row in rows]
+        parquet.write_table(pyarrow.Table.from_pylist(nested), file.with_name("a.parquet"))
+        file.with_name("b.jsonl").write_bytes(lines(nested))
+        with pytest.raises(DataError, match="write data.text_key=content.text$"):
+            list(documents(find_files(str(folder)), "text"))
+        texts = texts * 2
+    assert list(documents(find_files(str(folder)), key)) == texts
+
+
+def test_a_json_file_without_texts_is_a_document_itself(tmp_path: Path) -> None:
+    for name, text in (("a", '{"name": "x"}'), ("b", "[1, 2]"), ("c", "{not json\n{")):
+        (tmp_path / f"{name}.json").write_text(text)
+        assert list(documents([tmp_path / f"{name}.json"], "text")) == [text]
 
 
 @pytest.mark.parametrize("count", [1, 2])
@@ -212,7 +264,7 @@ def test_a_bad_line_ends_a_run_as_a_bad_config_does(tmp_path: Path) -> None:
 
 def test_a_missing_column_lists_those_that_exist(tmp_path: Path) -> None:
     parquet.write_table(pyarrow.table({"body": ["a"], "n": [1]}), tmp_path / "a.parquet")
-    for text_key, words in (("text", "body, n"), ("n", "int64")):
+    for text_key, words in (("text", "body, n"), ("n", "holds int in n, not text")):
         data = TextData(path=str(tmp_path), text_key=text_key, cache=str(tmp_path / "cache"))
         with pytest.raises(ValueError, match=words) as raised:
             tokenized(data, ByteTokenizer())

@@ -439,7 +439,8 @@ class TextData(Tokenized):
 
     name: str = key("text", "choice")
     path: str | None = key(
-        None, "file or folder (.txt .py .md ..., .jsonl, .parquet); null = this Python's sources"
+        None,
+        "file or folder (.txt .py .md ..., .jsonl, .parquet, .arrow), also .gz and .zst; null = this Python's sources",
     )
     text_key: str = key("text", _TEXT_KEY)
 
@@ -507,7 +508,7 @@ class ChatData(Tokenized):
     too."""
 
     name: str = key("chat", "choice")
-    path: str = required("JSONL file, or folder of them (.jsonl, .jsonl.gz, .jsonl.zst)")
+    path: str = required("file or folder of JSONL, JSON, Parquet, Arrow or ORC, also .gz and .zst")
     messages_key: str = key("messages", "field with the list of messages: {role, content}")
     template: str | None = key(
         None, "Jinja file; null = the chat template that is with the tokenizer, else a built-in one"

@@ -1,7 +1,7 @@
-"""Instruction data (`data=chat`): conversations in JSONL, loss on the answers alone.
+"""Instruction data (`data=chat`): conversations in files, loss on the answers alone.
 
-1. Each line is an object with a list of messages ({"role": "user", "content": "..."}). A chat
-   template makes a text of it, which is tokenized once, as transformers does; answers are found by
+1. Each row has a list of messages ({"role": "user", "content": "..."}), or is in another form, which
+   conversation_forms.py makes such a list of. A chat template makes a text of it, which is tokenized once, as transformers does; answers are found by
    the characters from which each token comes.
 2. Conversations are put into sequences of seq_len in their order, as many whole ones as fit; one
    that is longer is cut at its end. The rest of a sequence is padding without loss.
@@ -35,29 +35,40 @@ import torch.distributed as dist
 
 from titanlike.config.files import read_object
 from titanlike.config.schema import ChatData, Config
+from titanlike.data.conversation_forms import (
+    BadForm,
+    Conversation,
+    Message,
+    conversation,
+    is_learned,
+    with_text_arguments,
+    without_nulls,
+)
 from titanlike.data.order import is_for_validation
 from titanlike.data.registry import DataError
 from titanlike.data.sources import IGNORE, Data
 from titanlike.data.text import (
     PARTS,
+    TABLES,
+    BadRecord,
     cache_key,
     cached,
     check_tokenizer,
+    corpus_files,
     file_states,
-    files_under,
+    kind_of_file,
     no_files,
-    opened,
     read_failure,
+    rows_of,
     vocabulary,
 )
 from titanlike.data.tokenizer import Span, Tokenizer, open_tokenizer, read_beside
 
 __all__ = ["CHECKS", "ChatTemplate", "find_template", "open_data", "vocabulary"]
 
-Message = dict[str, Any]  # role, content
-
-FORMAT = 2  # part of the key of a cache entry
+FORMAT = 3  # part of the key of a cache entry
 _FIX = "fix or delete that line"
+_SUFFIXES = (".jsonl", ".json", *TABLES)
 _SECONDS = 5  # of a short conversation
 
 # each message after its role; an answer ends with the token that ends a text
@@ -101,6 +112,7 @@ def open_data(data: ChatData, config: Config) -> Data:
     text = f"{data.path}: {about['conversations']:,} conversations in {len(parts['train']):,} sequences"
     text += f" for training, {len(held):,} for validation" if data.validation_fraction else ""
     text += f"; loss on {about['answers']:,} tokens of answers"
+    text += f"; read as {', '.join(about['forms'])}" if about["forms"] else ""
     if about["cut"]:
         text += f"; {about['cut']:,} conversations are longer than seq_len and were cut"
     if about["dropped"]:
@@ -187,10 +199,12 @@ def _write(
     seq_len: int,
     template: ChatTemplate,
 ) -> None:
-    about = {"conversations": 0, "answers": 0, "cut": 0, "dropped": 0}
-    ended = False
+    about: dict[str, Any] = {"conversations": 0, "answers": 0, "cut": 0, "dropped": 0}
+    ended, forms = False, set[str]()
     parts: dict[str, list[tuple[np.ndarray, np.ndarray]]] = {part: [] for part in PARTS}
-    for number, (place, messages, tools) in enumerate(_conversations(files, data.messages_key)):
+    for number, (place, read) in enumerate(_conversations(files, data.messages_key)):
+        form, messages, tools = read
+        forms |= {form} - {""}
         try:
             tokens, mask = template.learned(messages, tools)
         except BadConversation as error:
@@ -223,7 +237,7 @@ def _write(
         }
         for name, array in arrays.items():
             np.save(folder / part / f"{name}.npy", array)
-    (folder / _META).write_text(json.dumps(about))
+    (folder / _META).write_text(json.dumps(about | {"forms": sorted(forms)}))
 
 
 def _packed(lengths: list[int], seq_len: int) -> list[int]:
@@ -238,44 +252,31 @@ def _packed(lengths: list[int], seq_len: int) -> list[int]:
 
 
 def _find_files(path: str) -> list[Path]:
-    """The JSONL files of `data.path`, sorted. Raises DataError."""
+    """The files of `data.path`, sorted. Raises DataError."""
     root = Path(path).expanduser().resolve()
-    if files := files_under(root, (".jsonl",), compressed=True):
+    if files := corpus_files(root, _SUFFIXES):
         return files
-    raise no_files("data.path", path, root, (".jsonl", ".jsonl.gz", ".jsonl.zst"))
+    raise no_files("data.path", path, root, _SUFFIXES)
 
 
-def _conversations(files: list[Path], key: str) -> Iterator[tuple[str, list[Message], Any]]:
-    """(where it is, messages, tools) of each line. Raises DataError."""
+def _conversations(files: list[Path], key: str) -> Iterator[tuple[str, Conversation]]:
+    """Each row, and where it is. Raises DataError."""
     for file in files:
         try:
-            with opened(file) as lines:
-                for number, line in enumerate(lines, 1):
-                    if line.strip():
-                        place = f"{file}, line {number}"
-                        yield place, *_messages(line, place, key)
+            for number, row in rows_of(file):
+                place = f"{file}, line {number}"
+                if isinstance(row, BadRecord):
+                    raise DataError("data.path", place, row.reason, _FIX)
+                try:
+                    of_table = kind_of_file(file) in TABLES
+                    yield place, conversation(without_nulls(row) if of_table else row, key)
+                except BadForm as error:
+                    fix = error.fix or _FIX
+                    raise DataError("data.path", place, str(error), fix) from None
         except DataError:
             raise
         except Exception as error:
             raise DataError("data.path", file, read_failure(error), "fix or delete it") from None
-
-
-def _messages(line: bytes, place: str, key: str) -> tuple[list[Message], Any]:
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise DataError("data.path", place, f"is not JSON ({error})", _FIX) from None
-    messages = row.get(key) if isinstance(row, dict) else None
-    if not isinstance(messages, list) or not all(map(_is_message, messages)):
-        names = ", ".join(row) if isinstance(row, dict) else "no object"
-        reason = f"has no list of messages with a role and a content in {key} ({names})"
-        fix = f"name the field, data.messages_key=conversations; or {_FIX}"
-        raise DataError("data.path", place, reason, fix)
-    return messages, row.get("tools")
-
-
-def _is_message(value: Any) -> bool:
-    return isinstance(value, dict) and isinstance(value.get("role"), str) and "content" in value
 
 
 # --- the template -------------------------------------------------------------------------------
@@ -368,10 +369,17 @@ class ChatTemplate:
         given = [{k: v for k, v in message.items() if v is not None} for message in messages]
         names = {**self.tokenizer.names, "tools": tools, "documents": None}
         try:
-            return self._template.render(messages=given, add_generation_prompt=ask, **names)
+            text = self._template.render(messages=given, add_generation_prompt=ask, **names)
         except Exception as error:  # whatever a template's expressions raise
+            if (plain := [*map(with_text_arguments, given)]) != given:
+                return self._render(plain, tools, ask)
             reason = " ".join(str(error).split())[:200]
             raise BadConversation(f"the chat template fails: {reason}") from None
+        calls = [call for message in given for call in message.get("tool_calls") or ()]
+        for name in (call.get("function", call).get("name", "") for call in calls):
+            if name not in text:
+                raise BadConversation(f"the chat template does not write the call of {name}")
+        return text
 
     def encode(self, text: str) -> list[int]:
         """The ids of a text in the template's form."""
@@ -403,9 +411,15 @@ class ChatTemplate:
         if self._has_marks:
             found = re.finditer(_ANSWERS, text)
             places = [mark.start() - number for number, mark in enumerate(found)]
-            return re.sub(_ANSWERS, "", text), [*zip(places[::2], places[1::2], strict=True)]
+            answers = [*zip(places[::2], places[1::2], strict=True)]
+            every = [message for message in messages if message.get("role") == "assistant"]
+            if not all(map(is_learned, every)):
+                if len(every) != len(answers):
+                    raise BadConversation("the chat template does not mark each answer by itself")
+                answers = [at for at, of in zip(answers, every, strict=True) if is_learned(of)]
+            return re.sub(_ANSWERS, "", text), answers
         for number, message in enumerate(messages):
-            if message.get("role") != "assistant":
+            if not is_learned(message):
                 continue
             before = self._render(messages[:number], tools, ask=True)
             after = self._render(messages[: number + 1], tools)

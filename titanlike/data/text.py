@@ -1,6 +1,6 @@
 """Text (`data=text`): documents of files, tokenized once into a cache, then packed into sequences.
 
-A document is a text file, a line of a JSONL file, or a row of a Parquet file. Without a path the
+A document is a text file, a line of a JSONL file, or a row of a Parquet, Arrow or ORC file. Without a path the
 corpus is the source files of Python's standard library, which every machine has. Files are sorted,
 so that the order of documents depends on the files alone.
 
@@ -24,14 +24,15 @@ import sysconfig
 import tempfile
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 
-from titanlike.config.errors import Problem
+from titanlike.config.errors import Problem, as_override
 from titanlike.config.files import open_regular, read_object
 from titanlike.config.schema import ChatData, Config, HFData, MixtureData, TextData
 from titanlike.data.order import is_for_validation
@@ -43,8 +44,9 @@ if TYPE_CHECKING:
     from titanlike.data.sources import Data
 
 # Files read from a folder; a path of a single file may have any suffix.
+TABLES = (".parquet", ".arrow", ".orc")
 SUFFIXES = frozenset(
-    (".jsonl", ".parquet", ".txt", ".text", ".md", ".rst", ".tex", ".html", ".xml", ".csv", ".tsv")
+    (*TABLES, ".jsonl", ".txt", ".text", ".md", ".rst", ".tex", ".html", ".xml", ".csv", ".tsv")
     + (".json", ".yaml", ".yml", ".toml", ".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu")
     + (".java", ".js", ".ts", ".go", ".rs", ".rb", ".sh", ".sql")
 )
@@ -55,8 +57,9 @@ SKIPPED = frozenset(
     ("site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__")
 )
 
-FORMAT = 1  # part of the key: increment it when the files are written differently
+FORMAT = 2  # part of the key: increment it when the files are written differently
 PARTS = ("train", "validation")
+_SPLITS = "dataset_dict.json"  # in a folder of splits that save_to_disk wrote
 _MAX_UNUSED = 4  # the model's token ids for each one of data.path=null
 
 _T = TypeVar("_T")
@@ -94,8 +97,8 @@ def check_tokenizer(data: TextData | HFData | ChatData | MixtureData, config: Co
 
 def _check_files(data: TextData, config: Config) -> None:
     files = find_files(data.path)
-    if (parquet := next((f for f in files if f.suffix.lower() == ".parquet"), None)) is not None:
-        _parquet_file(parquet).close()
+    if (table := next((f for f in files if kind_of_file(f) in TABLES), None)) is not None:
+        _table(table)
 
 
 def _check_stand_in(data: TextData, config: Config) -> Iterator[Problem]:
@@ -134,10 +137,25 @@ def find_files(path: str | None) -> list[Path]:
     if path is None:
         return files_under(Path(sysconfig.get_paths()["stdlib"]), {".py"}, skipped=SKIPPED)
     root = Path(path).expanduser().resolve()
-    if files := files_under(root, SUFFIXES):
+    if files := corpus_files(root, SUFFIXES):
         return files
     advice = " with text, JSONL or Parquet, or data.path=null for Python's own sources"
     raise no_files("data.path", path, root, SUFFIXES, advice)
+
+
+def corpus_files(root: Path, suffixes: Collection[str]) -> list[Path]:
+    """The files of a corpus, also compressed: of a folder that `save_to_disk` of datasets wrote its
+    tables, of several splits those of train. Raises DataError."""
+    if (root / _SPLITS).is_file():
+        splits = read_object(root / _SPLITS).get("splits") or ["none"]
+        if "train" not in splits:
+            reason = f"is a data set of the splits {', '.join(splits)}, and none is train"
+            raise DataError(
+                "data.path", root, reason, as_override("data.path", f"{root / splits[0]}")
+            )
+        root = root / "train"
+    saved = (root / "state.json").is_file() and (root / "dataset_info.json").is_file()
+    return files_under(root, (".arrow",) if saved else suffixes, compressed=True)
 
 
 def files_under(
@@ -205,7 +223,7 @@ def documents(files: Iterable[Path], text_key: str) -> Iterator[str]:
             line = f"line {record.number} " if record.number else ""
             if record.misses_text:
                 reason = f"{line and line + 'of '}{file} {record.reason}"
-                fix = "name the field, or the column, that holds the text"
+                fix = record.fix or "name the field, or the column, that holds the text"
                 raise DataError("data.text_key", text_key, reason, fix)
             fix = "give UTF-8 text that can be read, or remove the file from the folder"
             fix = "fix or delete that line; each must be one JSON object" if line else fix
@@ -222,6 +240,7 @@ class BadRecord:
     number: int
     reason: str
     misses_text: bool = False  # under `text_key`
+    fix: str = ""
 
 
 def records(path: Path, text_key: str) -> Iterator[str | BadRecord]:
@@ -230,29 +249,48 @@ def records(path: Path, text_key: str) -> Iterator[str | BadRecord]:
     text_key: the field (JSONL) or column (Parquet) of the text. Raises DataError for a package that
     is missing.
     """
-    kind = kind_of_file(path)
     try:
-        if kind == ".parquet":
-            yield from _parquet(path, text_key)
-        elif kind == ".jsonl":
-            with opened(path) as lines:
-                for number, line in enumerate(lines, 1):
-                    if line.strip() and (record := jsonl_text(line, number, text_key)):
-                        yield record
+        if kind_of_file(path) in (*TABLES, ".jsonl"):
+            rows = rows_of(path, text_key)
         else:
             with opened(path) as file:
-                content = file.read()
-            try:
-                text = content.decode()
-            except UnicodeDecodeError as error:
-                yield BadRecord(0, f"is not UTF-8 text (byte {error.start})")
-            else:
-                if text:
-                    yield text
+                text = file.read().decode("utf-8-sig")
+            found = _json_rows(text) if kind_of_file(path) == ".json" else []
+            if not found or text_key not in found[0]:
+                yield from filter(None, [text])
+                return
+            rows = enumerate(found, 1)
+        for number, row in rows:
+            record = row if isinstance(row, BadRecord) else _text_of(row, number, text_key)
+            if record:
+                yield record
     except DataError:
         raise
+    except UnicodeDecodeError as error:
+        yield BadRecord(0, f"is not UTF-8 text (byte {error.start})")
     except Exception as error:
         yield BadRecord(0, read_failure(error))
+
+
+def rows_of(path: Path, key: str | None = None) -> Iterator[tuple[int, Any]]:
+    """(number from 1, row, or BadRecord) of a JSONL file, a JSON array or a table. key: all that is
+    read of a table that has it."""
+    kind = kind_of_file(path)
+    if kind in TABLES:
+        names, batches = _table(path)
+        columns = [one for one in (key, str(key).partition(".")[0]) if one in names][:1]
+        yield from enumerate(
+            chain.from_iterable(b.to_pylist() for b in batches(columns or names)), 1
+        )
+        return
+    with opened(path) as file:
+        if kind == ".json" and (rows := _json_rows(file.read().decode("utf-8-sig"))):
+            yield from enumerate(rows, 1)
+            return
+    with opened(path) as file:
+        for number, line in enumerate(file, 1):
+            if line.strip():
+                yield number, _json_of(line, number)
 
 
 def read_failure(error: Exception) -> str:
@@ -263,46 +301,94 @@ def read_failure(error: Exception) -> str:
 
 
 def jsonl_text(line: bytes, number: int, text_key: str) -> str | BadRecord | None:
+    row = _json_of(line, number)
+    return row if isinstance(row, BadRecord) else _text_of(row, number, text_key)
+
+
+def _json_of(line: bytes, number: int) -> Any:
     try:
-        row = json.loads(line)
+        return json.loads(line)
     except (ValueError, RecursionError) as error:
         return BadRecord(number, f"is not JSON ({error})")
+
+
+def _text_of(row: Any, number: int, text_key: str) -> str | BadRecord | None:
     if not isinstance(row, dict):
         return BadRecord(number, "is not an object", True)
-    if text_key not in row:
-        reason = f"has no field {text_key} (its fields are {', '.join(row)})"
-        return BadRecord(number, reason, True)
-    text = row[text_key]
-    if not isinstance(text, str | None):
-        return BadRecord(number, f"holds {type(text).__name__} in {text_key}, not text", True)
-    # JSON can contain half a surrogate pair, which is not a character: it becomes "?"
-    return text and text.encode(errors="replace").decode()
+    found, fields = field_of(row, text_key), dict(_fields(row))
+    if found and isinstance(found[0], str | None):
+        # JSON can contain half a surrogate pair, which is not a character: it becomes "?"
+        return found[0] and found[0].encode(errors="replace").decode()
+    fixes = [
+        as_override("data.text_key", n) for n, value in fields.items() if isinstance(value, str)
+    ]
+    fixes += [f"data=hf data.ids_key={n}" for n, value in fields.items() if is_ids(value)]
+    reason = f"has no field {text_key} (its fields are {', '.join(fields)})"
+    if found:
+        reason = f"holds {type(found[0]).__name__} in {text_key}, not text"
+    return BadRecord(number, reason, True, *fixes[:1])
 
 
-def _parquet(path: Path, text_key: str) -> Iterator[str | BadRecord]:
-    with _parquet_file(path) as table:
-        columns = {column.name: column.type for column in table.schema_arrow}
-        there = f"(its columns are {', '.join(columns)})"
-        if text_key not in columns:
-            yield BadRecord(0, f"has no column {text_key} {there}", True)
-        elif "string" not in str(columns[text_key]):
-            yield BadRecord(0, f"holds {columns[text_key]} in {text_key}, not text {there}", True)
-        else:
-            for batch in table.iter_batches(batch_size=1024, columns=[text_key]):
-                yield from filter(None, batch.column(0).to_pylist())
+def is_ids(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(type(one) is int for one in value)
 
 
-def _parquet_file(file: Path) -> Any:
-    """The opened pyarrow.parquet.ParquetFile."""
+def field_of(row: dict[str, Any], key: str) -> tuple[Any] | None:
+    """The value of a field, or of one further down by its path (`meta.text`); None = there is none."""
+    if key in row:
+        return (row[key],)
+    first, _, rest = key.partition(".")
+    if isinstance(within := row.get(first), dict) and rest:
+        return field_of(within, rest)
+    return (None,) if rest and first in row and within is None else None
+
+
+def _fields(row: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    for name, value in row.items():
+        inner = value.items() if isinstance(value, dict) else ()
+        yield from [(f"{name}.{one}", its) for one, its in inner] or [(name, value)]
+
+
+def _json_rows(text: str) -> list[Any]:
+    """The objects of a .json file that is an array of them, or has one in each line; [] = it is
+    another, a document by itself."""
+    with suppress(ValueError, RecursionError):
+        start = text.lstrip()[:1]
+        lines = text.splitlines() if start == "{" else ()
+        rows = json.loads(text) if start == "[" else [json.loads(x) for x in lines if x.strip()]
+        return rows if rows and all(isinstance(row, dict) for row in rows) else []
+    return []
+
+
+def _table(path: Path) -> tuple[list[str], Callable[[list[str]], Iterator[Any]]]:
+    """The columns of a Parquet, Arrow or ORC file, and what reads some as record batches."""
     try:
-        from pyarrow import ArrowInvalid, parquet
+        from pyarrow import ArrowInvalid, ipc, memory_map, orc, parquet
     except ImportError:
-        raise missing_package("data.path", file, "pyarrow", "text") from None
+        raise missing_package("data.path", path, "pyarrow", "text") from None
     try:
-        return parquet.ParquetFile(file)
+        with open_regular(path) as file:
+            magic = file.read(6)
+        table: Any
+        if magic[:3] == b"ORC":
+            table = orc.ORCFile(path)
+            return table.schema.names, lambda names: (
+                table.read_stripe(i, names) for i in range(table.nstripes)
+            )
+        if magic[:4] == b"PAR1" or path.suffix == ".parquet":
+            table = parquet.ParquetFile(path)
+            return table.schema_arrow.names, lambda names: table.iter_batches(1024, columns=names)
+        source = memory_map(str(path))
+        if magic == b"ARROW1":
+            table = ipc.open_file(source)
+            every = (table.get_batch(i) for i in range(table.num_record_batches))
+        else:  # a stream, as save_to_disk of datasets writes it
+            table = every = ipc.open_stream(source)
+        return table.schema.names, lambda names: (batch.select(names) for batch in every)
     except ArrowInvalid as error:
-        reason = f"is not a Parquet file ({error})"
-        raise DataError("data.path", file, reason, "give a complete Parquet file") from None
+        kind = path.suffix[1:].capitalize()
+        reason = f"is not a {kind} file ({error})"
+        raise DataError("data.path", path, reason, f"give a complete {kind} file") from None
 
 
 def kind_of_file(path: Path) -> str:
@@ -315,10 +401,11 @@ def kind_of_file(path: Path) -> str:
 def opened(path: Path) -> Iterator[IO[bytes]]:
     """A file's content, decompressed. Raises DataError for a package that is missing."""
     with open_regular(path) as file:
-        if path.suffix.lower() == ".gz":
+        magic = cast(io.BufferedReader, file).peek(4)[:4]
+        if magic[:2] == b"\x1f\x8b":
             # a BufferedIOBase, in typeshed not an IO
             yield cast(IO[bytes], gzip.GzipFile(fileobj=file))
-        elif path.suffix.lower() == ".zst":
+        elif magic == b"(\xb5/\xfd":
             try:
                 from zstandard import ZstdDecompressor
             except ImportError:

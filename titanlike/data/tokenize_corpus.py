@@ -33,8 +33,8 @@ from titanlike.config.program import argument_parser, exit_code
 from titanlike.data.registry import DataError
 from titanlike.data.text import (
     SUFFIXES,
+    corpus_files,
     file_states,
-    files_under,
     no_files,
     records,
     separated_documents,
@@ -144,7 +144,7 @@ def tokenize_corpus_files(
     """Tokenize, or go on; returns the index. Raises DataError, RefusedRecord, OSError."""
     tokenizer = open_tokenizer(settings.tokenizer)
     root = corpus.expanduser().resolve()
-    files = files_under(root, SUFFIXES, compressed=True)
+    files = corpus_files(root, SUFFIXES)
     if not files:
         raise no_files("CORPUS", root, root, SUFFIXES)
     plan = _plan(files, settings, tokenizer)

@@ -1,0 +1,149 @@
+"""Rows of instruction data as others write them, as messages of a role and a content.
+
+A row is recognized by its fields: messages or conversations (OpenAI's, or ShareGPT's from/value, or
+columns of a struct), or a question and an answer (Alpaca, prompt/completion).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+Message = dict[str, Any]  # role, content, weight: 0 = it is not learned
+Conversation = tuple[str, list[Message], Any]  # the form in words, "" = messages; messages, tools
+
+_LISTS = ("messages", "conversations", "conversation")
+_ROLES = {
+    **{role: role for role in ("system", "user", "assistant", "tool")},
+    "human": "user",
+    **dict.fromkeys(("gpt", "chatgpt", "bot", "model", "function_call"), "assistant"),
+    **dict.fromkeys(("observation", "function", "function_response"), "tool"),
+}
+_PAIRS = (  # fields of the question, of the answer, the form
+    (("instruction", "input"), "output", "Alpaca"),
+    (("instruction", "context"), "response", "Dolly"),
+    (("prompt",), "completion", "prompt and completion"),
+    (("prompt",), "response", "prompt and response"),
+    (("query",), "response", "query and response"),
+    (("question",), "answer", "question and answer"),
+    (("problem",), "solution", "problem and solution"),
+)
+
+
+class BadForm(ValueError):
+    """A row in no known form. fix: "" = the row is to be mended."""
+
+    def __init__(self, reason: str, fix: str = "") -> None:
+        super().__init__(reason)
+        self.fix = fix
+
+
+def conversation(row: Any, key: str) -> Conversation:
+    """A row as a conversation. key: `data.messages_key`. Raises BadForm."""
+    if not isinstance(row, dict):
+        raise BadForm("is not an object")
+    lists = dict.fromkeys((key, *(_LISTS if key == _LISTS[0] else ())))
+    for name in lists:
+        if (found := _listed(row.get(name))) or row.get(name) == []:
+            form = f"ShareGPT ({name}: from, value)" if "from" in [*found, {}][0] else ""
+            form = form or (f"messages ({name})" if name != key else "")
+            return form, _messages(found, row), _json(row.get("tools"))
+    for asked, answer, form in _PAIRS if key == _LISTS[0] else ():
+        if asked[0] in row and answer in row:
+            before, after = row[asked[0]], row[answer]
+            if isinstance(before, str):
+                text = "\n".join(row[name] for name in asked if row.get(name))
+                turns = [(one[0], one[1]) for one in row.get("history") or ()]
+                before = [
+                    {"role": role, "content": said}
+                    for turn in (*turns, (text,))
+                    for role, said in zip(("user", "assistant"), turn, strict=False)
+                ]
+            before = [{**message, "weight": 0} for message in before]
+            after = [{"role": "assistant", "content": after}] if isinstance(after, str) else after
+            return form, _messages([*before, *after], row), _json(row.get("tools"))
+    names = [name for name, value in row.items() if _listed(value)]
+    fix = f"data.messages_key={names[0]}" if names else ""
+    reason = (
+        f"has no conversation: no list of messages in {', '.join(lists)}, and no question with "
+    )
+    raise BadForm(f"{reason}an answer that is known (its fields are {', '.join(row)})", fix)
+
+
+def is_learned(message: Message) -> bool:
+    """Whether it is an answer that counts: OpenAI's `weight`, axolotl's `train`."""
+    return (
+        message.get("role") == "assistant"
+        and message.get("weight") != 0
+        and message.get("train") is not False
+    )
+
+
+def _listed(value: Any) -> list[Message]:
+    """A list of messages, also where a struct has a column for roles and one for contents."""
+    if isinstance(value, dict) and value and all(isinstance(one, list) for one in value.values()):
+        value = [dict(zip(value, each, strict=True)) for each in zip(*value.values(), strict=True)]
+    if not isinstance(value, list) or not all(isinstance(one, dict) for one in value):
+        return []
+    return value if all("role" in one or "from" in one for one in value) else []
+
+
+def _messages(given: list[Message], row: dict[str, Any]) -> list[Message]:
+    found = [_message(message) for message in given]
+    system = row.get("system") or row.get("system_prompt")
+    if isinstance(system, str) and found and found[0]["role"] != "system":
+        found = [{"role": "system", "content": system}, *found]
+    return found
+
+
+def _message(given: Message) -> Message:
+    """OpenAI's form of a message. Raises BadForm."""
+    message = {name: value for name, value in given.items() if name not in ("from", "value")}
+    if "from" in given:
+        if given["from"] not in _ROLES:
+            raise BadForm(f"has a message from {given['from']!r}, which is no role that is known")
+        message |= {"role": _ROLES[given["from"]], "content": given.get("value")}
+    content = message.get("content")
+    if isinstance(content, list):  # of parts
+        if strange := [part for part in content if "text" not in part]:
+            raise BadForm(f"has a part of type {strange[0].get('type')}, and text alone is read")
+        content = message["content"] = "".join(part["text"] for part in content)
+    if calls := message.get("tool_calls"):
+        message["tool_calls"] = [_with_arguments(call, _json) for call in calls]
+    has_text = isinstance(content, str | None) and ("content" in message or calls)
+    if not has_text or not isinstance(message.get("role"), str):
+        raise BadForm("has no list of messages with a role and a content: a message has none")
+    return message
+
+
+def with_text_arguments(message: Message) -> Message:
+    """The arguments of tool calls as JSON, which some templates want; most want an object."""
+    if not (calls := message.get("tool_calls")):
+        return message
+    dumped = partial(json.dumps, ensure_ascii=False)
+    return {**message, "tool_calls": [_with_arguments(call, dumped) for call in calls]}
+
+
+def _with_arguments(call: dict[str, Any], convert: Callable[[Any], Any]) -> dict[str, Any]:
+    if isinstance(call.get("function"), dict):
+        return {**call, "function": _with_arguments(call["function"], convert)}
+    return {**call, "arguments": convert(call["arguments"])} if "arguments" in call else call
+
+
+def _json(value: Any) -> Any:
+    """What a text that is JSON says; any other as it is."""
+    with suppress(ValueError, TypeError):
+        return json.loads(value)
+    return value
+
+
+def without_nulls(value: Any) -> Any:
+    """Without the nulls that a table has for fields of other rows."""
+    if isinstance(value, list):
+        return [without_nulls(one) for one in value]
+    if isinstance(value, dict):
+        return {name: without_nulls(one) for name, one in value.items() if one is not None}
+    return value
