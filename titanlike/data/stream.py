@@ -118,7 +118,7 @@ def _check_section(data: StreamData, config: Config) -> Iterator[Problem]:
     try:
         if (rows := _dataset(data)) is None:
             first = text.find_files(data.path)[0]
-            if text.kind_of_file(first) in (".jsonl", ".parquet"):
+            if text.kind_of_file(first) in (".jsonl", *text.TABLES):
                 next(text.documents([first], data.text_key), None)
         else:
             yield from hf_dataset.check(rows, config)

@@ -31,7 +31,14 @@ from titanlike.data.hf_dataset import text_of
 from titanlike.data.mixture import Points, weight_at
 from titanlike.data.order import shuffled_index, splitmix64
 from titanlike.data.registry import DataError
-from titanlike.data.text import BadRecord, documents, jsonl_text, kind_of_file
+from titanlike.data.text import (
+    COMPRESSED,
+    TABLES,
+    BadRecord,
+    documents,
+    jsonl_text,
+    kind_of_file,
+)
 from titanlike.data.tokenizer import Tokenizer
 from titanlike.torch_private.loader_worker import read_as_part
 
@@ -141,7 +148,7 @@ def _lines(part: Part, at: int, text_key: str) -> Iterator[tuple[Row, int]]:
             if isinstance(text, BadRecord):
                 reason = f"the line at byte {begin:,} of {part.path} {text.reason}"
                 if text.misses_text:
-                    fix = "name the field, or the column, that holds the text"
+                    fix = text.fix or "name the field, or the column, that holds the text"
                     raise DataError("data.text_key", text_key, reason, fix)
                 fix = "fix or delete that line; each must be one JSON object"
                 raise DataError("data.path", part.path, reason, fix)
@@ -181,7 +188,7 @@ def parts_of(files: Sequence[Path], readers: int) -> list[Part]:
     most = min(max(sum(sizes) // (8 * readers), 1 << 10), 1 << 26)
     parts = []
     for file, size in zip(files, sizes, strict=True):
-        plain = file.suffix.lower() not in (".gz", ".zst", ".parquet", ".arrow", ".orc")
+        plain = file.suffix.lower() not in (*COMPRESSED, *TABLES, ".json")
         if not plain or (size <= most and kind_of_file(file) != ".jsonl"):
             parts.append(Part(str(file), 0, size, True))
             continue
