@@ -41,10 +41,10 @@ def accuracy(output: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     return ((output.argmax(-1) == targets) & counts).sum(), counts.sum()
 
 
-def margin(output: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+def margin(output: Tensor, targets: Tensor) -> tuple[Tensor, int]:
     """How far the best is before the second."""
     best = output.float().topk(2).values
-    return (best[..., 0] - best[..., 1]).sum(), torch.tensor(targets.numel())
+    return (best[..., 0] - best[..., 1]).sum(), targets.numel()
 
 
 def by_sequence(output: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -90,7 +90,7 @@ def plain(config: Config, step: int) -> dict[str, float]:
         with torch.no_grad():
             logits = model(inputs)
         found = {name: function(logits, targets) for name, function in FUNCTIONS.items()}
-        return {name: (total / count).item() for name, (total, count) in found.items()}
+        return {name: float(total / count) for name, (total, count) in found.items()}
 
     batch = next(batches(data.train, alone, dp_rank=0, start_step=step - 1))
     trained = [{n: value[i] for n, value in batch.items()} for i in range(config.batch_size)]

@@ -126,10 +126,10 @@ class _LossInChunks(torch.autograd.Function):
         """tensors: weights and parameters."""
         x_needed, _, *others = ctx.needs_input_grad[1:]
         needed = [chunks.trained and need for need in (x_needed, *others)]
-        ctx.chunks, ctx.needed = chunks, needed
+        ctx.chunks, ctx.needed = replace(chunks, watch=None), needed  # seen once, here
         ctx.done = any(needed) and chunks.head.loss.backward_follows
         if ctx.done:
-            total, gradients = chunks.gradients(x, targets, tensors, needed, chunks.watch)
+            total, gradients = chunks.gradients(x, targets, tensors, needed)
             ctx.dtypes = [tensor.dtype for tensor in (x, *tensors)]
             ctx.save_for_backward(*gradients)
             return total
@@ -186,12 +186,7 @@ class _Chunks:
         return total
 
     def gradients(
-        self,
-        x: Tensor,
-        targets: Tensor,
-        tensors: Sequence[Tensor],
-        needed: Sequence[bool],
-        watch: Callable[[Any, Tensor], object] | None = None,
+        self, x: Tensor, targets: Tensor, tensors: Sequence[Tensor], needed: Sequence[bool]
     ) -> tuple[Tensor, list[Tensor | None]]:
         """The summed loss, and its gradients: of x in its dtype, of tensors in fp32; None where
         one is not needed."""
@@ -206,8 +201,8 @@ class _Chunks:
             part = part.detach().requires_grad_()
             with torch.enable_grad():
                 logits = self.logits_of(part, weights)
-            if watch is not None:
-                watch(logits, goals.view(logits.shape[:-1]))
+            if self.watch is not None:
+                self.watch(logits, goals.view(logits.shape[:-1]))
             part_total, gradient = self.head.loss.total_and_gradient(logits, goals)
             total += part_total
             edge = get_gradient_edge(logits)  # the backward does not need the logits themselves

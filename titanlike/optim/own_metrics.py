@@ -157,8 +157,9 @@ def metric_problems(config: Config, output: Any, targets: Tensor) -> list[Proble
 
 
 def _numbers(function: Function, output: Any, targets: Tensor) -> Tensor:
-    total, count = function(output, targets)
-    return torch.stack([total.double().reshape(()), count.double().reshape(())])
+    pair = [torch.as_tensor(x, device=targets.device) for x in function(output, targets)]
+    total, count = (x.double().reshape(()) for x in pair)  # of one that counts on the CPU, too
+    return torch.stack([total, count])
 
 
 def _half(value: Any, dim: int, size: int, half: int) -> Any:
