@@ -324,6 +324,7 @@ class SelectiveActivationCheckpoint(ActivationCheckpoint):
 
     name: str = key("selective", "choice")
     save: list[str] = key(
+        # titanlike.*_tokens: what ep exchanges, and where it goes; *_attn*: torch_attn._varlen_attn
         ["aten.*mm", "aten.convolution", "titanlike.*_tokens", "*attention*", "*_attn*"],
         "operators whose results are kept, by patterns of their names",
     )

@@ -10,6 +10,7 @@ to its defaults.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 import re
 from collections.abc import Collection, Iterator, Sequence
@@ -24,7 +25,7 @@ from hydra._internal.config_repository import ConfigRepository
 from hydra._internal.utils import get_args_parser
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.config_store import ConfigStore
-from hydra.core.default_element import GroupDefault
+from hydra.core.default_element import ConfigDefault, GroupDefault
 from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
@@ -34,7 +35,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from titanlike.config.errors import Refused, quoted
 from titanlike.config.overrides import aliases_problem, in_full, key_of, to_hydra
-from titanlike.config.parse import in_folder, to_plain
+from titanlike.config.parse import MISSING, in_folder, to_plain
 from titanlike.config.program import conf_dir
 from titanlike.config.schema import OPEN_GROUPS, VARIANTS, Config
 
@@ -248,9 +249,11 @@ class ConfigFiles(ConfigRepository):
         if foreign and (reason := aliases_problem(path)):
             raise Refused(group, name, f"{path}: {reason}", "write its values out, once each")
         result = super().load_config(config_path)
-        if result is not None and path == conf_dir() / "config.yaml":
-            _add_defaults(result.config, to_plain(Config()))
-        if result is None or group != "experiment":
+        if result is None:
+            return result
+        if in_files:
+            _complete(result, group, name)
+        if group != "experiment":
             return result
         if not result.header.get("package") and result.config:
             reason = f"{path} has no line `# @package _global_`, without which its keys are"
@@ -269,6 +272,22 @@ class ConfigFiles(ConfigRepository):
                 if not own or each in self._chosen:
                     del result.config[each]["name"]
         return result
+
+
+def _complete(file: ConfigResult, group: str, name: str) -> None:
+    """Add the keys that a primary config (no name) or a choice of a group leaves out, with the
+    schema's defaults. A file that is based on another one says what differs from that."""
+    plain: Any = OmegaConf.to_container(file.config)
+    files = (each for each in file.defaults_list or () if isinstance(each, ConfigDefault))
+    based = any(not each.is_self() for each in files)
+    if based or not isinstance(plain, dict) or file.header.get("package"):
+        return
+    if not name:
+        _add_defaults(file.config, to_plain(Config()))
+    elif (variant := VARIANTS.get(group, {}).get(str(plain.get("name")))) is not None:
+        fields = dataclasses.fields(variant)
+        required = {f.name: MISSING for f in fields if f.default is f.default_factory}
+        _add_defaults(file.config, to_plain(variant(**required)), f"{group}.")
 
 
 def _add_defaults(config: Any, defaults: dict[str, Any], above: str = "") -> None:

@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hydra._internal.hydra import Hydra
-from hydra._internal.utils import _run_hydra
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
@@ -44,7 +43,7 @@ from titanlike.driver.job import (
     config_problems,
     print_problems,
 )
-from titanlike.driver.overrides import CheckedOverrides, check_overrides, parsed
+from titanlike.driver.overrides import CheckedOverrides, check_overrides, config_loader, parsed
 from titanlike.launch.environment import adopt_slurm
 from titanlike.launch.failures import JobFailed, record_for_torchrun
 from titanlike.metrics.console import OPENING
@@ -245,10 +244,7 @@ def _run(args: Namespace, task: Task, result_dir: str | None) -> ExitCode:
     try:
         shown = io.StringIO()  # a config that may hold secrets
         with contextlib.redirect_stdout(shown) if args.cfg else contextlib.nullcontext():
-            if task.checked is None:
-                _run_hydra(args, parser(), task, args.config_path, args.config_name)
-            else:
-                _run_composed(args, task, task.checked)
+            _call_hydra(args, task, task.checked)
         print(redact(shown.getvalue()), end="")
         code = task.end.code if task.end is not None else 0
     except SystemExit as end:
@@ -281,23 +277,31 @@ def _run(args: Namespace, task: Task, result_dir: str | None) -> ExitCode:
     return code
 
 
-def _run_composed(args: Namespace, task: Task, checked: CheckedOverrides) -> None:
-    """Let Hydra run a job whose config has been composed (its folder, logging and callbacks), or
-    compose the jobs of a sweep."""
-    loader = checked.loader
+def _call_hydra(args: Namespace, task: Task, checked: CheckedOverrides | None) -> None:
+    """Let Hydra run a job whose config has been composed (its folder, logging and callbacks),
+    compose the jobs of a sweep, or show what it is asked for (checked: None)."""
+    loader = config_loader(args) if checked is None else checked.loader
     assert loader is not None
-    hydra = Hydra("titanlike", loader)
+    hydra, name, overrides = Hydra("titanlike", loader), args.config_name, args.overrides
     GlobalHydra.instance().initialize(hydra)
     try:
-        if task.sweep_run is not None:
+        if args.hydra_help:
+            hydra.hydra_help(config_name=name, args_parser=parser(), args=args)
+        elif args.cfg:
+            hydra.show_cfg(name, overrides, args.cfg, args.package, args.resolve)
+        elif args.shell_completion:
+            hydra.shell_completion(name, overrides)
+        elif args.info:
+            hydra.show_info(args.info, name, overrides)
+        elif task.sweep_run is not None:
             mode = ["hydra.mode=MULTIRUN"] if args.multirun else []
-            hydra.multirun(args.config_name, task, [*args.overrides, *mode])
+            hydra.multirun(name, task, [*overrides, *mode])
         else:
+            assert checked is not None and checked.composed is not None
             composed = checked.composed
-            assert composed is not None
             # a copy: with hydra.verbose Hydra asks for more of them, and takes parts away
             copied = partial(copy.deepcopy, composed)
             loader.load_configuration = lambda **_: copied()  # type: ignore[method-assign]
-            hydra.run(args.config_name, task, args.overrides)
+            hydra.run(name, task, overrides)
     finally:
         GlobalHydra.instance().clear()

@@ -67,23 +67,28 @@ _RAISED = "KeyError raised while resolving interpolation: "
 
 def check_overrides(args: argparse.Namespace) -> CheckedOverrides:
     """Check arguments after `complete_args`."""
-    setup_globals()
     checked = CheckedOverrides(args)
     if problem := _config_path_problem(Path(args.config_path), args.config_name):
         checked.add(problem)
         return checked
+    if args.config_dir is not None and not Path(args.config_dir).is_dir():
+        checked.add(Problem("--config-dir", args.config_dir, "no such folder"))
+    checked.check(config_loader(args), args.overrides, args.invalid_overrides)
+    return checked
+
+
+def config_loader(args: argparse.Namespace) -> ConfigLoaderImpl:
+    """Hydra's loader of the files that a command line finds, with the schema's defaults."""
+    setup_globals()
     search_path = create_config_search_path(args.config_path)
     if args.config_dir is not None:
-        folder = Path(args.config_dir).absolute()
-        if not folder.is_dir():
-            checked.add(Problem("--config-dir", args.config_dir, "no such folder"))
+        path = f"file://{Path(args.config_dir).absolute()}"
         anchor = SearchPathQuery(provider="schema")
-        search_path.prepend(provider="command-line", path=f"file://{folder}", anchor=anchor)
+        search_path.prepend(provider="command-line", path=path, anchor=anchor)
     loader = ConfigLoaderImpl(search_path)
     chosen = {key_of(o) for o in args.overrides if not o.endswith("=own")}
     loader.repository = ConfigFiles(search_path, chosen)
-    checked.check(loader, args.overrides, args.invalid_overrides)
-    return checked
+    return loader
 
 
 def _config_path_problem(path: Path, name: str) -> Problem | None:

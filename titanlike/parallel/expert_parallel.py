@@ -152,7 +152,7 @@ def _rank_by_rank(experts: nn.Module, forward: Forward, tokens: Tensor, counts: 
 # --- what is exchanged, as operators of our own -------------------------------------------------
 #
 # So a compiled block need not know how many tokens come, and a recomputation may keep the results
-# (conf/activation_checkpoint/selective.yaml).
+# (`SelectiveActivationCheckpoint.save`).
 
 
 @torch.library.custom_op("titanlike::route_tokens", mutates_args=())
