@@ -39,6 +39,7 @@ TEXT = ["text", "jsonl", "compressed", "parquet", "saved", "tars", "mixture", "d
 LAYOUTS: dict[str, dict[str, int]] = {
     "dp=2": {"dp": 2},
     "pp=2 dp=2": {"pp": 2, "dp": 2},
+    "pp=3": {"pp": 3},
     "dp=4 with workers": {"dp": 4, "workers": 2},
     "tp=2": {"tp": 2},
     "cp=2": {"cp": 2},
@@ -47,7 +48,7 @@ KINDS = {kind: kind for kind in OWN + TEXT}
 
 
 def of_stream(kind: str, folder: Path, **changes: Any) -> Config:
-    """Layers 2, 16 sequences of 16, 8 readers. kind: a function of support/streams.py, or a format
+    """Layers 3, 16 sequences of 16, 8 readers. kind: a function of support/streams.py, or a format
     of text."""
     workers = changes.pop("workers", 0)
     of_data = changes.pop("data", {})
@@ -59,7 +60,7 @@ def of_stream(kind: str, folder: Path, **changes: Any) -> Config:
         keys = {"shuffle_buffer": 64, "readers": 8, **corpus, **of_data}
         data = StreamData(workers=workers, **keys)
     changes.setdefault("validation", Validation(every=3, batches=1))
-    return replace(tiny(layers=2, steps=6), data=data, **changes)
+    return replace(tiny(layers=3, steps=6), data=data, **changes)
 
 
 def losses(config: Config, folder: Path) -> list[tuple[float, ...]]:
@@ -71,7 +72,7 @@ def losses(config: Config, folder: Path) -> list[tuple[float, ...]]:
 
 
 MOST = [f"{kind} in {layout}" for kind in KINDS for layout in LAYOUTS]
-DEFAULT = ["stateful in dp=4 with workers", "mixture in pp=2 dp=2"]
+DEFAULT = ["stateful in dp=4 with workers", "mixture in pp=2 dp=2", "jsonl in pp=3"]
 
 
 @pytest.mark.parametrize(

@@ -182,8 +182,10 @@ def write_corpus(kind: str, folder: Path) -> dict[str, Any]:
         return {"path": str(folder), "text_key": "txt"}
     elif kind == "mixture":
         parts = [write_corpus(name, folder / name)["path"] for name in ("jsonl", "text")]
-        weights: list[Any] = [[[0, 0.9], [10, 0.1]], 0.4]
-        named = zip("ab", parts, weights, strict=True)
+        ids = torch.randint(0, 256, (5000,), generator=torch.Generator().manual_seed(0))
+        ids.numpy().astype("<u2").tofile(folder / "ids.bin")
+        weights: list[Any] = [[[0, 0.9], [10, 0.1]], 0.4, 0.2]
+        named = zip("abc", [*parts, str(folder / "ids.bin")], weights, strict=True)
         return {"sources": {n: {"path": path, "weight": weight} for n, path, weight in named}}
     return {"path": str(folder), "documents": kind == "documents"}
 

@@ -52,9 +52,15 @@ _T = TypeVar("_T")
 
 
 def batches(
-    source: Source, config: Config, *, dp_rank: int, start_step: int = 0
+    source: Source,
+    config: Config,
+    *,
+    dp_rank: int,
+    start_step: int = 0,
+    used: set[str] | None = None,
 ) -> Iterator[Batch]:
-    """The training batches of a dp rank from `start_step`, endless.
+    """The training batches of a dp rank from `start_step`, endless. used: the fields that this rank
+    uses, None = all; a rank without any does not read a stream.
 
     Each is dict(inputs=[B, T], targets=[B, T]), int64, on the CPU, with the other fields
     of the source's samples; B and T by `Config.batch_shape`.
@@ -65,8 +71,11 @@ def batches(
         # The loader draws a number when it starts: not from the generator of dropout.
         generator=torch.Generator(),
     )
-    if hasattr(source, "stream"):
-        stream = source.stream(config, dp_rank, start_step, making)
+    streamed: Any = source if hasattr(source, "stream") else None
+    if streamed is not None:
+        stream = streamed.stream(config, dp_rank, start_step, making)
+        if used is not None and not used:
+            stream = streamed.unread(config, start_step)
         return _received(stream, config, start_step)
     if hasattr(source, "batch_sampler"):
         sampler = source.batch_sampler(config, dp_rank, start_step)

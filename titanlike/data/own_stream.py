@@ -36,11 +36,11 @@ def open_stream(opened: Data, call: Call, data: Custom, config: Config) -> Data:
     checks = CheckedSource((), "training", data.name, config.seq_len, opened.variable)
     opener = _Opener(call, checks, config.seed, data.args.get("repeat", True))
     together = opened.variable is None
-    train = StreamSource(config, readers, opener, collate=checks.collate, together=together)
+    train = StreamSource(config, readers, opener, {}, collate=checks.collate, together=together)
     first = opener.sample(0, train.readers)
     if first is None:
         raise train.too_short(0)
-    checks.first = first
+    checks.first = train.example = first
     if train.readers > 1 and train.first(0) == train.first(1):
         reason = "readers 0 and 1 give the same first sample: all would read the whole stream"
         fix = "let the function take reader and readers and give every readers-th sample from the "

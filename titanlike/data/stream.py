@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from titanlike.config.errors import Problem
-from titanlike.config.schema import Config, HFData, StreamData
-from titanlike.data import hf_dataset, text
+from titanlike.config.schema import Config, HFData, StreamData, TokenData
+from titanlike.data import hf_dataset, text, tokens
 from titanlike.data.mixture import Points, check_weights, points_of, seed_of
 from titanlike.data.registry import DataError, Vocabulary, missing_package
 from titanlike.data.tokenizer import Tokenizer, open_tokenizer
@@ -33,11 +33,14 @@ _MOST_READERS = 64  # where the config does not say how many
 
 
 def open_data(data: StreamData, config: Config) -> Data:
+    import torch
+
     from titanlike.data.sources import Data
     from titanlike.data.stream_source import HeldOutSource, StreamSource
 
     reads = _ReadsText(data, config.seq_len, config.seed)
-    train = StreamSource(config, data.readers, reads, reads.finish)
+    example = reads.finish(torch.zeros(config.seq_len + 1, dtype=torch.int32))
+    train = StreamSource(config, data.readers, reads, example, reads.finish)
     tokenizer = open_tokenizer(data.tokenizer)
     buffer = data.shuffle_buffer * (config.seq_len + 1) * 4
     what = f"{', '.join(map(str, data.sources or [data.path]))} in {data.tokenizer}, streamed by "
@@ -116,6 +119,8 @@ def _check_sources(data: StreamData, config: Config) -> Iterator[Problem]:
 
 def _check_section(data: StreamData, config: Config) -> Iterator[Problem]:
     try:
+        if _token_files(data) is not None:
+            return
         if (rows := _dataset(data)) is None:
             first = text.find_files(data.path)[0]
             if text.kind_of_file(first) in (".jsonl", *text.TABLES):
@@ -136,6 +141,22 @@ def _sections(data: StreamData) -> dict[str, StreamData]:
     sections = data.sources.items() if isinstance(data.sources, dict) else ()
     named = {n: s["path"] for n, s in sections if isinstance(s, dict) and "path" in s}
     return {name: replace(data, path=path, sources={}) for name, path in named.items()}
+
+
+def _token_files(data: StreamData) -> tokens.TokenSet | None:
+    """A source of token ids, which are read by index. Raises DataError for another tokenizer's."""
+    place = Path(data.path or "").expanduser()
+    if data.path is None or not (
+        place.suffix in (".bin", ".npy") or (place / tokens.INDEX).exists()
+    ):
+        return None
+    ours = open_tokenizer(data.tokenizer)
+    section = TokenData(path=data.path, vocab_size=ours.vocab_size, boundary=ours.boundary)
+    found = tokens.read_tokens(section)
+    if found.tokenizer and open_tokenizer(found.tokenizer).fingerprint != ours.fingerprint:
+        fix = f"data.tokenizer={found.tokenizer}"
+        raise DataError("data.path", data.path, "was written with another tokenizer", fix)
+    return found
 
 
 def _dataset(data: StreamData) -> HFData | None:
@@ -173,10 +194,12 @@ class _ReadsText:
 
     def identity(self) -> list[Any]:
         """What the samples depend on, as JSON."""
-        found = []
+        found = list[list[Any]]()
         for name, section in _sections(self.data).items():
             rows = _dataset(section)
-            if rows is None:
+            if (files := _token_files(section)) is not None:
+                found.append([name, "tokens", [file.count for file in files.files]])
+            elif rows is None:
                 sizes = [size for _, size, _ in text.file_states(text.find_files(section.path))]
                 digest = hashlib.sha256(json.dumps(sizes).encode()).hexdigest()[:16]
                 found.append([name, len(sizes), digest, self.data.text_key])
@@ -206,8 +229,10 @@ class _ReadsText:
         wrap: Callable[[Any], Any],
         whole: bool,
     ) -> Any:
+        from titanlike.data.packed import PackedSource
         from titanlike.data.stream_nodes import (
             DatasetRows,
+            Indexed,
             Packed,
             Repeated,
             Rows,
@@ -215,6 +240,10 @@ class _ReadsText:
             parts_of,
         )
 
+        if (files := _token_files(data)) is not None:
+            boundary = files.boundary if data.documents else None
+            source = PackedSource(files.files, self.seq_len, files.vocab_size, boundary)
+            return wrap(Indexed(source, reader, readers, seed))
         section = _dataset(data)
         if section is None:
             parts = parts_of(text.find_files(data.path), readers)
@@ -230,8 +259,10 @@ class _ReadsText:
             return packed
         return Shuffled(packed, size, seed * 1000003 + reader)
 
-    def finish(self, tokens: Any) -> Batch:
-        ids = tokens.long()
+    def finish(self, item: Any) -> Batch:
+        if isinstance(item, dict):  # of a token file
+            return item
+        ids = item.long()
         sample = {"inputs": ids[:-1], "targets": ids[1:]}
         if self.data.documents:
             sample["document_ids"] = (sample["inputs"] == self.tokenizer.boundary).cumsum(0)

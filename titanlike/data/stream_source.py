@@ -60,15 +60,17 @@ class StreamSource:
         config: Config,
         readers: int | None,
         open_reader: Callable[..., Any],
+        example: Batch,
         finish: Callable[[Any], Batch] = _as_it_is,
         collate: Callable[[list[Batch]], Batch] = stack,
         together: bool = True,
     ) -> None:
-        """together: whether blocks of loader processes can be concatenated to a batch."""
+        """example: a sample; together: whether blocks of loader processes can be concatenated to a batch."""
         self.config, self.open_reader = config, open_reader
         self.readers = default_readers(config) if readers is None else readers
         self.chosen = readers is None
-        self.finish, self.collate, self.together = finish, collate, together
+        self.example, self.finish, self.collate = example, finish, collate
+        self.together = together
         validation = config.validation
         self.held_batches = validation.batches if validation.every else 0
         self.ends: int | None = None  # the step after which there is none, once it is known
@@ -100,6 +102,12 @@ class StreamSource:
         ahead = {"prefetch_factor": option(config.data, "prefetch", 2)} if workers else {}
         blocks = iter(loader(group, batch_size=None, num_workers=workers, **ahead))
         return self._batches(blocks, max(1, workers), position, start)
+
+    def unread(self, config: Config, start: int) -> Iterator[Batch]:
+        """The batches after `start` steps, on meta."""
+        for step in count(start):
+            rows = rows_of(config, step) // config.dp
+            yield {n: x.new_empty(rows, *x.shape, device="meta") for n, x in self.example.items()}
 
     def _batches(
         self, blocks: Iterator[Block], workers: int, position: int, start: int

@@ -8,6 +8,7 @@ steps      of the records of metrics.jsonl, whose work the run still has; of the
 redone     steps after the checkpoint that a launch resumed from, which were done again
 start      from a launch's begin to its first step: processes, build, compiled blocks, loading
 first_step what the first step of a launch takes longer than the median: kernels, memory
+data       training waits for the next batch, on the rank that waits longest
 save       stalls of training by saves; all of the save that a launch ends with, for which it waits
 down       from the last trace of a launch to the begin of the next: hang, failure, queue; the time
            after a launch that had done all its steps is of no kind, and not of the total
@@ -24,7 +25,8 @@ from typing import Any
 from titanlike.metrics.run_files import STARTS
 from titanlike.metrics.summary import is_number, jsonl_records
 
-KINDS = ("steps", "redone", "start", "first_step", "save", "down", "other")
+KINDS = ("steps", "redone", "start", "first_step", "data", "save", "down", "other")
+_SLOW = 0.05  # of a run that waited for its data: more loader processes would help
 _MOST = 256 << 20  # bytes of metrics.jsonl: reading more would delay the end of a run
 
 
@@ -45,6 +47,7 @@ def goodput(run_dir: Path, end: float | None = None) -> dict[str, float] | None:
     usual = statistics.median(record["step_seconds"] for record in records)
     seconds = dict.fromkeys(KINDS, 0.0)
     seconds["save"] = sum(r.get("save_stall_seconds", 0.0) for r in records)
+    seconds["data"] = sum(r.get("data_seconds", 0.0) for r in records)
     redone = [e for e in events if e.get("event") == "redone" and is_number(e, "seconds")]
     went_on = {e["step"] for e in redone}  # after the save of these steps, which are the newest
     saves = [
@@ -72,7 +75,8 @@ def goodput(run_dir: Path, end: float | None = None) -> dict[str, float] | None:
         if done:
             excess = max(0.0, done[0]["step_seconds"] - usual)
             seconds["first_step"] += excess
-            seconds["steps"] += sum(r["step_seconds"] for r in done) - excess
+            of_data = sum(r.get("data_seconds", 0.0) for r in done)
+            seconds["steps"] += max(0.0, sum(r["step_seconds"] for r in done) - excess - of_data)
             seconds["start"] += max(0.0, done[0]["time"] - done[0]["step_seconds"] - began)
             ends = done[-1]["step"], done[-1]["time"]  # the stall of its save is in no record
             own = [e for e in saves if e["step"] == ends[0] and ends[1] <= e["time"] <= following]
@@ -95,4 +99,6 @@ def goodput_text(found: Any) -> str:
         f"{kind.replace('_', ' ')} {share:.1%}" for kind, share in sorted(rest, key=lambda x: -x[1])
     )
     steps = f"{found['steps'] / found['total']:.1%} of {found['total']:.0f} s in new steps"
+    if found["data"] > _SLOW * found["total"]:
+        shares += " (raise data.workers: training waits for its data)"
     return f"{steps}; {shares}" if shares else steps

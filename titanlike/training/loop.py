@@ -306,7 +306,9 @@ def batches_from(s: Session) -> Iterator[Batch]:
     """This dp rank's batches after `s.progress`: the position in the data is a function of the
     step."""
     start = s.progress.step + s.progress.left_out
-    stream = batches(s.data.train, s.config, dp_rank=s.run.mesh.dp_rank, start_step=start)
+    used = None if s.run.plan.variable else s.run.pipeline.used_fields()
+    dp_rank = s.run.mesh.dp_rank
+    stream = batches(s.data.train, s.config, dp_rank=dp_rank, start_step=start, used=used)
     return batches_for(s.run, s.config, stream)
 
 

@@ -42,6 +42,8 @@ from titanlike.training.build import Run
 from titanlike.training.feed import batches_for, to_device
 from titanlike.training.measured import Measuring, entries, taken
 
+_SHOWN = 0.01  # of a step in which training waited for its batch, to be recorded
+
 
 @dataclass(frozen=True)
 class Gradients:
@@ -54,6 +56,7 @@ class Gradients:
     timer: Timer  # since the step began
     count: Tensor  # number of loss terms (valid tokens) in the global batch
     measured: dict[str, Tensor]  # by the names of `MEASURED`
+    data_seconds: float  # until the batch was there
 
 
 @dataclass(frozen=True)
@@ -84,7 +87,9 @@ class StepResult(NamedTuple):
 def forward_backward(run: Run, config: Config, step: int, stream: Iterator[Batch]) -> Gradients:
     """Run forward and backward on this dp rank's next batch, which is on the device already."""
     timer = Timer(run.mesh.device)
+    begin = time.perf_counter()
     batch = next(stream)
+    data_seconds = time.perf_counter() - begin
     run.ranges.begin("forward and backward")
     for transform in run.transforms.values():
         transform.begin_step(step)
@@ -110,7 +115,7 @@ def forward_backward(run: Run, config: Config, step: int, stream: Iterator[Batch
     run.ranges.begin("numbers of the step before")
     if run.sums is None:
         norm = (total[0] / config.replicate).sqrt()  # replicas of a shard count once
-    return Gradients(step, loss, norm, norms, timer, count, measured)
+    return Gradients(step, loss, norm, norms, timer, count, measured, data_seconds)
 
 
 def update(
@@ -143,7 +148,7 @@ def update(
     for transform in run.transforms.values():
         numbers |= transform.measured()
     host: dict[str, float | list[float]] = {"stop_code": stop_code, "graphs": graphs}
-    host["ends"] = float(ends)
+    host |= {"ends": float(ends), "data": gradients.data_seconds}
     host["allocated"] = peak.allocated
     if peak.reserved is not None:  # of an accelerator
         host["reserved"] = peak.reserved
@@ -195,6 +200,8 @@ def step_record(
     }
     for transform in run.transforms.values():
         record |= transform.record(numbers)
+    if numbers["data"] >= _SHOWN * seconds:
+        record["data_seconds"] = numbers["data"]
     for entry in entries(run):
         record |= entry.shown(numbers, run)
     if "reserved" in numbers:
