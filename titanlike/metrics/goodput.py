@@ -44,7 +44,8 @@ def goodput(run_dir: Path, end: float | None = None) -> dict[str, float] | None:
     events = [e for e in jsonl_records(run_dir / "events.jsonl", b"time") if is_number(e, "time")]
     if not records or not starts:
         return None
-    usual = statistics.median(record["step_seconds"] for record in records)
+    own = {id(r): max(0.0, r["step_seconds"] - r.get("data_seconds", 0.0)) for r in records}
+    usual = statistics.median(own.values())
     seconds = dict.fromkeys(KINDS, 0.0)
     seconds["save"] = sum(r.get("save_stall_seconds", 0.0) for r in records)
     seconds["data"] = sum(r.get("data_seconds", 0.0) for r in records)
@@ -73,14 +74,13 @@ def goodput(run_dir: Path, end: float | None = None) -> dict[str, float] | None:
         seconds["down"] += max(0.0, began - previous - lost)
         done = [r for r in records if opened <= r["time"] <= following]
         if done:
-            excess = max(0.0, done[0]["step_seconds"] - usual)
+            excess = max(0.0, own[id(done[0])] - usual)
             seconds["first_step"] += excess
-            of_data = sum(r.get("data_seconds", 0.0) for r in done)
-            seconds["steps"] += max(0.0, sum(r["step_seconds"] for r in done) - excess - of_data)
+            seconds["steps"] += sum(own[id(r)] for r in done) - excess
             seconds["start"] += max(0.0, done[0]["time"] - done[0]["step_seconds"] - began)
             ends = done[-1]["step"], done[-1]["time"]  # the stall of its save is in no record
-            own = [e for e in saves if e["step"] == ends[0] and ends[1] <= e["time"] <= following]
-            seconds["save"] += sum(e["seconds"] for e in own)
+            saved = [e for e in saves if e["step"] == ends[0] and ends[1] <= e["time"] <= following]
+            seconds["save"] += sum(e["seconds"] for e in saved)
         previous = max([opened, *(t for t in traces if opened <= t < following)])
         step, config = (done[-1]["step"] if done else step), start.get("config")
         complete = isinstance(config, dict) and config.get("steps") == step
