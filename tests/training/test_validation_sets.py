@@ -81,6 +81,22 @@ def test_each_set_has_the_loss_of_a_plain_loop_in_every_layout_and_over_a_resume
     assert not any(key.startswith("val_") for key in rows[1] | rows[3])
 
 
+def test_a_resumed_run_may_have_another_set_which_is_told_and_no_other_data(tmp_path: Path) -> None:
+    config = replace(sets_in(tmp_path), run_dir=str(tmp_path / "run"))
+    Path(config.run_dir).mkdir()
+    other = {"code": {"path": token_file(tmp_path, "others", 333)}}
+    then = replace(config, validation=Validation(2, 0, other))
+    run_world(train_each, config, tmp_path / "world", [replace(config, steps=2), then])
+    rows = read_jsonl(tmp_path / "run" / "metrics.jsonl")
+    assert rows[3]["val_loss"] == rows[3]["val_loss/code"] and "val_loss/web" not in rows[3]
+    events = (tmp_path / "run" / "events.jsonl").read_text()
+    assert "validation code: 333 tokens" in events and "validation web: None, was" in events
+    assert "training" not in events.partition("data_changed")[2].partition("\n")[0]
+    without = replace(then, validation=Validation(), steps=6)  # of which a part is held out
+    with pytest.raises(AssertionError, match="data.changed=true"):
+        run_world(train_each, config, tmp_path / "again", [without])
+
+
 def test_with_a_set_of_its_own_all_of_the_data_is_trained_on(tmp_path: Path) -> None:
     config = sets_in(tmp_path)
     assert len(open_data(config).train) == 4000 // 16

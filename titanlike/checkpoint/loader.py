@@ -172,7 +172,9 @@ class CheckpointLoader:
             self.events.log("data_not_compared", state["step"], text)
         if changes:
             text = f"not what {path} was trained on ({'; '.join(changes)})"
-            if not data_changed(self.config.data):
+            # sets of one's own may come and go: they are apart from what is trained on
+            of_sets = self.data.validation_sets and all(c.startswith("valid") for c in changes)
+            if not of_sets and not data_changed(self.config.data):
                 reason = (
                     f"{text}, so the run would not repeat or leave out the samples that it should"
                 )
