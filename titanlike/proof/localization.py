@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -50,6 +51,7 @@ PHASES = ("input", "output", "gradient of the output", "share")
 _STEPS, _TENSORS = "steps.pt", "tensors.pt"
 _SAME = 1e-3  # of the norm: a remainder that a description leaves out
 _EXPLAINED = 256  # microbatches of a step whose shares of a gradient are told apart
+_MOST = 8 << 30  # bytes of tensors that are kept
 
 
 class Place(NamedTuple):
@@ -90,7 +92,7 @@ class Recorder(Transform):
         self.gradients: dict[str, tuple[Tensor, Part | None]] = {}
         self.shares = shares
         self.compared_tensors = 0
-        self._on, self._step, self._microbatch = False, 0, 0
+        self._on, self._step, self._microbatch, self._bytes = False, 0, 0, 0
         self._calls: Counter[tuple[str, int]] = Counter()
 
     def on_weights(self, stage: nn.Module) -> None:
@@ -126,7 +128,9 @@ class Recorder(Transform):
         return weights | own
 
     def _keep(self, place: Place, microbatch: int, tensor: Tensor) -> None:
-        self.tensors[place, microbatch] = local(tensor.detach()).cpu().clone()
+        self._bytes += tensor.nbytes
+        if self._bytes < _MOST:
+            self.tensors[place, microbatch] = local(tensor.detach()).cpu().clone()
 
     def _enter(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         if self._on and not in_backward():
@@ -149,17 +153,14 @@ class Recorder(Transform):
     def compared(
         self, run: Run, config: Config, folder: Path
     ) -> tuple[list[Wrong], dict[str, str]]:
-        """What `differences` and `explained` find. Collective."""
-        differences = self.differences(run, config, folder)
-        return differences, {} if differences else self.explained(config, folder)
-
-    def differences(self, run: Run, config: Config, folder: Path) -> list[Wrong]:
-        """What is first in the order of the reference, on all ranks that have it wrong; this rank's
-        tensors of it go into `folder`. Collective.
+        """(What is first in the order of the reference, on all ranks that have it wrong; or else
+        what is wrong with the gradients of `shares`, in the order of the backward). The tensors
+        that are first go into `folder`. Collective.
 
         What has no counterpart (tokens in the order of experts) is left out.
         """
-        reference = _load(folder)
+        path = folder / _TENSORS  # which rank 0 has just written
+        reference = torch.load(path, map_location="cpu", weights_only=False, mmap=True)
         order: dict[Place, int] = {}
         for place, _ in reference:
             order.setdefault(place, len(order))
@@ -167,59 +168,59 @@ class Recorder(Transform):
         found: list[tuple[Wrong, Tensor, Tensor]] = []
         before = 0.0
         for key in sorted(self.tensors, key=lambda key: (order.get(key[0], 0), key[1])):
-            place, microbatch = key
-            mine, whole = self.tensors[key], reference.get(key)
+            (place, microbatch), mine, whole = key, self.tensors[key], reference.get(key)
             if whole is None or (found and order[place] > found[0][0].order):
                 continue
-            row = min(parts.compared(place, mine, whole), key=lambda r: r[0].squared, default=None)
-            if row is None:
+            right, row = parts.compared(place, mine, whole)
+            if right is None or row is None:
                 continue
             self.compared_tensors += 1
-            if row[0].agrees:
-                before = max(before, row[0].relative)
+            if row.agrees:
+                before = max(before, row.relative)
                 continue
-            what = described(mine, row[1], config)
-            at, relative = order[place], row[0].relative
-            wrong = Wrong(at, place, dist.get_rank(), microbatch, relative, before, what)
-            found.append((wrong, mine, row[1]))
-        every: list[list[Wrong]] = [[] for _ in range(dist.get_world_size())]
-        dist.all_gather_object(every, [wrong for wrong, *_ in found])
-        first = min((wrong.order for rank in every for wrong in rank), default=None)
+            what = described(mine, right, config)
+            of = dist.get_rank(), microbatch, row.relative, before, what
+            found.append((Wrong(order[place], place, *of), mine, right))
+        first = [wrong for rank in _gathered([wrong for wrong, *_ in found]) for wrong in rank]
+        least = min((wrong.order for wrong in first), default=None)
         for wrong, mine, right in found:
-            if wrong.order == first:
-                name = f"first-rank{wrong.rank}-microbatch{wrong.microbatch}.pt"
+            if wrong.order == least:
+                name = f"rank{wrong.rank}-microbatch{wrong.microbatch}.pt"
                 torch.save({"layout": mine, "one process": right}, folder / name)
-        return [wrong for rank in every for wrong in rank if wrong.order == first]
+        first = [wrong for wrong in first if wrong.order == least]
+        return first, {} if first else self._explained(reference, config)
 
-    def explained(self, config: Config, folder: Path) -> dict[str, str]:
-        """What is wrong with each of the gradients of `shares`: by how often each microbatch's share
-        is in it. In the order of the backward. Collective."""
-        reference = _load(folder)
-        order = dict.fromkeys(p.name for p, _ in reference if p.phase == "share")
-        numbers = sorted({number for p, number in reference if p.phase == "share"})
-        mine: dict[str, tuple[Tensor, Tensor, float]] = {}
+    def _explained(
+        self, reference: dict[tuple[Place, int], Tensor], config: Config
+    ) -> dict[str, str]:
+        """What is wrong with each gradient: by how often each microbatch's share is in it."""
+        order: dict[str, list[tuple[Place, int]]] = {}
+        for place, number in sorted(reference, key=lambda key: key[1]):
+            if place.phase == "share":
+                order.setdefault(place.name, []).append((place, number))
+        mine: dict[str, Any] = {}
         for name, (gradient, part) in self.gradients.items():
-            keys = [(Place("share", name), number) for number in numbers]
-            if not all(key in reference for key in keys) or len(keys) > _EXPLAINED:
-                continue
-            own = local(gradient).cpu().double().flatten()
-            cut = [local_of(gradient, part, reference[key]).double().flatten() for key in keys]
-            shares = torch.stack(cut)
-            mine[name] = shares @ shares.T, shares @ own, (own @ own).item()
-        every: list[dict[str, Any]] = [{} for _ in range(dist.get_world_size())]
-        dist.all_gather_object(every, mine)
-        result = {}
-        for name in order:
-            sums = [rank[name] for rank in every if name in rank]
-            if sums:
-                squares, products, norm = (sum(column) for column in zip(*sums, strict=True))
-                result[name] = _counted(squares, products, norm, config)
+            if name in order and len(order[name]) <= _EXPLAINED:
+                parts = [local_of(gradient, part, reference[key]).double() for key in order[name]]
+                own, shares = local(gradient).cpu().double(), torch.stack(parts)
+                text = described(own, shares.sum(0), config)
+                own, shares = own.flatten(), shares.flatten(1)
+                mine[name] = shares @ shares.T, shares @ own, own @ own, text
+        every, result = _gathered(mine), {}
+        for name in (place.name for place, _ in reference if place.phase == "share"):
+            of = {rank: found[name] for rank, found in enumerate(every) if name in found}
+            if of and name not in result:
+                squares, products, norm, texts = zip(*of.values(), strict=True)
+                told = [f"rank {rank}: {text}" for rank, text in zip(of, texts, strict=True)]
+                counted = _counted(sum(squares), sum(products), sum(norm), config)
+                result[name] = counted or "; ".join(told[:4])
         return result
 
 
-def _load(folder: Path) -> dict[tuple[Place, int], Tensor]:
-    path = folder / _TENSORS  # which rank 0 has just written
-    return torch.load(path, map_location="cpu", weights_only=False, mmap=True)
+def _gathered(mine: Any) -> list[Any]:
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, mine)
+    return every
 
 
 class _Parts:
@@ -243,27 +244,21 @@ class _Parts:
 
     def compared(
         self, place: Place, mine: Tensor, whole: Tensor
-    ) -> Iterator[tuple[Comparison, Tensor]]:
-        """With each part of `whole` that this one can be."""
+    ) -> tuple[Tensor | None, Comparison | None]:
+        """The part of `whole` that this one is, of those that it can be the nearest."""
         # a sum of so many terms is rounded so often
         terms = max(64, *whole.shape) if whole.dim() else 64
         eps = torch.finfo(mine.dtype).eps if mine.is_floating_point() else 0.0
         tolerance = (16 if eps < 1e-3 else 1) * eps * terms**0.5
-        for right in self._of(place, mine, whole):
-            row = compare(place.phase, place.name, mine, right, tolerance=tolerance)
-            yield row, right
-
-    def _of(self, place: Place, mine: Tensor, whole: Tensor) -> Iterator[Tensor]:
-        if mine.shape == whole.shape:
-            yield whole
-            return
-        if mine.dim() != whole.dim():
-            return
-        parts = [whole]
-        for dim, (size, full) in enumerate(zip(mine.shape, whole.shape, strict=True)):
-            if size != full:
+        parts = [whole] if mine.dim() == whole.dim() else []
+        for dim, size in enumerate(mine.shape if parts else ()):
+            if size != whole.shape[dim]:
                 parts = [new for part in parts for new in self._cut(place, part, dim, size)]
-        yield from parts
+        rows = [
+            (part, compare(place.phase, place.name, mine, part, tolerance=tolerance))
+            for part in parts
+        ]
+        return min(rows, key=lambda pair: pair[1].squared, default=(None, None))
 
     def _cut(self, place: Place, whole: Tensor, dim: int, size: int) -> Iterator[Tensor]:
         full, mesh = whole.shape[dim], self._run.mesh
@@ -292,92 +287,77 @@ def described(mine: Tensor, right: Tensor, config: Config) -> str:
     mine, right = mine.double(), right.double()
     if not mine.isfinite().all():
         return f"{(~mine.isfinite()).sum().item()} elements are not finite"
-    if (text := _factor(mine, right, config)) is not None:
+    if text := _factor(mine, right, config):
         return text
     norm = mine.norm() * _SAME
     square = mine.dim() > 1 and mine.shape[-1] == mine.shape[-2]
     if square and (mine.transpose(-1, -2) - right).norm() <= norm:
         return "transposed"
-    sizes = {name: getattr(config, name) for name in ("tp", "cp", "dp", "ep")}
-    for dim in range(mine.dim()):
-        for axis, size in sizes.items():
-            if size > 1 and mine.shape[dim] % size == 0:
-                for by in range(1, size):
-                    if (mine.roll(by * mine.shape[dim] // size, dim) - right).norm() <= norm:
-                        return f"the parts of {axis} ranks stand in another order along dim {dim}"
+    for axis, dim in product(("tp", "cp", "dp", "ep"), range(mine.dim())):
+        part, rest = divmod(mine.shape[dim], getattr(config, axis))
+        for by in range(part, 0 if rest else mine.shape[dim], max(part, 1)):
+            if (mine.roll(by, dim) - right).norm() <= norm:
+                return f"the parts of {axis} ranks are in another order along dim {dim}"
     off = (mine - right).abs() > _SAME * right.square().mean().sqrt()
     where, inside = [], [slice(None)] * mine.dim()
-    for dim, full in enumerate(mine.shape):
-        others = [other for other in range(mine.dim()) if other != dim]
-        rows = (off.any(dim=others) if others else off).nonzero().flatten().tolist()
-        if rows and len(rows) < full and rows[-1] - rows[0] + 1 == len(rows):
-            last = " (the last)" if rows == [full - 1] else ""
-            shown = f"{rows[0]}" if len(rows) == 1 else f"{rows[0]} to {rows[-1]}"
-            named = {0: "sample", 1: "token"}.get(dim) if mine.dim() == 3 else None
-            where.append(f"{named or f'dim {dim}'} {shown} of {full}{last}")
+    for dim, size in enumerate(mine.shape):
+        rows = off.movedim(dim, 0).flatten(1).any(1).nonzero().flatten().tolist()
+        if rows and len(rows) < size and rows[-1] - rows[0] + 1 == len(rows):
             inside[dim] = slice(rows[0], rows[-1] + 1)
-    if not where:
-        return f"all over: {(mine - right).norm() / right.norm():.1e} of its norm"
-    text = _factor(mine[tuple(inside)], right[tuple(inside)], config)
-    return f"only in {', '.join(where)}" + (f": {text}" if text else "")
+            name = {0: "sample", 1: "token"}.get(dim) if mine.dim() > 2 else None
+            at = f"{rows[0]}" if len(rows) == 1 else f"{rows[0]} to {rows[-1]}"
+            last = " (the last)" if rows == [size - 1] else ""
+            where.append(f"{name or f'index of dim {dim}'} {at} of {size}{last}")
+    inner = _factor(mine[tuple(inside)], right[tuple(inside)], config)
+    text = inner or f"another by {(mine - right).norm() / right.norm():.1e} of its norm"
+    return f"only {', '.join(where)}: {text}" if where else text
 
 
-def _factor(mine: Tensor, right: Tensor, config: Config) -> str | None:
-    scale = (right * right).sum().item()
+def _factor(mine: Tensor, right: Tensor, config: Config) -> str:
+    """What the one is times the other; "" = it is no multiple."""
+    scale = right.square().sum().item()
     factor = (mine * right).sum().item() / scale if scale else 0.0
     rest = (mine - factor * right).norm().item()
-    if not scale or rest > _SAME * max(abs(factor), _SAME) * scale**0.5:
-        return None if mine.any() else "zeros"
-    # a remainder that is larger than what the factor changes is another fault
-    return None if rest > 0.1 * abs(1 - factor) * scale**0.5 else factor_text(factor, config)
+    # a remainder of the size of what the factor changes is another fault
+    most = min(_SAME * max(abs(factor), _SAME), 0.1 * abs(1 - factor)) * scale**0.5
+    return factor_text(factor, config) if scale and rest <= most else ""
 
 
 def factor_text(factor: float, config: Config) -> str:
-    """Such as "2.000 times: summed instead of averaged over dp"."""
+    """Such as "2 times: summed instead of averaged over dp"."""
     if abs(factor) < _SAME:
         return "zeros"
-    text = f"{factor:.4g} times"
+    text = f"{factor:.5g} times"
     if abs(factor + 1) < _SAME:
         return f"{text}: the sign"
-    sizes = {name: getattr(config, name) for name in ("dp", "tp", "cp", "ep", "replicate", "pp")}
-    for name, size in {n: size for n, size in sizes.items() if size > 1}.items():
-        if abs(factor / size - 1) < _SAME:
+    for name in ("dp", "tp", "cp", "ep", "replicate", "pp"):
+        size = getattr(config, name)
+        if size > 1 and abs(factor / size - 1) < _SAME:
             return f"{text}: summed instead of averaged over {name}"
-        if abs(factor * size - 1) < _SAME:
+        if size > 1 and abs(factor * size - 1) < _SAME:
             return f"{text}: divided by {name} once too often, or not summed over it"
     return text
 
 
 def _counted(squares: Any, products: Any, norm: Any, config: Config) -> str:
-    """What a gradient is, by least squares, of the shares of microbatches."""
+    """What a gradient is, by least squares, of the shares of microbatches; "" = no sum of them."""
     shares = torch.linalg.lstsq(squares, products[:, None], driver="gelsd").solution.flatten()
-    rest = norm - (shares @ products).item()
-    if norm == 0:
-        return "zeros"
-    if rest > _SAME**2 * norm:
-        return f"no sum of the microbatches' shares: {max(rest, 0) ** 0.5 / norm**0.5:.1e} is left"
-    if (shares - shares.mean()).abs().max() < 1e-2 * shares.abs().max():
+    if norm - shares @ products > _SAME**2 * norm:
+        return ""
+    if shares.max() - shares.min() < 1e-2 * shares.abs().max() or not norm:
         return factor_text(shares.mean().item(), config)
-    by_rank = shares.view(config.dp, -1)
     texts = []
-    for rank, row in enumerate(by_rank):
-        if (row - row.mean()).abs().max() < 1e-2 and config.dp > 1:
-            if abs(row.mean() - 1) > 1e-2:
-                texts.append(f"the share of dp rank {rank} is {_times(row.mean())}")
-            continue
-        for at, value in enumerate(row):
+    for rank, row in enumerate(shares.view(config.dp, -1)):
+        of, alike = f"dp rank {rank}", config.dp > 1 and row.max() - row.min() < 1e-2
+        for at, value in enumerate(row[:1] if alike else row):
+            times = "missing" if abs(value) < 1e-2 else f"in it {value.item():.3g} times"
             if abs(value - 1) > 1e-2:
-                of = f" of dp rank {rank}" if config.dp > 1 else ""
-                texts.append(f"the share of microbatch {at}{of} is {_times(value)}")
+                name = of if alike else f"microbatch {at} of {of}"
+                texts.append(f"the share of {name} is {times}")
     return "; ".join(texts[:4])
 
 
-def _times(value: Tensor) -> str:
-    return "missing" if abs(value) < 1e-2 else f"in it {value.item():.3g} times"
-
-
 # --- the least layout that fails ------------------------------------------------------------------
-
 
 _MESH = ("pp", "cp", "tp", "ep", "replicate", "dp")
 
@@ -398,7 +378,8 @@ def smaller(config: Config, microbatches: int) -> Iterator[tuple[str, dict[str, 
     for axis in _MESH:
         size = getattr(config, axis)
         if size > 1:
-            yield axis, {axis: 1}
+            inside = {"replicate": 1, "ep": 1} if axis == "dp" else {}  # which are of its ranks
+            yield axis, {axis: 1} | inside
         if size > 3:
             yield "", {axis: 2}
 
@@ -448,7 +429,8 @@ def localize(config: Config, found: Found, worker: Worker) -> dict[str, Any]:
         config = replace(config, verify=replace(config.verify, steps=1))
     attempts = Attempts(config, worker, shares)
     least, needed, known = least_failing(config, attempts.microbatches, attempts.fails)
-    recorded = attempts.run(least, Recorder(shares))
+    # hooks would take compiled blocks apart
+    recorded = attempts.run(least, None if least.compile else Recorder(shares))
     barrier(worker, "localized", REFERENCE_TIMEOUT)
     if worker.rank:
         return {}
@@ -502,35 +484,43 @@ class Attempts:
 
 def first_text(found: Found, config: Config) -> list[str]:
     """A line for the place, and lines for what differs there."""
-    if found.wrong:
+    wrong = sorted((row for row in found.rows if not row.agrees), key=_causes_first)
+    groups: dict[str, list[Any]] = {}
+    if found.wrong and not (wrong and wrong[0].kind == "initial"):
+        for each in found.wrong:
+            groups.setdefault(each.what, []).append(each)
         first = found.wrong[0]
-        lines = [f"first difference: {first.place}, by {first.relative:.1e} of its norm"]
-        lines[0] += f"; what comes before differs by at most {first.before:.1e}"
-        where: dict[str, list[Wrong]] = {}
-        for wrong in found.wrong:
-            where.setdefault(wrong.what, []).append(wrong)
-        for what, group in [*where.items()][:4]:
-            ranks = in_words(sorted({wrong.rank for wrong in group}))
-            numbers = in_words(sorted({wrong.microbatch for wrong in group}))
-            lines.append(f"  rank {ranks}, microbatch {numbers} of the global batch: {what}")
+        line = f"{first.place}, by {first.relative:.1e} of its norm; what comes before it differs "
+        lines = [f"first difference: {line}by at most {first.before:.1e}"]
+        for what, of in [*groups.items()][:4]:
+            ranks, numbers = {each.rank for each in of}, {each.microbatch for each in of}
+            where = f"rank {in_words(sorted(ranks))}, microbatch {in_words(sorted(numbers))}"
+            lines.append(f"  {where} of the global batch: {what}")
         return lines
-    wrong = sorted((row for row in found.rows if not row.agrees), key=kind_order)
     if not wrong:
-        return [f"first difference: {found.missing[0]}" if found.missing else "none in this run"]
-    row = wrong[0]
-    if row.kind != "gradient":
-        factor = 1 + row.along / row.scale if row.scale else math.nan
-        text = factor_text(factor, config) if math.isfinite(factor) else "missing or not finite"
-        return [f"first difference: {row.full_name}, by {row.relative:.1e}", f"  {text}"]
-    names = [*(found.gradients or {row.name: "missing"}).items()]
+        return [f"first difference: {next(iter(found.missing), 'none in this run')}"]
+    kind = wrong[0].kind
+    if kind != "gradient" or not found.gradients:
+        of = [row for row in wrong if row.kind == kind]
+        # the one that is most nearly a multiple: rounding is large beside small updates
+        row = max(of, key=lambda row: row.along**2 / (row.scale * row.squared or math.inf))
+        factor = 1 + row.along / row.scale if row.scale else math.inf
+        finite = math.isfinite(factor)
+        text = factor_text(round(factor, 3), config) if finite else "missing or not finite"
+        more = f" and {len(of) - 1} more" if len(of) > 1 else ""
+        return [f"first difference: {row.full_name}{more}, by {row.relative:.1e}: {text}"]
+    for name, what in found.gradients.items():
+        groups.setdefault(what, []).append(name)
     lines = ["first difference: in what is done to gradients: those of modules' outputs agree"]
-    texts: dict[str, list[str]] = {}
-    for name, what in names:
-        texts.setdefault(what, []).append(name)
-    for what, of in [*texts.items()][:4]:
+    for what, of in [*groups.items()][:4]:
         more = f" and {len(of) - 1} more" if len(of) > 1 else ""
         lines.append(f"  gradient of {of[0]}{more}: {what}")
     return lines
+
+
+def _causes_first(row: Comparison) -> tuple[Any, ...]:
+    late = row.kind == "loss" and row.name not in EARLY_LOSSES
+    return row.kind != "initial", late, *kind_order(row), -row.relative
 
 
 def _apart(worker: Worker, name: str, ranks: int | None = None) -> Worker:

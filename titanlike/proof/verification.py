@@ -71,7 +71,7 @@ if TYPE_CHECKING:
 _BATCHES = 4  # of a validation with validation.batches=all
 # of comparisons, causes before effects; also "AXIS gradient" and "AXIS update": see
 # `_compare_copies`
-KINDS = ("loss", "initial", "gradient", "buffer", "update", "state")
+KINDS = ("loss", "initial", "gradient", "norm", "buffer", "update", "state")
 
 
 def kind_order(row: Comparison) -> tuple[Any, ...]:
@@ -312,6 +312,12 @@ def _compare_layout(
                     recorder.gradients[name] = mine.clone(), part
                 yield compare("gradient", name, mine, reference, in_bf16, part=part)
             yield from _compare_copies(run, "gradient")
+            if recorder is not None and rounded is None:
+                squares = [
+                    gradient.double().square().sum() for gradient in exact.gradients.values()
+                ]
+                right = torch.stack(squares).sum().sqrt().view(1)
+                yield compare("norm", "gradient norm", gradients.norm.view(1), right)
         optimizer_step(run, config, step, gradients.norm)
         drop_gradients(run)
         if step == 1:
