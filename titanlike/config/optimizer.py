@@ -26,13 +26,11 @@ def optimizer_kinds() -> dict[str, type[Optimizer]]:
     kinds: dict[str, type[Optimizer]] = {}
     for name in get_args(Kind):
         file = import_module(f"{optimizers.__name__}.{name}")
-        (kinds[name],) = (kind for kind in vars(file).values() if _defines(file.__name__, kind))
+        classes = (kind for kind in vars(file).values() if isinstance(kind, type))
+        mine = (kind for kind in classes if kind.__module__ == file.__name__)
+        (kinds[name],) = (kind for kind in mine if issubclass(kind, Optimizer))
         assert kinds[name].name == name, f"the optimizer in {file.__file__} is not named {name}"
     return kinds
-
-
-def _defines(module: str, kind: Any) -> bool:
-    return isinstance(kind, type) and issubclass(kind, Optimizer) and kind.__module__ == module
 
 
 @dataclass

@@ -4,7 +4,7 @@ Floating-point addition is commutative, but not associative: a sum is a function
 if the tree of its additions is fixed.
 
 - `SumTree` adds tensors in one binary tree over the index of the leaf, in whatever order they come.
-- `sum_over` sends each rank of a group a shard of the elements of all nodes (an all-to-all), to be
+- `start_sum` sends each rank of a group a shard of the elements of all nodes (an all-to-all), to be
   added in the same tree.
 - `tree_sum` adds the elements of a tensor's last dimension.
 - `Bins` adds numbers as integers: there any order gives the same.
@@ -78,27 +78,18 @@ def leaves_of(rank: int, microbatch: int, *, microbatches: int, peers: int = 1) 
     return [at * microbatches + microbatch for at in range(rank * peers, (rank + 1) * peers)]
 
 
-def sum_over(
-    nodes: Mapping[Key, Tensor],
-    tree: SumTree[Tensor],
-    keys: Sequence[Sequence[Key]],
-    group: dist.ProcessGroup | None,
-) -> None:
-    """Add this rank's shard of every node of the group's ranks to a tree. Collective.
-
-    nodes: this rank's nodes, flat tensors [size * shard]; keys: of each rank the keys of its nodes;
-    the tree receives tensors [shard]; group: None = this rank alone.
-    """
-    start_sum(nodes, tree, keys, group)()
-
-
 def start_sum(
     nodes: Mapping[Key, Tensor],
     tree: SumTree[Tensor],
     keys: Sequence[Sequence[Key]],
     group: dist.ProcessGroup | None,
 ) -> Callable[[], None]:
-    """Launch `sum_over` asynchronously; the returned function waits for it and adds."""
+    """Begin to add this rank's shard of every node of the group's ranks to a tree; the returned
+    function waits for the messages and adds. Collective.
+
+    nodes: this rank's nodes, flat tensors [size * shard]; keys: of each rank the keys of its nodes;
+    the tree receives tensors [shard]; group: None = this rank alone.
+    """
     size = len(keys)
     if group is None or size == 1:
         for key in keys[0]:

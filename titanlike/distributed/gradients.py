@@ -119,7 +119,11 @@ class UnusedParameters:
     def flags(self) -> Tensor:
         """Flags after a step's backwards, on this rank's device: for each parameter of the model 1
         if it got a gradient on this rank, else 0. Their sum over all ranks is for `unreached`."""
-        reached = {name for name, parameter in self._trained if self._has_gradient(parameter)}
+        reached = {
+            name
+            for name, p in self._trained
+            if (p in self._reached if p in self._sharded else p.grad is not None)
+        }
         self._missing = {name for name, _ in self._trained} - reached
         self._reached.clear()
         if self._all_reached is not None and not self._missing:
@@ -130,11 +134,6 @@ class UnusedParameters:
         if not self._missing:
             self._all_reached = flags
         return flags
-
-    def _has_gradient(self, parameter: nn.Parameter) -> bool:
-        if parameter in self._sharded:
-            return parameter in self._reached
-        return parameter.grad is not None
 
     def unreached(self, counts: Tensor) -> dict[nn.Parameter, Tensor]:
         """Return an fp32 flag on the device for each parameter whose gradient here is filled with

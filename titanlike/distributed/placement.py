@@ -170,9 +170,6 @@ class StageState:
         """This rank's part of a parameter, by its name in the full model; None = all of it."""
         return self.placements[name].part if name in self.placements else None
 
-    def placed_parameters(self) -> Iterator[tuple[nn.Parameter, Placement]]:
-        return ((parameter, self.placements[name]) for name, parameter in self.parameters())
-
     def zero_grad(self) -> None:
         for optimizer in self.optimizers:
             optimizer.zero_grad()

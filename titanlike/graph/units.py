@@ -83,7 +83,9 @@ def call_key(module: nn.Module, args: Any, kwargs: Any) -> Hashable | None:
         ]
         forward = vars(part).get("forward")
         plain = styled or forward is None or getattr(forward, "changes_nothing", False)
-        if (path and not plain) or not all(_is_plain(value) for _, value in settings):
+        values = (value if isinstance(value, tuple) else (value,) for _, value in settings)
+        known = all(isinstance(part, _PLAIN) for value in values for part in value)
+        if (path and not plain) or not known:
             return None
         # a buffer may be what it keeps for the next call; those of a routed layer change once a
         # step
@@ -108,11 +110,6 @@ def is_new(result: Any, args: Any, kwargs: Any) -> bool:
     """Whether the result is one tensor, and no view of an argument."""
     arguments = set(map(storage_id, tensors(args, kwargs)))
     return isinstance(result, Tensor) and storage_id(result) not in arguments
-
-
-def _is_plain(value: Any) -> bool:
-    parts = value if isinstance(value, tuple) else (value,)
-    return all(isinstance(part, _PLAIN) for part in parts)
 
 
 def _form(tensor: Tensor) -> Hashable:

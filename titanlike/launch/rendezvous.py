@@ -130,19 +130,15 @@ def start_together(
     one's.
     """
     assert worker.store is not None
-    machine = machine or _this_machine()
+    if machine is None:
+        machine = socket.gethostname()
+        with contextlib.suppress(OSError):  # containers number their processes separately
+            machine += f"/{os.stat('/proc/self/ns/pid').st_ino}"
     key = f"start/of/{machine}"
     worker.store.append(key, f"{worker.rank} {os.getpid()}\n")  # type: ignore[attr-defined]
     barrier(worker, "start", timeout)
     pairs = (line.split() for line in worker.store.get(key).decode().splitlines())
     return [(int(rank), int(pid)) for rank, pid in pairs]
-
-
-def _this_machine() -> str:
-    name = socket.gethostname()
-    with contextlib.suppress(OSError):  # containers number their processes separately
-        name += f"/{os.stat('/proc/self/ns/pid').st_ino}"
-    return name
 
 
 def peer_ended(run_dir: Path, rank: int, pids: list[tuple[int, int]]) -> bool:

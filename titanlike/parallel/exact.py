@@ -37,7 +37,6 @@ from titanlike.distributed.exact_sums import (
     root_of_bins,
     row_squares,
     start_sum,
-    sum_over,
     tree_sum,
 )
 from titanlike.distributed.initialize import piece_seed
@@ -452,7 +451,7 @@ class _ShardedSum(_Sum):
             padding = -size % grains.replicas
             padded = {k: torch.nn.functional.pad(node, (0, padding)) for k, node in nodes.items()}
             mine: SumTree[Tensor] = SumTree(grains.all, Tensor.add_)
-            sum_over(padded, mine, grains.replica_keys, grains.replicate_group)
+            start_sum(padded, mine, grains.replica_keys, grains.replicate_group)()
             piece = mine.root()
             total = piece.new_empty(size + padding)
             dist.all_gather_into_tensor(total, piece, group=grains.replicate_group)

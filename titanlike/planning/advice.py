@@ -40,22 +40,15 @@ class Advice:
 
 def advise(estimate: Estimate, seconds: float = _SECONDS) -> list[Advice]:
     """Single changes that fit and are faster, the best first."""
-    from titanlike.planning.estimate import make_estimate
+    from titanlike.planning.estimate import improved
 
     end = time.process_time() + seconds
     gains = []
     for choices in _faster(estimate):
         if time.process_time() > end:
             break
-        config = with_choices(estimate.config, choices)
-        if validate.problems(config):
-            continue
-        try:
-            other = make_estimate(config, estimate.hardware, checked=estimate.plan.transforms)
-        except (ConfigError, ValueError):
-            continue
-        gain = estimate.step_seconds / other.step_seconds - 1
-        if other.fits and gain > _LEAST:
+        if (other := improved(estimate, choices, _LEAST)) is not None:
+            gain = estimate.step_seconds / other.step_seconds - 1
             gains.append(Advice(_shown(choices), gain, other))
     return sorted(gains, key=lambda advice: -advice.gain)
 

@@ -26,7 +26,6 @@ from titanlike.config.overrides import with_choices
 from titanlike.config.parse import to_plain
 from titanlike.config.schema import AutoSchedule, AutoSplit, Config, PointSplit
 from titanlike.costs.auto_split import StageCosts, best_split, moved_units
-from titanlike.costs.rank_memory import StageLayout
 from titanlike.costs.unit_costs import CostError
 from titanlike.graph.partition import SplitError, partition
 from titanlike.pipeline.from_config import (
@@ -251,7 +250,8 @@ class _Search:
     def problem(self, cut: Placement) -> OrderProblem:
         """What an order of such stages is made for."""
         stages = self.names(cut.starts)
-        layout = self._layout(stages, cut.place)
+        waiting, m = self._waiting(stages), self.microbatches
+        layout = self.table.layout(stages, self.recomputed, waiting, cut.place, 1, m)
         times = LayoutTimes(self.config, layout, self.hardware, self.times).stages
         held, queued = (
             [sum(self._held[name][at] for name in names) for names in stages] for at in (0, 1)
@@ -268,10 +268,6 @@ class _Search:
     def _waiting(self, stages: Stages) -> Collection[int]:
         """Those whose weight gradients wait."""
         return range(len(stages)) if self.schedule.weight_gradients == "deferred" else ()
-
-    def _layout(self, stages: Stages, place: tuple[int, ...]) -> StageLayout:
-        waiting = self._waiting(stages)
-        return self.table.layout(stages, self.recomputed, waiting, place, 1, self.microbatches)
 
     def _known(self, problem: OrderProblem) -> dict[str, Order]:
         """Schedules of a problem's placement."""

@@ -24,7 +24,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from titanlike.config import validate
 from titanlike.config.errors import ConfigError
+from titanlike.config.overrides import with_choices
 from titanlike.config.schema import (
     ActivationCheckpoint,
     AutoSplit,
@@ -236,6 +238,20 @@ def make_estimate(
         agree=agreement(config, hardware),
     )
     return Estimate(config, hardware, plan, times, simulation)
+
+
+def improved(estimate: Estimate, choices: Mapping[str, Any], least: float = 0.0) -> Estimate | None:
+    """The estimate with other choices of keys, where it is valid, fits, and its speed is higher by
+    more than a share of `least`."""
+    config = with_choices(estimate.config, choices)
+    if validate.problems(config):
+        return None
+    try:
+        other = make_estimate(config, estimate.hardware, checked=estimate.plan.transforms)
+    except (ConfigError, ValueError):
+        return None
+    faster = estimate.step_seconds / other.step_seconds - 1 > least
+    return other if other.fits and faster else None
 
 
 def agreement(config: Config, hardware: Hardware) -> float:

@@ -40,6 +40,7 @@ from titanlike.planning.estimate import (
     CostTable,
     Estimate,
     agreement,
+    improved,
     make_estimate,
     microbatches_of,
     parts_of_step,
@@ -141,7 +142,10 @@ def search(
     if refusal and not result.ranked:  # what they have in common, as a split for other stages
         raise refusal
     if "split" not in map(key_of, kept):
-        result.ranked += [*_with_auto_split(result.ranked[:_AUTO])]
+        for ranked in result.ranked[:_AUTO]:
+            pipeline = ranked.estimate.config.pp > 1
+            if pipeline and (other := improved(ranked.estimate, {"split": "auto"})) is not None:
+                result.ranked.append(Ranked([*ranked.overrides, "split=auto"], other))
     result.ranked.sort(key=lambda ranked: ranked.estimate.step_seconds)
     if exact:  # those that fit when their fullest rank is counted, or cannot be
         fastest = result.ranked[:most]
@@ -154,20 +158,6 @@ def search(
         result.lost = [*_lost(scored, result)]
     result.seconds = time.process_time() - begin
     return result
-
-
-def _with_auto_split(fastest: list[Ranked]) -> Iterator[Ranked]:
-    for ranked in fastest:
-        before = ranked.estimate
-        if before.config.pp == 1:
-            continue
-        config = with_choices(before.config, {"split": "auto"})
-        try:
-            estimate = make_estimate(config, before.hardware, checked=before.plan.transforms)
-        except ConfigError:
-            continue
-        if estimate.fits and estimate.step_seconds < before.step_seconds:
-            yield Ranked([*ranked.overrides, "split=auto"], estimate)
 
 
 # --- every layout ---------------------------------------------------------------------------------

@@ -156,7 +156,7 @@ class TensorParallel(Transform):
         copies_of_all = {p.copies for p in self.placements.values() if p.copies > 1}
         groups = {copies: self._group(copies) for copies in sorted(copies_of_all)}
         by_kind: dict[tuple[str, int], list[nn.Parameter]] = {}
-        placed = dict(item for state in states.values() for item in state.placed_parameters())
+        placed = {p: s.placements[name] for s in states.values() for name, p in s.parameters()}
         for parameter, placement in placed.items():
             if placement.copies > 1 and parameter.requires_grad:
                 key = placement.partial, placement.copies
