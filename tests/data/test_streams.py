@@ -17,7 +17,7 @@ from support.models import tiny
 from support.proven import assert_proven
 from support.records import numbers
 from support.runs import train_each
-from support.streams import SAMPLES, write_corpus
+from support.streams import SAMPLES, stateful_loader, write_corpus
 from support.world import run_world
 from titanlike.config.errors import ConfigError
 from titanlike.config.schema import (
@@ -252,6 +252,13 @@ def test_a_ramp_reads_the_same_samples(tmp_path: Path) -> None:
         (16, 16)
     ] * 2
     assert all(map(torch.equal, *shapes))
+
+
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="torch does not deprecate it yet")
+def test_torchdatas_loader_still_calls_what_torch_deprecates() -> None:
+    """Else the filter in torch_private/loader_worker.py can go."""
+    with pytest.warns(UserWarning, match="'set_vital' is deprecated"):
+        iter(stateful_loader(16, 0, 1).train)
 
 
 # --- wrong use ------------------------------------------------------------------------------------

@@ -6,12 +6,16 @@ datasets of users, and Hugging Face's, would divide themselves by processes, and
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from torch.utils.data import Dataset
 from torch.utils.data._utils import worker
+
+# of torchdata 0.11's loader on torch 2.13 and above, each time that a reader is opened
+warnings.filterwarnings("ignore", "'set_vital' is deprecated")
 
 
 @contextmanager
