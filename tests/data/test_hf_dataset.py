@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -101,3 +102,50 @@ def test_what_cannot_be_read_is_said_with_what_to_write(
     assert registry.problems(config(Path("owner/name"), cache, revision="main")) == []
     monkeypatch.setattr(hf_dataset.importlib.util, "find_spec", lambda name: None)
     assert "pip install 'titanlike[datasets]'" in problem(str(path))[1]
+
+
+def test_rows_of_ids_are_read_as_they_are_and_are_documents(tmp_path: Path) -> None:
+    """Without padding; the column is found, and so is an id that is none."""
+    ids = [[n % 50 + 1] * (3 + n % 5) for n in range(100)]
+    padded = [row + [0] * (8 - len(row)) for row in ids]
+    mask = [[1] * len(row) + [0] * (8 - len(row)) for row in ids]
+    rows = datasets.Dataset.from_dict({"input_ids": padded, "attention_mask": mask})
+    rows.to_parquet(str(tmp_path / "a.parquet"))
+    given = config(tmp_path / "a.parquet", tmp_path / "cache")
+    with pytest.raises(DataError, match="data.ids_key=input_ids"):
+        open_data(given)
+    given.data.ids_key = "input_ids"
+    [problem] = registry.problems(given)
+    assert problem.fix.startswith("data.vocab_size=50257 ")
+    for size, told in ((40, "row 40 has the id 40; write data.vocab_size=41, "), (51, "")):
+        given.data.vocab_size = size
+        if told:
+            with pytest.raises(DataError, match=told):
+                open_data(given)
+    given.data.documents = True
+    data = open_data(given)
+    flat = [token for row in ids for token in row]
+    assert [*data.train.read(0, 9999), *data.validation.read(0, 9999)] == flat
+    begins = data.train[0]["document_ids"].diff().nonzero().flatten() + 1
+    assert begins.tolist() == [3, 7, 12, 18, 25, 28]
+    assert (data.train[0]["targets"][begins - 1] == -100).all()
+    assert registry.vocabulary(given.data) == (51, None, None)
+    rows.add_column("labels", [[-100, *row[1:]] for row in padded]).save_to_disk(
+        str(tmp_path / "b")
+    )
+    given.data.path = str(tmp_path / "b")
+    with pytest.raises(DataError, match="row 1 has labels that leave tokens out"):
+        open_data(given)
+
+
+def test_a_compressed_file_is_read_as_what_it_holds(tmp_path: Path) -> None:
+    expected = sequences(as_text(tmp_path))
+    (tmp_path / "in").mkdir()
+    packed = gzip.compress((tmp_path / "text.jsonl").read_bytes())
+    (tmp_path / "in" / "text.jsonl.gz").write_bytes(packed)
+    for path in (tmp_path / "in", tmp_path / "in" / "text.jsonl.gz"):
+        found = config(path, tmp_path / f"cache {path.name}")
+        assert registry.problems(found) == [] and sequences(found) == expected
+    (tmp_path / "a.bin").write_bytes(b"MMIDIDX\0\0")
+    with pytest.raises(DataError, match="the index of a Megatron"):
+        open_data(config(tmp_path / "a.bin", tmp_path / "cache"))

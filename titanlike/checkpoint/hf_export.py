@@ -257,7 +257,7 @@ def _write_small_files(folder: Path, config: dict[str, Any], saved: SavedModel) 
     note = "without a tokenizer: the data were token ids"
     with contextlib.suppress(DataError):  # files of tokens on another machine; a file, told below
         _, name, boundary = vocabulary(data)
-    if isinstance(data, TextData | HFData | ChatData):
+    if isinstance(data, TextData | HFData | ChatData) and not getattr(data, "ids_key", None):
         name = data.tokenizer
     if name is not None:
         try:

@@ -460,6 +460,14 @@ class HFData(Tokenized):
     streaming: bool = key(True, "read without a copy in datasets' cache; false = download first")
     rows: int | None = key(None, "the first rows alone; null = all", ge=1, example="null")
     text_key: str = key("text", _TEXT_KEY)
+    ids_key: str | None = key(None, "column of token ids, read in place of text: input_ids")
+    vocab_size: int | None = key(
+        None,
+        "of ids_key: number of token ids; null = the tokenizer's",
+        ge=1,
+        le=MAX_VOCAB,
+        example=256,
+    )
 
 
 @dataclass(kw_only=True)

@@ -1,5 +1,5 @@
 """Hugging Face datasets (`data=hf`): a local folder or file, or a name on the hub, as a series of
-texts.
+texts, or of token ids (`data.ids_key`).
 
 The texts are read once, in the dataset's own order, and tokenized into the cache as those of
 data=text (text.py). So a run's position in them is a number, in any layout, and no rank imports
@@ -10,18 +10,34 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from titanlike.config.errors import Problem
-from titanlike.config.schema import Config, HFData
-from titanlike.data.registry import DataError, missing_package
-from titanlike.data.text import check_tokenizer, file_states, files_under, open_texts, vocabulary
+from titanlike.config.schema import Config, HFData, TokenData
+from titanlike.data.registry import DataError, Vocabulary, missing_package
+from titanlike.data.text import (
+    cache_key,
+    cached,
+    check_tokenizer,
+    field_of,
+    file_states,
+    files_under,
+    is_ids,
+    kind_of_file,
+    open_texts,
+)
+from titanlike.data.text import vocabulary as of_tokenizer
+from titanlike.data.token_files import TokenFile
+from titanlike.data.token_formats import read_file, recognized
+from titanlike.data.tokenizer import open_tokenizer
+from titanlike.data.tokens import TokenSet
 
 if TYPE_CHECKING:
     from titanlike.data.sources import Data
-
-__all__ = ["CHECKS", "open_data", "vocabulary"]
 
 # suffix of a file -> what `datasets` reads it with
 BUILDERS = {
@@ -37,15 +53,46 @@ SAVED = ("state.json", "dataset_dict.json")  # files of save_to_disk
 
 
 def open_data(data: HFData, config: Config) -> Data:
-    return open_texts(data, config, data.path, identity(data), texts(data))
+    if data.ids_key is None:
+        return open_texts(data, config, data.path, identity(data), texts(data))
+    from titanlike.data.packed import packed_data  # imports torch
+
+    size, name, _ = vocabulary(data)
+    assert size is not None
+    as_file = TokenData(path="", vocab_size=size)
+
+    def read(folder: Path) -> TokenFile | None:
+        with suppress(DataError):
+            return read_file(folder / "ids.ds", as_file)
+        return None
+
+    key = cache_key([identity(data), data.ids_key, size])
+    file = cached(data.cache, f"ids-{key}", read, lambda folder: _write_ids(folder, data, size))
+    parts = TokenSet([file], [], size, None, None).parts(data.validation_fraction)
+    tokenizer = None if name is None else open_tokenizer(name)
+    what = f"{data.path} ({data.ids_key} as token ids, documents by rows)"
+    return packed_data(config, parts, size, None, tokenizer, what)
+
+
+def vocabulary(data: HFData) -> Vocabulary:
+    if data.ids_key is None:
+        return of_tokenizer(data)
+    known = Vocabulary(None) if data.tokenizer == "bytes" else of_tokenizer(data)
+    size = known.size if data.vocab_size is None else data.vocab_size
+    if size is None:
+        fix = "data.vocab_size=50257 as it is, or data.tokenizer=PATH of what wrote them"
+        raise DataError("data.vocab_size", "null", "rows of ids do not say how many there are", fix)
+    return known._replace(size=size)
 
 
 def check(data: HFData, config: Config) -> Iterator[Problem]:
     if importlib.util.find_spec("datasets") is None:
         raise missing_package("data", "hf", "datasets", "datasets")
     place = _local_path(data)
+    if data.ids_key is not None:
+        vocabulary(data)
     if place is not None:
-        if not files_under(place, BUILDERS):
+        if not _files(place):
             fix = f"give a folder of save_to_disk, or with files {' '.join(BUILDERS)}"
             yield Problem("data.path", data.path, "no data are in it", fix)
     elif data.path.startswith(("/", ".", "~")) or data.path.count("/") > 1:
@@ -68,23 +115,30 @@ def _local_path(data: HFData) -> Path | None:
     return place.resolve() if place.exists() else None
 
 
+def _files(place: Path) -> list[Path]:
+    return files_under(place, BUILDERS, compressed=True)
+
+
 def identity(data: HFData) -> list[Any]:
     """All that the texts depend on, as JSON: the key of their cache entry."""
     place = _local_path(data)
     remote = [data.path, data.revision]
-    where = remote if place is None else file_states(files_under(place, BUILDERS))
+    where = remote if place is None else file_states(_files(place))
     return ["hf", where, data.subset, data.split, data.rows]
 
 
 def texts(data: HFData) -> Iterator[str]:
     """The texts of its rows, without empty and null ones. Raises DataError."""
     rows = _opened(data)
-    columns = [*(getattr(rows, "features", None) or {})]
-    if columns and data.text_key not in columns:
-        fix = f"name one of its columns: data.text_key={columns[0]} ({', '.join(columns)})"
-        raise DataError("data.text_key", data.text_key, "the dataset has no such column", fix)
-    if columns:
-        rows = rows.select_columns([data.text_key])  # images and the like are not decoded
+    if features := getattr(rows, "features", None):
+        column = data.text_key if data.text_key in features else data.text_key.partition(".")[0]
+        if column not in features:
+            kinds = {name: getattr(one, "dtype", "list") for name, one in features.items()}
+            keys = [f"text_key={name}" for name, kind in kinds.items() if kind == "string"]
+            keys += [f"ids_key={name}" for name, kind in kinds.items() if kind == "list"]
+            fix = f"data.{[*keys, 'text_key=NAME'][0]} (there are {', '.join(features)})"
+            raise DataError("data.text_key", data.text_key, "the dataset has no such column", fix)
+        rows = rows.select_columns([column])  # images and the like are not decoded
     try:
         yield from filter(None, (text_of(row, data.text_key) for row in rows))
     except DataError:
@@ -95,15 +149,45 @@ def texts(data: HFData) -> Iterator[str]:
 
 def text_of(row: Mapping[str, Any], text_key: str) -> str | None:
     """A row's text. Raises DataError."""
-    if text_key not in row:
+    if (found := field_of(dict(row), text_key)) is None:
         fix = f"name one of its columns: data.text_key={next(iter(row))} ({', '.join(row)})"
         raise DataError("data.text_key", text_key, "the dataset has no such column", fix)
-    text = row[text_key]
-    if not isinstance(text, str | None):
+    if not isinstance(text := found[0], str | None):
         reason = f"holds {type(text).__name__}, not text"
         fix = f"name a text column; there are {', '.join(row)}"
+        fix = f"data.ids_key={text_key}" if is_ids(text) else fix
         raise DataError("data.text_key", text_key, reason, fix)
     return text
+
+
+def _write_ids(folder: Path, data: HFData, size: int) -> None:
+    """The rows' ids as a file of datatrove's format, whose index has where each row ends."""
+    assert data.ids_key is not None
+    key, end = data.ids_key, 0
+    dtype = "<u2" if size <= 1 << 16 else "<u4"
+    with open(folder / "ids.ds", "wb") as out, open(folder / "ids.ds.index", "wb") as index:
+        for number, row in enumerate(_opened(data), 1):
+            if not isinstance(row.get(key), list):
+                reason = f"row {number} has no list of ids in it (its columns are {', '.join(row)})"
+                names = [name for name, value in row.items() if is_ids(value)]
+                fix = f"data.ids_key={names[0]}" if names else f"data=text data.path={data.path}"
+                raise DataError("data.ids_key", key, reason, fix)
+            ids = np.array(row[key], np.int64)
+            if (mask := row.get("attention_mask")) is not None:
+                ids = ids[np.array(mask, bool)]  # without padding
+            if -100 in (row.get("labels") or ()):
+                reason = f"row {number} has labels that leave tokens out of the loss: not read here"
+                fix = "give the conversations to data=chat, or read the rows in a function of your own"
+                raise DataError("data.ids_key", key, reason, f"{fix} (docs/data.md)")
+            if len(ids) and not 0 <= ids.min() <= ids.max() < size:
+                reason = f"row {number} has the id {ids.max() if ids.min() >= 0 else ids.min()}"
+                fix = f"data.vocab_size={ids.max() + 1}, or more as its tokenizer has"
+                raise DataError("data.vocab_size", size, reason, fix)
+            out.write(ids.astype(dtype).data)
+            end += len(ids)
+            index.write(np.array(end, "<u8").tobytes())
+    if not end:
+        raise DataError("data.path", data.path, "it contains no ids", "give rows with some")
 
 
 def streamed(data: HFData, reader: int, readers: int) -> Any:
@@ -137,7 +221,10 @@ def _opened(data: HFData) -> Any:
         else:
             source, options = data.path, {"revision": data.revision}
             if place is not None and place.is_file():
-                source = BUILDERS.get(place.suffix.lower(), "text")
+                kind = kind_of_file(place)
+                if kind not in BUILDERS and (known := recognized(place)) is not None:
+                    raise DataError("data.path", data.path, f"is {known[0]}", known[1])
+                source = BUILDERS.get(kind, "text")
                 options = {"data_files": str(place)}
             elif place is not None:
                 source, options = str(place), {}
