@@ -111,7 +111,7 @@ def test_rows_of_ids_are_read_as_they_are_and_are_documents(tmp_path: Path) -> N
     mask = [[1] * len(row) + [0] * (8 - len(row)) for row in ids]
     rows = datasets.Dataset.from_dict({"input_ids": padded, "attention_mask": mask})
     rows.to_parquet(str(tmp_path / "a.parquet"))
-    given = config(tmp_path / "a.parquet", tmp_path / "cache")
+    given = config(tmp_path / "a.parquet", tmp_path / "cache", validation_fraction=0.2)
     with pytest.raises(DataError, match="data.ids_key=input_ids"):
         open_data(given)
     given.data.ids_key = "input_ids"
