@@ -121,13 +121,14 @@ class ExactSums(Transform):
     """The sums of a step, of this rank's stages."""
 
     def __init__(
-        self, config: Config, mesh: Mesh, microbatches: int, zero: int, drawing: set[str]
+        self, seed: int, mesh: Mesh, microbatches: int, zero: int, drawing: set[str]
     ) -> None:
         """drawing: units whose forwards draw random numbers."""
         self._mesh, self._zero, self._drawing = mesh, zero, drawing
-        self._seed, self._step, self._grain = config.seed, 0, 0
-        self._grains = Grains(mesh, microbatches, config.replicate)
-        self._of_experts = Grains(mesh, microbatches, config.replicate, peers=config.ep)
+        self._seed, self._step, self._grain = seed, 0, 0
+        self._grains = Grains(mesh, microbatches)
+        ep = 1 if mesh.expert_group is None else mesh.expert_group.size()
+        self._of_experts = Grains(mesh, microbatches, peers=ep)
         self._stages: dict[int, GrainSums] = {}
         self._index: dict[nn.Module, tuple[int, Sequence[str]]] = {}  # and units
         self.sums = self
@@ -198,17 +199,18 @@ class ExactSums(Transform):
 class Grains:
     """The grains of a step, each a leaf of the tree, and the ranks that compute them."""
 
-    def __init__(self, mesh: Mesh, microbatches: int, replicate: int, peers: int = 1) -> None:
+    def __init__(self, mesh: Mesh, microbatches: int, peers: int = 1) -> None:
         """peers: neighbours whose grains are all computed by each, with its experts."""
         self._count, self.peers = microbatches, peers
         self.all = mesh.dp * microbatches
         self.first = mesh.dp_rank * microbatches
-        self.shards, self.replicas = mesh.dp // replicate // peers, replicate
+        self.replicate_group = mesh.axes.get_group("replicate")
+        self.replicas = self.replicate_group.size()
+        self.shards = mesh.dp // self.replicas // peers
         self.replica, self._rank = divmod(mesh.dp_rank // peers, self.shards)
         experts = mesh.expert_axes if peers > 1 else None
         shard = mesh.axes["shard"] if experts is None else experts["expert_shard"]
         self.shard_group = shard.get_group()
-        self.replicate_group = mesh.axes.get_group("replicate")
 
     def mine(self, microbatch: int) -> list[int]:
         """The leaves of a microbatch of this rank."""

@@ -101,8 +101,9 @@ class Pipeline:
                 graph = model_graph if same else model_graph.with_microbatches_of(size)
                 self._by_rows[rows] = Runtime(of_rows, graph, loss)
         self._of_outputs: dict[tuple[Any, ...], Runtime] = {}  # see `outputs`
-        self._sums = next(filter(None, (transform.sums for transform in transforms)), None)
-        sums = {index: self._sums.of_stage(index) for index in stages} if self._sums else {}
+        # sums of losses and gradients with numerics=exact; None: those of autograd and FSDP
+        self.sums = next(filter(None, (transform.sums for transform in transforms)), None)
+        sums = {index: self.sums.of_stage(index) for index in stages} if self.sums else {}
         self._gradient_sums = {index: of for index, of in sums.items() if of is not None}
         # with several ranks: finds parameters without a gradient on any of them
         self._unused: UnusedParameters | None = None
@@ -194,13 +195,13 @@ class Pipeline:
     def _sum_of(self, losses: list[Tensor], like: Tensor) -> Tensor:
         """Sum the losses of this rank's microbatches (0 without the last stage). With `StepSums`,
         return its vector instead."""
-        if self._sums is not None:
-            return self._sums.losses(losses)
+        if self.sums is not None:
+            return self.sums.losses(losses)
         return torch.stack(losses).sum().detach() if losses else torch.zeros_like(like)
 
     def _total(self, losses: Tensor) -> Tensor:
         """Return the loss; losses: the vector of `_sum_of`, summed over all ranks."""
-        return losses[0] if self._sums is None else self._sums.total(losses)
+        return losses[0] if self.sums is None else self.sums.total(losses)
 
     def unreached(self) -> dict[nn.Parameter, Tensor]:
         """Parameters whose gradient the last `train` filled with zeros here, with a flag on the

@@ -25,7 +25,7 @@ from titanlike.distributed.mesh import Mesh
 from titanlike.distributed.placement import Placement, StageState
 from titanlike.distributed.readings import AsyncScalars, on_device
 from titanlike.distributed.sharding import StateBytes, shard_stage
-from titanlike.distributed.transform import StepSums, Transform
+from titanlike.distributed.transform import Transform
 from titanlike.graph.stage import Stage, fsdp_groups
 from titanlike.launch.process_end import built
 from titanlike.models.registry import build_model, initial_weights_of
@@ -133,11 +133,6 @@ class Run:
         """The compiled blocks, with compile=true."""
         found: Any = self.transforms.get("compile")
         return found
-
-    @cached_property
-    def sums(self) -> StepSums | None:
-        """The sums of losses and gradients with numerics=exact; None otherwise."""
-        return next(filter(None, (transform.sums for transform in self.transforms.values())), None)
 
     @cached_property
     def parameters(self) -> list[nn.Parameter]:
@@ -253,8 +248,7 @@ def build_planned(
     if config.metrics.own:
         from titanlike.optim.own_metrics import OwnMetrics, own_functions
 
-        sums = next(filter(None, (transform.sums for transform in ordered)), None)
-        own = OwnMetrics(own_functions(config), mesh, loss, transforms.get("tp"), sums)
+        own = OwnMetrics(own_functions(config), mesh, loss, transforms.get("tp"), pipeline.sums)
         loss.watch = own.watch
     zeros = None
     if config.warn_zero_gradients:

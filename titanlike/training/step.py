@@ -97,8 +97,9 @@ def forward_backward(run: Run, config: Config, step: int, stream: Iterator[Batch
         run.own.begin()
     loss, count, terms = run.pipeline.forward_backward(batch, config.metrics.microbatch_losses)
     run.ranges.begin("gradient norm")
-    if run.sums is not None:
-        norm, norms = run.sums.norms(run.owned)
+    sums = run.pipeline.sums
+    if sums is not None:
+        norm, norms = sums.norms(run.owned)
         squares = norms.new_zeros(())
     else:
         norms = gradient_norms(run.owned)
@@ -108,12 +109,12 @@ def forward_backward(run: Run, config: Config, step: int, stream: Iterator[Batch
     summed = [(entry, value) for entry, value in more if entry.reduce == "sum"]
     packed = [squares.to(run.mesh.device), *(value for _, value in summed)]
     loss, total = run.pipeline.sum_loss(loss, torch.cat([value.view(-1) for value in packed]))
-    sums = total.split([value.numel() for value in packed])
+    totals = total.split([value.numel() for value in packed])
     measured = {entry.name: value for entry, value in more}
-    for (entry, value), each_sum in zip(summed, sums[1:], strict=True):
+    for (entry, value), each_sum in zip(summed, totals[1:], strict=True):
         measured[entry.name] = entry.finish(each_sum.view(value.shape))
     run.ranges.begin("numbers of the step before")
-    if run.sums is None:
+    if sums is None:
         norm = (total[0] / config.replicate).sqrt()  # replicas of a shard count once
     return Gradients(step, loss, norm, norms, timer, count, measured, data_seconds)
 

@@ -163,7 +163,7 @@ def _exact_sums(b: _Built) -> Transform:
 
     graph = b.plan.model_graph
     drawing = {n.target for n in graph.recording(graph.fields, True).nodes if n.random}
-    return ExactSums(b.config, b.mesh, b.plan.microbatches, b.plan.zero, drawing)
+    return ExactSums(b.config.seed, b.mesh, b.plan.microbatches, b.plan.zero, drawing)
 
 
 _STAGES: list[tuple[str, Callable[[_Built], bool], Callable[[_Built], Transform]]] = [
