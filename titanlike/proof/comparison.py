@@ -76,7 +76,8 @@ class Comparison:
         if self.kind == "initial":
             return self.difference == 0
         if self.tolerance is not None:
-            return self.relative <= self.tolerance or self.difference <= NEGLIGIBLE
+            negligible = self.tolerance > 0 and self.difference <= NEGLIGIBLE
+            return self.relative <= self.tolerance or negligible
         if self.rounding is not None:
             least = UPDATE_TOLERANCE["bf16"] if self.kind == "update" else BF16_FLOOR
             rounding = ROUNDING[self.kind] * math.sqrt(self.rounding)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,9 @@ from titanlike.training.build import Run, build
 from titanlike.training.feed import to_device
 from titanlike.training.session import connect
 from titanlike.training.step import drop_gradients, forward_backward, optimizer_step
+
+if TYPE_CHECKING:
+    from titanlike.proof.localization import Recorder
 
 KINDS = ("gradient", "loss", "gradient norm", "weight")  # of a step, in the order of computing
 
@@ -55,7 +58,7 @@ def first_difference(config: Config, data: Data, worker: Worker) -> Difference |
         one = replace(worker, rank=0, local_rank=0, world_size=1, local_world_size=1, store=None)
         expected = [
             (step, kind, name, local(value).cpu().clone())
-            for step, kind, name, value, _ in _computed(in_one_process(config), data, one)
+            for step, kind, name, value, _ in computed(in_one_process(config), data, one)
         ]
         torch.save(expected, path)
     barrier(worker, "bits", REFERENCE_TIMEOUT)
@@ -70,7 +73,7 @@ def first_difference(config: Config, data: Data, worker: Worker) -> Difference |
         differences[:] = [difference for difference in every if difference is not None]
 
     layout = replace(worker, store=store)
-    for step, kind, name, value, places in _computed(config, data, layout, compare):
+    for step, kind, name, value, places in computed(config, data, layout, compare):
         at, whole = found[step, kind, name]
         for here, place in places:
             mine, other = local(value)[here].cpu(), whole[place]
@@ -86,17 +89,18 @@ def first_difference(config: Config, data: Data, worker: Worker) -> Difference |
     return min(differences, default=None)
 
 
-def _computed(
+def computed(
     config: Config,
     data: Data,
     worker: Worker,
     end: Callable[[Run], object] = lambda run: None,
+    recorder: Recorder | None = None,
 ) -> Iterator[tuple[int, int, str, Tensor, list[tuple[Slices, Slices]]]]:
     """(step, kind, name, this rank's part, its `pieces`) of what steps compute; end: called before the
     mesh is closed."""
     mesh = connect(config, worker)
     with one_thread(True), deterministic(is_accelerator(mesh.device)):
-        run = build(config, mesh, data)
+        run = build(config, mesh, data, more={"recorder": recorder} if recorder else {})
         stream = batches(data.train, config, dp_rank=mesh.dp_rank)
         moved = (to_device(batch, mesh, config) for batch in stream)
         owned = [

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from titanlike.config.errors import ConfigError
 from titanlike.config.schema import ActivationCheckpoint, Config, EvenSplit, Fsdp, Schedule
 from titanlike.config.validate import problems
+from titanlike.data.sources import Data
 from titanlike.distributed.placement import Part, Placement, local_of
 from titanlike.distributed.transform import Transform
 from titanlike.graph.recording import tree_flatten
@@ -35,7 +36,13 @@ from titanlike.launch.rendezvous import barrier, in_words
 from titanlike.launch.worker import Worker
 from titanlike.metrics.console import Console
 from titanlike.proof.comparison import Comparison, compare
-from titanlike.proof.reference import EARLY_LOSSES, REFERENCE_TIMEOUT, microbatches_of
+from titanlike.proof.exact import computed
+from titanlike.proof.reference import (
+    EARLY_LOSSES,
+    REFERENCE_TIMEOUT,
+    in_one_process,
+    microbatches_of,
+)
 from titanlike.proof.verification import (
     Found,
     compare_with_one_process,
@@ -83,10 +90,14 @@ class Wrong:
 
 
 class Recorder(Transform):
-    """Keeps the first step's tensors, of whole models or of stages; copies on the CPU."""
+    """Keeps a step's tensors, of whole models or of stages; copies on the CPU."""
 
-    def __init__(self, shares: frozenset[str] = frozenset()) -> None:
-        """shares: parameters, of whose gradient the microbatches' shares are kept."""
+    def __init__(
+        self, shares: frozenset[str] = frozenset(), step: int = 1, bits: bool = False
+    ) -> None:
+        """shares: parameters, of whose gradient the microbatches' shares are kept. bits: all of
+        them are to be equal."""
+        self._recorded, self._bits = step, bits
         self.tensors: dict[tuple[Place, int], Tensor] = {}
         # of the layout: this rank's part of the gradients of `shares`
         self.gradients: dict[str, tuple[Tensor, Part | None]] = {}
@@ -114,7 +125,7 @@ class Recorder(Transform):
 
     @contextmanager
     def training(self, tokens: Tensor) -> Iterator[None]:
-        self._on = self._step == 1
+        self._on = self._step == self._recorded
         yield
         self._on = False
 
@@ -164,7 +175,7 @@ class Recorder(Transform):
         order: dict[Place, int] = {}
         for place, _ in reference:
             order.setdefault(place, len(order))
-        parts, self.compared_tensors = _Parts(run, config), 0
+        parts, self.compared_tensors = _Parts(run, config, self._bits), 0
         found: list[tuple[Wrong, Tensor, Tensor]] = []
         before = 0.0
         for key in sorted(self.tensors, key=lambda key: (order.get(key[0], 0), key[1])):
@@ -178,7 +189,7 @@ class Recorder(Transform):
             if row.agrees:
                 before = max(before, row.relative)
                 continue
-            what = described(mine, right, config)
+            what = first_bit(mine, right) if self._bits else described(mine, right, config)
             of = dist.get_rank(), microbatch, row.relative, before, what
             found.append((Wrong(order[place], place, *of), mine, right))
         first = [wrong for rank in _gathered([wrong for wrong, *_ in found]) for wrong in rank]
@@ -227,8 +238,8 @@ class _Parts:
     """Which part of the reference's tensors a rank has: cut by tokens, by the parts of a weight, or
     by ranks."""
 
-    def __init__(self, run: Run, config: Config) -> None:
-        self._run, self._config = run, config
+    def __init__(self, run: Run, config: Config, bits: bool) -> None:
+        self._run, self._config, self._bits = run, config, bits
         self._placements: dict[str, Placement] = {}
         for state in run.stage_states:  # the plan has those of the first rank
             self._placements.update(state.placements)
@@ -249,7 +260,7 @@ class _Parts:
         # a sum of so many terms is rounded so often
         terms = max(64, *whole.shape) if whole.dim() else 64
         eps = torch.finfo(mine.dtype).eps if mine.is_floating_point() else 0.0
-        tolerance = (16 if eps < 1e-3 else 1) * eps * terms**0.5
+        tolerance = 0.0 if self._bits else (16 if eps < 1e-3 else 1) * eps * terms**0.5
         parts = [whole] if mine.dim() == whole.dim() else []
         for dim, size in enumerate(mine.shape if parts else ()):
             if size != whole.shape[dim]:
@@ -311,6 +322,16 @@ def described(mine: Tensor, right: Tensor, config: Config) -> str:
     inner = _factor(mine[tuple(inside)], right[tuple(inside)], config)
     text = inner or f"another by {(mine - right).norm() / right.norm():.1e} of its norm"
     return f"only {', '.join(where)}: {text}" if where else text
+
+
+def first_bit(mine: Tensor, right: Tensor) -> str:
+    """The first element that is not equal, and its lowest bit that is another."""
+    place = tuple((mine != right).nonzero()[0].tolist())
+    here, there = mine[place], right[place]
+    kind = {2: torch.int16, 4: torch.int32}.get(here.itemsize, torch.int64)
+    other = int(here.view(kind).item()) ^ int(there.view(kind).item())
+    bit = (other & -other).bit_length() - 1
+    return f"{[*place]} is {here.item()!r}, in one process {there.item()!r}: from bit {bit}"
 
 
 def _factor(mine: Tensor, right: Tensor, config: Config) -> str:
@@ -445,6 +466,32 @@ def localize(config: Config, found: Found, worker: Worker) -> dict[str, Any]:
     for line in (*first, axis, f"tensors: {attempts.folder}"):
         console.line(line)
     return located
+
+
+def localize_bits(config: Config, step: int, data: Data, worker: Worker) -> list[str]:
+    """With numerics=exact: the first tensor of a step that is not that of one process, and its
+    element and bit; [] = those of modules are equal. Collective."""
+    config, found = replace(config, verify=replace(config.verify, steps=step)), Found([], [], 1)
+    folder = worker.run_dir / "first_difference"
+    if worker.rank == 0:
+        folder.mkdir(exist_ok=True)
+        recorder = Recorder(step=step)
+        one = replace(_apart(worker, "", 1), local_world_size=1)
+        for _ in computed(in_one_process(config), data, one, recorder=recorder):
+            pass
+        torch.save(recorder.tensors, folder / _TENSORS)
+    barrier(worker, "localization of bits", REFERENCE_TIMEOUT)
+    recorder = Recorder(step=step, bits=True)
+
+    def end(run: Run) -> None:
+        found.wrong.extend(recorder.compared(run, config, folder)[0])
+
+    for _ in computed(config, data, _apart(worker, "bits of modules"), end, recorder):
+        pass
+    barrier(worker, "bits localized", REFERENCE_TIMEOUT)
+    if worker.rank == 0:
+        (folder / _TENSORS).unlink()
+    return first_text(found, config) if found.wrong else []
 
 
 class Attempts:

@@ -32,6 +32,7 @@ import torch.distributed as dist
 from torch import nn
 
 from titanlike.config.schema import Config, Precision
+from titanlike.config.validate import problems
 from titanlike.data.loader import batches
 from titanlike.data.sources import Data
 from titanlike.device.accelerator import is_accelerator
@@ -113,8 +114,9 @@ def verify(config: Config, worker: Worker) -> dict[str, Any]:
     """Compare; prints a table; returns exit_code 0 if everything agrees, 1 if not. Then it tells
     where it is wrong."""
     runs = [config]
-    if config.precision.low and not config.verify.as_is:
-        runs.append(replace(config, precision=Precision()))
+    twin = replace(config, precision=Precision())
+    if config.precision.low and not config.verify.as_is and not problems(twin):
+        runs.append(twin)
     every: list[Found] = []
     for each in runs:
         apart = worker.store and dist.PrefixStore(each.precision.name, worker.store)
@@ -122,21 +124,29 @@ def verify(config: Config, worker: Worker) -> dict[str, Any]:
         if worker.rank == 0:
             print_found(each, every[-1])
     found, agrees = every[0], all(one.agrees for one in every)
+    result: dict[str, Any] = {}
     if config.exact:
         from titanlike.proof.exact import first_difference
 
-        difference = first_difference(config, open_data_on_every_rank(config, worker), worker)
-        agrees = agrees and difference is None
+        data = open_data_on_every_rank(config, worker)
+        difference = first_difference(config, data, worker)
+        text = f"PASS: all bits of {config.verify.steps} steps are those of one process"
+        if difference is not None:
+            from titanlike.proof.localization import localize_bits
+
+            agrees, text = False, f"FAIL: the first other bit: {difference}"
+            lines = localize_bits(config, difference.step, data, worker)
+            text = "\n".join([text, *lines])
+            result["first_difference"] = {"first": lines or [str(difference)]}
         if worker.rank == 0:
-            text = f"PASS: all bits of {config.verify.steps} steps are those of one process"
-            print(text if difference is None else f"FAIL: the first other bit: {difference}")
+            print(text)
     worst = max(row.difference for row in found.rows if row.kind == "gradient")
-    result: dict[str, Any] = {"value": worst, "exit_code": 0 if agrees else 1}
+    result |= {"value": worst, "exit_code": 0 if agrees else 1}
     if wrong := [pair for pair in zip(runs, every, strict=True) if not pair[1].agrees]:
         from titanlike.proof.localization import localize
 
         # the one in fp32, if it fails
-        result["first_difference"] = localize(*wrong[-1], worker)
+        result.setdefault("first_difference", localize(*wrong[-1], worker))
     return result
 
 
