@@ -21,7 +21,7 @@ import pytest
 from pyarrow import parquet
 
 from support.models import tiny
-from titanlike.config.schema import Config, TokenData
+from titanlike.config.schema import ChatData, Config, TextData, TokenData
 from titanlike.data import registry
 from titanlike.data.registry import DataError, open_data
 from titanlike.data.sources import IGNORE
@@ -216,6 +216,29 @@ def test_what_is_no_file_of_ids_is_not_trained_on(
     assert len(problems) == 1 and reason in str(problems[0]) and re.search(fix, problems[0].fix)
     with pytest.raises(DataError):
         open_data(config(path))
+
+
+@pytest.mark.parametrize(
+    ("make", "fix"),
+    [
+        (lambda f: raw(f / "train.bin"), "data=tokens data.path="),
+        (lambda f: megatron(f).with_suffix(".idx"), "data=tokens data.path="),
+        (lambda f: tar(f / "a.tar").parent, "data=hf data.path=.* data.text_key=txt"),
+        (lambda f: index(f / "mds", {"version": 2, "shards": []}), "StreamingDataset"),
+        (
+            lambda f: index(f / "ours", {"tokenizer": "bytes", "files": []}),
+            "data=tokens data.path=",
+        ),
+    ],
+)
+@pytest.mark.parametrize("kind", ["text", "chat"])
+def test_what_is_no_text_is_not_read_as_text(
+    make: Callable[[Path], Path], fix: str, kind: str, tmp_path: Path
+) -> None:
+    path, cache = str(make(tmp_path)), str(tmp_path / "cache")
+    data = {"text": TextData, "chat": ChatData}[kind](path=path, cache=cache)
+    [problem] = registry.problems(replace(config(tmp_path), data=data))
+    assert problem.key == "data.path" and re.search(fix, problem.fix)
 
 
 def test_the_fix_for_raw_ids_and_for_their_number_works(tmp_path: Path) -> None:

@@ -38,6 +38,7 @@ from titanlike.config.schema import ChatData, Config, HFData, MixtureData, TextD
 from titanlike.data.order import is_for_validation
 from titanlike.data.registry import DataError, Vocabulary, missing_package
 from titanlike.data.token_files import TokenFile
+from titanlike.data.token_formats import check_is_text
 from titanlike.data.tokenizer import Tokenizer, open_tokenizer
 
 if TYPE_CHECKING:
@@ -146,6 +147,7 @@ def find_files(path: str | None) -> list[Path]:
 def corpus_files(root: Path, suffixes: Collection[str]) -> list[Path]:
     """The files of a corpus, also compressed: of a folder that `save_to_disk` of datasets wrote its
     tables, of several splits those of train. Raises DataError."""
+    check_is_text(root)
     if (root / _SPLITS).is_file():
         splits = read_object(root / _SPLITS).get("splits") or ["none"]
         if "train" not in splits:

@@ -12,6 +12,7 @@ import shlex
 import struct
 from bisect import bisect_right
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,6 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from titanlike.config.errors import as_override
+from titanlike.config.files import read_object
 from titanlike.config.schema import TokenData
 from titanlike.data.registry import DataError
 from titanlike.data.token_files import NPY, TokenFile, open_tokens
@@ -41,7 +43,7 @@ MAGIC = (
     (0, b"(\xb5/\xfd", "compressed by zstd", "Decompress it: zstd -d {file}"),
     (0, b"PK\x03\x04", "an archive of numpy.savez or torch.save", _ARRAY),
     (0, b"\x89HDF\r\n", "an HDF5 file", _ARRAY),
-    (257, b"ustar", "a tar archive, as of WebDataset", "data=hf {path}"),
+    (257, b"ustar", "a tar archive, as of WebDataset", "data=hf {path} data.text_key=txt"),
     (0, struct.pack("<i", 20240522), "questions of llm.c's evaluations", "Give its .bin of tokens"),
     (0, struct.pack("<i", 20240326), "weights of llm.c", "Give its .bin of tokens"),
 )
@@ -126,6 +128,29 @@ def foreign_index(folder: Path, index: dict[str, object]) -> DataError | None:
             fix += "data.path=texts.jsonl; or read it in a function of your own (docs/data.md)"
             return DataError("data.path", folder, f"is a data set of {whose}", fix)
     return None
+
+
+def check_is_text(root: Path) -> None:
+    """Raise DataError for a file or folder of something else that is given for text."""
+    given, known = as_override("data.path", str(root)), None
+    if root.is_file():
+        known = recognized(root)
+        if known and ("data=text" in known[1] or known[1].startswith("Decompress")):
+            return
+        if root.suffix in SUFFIXES:
+            known = "a file of token ids", f"data=tokens {given}"
+    elif (root / "index.json").is_file():
+        index = dict[str, object]()
+        with suppress(ValueError):  # of a file that is none
+            index = read_object(root / "index.json")
+        if (error := foreign_index(root, index)) is not None:
+            raise error
+        if {"tokenizer", "files"} <= index.keys():
+            known = "a folder of token ids", f"data=tokens {given}"
+    elif root.is_dir() and next(root.glob("*.tar"), None):
+        known = "a folder of tar archives, as of WebDataset", f"data=hf {given} data.text_key=txt"
+    if known:
+        raise DataError("data.path", root, f"is {known[0]}, not of text", known[1])
 
 
 def largest_id(files: list[TokenFile], most: int) -> int:
