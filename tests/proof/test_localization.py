@@ -36,6 +36,7 @@ from titanlike.proof.localization import Attempts, Recorder
 from titanlike.proof.verification import Found, verify
 from titanlike.torch_private.dtensor import local
 from titanlike.torch_private.pipeline_stage import _Stage
+from titanlike.training.build import Run
 
 
 def located(config: Config, worker: Worker, name: str) -> dict[str, Any]:
@@ -96,6 +97,20 @@ def other_norm(optimizer_step: Any) -> Any:
         return optimizer_step(run, config, step, norm * run.mesh.dp, *more)
 
     return stepping
+
+
+def counted_twice(run: Any) -> Tensor | None:
+    assert run.mesh.layer_ranks > 1, "of this layout alone"
+    return None
+
+
+def without_the_second(backward: Any) -> Any:
+    def beginning(self: Any, kind: str, kwargs: dict[str, Any], last: bool) -> Any:
+        if self.is_last and dist.get_world_size() == 4 and last:
+            kwargs["output_grads"] = torch.tensor(0.0)
+        return backward(self, kind, kwargs, last)
+
+    return beginning
 
 
 def last_token(forward: Any) -> Any:
@@ -200,6 +215,18 @@ FAULTS: dict[str, tuple[Config, Callable[[], None], list[str], str]] = {
         replaced(llama.MLP, "forward", last_token),
         ["output of model.layers.0.mlp", "only token 15 of 16 (the last): zeros"],
         "fails with tp=2 alone; passes without it",
+    ),
+    "a norm counts twice, and in one process fails": (
+        tiny(tp=2, **CLIPPED),
+        lambda: setattr(Run, "shares", property(counted_twice)),
+        ["gradient norm"],
+        "fails with tp=2 alone",
+    ),
+    "a microbatch is forgotten": (
+        tiny(dp=2, pp=2, layers=2, schedule=TWO),
+        replaced(_Stage, "_backward", without_the_second),
+        ["gradient of the output of", "microbatch 1, 3 of the global batch: zeros"],
+        "fails with pp=2 dp=2 alone; passes without any of them",
     ),
     "one bit": (
         tiny(pp=2, layers=2, numerics=Numerics("exact", grain=8)),

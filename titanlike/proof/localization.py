@@ -12,9 +12,10 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
@@ -25,10 +26,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from titanlike.config.errors import ConfigError
 from titanlike.config.schema import ActivationCheckpoint, Config, EvenSplit, Fsdp, Schedule
 from titanlike.config.validate import problems
 from titanlike.data.sources import Data
+from titanlike.distributed.mesh import close_mesh
 from titanlike.distributed.placement import Part, Placement, local_of
 from titanlike.distributed.transform import Transform
 from titanlike.graph.recording import tree_flatten
@@ -312,7 +313,8 @@ def described(mine: Tensor, right: Tensor, config: Config) -> str:
     off = (mine - right).abs() > _SAME * right.square().mean().sqrt()
     where, inside = [], [slice(None)] * mine.dim()
     for dim, size in enumerate(mine.shape):
-        rows = off.movedim(dim, 0).flatten(1).any(1).nonzero().flatten().tolist()
+        lines = off.movedim(dim, 0).reshape(size, off.numel() // max(size, 1))
+        rows = lines.any(1).nonzero().flatten().tolist()
         if rows and len(rows) < size and rows[-1] - rows[0] + 1 == len(rows):
             inside[dim] = slice(rows[0], rows[-1] + 1)
             name = {0: "sample", 1: "token"}.get(dim) if mine.dim() > 2 else None
@@ -455,8 +457,7 @@ def localize(config: Config, found: Found, worker: Worker) -> dict[str, Any]:
     barrier(worker, "localized", REFERENCE_TIMEOUT)
     if worker.rank:
         return {}
-    assert recorded is not None
-    first, axis = first_text(recorded, least), axis_text(needed, known)
+    first, axis = first_text(recorded or found, least), axis_text(needed, known)
     path = attempts.folder / "first_difference.json"
     located = {"first": first, "axis": axis}
     path.write_text(json.dumps(located, indent=1) + "\n")
@@ -517,8 +518,12 @@ class Attempts:
         name, result = f"attempt {len(self._verdicts)}", None
         if self.worker.rank < config.world_size and not problems(config):
             part, path = _apart(self.worker, name, config.world_size), self._path
-            with suppress(ConfigError):  # on all of its ranks
+            try:
                 result = compare_with_one_process(config, part, reference=path, recorder=recorder)
+            except Exception as error:  # whatever is wrong with it; peers then see it leave
+                print(f"{name} could not run: {error}", file=sys.stderr)
+                if dist.is_initialized():
+                    close_mesh()
         text = "" if result is None else str(int(result.agrees))
         answers = barrier(self.worker, name, REFERENCE_TIMEOUT, text, listens=True)
         self._verdicts.append({"1": False, "0": True}.get(answers.get(0, "")))
