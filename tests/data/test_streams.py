@@ -216,14 +216,14 @@ def test_samples_that_are_validated_are_never_trained_on(tmp_path: Path) -> None
         assert not held & trained, kind
 
 
-@pytest.mark.parametrize("dp, workers", [(1, 0), (2, 1)])
-def test_a_run_ends_with_its_data(dp: int, workers: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("dp, workers, samples", [(1, 0, 91), (2, 1, 91), (1, 0, 128), (1, 0, 16)])
+def test_a_run_ends_with_its_data(dp: int, workers: int, samples: int, tmp_path: Path) -> None:
     """Though one reader has fewer samples than the others; and has nothing left to do then."""
-    data = {"samples": 91, "repeat": False}
+    data = {"samples": samples, "repeat": False}
     config = of_stream("stateful", tmp_path, dp=dp, workers=workers, data=data)
     config = replace(config, steps=50, validation=Validation(every=0), checkpoint=Checkpoint())
     first = losses(config, tmp_path / "run")
-    assert len(first) == 91 // 8 // 2
+    assert len(first) == samples // 8 // 2
     assert (tmp_path / f"run/checkpoints/step-{len(first):08}").exists()
     assert losses(config, tmp_path / "run") == first
 

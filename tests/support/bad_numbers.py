@@ -7,6 +7,8 @@ model.name=support.bad_numbers.Touchy
 from __future__ import annotations
 
 import os
+from dataclasses import replace
+from itertools import count
 from pathlib import Path
 
 import torch
@@ -52,6 +54,13 @@ class Spoiled:
 def spoiled(seq_len: int, **spoils: object) -> Data:
     train, validation = (SyntheticSource(WORDS, seq_len, 0, part) for part in (0, 1))
     return Data(Spoiled(train, **spoils), validation, WORDS + 2, "spoiled random tokens")
+
+
+def spoiled_stream(seq_len: int, reader: int, readers: int, seed: int, **spoils: object) -> Data:
+    """The same samples in the same batches, of `readers` samples, as they are streamed."""
+    data = spoiled(seq_len, **spoils)
+    places = (shuffled_index(n * readers + reader, 1 << 40, seed) for n in count())
+    return replace(data, train=map(data.train.__getitem__, places))
 
 
 def sample_of(config: Config, step: int, row: int = 0) -> int:

@@ -151,7 +151,8 @@ def touchy(pp: int = 1, dp: int = 1, schedule: str = "1f1b", **changes) -> Confi
 def spoil(config: Config, **steps: list[int]) -> Config:
     """With bad samples in the batches that these steps read; poison=[3] for example."""
     spoils = {kind: [sample_of(config, step, 5) for step in at] for kind, at in steps.items()}
-    return replace(config, data=Custom("support.bad_numbers.spoiled", spoils))
+    name = config.data.name if isinstance(config.data, Custom) else "support.bad_numbers.spoiled"
+    return replace(config, data=Custom(name, spoils))
 
 
 def plain_loop(config: Config, updates: dict[int, int]) -> tuple[dict[str, Tensor], list[float]]:
@@ -217,7 +218,14 @@ def test_a_skipped_step_leaves_no_trace_but_its_record(config: Config, tmp_path:
     assert "not finite on rank 0: gradient of " in event["text"]
 
 
-@pytest.mark.parametrize("config", [touchy(), *slow(SHARDED)], ids=["one process", "ZeRO 2"])
+STREAMED = touchy(data=Custom("support.bad_numbers.spoiled_stream"))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [touchy(), STREAMED, *slow(SHARDED)],
+    ids=["one process", "a stream", "ZeRO 2"],
+)
 def test_a_rollback_ends_where_a_run_without_those_batches_ends(
     config: Config, tmp_path: Path
 ) -> None:

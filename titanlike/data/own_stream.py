@@ -50,6 +50,7 @@ def open_stream(opened: Data, call: Call, data: Custom, config: Config) -> Data:
     if held is None:
         held = HeldOutSource(train)
     else:
+        train.held_batches = 0
         held = CheckedSource(held, "validation", data.name, config.seq_len, opened.variable)
     return replace(
         opened,

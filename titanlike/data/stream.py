@@ -43,8 +43,9 @@ def open_data(data: StreamData, config: Config) -> Data:
     train = StreamSource(config, data.readers, reads, example, reads.finish)
     tokenizer = open_tokenizer(data.tokenizer)
     buffer = data.shuffle_buffer * (config.seq_len + 1) * 4
-    what = f"{', '.join(map(str, data.sources or [data.path]))} in {data.tokenizer}, streamed by "
-    what += f"{train.readers} readers, {data.workers} loader processes a rank; shuffled in "
+    places = data.sources or [data.path or "Python's own sources"]
+    what = f"{', '.join(places)} in {data.tokenizer}, streamed by {train.readers} readers with "
+    what += f"{data.workers} loader process{'es' * (data.workers != 1)} a rank; shuffled in "
     what += f"{data.shuffle_buffer:,} sequences ({units.size(buffer)})"
     return Data(
         cast(Any, train),

@@ -16,7 +16,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import astuple
 from functools import partial
-from itertools import count
+from itertools import count, islice
 from typing import Any, NamedTuple
 
 import torch
@@ -115,7 +115,10 @@ class StreamSource:
         repeat = option(self.config.data, "repeat", True)
         waiting: Batch | None = None
         for step in count(position + 1):
-            of_step = [next(blocks) for _ in range(workers)]
+            of_step = [*islice(blocks, workers)]
+            if len(of_step) < workers:
+                self.ends = step - 1
+                return
             for block in of_step:
                 if not isinstance(block, Block):  # `loader.NotSent`
                     yield block
@@ -320,21 +323,24 @@ class ReaderGroup(IterableDataset[Block]):
 
     def _blocks(self, readers: Sequence[int]) -> Iterator[Block]:
         source = self._source
+        # what ends is read a step ahead: a block tells whether it is the last
+        ends = not option(self._config.data, "repeat", True)
         nodes = {reader: self._opened(reader) for reader in readers}
         rows = self._take(nodes, self._position)
-        if rows is None:
-            raise source.too_short(readers[0])
         for step in count(self._position + 1):
+            if rows is None and ends and self._position:
+                return  # of a run that ended here
+            if rows is None:
+                raise source.too_short(readers[0])
             states = None
             if step % _EVERY == 0 or step == 1:
                 states = {r: dumped(n.state_dict(), source.first(r)) for r, n in nodes.items()}
-            after = self._take(nodes, step)
-            yield Block(
-                source.collate([source.finish(item) for item in rows]), states, after is None
-            )
-            if after is None:
+            after = self._take(nodes, step) if ends else None
+            batch = source.collate([source.finish(item) for item in rows])
+            yield Block(batch, states, ends and after is None)
+            if ends and after is None:
                 return
-            rows = after
+            rows = after if ends else self._take(nodes, step)
 
     def _opened(self, reader: int) -> Any:
         source = self._source
