@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
-from support.families import moe
+from support.families import hf, moe
 from support.models import tiny
 from support.world import run_world
 from titanlike.config.optimizers.sgd import Sgd
@@ -25,6 +25,7 @@ from titanlike.config.schema import (
     Numerics,
     Precision,
     Schedule,
+    TextData,
 )
 from titanlike.launch.worker import Worker
 from titanlike.models import llama
@@ -261,6 +262,16 @@ ALL = {
     "cp=2 tp=2": tiny(cp=2, tp=2, layers=2),
     "gpt2 tp=2": tiny(tp=2, layers=2, family="gpt2"),
     "dp=2 ep=2": tiny(dp=2, ep=2, model=moe()),
+    "hf llama, tp=2": tiny(tp=2, model=hf("llama")),
+    "bf16, tp=2": tiny(tp=2, layers=2, precision=Precision("bf16")),
+    "bf16, cp=2 dp=2, ring": tiny(
+        cp=2, dp=2, layers=2, context_parallel="ring", precision=Precision("bf16")
+    ),
+    "documents, cp=2": tiny(
+        cp=2, context_parallel="gather", data=TextData(documents=True), layers=2
+    ),
+    "ulysses": tiny(cp=2, context_parallel="ulysses", layers=2),
+    "zbvzerobubble dp=2": tiny(pp=2, dp=2, layers=4, schedule="zbvzerobubble"),
     "dualpipev": tiny(pp=2, layers=4, schedule="dualpipev"),
     "recomputed": tiny(
         dp=2, layers=2, activation_checkpoint=ActivationCheckpoint("full"), fsdp=Fsdp(3)
