@@ -276,6 +276,14 @@ def test_a_wrong_stream_is_an_error_before_the_first_step(kind: str, tmp_path: P
         open_data(of_stream(kind, tmp_path))
 
 
+def test_a_corpus_of_which_all_is_held_out_is_an_error(tmp_path: Path) -> None:
+    for kind, keys in (("stateful", {"samples": 16}), ("tars", {})):
+        most = Validation(every=1, batches=1 if kind == "stateful" else 120)
+        config = of_stream(kind, tmp_path, data=keys, validation=most)
+        with pytest.raises(DataError, match="held out for validation"):
+            next(batches(open_data(config).train, config, dp_rank=0))
+
+
 def test_a_sample_of_another_shape_is_named(tmp_path: Path) -> None:
     config = of_stream("other_shape", tmp_path, validation=Validation(every=0))
     with pytest.raises(DataError, match="training sample 2 of reader 0 has 'inputs' of shape"):

@@ -74,7 +74,7 @@ class _Opener:
     def __call__(self, reader: int, readers: int, wrap: Callable[[Any], Any], whole: bool) -> Any:
         own = OwnRows(self, reader, readers)
         checked = _Checked(own, self.checks, f"of reader {reader}")
-        return wrap(Repeated(checked, self.repeat and whole, own))
+        return Repeated(wrap(checked), self.repeat and whole, own)
 
     def stream(self, reader: int, readers: int) -> Any:
         opened = self.call(reader=reader, readers=readers)

@@ -253,8 +253,9 @@ class _ReadsText:
         else:
             told = hf_dataset.streamed(section, reader, readers)
             rows = DatasetRows(told, data.text_key)
-        repeated = Repeated(rows, data.repeat and whole, told)
-        packed = Packed(wrap(repeated), self.tokenizer, self.seq_len)
+        # an epoch of nothing but what is held out ends the stream
+        repeated = Repeated(wrap(rows), data.repeat and whole, told)
+        packed = Packed(repeated, self.tokenizer, self.seq_len)
         size = -(-data.shuffle_buffer // readers)
         if not whole or size <= 1:
             return packed

@@ -218,6 +218,8 @@ class StreamSource:
 
     def too_short(self, reader: int) -> DataError:
         reason = f"reader {reader} of {self.readers} finds no sample"
+        if self.held_batches:
+            reason += f" beside those of the {self.held_batches} batches held out for validation"
         fix = "give more data, a smaller seq_len, or fewer readers: data.readers="
         fewer = [n for n in range(1, self.readers) if self.readers % n == 0]
         data = self.config.data
