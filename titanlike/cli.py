@@ -55,7 +55,7 @@ class Command:
 JOBS = {
     "train": Command("training.loop.train", "train a model (default)"),
     "verify": Command(
-        "proof.verification.verify",
+        "proof.verify.verify",
         "compare a layout with one process of plain torch",
         "Trains verify.steps steps in the layout and in a single process of plain torch, and compares "
         "loss, gradients, updated parameters and optimizer state by name. Exit code 1 if they differ.",

@@ -29,7 +29,7 @@ from titanlike.planning.known_hardware import likely_hardware, planned_hardware,
 from titanlike.planning.timeline_report import as_text as timeline_text
 from titanlike.planning.timeline_report import report_of
 from titanlike.proof.benchmark import bench
-from titanlike.proof.verification import verify
+from titanlike.proof.verify import verify
 from titanlike.training.loop import train
 from titanlike.training.step import step_record
 from titanlike.training.stragglers import Stragglers

@@ -43,7 +43,7 @@ from titanlike.models.documents import Documents, document_spans
 from titanlike.parallel.context_attention import ContextAttention
 from titanlike.parallel.context_parallel import IGNORED, ContextParallel
 from titanlike.parallel.context_tokens import ContextRanks
-from titanlike.proof.verification import verify
+from titanlike.proof.verify import verify
 from titanlike.training.preflight import preflight
 from titanlike.training.train_plan import make_plan
 

@@ -53,7 +53,7 @@ from titanlike.data.sources import IGNORE
 from titanlike.launch.worker import Worker
 from titanlike.metrics.sinks import read_jsonl
 from titanlike.pipeline.pipeline import Pipeline
-from titanlike.proof.verification import verify
+from titanlike.proof.verify import verify
 from titanlike.training.loop import train
 
 BF16, FLOAT8 = Precision("bf16"), Float8Precision(min_features=16)
@@ -160,12 +160,18 @@ def verify_with_a_fault(config: Config, worker: Worker, fault: str) -> dict:
     return verify(config, worker)
 
 
+def verdict_of(folder: Path) -> str:
+    """What stands before where it is wrong."""
+    lines = (folder / "rank0.out").read_text().splitlines()
+    return next(line for line in lines if line.startswith(("PASS", "FAIL")))
+
+
 @pytest.mark.parametrize("fault", ["scaled", *slow("missing", "nan", "loss")])
 def test_a_wrong_gradient_or_loss_is_caught_and_named(fault: str, tmp_path: Path) -> None:
     # SGD, because Adam's first update does not show the size of a gradient
     results = run_world(verify_with_a_fault, tiny(pp=2, optimizer=Sgd()), tmp_path, fault)
     assert {result["exit_code"] for result in results} == {1}
-    verdict = (tmp_path / "rank0.out").read_text().splitlines()[-1]
+    verdict = verdict_of(tmp_path)
     wrong = "loss of step" if fault == "loss" else "gradient of model.layers.5.mlp.up_proj.weight"
     assert verdict.startswith("FAIL") and wrong in verdict
 
@@ -175,7 +181,7 @@ def test_a_wrong_gradient_of_a_later_step_is_not_taken_for_rounding(tmp_path: Pa
     config = tiny(pp=2, optimizer=Sgd())
     results = run_world(verify_with_a_fault, config, tmp_path, "scaled later")
     assert {result["exit_code"] for result in results} == {1}
-    verdict = (tmp_path / "rank0.out").read_text().splitlines()[-1]
+    verdict = verdict_of(tmp_path)
     assert verdict.startswith("FAIL") and "update of model.layers.5.mlp.up_proj.weight" in verdict
 
 

@@ -33,8 +33,10 @@ from titanlike.parallel import context_attention
 from titanlike.parallel.tp import styles
 from titanlike.pipeline.pipeline import Pipeline
 from titanlike.proof import verification
-from titanlike.proof.localization import Attempts, Recorder
-from titanlike.proof.verification import Found, verify
+from titanlike.proof.localization import Attempts
+from titanlike.proof.recorder import Recorder
+from titanlike.proof.verification import Found
+from titanlike.proof.verify import verify
 from titanlike.torch_private.dtensor import local
 from titanlike.torch_private.pipeline_stage import _Stage
 from titanlike.training.build import Run

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from support.world import run_world
 from titanlike.config.schema import Config
-from titanlike.proof.verification import verify
+from titanlike.proof.verify import verify
 
 
 def assert_proven(config: Config, folder: Path, timeout: float = 60) -> None:

@@ -35,7 +35,7 @@ PRELOADED = [
     "titanlike.training.loop",
     "torch.distributed.pipelining",
     "torch.distributed.launcher.api",
-    "titanlike.proof.verification",
+    "titanlike.proof.verify",
     "transformers.models.auto.modeling_auto",
     "transformers.models.llama.modeling_llama",
 ]

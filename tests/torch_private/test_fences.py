@@ -38,7 +38,7 @@ from support.world import run_world
 from titanlike.config.schema import Config, Fsdp, Launch
 from titanlike.distributed.mesh import close_mesh
 from titanlike.launch.worker import Worker
-from titanlike.proof.verification import verify
+from titanlike.proof.verify import verify
 from titanlike.torch_private import distributed_checkpoint, pipeline_stage, tensors
 from titanlike.torch_private.accelerator import use_expandable_segments
 from titanlike.torch_private.compiler import as_if_compiling, is_graph_break

@@ -33,7 +33,7 @@ from titanlike.distributed.initialize import initialize
 from titanlike.metrics.sinks import read_jsonl
 from titanlike.models.registry import build_model, initial_weights_of, resolve_model
 from titanlike.optim.optimizer import build_optimizers, set_lr
-from titanlike.proof.verification import verify
+from titanlike.proof.verify import verify
 from titanlike.training import anomalies as guard_module
 from titanlike.training.anomalies import MOST_IN_A_ROW, AnomalyDetector, is_bad
 from titanlike.training.loop import MOST_ROLLBACKS, train

@@ -230,7 +230,8 @@ def example_batch(config: Config, data: Data | None = None) -> dict[str, torch.T
     if data is not None and data.example is not None:
         batch = {name: value.to("meta") for name, value in data.example.items()}
     elif isinstance(config.data, Custom):
-        from titanlike.data.custom import CheckedSource, checked
+        from titanlike.data.checked import CheckedSource
+        from titanlike.data.custom import checked
 
         assert data is not None
         train = data.train

@@ -18,10 +18,10 @@ from torchdata.nodes import BaseNode
 from tqdm import tqdm
 
 from titanlike.config.schema import Config, Custom
-from titanlike.data.custom import Call, CheckedSource
+from titanlike.data.checked import Call, CheckedSource
+from titanlike.data.readers import reader_problems
 from titanlike.data.registry import DataError
 from titanlike.data.sources import Batch, Data, Source
-from titanlike.data.stream import reader_problems
 from titanlike.data.stream_nodes import Repeated, State
 from titanlike.data.stream_source import HeldOutSource, StreamSource, not_saved
 from titanlike.torch_private.loader_worker import read_as_part
@@ -37,6 +37,8 @@ def open_stream(opened: Data, call: Call, data: Custom, config: Config) -> Data:
     opener = _Opener(call, checks, config.seed, data.args.get("repeat", True))
     together = opened.variable is None
     train = StreamSource(config, readers, opener, {}, collate=checks.collate, together=together)
+    if opened.validation is not None:
+        train.held_batches = 0
     first = opener.sample(0, train.readers)
     if first is None:
         raise train.too_short(0)
@@ -50,7 +52,6 @@ def open_stream(opened: Data, call: Call, data: Custom, config: Config) -> Data:
     if held is None:
         held = HeldOutSource(train)
     else:
-        train.held_batches = 0
         held = CheckedSource(held, "validation", data.name, config.seq_len, opened.variable)
     return replace(
         opened,

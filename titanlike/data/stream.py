@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
-import math
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -22,14 +21,13 @@ from titanlike.config.errors import Problem
 from titanlike.config.schema import Config, HFData, StreamData, TokenData
 from titanlike.data import hf_dataset, text, tokens
 from titanlike.data.mixture import Points, check_weights, points_of, seed_of
+from titanlike.data.readers import reader_problems
 from titanlike.data.registry import DataError, Vocabulary, missing_package
 from titanlike.data.tokenizer import Tokenizer, open_tokenizer
 from titanlike.metrics import units
 
 if TYPE_CHECKING:
     from titanlike.data.sources import Batch, Data
-
-_MOST_READERS = 64  # where the config does not say how many
 
 
 def open_data(data: StreamData, config: Config) -> Data:
@@ -63,39 +61,6 @@ def open_data(data: StreamData, config: Config) -> Data:
 def vocabulary(data: StreamData) -> Vocabulary:
     tokenizer = open_tokenizer(data.tokenizer)
     return Vocabulary(tokenizer.vocab_size, data.tokenizer, tokenizer.boundary)
-
-
-def rows_of(config: Config, step: int) -> int:
-    """Samples of `seq_len` in the global batch of a step, which counts from 0."""
-    if not config.ramp:
-        return config.batch_size
-    return (config.tokens(step + 1) - config.tokens(step)) // config.seq_len
-
-
-def _common_rows(config: Config) -> int:
-    stages = (size * length // config.seq_len for _, size, length in config.ramp_stages())
-    return math.gcd(*stages)
-
-
-def default_readers(config: Config) -> int:
-    """The largest number up to `_MOST_READERS` that divides every global batch."""
-    rows = _common_rows(config)
-    return max(n for n in range(1, min(rows, _MOST_READERS) + 1) if rows % n == 0)
-
-
-def reader_problems(config: Config, readers: int | None) -> Iterator[Problem]:
-    """An error for a number of readers that does not fit batch and dp. readers: None = default."""
-    rows, dp = _common_rows(config), config.dp
-    wanted = default_readers(config) if readers is None else readers
-    fitting = [n for n in range(dp, rows + 1, dp) if rows % n == 0]
-    if wanted in fitting or not fitting:  # what dp may be is checked elsewhere
-        return
-    near = min(fitting, key=lambda n: abs(n - wanted))
-    reason = f"each of the {dp} dp ranks reads as many, and each reader the same number of a "
-    reason += f"batch's {rows} samples"
-    yield Problem(
-        "data.readers", "null" if readers is None else wanted, reason, f"data.readers={near}"
-    )
 
 
 def _check_readers(data: StreamData, config: Config) -> Iterator[Problem]:

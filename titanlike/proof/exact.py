@@ -26,7 +26,7 @@ from titanlike.training.session import connect
 from titanlike.training.step import drop_gradients, forward_backward, optimizer_step
 
 if TYPE_CHECKING:
-    from titanlike.proof.localization import Recorder
+    from titanlike.proof.recorder import Recorder
 
 KINDS = ("gradient", "loss", "gradient norm", "weight")  # of a step, in the order of computing
 

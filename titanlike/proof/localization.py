@@ -13,31 +13,23 @@ import json
 import math
 import shutil
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from functools import partial
-from itertools import product
-from pathlib import Path
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
 
 from titanlike.config.schema import ActivationCheckpoint, Config, EvenSplit, Fsdp, Schedule
 from titanlike.config.validate import problems
 from titanlike.data.sources import Data
 from titanlike.distributed.mesh import close_mesh
-from titanlike.distributed.placement import Part, Placement, local_of
-from titanlike.distributed.transform import Transform
-from titanlike.graph.recording import tree_flatten
 from titanlike.launch.rendezvous import barrier, in_words
 from titanlike.launch.worker import Worker
 from titanlike.metrics.console import Console
-from titanlike.proof.comparison import Comparison, compare
+from titanlike.proof.comparison import Comparison
 from titanlike.proof.exact import computed
+from titanlike.proof.recorder import TENSORS, Recorder, factor_text
 from titanlike.proof.reference import (
     EARLY_LOSSES,
     REFERENCE_TIMEOUT,
@@ -50,344 +42,10 @@ from titanlike.proof.verification import (
     compute_reference,
     kind_order,
 )
-from titanlike.torch_private.autograd import in_backward
-from titanlike.torch_private.dtensor import local
 from titanlike.training.build import Run
 from titanlike.training.session import open_data_on_every_rank
 
-PHASES = ("input", "output", "gradient of the output", "share")
-_STEPS, _TENSORS = "steps.pt", "tensors.pt"
-_SAME = 1e-3  # of the norm: a remainder that a description leaves out
-_EXPLAINED = 256  # microbatches of a step whose shares of a gradient are told apart
-_MOST = 8 << 30  # bytes of tensors that are kept
-
-
-class Place(NamedTuple):
-    """A tensor of a step: of a module's call in a microbatch, or a microbatch's share of the
-    gradient of a parameter."""
-
-    phase: str  # of PHASES
-    name: str
-    call: int = 0
-    at: int = 0  # among the tensors of inputs or outputs
-
-    def __str__(self) -> str:
-        number = f" {self.at}" if self.at else ""
-        again = f", call {self.call + 1}" if self.call else ""
-        return f"{self.phase}{number} of {self.name}{again}"
-
-
-@dataclass(frozen=True)
-class Wrong:
-    """A tensor of one rank and microbatch that is not equal to the reference's."""
-
-    order: int  # among those of the reference
-    place: Place
-    rank: int
-    microbatch: int  # of the global batch
-    relative: float
-    before: float  # the largest relative difference of what comes before it
-    what: str
-
-
-class Recorder(Transform):
-    """Keeps a step's tensors, of whole models or of stages; copies on the CPU."""
-
-    def __init__(
-        self, shares: frozenset[str] = frozenset(), step: int = 1, bits: bool = False
-    ) -> None:
-        """shares: parameters, of whose gradient the microbatches' shares are kept. bits: all of
-        them are to be equal."""
-        self._recorded, self._bits = step, bits
-        self.tensors: dict[tuple[Place, int], Tensor] = {}
-        # of the layout: this rank's part of the gradients of `shares`
-        self.gradients: dict[str, tuple[Tensor, Part | None]] = {}
-        self.shares = shares
-        self.compared_tensors = 0
-        self._on, self._step, self._microbatch, self._bytes = False, 0, 0, 0
-        self._calls: Counter[tuple[str, int]] = Counter()
-
-    def on_weights(self, stage: nn.Module) -> None:
-        for name, module in stage.named_modules():
-            if name:
-                before = partial(self._enter, name)
-                module.register_forward_pre_hook(before, with_kwargs=True)
-                module.register_forward_hook(partial(self._leave, name))
-
-    def in_one_process(self, model: nn.Module) -> Transform:
-        self.on_weights(model)
-        return self
-
-    def begin_step(self, step: int) -> None:
-        self._step = step
-
-    def begin_microbatch(self, stage: int, microbatch: int) -> None:
-        self._microbatch = microbatch
-
-    @contextmanager
-    def training(self, tokens: Tensor) -> Iterator[None]:
-        self._on = self._step == self._recorded
-        yield
-        self._on = False
-
-    def weights(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-        """These, so that the gradient of this microbatch alone is kept of `shares`."""
-        if not self._on:
-            return weights
-        own = {n: w.view_as(w) for n, w in weights.items() if n in self.shares and w.requires_grad}
-        for name, weight in own.items():
-            weight.register_hook(partial(self._keep, Place("share", name), self._microbatch))
-        return weights | own
-
-    def _keep(self, place: Place, microbatch: int, tensor: Tensor) -> None:
-        self._bytes += tensor.nbytes
-        if self._bytes < _MOST:
-            self.tensors[place, microbatch] = local(tensor.detach()).cpu().clone()
-
-    def _enter(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if self._on and not in_backward():
-            self._calls[name, self._microbatch] += 1
-            self._keep_all("input", name, (args, kwargs))
-
-    def _leave(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
-        if self._on and not in_backward():
-            self._keep_all("output", name, output)
-
-    def _keep_all(self, phase: str, name: str, value: Any) -> None:
-        call = self._calls[name, self._microbatch] - 1
-        tensors = (leaf for leaf in tree_flatten(value)[0] if isinstance(leaf, Tensor))
-        for index, tensor in enumerate(tensors):
-            self._keep(Place(phase, name, call, index), self._microbatch, tensor)
-            if phase == "output" and tensor.requires_grad and torch.is_grad_enabled():
-                place = Place("gradient of the output", name, call, index)
-                tensor.register_hook(partial(self._keep, place, self._microbatch))
-
-    def compared(
-        self, run: Run, config: Config, folder: Path
-    ) -> tuple[list[Wrong], dict[str, str]]:
-        """(What is first in the order of the reference, on all ranks that have it wrong; or else
-        what is wrong with the gradients of `shares`, in the order of the backward). The tensors
-        that are first go into `folder`. Collective.
-
-        What has no counterpart (tokens in the order of experts) is left out.
-        """
-        path = folder / _TENSORS  # which rank 0 has just written
-        reference = torch.load(path, map_location="cpu", weights_only=False, mmap=True)
-        order: dict[Place, int] = {}
-        for place, _ in reference:
-            order.setdefault(place, len(order))
-        parts, self.compared_tensors = _Parts(run, config, self._bits), 0
-        found: list[tuple[Wrong, Tensor, Tensor]] = []
-        before = 0.0
-        for key in sorted(self.tensors, key=lambda key: (order.get(key[0], 0), key[1])):
-            (place, microbatch), mine, whole = key, self.tensors[key], reference.get(key)
-            if whole is None or (found and order[place] > found[0][0].order):
-                continue
-            right, row = parts.compared(place, mine, whole)
-            if right is None or row is None:
-                continue
-            self.compared_tensors += 1
-            if row.agrees:
-                before = max(before, row.relative)
-                continue
-            # what a module is given only for its dtype or shape may be anything
-            results = [
-                parts.compared(other[0], value, reference[other])[1]
-                for other, value in self.tensors.items()
-                if other in reference and other[1] == microbatch
-                if other[0][:3] == ("output", place.name, place.call)
-            ]
-            told = [result.agrees for result in results if result is not None]
-            if place.phase == "input" and told and all(told):
-                continue
-            what = first_bit(mine, right) if self._bits else described(mine, right, config)
-            of = dist.get_rank(), microbatch, row.relative, before, what
-            found.append((Wrong(order[place], place, *of), mine, right))
-        first = [wrong for rank in _gathered([wrong for wrong, *_ in found]) for wrong in rank]
-        least = min((wrong.order for wrong in first), default=None)
-        for wrong, mine, right in found:
-            if wrong.order == least:
-                name = f"rank{wrong.rank}-microbatch{wrong.microbatch}.pt"
-                torch.save({"layout": mine, "one process": right}, folder / name)
-        first = [wrong for wrong in first if wrong.order == least]
-        return first, {} if first else self._explained(reference, config)
-
-    def _explained(
-        self, reference: dict[tuple[Place, int], Tensor], config: Config
-    ) -> dict[str, str]:
-        """What is wrong with each gradient: by how often each microbatch's share is in it."""
-        order: dict[str, list[tuple[Place, int]]] = {}
-        for place, number in sorted(reference, key=lambda key: key[1]):
-            if place.phase == "share":
-                order.setdefault(place.name, []).append((place, number))
-        mine: dict[str, Any] = {}
-        for name, (gradient, part) in self.gradients.items():
-            if name in order and len(order[name]) <= _EXPLAINED:
-                parts = [local_of(gradient, part, reference[key]).double() for key in order[name]]
-                own, shares = local(gradient).cpu().double(), torch.stack(parts)
-                text = described(own, shares.sum(0), config)
-                own, shares = own.flatten(), shares.flatten(1)
-                mine[name] = shares @ shares.T, shares @ own, own @ own, text
-        every, result = _gathered(mine), {}
-        for name in (place.name for place, _ in reference if place.phase == "share"):
-            of = {rank: found[name] for rank, found in enumerate(every) if name in found}
-            if of and name not in result:
-                squares, products, norm, texts = zip(*of.values(), strict=True)
-                told = [f"rank {rank}: {text}" for rank, text in zip(of, texts, strict=True)]
-                counted = _counted(sum(squares), sum(products), sum(norm), config)
-                result[name] = counted or "; ".join(told[:4])
-        return result
-
-
-def _gathered(mine: Any) -> list[Any]:
-    every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, mine)
-    return every
-
-
-class _Parts:
-    """Which part of the reference's tensors a rank has: cut by tokens, by the parts of a weight, or
-    by ranks."""
-
-    def __init__(self, run: Run, config: Config, bits: bool) -> None:
-        self._run, self._config, self._bits = run, config, bits
-        self._placements: dict[str, Placement] = {}
-        for state in run.stage_states:  # the plan has those of the first rank
-            self._placements.update(state.placements)
-        tokens = torch.arange(config.seq_len)
-        self._tokens = [tokens]
-        for transform in run.plan.transforms.values():
-            take: Callable[..., Tensor] | None = getattr(transform.ranks, "take", None)
-            if take is not None:
-                self._tokens.append(take(tokens[None], 1)[0])
-        if run.mesh.layer_ranks > 1:
-            parts = (t.chunk(run.mesh.layer_ranks) for t in [*self._tokens])
-            self._tokens += [part[run.mesh.layer_part] for part in parts if len(part) > 1]
-
-    def compared(
-        self, place: Place, mine: Tensor, whole: Tensor
-    ) -> tuple[Tensor | None, Comparison | None]:
-        """The part of `whole` that this one is, of those that it can be the nearest."""
-        # a sum of so many terms is rounded so often
-        terms = max(64, *whole.shape) if whole.dim() else 64
-        eps = torch.finfo(mine.dtype).eps if mine.is_floating_point() else 0.0
-        tolerance = 0.0 if self._bits else (16 if eps < 1e-3 else 1) * eps * terms**0.5
-        parts = [whole] if mine.dim() == whole.dim() else []
-        for dim, size in enumerate(mine.shape if parts else ()):
-            if size != whole.shape[dim]:
-                parts = [new for part in parts for new in self._cut(place, part, dim, size)]
-        rows = [
-            (part, compare(place.phase, place.name, mine, part, tolerance=tolerance))
-            for part in parts
-        ]
-        return min(rows, key=lambda pair: pair[1].squared, default=(None, None))
-
-    def _cut(self, place: Place, whole: Tensor, dim: int, size: int) -> Iterator[Tensor]:
-        full, mesh = whole.shape[dim], self._run.mesh
-        for tokens in self._tokens:
-            if full == self._config.seq_len and size == len(tokens):
-                yield whole.index_select(dim, tokens)
-            elif full % self._config.seq_len == 0 and size * self._config.seq_len == full * len(
-                tokens
-            ):  # samples and tokens in one dimension
-                rows = whole.unflatten(dim, (-1, self._config.seq_len))
-                yield rows.index_select(dim + 1, tokens).flatten(dim, dim + 1)
-        weight = self._placements.get(f"{place.name}.weight")
-        if weight is not None and weight.part is not None:
-            ranges = [torch.arange(*r) for r in weight.part.ranges]
-            if sum(map(len, ranges)) == size and weight.part.shape[weight.part.dim] == full:
-                yield whole.index_select(dim, torch.cat(ranges))
-        if size * mesh.layer_ranks == full:
-            yield whole.chunk(mesh.layer_ranks, dim)[mesh.layer_part]
-
-
-# --- what differs ---------------------------------------------------------------------------------
-
-
-def described(mine: Tensor, right: Tensor, config: Config) -> str:
-    """What distinguishes two tensors of the same shape."""
-    mine, right = mine.double(), right.double()
-    if not mine.isfinite().all():
-        return f"{(~mine.isfinite()).sum().item()} elements are not finite"
-    if text := _factor(mine, right, config):
-        return text
-    norm = mine.norm() * _SAME
-    square = mine.dim() > 1 and mine.shape[-1] == mine.shape[-2]
-    if square and (mine.transpose(-1, -2) - right).norm() <= norm:
-        return "transposed"
-    for axis, dim in product(("tp", "cp", "dp", "ep"), range(mine.dim())):
-        part, rest = divmod(mine.shape[dim], getattr(config, axis))
-        for by in range(part, 0 if rest else mine.shape[dim], max(part, 1)):
-            if (mine.roll(by, dim) - right).norm() <= norm:
-                return f"the parts of {axis} ranks are in another order along dim {dim}"
-    off = (mine - right).abs() > _SAME * right.square().mean().sqrt()
-    where, inside = [], [slice(None)] * mine.dim()
-    for dim, size in enumerate(mine.shape):
-        lines = off.movedim(dim, 0).reshape(size, off.numel() // max(size, 1))
-        rows = lines.any(1).nonzero().flatten().tolist()
-        if rows and len(rows) < size and rows[-1] - rows[0] + 1 == len(rows):
-            inside[dim] = slice(rows[0], rows[-1] + 1)
-            name = {0: "sample", 1: "token"}.get(dim) if mine.dim() > 2 else None
-            at = f"{rows[0]}" if len(rows) == 1 else f"{rows[0]} to {rows[-1]}"
-            last = " (the last)" if rows == [size - 1] else ""
-            where.append(f"{name or f'index of dim {dim}'} {at} of {size}{last}")
-    inner = _factor(mine[tuple(inside)], right[tuple(inside)], config)
-    text = inner or f"another by {(mine - right).norm() / right.norm():.1e} of its norm"
-    return f"only {', '.join(where)}: {text}" if where else text
-
-
-def first_bit(mine: Tensor, right: Tensor) -> str:
-    """The first element that is not equal, and its lowest bit that is another."""
-    place = tuple((mine != right).nonzero()[0].tolist())
-    here, there = mine[place], right[place]
-    kind = {2: torch.int16, 4: torch.int32}.get(here.itemsize, torch.int64)
-    other = int(here.view(kind).item()) ^ int(there.view(kind).item())
-    bit = (other & -other).bit_length() - 1
-    return f"{[*place]} is {here.item()!r}, in one process {there.item()!r}: from bit {bit}"
-
-
-def _factor(mine: Tensor, right: Tensor, config: Config) -> str:
-    """What the one is times the other; "" = it is no multiple."""
-    scale = right.square().sum().item()
-    factor = (mine * right).sum().item() / scale if scale else 0.0
-    rest = (mine - factor * right).norm().item()
-    # a remainder of the size of what the factor changes is another fault
-    most = min(_SAME * max(abs(factor), _SAME), 0.1 * abs(1 - factor)) * scale**0.5
-    return factor_text(factor, config) if scale and rest <= most else ""
-
-
-def factor_text(factor: float, config: Config) -> str:
-    """Such as "2 times: summed instead of averaged over dp"."""
-    if abs(factor) < _SAME:
-        return "zeros"
-    text = f"{factor:.5g} times"
-    if abs(factor + 1) < _SAME:
-        return f"{text}: the sign"
-    for name in ("dp", "tp", "cp", "ep", "replicate", "pp"):
-        size = getattr(config, name)
-        if size > 1 and abs(factor / size - 1) < _SAME:
-            return f"{text}: summed instead of averaged over {name}"
-        if size > 1 and abs(factor * size - 1) < _SAME:
-            return f"{text}: divided by {name} once too often, or not summed over it"
-    return text
-
-
-def _counted(squares: Any, products: Any, norm: Any, config: Config) -> str:
-    """What a gradient is, by least squares, of the shares of microbatches; "" = no sum of them."""
-    shares = torch.linalg.lstsq(squares, products[:, None], driver="gelsd").solution.flatten()
-    if norm - shares @ products > _SAME**2 * norm:
-        return ""
-    if shares.max() - shares.min() < 1e-2 * shares.abs().max() or not norm:
-        return factor_text(shares.mean().item(), config)
-    texts = []
-    for rank, row in enumerate(shares.view(config.dp, -1)):
-        of, alike = f"dp rank {rank}", config.dp > 1 and row.max() - row.min() < 1e-2
-        for at, value in enumerate(row[:1] if alike else row):
-            times = "missing" if abs(value) < 1e-2 else f"in it {value.item():.3g} times"
-            if abs(value - 1) > 1e-2:
-                name = of if alike else f"microbatch {at} of {of}"
-                texts.append(f"the share of {name} is {times}")
-    return "; ".join(texts[:4])
+_STEPS = "steps.pt"
 
 
 # --- the least layout that fails ------------------------------------------------------------------
@@ -471,7 +129,7 @@ def localize(config: Config, found: Found, worker: Worker) -> dict[str, Any]:
     path = attempts.folder / "first_difference.json"
     located = {"first": first, "axis": axis}
     path.write_text(json.dumps(located, indent=1) + "\n")
-    for name in (_TENSORS, _STEPS):
+    for name in (TENSORS, _STEPS):
         (attempts.folder / name).unlink()
     console = Console(steps=1)
     for line in (*first, axis, f"tensors: {attempts.folder}"):
@@ -490,7 +148,7 @@ def localize_bits(config: Config, step: int, data: Data, worker: Worker) -> list
         one = replace(_apart(worker, "", 1), local_world_size=1)
         for _ in computed(in_one_process(config), data, one, recorder=recorder):
             pass
-        torch.save(recorder.tensors, folder / _TENSORS)
+        torch.save(recorder.tensors, folder / TENSORS)
     barrier(worker, "localization of bits", REFERENCE_TIMEOUT)
     recorder = Recorder(step=step, bits=True)
 
@@ -501,7 +159,7 @@ def localize_bits(config: Config, step: int, data: Data, worker: Worker) -> list
         pass
     barrier(worker, "bits localized", REFERENCE_TIMEOUT)
     if worker.rank == 0:
-        (folder / _TENSORS).unlink()
+        (folder / TENSORS).unlink()
     return first_text(found, config) if found.wrong else []
 
 
@@ -519,7 +177,7 @@ class Attempts:
         apart = _apart(worker, "localization")
         compute_reference(config, data, apart, self._path, recorder)
         if worker.rank == 0:
-            torch.save(recorder.tensors, self.folder / _TENSORS)
+            torch.save(recorder.tensors, self.folder / TENSORS)
         (self.microbatches,) = {*microbatches_of(config, data).values()}  # of the global batch
         self._verdicts: list[bool | None] = []
 

@@ -40,7 +40,7 @@ from titanlike.training.train_plan import make_plan
 from titanlike.training.transforms import stage_transforms
 
 if TYPE_CHECKING:
-    from titanlike.proof.localization import Recorder
+    from titanlike.proof.recorder import Recorder
 
 # Relative change of the weights by which the growth of rounding is measured: layouts' gradients
 # differ from the reference's by some 1e-7 to 1e-6 of their norm.
