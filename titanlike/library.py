@@ -29,7 +29,7 @@ from titanlike.config.parse import to_plain
 from titanlike.config.program import set_caller
 from titanlike.config.schema import Config, SyntheticData
 from titanlike.data import registry
-from titanlike.data.registry import DataError
+from titanlike.data.kinds import DataError
 from titanlike.data.sources import Data
 from titanlike.device.accelerator import is_accelerator
 from titanlike.device.choose import choose_device, start_device

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from titanlike.config.schema import Config, HFData, TextData
-from titanlike.data import hf_dataset, registry
+from titanlike.data import hf_dataset, kinds, registry
 from titanlike.data.registry import DataError, open_data
 
 datasets = pytest.importorskip("datasets")
@@ -129,7 +129,7 @@ def test_rows_of_ids_are_read_as_they_are_and_are_documents(tmp_path: Path) -> N
     begins = data.train[0]["document_ids"].diff().nonzero().flatten() + 1
     assert begins.tolist() == [3, 7, 12, 18, 25, 28]
     assert (data.train[0]["targets"][begins - 1] == -100).all()
-    assert registry.vocabulary(given.data) == (51, None, None)
+    assert kinds.vocabulary(given.data) == (51, None, None)
     rows.add_column("labels", [[-100, *row[1:]] for row in padded]).save_to_disk(
         str(tmp_path / "b")
     )

@@ -29,7 +29,7 @@ from titanlike.config.program import argument_parser, exit_code
 from titanlike.config.received import Consent, check_places
 from titanlike.config.schema import ChatData, HFData, TextData
 from titanlike.data.chat import find_template
-from titanlike.data.registry import DataError, vocabulary
+from titanlike.data.kinds import DataError, vocabulary
 from titanlike.data.tokenizer import copy_tokenizer, write_tokenizer
 from titanlike.metrics import units
 from titanlike.models.hf_names import FAMILIES, counterpart

@@ -44,8 +44,8 @@ from titanlike.data.conversation_forms import (
     with_text_arguments,
     without_nulls,
 )
+from titanlike.data.kinds import DataError
 from titanlike.data.order import is_for_validation
-from titanlike.data.registry import DataError
 from titanlike.data.sources import IGNORE, Data
 from titanlike.data.text import (
     PARTS,

@@ -14,10 +14,8 @@ import torch
 from torch import Tensor
 
 from titanlike.config.schema import Config
+from titanlike.data.kinds import DataError
 from titanlike.data.order import GlobalBatchSampler, SimilarLengthBatchSampler
-from titanlike.data.registry import (
-    DataError,
-)
 from titanlike.data.sources import Batch, Source, VariableLength, stack
 
 REQUIRED = ("inputs", "targets")

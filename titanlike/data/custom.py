@@ -15,14 +15,14 @@ from titanlike.config.errors import Problem, nearest, override_text
 from titanlike.config.imports import import_object, of_a_library
 from titanlike.config.schema import Config, Custom
 from titanlike.data.checked import Call, CheckedSource
-from titanlike.data.readers import default_readers
-from titanlike.data.registry import (
+from titanlike.data.kinds import (
     DataError,
     Vocabulary,
     data_changed,
     loader_workers,
     missing_package,
 )
+from titanlike.data.readers import default_readers
 from titanlike.data.sources import Data, Pad, VariableLength
 
 # of every data, or of every stream: not arguments of a user's function, unless it takes them

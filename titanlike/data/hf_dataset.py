@@ -18,7 +18,7 @@ import numpy as np
 
 from titanlike.config.errors import Problem
 from titanlike.config.schema import Config, HFData, TokenData
-from titanlike.data.registry import DataError, Vocabulary, missing_package
+from titanlike.data.kinds import DataError, Vocabulary, missing_package
 from titanlike.data.text import (
     cache_key,
     cached,

@@ -34,13 +34,9 @@ from torch.utils.data import DataLoader
 
 from titanlike.config.errors import Problem
 from titanlike.config.schema import Config, Custom
+from titanlike.data.kinds import loader_workers
 from titanlike.data.order import GlobalBatchSampler, RampBatchSampler
-from titanlike.data.registry import (
-    SHARED_MEMORY,
-    free_shared_memory,
-    loader_workers,
-    open_data,
-)
+from titanlike.data.registry import SHARED_MEMORY, free_shared_memory, open_data
 from titanlike.data.sources import Batch, Data, Source, stack
 from titanlike.launch.heartbeat import DATA_THREAD
 from titanlike.launch.signals import die_with_parent

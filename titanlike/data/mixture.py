@@ -25,9 +25,9 @@ import torch
 
 from titanlike.config.errors import Problem
 from titanlike.config.schema import Config, MixtureData, TextData, TokenData
-from titanlike.data import registry, text, token_files, tokens
+from titanlike.data import kinds, text, token_files, tokens
+from titanlike.data.kinds import DataError, Vocabulary
 from titanlike.data.order import GlobalBatchSampler, shuffled_index
-from titanlike.data.registry import DataError, Vocabulary
 from titanlike.data.sources import Data, Source, documents_note, source_fingerprint
 
 Points = list[tuple[float, float]]  # (step, weight), steps rise
@@ -39,7 +39,8 @@ def open_data(data: MixtureData, config: Config) -> Data:
     opened = dict[str, Data]()
     for name, source in data.sources.items():
         try:
-            opened[name] = registry.open_data(replace(config, data=section_of_source(data, source)))
+            section = section_of_source(data, source)
+            opened[name] = kinds.kind_of(section).open_data(section, replace(config, data=section))
         except DataError as error:
             wrong = error.problem
             key = wrong.key.replace("data.path", f"data.sources.{name}.path")
@@ -53,7 +54,7 @@ def vocabulary(data: MixtureData) -> Vocabulary:
         first = section_of_source(data, next(iter(data.sources.values())))
     except (KeyError, TypeError, AttributeError, StopIteration):
         raise DataError("data.sources", data.sources, "names no source", _EXAMPLE) from None
-    return registry.vocabulary(first)
+    return kinds.vocabulary(first)
 
 
 def section_of_source(data: MixtureData, source: Mapping[str, Any]) -> TokenData | TextData:

@@ -19,8 +19,8 @@ from tqdm import tqdm
 
 from titanlike.config.schema import Config, Custom
 from titanlike.data.checked import Call, CheckedSource
+from titanlike.data.kinds import DataError
 from titanlike.data.readers import reader_problems
-from titanlike.data.registry import DataError
 from titanlike.data.sources import Batch, Data, Source
 from titanlike.data.stream_nodes import Repeated, State
 from titanlike.data.stream_source import HeldOutSource, StreamSource, not_saved

@@ -13,7 +13,7 @@ import torch
 import xxhash
 
 from titanlike.config.schema import Config
-from titanlike.data.registry import DataError
+from titanlike.data.kinds import DataError
 from titanlike.data.sources import IGNORE, Data, documents_note, numbers_hash
 from titanlike.data.token_files import Parts, TokenFile, open_tokens, too_short
 from titanlike.data.token_formats import borders

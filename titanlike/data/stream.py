@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any, cast
 from titanlike.config.errors import Problem
 from titanlike.config.schema import Config, HFData, StreamData, TokenData
 from titanlike.data import hf_dataset, text, tokens
+from titanlike.data.kinds import DataError, Vocabulary, missing_package
 from titanlike.data.mixture import Points, check_weights, points_of, seed_of
 from titanlike.data.readers import reader_problems
-from titanlike.data.registry import DataError, Vocabulary, missing_package
 from titanlike.data.tokenizer import Tokenizer, open_tokenizer
 from titanlike.metrics import units
 

@@ -28,9 +28,9 @@ from torchdata.nodes import BaseNode, IterableWrapper
 
 from titanlike.config.files import open_regular
 from titanlike.data.hf_dataset import text_of
+from titanlike.data.kinds import DataError
 from titanlike.data.mixture import Points, weight_at
 from titanlike.data.order import shuffled_index, splitmix64
-from titanlike.data.registry import DataError
 from titanlike.data.text import (
     COMPRESSED,
     TABLES,

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from titanlike.config.schema import Config, SyntheticData
-from titanlike.data.registry import Vocabulary
+from titanlike.data.kinds import Vocabulary
 from titanlike.data.sources import ENDLESS, Data
 
 CHECKS = ()

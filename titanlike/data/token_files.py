@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from titanlike.config.errors import Problem
-from titanlike.data.registry import DataError
+from titanlike.data.kinds import DataError
 
 NPY = "npy"  # as the dtype of a file that numpy.save wrote, which contains it
 

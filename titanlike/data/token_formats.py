@@ -22,7 +22,7 @@ import numpy as np
 from titanlike.config.errors import as_override
 from titanlike.config.files import read_object
 from titanlike.config.schema import TokenData
-from titanlike.data.registry import DataError
+from titanlike.data.kinds import DataError
 from titanlike.data.token_files import NPY, TokenFile, open_tokens
 
 HEAD = 1024  # bytes by which a file is recognized

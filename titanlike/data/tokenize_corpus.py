@@ -30,7 +30,7 @@ import xxhash
 
 from titanlike.config.files import atomic_write_text, read_object, replaced
 from titanlike.config.program import argument_parser, exit_code
-from titanlike.data.registry import DataError
+from titanlike.data.kinds import DataError
 from titanlike.data.text import (
     SUFFIXES,
     corpus_files,

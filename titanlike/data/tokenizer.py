@@ -21,7 +21,7 @@ import numpy as np
 
 from titanlike.config.files import read_object
 from titanlike.config.imports import quiet_import
-from titanlike.data.registry import DataError, missing_package
+from titanlike.data.kinds import DataError, missing_package
 
 # Special tokens that end or begin a document, in order of preference: GPT-2 and Qwen, Llama 3,
 # Llama 2 and Mistral, Gemma, BERT; then tokens that begin one.

@@ -20,7 +20,7 @@ import numpy as np
 from titanlike.config.errors import Problem
 from titanlike.config.files import as_record, read_object
 from titanlike.config.schema import Config, TokenData
-from titanlike.data.registry import DataError, Vocabulary
+from titanlike.data.kinds import DataError, Vocabulary
 from titanlike.data.token_files import Parts, TokenFile, open_tokens, too_short
 from titanlike.data.token_formats import (
     foreign_index,

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 from titanlike.config.errors import Problem
 from titanlike.config.parse import section_of, to_plain
 from titanlike.config.schema import VARIANTS, Config, Custom, MixtureData
-from titanlike.data import registry
-from titanlike.data.registry import DataError, Vocabulary
+from titanlike.data import kinds
+from titanlike.data.kinds import DataError, Vocabulary
 
 if TYPE_CHECKING:
     from titanlike.data.sources import Data, Source
@@ -72,8 +72,8 @@ def problems_of_sets(config: Config) -> list[Problem]:
     key = "validation.data"
     try:
         for name, section in sections(config).items():
-            key, of_set = _key(name), registry.of_all(config, section)
-            for check in registry.kind_of(section).CHECKS:
+            key, of_set = _key(name), kinds.of_all(config, section)
+            for check in kinds.kind_of(section).CHECKS:
                 found += (_of_set(problem, key) for problem in check(of_set.data, of_set) or ())
             _check_vocabulary(key, section, *map(_vocabulary, (config.data, section)))
     except DataError as error:
@@ -85,7 +85,7 @@ def _vocabulary(section: Any) -> Vocabulary:
     """That of a section, with its tokenizer's fingerprint."""
     from titanlike.data.tokenizer import open_tokenizer
 
-    found = registry.vocabulary(section)
+    found = kinds.vocabulary(section)
     name = found.tokenizer
     return found._replace(tokenizer=None if name is None else open_tokenizer(name).fingerprint)
 
@@ -124,9 +124,9 @@ def open_sets(data: Data, config: Config) -> Data:
 
     sets: dict[str, Source] = {}
     for name, section in sections(config).items():
-        key, of_set = _key(name), registry.of_all(config, section)
+        key, of_set = _key(name), kinds.of_all(config, section)
         try:
-            opened = registry.kind_of(section).open_data(of_set.data, of_set)
+            opened = kinds.kind_of(section).open_data(of_set.data, of_set)
         except DataError as error:
             raise DataError(*astuple(_of_set(error.problem, key))) from None
         vocabularies = (Vocabulary(each.vocab_size, each.tokenizer) for each in (data, opened))

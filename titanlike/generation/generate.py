@@ -35,7 +35,7 @@ from titanlike.config.imports import quiet_import
 from titanlike.config.received import Consent
 from titanlike.config.schema import ChatData
 from titanlike.data.chat import ChatTemplate, find_template
-from titanlike.data.registry import DataError, vocabulary
+from titanlike.data.kinds import DataError, vocabulary
 from titanlike.data.tokenizer import open_tokenizer, write_tokenizer
 from titanlike.distributed.initialize import parameters_on_meta
 from titanlike.models.cache import KeyValueCache

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from titanlike.config.schema import Config, Custom
+from titanlike.data.kinds import loader_workers
 from titanlike.data.loader import one_ahead
-from titanlike.data.registry import loader_workers
 from titanlike.data.sources import Batch
 from titanlike.distributed.mesh import Mesh
 from titanlike.distributed.sharding import compute_dtype

@@ -20,8 +20,8 @@ import torch
 
 from titanlike.checkpoint.discovery import checkpoint_folder
 from titanlike.config.schema import Config
+from titanlike.data.kinds import option
 from titanlike.data.loader import batches
-from titanlike.data.registry import option
 from titanlike.data.sources import Batch
 from titanlike.distributed.mesh import close_mesh
 from titanlike.distributed.readings import PendingScalars

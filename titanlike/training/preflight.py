@@ -8,7 +8,7 @@ from dataclasses import replace
 from titanlike.config import schema
 from titanlike.config.errors import ConfigError, Problem
 from titanlike.config.schema import Config, Custom, Hardware
-from titanlike.data.registry import DataError
+from titanlike.data.kinds import DataError
 from titanlike.device.choose import choose_device, first_device
 from titanlike.launch.environment import available_cores
 from titanlike.optim.loss import build_loss

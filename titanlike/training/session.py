@@ -12,7 +12,8 @@ from titanlike.checkpoint.discovery import Progress
 from titanlike.config.errors import ConfigError, Refused
 from titanlike.config.parse import to_plain, write_config
 from titanlike.config.schema import Config, MemoryProfile, TensorBoard, Wandb
-from titanlike.data.registry import DataError, open_data
+from titanlike.data.kinds import DataError
+from titanlike.data.registry import open_data
 from titanlike.data.sources import Data
 from titanlike.device.accelerator import kernels
 from titanlike.device.choose import choose_device, near_device
