@@ -42,24 +42,24 @@ if TYPE_CHECKING:
     from titanlike.parallel.compiled_blocks import CompiledBlocks
     from titanlike.training.stragglers import BusyTime
 
-# factor on a rank's parameters, gradients and optimizer state, for activations and fragmentation
+# multiplies a rank's parameters, gradients and optimizer state: activations, fragmentation
 _FRAGMENTATION = 3
 
 
 class Listener(Protocol):
     def begin(self, phase: str) -> None:
-        """The next phase of a step begins."""
+        """Called when the next phase of a step begins."""
 
     def start_action(self, action: Any) -> None:
-        """An action of the schedule begins; None: all are done."""
+        """Called when an action of the schedule begins; None: all are done."""
 
     def action_queued(self, action: Any, received: bool) -> None:
-        """A computation, all-gather or reduce-scatter has been launched; with `received`, only the
-        receives that it waits for have been launched."""
+        """Called when a computation, all-gather or reduce-scatter has been launched; with
+        `received`, when only the receives that it waits for have been launched."""
 
 
 class Ranges:
-    """Tells listeners the phases and actions of a step; without any, a call is one comparison."""
+    """Notifies listeners of a step's phases and actions; without any, a call is one comparison."""
 
     def __init__(self) -> None:
         self._listeners: tuple[Listener, ...] = ()
@@ -78,7 +78,7 @@ class Ranges:
         self._call_back()
 
     def begin(self, phase: str) -> None:
-        """The next phase of a step begins."""
+        """Begin the next phase of a step."""
         for listener in self._listeners:
             listener.begin(phase)
 
@@ -141,7 +141,7 @@ class Run:
 
     @cached_property
     def owned(self) -> list[nn.Parameter]:
-        """Parameters that this rank counts: a tied one only on one of the ranks with a copy."""
+        """Parameters that this rank counts: a tied one is owned by one of the ranks with a copy."""
         return [p for state in self.stage_states for n, p in state.parameters() if state.owns(n)]
 
     @cached_property
@@ -199,10 +199,10 @@ def build_planned(
     init_weights: Callable[..., object] = initialize,
     more: Mapping[str, Transform] | None = None,
 ) -> Run:
-    """Build from a plan. Collective: process groups are made here, not while a run is planned, when
-    rank 0 may have timed units alone.
+    """Build from a plan. Collective: process groups are made here, not during planning, when rank 0
+    may be timing units alone.
 
-    init_weights: allocates a stage and gives it its weights, called as `initialize`.
+    init_weights: allocates and initializes a stage, called as `initialize`.
     """
     transforms = stage_transforms(config, mesh, plan) | dict(more or {})
 
@@ -213,7 +213,7 @@ def build_planned(
         config, mesh, plan, ordered, canonical, partial(init_weights, say=say)
     )
     stages = built_stages.stages
-    # parameter -> the stages that hold it; the first one owns a tied parameter
+    # parameter -> stages that hold it; the first stage owns a tied parameter
     holders = {
         name: [index for index, names in enumerate(plan.stage_parameters) if name in names]
         for name in canonical.values()
@@ -323,10 +323,10 @@ def _make_states(
 ) -> dict[int, StageState]:
     """Make the optimizers and state of each stage; holders: parameter -> stages that hold it."""
     states: dict[int, StageState] = {}
-    matrices = getattr(config.optimizer, "whole_matrices", False)  # gathered from their parts
+    matrices = getattr(config.optimizer, "whole_matrices", False)  # gathered from their shards
     group = mesh.weight_group(config.launch.timeout) if matrices else None
     for index, stage in built_stages.stages.items():
-        if stage.state_dict():  # a batch norm without weights has buffers to save
+        if stage.state_dict():  # even without parameters, e.g. batch norm buffers
             every = stage.named_parameters(remove_duplicate=False)
             names = {name: canonical[name] for name, _ in every}
             owned = frozenset(name for name in names.values() if holders[name][0] == index)
@@ -340,10 +340,10 @@ def _make_states(
 def memory_is_short(
     config: Config, plan: TrainPlan, mesh: Mesh, memory: Callable[[], int | None]
 ) -> bool:
-    """Whether a rank on the CPU may run out of memory if the blocks that it gathers and frees stay
-    holes between others, which then take as much again as what is in use.
+    """Whether a rank on the CPU may run out of memory if memory freed after all-gathers is
+    fragmented, which can double what is in use.
 
-    memory: bytes that training may take; None = not known.
+    memory: returns bytes available for training, None if unknown.
     """
     if mesh.device.type != "cpu" or config.shards == 1:
         return False
@@ -355,10 +355,10 @@ def memory_is_short(
 
 
 def _least_memory(config: Config, mesh: Mesh) -> int | None:
-    """The memory that training may use on a device: the minimum over all ranks, so that all of
-    them decide alike."""
-    mine = memory_for_training(config)
-    least = torch.tensor([-1e18 if mine is None else -mine], dtype=torch.float64)
+    """The minimum over all ranks of the memory available for training, so that all decide alike.
+    Collective."""
+    available = memory_for_training(config)
+    least = torch.tensor([-1e18 if available is None else -available], dtype=torch.float64)
     least = -mesh.max(least.to(mesh.device)).item() if mesh.world_size > 1 else -least.item()
     return None if least >= 1e18 else int(least)
 

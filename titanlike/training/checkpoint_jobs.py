@@ -1,9 +1,8 @@
-"""Jobs on a run's newest checkpoint, in any layout: `sample` continues texts, for a model that does
-not fit one process; `perplexity` is the loss on any data.
+"""Jobs on a run's newest checkpoint, in any layout: `sample` generates text with a model that does
+not fit one process; `perplexity` computes the loss on any data.
 
-For a perplexity every sequence of a part of the data counts once. Nats are summed over tokens; bits
-a byte are the same sum over the bytes of the text that these tokens are, so that tokenizers can be
-compared.
+Perplexity counts every sequence of a part of the data once. Nats are summed over tokens; bits per
+byte divide the same sum by the bytes of their text, to compare tokenizers.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ from titanlike.training.step import evaluate
 
 
 def sample(config: Config, worker: Worker) -> dict[str, Any]:
-    """Continue `sample.prompts`, and print the texts. Raises ConfigError without a checkpoint."""
+    """Print continuations of `sample.prompts`. Raises ConfigError without a checkpoint."""
     if not config.sample.prompts:
         fix = "sample.prompts=['def main']"
         raise ConfigError([Problem("sample.prompts", [], "there is nothing to continue", fix)])
@@ -60,13 +59,12 @@ def sample(config: Config, worker: Worker) -> dict[str, Any]:
 def loaded_run(
     config: Config, worker: Worker, data: Data, phase: str
 ) -> Iterator[tuple[Run, Storage]]:
-    """A context with the run in whose folder the job's folder is, its newest checkpoint's weights
-    loaded, and that checkpoint. The watchdog calls the phase `phase`. Collective.
+    """A context with the run whose directory is the parent of the job's, the weights of its newest
+    checkpoint loaded, and that checkpoint. The watchdog calls the phase `phase`. Collective.
 
-    The run may still be training: its checkpoints are only read. Raises ConfigError where there is
-    none.
+    The run may still be training: its checkpoints are only read. Raises ConfigError if it has none.
     """
-    of_run = replace(config, run_dir=str(Path(config.run_dir).parent))
+    run_config = replace(config, run_dir=str(Path(config.run_dir).parent))
     with Watchdog(worker, config.launch, worker.report_failure, abort_groups) as watchdog:
         watchdog.enter_phase(0, "connect", config.launch.timeout)
         mesh = open_mesh(config, worker)
@@ -74,15 +72,15 @@ def loaded_run(
         watchdog.enter_phase(0, "build", config.launch.timeout)
         run = build(config, mesh, data)
         watchdog.enter_phase(0, "load", config.checkpoint.timeout)
-        newest = _load_newest(of_run, run)
+        newest = _load_newest(run_config, run)
         watchdog.enter_phase(0, phase, config.launch.timeout)
         yield run, newest
     close_mesh()
 
 
 def _load_newest(config: Config, run: Run) -> Storage:
-    """Load only the weights of a run's newest checkpoint; with checkpoint.resume=never none, as the
-    model is a transformers folder's, unchanged."""
+    """Load only the weights of a run's newest checkpoint. With checkpoint.resume=never load
+    nothing: the weights are those of the transformers folder that the model was built from."""
     folder = getattr(config.model, "args", {}).get("path")
     if config.checkpoint.resume == "never" and config.model.name == "hf" and folder:
         return Storage(folder).at("model")
@@ -115,10 +113,10 @@ class Evaluation:
         if not self.tokens:
             return {}
         loss = self.nats / self.tokens
-        found = {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), "tokens": self.tokens}
+        metrics = {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), "tokens": self.tokens}
         if self.bytes:
-            found |= {"bits_per_byte": self.nats / math.log(2) / self.bytes, "bytes": self.bytes}
-        return found
+            metrics |= {"bits_per_byte": self.nats / math.log(2) / self.bytes, "bytes": self.bytes}
+        return metrics
 
 
 def perplexity(config: Config, worker: Worker) -> dict[str, Any]:

@@ -1,21 +1,18 @@
-"""What is done with the first batch before the first step: blocks are compiled, while no rank waits
-for a message of another, and a model that mixes samples is refused. Modules are as they were
-afterwards.
+"""Use the first batch before the first step: compile blocks while no rank waits in a P2P receive,
+and refuse models that couple samples. Modules are unchanged afterwards.
 
-Mixing is a mean over dim 0, or attention over samples.
+Coupled samples (a mean over dim 0, attention over samples) would make each layout a different
+model, as they are the samples of a microbatch. The graph of operations does not show them; but
+without them a sample's loss does not depend on its neighbours in the microbatch. So the first batch
+is evaluated with different neighbours: each microbatch as it is, its first half twice, and its
+second half twice.
 
-What such a model mixes are the samples of a microbatch, so that it is another model in each layout.
-A graph of operations does not tell; but where nothing is mixed, the losses of a sample do not
-depend on the samples beside it. So the pipeline evaluates the first batch with other companions:
-each microbatch once as it is, once with its first half twice, once with its second half twice.
+A norm or a sum over the batch hardly depends on the neighbours but on their number, so the halves
+are evaluated in microbatches of half the size, too.
 
-A norm or a sum over the batch hardly changes with the company, but with the number of samples: the
-halves of each microbatch are evaluated in microbatches of half the size, too.
-
-Microbatches of one sample are laid in pairs for it, as in other layouts. torch's own modules
-evaluate meanwhile (dropout is off, batch norm uses its running statistics) and the model's own ones
-train, so that a loss which exists in training alone is found. If a forward still draws random
-numbers, it is compared in evaluation instead.
+Microbatches of one sample are paired for the check. torch's own modules are in evaluation mode (no
+dropout, running statistics), custom ones in training mode, to find couplings that exist only in
+training. A forward that still draws random numbers is compared in evaluation mode instead.
 """
 
 from __future__ import annotations
@@ -52,8 +49,8 @@ _PLAIN = (bool, int, float, str, type(None))
 
 @contextmanager
 def unchanged(run: Run, seed: int) -> Iterator[None]:
-    """A context in which random numbers follow from `seed`. Afterwards buffers, plain attributes of
-    modules and random states are what they were."""
+    """A context with random numbers seeded by `seed`. On exit, buffers, plain attributes of modules
+    and random states are restored."""
     modules = [module for stage in run.stages for module in stage.modules()]
     plain = [
         {name: value for name, value in vars(module).items() if isinstance(value, _PLAIN)}
@@ -70,18 +67,18 @@ def unchanged(run: Run, seed: int) -> Iterator[None]:
         for module, values in zip(modules, plain, strict=True):
             vars(module).update(values)
         with torch.no_grad():
-            for module, own in zip(modules, buffers, strict=True):
-                for name, (buffer, value) in own.items():
+            for module, saved in zip(modules, buffers, strict=True):
+                for name, (buffer, value) in saved.items():
                     if buffer is not None and value is not None:
                         buffer.copy_(value)
-                    module._buffers[name] = buffer  # one may have been put in its place
+                    module._buffers[name] = buffer  # the forward may have replaced it
 
 
 def compile_blocks(run: Run, config: Config, batch: Batch, worker: Worker) -> str:
     """Compile the blocks of all stages for batches such as this one. Collective.
 
-    Returns what to say of it, on rank 0. Raises ConfigError where the compiler fails,
-    BarrierTimeout where a rank has not compiled its blocks in `launch.timeout`.
+    Returns a summary on rank 0, "" elsewhere. Raises ConfigError if the compiler fails,
+    BarrierTimeout if a rank has not compiled its blocks within `launch.timeout`.
     """
     assert run.compiled is not None
     begin = time.perf_counter()
@@ -99,35 +96,37 @@ def compile_blocks(run: Run, config: Config, batch: Batch, worker: Worker) -> st
         if reason := compiler_error(error):
             raise ConfigError([Problem("compile", True, reason, "compile=false")]) from error
         raise
-    mine = [run.compiled.new_graphs(), time.perf_counter() - begin, run.compiled.notes]
+    compiled = [run.compiled.new_graphs(), time.perf_counter() - begin, run.compiled.notes]
     first = worker.rank == 0
-    told = barrier(worker, "compile", config.launch.timeout, json.dumps(mine), listens=first)
+    gathered = barrier(
+        worker, "compile", config.launch.timeout, json.dumps(compiled), listens=first
+    )
     if not first:
         return ""
-    every = [told[rank] for rank in range(worker.world_size)]
-    graphs, seconds, notes = zip(*map(json.loads, every), strict=True)
-    count = f"{max(graphs)} graph{'s' * (max(graphs) != 1)}" + " a rank" * (len(every) > 1)
-    unique = dict.fromkeys(note for own in notes for note in own)
+    from_ranks = [gathered[rank] for rank in range(worker.world_size)]
+    graphs, seconds, notes = zip(*map(json.loads, from_ranks), strict=True)
+    count = f"{max(graphs)} graph{'s' * (max(graphs) != 1)}" + " a rank" * (len(from_ranks) > 1)
+    unique = dict.fromkeys(note for rank_notes in notes for note in rank_notes)
     return "; ".join([f"compiled the blocks: {count}, {max(seconds):.1f} s", *unique])
 
 
-# differences of losses, relative (root mean square):
+# bounds of relative differences of losses (root mean square):
 NO_CHANGE = 2e-6  # rounding, in any precision
-ROUNDING = 10.0  # times what the same rows at other positions of their microbatch change
-MOST_ROUNDING, MOST_ROUNDING_IN_BF16 = 1e-5, 1e-2  # if that is more, it is no rounding
-# of the same samples in microbatches of another size, for which kernels round in another order
+ROUNDING = 10.0  # times the difference if the same rows only change positions
+MOST_ROUNDING, MOST_ROUNDING_IN_BF16 = 1e-5, 1e-2  # a larger difference is not rounding
+# of the same samples in microbatches of a different size, whose kernels round differently
 MOST_BY_SIZE, MOST_BY_SIZE_IN_BF16 = 1e-4, 1e-2
 
 
 def refuse_mixed_samples(run: Run, config: Config, stream: Iterator[Batch]) -> Iterator[Batch]:
-    """The same batches. Raises ConfigError where the model or the loss mixes samples.
-    Collective."""
+    """Return the same batches. Raises ConfigError if the model or the loss couples samples of a
+    batch. Collective."""
     if not may_mix_samples(config):
         return stream
     own_loss = isinstance(config.loss, Custom)
     first = [next(stream)]
     if len(first[0]["targets"]) == 1:
-        first.append(next(stream))  # another sample to lay beside it
+        first.append(next(stream))  # a second sample to pair it with
     change = _change_by_companions(run, config, [to_device(b, run.mesh, config) for b in first])
     if change is not None:
         what = config.model.name + (f" or the loss {config.loss.name}" if own_loss else "")
@@ -142,50 +141,50 @@ def refuse_mixed_samples(run: Run, config: Config, stream: Iterator[Batch]) -> I
 
 
 def _change_by_companions(run: Run, config: Config, first: list[Batch]) -> str | None:
-    """How much the losses of samples depend on the others in their microbatch, in words; None = not
-    at all, or there is nothing to compare."""
-    # a loss of the user's own may return the losses of a row in any place
+    """Describe how much a sample's loss depends on the rest of its microbatch. None if it does not,
+    or nothing can be compared."""
+    # a custom loss may return the losses of a row at any position
     rows = _Rows.of(run, first, by_row=not isinstance(config.loss, Custom))
     if rows is None:
         return None
     for training in (True, False):
         eager = torch.compiler.set_stance("force_eager") if run.compiled else nullcontext()
         with eager, unchanged(run, config.seed), _mode(run, training):
-            plain = rows.losses(0)
-            change = rows.change(plain, rows.losses(1), rows.losses(2))
-            by_size = rows.change_in_halves(plain)
+            baseline = rows.losses(0)
+            change = rows.change(baseline, rows.losses(1), rows.losses(2))
+            by_size = rows.change_in_halves(baseline)
             depends_on_size = by_size > _most_by_size(config)
-            # nor NaN, of which the first step says more
+            # NaN is not reported here, but by the first step
             if not (change > NO_CHANGE or depends_on_size):
                 return None
-            if rows.change(plain, rows.losses(0)) > NO_CHANGE:
+            if rows.change(baseline, rows.losses(0)) > NO_CHANGE:
                 continue  # it draws random numbers
             if depends_on_size:
                 half = "in a microbatch of half as many samples the losses of a sample"
                 return f"{half} change by {by_size:.0e} of their size"
-            rounding = rows.change(plain, rows.losses(3))
-            most = MOST_ROUNDING_IN_BF16 if config.precision.low else MOST_ROUNDING
-            if rounding > most or change > ROUNDING * rounding:
-                beside = "beside other samples in its microbatch the losses of a sample"
-                return f"{beside} change by {change:.0e} of their size"
+            rounding = rows.change(baseline, rows.losses(3))
+            rounding_limit = MOST_ROUNDING_IN_BF16 if config.precision.low else MOST_ROUNDING
+            if rounding > rounding_limit or change > ROUNDING * rounding:
+                neighbours = "beside other samples in its microbatch the losses of a sample"
+                return f"{neighbours} change by {change:.0e} of their size"
             return None
     return None
 
 
 @dataclass
 class _Rows:
-    """Some samples, and arrangements of them in microbatches."""
+    """Samples, and the orders in which they are arranged in microbatches."""
 
     run: Run
     runtime: Runtime
     batch: Batch
-    # of each arrangement, for each place in the microbatches the place in the first arrangement
+    # for each arrangement, the index of each position's sample in the first arrangement
     places: list[Tensor]
-    by_row: bool  # whether the losses of a row are known, not only of a microbatch
+    by_row: bool  # whether losses are known per row, not only per microbatch
 
     @classmethod
     def of(cls, run: Run, first: list[Batch], by_row: bool) -> _Rows | None:
-        """None where the ranks' batches cannot be laid in pairs."""
+        """Arrange the samples of `first`. Returns None if a rank's batches cannot be paired."""
         batch = first[0]
         runtime: Runtime | None = run.pipeline.for_terms(len(batch["targets"]))
         assert runtime is not None
@@ -208,15 +207,15 @@ class _Rows:
         return cls(run, runtime, batch, places, by_row)
 
     def losses(self, arrangement: int) -> tuple[int, Tensor]:
-        """(arrangement, losses of each sample, or sum of each microbatch), on the last stage's
-        rank."""
+        """(arrangement, fp64 losses of each sample or the sum of each microbatch), on the last
+        stage's rank; elsewhere an empty tensor."""
         places = self.places[arrangement]
         batch = {name: value[places.to(value.device)] for name, value in self.batch.items()}
         return arrangement, self._evaluate(self.runtime, batch)
 
     def change_in_halves(self, plain: tuple[int, Tensor]) -> float:
-        """Difference from the first arrangement if each half of a microbatch is one; 0 where there
-        are no halves, or the forward cannot take them."""
+        """Difference from the first arrangement when each half of a microbatch is one microbatch; 0
+        if there are no halves, or the forward rejects them."""
         size = len(self.places[0]) // self.runtime.microbatches
         runtime = None
         if size % 2 == 0:
@@ -227,8 +226,10 @@ class _Rows:
         places = self.places[0].view(-1, 2, size // 2)
         halves = []
         for half in (0, 1):
-            at = places[:, half].flatten()
-            batch = {name: value[at.to(value.device)] for name, value in self.batch.items()}
+            half_places = places[:, half].flatten()
+            batch = {
+                name: value[half_places.to(value.device)] for name, value in self.batch.items()
+            }
             halves.append(self._evaluate(runtime, batch).cpu())
         right = plain[1].cpu()
         if len(right) == len(self.places[0]):
@@ -240,7 +241,7 @@ class _Rows:
         """Losses of each sample, or the sum of each microbatch, on the last stage's rank."""
         losses = self.run.pipeline.evaluate_each(batch, runtime)
         count = len(batch["targets"]) // runtime.microbatches
-        # a loss in chunks is a sum already
+        # a chunked loss is already a sum
         by_row = self.by_row and all(part.dim() for part in losses)
         parts = [
             part.double().reshape(count, -1) if by_row else part.double().sum().view(1, 1)
@@ -249,17 +250,19 @@ class _Rows:
         return torch.cat(parts) if parts else torch.zeros(0, 1)
 
     def change(self, plain: tuple[int, Tensor], *others: tuple[int, Tensor]) -> float:
-        """Difference of others from the first arrangement, over all ranks."""
+        """Difference of other arrangements from the first, over all ranks."""
         right = plain[1].cpu()
         if len(right) == len(self.places[0]):
-            pairs = [(losses.cpu(), right[self.places[at]]) for at, losses in others]
-        else:  # of a microbatch only the sum is known: the halves, each twice, are twice the whole
+            pairs = [
+                (losses.cpu(), right[self.places[arrangement]]) for arrangement, losses in others
+            ]
+        else:  # only a microbatch's sum is known: the halves, each twice, sum to twice the full one
             total: Any = sum(losses.cpu() for _, losses in others)
             pairs = [(total, len(others) * right)]
         return self._over_all_ranks(pairs)
 
     def _over_all_ranks(self, pairs: list[tuple[Tensor, Tensor]]) -> float:
-        """Difference of the losses in pairs, relative to the second ones."""
+        """Relative root mean square difference of the losses in pairs, over all ranks."""
         squares = [((a - b).square().sum(), b.square().sum()) for a, b in pairs]
         total = torch.tensor(squares, dtype=torch.float64).sum(0).to(self.run.mesh.device)
         if self.run.mesh.world_size > 1:
@@ -269,7 +272,7 @@ class _Rows:
 
 
 def _everywhere(run: Run, possible: bool) -> bool:
-    """Whether something is possible on every rank."""
+    """Return whether something is possible on every rank. Collective."""
     impossible = torch.tensor(float(not possible), device=run.mesh.device)
     return not (run.mesh.max(impossible) if run.mesh.world_size > 1 else impossible)
 
@@ -281,8 +284,8 @@ def _most_by_size(config: Config) -> float:
 
 @contextmanager
 def _mode(run: Run, training: bool) -> Iterator[None]:
-    """A context in which the model trains, torch's modules in it evaluate; `unchanged` restores the
-    modes."""
+    """A context in which the model is in training mode (or not), and torch's modules in evaluation
+    mode. `unchanged` restores the modes."""
     modules = [module for stage in run.stages for module in stage.modules()]
     run.train_mode(training)
     for module in modules:
@@ -290,7 +293,7 @@ def _mode(run: Run, training: bool) -> Iterator[None]:
         if kind.__module__.startswith("torch.nn.") or isinstance(module, BatchNorm):
             module.training = False
     with ExitStack() as stack:
-        if "float8" in run.transforms:  # the largest number of a microbatch sets a scale of it
+        if "float8" in run.transforms:  # the largest value of a microbatch sets its scale
             from titanlike.parallel.float8 import in_bf16
 
             stack.enter_context(in_bf16(modules))

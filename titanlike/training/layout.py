@@ -1,4 +1,4 @@
-"""What a start trains, and where, as plain data and in words."""
+"""Describe a launch, its mesh and its stages, as plain data and in words."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from titanlike.training.train_plan import TrainPlan
 
 
 def span(names: list[str]) -> str:
-    """model.embed_tokens, model.layers.0 ... model.layers.3"""
+    """Join module names, blocks in a row as "model.layers.0 ... model.layers.3"."""
     if not names:
         return "none: sends what it receives"
     parents = Counter(name.rpartition(".")[0] for name in names if "." in name)
@@ -27,17 +27,17 @@ def span(names: list[str]) -> str:
 
 
 def ranks_text(mesh: Mesh, pp_rank: int) -> str:
-    """The ranks that have a pipeline rank's stages: 4-7"""
+    """The ranks that hold a pipeline rank's stages, as "4-7"."""
     first, *_, last = 2 * mesh.stage_ranks(pp_rank)
     return str(first) if first == last else f"{first}-{last}"
 
 
-_DRAWN = 8_000  # actions of an order that a run's page may draw
+_DRAWN = 8_000  # actions; a longer schedule is not drawn in a run's page
 
 
 def layout(config: Config, plan: TrainPlan, mesh: Mesh, data: str) -> dict[str, Any]:
-    """What a start trains, and where, as plain data: device, model, data (their description),
-    mesh, stages, and the order of a pipeline."""
+    """Describe what a launch trains and where, as plain data: device, model, data (a description),
+    mesh, stages, and the schedule's actions if pp > 1."""
     axes = (*MESH_AXES, "replicate", "ep")
     sizes = [f"{axis}={size}" for axis in axes if (size := getattr(config, axis)) > 1]
     schedule = [f"schedule={config.schedule.name}"] if config.pp > 1 else []

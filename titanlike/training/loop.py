@@ -1,5 +1,5 @@
-"""The training job, what every rank does from the start of a run to its end, and its loop over
-steps: train, validate, record, save; stop, skip or roll back after a bad step.
+"""Train on every rank from a run's launch to its end: the loop over steps trains, validates,
+records and saves, and stops, skips or rolls back after a bad step.
 
 Metrics are read one step late: a step is checked and recorded once the forward and backward of the
 next one are launched, so that the device has work while the host reads. Before a validation, a save
@@ -49,8 +49,8 @@ STOPPED_EARLY = 75  # exit code of a run that was stopped and can be resumed (EX
 def train(config: Config, worker: Worker) -> dict[str, Any]:
     """Train to the last step, or until a stop request.
 
-    Returns {"value": last validation loss (or loss), or what `config.value` names}; a run that was
-    stopped also has "stopped" (by what) and "exit_code".
+    Returns {"value": last validation loss (or loss), or what `config.value` names}; for a stopped
+    run also "stopped" (the request) and "exit_code".
     """
     with Watchdog(worker, config.launch, worker.report_failure, abort_groups) as watchdog:
         return _train(config, worker, watchdog)
@@ -84,7 +84,7 @@ def _train(config: Config, worker: Worker, watchdog: Watchdog) -> dict[str, Any]
     if worker.rank == 0 and not stopped and config.checkpoint.export == "hf":
         watchdog.enter_phase(step, "export", config.checkpoint.timeout)
         _export(session)
-    if worker.store is not None:  # the others wait, however long that takes
+    if worker.store is not None:  # other ranks wait for rank 0, however long it takes
         from titanlike.launch.rendezvous import wait_for_rank_0
 
         watchdog.enter_phase(step, "end", 0 if worker.rank else config.launch.timeout)
@@ -101,7 +101,7 @@ def _export(session: Session) -> None:
     step, config = session.progress.step, session.config
     kind = "step" if config.checkpoint.model_only == "none" else "model"
     out = session.worker.run_dir / f"hf-{step:08d}"
-    if not out.exists():  # of a start that had nothing left to do
+    if not out.exists():  # exported before, if this launch had no steps left
         source = checkpoint_folder(config).at(f"{kind}-{step:08d}")
 
         def say(line: str) -> None:  # every few seconds, unless it stands still
@@ -111,7 +111,7 @@ def _export(session: Session) -> None:
         export(str(source), str(out), say=say)
 
 
-MOST_ROLLBACKS = 3  # to one checkpoint: then leaving batches out does not help
+MOST_ROLLBACKS = 3  # to one checkpoint; after that, skipping batches does not help
 LAST_NUMBERS = 2.0  # seconds to wait for the last step's metrics after an error
 
 
@@ -144,17 +144,16 @@ def train_steps(s: Session) -> None:
             timeout = None
             gradients = forward_backward(s.run, config, step, stream)
 
-            # 2. meanwhile the numbers of the step before have left the device: judge and record
-            # them
+            # 2. the previous step's metrics have meanwhile reached the host: check and record them
             if s.pending is not None:
                 record = _finish_pending(s, rollbacks)
-                if record is None:  # back at a checkpoint
+                if record is None:  # rolled back
                     drop_gradients(s.run)
                     step, stream = s.progress.step, batches_from(s)
                     continue
                 _complete(s, record)
 
-            # 3. launch the update, which the device skips if this step's numbers are bad
+            # 3. launch the update, which the device skips if loss or gradient norm are bad
             s.checkpointer.before_update()
             ends = _ends_by(s, step + 1)
             s.pending = update(s.run, config, gradients, s.detector, s.worker, ends)
@@ -223,8 +222,8 @@ def _weights_digest(s: Session) -> str:
     owned = [
         (n, p, state.part(n)) for state in states for n, p in state.parameters() if state.owns(n)
     ]
-    of_all = {name: placed(parameter, part) for name, parameter, part in owned}
-    return digest(of_all, mesh.dp_rank == mesh.cp_rank == 0, mesh.device, None)
+    by_name = {name: placed(parameter, part) for name, parameter, part in owned}
+    return digest(by_name, mesh.dp_rank == mesh.cp_rank == 0, mesh.device, None)
 
 
 def _finish_pending(s: Session, rollbacks: list[int]) -> dict[str, Any] | None:
@@ -313,10 +312,10 @@ def batches_from(s: Session) -> Iterator[Batch]:
 
 
 def roll_back(s: Session, anomaly: Anomaly, rollbacks: list[int]) -> None:
-    """Load the newest checkpoint; the batches from there to the bad step are left out from now on.
+    """Load the newest checkpoint; the batches from there to the bad step are skipped from now on.
 
-    rollbacks: the steps rolled back to so far; this one is appended. Raises BadNumbers where there
-    is no checkpoint, or the last MOST_ROLLBACKS were to the same one.
+    rollbacks: steps rolled back to so far; this one is appended. Raises BadNumbers if there is no
+    checkpoint, or the last MOST_ROLLBACKS were to the same one.
     """
     bad = s.progress.step + 1
     s.watchdog.enter_phase(bad, "load", s.config.checkpoint.timeout)
@@ -341,12 +340,12 @@ def roll_back(s: Session, anomaly: Anomaly, rollbacks: list[int]) -> None:
 
 def _follows(s: Session, every: int, step: int, final: bool) -> bool:
     """Whether something is due after this step: after the last one, and after every `every`-th one
-    unless a stop request follows it."""
+    unless a stop request ends the run there."""
     return _is_due(step, every, final and every > 0) and (final or not s.stop_code)
 
 
 def _sample(s: Session, step: int) -> None:
-    """Continue the prompts of `sample`."""
+    """Generate text from the prompts of `sample`."""
     from titanlike.training.samples import write_samples
 
     s.watchdog.enter_phase(step, "samples", s.config.launch.timeout)
@@ -381,7 +380,7 @@ def _validate(s: Session, step: int, record: dict[str, Any], final: bool) -> Non
 
 
 def _save(s: Session, record: dict[str, Any]) -> float:
-    """Save a checkpoint of `s.progress`, or begin to (async); the seconds that training waited."""
+    """Save a checkpoint, or start an async save; returns the seconds that training waited."""
     s.watchdog.enter_phase(s.progress.step, "save", s.config.checkpoint.timeout)
     s.run.ranges.begin("save")
     for sink in s.sinks:
@@ -438,7 +437,7 @@ def collected_every(steps: int) -> Iterator[Callable[[int], None]]:
 
     enabled = gc.isenabled()
     gc.disable()
-    gc.collect()  # what is frozen is never freed
+    gc.collect()  # garbage must not be frozen: it would never be freed
     gc.freeze()
     try:
         yield collect

@@ -1,7 +1,7 @@
-"""What a step measures besides loss and gradient norm: an entry of `MEASURED` a number.
+"""Step metrics besides loss and gradient norm, one entry of `MEASURED` each.
 
-An entry's tensors go with the messages that a step sends anyway, and what comes of them into its
-record: metrics.jsonl, W&B, TensorBoard, and, of a list or a dict, curves of report.html.
+Their tensors are reduced with the all-reduce that every step has anyway. The results are in the
+step's record: metrics.jsonl, W&B, TensorBoard; lists and dicts also as curves in report.html.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from titanlike.training.build import Run
 
 @dataclass(frozen=True)
 class Measuring:
-    """What numbers are taken of: a step whose forward and backward are launched on this rank."""
+    """The inputs of metrics: a step whose forward and backward are launched on this rank."""
 
     run: Run
     config: Config
-    norms: Tensor  # of this rank's part of each gradient, in the order of `Run.owned`
-    terms: Tensor  # see `Pipeline.forward_backward`; with `metrics.microbatch_losses` alone
+    norms: Tensor  # of this rank's shard of each gradient, in the order of `Run.owned`
+    terms: Tensor  # see `Pipeline.forward_backward`; only with `metrics.microbatch_losses`
 
     def squares(self) -> dict[str, Tensor]:
-        """Name of each parameter of this rank -> what is added here to the square of its gradient's
-        norm: the sum over all ranks is the whole square."""
+        """Map each parameter of this rank to its contribution to the squared gradient norm: summed
+        over all ranks, these are the squares of the full gradients' norms."""
         states = self.run.stage_states
         names = [n for state in states for n, _ in state.parameters() if state.owns(n)]
         shares = 1.0 if self.run.shares is None else self.run.shares.to(self.norms.device)
@@ -38,14 +38,14 @@ class Measuring:
 
 @dataclass(frozen=True)
 class Measured:
-    """A number of a step, or several."""
+    """One metric of a step: a scalar or a vector."""
 
     name: str  # in the record
     # fp32 on the device, a scalar or a vector of a size that is the same on all ranks
     take: Callable[[Measuring], Tensor]
     reduce: Literal["sum", "max"] = "sum"  # over all ranks
     every: Callable[[Config], int] = lambda config: 1  # steps; 0 = never
-    # on the device, from what is reduced; of a "max" not called
+    # computes the metric from the reduced tensor, on the device; not called for "max"
     finish: Callable[[Tensor], Tensor] = lambda total: total
     labels: Callable[[Run], Sequence[str]] | None = None  # makes a dict of a vector; None = a list
     apart: bool = False  # the dict's entries are those of the record
@@ -55,7 +55,7 @@ class Measured:
         return every > 0 and step % every == 0
 
     def shown(self, numbers: Mapping[str, Any], run: Run) -> dict[str, Any]:
-        """What the record of a step shows; numbers: of the step, by name, on the host."""
+        """The metric's entry in a step's record; numbers: the step's metrics by name, on the host."""
         if self.name not in numbers:
             return {}
         value = numbers[self.name]
@@ -65,7 +65,7 @@ class Measured:
 
 
 def taken(measuring: Measuring, step: int) -> list[tuple[Measured, Tensor]]:
-    """The numbers of this step, as this rank has them."""
+    """Compute this rank's part of each metric that is due in this step."""
     device = measuring.run.mesh.device
     return [
         (entry, entry.take(measuring).to(device, torch.float32))
@@ -91,7 +91,7 @@ def entries(run: Run) -> list[Measured]:
 
 def _losses(total: Tensor) -> Tensor:
     sums, counts = total.view(2, -1)
-    return sums / counts.clamp(min=1.0)  # 0 of a microbatch in which nothing counts
+    return sums / counts.clamp(min=1.0)  # 0 for a microbatch without valid tokens
 
 
 MEASURED = [

@@ -1,5 +1,5 @@
-"""What a device's memory decides: `fsdp.zero=auto`, the blocks that `fit` recomputes, and the
-stages whose weight gradients wait in a schedule that splits the backward."""
+"""Choices that follow from a device's memory: `fsdp.zero=auto`, the blocks that `fit` recomputes,
+and the stages with deferred weight gradients in a schedule that splits the backward."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class MemoryChoices:
     why_zero: str
     recomputed: Recomputed
     deferred: frozenset[int]  # stages whose weight gradients wait for W
-    why_together: str  # why not those of others; "" = none was changed
-    memory: Callable[[], RankMemory]  # of these choices, counted when it is first asked for
+    why_together: str  # why other stages do not defer theirs; "" = none was changed
+    memory: Callable[[], RankMemory]  # with these choices, estimated on first use
 
 
 def choose_by_memory(
@@ -43,13 +43,12 @@ def choose_by_memory(
     zero: tuple[int, str],
     device_memory: Callable[[], int | None],
 ) -> MemoryChoices:
-    """targets: of a microbatch, on meta; graphs, parameters (name -> elements): of the stages;
-    zero: what `auto` means where no memory is known, and why; device_memory: bytes that training
-    may take. Raises ConfigError as `choose_recomputed` does.
-    """
+    """Choose ZeRO level, recomputed blocks and deferred stages. targets: a microbatch's, on meta;
+    graphs, parameters (name -> elements): by stage; zero: (level, why) of `auto` if no memory is
+    known; device_memory: bytes for training. Raises ConfigError as `choose_recomputed`."""
     how = config.activation_checkpoint
-    own = how.memory if isinstance(how, FitActivationCheckpoint) else None
-    limit = functools.cache(lambda: device_memory() if own is None else own)
+    fit_memory = how.memory if isinstance(how, FitActivationCheckpoint) else None
+    limit = functools.cache(lambda: device_memory() if fit_memory is None else fit_memory)
     deferred: frozenset[int] = frozenset()
     if order.splits_backward:
         from titanlike.pipeline.from_config import defers_weight_gradients
@@ -77,32 +76,32 @@ def choose_by_memory(
 
     level, why = zero
     recomputed = recomputed_with(lambda: memory_at(level))
-    # with one microbatch ZeRO 3 gathers and reduces hardly more often, and meanwhile computes
+    # with one microbatch ZeRO 3 communicates hardly more often, and overlaps it with compute
     often = order.microbatches > 1 and level > 1
     if config.fsdp.zero == "auto" and often and (room := limit()) is not None:
         memory = memory_at(1)
         if not memory.unknown:
-            whole = recomputed_with(lambda: memory)
-            most = max(memory.of_ranks(whole.blocks))
+            zero1_recomputed = recomputed_with(lambda: memory)
+            peak = max(memory.of_ranks(zero1_recomputed.blocks))
             what = "a pipeline" if config.pp > 1 else f"{order.microbatches} microbatches"
-            sizes = f"{units.size(most)} of {units.size(room)}"
-            if most <= room and whole.count <= recomputed.count:
-                level, recomputed = 1, whole
+            sizes = f"{units.size(peak)} of {units.size(room)}"
+            if peak <= room and zero1_recomputed.count <= recomputed.count:
+                level, recomputed = 1, zero1_recomputed
                 why = f"{what}, and about {sizes} are taken with the least traffic"
             else:
                 why = f"{what}, and ZeRO 1, with less traffic, would take about {sizes}"
     changed = ""
     if deferred and (room := limit()) is not None and not memory_at(level).unknown:
         memory = memory_at(level)
-        left = _that_fit(memory, order, deferred, recomputed, room)
-        if left != deferred:
-            recomputed = recomputed_with(lambda: memory.changed(deferred=left))
-            shown = ", ".join(map(str, sorted(deferred - left)))
+        fitting = _that_fit(memory, order, deferred, recomputed, room)
+        if fitting != deferred:
+            recomputed = recomputed_with(lambda: memory.changed(deferred=fitting))
+            shown = ", ".join(map(str, sorted(deferred - fitting)))
             changed = (
                 f"together with those of activations on stages {shown}: deferred, they would not "
                 f"fit into {units.size(room)}"
             )
-            deferred = left
+            deferred = fitting
 
     @functools.cache
     def memory_of_choices() -> RankMemory:
@@ -114,10 +113,10 @@ def choose_by_memory(
 def _that_fit(
     memory: RankMemory, order: Order, stages: frozenset[int], recomputed: Recomputed, limit: int
 ) -> frozenset[int]:
-    """The stages whose weight gradients can wait: on each rank as many as fit.
+    """The stages whose weight gradients can be deferred: on each rank as many as fit.
 
-    Those that free the most are left out first. Recomputing a few blocks more costs less than the
-    longer bubble, so with `fit` this is what is left where all blocks are recomputed.
+    Stages that free the most memory are dropped first. Recomputing a few more blocks costs less
+    than a longer bubble, so with `fit` these are the stages that fit with all blocks recomputed.
     """
     for rank in range(len(order.ranks)):
         while (now := memory.changed(deferred=stages).of_rank(rank, recomputed.blocks)) > limit:

@@ -1,4 +1,4 @@
-"""What is wrong with a config that takes its model to be found, before a worker starts."""
+"""Find the config errors that need the model, before a worker starts."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from titanlike.training.train_plan import (
 def preflight(
     config: Config, plan: Callable[[TrainPlan], object] = lambda _: None
 ) -> list[Problem]:
-    """Every problem that takes the model to be found, before a worker starts; allocates nothing.
+    """Return every problem that only the model shows, before a worker starts; allocates nothing.
 
-    plan: called with what is decided where that has no problem.
+    plan: called with the plan if there is no problem.
     """
     problems = []
     try:
@@ -59,17 +59,17 @@ def preflight(
             plan(decided)
     except ConfigError as error:
         problems += [problem for problem in error.problems if problem not in problems]
-    except DataError as error:  # of a user's own data, which are opened
+    except DataError as error:  # custom data are opened here
         problems.append(error.problem)
     return problems
 
 
 def too_large(config: Config, plan: TrainPlan, room: int | None = None) -> tuple[int, int] | None:
-    """(bytes that the fullest rank would take, `room`) where these are more; None where it fits,
-    where memory is unknown, and of a run on CPUs with more ranks than there are cores: it is meant
-    for another machine.
+    """Return (peak bytes of the fullest rank, `room`) if the run does not fit. None if it fits, if
+    memory is unknown, and if CPUs have more ranks than cores: such a run is meant for a different
+    machine.
 
-    room: bytes that training may take on a rank; None = by the config, or what this machine has.
+    room: bytes available for training on a rank; None = from the config, or this machine's.
     """
     how = config.activation_checkpoint
     if room is None and isinstance(how, schema.FitActivationCheckpoint):

@@ -1,10 +1,10 @@
-"""A profile: a few steps recorded on a few ranks, a file for each in run_dir/profile.
+"""Profile a few steps on a few ranks: torch.profiler traces or memory snapshots in run_dir/profile.
 
-1. One step ahead torch's profiler warms up; it records from the first of the steps, and its
-   on_trace_ready writes the file. `profile=memory` on a GPU is torch's history of its allocator.
-2. While it records, the actions of the schedule and the phases of a step are named ranges.
-3. When the next step begins, or the run ends before, each of the ranks writes its file, while the
-   others wait. A file that cannot be written is reported, and no reason for the run to fail.
+1. torch.profiler warms up in the step before, records from the first step, and writes the file in
+   on_trace_ready. `profile=memory` on a GPU is torch's allocator history instead.
+2. While it records, schedule actions and phases of a step are named ranges.
+3. When the last step is over, or the run ends earlier, each profiled rank writes its file while the
+   others wait. A file that cannot be written is reported and does not fail the run.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Profile:
         """report: called with the step and the text once files are written, on each rank."""
         self._config, self._run, self._watchdog, self._report = config, run, watchdog, report
         self._rank, self._folder = worker.rank, worker.run_dir / "profile"
-        self._recorded: set[int] = set()  # steps
+        self._recorded: set[int] = set()  # steps recorded so far
         self._ranges = ProfilerRanges()
         settings = config.profile
         assert isinstance(settings, MemoryProfile), "with a profile"
@@ -55,22 +55,22 @@ class Profile:
         chosen = sorted({*settings.ranks}) or [
             run.mesh.stage_ranks(pp)[0] for pp in range(run.mesh.pp)
         ]
-        # an elastic run may have fewer
+        # an elastic run may have fewer ranks than the config named
         self._ranks = [rank for rank in chosen if rank < config.world_size]
         self._records, self._device = self._rank in self._ranks, run.mesh.device
         self._trace = isinstance(settings, TraceProfile)
         self._snapshots = not self._trace and has_memory_history(self._device)
-        self._profiler: profile | None = None  # of a rank that records a trace, once it is started
+        self._profiler: profile | None = None  # on ranks that record a trace, once started
 
     def describe(self, start: int) -> str:
-        """A line for the opening table of a run that goes on from step `start`."""
+        """A line for the opening table of a run that continues from step `start`."""
         steps = _numbers("step", range(self._first, self._last + 1))
         if start >= self._last:
             return f"none: {steps} are over at step {start}, from which the run goes on"
         return f"{self._config.profile.name} of {steps}, {_numbers('rank', self._ranks)}"
 
     def begin_step(self, step: int) -> None:
-        """The next step begins. All ranks call it."""
+        """Start, continue or finish recording as `step` begins. Called by all ranks."""
         if self._over:
             return
         if step > self._last and self._recorded:
@@ -79,20 +79,20 @@ class Profile:
             self._record(step)
 
     def close(self, together: bool) -> None:
-        """The run ends: write what is recorded.
+        """Write what is recorded as the run ends.
 
-        together: all ranks are here; False where one has failed.
+        together: True if all ranks are here, False if one has failed.
         """
         if self._over:
             return
         if self._recorded:
             self._finish(together)
         elif self._profiler is not None:
-            self._profiler.stop()  # it has warmed up
+            self._profiler.stop()  # warm-up only: nothing is recorded
 
     def _record(self, step: int) -> None:
-        """A step begins: the one before the first, one that is recorded, or, after a rollback, one
-        that is trained again."""
+        """Record from the start of a step: the warm-up step, a profiled one, or, after a rollback,
+        one that is trained again."""
         begins = step >= self._first and not self._recorded
         if step >= self._first:
             self._recorded.add(step)
@@ -138,14 +138,14 @@ class Profile:
         written = [rank for rank in known if not failed[rank]]
         texts = []
         if written:
-            of = f"{_numbers('step', self._recorded)}, {_numbers('rank', written)}"
+            described = f"{_numbers('step', self._recorded)}, {_numbers('rank', written)}"
             assert isinstance(settings, MemoryProfile)
             viewer = "docs.pytorch.org/memory_viz" if self._snapshots else "ui.perfetto.dev"
             texts.append(
-                f"{settings.name} of {of} is in {self._folder}: open it in https://{viewer}"
+                f"{settings.name} of {described} is in {self._folder}: open it in https://{viewer}"
             )
-        if left := [rank for rank in known if failed[rank]]:
-            texts.append(f"could not be written by {_numbers('rank', left)}, see their logs")
+        if unwritten := [rank for rank in known if failed[rank]]:
+            texts.append(f"could not be written by {_numbers('rank', unwritten)}, see their logs")
         if texts:
             self._report(step, f"profile: {'; '.join(texts)}")
 
@@ -155,10 +155,10 @@ class Profile:
         return self._folder / f"{self._config.profile.name}_steps{steps}_rank{self._rank}{ending}"
 
     def _write(self) -> bool:
-        """Whether this rank's file could be written; the reason is printed to the rank's log."""
+        """Write this rank's file; False if that fails, with the reason in the rank's log."""
         try:
             if self._profiler is not None:
-                self._profiler.stop()  # it calls on_trace_ready
+                self._profiler.stop()  # calls on_trace_ready
             else:
                 write_memory_history(self._device, self._path(".pickle"))
         except Exception:  # whatever the profiler raises: the run is worth more
@@ -171,25 +171,25 @@ class Profile:
 
 
 def _numbers(name: str, numbers: Iterable[int]) -> str:
-    """step 3; steps 10 to 12; ranks 0, 8; the first few of many."""
-    found = sorted(numbers)
-    if len(found) == 1:
-        return f"{name} {found[0]}"
-    if len(found) > 2 and found[-1] - found[0] == len(found) - 1:
-        return f"{name}s {found[0]} to {found[-1]}"
-    more = f" and {len(found) - 8} more" if len(found) > 8 else ""
-    return f"{name}s {', '.join(map(str, found[:8]))}{more}"
+    """Format numbers: "step 3", "steps 10 to 12", "ranks 0, 8", the first eight of many."""
+    ordered = sorted(numbers)
+    if len(ordered) == 1:
+        return f"{name} {ordered[0]}"
+    if len(ordered) > 2 and ordered[-1] - ordered[0] == len(ordered) - 1:
+        return f"{name}s {ordered[0]} to {ordered[-1]}"
+    more = f" and {len(ordered) - 8} more" if len(ordered) > 8 else ""
+    return f"{name}s {', '.join(map(str, ordered[:8]))}{more}"
 
 
 class ProfilerRanges:
-    """A `Listener`."""
+    """A `Listener` that opens a named profiler range for each step, phase and action."""
 
     def __init__(self) -> None:
-        # of the step, its phase, the action; outermost first
+        # open ranges of step, phase and action, outermost first
         self._open: list[record_function] = []
 
     def start_step(self, step: int) -> None:
-        """A step's first phase is its data."""
+        """Open the ranges of a step and of its first phase, data."""
         self._enter(0, f"step {step}")
         self._enter(1, "data")
 
@@ -203,7 +203,7 @@ class ProfilerRanges:
             self._enter(2, action_name(action))
 
     def action_queued(self, action: Any, received: bool) -> None:
-        """Kernels tell."""
+        """Ignored: the profiler records kernels itself."""
 
     def close(self) -> None:
         self._leave(0)
@@ -219,22 +219,21 @@ class ProfilerRanges:
 
 
 def action_name(action: Any) -> str:
-    """1F3 -> "forward stage 1 microbatch 3"."""
-    found = read_action(str(action))
-    if found is None:
+    """Describe an action: 1F3 -> "forward stage 1 microbatch 3"."""
+    parsed = read_action(str(action))
+    if parsed is None:
         return str(action)
-    words, stage, microbatch = found
+    words, stage, microbatch = parsed
     return f"{words} stage {stage}" + (f" microbatch {microbatch}" if microbatch else "")
 
 
 def trace_profiler(device: torch.device, file: Callable[[], Path], **settings: Any) -> profile:
-    """torch's profiler, which records ranges, operators and kernels, and writes them to `file()`
-    once it has stopped."""
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it prints that it starts, and stops
+    """Create a torch profiler of ranges, operators and kernels that writes `file()` when it stops."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # silences messages about start and stop
     return profile(
         activities={ProfilerActivity.CPU, getattr(ProfilerActivity, device.type.upper())},
         on_trace_ready=lambda profiler: profiler.export_chrome_trace(str(file())),
         record_shapes=True,
-        acc_events=True,  # there is one cycle: else torch 2.11 warns of several
+        acc_events=True,  # otherwise torch 2.11 warns of several cycles, though there is one
         **settings,
     )

@@ -1,4 +1,4 @@
-"""Which blocks are computed again in the backward (`activation_checkpoint`)."""
+"""Choose the blocks to recompute in the backward (`activation_checkpoint`)."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ def choose_recomputed(
     rank_memory: Callable[[], RankMemory],
     limit: Callable[[], int | None],
 ) -> Recomputed:
-    """The blocks to recompute. Those that checkpoint themselves, or take gradients, are left alone.
+    """Choose the blocks to recompute, except those that checkpoint themselves or take gradients.
 
-    graphs: of the stages, in training; rank_memory: estimates, and limit: bytes of a device, for
-    `fit`. Raises ConfigError for a block that gives other results when it is computed again, where
-    there are no blocks, for names of `save` that no operator has, and where `fit` has no estimate.
+    graphs: each stage's in training; rank_memory, limit: for `fit`, the estimate and the bytes of a
+    device. Raises ConfigError for blocks that would not repeat their results, a model without
+    blocks, names in `save` that match no operator, and `fit` without a memory estimate.
     """
     how = config.activation_checkpoint
     every = how.every if isinstance(how, EveryActivationCheckpoint) else 1
     calls = [node for graph in graphs for node in graph.nodes if node.kind == "unit"]
-    own = {node.target for node in calls if node.checkpointed or node.checkpoints_inside}
-    own |= model_graph.taking_gradients
+    excluded = {node.target for node in calls if node.checkpointed or node.checkpoints_inside}
+    excluded |= model_graph.taking_gradients
     blocks = [unit.name for unit in model_graph.units if unit.block]
-    chosen = {*blocks[::every]} - own
+    chosen = {*blocks[::every]} - excluded
     problems = [*_problems(how.name, (node for node in calls if node.target in chosen))]
     if isinstance(config.split, TraceSplit):
         reason = "split=trace takes the blocks apart that would be recomputed"
@@ -62,16 +62,16 @@ def choose_recomputed(
     candidates = [[name for name in graph.units if name in chosen] for graph in graphs]
     if not isinstance(how, FitActivationCheckpoint):
         return Recomputed(candidates)
-    most = how.memory if how.memory is not None else limit()
-    if most is None:
+    budget = how.memory if how.memory is not None else limit()
+    if budget is None:
         reason = "it is not known how much memory this machine has"
         raise ConfigError([Problem("activation_checkpoint.memory", None, reason, _MEMORY)])
     memory = rank_memory()
     if memory.unknown:
         reason = f"the memory of its activations cannot be estimated: {memory.unknown}"
         raise ConfigError([Problem("activation_checkpoint", "fit", reason, _ALL)])
-    fewest, sizes = memory.fit(candidates, most)
-    return Recomputed(fewest, most, sizes)
+    fewest, sizes = memory.fit(candidates, budget)
+    return Recomputed(fewest, budget, sizes)
 
 
 def _name_problems(save: Sequence[str]) -> Iterator[Problem]:
@@ -79,7 +79,7 @@ def _name_problems(save: Sequence[str]) -> Iterator[Problem]:
     shipped = SelectiveActivationCheckpoint().save  # also of techniques that are not imported
     for pattern in save:
         if pattern not in shipped and not any(fnmatchcase(name, pattern) for name in known):
-            base = pattern.rpartition(".")[0]  # of "aten.mm.default", an overload
+            base = pattern.rpartition(".")[0]  # "aten.mm.default" is an overload of "aten.mm"
             near = base if base in known else nearest(pattern, known)
             others = [name for name in save if name != pattern]
             fixed = ",".join([*others, *([near] if near and near not in others else [])])

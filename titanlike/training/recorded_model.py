@@ -35,8 +35,8 @@ def record_model(
 ) -> Recorded:
     """Record the forward of a transformed model on a microbatch, and run the transforms' checks.
 
-    batch: one sequence, see `example_batch`; loss: computed from the model's output; variable:
-    batches differ in length. Raises ConfigError where model, data and loss do not fit each other.
+    batch: one sequence, see `example_batch`; loss: of the model's output; variable: batches differ
+    in length. Raises ConfigError if model, data and loss do not fit each other.
     """
     _prepare(model, config)
     size = config.batch_size // config.dp // microbatches
@@ -57,9 +57,9 @@ def record_model(
     graph.trained_outputs = trained_outputs(loss, output, targets)
 
     def unchanged() -> nn.Module:
-        another = build_model(resolved)
-        _prepare(another, config)
-        return another
+        fresh = build_model(resolved)
+        _prepare(fresh, config)
+        return fresh
 
     recorded = Recorded(graph, batch, loss, output, targets, variable, unchanged)
     for transform in transforms.values():
@@ -121,7 +121,7 @@ def _record(
     except UnknownTokens as error:
         assert sequence is not None
         raise ConfigError([sequence.problem(error)]) from None
-    except TypeError as error:  # of the call, or of something inside
+    except TypeError as error:  # from the call's arguments, or from within the forward
         given = ", ".join(fields)
         reason = f"its forward cannot be called with what the data gives ({given}): {error}"
         fix = "a forward with these arguments, or data with those that it needs"

@@ -1,4 +1,4 @@
-"""What a run prints before the first step and after the last."""
+"""Text that a run prints before its first step and after its last."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def opening(session: Session) -> None:
-    """What will run: mesh, stages, parameters, tokens a step, where things are written."""
+    """Print what will run: mesh, stages, parameters, tokens per step, and where output is written."""
     console, config, run, data = session.console, session.config, session.run, session.data
     plan, mesh, start = run.plan, run.mesh, session.progress.step
     shape = f"pp {config.pp} x dp {config.dp}"
@@ -81,10 +81,12 @@ def opening(session: Session) -> None:
         )
         console.table("", headings, rows)
         console.line()
-    found, headings, rows = plan.auto_split, ["rank", "stage", "modules", "parameters"], []
+    auto_split, headings, rows = plan.auto_split, ["rank", "stage", "modules", "parameters"], []
     if mesh.layer_ranks > 1 or config.ep > 1:
         headings[-1] += " of a rank's part"
-    costed = found if found is not None and found.cost != "params" else None  # has a column already
+    costed = (
+        auto_split if auto_split is not None and auto_split.cost != "params" else None
+    )  # has a column already
     if costed:
         headings.append("memory" if costed.cost == "memory" else "one microbatch")
     chosen, recomputed = plan.recomputed, config.activation_checkpoint.name != "none"
@@ -110,9 +112,9 @@ def opening(session: Session) -> None:
         console.line()
         console.line("  activations sent per microbatch; their gradients come back the same way:")
         console.table("", ["from stage", "to", "shape", "dtype", "bytes"], sent)
-    if found is not None and mesh.pp > 1:
+    if auto_split is not None and mesh.pp > 1:
         console.line()
-        console.fields(_splits(found))
+        console.fields(_splits(auto_split))
     console.line()
     if start:
         console.line(f"resuming from step {start}")
@@ -178,7 +180,7 @@ _TEXT: dict[str, Callable[[float], str]] = {  # of a cost of split=auto, by `spl
 
 
 def _splits(found: AutoSplitResult) -> list[tuple[str, str]]:
-    """The load of the heaviest rank, here and with split=even."""
+    """The heaviest rank's load with split=auto, compared with split=even."""
 
     def heaviest_rank(split: CostedSplit) -> str:
         heaviest = _TEXT[found.cost](max(split.ranks))
@@ -191,7 +193,7 @@ def _splits(found: AutoSplitResult) -> list[tuple[str, str]]:
 
 
 def _numerics(config: Config, mesh: Mesh) -> str:
-    """What `numerics=exact` fixes; "" without it."""
+    """What `numerics=exact` fixes, "" without it."""
     if not config.exact:
         return ""
     fixed = f"grains of {config.numerics.grain}, one CPU thread on each rank"
@@ -201,7 +203,7 @@ def _numerics(config: Config, mesh: Mesh) -> str:
 
 
 def _optimizer(config: Config, plan: TrainPlan) -> str:
-    """What an optimizer of whole matrices updates; "" of others."""
+    """The matrices that a matrix optimizer (e.g. Muon) updates, "" if there are none."""
     choice = config.optimizer
     if isinstance(choice, OwnOptimizer):
         return ""
@@ -215,7 +217,7 @@ def _optimizer(config: Config, plan: TrainPlan) -> str:
 
 
 def _recomputed(config: Config, plan: TrainPlan) -> str:
-    """What is computed again in the backward, and for `fit` how much memory that leaves."""
+    """The blocks recomputed in the backward and, for `fit`, the memory then needed."""
     how, chosen = config.activation_checkpoint.name, plan.recomputed
     if how == "none":
         return ""
@@ -233,7 +235,7 @@ def _recomputed(config: Config, plan: TrainPlan) -> str:
 
 
 def _ramp(config: Config) -> str:
-    """The steps of each stage of `ramp`, and its batches; "" without."""
+    """The steps and batch shape of each stage of `ramp`, "" without one."""
     first, texts = 1, []
     for (steps, size, length), stage in zip(config.ramp_stages(), config.ramp, strict=False):
         end = f"to {units.count(stage.tokens)} tokens"
@@ -255,8 +257,8 @@ def epochs(config: Config, sequences: int, unit: str = "sequences") -> str:
 
 
 def warmup(config: Config) -> str:
-    """A warning if the run ends before the learning rate has reached its peak; else ""."""
-    steps = getattr(config.lr, "warmup", 0)  # the user's own lr has none
+    """A warning if the run ends before the learning rate reaches its peak, else ""."""
+    steps = getattr(config.lr, "warmup", 0)  # a custom learning rate has none
     if steps <= config.steps:
         return ""
     peak = f"{config.steps / steps:.2g} of its peak at step {config.steps}"

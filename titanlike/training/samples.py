@@ -1,11 +1,9 @@
-"""Texts that the model of a run continues, in the run's own layout: every stage, shard and tensor-
-parallel part stays where it is.
+"""Generate text from a training model in the run's layout: stages and shards stay where they are.
 
-Each token takes a forward of the whole pipeline, without a cache of keys and values: right for any
-causal model, and slow. The logits are on the ranks of the last stage; rank by rank the same ids go
-on.
+Each token takes a forward of the full pipeline, without a KV cache: correct for any causal model,
+and slow. The last stage's ranks have the logits; every rank appends the same ids.
 
-Shapes: B texts at a time (a microbatch each), T tokens, V vocabulary.
+Shapes: B prompts at a time (a microbatch each), T tokens, V vocabulary.
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ from titanlike.training.build import Run
 
 FILE = "samples.jsonl"
 _LENGTH = (
-    64  # batches of texts have multiples of this length: each other one takes a runtime of its own
+    64  # lengths are padded to a multiple of this, as each length needs its own pipeline runtime
 )
 
 
@@ -39,7 +37,7 @@ class Sampler:
     """Continues `sample.prompts`. All methods are collective."""
 
     def __init__(self, run: Run, config: Config, data: Data) -> None:
-        """Raises ConfigError where the data have no tokenizer."""
+        """Raises ConfigError if the data have no tokenizer."""
         if data.encode is None or data.decode is None:
             reason = "the data have no tokenizer, which a prompt needs"
             fix = "sample.every=0, or data with a tokenizer (data=text)"
@@ -57,14 +55,14 @@ class Sampler:
         """The text after each prompt, the same on all ranks."""
         settings = self._config.sample
         sampling = Sampling(settings.temperature, settings.top_k, settings.top_p, seed)
-        count, found = self._run.plan.microbatches, []
+        count, continued = self._run.plan.microbatches, []
         random = sampling.generators(len(self._prompts))
         self._run.train_mode(False)
         try:
             with torch.no_grad():
                 for first in range(0, len(self._prompts), count):
                     part = slice(first, first + count)
-                    found += continue_texts(
+                    continued += continue_texts(
                         partial(self._next, sampling, random[part]),
                         self._prompts[part],
                         settings.tokens,
@@ -72,24 +70,24 @@ class Sampler:
                     )
         finally:
             self._run.train_mode(True)
-        return [self._decode(ids) for ids in found]
+        return [self._decode(ids) for ids in continued]
 
     def _next(
         self, sampling: Sampling, random: list[torch.Generator], texts: list[list[int]]
     ) -> list[int]:
-        """The next id of each text: chosen by one rank of the last stage, told to all."""
+        """Choose the next id of each text on one rank of the last stage, and broadcast them."""
         mesh, longest = self._run.mesh, self._config.seq_len
-        shown = [ids[-longest:] for ids in texts]  # what the model was trained to see
+        shown = [ids[-longest:] for ids in texts]  # at most the sequence length of training
         length = min(-(-max(map(len, shown)) // _LENGTH) * _LENGTH, longest)
         rows = shown + shown[:1] * (self._run.plan.microbatches - len(shown))
         ids = torch.stack([F.pad(torch.tensor(row), (0, length - len(row))) for row in rows])
-        wanted = torch.zeros_like(ids)
-        wanted[range(len(rows)), [len(row) - 1 for row in rows]] = 1
-        batch = {"inputs": ids.to(mesh.device), "targets": wanted.to(mesh.device)}
-        found = self._run.pipeline.outputs(batch, _marked_logits, size=1)
+        marks = torch.zeros_like(ids)
+        marks[range(len(rows)), [len(row) - 1 for row in rows]] = 1
+        batch = {"inputs": ids.to(mesh.device), "targets": marks.to(mesh.device)}
+        outputs = self._run.pipeline.outputs(batch, _marked_logits, size=1)
         chosen = torch.zeros(len(texts), dtype=torch.int64)
-        if found:
-            logits = torch.cat(found)  # [B, V or part of it]
+        if outputs:
+            logits = torch.cat(outputs)  # [B, V or part of it]
             for transform in self._run.plan.transforms.values():
                 logits = transform.logits(logits)
             logits = logits[: len(texts)]
@@ -100,7 +98,7 @@ class Sampler:
 
 
 def _marked_logits(output: Any, targets: Tensor) -> Tensor:
-    """Those of the tokens whose target is 1, a row each."""
+    """Select the logits of tokens whose target is 1: [rows, V]."""
     return logits_of(output)[targets == 1]
 
 
@@ -112,8 +110,8 @@ def write_samples(
     run_dir: Any,
     say: Callable[[str], object] | None,
 ) -> None:
-    """Sample, and on rank 0 (which has `say`) print, append to samples.jsonl and hand to the
-    sinks."""
+    """Generate samples; on rank 0, which has `say`, print them, append them to samples.jsonl and
+    send them to the sinks."""
     texts = sampler.sample(config.seed + step)
     if say is None:
         return

@@ -1,4 +1,4 @@
-"""Opens and closes the resources of a training run: data, model, checkpoints, watchdog, metrics."""
+"""Open and close the resources of a training run: data, model, checkpoints, watchdog, metrics."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ DATA_TIMEOUT = 24 * 3600.0  # seconds for one process to tokenize while the othe
 
 @dataclass
 class Session:
-    """The resources of a training run. Console, events and sinks write on rank 0 only; so do the
-    owner and the check of the run's files."""
+    """The resources of a training run. Only rank 0 has an owner and a check of the run's files, and
+    writes to console, events and sinks."""
 
     config: Config
     worker: Worker
@@ -63,9 +63,9 @@ class Session:
     timeline: Timeline | None
     sampler: Sampler | None  # with sample.every
     evaluation: SideEvaluation | None  # on rank 0, with evaluate.every
-    stragglers: Stragglers | None  # of several ranks
+    stragglers: Stragglers | None  # None for one rank
     progress: Progress  # after the last step whose metrics are known
-    pending: PendingStep | None = None  # the step after it, whose metrics have not arrived
+    pending: PendingStep | None = None  # the step after `progress`, without metrics yet
     stop_code: int = 0  # the stop request that ends the run, the same on every rank; 0 = none
     last: int = 0  # step of this run; fewer than the config says where its data end
     places: str = ""  # hosts and devices of the ranks, on rank 0 of several
@@ -76,7 +76,7 @@ class Session:
 
     @property
     def stopped(self) -> str:
-        """The request that stopped the run; "" = none did."""
+        """The request that stopped the run, "" if none did."""
         return stop_reason(self.stop_code)
 
     def log(self, record: dict[str, Any]) -> None:
@@ -88,8 +88,7 @@ class Session:
                 sink.log(record)
 
     def check_run_dir(self) -> None:
-        """Raises TakenOver where a newer start owns the run's directory, LostFiles where it is
-        gone."""
+        """Raises TakenOver if a newer launch owns the run's directory, LostFiles if it is gone."""
         if self.owner is not None and self.files is not None:
             self.owner.check()
             self.files.check()
@@ -146,9 +145,9 @@ def open_session(config: Config, worker: Worker, watchdog: Watchdog) -> Iterator
         if mesh.world_size > 1:
             from titanlike.distributed.places import gather_places, places_text, unlike_text
 
-            told = gather_places(mesh.device, worker, config.launch.timeout)
-            places = places_text(told)
-            if unlike := unlike_text(told):
+            places_of_ranks = gather_places(mesh.device, worker, config.launch.timeout)
+            places = places_text(places_of_ranks)
+            if unlike := unlike_text(places_of_ranks):
                 reason = f"ranks compute other bits on other hardware or libraries: {unlike}"
                 if config.exact:
                     raise Refused("numerics", "exact", reason, "numerics=fast, or machines alike")
@@ -211,7 +210,7 @@ def open_session(config: Config, worker: Worker, watchdog: Watchdog) -> Iterator
                 worker.resources.enter_context(lock_as_rank(worker.run_dir))
             else:
                 plain = to_plain(config)
-                write_config(config, worker.run_dir)  # not of a start that is refused
+                write_config(config, worker.run_dir)  # only now, as a launch may be refused
                 step, overrides = progress.step, worker.overrides
                 stages = layout(config, run.plan, mesh, data.description)
                 began = worker.stop_request.started
@@ -268,7 +267,7 @@ def open_session(config: Config, worker: Worker, watchdog: Watchdog) -> Iterator
 
 
 def _take_over(config: Config, worker: Worker, events: Events) -> RunDirOwner:
-    """Own the run's directory, once an earlier start on this machine has ended. On rank 0."""
+    """Own the run's directory on rank 0, once an earlier launch on this machine has ended."""
     owner = RunDirOwner(worker.run_dir)
     patience = min(config.launch.timeout, config.checkpoint.timeout / 2)
     waited: list[str] = []
@@ -279,5 +278,5 @@ def _take_over(config: Config, worker: Worker, events: Events) -> RunDirOwner:
 
     worker.resources.enter_context(owner.wait(patience, say))
     if waited:
-        clear_failures(worker.run_dir)  # of that start, which are none of this one's ranks
+        clear_failures(worker.run_dir)  # the earlier launch's, not of this launch's ranks
     return owner

@@ -1,8 +1,8 @@
-"""Tasks of lm-evaluation-harness on the checkpoints of a run that goes on: `titanlike evaluate` in
-a process of its own, started by rank 0, which never waits for it but at the end.
+"""Evaluate checkpoints of a run while it trains, by lm-evaluation-harness: `titanlike evaluate` in
+a subprocess of rank 0, which waits for it only at the end.
 
-Results are in CHECKPOINT.evaluations.json, in events.jsonl, and in the record of the step at which
-they came, as task/NAME/METRIC.
+Results are in CHECKPOINT.evaluations.json, in events.jsonl, and, as task/NAME/METRIC, in the record
+of the step at which they arrived.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _KILLED = 10.0  # seconds for a process to end when it is killed
 
 
 class SideEvaluation:
-    """On rank 0. One process at a time: a checkpoint that comes meanwhile waits, the newest alone."""
+    """Evaluates checkpoints on rank 0, one at a time; of those that wait, only the newest."""
 
     def __init__(self, config: Config, run_dir: Path, events: Events) -> None:
         self._config, self._settings, self._events = config, config.evaluate, events
         self._log = run_dir / "logs" / "evaluate.log"
-        self._wanted = 0  # step of the checkpoint that comes next; 0 = none
+        self._wanted = 0  # step of the checkpoint to evaluate next; 0 = none
         self._running: tuple[int, subprocess.Popen[bytes], float] | None = None
 
     def want(self, step: int) -> None:
@@ -39,31 +39,31 @@ class SideEvaluation:
         self._wanted = step
 
     def steps(self) -> tuple[int, ...]:
-        """The checkpoints that are evaluated or wait for it; they must not be deleted."""
+        """The steps whose checkpoints are or will be evaluated, and so must not be deleted."""
         running = () if self._running is None else (self._running[0],)
         return (*running, self._wanted)
 
     def poll(self, committed: Collection[int]) -> dict[str, float]:
-        """The numbers of an evaluation that has ended; starts the next one. committed: steps of the
-        checkpoints that are there."""
-        found: dict[str, float] = {}
+        """Return the metrics of an evaluation that has ended, or {}, and start the next one.
+        committed: steps of the committed checkpoints."""
+        metrics: dict[str, float] = {}
         if self._running is not None:
             step, process, begin = self._running
-            late = time.monotonic() - begin > self._settings.timeout
-            if late:
+            timed_out = time.monotonic() - begin > self._settings.timeout
+            if timed_out:
                 self._end(process)
             if (code := process.poll()) is not None:
-                found = self._report(step, code, late)
+                metrics = self._report(step, code, timed_out)
                 self._running = None
         if self._running is None and self._wanted in committed:
             step = self._wanted
             self._running = step, self._start(step), time.monotonic()
             self._wanted = 0
-        return found
+        return metrics
 
     def finish(self, committed: Collection[int], alive: Callable[[str], object]) -> None:
-        """Wait for what runs and what is wanted, `evaluate.timeout` for each at most. alive: called
-        with "" now and then."""
+        """Wait for running and requested evaluations, at most `evaluate.timeout` for each. alive:
+        called with "" while waiting."""
         self.poll(committed)
         while self._running is not None:
             time.sleep(0.1)
@@ -71,7 +71,7 @@ class SideEvaluation:
             self.poll(committed)
 
     def close(self) -> None:
-        """End what runs."""
+        """Kill the running evaluation."""
         if self._running is not None:
             self._end(self._running[1])
             self._running = None
@@ -87,7 +87,7 @@ class SideEvaluation:
         for folder in settings.task_files:
             words += ["--task-files", folder]
         self._log.parent.mkdir(parents=True, exist_ok=True)
-        # --trust-code: of what this very run has been told to import and to open
+        # --trust-code: this run was allowed to import and open the same files
         command = [*python(), "-m", "titanlike", "evaluate", *words, "--trust-code"]
         env = child_environment() | {PARENT: str(os.getpid())}
         with self._log.open("ab") as log:
@@ -95,8 +95,8 @@ class SideEvaluation:
                 command, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log
             )
 
-    def _report(self, step: int, code: int, late: bool) -> dict[str, float]:
-        why = f"took more than {self._settings.timeout:g} s" if late else f"failed ({code})"
+    def _report(self, step: int, code: int, timed_out: bool) -> dict[str, float]:
+        why = f"took more than {self._settings.timeout:g} s" if timed_out else f"failed ({code})"
         try:
             if code:
                 raise ValueError(f"see {self._log}")

@@ -52,7 +52,7 @@ class Gradients:
     step: int
     loss: Tensor
     norm: Tensor  # global gradient norm
-    norms: Tensor  # norm of this rank's part of each gradient, in the order of `Run.owned`
+    norms: Tensor  # norm of this rank's shard of each gradient, in the order of `Run.owned`
     timer: Timer  # since the step began
     count: Tensor  # number of loss terms (valid tokens) in the global batch
     measured: dict[str, Tensor]  # by the names of `MEASURED`
@@ -151,11 +151,11 @@ def update(
     host: dict[str, float | list[float]] = {"stop_code": stop_code, "graphs": graphs}
     host |= {"ends": float(ends), "data": gradients.data_seconds}
     host["allocated"] = peak.allocated
-    if peak.reserved is not None:  # of an accelerator
+    if peak.reserved is not None:  # on an accelerator
         host["reserved"] = peak.reserved
-    if run.busy is not None and (mine := run.busy.told()) is not None:
+    if run.busy is not None and (waiting := run.busy.told()) is not None:
         host["waited"] = waited = [0.0] * run.mesh.world_size
-        waited[worker.rank] = mine
+        waited[worker.rank] = waiting
     sent = run.late.send(numbers, host)
     return PendingStep(gradients, sent, lr, time.time())
 

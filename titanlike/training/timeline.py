@@ -1,11 +1,11 @@
-"""A timeline: when this rank computed, waited and exchanged in a few steps of a run.
+"""Record a timeline: when this rank computed, waited and communicated in a few steps of a run.
 
-1. With the first of the steps, marks are taken of phases, actions, their messages, and exchanges of
-   FSDP: the host's clock on a CPU, events in the queue of a device.
-2. When the next step begins, or the run ends before, each rank writes a file; rank 0 merges them on
-   its own clock into timeline.json, a picture and a trace.
+1. From the first of the steps, marks are taken of phases, actions, P2P receives and FSDP
+   collectives: host times on a CPU, events in the stream of a device.
+2. When the last step is over, or the run ends earlier, each rank writes a file; rank 0 aligns them
+   to its clock and merges them into timeline.json, a picture and a trace.
 
-A timeline that cannot be written is reported, and no reason for the run to fail.
+A timeline that cannot be written is reported and does not fail the run.
 """
 
 from __future__ import annotations
@@ -38,25 +38,25 @@ from titanlike.pipeline.order import Action
 from titanlike.torch_private.fsdp import exchanges_told, parameter_groups
 from titanlike.training.build import Run
 
-MOST_RANKS = 64  # that write a file; of larger runs those of the first pipeline
+MOST_RANKS = 64  # in larger runs only the ranks of the first pipeline write a file
 _PHASES = {
     "data": "data",
-    "forward and backward": "agree",  # on the number of tokens, then actions follow
+    "forward and backward": "agree",  # an all-reduce of token counts, then actions follow
     "gradient norm": "update",
     "agree": "agree",
     "clip": "update",
     "optimizer": "update",
     "validation": "other",
     "save": "other",
-}  # all others: host
+}  # all other phases: host
 _ACTIONS = {"UNSHARD": "gather", "REDUCE_GRAD": "reduce", "WAIT_REDUCE_GRAD": "reduce"}
 _COMPUTED = ("F", "B", "I", "W")
 _Entry = tuple[str, Any]
-_SHORT = 5e-5  # seconds in which torch finds that it has nothing to exchange
+_SHORT = 5e-5  # seconds; a shorter collective had nothing to communicate
 
 
 class Timeline:
-    """The timeline of one run with `timeline`, on this rank."""
+    """The timeline of one run with `timeline`, on this rank; a `Listener`."""
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class Timeline:
         self._undo: Callable[[], None] = lambda: None
 
     def begin_step(self, step: int) -> None:
-        """The next step begins. All ranks call it."""
+        """Start, continue or finish recording as `step` begins. Called by all ranks."""
         if self._over:
             return
         if self._marks:
@@ -97,7 +97,7 @@ class Timeline:
             self._mark("phase", "data")
 
     def close(self, together: bool) -> None:
-        """The run ends: write what is recorded. together: all ranks are here."""
+        """Write what is recorded as the run ends. together: whether all ranks are here."""
         if self._marks and not self._over:
             self._finish(together)
 
@@ -110,13 +110,13 @@ class Timeline:
     def action_queued(self, action: Any, received: bool) -> None:
         self._mark("received" if received else "done", action)
 
-    def _mark(self, what: str, of: Any) -> None:
+    def _mark(self, kind: str, subject: Any) -> None:
         if self._clock is not None:
-            self._now.append((self._clock.mark(), (what, of)))
+            self._now.append((self._clock.mark(), (kind, subject)))
 
     def _start(self) -> None:
         if not self._records:
-            self._marks[0] = []  # so that it takes part in `_finish`
+            self._marks[0] = []  # not empty, so that this rank takes part in `_finish`
             return
         self._clock = Clock(self._run.mesh.device)
         self._run.ranges.add(self)
@@ -153,10 +153,10 @@ class Timeline:
         self._report(step, text)
 
     def _tried(self, write: Callable[[], object]) -> bool:
-        """Whether it could be done; the reason is printed to the rank's log."""
+        """Call `write`; False if it raises, with the reason in the rank's log."""
         try:
             write()
-        except Exception:  # whatever it is: the run is worth more
+        except Exception:  # the run goes on whatever it is
             print(f"the timeline could not be written\n{traceback.format_exc()}", file=sys.stderr)
             return False
         return True
@@ -176,10 +176,10 @@ class Timeline:
             if events:
                 begin, end = times[0], events[-1].end
                 steps.append(RankStep(self._worker.rank, mesh.pp_rank, step, begin, end, events))
-        found = RankFile(steps, socket.gethostname(), accelerator.name(mesh.device), error)
+        rank_file = RankFile(steps, socket.gethostname(), accelerator.name(mesh.device), error)
         path = self._path(self._worker.rank)
         path.parent.mkdir(parents=True, exist_ok=True)
-        timeline_file.write(path, found)
+        timeline_file.write(path, rank_file)
 
     def _merge(self) -> None:
         order, run_dir = self._run.plan.order, Path(self._worker.run_dir)
@@ -208,47 +208,47 @@ class Timeline:
 
 
 def events_of(marks: Sequence[tuple[float, _Entry]]) -> list[Span]:
-    """Events side by side, from marks (seconds, (what, of what)) in order.
+    """Build consecutive events from marks (seconds, (kind of mark, its subject)) in order.
 
-    An exchange within an action has the action's stage and microbatch.
+    A collective within an action has the action's stage and microbatch.
     """
-    waited = {str(of) for _, (what, of) in marks if what == "received"}
-    found: list[Span] = []
+    waited = {str(subject) for _, (kind_of_mark, subject) in marks if kind_of_mark == "received"}
+    events: list[Span] = []
     now: tuple[str, int, int] = ("host", -1, -1)
-    interrupted: list[tuple[str, int, int]] = []  # by exchanges
+    interrupted: list[tuple[str, int, int]] = []  # by collectives
     since = marks[0][0]
-    for at, (what, of) in marks:
+    for seconds, (kind_of_mark, subject) in marks:
         before = now
-        match what:
+        match kind_of_mark:
             case "phase":
-                now = _PHASES.get(of, "host"), -1, -1
+                now = _PHASES.get(subject, "host"), -1, -1
             case "action" | "received":
-                now = _begun(of, waited if what == "action" else ())
+                now = _begun(subject, waited if kind_of_mark == "action" else ())
             case "done" | "end":
                 now = "host", -1, -1
-            case "exchange" if of:
+            case "exchange" if subject:
                 interrupted.append(before)
-                now = of, *before[1:]
+                now = subject, *before[1:]
             case "exchange" if interrupted:
                 now = interrupted.pop()
-                if at - since < _SHORT and found and found[-1][:3] == now:
-                    since = found.pop().start  # there was nothing to exchange
+                if seconds - since < _SHORT and events and events[-1][:3] == now:
+                    since = events.pop().start  # there was nothing to communicate
                     continue
-        if what != "exchange":
+        if kind_of_mark != "exchange":
             interrupted = []
         if now != before:
-            if at > since:
+            if seconds > since:
                 kind, stage, microbatch = before
-                found.append(Span(kind, stage, microbatch, since, at))
-            since = at
+                events.append(Span(kind, stage, microbatch, since, seconds))
+            since = seconds
     if marks[-1][0] > since:
         kind, stage, microbatch = now
-        found.append(Span(kind, stage, microbatch, since, marks[-1][0]))
-    return found
+        events.append(Span(kind, stage, microbatch, since, marks[-1][0]))
+    return events
 
 
 def _begun(action: Any, waited: Collection[str]) -> tuple[str, int, int]:
-    """What an action of torch's, or of an Order, begins with."""
+    """The (kind, stage, microbatch) with which an action of torch or of an Order begins."""
     if action is None:
         return "host", -1, -1
     if isinstance(action, Action):
@@ -268,10 +268,11 @@ _ROUNDS = 16
 
 
 class Clock:
-    """Marks of one rank's work. On a device a mark is an event behind what is launched so far."""
+    """Marks points in a rank's work; on a device, a mark is an event after the work launched so
+    far."""
 
     def __init__(self, device: torch.device) -> None:
-        """Waits once until a device has done what is launched so far."""
+        """Synchronizes once with the device."""
         self.mark = partial(mark, device)
         self._zero = self.mark()
         self._host_zero = self._zero
@@ -280,18 +281,18 @@ class Clock:
             self._host_zero = time.perf_counter()
 
     def seconds(self, marks: Sequence[Any]) -> list[float]:
-        """Times of this host's clock (`time.perf_counter`), once the device has come to the last
-        mark."""
+        """Times of marks on this host's clock (`time.perf_counter`), once the device has reached
+        them."""
         if isinstance(self._zero, float):
             return [*marks]
         return [self._host_zero + seconds_between(self._zero, mark) for mark in marks]
 
 
 def clock_offset(rank: int, world_size: int) -> tuple[float, float]:
-    """(seconds by which this host's clock is ahead of rank 0's, the most that this may be wrong).
+    """(seconds by which this host's clock is ahead of rank 0's, the largest error). Collective.
 
-    Collective. Every rank enters an all-reduce before any leaves it: so rank 0 entered before this
-    rank left, and this one before rank 0 left. Each such round gives a lower and an upper bound.
+    Every rank enters an all-reduce before any leaves it, so rank 0 entered before this rank left
+    and vice versa: each round gives a lower and an upper bound.
     """
     low, high = float("-inf"), float("inf")
     if world_size == 1:
@@ -301,7 +302,7 @@ def clock_offset(rank: int, world_size: int) -> tuple[float, float]:
         entered = time.perf_counter()
         dist.all_reduce(flag)
         left = time.perf_counter()
-        # rank 0's times of this round; of the CPU, so by gloo whatever the device
+        # rank 0's times of this round; CPU tensors, so sent by gloo on any device
         zeros = torch.tensor([entered, left], dtype=torch.float64)
         dist.broadcast(zeros, 0)
         entered_0, left_0 = zeros.tolist()

@@ -49,7 +49,7 @@ if TYPE_CHECKING:  # each is imported where a config asks for it
 class TrainPlan:
     """The decisions that are made before anything is allocated."""
 
-    model: Custom  # with all of its arguments
+    model: Custom  # with all arguments, defaults included
     order: Order
     why_microbatches: str
     zero: int
@@ -65,11 +65,11 @@ class TrainPlan:
     unit: str  # what a batch has so many of: "tokens", or "samples" of data without
     recomputed: Recomputed
     deferred: frozenset[int]  # stages whose weight gradients are computed in W, not in I
-    why_together: str  # why not those of others; "" where the config says so
+    why_together: str  # why other stages do not defer theirs; "" if the config says so
     # by pipeline rank, for any choice of recomputed blocks; computed at its first use
     memory: Callable[[], RankMemory]
-    variable: bool  # batches differ in length
-    transforms: Mapping[str, Transform]  # by which the model was changed before it was recorded
+    variable: bool  # whether batches differ in length
+    transforms: Mapping[str, Transform]  # applied to the model before it was recorded
     orders: Mapping[int, Order]  # with `ramp`: rows of a batch on a dp rank -> schedule
     auto_split: AutoSplitResult | None = None  # how split=auto found the stages
 
@@ -98,7 +98,7 @@ class TrainPlan:
         return self.model_graph.stages
 
     def blocks(self, stage: int) -> list[str]:
-        """Names of a stage's blocks, which may be recomputed and compiled."""
+        """Names of a stage's blocks: modules that can be recomputed and compiled."""
         blocks = {unit.name for unit in self.model_graph.units if unit.block}
         return [name for name in self.stages[stage] if name in blocks]
 
@@ -153,8 +153,8 @@ def make_plan(
 
         return UnitCosts(model_graph, targets, loss, peers)
 
-    found = _cut_stages(config, model_graph, unit_costs, order, zero, measure_times)
-    auto_split, graphs, evaluated = found
+    split_and_graphs = _cut_stages(config, model_graph, unit_costs, order, zero, measure_times)
+    auto_split, graphs, evaluated = split_and_graphs
     if problems := checks.stage_problems(config, model_graph, graphs, evaluated):
         raise ConfigError(problems)
     stage_modules = model_graph.stage_modules(graphs, evaluated)
@@ -246,10 +246,10 @@ def _choose_order(config: Config, model: nn.Module) -> tuple[Order, str]:
 
 
 def _order_of(config: Config) -> tuple[Order | None, str, list[Problem]]:
-    """As `from_config.choose_order`."""
+    """As `from_config.choose_order`, but gradient accumulation without a pipeline is planned here."""
     if config.pp == 1 and config.schedule.name == "1f1b" and not config.exact:
         asked = getattr(config.schedule, "microbatches", None)
-        if asked is None or asked > 0:  # 1F1B of one stage: gradients are accumulated
+        if asked is None or asked > 0:  # 1F1B with one stage is gradient accumulation
             count = asked or 1
             acts = tuple(Action(kind, 0, mb) for mb in range(count) for kind in "FB")
             return Order((acts,), (0,), count), "asked for" if asked else "no pipeline to fill", []
@@ -299,23 +299,23 @@ def _cut_stages(
 
     Raises ConfigError.
     """
-    fields, found = model_graph.fields, None
+    fields, auto_split = model_graph.fields, None
     auto = isinstance(config.split, schema.AutoSplit)
     model_graph.place, model_graph.relayed = order.stage_to_rank, config.exact
     try:
         if auto and order.stages > 1:
             from titanlike.costs.auto_split import find_auto_split
 
-            found = find_auto_split(
+            auto_split = find_auto_split(
                 config, unit_costs(), model_graph.units, order, zero, measure_times
             )
-            model_graph.stages = found.stages(model_graph.units)
+            model_graph.stages = auto_split.stages(model_graph.units)
         else:
             model_graph.stages = _declared_stages(config, model_graph, order.stages)
-        return found, model_graph.graphs(fields, True), model_graph.graphs(fields, False)
-    except Refused as error:  # of a split
+        return auto_split, model_graph.graphs(fields, True), model_graph.graphs(fields, False)
+    except Refused as error:  # raised for the split
         raise ConfigError([error.problem]) from None
-    except RecordError as error:  # of the loss in the last stage
+    except RecordError as error:  # raised for the loss in the last stage
         problem = Problem("loss.name", config.loss.name, error.reason, error.fix)
         raise ConfigError([problem]) from None
 

@@ -1,7 +1,7 @@
-"""A loop of the caller's own (`titanlike.build`): this rank's part of a model, and its steps, saves and
-outputs. Its methods are the functions that the command's loop calls.
+"""`TrainingRun`, for a custom training loop (`titanlike.build`): this rank's part of a model with
+methods to step, save and run forward, by the same functions as the command's loop.
 
-Shapes: B = batch_size / dp samples of this dp rank, a batch; T = seq_len.
+Shapes: B = batch_size / dp, the samples of this dp rank in a batch; T = seq_len.
 """
 
 from __future__ import annotations
@@ -48,25 +48,25 @@ if TYPE_CHECKING:
     pass
 
 
-_GRACE = 10.0  # seconds between the ranks that wait in vain for another
+_GRACE = 10.0  # seconds between timeouts of ranks that wait for the same missing rank
 
 
 @dataclass(frozen=True)
 class StepOutput:
-    """A training step, the same on every rank."""
+    """The result of a training step, the same on every rank."""
 
     step: int  # the first is 1
-    loss: float  # over the global batch: a mean over the valid tokens, or what the loss counts
-    losses: list[float]  # of each microbatch of the global batch, in its order
+    loss: float  # of the global batch: mean over valid tokens, or over the terms a loss counts
+    losses: list[float]  # of each microbatch of the global batch, in order
     grad_norm: float  # 2-norm of all gradients, before clipping
-    lr: float  # of this step; 0.0 of one that was skipped
-    skipped: str | None  # "nonfinite" or "spike" where nothing was updated
-    record: dict[str, Any]  # the row that metrics.jsonl would have
+    lr: float  # 0.0 if the update was skipped
+    skipped: str | None  # "nonfinite" or "spike" if the update was skipped
+    record: dict[str, Any]  # as a row of metrics.jsonl
 
 
 class TrainingRun:
-    """This rank's part of a model and its optimizers, of `build`. All methods but `batches` and
-    `parameters` are collective."""
+    """This rank's part of a model and its optimizers, made by `build`. All methods except `batches`
+    and `parameters` are collective."""
 
     def __init__(
         self, config: Config, worker: Worker, data: Data, run: building.Run, closes_group: bool
@@ -76,18 +76,19 @@ class TrainingRun:
         self._run, self._closes_group = run, closes_group
         self._worker = replace(worker, run_dir=Path(config.run_dir))
         self._progress, self._detector = Progress(), AnomalyDetector(config, {})
-        self._calls, self._met = 0, ""  # collective methods that were called; the last barrier
+        self._calls, self._met = 0, ""  # number of collective calls; name of the last barrier
         metrics = replace(config.metrics, microbatch_losses=True)
         self._step_config = replace(config, metrics=metrics)
 
     @property
     def steps(self) -> int:
-        """Steps done so far, those before a checkpoint that was loaded included."""
+        """Steps done so far, including those before a loaded checkpoint."""
         return self._progress.step
 
     def batches(self) -> Iterator[Batch]:
-        """This dp rank's batches of the training data after `steps`, endless, as the command reads
-        them: "inputs" and "targets" [B, T] int64 on the CPU, and what else samples have."""
+        """Yield this dp rank's batches of the training data after `steps`, endlessly, as the
+        command reads them: "inputs" and "targets" [B, T] int64 on the CPU, and further fields of
+        the samples."""
         self._own_data()
         source, dp_rank = self.data.train, self.mesh.dp_rank
         return batches(source, self.config, dp_rank=dp_rank, start_step=self.steps)
@@ -96,9 +97,9 @@ class TrainingRun:
         """Train on this dp rank's part of a batch: forward, backward, clip, update; waits for the
         result.
 
-        batch: "inputs", "targets" and what else the model takes, [B, ...] each, on any device; the
-        ranks of a dp rank give the same. Raises BadNumbers where loss or gradients are not finite
-        (on_nonfinite=stop), ConfigError for a batch of another form.
+        batch: "inputs", "targets" and other inputs of the model, [B, ...] each, on any device,
+        equal on all ranks of a dp rank. Raises BadNumbers if loss or gradients are not finite
+        (on_nonfinite=stop), ConfigError if fields, shapes or dtypes differ from the config's.
         """
         batch, number = self._checked(batch), self.steps + 1
         with self._collective("step", meet=self.last is None):
@@ -131,36 +132,35 @@ class TrainingRun:
     def forward(
         self, batch: Mapping[str, Tensor], *, microbatches: bool = False, everywhere: bool = False
     ) -> Any:
-        """What the model returns for this dp rank's batch, in evaluation and without gradients, on
-        ranks with the last stage; elsewhere None.
+        """Run the model on this dp rank's batch in evaluation mode, without gradients. Returns its
+        output on ranks with the last stage, None elsewhere.
 
-        batch: as of `step`; targets are not needed. microbatches: a list with the output of each;
-        else one output [B, ...], of a structure of tensors the same structure. everywhere: on all
-        ranks of the pipeline. Logits are those of whole sequences and of the whole vocabulary;
-        other tensors of a structure are this rank's part with cp and tp.
+        batch: as for `step`; targets are optional. microbatches: return a list of outputs, else one
+        output [B, ...] of the same structure. everywhere: return it on all pipeline ranks. Logits
+        cover the full sequence and vocabulary; with cp and tp other tensors are this rank's part.
         """
         checked = self._checked(batch, trains=False)
         with self._collective("forward"), torch.no_grad():
             self._run.train_mode(False)
             try:
                 device_batch = to_device(checked, self.mesh, self.config)
-                found = self._run.pipeline.outputs(device_batch, _output_alone)
+                outputs = self._run.pipeline.outputs(device_batch, _output_alone)
             finally:
                 self._run.train_mode(True)
-            found = [self._whole(output, checked["inputs"].shape[1:2]) for output in found]
+            outputs = [self._whole(output, checked["inputs"].shape[1:2]) for output in outputs]
         order = self.plan.order
         if everywhere and self.mesh.pp > 1:
             group = self.mesh.axes.get_group("pp")
-            sent, source = [_on(found, torch.device("cpu"))], order.stage_to_rank[-1]
+            sent, source = [_on(outputs, torch.device("cpu"))], order.stage_to_rank[-1]
             source = dist.get_global_rank(group, source)
             dist.broadcast_object_list(sent, source, group, self.mesh.device)
-            found = _on(sent[0], self.mesh.device)
-        if not found:
+            outputs = _on(sent[0], self.mesh.device)
+        if not outputs:
             return None
-        return found if microbatches else _concatenated(found)
+        return outputs if microbatches else _concatenated(outputs)
 
     def validate(self) -> float:
-        """The loss of the validation data, as the command computes it."""
+        """Compute the loss of the validation data, as the command does."""
         self._own_data()
         with self._collective("validate"):
             found = validation_losses(self._run, self.config, self.data)
@@ -169,12 +169,12 @@ class TrainingRun:
         return found["loss"]
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """The parameters of this rank's stages by their names in the whole model: DTensors where
-        FSDP shards them, with tp and ep this rank's part."""
+        """The parameters of this rank's stages by their names in the full model: DTensors if FSDP
+        shards them, with tp and ep this rank's part."""
         return {n: p for state in self._run.stage_states for n, p in state.parameters()}
 
     def save(self) -> str:
-        """Write a checkpoint of the steps done, from which the command resumes, too; its path."""
+        """Write a checkpoint, from which the command can resume, too; returns its path."""
         if not self.steps:
             raise ValueError("nothing to save: no step has been done")
         with self._collective("save"):
@@ -187,11 +187,11 @@ class TrainingRun:
         return path
 
     def load(self, path: str | Path | None = None, *, weights_only: bool = False) -> int:
-        """Load a checkpoint, saved in any layout; the steps that it had done.
+        """Load a checkpoint, saved in any layout; returns the number of steps it had done.
 
-        path: of a checkpoint, or of a run for its newest; None = as `checkpoint.resume` says: the
-        newest of run_dir, or nothing if there is none. weights_only: leave optimizers and steps as
-        they are. Raises ValueError where the checkpoint is of another model or other data.
+        path: a checkpoint, or a run for its newest one; None = as `checkpoint.resume` says: the
+        newest of run_dir, or nothing if there is none. weights_only: keep optimizers and steps.
+        Raises ValueError if the checkpoint is of a different model or different data.
         """
         with self._collective("load"):
             checkpointer = self._checkpointer
@@ -203,7 +203,7 @@ class TrainingRun:
         return self.steps
 
     def close(self) -> None:
-        """Let go of threads, and of the process group if it was made here."""
+        """Stop threads, and destroy the process group if it was created here."""
         if "_checkpointer" in vars(self):
             self._checkpointer.close()
         if self._closes_group and dist.is_initialized():
@@ -219,11 +219,13 @@ class TrainingRun:
 
     def __repr__(self) -> str:
         loss = f", loss {self.last.loss:.4f}" if self.last else ""
-        told = self._layout()
-        return f"<TrainingRun of {told['model']}: {told['mesh']}; step {self.steps}{loss}>"
+        described = self._layout()
+        return (
+            f"<TrainingRun of {described['model']}: {described['mesh']}; step {self.steps}{loss}>"
+        )
 
     def _repr_html_(self) -> str:
-        """For notebooks: the stages, and the schedule as a picture."""
+        """Show the stages as a table, and the schedule as a picture, in notebooks."""
         rows = self._layout()["stages"]
         heads = "".join(f"<th>{name}</th>" for name in rows[0])
         cells = ("".join(f"<td>{html.escape(f'{v}')}</td>" for v in row.values()) for row in rows)
@@ -238,14 +240,14 @@ class TrainingRun:
 
     @contextmanager
     def _collective(self, call: str, meet: bool = True) -> Iterator[None]:
-        """A call of all ranks, with the kernels that the config asks for. Raises BarrierTimeout
-        where one does not come: before it, which costs the store some requests of each rank, or
-        without `meet` when this rank has waited in vain (a send by gloo waits forever)."""
+        """A context for a collective call, with the config's kernels. Raises BarrierTimeout if a
+        rank does not come: with `meet` before the call, which costs the store a few requests per
+        rank, else when communication has failed (a gloo send waits forever)."""
         self._calls += 1
         name, timeout = f"{call}() (call {self._calls} of a run)", self.config.launch.timeout
         if meet:
             barrier(self._worker, name, timeout)
-            forget(self._worker, self._met)  # all have left it: a loop may call a million times
+            forget(self._worker, self._met)  # all ranks have left it, and keys must not pile up
             self._met = name
         try:
             with kernels(self.config, self.mesh.device):
@@ -256,7 +258,7 @@ class TrainingRun:
             raise
 
     def _first_step(self, batch: Batch) -> None:
-        """What the command does before its first step."""
+        """Check for coupled samples and compile, as the command does before its first step."""
         if not self.steps and may_mix_samples(self.config) and len(batch["targets"]) > 1:
             from titanlike.training.first_batch import refuse_mixed_samples
 
@@ -268,31 +270,36 @@ class TrainingRun:
 
     @functools.cached_property
     def _example(self) -> Batch:
-        """A batch like those of this run, of one sample, on meta."""
+        """A batch of one sample with this run's fields, shapes and dtypes, on meta."""
         return example_batch(self.config, self.data)
 
     def _checked(self, batch: Mapping[str, Tensor], trains: bool = True) -> Batch:
-        """The batch, in tensors without gaps. Raises ConfigError where it is none of this run.
+        """Check a batch, and make its tensors contiguous. Raises ConfigError if it does not fit
+        this run.
 
-        trains: else no targets are needed; where there are none the inputs stand for them.
+        trains: whether targets are needed; missing ones are replaced by the inputs.
         """
-        like = self._example
-        wanted = ["inputs", "targets", *(n for n in self.plan.fields if n != "inputs")]
-        needed = [name for name in wanted if trains or name != "targets"]
+        example = self._example
+        fields = ["inputs", "targets", *(n for n in self.plan.fields if n != "inputs")]
+        needed = [name for name in fields if trains or name != "targets"]
         problems = []
         if not isinstance(batch, Mapping):
-            reason, fix = f"is a {type(batch).__name__}", f"a dict of tensors: {', '.join(wanted)}"
+            reason, fix = f"is a {type(batch).__name__}", f"a dict of tensors: {', '.join(fields)}"
             raise ConfigError([Problem("batch", "", reason, fix)])
-        for name in wanted:
+        for name in fields:
             if name not in batch:
                 if name in needed:
-                    reason, fix = f"has no {name}", f"a batch with {wanted}"
+                    reason, fix = f"has no {name}", f"a batch with {fields}"
                     problems.append(Problem("batch", "", reason, fix))
             elif wrong := self._wrong_field(name, batch[name]):
                 problems.append(Problem(f"batch.{name}", "", *wrong))
-        for name in batch.keys() - {*wanted}:
+        for name in batch.keys() - {*fields}:
             problems.append(Problem("batch", name, "is not taken by the model", "leave it out"))
-        if not problems and "targets" in batch and like["inputs"].shape == like["targets"].shape:
+        if (
+            not problems
+            and "targets" in batch
+            and example["inputs"].shape == example["targets"].shape
+        ):
             shapes = [list(batch[name].shape) for name in ("inputs", "targets")]
             if shapes[0] != shapes[1]:
                 reason = f"inputs are {shapes[0]}, and targets {shapes[1]}"
@@ -303,17 +310,20 @@ class TrainingRun:
         return {"targets": checked["inputs"], **checked}
 
     def _wrong_field(self, name: str, value: Any) -> tuple[str, str] | None:
-        """(reason, fix) where a field of a batch has another form than this run's; None = it has
-        not."""
-        (size, _), dp, like = self.config.batch_shape(self.steps + 1), self.config.dp, self._example
-        shape = ["B", *like[name].shape[1:]]
+        """Return (reason, fix) if a field's shape, dtype or ids do not fit this run, else None."""
+        (size, _), dp, example = (
+            self.config.batch_shape(self.steps + 1),
+            self.config.dp,
+            self._example,
+        )
+        shape = ["B", *example[name].shape[1:]]
         if not isinstance(value, Tensor):
             return f"is a {type(value).__name__}", f"a tensor {shape}"
         if value.dim() != len(shape):
             return f"has the shape {list(value.shape)}", f"a tensor {shape}"
-        floats = value.is_floating_point() and like[name].is_floating_point()
-        if value.dtype != like[name].dtype and not floats:
-            kinds = [str(tensor.dtype).removeprefix("torch.") for tensor in (value, like[name])]
+        floats = value.is_floating_point() and example[name].is_floating_point()
+        if value.dtype != example[name].dtype and not floats:
+            kinds = [str(tensor.dtype).removeprefix("torch.") for tensor in (value, example[name])]
             return f"is {kinds[0]}", f"a tensor {shape} of {kinds[1]}"
         if value.is_meta or value.layout is not torch.strided:
             return "is on meta, or sparse", f"a dense tensor {shape} with values"
@@ -321,7 +331,7 @@ class TrainingRun:
             reason = f"has {len(value)} rows, and each dp rank gives its part"
             return reason, f"batch_size / dp = {size} / {dp} = {size // dp} rows"
         names = ["inputs", *(["targets"] * takes_divided_logits(self.config.loss))]
-        if floats or name not in names or not value.is_cpu:  # a GPU's would be waited for
+        if floats or name not in names or not value.is_cpu:  # reading a GPU's would synchronize
             return None
         known = self._vocabulary
         ids = value[value != IGNORE] if name == "targets" else value
@@ -338,30 +348,30 @@ class TrainingRun:
             raise ValueError("there are no data to read: build(example=...) was called")
 
     def _whole(self, output: Any, tokens: Sequence[int]) -> Any:
-        """An output of the last stage with its logits whole; tokens: of a sequence, if it is one."""
+        """Gather an output's logits over cp and tp; tokens: [sequence length], or []."""
         if self.config.cp == self.config.layer_ranks == 1:
             return output
         try:
-            whole = logits = logits_of(output)
-        except OutputError:  # of a model whose loss is the caller's own
+            gathered = logits = logits_of(output)
+        except OutputError:  # there may be none with a custom loss
             return output
         for transform in self._run.transforms.values():
-            whole = transform.logits(whole)
+            gathered = transform.logits(gathered)
         if self.config.cp > 1:
-            whole = whole[:, : tokens[0]]  # without padding
+            gathered = gathered[:, : tokens[0]]  # without padding
         leaves, rebuild = tree_flatten(output)
-        return rebuild([whole if leaf is logits else leaf for leaf in leaves])
+        return rebuild([gathered if leaf is logits else leaf for leaf in leaves])
 
     @functools.cached_property
     def _vocabulary(self) -> int | None:
-        """How many ids the model has; None where it does not say."""
+        """The model's vocabulary size; None if it does not declare one."""
         model: Any = self.plan.model_graph.model
         known = complete_arguments(self.plan.model).get("vocab_size")
         return getattr(getattr(model, "config", None), "vocab_size", known)
 
     @functools.cached_property
     def _checkpointer(self) -> Checkpointer:
-        """Made, on all ranks, at the first save or load."""
+        """Created at the first save or load, on all ranks."""
         rank, run_dir = self._worker.rank, self._worker.run_dir
         if rank == 0:
             run_dir.mkdir(parents=True, exist_ok=True)
@@ -372,7 +382,7 @@ class TrainingRun:
 
 
 def _concatenated(outputs: Sequence[Any]) -> Any:
-    """One output of those of microbatches; what is no tensor [B, ...], as the first has it."""
+    """Concatenate microbatches' outputs over dim 0; unbatched leaves are the first output's."""
     leaves = [tree_flatten(output)[0] for output in outputs]
     _, rebuild = tree_flatten(outputs[0])
 
@@ -388,6 +398,6 @@ def _output_alone(output: Any, targets: Tensor) -> Any:
 
 
 def _on(outputs: Sequence[Any], device: torch.device) -> list[Any]:
-    """The same with tensors on a device."""
+    """Move the tensors in outputs to a device."""
     move = lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf  # noqa: E731
     return [tree_map(output, move) for output in outputs]

@@ -1,5 +1,5 @@
-"""Parameters whose gradients are all zeros for many steps: the loss does not depend on them, or a
-ReLU before them is dead."""
+"""Warn of parameters whose gradients are all zero for many steps: the loss does not depend on them,
+or a ReLU before them is dead."""
 
 from __future__ import annotations
 
@@ -12,34 +12,36 @@ from torch import Tensor
 from titanlike.distributed.placement import StageState
 from titanlike.training.train_plan import TrainPlan
 
-_NAME = "largest_gradients"  # among the numbers of a step
-_NONE = -1.0  # instead of a norm: of a parameter of another rank
+_NAME = "largest_gradients"  # among a step's metrics
+_NONE = -1.0  # instead of the norm of a parameter on a different rank
 
 
 class ZeroGradients:
-    """Keeps the largest norm of each gradient, and looks at them once in so many steps: an
-    operation a step on the device, and a vector in the message that a step sends anyway."""
+    """Keeps the largest norm of each gradient, and checks them once in so many steps. Costs one
+    operation a step on the device; the norms go with the step's all-reduce of metrics."""
 
     def __init__(
         self, steps: int, plan: TrainPlan, states: Sequence[StageState], device: torch.device
     ) -> None:
-        """steps: in a row, without a gradient, of which is warned; states: of this rank."""
+        """steps: consecutive steps without a gradient before a warning; states: those of this rank."""
         self._steps, self._count = steps, 0
         self._model = plan.model_graph.model
         self._names = [*dict.fromkeys(name for stage in plan.stage_parameters for name in stage)]
-        at = {name: place for place, name in enumerate(self._names)}
+        positions = {name: place for place, name in enumerate(self._names)}
         owned = [
             (name, p) for state in states for name, p in state.parameters() if state.owns(name)
         ]
-        self._places = torch.tensor([at[name] for name, _ in owned], dtype=torch.int64).to(device)
+        self._places = torch.tensor([positions[name] for name, _ in owned], dtype=torch.int64).to(
+            device
+        )
         self._largest = torch.zeros(len(owned), device=device)
-        # told at the start, or frozen
+        # reported at launch, or frozen
         self._left_out = {*plan.unused, *(name for name, p in owned if not p.requires_grad)}
 
     def measured(self, norms: Tensor) -> dict[str, Tensor]:
-        """What a step sends; norms: of this rank's part of each gradient, fp32, in the order of
-        `Run.owned`. All ranks call it in the same steps."""
-        norms = norms.to(self._largest.device)  # which are on the CPU with fsdp.cpu_offload
+        """The metric to send in this step, or {}; called by all ranks in the same steps. norms: of
+        this rank's shard of each gradient, fp32, in the order of `Run.owned`."""
+        norms = norms.to(self._largest.device)  # with fsdp.cpu_offload they are on the CPU
         torch.maximum(self._largest, norms, out=self._largest)
         self._count += 1
         if self._count < self._steps:
@@ -50,14 +52,14 @@ class ZeroGradients:
         return {_NAME: sent}
 
     def found(self, numbers: Mapping[str, Any]) -> list[str]:
-        """The parameters to warn of, each once; numbers: of the step, the largest of all ranks."""
+        """The parameters to warn of, each once. numbers: a step's metrics, the max over all ranks."""
         pairs = zip(self._names, numbers.get(_NAME, []), strict=False)
         new = [name for name, norm in pairs if norm == 0 and name not in self._left_out]
         self._left_out.update(new)
         return new
 
     def text(self, names: Sequence[str]) -> str:
-        """A warning of these parameters."""
+        """The warning for these parameters."""
         shown = []
         for name in names[:_MOST]:
             module = name.rpartition(".")[0]
