@@ -186,7 +186,7 @@ def test_a_speed_is_not_measured_and_no_rank_is_called_slow(
     for ranks, alone in ((1, True), (2, False)):
         config = shared(ranks)
         assert Stragglers(config, mesh, worker, mock.Mock())._on is alone
-        numbers = dict.fromkeys(("loss", "grad_norm", "allocated"), 1.0)
+        numbers = dict.fromkeys(("loss", "grad_norm", "allocated", "data"), 1.0)
         assert ("mfu" in step_record(run, config, pending, numbers)) is alone
 
 
