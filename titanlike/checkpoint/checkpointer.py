@@ -20,6 +20,7 @@ from titanlike.checkpoint.storage import Storage
 from titanlike.config.credentials import redact_value
 from titanlike.config.parse import to_plain
 from titanlike.config.schema import MESH_AXES, Config
+from titanlike.data.readers import READERS
 from titanlike.data.sources import Data, data_fingerprint
 from titanlike.distributed.placement import StageState
 from titanlike.metrics.run_files import Events
@@ -80,7 +81,7 @@ class Checkpointer:
 
     def _digest(self, tensors: Mapping[str, Any], group: dist.ProcessGroup) -> str:
         from titanlike.checkpoint.digest import digest
-        from titanlike.checkpoint.integrity import OPTIMIZER, READERS, RNG
+        from titanlike.checkpoint.integrity import OPTIMIZER, RNG
 
         # of each rank's own, and on rank 0 what all pipeline ranks share
         of_all = f"{OPTIMIZER}step" if self._rank else ""

@@ -16,7 +16,6 @@ from titanlike.checkpoint.discovery import all_checkpoints
 from titanlike.checkpoint.integrity import (
     MODEL,
     OPTIMIZER,
-    READERS,
     RNG,
     SavedTensor,
     UnsafeCheckpoint,
@@ -35,6 +34,7 @@ from titanlike.checkpoint.storage import (
 from titanlike.config.files import NotRegularFile
 from titanlike.config.program import argument_parser, exit_code
 from titanlike.config.schema import MESH_AXES
+from titanlike.data.readers import READERS
 from titanlike.metrics import units
 from titanlike.metrics.console import Console
 

@@ -49,8 +49,7 @@ from titanlike.config.files import NotRegularFile, parse_object
 from titanlike.config.program import tool_program
 from titanlike.config.schema import MESH_AXES
 
-# prefixes of tensors' names
-MODEL, OPTIMIZER, RNG, READERS = "model.", "optimizer.state.", "rng.", "data.reader."
+MODEL, OPTIMIZER, RNG = "model.", "optimizer.state.", "rng."  # prefixes of tensors' names
 _NUMBER = (float, int, type(None))
 _REQUIRED: dict[str, tuple[type, ...]] = {  # in state.json
     "step": (int,),

@@ -29,6 +29,7 @@ from titanlike.config.errors import ConfigError, Problem, Refused
 from titanlike.config.files import as_record
 from titanlike.config.schema import LAYER_AXES, Config
 from titanlike.data.kinds import data_changed
+from titanlike.data.readers import READERS
 from titanlike.data.sources import Data, fingerprint_changes
 from titanlike.distributed.placement import StageState
 from titanlike.metrics.run_files import Events, changed_keys
@@ -199,7 +200,7 @@ class CheckpointLoader:
         from titanlike.checkpoint.reader import raise_on_all_ranks, read
 
         stream: Any = self.data.train
-        named = (name for name in header.tensors if name.startswith(integrity.READERS))
+        named = (name for name in header.tensors if name.startswith(READERS))
         shapes = {name: header.tensors[name].shape for name in named}
         with raise_on_all_ranks(self.group, ConfigError):
             try:

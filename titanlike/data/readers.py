@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from titanlike.config.errors import Problem
 from titanlike.config.schema import Config
 
+READERS = "data.reader."  # prefix of their states in a checkpoint
 _MOST_READERS = 64  # where the config does not say how many
 
 

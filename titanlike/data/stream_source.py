@@ -26,12 +26,11 @@ from torch.utils.data import IterableDataset, get_worker_info
 from titanlike.config.errors import Refused
 from titanlike.config.schema import Config
 from titanlike.data.kinds import DataError, data_changed, loader_workers, option
-from titanlike.data.readers import default_readers, reader_problems, rows_of
+from titanlike.data.readers import READERS, default_readers, reader_problems, rows_of
 from titanlike.data.sources import ENDLESS, Batch, stack
 from titanlike.data.stream_nodes import HeldOut, hash_of
 
 _EVERY = 8  # steps
-_PREFIX = "data.reader."  # of a checkpoint's entries
 
 
 class Block(NamedTuple):
@@ -74,7 +73,6 @@ class StreamSource:
         validation = config.validation
         self.held_batches = validation.batches if validation.every else 0
         self.ends: int | None = None  # the step after which there is none, once it is known
-        self.forward = 0  # batches that the last `stream` read forward
         self._states: dict[int, dict[int, Tensor]] = {}  # step -> reader -> state after it
         self._firsts: dict[int, int] = {}  # reader -> hash of its first sample
 
@@ -97,8 +95,7 @@ class StreamSource:
         readers = self.own(config, dp_rank)
         states = self._states.get(position, {})
         group = ReaderGroup(self, config, readers, states, position)
-        most = min(loader_workers(config.data), len(readers)) if self.together else 1
-        workers = min(loader_workers(config.data), most)
+        workers = min(loader_workers(config.data), len(readers) if self.together else 1)
         ahead = {"prefetch_factor": option(config.data, "prefetch", 2)} if workers else {}
         blocks = iter(loader(group, batch_size=None, num_workers=workers, **ahead))
         return self._batches(blocks, max(1, workers), position, start)
@@ -160,7 +157,7 @@ class StreamSource:
         states = {} if position is None else self._states[position]
         entries = {}
         for reader, state in states.items():
-            entries[f"{_PREFIX}{reader}"] = _padded(state, position or 0)
+            entries[f"{READERS}{reader}"] = _padded(state, position or 0)
         return entries
 
     def wanted(
@@ -168,7 +165,7 @@ class StreamSource:
     ) -> dict[str, Tensor]:
         """Tensors to be filled from a checkpoint with entries of these shapes. Raises DataError
         where its readers cannot be divided among the dp ranks."""
-        names = [name for name in shapes if name.startswith(_PREFIX)]
+        names = [name for name in shapes if name.startswith(READERS)]
         if not names:
             return {}
         if len(names) != self.readers:
@@ -179,7 +176,7 @@ class StreamSource:
                 reason = f"the checkpoint has {len(names)}"
                 raise DataError("data.readers", self.readers, reason, f"data.readers={len(names)}")
             self.readers = len(names)
-        mine = [f"{_PREFIX}{reader}" for reader in self.own(config, dp_rank)]
+        mine = [f"{READERS}{reader}" for reader in self.own(config, dp_rank)]
         return {name: torch.zeros(*shapes[name], dtype=torch.uint8) for name in mine}
 
     def restore(self, entries: Mapping[str, Tensor]) -> None:
@@ -188,7 +185,7 @@ class StreamSource:
         found: dict[int, dict[int, Tensor]] = {}
         for name, entry in entries.items():
             step, state = _unpadded(entry)
-            found.setdefault(step, {})[int(name.removeprefix(_PREFIX))] = state
+            found.setdefault(step, {})[int(name.removeprefix(READERS))] = state
         for step, states in found.items():
             if not data_changed(self.config.data):
                 for reader, state in states.items():

@@ -25,7 +25,8 @@ def read_as_part(part: int, parts: int, seed: int, dataset: Dataset[Any] | None)
     before = worker._worker_info
     worker._worker_info = None
     if dataset is not None:
-        worker._worker_info = worker.WorkerInfo(part, parts, seed, dataset)
+        own = worker.WorkerInfo(id=part, num_workers=parts, seed=seed, dataset=dataset)
+        worker._worker_info = own
     try:
         yield
     finally:
