@@ -6,7 +6,7 @@ Seconds of each kind, of all launches of the run together:
 steps      of the records of metrics.jsonl, whose work the run still has; of the first of a launch
            what a later one takes
 redone     steps after the checkpoint that a launch resumed from, which were done again
-start      from a launch's begin to its first step: processes, build, compiled blocks, loading
+start      from a launch's begin to its first batch: processes, build, compiled blocks, loading
 first_step what the first step of a launch takes longer than the median: kernels, memory
 data       training waits for the next batch, on the rank that waits longest
 save       stalls of training by saves; all of the save that a launch ends with, for which it waits
@@ -44,11 +44,12 @@ def goodput(run_dir: Path, end: float | None = None) -> dict[str, float] | None:
     events = [e for e in jsonl_records(run_dir / "events.jsonl", b"time") if is_number(e, "time")]
     if not records or not starts:
         return None
-    own = {id(r): max(0.0, r["step_seconds"] - r.get("data_seconds", 0.0)) for r in records}
+    data = {id(r): min(r["step_seconds"], r.get("data_seconds", 0.0)) for r in records}
+    own = {id(r): r["step_seconds"] - data[id(r)] for r in records}
     usual = statistics.median(own.values())
     seconds = dict.fromkeys(KINDS, 0.0)
     seconds["save"] = sum(r.get("save_stall_seconds", 0.0) for r in records)
-    seconds["data"] = sum(r.get("data_seconds", 0.0) for r in records)
+    ended = [e.get("step") for e in events if e.get("event") == "data_end"]
     redone = [e for e in events if e.get("event") == "redone" and is_number(e, "seconds")]
     went_on = {e["step"] for e in redone}  # after the save of these steps, which are the newest
     saves = [
@@ -77,13 +78,14 @@ def goodput(run_dir: Path, end: float | None = None) -> dict[str, float] | None:
             excess = max(0.0, own[id(done[0])] - usual)
             seconds["first_step"] += excess
             seconds["steps"] += sum(own[id(r)] for r in done) - excess
-            seconds["start"] += max(0.0, done[0]["time"] - done[0]["step_seconds"] - began)
+            seconds["start"] += max(0.0, done[0]["time"] - own[id(done[0])] - began)
+            seconds["data"] += sum(data[id(r)] for r in done[1:])
             ends = done[-1]["step"], done[-1]["time"]  # the stall of its save is in no record
             saved = [e for e in saves if e["step"] == ends[0] and ends[1] <= e["time"] <= following]
             seconds["save"] += sum(e["seconds"] for e in saved)
         previous = max([opened, *(t for t in traces if opened <= t < following)])
         step, config = (done[-1]["step"] if done else step), start.get("config")
-        complete = isinstance(config, dict) and config.get("steps") == step
+        complete = isinstance(config, dict) and (config.get("steps") == step or step in ended)
     total = max(last - first - pauses, sum(seconds.values()), 1e-9)
     seconds["other"] = total - sum(seconds.values())
     return {**seconds, "total": total, "share": seconds["steps"] / total}
