@@ -20,11 +20,14 @@ from typing import TYPE_CHECKING, Any, cast
 from titanlike.config.errors import Problem
 from titanlike.config.schema import Config, HFData, StreamData, TokenData
 from titanlike.data import hf_dataset, text, tokens
-from titanlike.data.kinds import DataError, Vocabulary, missing_package
+from titanlike.data.kinds import DataError, missing_package
 from titanlike.data.mixture import Points, check_weights, points_of, seed_of
 from titanlike.data.readers import reader_problems
+from titanlike.data.text import vocabulary
 from titanlike.data.tokenizer import Tokenizer, open_tokenizer
 from titanlike.metrics import units
+
+__all__ = ["CHECKS", "open_data", "vocabulary"]
 
 if TYPE_CHECKING:
     from titanlike.data.sources import Batch, Data
@@ -56,11 +59,6 @@ def open_data(data: StreamData, config: Config) -> Data:
         tokenizer=tokenizer.fingerprint,
         fingerprint=json.dumps([tokenizer.fingerprint, reads.identity(), data.documents]),
     )
-
-
-def vocabulary(data: StreamData) -> Vocabulary:
-    tokenizer = open_tokenizer(data.tokenizer)
-    return Vocabulary(tokenizer.vocab_size, data.tokenizer, tokenizer.boundary)
 
 
 def _check_readers(data: StreamData, config: Config) -> Iterator[Problem]:
@@ -97,7 +95,7 @@ def _check_section(data: StreamData, config: Config) -> Iterator[Problem]:
         yield error.problem
 
 
-CHECKS = (text.check_tokenizer, _check_readers, _check_sources)
+CHECKS = (text.check_tokenizer, text.check_stand_in, _check_readers, _check_sources)
 
 
 def _sections(data: StreamData) -> dict[str, StreamData]:
@@ -224,7 +222,7 @@ class _ReadsText:
         size = -(-data.shuffle_buffer // readers)
         if not whole or size <= 1:
             return packed
-        return Shuffled(packed, size, seed * 1000003 + reader)
+        return Shuffled(packed, size, (seed * 1000003 + reader) % (1 << 62))
 
     def finish(self, item: Any) -> Batch:
         if isinstance(item, dict):  # of a token file

@@ -372,7 +372,7 @@ class Shuffled(BaseNode[Tensor]):
 
 
 def _random(seed: int, count: int, below: int) -> int:
-    key = splitmix64(np.array([seed + 0x9E37]) * 0x5851F42D4C957F2D + count)
+    key = splitmix64(np.array([(seed + 0x9E37) % (1 << 62)]) * 0x5851F42D4C957F2D + count)
     return int(splitmix64(key)[0] % below)
 
 

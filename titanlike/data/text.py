@@ -34,7 +34,14 @@ import numpy as np
 
 from titanlike.config.errors import Problem, as_override
 from titanlike.config.files import open_regular, read_object
-from titanlike.config.schema import ChatData, Config, HFData, MixtureData, TextData
+from titanlike.config.schema import (
+    ChatData,
+    Config,
+    HFData,
+    MixtureData,
+    StreamData,
+    TextData,
+)
 from titanlike.data.kinds import DataError, Vocabulary, missing_package
 from titanlike.data.order import is_for_validation
 from titanlike.data.token_files import TokenFile
@@ -87,7 +94,7 @@ def open_texts(
     return packed_data(config, parts, corpus.vocab_size, corpus.boundary, tokenizer, what)
 
 
-def vocabulary(data: TextData | HFData | ChatData) -> Vocabulary:
+def vocabulary(data: TextData | HFData | ChatData | StreamData) -> Vocabulary:
     tokenizer = open_tokenizer(data.tokenizer)
     return Vocabulary(tokenizer.vocab_size, data.tokenizer, tokenizer.boundary)
 
@@ -102,10 +109,10 @@ def _check_files(data: TextData, config: Config) -> None:
         _table(table)
 
 
-def _check_stand_in(data: TextData, config: Config) -> Iterator[Problem]:
+def check_stand_in(data: TextData | StreamData, config: Config) -> Iterator[Problem]:
     """A model of a large vocabulary needs real data: data.path=null is for the small ones."""
     model_size = config.model.args.get("vocab_size")
-    if data.path is not None or not isinstance(model_size, int):
+    if data.path is not None or getattr(data, "sources", None) or not isinstance(model_size, int):
         return
     try:
         size = vocabulary(data).size
@@ -124,7 +131,7 @@ def _check_stand_in(data: TextData, config: Config) -> Iterator[Problem]:
         yield Problem("data.path", "null", reason, fix)
 
 
-CHECKS = (check_tokenizer, _check_files, _check_stand_in)
+CHECKS = (check_tokenizer, _check_files, check_stand_in)
 
 
 # --- files --------------------------------------------------------------------------------------

@@ -94,6 +94,7 @@ def goodput(run_dir: Path, end: float | None = None) -> dict[str, float] | None:
 def goodput_text(found: Any) -> str:
     """83.1% of 1234 s in new steps; start 9.1%, save 4.0%, other 3.8%. "" for what `goodput` has
     not returned."""
+    found = {"data": 0.0} | found if isinstance(found, dict) else found  # of an earlier version
     if not isinstance(found, dict) or not all(is_number(found, k) for k in (*KINDS, "total")):
         return ""
     rest = [(k, found[k] / found["total"]) for k in KINDS[1:] if found[k] >= 0.001 * found["total"]]
