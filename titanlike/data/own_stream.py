@@ -20,7 +20,7 @@ from tqdm import tqdm
 from titanlike.config.schema import Config, Custom
 from titanlike.data.checked import Call, CheckedSource
 from titanlike.data.kinds import DataError
-from titanlike.data.readers import reader_problems
+from titanlike.data.readers import held_out_problems, reader_problems
 from titanlike.data.sources import Batch, Data, Source
 from titanlike.data.stream_nodes import Repeated, State
 from titanlike.data.stream_source import HeldOutSource, StreamSource, not_saved
@@ -31,7 +31,8 @@ def open_stream(opened: Data, call: Call, data: Custom, config: Config) -> Data:
     """`opened`, whose training part is a stream, as data. call: opens it for a reader. Raises
     DataError."""
     readers = data.args.get("readers")
-    for problem in reader_problems(config, readers):
+    held_out = held_out_problems(config) if opened.validation is None else ()
+    for problem in (*reader_problems(config, readers), *held_out):
         raise DataError(problem.key, problem.value, problem.reason, problem.fix)
     checks = CheckedSource((), "training", data.name, config.seq_len, opened.variable)
     opener = _Opener(call, checks, config.seed, data.args.get("repeat", True))

@@ -30,6 +30,13 @@ def default_readers(config: Config) -> int:
     return max(n for n in range(1, min(rows, _MOST_READERS) + 1) if rows % n == 0)
 
 
+def held_out_problems(config: Config) -> Iterator[Problem]:
+    """An error where a stream is to be held out as a whole."""
+    if config.validation.every and not config.validation.batches:
+        reason = "a stream has no end; so many batches of it are held out"
+        yield Problem("validation.batches", "all", reason, "validation.batches=100")
+
+
 def reader_problems(config: Config, readers: int | None) -> Iterator[Problem]:
     """An error for a number of readers that does not fit batch and dp. readers: None = default."""
     rows, dp = _common_rows(config), config.dp

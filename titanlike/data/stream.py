@@ -22,7 +22,7 @@ from titanlike.config.schema import Config, HFData, StreamData, TokenData
 from titanlike.data import hf_dataset, text, tokens
 from titanlike.data.kinds import DataError, missing_package
 from titanlike.data.mixture import Points, check_weights, points_of, seed_of
-from titanlike.data.readers import reader_problems
+from titanlike.data.readers import held_out_problems, reader_problems
 from titanlike.data.text import vocabulary
 from titanlike.data.tokenizer import Tokenizer, open_tokenizer
 from titanlike.metrics import units
@@ -68,9 +68,7 @@ def _check_readers(data: StreamData, config: Config) -> Iterator[Problem]:
 
 
 def _check_sources(data: StreamData, config: Config) -> Iterator[Problem]:
-    if config.validation.every and not config.validation.batches:
-        reason = "a stream has no end; so many batches of it are held out"
-        yield Problem("validation.batches", "all", reason, "validation.batches=100")
+    yield from held_out_problems(config)
     if data.sources:
         yield from check_weights(data.sources)
         if data.path is not None:
