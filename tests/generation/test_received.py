@@ -317,7 +317,14 @@ def test_what_a_config_names_is_neither_opened_nor_imported(forge: Forge) -> Non
 
 
 # keys of what is read whose texts are never opened: names and patterns
-PLAIN = {"data.text_key", "data.messages_key", "data.split", "data.subset", "data.revision"}
+PLAIN = {
+    "data.text_key",
+    "data.ids_key",
+    "data.messages_key",
+    "data.split",
+    "data.subset",
+    "data.revision",
+}
 PLAIN |= {"precision.skip", "activation_checkpoint.save", "split.points", "optimizer.adamw"}
 PLAIN |= {"model.tp_plan", "optimizer.groups"}
 

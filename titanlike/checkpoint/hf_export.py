@@ -27,7 +27,7 @@ from titanlike.config.imports import TRUST_CODE
 from titanlike.config.parse import bytes_of
 from titanlike.config.program import argument_parser, exit_code
 from titanlike.config.received import Consent, check_places
-from titanlike.config.schema import ChatData, HFData, TextData
+from titanlike.config.schema import ChatData, HFData, StreamData, TextData
 from titanlike.data.chat import find_template
 from titanlike.data.kinds import DataError, vocabulary
 from titanlike.data.tokenizer import copy_tokenizer, write_tokenizer
@@ -257,7 +257,9 @@ def _write_small_files(folder: Path, config: dict[str, Any], saved: SavedModel) 
     note = "without a tokenizer: the data were token ids"
     with contextlib.suppress(DataError):  # files of tokens on another machine; a file, told below
         _, name, boundary = vocabulary(data)
-    if isinstance(data, TextData | HFData | ChatData) and not getattr(data, "ids_key", None):
+    if isinstance(data, TextData | HFData | ChatData | StreamData) and not getattr(
+        data, "ids_key", None
+    ):
         name = data.tokenizer
     if name is not None:
         try:

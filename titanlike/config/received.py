@@ -22,7 +22,7 @@ from titanlike.config.imports import imports_line, named_code
 from titanlike.config.overrides import aliases_problem, key_of, with_choices
 from titanlike.config.parse import in_folder, parse, to_plain
 from titanlike.config.program import program
-from titanlike.config.schema import OPEN_GROUPS, ChatData, Config, HFData, TextData
+from titanlike.config.schema import OPEN_GROUPS, ChatData, Config, HFData, StreamData, TextData
 
 # keys of texts that are opened; a test finds every other text of what is read
 PLACES = {
@@ -90,7 +90,7 @@ def named_outside(
     found: dict[str, Any] = {k: v for k, v in code.items() if k.partition(".")[0] in groups}
     unread = set[str]()
     if "tokenizer" in groups:
-        of_text = isinstance(config.data, TextData | HFData | ChatData)
+        of_text = isinstance(config.data, TextData | HFData | ChatData | StreamData)
         unread = {"data.cache", "data.path" if of_text else ""}
     for group, keys in PLACES.items():
         used = group in groups or (group == "data" and "tokenizer" in groups)
