@@ -1,7 +1,7 @@
 """Where metrics are written. A record is a dict of one step, its floats in full precision:
 
 step loss grad_norm lr tokens time tokens_per_second step_seconds memory_bytes, and where known
-memory_reserved_bytes, mfu, val_loss; busy_seconds (mean of the ranks), busiest_rank busiest_seconds
+memory_reserved_bytes, mfu, val_loss; data_seconds; busy_seconds (mean of the ranks), busiest_rank busiest_seconds
 of several ranks; busiest_expert idlest_expert dropped of models with experts. `time`: seconds since
 the epoch, after the step. `tokens` counts from the start of the run, batch_size x seq_len a step,
 padding included; of data without tokens it is samples, samples_per_second. microbatch_losses is a list, where it is asked for; TensorBoard, W&B and the

@@ -143,7 +143,14 @@ _GRACE = 15.0  # seconds between SIGTERM and SIGKILL
 _POLL = 0.2  # seconds
 _TAIL = 3000  # characters of a failed command's output that the report has
 _VARYING = {"time", "tokens_per_second", "step_seconds", "memory_bytes", "memory_reserved_bytes"}
-_VARYING |= {"mfu", "save_stall_seconds", "busy_seconds", "busiest_rank", "busiest_seconds"}
+_VARYING |= {
+    "mfu",
+    "data_seconds",
+    "save_stall_seconds",
+    "busy_seconds",
+    "busiest_rank",
+    "busiest_seconds",
+}
 _ALIKE = 1e-3  # relative: fp32 in two layouts, after some steps
 _BEFORE = ("build", "compile")  # phases that precede the first step
 _MANY = 100  # steps in which a phase has been
