@@ -19,13 +19,13 @@ STEP = 3  # in which the place "step" is
 
 def train(config, worker):
     """`training.loop.train` with what PLANTED says."""
-    from titanlike.proof import verification
+    from titanlike.proof.verify import verify
     from titanlike.training import loop
 
     place, rank, how = os.environ["PLANTED"].split()
     if worker.rank == int(rank):
         _plant(place, lambda: _end(how, worker.run_dir))
-    job = verification.verify if os.environ.get("JOB") == "verify" else loop.train
+    job = verify if os.environ.get("JOB") == "verify" else loop.train
     result = job(config, worker)
     if worker.rank == int(rank) and place == "end":
         _end(how, worker.run_dir)
