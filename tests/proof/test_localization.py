@@ -16,6 +16,7 @@ from torch.distributed.pipelining import PipelineStage
 from support.families import hf, moe
 from support.models import tiny
 from support.world import run_world
+from titanlike.config import files
 from titanlike.config.optimizers.sgd import Sgd
 from titanlike.config.schema import (
     ActivationCheckpoint,
@@ -246,6 +247,27 @@ FAULTS: dict[str, tuple[Config, Callable[[], None], list[str], str]] = {
 }
 
 
+# of verdict.json
+FIELDS: dict[str, dict[str, Any]] = {
+    "summed over dp": {
+        "phase": "reduction",
+        "factor": 2.0,
+        "cause": "summed instead of averaged over dp",
+        "needed": ["dp=2"],
+        "least": {"pp": 1, "cp": 1, "tp": 1, "ep": 1, "replicate": 1, "dp": 2},
+    },
+    "0.05% of a chunk of the loss in bf16": {
+        "phase": "gradient of the output",
+        "name": "model.norm",
+        "ranks": [1],
+        "microbatches": [3],
+        "factor": 1.0005,
+    },
+    "the last token": {"phase": "output", "factor": 0.0, "where": "only token 15 of 16 (the last)"},
+    "one head": {"factor": -1.0, "cause": "the sign"},
+}
+
+
 @pytest.mark.parametrize("name", table(dict(zip(FAULTS, FAULTS, strict=True)), "summed over dp"))
 def test_the_first_wrong_place_is_named(name: str, tmp_path: Path) -> None:
     config, _, texts, axis = FAULTS[name]
@@ -254,6 +276,14 @@ def test_the_first_wrong_place_is_named(name: str, tmp_path: Path) -> None:
     assert result["exit_code"] == 1
     assert all(text in "\n".join(first["first"]) for text in texts), first
     assert first.get("axis", "") == axis, first
+    in_file = files.read_object(tmp_path / "verdict.json")
+    assert in_file["verdict"] == "FAIL" and in_file["first_difference"] == first
+    for field, value in FIELDS.get(name, {}).items():
+        found = first["place"] | first["differs"][0] | first
+        assert found[field] == value, (field, found)
+    tensors = [torch.load(path) for path in first.get("tensors", ())]
+    assert all(set(pair) == {"layout", "one process"} for pair in tensors)
+    assert bool(tensors) == ("ranks" in first["differs"][0] and bool(axis))
 
 
 ALL = {

@@ -807,6 +807,10 @@ class Verify:
         False,
         "`titanlike verify` in bf16 or float8: that alone, not the same layout in fp32 as well",
     )
+    json: bool = key(
+        False,
+        "print the verdict as JSON, in the last line; run_dir/verify/verdict.json has it, too",
+    )
 
 
 @dataclass

@@ -9,7 +9,6 @@ differs in it, and the dimensions of the layout without which it passes.
 
 from __future__ import annotations
 
-import json
 import math
 import shutil
 import sys
@@ -29,7 +28,7 @@ from titanlike.launch.worker import Worker
 from titanlike.metrics.console import Console
 from titanlike.proof.comparison import Comparison
 from titanlike.proof.exact import computed
-from titanlike.proof.recorder import TENSORS, Recorder, factor_text
+from titanlike.proof.recorder import TENSORS, Recorder, What, times
 from titanlike.proof.reference import (
     EARLY_LOSSES,
     REFERENCE_TIMEOUT,
@@ -108,10 +107,8 @@ def axis_text(needed: list[str], known: bool) -> str:
 
 
 def localize(config: Config, found: Found, worker: Worker) -> dict[str, Any]:
-    """Find the first difference of a layout that fails, and print it. Collective.
-
-    Returns what is printed; it is in `folder`, too, with the tensors.
-    """
+    """Find the first difference of a layout that fails, and print it; returns its fields, see
+    `first_place`. Collective."""
     wrong = [row for row in found.rows if not row.agrees]
     shares = frozenset(row.name for row in wrong if row.kind == "gradient")
     if shares or any(
@@ -125,21 +122,21 @@ def localize(config: Config, found: Found, worker: Worker) -> dict[str, Any]:
     barrier(worker, "localized", REFERENCE_TIMEOUT)
     if worker.rank:
         return {}
-    first, axis = first_text(recorded or found, least), axis_text(needed, known)
-    path = attempts.folder / "first_difference.json"
-    located = {"first": first, "axis": axis}
-    path.write_text(json.dumps(located, indent=1) + "\n")
     for name in (TENSORS, _STEPS):
         (attempts.folder / name).unlink()
+    located = first_place(recorded or found, least)
+    located |= {"axis": axis_text(needed, known), "needed": needed}
+    located["least"] = {axis: getattr(least, axis) for axis in _MESH}
+    located["tensors"] = [str(path) for path in sorted(attempts.folder.iterdir())]
     console = Console(steps=1)
-    for line in (*first, axis, f"tensors: {attempts.folder}"):
+    for line in (*located["first"], located["axis"], f"tensors: {attempts.folder}"):
         console.line(line)
     return located
 
 
-def localize_bits(config: Config, step: int, data: Data, worker: Worker) -> list[str]:
+def localize_bits(config: Config, step: int, data: Data, worker: Worker) -> dict[str, Any]:
     """With numerics=exact: the first tensor of a step that is not that of one process, and its
-    element and bit; [] = those of modules are equal. Collective."""
+    element and bit; {} = those of modules are equal. Collective."""
     config, found = replace(config, verify=replace(config.verify, steps=step)), Found([], [], 1)
     folder = worker.run_dir / "first_difference"
     if worker.rank == 0:
@@ -160,7 +157,7 @@ def localize_bits(config: Config, step: int, data: Data, worker: Worker) -> list
     barrier(worker, "bits localized", REFERENCE_TIMEOUT)
     if worker.rank == 0:
         (folder / TENSORS).unlink()
-    return first_text(found, config) if found.wrong else []
+    return first_place(found, config) if found.wrong else {}
 
 
 class Attempts:
@@ -202,40 +199,56 @@ class Attempts:
         return self._verdicts[-1]
 
 
-def first_text(found: Found, config: Config) -> list[str]:
-    """A line for the place, and lines for what differs there."""
+def first_place(found: Found, config: Config) -> dict[str, Any]:
+    """The place of the first difference, and what differs there; in words as `first`: a line for
+    the place, and lines for what differs."""
     wrong = sorted((row for row in found.rows if not row.agrees), key=_causes_first)
-    groups: dict[str, list[Any]] = {}
-    if found.wrong and not (wrong and wrong[0].kind == "initial"):
+    rows = [row for row in wrong if row.kind == wrong[0].kind]
+    place: dict[str, Any] = {}
+    groups: dict[What, list[Any]] = {}
+    lines: list[str] = []
+    if found.wrong and not (rows and rows[0].kind == "initial"):
+        first = found.wrong[0]
+        place = first.place._asdict() | {"relative": first.relative}
+        text = f"{first.place}, by {first.relative:.1e} of its norm; what comes before it differs "
+        text += f"by at most {first.before:.1e}"
         for each in found.wrong:
             groups.setdefault(each.what, []).append(each)
-        first = found.wrong[0]
-        line = f"{first.place}, by {first.relative:.1e} of its norm; what comes before it differs "
-        lines = [f"first difference: {line}by at most {first.before:.1e}"]
-        for what, of in [*groups.items()][:4]:
-            ranks, numbers = {each.rank for each in of}, {each.microbatch for each in of}
-            where = f"rank {in_words(sorted(ranks))}, microbatch {in_words(sorted(numbers))}"
-            lines.append(f"  {where} of the global batch: {what}")
-        return lines
-    if not wrong:
-        return [f"first difference: {next(iter(found.missing), 'none in this run')}"]
-    kind = wrong[0].kind
-    if kind != "gradient" or not found.gradients:
-        of = [row for row in wrong if row.kind == kind]
+    elif not rows:
+        text = next(iter(found.missing), "none in this run")
+    elif rows[0].kind == "gradient" and found.gradients:
+        place = {"phase": "reduction", "name": next(iter(found.gradients))}
+        text = "in what is done to gradients: those of modules' outputs agree"
+        for name, what in found.gradients.items():
+            groups.setdefault(what, []).append(name)
+    else:
         # the one that is most nearly a multiple: rounding is large beside small updates
-        row = max(of, key=lambda row: row.along**2 / (row.scale * row.squared or math.inf))
+        row = max(rows, key=lambda row: row.along**2 / (row.scale * row.squared or math.inf))
         factor = 1 + row.along / row.scale if row.scale else math.inf
         finite = math.isfinite(factor)
-        text = factor_text(round(factor, 3), config) if finite else "missing or not finite"
-        more = f" and {len(of) - 1} more" if len(of) > 1 else ""
-        return [f"first difference: {row.full_name}{more}, by {row.relative:.1e}: {text}"]
-    for name, what in found.gradients.items():
-        groups.setdefault(what, []).append(name)
-    lines = ["first difference: in what is done to gradients: those of modules' outputs agree"]
-    for what, of in [*groups.items()][:4]:
-        more = f" and {len(of) - 1} more" if len(of) > 1 else ""
-        lines.append(f"  gradient of {of[0]}{more}: {what}")
-    return lines
+        what = times(round(factor, 3), config) if finite else What("missing or not finite")
+        place = {"phase": row.kind, "name": row.name, "relative": row.relative}
+        text = f"{row.full_name}{_more(rows)}, by {row.relative:.1e}: {what}"
+        groups = {what: rows}
+    differs = []
+    for what, of in groups.items():
+        entry: dict[str, Any] = what._asdict()
+        if found.wrong and of[0] in found.wrong:
+            ranks, numbers = ({getattr(e, at) for e in of} for at in ("rank", "microbatch"))
+            entry |= {"ranks": sorted(ranks), "microbatches": sorted(numbers)}
+            where = f"rank {in_words(sorted(ranks))}, microbatch {in_words(sorted(numbers))}"
+            lines.append(f"  {where} of the global batch: {what}")
+        else:
+            entry["names"] = [getattr(each, "name", each) for each in of]
+            if place["phase"] == "reduction":
+                lines.append(f"  gradient of {of[0]}{_more(of)}: {what}")
+        differs.append(entry)
+    first_lines = [f"first difference: {text}", *lines[:4]]
+    return {"first": first_lines, "place": place, "differs": differs}
+
+
+def _more(of: list[Any]) -> str:
+    return f" and {len(of) - 1} more" if len(of) > 1 else ""
 
 
 def _causes_first(row: Comparison) -> tuple[Any, ...]:

@@ -47,6 +47,18 @@ class Place(NamedTuple):
         return f"{self.phase}{number} of {self.name}{again}"
 
 
+class What(NamedTuple):
+    """What distinguishes a tensor from the right one."""
+
+    cause: str = ""
+    factor: float | None = None  # by which all of it, or all that is `where`, is multiplied
+    where: str = ""
+
+    def __str__(self) -> str:
+        times = f"{self.factor:.5g} times" if self.factor else ""
+        return ": ".join(filter(None, (self.where, times, self.cause)))
+
+
 @dataclass(frozen=True)
 class Wrong:
     """A tensor of one rank and microbatch that is not equal to the reference's."""
@@ -57,7 +69,7 @@ class Wrong:
     microbatch: int  # of the global batch
     relative: float
     before: float  # the largest relative difference of what comes before it
-    what: str
+    what: What
 
 
 class Recorder(Transform):
@@ -134,7 +146,7 @@ class Recorder(Transform):
 
     def compared(
         self, run: Run, config: Config, folder: Path
-    ) -> tuple[list[Wrong], dict[str, str]]:
+    ) -> tuple[list[Wrong], dict[str, What]]:
         """(What is first in the order of the reference, on all ranks that have it wrong; or else
         what is wrong with the gradients of `shares`, in the order of the backward). The tensors
         that are first go into `folder`. Collective.
@@ -184,7 +196,7 @@ class Recorder(Transform):
 
     def _explained(
         self, reference: dict[tuple[Place, int], Tensor], config: Config
-    ) -> dict[str, str]:
+    ) -> dict[str, What]:
         """What is wrong with each gradient: by how often each microbatch's share is in it."""
         order: dict[str, list[tuple[Place, int]]] = {}
         for place, number in sorted(reference, key=lambda key: key[1]):
@@ -205,7 +217,7 @@ class Recorder(Transform):
                 squares, products, norm, texts = zip(*of.values(), strict=True)
                 told = [f"rank {rank}: {text}" for rank, text in zip(of, texts, strict=True)]
                 counted = _counted(sum(squares), sum(products), sum(norm), config)
-                result[name] = counted or "; ".join(told[:4])
+                result[name] = counted or What("; ".join(told[:4]))
         return result
 
 
@@ -274,22 +286,22 @@ class _Parts:
 # --- what differs ---------------------------------------------------------------------------------
 
 
-def described(mine: Tensor, right: Tensor, config: Config) -> str:
+def described(mine: Tensor, right: Tensor, config: Config) -> What:
     """What distinguishes two tensors of the same shape."""
     mine, right = mine.double(), right.double()
     if not mine.isfinite().all():
-        return f"{(~mine.isfinite()).sum().item()} elements are not finite"
-    if text := _factor(mine, right, config):
-        return text
+        return What(f"{(~mine.isfinite()).sum().item()} elements are not finite")
+    if what := _factor(mine, right, config):
+        return what
     norm = mine.norm() * _SAME
     square = mine.dim() > 1 and mine.shape[-1] == mine.shape[-2]
     if square and (mine.transpose(-1, -2) - right).norm() <= norm:
-        return "transposed"
+        return What("transposed")
     for axis, dim in product(("tp", "cp", "dp", "ep"), range(mine.dim())):
         part, rest = divmod(mine.shape[dim], getattr(config, axis))
         for by in range(part, 0 if rest else mine.shape[dim], max(part, 1)):
             if (mine.roll(by, dim) - right).norm() <= norm:
-                return f"the parts of {axis} ranks are in another order along dim {dim}"
+                return What(f"the parts of {axis} ranks are in another order along dim {dim}")
     off = (mine - right).abs() > _SAME * right.square().mean().sqrt()
     where, inside = [], [slice(None)] * mine.dim()
     for dim, size in enumerate(mine.shape):
@@ -302,59 +314,58 @@ def described(mine: Tensor, right: Tensor, config: Config) -> str:
             last = " (the last)" if rows == [size - 1] else ""
             where.append(f"{name or f'index of dim {dim}'} {at} of {size}{last}")
     inner = _factor(mine[tuple(inside)], right[tuple(inside)], config)
-    text = inner or f"another by {(mine - right).norm() / right.norm():.1e} of its norm"
-    return f"only {', '.join(where)}: {text}" if where else text
+    what = inner or What(f"another by {(mine - right).norm() / right.norm():.1e} of its norm")
+    return what._replace(where=f"only {', '.join(where)}") if where else what
 
 
-def first_bit(mine: Tensor, right: Tensor) -> str:
+def first_bit(mine: Tensor, right: Tensor) -> What:
     """The first element that is not equal, and its lowest bit that is another."""
     place = tuple((mine != right).nonzero()[0].tolist())
     here, there = mine[place], right[place]
     kind = {2: torch.int16, 4: torch.int32}.get(here.itemsize, torch.int64)
     other = int(here.view(kind).item()) ^ int(there.view(kind).item())
     bit = (other & -other).bit_length() - 1
-    return f"{[*place]} is {here.item()!r}, in one process {there.item()!r}: from bit {bit}"
+    values = f"{here.item()!r}, in one process {there.item()!r}"
+    return What(f"{[*place]} is {values}: from bit {bit}")
 
 
-def _factor(mine: Tensor, right: Tensor, config: Config) -> str:
-    """What the one is times the other; "" = it is no multiple."""
+def _factor(mine: Tensor, right: Tensor, config: Config) -> What | None:
+    """What the one is times the other; None = it is no multiple."""
     scale = right.square().sum().item()
     factor = (mine * right).sum().item() / scale if scale else 0.0
     rest = (mine - factor * right).norm().item()
     # a remainder of the size of what the factor changes is another fault
     most = min(_SAME * max(abs(factor), _SAME), 0.1 * abs(1 - factor)) * scale**0.5
-    return factor_text(factor, config) if scale and rest <= most else ""
+    return times(factor, config) if scale and rest <= most else None
 
 
-def factor_text(factor: float, config: Config) -> str:
+def times(factor: float, config: Config) -> What:
     """Such as "2 times: summed instead of averaged over dp"."""
     if abs(factor) < _SAME:
-        return "zeros"
-    text = f"{factor:.5g} times"
-    if abs(factor + 1) < _SAME:
-        return f"{text}: the sign"
-    for name in ("dp", "tp", "cp", "ep", "replicate", "pp"):
-        size = getattr(config, name)
-        if size > 1 and abs(factor / size - 1) < _SAME:
-            return f"{text}: summed instead of averaged over {name}"
-        if size > 1 and abs(factor * size - 1) < _SAME:
-            return f"{text}: divided by {name} once too often, or not summed over it"
-    return text
+        return What("zeros", 0.0)
+    factor, causes = float(f"{factor:.5g}"), {-1.0: "the sign"}
+    for name in ("pp", "replicate", "ep", "cp", "tp", "dp"):
+        if (size := getattr(config, name)) > 1:
+            causes[1 / size] = f"divided by {name} once too often, or not summed over it"
+            causes[size] = f"summed instead of averaged over {name}"
+    near = (cause for value, cause in reversed(causes.items()) if abs(factor / value - 1) < _SAME)
+    return What(next(near, ""), factor)
 
 
-def _counted(squares: Any, products: Any, norm: Any, config: Config) -> str:
-    """What a gradient is, by least squares, of the shares of microbatches; "" = no sum of them."""
+def _counted(squares: Any, products: Any, norm: Any, config: Config) -> What | None:
+    """What a gradient is, by least squares, of the shares of microbatches; None = no sum of
+    them."""
     shares = torch.linalg.lstsq(squares, products[:, None], driver="gelsd").solution.flatten()
     if norm - shares @ products > _SAME**2 * norm:
-        return ""
+        return None
     if shares.max() - shares.min() < 1e-2 * shares.abs().max() or not norm:
-        return factor_text(shares.mean().item(), config)
+        return times(shares.mean().item(), config)
     texts = []
     for rank, row in enumerate(shares.view(config.dp, -1)):
         of, alike = f"dp rank {rank}", config.dp > 1 and row.max() - row.min() < 1e-2
         for at, value in enumerate(row[:1] if alike else row):
-            times = "missing" if abs(value) < 1e-2 else f"in it {value.item():.3g} times"
+            how = "missing" if abs(value) < 1e-2 else f"in it {value.item():.3g} times"
             if abs(value - 1) > 1e-2:
                 name = of if alike else f"microbatch {at} of {of}"
-                texts.append(f"the share of {name} is {times}")
-    return "; ".join(texts[:4])
+                texts.append(f"the share of {name} is {how}")
+    return What("; ".join(texts[:4]))

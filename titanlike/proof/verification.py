@@ -66,7 +66,7 @@ from titanlike.training.step import (
 )
 
 if TYPE_CHECKING:
-    from titanlike.proof.recorder import Recorder, Wrong
+    from titanlike.proof.recorder import Recorder, What, Wrong
 
 _BATCHES = 4  # of a validation with validation.batches=all
 # of comparisons, causes before effects; also "AXIS gradient" and "AXIS update": see
@@ -93,7 +93,7 @@ class Found:
     groups: int
     # where it was recorded
     wrong: list[Wrong] = field(default_factory=list)
-    gradients: dict[str, str] = field(default_factory=dict)
+    gradients: dict[str, What] = field(default_factory=dict)
 
     @property
     def agrees(self) -> bool:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from titanlike.config.files import atomic_write_text, dumps
 from titanlike.config.schema import Config, Precision
 from titanlike.config.validate import problems
 from titanlike.launch.worker import Worker
@@ -16,7 +17,7 @@ from titanlike.training.session import open_data_on_every_rank
 
 def verify(config: Config, worker: Worker) -> dict[str, Any]:
     """Compare; prints a table; returns exit_code 0 if everything agrees, 1 if not. Then it tells
-    where it is wrong."""
+    where it is wrong. All of it is in verdict.json, too."""
     runs = [config]
     twin = replace(config, precision=Precision())
     if config.precision.low and not config.verify.as_is and not problems(twin):
@@ -27,8 +28,8 @@ def verify(config: Config, worker: Worker) -> dict[str, Any]:
         every.append(compare_with_one_process(each, replace(worker, store=apart)))
         if worker.rank == 0:
             print_found(each, every[-1])
-    found, agrees = every[0], all(one.agrees for one in every)
-    result: dict[str, Any] = {}
+    agrees = all(one.agrees for one in every)
+    located: dict[str, Any] = {}
     if config.exact:
         from titanlike.proof.exact import first_difference
 
@@ -39,16 +40,26 @@ def verify(config: Config, worker: Worker) -> dict[str, Any]:
             from titanlike.proof.localization import localize_bits
 
             agrees, text = False, f"FAIL: the first other bit: {difference}"
-            lines = localize_bits(config, difference.step, data, worker)
-            text = "\n".join([text, *lines])
-            result["first_difference"] = {"first": lines or [str(difference)]}
+            located = localize_bits(config, difference.step, data, worker)
+            text = "\n".join([text, *located.get("first", [])])
+            located = {"first": [str(difference)]} | located
         if worker.rank == 0:
             print(text)
-    worst = max(row.difference for row in found.rows if row.kind == "gradient")
-    result |= {"value": worst, "exit_code": 0 if agrees else 1}
     if wrong := [pair for pair in zip(runs, every, strict=True) if not pair[1].agrees]:
         from titanlike.proof.localization import localize
 
         # the one in fp32, if it fails
-        result.setdefault("first_difference", localize(*wrong[-1], worker))
-    return result
+        located = located or localize(*wrong[-1], worker)
+    verdict = {
+        "verdict": "PASS" if agrees else "FAIL",
+        "comparisons": sum(len(found.rows) for found in every),
+        "differ": [row.full_name for found in every for row in found.rows if not row.agrees],
+        "missing": [text for found in every for text in found.missing],
+        "first_difference": located or None,
+    }
+    if worker.rank == 0:
+        atomic_write_text(worker.run_dir / "verdict.json", dumps(verdict) + "\n")
+        if config.verify.json:
+            print(dumps(verdict))
+    worst = max(row.difference for row in every[0].rows if row.kind == "gradient")
+    return verdict | {"value": worst, "exit_code": 0 if agrees else 1}
