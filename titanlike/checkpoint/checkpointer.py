@@ -21,7 +21,7 @@ from titanlike.config.credentials import redact_value
 from titanlike.config.parse import to_plain
 from titanlike.config.schema import MESH_AXES, Config
 from titanlike.data.readers import READERS
-from titanlike.data.sources import Data, data_fingerprint
+from titanlike.data.sources import Data, Stream, data_fingerprint
 from titanlike.distributed.placement import StageState
 from titanlike.metrics.run_files import Events
 from titanlike.models.registry import resolve_model
@@ -181,7 +181,7 @@ class Checkpointer:
         if progress.step != self.newest:
             folder = self.folder_of(progress.step)
             state, more = self._state(progress, val_loss), dict[str, torch.Tensor]()
-            if hasattr(self._data.train, "saved"):  # of a stream: where its readers are
+            if isinstance(self._data.train, Stream):
                 more = self._data.train.saved(progress.step + progress.left_out)
             self._writer.start(folder, state, self._settings.mode, begin, more)
         return time.perf_counter() - begin

@@ -30,7 +30,7 @@ from titanlike.config.files import as_record
 from titanlike.config.schema import LAYER_AXES, Config
 from titanlike.data.kinds import data_changed
 from titanlike.data.readers import READERS
-from titanlike.data.sources import Data, fingerprint_changes
+from titanlike.data.sources import Data, Stream, fingerprint_changes
 from titanlike.distributed.placement import StageState
 from titanlike.metrics.run_files import Events, changed_keys
 
@@ -185,8 +185,8 @@ class CheckpointLoader:
         saved = state.get("layout", {})
         alike = all(saved.get(axis, 1) == getattr(self.config, axis) for axis in LAYER_AXES)
         state_dict.load_run(header, self.stage_states, self.group, same_layers=alike)
-        if hasattr(self.data.train, "restore"):
-            self._restore_readers(header)
+        if isinstance(self.data.train, Stream):
+            self._restore_readers(header, self.data.train)
         newest = self.writer().newest = state["step"]
         self.events.log("resume", newest, path=str(path), world_size=dist.get_world_size())
         if changes := changed_keys(state.get("config", {}), self.plain_config):
@@ -195,11 +195,10 @@ class CheckpointLoader:
             self.events.log("changed", newest, text + shown, changes=changes)
         return as_record(state["progress"], Progress)
 
-    def _restore_readers(self, header: CheckpointHeader) -> None:
+    def _restore_readers(self, header: CheckpointHeader, stream: Stream) -> None:
         """Load where the readers of a stream are: those of this dp rank."""
         from titanlike.checkpoint.reader import raise_on_all_ranks, read
 
-        stream: Any = self.data.train
         named = (name for name in header.tensors if name.startswith(READERS))
         shapes = {name: header.tensors[name].shape for name in named}
         with raise_on_all_ranks(self.group, ConfigError):

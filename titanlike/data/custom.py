@@ -23,7 +23,7 @@ from titanlike.data.kinds import (
     missing_package,
 )
 from titanlike.data.readers import default_readers
-from titanlike.data.sources import Data, Pad, VariableLength
+from titanlike.data.sources import Data, Pad, Source, VariableLength
 
 # of every data, or of every stream: not arguments of a user's function, unless it takes them
 _COMMON_KEYS = ("workers", "changed", "validation_fraction", "readers", "prefetch", "repeat")
@@ -115,7 +115,7 @@ def checked(opened: Data, name: str, seq_len: int) -> Data:
     variable = opened.variable
     if variable is not None:
         _check_variable(variable, name, len(opened.train))
-    train = CheckedSource(opened.train, "training", name, seq_len, variable)
+    train = CheckedSource(cast(Source, opened.train), "training", name, seq_len, variable)
     train.lengths = None if variable is None else variable.lengths
     validation = CheckedSource(opened.validation, "validation", name, seq_len, variable)
     return replace(opened, train=train, validation=validation)

@@ -69,7 +69,7 @@ def of_all(config: Config, section: Any = None) -> Config:
     data = config.data if section is None else section
     if hasattr(data, "validation_fraction"):
         data = replace(data, validation_fraction=0.0)
-    every = 0 if section is None else config.validation.every  # of a stream the first are held out
+    every = 0 if section is None else 1  # of a stream the first are held out
     # {}: what the user's own function returns is not divided, either
     validation = replace(config.validation, data={}, every=every)
     return replace(config, data=data, validation=validation)

@@ -37,7 +37,7 @@ from titanlike.config.schema import Config, Custom
 from titanlike.data.kinds import loader_workers
 from titanlike.data.order import GlobalBatchSampler, RampBatchSampler
 from titanlike.data.registry import SHARED_MEMORY, free_shared_memory, open_data
-from titanlike.data.sources import Batch, Data, Source, stack
+from titanlike.data.sources import Batch, Data, Source, Stream, stack
 from titanlike.launch.heartbeat import DATA_THREAD
 from titanlike.launch.signals import die_with_parent
 from titanlike.metrics.units import size
@@ -48,7 +48,7 @@ _T = TypeVar("_T")
 
 
 def batches(
-    source: Source,
+    source: Source | Stream,
     config: Config,
     *,
     dp_rank: int,
@@ -67,11 +67,10 @@ def batches(
         # The loader draws a number when it starts: not from the generator of dropout.
         generator=torch.Generator(),
     )
-    streamed: Any = source if hasattr(source, "stream") else None
-    if streamed is not None:
-        stream = streamed.stream(config, dp_rank, start_step, making)
+    if isinstance(source, Stream):
         if used is not None and not used:
-            stream = streamed.unread(config, start_step)
+            return _received(source.unread(config, start_step), config, start_step)
+        stream = source.stream(config, dp_rank, start_step, making)
         return _received(stream, config, start_step)
     if hasattr(source, "batch_sampler"):
         sampler = source.batch_sampler(config, dp_rank, start_step)

@@ -18,7 +18,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -264,7 +264,8 @@ def mixture_of(opened: Mapping[str, Data], data: MixtureData, config: Config) ->
             raise DataError(f"data.sources.{name}", data.sources[name], reason, fix)
     weights = [points_of(data.sources[name]["weight"]) for name in opened]
     seeds = [seed_of(config.seed, name) for name in opened]
-    train = MixtureSource([source.train for source in opened.values()], weights, seeds)
+    sources = {name: cast(Source, source.train) for name, source in opened.items()}
+    train = MixtureSource([*sources.values()], weights, seeds)
     held = [source.validation for source in opened.values()]
     count = max(1, config.validation.batches) * config.batch_size
     quotas = Quotas(weights, config.batch_size)
@@ -273,7 +274,7 @@ def mixture_of(opened: Mapping[str, Data], data: MixtureData, config: Config) ->
         had = zip(opened, quotas.before(steps), train.sizes, strict=True)
         return {f"epochs/{name}": read / size for name, read, size in had}
 
-    parts = {name: source_fingerprint(source.train) for name, source in opened.items()}
+    parts = {name: source_fingerprint(source) for name, source in sources.items()}
     total = sum(points[0][1] for points in weights)
     shares = ", ".join(
         f"{name} {points[0][1] / total:.3g}{' at first' if len(points) > 1 else ''} of "

@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 from torch.utils.data import IterableDataset
 from torchdata.nodes import BaseNode
@@ -21,7 +21,7 @@ from titanlike.config.schema import Config, Custom
 from titanlike.data.checked import Call, CheckedSource
 from titanlike.data.kinds import DataError
 from titanlike.data.readers import held_out_problems, reader_problems
-from titanlike.data.sources import Batch, Data, Source
+from titanlike.data.sources import Batch, Data
 from titanlike.data.stream_nodes import Repeated, State
 from titanlike.data.stream_source import HeldOutSource, StreamSource, not_saved
 from titanlike.torch_private.loader_worker import read_as_part
@@ -44,7 +44,7 @@ def open_stream(opened: Data, call: Call, data: Custom, config: Config) -> Data:
     if first is None:
         raise train.too_short(0)
     checks.first = train.example = first
-    if train.readers > 1 and train.first(0) == train.first(1):
+    if train.readers > 1 and train.head(0).first == train.head(1).first:
         reason = "readers 0 and 1 give the same first sample: all would read the whole stream"
         fix = "let the function take reader and readers and give every readers-th sample from the "
         fix += "reader-th one, or divide by get_worker_info(), or write data.readers=1"
@@ -56,7 +56,7 @@ def open_stream(opened: Data, call: Call, data: Custom, config: Config) -> Data:
         held = CheckedSource(held, "validation", data.name, config.seq_len, opened.variable)
     return replace(
         opened,
-        train=cast(Source, train),
+        train=train,
         validation=held,
         example=checks.example(),
         description=f"{opened.description}, streamed by {train.readers} readers",

@@ -13,15 +13,16 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
 import xxhash
 
 from titanlike.config.errors import Problem
+from titanlike.config.schema import Config
 
 Batch = dict[str, torch.Tensor]  # of fields, the rows of a tensor are samples
 IGNORE = -100  # a target without a loss, as in torch's cross_entropy
@@ -51,6 +52,29 @@ class Source(Protocol):
     def __len__(self) -> int: ...
 
     def __getitem__(self, i: int) -> dict[str, torch.Tensor]: ...
+
+
+@runtime_checkable
+class Stream(Protocol):
+    """Training data in the order of its own, in place of a `Source` (stream_source.py)."""
+
+    ends: int | None  # the step after which there is none, once it is known
+
+    def __len__(self) -> int: ...
+
+    def stream(
+        self, config: Config, dp_rank: int, start: int, loader: Callable[..., Any]
+    ) -> Iterator[Batch]: ...
+
+    def unread(self, config: Config, start: int) -> Iterator[Batch]: ...
+
+    def saved(self, step: int) -> dict[str, torch.Tensor]: ...
+
+    def wanted(
+        self, shapes: Mapping[str, Sequence[int]], config: Config, dp_rank: int
+    ) -> dict[str, torch.Tensor]: ...
+
+    def restore(self, entries: Mapping[str, torch.Tensor]) -> None: ...
 
 
 def stack(samples: list[Batch]) -> Batch:
@@ -100,7 +124,7 @@ class Data:
     validation_sets: those of `validation.data` by name, "" of a single one; empty = `validation`.
     """
 
-    train: Source
+    train: Source | Stream
     validation: Source
     vocab_size: int | None  # None = of no tokens
     description: str
@@ -143,6 +167,7 @@ def data_fingerprint(data: Data, section: Any) -> dict[str, Any]:
     if data.fingerprint is not None:
         return {"format": FORMAT, "fingerprint": data.fingerprint, **own}
     documents = getattr(section, "documents", False)
+    assert not isinstance(data.train, Stream), "a stream has a fingerprint"
     return {
         "format": FORMAT,
         "training": source_fingerprint(data.train),

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from titanlike.config.errors import Problem
 from titanlike.config.schema import Config, HFData, StreamData, TokenData
@@ -49,7 +49,7 @@ def open_data(data: StreamData, config: Config) -> Data:
     what += f"{data.workers} loader process{'es' * (data.workers != 1)} a rank; shuffled in "
     what += f"{data.shuffle_buffer:,} sequences ({units.size(buffer)})"
     return Data(
-        cast(Any, train),
+        train,
         HeldOutSource(train),
         vocab_size=tokenizer.vocab_size,
         description=what,

@@ -146,12 +146,7 @@ def _lines(part: Part, at: int, text_key: str) -> Iterator[tuple[Row, int]]:
             begin, at = at, at + len(line)
             text = jsonl_text(line, 0, text_key) if line.strip() else None
             if isinstance(text, BadRecord):
-                reason = f"the line at byte {begin:,} of {part.path} {text.reason}"
-                if text.misses_text:
-                    fix = text.fix or "name the field, or the column, that holds the text"
-                    raise DataError("data.text_key", text_key, reason, fix)
-                fix = "fix or delete that line; each must be one JSON object"
-                raise DataError("data.path", part.path, reason, fix)
+                raise text.error(part.path, f"the line at byte {begin:,}", text_key)
             if text:
                 yield Row(text), at
 
@@ -273,11 +268,12 @@ def hash_of(item: Any) -> int:
 
 
 class HeldOut(BaseNode[Any]):
-    """A source without the items whose hashes validation has."""
+    """A source without the items whose hashes validation has; or, with `notes`, those that
+    validation will have, whose hashes are added."""
 
-    def __init__(self, source: BaseNode[Any], held: frozenset[int]) -> None:
+    def __init__(self, source: BaseNode[Any], held: set[int], notes: bool = False) -> None:
         super().__init__()
-        self._source, self._held = source, held
+        self._source, self._held, self._notes = source, held, notes
 
     def reset(self, initial_state: State | None = None) -> None:
         super().reset(initial_state)
@@ -286,8 +282,11 @@ class HeldOut(BaseNode[Any]):
     def next(self) -> Any:
         while True:
             item = next(self._source)
-            if not self._held or hash_of(item) not in self._held:
-                return item
+            if self._notes:
+                self._held.add(hash_of(item))
+            elif self._held and hash_of(item) in self._held:
+                continue
+            return item
 
     def get_state(self) -> State:
         return self._source.state_dict()

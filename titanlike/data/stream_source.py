@@ -42,6 +42,14 @@ class Block(NamedTuple):
     error: Exception | None = None
 
 
+class Head(NamedTuple):
+    """How a reader begins, before it is shuffled."""
+
+    first: int  # hash of its first sample
+    held: list[Batch]  # samples of validation
+    hashes: set[int]  # of what these are made of: of texts, or of samples
+
+
 def _as_it_is(item: Any) -> Any:
     return item
 
@@ -74,7 +82,7 @@ class StreamSource:
         self.held_batches = validation.batches if validation.every else 0
         self.ends: int | None = None  # the step after which there is none, once it is known
         self._states: dict[int, dict[int, Tensor]] = {}  # step -> reader -> state after it
-        self._firsts: dict[int, int] = {}  # reader -> hash of its first sample
+        self._heads: dict[int, Head] = {}
 
     def __len__(self) -> int:
         return ENDLESS
@@ -93,6 +101,8 @@ class StreamSource:
         dataset."""
         position = max((step for step in self._states if step <= start), default=0)
         readers = self.own(config, dp_rank)
+        for reader in readers:
+            self.head(reader)  # here, not again in loader processes
         states = self._states.get(position, {})
         group = ReaderGroup(self, config, readers, states, position)
         workers = min(loader_workers(config.data), len(readers) if self.together else 1)
@@ -193,25 +203,39 @@ class StreamSource:
             self._states[step] = states
 
     def _compare(self, reader: int, first: int) -> None:
-        if self.first(reader) != first:
+        if self.head(reader).first != first:
             reason = f"the first sample of reader {reader} is not what it was when the checkpoint "
             reason += "was saved, so samples would be left out or trained on again"
             fix = "data.changed=true to continue on these data, or another run_dir"
             raise DataError("data", "", reason, fix)
 
-    def first(self, reader: int) -> int:
-        """A hash of a reader's first sample, before it is shuffled."""
-        if reader not in self._firsts:
-            raw = self.open_reader(reader, self.readers, _as_it_is, False)
-            raw.reset()
-            rows = rows_of(self.config, 0)
-            raw.row = 0, reader * (rows // self.readers), rows
-            try:
-                sample = self.finish(next(raw))
-            except StopIteration:
-                raise self.too_short(reader) from None
-            self._firsts[reader] = hash_of(sample) >> 1
-        return self._firsts[reader]
+    def head(self, reader: int) -> Head:
+        """The first samples of a reader, those of `held_batches` global batches held for
+        validation. Read once. Raises DataError for fewer."""
+        if reader in self._heads:
+            return self._heads[reader]
+        each, hashes = self.config.batch_size // self.readers, set[int]()
+        wrap = partial(HeldOut, held=hashes, notes=True)
+        raw = self.open_reader(reader, self.readers, wrap, False)
+        raw.reset()
+        samples = list[Batch]()
+        size = self.held_batches * each
+        while len(samples) < max(1, size):
+            row = reader * each + len(samples) % each
+            raw.row = len(samples) // each, row, self.config.batch_size
+            if (item := next(raw, None)) is None:
+                break
+            samples.append(self.finish(item))
+        if not samples:
+            raise self.too_short(reader)
+        if len(samples) < size:
+            reason = f"the first {self.held_batches} batches are held out for validation, and "
+            reason += f"reader {reader} of {self.readers} has {len(samples)} samples"
+            fix = "validation.batches=1, or more data"
+            raise DataError("validation.batches", self.held_batches, reason, fix)
+        held = samples[:size]
+        self._heads[reader] = Head(hash_of(samples[0]) >> 1, held, hashes if held else set())
+        return self._heads[reader]
 
     def too_short(self, reader: int) -> DataError:
         reason = f"reader {reader} of {self.readers} finds no sample"
@@ -224,47 +248,6 @@ class StreamSource:
         key, value = ("data.name", data.name) if path is None else ("data.path", path)
         return DataError(key, value, reason, f"{fix}{max(fewer, default=1)}")
 
-    # --- what is held out ----------------------------------------------------------------------
-
-    def held_out(self, reader: int, batches: int) -> tuple[list[Batch], frozenset[int]]:
-        """The first samples of a reader, those of so many batches, and hashes of what they were
-        made of."""
-        rows = self.config.batch_size
-        each = rows // self.readers
-        size = batches * each
-        hashes = set[int]()
-        raw = self.open_reader(reader, self.readers, partial(_Noted, hashes=hashes), False)
-        raw.reset()
-        samples = list[Batch]()
-        while len(samples) < size:
-            raw.row = len(samples) // each, reader * each + len(samples) % each, rows
-            if (item := next(raw, None)) is None:
-                break
-            samples.append(self.finish(item))
-        if len(samples) < size:
-            reason = f"the first {batches} batches are held out for validation, and reader "
-            reason += f"{reader} of {self.readers} has {len(samples)} samples"
-            raise DataError(
-                "validation.batches",
-                batches,
-                reason,
-                "validation.batches=1, or more data",
-            )
-        return samples, frozenset(hashes)
-
-
-class _Noted(HeldOut):
-    """Items as they are; their hashes are noted."""
-
-    def __init__(self, source: Any, hashes: set[int]) -> None:
-        super().__init__(source, frozenset())
-        self._hashes = hashes
-
-    def next(self) -> Any:
-        item = super().next()
-        self._hashes.add(hash_of(item))
-        return item
-
 
 class HeldOutSource:
     """The validation part of a stream: the first batches of its readers, read when they are first
@@ -272,7 +255,6 @@ class HeldOutSource:
 
     def __init__(self, source: StreamSource) -> None:
         self._source = source
-        self._samples: dict[int, list[Batch]] = {}
 
     def __len__(self) -> int:
         config = self._source.config
@@ -283,10 +265,7 @@ class HeldOutSource:
         each = source.config.batch_size // source.readers
         batch, row = divmod(i, source.config.batch_size)
         reader, at = divmod(row, each)
-        if reader not in self._samples:
-            batches = len(self) // source.config.batch_size
-            self._samples[reader] = source.held_out(reader, batches)[0]
-        return self._samples[reader][batch * each + at]
+        return source.head(reader).held[batch * each + at]
 
     def collate(self, samples: list[Batch]) -> Batch:
         return self._source.collate(samples)
@@ -333,7 +312,7 @@ class ReaderGroup(IterableDataset[Block]):
                 raise source.too_short(readers[0])
             states = None
             if step % _EVERY == 0 or step == 1:
-                states = {r: dumped(n.state_dict(), source.first(r)) for r, n in nodes.items()}
+                states = {r: dumped(n.state_dict(), source.head(r).first) for r, n in nodes.items()}
             after = self._take(nodes, step) if ends else None
             batch = source.collate([source.finish(item) for item in rows])
             yield Block(batch, states, ends and after is None)
@@ -343,9 +322,8 @@ class ReaderGroup(IterableDataset[Block]):
 
     def _opened(self, reader: int) -> Any:
         source = self._source
-        batches = source.held_batches
-        held = source.held_out(reader, batches)[1] if batches else frozenset[int]()
-        node = source.open_reader(reader, source.readers, partial(HeldOut, held=held), True)
+        wrap = partial(HeldOut, held=source.head(reader).hashes)
+        node = source.open_reader(reader, source.readers, wrap, True)
         state = self._states.get(reader)
         node.reset(None if state is None else loaded(state)["state"])
         return node

@@ -229,14 +229,7 @@ def documents(files: Iterable[Path], text_key: str) -> Iterator[str]:
             if isinstance(record, str):
                 yield record
                 continue
-            line = f"line {record.number} " if record.number else ""
-            if record.misses_text:
-                reason = f"{line and line + 'of '}{file} {record.reason}"
-                fix = record.fix or "name the field, or the column, that holds the text"
-                raise DataError("data.text_key", text_key, reason, fix)
-            fix = "give UTF-8 text that can be read, or remove the file from the folder"
-            fix = "fix or delete that line; each must be one JSON object" if line else fix
-            raise DataError("data.path", file, line + record.reason, fix)
+            raise record.error(file, f"line {record.number}" * bool(record.number), text_key)
 
 
 # --- records ------------------------------------------------------------------------------------
@@ -250,6 +243,16 @@ class BadRecord:
     reason: str
     misses_text: bool = False  # under `text_key`
     fix: str = ""
+
+    def error(self, file: Path | str, line: str, text_key: str) -> DataError:
+        """line: which one, in words; "" = the rest of the file."""
+        if self.misses_text:
+            reason = f"{line + ' of ' * bool(line)}{file} {self.reason}"
+            fix = self.fix or "name the field, or the column, that holds the text"
+            return DataError("data.text_key", text_key, reason, fix)
+        fix = "give UTF-8 text that can be read, or remove the file from the folder"
+        fix = "fix or delete that line; each must be one JSON object" if line else fix
+        return DataError("data.path", file, f"{line} {self.reason}".strip(), fix)
 
 
 def records(path: Path, text_key: str) -> Iterator[str | BadRecord]:

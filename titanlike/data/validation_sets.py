@@ -120,7 +120,7 @@ def _places(section: Any) -> set[Path]:
 
 def open_sets(data: Data, config: Config) -> Data:
     """The training data with the sets of `validation.data`. Raises DataError."""
-    from titanlike.data.sources import ENDLESS, random_state_kept
+    from titanlike.data.sources import ENDLESS, Stream, random_state_kept
 
     sets: dict[str, Source] = {}
     for name, section in sections(config).items():
@@ -135,7 +135,7 @@ def open_sets(data: Data, config: Config) -> Data:
             reason = f"{key} has no end"
             raise DataError("validation.batches", "all", reason, "validation.batches=100")
         # of a stream no sample is known yet
-        known = [data.train, opened.validation] if hasattr(data.train, "__getitem__") else []
+        known = [] if isinstance(data.train, Stream) else [data.train, opened.validation]
         same_lengths = data.variable is opened.variable is None
         with random_state_kept():
             forms = [

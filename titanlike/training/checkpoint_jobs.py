@@ -26,7 +26,7 @@ from titanlike.config.credentials import redact_value
 from titanlike.config.errors import ConfigError, Problem, Refused
 from titanlike.config.parse import to_plain
 from titanlike.config.schema import Config, HFData, TextData, TokenData, Validation
-from titanlike.data.sources import ENDLESS, IGNORE, Data, Source, no_targets
+from titanlike.data.sources import ENDLESS, IGNORE, Data, Source, Stream, no_targets
 from titanlike.distributed.mesh import close_mesh, open_mesh
 from titanlike.distributed.readings import device_queue
 from titanlike.launch.watchdog import Watchdog
@@ -129,9 +129,13 @@ def perplexity(config: Config, worker: Worker) -> dict[str, Any]:
     if data.variable is not None:
         reason = "samples of different lengths are not evaluated here"
         raise ConfigError([Problem("data", config.data.name, reason, "data=text or data=tokens")])
-    if hasattr(data.train, "stream") and config.evaluate.part != "validation":
+    if isinstance(data.train, Stream) and config.evaluate.part != "validation":
         reason = "of a stream what was held out is evaluated, or validation.data"
         problem = Problem("evaluate.part", config.evaluate.part, reason, "evaluate.part=validation")
+        raise ConfigError([problem])
+    if isinstance(data.train, Stream) and not (config.validation.every or config.validation.data):
+        reason = "of the stream nothing was held out"
+        problem = Problem("validation.every", 0, reason, "validation.data={path: another file}")
         raise ConfigError([problem])
     if not config.evaluate.batches and len(data.validation) >= ENDLESS:
         reason = f"data={config.data.name} has no end; so many batches of it are enough"
@@ -174,13 +178,12 @@ def _evaluate_source(run: Run, config: Config, data: Data, source: Source) -> Ev
 
 def _sources(config: Config, data: Data) -> dict[str, Source]:
     """Name -> what is evaluated of the data; that of a validation set is its own."""
-    kind = config.evaluate.part
+    kind, train = config.evaluate.part, data.train
+    if kind == "validation" or isinstance(train, Stream):
+        return data.validations
     if kind == "train":
-        return {"train": data.train}
-    of_training = (
-        {} if data.validation is data.train or kind == "validation" else {"train": data.train}
-    )
-    return data.validations | of_training
+        return {"train": train}
+    return data.validations | ({} if data.validation is train else {"train": train})
 
 
 def _count(source: Source, config: Config) -> int:

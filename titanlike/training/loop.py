@@ -22,7 +22,7 @@ from titanlike.checkpoint.discovery import checkpoint_folder
 from titanlike.config.schema import Config
 from titanlike.data.kinds import option
 from titanlike.data.loader import batches
-from titanlike.data.sources import Batch
+from titanlike.data.sources import Batch, Stream
 from titanlike.distributed.mesh import close_mesh
 from titanlike.distributed.readings import PendingScalars
 from titanlike.launch.watchdog import Watchdog
@@ -194,7 +194,7 @@ def train_steps(s: Session) -> None:
 
 def _ends_by(s: Session, step: int) -> bool:
     """Whether this rank's data have no batch after a step."""
-    ends = getattr(s.data.train, "ends", None)  # of a stream, in batches
+    ends = s.data.train.ends if isinstance(s.data.train, Stream) else None  # in batches
     return ends is not None and ends <= step + s.progress.left_out
 
 
