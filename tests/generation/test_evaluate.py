@@ -21,11 +21,12 @@ from support.commands import command
 from support.exported import LLAMA, byte_text, trained
 from support.world import run_world
 from titanlike.checkpoint.hf_export import export
-from titanlike.config.schema import Config, Evaluate
+from titanlike.config.schema import Config, Evaluate, StreamData, Validation
 from titanlike.data.registry import open_data
 from titanlike.generation import commands
 from titanlike.generation.generate import load_model
 from titanlike.launch.worker import Worker
+from titanlike.metrics.sinks import read_jsonl
 from titanlike.training.checkpoint_jobs import perplexity
 
 CPU = torch.device("cpu")
@@ -75,6 +76,23 @@ def test_perplexity_and_bits_a_byte_are_those_of_plain_torch(
     written = json.loads(file.read_text())
     assert [one["part"] for one in written] == ["validation", "train"]
     assert written[1]["loss"] == some["loss"]
+
+
+@pytest.mark.parametrize("every", cells({"held out": 1}, {"nothing held out": 0}))
+def test_of_a_stream_what_was_held_out_is_evaluated(every: int, tmp_path: Path) -> None:
+    """As many samples as the run's own validation had."""
+    data = StreamData(path=byte_text(tmp_path).path, readers=2, workers=0)
+    validation = Validation(every=every, batches=1)
+    run = trained(tmp_path / "run", LLAMA, data=data, validation=validation)
+    words = [run.run_dir, "evaluate.part=validation", f"data.path={data.path}"]
+    done = command(*words, tool="tools/evaluate.py", cwd=tmp_path)
+    if not every:
+        assert "validation.every=0: of the stream nothing was held out" in done.stdout + done.stderr
+        return
+    file = tmp_path / "run" / "checkpoints" / "step-00000001.evaluations.json"
+    (result,) = json.loads(file.read_text())
+    (last,) = (row for row in read_jsonl(tmp_path / "run/metrics.jsonl") if "val_loss" in row)
+    assert result["loss"] == pytest.approx(last["val_loss"], abs=2e-6)
 
 
 def evaluate_each(_: Config, worker: Worker, configs: list[Config]) -> list[dict[str, Any]]:

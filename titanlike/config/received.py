@@ -39,7 +39,11 @@ NOT_READ = (
     *("run_dir", "compile", "launch", "logger", "metrics", "profile", "timeline", "hardware"),
     *("sample", "verify", "bench", "sweep", "max_time", "value"),
 )
-PARTS_READ = {"checkpoint": ("folder",), "evaluate": ("part", "batches"), "validation": ("data",)}
+PARTS_READ = {
+    "checkpoint": ("folder",),
+    "evaluate": ("part", "batches"),
+    "validation": ("data", "every", "batches"),  # of a stream, so many samples were not trained on
+}
 _MOST_BYTES = 2**20  # of a config.yaml
 
 
