@@ -96,9 +96,17 @@ def load(run: Run, config: Config, rank: int) -> Loaded:
     class Counted(io.BufferedReader):
         def read(self, size: int | None = -1) -> bytes:
             data = super().read(size)
-            name = Path(self.name).name
-            counts[name] = counts.get(name, 0) + len(data)
+            self.count(len(data))
             return data
+
+        def readinto(self, buffer: Any) -> int:
+            size = super().readinto(buffer)
+            self.count(size)
+            return size
+
+        def count(self, size: int) -> None:
+            name = Path(self.name).name
+            counts[name] = counts.get(name, 0) + size
 
     def counted(path: str, *args: Any) -> Any:
         file = original(path, *args)

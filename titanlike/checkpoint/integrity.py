@@ -237,12 +237,13 @@ def check_sizes(folder: Storage, files: Manifest) -> None:
 
 def check_sums(folder: Storage, files: Manifest, names: Iterable[str]) -> None:
     """Read these files and check their checksums."""
+    buffer = memoryview(bytearray(_READ))
     for name in names:
-        with reading(folder, name), folder.reader(name) as read_bytes:
+        with reading(folder, name), folder.reader(name) as read_into:
             hasher, at = xxhash.xxh3_128(), 0
-            while data := read_bytes(at, _READ):
-                hasher.update(data)
-                at += len(data)
+            while count := read_into(at, buffer):
+                hasher.update(buffer[:count])
+                at += count
             if hasher.hexdigest() != files[name][1]:
                 raise ValueError(UNEQUAL)
 

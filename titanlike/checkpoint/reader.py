@@ -1,9 +1,9 @@
 """Reads a checkpoint's tensors, into those of a run or by themselves; what is read is checked.
 
-A chunk (a block of a tensor) is a record of torch.save, a ZIP file that is not compressed. It is
-read as a whole, each once; or, of a tensor that is larger than what may be in memory, a few rows at
-a time: the values lie in the record in a row, its checksum is computed on the way, and compared
-before the last row is used.
+A chunk (a block of a tensor) is a record of torch.save, a ZIP file that is not compressed, in which
+the values lie in a row. They are read into the tensor's own memory where they fit, a few rows at a
+time; the checksum is computed on the way, and compared before the last row is used. A small one is
+read as a whole, and each one of an object store.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import io
 import json
 import pickle
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import prod
@@ -45,6 +45,7 @@ from titanlike.checkpoint.storage import (
     MARKER,
     METADATA,
     DamagedCheckpoint,
+    ReadInto,
     Storage,
     UnreadableFile,
     error_line,
@@ -59,9 +60,9 @@ from titanlike.torch_private.distributed_checkpoint import Blocks, describe_reco
 from titanlike.torch_private.dtensor import local, local_slices
 
 MOST_BYTES = 2**24  # of the rows that are in memory at a time
-_READ = 2**22  # bytes read at a time
+_READ = 2**20  # bytes read at a time
+_SMALL = 2**16  # bytes of a chunk that is read as a whole
 Slices = tuple[slice, ...]
-ReadBytes = Callable[[int, int], bytes]  # begin and length in a file
 
 
 # --- on all ranks ---------------------------------------------------------------------------------
@@ -154,7 +155,7 @@ def read(
 
     unread: a prefix of entries that no rank loads, to be checked all the same. On all ranks raises
     what the first rank did whose reading failed: UnreadableFile, DamagedCheckpoint, OSError. Then
-    `tensors` have parts of the checkpoint, none of them damaged.
+    `tensors` have parts of the checkpoint, damaged ones among them, and are not to be used.
     """
     text = f"checkpoint {header.folder} could not be read: "
     others: list[str] = []  # this rank's share of what no rank loads
@@ -165,15 +166,16 @@ def read(
         header = _with_chunks(header, (*tensors, *others), group)
     with raise_on_all_ranks(group, UnreadableFile, DamagedCheckpoint, text=text):
         targets = _targets(header, tensors)
-        for chunk in (chunk for name in others for chunk in header.tensors[name].chunks):
-            targets.setdefault(chunk.file or "", {}).setdefault((chunk.begin, chunk.length), [])
+        for saved in (header.tensors[name] for name in others):
+            for chunk in saved.chunks:
+                targets.setdefault(chunk.file or "", {}).setdefault((chunk, dtype_of(saved)), [])
         for file in targets:
             _read_file(header, file, targets[file])
 
 
-# (begin, length) of a chunk in a file -> tensors to be filled, and where in the chunk their values
-# are
-_Places = dict[tuple[int, int], list[tuple[Tensor, Slices]]]
+_Blocks = list[tuple[tuple[int, ...], Tensor]]  # offsets in the whole tensor, and a block of it
+# a chunk in a file, and its dtype -> blocks that have some of its values
+_Places = dict[tuple[Chunk, torch.dtype], _Blocks]
 
 
 def _targets(
@@ -191,11 +193,10 @@ def _targets(
             values = 0
             for chunk in header.tensors[name].chunks:
                 if (common := _overlap(at, block, chunk)) is not None:
-                    here, there = common
                     places = targets.setdefault(_file(header, name, chunk), {})
-                    place = places.setdefault((chunk.begin, chunk.length), [])
-                    place.append((block[here], there))
-                    values += block[here].numel()
+                    place = places.setdefault((chunk, dtype_of(header.tensors[name])), [])
+                    place.append((at, block))
+                    values += block[common[0]].numel()
             if values < block.numel():
                 what = f"a block of {name}"
                 raise _damaged(header, Damage.VALUES, here=values, all=block.numel(), what=what)
@@ -227,25 +228,148 @@ def _file(header: CheckpointHeader, name: str, chunk: Chunk) -> str:
 
 @torch.no_grad()
 def _read_file(header: CheckpointHeader, file: str, places: _Places) -> None:
-    with reading(header.folder, file), header.folder.reader(file) as read_bytes:
-        for (begin, length), targets in sorted(places.items(), key=lambda place: place[0]):
-            saved = _load(header, file, begin, read_bytes(begin, length))
-            for target, there in targets:
-                values = saved[there]
-                if values.shape != target.shape:
-                    raise _damaged(header, Damage.SHAPES, file=file, begin=begin)
-                target.copy_(values)
+    with reading(header.folder, file), header.folder.reader(file) as read_into:
+        for (chunk, dtype), blocks in sorted(places.items(), key=lambda place: place[0][0].begin):
+            # an object store is asked once for each chunk
+            in_parts = header.folder.local and chunk.length > _SMALL and bool(chunk.sizes)
+            record, parts = _Record(header, file, chunk, dtype, read_into, in_parts), [chunk]
+            if record.whole is None:
+                ends = [end for at, block in blocks for end in (at[0], at[0] + len(block))]
+                parts = _cut(chunk, _READ // _row_bytes(chunk, dtype), ends)
+            for part in parts:
+                record.fill(part, blocks)
 
 
-def _load(header: CheckpointHeader, file: str, begin: int, data: bytes) -> Tensor:
-    """A chunk. Raises ValueError for what is none."""
-    if header.checksums is not None:
-        digest = xxhash.xxh3_128_digest(data)
-        check_chunk(header.checksums, file, begin, len(data), digest)
-    try:
-        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-    except Exception as error:  # torch and pickle raise anything on bytes of another kind
-        raise Damage.RECORD(begin=begin, error=type(error).__name__) from None
+def _cut(chunk: Chunk, step: int, ends: Iterable[int] = ()) -> list[Chunk]:
+    """Blocks of a chunk's rows: they end where each `step` rows of the tensor do, and at `ends`."""
+    first, stop, step = chunk.offsets[0], _end(chunk), max(1, step)
+    ends = (*ends, *range(first - first % step, stop, step))
+    cuts = {first, *(end for end in ends if first < end < stop), stop}
+    return [
+        Chunk((begin, *chunk.offsets[1:]), (end - begin, *chunk.sizes[1:]))
+        for begin, end in pairwise(sorted(cuts))
+    ]
+
+
+def _end(rows: Chunk) -> int:
+    return rows.offsets[0] + rows.sizes[0]
+
+
+def _row_bytes(chunk: Chunk, dtype: torch.dtype) -> int:
+    return max(1, prod(chunk.sizes[1:]) * dtype.itemsize)
+
+
+class _Record(io.RawIOBase):
+    """A chunk as a file, whose values are read into tensors, in one pass over its bytes."""
+
+    def __init__(
+        self,
+        header: CheckpointHeader,
+        file: str,
+        chunk: Chunk,
+        dtype: torch.dtype,
+        read_into: ReadInto,
+        in_parts: bool,
+    ) -> None:
+        """in_parts: else it is read as a whole, as is a record of another form."""
+        self._header, self._file, self._chunk, self._dtype = header, file, chunk, dtype
+        self._read_into, self._at, self._hasher = read_into, 0, xxhash.xxh3_128()
+        self.whole: Tensor | None = None  # what has been read as a whole
+        self._scratch = torch.empty(0, dtype=dtype)
+        begin = self._begin_of_values() if in_parts else None
+        self._at = 0
+        try:
+            data = bytearray(chunk.length if begin is None else begin)
+        except MemoryError:  # of a length that nothing has
+            raise Damage.SHORT() from None
+        self._take(data)
+        if begin is None:
+            self._check()
+            try:
+                self.whole = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+            except Exception as error:  # torch and pickle raise anything on bytes of another kind
+                raise Damage.RECORD(begin=chunk.begin, error=type(error).__name__) from None
+            if self.whole.shape != chunk.sizes:
+                raise _damaged(header, Damage.SHAPES, file=file, begin=chunk.begin)
+
+    def fill(self, part: Chunk, blocks: _Blocks) -> None:
+        """Read the next rows, which `part` says, into blocks of the tensor.
+
+        At the last ones raises ValueError where the chunk does not have its checksum.
+        """
+        overlaps = ((block, _overlap(at, block, part)) for at, block in blocks)
+        targets = [(block[both[0]], both[1]) for block, both in overlaps if both is not None]
+        values = self.whole
+        if values is None:
+            values = next((target for target, _ in targets if self._fits(target, part)), None)
+            if values is None:
+                if len(self._scratch) < part.sizes[0]:
+                    self._scratch = torch.empty(part.sizes, dtype=self._dtype)
+                values = self._scratch[: part.sizes[0]]
+            self._take(values.view(torch.uint8).numpy())
+            if _end(part) == _end(self._chunk):
+                self._take(bytearray(self._chunk.length - self._at))
+                self._check()
+        elif part.sizes:
+            values = values[part.offsets[0] - self._chunk.offsets[0] :][: part.sizes[0]]
+        for target, there in targets:
+            if target is not values:
+                target.copy_(values[there])
+
+    def _fits(self, target: Tensor, part: Chunk) -> bool:
+        """Whether the bytes of a part can be read into a tensor's memory."""
+        alike = target.dtype == self._dtype and target.shape == part.sizes
+        return alike and target.device.type == "cpu" and target.is_contiguous()
+
+    def _take(self, buffer: Any) -> None:
+        """Fill a buffer with the next bytes, whose checksum is computed while they are in the
+        processor's cache."""
+        view = memoryview(buffer).cast("B")
+        for start in range(0, len(view), _READ):
+            part = view[start : start + _READ]
+            if self._read_into(self._chunk.begin + self._at, part) < len(part):
+                raise Damage.SHORT()
+            self._hasher.update(part)
+            self._at += len(part)
+
+    def _check(self) -> None:
+        """Raises ValueError where what was read is not what was written."""
+        chunk, sums = self._chunk, self._header.checksums
+        if sums is not None:
+            check_chunk(sums, self._file, chunk.begin, chunk.length, self._hasher.digest())
+
+    def _begin_of_values(self) -> int | None:
+        """The place where the values begin, in a row; None where the record has another form."""
+        chunk, dtype = self._chunk, self._dtype
+        try:
+            tensor, begin = describe_record(self)
+        except OSError:
+            raise
+        except Exception:  # of a damaged one, as its checksum will say
+            return None
+        size = prod(chunk.sizes) * dtype.itemsize
+        plain = tensor.is_contiguous() and not tensor.storage_offset() and tensor.dtype == dtype
+        fits = tensor.shape == chunk.sizes and begin + size <= chunk.length
+        return begin if plain and fits else None
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._at = (0, self._at, self._chunk.length)[whence] + offset
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        size = min(len(buffer), max(0, self._chunk.length - self._at))
+        count = self._read_into(self._chunk.begin + self._at, memoryview(buffer)[:size])
+        self._at += count
+        return count
 
 
 # --- outside of training: in one process ----------------------------------------------------------
@@ -297,109 +421,38 @@ class ShardReader:
                 yield self.whole(name)
             return
         size, dtype = saved.shape, dtype_of(saved)
-        step = max(1, most_bytes // max(1, prod(size[1:]) * dtype.itemsize))
-        chunks = [(c, self._chunk_rows(saved, c, step)) for c in saved.chunks if prod(c.sizes)]
-        for start in range(0, size[0], step):
-            slab = torch.empty([min(step, size[0] - start), *size[1:]], dtype=dtype)
-            values = 0
-            for chunk, rows in chunks:
-                offset, stop = chunk.offsets[0], chunk.offsets[0] + chunk.sizes[0]
-                low, high = max(start, offset), min(start + step, stop)
-                if low < high:
-                    inside = zip(chunk.offsets[1:], chunk.sizes[1:], strict=True)
-                    columns = [slice(offset, offset + count) for offset, count in inside]
-                    part = slab[(slice(low - start, high - start), *columns)]
-                    part.copy_(next(rows))
-                    values += part.numel()
+        whole = Chunk((0,) * len(size), size)
+        step = max(1, most_bytes // _row_bytes(whole, dtype))
+        slabs: _Blocks = []  # the one that is being filled
+        chunks = [
+            (c, self._chunk_rows(saved, c, step, slabs)) for c in saved.chunks if prod(c.sizes)
+        ]
+        for place in _cut(whole, step):
+            slab = torch.empty(place.sizes, dtype=dtype)
+            slabs[:], values = [(place.offsets, slab)], 0
+            for chunk, reads in chunks:
+                if (common := _overlap(place.offsets, slab, chunk)) is not None:
+                    next(reads)
+                    values += slab[common[0]].numel()
             if values != slab.numel():
                 facts = {"here": values, "all": slab.numel(), "what": f"rows of {name}"}
                 raise _damaged(self.header, Damage.VALUES, **facts)
             yield slab
 
-    def _chunk_rows(self, saved: SavedTensor, chunk: Chunk, step: int) -> Iterator[Tensor]:
-        """A chunk's rows, in parts that end where each `step` rows of the tensor do."""
+    def _chunk_rows(
+        self, saved: SavedTensor, chunk: Chunk, step: int, slabs: _Blocks
+    ) -> Iterator[None]:
+        """Read a chunk into `slabs`, as they are then: the rows of each `step` of the tensor."""
         dtype, file = dtype_of(saved), _file(self.header, saved.name, chunk)
-        first, stop = chunk.offsets[0], chunk.offsets[0] + chunk.sizes[0]
-        ends = [first, *range(first - first % step + step, stop, step), stop]
-        counts = [end - begin for begin, end in pairwise(ends)]
-        with reading(self.folder, file), self.folder.reader(file) as read_bytes:
-            values = _begin_of_values(read_bytes, chunk, dtype)
-            if values is None:  # a record of another form, read as a whole
-                data = read_bytes(chunk.begin, chunk.length)
-                tensor = _load(self.header, file, chunk.begin, data)
-                if tensor.shape != chunk.sizes:
-                    raise _damaged(self.header, Damage.SHAPES, file=file, begin=chunk.begin)
-                yield from tensor.split(counts)
-                return
-            hasher, at, end = xxhash.xxh3_128(), chunk.begin, chunk.begin + chunk.length
-
-            def take(length: int) -> bytearray:
-                nonlocal at
-                data = bytearray()
-                while len(data) < length:
-                    part = read_bytes(at, min(_READ, length - len(data)))
-                    if not part:
-                        raise Damage.SHORT()
-                    hasher.update(part)
-                    data += part
-                    at += len(part)
-                return data
-
-            take(values)
-            for number, count in enumerate(counts, 1):
-                data = take(count * prod(chunk.sizes[1:]) * dtype.itemsize)
-                if number == len(counts):
-                    take(end - at)
-                    if (sums := self.header.checksums) is not None:
-                        check_chunk(sums, file, chunk.begin, chunk.length, hasher.digest())
-                yield torch.frombuffer(data, dtype=dtype).view(count, *chunk.sizes[1:])
+        with reading(self.folder, file), self.folder.reader(file) as read_into:
+            record = _Record(self.header, file, chunk, dtype, read_into, in_parts=True)
+            for part in _cut(chunk, step):
+                record.fill(part, slabs)
+                yield
 
 
 def dtype_of(tensor: SavedTensor) -> torch.dtype:
     return getattr(torch, tensor.dtype)
-
-
-def _begin_of_values(read_bytes: ReadBytes, chunk: Chunk, dtype: torch.dtype) -> int | None:
-    """The place in a chunk where its values begin, in a row; None where its record has another
-    form."""
-    try:
-        tensor, begin = describe_record(_Record(read_bytes, chunk))
-    except OSError:
-        raise
-    except Exception:  # of a damaged one, as its checksum will say
-        return None
-    size = prod(chunk.sizes) * dtype.itemsize
-    plain = tensor.is_contiguous() and not tensor.storage_offset() and tensor.dtype == dtype
-    fits = tensor.shape == chunk.sizes and begin + size <= chunk.length
-    return begin if plain and fits else None
-
-
-class _Record(io.RawIOBase):
-    """A chunk as a file."""
-
-    def __init__(self, read_bytes: ReadBytes, chunk: Chunk) -> None:
-        self._read_bytes, self._begin, self._length = read_bytes, chunk.begin, chunk.length
-        self._at = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._at = (0, self._at, self._length)[whence] + offset
-        return self._at
-
-    def tell(self) -> int:
-        return self._at
-
-    def readinto(self, buffer: Any) -> int:
-        size = min(len(buffer), max(0, self._length - self._at))
-        data = self._read_bytes(self._begin + self._at, size)
-        buffer[: len(data)] = data
-        self._at += len(data)
-        return len(data)
 
 
 # --- its model ------------------------------------------------------------------------------------

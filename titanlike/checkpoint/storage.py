@@ -37,6 +37,7 @@ _PAUSES = (0.1, 0.4, 1.5)  # seconds before another attempt to read
 # of a removal: files have been added, or are still open on a network file system
 _CHANGED = (errno.ENOTEMPTY, errno.EEXIST, errno.EBUSY)
 _Result = TypeVar("_Result")
+ReadInto = Callable[[int, Any], int]  # begin in a file, buffer -> bytes that there were
 
 
 class UnreadableFile(OSError):
@@ -163,23 +164,25 @@ class Storage:
         return self._fs.open(self._path(name), "wb")
 
     def read(self, name: str) -> bytes:
-        with self.reader(name) as read_bytes:
-            return read_bytes(0, -1)
+        def read() -> bytes:
+            with self._open(name) as file:
+                return file.read()
+
+        return self._retry(name, read)
 
     @contextlib.contextmanager
-    def reader(self, name: str) -> Iterator[Callable[[int, int], bytes]]:
-        """A function of (begin, length) that reads from an open file, opened again after an
-        error."""
-        opened: list[IO[bytes]] = []
+    def reader(self, name: str) -> Iterator[ReadInto]:
+        """A function of (begin, buffer) that fills the buffer from an open file, opened again after
+        an error, and returns the bytes that there were."""
+        opened: list[Any] = []
 
-        def read(begin: int, length: int) -> bytes:
-            def attempt() -> bytes:
+        def read_into(begin: int, buffer: Any) -> int:
+            def attempt() -> int:
                 try:
                     if not opened:
-                        opening = open_regular if self.local else self._fs.open
-                        opened.append(opening(self._path(name)))
+                        opened.append(self._open(name))
                     opened[0].seek(begin)
-                    return opened[0].read(length)
+                    return opened[0].readinto(buffer)
                 except Exception:
                     while opened:
                         opened.pop().close()
@@ -188,10 +191,13 @@ class Storage:
             return self._retry(name, attempt)
 
         try:
-            yield read
+            yield read_into
         finally:
             for file in opened:
                 file.close()
+
+    def _open(self, name: str) -> IO[bytes]:
+        return (open_regular if self.local else self._fs.open)(self._path(name))
 
     def write(self, name: str, data: bytes) -> None:
         """Write a file atomically."""
