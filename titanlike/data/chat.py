@@ -1,17 +1,18 @@
-"""Instruction data (`data=chat`): conversations in files, loss on the answers alone.
+"""Instruction data (`data=chat`): conversations in files, with the loss on assistant messages
+alone.
 
-1. Each row has a list of messages ({"role": "user", "content": "..."}), or is in another form, which
-   conversation_forms.py makes such a list of. A chat template makes a text of it, which is tokenized once, as transformers does; answers are found by
-   the characters from which each token comes.
-2. Conversations are put into sequences of seq_len in their order, as many whole ones as fit; one
-   that is longer is cut at its end. The rest of a sequence is padding without loss.
+1. Each row is a list of messages ({"role": "user", "content": "..."}), or is converted to one by
+   conversation_forms.py. A chat template renders it as text, which is tokenized as transformers
+   does it. The tokens of an answer are found by their character offsets.
+2. Conversations are packed into sequences of seq_len in file order, as many as fit without cutting;
+   a longer one is truncated at its end. The rest of a sequence is padding without loss.
 3. Attention stays within a conversation, where positions begin at 0 (`document_ids`).
 
-All of it is done once, into the cache (`data.cache`), and then mapped into memory.
+The result is written to the cache (`data.cache`) once, and memory-mapped from there.
 
-A template is that of transformers' tokenizer_config.json: it gets `messages`, `tools`,
-`add_generation_prompt`, `bos_token` and `eos_token`. It is rendered in a sandbox: it may come with
-a tokenizer of others.
+A template is that of transformers' tokenizer_config.json: it receives `messages`, `tools`,
+`add_generation_prompt`, `bos_token` and `eos_token`. It may come from a stranger's tokenizer, so it
+is rendered in a sandbox.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ __all__ = ["CHECKS", "ChatTemplate", "find_template", "open_data", "vocabulary"]
 FORMAT = 3  # part of the key of a cache entry
 _FIX = "fix or delete that line"
 _SUFFIXES = (".jsonl", ".json", *TABLES)
-_SECONDS = 5  # of a short conversation
+_SECONDS = 5  # time limit for rendering a short conversation
 
 # each message after its role; an answer ends with the token that ends a text
 BUILT_IN = (
@@ -85,11 +86,12 @@ EXAMPLE: list[Message] = [
 
 
 def open_data(data: ChatData, config: Config) -> Data:
-    """Raises DataError for what cannot be read, and for a part without answers."""
+    """Open or write the cache entry. Raises DataError for unreadable files, and for a part without
+    answers."""
     template = find_template(data.template, data.tokenizer, data.parse_special)
     tokenizer = template.tokenizer
     files = _find_files(data.path)
-    common = ("workers", "changed", "cache")  # do not change the entry
+    common = ("workers", "changed", "cache")  # not part of the entry's key
     kept = {key: value for key, value in asdict(data).items() if key not in common}
     content = [FORMAT, file_states(files), kept, config.seq_len, tokenizer.fingerprint]
     content += [tokenizer.names, sorted(template.ends)]
@@ -99,7 +101,7 @@ def open_data(data: ChatData, config: Config) -> Data:
         lambda folder: (folder, read_object(meta)) if (meta := folder / _META).is_file() else None,
         lambda folder: _write(folder, files, data, config.seq_len, template),
     )
-    used = PARTS if data.validation_fraction else PARTS[:1]  # else nothing is held out
+    used = PARTS if data.validation_fraction else PARTS[:1]  # 0 = nothing is held out
     parts = {part: ChatSource(folder / part, config.seq_len, data.documents) for part in used}
     for part, source in parts.items():
         if not len(source):
@@ -137,17 +139,18 @@ def _check_conversations(data: ChatData, config: Config) -> None:
     except NoEnd as error:
         raise DataError("data.template", data.template, str(error), error.fix) from None
     except BadConversation:
-        pass  # it takes other conversations
+        pass  # a template may refuse this conversation and accept others
 
 
 CHECKS = (check_tokenizer, _check_conversations)
 
 
 class ChatSource:
-    """Sequences of conversations, from the cache.
+    """Packed conversations, read from the cache.
 
-    ids, learned: of all conversations one after the other; ends: of each; firsts: the first
-    conversation of each sequence, and the number of all at the end.
+    ids, learned: the concatenated tokens of all conversations and whether each has a loss; ends:
+    the end of each conversation in these; firsts: the first conversation of each sequence, and last
+    their total number.
     """
 
     def __init__(self, folder: Path, seq_len: int, documents: bool) -> None:
@@ -170,17 +173,17 @@ class ChatSource:
         inputs = np.full(length, self._padding, np.int64)
         targets = np.full(length, IGNORE, np.int64)
         numbers = np.zeros(length, np.int64)
-        at = 0
+        filled = 0
         for number in range(int(self._firsts[i]), int(self._firsts[i + 1])):
             start, stop = int(self._ends[number - 1]) if number else 0, int(self._ends[number])
             ids = self._ids[start:stop].astype(np.int64)
             learned = self._learned[start + 1 : stop]
-            here = slice(at, at + len(ids) - 1)
+            here = slice(filled, filled + len(ids) - 1)
             inputs[here] = ids[:-1]
             targets[here] = np.where(learned, ids[1:], IGNORE)
             numbers[here] = number - int(self._firsts[i])
-            at += len(ids) - 1
-        numbers[at:] = length  # padding is by itself
+            filled += len(ids) - 1
+        numbers[filled:] = length  # padding is a document by itself
         sample = {"inputs": inputs, "targets": targets}
         if self._documents:
             sample["document_ids"] = numbers
@@ -241,7 +244,7 @@ def _write(
 
 
 def _packed(lengths: list[int], seq_len: int) -> list[int]:
-    """The first conversation of each sequence, and the number of all."""
+    """Return the first conversation of each sequence, followed by the number of conversations."""
     firsts, room = list[int](), 0
     for number, length in enumerate(lengths):
         if length > room:
@@ -252,7 +255,7 @@ def _packed(lengths: list[int], seq_len: int) -> list[int]:
 
 
 def _find_files(path: str) -> list[Path]:
-    """The files of `data.path`, sorted. Raises DataError."""
+    """Return the files of `data.path`, sorted. Raises DataError."""
     root = Path(path).expanduser().resolve()
     if files := corpus_files(root, _SUFFIXES):
         return files
@@ -260,7 +263,7 @@ def _find_files(path: str) -> list[Path]:
 
 
 def _conversations(files: list[Path], key: str) -> Iterator[tuple[str, Conversation]]:
-    """Each row, and where it is. Raises DataError."""
+    """Yield each row's place (file and line) and the conversation. Raises DataError."""
     for file in files:
         try:
             for number, row in rows_of(file):
@@ -283,7 +286,7 @@ def _conversations(files: list[Path], key: str) -> Iterator[tuple[str, Conversat
 
 
 class BadConversation(ValueError):
-    """A conversation that the template does not take."""
+    """A conversation that the template refuses."""
 
     fix = "fix or delete it, or give a data.template=FILE with {% generation %} around answers"
 
@@ -293,7 +296,8 @@ class NoEnd(BadConversation):
     fix += "data.template=FILE, and name the tokenizer's eos_token in its tokenizer_config.json"
 
 
-# Around what spells a special token in a message, and around {% generation %}: no text has them.
+# Noncharacters that mark, in rendered text, message content that spells a special token, and
+# the {% generation %} blocks. Texts do not contain them.
 _SPELLED, _SPELLED_END, _ANSWER, _ANSWER_END = "\ufdd0\ufdd1\ufdd2\ufdd3"
 _ANSWERS = f"[{_ANSWER}{_ANSWER_END}]"
 
@@ -306,8 +310,9 @@ class ChatTemplate:
         ends: frozenset[int] = frozenset(),
         parse_special: bool = False,
     ) -> None:
-        """ends: ids that are known to end an answer; parse_special: what spells a special token in
-        any message is one, not in an answer alone. Raises ValueError for what is no template."""
+        """ends: ids known to end an answer; parse_special: text that spells a special token becomes
+        that token in every message, not in answers alone. Raises ValueError for an invalid
+        template."""
         from jinja2 import TemplateSyntaxError, nodes
         from jinja2.ext import Extension, loopcontrols
         from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -346,11 +351,11 @@ class ChatTemplate:
 
     @cached_property
     def ends(self) -> frozenset[int]:
-        """Ids that end an answer: eos_token, the special token that is learned after an answer, and
-        those of the folder's generation_config.json."""
+        """Ids that end an answer: eos_token, the special token that follows an answer in the
+        template, and those of the folder's generation_config.json."""
         end, _ = self.tokenizer.located(self.tokenizer.names.get("eos_token", ""))
         found = [*end] if len(end) == 1 else []
-        with contextlib.suppress(BadConversation):  # of a template that takes other conversations
+        with contextlib.suppress(BadConversation):  # the template may accept other conversations
             text, answers = self._answers(EXAMPLE, None)
             ids, spans = self._encode(text)
             known = zip(ids, spans, _within(spans, answers), strict=True)
@@ -360,17 +365,17 @@ class ChatTemplate:
         return frozenset({*self._ends, self.tokenizer.boundary, *found})
 
     def render(self, messages: Sequence[Message], tools: Any = None, *, ask: bool = False) -> str:
-        """The text of a conversation; ask: up to where the next answer begins. Raises
+        """Render a conversation as text; with ask, up to where the next answer begins. Raises
         BadConversation."""
         return re.sub(_ANSWERS, "", self._render(messages, tools, ask))
 
     def _render(self, messages: Sequence[Message], tools: Any, ask: bool = False) -> str:
-        # without keys that are null, as transformers
+        # null keys are dropped, as in transformers
         given = [{k: v for k, v in message.items() if v is not None} for message in messages]
         names = {**self.tokenizer.names, "tools": tools, "documents": None}
         try:
             text = self._template.render(messages=given, add_generation_prompt=ask, **names)
-        except Exception as error:  # whatever a template's expressions raise
+        except Exception as error:  # a template's expressions may raise anything
             if (plain := [*map(with_text_arguments, given)]) != given:
                 return self._render(plain, tools, ask)
             reason = " ".join(str(error).split())[:200]
@@ -382,19 +387,20 @@ class ChatTemplate:
         return text
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a text in the template's form."""
+        """Encode a text that is already rendered."""
         return self.tokenizer.located(text)[0]
 
     def prompt(self, messages: Sequence[Message], tools: Any = None) -> list[int]:
-        """The ids of a conversation up to where the next answer begins. Raises BadConversation."""
+        """Encode a conversation up to where the next answer begins. Raises BadConversation."""
         return self._encode(self.render(self._mark(messages), self._mark(tools), ask=True))[0]
 
     def learned(
         self, messages: Sequence[Message], tools: Any = None
     ) -> tuple[list[int], np.ndarray]:
-        """The ids of a conversation, and whether each is of an answer, which the model is to learn.
+        """Return a conversation's ids, and for each whether it belongs to an answer and so has a
+        loss.
 
-        Raises BadConversation where it is not known what is the answer, or where none has an end.
+        Raises BadConversation where the answers cannot be located, or where none has an end.
         """
         text, answers = self._answers(messages, tools)
         ids, spans = self._encode(text)
@@ -404,8 +410,8 @@ class ChatTemplate:
         return ids, mask
 
     def _answers(self, messages: Sequence[Message], tools: Any) -> tuple[str, list[Span]]:
-        """The text of a conversation, and where its answers are: what is within {% generation %},
-        or else what the template writes from where it asks for an answer to the answer's end."""
+        """Return a conversation's text and the character spans of its answers: the {% generation %}
+        blocks, or else from each generation prompt to the end of the answer that follows."""
         messages, tools = self._mark(messages), self._mark(tools)
         text, answers = self._render(messages, tools), list[Span]()
         if self._has_marks:
@@ -432,7 +438,7 @@ class ChatTemplate:
         return text, answers
 
     def _mark(self, value: Any, answer: bool = False) -> Any:
-        """Marked where a special token is spelled out, but in the answers."""
+        """Mark text that spells a special token, except in answers."""
         if isinstance(value, str):
             text = re.sub(f"[{_SPELLED}-{_ANSWER_END}]", "", value)
             marked = f"{_SPELLED}\\g<0>{_SPELLED_END}"
@@ -445,11 +451,12 @@ class ChatTemplate:
         return value
 
     def _encode(self, text: str) -> tuple[list[int], list[Span]]:
-        """The ids of a rendered text and where each is: what is marked is text. Behind a mark it
-        goes on after a line's end, since many tokenizers begin a text otherwise."""
+        """Return the ids of a rendered text and their character spans; marked parts are encoded as
+        plain text. After a mark encoding resumes behind a newline, since many tokenizers treat the
+        beginning of a text differently."""
         located, ids, spans, at = self.tokenizer.located, list[int](), list[Span](), 0
         for number, part in enumerate(self._marked.split(text)):
-            plain = number % 2 == 1  # between marks; None = a mark alone
+            plain = number % 2 == 1  # odd parts are between marks; None = a lone mark
             begin = at + plain
             line, _ = located("\n") if begin else ([], [])
             tokens, places = located("\n" * (begin > 0) + (part or ""), plain=plain)
@@ -468,8 +475,8 @@ class ChatTemplate:
 
 
 def _within(spans: list[Span], answers: list[Span]) -> np.ndarray:
-    """Whether each token is of an answer: from the one that has its first character to that which
-    has its last."""
+    """Return for each token whether it is in an answer: from the token with the answer's first
+    character to the one with its last."""
     places = np.array(spans, np.int64).reshape(-1, 2)
     mask = np.zeros(len(spans), bool)
     for begin, end in answers:
@@ -484,18 +491,18 @@ def _refuse(reason: str) -> None:
 def find_template(
     template: str | None, tokenizer: str, parse_special: bool = False
 ) -> ChatTemplate:
-    """`data.template`: a path; None = what is with the tokenizer, else the built-in one.
-
-    Raises DataError.
-    """
+    """Find the chat template: the path `data.template`; None = the tokenizer's, else the built-in
+    one. Raises DataError."""
     path = Path(tokenizer).expanduser()
     beside = (path if path.is_dir() else path.parent) / "chat_template.jinja"
     opened, known, end = open_tokenizer(tokenizer), None, None
     source, where = BUILT_IN, "built-in"
     if tokenizer != "bytes":
         known = read_beside(beside, "tokenizer_config.json").get("chat_template")
-        end = read_beside(beside, "generation_config.json").get("eos_token_id")  # an id, or a list
-        if isinstance(known, list):  # of several, by name
+        end = read_beside(beside, "generation_config.json").get(
+            "eos_token_id"
+        )  # an id or a list of ids
+        if isinstance(known, list):  # several templates, by name
             known = {one["name"]: one["template"] for one in known}.get("default")
     ends = [i for i in (end if isinstance(end, list) else [end]) if type(i) is int]
     if template is not None:
@@ -509,7 +516,7 @@ def find_template(
     elif isinstance(known, str):
         source, where = known, str(beside.with_name("tokenizer_config.json"))
     make = partial(ChatTemplate, source, opened, frozenset(ends), parse_special)
-    if not dist.is_initialized() and not _is_bounded(make):  # a job's launcher has asked
+    if not dist.is_initialized() and not _is_bounded(make):  # workers: checked by the launcher
         reason = f"takes more than {_SECONDS} s or 1 GiB for a short conversation"
         raise DataError("data.template", where, reason, "give another, data.template=FILE.jinja")
     try:
@@ -520,8 +527,8 @@ def find_template(
 
 
 def _is_bounded(make: Callable[[], ChatTemplate]) -> bool:
-    """Whether it is compiled and renders a short conversation within limits: in a process of its
-    own."""
+    """Return whether the template compiles and renders a short conversation within limits of time
+    and memory, tried in a separate process."""
     if not (child := os.fork()):
         with contextlib.suppress(BaseException):
             signal.signal(signal.SIGALRM, signal.SIG_DFL)

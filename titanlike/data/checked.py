@@ -1,6 +1,6 @@
-"""Samples of a user's source, checked against the first and padded.
+"""Samples of a user's source, checked against the first one and padded.
 
-Shapes: B samples in a batch, T tokens of a sample or of the longest in a batch.
+Shapes: B samples in a batch, T tokens in a sample, or in the longest sample of a batch.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ REQUIRED = ("inputs", "targets")
 
 @dataclass(frozen=True)
 class Call:
-    """A user's function with its arguments; called, for a reader of a stream."""
+    """A user's function with its arguments; for a stream it is called once per reader."""
 
     function: Callable[..., Any]
     arguments: dict[str, Any]
-    reader: dict[str, int]  # of what names a reader those that the function takes
+    reader: dict[str, int]  # `reader`, `readers`, `seed`: those that the function accepts
 
     def __call__(self, **reader: int) -> Any:
         given = self.reader | {n: value for n, value in reader.items() if n in self.reader}
@@ -35,14 +35,15 @@ class Call:
 
 
 class CheckedSource:
-    """Reads a user's source. Raises DataError for an invalid sample, or one unlike the first."""
+    """Reads a user's source. Raises DataError for an invalid sample, or one that differs in form
+    from the first."""
 
-    lengths: Sequence[int] | None = None  # of all samples, if batches should have similar lengths
+    lengths: Sequence[int] | None = None  # of all samples, to batch samples of similar lengths
 
     def __init__(
         self, source: Source, part: str, name: str, seq_len: int, variable: VariableLength | None
     ) -> None:
-        """part: "training" or "validation"; name: of the user's function."""
+        """part: "training" or "validation"; name: the user's function's, for errors."""
         self._source, self.name, self._part = source, name, part
         self._seq_len, self.variable = seq_len, variable
         self._padding = {} if variable is None else variable.padding
@@ -59,7 +60,8 @@ class CheckedSource:
         return self.check(i, self._source[i])
 
     def check(self, i: int | str, sample: Any) -> Batch:
-        """A sample like the first one. i: its number, or of a stream's its place in words."""
+        """Return the sample after comparing it with the first one. i: its index, or for a stream
+        its place in words."""
         checked = self._read(i, sample)
         if self.first is not None:
             self._compare(i, checked, self.first)
@@ -71,14 +73,14 @@ class CheckedSource:
         return SimilarLengthBatchSampler(len(self), config, dp_rank, step, self.lengths)
 
     def collate(self, samples: list[Batch]) -> Batch:
-        """The samples as one batch [B, ...], padded where lengths differ."""
+        """Stack samples to a batch [B, ...], padded where lengths differ."""
         if self.variable is None:
             return stack(samples)
         bucket, longest = self.variable.bucket, max(len(sample["inputs"]) for sample in samples)
         return self._padded(samples, min(-(-longest // bucket) * bucket, self._seq_len))
 
     def example(self) -> Batch:
-        """A batch of one sample, of the maximal length."""
+        """Return a batch of one sample, padded to the maximal length."""
         return self._padded([self[0] if self.first is None else self.first], self._seq_len)
 
     def _padded(self, samples: list[Batch], tokens: int) -> Batch:
@@ -98,7 +100,7 @@ class CheckedSource:
         return DataError("data.name", self.name, f"{self._part} sample {i} {reason}", remedy)
 
     def _read(self, i: int | str, sample: Any) -> Batch:
-        """A sample, checked by itself."""
+        """Convert a sample to a dict of tensors and check it alone."""
         if isinstance(sample, tuple) and len(sample) == len(REQUIRED):
             numbers = (int, float, np.ndarray, np.generic)
             pair = (torch.as_tensor(x) if isinstance(x, numbers) else x for x in sample)
@@ -116,7 +118,7 @@ class CheckedSource:
                 raise self._wrong(i, f"has a {type(value).__name__} as {name!r}", remedy)
         inputs = sample["inputs"]
         longer = inputs.dim() and inputs.size(0) > self._seq_len
-        # inputs other than tokens, such as images, may have any size
+        # only token ids are limited to seq_len; images, for example, may have any size
         tokens = self._padding or (inputs.dim() == 1 and not inputs.is_floating_point())
         if longer and tokens:
             reason = f"has {inputs.size(0)} tokens, more than seq_len={self._seq_len}"

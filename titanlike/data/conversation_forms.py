@@ -1,6 +1,6 @@
-"""Rows of instruction data as others write them, as messages of a role and a content.
+"""Converts rows of instruction data in other projects' formats to messages of role and content.
 
-A row is recognized by its fields: messages or conversations (OpenAI's, or ShareGPT's from/value, or
+A format is recognized by its fields: messages or conversations (OpenAI's, ShareGPT's from/value, or
 columns of a struct), or a question and an answer (Alpaca, prompt/completion).
 """
 
@@ -12,8 +12,8 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-Message = dict[str, Any]  # role, content, weight: 0 = it is not learned
-Conversation = tuple[str, list[Message], Any]  # the form in words, "" = messages; messages, tools
+Message = dict[str, Any]  # role, content, weight (0 = no loss)
+Conversation = tuple[str, list[Message], Any]  # format's name ("" = messages), messages, tools
 
 _LISTS = ("messages", "conversations", "conversation")
 _ROLES = {
@@ -22,7 +22,7 @@ _ROLES = {
     **dict.fromkeys(("gpt", "chatgpt", "bot", "model", "function_call"), "assistant"),
     **dict.fromkeys(("observation", "function", "function_response"), "tool"),
 }
-_PAIRS = (  # fields of the question, of the answer, the form
+_PAIRS = (  # fields of the question, fields of the answer, the format's name
     (("instruction", "input"), "output", "Alpaca"),
     (("instruction", "context"), "response", "Dolly"),
     (("prompt",), "completion", "prompt and completion"),
@@ -34,7 +34,7 @@ _PAIRS = (  # fields of the question, of the answer, the form
 
 
 class BadForm(ValueError):
-    """A row in no known form. fix: "" = the row is to be mended."""
+    """A row in an unknown format. fix: "" = the row itself must be corrected."""
 
     def __init__(self, reason: str, fix: str = "") -> None:
         super().__init__(reason)
@@ -42,7 +42,7 @@ class BadForm(ValueError):
 
 
 def conversation(row: Any, key: str) -> Conversation:
-    """A row as a conversation. key: `data.messages_key`. Raises BadForm."""
+    """Convert a row to a conversation. key: `data.messages_key`. Raises BadForm."""
     if not isinstance(row, dict):
         raise BadForm("is not an object")
     lists = dict.fromkeys((key, *(_LISTS if key == _LISTS[0] else ())))
@@ -74,7 +74,7 @@ def conversation(row: Any, key: str) -> Conversation:
 
 
 def is_learned(message: Message) -> bool:
-    """Whether it is an answer that counts: OpenAI's `weight`, axolotl's `train`."""
+    """Return whether an answer has a loss, by OpenAI's `weight` or axolotl's `train`."""
     return (
         message.get("role") == "assistant"
         and message.get("weight") != 0
@@ -83,7 +83,7 @@ def is_learned(message: Message) -> bool:
 
 
 def _listed(value: Any) -> list[Message]:
-    """A list of messages, also where a struct has a column for roles and one for contents."""
+    """Convert to a list of messages; a struct has one column of roles and one of contents."""
     if isinstance(value, dict) and value and all(isinstance(one, list) for one in value.values()):
         value = [dict(zip(value, each, strict=True)) for each in zip(*value.values(), strict=True)]
     if not isinstance(value, list) or not all(isinstance(one, dict) for one in value):
@@ -100,14 +100,14 @@ def _messages(given: list[Message], row: dict[str, Any]) -> list[Message]:
 
 
 def _message(given: Message) -> Message:
-    """OpenAI's form of a message. Raises BadForm."""
+    """Convert a message to OpenAI's format. Raises BadForm."""
     message = {name: value for name, value in given.items() if name not in ("from", "value")}
     if "from" in given:
         if given["from"] not in _ROLES:
             raise BadForm(f"has a message from {given['from']!r}, which is no role that is known")
         message |= {"role": _ROLES[given["from"]], "content": given.get("value")}
     content = message.get("content")
-    if isinstance(content, list):  # of parts
+    if isinstance(content, list):  # content parts
         if strange := [part for part in content if "text" not in part]:
             raise BadForm(f"has a part of type {strange[0].get('type')}, and text alone is read")
         content = message["content"] = "".join(part["text"] for part in content)
@@ -120,7 +120,8 @@ def _message(given: Message) -> Message:
 
 
 def with_text_arguments(message: Message) -> Message:
-    """The arguments of tool calls as JSON, which some templates want; most want an object."""
+    """Return the message with tool calls' arguments as JSON text, which some templates need; most
+    need an object."""
     if not (calls := message.get("tool_calls")):
         return message
     dumped = partial(json.dumps, ensure_ascii=False)
@@ -134,14 +135,14 @@ def _with_arguments(call: dict[str, Any], convert: Callable[[Any], Any]) -> dict
 
 
 def _json(value: Any) -> Any:
-    """What a text that is JSON says; any other as it is."""
+    """Parse a text that is JSON; return any other value unchanged."""
     with suppress(ValueError, TypeError):
         return json.loads(value)
     return value
 
 
 def without_nulls(value: Any) -> Any:
-    """Without the nulls that a table has for fields of other rows."""
+    """Drop null fields, with which a table fills columns that only other rows have."""
     if isinstance(value, list):
         return [without_nulls(one) for one in value]
     if isinstance(value, dict):

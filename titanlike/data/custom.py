@@ -1,5 +1,5 @@
-"""Data of the user's own: a function that returns `sources.Data`, or (training, validation), or one
-dataset, of which a part is held out. Samples are checked and padded (checked.py)."""
+"""Data from a user's function, which returns `sources.Data`, (training, validation), or one
+dataset, part of which is held out. Samples are checked and padded by checked.py."""
 
 from __future__ import annotations
 
@@ -25,27 +25,26 @@ from titanlike.data.kinds import (
 from titanlike.data.readers import default_readers
 from titanlike.data.sources import Data, Pad, Source, VariableLength
 
-# of every data, or of every stream: not arguments of a user's function, unless it takes them
+# keys of all kinds of data or streams; not passed to the user's function
 _COMMON_KEYS = ("workers", "changed", "validation_fraction", "readers", "prefetch", "repeat")
-_HELD_OUT = 0.05  # of one dataset, as `data.validation_fraction` has it
+_HELD_OUT = 0.05  # share of a single dataset, the default of `data.validation_fraction`
 
 
 def open_data(data: Custom, config: Config) -> Data:
-    """The `Data` that the user's function returns; its samples are checked when they are read.
+    """Call the user's function; samples are checked when they are read.
 
-    It is called with `data.args`, without `_COMMON_KEYS`, which are not its arguments, and with
-    `seq_len` if it takes it. Raises DataError where the result is no data, is empty, or has an
-    invalid `variable`.
+    The function receives `data.args` without `_COMMON_KEYS`, and `seq_len` if it has that
+    parameter. Raises DataError if the result is not data, is empty, or has an invalid `variable`.
     """
     function = _function(data)
     arguments = {name: value for name, value in data.args.items() if name not in _COMMON_KEYS}
     sizes = {"seq_len": config.seq_len}
-    # for a reader of a stream, of which the function may take what names it
+    # a function of a stream may have the parameters reader, readers and seed
     readers = data.args.get("readers") or default_readers(config)
     of_reader = {"reader": 0, "readers": readers, "seed": config.seed}
     try:
         signature = inspect.signature(function)
-    except ValueError:  # of code that is not Python's
+    except ValueError:  # compiled code has no signature
         signature = None
     if signature is not None:
         parameters = signature.parameters
@@ -81,7 +80,8 @@ def open_data(data: Custom, config: Config) -> Data:
 
 
 def _data_of(returned: Any, name: str, held_out: float) -> Data:
-    """Datasets without a vocabulary as data; held_out: the share of a single one for validation."""
+    """Wrap datasets without a vocabulary as Data. held_out: share of a single dataset for
+    validation."""
     if isinstance(returned, tuple) and len(returned) == 2:
         train, validation = returned
     elif is_stream(returned):
@@ -102,7 +102,7 @@ def _data_of(returned: Any, name: str, held_out: float) -> Data:
 
 
 def checked(opened: Data, name: str, seq_len: int) -> Data:
-    """The data that a user's function `name` has returned, whose samples are checked as they are
+    """Wrap the map-style sources that function `name` returned, so that samples are checked when
     read."""
     for part, source in (("training", opened.train), ("validation", opened.validation)):
         if isinstance(source, IterableDataset) or not hasattr(source, "__getitem__"):
@@ -175,6 +175,6 @@ def _check_variable(variable: VariableLength, name: str, size: int) -> None:
 
 
 def is_stream(part: Any) -> bool:
-    """Whether it can be read in its own order alone."""
+    """Return whether an object is iterable but has no random access."""
     indexed = hasattr(part, "__getitem__") and not isinstance(part, IterableDataset)
     return not indexed and isinstance(part, Iterable)

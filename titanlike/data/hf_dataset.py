@@ -1,9 +1,9 @@
-"""Hugging Face datasets (`data=hf`): a local folder or file, or a name on the hub, as a series of
-texts, or of token ids (`data.ids_key`).
+"""Hugging Face datasets (`data=hf`), local or from the hub, as a sequence of texts, or of token ids
+(`data.ids_key`).
 
-The texts are read once, in the dataset's own order, and tokenized into the cache as those of
-data=text (text.py). So a run's position in them is a number, in any layout, and no rank imports
-`datasets` where the cache has them.
+Texts are read once, in the dataset's order, and tokenized into the same cache as data=text's
+(text.py). So a run's position is an index, in any layout, and ranks do not import `datasets` once
+the cache is written.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from titanlike.data.tokens import TokenSet
 if TYPE_CHECKING:
     from titanlike.data.sources import Data
 
-# suffix of a file -> what `datasets` reads it with
+# suffix of a file -> the builder of `datasets` that reads it
 BUILDERS = {
     ".parquet": "parquet",
     ".arrow": "arrow",
@@ -49,7 +49,7 @@ BUILDERS = {
     ".txt": "text",
     ".tar": "webdataset",
 }
-SAVED = ("state.json", "dataset_dict.json")  # files of save_to_disk
+SAVED = ("state.json", "dataset_dict.json")  # files that save_to_disk writes
 
 
 def open_data(data: HFData, config: Config) -> Data:
@@ -110,7 +110,7 @@ CHECKS = (check_tokenizer, check)
 
 
 def _local_path(data: HFData) -> Path | None:
-    """Where the data are on this machine; None = on the hub."""
+    """Return the dataset's path on this machine; None = it is on the hub."""
     place = Path(data.path).expanduser()
     return place.resolve() if place.exists() else None
 
@@ -120,7 +120,7 @@ def _files(place: Path) -> list[Path]:
 
 
 def identity(data: HFData) -> list[Any]:
-    """All that the texts depend on, as JSON: the key of their cache entry."""
+    """Return, as JSON, everything that the texts depend on: the key of their cache entry."""
     place = _local_path(data)
     remote = [data.path, data.revision]
     where = remote if place is None else file_states(_files(place))
@@ -128,7 +128,7 @@ def identity(data: HFData) -> list[Any]:
 
 
 def texts(data: HFData) -> Iterator[str]:
-    """The texts of its rows, without empty and null ones. Raises DataError."""
+    """Yield the texts of the rows, without empty and null ones. Raises DataError."""
     rows = _opened(data)
     if features := getattr(rows, "features", None):
         column = data.text_key if data.text_key in features else data.text_key.partition(".")[0]
@@ -138,17 +138,17 @@ def texts(data: HFData) -> Iterator[str]:
             keys += [f"ids_key={name}" for name, kind in kinds.items() if kind == "list"]
             fix = f"data.{[*keys, 'text_key=NAME'][0]} (there are {', '.join(features)})"
             raise DataError("data.text_key", data.text_key, "the dataset has no such column", fix)
-        rows = rows.select_columns([column])  # images and the like are not decoded
+        rows = rows.select_columns([column])  # so that images, for example, are not decoded
     try:
         yield from filter(None, (text_of(row, data.text_key) for row in rows))
     except DataError:
         raise
-    except Exception as error:  # of a damaged file, or of the network
+    except Exception as error:  # a damaged file or a network failure
         raise _unreadable(data, error) from None
 
 
 def text_of(row: Mapping[str, Any], text_key: str) -> str | None:
-    """A row's text. Raises DataError."""
+    """Return a row's text. Raises DataError."""
     if (found := field_of(dict(row), text_key)) is None:
         fix = f"name one of its columns: data.text_key={next(iter(row))} ({', '.join(row)})"
         raise DataError("data.text_key", text_key, "the dataset has no such column", fix)
@@ -161,7 +161,7 @@ def text_of(row: Mapping[str, Any], text_key: str) -> str | None:
 
 
 def _write_ids(folder: Path, data: HFData, size: int) -> None:
-    """The rows' ids as a file of datatrove's format, whose index has where each row ends."""
+    """Write the rows' ids in datatrove's format, with an index of where each row ends."""
     assert data.ids_key is not None
     key, end = data.ids_key, 0
     dtype = "<u2" if size <= 1 << 16 else "<u4"
@@ -174,7 +174,7 @@ def _write_ids(folder: Path, data: HFData, size: int) -> None:
                 raise DataError("data.ids_key", key, reason, fix)
             ids = np.array(row[key], np.int64)
             if (mask := row.get("attention_mask")) is not None:
-                ids = ids[np.array(mask, bool)]  # without padding
+                ids = ids[np.array(mask, bool)]  # drop padding
             if -100 in (row.get("labels") or ()):
                 reason = f"row {number} has labels that leave tokens out of the loss: not read here"
                 fix = "give the conversations to data=chat, or read the rows in a function of your own"
@@ -191,7 +191,7 @@ def _write_ids(folder: Path, data: HFData, size: int) -> None:
 
 
 def streamed(data: HFData, reader: int, readers: int) -> Any:
-    """A reader's share of the dataset's shards, or of its rows where these are fewer, as a
+    """Return a reader's shards, or rows if there are fewer shards than readers, as a
     `datasets.IterableDataset`."""
     from datasets.distributed import split_dataset_by_node
 
@@ -202,7 +202,7 @@ def streamed(data: HFData, reader: int, readers: int) -> Any:
 
 
 def _opened(data: HFData) -> Any:
-    """The dataset's split, its first `rows`."""
+    """Load the dataset's split, limited to its first `rows`."""
     try:
         import datasets
     except ImportError:
@@ -212,7 +212,7 @@ def _opened(data: HFData) -> Any:
     try:
         if place is not None and any((place / f).exists() for f in SAVED):
             rows = datasets.load_from_disk(str(place))
-            if isinstance(rows, dict):  # else a single split, without a name
+            if isinstance(rows, dict):  # otherwise a single split without a name
                 if data.split not in rows:
                     fix = f"data.split={next(iter(rows))} (there are {', '.join(rows)})"
                     reason = "the dataset has no such split"
@@ -238,7 +238,7 @@ def _opened(data: HFData) -> Any:
         raise _unreadable(data, error) from None
     if data.rows is None:
         return rows
-    count = getattr(rows, "num_rows", data.rows)  # a stream has none
+    count = getattr(rows, "num_rows", data.rows)  # a streamed dataset has no num_rows
     return rows.take(min(data.rows, count))
 
 

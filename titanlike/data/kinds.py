@@ -1,12 +1,11 @@
-"""The kinds of data, each a module that is imported when a config asks for it.
+"""The kinds of data. Each is a module, imported when a config names it.
 
-Such a module has (synthetic.py is the smallest one):
+Such a module has (synthetic.py is the smallest example):
 
-    CHECKS                   functions as `open_data`, each of which yields Problems that are quick
-                             to find, or raises a DataError
-    vocabulary(data)         of a section of the config, `config.data`. Raises DataError
-    open_data(data, config)  `sources.Data`: the training and the validation source. Raises
-    DataError
+    CHECKS                   functions (data, config) that yield Problems which are quick to find,
+                             or raise a DataError
+    vocabulary(data)         `Vocabulary` of a config section. Raises DataError
+    open_data(data, config)  `sources.Data`: the training and validation sources. Raises DataError
 
 Importing this file does not import torch.
 """
@@ -43,55 +42,55 @@ KINDS = {
 
 
 class Vocabulary(NamedTuple):
-    size: int | None  # None = known only when the data are open
-    tokenizer: str | None = None  # name or path; None = there is none
-    boundary: int | None = None  # id between documents
+    size: int | None  # None = unknown until the data are open
+    tokenizer: str | None = None  # name or path; None = no tokenizer
+    boundary: int | None = None  # id that separates documents
 
 
 class DataError(Refused):
-    """An error in a key of the data, or in a file that it names."""
+    """An error in a data key of the config, or in a file that it names."""
 
 
 def missing_package(key: str, value: object, package: str, extra: str) -> DataError:
-    """The error for a package of an optional extra that is not installed."""
+    """Return the error for a missing package of an optional extra."""
     fix = f"install it with: pip install 'titanlike[{extra}]'"
     return DataError(key, value, f"the package {package} is not installed", fix)
 
 
 def kind_of(data: object) -> Any:
-    """The module of a section of the config."""
+    """Import the module that reads a data section."""
     return importlib.import_module(f"titanlike.data.{KINDS[type(data)]}")
 
 
 def of_all(config: Config, section: Any = None) -> Config:
-    """The config of a section of which nothing is held out, the training data's if none is given:
-    what it validates on is all of it."""
+    """Return the config with `section` (None = the training data) as its data and nothing held out,
+    so that validation reads all of it."""
     data = config.data if section is None else section
     if hasattr(data, "validation_fraction"):
         data = replace(data, validation_fraction=0.0)
-    every = 0 if section is None else 1  # of a stream the first are held out
-    # {}: what the user's own function returns is not divided, either
+    every = 0 if section is None else 1  # a stream validates on its held-out samples
+    # {}: a dataset that a user's function returns is not split, either
     validation = replace(config.validation, data={}, every=every)
     return replace(config, data=data, validation=validation)
 
 
 def vocabulary(data: Any) -> Vocabulary:
-    """The vocabulary of a config's section, whose code is not run. Raises DataError."""
+    """Return the vocabulary of a data section, without running a user's code. Raises DataError."""
     return kind_of(data).vocabulary(data)
 
 
 def option(data: Any, name: str, default: Any) -> Any:
-    """A key that data of every kind may have, by a section of the config."""
+    """Return the value of a key that sections of several kinds have, or the default."""
     return (
         data.args.get(name, default) if isinstance(data, Custom) else getattr(data, name, default)
     )
 
 
 def loader_workers(data: Any) -> int:
-    """Loader processes of each rank, by a section of the config."""
+    """Return the number of loader processes per rank."""
     return option(data, "workers", 0)
 
 
 def data_changed(data: Any) -> bool:
-    """Whether a start with this section may resume on other data than the checkpoint's."""
+    """Return whether a run may resume although the data are not those of the checkpoint."""
     return option(data, "changed", False)

@@ -1,16 +1,16 @@
 """From the config to batches.
 
 1. registry.py checks the config before any worker starts.
-2. `registry.open_data` opens a source (sources.py) for training and one for validation, by the
-   module of the kind of data: text is tokenized into a cache first (text.py), a token file is
-   mapped (tokens.py), random tokens are generated (synthetic.py), or the user's function is called,
-   whose samples are checked and padded (custom.py).
-3. `batches` reads the training source in the run's global order (order.py): step s is samples
-   [s * batch_size, (s + 1) * batch_size) of that order, and dp rank r reads the r-th of dp equal,
-   contiguous slices of them. So the order depends on seed and step alone, not on the mesh, and a
-   run can be resumed at any step in any layout.
-4. `validation_batches` reads the first samples of a validation source, each once, the same each
-   time.
+2. `registry.open_data` opens sources (sources.py) for training and validation, by the module of the
+   kind of data: text is tokenized into a cache first (text.py), a token file is memory-mapped
+   (tokens.py), random tokens are generated (synthetic.py), or the user's function is called, whose
+   samples are checked and padded (custom.py).
+3. `batches` reads the training source in the run's global order (order.py): step s is samples [s *
+   batch_size, (s + 1) * batch_size) of that order, and dp rank r reads the r-th of dp equal,
+   contiguous slices. So the order depends on seed and step alone, not on the mesh, and a run can be
+   resumed at any step in any layout.
+4. `validation_batches` reads the first samples of a validation source, each once, the same ones
+   each time.
 
 Shapes: B = batch_size // dp sequences on this dp rank, T = seq_len.
 """
@@ -42,7 +42,7 @@ from titanlike.launch.heartbeat import DATA_THREAD
 from titanlike.launch.signals import die_with_parent
 from titanlike.metrics.units import size
 
-_JOIN_TIMEOUT = 5.0  # seconds to complete the item that nobody will use
+_JOIN_TIMEOUT = 5.0  # seconds for the thread to finish its last, unused item
 
 _T = TypeVar("_T")
 
@@ -55,16 +55,16 @@ def batches(
     start_step: int = 0,
     used: set[str] | None = None,
 ) -> Iterator[Batch]:
-    """The training batches of a dp rank from `start_step`, endless. used: the fields that this rank
-    uses, None = all; a rank without any does not read a stream.
+    """Return an endless iterator over a dp rank's training batches from `start_step`.
 
-    Each is dict(inputs=[B, T], targets=[B, T]), int64, on the CPU, with the other fields
-    of the source's samples; B and T by `Config.batch_shape`.
+    Each batch is dict(inputs=[B, T], targets=[B, T]), int64, on the CPU, with the other fields of
+    the source's samples; B and T by `Config.batch_shape`. used: the fields that this rank needs,
+    None = all; a rank that needs none does not read a stream.
     """
     making = partial(
         DataLoader[Any],
         worker_init_fn=_init_worker,
-        # The loader draws a number when it starts: not from the generator of dropout.
+        # The loader draws a number at its start, which must not come from dropout's generator.
         generator=torch.Generator(),
     )
     if isinstance(source, Stream):
@@ -83,14 +83,14 @@ def batches(
     )
     try:
         stream = iter(loader)
-    except OSError as error:  # of its semaphores
+    except OSError as error:  # from creating its semaphores
         raise _not_sent(config, str(error)) from None
     return _received(stream, config, start_step) if loader.num_workers or config.ramp else stream
 
 
 def _received(stream: Iterable[Any], config: Config, step: int) -> Iterator[Batch]:
-    """Batches as loader processes send them; those [samples, seq_len] of a `ramp` cut into the
-    sequences of their stage."""
+    """Yield batches, or raise the error of a loader process that could not send one. With `ramp`,
+    batches [samples, seq_len] are cut into the sequence length of their stage."""
     for number, batch in enumerate(stream, step + 1):
         if isinstance(batch, NotSent):
             raise _not_sent(config, f"one of {size(batch.bytes)}: {batch.reason}")
@@ -109,10 +109,10 @@ def _not_sent(config: Config, reason: str) -> ValueError:
 
 
 def validation_weights(source: Source, config: Config, batches: int) -> list[float]:
-    """What each of `validation_batches` counts, so that each sample counts once.
+    """Return a weight for each of `validation_batches`, so that each sample counts once.
 
-    A last batch that is not full is filled with copies of the last sample, and another batch of
-    nothing but these takes them away, by a negative weight: right for every loss and metric.
+    A partial last batch is filled with copies of the last sample; one more batch of copies alone
+    has a negative weight, which cancels them, for any loss or metric.
     """
     total = min(len(source), batches * config.batch_size) if batches else len(source)
     copies = -total % config.batch_size
@@ -123,8 +123,8 @@ def validation_weights(source: Source, config: Config, batches: int) -> list[flo
 def validation_batches(
     source: Source, config: Config, *, dp_rank: int, batches: int
 ) -> Iterator[Batch]:
-    """A dp rank's part, shaped as in training, of the first `batches` global batches of a source
-    (0 = of all), which count as `validation_weights` says."""
+    """Yield a dp rank's slice, shaped as in training, of the first `batches` global batches of a
+    source (0 = all), to be weighted by `validation_weights`."""
     local, last = config.batch_size // config.dp, len(source) - 1
     for number, weight in enumerate(validation_weights(source, config, batches)):
         start = number * config.batch_size + dp_rank * local if weight > 0 else last
@@ -132,29 +132,28 @@ def validation_batches(
 
 
 def collate(source: Source) -> Callable[[list[Batch]], Batch]:
-    """The function that makes a batch of a source's samples."""
+    """Return the function that stacks a source's samples to a batch."""
     return getattr(source, "collate", stack)
 
 
 def _init_worker(worker_id: int) -> None:
     """Detach a loader process from signals to the process group; it dies with its parent.
 
-    Ctrl-C and torchrun's signals to the process group are handled by the training process alone,
-    which may need its loader for a last step. (torch has set the SIGTERM handler with which the
-    training process ends its loader.)
+    Only the training process handles Ctrl-C and torchrun's signals; it may need its loader for one
+    more step. (torch installs the SIGTERM handler by which the training process stops its loader.)
     """
     os.setsid()
     die_with_parent(os.getppid(), signal.SIGKILL)
-    # W&B would note in the run which packages are imported, and raises in a forked process
+    # W&B hooks imports to record packages in the run; the hook raises in a forked process
     if (hooks := sys.modules.get("wandb.sdk.lib.import_hooks")) is not None:
         hooks.unregister_all_post_import_hooks()
-    # the hook of the thread that sends, which has no public one: it would print the error, and the
-    # trainer wait for the batch forever
+    # torch has no public hook for errors of the sending thread: by default the error is printed
+    # and the training process waits for the batch forever
     queues.Queue._on_queue_feeder_error = _send_instead  # type: ignore[attr-defined]
 
 
 class NotSent(NamedTuple):
-    """In place of a batch that a loader process could not send."""
+    """Sent in place of a batch that a loader process could not send."""
 
     reason: str
     bytes: int
@@ -162,7 +161,7 @@ class NotSent(NamedTuple):
 
 def _send_instead(queue: queues.Queue[Any], error: Exception, item: Any) -> None:
     number, batch = item
-    batch = getattr(batch, "batch", batch)  # of a stream's block
+    batch = getattr(batch, "batch", batch)  # a stream sends blocks
     tensors = batch.values() if isinstance(batch, dict) else ()
     queue.put((number, NotSent(str(error), sum(tensor.nbytes for tensor in tensors))))
 
@@ -171,11 +170,11 @@ def _send_instead(queue: queues.Queue[Any], error: Exception, item: Any) -> None
 
 
 def one_ahead(stream: Iterator[_T]) -> Iterator[_T]:
-    """The same items, in the same order; what the stream raises is raised where its item would be.
+    """Yield the stream's items, reading one item ahead in a thread. An exception is raised where
+    its item would be.
 
-    A thread takes an item from the stream when the one before it is handed out, so it is never more
-    than one ahead. It ends with this generator, which is closed or dropped; one that hangs in the
-    stream is left behind, and does not keep the process from ending.
+    The thread ends when this generator is closed or dropped. If it hangs in the stream, it is
+    abandoned and does not keep the process from exiting.
     """
     wanted: SimpleQueue[bool] = SimpleQueue()
     made: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
@@ -185,7 +184,7 @@ def one_ahead(stream: Iterator[_T]) -> Iterator[_T]:
     wanted.put(True)
     try:
         while True:
-            # a signal's handler interrupts it; launch/heartbeat.py knows that this function waits
+            # signal handlers can interrupt this wait; launch/heartbeat.py recognizes it
             item, error = made.get()
             if isinstance(error, StopIteration):
                 return
@@ -203,11 +202,11 @@ def _make_items(
     wanted: SimpleQueue[bool],
     made: SimpleQueue[tuple[Any, BaseException | None]],
 ) -> None:
-    """The thread: an item, or what is raised in its place, each time that one is wanted."""
+    """Run the thread: for each request put an item, or the exception raised in its place."""
     while wanted.get():
         try:
             made.put((next(stream), None))
-        except BaseException as error:  # a SystemExit of the user's code, too
+        except BaseException as error:  # SystemExit of a user's code included
             made.put((None, error))
 
 
@@ -215,10 +214,10 @@ def _make_items(
 
 
 def example_batch(config: Config, data: Data | None = None) -> dict[str, torch.Tensor]:
-    """A batch of one sequence on the meta device, in the dtypes that the model receives.
+    """Return a batch of one sequence on the meta device, with the dtypes that the model receives.
 
-    Where lengths vary, with the maximal length. data: if already open; otherwise a user's own data
-    is opened. Raises DataError for an invalid sample of the user's.
+    Variable lengths have the maximal length. data: if already open; otherwise a user's function is
+    called. Raises DataError for an invalid sample.
     """
     if data is None and isinstance(config.data, Custom):
         data = open_data(config)
@@ -230,7 +229,7 @@ def example_batch(config: Config, data: Data | None = None) -> dict[str, torch.T
 
         assert data is not None
         train = data.train
-        if not isinstance(train, CheckedSource):  # not opened by its config
+        if not isinstance(train, CheckedSource):  # not opened by `open_data`
             train = checked(data, config.data.name, config.seq_len).train
         batch = cast(CheckedSource, train).example()
     else:
@@ -245,12 +244,12 @@ def example_batch(config: Config, data: Data | None = None) -> dict[str, torch.T
 
 
 def field_problems(config: Config, model: nn.Module, fields: Iterable[str]) -> list[Problem]:
-    """A problem for each field of the batch that the model's forward has no argument for."""
+    """Return a problem for each batch field that is not an argument of the model's forward."""
     parameters = list(inspect.signature(model.forward).parameters.values())
     if any(p.kind == p.VAR_KEYWORD for p in parameters):
         return []
     kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    # a cache is for generation, and no field
+    # `cache` is the KV cache of generation, not a field
     by_name = [p.name for p in parameters[1:] if p.kind in kinds and p.name != "cache"]
     takes = f"besides its inputs it takes {', '.join(by_name)}"
     takes = takes if by_name else "it takes inputs only"

@@ -1,13 +1,13 @@
-"""Several corpora in one run (`data=mixture`), by weights that may change over the steps.
+"""A mixture of several corpora (`data=mixture`), by weights that may change over the steps.
 
-1. `Quotas` deals the sequences of each step to the sources, so that after every step each source
-   has had its share of all sequences so far, to within one.
-2. A source's n-th sequence in the run is the n-th of its own shuffled order, and another one in
-   each epoch of the source. So nothing is repeated before all of a source has been read.
-3. The sequences of a step are shuffled among each other.
+1. `Quotas` assigns the sequences of each step to the sources. After every step each source has had
+   its share of all sequences so far, to within one.
+2. A source's n-th sequence in the run is the n-th of its own shuffled order, which differs in each
+   of its epochs. So nothing repeats before all of a source has been read.
+3. The sequences of a step are shuffled.
 
-All of it depends on (seed, step, weights, batch size) alone: not on the mesh, and a run resumes at
-any step.
+All of it depends on (seed, step, weights, batch size) alone, not on the mesh, and a run can resume
+at any step.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from titanlike.data.kinds import DataError, Vocabulary
 from titanlike.data.order import GlobalBatchSampler, shuffled_index
 from titanlike.data.sources import Data, Source, documents_note, source_fingerprint
 
-Points = list[tuple[float, float]]  # (step, weight), steps rise
+Points = list[tuple[float, float]]  # (step, weight), steps ascending
 _EXAMPLE = "data.sources={web:{path:web/,weight:0.7},code:{path:code/,weight:0.3}}"
 
 
 def open_data(data: MixtureData, config: Config) -> Data:
-    """Each source as data=tokens or data=text would open it, mixed."""
+    """Open each source as data=tokens or data=text would, and mix them."""
     opened = dict[str, Data]()
     for name, source in data.sources.items():
         try:
@@ -49,7 +49,7 @@ def open_data(data: MixtureData, config: Config) -> Data:
 
 
 def vocabulary(data: MixtureData) -> Vocabulary:
-    """The first source's; all have the same."""
+    """Return the first source's vocabulary; all sources have the same."""
     try:
         first = section_of_source(data, next(iter(data.sources.values())))
     except (KeyError, TypeError, AttributeError, StopIteration):
@@ -58,7 +58,8 @@ def vocabulary(data: MixtureData) -> Vocabulary:
 
 
 def section_of_source(data: MixtureData, source: Mapping[str, Any]) -> TokenData | TextData:
-    """A source by itself: of tokens if its path has their index, or is a file of them."""
+    """Return a source's own data section: data=tokens if its path is a token file or has an index,
+    else data=text."""
     path = source["path"]
     places = [Path(one).expanduser() for one in ([path] if isinstance(path, str) else path)]
     common: dict[str, Any] = {
@@ -72,7 +73,7 @@ def section_of_source(data: MixtureData, source: Mapping[str, Any]) -> TokenData
 
 
 def check_weights(sources: Any) -> Iterator[Problem]:
-    """Errors of sources by name, each with a path and a weight."""
+    """Yield errors of a `data.sources`: each source needs a path and a valid weight."""
     every = list[Points]()
     if not isinstance(sources, dict) or not sources:
         yield Problem("data.sources", sources, "names no source", _EXAMPLE)
@@ -117,7 +118,7 @@ CHECKS = (lambda data, _: check_weights(data.sources), _check_files, text.check_
 
 
 def points_of(weight: Any) -> Points:
-    """A weight as points. Raises ValueError for what is none."""
+    """Convert a weight to points. Raises ValueError for an invalid one."""
     if isinstance(weight, (int, float)) and not isinstance(weight, bool):
         points = [(0.0, float(weight))]
     else:
@@ -129,7 +130,7 @@ def points_of(weight: Any) -> Points:
 
 
 def weight_at(points: Points, step: int) -> float:
-    """The weight on the line between two points, or at the nearest one."""
+    """Interpolate the weight linearly at a step; constant outside the points."""
     at = bisect_right(points, (step, float("inf")))
     if at == 0 or at == len(points):
         return points[min(at, len(points) - 1)][1]
@@ -138,7 +139,7 @@ def weight_at(points: Points, step: int) -> float:
 
 
 class Quotas:
-    """How many sequences of each step are each source's."""
+    """The number of sequences of each source in each step."""
 
     def __init__(self, weights: Sequence[Points], batch_size: int) -> None:
         self._weights, self._batch = list(weights), batch_size
@@ -150,7 +151,7 @@ class Quotas:
         self._restart()
 
     def before(self, step: int) -> list[int]:
-        """How many each source has had before a step, which counts from 0."""
+        """Return the number of sequences each source had before a step (steps count from 0)."""
         if step < self._step:
             self._restart()
         while self._step < step:
@@ -158,7 +159,7 @@ class Quotas:
         return list(self._dealt)
 
     def deal(self) -> list[int]:
-        """How many of the next step are each source's."""
+        """Return the number of sequences of each source in the next step."""
         shares = self._shares_now()
         self._due = [
             due + self._batch * share for due, share in zip(self._due, shares, strict=True)
@@ -189,7 +190,7 @@ class Quotas:
 
 
 class MixtureSource:
-    """The samples of several sources, one source after the other."""
+    """The concatenated samples of several sources."""
 
     def __init__(
         self, sources: Sequence[Source], weights: Sequence[Points], seeds: list[int]
@@ -210,7 +211,8 @@ class MixtureSource:
 
 
 class MixtureBatchSampler(GlobalBatchSampler):
-    """A dp rank's samples of a mixture, see the head of this file."""
+    """A dp rank's samples of a mixture in each step, in the order that the module's docstring
+    describes."""
 
     def __init__(self, source: MixtureSource, config: Config, dp_rank: int, step: int) -> None:
         super().__init__(len(source), config, dp_rank, step)
@@ -235,7 +237,7 @@ class MixtureBatchSampler(GlobalBatchSampler):
 
 
 class MixedValidation:
-    """Sequences of all sources' validation data, in their shares of the first step."""
+    """Samples of all sources' validation data, in the proportions of the first step."""
 
     def __init__(self, sources: Sequence[Source], weights: Sequence[Points], count: int) -> None:
         quotas = Quotas([[(0.0, points[0][1])] for points in weights], 1)
@@ -255,7 +257,7 @@ class MixedValidation:
 
 
 def mixture_of(opened: Mapping[str, Data], data: MixtureData, config: Config) -> Data:
-    """The mixture of sources that are open. Raises DataError for those of different tokenizers."""
+    """Mix opened sources. Raises DataError if their tokenizers differ."""
     (first_name, first), *others = opened.items()
     for name, other in others:
         if (other.tokenizer, other.vocab_size) != (first.tokenizer, first.vocab_size):
@@ -292,6 +294,6 @@ def mixture_of(opened: Mapping[str, Data], data: MixtureData, config: Config) ->
 
 
 def seed_of(seed: int, name: str) -> int:
-    """The seed of a source's order: it does not depend on the sources beside it."""
+    """Derive the seed of a source's order, which does not depend on the other sources."""
     digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

@@ -1,11 +1,11 @@
-"""The global order of samples: shuffled without memory, and which a dp rank reads in each step.
+"""The global order of samples, shuffled in constant memory, and each dp rank's share of a step.
 
 Step s is samples [s * batch_size, (s + 1) * batch_size) of the order. An epoch's order is a
-pseudo-random permutation of 0..size-1, computed for one position at a time: a Feistel network
-permutes the smallest domain of 4^k numbers that contains `size`, and numbers outside of 0..size-1
-are permuted again until they are inside (cycle walking; Black and Rogaway, "Ciphers with Arbitrary
-Finite Domains", 2002). So the order depends on (seed, size, position) alone: not on the mesh, and
-not on what was read before.
+pseudo-random permutation of 0..size-1, evaluated at single positions: a Feistel network permutes
+the smallest domain of 4^k numbers that contains `size`, and numbers outside of 0..size-1 are
+permuted again until they are inside (cycle walking; Black and Rogaway, "Ciphers with Arbitrary
+Finite Domains", 2002). So the order depends on (seed, size, position) alone, neither on the mesh
+nor on what was read before.
 """
 
 from __future__ import annotations
@@ -17,15 +17,14 @@ import numpy as np
 
 from titanlike.config.schema import Config
 
-_BLOCK = 1024  # samples whose order is computed at once
+_BLOCK = 1024  # samples whose order is computed in one call
 _WINDOW = 64  # steps within which samples are sorted by length
 _ROUNDS = 8  # four suffice for large domains (Luby, Rackoff), small ones need eight to be uniform
 _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
 
 
 def splitmix64(x: Any) -> Any:
-    """The finalizer of splitmix64: a bijective hash of 64 bits, in an array or a tensor of
-    int64."""
+    """Apply the finalizer of splitmix64, a bijective 64-bit hash, to an int64 array or tensor."""
     for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):
         x = (x ^ (x >> shift & (1 << 64 - shift) - 1)) * factor
     return x ^ (x >> 31 & (1 << 33) - 1)
@@ -36,17 +35,17 @@ def shuffled_index(position: int, size: int, seed: int) -> int: ...
 @overload
 def shuffled_index(position: np.ndarray, size: int, seed: int) -> np.ndarray: ...
 def shuffled_index(position: int | np.ndarray, size: int, seed: int) -> int | np.ndarray:
-    """The sample at `position` of the run, in 0..size-1; the epoch is position // size.
+    """Return the sample, 0..size-1, at `position` of the run; the epoch is position // size.
 
     position: an int >= 0 (returns an int) or an array (returns an int64 array of its shape). Every
-    epoch of every seed has another permutation.
+    epoch of every seed has a different permutation.
     """
     assert size >= 1, "the data set is empty"
     shape = np.shape(position)
     epoch, x = np.divmod(np.atleast_1d(np.asarray(position, np.int64)), size)
     start = np.array([seed % (1 << 64)], np.uint64).view(np.int64)
     key = splitmix64(splitmix64(start) + epoch * _GOLDEN)
-    half = max(1, ((size - 1).bit_length() + 1) // 2)  # bits in each half of a number
+    half = max(1, ((size - 1).bit_length() + 1) // 2)  # bits in each half of an index
     x = _permute(x, key, half)
     while (outside := x >= size).any():
         x[outside] = _permute(x[outside], key[outside], half)
@@ -54,7 +53,8 @@ def shuffled_index(position: int | np.ndarray, size: int, seed: int) -> int | np
 
 
 def _permute(x: np.ndarray, key: np.ndarray, half: int) -> np.ndarray:
-    """A Feistel network on 2 * half bits; its round function is a splitmix64 stream of `key`."""
+    """Apply a Feistel network on 2 * half bits, whose round function is a splitmix64 stream of
+    `key`."""
     mask = (1 << half) - 1
     left, right = x >> half, x & mask
     for turn in range(_ROUNDS):
@@ -64,14 +64,15 @@ def _permute(x: np.ndarray, key: np.ndarray, half: int) -> np.ndarray:
 
 
 def is_for_validation(document: int, fraction: float) -> bool:
-    """Whether a document of a corpus, by its number from 0, is in the validation part."""
+    """Return whether a document, by its number from 0, belongs to the validation part."""
     return int(splitmix64(np.array([document + 1]))[0]) % (1 << 64) < fraction * 2.0**64
 
 
 class GlobalBatchSampler:
-    """The sample numbers of a dp rank's slice of each step, endless.
+    """Yields the sample indices of a dp rank's slice of each step, endlessly.
 
-    Computed for `_BLOCK` samples or more at once, which takes hardly longer than for one step.
+    Indices are computed for `_BLOCK` samples or more per call, which takes hardly longer than for
+    one step.
     """
 
     def __init__(self, size: int, config: Config, dp_rank: int, step: int) -> None:
@@ -81,7 +82,10 @@ class GlobalBatchSampler:
         self._offset = dp_rank * self._local
         self._step = step
         self._steps = max(1, _BLOCK // self._local)  # steps in a block
-        self._block: tuple[int, list[list[int]]] = (-1, [])  # (its number, samples of each step)
+        self._block: tuple[int, list[list[int]]] = (
+            -1,
+            [],
+        )  # (block's number, samples of each step)
 
     def __iter__(self) -> GlobalBatchSampler:
         return self
@@ -95,13 +99,13 @@ class GlobalBatchSampler:
         return self._block[1][row]
 
     def _samples(self, steps: np.ndarray) -> np.ndarray:
-        """This dp rank's samples of a block of steps, [steps, samples of a step]."""
+        """Return this dp rank's sample indices for several steps, [steps, samples per step]."""
         first = steps[:, None] * self._global + self._offset
         return shuffled_index(first + np.arange(self._local), self._size, self._seed)
 
 
 class RampBatchSampler(GlobalBatchSampler):
-    """The same order of samples, of which a step takes as many as its tokens fill: see
+    """The same order of samples, with as many per step as fill the step's tokens: see
     `Config.ramp`."""
 
     def __init__(self, size: int, config: Config, dp_rank: int, step: int) -> None:
@@ -113,17 +117,17 @@ class RampBatchSampler(GlobalBatchSampler):
         first, end = (self._config.tokens(self._step + more) // length for more in (0, 1))
         self._step += 1
         count = (end - first) // self._config.dp
-        mine = first + self._dp_rank * count + np.arange(count)
-        return shuffled_index(mine, self._size, self._seed).tolist()
+        positions = first + self._dp_rank * count + np.arange(count)
+        return shuffled_index(positions, self._size, self._seed).tolist()
 
 
 class SimilarLengthBatchSampler(GlobalBatchSampler):
-    """The same samples in every `_WINDOW` steps of an epoch, but those of a step have similar
-    lengths.
+    """The same samples in every window of `_WINDOW` steps, regrouped so that a step's samples have
+    similar lengths.
 
-    A window's samples are sorted by length and cut into steps, whose order is then shuffled. Epochs
-    are not mixed: a step that two of them share stays in its place. So the order depends on seed,
-    step and the lengths alone, and no step holds a sample twice if an epoch has two steps or more.
+    A window's samples are sorted by length and cut into steps, which are then shuffled. A step that
+    spans two epochs stays in its place. So the order depends on seed, step and lengths alone, and
+    no step has a sample twice if an epoch has two steps or more.
     """
 
     def __init__(
@@ -141,21 +145,21 @@ class SimilarLengthBatchSampler(GlobalBatchSampler):
             inside = np.flatnonzero((first == epoch) & (last == epoch))
             ids, count = samples[inside].reshape(-1), len(inside)
             rows = ids[np.argsort(self._lengths[ids], kind="stable")].reshape(count, batch)
-            turn = steps[inside[0]] // count * count  # another shuffle in each window
+            turn = steps[inside[0]] // count * count  # each window is shuffled differently
             samples[inside] = rows[shuffled_index(turn + np.arange(count), count, self._seed)]
         return samples[:, self._offset : self._offset + self._local]
 
     def _without_copies(self, first: int, count: int) -> np.ndarray:
-        """`count` samples of the order from position `first`. Where a step has the end of an epoch
-        and the beginning of the next, samples of both come later in the next."""
+        """Return `count` samples of the order from position `first`. In a step that spans two
+        epochs, a sample of the old epoch is not repeated: the new epoch reads it later."""
         size, batch = self._size, self._global
         order = lambda first, count: shuffled_index(first + np.arange(count), size, self._seed)  # noqa: E731
         samples = order(first, count)
         for start in range(first // size * size, first + count, size):
-            before = start % batch  # samples of the last epoch in the step where this one begins
+            before = start % batch  # samples of the previous epoch in this epoch's first step
             if not before or size < batch:
                 continue
-            # up to the step that it shares with the next epoch, if it is as short
+            # a short epoch ends before the step that it shares with the next one
             own = order(start, min(2 * batch, size - (start + size) % batch))
             new = np.flatnonzero(~np.isin(own, order(start - before, before)))[: batch - before]
             own = np.concatenate([own[new], np.delete(own, new)])

@@ -1,9 +1,9 @@
-"""A stream of the user's own (`data.name=package.function`): an `IterableDataset`, a node of
+"""Streams from a user's function (`data.name=package.function`): an `IterableDataset`, a node of
 `torchdata.nodes`, a `StatefulDataLoader`, or any iterable of samples.
 
-A reader is opened by calling the function with `reader`, `readers` and `seed`, as far as it takes
-them. An `IterableDataset` may also divide itself by `torch.utils.data.get_worker_info`, and a
-`datasets.IterableDataset` is divided here.
+Each reader's stream is opened by calling the function with those of `reader`, `readers` and `seed`
+that are among its parameters. An `IterableDataset` may instead divide itself by
+`torch.utils.data.get_worker_info`; a `datasets.IterableDataset` is split here.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from titanlike.torch_private.loader_worker import read_as_part
 
 
 def open_stream(opened: Data, call: Call, data: Custom, config: Config) -> Data:
-    """`opened`, whose training part is a stream, as data. call: opens it for a reader. Raises
+    """Wrap `opened`, whose training part is a stream. call: opens a reader's stream. Raises
     DataError."""
     readers = data.args.get("readers")
     held_out = held_out_problems(config) if opened.validation is None else ()
@@ -66,7 +66,7 @@ def open_stream(opened: Data, call: Call, data: Custom, config: Config) -> Data:
 
 @dataclass
 class _Opener:
-    """Opens a reader: checked samples of the user's stream."""
+    """Opens a reader's stream as a node of checked samples."""
 
     call: Call
     checks: CheckedSource
@@ -94,8 +94,8 @@ class _Opener:
 
 
 class OwnRows(BaseNode[Any]):
-    """The items of a reader's stream. Of one without `state_dict` and `load_state_dict` a resume
-    reads forward."""
+    """The items of a reader's stream. Without `state_dict` and `load_state_dict`, a resume reads
+    forward to its place."""
 
     def __init__(self, opener: _Opener, reader: int, readers: int) -> None:
         super().__init__()
@@ -108,7 +108,7 @@ class OwnRows(BaseNode[Any]):
 
     def reset(self, initial_state: State | None = None) -> None:
         super().reset(initial_state)
-        # a generator is read once alone, other streams anew
+        # a generator can be read only once; other streams can be iterated again
         once = isinstance(self._stream, Iterator) and not isinstance(self._stream, BaseNode)
         if self._stream is None or once:
             self._stream = self._opener.stream(self._reader, self._readers)
@@ -159,7 +159,7 @@ class OwnRows(BaseNode[Any]):
 
 
 class _Checked(BaseNode[Batch]):
-    """Samples that are like the first one."""
+    """Samples compared with the first one."""
 
     def __init__(self, source: BaseNode[Any], checks: CheckedSource, whose: str) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Files of token ids as sequences, which text is packed into, too."""
+"""Files of token ids cut into sequences; tokenized text is read by it, too."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from titanlike.data.token_files import Parts, TokenFile, open_tokens, too_short
 from titanlike.data.token_formats import borders
 from titanlike.data.tokenizer import Tokenizer
 
-_COMPARED = 1 << 22  # tokens of each file, whose borders identify the data
+_COMPARED = 1 << 22  # tokens of each file whose document borders are in the fingerprint
 
 
 def packed_data(
@@ -30,8 +30,8 @@ def packed_data(
     tokenizer: Tokenizer | None,
     what: str,
 ) -> Data:
-    """Files of tokens as data. what: the data in words. Raises DataError for a part that is shorter
-    than a sequence. Where nothing is held out, both parts are all of the data."""
+    """Open token files as data. what: the description. Raises DataError for a part shorter than one
+    sequence. If nothing is held out, both parts are all of the data."""
     data: Any = config.data
     if not data.validation_fraction:  # nothing is held out
         parts = {part: files for part, files in parts.items() if sum(f.count for f in files)}
@@ -61,17 +61,17 @@ def packed_data(
 
 
 class PackedSource:
-    """Token files cut into sequences without gap or overlap; none goes over the end of a file.
+    """Token files cut into sequences without gap or overlap; no sequence spans two files.
 
     Sequence i of a file reads its tokens [i * seq_len, i * seq_len + seq_len]: the last is a target
-    only, and the first input of the next sequence. A remainder shorter than a sequence is not used.
+    only, and the first input of the next sequence. A remainder shorter than a sequence is dropped.
 
     boundary: the token that begins a document; if given, samples have document_ids, the number of
     boundaries up to each token. Targets do not change: the target of a document's last token is the
     next document's boundary, from which the model learns to end a document.
 
-    by_index: documents begin where the files' indices say, which may be at any token: it is not the
-    target of the token before it, which is of another document.
+    by_index: documents begin where the files' indices say, at any token, which is then not the
+    target of the token before it.
     """
 
     def __init__(
@@ -87,12 +87,12 @@ class PackedSource:
         self._vocab_size, self._boundary = vocab_size, boundary
         self._tokens = [open_tokens(file) for file in files]
         self._borders = [borders(file) for file in files] if by_index else None
-        # ends of the files, in sequences and in tokens
+        # cumulative ends of the files, in sequences and in tokens
         self._ends = [*accumulate(max(0, (file.count - 1) // seq_len) for file in files)]
         self._token_ends = [*accumulate(file.count for file in files)]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A spawned loader process maps the files again: pickling the maps would copy their content.
+        # A spawned loader process maps the files itself: pickled maps would contain all tokens.
         return type(self), self._arguments
 
     def __len__(self) -> int:
@@ -100,12 +100,12 @@ class PackedSource:
 
     @property
     def count(self) -> int:
-        """Number of tokens."""
+        """The number of tokens."""
         return self._token_ends[-1]
 
     def read(self, start: int, number: int) -> np.ndarray:
-        """So many tokens from `start`, if there are, without the maps: a page fault may read
-        megabytes ahead."""
+        """Read up to `number` tokens from `start` with file reads: a page fault of a memory map may
+        read megabytes."""
         pieces, stop = [np.empty(0, np.int64)], min(start + number, self.count)
         while start < stop:
             at = bisect_right(self._token_ends, start)

@@ -1,4 +1,4 @@
-"""How many readers a stream has, and how many samples of a batch are theirs. Imports no torch."""
+"""The number of readers of a stream, and their share of a batch. Imports no torch."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from titanlike.config.errors import Problem
 from titanlike.config.schema import Config
 
-READERS = "data.reader."  # prefix of their states in a checkpoint
-_MOST_READERS = 64  # where the config does not say how many
+READERS = "data.reader."  # prefix of the readers' states in a checkpoint
+_MOST_READERS = 64  # upper bound of the default
 
 
 def rows_of(config: Config, step: int) -> int:
-    """Samples of `seq_len` in the global batch of a step, which counts from 0."""
+    """Return the number of samples in the global batch of a step (from 0)."""
     if not config.ramp:
         return config.batch_size
     return (config.tokens(step + 1) - config.tokens(step)) // config.seq_len
@@ -25,24 +25,24 @@ def _common_rows(config: Config) -> int:
 
 
 def default_readers(config: Config) -> int:
-    """The largest number up to `_MOST_READERS` that divides every global batch."""
+    """Return the largest number up to `_MOST_READERS` that divides every global batch."""
     rows = _common_rows(config)
     return max(n for n in range(1, min(rows, _MOST_READERS) + 1) if rows % n == 0)
 
 
 def held_out_problems(config: Config) -> Iterator[Problem]:
-    """An error where a stream is to be held out as a whole."""
+    """Yield an error if all of a stream would be held out."""
     if config.validation.every and not config.validation.batches:
         reason = "a stream has no end; so many batches of it are held out"
         yield Problem("validation.batches", "all", reason, "validation.batches=100")
 
 
 def reader_problems(config: Config, readers: int | None) -> Iterator[Problem]:
-    """An error for a number of readers that does not fit batch and dp. readers: None = default."""
+    """Yield an error if the number of readers does not fit batch and dp. readers: None = default."""
     rows, dp = _common_rows(config), config.dp
     wanted = default_readers(config) if readers is None else readers
     fitting = [n for n in range(dp, rows + 1, dp) if rows % n == 0]
-    if wanted in fitting or not fitting:  # what dp may be is checked elsewhere
+    if wanted in fitting or not fitting:  # an invalid dp is reported elsewhere
         return
     near = min(fitting, key=lambda n: abs(n - wanted))
     reason = f"each of the {dp} dp ranks reads as many, and each reader the same number of a "

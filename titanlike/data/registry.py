@@ -1,4 +1,4 @@
-"""Training and validation data of a config: what is wrong with them, and opening them.
+"""Checks and opens the training and validation data of a config.
 
 Importing this file does not import torch.
 """
@@ -22,11 +22,10 @@ if TYPE_CHECKING:
 
 
 def open_data(config: Config) -> Data:
-    """The training and validation sources of the config.
+    """Open the config's training and validation sources.
 
-    Text is tokenized on the first call; several processes may call this concurrently, but then each
-    tokenizes. Raises DataError for files that cannot be read, and for a part shorter than one
-    sequence of `seq_len`.
+    Text is tokenized on the first call; concurrent processes each tokenize. Raises DataError for
+    unreadable files, and for a part shorter than one sequence of `seq_len`.
     """
     if not config.validation.data:
         return kind_of(config.data).open_data(config.data, config)
@@ -37,7 +36,7 @@ def open_data(config: Config) -> Data:
 
 
 def problems(config: Config) -> list[Problem]:
-    """Every error that is quick to find before a worker starts."""
+    """Return every error that is quick to find before a worker starts."""
     errors: list[Problem] = []
     trained = of_all(config) if config.validation.data else config
     for check in kind_of(config.data).CHECKS:
@@ -54,21 +53,21 @@ def problems(config: Config) -> list[Problem]:
 
 
 def warnings(config: Config) -> Iterator[str]:
-    """What is no error, and hardly meant, of a config without problems."""
+    """Yield what is allowed but hardly intended, for a config without problems."""
     if config.validation.data:
         from titanlike.data.validation_sets import warnings_of_sets
 
         yield from warnings_of_sets(config)
 
 
-SHARED_MEMORY = "/dev/shm"  # in which Linux has the batches of loader processes
+SHARED_MEMORY = "/dev/shm"  # where Linux keeps the batches of loader processes
 _IN_FLIGHT = 2  # batches of each loader process: torch's `prefetch_factor`
-_RANKS = 8  # of a machine, where it is not known
+_RANKS = 8  # ranks per machine, if unknown
 
 
 def _shared_memory_problem(config: Config) -> Iterator[Problem]:
-    """Where the batches that are on their way to the ranks do not fit into shared memory. Of a
-    user's own data, whose samples may have any fields, a batch tells when it is sent."""
+    """Yield an error if the batches in flight do not fit into shared memory. A user's own samples
+    may have any fields; for these the error comes when a batch is sent."""
     workers = loader_workers(config.data)
     if not workers or isinstance(config.data, Custom) or not os.path.isdir(SHARED_MEMORY):
         return
@@ -86,15 +85,15 @@ def _shared_memory_problem(config: Config) -> Iterator[Problem]:
 
 
 def free_shared_memory() -> int:
-    """Bytes."""
+    """Return the free bytes of shared memory."""
     found = os.statvfs(SHARED_MEMORY)
     return found.f_bavail * found.f_frsize
 
 
 def vocab_size(config: Config) -> int | None:
-    """The number of token ids in the data, without tokenizing the corpus.
+    """Return the number of token ids in the data, without tokenizing the corpus.
 
-    A user's own data (Custom) is opened. Raises DataError where that fails.
+    A user's own data (Custom) are opened. Raises DataError if that fails.
     """
     known = kind_of(config.data).vocabulary(config.data).size
     return open_data(config).vocab_size if known is None else known

@@ -1,12 +1,12 @@
-"""The interface of all data: map-style sources of samples. What your own data returns: `Data`.
+"""The interface of all data: map-style sources of samples. A user's function returns `Data`.
 
 A source has `len(source)` samples; `source[i]` is dict(inputs=[T], targets=[T]), int64 tensors of
 `seq_len` T, where targets[t] is the token after inputs[t]. With `data.documents=true` there is also
 document_ids=[T], int64, which changes where a document begins.
 
-Your own source may return other inputs and targets (IGNORE where there is no loss), and more fields
-with tensors of any shape: stacked to [B, ...], each is an argument of the model's forward. All
-samples have the same keys, dtypes and shapes; see `VariableLength` for different lengths.
+A user's source may return other inputs and targets (IGNORE = no loss), and more fields with tensors
+of any shape: stacked to [B, ...], each is an argument of the model's forward. All samples have the
+same keys, dtypes and shapes; see `VariableLength` for different lengths.
 """
 
 from __future__ import annotations
@@ -24,29 +24,29 @@ import xxhash
 from titanlike.config.errors import Problem
 from titanlike.config.schema import Config
 
-Batch = dict[str, torch.Tensor]  # of fields, the rows of a tensor are samples
+Batch = dict[str, torch.Tensor]  # field -> tensor whose first dimension is samples
 IGNORE = -100  # a target without a loss, as in torch's cross_entropy
-ENDLESS = 1 << 40  # samples
+ENDLESS = 1 << 40  # length of a source without an end, in samples
 
 
 def no_targets(data: Any, of: str, fix: str) -> Problem:
-    """What is said of a step, a validation or a proof without a target that counts. data: the
-    section of the config, as in the functions below."""
+    """Return the error for a step, validation or proof in which no target has a loss. data: the
+    config's section, as in the functions below."""
     reason = f"no target of {of} counts: each is {IGNORE}, which a loss leaves out"
     return Problem("data", data.name, reason, fix)
 
 
-FORMAT = 1  # fingerprints of other formats are not compared
-_WHOLE = 1 << 24  # tokens that are hashed whole
-_BLOCKS, _BLOCK = 256, 1 << 12  # of more tokens: so many blocks of so many tokens
-_SAMPLES = 32  # of another source: so many samples
+FORMAT = 1  # only fingerprints of the same format are compared
+_WHOLE = 1 << 24  # up to so many tokens all are hashed
+_BLOCKS, _BLOCK = 256, 1 << 12  # otherwise so many blocks of so many tokens
+_SAMPLES = 32  # hashed of a source that is not token files
 
 
 class Source(Protocol):
     """Samples by index; any sample can be read at any time, in any process.
 
-    The sources of some kinds also have `collate(samples)`, which makes a batch,
-    `batch_sampler(config, dp_rank, step)`, an order of their own, and `fingerprint()`.
+    Some sources also have `collate(samples)`, which makes a batch, `batch_sampler(config, dp_rank,
+    step)`, their own order, and `fingerprint()`.
     """
 
     def __len__(self) -> int: ...
@@ -56,9 +56,9 @@ class Source(Protocol):
 
 @runtime_checkable
 class Stream(Protocol):
-    """Training data in the order of its own, in place of a `Source` (stream_source.py)."""
+    """Training data that are read in their own order, in place of a `Source` (stream_source.py)."""
 
-    ends: int | None  # the step after which there is none, once it is known
+    ends: int | None  # the last step that has a batch, once known
 
     def __len__(self) -> int: ...
 
@@ -78,13 +78,13 @@ class Stream(Protocol):
 
 
 def stack(samples: list[Batch]) -> Batch:
-    """Samples of equal shapes as a batch [B, ...]."""
+    """Stack samples of equal shapes to a batch [B, ...]."""
     return {name: torch.stack([sample[name] for sample in samples]) for name in samples[0]}
 
 
 @dataclass(frozen=True)
 class Pad:
-    """The padding of a field: `value`, at the end of its first `dims` dimensions."""
+    """The padding of a field: `value`, appended in its first `dims` dimensions."""
 
     value: float = 0
     dims: int = 1  # 2 for a mask [T, T]
@@ -112,21 +112,19 @@ class VariableLength:
 
 @dataclass
 class Data:
-    """Training and validation data; your own function (`data.name=package.function`) returns one.
+    """Training and validation data; a user's function (`data.name=package.function`) may return it.
 
-    boundary: the id of the token that begins a document, if any; ends: further ids that end what a
-    model writes (of an answer); encode, decode: text to ids and back,
-    if that is possible;
-    variable: for samples of different lengths; tokenizer: a text that identifies it, if any;
-    fingerprint: a text that identifies the data for a resume, in place of samples that are read;
-    progress: numbers for the record of a step, by the number of steps whose batches were read;
-    example: a batch of one sample, where the run's batches come from elsewhere;
-    validation_sets: those of `validation.data` by name, "" of a single one; empty = `validation`.
+    boundary: id of the token that begins a document; ends: further ids that end a generated answer;
+    encode, decode: text to ids and back; variable: for samples of different lengths; tokenizer: a
+    text that identifies it; fingerprint: identifies the data on a resume, instead of a hash of
+    samples; progress: metrics for a step's record, by the number of steps read so far; example: a
+    batch of one sample, if it cannot be read from `train`; validation_sets: the sets of
+    `validation.data` by name ("" for a single one), which replace `validation`.
     """
 
     train: Source | Stream
     validation: Source
-    vocab_size: int | None  # None = of no tokens
+    vocab_size: int | None  # None = not tokens
     description: str
     boundary: int | None = None
     ends: frozenset[int] = frozenset()
@@ -141,12 +139,12 @@ class Data:
 
     @property
     def validations(self) -> dict[str, Source]:
-        """Name -> what is validated on; "" of a single one."""
+        """Validation sources by name; "" for a single one."""
         return self.validation_sets or {"": self.validation}
 
 
 def documents_note(data: Any) -> str:
-    """The end of a description."""
+    """Return the end of a data description: whether attention stays within documents."""
     return ", attention within documents" if getattr(data, "documents", False) else ""
 
 
@@ -159,7 +157,7 @@ def documents_note(data: Any) -> str:
 
 
 def data_fingerprint(data: Data, section: Any) -> dict[str, Any]:
-    """Texts by what they are of: the training part, the validation part, tokenizer, documents."""
+    """Fingerprint the training part, the validation parts, the tokenizer and the document handling."""
     own = {
         f"validation {name}".strip(): source_fingerprint(source)
         for name, source in data.validation_sets.items()
@@ -178,7 +176,7 @@ def data_fingerprint(data: Data, section: Any) -> dict[str, Any]:
 
 
 def fingerprint_changes(saved: dict[str, Any], now: dict[str, Any]) -> list[str] | None:
-    """What differs between two fingerprints; None where they cannot be compared."""
+    """Return what differs between two fingerprints; None if they cannot be compared."""
     if saved.get("format") != FORMAT:
         return None
     keys = [key for key in (*now, *saved) if saved.get(key) != now.get(key)]
@@ -186,7 +184,7 @@ def fingerprint_changes(saved: dict[str, Any], now: dict[str, Any]) -> list[str]
 
 
 def source_fingerprint(source: Source) -> str:
-    """A text that identifies the content of one source."""
+    """Return a text that identifies a source's content."""
     if hasattr(source, "fingerprint"):
         return source.fingerprint()
     with random_state_kept():
@@ -200,8 +198,7 @@ def source_fingerprint(source: Source) -> str:
 
 
 def numbers_hash(count: int, read: Callable[[int, int], np.ndarray]) -> str:
-    """A hash of integers [count], as little-endian int64. read: (start, number) to these of
-    them."""
+    """Hash `count` integers as little-endian int64. read(start, number): returns a slice of them."""
     hasher = xxhash.xxh3_64()
     if count <= _WHOLE:
         starts, size = range(0, count, _BLOCKS * _BLOCK), _BLOCKS * _BLOCK
@@ -214,7 +211,8 @@ def numbers_hash(count: int, read: Callable[[int, int], np.ndarray]) -> str:
 
 
 def _samples_hash(source: Source) -> str:
-    """A hash of some samples; of their forms alone if a sample is not the same twice."""
+    """Hash some samples; only keys, dtypes and shapes if reading a sample twice gives different
+    values."""
     indices = _spread(len(source), _SAMPLES)
     hashes = [_sample_hash(source, i) for i in indices]
     if hashes[0] == _sample_hash(source, indices[0]):
@@ -227,7 +225,7 @@ def _sample_hash(source: Source, i: int, values: bool = True) -> str:
     hasher = xxhash.xxh3_64()
     try:
         sample = source[i]
-    except Exception as error:  # training may never read it
+    except Exception as error:  # a broken sample that training may never read
         return type(error).__name__
     for name, value in sorted(sample.items()):
         hasher.update(f"{name} {value.dtype} {list(value.shape) if values else ''}".encode())
@@ -238,7 +236,7 @@ def _sample_hash(source: Source, i: int, values: bool = True) -> str:
 
 
 def _spread(size: int, most: int) -> Sequence[int]:
-    """All of 0..size-1, or `most` of them, evenly spread, the first and the last included."""
+    """Return up to `most` of 0..size-1, evenly spread, first and last included."""
     if size <= most:
         return range(size)
     return [i * (size - 1) // (most - 1) for i in range(most)]
@@ -246,7 +244,7 @@ def _spread(size: int, most: int) -> Sequence[int]:
 
 @contextlib.contextmanager
 def random_state_kept() -> Iterator[None]:
-    """A user's samples may draw random numbers, which would change those of training."""
+    """Restore the global random states after a user's samples drew from them."""
     states = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=[]):
         yield

@@ -1,8 +1,8 @@
 """Streams (`data=stream`): text is read, tokenized, packed and shuffled while training runs.
 
-A corpus is files of text, JSONL or Parquet (divided among the readers by bytes), or a Hugging Face
-dataset in streaming mode (its folder, or a name on the hub); or several of them by weights. The
-readers are stream_source.py's.
+A corpus is text, JSONL or Parquet files (divided among the readers by bytes), a streamed Hugging
+Face dataset (a folder, or a name on the hub), or a weighted mixture of these. Readers are defined
+in stream_source.py.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ CHECKS = (text.check_tokenizer, text.check_stand_in, _check_readers, _check_sour
 
 
 def _sections(data: StreamData) -> dict[str, StreamData]:
-    """Each source as a stream by itself; of one without sources that one."""
+    """Return each source's own section by name; a stream without sources is ""."""
     if not data.sources:
         return {"": data}
     sections = data.sources.items() if isinstance(data.sources, dict) else ()
@@ -106,7 +106,8 @@ def _sections(data: StreamData) -> dict[str, StreamData]:
 
 
 def _token_files(data: StreamData) -> tokens.TokenSet | None:
-    """A source of token ids, which are read by index. Raises DataError for another tokenizer's."""
+    """Return a source's token files, which are read by index, or None. Raises DataError if they
+    were written with a different tokenizer."""
     place = Path(data.path or "").expanduser()
     if data.path is None or not (
         place.suffix in (".bin", ".npy") or (place / tokens.INDEX).exists()
@@ -122,7 +123,8 @@ def _token_files(data: StreamData) -> tokens.TokenSet | None:
 
 
 def _dataset(data: StreamData) -> HFData | None:
-    """The section of a source that `datasets` reads; None = files that are read here."""
+    """Return the section of a source that is read with `datasets`; None = files read by this
+    package."""
     if data.path is None:
         return None
     place = Path(data.path).expanduser()
@@ -141,21 +143,21 @@ def _dataset(data: StreamData) -> HFData | None:
 
 @dataclass(frozen=True)
 class _ReadsText:
-    """Opens readers of text."""
+    """Opens readers of text: the `open_reader` of a StreamSource."""
 
     data: StreamData
     seq_len: int
     seed: int
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.data, self.seq_len, self.seed)  # a process opens its tokenizer
+        return type(self), (self.data, self.seq_len, self.seed)  # each process opens a tokenizer
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
         return open_tokenizer(self.data.tokenizer)
 
     def identity(self) -> list[Any]:
-        """What the samples depend on, as JSON."""
+        """Return, as JSON, what the samples depend on."""
         found = list[list[Any]]()
         for name, section in _sections(self.data).items():
             rows = _dataset(section)
@@ -214,7 +216,7 @@ class _ReadsText:
         else:
             told = hf_dataset.streamed(section, reader, readers)
             rows = DatasetRows(told, data.text_key)
-        # an epoch of nothing but what is held out ends the stream
+        # the stream also ends if an epoch has no sample but held-out ones
         repeated = Repeated(wrap(rows), data.repeat and whole, told)
         packed = Packed(repeated, self.tokenizer, self.seq_len)
         size = -(-data.shuffle_buffer // readers)
@@ -223,7 +225,7 @@ class _ReadsText:
         return Shuffled(packed, size, (seed * 1000003 + reader) % (1 << 62))
 
     def finish(self, item: Any) -> Batch:
-        if isinstance(item, dict):  # of a token file
+        if isinstance(item, dict):  # a sample of a token file
             return item
         ids = item.long()
         sample = {"inputs": ids[:-1], "targets": ids[1:]}

@@ -1,12 +1,13 @@
-"""What one reader of a stream does, as nodes of `torchdata.nodes`: each has a state that can be saved.
+"""The nodes (`torchdata.nodes`) of which one reader of a stream is composed. Each has a state that
+can be saved.
 
-    Rows             texts of files: the reader's share of them, in an order of the epoch's
-    DatasetRows      texts of a Hugging Face dataset that is streamed
+    Rows             texts of files: the reader's share, in an order that differs by epoch
+    DatasetRows      texts of a streamed Hugging Face dataset
     Repeated         the epochs of a source, one after the other
-    HeldOut          a source without the items that validation has
+    HeldOut          a source without the items held out for validation
     Packed           texts as ids, cut into samples [seq_len + 1]
     Shuffled         a buffer from which a random item is taken
-    Mixed            several readers' samples by weights
+    Mixed            samples of several sources by weights
 
 A state has numbers, texts, tensors, lists and dicts alone, so that it is loaded without pickle.
 Source of the interface: https://meta-pytorch.org/data/main/what_is_torchdata_nodes.html
@@ -43,12 +44,12 @@ from titanlike.data.tokenizer import Tokenizer
 from titanlike.torch_private.loader_worker import read_as_part
 
 State = dict[str, Any]
-_PIECE = 1 << 18  # bytes of a text file that are tokenized at once
-_GROUP = 1 << 18  # characters of rows that are tokenized at once
+_PIECE = 1 << 18  # bytes of a text file per call of the tokenizer
+_GROUP = 1 << 18  # characters of rows per call of the tokenizer
 
 
 class Part(NamedTuple):
-    """A file, or the lines of it that begin in these bytes."""
+    """A file, or the lines that begin within bytes start..stop of it."""
 
     path: str
     start: int
@@ -58,12 +59,12 @@ class Part(NamedTuple):
 
 class Row(NamedTuple):
     text: str
-    begins: bool = True  # a document; False = it goes on with the one before
+    begins: bool = True  # a new document; False = it continues the previous row's
 
 
 def divided(sizes: Sequence[int], readers: int, seed: int, epoch: int) -> list[list[int]]:
-    """For each reader its parts of an epoch, by their numbers, in a random order: as many bytes for
-    each as can be. Of fewer parts than readers several read the same one."""
+    """Assign the parts of an epoch to readers: part numbers by reader, in random order, balanced by
+    bytes. With fewer parts than readers, several readers share a part."""
     order = shuffled_index(np.arange(len(sizes)) + epoch * len(sizes), len(sizes), seed)
     if len(sizes) < readers:
         return [[int(order[r % len(sizes)])] for r in range(readers)]
@@ -94,7 +95,7 @@ class Rows(BaseNode[Row]):
         self._number, self._at, self._count = state["part"], state["at"], state["count"]
         sizes = [part.stop - part.start for part in self._parts]
         self._mine = divided(sizes, self._readers, self._seed, self.epoch)[self._reader]
-        # of fewer parts than readers: every sharers-th text, from the turn-th one
+        # readers that share a part read every sharers-th text, from the turn-th one
         self._turn, self._sharers, count = 0, 1, len(self._parts)
         if count < self._readers:
             self._turn, first = divmod(self._reader, count)
@@ -132,7 +133,7 @@ class Rows(BaseNode[Row]):
 
 
 def _first_line(file: Any, part: Part) -> int:
-    """Where the first line begins that begins in a part; its end where none does."""
+    """Seek to the first line that begins within a part, or to the part's end; return the position."""
     file.seek(max(0, part.start - 1))
     if part.start:
         file.readline(part.stop - part.start + 1)
@@ -152,8 +153,8 @@ def _lines(part: Part, at: int, text_key: str) -> Iterator[tuple[Row, int]]:
 
 
 def _pieces(part: Part, at: int, _: str) -> Iterator[tuple[Row, int]]:
-    """A text file's part: the lines that begin in it, in pieces that end with a line or, of a long
-    one, with a character."""
+    """Yield the lines that begin within a text file's part, in pieces that end at a line, or within
+    a long line at a character."""
     with open_regular(Path(part.path)) as file:
         begins = not at
         at = file.seek(at) if at else _first_line(file, part)
@@ -161,7 +162,7 @@ def _pieces(part: Part, at: int, _: str) -> Iterator[tuple[Row, int]]:
         while piece and (at < part.stop or not piece.endswith(b"\n")):
             piece = file.read(min(_PIECE, max(0, part.stop - at))) + file.readline(_PIECE)
             while not piece.endswith(b"\n") and (more := file.read(1)):
-                if more[0] & 0xC0 != 0x80:  # of a next character
+                if more[0] & 0xC0 != 0x80:  # the first byte of the next character
                     file.seek(-1, os.SEEK_CUR)
                     break
                 piece += more
@@ -177,8 +178,7 @@ def _pieces(part: Part, at: int, _: str) -> Iterator[tuple[Row, int]]:
 
 
 def parts_of(files: Sequence[Path], readers: int) -> list[Part]:
-    """The parts that readers divide among each other: files, and the larger ones of text and JSONL
-    by bytes."""
+    """Return the parts to divide among readers: files; large text and JSONL files are cut by bytes."""
     sizes = [os.stat(file).st_size for file in files]
     most = min(max(sum(sizes) // (8 * readers), 1 << 10), 1 << 26)
     parts = []
@@ -194,7 +194,7 @@ def parts_of(files: Sequence[Path], readers: int) -> list[Part]:
 
 
 class DatasetRows(BaseNode[Row]):
-    """The texts of a Hugging Face dataset that is streamed."""
+    """The texts of a streamed Hugging Face dataset."""
 
     def __init__(self, dataset: Any, text_key: str) -> None:
         super().__init__()
@@ -202,7 +202,7 @@ class DatasetRows(BaseNode[Row]):
 
     def reset(self, initial_state: State | None = None) -> None:
         super().reset(initial_state)
-        with read_as_part(0, 1, 0, None):  # it would divide itself by loader processes, too
+        with read_as_part(0, 1, 0, None):  # else `datasets` also splits by loader process
             self._source.reset(initial_state)
 
     def next(self) -> Row:
@@ -216,8 +216,8 @@ class DatasetRows(BaseNode[Row]):
 
 
 class Repeated(BaseNode[Any]):
-    """The epochs of a source without end; or the first alone. A source with `epoch` or `set_epoch`
-    is told which one begins."""
+    """The endless epochs of a source, or only the first. `told`: object with `epoch` or
+    `set_epoch`, set when an epoch begins."""
 
     def __init__(self, source: BaseNode[Any], repeat: bool, told: Any) -> None:
         super().__init__()
@@ -256,7 +256,7 @@ class Repeated(BaseNode[Any]):
 
 
 def hash_of(item: Any) -> int:
-    """Of a row, or of a sample's tensors."""
+    """Hash a row, or a sample's tensors."""
     hasher = xxhash.xxh3_64()
     if isinstance(item, Mapping):
         for name, value in sorted(item.items()):
@@ -268,8 +268,8 @@ def hash_of(item: Any) -> int:
 
 
 class HeldOut(BaseNode[Any]):
-    """A source without the items whose hashes validation has; or, with `notes`, those that
-    validation will have, whose hashes are added."""
+    """A source without the items whose hashes are in `held`. With `notes`, all of its items, whose
+    hashes are added to `held`."""
 
     def __init__(self, source: BaseNode[Any], held: set[int], notes: bool = False) -> None:
         super().__init__()
@@ -293,8 +293,8 @@ class HeldOut(BaseNode[Any]):
 
 
 class Packed(BaseNode[Tensor]):
-    """Rows as ids, each document behind its boundary, cut into samples [seq_len + 1] int32 whose
-    last id is the first of the next sample. A remainder at the end of the rows is not used."""
+    """Rows as ids, each document preceded by its boundary, cut into samples [seq_len + 1], int32,
+    whose last id is the first of the next sample. A remainder is dropped."""
 
     def __init__(self, source: BaseNode[Row], tokenizer: Tokenizer, seq_len: int) -> None:
         super().__init__()
@@ -315,7 +315,7 @@ class Packed(BaseNode[Tensor]):
 
     def _read(self) -> None:
         rows, characters = list[Row](), 0
-        # a few rows at first, so that the first sample is there soon
+        # not more rows than needed, so that the first sample is ready soon
         while characters < _GROUP and characters < 8 * self._seq_len:
             row = next(self._source, None)
             if row is None:
@@ -337,8 +337,8 @@ class Packed(BaseNode[Tensor]):
 
 
 class Shuffled(BaseNode[Tensor]):
-    """A buffer of `size` samples; a random one is taken, and the next of the source comes in its
-    place. The buffer is in the state."""
+    """A buffer of `size` samples: a random one is yielded and replaced by the source's next. The
+    state has the buffer."""
 
     def __init__(self, source: BaseNode[Tensor], size: int, seed: int) -> None:
         super().__init__()
@@ -377,13 +377,13 @@ def _random(seed: int, count: int, below: int) -> int:
 
 class Mixed(BaseNode[Any]):
     """Samples of several sources by weights that may change over the steps. In each step every
-    source has its share of the global batch to within one sample, on average exactly; which row is
-    whose is random."""
+    source has its share of the global batch to within one sample, on average exactly; rows are
+    assigned at random."""
 
     def __init__(self, sources: Mapping[str, BaseNode[Any]], weights: Sequence[Points], seed: int):
         super().__init__()
         self._sources, self._weights, self._seed = dict(sources), weights, seed
-        self.row = (0, 0, 1)  # (step, row of the global batch, its rows) of the next sample
+        self.row = (0, 0, 1)  # next sample: (step, row of the global batch, rows of that batch)
 
     def reset(self, initial_state: State | None = None) -> None:
         super().reset(initial_state)
@@ -403,7 +403,7 @@ class Mixed(BaseNode[Any]):
 
 
 class Indexed(BaseNode[Any]):
-    """A reader's share of a map-style source, in its random order of each epoch, without end."""
+    """A reader's share of a map-style source: endless, in a random order that differs by epoch."""
 
     def __init__(self, source: Any, reader: int, readers: int, seed: int) -> None:
         super().__init__()
@@ -423,6 +423,6 @@ class Indexed(BaseNode[Any]):
 
 
 def node_of(stream: Any) -> BaseNode[Any]:
-    """A node as it is, any other iterable as one. Of an iterable without `state_dict` and
-    `load_state_dict` a resume reads forward."""
+    """Return a node unchanged, any other iterable as one. An iterable without `state_dict` and
+    `load_state_dict` is read forward on a resume."""
     return stream if isinstance(stream, BaseNode) else IterableWrapper(stream)

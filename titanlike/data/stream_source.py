@@ -1,12 +1,14 @@
-"""A stream as the training data of a run: readers, whose samples make the same batches in any layout.
+"""A stream as a run's training data, read by readers whose samples form the same batches in any
+layout.
 
-A stream is read by a fixed number of *readers*. The samples of reader r depend on the seed, r and
-their number alone. Each global batch has as many rows of every reader, one reader after the other;
-a dp rank opens the readers of its rows, and loader processes divide them among each other. So the
-order depends on neither mesh nor `data.workers`.
+A stream is read by a fixed number of *readers*. Reader r's samples depend on the seed, r and the
+number of readers alone. Each global batch has the same number of rows from every reader, in the
+readers' order; a dp rank opens the readers of its rows, and its loader processes share them. So the
+order depends neither on the mesh nor on `data.workers`.
 
-Every `_EVERY` steps the readers' states are kept, here, in the training process. A checkpoint has
-the last ones before its step, from which a resume reads forward: at most `_EVERY` - 1 batches.
+Every `_EVERY` steps the training process receives the readers' states and keeps them. A checkpoint
+stores the latest ones up to its step; a resume reads forward from there, at most `_EVERY` - 1
+batches.
 """
 
 from __future__ import annotations
@@ -34,20 +36,20 @@ _EVERY = 8  # steps
 
 
 class Block(NamedTuple):
-    """A step's rows of the readers of one loader process."""
+    """The rows of one step from one loader process."""
 
     batch: Batch
-    states: dict[int, Tensor] | None  # by reader, after this step
-    ends: bool  # there is no further step
+    states: dict[int, Tensor] | None  # reader -> state after this step
+    ends: bool  # this is the last step
     error: Exception | None = None
 
 
 class Head(NamedTuple):
-    """How a reader begins, before it is shuffled."""
+    """The first samples of a reader, before shuffling."""
 
-    first: int  # hash of its first sample
-    held: list[Batch]  # samples of validation
-    hashes: set[int]  # of what these are made of: of texts, or of samples
+    first: int  # hash of the first sample
+    held: list[Batch]  # samples for validation
+    hashes: set[int]  # of the texts or samples that `held` was made of
 
 
 def _as_it_is(item: Any) -> Any:
@@ -55,11 +57,11 @@ def _as_it_is(item: Any) -> Any:
 
 
 class StreamSource:
-    """What `Data.train` is where it is a stream.
+    """The `Data.train` of a stream.
 
-    open_reader(reader, readers, wrap, whole): a reader's items as a node, of whose source `wrap`
-    makes another one; whole=False is the first epoch before it is shuffled, of which the first
-    samples are held out for validation. finish: an item as a sample.
+    open_reader(reader, readers, wrap, whole): returns a reader's node; `wrap` is applied to its
+    source node; whole=False = one unshuffled epoch, whose first samples are held out for
+    validation. finish: converts an item to a sample.
     """
 
     def __init__(
@@ -72,7 +74,8 @@ class StreamSource:
         collate: Callable[[list[Batch]], Batch] = stack,
         together: bool = True,
     ) -> None:
-        """example: a sample; together: whether blocks of loader processes can be concatenated to a batch."""
+        """example: a sample; together: whether batches of several loader processes can be
+        concatenated."""
         self.config, self.open_reader = config, open_reader
         self.readers = default_readers(config) if readers is None else readers
         self.chosen = readers is None
@@ -80,15 +83,15 @@ class StreamSource:
         self.together = together
         validation = config.validation
         self.held_batches = validation.batches if validation.every else 0
-        self.ends: int | None = None  # the step after which there is none, once it is known
-        self._states: dict[int, dict[int, Tensor]] = {}  # step -> reader -> state after it
+        self.ends: int | None = None  # the last step that has a batch, once known
+        self._states: dict[int, dict[int, Tensor]] = {}  # step -> reader -> state after that step
         self._heads: dict[int, Head] = {}
 
     def __len__(self) -> int:
         return ENDLESS
 
     def own(self, config: Config, dp_rank: int) -> range:
-        """The readers of a dp rank."""
+        """Return the readers of a dp rank."""
         if self.readers % config.dp:
             raise DataError(*astuple(next(reader_problems(config, self.readers))))
         each = self.readers // config.dp
@@ -97,12 +100,12 @@ class StreamSource:
     def stream(
         self, config: Config, dp_rank: int, start: int, loader: Callable[..., Any]
     ) -> Iterator[Batch]:
-        """The batches of a dp rank after `start` steps. loader: torch's DataLoader, called with a
+        """Yield a dp rank's batches after `start` steps. loader: creates torch's DataLoader for a
         dataset."""
         position = max((step for step in self._states if step <= start), default=0)
         readers = self.own(config, dp_rank)
         for reader in readers:
-            self.head(reader)  # here, not again in loader processes
+            self.head(reader)  # cached before loader processes are forked
         states = self._states.get(position, {})
         group = ReaderGroup(self, config, readers, states, position)
         workers = min(loader_workers(config.data), len(readers) if self.together else 1)
@@ -111,7 +114,7 @@ class StreamSource:
         return self._batches(blocks, max(1, workers), position, start)
 
     def unread(self, config: Config, start: int) -> Iterator[Batch]:
-        """The batches after `start` steps, on meta."""
+        """Yield meta tensors of the batches after `start` steps, for a rank that needs no data."""
         for step in count(start):
             rows = rows_of(config, step) // config.dp
             yield {n: x.new_empty(rows, *x.shape, device="meta") for n, x in self.example.items()}
@@ -141,7 +144,7 @@ class StreamSource:
                 batch = parts[0]
                 if len(parts) > 1:
                     batch = {name: torch.cat([part[name] for part in parts]) for name in batch}
-                # of a stream that ends, one more is read: `ends` is known a step before
+                # if the stream can end, read one step ahead so that `ends` is known in time
                 if repeat:
                     yield batch
                 else:
@@ -155,14 +158,14 @@ class StreamSource:
 
     def _keep(self, step: int, states: dict[int, Tensor]) -> None:
         self._states[step] = states
-        old = sorted(self._states)[:-4]  # a rollback begins at most a few steps back
+        old = sorted(self._states)[:-4]  # a rollback goes back a few steps at most
         for other in old:
             del self._states[other]
 
     # --- checkpoints --------------------------------------------------------------------------
 
     def saved(self, step: int) -> dict[str, Tensor]:
-        """The entries of a checkpoint after so many batches: of this rank's readers."""
+        """Return the checkpoint entries of this rank's readers after `step` batches."""
         position = max((s for s in self._states if s <= step), default=None)
         states = {} if position is None else self._states[position]
         entries = {}
@@ -173,8 +176,8 @@ class StreamSource:
     def wanted(
         self, shapes: Mapping[str, Sequence[int]], config: Config, dp_rank: int
     ) -> dict[str, Tensor]:
-        """Tensors to be filled from a checkpoint with entries of these shapes. Raises DataError
-        where its readers cannot be divided among the dp ranks."""
+        """Return empty tensors, to be filled from a checkpoint whose entries have these shapes.
+        Raises DataError if its readers cannot be divided among the dp ranks."""
         names = [name for name in shapes if name.startswith(READERS)]
         if not names:
             return {}
@@ -186,17 +189,17 @@ class StreamSource:
                 reason = f"the checkpoint has {len(names)}"
                 raise DataError("data.readers", self.readers, reason, f"data.readers={len(names)}")
             self.readers = len(names)
-        mine = [f"{READERS}{reader}" for reader in self.own(config, dp_rank)]
-        return {name: torch.zeros(*shapes[name], dtype=torch.uint8) for name in mine}
+        own_names = [f"{READERS}{reader}" for reader in self.own(config, dp_rank)]
+        return {name: torch.zeros(*shapes[name], dtype=torch.uint8) for name in own_names}
 
     def restore(self, entries: Mapping[str, Tensor]) -> None:
-        """Take the states of a checkpoint. Raises DataError where a reader's first sample is not
-        what it was."""
-        found: dict[int, dict[int, Tensor]] = {}
+        """Load the readers' states from checkpoint entries. Raises DataError if a reader's first
+        sample changed."""
+        by_step: dict[int, dict[int, Tensor]] = {}
         for name, entry in entries.items():
             step, state = _unpadded(entry)
-            found.setdefault(step, {})[int(name.removeprefix(READERS))] = state
-        for step, states in found.items():
+            by_step.setdefault(step, {})[int(name.removeprefix(READERS))] = state
+        for step, states in by_step.items():
             if not data_changed(self.config.data):
                 for reader, state in states.items():
                     self._compare(reader, loaded(state)["first"])
@@ -210,8 +213,8 @@ class StreamSource:
             raise DataError("data", "", reason, fix)
 
     def head(self, reader: int) -> Head:
-        """The first samples of a reader, those of `held_batches` global batches held for
-        validation. Read once. Raises DataError for fewer."""
+        """Read a reader's first samples, once: those of the first `held_batches` global batches are
+        held out for validation. Raises DataError if there are fewer."""
         if reader in self._heads:
             return self._heads[reader]
         each, hashes = self.config.batch_size // self.readers, set[int]()
@@ -250,8 +253,7 @@ class StreamSource:
 
 
 class HeldOutSource:
-    """The validation part of a stream: the first batches of its readers, read when they are first
-    used."""
+    """The validation part of a stream: the first batches of its readers."""
 
     def __init__(self, source: StreamSource) -> None:
         self._source = source
@@ -275,7 +277,8 @@ class HeldOutSource:
 
 
 class ReaderGroup(IterableDataset[Block]):
-    """Blocks of steps after `position`, in this process or in its part of loader processes."""
+    """Yields blocks of steps after `position`, in this process or, in a loader process, for its
+    share of the readers."""
 
     def __init__(
         self,
@@ -301,13 +304,13 @@ class ReaderGroup(IterableDataset[Block]):
 
     def _blocks(self, readers: Sequence[int]) -> Iterator[Block]:
         source = self._source
-        # what ends is read a step ahead: a block tells whether it is the last
+        # if the stream can end, read one step ahead: a block says whether it is the last
         ends = not option(self._config.data, "repeat", True)
         nodes = {reader: self._opened(reader) for reader in readers}
         rows = self._take(nodes, self._position)
         for step in count(self._position + 1):
             if rows is None and ends and self._position:
-                return  # of a run that ended here
+                return  # the run had ended at this position
             if rows is None:
                 raise source.too_short(readers[0])
             states = None
@@ -345,14 +348,14 @@ class ReaderGroup(IterableDataset[Block]):
 
 
 def dumped(state: Any, first: int) -> Tensor:
-    """A reader's state as bytes, uint8."""
+    """Serialize a reader's state, uint8."""
     buffer = io.BytesIO()
     torch.save({"state": state, "first": first}, buffer)
     return torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
 
 
 def not_saved(state: Any, at: str = "state") -> str:
-    """What of a state cannot be loaded without pickle; "" = all can."""
+    """Return the part of a state that cannot be loaded without pickle; "" = none."""
     if isinstance(state, dict):
         items = [(repr(key), value) for key, value in state.items()]
     elif isinstance(state, list | tuple):
@@ -367,11 +370,12 @@ def loaded(state: Tensor) -> dict[str, Any]:
     return torch.load(io.BytesIO(state.numpy().tobytes()), weights_only=True)
 
 
-_HEAD = 16  # bytes: the length of a state, and after how many steps it is
+_HEAD = 16  # bytes of an entry before the state: its length, and its step
 
 
 def _padded(state: Tensor, step: int) -> Tensor:
-    """A state of similar size has an entry of the same size: the plan of a save depends on it."""
+    """Pad a state so that states of similar size have entries of equal size: the save plan is
+    reused."""
     size = _HEAD + len(state)
     unit = 1 << max(10, size.bit_length() - 3)
     entry = torch.zeros(-(-size // unit) * unit, dtype=torch.uint8)

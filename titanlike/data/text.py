@@ -1,14 +1,14 @@
-"""Text (`data=text`): documents of files, tokenized once into a cache, then packed into sequences.
+"""Text (`data=text`): documents tokenized once into a cache, then packed into sequences.
 
-A document is a text file, a line of a JSONL file, or a row of a Parquet, Arrow or ORC file. Without a path the
-corpus is the source files of Python's standard library, which every machine has. Files are sorted,
-so that the order of documents depends on the files alone.
+A document is a text file, a line of a JSONL file, or a row of a Parquet, Arrow or ORC file. Without
+a path the corpus is the source files of Python's standard library, which every machine has. Files
+are sorted, so that the order of documents depends on the files alone.
 
 1. The key of a cache entry is a hash of the files, the tokenizer, the text's key, the validation
-   fraction and FORMAT. A complete entry is used again.
+   fraction and FORMAT. A complete entry is reused.
 2. Each document is written as its boundary token and its ids to train.bin or validation.bin
-   (little-endian uint16 or uint32). Which of them depends on the document's number alone.
-3. A part without documents gets the last document of the other part, or the end of the only one.
+   (little-endian uint16 or uint32). Its number decides which of the two.
+3. An empty part receives the other part's last document, or the end of the only one.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from titanlike.data.tokenizer import Tokenizer, open_tokenizer
 if TYPE_CHECKING:
     from titanlike.data.sources import Data
 
-# Files read from a folder; a path of a single file may have any suffix.
+# Suffixes read from a folder; a path to a single file may have any suffix.
 TABLES = (".parquet", ".arrow", ".orc")
 SUFFIXES = frozenset(
     (*TABLES, ".jsonl", ".txt", ".text", ".md", ".rst", ".tex", ".html", ".xml", ".csv", ".tsv")
@@ -60,15 +60,15 @@ SUFFIXES = frozenset(
 )
 COMPRESSED = (".gz", ".zst")
 
-# Folders of the standard library that are skipped: installed packages and tests.
+# Skipped folders of the standard library: installed packages and tests.
 SKIPPED = frozenset(
     ("site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__")
 )
 
-FORMAT = 2  # part of the key: increment it when the files are written differently
+FORMAT = 2  # part of the cache key: increment when the file format changes
 PARTS = ("train", "validation")
-_SPLITS = "dataset_dict.json"  # in a folder of splits that save_to_disk wrote
-_MAX_UNUSED = 4  # the model's token ids for each one of data.path=null
+_SPLITS = "dataset_dict.json"  # written by save_to_disk for several splits
+_MAX_UNUSED = 4  # model's vocabulary / tokenizer's vocabulary, for data.path=null
 
 _T = TypeVar("_T")
 
@@ -82,7 +82,8 @@ def open_data(data: TextData, config: Config) -> Data:
 def open_texts(
     data: TextData | HFData, config: Config, what: str, source: list[Any], documents: Iterable[str]
 ) -> Data:
-    """Documents as data, from the cache or tokenized now. source: what they depend on, as JSON."""
+    """Open documents as data, from the cache or tokenized now. source: what they depend on, as
+    JSON."""
     from titanlike.data.packed import packed_data  # imports torch
 
     tokenizer = open_tokenizer(data.tokenizer)
@@ -110,13 +111,14 @@ def _check_files(data: TextData, config: Config) -> None:
 
 
 def check_stand_in(data: TextData | StreamData, config: Config) -> Iterator[Problem]:
-    """A model of a large vocabulary needs real data: data.path=null is for the small ones."""
+    """Yield an error if a model with a large vocabulary would train on data.path=null, which suits
+    small ones."""
     model_size = config.model.args.get("vocab_size")
     if data.path is not None or getattr(data, "sources", None) or not isinstance(model_size, int):
         return
     try:
         size = vocabulary(data).size
-    except DataError:  # of the tokenizer, found by `check_tokenizer`
+    except DataError:  # reported by `check_tokenizer`
         return
     if size is not None and model_size > _MAX_UNUSED * size:
         reason = (
@@ -138,9 +140,9 @@ CHECKS = (check_tokenizer, _check_files, check_stand_in)
 
 
 def find_files(path: str | None) -> list[Path]:
-    """The files of `data.path` (null: the standard library's), absolute and sorted.
+    """Return the files of `data.path` (None: the standard library's), absolute and sorted.
 
-    Raises DataError where no file is found.
+    Raises DataError if there is none.
     """
     if path is None:
         return files_under(Path(sysconfig.get_paths()["stdlib"]), {".py"}, skipped=SKIPPED)
@@ -152,8 +154,8 @@ def find_files(path: str | None) -> list[Path]:
 
 
 def corpus_files(root: Path, suffixes: Collection[str]) -> list[Path]:
-    """The files of a corpus, also compressed: of a folder that `save_to_disk` of datasets wrote its
-    tables, of several splits those of train. Raises DataError."""
+    """Return the files of a corpus, compressed ones included; of a save_to_disk folder its tables,
+    of several splits those of train. Raises DataError."""
     check_is_text(root)
     if (root / _SPLITS).is_file():
         splits = read_object(root / _SPLITS).get("splits") or ["none"]
@@ -174,9 +176,10 @@ def files_under(
     compressed: bool = False,
     skipped: Collection[str] = (),
 ) -> list[Path]:
-    """The file, or a folder's with one of the suffixes, sorted.
+    """Return the file, or a folder's files with one of the suffixes, sorted.
 
-    Hidden files and folders, and links to folders, are skipped. compressed: a.jsonl.gz is one, too.
+    Hidden files and folders, and links to folders, are skipped. compressed: a.jsonl.gz counts as
+    .jsonl.
     """
     if root.is_file():
         return [root]
@@ -193,7 +196,7 @@ def files_under(
 def no_files(
     key: str, path: object, root: Path, suffixes: Collection[str], advice: str = ""
 ) -> DataError:
-    """The error where there is no file. advice: added where there is no such path."""
+    """Return the error for a path without files. advice: added if the path does not exist."""
     if not root.is_dir():
         reason = f"there is no such file or folder (from {os.getcwd()})"
         return DataError(key, path, reason, f"give the path of a file or folder{advice}")
@@ -202,7 +205,7 @@ def no_files(
 
 
 def file_states(files: Iterable[Path]) -> list[tuple[str, int, int]]:
-    """(path, size, time) of each: other files, or edited ones, have others. Raises DataError."""
+    """Return (path, size, mtime) of each file, which change when files do. Raises DataError."""
     try:
         return [(str(f), (s := f.stat()).st_size, s.st_mtime_ns) for f in files]
     except OSError as error:
@@ -211,14 +214,14 @@ def file_states(files: Iterable[Path]) -> list[tuple[str, int, int]]:
 
 
 def identity(data: TextData) -> list[Any]:
-    """All that the texts depend on, as JSON: the key of their cache entry."""
+    """Return, as JSON, everything that the texts depend on: the key of their cache entry."""
     return file_states(find_files(data.path))
 
 
 def texts(data: TextData) -> Iterator[str]:
-    """The texts of all files, in order, without empty and null ones.
+    """Yield the texts of all files, in order, without empty and null ones.
 
-    Raises DataError with file and line for what cannot be read.
+    Raises DataError with file and line for unreadable data.
     """
     yield from documents(find_files(data.path), data.text_key)
 
@@ -237,15 +240,15 @@ def documents(files: Iterable[Path], text_key: str) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class BadRecord:
-    """A record that cannot be read: its number in the file, from 1; 0 = the rest of the file."""
+    """An unreadable record. number: from 1; 0 = the rest of the file."""
 
     number: int
     reason: str
-    misses_text: bool = False  # under `text_key`
+    misses_text: bool = False  # there is no text under `text_key`
     fix: str = ""
 
     def error(self, file: Path | str, line: str, text_key: str) -> DataError:
-        """line: which one, in words; "" = the rest of the file."""
+        """Return the error. line: the record's place in words; "" = the rest of the file."""
         if self.misses_text:
             reason = f"{line + ' of ' * bool(line)}{file} {self.reason}"
             fix = self.fix or "name the field, or the column, that holds the text"
@@ -256,10 +259,11 @@ class BadRecord:
 
 
 def records(path: Path, text_key: str) -> Iterator[str | BadRecord]:
-    """The texts of a file, without empty and null ones, and what is bad.
+    """Yield the texts of a file, without empty and null ones, and a BadRecord for each unreadable
+    one.
 
-    text_key: the field (JSONL) or column (Parquet) of the text. Raises DataError for a package that
-    is missing.
+    text_key: the field (JSONL) or column (Parquet) of the text. Raises DataError for a missing
+    package.
     """
     try:
         if kind_of_file(path) in (*TABLES, ".jsonl"):
@@ -285,8 +289,8 @@ def records(path: Path, text_key: str) -> Iterator[str | BadRecord]:
 
 
 def rows_of(path: Path, key: str | None = None) -> Iterator[tuple[int, Any]]:
-    """(number from 1, row, or BadRecord) of a JSONL file, a JSON array or a table. key: all that is
-    read of a table that has it."""
+    """Yield (number from 1, row or BadRecord) of a JSONL file, a JSON array or a table. key: the
+    only column to read, if the table has it."""
     kind = kind_of_file(path)
     if kind in TABLES:
         names, batches = _table(path)
@@ -306,7 +310,7 @@ def rows_of(path: Path, key: str | None = None) -> Iterator[tuple[int, Any]]:
 
 
 def read_failure(error: Exception) -> str:
-    """Why a file cannot be read; zstandard and pyarrow raise errors of their own."""
+    """Return why a file cannot be read; zstandard and pyarrow have exceptions of their own."""
     plain = isinstance(error, (OSError, EOFError, zlib.error))  # BadGzipFile is an OSError
     reason = getattr(error, "strerror", None) or error
     return f"cannot be read to its end ({reason if plain else f'{type(error).__name__}: {error}'})"
@@ -329,7 +333,7 @@ def _text_of(row: Any, number: int, text_key: str) -> str | BadRecord | None:
         return BadRecord(number, "is not an object", True)
     found, fields = field_of(row, text_key), dict(_fields(row))
     if found and isinstance(found[0], str | None):
-        # JSON can contain half a surrogate pair, which is not a character: it becomes "?"
+        # JSON can contain a lone surrogate, which is not a character: it becomes "?"
         return found[0] and found[0].encode(errors="replace").decode()
     fixes = [
         as_override("data.text_key", n) for n, value in fields.items() if isinstance(value, str)
@@ -346,7 +350,8 @@ def is_ids(value: Any) -> bool:
 
 
 def field_of(row: dict[str, Any], key: str) -> tuple[Any] | None:
-    """The value of a field, or of one further down by its path (`meta.text`); None = there is none."""
+    """Return the value of a field, or of a nested one by its path (`meta.text`), as a tuple; None =
+    missing."""
     if key in row:
         return (row[key],)
     first, _, rest = key.partition(".")
@@ -362,8 +367,8 @@ def _fields(row: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _json_rows(text: str) -> list[Any]:
-    """The objects of a .json file that is an array of them, or has one in each line; [] = it is
-    another, a document by itself."""
+    """Return the objects of a .json file that is an array or has one per line; [] = it is one
+    document."""
     with suppress(ValueError, RecursionError):
         start = text.lstrip()[:1]
         lines = text.splitlines() if start == "{" else ()
@@ -373,7 +378,8 @@ def _json_rows(text: str) -> list[Any]:
 
 
 def _table(path: Path) -> tuple[list[str], Callable[[list[str]], Iterator[Any]]]:
-    """The columns of a Parquet, Arrow or ORC file, and what reads some as record batches."""
+    """Return the columns of a Parquet, Arrow or ORC file, and a function that reads some as record
+    batches."""
     try:
         from pyarrow import ArrowInvalid, ipc, memory_map, orc, parquet
     except ImportError:
@@ -394,7 +400,7 @@ def _table(path: Path) -> tuple[list[str], Callable[[list[str]], Iterator[Any]]]
         if magic == b"ARROW1":
             table = ipc.open_file(source)
             every = (table.get_batch(i) for i in range(table.num_record_batches))
-        else:  # a stream, as save_to_disk of datasets writes it
+        else:  # Arrow's streaming format, which save_to_disk writes
             table = every = ipc.open_stream(source)
         return table.schema.names, lambda names: (batch.select(names) for batch in every)
     except ArrowInvalid as error:
@@ -404,14 +410,14 @@ def _table(path: Path) -> tuple[list[str], Callable[[list[str]], Iterator[Any]]]
 
 
 def kind_of_file(path: Path) -> str:
-    """The suffix that says how a file is read: .jsonl of a.jsonl.gz."""
+    """Return the suffix that decides how a file is read: .jsonl for a.jsonl.gz."""
     inner = path.with_suffix("") if path.suffix.lower() in COMPRESSED else path
     return inner.suffix.lower()
 
 
 @contextmanager
 def opened(path: Path) -> Iterator[IO[bytes]]:
-    """A file's content, decompressed. Raises DataError for a package that is missing."""
+    """Open a file, decompressing it. Raises DataError for a missing package."""
     with open_regular(path) as file:
         magic = cast(io.BufferedReader, file).peek(4)[:4]
         if magic[:2] == b"\x1f\x8b":
@@ -434,11 +440,11 @@ def opened(path: Path) -> Iterator[IO[bytes]]:
 def cached(
     cache: str | None, name: str, read: Callable[[Path], _T | None], write: Callable[[Path], object]
 ) -> _T:
-    """An entry of `data.cache`: what `read` returns of its folder, which `write` fills if need be.
+    """Return what `read` returns for an entry's folder in `data.cache`, after `write` has filled it
+    if needed.
 
-    It is written under a temporary name and then renamed, so that several processes may do this
-    concurrently and none reads an incomplete one. Raises DataError for a cache that cannot be
-    written.
+    An entry is written under a temporary name and renamed, so that concurrent processes never read
+    an incomplete one. Raises DataError if the cache cannot be written.
     """
     root = Path(cache or "~/.cache/titanlike").expanduser().resolve()
     folder = root / name
@@ -466,13 +472,13 @@ def cached(
 
 
 def cache_key(content: list[Any]) -> str:
-    """A hash of JSON; the order of an object's keys does not matter."""
+    """Hash JSON; the order of an object's keys does not matter."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
 
 
 @dataclass
 class TokenizedCorpus:
-    """An entry of the cache: `folder`/train.bin, validation.bin, meta.json (the other fields)."""
+    """A cache entry: `folder`/train.bin, validation.bin, meta.json (the other fields)."""
 
     folder: Path
     dtype: str  # "uint16" or "uint32"
@@ -488,9 +494,9 @@ class TokenizedCorpus:
 def tokenize_corpus(
     data: TextData | HFData, tokenizer: Tokenizer, source: list[Any], documents: Iterable[str]
 ) -> TokenizedCorpus:
-    """The tokenized documents, from the cache or tokenized now. source: as of `open_texts`.
+    """Return the tokenized documents, from the cache or tokenized now. source: see `open_texts`.
 
-    Raises DataError for a corpus without text, and for a cache folder that cannot be written.
+    Raises DataError for a corpus without text, and for a cache that cannot be written.
     """
     key = [FORMAT, source, tokenizer.fingerprint, data.text_key, data.validation_fraction]
     return cached(
@@ -502,7 +508,7 @@ def tokenize_corpus(
 
 
 def _read_corpus(folder: Path) -> TokenizedCorpus | None:
-    """The entry, or None if it is missing or incomplete (a crash may truncate a file)."""
+    """Return the entry, or None if it is missing or incomplete (a crash may truncate a file)."""
     try:
         entry = TokenizedCorpus(folder, **read_object(folder / "meta.json"))
         itemsize = np.dtype(entry.dtype).itemsize
@@ -524,7 +530,7 @@ def _write_corpus(
         tokens={**none},
         documents={**none},
     )
-    last = {**none}  # tokens in each part's last document
+    last = {**none}  # number of tokens in each part's last document
     with ExitStack() as stack:
         out = {part: stack.enter_context(open(entry.path(part), "wb")) for part in PARTS}
         for number, document in enumerate(separated_documents(tokenizer, documents)):
@@ -544,12 +550,12 @@ def _write_corpus(
 
 
 def token_dtype(tokenizer: Tokenizer) -> str:
-    """The type of its ids in files."""
+    """Return the dtype in which ids are written."""
     return "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
 
 
 def separated_documents(tokenizer: Tokenizer, texts: Iterable[str]) -> Iterator[np.ndarray]:
-    """Each document as it is written: its boundary token and its ids."""
+    """Yield each document's ids after its boundary token, as written to files."""
     dtype = np.dtype(token_dtype(tokenizer)).newbyteorder("<")
     for ids in tokenizer.encode_many(texts):
         document = np.empty(len(ids) + 1, dtype)
@@ -559,7 +565,7 @@ def separated_documents(tokenizer: Tokenizer, texts: Iterable[str]) -> Iterator[
 
 
 def _move_last(entry: TokenizedCorpus, empty: str, full: str, last: int, fraction: float) -> None:
-    """Move the last document of part `full` to the empty part; if it is the only one, cut it."""
+    """Move the last document of part `full` to the empty part; if it is the only one, split it."""
     tokens = np.fromfile(entry.path(full), np.dtype(entry.dtype).newbyteorder("<"))
     if entry.documents[full] > 1:
         rest, moved = tokens[:-last], tokens[-last:]

@@ -1,4 +1,4 @@
-"""Files of token ids, memory-mapped: numpy's, or little-endian integers behind a header or none."""
+"""Memory-mapped files of token ids: numpy's, or little-endian integers with or without a header."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ import numpy as np
 from titanlike.config.errors import Problem
 from titanlike.data.kinds import DataError
 
-NPY = "npy"  # as the dtype of a file that numpy.save wrote, which contains it
+NPY = "npy"  # dtype of a numpy.save file, which stores its own
 
 
 @dataclass(frozen=True)
 class TokenFile:
-    """ids start..stop of a file."""
+    """Ids start..stop of a file."""
 
     path: Path
     dtype: str
     start: int
     stop: int
     offset: int = 0  # bytes before the first id
-    index: Path | None = None  # which says where documents begin
-    form: str = ""  # whose format it is, in words
+    index: Path | None = None  # file that says where documents begin
+    form: str = ""  # the format's name
 
     @property
     def count(self) -> int:
         return self.stop - self.start
 
 
-Parts = Mapping[str, Sequence[TokenFile]]  # "train", "validation" -> files
+Parts = Mapping[str, Sequence[TokenFile]]  # "train" or "validation" -> files
 
 
 def too_short(parts: Parts, seq_len: int) -> Iterator[Problem]:
-    """An error for each part of the data that is shorter than one sequence."""
+    """Yield an error for each part of the data that is shorter than one sequence."""
     for part, files in parts.items():
         count = sum(file.count for file in files)
         if count <= seq_len:
@@ -48,9 +48,9 @@ def too_short(parts: Parts, seq_len: int) -> Iterator[Problem]:
 
 
 def open_tokens(file: TokenFile) -> np.ndarray:
-    """The ids in the file [tokens], mapped read-only: all of them, not start..stop alone.
+    """Map all ids of a file read-only, not only start..stop.
 
-    Raises DataError where the file is missing, empty, or of another format.
+    Raises DataError if the file is missing, empty, or in another format.
     """
     path, dtype = file.path, file.dtype
     if dtype == NPY:
@@ -69,6 +69,6 @@ def open_tokens(file: TokenFile) -> np.ndarray:
         reason = f"{size} bytes are not a multiple of the {itemsize} bytes of a {dtype} token id"
         fix = "give a complete file, and data.dtype=uint16 or data.dtype=uint32 as it was written"
         raise DataError("data.path", path, reason, fix)
-    # A plain array over the map: slicing np.memmap itself is several times slower.
+    # A plain array over the map: slicing np.memmap is several times slower.
     kind = np.dtype(dtype).newbyteorder("<")
     return np.asarray(np.memmap(path, mode="r", dtype=kind, offset=file.offset))

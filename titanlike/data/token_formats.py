@@ -1,8 +1,8 @@
-"""Token files as others write them, recognized by what they contain and not by their names.
+"""Token files in other projects' formats, recognized by content, not by name.
 
-A reader takes a path and its first bytes, and returns the `TokenFile`, or None where the format is
-another. What none recognizes is raw ids of `data.dtype`, unless it is known to be something else
-(`MAGIC`), or text: then the error says what it is, and what reads it.
+A reader receives a path and the file's first bytes, and returns the `TokenFile`, or None if the
+format is another. A file that no reader recognizes is raw ids of `data.dtype`, unless it is known
+to be something else (`MAGIC`) or text: then the error names it and what reads it.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from titanlike.config.schema import TokenData
 from titanlike.data.kinds import DataError
 from titanlike.data.token_files import NPY, TokenFile, open_tokens
 
-HEAD = 1024  # bytes by which a file is recognized
-SUFFIXES = (".bin", ".npy", ".ds")  # of the files of a folder
+HEAD = 1024  # bytes read to recognize a file
+SUFFIXES = (".bin", ".npy", ".ds")  # token files within a folder
 _COMPLETE = "Give the complete file"
 _ARRAY = "Save the ids as an array: numpy.save('tokens.npy', ids), and write data.path=tokens.npy"
 _HF = "data=hf {path} data.ids_key=input_ids for rows of ids, or data=text {path} for text"
 
-# (where, bytes, what such a file is, what to write); {path}: data.path=PATH, {stem}: without suffix
+# (offset, bytes, the format, the fix); {path}: data.path=PATH, {stem}: without suffix
 MAGIC = (
     (0, b"MMIDIDX\0\0", "the index of a Megatron file NAME.bin", "data=tokens {stem}"),
     (0, b"TNTIDX\0\0", "an index of fairseq's older format", "Tokenize the text again"),
@@ -47,20 +47,20 @@ MAGIC = (
     (0, struct.pack("<i", 20240522), "questions of llm.c's evaluations", "Give its .bin of tokens"),
     (0, struct.pack("<i", 20240326), "weights of llm.c", "Give its .bin of tokens"),
 )
-# of an index.json: its key, whose it is, and a line that writes the texts as JSONL
+# (key of an index.json, the project, a line that converts the texts to JSONL)
 FOREIGN_INDEX = (
     ("shards", "Mosaic's MDS", "from streaming import StreamingDataset as S; d=S(local={folder},batch_size=1)"),
     ("chunks", "litdata", "from litdata import StreamingDataset as S; d=S({folder})"),
 )  # fmt: skip
 _CODES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16", 9: "uint32"}
 _LLM_C = {20240520: (1, "uint16"), 20240801: (7, "uint32")}  # magic -> version, type
-_HELD = r"(^|[^a-z])(val|valid|validation|dev|eval)([^a-z]|$)"  # names of files for validation
+_HELD = r"(^|[^a-z])(val|valid|validation|dev|eval)([^a-z]|$)"  # file names of validation data
 _END = 1 << 62  # where documents after the last id begin
 _UNUSED = r"(^|[^a-z])test([^a-z]|$)"
 
 
 def recognized(path: Path, head: bytes | None = None) -> tuple[str, str] | None:
-    """What a file is and what to write, where `MAGIC` has it."""
+    """Return a file's format and the fix, if `MAGIC` has it."""
     head = _head(path) if head is None else head
     for at, magic, what, fix in MAGIC:
         if head[at : at + len(magic)] == magic:
@@ -71,7 +71,8 @@ def recognized(path: Path, head: bytes | None = None) -> tuple[str, str] | None:
 
 
 def read_file(path: Path, data: TokenData) -> TokenFile:
-    """A file of `data.path`, or a prefix. Raises DataError for what has no ids or is damaged."""
+    """Open a file, or a Megatron prefix, of `data.path`. Raises DataError for other or damaged
+    files."""
     prefixed = Path(f"{path}.bin")
     if not path.exists() and prefixed.is_file() and Path(f"{path}.idx").is_file():
         path = prefixed
@@ -103,7 +104,8 @@ def read_file(path: Path, data: TokenData) -> TokenFile:
 
 
 def read_folder(folder: Path, data: TokenData) -> tuple[list[TokenFile], list[TokenFile]]:
-    """The files of a folder without an index: for training, and for validation by their names."""
+    """Return the training files of a folder without an index, and its validation files, told by
+    name."""
     train, held = list[TokenFile](), list[TokenFile]()
     for path in sorted(path for path in folder.iterdir() if path.suffix in SUFFIXES):
         name = path.stem.lower()
@@ -117,7 +119,7 @@ def has_token_files(folder: Path) -> bool:
 
 
 def foreign_index(folder: Path, index: dict[str, object]) -> DataError | None:
-    """The error for a folder whose index.json others have written."""
+    """Return the error for a folder whose index.json another project wrote, if so."""
     for key, whose, opened in FOREIGN_INDEX:
         if key in index:
             code = f"import json; {opened.format(folder=repr(str(folder)))}; "
@@ -131,7 +133,7 @@ def foreign_index(folder: Path, index: dict[str, object]) -> DataError | None:
 
 
 def check_is_text(root: Path) -> None:
-    """Raise DataError for a file or folder of something else that is given for text."""
+    """Raise DataError if a file or folder given as text is in a known other format."""
     given, known = as_override("data.path", str(root)), None
     if root.is_file():
         known = recognized(root)
@@ -154,7 +156,7 @@ def check_is_text(root: Path) -> None:
 
 
 def largest_id(files: list[TokenFile], most: int) -> int:
-    """Of the first `most` ids of each file."""
+    """Return the largest of the first `most` ids of each file."""
     return max(int(open_tokens(f)[f.start : min(f.stop, f.start + most)].max()) for f in files)
 
 
@@ -162,7 +164,7 @@ def largest_id(files: list[TokenFile], most: int) -> int:
 
 
 def _megatron(path: Path, head: bytes) -> TokenFile | None:
-    """NAME.bin of Megatron-LM and GPT-NeoX, or of fairseq, whose index has no documents."""
+    """NAME.bin of Megatron-LM, GPT-NeoX or fairseq (whose index has no documents)."""
     index = path.with_suffix(".idx")
     if path.suffix != ".bin" or not index.is_file() or not _head(index).startswith(b"MMIDIDX"):
         return None
@@ -183,7 +185,8 @@ def _megatron(path: Path, head: bytes) -> TokenFile | None:
 
 
 def _llm_c(path: Path, head: bytes) -> TokenFile | None:
-    """256 int32 of header, of which three are used: magic, version, number of ids."""
+    """llm.c and modded-nanogpt: 256 int32 of header, three of them used: magic, version, number of
+    ids."""
     if len(head) < 12 or (known := _LLM_C.get(struct.unpack_from("<i", head)[0])) is None:
         return None
     _, version, count = struct.unpack_from("<3i", head)
@@ -207,7 +210,7 @@ def _packed_dataset(path: Path, head: bytes) -> TokenFile | None:
 
 
 def _datatrove(path: Path, head: bytes) -> TokenFile | None:
-    """NAME.ds of datatrove and nanotron: raw ids, and NAME.ds.index: where documents end."""
+    """NAME.ds of datatrove and nanotron: raw ids; NAME.ds.index says where documents end."""
     index, masks = Path(f"{path}.index"), Path(f"{path}.loss")
     if path.suffix != ".ds" or not index.is_file():
         return None
@@ -244,7 +247,7 @@ def _head(path: Path) -> bytes:
 
 
 def _is_text(head: bytes) -> bool:
-    text = head.decode(errors="ignore")  # which a character at the end may be cut for
+    text = head.decode(errors="ignore")  # the last character may be truncated
     whole = len(text.encode()) > len(head) - 4
     return whole and len(head) > 16 and all(c.isprintable() or c in "\t\n\r\f\ufeff" for c in text)
 
@@ -286,7 +289,7 @@ class _Borders:
         return cls(marks, places, lengths, np.dtype(_CODES[code]).itemsize)
 
     def within(self, start: int, stop: int) -> np.ndarray:
-        """The ids in start < i <= stop at which documents begin."""
+        """Return the ids in start < i <= stop at which documents begin."""
 
         def place(mark: int) -> int:
             if not self.itemsize:

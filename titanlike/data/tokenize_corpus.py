@@ -1,12 +1,12 @@
-"""`titanlike tokenize CORPUS OUT`: a corpus of many files into a folder of token ids, by several
+"""`titanlike tokenize CORPUS OUT`: tokenizes a corpus of many files into a folder, with several
 processes.
 
-1. The files, sorted, are dealt into units of about 64 MiB: the plan (plan.json), which depends on
+1. The sorted files are grouped into units of about 64 MiB: the plan (plan.json), which depends on
    the corpus alone.
-2. Each unit is tokenized by one process into a file, which gets its name once it is whole; beside
-   it is what is known of it (tokens, documents, checksum, bad records).
-3. When all are there, index.json is written. A start on a folder with a plan goes on with the units
-   that are not there yet: so the bytes do not depend on kills, and not on the number of processes.
+2. Each unit is tokenized by one process into a file, renamed once complete; next to it are its
+   counts (tokens, documents), checksum and bad records.
+3. When all units are complete, index.json is written. A launch on a folder with a plan continues
+   with the missing units: so the bytes depend neither on kills nor on the number of processes.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from titanlike.metrics import units
 BAD = "bad.jsonl"
 _UNIT = 1 << 26  # bytes of files
 _EVERY = 5.0  # seconds between lines of progress
-_MOST_NAMED = 100  # bad records of a unit that are named; all are counted
+_MOST_NAMED = 100  # bad records listed per unit; all are counted
 
 _DESCRIPTION = """\
 Tokenize text files, JSONL and Parquet, also compressed (.gz, .zst), into a folder that data=tokens
@@ -58,7 +58,7 @@ reads: data.path=OUT. Killed at any moment, the same command goes on, and gives 
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings that the bytes depend on, besides the corpus."""
+    """The settings, besides the corpus, on which the written bytes depend."""
 
     tokenizer: str
     text_key: str = "text"
@@ -68,7 +68,7 @@ class Settings:
 
 @dataclass
 class Unit:
-    """A tokenized unit: its counts and its checksum."""
+    """The counts and the checksum of a tokenized unit."""
 
     name: str
     tokens: int = 0
@@ -79,11 +79,12 @@ class Unit:
 
 
 class RefusedRecord(ValueError):
-    """A record that cannot be read, where these are refused."""
+    """An unreadable record, when bad records are not skipped."""
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The exit code: 1 for a bad record or damaged files, 2 for another error of the user's."""
+    """Run the command. Returns the exit code: 1 for a bad record or damaged files, 2 for another
+    user error."""
     parser = argument_parser(_DESCRIPTION)
     parser.add_argument("corpus", metavar="CORPUS", help="a file or a folder")
     parser.add_argument("out", metavar="OUT", help="a folder")
@@ -120,7 +121,7 @@ def _tokenize(arguments: argparse.Namespace, out: Path) -> int:
 
 
 def _verify(out: Path) -> int:
-    """Read all files, and name those whose bytes are not what was written."""
+    """Read all files and name those whose checksums differ."""
     is_damaged = False
     for entry in read_object(out / INDEX)["files"]:
         hasher = xxhash.xxh3_128()
@@ -141,7 +142,7 @@ def tokenize_corpus_files(
     workers: int,
     say: Callable[[str], object] = lambda _: None,
 ) -> dict[str, Any]:
-    """Tokenize, or go on; returns the index. Raises DataError, RefusedRecord, OSError."""
+    """Tokenize a corpus, or continue; return the index. Raises DataError, RefusedRecord, OSError."""
     tokenizer = open_tokenizer(settings.tokenizer)
     root = corpus.expanduser().resolve()
     files = corpus_files(root, SUFFIXES)
@@ -156,13 +157,13 @@ def tokenize_corpus_files(
         say(f"going on: {count - len(todo)} of {count} files of tokens are there")
     sizes = {number: sum(size for _, size, _ in plan["units"][number]) for number in todo}
     jobs = [(str(out), n, [path for path, *_ in plan["units"][n]], settings) for n in todo]
-    begin = said = time.monotonic()
+    begin = last_report = time.monotonic()
     done, tokens, total = 0, 0, sum(sizes.values())
     for number, unit in _run(jobs, workers):
         done, tokens = done + sizes[number], tokens + unit.tokens
-        if time.monotonic() > said + _EVERY:
-            said = time.monotonic()
-            seconds = said - begin
+        if time.monotonic() > last_report + _EVERY:
+            last_report = time.monotonic()
+            seconds = last_report - begin
             share = f"{done / max(1, total):.0%} of {units.size(total)}"
             rate = f"{units.count(tokens / seconds)} tokens/s, {units.size(done / seconds)}/s"
             say(f"{share}  {units.count(tokens)} tokens  {rate}")
@@ -170,12 +171,12 @@ def tokenize_corpus_files(
 
 
 def _run(jobs: list[tuple[Any, ...]], workers: int) -> Iterator[tuple[int, Unit]]:
-    """(number, unit) as they are completed. The first error ends all."""
+    """Yield (number, unit) as units complete. The first error stops all."""
     if workers <= 1 or len(jobs) <= 1:
         for job in jobs:
             yield job[1], _tokenize_unit(*job)
         return
-    context = get_context("spawn")  # the tokenizers library has threads, which a fork would lose
+    context = get_context("spawn")  # a fork loses the threads of the tokenizers library
     workers, parent = min(workers, len(jobs)), os.getpid()
     with ProcessPoolExecutor(workers, context, _init_worker, (parent,)) as pool:
         futures = {pool.submit(_tokenize_unit, *job): job[1] for job in jobs}
@@ -188,9 +189,9 @@ def _run(jobs: list[tuple[Any, ...]], workers: int) -> Iterator[tuple[int, Unit]
 
 
 def _init_worker(parent: int) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     die_with_parent(parent, signal.SIGKILL)
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a process a core is enough
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there is already a process per core
 
 
 # --- the plan
@@ -198,7 +199,8 @@ def _init_worker(parent: int) -> None:
 
 
 def _plan(files: list[Path], settings: Settings, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Units of files with their sizes and times, and what else the bytes depend on."""
+    """Return the plan: units of files with sizes and times, and everything else the bytes depend
+    on."""
     dealt: list[list[tuple[str, int, int]]] = []
     unit_size = settings.unit_bytes
     for path, size, time_ns in file_states(files):
@@ -212,7 +214,7 @@ def _plan(files: list[Path], settings: Settings, tokenizer: Tokenizer) -> dict[s
 
 
 def _check_plan(out: Path, plan: dict[str, Any]) -> None:
-    """Write the plan, or compare it with the one that is there."""
+    """Write the plan, or compare it with the existing one."""
     path, text = out / PLAN, json.dumps(plan)
     if not path.exists():
         if strange := sorted(p.name for p in out.iterdir()):
@@ -235,7 +237,7 @@ def _name(number: int) -> str:
 
 
 def _done(out: Path, number: int) -> Unit | None:
-    """A unit that is whole; None = it is to be tokenized."""
+    """Return a complete unit; None = it must be tokenized."""
     with suppress(OSError, ValueError, TypeError):
         unit = Unit(**read_object(out / f"{_name(number)}.json"))
         size = (out / unit.name).stat().st_size
@@ -286,7 +288,7 @@ def _tokenize_unit(out: str, number: int, paths: list[str], settings: Settings) 
 
 
 def _finish(out: Path, count: int, settings: Settings, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Write bad.jsonl, the tokenizer and the index, from what is known of all units."""
+    """Write bad.jsonl, the tokenizer and the index from the units' records."""
     done = [unit for number in range(count) if (unit := _done(out, number)) is not None]
     if not sum(unit.documents for unit in done):
         raise DataError("CORPUS", out, "it contains no text", "give files with some text")

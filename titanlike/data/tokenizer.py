@@ -1,9 +1,9 @@
-"""Text to token ids: bytes, any tokenizer.json, or a sentencepiece model; and a tokenizer's files.
+"""Tokenizers: bytes, any tokenizer.json, or a sentencepiece model; and copying a tokenizer's files.
 
-All tokenizers have a document boundary, a token that text cannot produce. It is written before
-every document, so that packed documents can be separated. A folder that transformers reads
-otherwise than its tokenizer.json says (by a class of its own, or with more special tokens) is read
-by transformers here, too: ids are the same as there.
+Every tokenizer has a document boundary, a token that text cannot produce, written before each
+document so that packed documents can be separated. A folder for which transformers uses more than
+its tokenizer.json (a class of its own, or additional special tokens) is loaded by transformers
+here, too, so that ids are the same.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from titanlike.data.kinds import DataError, missing_package
 BOUNDARY_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
 BOUNDARY_TOKENS += ("<|begin_of_text|>", "<s>", "<bos>", "[CLS]")
 
-# Classes of transformers that read tokenizer.json as it is, and a sentencepiece model by its library.
+# transformers' classes that use tokenizer.json unchanged, or the sentencepiece library.
 _AS_IT_IS, _SENTENCEPIECE = ("PreTrainedTokenizerFast", "TokenizersBackend"), "SentencePieceBackend"
 
-# Characters per call of a library: enough work for its threads, little memory.
+# Characters per call of a tokenizer library: enough work for its threads, little memory.
 GROUP_CHARACTERS = 1 << 20
 
-# Of a folder of transformers.
+# Tokenizer files in a folder of transformers.
 FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("tokenizer.model", "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json"),
@@ -43,39 +43,39 @@ FILES = (
 
 _SETTINGS = "tokenizer_config.json"
 _NAMES = [f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
-_HIDDEN = "\ufdd0"  # a character that no text has
+_HIDDEN = "\ufdd0"  # a noncharacter, which texts do not contain
 
-Span = tuple[int, int]  # a token's first character, and the one behind it
+Span = tuple[int, int]  # a token's characters, as start and stop
 
 
 class Tokenizer(Protocol):
     """The interface of a tokenizer."""
 
-    vocab_size: int  # every id is smaller, the boundary included
+    vocab_size: int  # larger than every id, the boundary included
     boundary: int  # id of the document boundary
-    controls: dict[str, int]  # special tokens, which no text gives but a chat template's
-    names: dict[str, str]  # eos_token and others, for a chat template
-    fingerprint: str  # changes whenever the same text would give other ids
+    controls: dict[str, int]  # special tokens, produced by chat templates, never by plain text
+    names: dict[str, str]  # eos_token and others, passed to chat templates
+    fingerprint: str  # changes whenever the ids of some text would
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a text; what spells a special token is text, too."""
+        """Encode a text; spelled-out special tokens are encoded as plain text."""
 
     def encode_many(self, texts: Iterable[str]) -> Iterator[np.ndarray]:
-        """The ids of each text, in order, without boundaries."""
+        """Encode texts, in order, without boundaries."""
 
     def located(self, text: str, *, plain: bool = False) -> tuple[list[int], list[Span]]:
-        """The ids of a chat template's text, in which special tokens are spelled out, and where
-        each is in the text; plain: as `encode`."""
+        """Encode a rendered chat template, in which special tokens are spelled out; also return
+        each token's span. plain: as `encode`."""
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text without boundaries."""
+        """Decode ids, skipping boundaries."""
 
 
 def open_tokenizer(name: str) -> Tokenizer:
-    """The tokenizer for `data.tokenizer`: "bytes", or the path of a tokenizer.json, of a folder
-    with one, or of a sentencepiece model (.model).
+    """Open `data.tokenizer`: "bytes", or the path of a tokenizer.json, of a folder with one, or of
+    a sentencepiece model (.model).
 
-    Raises DataError (a ValueError) where the file or a library is missing.
+    Raises DataError (a ValueError) for a missing file or library.
     """
     if name == "bytes":
         return ByteTokenizer()
@@ -101,7 +101,7 @@ def open_tokenizer(name: str) -> Tokenizer:
 
 
 def read_beside(path: Path, name: str) -> dict[str, Any]:
-    """A JSON file beside a tokenizer's; empty where there is none. Raises DataError."""
+    """Read a JSON file in a tokenizer's folder; {} if missing. Raises DataError."""
     if not (path.parent / name).is_file():
         return {}
     try:
@@ -118,7 +118,7 @@ def _content(token: Any) -> str:
 def _is_read_otherwise(path: Path, settings: dict[str, Any], added: frozenset[str]) -> bool:
     kind = settings.get("tokenizer_class")
     if kind is None and (path.parent / "config.json").is_file():
-        return True  # the model's type decides
+        return True  # transformers chooses the class by the model's type
     tokens = [*settings.get("added_tokens_decoder", {}).values(), *map(settings.get, _NAMES)]
     for key in ("extra_special_tokens", "additional_special_tokens"):
         tokens += settings.get(key) or []
@@ -127,25 +127,26 @@ def _is_read_otherwise(path: Path, settings: dict[str, Any], added: frozenset[st
 
 
 def _by_transformers(path: Path) -> tuple[dict[str, str], bytes]:
-    """The names of a folder's tokens, and the tokenizer.json of what transformers makes of it."""
+    """Return the names of special tokens, and the tokenizer.json that transformers makes of a
+    folder."""
     try:
         with quiet_import():
             from transformers import AutoTokenizer
     except ImportError:
         raise missing_package("data.tokenizer", path, "transformers", "hf") from None
-    settings = {"local_files_only": True, "trust_remote_code": False}  # None asks on stdin
+    settings = {"local_files_only": True, "trust_remote_code": False}  # None would ask on stdin
     try:
         with quiet_import():
             theirs: Any = AutoTokenizer.from_pretrained(path.parent, **settings)
         return theirs.special_tokens_map, theirs.backend_tokenizer.to_str().encode()
-    except Exception as error:  # of any class for a damaged folder
+    except Exception as error:  # transformers raises any class for a damaged folder
         reason = f"transformers cannot read its folder ({' '.join(str(error).split())[:200]})"
         fix = "correct it; or copy a tokenizer.json into a folder of its own: it is taken as it is"
         raise DataError("data.tokenizer", path, reason, fix) from None
 
 
 class ByteTokenizer:
-    """Ids 0..255 are the bytes of the text in UTF-8, 256 is the document boundary."""
+    """Ids 0..255 are UTF-8 bytes, 256 is the document boundary."""
 
     vocab_size = 257
     boundary = 256
@@ -169,14 +170,14 @@ class ByteTokenizer:
         return _between(text, {} if plain else self.controls, pieces)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text without boundaries; invalid UTF-8 becomes U+FFFD."""
+        """Decode ids, skipping boundaries; invalid UTF-8 becomes U+FFFD."""
         return bytes(i for i in ids if i < 256).decode(errors="replace")
 
 
 class JsonTokenizer:
     """A tokenizer.json (Hugging Face format), read by the tokenizers library.
 
-    names: None = those of the document boundary; content: in place of the file's.
+    names: special tokens' names, None = only the document boundary's; content: replaces the file's.
     """
 
     def __init__(
@@ -193,7 +194,7 @@ class JsonTokenizer:
 
         def read(content: bytes) -> Any:
             tokenizer = tokenizers.Tokenizer.from_buffer(content)
-            # The file may ask for truncation, which would drop text, and for padding.
+            # The file may enable truncation, which would drop text, and padding.
             tokenizer.no_truncation()
             tokenizer.no_padding()
             return tokenizer
@@ -207,7 +208,7 @@ class JsonTokenizer:
             raise wrong(f"not a tokenizer.json ({error})") from None
         added = self._tokenizer.get_added_tokens_decoder()
         self.added = frozenset(token.content for token in added.values())
-        unknown = getattr(self._tokenizer.model, "unk_token", None)  # which any text may give
+        unknown = getattr(self._tokenizer.model, "unk_token", None)  # any text may produce it
         self.controls: dict[str, int] = {
             token.content: i
             for i, token in added.items()
@@ -229,14 +230,14 @@ class JsonTokenizer:
 
     def _coder(self, plain: bool) -> Any:
         tokenizer = self._of_text if plain else self._tokenizer
-        tokenizer.encode_special_tokens = plain  # text that spells a special token is text
+        tokenizer.encode_special_tokens = plain  # spelled-out special tokens are plain text
         return tokenizer
 
     def encode(self, text: str) -> list[int]:
         return self._coder(True).encode(text, add_special_tokens=False).ids
 
     def encode_many(self, texts: Iterable[str]) -> Iterator[np.ndarray]:
-        """The ids of each text, in order, without boundaries; tokenized by several threads."""
+        """Encode texts, in order, without boundaries, with several threads."""
         for group in _groups(texts):
             for encoding in self._coder(True).encode_batch_fast(group, add_special_tokens=False):
                 yield np.array(encoding.ids, dtype=np.uint32)
@@ -251,8 +252,8 @@ class JsonTokenizer:
 
 
 def _without_controls(tokenizer: JsonTokenizer) -> dict[str, Any]:
-    """A tokenizer.json in whose vocabulary no text finds a special token: that of a unigram model,
-    or of whole words, has them among its pieces."""
+    """Return a tokenizer.json whose vocabulary hides special tokens from text: unigram and
+    word-level models have them among their pieces."""
     described = json.loads(tokenizer.content)
     described["added_tokens"] = [t for t in described["added_tokens"] if not t["special"]]
     model, hidden = described["model"], {t: _HIDDEN + t for t in tokenizer.controls}
@@ -267,8 +268,8 @@ def _without_controls(tokenizer: JsonTokenizer) -> dict[str, Any]:
 
 
 class SentencePieceTokenizer:
-    """A sentencepiece model (tokenizer.model, spiece.model), read by its own library; of a chat
-    template's text, each part between special tokens by itself."""
+    """A sentencepiece model (tokenizer.model, spiece.model), read by its library. In a rendered
+    chat template, each part between special tokens is encoded separately."""
 
     def __init__(self, path: Path, names: dict[str, str]) -> None:
         try:
@@ -310,7 +311,7 @@ class SentencePieceTokenizer:
         sizes = [len(character.encode()) for character in text]
         places = {at: number for number, at in enumerate(accumulate(sizes, initial=0))}
         spans, end = list[Span](), len(text)
-        for piece in reversed(pieces):  # of a character's several bytes the last one has its place
+        for piece in reversed(pieces):  # the last of a character's bytes has its position
             end = places[piece.end] if piece.end > piece.begin else end
             spans.append((places[piece.begin], end))
         return [piece.id for piece in pieces], spans[::-1]
@@ -324,7 +325,7 @@ def _between(
     controls: dict[str, int],
     encode: Callable[[str], tuple[list[int], list[Span]]],
 ) -> tuple[list[int], list[Span]]:
-    """As `located`, of a tokenizer that knows no special tokens."""
+    """Encode as `located` does, with a tokenizer that knows no special tokens."""
     longest_first = sorted(controls, key=len, reverse=True)
     ids, spans, at = list[int](), list[Span](), 0
     for part in re.split(f"({'|'.join(map(re.escape, longest_first)) or '(?!)'})", text):
@@ -353,7 +354,7 @@ def _groups(texts: Iterable[str]) -> Iterator[list[str]]:
 
 
 def copy_tokenizer(source: Path, folder: Path) -> list[str]:
-    """Copy a folder's tokenizer files; their names."""
+    """Copy a folder's tokenizer files; return their names."""
     names = [name for name in FILES if (source / name).is_file()]
     for name in names:
         shutil.copyfile(source / name, folder / name)
@@ -361,9 +362,9 @@ def copy_tokenizer(source: Path, folder: Path) -> list[str]:
 
 
 def write_tokenizer(name: str, folder: Path) -> Tokenizer:
-    """Write the files of `data.tokenizer`, which is given back.
+    """Write the files of `data.tokenizer` and return the tokenizer.
 
-    Raises DataError (a ValueError) where it is missing.
+    Raises DataError (a ValueError) if it is missing.
     """
     tokenizer = open_tokenizer(name)
     settings: dict[str, Any] = {"clean_up_tokenization_spaces": False, **tokenizer.names}
@@ -388,12 +389,12 @@ def write_tokenizer(name: str, folder: Path) -> Tokenizer:
 
 
 def byte_tokenizer(boundary: str) -> dict[str, Any]:
-    """tokenizer.json for `data.tokenizer=bytes`: ids are bytes, and one more separates
+    """Return the tokenizer.json of `data.tokenizer=bytes`: ids are bytes, and one more id separates
     documents."""
     added = {"content": boundary, "single_word": False, "lstrip": False, "rstrip": False}
     added |= {"id": ByteTokenizer.boundary, "normalized": False, "special": True}
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
-    # the printable character that stands for each byte in byte-level tokenizers (GPT-2's table)
+    # the printable character for each byte in byte-level tokenizers (GPT-2's table)
     printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = iter(range(256, 512))
     characters = [chr(byte if byte in printable else next(others)) for byte in range(256)]

@@ -1,10 +1,10 @@
-"""Token ids in files (`data=tokens`), memory-mapped: .npy, raw little-endian integers, files of
-other tools (token_formats.py), and folders that `titanlike tokenize` writes:
+"""Token ids in files (`data=tokens`), memory-mapped: .npy, raw little-endian integers, other tools'
+formats (token_formats.py), and folders written by `titanlike tokenize`:
 
     index.json         the files below, their dtype, the vocabulary, the token between documents
     tokens-00000.bin   ids, little-endian; each document begins with that token
-    tokenizer/         the tokenizer's files, unless it is that of bytes
-    bad.jsonl          records that could not be read, if they were skipped
+    tokenizer/         the tokenizer's files, unless it is "bytes"
+    bad.jsonl          unreadable records, if they were skipped
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ if TYPE_CHECKING:
 INDEX, PLAN, TOKENIZER = "index.json", "plan.json", "tokenizer"
 FORMAT = 1
 _AGAIN = "Run titanlike tokenize again: it goes on where it was"
-_MAX_SEARCHED = 1 << 24  # tokens, for the document boundary
-_CHUNK = 1 << 20  # tokens searched at once
+_MAX_SEARCHED = 1 << 24  # tokens searched for the document boundary
+_CHUNK = 1 << 20  # tokens per search
 
 
 @dataclass(frozen=True)
 class TokenSet:
-    """All files of `data.path`, in order. held: files for validation alone; tokenizer: its name or
-    path, None = not known."""
+    """All files of `data.path`, in order. held: files for validation only; tokenizer: name or path,
+    None = unknown."""
 
     files: list[TokenFile]
     held: list[TokenFile]
@@ -53,7 +53,8 @@ class TokenSet:
     tokenizer: str | None
 
     def parts(self, validation_fraction: float) -> Parts:
-        """The end of all tokens is for validation, unless there are files for it."""
+        """Return the training and validation files; without validation files, the end of all tokens
+        is held out."""
         if self.held:
             return {"train": self.files, "validation": self.held}
         count = sum(file.count for file in self.files)
@@ -61,7 +62,7 @@ class TokenSet:
         return {"train": self._between(0, cut), "validation": self._between(cut, count)}
 
     def _between(self, start: int, stop: int) -> list[TokenFile]:
-        """The files, and parts of files, that have these of all ids."""
+        """Return the files, and parts of files, with ids start..stop of all files' ids."""
         between, before = [], 0
         for file in self.files:
             low, high = max(start - before, 0), min(stop - before, file.count)
@@ -99,7 +100,7 @@ def _check_lengths(data: TokenData, config: Config) -> Iterator[Problem]:
 
 
 def _check_boundary(data: TokenData, config: Config) -> Iterator[Problem]:
-    """documents=true needs a boundary token that occurs in the file; its beginning is searched."""
+    """Yield an error if documents=true and the beginning of the files has no boundary token."""
     if not data.documents:
         return
     tokens = read_tokens(data)
@@ -127,10 +128,10 @@ CHECKS = (_check_lengths, _check_boundary)
 
 
 def read_tokens(data: TokenData) -> TokenSet:
-    """The files and folders of `data.path`; sizes are compared with the index, contents are not
+    """Open the files and folders of `data.path`. Sizes are compared with the index; ids are not
     read.
 
-    Raises DataError for what is missing or incomplete, and for folders of different tokenizers.
+    Raises DataError for missing or incomplete files, and for folders with different tokenizers.
     """
     files, held = list[TokenFile](), list[TokenFile]()
     indices: list[tuple[Path, dict[str, Any]]] = []
@@ -192,7 +193,7 @@ def _read_index(folder: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _Index:
-    """What must be in an index."""
+    """The required keys of an index."""
 
     dtype: Literal["uint16", "uint32"]
     vocab_size: int

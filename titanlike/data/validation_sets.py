@@ -1,8 +1,9 @@
-"""Validation sets of one's own, `validation.data`: sections as `data` is one, whose keys are those of
-the training data where they are of the same kind and do not say otherwise.
+"""The validation sets of `validation.data`: each is a data section, whose keys default to those of
+the training data if it is of the same kind.
 
-A set is all that its section has, or what a function of the user's own holds out. It must have the
-training data's vocabulary, and samples of the same form. Importing this file does not import torch.
+A set is all data of its section, or the held-out part that a user's function returns. It must have
+the training data's vocabulary, and samples of the same form. Importing this file does not import
+torch.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ from titanlike.data.kinds import DataError, Vocabulary
 if TYPE_CHECKING:
     from titanlike.data.sources import Data, Source
 
-_SHARED = ("tokenizer", "documents", "cache")  # with a set of another kind
-_PARTS = ("split", "subset", "rows")  # of what is at one path
+_SHARED = ("tokenizer", "documents", "cache")  # keys that a set of another kind inherits
+_PARTS = ("split", "subset", "rows")  # keys that choose a part of the data at a path
 
 
 def sections(config: Config) -> dict[str, Any]:
-    """The section of each set by its name, "" of a single one. Raises DataError."""
+    """Return the section of each set by name, "" for a single one. Raises DataError."""
     given = config.validation.data or {}
     several = all(isinstance(own, dict) for own in given.values())
     return {
@@ -61,13 +62,13 @@ def _section(config: Config, key: str, own: dict[str, Any]) -> Any:
 
 
 def _of_set(problem: Problem, key: str) -> Problem:
-    """A problem of a section, as one of the set at `key`."""
+    """Rewrite a section's problem as that of the set at `key`."""
     fix = re.sub(r"(?<![\w.])data\.(?=\w+=)", f"{key}.", problem.fix)
     return replace(problem, key=re.sub(r"^data\b", key, problem.key), fix=fix)
 
 
 def problems_of_sets(config: Config) -> list[Problem]:
-    """What is quick to find of each set before a worker starts."""
+    """Return errors of the sets that are quick to find before a worker starts."""
     found: list[Problem] = []
     key = "validation.data"
     try:
@@ -82,7 +83,7 @@ def problems_of_sets(config: Config) -> list[Problem]:
 
 
 def _vocabulary(section: Any) -> Vocabulary:
-    """That of a section, with its tokenizer's fingerprint."""
+    """Return a section's vocabulary, with the tokenizer's fingerprint as its tokenizer."""
     from titanlike.data.tokenizer import open_tokenizer
 
     found = kinds.vocabulary(section)
@@ -91,7 +92,7 @@ def _vocabulary(section: Any) -> Vocabulary:
 
 
 def _check_vocabulary(key: str, section: Any, ours: Vocabulary, own: Vocabulary) -> None:
-    """Raise DataError where the training data's ids are not those of the set."""
+    """Raise DataError if a set's token ids do not mean the same as the training data's."""
     reason = ""
     if None not in (ours.tokenizer, own.tokenizer) and ours.tokenizer != own.tokenizer:
         reason = "has another tokenizer than the training data"
@@ -103,7 +104,7 @@ def _check_vocabulary(key: str, section: Any, ours: Vocabulary, own: Vocabulary)
 
 
 def warnings_of_sets(config: Config) -> Iterator[str]:
-    """What is trained on, too, as paths tell."""
+    """Yield a warning for each set whose path is also trained on."""
     ours = _places(config.data)
     for name, section in sections(config).items():
         same = all(getattr(section, p, 0) == getattr(config.data, p, 0) for p in _PARTS)
@@ -119,7 +120,7 @@ def _places(section: Any) -> set[Path]:
 
 
 def open_sets(data: Data, config: Config) -> Data:
-    """The training data with the sets of `validation.data`. Raises DataError."""
+    """Return the training data with the sets of `validation.data`. Raises DataError."""
     from titanlike.data.sources import ENDLESS, Stream, random_state_kept
 
     sets: dict[str, Source] = {}
@@ -134,7 +135,7 @@ def open_sets(data: Data, config: Config) -> Data:
         if len(opened.validation) >= ENDLESS and not config.validation.batches:
             reason = f"{key} has no end"
             raise DataError("validation.batches", "all", reason, "validation.batches=100")
-        # of a stream no sample is known yet
+        # a stream's samples are not read yet
         known = [] if isinstance(data.train, Stream) else [data.train, opened.validation]
         same_lengths = data.variable is opened.variable is None
         with random_state_kept():
