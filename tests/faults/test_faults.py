@@ -12,6 +12,9 @@ goes only as long as all of these are found. Rows:
       by: what stands there instead
       test: tests/room/test_file.py::test_name[case]   # of the default suite
 
+A row of wrong numbers may say in which layout they show, and is then one of the benchmark of silent
+faults, too (`benchmarks/silent_faults`).
+
 `pytest -m faults` plants each one in a copy of the checkout (15 s of CPU each); `-k` chooses some.
 """
 
@@ -22,36 +25,17 @@ import re
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import yaml
 
+from benchmarks.silent_faults.faults import rows_of
 from support.paths import ROOT
 
 LEFT_OUT = shutil.ignore_patterns(".git", ".[!g]*", "outputs", "multirun", "wandb", "build", "dist")
 
 
-@dataclass(frozen=True)
-class Fault:
-    fault: str
-    file: str
-    replace: str
-    by: str
-    test: str
-
-    def planted(self, source: str) -> str:
-        count = source.count(self.replace)
-        assert count == 1, f"{self.fault}: {self.file} has the text {count} times"
-        return source.replace(self.replace, self.by)
-
-
-FAULTS = {
-    f"{path.stem}: {row['fault']}": Fault(**row)
-    for path in sorted(Path(__file__).parent.glob("*.yaml"))
-    for row in yaml.safe_load(path.read_text())
-}
+FAULTS = rows_of(Path(__file__).parent)
 
 
 def test_every_fault_can_be_planted_and_names_a_test() -> None:
