@@ -20,6 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from support.cells import GRID, cells, slow
 from support.exported import GPT2, LLAMA, MOE, byte_text, trained, with_args
+from support.families import deepseek
 from support.hf_tiny import folder_of, model_of
 from support.saved_runs import a_run, checkpoint, train_all
 from titanlike.checkpoint.hf_export import export, main
@@ -39,10 +40,9 @@ def ours(config: Config) -> nn.Module:
     """The model of a run's checkpoint, in this process."""
     rows = ShardReader.open("RUN", config.run_dir)
     model = build_model(resolve_model(config), "cpu")
-    parameters = dict(model.named_parameters())
     with torch.no_grad():
-        for name in parameters:
-            parameters[name].copy_(rows.whole(MODEL + name))
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            tensor.copy_(rows.whole(MODEL + name))
     return model.eval()
 
 
@@ -164,10 +164,12 @@ def test_what_cannot_be_exported_is_told_before_the_run(tmp_path: Path) -> None:
     assert "transformers has no support.models.Own" in str(_export_problem(own))
 
 
+YARN = {"factor": 4.0, "original_max_position_embeddings": 8, "mscale": 1, "mscale_all_dim": 0.5}
 LAYOUTS = cells(
     {"gpt2-pp2": (with_args(GPT2, tie_word_embeddings=True), {"pp": 2})},
     {
         "llama-tied-tp2": (with_args(LLAMA, tie_word_embeddings=True), {"tp": 2, "dp": 2}),
+        "deepseek-v3-pp2-ep2": (deepseek(rope_scaling=YARN), {"pp": 2, "dp": 2, "ep": 2}),
         "moe-ep2": (with_args(MOE, balance_loss=0.01), {"dp": 2, "ep": 2}),
         "qwen3-moe-pp2": (
             with_args(MOE, qk_norm=True, head_dim=16, tie_word_embeddings=True),

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 import transformers
 
 from support.cells import cells
+from support.families import deepseek
 from support.hf_tiny import folder_of
 from support.saved_runs import a_run, events, train_all
 from titanlike.checkpoint.hf_export import export
@@ -62,6 +63,8 @@ GPT2 = Model(
 )
 MIXTRAL = Model("moe", MOE | {"moe_intermediate_size": 64, "rms_norm_eps": 1e-5, "rope_theta": 1e6})
 QWEN3 = Model("moe", MOE | {"qk_norm": True, "norm_topk_prob": False})
+GROUPS = {"n_group": 2, "routed_scaling_factor": 1.5, "rms_norm_eps": 1e-5}
+DEEPSEEK = deepseek(num_hidden_layers=4)
 TIED_LLAMA = Model("llama", LLAMA | {"tie_word_embeddings": True})
 CASES = cells(
     {"gpt2-tp2": ("gpt2", GPT2, {"tp": 2}, {})},
@@ -69,7 +72,10 @@ CASES = cells(
         "mixtral-ep2": ("mixtral", MIXTRAL, {"dp": 2, "ep": 2}, {"sliding_window": None}),
         "llama-tied-pp2-tp2": ("llama", TIED_LLAMA, {"pp": 2, "tp": 2}, TIED),
     },
-    {"qwen3-moe-pp2": ("qwen3_moe", QWEN3, {"pp": 2}, {})},
+    {
+        "qwen3-moe-pp2": ("qwen3_moe", QWEN3, {"pp": 2}, {}),
+        "deepseek-v3-pp2-tp2": ("deepseek_v3", DEEPSEEK, {"pp": 2, "tp": 2}, GROUPS),
+    },
 )
 
 

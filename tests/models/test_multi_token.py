@@ -56,7 +56,7 @@ def test_the_loss_of_a_further_token_is_that_of_the_tokens_which_have_one() -> N
     batch = torch.randint(64, (2, 17))
     ids, targets = batch[:, :-1], batch[:, 1:]
     positions, mask = attention_inputs(ids[:, :-1], None, None, None, True)
-    table = rotary_table(positions, model.head_dim, model.rope_theta)
+    table = rotary_table(positions, *model.rotary)
     hidden = model.model(ids[:, :-1], table, mask)
     later = model.mtp.get_submodule("0")(hidden, model.model.embed_tokens(ids[:, 1:]), table, mask)
     further = F.cross_entropy(

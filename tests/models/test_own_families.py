@@ -26,17 +26,27 @@ CHANGES = {
     "mixtral": {"num_hidden_layers": 2, "rms_norm_eps": 1e-2, "sliding_window": None},
     "qwen3_moe": {"num_hidden_layers": 2, "rms_norm_eps": 1e-2, "sliding_window": None}
     | {"norm_topk_prob": True, "head_dim": 16},
+    "deepseek_v3": {"num_hidden_layers": 2, "rms_norm_eps": 1e-2, "n_group": 2}
+    | {"q_lora_rank": None, "rope_interleave": False},
+}
+YARN = {"rope_type": "yarn", "rope_theta": 50.0, "factor": 4.0}
+YARN |= {"original_max_position_embeddings": 8}
+MORE = {
+    "deepseek_v3": {
+        "rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 1.0},
+        **{"q_lora_rank": 12, "rope_interleave": True, "routed_scaling_factor": 1.5},
+    },
 }
 
 
 def saved(model_type: str, folder: Path, **changes: object) -> nn.Module:
-    config = sizes(model_type, **CHANGES[model_type], **changes) | {"vocab_size": 64}
+    config = sizes(model_type, **CHANGES[model_type] | changes) | {"vocab_size": 64}
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(
         transformers.AutoConfig.for_model(model_type, **config)
     )
-    for parameter in model.parameters():
-        nn.init.normal_(parameter, 0, 0.3)
+    for tensor in model.state_dict().values():
+        nn.init.normal_(tensor, 0, 0.3)
     model.save_pretrained(folder)
     return model.eval()
 
@@ -45,12 +55,12 @@ def ours_of(name: str, theirs: Counterpart, folder: Path) -> nn.Module:
     """Our model of a folder's sizes and weights."""
     config = json.loads((folder / "config.json").read_text())
     model = build_model(Custom(name, theirs.our_sizes(config)), "cpu")
-    shapes = {key: parameter.shape for key, parameter in model.named_parameters()}
-    weights = own_weights(theirs, folder, shapes)
-    with torch.no_grad():
-        for key, parameter in model.named_parameters():
-            place = tuple(slice(0, size) for size in parameter.shape)
-            parameter.copy_(weights.block(key, parameter.shape, place))
+    both = (*model.named_parameters(), *model.named_buffers())
+    state = {key: tensor.detach() for key, tensor in both if theirs.stored_name(key)}
+    weights = own_weights(theirs, folder, {key: tensor.shape for key, tensor in state.items()})
+    for key, tensor in state.items():
+        place = tuple(slice(0, size) for size in tensor.shape)
+        tensor.copy_(weights.block(key, tensor.shape, place))
     return model
 
 
@@ -59,7 +69,8 @@ def ours_of(name: str, theirs: Counterpart, folder: Path) -> nn.Module:
 def test_a_folder_of_transformers_has_the_same_logits_here(
     model_type: str, tied: bool, tmp_path: Path
 ) -> None:
-    theirs = saved(model_type, tmp_path, tie_word_embeddings=tied)
+    more = MORE.get(model_type, {}) if tied else {}
+    theirs = saved(model_type, tmp_path, tie_word_embeddings=tied, **more)
     mine = ours_of(*KINDS[model_type], tmp_path)
     ids = torch.randint(3, 64, (2, 24), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():

@@ -26,6 +26,14 @@ def moe(**changes: Any) -> Model:
     return Model("moe", {**plain, **_ATTENTION, **changes})
 
 
+def deepseek(**changes: Any) -> Model:
+    """Latent attention, and sigmoid scores in groups of experts beside one for all."""
+    latent = {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8}
+    experts = {"scoring_func": "sigmoid", "n_shared_experts": 1, "first_k_dense_replace": 1}
+    groups = {"n_group": 2, "routed_scaling_factor": 1.5, "intermediate_size": 64}
+    return moe(**{**latent, "v_head_dim": 16, **experts, **groups, **changes})
+
+
 def hf(family: str, vocab_size: int | None = 66, **changes: Any) -> Model:
     args = {"vocab_size": vocab_size, "max_seq_len": 32}
     return Model("hf", {"family": family, "config": sizes(family, **changes), **args})

@@ -110,8 +110,7 @@ def folder_of(family: str, folder: Path, shard: str = "20KB", **changes: Any) ->
     model = transformers.AutoModelForCausalLM.from_config(
         transformers.AutoConfig.for_model(family, **config)
     )
-    with torch.no_grad():  # so that norms and biases differ as well
-        for parameter in model.parameters():
-            parameter += 0.02 * torch.randn_like(parameter)
+    for tensor in model.state_dict().values():  # so that norms and biases differ as well
+        tensor += 0.02 * torch.randn_like(tensor)
     model.save_pretrained(folder, max_shard_size=shard)
     return model

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from titanlike.checkpoint.state_dict import sync_tied_copies
 from titanlike.config.errors import ConfigError, Problem, override_text, some_names
@@ -15,7 +16,7 @@ from titanlike.config.imports import quiet_import
 from titanlike.config.schema import Checkpoint, Config
 from titanlike.distributed.placement import StageState, pieces
 from titanlike.models.hf_config import read_config
-from titanlike.models.hf_names import FAMILIES, counterpart, whole_sizes
+from titanlike.models.hf_names import FAMILIES, Counterpart, counterpart, whole_sizes
 from titanlike.models.hf_weights import own_weights
 from titanlike.models.registry import build_model, complete_arguments, resolve_model
 from titanlike.models.safetensors_folder import has_weights
@@ -85,9 +86,15 @@ def _folder_problems(config: Config, folder: Path) -> Iterable[Problem]:
         for value in [override_text(wanted)]
     ]
     yield from wrong
-    shapes = {name: parameter.shape for name, parameter in built.named_parameters()}
+    shapes = _stored_shapes(theirs, built)
     if not wrong and (lacks := list(own_weights(theirs, folder, shapes).mismatches(shapes))):
         yield Problem(key, location, some_names(lacks), "copy the folder's files again")
+
+
+def _stored_shapes(theirs: Counterpart, model: nn.Module) -> dict[str, torch.Size]:
+    """Of parameters, and of the buffers that their files have."""
+    both = (*model.named_parameters(), *model.named_buffers())
+    return {name: tensor.shape for name, tensor in both if theirs.stored_name(name)}
 
 
 @torch.no_grad()
@@ -102,12 +109,15 @@ def start_from_folder(
         raise ConfigError(wrong)
     model = resolve_model(config)
     theirs = counterpart(model.name, complete_arguments(model))
-    shapes = {name: parameter.shape for name, parameter in build_model(model).named_parameters()}
+    shapes = _stored_shapes(theirs, build_model(model))
     weights = own_weights(theirs, _path(config.checkpoint), shapes)
     for stage in stage_states:
         for name, parameter in stage.parameters():
             for here, place in pieces(parameter, stage.part(name)):
                 local(parameter)[here].copy_(weights.block(name, shapes[name], place))
+        for name, buffer in stage.stage.named_buffers():
+            if name in shapes:
+                buffer.copy_(weights.block(name, buffer.shape, (slice(None),) * buffer.dim()))
     sync_tied_copies(stage_states)
     return f"starting from {_path(config.checkpoint)}: {len(shapes)} parameters read"
 

@@ -12,6 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from titanlike.config.errors import override_text
+from titanlike.models.yarn import Yarn, yarn_of
+
 
 @dataclass(frozen=True)
 class Counterpart:
@@ -21,7 +24,8 @@ class Counterpart:
     keys: sizes of ours that its config has; renamed: those under another name.
     repeated: keys of transformers 4 -> those with their value.
     needs: other sizes of ours, which must have this value.
-    fixed: keys of its config that have one value here.
+    present: sizes of ours that must not be null or 0 -> one that they could be.
+    fixed: keys of its config that have one value here, or one of a tuple.
     stored: (pattern, replacement) that make of a parameter's name that in files, in which # is the
     number of an expert; "" = it is in none.
     transposed: a pattern of matrices that files have as [in, out].
@@ -35,6 +39,7 @@ class Counterpart:
     renamed: Mapping[str, str] = field(default_factory=dict)
     repeated: Mapping[str, str] = field(default_factory=dict)
     needs: Mapping[str, Any] = field(default_factory=dict)
+    present: Mapping[str, Any] = field(default_factory=dict)
     stored: tuple[tuple[str, str], ...] = ()
     transposed: str | None = None
 
@@ -53,14 +58,20 @@ class Counterpart:
         config |= {self.renamed.get(key, key): whole_sizes(sizes)[key] for key in self.keys}
         config |= self.fixed
         if "rope_theta" in config:  # where transformers 4 has it; 5 has an object
-            rope = {"rope_theta": config["rope_theta"], "rope_type": config.pop("rope_type")}
+            kind = "yarn" if config.get("rope_scaling") else "default"
+            rope = {"rope_theta": config["rope_theta"], "rope_type": kind}
+            rope |= config.get("rope_scaling") or {}
             config |= {"rope_parameters": rope, "max_position_embeddings": length}
+            config = {key: value for key, value in config.items() if key not in _OF_ROPE}
         return config | {key: config[same] for key, same in self.repeated.items()}
 
     def our_sizes(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """The sizes that a config of transformers asks for."""
         values = _flat(config)
         sizes = {key: values.get(self.renamed.get(key, key)) for key in self.keys}
+        if "rope_scaling" in sizes:
+            yarn = {key: values[key] for key in Yarn._fields if values.get(key) is not None}
+            sizes["rope_scaling"] = yarn if values["rope_type"] == "yarn" else None
         return {**whole_sizes(sizes), **self.needs}
 
     def unsupported(self, config: Mapping[str, Any]) -> list[str]:
@@ -69,7 +80,8 @@ class Counterpart:
         return [
             f"{key}={values.get(key)}"
             for key, value in self.fixed.items()
-            if values.get(key) != value and key not in _HARMLESS
+            if values.get(key) not in (value if isinstance(value, tuple) else (value,))
+            and key not in (*_HARMLESS, *_OF_OTHERS)
         ]
 
 
@@ -83,6 +95,8 @@ _DECODER = (
     *("num_key_value_heads", "rope_theta", "rms_norm_eps", "tie_word_embeddings"),
 )
 _ROPE = {"hidden_act": "silu", "rope_type": "default"}
+_OF_ROPE = ("rope_type", "attention_factor", "rope_scaling")  # which is in an object
+_YARN = _ROPE | {"rope_type": ("default", "yarn"), "attention_factor": None}
 
 _MTP = (r"mtp\..*", "")  # blocks of training alone
 
@@ -121,10 +135,15 @@ _MIXTURE_NEEDS = {
     "bias_rate": 0.0,
     "n_shared_experts": 0,
     "first_k_dense_replace": 0,
+    "kv_lora_rank": None,
+    "rope_scaling": None,
 }
 _MIXTURE_FIXED = _ROPE | {"sliding_window": None, "attention_dropout": 0.0}
 _OF_EXPERT = (r"\.experts\.(\w+)$", r".experts.#.\1.weight")
 _BUFFER = (r".*\.mlp\.load", "")  # of the balance loss
+# what other programs read of DeepSeek-V3's config, and transformers does not write; its blocks of
+# further tokens are not read
+_OF_OTHERS = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "num_nextn_predict_layers": 0}
 
 MIXTRAL = Counterpart(
     model_type="mixtral",
@@ -150,9 +169,27 @@ QWEN3_MOE = Counterpart(
     | {"attention_bias": False, "decoder_sparse_step": 1, "mlp_only_layers": []},
     stored=(_MTP, _BUFFER, _OF_EXPERT),
 )
+DEEPSEEK_V3 = Counterpart(
+    model_type="deepseek_v3",
+    architecture="DeepseekV3ForCausalLM",
+    prefix="model.",
+    keys=(
+        *(key for key in _MIXTURE if key not in ("head_dim", "num_key_value_heads")),
+        *("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
+        *("rope_interleave", "rope_scaling", "intermediate_size", "norm_topk_prob"),
+        *("n_shared_experts", "first_k_dense_replace"),
+        *("routed_scaling_factor", "n_group", "topk_group"),
+    ),
+    renamed={"num_local_experts": "n_routed_experts"},
+    repeated={"num_key_value_heads": "num_attention_heads"},
+    needs={"scoring_func": "sigmoid", "qk_norm": False},
+    present={"kv_lora_rank": 512, "n_shared_experts": 1},
+    fixed=_YARN | _OF_OTHERS | {"attention_bias": False, "attention_dropout": 0.0},
+    stored=(_MTP, _BUFFER, _OF_EXPERT, (r"\.mlp\.bias$", ".mlp.gate.e_score_correction_bias")),
+)
 
 # by `model.name`
-FAMILIES = {"llama": (LLAMA,), "gpt2": (GPT2,), "moe": (MIXTRAL, QWEN3_MOE)}
+FAMILIES = {"llama": (LLAMA,), "gpt2": (GPT2,), "moe": (MIXTRAL, QWEN3_MOE, DEEPSEEK_V3)}
 
 
 def counterpart(name: str, sizes: Mapping[str, Any]) -> Counterpart:
@@ -160,12 +197,13 @@ def counterpart(name: str, sizes: Mapping[str, Any]) -> Counterpart:
     with the arguments that the nearest one does not have."""
 
     def unmet(theirs: Counterpart) -> dict[str, Any]:
-        return {key: value for key, value in theirs.needs.items() if sizes[key] != value}
+        wrong = {key: value for key, value in theirs.needs.items() if sizes[key] != value}
+        return wrong | {key: value for key, value in theirs.present.items() if not sizes[key]}
 
     nearest = min(FAMILIES[name], key=lambda theirs: len(unmet(theirs)))
     if wrong := unmet(nearest):
         has = ", ".join(f"model.{key}={sizes[key]}" for key in wrong)
-        fix = " ".join(f"model.{key}={str(value).lower()}" for key, value in wrong.items())
+        fix = " ".join(f"model.{key}={override_text(value)}" for key, value in wrong.items())
         raise ValueError(
             f"{has}: transformers' {nearest.model_type} has no such thing; train with {fix}"
         )
@@ -173,7 +211,10 @@ def counterpart(name: str, sizes: Mapping[str, Any]) -> Counterpart:
 
 
 def whole_sizes(sizes: Mapping[str, Any]) -> dict[str, Any]:
-    """The sizes with the head_dim that null stands for."""
-    if "head_dim" not in sizes or sizes["head_dim"] is not None:
-        return dict(sizes)
-    return {**sizes, "head_dim": sizes["hidden_size"] // sizes["num_attention_heads"]}
+    """The sizes with the head_dim that null stands for, and all keys of `rope_scaling`."""
+    whole = dict(sizes)
+    if "head_dim" in sizes and sizes["head_dim"] is None:
+        whole["head_dim"] = sizes["hidden_size"] // sizes["num_attention_heads"]
+    if yarn := yarn_of(sizes.get("rope_scaling")):
+        whole["rope_scaling"] = yarn._asdict()
+    return whole

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from titanlike.models.attention import attention
 from titanlike.models.documents import Documents, attention_inputs
+from titanlike.models.yarn import Yarn
 
 if TYPE_CHECKING:
     from titanlike.models.cache import KeyValueCache
@@ -35,14 +36,23 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
-def rotary_table(positions: Tensor, head_dim: int, theta: float) -> Tensor:
+def rotary_table(
+    positions: Tensor, head_dim: int, theta: float, yarn: Yarn | None = None
+) -> Tensor:
     """cos and sin of position * frequency (arXiv 2104.09864): [..., T] -> fp32 [2, ..., T, E/2].
 
     Computed in every forward: its cost is negligible beside a block's.
     """
     exponent = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim
-    angle = positions.float().unsqueeze(-1) * theta**-exponent  # [..., T, 1] * [E/2]
-    return torch.stack([angle.cos(), angle.sin()])
+    frequency = theta**-exponent  # [E/2]
+    if yarn is not None:
+        frequency = yarn.frequencies(frequency, theta)
+    angle = positions.float().unsqueeze(-1) * frequency  # [..., T, E/2]
+    table = torch.stack([angle.cos(), angle.sin()])
+    return table if yarn is None else table * yarn.of_table
+
+
+Rotary = tuple[int, float, Yarn | None]  # what `rotary_table` takes behind positions
 
 
 def rotate(x: Tensor, table: Tensor) -> Tensor:
@@ -67,6 +77,7 @@ class Attention(nn.Module):
         and key, None = there are none."""
         super().__init__()
         self.head_dim = head_dim or hidden_size // heads
+        self.widths = heads * self.head_dim, heads * self.head_dim  # of queries, of results
         self.q_proj = nn.Linear(hidden_size, heads * self.head_dim, bias=False)
         self.k_proj = nn.Linear(hidden_size, kv_heads * self.head_dim, bias=False)
         self.v_proj = nn.Linear(hidden_size, kv_heads * self.head_dim, bias=False)
@@ -94,6 +105,16 @@ class Attention(nn.Module):
             k, v = cache.extend(self, k, v)  # [B, K, S, E]
         y = attention(q, k, v, mask)  # [B, H, T, E]
         return self.o_proj(y.transpose(1, 2).flatten(-2))  # [B, T, H * E] -> [B, T, D]
+
+    def tp_plan(self) -> dict[str, Any]:
+        """How tensor parallelism divides it, by heads."""
+        norms = {"[qk]_norm": "replicate_sum"} if self.normed else {}
+        return norms | {
+            "": "gather",
+            "q_proj": {"colwise": self.head_dim},
+            "[kv]_proj": {"colwise_kv": self.head_dim},
+            "o_proj": "rowwise",
+        }
 
 
 class MLP(nn.Module):
@@ -132,7 +153,7 @@ class _SwiGLU(torch.autograd.Function):
 class Block(nn.Module):
     """A pre-norm transformer block: [B, T, D] -> [B, T, D]."""
 
-    def __init__(self, hidden_size: int, attention: Attention, mlp: nn.Module, norm_eps: float):
+    def __init__(self, hidden_size: int, attention: nn.Module, mlp: nn.Module, norm_eps: float):
         super().__init__()
         self.input_layernorm = RMSNorm(hidden_size, norm_eps)
         self.self_attn = attention
@@ -247,8 +268,8 @@ class Llama(nn.Module):
             for _ in range(num_hidden_layers + max(0, num_nextn_predict_layers))
         )
         super().__init__()
-        self.head_dim, self.rope_theta = hidden_size // num_attention_heads, rope_theta
-        self.depth, self.heads = num_hidden_layers, num_attention_heads
+        self.rotary: Rotary = hidden_size // num_attention_heads, rope_theta, None
+        self.depth = num_hidden_layers
         first = islice(blocks, num_hidden_layers)
         self.model = Decoder(vocab_size, hidden_size, first, rms_norm_eps)
         self.mtp = NextTokens(hidden_size, blocks, rms_norm_eps)
@@ -268,7 +289,7 @@ class Llama(nn.Module):
         """document_ids, positions, mask: see `attention_inputs` in `documents.py`; cache: of the
         tokens before, which then gives positions and mask."""
         positions, mask = attention_inputs(ids, document_ids, positions, mask, True, cache)
-        table = rotary_table(positions, self.head_dim, self.rope_theta)  # [2, (B,) T, E/2]
+        table = rotary_table(positions, *self.rotary)  # [2, (B,) T, E/2]
         x = self.model(ids, table, mask, cache)
         if self.mtp and self.training:
             # what the last tokens are followed by is not known: their loss does not count
@@ -281,13 +302,11 @@ class Llama(nn.Module):
     def tp_plan(self) -> dict[str, Any]:
         """How tensor parallelism divides it, see `parallel/tp/plan.py`."""
         block = "model.layers.*"
-        return {
+        attention: Any = self.model.layers[0].self_attn
+        styles = attention.tp_plan().items()
+        return {f"{block}.self_attn.{name}".rstrip("."): style for name, style in styles} | {
             "model.embed_tokens": "vocab",
             f"{block}.input_layernorm": "sequence",
-            f"{block}.self_attn": "gather",
-            f"{block}.self_attn.q_proj": {"colwise": self.head_dim},
-            f"{block}.self_attn.[kv]_proj": {"colwise_kv": self.head_dim},
-            f"{block}.self_attn.o_proj": "rowwise",
             f"{block}.post_attention_layernorm": "sequence",
             f"{block}.mlp": "gather",
             f"{block}.mlp.gate_proj": "colwise",
@@ -311,14 +330,14 @@ class Llama(nn.Module):
     def flops_per_token(self, tokens: int) -> float:
         """FLOPs of forward and backward per token, in sequences of `tokens`; of the whole model.
 
-        6 per matrix parameter, and 12 * heads * head_dim per layer and attended token: the convention of
-        arXiv 2204.02311, appendix B, which does not subtract the causal half. Embedding lookups are
-        free.
+        6 per matrix parameter, and per layer and attended token 6 for each feature of all heads'
+        queries and values: the convention of arXiv 2204.02311, appendix B, which does not subtract
+        the causal half. Embedding lookups are free.
         """
         matrices = sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Linear))
         matrices += len(self.mtp) * self.lm_head.weight.numel()
-        depth = self.depth + len(self.mtp)
-        return 6 * matrices + 12 * depth * self.heads * self.head_dim * tokens
+        layers: list[Any] = [m.self_attn for m in self.modules() if isinstance(m, Block)]
+        return 6 * (matrices + sum(sum(layer.widths) for layer in layers) * tokens)
 
 
 def attention_problems(

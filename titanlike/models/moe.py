@@ -1,8 +1,8 @@
 """A mixture of experts: Llama's blocks, in which a router sends each token to a few of many
 networks.
 
-With the right sizes it is Mixtral (arXiv 2401.04088), Qwen3-MoE (2505.09388) or, but for its
-attention, DeepSeek-V3 (2412.19437). No expert has a capacity: no token is dropped.
+With the right sizes it is Mixtral (arXiv 2401.04088), Qwen3-MoE (2505.09388) or DeepSeek-V3
+(2412.19437). No expert has a capacity: no token is dropped.
 
 Sizes have the names of transformers' mixtures, and parameters those of Qwen3-MoE's files, of which
 the experts' matrices are stacked here.
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from titanlike.models.experts import AddLoss, Experts, through_experts
+from titanlike.models.latent_attention import Latent, LatentAttention, latent_problems
 from titanlike.models.llama import (
     MLP,
     Attention,
@@ -30,6 +31,7 @@ from titanlike.models.llama import (
     NextTokens,
     attention_problems,
 )
+from titanlike.models.yarn import yarn_of
 
 _MAY_BE_ZERO = (
     *("n_shared_experts", "first_k_dense_replace"),
@@ -58,7 +60,8 @@ class RoutedMLP(nn.Module):
     `balance` once a step with how many tokens each expert had):
 
     - without a loss (arXiv 2408.15664): `bias` is added to the scores for the choice alone. After a
-      step it grows by `bias_rate` for experts below the mean, and falls for those above it.
+      step it grows by `bias_rate` for experts below the mean, and falls for those above it. Sigmoid
+      scores always have it, as in DeepSeek-V3, of whose files it may come.
     - with one (2101.03961, equation 4): weight * E * sum over experts of f * p, where p is an
       expert's mean share of the scores over the global batch and f (`load`) the share of tokens
       that it had in the last step that was applied. f of the step itself is not known before all
@@ -71,7 +74,7 @@ class RoutedMLP(nn.Module):
 
     token_wise = True  # computes each token by itself
     keeps_choice = True  # a recomputation may keep what topk has chosen
-    bias: Tensor  # [E], with routing.bias_rate
+    bias: Tensor  # [E], with routing.bias_rate or sigmoid scores
     load: Tensor  # [E], with routing.balance_loss
 
     def __init__(self, hidden_size: int, experts: int, width: int, shared: int, routing: Routing):
@@ -81,7 +84,8 @@ class RoutedMLP(nn.Module):
         self.experts = Experts(experts, routing.num_experts_per_tok, hidden_size, width)
         self.shared_experts = MLP(hidden_size, shared) if shared else None
         self.routing = routing
-        if routing.bias_rate:
+        self.biased = routing.bias_rate > 0 or routing.scoring_func == "sigmoid"
+        if self.biased:
             self.register_buffer("bias", torch.zeros(experts))
         if routing.balance_loss:
             self.register_buffer("load", torch.full((experts,), 1 / experts))
@@ -106,7 +110,7 @@ class RoutedMLP(nn.Module):
     def _choose(self, scores: Tensor) -> Tensor:
         """The experts of each token: [N, E] -> [N, K]."""
         routing = self.routing
-        if routing.bias_rate:
+        if self.biased:
             scores = scores + self.bias
         if routing.n_group > 1:
             groups = scores.unflatten(1, (routing.n_group, -1))
@@ -149,7 +153,9 @@ class Moe(Llama):
     """Token ids [B, T] -> logits [B, T, V].
 
     The first first_k_dense_replace blocks have one network of intermediate_size; n_shared_experts:
-    as many more moe_intermediate_size wide, for all tokens. The others: see `Llama` and `Routing`.
+    as many more moe_intermediate_size wide, for all tokens. kv_lora_rank: of latent attention, which
+    then has the next sizes (`Latent`) and none of num_key_value_heads and head_dim. rope_scaling:
+    of `Yarn`. The others: see `Llama` and `Routing`.
     Raises ValueError with one argument per problem where sizes do not fit each other.
     """
 
@@ -165,6 +171,12 @@ class Moe(Llama):
         num_key_value_heads: int = 2,
         head_dim: int | None = None,
         qk_norm: bool = False,
+        q_lora_rank: int | None = None,
+        kv_lora_rank: int | None = None,
+        qk_nope_head_dim: int = 128,
+        qk_rope_head_dim: int = 64,
+        v_head_dim: int = 128,
+        rope_interleave: bool = True,
         num_local_experts: int = 8,
         num_experts_per_tok: int = 2,
         moe_intermediate_size: int = 176,
@@ -181,6 +193,7 @@ class Moe(Llama):
         z_loss: float = 0.0,
         num_nextn_predict_layers: int = 0,
         rope_theta: float = 10000.0,
+        rope_scaling: dict[str, Any] | None = None,
         rms_norm_eps: float = 1e-5,
         tie_word_embeddings: bool = False,
     ):
@@ -197,8 +210,16 @@ class Moe(Llama):
         )
         heads, kv_heads = num_attention_heads, num_key_value_heads
         dense, depth = first_k_dense_replace, num_hidden_layers
-        problems = attention_problems(hidden_size, heads, kv_heads, head_dim)
+        latent = None
+        if kv_lora_rank is not None:
+            nope, rope = qk_nope_head_dim, qk_rope_head_dim
+            latent = Latent(q_lora_rank, kv_lora_rank, nope, rope, v_head_dim, rope_interleave)
+            problems = latent_problems(latent, qk_norm, head_dim)
+            head_dim = rope
+        else:
+            problems = attention_problems(hidden_size, heads, kv_heads, head_dim)
         problems += _routing_problems(routing, num_local_experts, dense, depth, n_shared_experts)
+        yarn = yarn_of(rope_scaling)
         if problems:
             raise ValueError(*problems)
 
@@ -206,7 +227,11 @@ class Moe(Llama):
             shared = n_shared_experts * moe_intermediate_size
             qk_norm_eps = rms_norm_eps if qk_norm else None
             for layer in range(depth + max(0, num_nextn_predict_layers)):
-                attention = Attention(hidden_size, heads, kv_heads, head_dim, qk_norm_eps)
+                attention: nn.Module = (
+                    LatentAttention(hidden_size, heads, latent, yarn)
+                    if latent
+                    else Attention(hidden_size, heads, kv_heads, head_dim, qk_norm_eps)
+                )
                 mlp: nn.Module = MLP(hidden_size, intermediate_size)
                 if layer >= dense:
                     width = moe_intermediate_size
@@ -214,9 +239,8 @@ class Moe(Llama):
                 yield Block(hidden_size, attention, mlp, rms_norm_eps)
 
         nn.Module.__init__(self)  # of Llama's blocks none is wanted
-        self.head_dim, self.rope_theta = head_dim or hidden_size // num_attention_heads, rope_theta
-        self.depth, self.heads, self.dense = depth, num_attention_heads, dense
-        self.qk_norm, self.routing = qk_norm, routing
+        self.rotary = head_dim or hidden_size // heads, rope_theta, yarn
+        self.depth, self.dense, self.routing = depth, dense, routing
         made = blocks()
         self.model = Decoder(vocab_size, hidden_size, islice(made, depth), rms_norm_eps)
         self.mtp = NextTokens(hidden_size, made, rms_norm_eps)
@@ -233,8 +257,6 @@ class Moe(Llama):
         for layer in range(self.depth):
             styles = mlp if layer < self.dense else {"model.layers.*.mlp": "sequence"}
             plan |= {name.replace("*", str(layer)): style for name, style in styles.items()}
-        if self.qk_norm:
-            plan["model.layers.*.self_attn.[qk]_norm"] = "replicate_sum"
         return plan
 
     def initial(self, name: str) -> tuple[float, float]:

@@ -154,7 +154,7 @@ class _StageByHand(nn.Module):
 
     def __init__(self, model: Llama | Gpt2, stage: int, stages: int) -> None:
         super().__init__()
-        self.rotary = (model.head_dim, model.rope_theta) if isinstance(model, Llama) else None
+        self.rotary = model.rotary if isinstance(model, Llama) else None
         path, container, embeddings, norm = _PARTS[type(model)]
         inner = model.get_submodule(path)
         blocks: Any = inner.get_submodule(container)

@@ -1,0 +1,89 @@
+"""Latent attention, as DeepSeek-V3 has it, in layouts and with a cache."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from support.cells import cells
+from support.families import deepseek
+from support.models import tiny
+from support.proven import assert_proven
+from titanlike.config.schema import ActivationCheckpoint, Config, Custom, TextData
+from titanlike.models.cache import KeyValueCache
+from titanlike.models.registry import build_model
+from titanlike.training.preflight import preflight
+
+
+def latent(*mesh: Any, **changes: Any) -> Config:
+    return tiny(*mesh, **{"model": deepseek(num_hidden_layers=4), **changes})
+
+
+DOCUMENTS = TextData(documents=True)
+
+
+@pytest.mark.parametrize(
+    "config",
+    cells(
+        {"tp": latent(tp=2, model=deepseek())},
+        {
+            "tp and pp": latent(2, 1, "zbvzerobubble", tp=2),
+            "tp, whole sequences": latent(tp=2, tp_sequence=False),
+            "cp, documents": latent(cp=2, data=DOCUMENTS, context_parallel="gather"),
+            "cp and tp": latent(cp=2, tp=2, activation_checkpoint=ActivationCheckpoint("full")),
+            "ep, documents": latent(2, 2, "zbh1", ep=2, data=DOCUMENTS),
+        },
+    ),
+)
+def test_layouts_compute_it_as_one_process(config: Config, tmp_path: Path) -> None:
+    assert_proven(config, tmp_path)
+
+
+def built(device: str = "cpu", **changes: Any) -> Any:
+    args = deepseek(**changes).args | {"vocab_size": 64}
+    model = build_model(Custom("moe", args), device)
+    if device == "cpu":
+        for parameter in model.parameters():
+            nn.init.normal_(parameter, 0, 0.3)
+    return model
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("q_lora_rank", [None, 12])
+def test_a_cache_keeps_its_latents_alone(q_lora_rank: int | None) -> None:
+    model = built(q_lora_rank=q_lora_rank)
+    ids = torch.randint(64, (2, 12), generator=torch.Generator().manual_seed(0))
+    cache = KeyValueCache(torch.zeros(2, dtype=torch.int64), 12)
+    parts = [model(part, cache=cache) for part in ids.split([7, 1, 1, 3], 1)]
+    torch.testing.assert_close(torch.cat(parts, 1), model(ids), rtol=1e-4, atol=1e-5)
+    for kept in cache._layers.values():
+        assert [tensor.numel() for tensor in kept] == [2 * 12 * 16, 2 * 12 * 8]
+
+
+def test_its_flops_are_those_of_its_products() -> None:
+    model = built("meta")
+    ids = torch.zeros(2, 32, dtype=torch.int64, device="meta")
+    with FlopCounterMode(display=False) as counter:
+        model(ids).sum().backward()
+    sums_of_experts = 3 * 2 * 2 * 32  # two a token, in the one layer that has them
+    expected = ids.numel() * (model.flops_per_token(32) + sums_of_experts)
+    assert counter.get_total_flops() == expected
+
+
+@pytest.mark.parametrize(
+    "changes, said",
+    [
+        ({"qk_norm": True}, "model.qk_norm=true: latent attention (kv_lora_rank) has its own"),
+        ({"head_dim": 8}, "write model.head_dim=null"),
+        ({"qk_rope_head_dim": 7}, "write model.qk_rope_head_dim=8"),
+        ({"rope_scaling": {"factor": 4}}, "write model.rope_scaling={factor:40,original_max_"),
+    ],
+)
+def test_sizes_that_it_cannot_have_are_told(changes: dict, said: str) -> None:
+    [problem] = preflight(tiny(model=deepseek(**changes)))
+    assert said in str(problem)
