@@ -6,11 +6,14 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
+from support.cells import slow
 from support.commands import TINY, command
 from support.hf_tiny import model_of, tiny_hf
 from support.models import tiny
@@ -18,6 +21,10 @@ from support.world import run_world
 from titanlike.config.errors import ConfigError
 from titanlike.config.optimizers.sgd import Sgd
 from titanlike.config.schema import Checkpoint, Config, Custom, Float8Precision, Precision
+from titanlike.distributed.collectives import GroupInfo
+from titanlike.distributed.mesh import open_mesh
+from titanlike.distributed.placement import DIVIDED
+from titanlike.launch.worker import Worker
 from titanlike.metrics.sinks import read_jsonl
 from titanlike.models.registry import build_model, resolve_model
 from titanlike.parallel.float8 import in_bf16, use_float8
@@ -193,7 +200,6 @@ def test_the_estimates_and_flops_are_those_of_bf16() -> None:
             tiny_hf(model_of("gpt2"), precision=FLOAT8),
             "no linear layers .* in the model's blocks; write precision=bf16",
         ),
-        (tiny(tp=2, precision=FLOAT8), "a rank's part of each .* write precision=bf16, or tp=1"),
     ],
 )
 def test_settings_that_leave_no_layer_or_a_part_of_one_are_refused(
@@ -245,3 +251,57 @@ def test_a_run_goes_on_in_another_precision_and_back(tmp_path: Path) -> None:
     )
     assert len(changing) == len(exact) == 6
     assert changing == pytest.approx(exact, rel=2e-3) and changing[0] != exact[0]
+
+
+# --- divided layers -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", *slow("rowwise", "rowwise_with_gw_hp")])
+def test_a_layer_that_tp_divides_rounds_as_the_whole(recipe: str, tmp_path: Path) -> None:
+    """Results and gradients are parts of those of the whole layer, or parts of their sums; the
+    largest elements are on one rank."""
+    config = tiny(tp=2, precision=replace(FLOAT8, recipe=recipe))
+    differences = run_world(divided_layers, config, tmp_path)
+    assert max(map(max, differences)) < 1e-6, differences
+
+
+def divided_layers(config: Config, worker: Worker) -> list[float]:
+    """Relative differences of both ways to divide a layer."""
+    torch.manual_seed(0)
+    weight, x, gradient = torch.randn(32, 48), torch.randn(16, 48), torch.randn(16, 32)
+    weight[:16, :24] *= 4
+    x[:, :24] *= 4
+    gradient[:, 16:] *= 4
+    mesh = open_mesh(config, worker)
+    ranks = GroupInfo(2, mesh.layer_part, mesh.axes.get_group("tp"))
+
+    def mine(tensor: Tensor, at: int) -> Tensor:
+        return tensor.chunk(2, at)[ranks.rank].contiguous()
+
+    recipe = config.precision.recipe
+    out, of_x, of_weight = multiplied(recipe, weight, x, gradient)
+    outputs = multiplied(recipe, mine(weight, 0), x, mine(gradient, 1), (ranks, None))
+    inputs = multiplied(recipe, mine(weight, 1), mine(x, 1), gradient, (None, ranks))
+    dist.all_reduce(outputs[1])
+    dist.all_reduce(inputs[0])
+    pairs = [*zip(outputs, (mine(out, 1), of_x, mine(of_weight, 0)), strict=True)]
+    pairs += zip(inputs, (out, mine(of_x, 1), mine(of_weight, 1)), strict=True)
+    return [float((got - right).norm() / right.norm()) for got, right in pairs]
+
+
+def multiplied(
+    recipe: str, weight: Tensor, x: Tensor, gradient: Tensor, divided: Any = (None, None)
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(results, gradient of x, of the weight) of a layer in float8."""
+    from torchao.float8 import Float8LinearConfig
+
+    from titanlike.parallel.float8_linear import convert
+
+    layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
+    convert(layer, replace(Float8LinearConfig.from_recipe_name(recipe), emulate=True))
+    layer.weight = nn.Parameter(weight)
+    vars(layer)[DIVIDED] = divided
+    x = x.clone().requires_grad_()
+    out = layer(x)
+    out.backward(gradient)
+    return out.detach(), x.grad, layer.weight.grad

@@ -212,8 +212,6 @@ EXCLUDED: list[tuple[tuple[str, ...], Callable[..., bool]]] = [
     (("model", "precision"), lambda model, precision: model == "moe" and precision != "fp32"),
     # of tiny biases and norms of heads, some rounding of float8 is more than three times another
     (("model", "precision"), lambda *cell: cell[1] == "float8" and not cell[0].startswith("llama")),
-    (("precision", "tp"), lambda precision, tp: precision == "float8" and tp == 2),
-    (("precision", "cp"), lambda precision, cp: precision == "float8" and cp != "1"),
     (("schedule", "fsdp"), lambda schedule, fsdp: schedule in ZERO_BUBBLE and fsdp in SHARDED),
     (
         ("schedule", "weight_gradients"),

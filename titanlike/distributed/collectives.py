@@ -15,7 +15,9 @@ from torch import Tensor
 
 from titanlike.torch_private.dtensor import traced_collective
 
-Operation = Literal["identity", "all_reduce", "all_gather", "reduce_scatter", "split", "all_to_all"]
+Operation = Literal[
+    "identity", "all_reduce", "all_gather", "reduce_scatter", "split", "all_to_all", "largest"
+]
 
 
 class Traffic(NamedTuple):
@@ -54,6 +56,11 @@ def autograd_collective(
     return x if ranks.size == 1 else _Collective.apply(x, ranks, forward, backward, dim)
 
 
+def largest(x: Tensor, ranks: GroupInfo | None) -> Tensor:
+    """The largest of all ranks' elements, one by one; without gradient. None = this rank's."""
+    return x if ranks is None or ranks.size == 1 else _run("largest", x, ranks, 0)
+
+
 # newer versions of torch (2.13) have other names for them
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
@@ -87,9 +94,10 @@ def _run(operation: Operation, x: Tensor, ranks: GroupInfo, dim: int) -> Tensor:
         result = torch.empty_like(x, memory_format=torch.contiguous_format)
         dist.all_to_all_single(result.view(-1), x.contiguous().view(-1), group=ranks.group)
         return result
-    if operation == "all_reduce":
+    if operation in ("all_reduce", "largest"):
         result = x.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(result, group=ranks.group)
+        op = dist.ReduceOp.SUM if operation == "all_reduce" else dist.ReduceOp.MAX
+        dist.all_reduce(result, op, group=ranks.group)
         return result
     if operation == "all_gather":
         gathered = x.new_empty(ranks.size, *x.shape)
@@ -106,7 +114,7 @@ def _shape_alone(operation: Operation, x: Tensor, ranks: GroupInfo, dim: int) ->
     shape = list(x.shape)
     # a rank has its own part already; an all-reduce is a reduce-scatter and an all-gather
     whole = x.nbytes * (ranks.size if operation == "all_gather" else 1)
-    messages = 2 if operation == "all_reduce" else 1
+    messages = 2 if operation in ("all_reduce", "largest") else 1
     ranks.count(messages * whole * (ranks.size - 1) // ranks.size, messages)
     if operation == "all_gather":
         shape[dim] *= ranks.size

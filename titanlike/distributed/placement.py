@@ -107,6 +107,8 @@ def local_of(tensor: Tensor, part: Part | None, whole: Tensor) -> Tensor:
 STYLE = "tp_style"  # the module's tensor-parallel style; graph/units.py reads it
 GATHERS = "tp_gathers"  # number of ranks over which a module all-gathers its input
 BIAS_LATER = "tp_adds_bias_later"  # a linear layer whose bias is added after the reduction
+# of a linear layer: the ranks among which tp divides dimension 0 and 1 of its weight, or None
+DIVIDED = "tp_divided"
 # of sharded experts, with numerics=exact: rank -> a context in which they compute its tokens
 APART = "ep_rank_apart"
 
@@ -126,6 +128,11 @@ def gathered_parts(module: nn.Module) -> int:
 def adds_bias_later(module: nn.Module) -> bool:
     """Whether a linear layer's bias is added after the all-reduce, not in its forward."""
     return BIAS_LATER in vars(module)
+
+
+def in_float8(module: nn.Module) -> bool:
+    """Whether a module is a linear layer that multiplies in float8, by a mark of its class."""
+    return getattr(type(module), "in_float8", False)
 
 
 def experts_of(model: nn.Module) -> dict[str, nn.Module]:

@@ -32,6 +32,7 @@ from titanlike.optim.custom_loss import CustomLoss
 from titanlike.optim.loss import takes_divided_logits
 from titanlike.parallel.context_attention import ContextAttention, Looking, undividable
 from titanlike.parallel.context_tokens import ContextRanks, Take
+from titanlike.parallel.float8 import in_bf16
 from titanlike.parallel.tp.operators import Layout, Shard, ShardingError
 from titanlike.parallel.tp.plan import Entry
 from titanlike.parallel.tp.traces import (
@@ -252,7 +253,8 @@ class ContextParallel(Transform):
         model.train()
         size = graph.microbatch_size if self._config.tp == 1 else 2
         batch = {n: x.repeat_interleave(size, 0) for n, x in recorded.batch.items()}
-        self._check_tokens(model, {n: x for n, x in batch.items() if n != "targets"}, graph)
+        with in_bf16(model.modules()):  # in float8 a rank's tokens have a scale of their own
+            self._check_tokens(model, {n: x for n, x in batch.items() if n != "targets"}, graph)
         if recorded.variable:
             self._check_padding(graph.model, graph.fields)
 

@@ -1,6 +1,6 @@
-"""precision=float8: torchao's linear layers in place of torch's, in the blocks of a model on meta.
+"""precision=float8: which linear layers compute in float8, in the blocks of a model on meta.
 
-A `Float8Linear` keeps its name and its fp32 weight. It scales its inputs, its weight and the
+A `Float8Linear` (`float8_linear.py`) keeps its name and its fp32 weight. It scales its inputs, its weight and the
 gradient of its results so that each fills the range of float8 (a dynamic scale), and multiplies
 those; its results are bf16, as everything between such layers. Left in bf16 are the layers outside
 of blocks (embedding, head), weights of several names (tied), and sizes that gain nothing.
@@ -19,21 +19,21 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from titanlike.config.errors import ConfigError, Problem, nearest
 from titanlike.config.imports import quiet_import
-from titanlike.config.schema import Config, Custom, Float8Precision
+from titanlike.config.schema import Config, Float8Precision
 from titanlike.device.accelerator import multiplies_float8
 from titanlike.device.choose import first_device
-from titanlike.distributed.placement import Placement
+from titanlike.distributed.placement import Placement, adds_bias_later, in_float8
 from titanlike.distributed.transform import Transform
 from titanlike.graph.units import find_units
 from titanlike.torch_private.known_code import own_code
 
 _MULTIPLE = 16  # of both sides of a matrix, for the kernels of float8
 _BF16 = "precision=bf16"
-_KNOWN = ("llama", "gpt2", "hf")  # models that multiply as many tokens as they are given
 _NAMES = ("torchao", "torchao.float8")
 
 
@@ -50,26 +50,20 @@ def use_float8(model: nn.Module, config: Config, device: torch.device) -> Float8
     """Replace linear layers of a model in place, if `precision` is float8.
 
     device: on which it will compute. Raises ConfigError where torchao is missing, where a pattern
-    of `precision.skip` names no layer, where no layer is left, and with tensor parallelism: a scale
-    would be that of a rank's part of a weight, so that each tp would train another model.
+    of `precision.skip` names no layer, and where no layer is left.
     """
     settings = config.precision
     if not isinstance(settings, Float8Precision):
         return None
-    if config.tp > 1:
-        reason = f"its scales would be those of a rank's part of each weight under tp={config.tp}"
-        raise ConfigError([Problem("precision", settings.name, reason, f"{_BF16}, or tp=1")])
     torchao = _import_torchao()
     chosen = _choose(model, settings)
     emulated = not multiplies_float8(device)
-    # products over tokens need a multiple of 16 of them: zeros are added, at the price of a copy
-    own = isinstance(config.data, Custom) or config.model.name not in _KNOWN
-    pad = own or config.seq_len % _MULTIPLE != 0
+    from titanlike.parallel.float8_linear import convert
+
     recipe = torchao.Float8LinearConfig.from_recipe_name(settings.recipe)
-    recipe = replace(recipe, emulate=emulated, pad_inner_dim=pad)
-    torchao.convert_to_float8_training(
-        model, config=recipe, module_filter_fn=lambda _, name: name in chosen
-    )
+    recipe = replace(recipe, emulate=emulated)
+    for name in chosen:
+        convert(model.get_submodule(name), recipe)
     linear = sum(isinstance(module, nn.Linear) for module in model.modules())
     return Float8Layers(len(chosen), linear, emulated)
 
@@ -99,11 +93,10 @@ class Float8(Transform):
 @contextlib.contextmanager
 def in_bf16(modules: Iterable[nn.Module]) -> Iterator[list[nn.Module]]:
     """A context in which linear layers in float8, which it gives, compute as others do."""
-    # by name: without float8 torchao is not imported
-    layers = [m for m in modules if any(c.__name__ == "Float8Linear" for c in type(m).__mro__)]
+    layers: list[Any] = list(filter(in_float8, modules))
     replaced = [vars(layer).pop("forward", None) for layer in layers]  # of blocks that are layers
     for layer in layers:
-        layer.forward = nn.Linear.forward.__get__(layer)
+        layer.forward = _forward_in_bf16.__get__(layer)
     try:
         yield layers
     finally:
@@ -111,6 +104,10 @@ def in_bf16(modules: Iterable[nn.Module]) -> Iterator[list[nn.Module]]:
             del layer.forward
             if forward is not None:
                 layer.forward = forward
+
+
+def _forward_in_bf16(layer: nn.Linear, input: Tensor) -> Tensor:
+    return F.linear(input, layer.weight, None if adds_bias_later(layer) else layer.bias)
 
 
 def _import_torchao() -> ModuleType:

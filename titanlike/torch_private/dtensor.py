@@ -36,7 +36,7 @@ def local_slices(tensor: Tensor) -> tuple[slice, ...]:
 
 
 def traced_collective(operation: str, x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """all_reduce (a sum), all_gather or reduce_scatter (along `dim`), all_to_all, without gradient,
+    """all_reduce (a sum), largest (element by element), all_gather or reduce_scatter (along `dim`), all_to_all, without gradient,
     in the form that torch.compile traces into its graph, where inductor can overlap them.
 
     torch has no other form of these that its pass for asynchronous tensor parallelism recognizes.
@@ -45,8 +45,8 @@ def traced_collective(operation: str, x: Tensor, dim: int, group: dist.ProcessGr
     """
     import torch.distributed._functional_collectives as functional
 
-    if operation == "all_reduce":
-        result = functional.all_reduce(x, "sum", group)
+    if operation in ("all_reduce", "largest"):
+        result = functional.all_reduce(x, "sum" if operation == "all_reduce" else "max", group)
     elif operation == "all_gather":
         # along dim 0, then moved here: with another dim torch 2.11 breaks the graph
         result = functional.all_gather_tensor(x.contiguous(), 0, group)

@@ -30,7 +30,16 @@ from torch import Tensor, nn
 
 from titanlike.config.errors import ConfigError, Problem
 from titanlike.distributed.collectives import GroupInfo, autograd_collective
-from titanlike.distributed.placement import BIAS_LATER, GATHERS, STYLE, Part, Placement, When
+from titanlike.distributed.placement import (
+    BIAS_LATER,
+    DIVIDED,
+    GATHERS,
+    STYLE,
+    Part,
+    Placement,
+    When,
+    in_float8,
+)
 from titanlike.parallel.tp.hf_plan import set_local_sizes, sets_sizes
 from titanlike.parallel.tp.plan import DIVIDING, Entry, gathered_above
 from titanlike.torch_private.known_code import own_code
@@ -150,6 +159,7 @@ class _Sharder:
         ranges, copies = _ranges(entry, rows, self._ranks)
         bias = getattr(module, "bias", None)
         self._take(module, "weight", Part(module.weight.shape, dim, ranges), copies)
+        vars(module)[DIVIDED] = (self._ranks, None) if dim == 0 else (None, self._ranks)
         if bias is not None:
             self._take(module, "bias", Part(bias.shape, 0, ranges), copies)
         _set_features(module, ("out_features", "nf"), sum(stop - start for start, stop in ranges))
@@ -160,12 +170,14 @@ class _Sharder:
         _, dim = _feature_dims(module)
         start, stop = self._ranks.part(module.weight.shape[dim])
         self._take(module, "weight", Part(module.weight.shape, dim, ((start, stop),)))
+        vars(module)[DIVIDED] = (self._ranks, None) if dim == 0 else (None, self._ranks)
         _set_features(module, ("in_features", "nx"), stop - start)
         bias = getattr(module, "bias", None)
         if bias is not None:  # added to the sum, once
             self._partial[id(bias)] = "sequence"
             vars(module)[BIAS_LATER] = True
-            module.forward = MethodType(_without_bias, module)
+            if not in_float8(module):
+                module.forward = MethodType(_without_bias, module)
         _after(module, partial(_leave, self._ranks))
 
     def _vocabulary(self, module: nn.Embedding) -> None:
@@ -203,7 +215,8 @@ def _problems(model: nn.Module, modules: Mapping[str, Entry], size: int) -> list
             reason = f"this style is for linear layers, and {name} is of class {named}"
             raise ConfigError([Problem(at, style, reason, f"{at}={fix}")])
         # those of transformers (Gemma's) scale what they look up: `_look_up` calls their forward
-        if kind is nn.Embedding and type(module).__module__.startswith("transformers."):
+        scaled = kind is nn.Embedding and type(module).__module__.startswith("transformers.")
+        if scaled or in_float8(module):
             kind = type(module)
         if own := own_code(module, kind):
             reason = f"{name} has {own}, which no rank computes for a part of its weight"

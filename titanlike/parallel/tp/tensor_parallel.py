@@ -27,6 +27,7 @@ from titanlike.distributed.transform import Plan, Recorded, Transform
 from titanlike.graph.loss import Loss
 from titanlike.graph.model_graph import Fields, fields_of
 from titanlike.optim.loss import build_loss, takes_divided_logits
+from titanlike.parallel.float8 import in_bf16
 from titanlike.parallel.tp.check import Draws, ForwardCheck, mixed_draws, plan_error, unnamed
 from titanlike.parallel.tp.operators import ShardingError
 from titanlike.parallel.tp.plan import Entry, named, parse_plan, written_plan
@@ -312,7 +313,8 @@ def _sharding_of(
     dtype = next(model.parameters()).dtype  # in which the model computes
     two = {name: x.repeat_interleave(2, 0) for name, x in batch.items() if name != "targets"}
     two = {name: x.to(dtype) if x.is_floating_point() else x for name, x in two.items()}
-    check = ForwardCheck(undivided, modules, two)
+    with in_bf16(undivided.modules()):  # which multiplies what float8 does
+        check = ForwardCheck(undivided, modules, two)
     placements = shard_model(model, modules, like, whole_logits=whole_logits)
     sequence = config.tp_sequence and any(entry.style == "sequence" for entry in modules.values())
     sharding = TensorSharding(
@@ -324,7 +326,8 @@ def _sharding_of(
         probe, ranks = probes.pop(), TensorRanks(config.tp, 0)
         shard_model(probe, modules, ranks, whole_logits=whole_logits)
         ranks.sequence = sequence
-        return check.mistakes(probe, placements, ranks, vocabulary is not None)
+        with in_bf16(probe.modules()):
+            return check.mistakes(probe, placements, ranks, vocabulary is not None)
 
     mistakes, draws = divided(like.sequence)
     if mistakes and not config.tp_check:
