@@ -807,6 +807,12 @@ class Verify:
         False,
         "`titanlike verify` in bf16 or float8: that alone, not the same layout in fp32 as well",
     )
+    against: str | None = key(
+        None, "folder with weights, gradients and losses of another framework, compared as well"
+    )
+    names: str | None = key(
+        None, "YAML or JSON file of its parameters' names -> the model's; # is any number"
+    )
     json: bool = key(
         False,
         "print the verdict as JSON, in the last line; run_dir/verify/verdict.json has it, too",

@@ -37,6 +37,7 @@ from titanlike.proof.reference import (
 )
 from titanlike.proof.verification import (
     Found,
+    apart,
     compare_with_one_process,
     compute_reference,
     kind_order,
@@ -142,7 +143,7 @@ def localize_bits(config: Config, step: int, data: Data, worker: Worker) -> dict
     if worker.rank == 0:
         folder.mkdir(exist_ok=True)
         recorder = Recorder(step=step)
-        one = replace(_apart(worker, "", 1), local_world_size=1)
+        one = replace(apart(worker, "", 1), local_world_size=1)
         for _ in computed(in_one_process(config), data, one, recorder=recorder):
             pass
         torch.save(recorder.tensors, folder / TENSORS)
@@ -152,7 +153,7 @@ def localize_bits(config: Config, step: int, data: Data, worker: Worker) -> dict
     def end(run: Run) -> None:
         found.wrong.extend(recorder.compared(run, config, folder)[0])
 
-    for _ in computed(config, data, _apart(worker, "bits of modules"), end, recorder):
+    for _ in computed(config, data, apart(worker, "bits of modules"), end, recorder):
         pass
     barrier(worker, "bits localized", REFERENCE_TIMEOUT)
     if worker.rank == 0:
@@ -169,10 +170,10 @@ class Attempts:
         if worker.rank == 0:
             shutil.rmtree(self.folder, ignore_errors=True)
             self.folder.mkdir()
-        data = open_data_on_every_rank(config, _apart(worker, "data of localization"))
+        data = open_data_on_every_rank(config, apart(worker, "data of localization"))
         recorder, self._path = Recorder(shares), self.folder / _STEPS
-        apart = _apart(worker, "localization")
-        compute_reference(config, data, apart, self._path, recorder)
+        alone = apart(worker, "localization")
+        compute_reference(config, data, alone, self._path, recorder)
         if worker.rank == 0:
             torch.save(recorder.tensors, self.folder / TENSORS)
         (self.microbatches,) = {*microbatches_of(config, data).values()}  # of the global batch
@@ -182,7 +183,7 @@ class Attempts:
         """Collective; None on ranks that it has no use for, and where it cannot run."""
         name, result = f"attempt {len(self._verdicts)}", None
         if self.worker.rank < config.world_size and not problems(config):
-            part, path = _apart(self.worker, name, config.world_size), self._path
+            part, path = apart(self.worker, name, config.world_size), self._path
             try:
                 result = compare_with_one_process(config, part, reference=path, recorder=recorder)
             except Exception as error:  # whatever is wrong with it; peers then see it leave
@@ -199,7 +200,11 @@ class Attempts:
         return self._verdicts[-1]
 
 
-def first_place(found: Found, config: Config) -> dict[str, Any]:
+def first_place(
+    found: Found,
+    config: Config,
+    gradients: str = "in what is done to gradients: those of modules' outputs agree",
+) -> dict[str, Any]:
     """The place of the first difference, and what differs there; in words as `first`: a line for
     the place, and lines for what differs."""
     wrong = sorted((row for row in found.rows if not row.agrees), key=_causes_first)
@@ -218,9 +223,7 @@ def first_place(found: Found, config: Config) -> dict[str, Any]:
         text = next(iter(found.missing), "none in this run")
     elif rows[0].kind == "gradient" and found.gradients:
         place = {"phase": "reduction", "name": next(iter(found.gradients))}
-        text = "in what is done to gradients: those of modules' outputs agree"
-        for name, what in found.gradients.items():
-            groups.setdefault(what, []).append(name)
+        text = gradients
     else:
         # the one that is most nearly a multiple: rounding is large beside small updates
         row = max(rows, key=lambda row: row.along**2 / (row.scale * row.squared or math.inf))
@@ -229,7 +232,9 @@ def first_place(found: Found, config: Config) -> dict[str, Any]:
         what = times(round(factor, 3), config) if finite else What("missing or not finite")
         place = {"phase": row.kind, "name": row.name, "relative": row.relative}
         text = f"{row.full_name}{_more(rows)}, by {row.relative:.1e}: {what}"
-        groups = {what: rows}
+        groups = {what: [row.full_name for row in rows]}
+    for name, what in () if found.wrong else found.gradients.items():
+        groups.setdefault(what, []).append(f"gradient of {name}")
     differs = []
     for what, of in groups.items():
         entry: dict[str, Any] = what._asdict()
@@ -239,9 +244,9 @@ def first_place(found: Found, config: Config) -> dict[str, Any]:
             where = f"rank {in_words(sorted(ranks))}, microbatch {in_words(sorted(numbers))}"
             lines.append(f"  {where} of the global batch: {what}")
         else:
-            entry["names"] = [getattr(each, "name", each) for each in of]
-            if place["phase"] == "reduction":
-                lines.append(f"  gradient of {of[0]}{_more(of)}: {what}")
+            entry["names"] = of
+            if found.gradients:
+                lines.append(f"  {of[0]}{_more(of)}: {what}")
         differs.append(entry)
     first_lines = [f"first difference: {text}", *lines[:4]]
     return {"first": first_lines, "place": place, "differs": differs}
@@ -254,13 +259,3 @@ def _more(of: list[Any]) -> str:
 def _causes_first(row: Comparison) -> tuple[Any, ...]:
     late = row.kind == "loss" and row.name not in EARLY_LOSSES
     return row.kind != "initial", late, *kind_order(row), -row.relative
-
-
-def _apart(worker: Worker, name: str, ranks: int | None = None) -> Worker:
-    """The worker with a store of its own, as one of the first `ranks` of the job."""
-    store = worker.store and dist.PrefixStore(name, worker.store)
-    if ranks is None:
-        return replace(worker, store=store)
-    local = min(ranks, worker.local_world_size)
-    store = store if ranks > 1 else None
-    return replace(worker, world_size=ranks, local_world_size=local, store=store)

@@ -344,6 +344,10 @@ def times(factor: float, config: Config) -> What:
     if abs(factor) < _SAME:
         return What("zeros", 0.0)
     factor, causes = float(f"{factor:.5g}"), {-1.0: "the sign"}
+    parts = {"tokens": config.batch_size * config.seq_len, "samples": config.batch_size}
+    parts["microbatches"] = getattr(config.schedule, "microbatches", None) or 1
+    for name, size in parts.items():
+        causes |= {float(size): f"summed instead of averaged over {name}"} if size > 1 else {}
     for name in ("pp", "replicate", "ep", "cp", "tp", "dp"):
         if (size := getattr(config, name)) > 1:
             causes[1 / size] = f"divided by {name} once too often, or not summed over it"

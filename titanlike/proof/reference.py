@@ -57,7 +57,7 @@ class Reference:
 
     initial: dict[str, Tensor]
     # of these, those that are all zeros by themselves, and random here: behind a gate of zero
-    # neither a wrong gradient nor mixed samples would be seen
+    # neither a wrong gradient nor mixed samples would be seen; or those of `verify.against`
     filled: frozenset[str]
     gradients: dict[str, Tensor]  # of the first step, before clipping
     reliable: dict[str, Tensor]  # elements whose gradients are no rounding in any step
@@ -189,9 +189,18 @@ def _single_process(
     model = build_model(resolved)
     initialize(model, initial_weights_of(resolved, config.seed), device)
     filled = frozenset(name for name, p in model.named_parameters() if p.numel() and not p.any())
+    given: dict[str, Tensor] = {}
+    if config.verify.against:
+        from titanlike.proof.against import dumped
+
+        given, _ = dumped(config, model, "weights")
+        filled = frozenset(given)
     with torch.no_grad():
         for name in filled:
             parameter = model.get_parameter(name)
+            if given:
+                parameter.copy_(given[name])
+                continue
             rows = slice(0, parameter.shape[0] if parameter.dim() else 1)
             drawn = draw(parameter.shape, rows, config.seed, f"filled {name}", 0.0, _FILLED)
             parameter.copy_(drawn)

@@ -166,6 +166,16 @@ def compare_with_one_process(
     return found
 
 
+def apart(worker: Worker, name: str, ranks: int | None = None) -> Worker:
+    """The worker with a store of its own, as one of the first `ranks` of the job."""
+    store = worker.store and dist.PrefixStore(name, worker.store)
+    if ranks is None:
+        return replace(worker, store=store)
+    local = min(ranks, worker.local_world_size)
+    store = store if ranks > 1 else None
+    return replace(worker, world_size=ranks, local_world_size=local, store=store)
+
+
 def _bounded(config: Config) -> Config:
     """The config with a bounded validation."""
     some = config.validation.batches or _BATCHES
@@ -255,13 +265,14 @@ def _compare_layout(
             if name not in exact.initial:  # in one process it is tied to another
                 yield compare("initial", name, None, torch.zeros(1))
     for name, parameter, part in parameters():
-        initial = exact.initial[name]
-        if name in exact.filled:
-            yield compare("initial", name, parameter, torch.zeros_like(initial), part=part)
-            with torch.no_grad():
-                for here, place in pieces(parameter, part):
-                    local(parameter)[here].copy_(initial[place])
-        else:
+        initial, filled = exact.initial[name], name in exact.filled
+        if not config.verify.against:
+            right = torch.zeros_like(initial) if filled else initial
+            yield compare("initial", name, parameter, right, part=part)
+        with torch.no_grad():
+            for here, place in pieces(parameter, part) if filled else ():
+                local(parameter)[here].copy_(initial[place])
+        if config.verify.against:
             yield compare("initial", name, parameter, initial, part=part)
     of_validation = validate(run, config, data)
     assert of_validation is not None, "it is not stopped"
@@ -354,7 +365,7 @@ def _compare_states(run: Run, exact: Reference, rounded: Reference | None) -> It
                 yield compare("state", name, value, reference, in_bf16, part=part)
 
 
-def print_found(config: Config, found: Found) -> None:
+def print_found(config: Config, found: Found, other: str = "one process in plain torch") -> None:
     """The worst first within each kind; all that disagree, and the largest few of the rest."""
     console, rows, groups = Console(steps=1), found.rows, found.groups
     shown = []
@@ -365,7 +376,7 @@ def print_found(config: Config, found: Found) -> None:
         if agreeing := of_kind[count:]:
             total = reduce(operator.add, agreeing)
             shown.append(replace(total, name=f"... {len(agreeing)} more"))
-    title = f"against one process in plain torch ({config.precision.name})"
+    title = f"against {other} ({config.precision.name})"
     if groups > 1:
         title += f", samples in the same {groups} groups of {config.batch_size // groups}"
     cells = []

@@ -1,34 +1,53 @@
-"""The verify job: a layout is compared with one process; where they differ, it is told where."""
+"""The verify job: a layout is compared with one process, and that with what another framework has
+written; where they differ, it is told where."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
+import torch
 
 from titanlike.config.files import atomic_write_text, dumps
 from titanlike.config.schema import Config, Precision
 from titanlike.config.validate import problems
 from titanlike.launch.worker import Worker
-from titanlike.proof.verification import Found, compare_with_one_process, print_found
+from titanlike.proof.verification import (
+    Found,
+    apart,
+    compare_with_one_process,
+    compute_reference,
+    print_found,
+)
 from titanlike.training.session import open_data_on_every_rank
 
 
 def verify(config: Config, worker: Worker) -> dict[str, Any]:
     """Compare; prints a table; returns exit_code 0 if everything agrees, 1 if not. Then it tells
     where it is wrong. All of it is in verdict.json, too."""
+    every: list[Found] = []
+    dump: list[Found] = []
+    path: Path | None = None
+    if config.verify.against:
+        from titanlike.proof.against import compare_with_dump, with_batches
+
+        config, path = with_batches(config), worker.run_dir / "reference_for_dump.pt"
+        alone = apart(worker, "against")
+        compute_reference(config, open_data_on_every_rank(config, alone), alone, path)
+        steps = torch.load(path, map_location="cpu", weights_only=False, mmap=True)
+        dump = [compare_with_dump(config, *steps)]
     runs = [config]
     twin = replace(config, precision=Precision())
     if config.precision.low and not config.verify.as_is and not problems(twin):
         runs.append(twin)
-    every: list[Found] = []
     for each in runs:
-        apart = worker.store and dist.PrefixStore(each.precision.name, worker.store)
-        every.append(compare_with_one_process(each, replace(worker, store=apart)))
+        alone = apart(worker, each.precision.name)
+        given = path if each is config else None
+        every.append(compare_with_one_process(each, alone, reference=given))
         if worker.rank == 0:
             print_found(each, every[-1])
-    agrees = all(one.agrees for one in every)
+    agrees = all(one.agrees for one in (*every, *dump))
     located: dict[str, Any] = {}
     if config.exact:
         from titanlike.proof.exact import first_difference
@@ -50,16 +69,29 @@ def verify(config: Config, worker: Worker) -> dict[str, Any]:
 
         # the one in fp32, if it fails
         located = located or localize(*wrong[-1], worker)
-    verdict = {
-        "verdict": "PASS" if agrees else "FAIL",
-        "comparisons": sum(len(found.rows) for found in every),
-        "differ": [row.full_name for found in every for row in found.rows if not row.agrees],
-        "missing": [text for found in every for text in found.missing],
-        "first_difference": located or None,
-    }
+    verdict = {"verdict": "PASS" if agrees else "FAIL", **_fields(every, located)}
+    for found in dump:
+        from titanlike.proof.localization import first_place
+
+        first = {} if found.agrees else first_place(found, config, "gradients, from the last layer")
+        verdict["against"] = _fields(dump, first)
+        if worker.rank == 0:
+            print_found(config, found, f"{config.verify.against}")
+            print(*first.get("first", ()), sep="\n")
     if worker.rank == 0:
+        if path is not None:
+            path.unlink()
         atomic_write_text(worker.run_dir / "verdict.json", dumps(verdict) + "\n")
         if config.verify.json:
             print(dumps(verdict))
     worst = max(row.difference for row in every[0].rows if row.kind == "gradient")
     return verdict | {"value": worst, "exit_code": 0 if agrees else 1}
+
+
+def _fields(of: list[Found], first: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "comparisons": sum(len(found.rows) for found in of),
+        "differ": [row.full_name for found in of for row in found.rows if not row.agrees],
+        "missing": [text for found in of for text in found.missing],
+        "first_difference": first or None,
+    }
