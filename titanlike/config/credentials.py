@@ -1,14 +1,12 @@
-"""Secrets (keys, tokens, passwords): refused in a config, replaced by *** in every other text.
+"""Secrets (keys, tokens, passwords): refused in a config, replaced by *** in all other texts.
 
-A config is stored (config.yaml, checkpoints, W&B), so it must not contain any. A secret is:
-
-1. text under a key whose name says so (password, api_key, hf_token; not max_tokens, pad_token), in a
-   text what follows such a name: password=..., {password: ...};
-2. user:password@ in a URL, or a query such as ?token=... or ?X-Amz-Signature=...;
-3. what has the form of a well-known service's token (hf_..., sk-..., AKIA..., a private key): a line of
-   `_TOKENS` for each form;
+A config is stored (config.yaml, checkpoints, W&B), so it must not contain secrets. A secret is:
+1. text under a key whose name says so (password, api_key, hf_token; not max_tokens, pad_token), and
+   in a text what follows such a name: password=..., {password: ...};
+2. user:password@ in a URL, or a query parameter such as ?token=... or ?X-Amz-Signature=...;
+3. text in the format of a well-known service's token (hf_..., sk-..., AKIA..., a private key), a
+   line of `_TOKENS` for each;
 4. the value of an environment variable whose name says so.
-
 `redact` replaces them by *** in errors, tracebacks and logs.
 """
 
@@ -24,8 +22,8 @@ from typing import Any
 from urllib.parse import quote
 
 REDACTED = "***"
-_MIN_LENGTH = 8  # characters; shorter values of environment variables are not searched for
-_MIN_MIXED = 6  # if they have letters and other characters; then as a whole word
+_MIN_LENGTH = 8  # characters; shorter values of environment variables are ignored
+_MIN_MIXED = 6  # the limit for values of letters and other characters, matched as a word
 
 # --- names, as words in lower case: _hf_token_
 # -------------------------------------------------------
@@ -90,10 +88,10 @@ _NAMED = re.compile(  # password=..., {password: ...}
 
 @lru_cache(maxsize=4096)
 def is_secret_name(name: str, environment: bool | None = None) -> bool:
-    """Whether a name is that of a secret.
+    """Return whether a name is that of a secret.
 
-    environment: of an environment variable, where TOKEN is never a vocabulary's; None = if it is
-    written in capitals.
+    environment: True for an environment variable's name, where TOKEN never means a vocabulary's
+    token; None = guess by whether the name is in capitals.
     """
     environment = name.isupper() if environment is None else environment
     spaced = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
@@ -108,7 +106,7 @@ def is_secret_name(name: str, environment: bool | None = None) -> bool:
 
 
 def redact(text: str) -> str:
-    """The text with *** for each secret in it."""
+    """Replace each secret in a text by ***."""
     for _, value in _environment_secrets():
         for written in _encodings(value):
             if len(written) >= _MIN_LENGTH:
@@ -128,7 +126,7 @@ def redact(text: str) -> str:
 
 
 def redact_override(text: str) -> str:
-    """`redact` for an override, also by its key's name."""
+    """Apply `redact` to an override; its key's name counts, too."""
     key, equals, value = text.partition("=")
     if equals and _names_secret(key, value.strip("'\"")):
         return f"{key}={REDACTED}"
@@ -136,7 +134,7 @@ def redact_override(text: str) -> str:
 
 
 def redact_value(key: str, value: Any) -> Any:
-    """A value of a config with *** for each secret in it."""
+    """Replace each secret in a config value by ***."""
     if isinstance(value, dict):
         return {redact(str(k)): redact_value(f"{key}.{k}", item) for k, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -147,7 +145,7 @@ def redact_value(key: str, value: Any) -> Any:
 
 
 def find_secrets(plain: Any, key: str = "") -> Iterator[tuple[str, str]]:
-    """(dotted key, reason) for each value of a plain config that is or contains a secret."""
+    """Yield (dotted key, reason) for each secret in a plain config."""
     if isinstance(plain, dict):
         for name, item in plain.items():
             if redact(str(name)) != str(name):
@@ -161,7 +159,7 @@ def find_secrets(plain: Any, key: str = "") -> Iterator[tuple[str, str]]:
 
 
 def _secret_reason(key: str, value: Any) -> str:
-    """Why a value is a secret; "" if it is none."""
+    """Return why a value is a secret; "" if it is not."""
     if _names_secret(key, value):
         return "it is a secret by its name"
     if not isinstance(value, str):
@@ -176,28 +174,28 @@ def _secret_reason(key: str, value: Any) -> str:
 
 
 def _names_secret(key: str, value: Any) -> bool:
-    """Whether any part of a dotted key is a secret's name, under which a value can be one."""
+    """Return whether any part of a dotted key names a secret that the value can be."""
     names = (re.sub(r"\[\d+\]", "", name) for name in key.split("."))
     if not any(map(is_secret_name, names)):
         return False
     if value is None or isinstance(value, bool) or value in ("", "null", "None", "???", REDACTED):
         return False
     if str(value).isdigit() and "token" in key.lower():
-        return False  # an id in a vocabulary
+        return False  # a token id
     if not isinstance(value, str):
         return True
     return not (_VARIABLE.fullmatch(value) or value in os.environ or _is_path(value))
 
 
 def _is_secret_parameter(name: str) -> bool:
-    """Whether a parameter of a URL's query is a secret by its name."""
+    """Return whether a URL's query parameter is a secret, by its name."""
     word = name.lower()
     return word in ("sig", "key", "auth") or "signature" in word or is_secret_name(name)
 
 
 def _environment_secrets() -> list[tuple[str, str]]:
-    """(name, value) of the environment variables that are secrets, longest first: no everyday
-    words, such as 1 or true, and no paths."""
+    """Return (name, value) of secret environment variables, longest value first, except common
+    words (1, true) and paths."""
     secrets = []
     for name in [name for name in os.environ if is_secret_name(name, True)]:
         value = os.environ.get(name, "").strip()
@@ -209,13 +207,13 @@ def _environment_secrets() -> list[tuple[str, str]]:
 
 
 def _encodings(secret: str) -> list[str]:
-    """A secret verbatim, line by line, in a URL, in JSON and in a Python string."""
+    """Return a secret verbatim, by line, URL-encoded, and escaped for JSON and Python."""
     lines = [line.strip() for line in secret.splitlines() if len(line.strip()) >= _MIN_LENGTH]
     return [secret, *lines, quote(secret, safe=""), json.dumps(secret)[1:-1], repr(secret)[1:-1]]
 
 
 def _is_path(value: str) -> bool:
-    """Whether a value is the path of an existing file, which may be shown."""
+    """Return whether a value is the path of an existing file, which may be shown."""
     try:
         return value.startswith(("/", "~", "./")) and Path(value).expanduser().exists()
     except (OSError, RuntimeError, ValueError):  # too long for a path

@@ -11,14 +11,15 @@ from typing import Any
 
 from titanlike.config.credentials import REDACTED, redact, redact_value
 
-_LONGEST = 1000  # characters of a value that an error shows
+_LONGEST = 1000  # characters shown of a value
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One error in a config: `str()` gives `pp=3: <reason>; write <fix>`, with secrets as ***.
+    """One error in a config. `str()` gives `pp=3: <reason>; write <fix>`, with secrets replaced by
+    ***.
 
-    value: "" if there is none to show. fix: an override that works (`pp=2`), a sentence, or "".
+    value: "" = none to show. fix: an override that works (`pp=2`), a sentence, or "".
     """
 
     key: str
@@ -39,7 +40,7 @@ class Problem:
         return redact(printable(f"{shown}: {reason}" + (f"; {write}{fix}" if fix else "")))
 
     def hiding(self, values: Mapping[str, str]) -> Problem:
-        """Replace each of these values by a text: values from the environment may be secret."""
+        """Replace each of these values by its text; values from the environment may be secret."""
 
         def hide(text: str) -> str:
             for value, name in values.items():
@@ -53,10 +54,8 @@ class Problem:
 
     @classmethod
     def parse(cls, key: str, text: str) -> Problem:
-        """The problem in a ValueError's text, which should have the form that `str()` gives.
-
-        A text of another form is the reason of a problem of `key`.
-        """
+        """Parse a ValueError's text in the form that `str()` gives; any other text is the reason of
+        a problem of `key`."""
         match = re.fullmatch(r"([\w.]+)=(.*?): (.*?)(?:; write (.*))?", text, re.DOTALL)
         return cls(*match.groups(default="")) if match else cls(key, "", text)
 
@@ -84,15 +83,14 @@ class ConfigError(ValueError):
 
 
 def printable(text: str, but: str = "\n") -> str:
-    """The text with ESC and other characters that a terminal would obey written as in Python,
-    except those in `but`."""
+    """Escape ESC and other control characters as Python does, except those in `but`."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() or c in but else repr(c)[1:-1] for c in text)
 
 
 def as_typed(words: Iterable[str]) -> str:
-    """Overrides as they are typed in a shell."""
+    """Join overrides as they are typed in a shell."""
 
     def typed(word: str) -> str:
         try:
@@ -107,7 +105,7 @@ def as_typed(words: Iterable[str]) -> str:
 
 
 def typed_words(fix: str) -> list[str]:
-    """The words of the first way in a fix, if these are overrides; [] for a sentence."""
+    """Split a fix's first alternative into overrides; [] for a sentence."""
     try:
         words = shlex.split(fix.partition(" or ")[0].rstrip(","))
     except ValueError:
@@ -117,18 +115,18 @@ def typed_words(fix: str) -> list[str]:
 
 
 def as_override(key: str, value: Any) -> str:
-    """The override that sets a key to a value, as it is typed in a shell."""
+    """Return the override that sets a key, quoted for a shell."""
 
     def text(word: str) -> str:
         plain = re.fullmatch(r"[A-Za-z_/*][\w/.*%+@:-]*", word, re.ASCII)
-        read = word.lower() in ("null", "true", "false", "nan", "inf")  # as something else
+        read = word.lower() in ("null", "true", "false", "nan", "inf")  # parsed as another type
         return word if plain and not read else quoted(word)
 
     return as_typed([f"{key}={override_text(value, text)}"])
 
 
 def override_text(value: Any, text: Callable[[str], str] = str) -> str:
-    """A value in the syntax of overrides: null, true, [1,2], {a:1}; texts as `text` writes them."""
+    """Write a value in the syntax of overrides: null, true, [1,2], {a:1}; strings by `text`."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -142,14 +140,14 @@ def override_text(value: Any, text: Callable[[str], str] = str) -> str:
 
 
 def quoted(text: str) -> str:
-    """Any text, quoted for the syntax of overrides."""
-    # a backslash is escaped only before a quote: Hydra takes any other as it is
+    """Quote any text for the syntax of overrides."""
+    # Hydra unescapes a backslash only before a quote
     escaped = re.sub(r"(\\+)(?='|\Z)", r"\1\1", text)
     return "'" + escaped.replace("'", r"\'") + "'"
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
-    """The known word most similar to `word`; None if none is similar."""
+    """Return the most similar known word, or None."""
 
     def similarity(other: str) -> tuple[float, bool]:
         ratio = difflib.SequenceMatcher(None, word.lower(), other.lower()).ratio()
@@ -160,12 +158,13 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
 
 
 def some_names(names: Sequence[str], most: int = 3) -> str:
-    """The first names of a list, and how many others there are."""
+    """Join the first names of a list, and the number of the others."""
     others = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + others
 
 
 def abbreviates(short: str, word: str) -> bool:
-    """hf of huggingface: the first letter, and others in their order."""
+    """Return whether `short` is the first letter of `word` and later ones in order (hf of
+    huggingface)."""
     letters = iter(word.lower())
     return short[:1].lower() == word[:1].lower() != "" and all(c in letters for c in short.lower())

@@ -1,4 +1,4 @@
-"""The program's own files: strict JSON (NaN and infinities as strings), regular files, atomic
+"""Files that the program writes: strict JSON (NaN and infinities as strings), regular files, atomic
 writes."""
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ from pathlib import Path
 from typing import IO, Any, Literal, TypeVar
 
 Record = TypeVar("Record")
-LARGEST = 1 << 63  # of integers that the program writes
+LARGEST = 1 << 63  # upper bound of integers that the program writes
 NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
 def dumps(record: dict[str, Any]) -> str:
-    """One line of strict JSON; floats round-trip to the last bit, NaN is "nan", infinity "inf"."""
+    """Write one line of strict JSON; floats round-trip to the last bit, NaN is "nan", infinity
+    "inf"."""
     return json.dumps(_finite(record), allow_nan=False)
 
 
@@ -37,7 +38,7 @@ def _finite(value: Any) -> Any:
 
 
 def loads(data: str | bytes) -> dict[str, Any]:
-    """The inverse, of UTF-8. Raises ValueError as `parse_object`."""
+    """Parse what `dumps` wrote, as UTF-8. Raises ValueError as `parse_object`."""
     return {
         key: NON_FINITE.get(value, value) if isinstance(value, str) else value
         for key, value in parse_object(data).items()
@@ -45,9 +46,9 @@ def loads(data: str | bytes) -> dict[str, Any]:
 
 
 def parse_object(data: str | bytes) -> dict[str, Any]:
-    """A JSON object, whatever else the text may be.
+    """Parse a JSON object from an untrusted text.
 
-    Raises ValueError with a reason that can follow the name of a file: "is not a JSON object".
+    Raises ValueError with a reason that can follow a file's name: "is not a JSON object".
     """
     try:
         text = data.decode() if isinstance(data, bytes) else data
@@ -71,9 +72,9 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def read_object(path: Path, kind: type[Record] | None = None) -> Any:
-    """`loads` of a file; with `kind`, a dataclass, an instance with the fields of that object.
+    """Apply `loads` to a file; with `kind`, return that dataclass.
 
-    Raises OSError where it cannot be read, and ValueError naming the file for anything else in it.
+    Raises OSError if the file cannot be read, ValueError naming it for any other content.
     """
     try:
         with open_regular(path) as file:
@@ -86,7 +87,7 @@ def read_object(path: Path, kind: type[Record] | None = None) -> Any:
 
 
 def as_record(record: dict[str, Any], kind: type[Record]) -> Record:
-    """The dataclass with the fields of a JSON object, which may have more. Raises ValueError."""
+    """Convert a JSON object to a dataclass, ignoring other keys. Raises ValueError."""
     hints = typing.get_type_hints(kind)
     values = {}
     for field in dataclasses.fields(kind):  # type: ignore[arg-type]
@@ -100,7 +101,7 @@ def as_record(record: dict[str, Any], kind: type[Record]) -> Record:
 
 
 def _is_a(value: Any, hint: Any) -> bool:
-    """Whether a value of JSON has a type: scalars, `X | None`, lists and dicts of one type."""
+    """Return whether a JSON value has a type: scalars, `X | None`, lists and dicts of one type."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         return any(_is_a(value, argument) for argument in arguments)
@@ -118,16 +119,16 @@ def _is_a(value: Any, hint: Any) -> bool:
 
 
 class NotRegularFile(OSError):
-    """A FIFO, socket, device or folder in the place of a file, or a loop of links."""
+    """A FIFO, socket, device, folder or loop of links instead of a file."""
 
 
 def open_regular(path: str | Path, mode: str = "rb", **options: Any) -> IO[Any]:
-    """`open`, which would wait for the other end of a FIFO. Raises NotRegularFile."""
+    """Open a regular file; `open` would block on a FIFO. Raises NotRegularFile."""
     return open(path, mode, opener=regular_fd, **options)
 
 
 def regular_fd(path: str | Path, flags: int) -> int:
-    """`os.open` of a regular file, or to write to a device. Raises NotRegularFile."""
+    """Apply `os.open` to a regular file, or for writing to a device. Raises NotRegularFile."""
     try:
         fd = os.open(path, flags | os.O_NONBLOCK, 0o666)
     except OSError as error:
@@ -142,13 +143,13 @@ def regular_fd(path: str | Path, flags: int) -> int:
 
 
 def check_writable(folder: Path) -> None:
-    """Raise OSError if a folder can neither be written nor be created. Creates nothing."""
+    """Raise OSError if a folder can neither be written nor created. Creates nothing."""
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     tempfile.TemporaryFile(dir=existing).close()
 
 
 def same_folder(one: str | Path, other: str | Path) -> bool:
-    """Whether two paths lead to one folder that exists."""
+    """Return whether two paths are the same existing folder."""
     try:
         return os.path.samefile(one, other)
     except (OSError, ValueError):
@@ -156,7 +157,7 @@ def same_folder(one: str | Path, other: str | Path) -> bool:
 
 
 def make_new_folder(folder: Path) -> Path:
-    """Create a folder that nobody else has: FOLDER, or FOLDER-2 ... if it exists already."""
+    """Create a folder that did not exist: FOLDER, else FOLDER-2 and so on."""
     number, failures = 1, 0
     while True:
         new = folder if number == 1 else folder.with_name(f"{folder.name}-{number}")
@@ -165,10 +166,10 @@ def make_new_folder(folder: Path) -> Path:
             new.mkdir()
             return new
         except FileExistsError:
-            if not new.is_dir():  # a file in its place, or in a parent's
+            if not new.is_dir():  # there is a file at this path or a parent's
                 raise
             number += 1
-        except FileNotFoundError:  # another process has removed an empty parent
+        except FileNotFoundError:  # another process removed an empty parent
             failures += 1
             if failures > 10:
                 raise
@@ -192,8 +193,7 @@ def atomic_write_bytes(path: Path, data: bytes, sync: bool = True) -> None:
 
 @contextlib.contextmanager
 def replaced(path: Path) -> Iterator[Path]:
-    """A context that writes a file under the name that it is given; at its end that takes the place
-    of `path`, after an error nothing is left of it."""
+    """Yield a temporary path; at the end its file is renamed to `path`, or removed after an error."""
     # no file yet: tempfile's would not follow the umask
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}")
     try:

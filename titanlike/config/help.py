@@ -1,4 +1,4 @@
-"""`--help`: the commands, then every key with its default and meaning. Imports no torch, no
+"""`--help`: the commands, then every key with its default and meaning. Imports neither torch nor
 Hydra."""
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ _FLAGS = [
 def help_text(
     words: list[str], commands: Mapping[str, Mapping[str, str]], width: int | None = None
 ) -> str:
-    """The help for training. words: how the program was started, `python train.py`.
+    """Return the help of training.
 
-    commands: titles, and below each a line for each subcommand; none where there are no
-    subcommands. width: columns; None = the terminal's.
+    words: how the program was started, `python train.py`. commands: for each title a line per
+    subcommand; empty without subcommands. width: columns; None = the terminal's.
     """
     width = min(width or shutil.get_terminal_size().columns, 160)
     program, command = shlex.join(words), "[COMMAND] " if commands else ""
@@ -52,7 +52,7 @@ def help_text(
 
 
 def command_help(words: list[str], description: str) -> str:
-    """The help for a command that takes the overrides of training."""
+    """Return the help of a command that takes training's overrides."""
     usage = f"usage: {shlex.join(words)} [key=value ...] [group=choice ...]"
     keys = f"Takes the overrides of training: {shlex.join(train_program())} --help lists them."
     width = min(shutil.get_terminal_size().columns, 100)
@@ -61,7 +61,7 @@ def command_help(words: list[str], description: str) -> str:
 
 def _examples(words: list[str]) -> list[tuple[str, str]]:
     program = shlex.join(words)
-    # torchrun starts `python SCRIPT` or `python -m MODULE` by itself
+    # torchrun adds `python` to SCRIPT or -m MODULE itself
     script = shlex.join(words[1:]) if words[0] == "python" else "-m titanlike"
     return [
         (program, "one process, shipped defaults"),
@@ -74,7 +74,7 @@ def _examples(words: list[str]) -> list[tuple[str, str]]:
 
 
 def _keys_and_groups(width: int) -> list[str]:
-    """Every key of the config, then every group with its choices and their keys."""
+    """Return every key of the config, then every group with its choices and their keys."""
     hints, config = typing.get_type_hints(Config), to_plain(Config())
     fields = dataclasses.fields(Config)
     groups = [f for f in fields if f.name in VARIANTS or hints[f.name] is Model]
@@ -92,7 +92,7 @@ def _keys_and_groups(width: int) -> list[str]:
 
 
 def _group(group: str, width: int) -> list[str]:
-    """A group's choices, then their keys; choices with the same keys together."""
+    """Return a group's choices, then their keys; choices with the same keys share an entry."""
 
     def wrapped(text: str) -> list[str]:
         return textwrap.wrap(text, width, initial_indent="  ", subsequent_indent="  ")
@@ -122,7 +122,7 @@ def _group(group: str, width: int) -> list[str]:
 
 
 def _choices(group: str, width: int) -> list[str]:
-    """Each choice with the comment that its file begins with."""
+    """Return each choice with the first comment of its file."""
     rows = []
     for path in sorted((conf_dir() / group).glob("*.yaml")):
         comment = re.search(r"^# (?!@)(.*)", path.read_text(encoding="utf-8"), re.MULTILINE)
@@ -138,7 +138,7 @@ def _keys(variant: type, prefix: str, width: int) -> list[str]:
 def _row(
     field: dataclasses.Field[Any], prefix: str, hints: dict[str, Any], values: dict[str, Any]
 ) -> tuple[str, str]:
-    """`key=default` and its meaning, with the values that are allowed where they are few."""
+    """Return `key=default` and its meaning, with the allowed values if they are few."""
     default: Any = field.default
     if field.default_factory is not dataclasses.MISSING:
         default = field.default_factory()
@@ -152,7 +152,7 @@ def _row(
 
 
 def _rows(rows: list[tuple[str, str]], width: int) -> list[str]:
-    """Two columns; a left entry that is too wide has the line to itself."""
+    """Format two columns; a left entry that is too wide has its own line."""
     column = min(max((len(left) for left, _ in rows), default=0) + 4, width // 2)
     lines = []
     for left, right in rows:

@@ -1,8 +1,8 @@
-"""Import paths, `package.module.attribute`: how a config names the user's code.
+"""Import paths, `package.module.attribute`: how a config names a user's code.
 
-Code that a config names is executed. So that of a config from somebody else can be known before:
-`outside` finds where it would be imported from, without importing. The standard library is refused:
-it has no model, but functions such as os.system.
+Code that a config names is executed. So that a stranger's config can be inspected first, `outside`
+finds where its code would be imported from, without importing it. The standard library is refused:
+it has no models, but functions such as os.system.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from titanlike.config.schema import Config
 TRUST_CODE = (
     "import the code and open the files that RUN names, if they are not titanlike's or RUN's"
 )
-# of Hydra's section: keys that name code, and packages whose code configures Hydra
+# in Hydra's section: keys that name code, and packages whose code configures Hydra
 _HYDRA_KEYS = ("_target_", "class", "()")
 _HYDRA_CODE = ("hydra.", "hydra_plugins.", "logging.", "colorlog.")
 
 
 def import_object(path: str) -> Any:
-    """The object at an import path, also of a module in the working directory, which is last on
-    sys.path from here on. Raises ValueError that names the missing part."""
+    """Import the object at a path. The working directory is appended to sys.path. Raises ValueError
+    that names the missing part."""
     module_name, _, attribute = path.rpartition(".")
     if not module_name:
         raise ValueError(f"{path!r} is neither a built-in name nor package.module.attribute")
@@ -43,7 +43,7 @@ def import_object(path: str) -> Any:
         sys.path.append(here)
     try:
         module = importlib.import_module(module_name)
-    except Exception as error:  # whatever the module raises during its import
+    except Exception as error:  # a module may raise anything during its import
         raise ValueError(
             f"importing {module_name} failed with {type(error).__name__}: {error} "
             "(its folder must be the current one or on PYTHONPATH)"
@@ -53,16 +53,16 @@ def import_object(path: str) -> Any:
         hint = f"; did you mean {module_name}.{near}?" if near else ""
         raise ValueError(f"module {module_name} has no {attribute}{hint}")
     imported = getattr(module, attribute)
-    if inspect.isroutine(imported) or inspect.isclass(imported):  # perhaps imported there
+    if inspect.isroutine(imported) or inspect.isclass(imported):  # may be imported from elsewhere
         _check_library(path, str(imported.__module__))
     return imported
 
 
 def _check_library(path: str, module_name: str) -> None:
-    """Raises ValueError for code of the standard library."""
+    """Raise ValueError for code of the standard library."""
     package = module_name.partition(".")[0]
     if package in sys.stdlib_module_names:
-        # of which Python has imported one already, whatever is first on the path
+        # Python may have imported the library's before, whatever is first on sys.path
         if found := [name for name in (package, f"{package}.py") if Path(name).exists()]:
             raise ValueError(
                 f"{found[0]} in the working directory has the name of a module of Python's standard "
@@ -75,11 +75,11 @@ def _check_library(path: str, module_name: str) -> None:
 
 
 def of_a_library(path: str, imported: Any, *kinds: type) -> str:
-    """What the object at an import path is, where it is an installed package's and makes none of
-    `kinds`; else "".
+    """Return what an imported object is if it belongs to an installed package and does not make one
+    of `kinds`; else "".
 
-    A function must be annotated to return one: torch.load runs what its arguments say, and returns
-    something else afterwards.
+    A function must be annotated to return one of them: torch.load, for example, executes what its
+    arguments say and only then returns something else.
     """
     names = {path.rpartition(".")[0], str(getattr(imported, "__module__", ""))}
     files = [getattr(sys.modules.get(name), "__file__", None) or "" for name in names]
@@ -96,14 +96,15 @@ def of_a_library(path: str, imported: Any, *kinds: type) -> str:
 
 
 def imports_line(path: str, named: str) -> str:
-    """What is shown before the code at an import path runs. named: what names it."""
+    """Return the line shown before the code at an import path runs. named: the key that names it."""
     return _line(
         path, named, _place(path.rpartition(".")[0]) or f"the working directory, {os.getcwd()}"
     )
 
 
 def outside(plain: Mapping[str, Any], hydra: Mapping[str, Any]) -> Iterator[str]:
-    """A line for each import from outside titanlike and the working directory. Imports nothing.
+    """Yield a line for each import from outside of titanlike and the working directory. Imports
+    nothing.
 
     plain: a config as plain dicts. hydra: its section for Hydra.
     """
@@ -117,7 +118,7 @@ def _line(path: str, named: str, place: str) -> str:
 
 
 def named_code(plain: Mapping[str, Any], hydra: Any) -> Iterator[tuple[str, str]]:
-    """(key, import path) of all code that a config names, but titanlike's and Hydra's own."""
+    """Yield (key, import path) of all code that a config names, except titanlike's and Hydra's own."""
     for group, settings in plain.items():
         if isinstance(settings, Mapping) and "." in str(settings.get("name", "")):
             yield f"{group}.name", str(settings["name"])
@@ -135,8 +136,8 @@ def _mapping(value: Any) -> Mapping[str, Any]:
 
 
 def outside_code(config: Config) -> dict[str, str]:
-    """key -> import path of what is not titanlike's, but the learning rate, equal in each
-    layout."""
+    """Map keys to import paths of user code that runs in training. The learning rate's is left out:
+    it gives equal values in each layout."""
     return {
         key: path
         for key, path in named_code(to_plain(config), {})
@@ -145,7 +146,7 @@ def outside_code(config: Config) -> dict[str, str]:
 
 
 def _hydra_imports(section: Any, key: str) -> Iterator[tuple[str, str]]:
-    """(key, import path) of what Hydra's section names, without Hydra's own parts."""
+    """Yield (key, import path) of what Hydra's section names, except Hydra's own classes."""
     if isinstance(section, (list, tuple)):
         section = {str(index): item for index, item in enumerate(section)}
     if not isinstance(section, Mapping):
@@ -157,8 +158,8 @@ def _hydra_imports(section: Any, key: str) -> Iterator[tuple[str, str]]:
 
 
 def _is_hydras(path: str) -> bool:
-    """Whether code is Hydra's own or logging's, and not what these import, as in
-    logging.os.system."""
+    """Return whether code belongs to Hydra or logging, not to a module that these import
+    (logging.os.system)."""
     if not path.startswith(_HYDRA_CODE):
         return False
     parts, folders = path.split("."), None
@@ -171,7 +172,7 @@ def _is_hydras(path: str) -> bool:
 
 
 def _place(module_name: str) -> str | None:
-    """The file of a module; None if it is titanlike's, in the working directory, or not found."""
+    """Return a module's file; None if it is titanlike's, in the working directory, or not found."""
     if module_name.partition(".")[0] in sys.stdlib_module_names:
         return "Python's standard library"
     file: str | None = None
@@ -179,12 +180,12 @@ def _place(module_name: str) -> str | None:
     parts = module_name.split(".")
     for count in range(1, len(parts) + 1):
         spec = _find(".".join(parts[:count]), folders)
-        if spec is None:  # perhaps a package without __init__.py in another
+        if spec is None:  # it may be a package without __init__.py in another folder
             inner = [Path(folder, parts[count - 1]) for folder in folders or ()]
             folders = [str(path) for path in inner if path.is_dir()]
         else:
             file, folders = spec.origin or file, spec.submodule_search_locations
-        if not folders:  # or a parent's code provides it
+        if not folders:  # a parent's code may provide it
             break
     if file is None:
         return None
@@ -195,7 +196,7 @@ def _place(module_name: str) -> str | None:
 
 
 def _find(name: str, folders: Any) -> importlib.machinery.ModuleSpec | None:
-    """A module's spec, without importing its parents, as importlib.util.find_spec does."""
+    """Find a module's spec without importing its parents, which importlib.util.find_spec does."""
     try:
         finders = (finder.find_spec(name, folders) for finder in sys.meta_path)
         return next((spec for spec in finders if spec is not None), None)
@@ -205,11 +206,10 @@ def _find(name: str, folders: Any) -> importlib.machinery.ModuleSpec | None:
 
 @contextlib.contextmanager
 def quiet_import() -> Iterator[None]:
-    """A context in which nothing is logged but errors: around imports of torchao, also by
-    transformers.
+    """Suppress all logging but errors, around imports of torchao.
 
-    Symptom without it: importing torchao logs each of its libraries that is for another device, and
-    torch a deprecation. Test:
+    Symptom without it: importing torchao logs each of its libraries that is for a different device,
+    and torch a deprecation; transformers imports torchao, too. Test:
     `test_float8.py::test_a_run_says_that_it_is_emulated_and_nothing_of_torchao`.
     """
     level = logging.root.manager.disable

@@ -1,4 +1,4 @@
-"""How a config key is declared, with its bounds and conditions."""
+"""Declares config keys, with their bounds and conditions."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import field
 from typing import TYPE_CHECKING, Any, NewType
 
-if TYPE_CHECKING:  # what Python code writes; the names below tell how a config file may write it
+if TYPE_CHECKING:  # types in Python; the names tell `parse` which spellings a config may use
     Seconds = float
     Bytes = int
     Batches = int
@@ -21,7 +21,7 @@ else:
 
 MAX_RANKS = 1_000_000
 MAX_VOCAB = 2**31 - 1
-BOUNDS: dict[str, dict[str, Any]] = {  # of numbers, by what a key is declared as
+BOUNDS: dict[str, dict[str, Any]] = {  # default bounds of numbers, by a key's annotation
     "int": {"le": 2**40},
     "Batches": {"ge": 0, "le": 2**40},
     "float": {"le": 1e18},
@@ -31,14 +31,14 @@ BOUNDS: dict[str, dict[str, Any]] = {  # of numbers, by what a key is declared a
 
 
 def parse_share(share: str) -> tuple[int, int] | None:
-    """sweep.share as (i, n); None if it is not of the form i/n."""
+    """Parse sweep.share, i/n, as (i, n); None if malformed."""
     match = re.fullmatch(r"(\d+)/(\d+)", share)
     return (int(match[1]), int(match[2])) if match and int(match[1]) < int(match[2]) else None
 
 
-# conditions of a text, or of each text in a list: what is true of it, what is said where it is not
+# conditions of a text, or of each text in a list: (predicate, error if it is false)
 Texts = tuple[tuple[Callable[[str], object], str], ...]
-LONGEST_FILE = 200  # bytes of a name: the 255 of file systems, without what temporary names add
+LONGEST_FILE = 200  # bytes of a file name: 255 less what temporary names append
 # fmt: off
 PATH: Texts = (
     (lambda path: max(len(name.encode()) for name in path.split("/")) <= LONGEST_FILE,
@@ -47,7 +47,7 @@ PATH: Texts = (
      "a path with a line break or another control character cannot be printed"),
 )
 # fmt: on
-# W&B would refuse others after the start
+# W&B refuses others, but only once the run has started
 NAME: Texts = ((lambda name: 1 <= len(name) <= 128, "must have 1 to 128 characters"),)
 PROJECT: Texts = (*NAME, (re.compile(r"[^/\\#?%:]*").fullmatch, r"cannot have / \ # ? % : in it"))
 TAG: Texts = ((lambda tag: 1 <= len(tag) <= 64, "a tag has 1 to 64 characters"),)
@@ -56,12 +56,11 @@ SHARE: Texts = ((parse_share, "must be i/n: job i and every n-th after it, i fro
 
 
 def key(default: Any, doc: str, texts: Texts = (), **bounds: Any) -> Any:
-    """A config field: its default, the line that `--help` prints for it, conditions of its texts,
-    and bounds of its numbers.
+    """Declare a config field: default, the line that `--help` prints, conditions of its texts, and
+    bounds of its numbers.
 
-    bounds: at least (ge), above (gt), at most (le), below (lt), where these are narrower than
-    BOUNDS; items: how many a list has; example: what an error proposes if neither the bound nor the
-    default is right.
+    bounds: >= (ge), > (gt), <= (le), < (lt), where narrower than BOUNDS; items: length of a list;
+    example: the value that an error proposes if neither the bound nor the default works.
     """
     metadata = {"doc": doc, "bounds": bounds, "texts": texts}
     if isinstance(default, list):
@@ -72,5 +71,6 @@ def key(default: Any, doc: str, texts: Texts = (), **bounds: Any) -> Any:
 
 
 def required(doc: str, **bounds: Any) -> Any:
-    """A config field without a default: its choice is an error until the user gives it."""
+    """Declare a config field without a default: its choice is an error until the user gives a
+    value."""
     return field(metadata={"doc": doc, "bounds": {"example": 1e12} | bounds})

@@ -1,6 +1,6 @@
-"""Keys of other frameworks, which are typed first, and what to write here instead.
+"""Keys of other frameworks, which users type first, and their equivalents here.
 
-They are data: `other_frameworks.yaml`. Read when an unknown key is found, not before.
+The table is `other_frameworks.yaml`, read only when an unknown key is found.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ _ON, _OFF = ("true", "1", "yes", "on"), ("false", "0", "no", "off", "none", "nul
 
 @dataclass(frozen=True)
 class Context:
-    """Numbers of the config that a key of another framework can be relative to."""
+    """Values of the config on which an equivalent may depend."""
 
     dp: int = 1
     steps: int = 300
     lr: float = 3e-3
     batch_size: int = 16
     microbatches: int = 1
-    cut: str = ""  # an override that gives that number of microbatches, if the config has none
+    cut: str = ""  # override that sets this number of microbatches, if the config does not
 
 
 def translate(key: str, value: str, context: Context) -> tuple[list[str], str] | None:
-    """(overrides to write here, what differs) for a key of another framework; None if unknown.
+    """Return (overrides to write here, what differs) for another framework's key; None if unknown.
 
-    No overrides: nothing here does what the key did. "": there is nothing to explain.
+    Without overrides, nothing here does what the key did. "" = there is nothing to explain.
     """
     table, parts = _table(), _normalized(key).split(".")
     if parts[-1] in ("enable", "enabled"):  # fp16.enabled, callbacks.wandb.enabled
@@ -48,14 +48,14 @@ def translate(key: str, value: str, context: Context) -> tuple[list[str], str] |
 
 
 def other_names(key: str) -> list[str]:
-    """What other frameworks, and models of theirs, call the same."""
+    """Return other frameworks' names for a key, their models' included."""
     keys: str = _table().get(_normalized(key), {}).get("keys", "")
     return keys.split()
 
 
 @functools.cache
 def _table() -> dict[str, dict[str, Any]]:
-    """Each name of another framework -> its entry in the file."""
+    """Load the file: each name in another framework and its entry."""
     import yaml
 
     text = Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8")
@@ -77,8 +77,8 @@ def _normalized(text: str) -> str:
 
 
 def _fill(template: str, value: str, context: Context) -> str:
-    """The template with its values; where it computes with what is no number, with that itself."""
-    # sharded: a dp among whose ranks there is something to shard
+    """Fill a template with values; an expression with a non-number is left as the value itself."""
+    # sharded: a dp of at least 2, so that FSDP shards
     numbers: dict[str, Any] = {"60": 60.0, "100": 100.0, "sharded": max(context.dp, 2)} | asdict(
         context
     )

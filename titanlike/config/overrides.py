@@ -1,7 +1,8 @@
-"""Overrides as the user types them and as Hydra reads them.
+"""Overrides, as users type them and as Hydra reads them; short forms; protection against YAML alias
+bombs.
 
-The keys of a model, and of what else is the user's own, are arguments, of which a config file need
-not list all. And YAML files whose aliases, written out, would be more than a machine can hold.
+Keys of a model, and of a user's own code, are arguments that config files need not list; Hydra
+needs ++ for them.
 """
 
 from __future__ import annotations
@@ -17,19 +18,19 @@ import yaml
 from titanlike.config.files import open_regular
 from titanlike.config.schema import OPEN_GROUPS, VARIANTS, Config
 
-ADDED = ("model.", "data.changed=")  # data.changed: the file of a user's own data may lack it
+ADDED = ("model.", "data.changed=")  # data.changed: not in the config file of a user's data
 SHORT = {"timeline": "timeline.enabled"}
-# keys that take a run's directory
+# groups that a run's directory can be given to, and the key that it sets
 _OF_RUNS = {"hardware": "hardware.path", "split.cost": "split.run"}
 
 
 def key_of(override: str) -> str:
-    """The key that an override sets."""
+    """Return the key that an override sets."""
     return override.partition("=")[0].lstrip("+~").partition("@")[0]
 
 
 def in_full(override: str) -> list[str]:
-    """What a short override stands for: timeline=true, hardware=RUN, split.cost=RUN."""
+    """Expand a short override: timeline=true, hardware=RUN, split.cost=RUN."""
     key, _, value = override.partition("=")
     if key in SHORT:
         return [f"{SHORT[key]}={value}"]
@@ -39,29 +40,28 @@ def in_full(override: str) -> list[str]:
 
 
 def to_hydra(override: str) -> str:
-    """An override of what may be an argument of the user's own code with the ++ that lets Hydra add
-    its key; any other unchanged."""
+    """Prefix an override of a user's argument with ++, so that Hydra adds its key; return others
+    unchanged."""
     group, dot, _ = override.partition("=")[0].partition(".")
     return f"++{override}" if dot and group in OPEN_GROUPS else override
 
 
 def from_hydra(override: str) -> str:
-    """The inverse."""
+    """Undo `to_hydra`."""
     group = key_of(override).partition(".")[0]
     return override.removeprefix("++") if group in OPEN_GROUPS else override
 
 
-_MOST = 100_000  # values of a config
+_MOST = 100_000  # values in a config, aliases expanded
 
 
 def aliases_problem(path: Path) -> str:
-    """Why a file is not to be read by what writes its aliases out, as OmegaConf does; "" if it
-    may."""
+    """Return why a YAML file must not be expanded (an alias bomb); "" if it may be."""
     known: dict[int, float] = {}
 
     def count(node: Any) -> float:
         if id(node) not in known:
-            known[id(node)] = float("inf")  # of an alias inside of what it names
+            known[id(node)] = float("inf")  # an alias within its own anchor
             entries = node.value if isinstance(node.value, list) else []
             parts = (entry if isinstance(entry, tuple) else [entry] for entry in entries)
             known[id(node)] = 1.0 + sum(map(count, chain.from_iterable(parts)))
@@ -72,15 +72,15 @@ def aliases_problem(path: Path) -> str:
             root = yaml.compose(file, yaml.SafeLoader)
         values = 0 if root is None else count(root)
     except (OSError, ValueError, yaml.YAMLError):
-        return ""  # told by those who read it
+        return ""  # the reader reports unreadable files
     except RecursionError:
         return "its values are nested too deeply"
     return f"it has {values:.2g} values, by aliases of aliases" if values > _MOST else ""
 
 
 def with_choices(config: Config, choices: Mapping[str, Any]) -> Config:
-    """The config with other values of keys, as {"fsdp.zero": 3}; of a group with the defaults of
-    the choice that is named, as {"schedule": "1f1b"}."""
+    """Set keys of a config, as {"fsdp.zero": 3}; for a group, the named choice with its defaults,
+    as {"schedule": "1f1b"}."""
     for key, value in choices.items():
         name, _, inner = key.partition(".")
         if inner:

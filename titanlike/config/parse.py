@@ -1,4 +1,4 @@
-"""Plain data (what YAML and the command line give) to the dataclasses of `schema`, and back.
+"""Converts plain data (from YAML and the command line) to the dataclasses of `schema`, and back.
 
 1. `parse` walks the fields of `Config`. A group (`VARIANTS`) is read by the dataclass that its
    `name` chooses; a name with a dot in an open group is an import path and becomes `Custom`.
@@ -37,22 +37,22 @@ from titanlike.config.schema import (
     OwnSchedule,
 )
 
-MISSING = "???"  # how YAML files mark a value that the user must give
+MISSING = "???"  # marks a value in YAML that the user must give
 _NO_DEFAULT = dataclasses.MISSING
-_NULL = ("none", "nil", "off", "no", "false", "disabled", "")  # how others write null
+_NULL = ("none", "nil", "off", "no", "false", "disabled", "")  # other spellings of null
 
 
 def parse(plain: dict[str, Any]) -> tuple[Config, list[Problem]]:
-    """The config that `plain` describes, and every unknown key and wrong type in it.
+    """Return the config, and every unknown key and wrong type in `plain`.
 
-    With problems, the config has defaults in place of the wrong values: enough for further checks.
+    With problems, the config has defaults in place of wrong values: enough for further checks.
     """
     problems: list[Problem] = []
     return _dataclass(Config, plain, "", problems), problems
 
 
 def to_plain(config: Any) -> Any:
-    """The inverse of `parse`: dicts, lists and scalars only."""
+    """Invert `parse`: return dicts, lists and scalars only."""
     if isinstance(config, Custom):
         own = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
         args = own.pop("args")
@@ -103,7 +103,7 @@ def _dataclass(cls: type, plain: dict[str, Any], prefix: str, problems: list[Pro
             values[name] = value
     for name, field in fields.items():
         if name not in values and _default(field) is _NO_DEFAULT:
-            values[name] = {int: 1}.get(hints[name], "")  # its problem is recorded
+            values[name] = {int: 1}.get(hints[name], "")  # a placeholder; the problem is recorded
     return cls(**values)
 
 
@@ -112,11 +112,11 @@ def _default(field: dataclasses.Field[Any]) -> Any:
 
 
 def _group(group: str, plain: Any, problems: list[Problem]) -> Any:
-    """The dataclass of a group's choice; None, and a problem, if there is none."""
+    """Convert a group's choice; None, and a problem, if there is none."""
     variants = VARIANTS.get(group, {})
     kinds = {*variants.values()}
     if isinstance(plain, dict) and "name" not in plain and len(kinds) == 1:
-        # of a run that was started when the group had keys and no choices
+        # an older run's config, from when the group had keys but no choices
         plain = {"name": kinds.pop().name, **plain}
     if not isinstance(plain, dict) or not isinstance(plain.get("name"), str):
         example = next(iter(variants), "llama_tiny")
@@ -140,7 +140,7 @@ def _group(group: str, plain: Any, problems: list[Problem]) -> Any:
     if name not in variants:
         near = nearest(name, variants)
         fix = f"{group}={near or next(iter(variants))}"
-        if group == "logger" and near is None and name != MISSING:  # a run's name is meant
+        if group == "logger" and near is None and name != MISSING:  # probably meant as a run's name
             fix = f"{fix} logger.run_name={name}"
         reason = f"no such choice; choices: {', '.join(variants)}"
         if group in OPEN_GROUPS:
@@ -151,8 +151,8 @@ def _group(group: str, plain: Any, problems: list[Problem]) -> Any:
 
 
 def section_of(group: str, plain: dict[str, Any]) -> tuple[Any, list[Problem]]:
-    """The dataclass of a group's choice, described as the group itself would be, and what is wrong
-    with it; None where it is none."""
+    """Convert a plain section as if it were the group itself; return it (None if invalid) and its
+    problems."""
     problems: list[Problem] = []
     return _group(group, plain, problems), problems
 
@@ -160,9 +160,9 @@ def section_of(group: str, plain: dict[str, Any]) -> tuple[Any, list[Problem]]:
 def convert(
     annotation: Any, value: Any, key: str, problems: list[Problem], default: Any = _NO_DEFAULT
 ) -> Any:
-    """`value` as the type `annotation`; None, and a problem, if it is not one.
+    """Convert `value` to the type `annotation`; None, and a problem, if it is not one.
 
-    The problem proposes the number or text that was meant, else `default`.
+    The problem proposes the probably intended number or text, else `default`.
     """
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin in (Union, types.UnionType):  # only `X | None` reaches this point
@@ -222,7 +222,7 @@ def convert(
         expected, number = "must be an integer", _number(value)
         expected += ", or all" if annotation is Batches else ""
         whole = round(number) if number is not None and abs(number) < 1e15 else None
-        # 0.1 is a share, as others take it: 0 would mean never
+        # 0.1 is a share in other frameworks; proposing 0 would mean "never"
         example = str(whole) if whole or number == 0 else ""
     elif annotation is Seconds:
         if (seconds := _seconds(value)) is not None:
@@ -250,7 +250,7 @@ def convert(
         wrong = []
         for item in value:
             convert(annotation, item, key, wrong)
-        if not wrong:  # the values of a sweep
+        if not wrong:  # a list of valid values, as in a sweep
             several = len(value) > 1
             fix = f"{'-m ' * several}{key}={','.join(map(override_text, value))}"
             expected += "; several are a sweep" * several
@@ -262,7 +262,7 @@ def convert(
 
 
 def _number(value: Any) -> float | None:
-    """A number, also one that is written 10k, 1.5M or 2B; None for anything else."""
+    """Parse a number, also 10k, 1.5M or 2B; None for anything else."""
     text = "" if isinstance(value, bool) else str(value).strip()
     match = re.fullmatch(r"([-+]?[\d_.]+(?:[eE][-+]?\d+)?)([kKmMbBgG]?)", text)
     try:
@@ -280,7 +280,7 @@ def _float(value: float) -> float:
 
 
 def bytes_of(value: Any) -> int | None:
-    """A number of bytes, 512MiB, 75GB or 75G (powers of 1024); None for anything else."""
+    """Parse a number of bytes, 512MiB, 75GB or 75G (powers of 1024); None for anything else."""
     if isinstance(value, int):
         return None if isinstance(value, bool) else value
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?\s*", str(value), re.I)
@@ -288,7 +288,7 @@ def bytes_of(value: Any) -> int | None:
 
 
 def _seconds(value: Any) -> float | None:
-    """A number, 45s, 90m, 11h30m, 1d or 11:30:00 in seconds; None for anything else."""
+    """Parse a number, 45s, 90m, 11h30m, 1d or 11:30:00 as seconds; None for anything else."""
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return _float(value)
     text = str(value).strip().lower()
@@ -309,7 +309,7 @@ def write_config(config: Config, run_dir: Path) -> None:
 
     settings = yaml.safe_dump(hydra_sections())
     plain = to_plain(config)
-    plain["data"].pop("changed", None)  # for one start
+    plain["data"].pop("changed", None)  # applies to one launch only
     text = (
         "# The complete config of this run. Launch it again, with any key=value after it:\n"
         f"#   {shlex.join([*train_program(), '--config-path', str(run_dir)])}\n"
@@ -319,13 +319,13 @@ def write_config(config: Config, run_dir: Path) -> None:
 
 
 def in_folder(plain: dict[str, Any], folder: Path) -> tuple[dict[str, Any], str]:
-    """The config of a run as that of the folder which holds it now, and where it was before ("" if
-    it is there): what was inside of the run (`checkpoint.folder`, data, an order) is inside of
-    it."""
+    """Rewrite a run's config for the folder that now holds it; also return its previous folder (""
+    if unchanged). Paths inside the run (`checkpoint.folder`, data, a schedule's file) move with it.
+    """
     before = plain.get("run_dir")
     if not isinstance(before, str) or not os.path.isabs(before) or same_folder(before, folder):
         return plain, ""
-    beside = os.path.relpath(before)  # as it was typed, in this working directory
+    beside = os.path.relpath(before)  # paths may be relative to this working directory
     roots = [before] if beside.startswith(".") else [before, beside]
 
     def moved(value: Any) -> Any:
@@ -342,7 +342,7 @@ def in_folder(plain: dict[str, Any], folder: Path) -> tuple[dict[str, Any], str]
 
 
 def hydra_sections() -> dict[str, Any]:
-    """What Hydra reads of config.yaml for itself."""
+    """Return the parts of config.yaml that configure Hydra."""
     import yaml
 
     shipped = yaml.safe_load((conf_dir() / "config.yaml").read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""This program: the command that started it, for messages that name one, and its shipped files."""
+"""This program: the command that started it, as messages name it, and its shipped files."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-PARENT = "TITANLIKE_PARENT"  # the process that a command ends with
+PARENT = "TITANLIKE_PARENT"  # pid of the process with which a command exits
 _VARIABLE = "TITANLIKE_PROGRAM"  # inherited by workers and by the jobs of a sweep
 _PACKAGE = Path(__file__).parents[1]
 
 
 def conf_dir() -> Path:
-    """The config files: inside the package when installed, else in the checkout."""
+    """Return the folder of config files: inside the package if installed, else in the checkout."""
     return _shipped("conf", "conf")
 
 
 def scripts_dir() -> Path:
-    """The job scripts, a folder for each scheduler; found as `conf_dir`."""
+    """Return the folder of job scripts, one folder per scheduler; found as `conf_dir`."""
     return _shipped("scripts", "tools")
 
 
@@ -35,28 +35,29 @@ def _shipped(installed: str, checkout: str) -> Path:
 
 
 def set_program(command: str | None = None) -> None:
-    """Record how this process was started; `command`: the subcommand that the user typed."""
+    """Record how this process was started. command: the subcommand that the user typed."""
     os.environ[_VARIABLE] = shlex.join([*_executable(), *([command] if command else [])])
 
 
 def set_caller() -> None:
-    """Record that another program calls this one: messages then name the installed command."""
+    """Record that another program calls this one; messages then name the installed command."""
     os.environ.setdefault(_VARIABLE, "titanlike")
 
 
 def program() -> list[str]:
-    """The words before the overrides: `titanlike verify`, `python train.py`."""
+    """Return the words before the overrides: `titanlike verify`, `python train.py`."""
     recorded = os.environ.get(_VARIABLE)
     return shlex.split(recorded) if recorded else _executable()
 
 
 def argument_parser(description: str | None, **options: Any) -> argparse.ArgumentParser:
-    """The parser of a tool with flags of its own."""
+    """Return an argument parser for a tool with flags of its own."""
     return argparse.ArgumentParser(prog=shlex.join(program()), description=description, **options)
 
 
 def train_program() -> list[str]:
-    """The same for training, whichever subcommand this is: `titanlike train`, `python train.py`."""
+    """Return the words that start training, from whichever subcommand: `titanlike train`, `python
+    train.py`."""
     words = program()
     last = Path(words[-1])
     if last.suffix == ".py" and last.resolve().parent.name == "tools":
@@ -67,12 +68,12 @@ def train_program() -> list[str]:
 
 
 def tool_program(name: str) -> list[str]:
-    """The same for a tool: `titanlike checkpoint`, `python tools/checkpoint.py`."""
+    """Return the words that start a tool: `titanlike checkpoint`, `python tools/checkpoint.py`."""
     words = train_program()
     last = Path(words[-1])
     if last.name == "train.py":
         return [*words[:-1], str(last.parent / "tools" / f"{name}.py")]
-    if last.suffix == ".py":  # a program of the user's own
+    if last.suffix == ".py":  # a user's own program
         return ["titanlike", name]
     return [*(words[:-1] if words[-1] == "train" else words), name]
 
@@ -82,9 +83,9 @@ def exit_code(
     codes: Mapping[type[Exception], int] | None = None,
     interrupted: str = "interrupted",
 ) -> int:
-    """The exit code of a tool's command; a line on stderr says what the user has to mend.
+    """Run a tool's command and return its exit code; a user's error is one line on stderr.
 
-    codes: of errors that have another one than 2.
+    codes: exit codes by exception, default 2.
     """
     try:
         return command()
@@ -97,8 +98,8 @@ def exit_code(
 
 
 def program_length(words: Sequence[str]) -> int:
-    """How many words of a shell line name the program and its subcommand; 0 if it is none of
-    ours."""
+    """Return how many words of a shell line name this program and its subcommand; 0 if another
+    program."""
     for i, word in enumerate(words):
         if word.endswith(".py"):
             return i + 1
@@ -116,5 +117,5 @@ def _executable() -> list[str]:
         return ["python", sys.argv[0]]
     if path.name == "-c":
         return ["titanlike"]
-    on_path = shutil.which(path.name)  # None or another: of an environment that is not on PATH
+    on_path = shutil.which(path.name)  # differs if the environment's folder is not on PATH
     return [path.name if on_path is not None and path.samefile(on_path) else sys.argv[0]]

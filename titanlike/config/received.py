@@ -1,8 +1,8 @@
-"""The config of a run directory or a checkpoint that somebody else may have made, as plain data.
+"""Reads the config of a run directory or checkpoint that may come from a stranger.
 
-`read_run` reads config.yaml as YAML, not by Hydra: the keys of its model, data and layout, without
-interpolations. `named_outside` finds what these name besides: code, and files outside of the run.
-None of it is imported or opened unless the user names it too, or says --trust-code (`Consent`).
+`read_run` parses config.yaml as YAML, without Hydra and interpolations: the keys of its model, data
+and layout. `named_outside` finds code, and files outside of the run, that these name. Nothing of it
+is imported or opened unless the user names it, too, or passes --trust-code (`Consent`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from titanlike.config.parse import in_folder, parse, to_plain
 from titanlike.config.program import program
 from titanlike.config.schema import OPEN_GROUPS, ChatData, Config, HFData, StreamData, TextData
 
-# keys of texts that are opened; a test finds every other text of what is read
+# keys whose texts are opened as files; a test finds every other text that is read
 PLACES = {
     "model": ("path",),  # of model=hf
     "split": ("run",),
@@ -34,7 +34,7 @@ PLACES = {
     "checkpoint": ("folder",),
     "hardware": ("path", "folder"),
 }
-# what an evaluation does not need, or what is for its user to say: where it runs, writes and logs
+# not needed for an evaluation, or up to its user: where it runs, writes and logs
 NOT_READ = (
     *("run_dir", "compile", "launch", "logger", "metrics", "profile", "timeline", "hardware"),
     *("sample", "verify", "bench", "sweep", "max_time", "value"),
@@ -44,11 +44,11 @@ PARTS_READ = {
     "evaluate": ("part", "batches"),
     "validation": ("data", "every", "batches"),  # of a stream, so many samples were not trained on
 }
-_MOST_BYTES = 2**20  # of a config.yaml
+_MOST_BYTES = 2**20  # size limit of a config.yaml
 
 
 def read_run(run: Path) -> Config:
-    """The model, data and layout of a run whose directory is `run`; the other keys have defaults.
+    """Read the model, data and layout of the run in a directory; other keys have defaults.
 
     Raises ValueError for a file that no run has written, OSError.
     """
@@ -75,7 +75,7 @@ def read_run(run: Path) -> Config:
     keys, _ = in_folder(keys | {"run_dir": plain.get("run_dir")}, run.absolute())
     config, problems = parse(keys | {"run_dir": str(run.absolute())})
     unknown = [p.key for p in problems if p.reason.startswith("unknown key")]
-    if unknown:  # of another version
+    if unknown:  # keys of a different version
         print(f"{path}: not read, as there is no such key: {', '.join(unknown)}", file=sys.stderr)
     if wrong := [str(problem) for problem in problems if problem.key not in unknown]:
         raise ValueError(f"{path}: {'; '.join(wrong)}")
@@ -85,9 +85,9 @@ def read_run(run: Path) -> Config:
 def named_outside(
     config: Config, root: str | Path, groups: Collection[str] = (*PLACES, *OPEN_GROUPS)
 ) -> dict[str, Any]:
-    """key -> value where a config names code by an import path, or a file that is not in `root`.
+    """Map keys to values that name code by an import path, or a file outside of `root`.
 
-    groups: that are used; "tokenizer" = of the data what their tokenizer is read from.
+    groups: those that are used; "tokenizer" = only the data's keys that locate the tokenizer.
     """
     plain = to_plain(config)
     code = dict(named_code(plain, {}))
@@ -98,7 +98,9 @@ def named_outside(
         unread = {"data.cache", "data.path" if of_text else ""}
     for group, keys in PLACES.items():
         used = group in groups or (group == "data" and "tokenizer" in groups)
-        for key in keys if used and f"{group}.name" not in code else ():  # else it is an argument
+        for key in (
+            keys if used and f"{group}.name" not in code else ()
+        ):  # of user code: an argument
             value, name = plain[group].get(key), f"{group}.{key}"
             known = name in unread or (name, value) == ("data.tokenizer", "bytes")
             if not known and not is_inside(_texts(value), root):
@@ -107,13 +109,13 @@ def named_outside(
 
 
 def is_place(word: str) -> bool:
-    """Whether a word of a command line is KEY=VALUE of one of `PLACES`."""
+    """Return whether a word of a command line is KEY=VALUE for a key of `PLACES`."""
     group, _, key = word.partition("=")[0].partition(".")
     return "=" in word and key in PLACES.get(group, ())
 
 
 def check_places(words: Iterable[str]) -> None:
-    """Raises ValueError for a word that is no KEY=VALUE of a file that a checkpoint names."""
+    """Raise ValueError for a word that is not KEY=VALUE of a file that a checkpoint names."""
     for word in words:
         if not is_place(word):
             raise ValueError(
@@ -123,21 +125,24 @@ def check_places(words: Iterable[str]) -> None:
 
 @dataclass(frozen=True)
 class Consent:
-    """What the user of a command allows it to open and to import of what a run names."""
+    """What the user of a command allows it to open and import of what a run names."""
 
-    words: Sequence[str] = ()  # KEY=VALUE of the command
+    words: Sequence[str] = ()  # the command's KEY=VALUE words
     line: Sequence[str] = ()  # all words of the command
     trusted: bool = False  # --trust-code
-    files: bool = False  # any file: of a program that calls this one
+    files: bool = False  # any file may be opened: a program calls this one
 
     def with_places(self, config: Config) -> Config:
-        """The config with the files that the user names."""
+        """Return the config with the files that the user names."""
         pairs = (word.partition("=") for word in self.words if is_place(word))
         return with_choices(config, {key: yaml.safe_load(value) for key, _, value in pairs})
 
     def check(self, place: object, named: Mapping[str, Any]) -> None:
-        """Print what is imported, where that is trusted. Raises ValueError for what the user has
-        not named, with the line to type. named: of `named_outside`; place: what names it."""
+        """Print what is imported, if trusted. Raises ValueError, with the line to type, for what
+        the user has not named.
+
+        named: from `named_outside`; place: the file that names it.
+        """
         given = {key_of(word) for word in self.words}
         left = {k: v for k, v in named.items() if not given & {k, k.partition(".")[0]}}
         imported = [imports_line(str(v), k) for k, v in left.items() if k.endswith(".name")]
@@ -156,7 +161,7 @@ class Consent:
 
 
 def is_inside(texts: Iterable[str], root: str | Path) -> bool:
-    """Whether paths are there, and they and all that is in them lead nowhere out of a folder."""
+    """Return whether paths exist and neither they nor anything in them leads out of a folder."""
     try:
         folder = Path(root).expanduser().resolve()
         paths = [Path(text).expanduser().resolve(strict=True) for text in texts]
@@ -164,12 +169,12 @@ def is_inside(texts: Iterable[str], root: str | Path) -> bool:
             return False
         inner = (each for path in paths for each in path.rglob("*"))
         return all(each.resolve().is_relative_to(folder) for each in inner)
-    except (OSError, ValueError, RuntimeError):  # not there, or no path
+    except (OSError, ValueError, RuntimeError):  # missing, or not a path
         return False
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """The texts in plain data."""
+    """Yield the texts in plain data."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict | list | tuple):

@@ -1,8 +1,8 @@
 """Every config key, as plain dataclasses: one for each set of keys, one doc line for each key.
 
 A group's choice is a YAML file in `conf/`; its `name` selects the dataclass of its other keys
-(`VARIANTS`). Any other `name` is an import path of the user's own, and the keys are the keyword
-arguments of what it names (`Custom`).
+(`VARIANTS`). Any other `name` is the import path of user code, and the keys are its keyword
+arguments (`Custom`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from titanlike.config.optimizers.adamw import AdamW
 
 @dataclass
 class Custom:
-    """A choice from outside: `name` is an import path, `args` its keyword arguments."""
+    """User code: `name` is an import path, `args` its keyword arguments."""
 
     name: str
     args: dict[str, Any] = field(default_factory=dict)
@@ -40,7 +40,7 @@ class Custom:
 
 @dataclass
 class Model(Custom):
-    """A family or an import path, called with `args`."""
+    """A model family or an import path, called with `args`."""
 
     tp_plan: dict[str, Any] | None = key(
         None, "names of modules -> how tp divides them; null = the model's own plan"
@@ -49,7 +49,7 @@ class Model(Custom):
 
 @dataclass
 class OwnOptimizer(Custom):
-    """The user's own class, called with the parameters, `lr` and `args`."""
+    """A user's optimizer class, called with the parameters, `lr` and `args`."""
 
     lr: float = key(3e-3, "peak learning rate", ge=0)
     clip: float | None = key(1.0, "largest global gradient norm; null = no clipping", gt=0)
@@ -64,7 +64,7 @@ class OwnOptimizer(Custom):
 
 @dataclass
 class EvenSplit:
-    """Contiguous stages whose heaviest is as light as can be; every block weighs 1."""
+    """Contiguous stages that minimize the largest number of blocks in a stage."""
 
     name: str = key("even", "choice")
     embedding_weight: float = key(1.0, "weight of what comes before the blocks, in blocks", ge=0)
@@ -81,8 +81,7 @@ class PointSplit:
 
 @dataclass
 class TraceSplit(PointSplit):
-    """Stages that begin at named modules of any depth, cut from the graph that torch.export
-    traces."""
+    """Stages that begin at named modules of any depth, cut from the graph that torch.export traces."""
 
     name: str = key("trace", "choice")
 
@@ -97,7 +96,8 @@ class BalanceSplit:
 
 @dataclass
 class AutoSplit:
-    """Stages whose heaviest rank is as light as can be, by what the units cost."""
+    """Stages that minimize the time of the slowest rank, by the modules' estimated or measured
+    costs."""
 
     name: str = key("auto", "choice")
     cost: Literal["params", "flops", "time", "memory", "run"] = key(
@@ -113,7 +113,7 @@ class AutoSplit:
 
 @dataclass
 class Schedule:
-    """A schedule with whole backwards and one stage on each pipeline rank."""
+    """A schedule without a split backward, with one stage on each pipeline rank."""
 
     name: str = key("1f1b", "choice")
     microbatches: int | None = key(None, "number per dp rank and step; null = derived", le=100_000)
@@ -135,7 +135,8 @@ _WEIGHT_GRADIENTS = (
 
 @dataclass
 class ZeroBubbleSchedule(Schedule):
-    """A schedule that splits the backward, of one stage a rank (zbh1, zbh2) or of two in a V."""
+    """A schedule with a split backward (input and weight gradients), with one stage per rank (zbh1,
+    zbh2) or two in a V."""
 
     name: str = key("zbvzerobubble", "choice")
     weight_gradients: Literal["deferred", "together"] = key("deferred", _WEIGHT_GRADIENTS)
@@ -143,7 +144,7 @@ class ZeroBubbleSchedule(Schedule):
 
 @dataclass
 class LoopedZeroBubbleSchedule(LoopedSchedule):
-    """A schedule with several stages on each pipeline rank that splits the backward."""
+    """A schedule with a split backward and several stages on each pipeline rank."""
 
     name: str = key("interleavedzerobubble", "choice")
     stages_per_rank: int = key(2, "stages (model chunks) on each pipeline rank", ge=2, le=256)
@@ -152,7 +153,7 @@ class LoopedZeroBubbleSchedule(LoopedSchedule):
 
 @dataclass(kw_only=True)
 class CsvSchedule:
-    """An order read from a file: a row a pipeline rank, cells like 0F0, 0B0, 0I0, 0W0."""
+    """A schedule from a file: a row per pipeline rank, cells like 0F0, 0B0, 0I0, 0W0."""
 
     name: str = key("csv", "choice")
     path: str = required("CSV file; microbatches and stages are counted in it")
@@ -161,7 +162,7 @@ class CsvSchedule:
 
 @dataclass
 class AutoSchedule:
-    """An order made for the costs of this model's stages: kept as order.csv in run_dir."""
+    """A schedule optimized for this model's stage costs, saved as order.csv in run_dir."""
 
     name: str = key("auto", "choice")
     microbatches: int | None = key(None, "number per dp rank and step; null = derived", le=100_000)
@@ -198,7 +199,7 @@ class AutoSchedule:
 
 @dataclass
 class OwnSchedule(Custom):
-    """The user's own order: a function (pp, microbatches, **args) -> Order."""
+    """A user's schedule: a function (pp, microbatches, **args) -> Order."""
 
     weight_gradients: Literal["deferred", "together"] = key("deferred", _WEIGHT_GRADIENTS)
 
@@ -225,7 +226,7 @@ class ConstantLr:
 
 @dataclass
 class DecayLr:
-    """Warm-up, then a decay (linear or cosine) over all steps that remain."""
+    """Warm-up, then a decay (linear or cosine) over all remaining steps."""
 
     name: str = key("cosine", "choice")
     warmup: int = key(20, "steps of linear warm-up from 0", ge=0)
@@ -248,7 +249,7 @@ _Z_LOSS = "in training, add so many times the square of log(sum(exp(logits))) to
 
 @dataclass
 class CrossEntropy:
-    """Token cross entropy in nats: summed, over the global number of valid tokens."""
+    """Token cross entropy in nats: the sum divided by the global number of valid tokens."""
 
     name: str = key("cross_entropy", "choice")
     z_loss: float = key(0.0, _Z_LOSS, ge=0)
@@ -257,7 +258,8 @@ class CrossEntropy:
 
 @dataclass
 class ChunkedCrossEntropy:
-    """The same, a few tokens at a time: logits of the whole batch are never in memory."""
+    """Token cross entropy, computed for a few tokens at a time: the whole batch's logits are never
+    in memory."""
 
     name: str = key("chunked_cross_entropy", "choice")
     z_loss: float = key(0.0, _Z_LOSS, ge=0)
@@ -267,7 +269,7 @@ class ChunkedCrossEntropy:
 
 @dataclass
 class Mse:
-    """Squared differences of output and targets: their mean over all elements of the batch."""
+    """Squared error, averaged over all elements of the batch."""
 
     name: str = key("mse", "choice")
 
@@ -283,7 +285,7 @@ class Precision:
 
     @property
     def low(self) -> bool:
-        """Whether activations are in bf16, and weights cast to it."""
+        """Whether activations are bf16, and weights are cast to it."""
         return self.name != "fp32"
 
 
@@ -307,24 +309,24 @@ class Float8Precision(Precision):
 
 @dataclass
 class ActivationCheckpoint:
-    """Activations are kept for the backward (none), or computed again in it (full)."""
+    """Activations are kept for the backward (none), or recomputed in it (full)."""
 
     name: str = key("none", "choice")
 
     @property
     def saved(self) -> list[str]:
-        """Patterns of the operators whose results a recomputed block keeps."""
+        """Patterns of operators whose results a recomputed block keeps."""
         return []
 
 
 @dataclass
 class SelectiveActivationCheckpoint(ActivationCheckpoint):
-    """Every block is recomputed but for what takes longest: matrix products, attention,
-    exchanges."""
+    """Every block is recomputed except its slowest operators: matrix products, attention,
+    collectives."""
 
     name: str = key("selective", "choice")
     save: list[str] = key(
-        # titanlike.*_tokens: what ep exchanges, and where it goes; *_attn*: torch_attn._varlen_attn
+        # titanlike.*_tokens: ep's all-to-all and its routing; *_attn*: torch_attn._varlen_attn
         ["aten.*mm", "aten.convolution", "titanlike.*_tokens", "*attention*", "*_attn*"],
         "operators whose results are kept, by patterns of their names",
     )
@@ -336,7 +338,7 @@ class SelectiveActivationCheckpoint(ActivationCheckpoint):
 
 @dataclass
 class EveryActivationCheckpoint(ActivationCheckpoint):
-    """One block in so many is recomputed."""
+    """Every n-th block is recomputed."""
 
     name: str = key("every", "choice")
     every: int = key(2, "1 = every block, 2 = every second one, ...", ge=1)
@@ -344,7 +346,7 @@ class EveryActivationCheckpoint(ActivationCheckpoint):
 
 @dataclass
 class FitActivationCheckpoint(ActivationCheckpoint):
-    """Recompute as few blocks as fit into memory, on each rank its own number."""
+    """As few blocks are recomputed as memory allows, a number for each rank."""
 
     name: str = key("fit", "choice")
     memory: Bytes | None = key(
@@ -381,7 +383,7 @@ class TensorBoard:
 
 @dataclass
 class NoLogger:
-    """metrics.jsonl alone."""
+    """Only metrics.jsonl."""
 
     name: str = key("none", "choice")
 
@@ -391,7 +393,7 @@ class NoLogger:
 
 @dataclass(kw_only=True)
 class Data:
-    """What every choice has."""
+    """Keys of all kinds of data."""
 
     name: str = key("synthetic", "choice")
     changed: bool = key(False, "resume although the data are not the checkpoint's; for one start")
@@ -399,14 +401,14 @@ class Data:
 
 @dataclass(kw_only=True)
 class SyntheticData(Data):
-    """Random tokens from (seed, position): for benchmarks, costs nothing to load."""
+    """Random tokens from (seed, position): for benchmarks, loaded in no time."""
 
     vocab_size: int = key(256, "number of token ids", ge=1, le=MAX_VOCAB, example=256)
 
 
 @dataclass(kw_only=True)
 class Corpus(Data):
-    """What every choice has that is read from files."""
+    """Keys of all data that are read from files."""
 
     validation_fraction: float = key(
         0.05,
@@ -425,7 +427,7 @@ _TOKENIZER = "'bytes' (built in), or the path of a tokenizer.json, a folder with
 
 @dataclass(kw_only=True)
 class Tokenized(Corpus):
-    """What every choice has that is tokenized into a cache."""
+    """Keys of all data that are tokenized into a cache."""
 
     tokenizer: str = key("bytes", _TOKENIZER)
     cache: str | None = key(None, "folder for tokenized files; null = ~/.cache/titanlike")
@@ -448,7 +450,7 @@ class TextData(Tokenized):
 
 @dataclass(kw_only=True)
 class HFData(Tokenized):
-    """A Hugging Face dataset, read once in its order, tokenized into a cache as text is."""
+    """A Hugging Face dataset, read once in its order and tokenized into a cache, as text is."""
 
     name: str = key("hf", "choice")
     path: str = required(
@@ -501,7 +503,7 @@ class TokenData(Corpus):
 
 @dataclass(kw_only=True)
 class MixtureData(Tokenized):
-    """Several corpora, mixed by weights; of tokens, their index has the tokenizer."""
+    """Several corpora, mixed by weights; the tokenizer of token files is in their index."""
 
     name: str = key("mixture", "choice")
     sources: dict[str, Any] = required(
@@ -513,8 +515,8 @@ class MixtureData(Tokenized):
 
 @dataclass(kw_only=True)
 class ChatData(Tokenized):
-    """Conversations, with loss on the answers alone; of a tokenizer's folder its chat template,
-    too."""
+    """Conversations, with loss on the answers alone; a tokenizer's folder may have the chat
+    template."""
 
     name: str = key("chat", "choice")
     path: str = required("file or folder of JSONL, JSON, Parquet, Arrow or ORC, also .gz and .zst")
@@ -567,7 +569,7 @@ class StreamData(Data):
 # --- profile and timeline: what is recorded of a few steps of a run, rank by rank ---------------
 
 
-TIMELINE = "timeline.json"  # in the directory of a run
+TIMELINE = "timeline.json"  # in a run's directory
 
 
 @dataclass
@@ -579,7 +581,7 @@ class NoProfile:
 
 @dataclass
 class MemoryProfile(NoProfile):
-    """What is allocated and freed: a snapshot of a GPU's memory, on a CPU a trace."""
+    """Allocations: on a GPU a memory snapshot, on a CPU a trace."""
 
     name: str = key("memory", "choice")
     steps: list[int] = key([10, 12], "first and last step that are recorded")
@@ -588,7 +590,7 @@ class MemoryProfile(NoProfile):
 
 @dataclass
 class TraceProfile(MemoryProfile):
-    """When each operator, kernel and action of the schedule began and ended, for Perfetto."""
+    """When each operator, kernel and schedule action began and ended, for Perfetto."""
 
     name: str = key("trace", "choice")
     stacks: bool = key(False, "Python's functions, too: slower, and larger files")
@@ -596,7 +598,7 @@ class TraceProfile(MemoryProfile):
 
 @dataclass
 class Timeline:
-    """When each rank computed, waited and exchanged, beside the plan (tools/timeline.py)."""
+    """When each rank computed, waited and communicated, compared with the plan (tools/timeline.py)."""
 
     enabled: bool = key(False, "record; timeline=true is short for timeline.enabled=true")
     steps: list[int] = key(
@@ -606,24 +608,24 @@ class Timeline:
     )
 
 
-# --- hardware: the device, its links and its node that a run is planned for ---------------------
+# --- hardware: the device, links and node that a run is planned for ------------------------------
 
 
-# Peaks and bandwidths are the vendor's, of one device and dense matrices. What a program reaches of
-# them is a share of its own, the same for all GPUs: `tests/planning/test_published.py` says how near
-# to published runs it comes.
+# Peaks and bandwidths are the vendor's, for one device and dense matrices. The achievable share
+# of these is a separate constant, the same for all GPUs: `tests/planning/test_published.py`
+# compares the result with published runs.
 
 
 @dataclass
 class NoHardware:
-    """The device that a run finds: its memory is asked for, its speed is not known."""
+    """The device that a run finds: its memory is queried, its speed unknown."""
 
     name: str = key("none", "choice")
 
 
 @dataclass
 class MeasuredHardware(NoHardware):
-    """This machine, measured in under a minute; the profile is kept."""
+    """This machine, measured in under a minute; the profile is saved."""
 
     name: str = key("measure", "choice")
     folder: str | None = key(None, "where profiles are kept; null = ~/.cache/titanlike/hardware")
@@ -632,8 +634,8 @@ class MeasuredHardware(NoHardware):
 
 @dataclass(kw_only=True)
 class RunHardware(NoHardware):
-    """The devices of a run that has recorded a timeline: its stages' times, for any layout of
-    it."""
+    """The devices of a run that recorded a timeline: its stage times are used for plans of any
+    layout."""
 
     name: str = key("run", "choice")
     path: str = required("directory of that run; hardware=RUN is short for both")
@@ -688,18 +690,18 @@ class Hardware(NoHardware):
 
     @property
     def usable(self) -> int:
-        """Bytes that training may take on a device."""
+        """Bytes of a device's memory that training may use."""
         return int((1 - self.allocator_loss) * self.memory)
 
     def of_each(self, ranks: int) -> Hardware:
-        """What each of so many ranks has that share a device: its memory is divided."""
+        """Return the profile of one of `ranks` ranks that share a device: its memory is divided."""
         title = f"1/{ranks} of {self.title}"
         return replace(self, memory=self.memory // ranks, title=title) if ranks > 1 else self
 
 
 @dataclass(kw_only=True)
 class CpuHardware(Hardware):
-    """A core of a CPU, which computes by itself and exchanges messages by gloo."""
+    """A CPU core, which cannot overlap compute with communication, and uses gloo."""
 
     def of_each(self, ranks: int) -> Hardware:
         return self
@@ -715,7 +717,7 @@ class CpuHardware(Hardware):
     runs_ahead: bool = key(False, "the host queues work on the device, and does not wait for it")
 
 
-# --- everything else that a run is told ---------------------------------------------------------
+# --- other sections ------------------------------------------------------------------------------
 
 
 @dataclass
@@ -733,7 +735,7 @@ class Fsdp:
 
 @dataclass
 class Numerics:
-    """Whether a step's bits depend on the layout."""
+    """Whether results are bitwise equal in all layouts."""
 
     name: Literal["fast", "exact"] = key(
         "fast", "exact = the same bits in every layout of pp, dp, ep, replicate, ZeRO, schedule"
@@ -763,7 +765,8 @@ class Validation:
 
 @dataclass
 class Sample:
-    """Texts that the model continues during training: to the console, samples.jsonl and W&B."""
+    """Texts that the model continues during training; written to the console, samples.jsonl and
+    W&B."""
 
     every: int = key(0, "steps between samples, and after the last step; 0 = never", ge=0)
     prompts: list[str] = key([], "texts to be continued: ['def main','import os']")
@@ -777,7 +780,8 @@ class Sample:
 
 @dataclass
 class Evaluate:
-    """What `titanlike evaluate` evaluates, and tasks of lm-evaluation-harness during training."""
+    """The data that `titanlike evaluate` evaluates, and tasks of lm-evaluation-harness during
+    training."""
 
     part: Literal["validation", "train", "all"] = key("validation", "part of the data")
     batches: Batches = key(0, "only the first so many batches of it; 0 = all")
@@ -795,7 +799,7 @@ class Evaluate:
 
 @dataclass
 class Verify:
-    """What is compared with one process: by `titanlike verify`, and before a first start."""
+    """The comparison with one process, by `titanlike verify` and before a first launch."""
 
     name: Literal["auto", "required", "off"] = key(
         "auto",
@@ -821,7 +825,7 @@ class Verify:
 
 @dataclass
 class Bench:
-    """What `titanlike bench` runs."""
+    """What `titanlike bench` measures."""
 
     loop: Literal["both", "titanlike", "plain"] = key(
         "both", "both = interleaved, for times; titanlike, plain = one alone, for its memory"
@@ -877,7 +881,7 @@ class Checkpoint:
 
 @dataclass
 class Metrics:
-    """What metrics.jsonl has besides."""
+    """Additional metrics in metrics.jsonl."""
 
     microbatch_losses: bool = key(
         False, "also the loss of each microbatch of the global batch, in its order"
@@ -890,7 +894,7 @@ class Metrics:
 
 @dataclass
 class Launch:
-    """Starting and monitoring the workers."""
+    """Launching and monitoring the workers."""
 
     timeout: float = key(
         600.0, "seconds until a wait for another rank, or the first step, fails", gt=0, le=1e6
@@ -918,7 +922,7 @@ class Launch:
 
 @dataclass
 class Sweep:
-    """How the jobs of a sweep (`-m`) are run."""
+    """How the jobs of a sweep (`-m`) run."""
 
     resume: bool = key(False, "run the unfinished jobs of run_dir's sweep; stopped ones resume")
     parallel: int = key(
@@ -937,7 +941,7 @@ class Sweep:
 
 @dataclass(kw_only=True)
 class RampStage:
-    """Batches of another size, or shorter sequences, at the beginning of a run."""
+    """Smaller batches or shorter sequences at the beginning of a run."""
 
     tokens: int = required("the stage ends when the run has trained on so many tokens", gt=0)
     batch_size: int | None = key(None, "sequences per step over all of dp; null = as later", ge=1)
@@ -946,13 +950,13 @@ class RampStage:
 
 OBJECTIVES = ("val_loss", "loss", "tokens_per_second", "samples_per_second", "step_seconds", "mfu")
 OBJECTIVES += ("memory_bytes",)
-MESH_AXES = ("pp", "dp", "cp", "tp")  # of which ranks are the product; ep is taken from dp and cp
-LAYER_AXES = MESH_AXES[3:]  # whose ranks have a part of every layer: neighbours in the mesh
+MESH_AXES = ("pp", "dp", "cp", "tp")  # their product is the world size; ep is within dp and cp
+LAYER_AXES = MESH_AXES[3:]  # axes whose ranks each hold a shard of every layer
 
 
 @dataclass
 class Config:
-    """One run."""
+    """The config of one run."""
 
     pp: int = key(1, "pipeline-parallel ranks", ge=1, le=256)
     dp: int = key(1, "data-parallel ranks, sharded (FSDP) and replicated", ge=1, le=MAX_RANKS)
@@ -1087,40 +1091,38 @@ class Config:
 
     @property
     def world_size(self) -> int:
-        """Processes that the mesh needs."""
+        """Number of processes of the mesh."""
         return prod(getattr(self, axis) for axis in MESH_AXES)
 
     @property
     def axes(self) -> dict[str, int]:
-        """Each axis of the mesh and its ranks, but cp and tp only where they have several."""
+        """Mesh axes and their sizes; cp and tp only if > 1."""
         sizes = {axis: int(getattr(self, axis)) for axis in MESH_AXES}
         return {axis: n for axis, n in sizes.items() if n != 1 or axis in ("pp", "dp")}
 
     @property
     def model_ranks(self) -> int:
-        """Ranks that a batch of one dp rank takes: the other axes divide the model or the
-        sequences."""
+        """Ranks that process the batch of one dp rank: pp x cp x tp."""
         return prod(getattr(self, axis) for axis in MESH_AXES if axis != "dp")
 
     @property
     def layer_ranks(self) -> int:
-        """Ranks that have a part of every layer each."""
+        """Ranks that each hold a shard of every layer."""
         return prod(getattr(self, axis) for axis in LAYER_AXES)
 
     @property
     def shards(self) -> int:
-        """Ranks that FSDP shards a stage's weights over: those of dp in one replica, times cp."""
+        """Ranks over which FSDP shards a stage's weights: dp within one replica, times cp."""
         return self.dp // self.replicate * self.cp
 
     @property
     def exact(self) -> bool:
-        """Whether all layouts are to compute the same bits."""
+        """Whether results must be bitwise equal in all layouts."""
         return self.numerics.name == "exact"
 
     @property
     def last_step(self) -> int:
-        """The step that completes the run: `steps`, or the first that has trained on
-        `max_tokens`."""
+        """The last step of the run: `steps`, or the first step that reaches `max_tokens`."""
         if self.max_tokens is None:
             return self.steps
         steps, left = 0, self.max_tokens
@@ -1132,8 +1134,8 @@ class Config:
         return min(self.steps, steps)
 
     def ramp_stages(self) -> Iterator[tuple[int, int, int]]:
-        """(steps, sequences in a batch, tokens in a sequence) of each stage of `ramp`, then of what
-        has no end."""
+        """Yield (steps, sequences per batch, tokens per sequence) of each stage of `ramp`, then of
+        the rest."""
         done = 0
         for stage in self.ramp:
             size, length = stage.batch_size or self.batch_size, stage.seq_len or self.seq_len
@@ -1143,7 +1145,7 @@ class Config:
         yield sys.maxsize, self.batch_size, self.seq_len
 
     def tokens(self, steps: int) -> int:
-        """Tokens of the first so many steps, padding included."""
+        """Return the number of tokens in the first `steps` steps, padding included."""
         total = 0
         for some, size, length in self.ramp_stages():
             total += min(steps, some) * size * length
@@ -1151,8 +1153,7 @@ class Config:
         return total
 
     def batch_shape(self, step: int) -> tuple[int, int]:
-        """(sequences, tokens in a sequence) of the global batch of a step, the first of which is
-        1."""
+        """Return (sequences, tokens per sequence) of the global batch of a step, counted from 1."""
         for some, size, length in self.ramp_stages():
             if step <= some:
                 return size, length
@@ -1161,11 +1162,11 @@ class Config:
 
     @property
     def timeline_steps(self) -> tuple[int, int]:
-        """The first and the last step that a timeline records."""
+        """The first and last step that a timeline records."""
         if self.timeline.steps:
             return self.timeline.steps[0], self.timeline.steps[1]
         last = self.last_step
-        usual = max(1, min(11, last - 1))  # what compiles and allocates is over
+        usual = max(1, min(11, last - 1))  # compilation and allocation are over by then
         every = [e for e in (self.validation, self.checkpoint, self.sample) if e.every]
 
         def plain(step: int) -> bool:

@@ -1,6 +1,6 @@
-"""What is checked of a parsed config without other rooms: bounds and conditions of values, which
-are declared with the keys (`keys.key`), and rules between keys (`RULES`). Other rooms have rules of
-the same form; `driver.checks` collects all."""
+"""Checks of a parsed config that need no other package: bounds and conditions of values, declared
+with the keys (`keys.key`), and rules between keys (`RULES`). Other packages have rules of the same
+form; `driver.checks` collects all."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ from titanlike.config.schema import (
 
 MAX_STAGES = 256
 MAX_TENSOR_RANKS = 256
-MAX_BATCH = 2**20  # sequences of one dp rank a step
-_MOST_ITEMS = 10_000  # of a list
+MAX_BATCH = 2**20  # sequences per dp rank and step
+_MOST_ITEMS = 10_000  # length limit of a list
 _MOST_OF_ARGUMENT = {  # of a model's constructor, and of a user's own data
     **dict.fromkeys(("num_hidden_layers", "n_layer", "layers"), 2_000),
     **dict.fromkeys(("hidden_size", "n_embd", "dim"), 2**20),
@@ -51,14 +51,14 @@ _MOST_OF_ARGUMENT = {  # of a model's constructor, and of a user's own data
     **{"intermediate_size": 2**24, "max_seq_len": 2**27, "n_positions": 2**27},
     "vocab_size": MAX_VOCAB,
 }
-_MAX_MESHES = 3  # that an error names
-MESH_KEYS = (*MESH_AXES, "ep", "replicate", "batch_size", "seq_len")  # without which there is none
+_MAX_MESHES = 3  # meshes that an error proposes
+MESH_KEYS = (*MESH_AXES, "ep", "replicate", "batch_size", "seq_len")  # keys that define the mesh
 
 
 def problems(config: Config, world_size: int | None = None) -> list[Problem]:
-    """Every problem of a parsed config; world_size: processes that were started for it."""
+    """Return every problem of a parsed config. world_size: processes that were launched for it."""
     if impossible := out_of_bounds(config):
-        return impossible  # alone: other checks compute with these numbers
+        return impossible  # no further checks, which compute with these values
     wrong = [problem for problem, _ in value_problems(config)]
     known = {problem.key.partition("[")[0] for problem in wrong}
     config = fixed(config, wrong)
@@ -68,8 +68,7 @@ def problems(config: Config, world_size: int | None = None) -> list[Problem]:
 
 
 def fixed(config: Config, problems: Iterable[Problem]) -> Config:
-    """The config with the first way of each fix that is overrides, so that what else is wrong with
-    it is found, too."""
+    """Apply the first alternative of each fix that is overrides, to find further problems."""
     plain = None
     for problem in problems:
         for word in typed_words(problem.fix):
@@ -84,28 +83,28 @@ def fixed(config: Config, problems: Iterable[Problem]) -> Config:
 
 
 def sweep_problems(config: Config) -> list[Problem]:
-    """Problems of how a sweep is run, whatever its jobs are."""
+    """Return problems of the sweep section, whatever the jobs are."""
     rules = [rule for rule in RULES if rule.key.startswith("sweep.")]
     return [*(p for p, _ in value_problems(config.sweep, "sweep")), *broken_rules(rules, config)]
 
 
 # --- values, by themselves ------------------------------------------------------------------------
 
-_NONE = dataclasses.MISSING  # as a proposal
-_SIDES = {  # name of a bound -> how it is said, what holds inside of it
+_NONE = dataclasses.MISSING  # no proposal
+_SIDES = {  # name of a bound -> its text, its predicate
     **{"ge": ("at least", operator.ge), "gt": ("above", operator.gt)},
     **{"le": ("at most", operator.le), "lt": ("below", operator.lt)},
 }
 
 
 def out_of_bounds(config: Config) -> list[Problem]:
-    """Every number that no run can have: further checks would overflow, or take very long."""
+    """Return problems of numbers that would overflow further checks or make them very slow."""
     return [problem for problem, fatal in value_problems(config) if fatal]
 
 
 def value_problems(owner: Any, prefix: str = "") -> Iterator[tuple[Problem, bool]]:
-    """What is wrong with each value of a config, or of a part of it whose keys begin with `prefix`;
-    and whether nothing can be computed with it."""
+    """Yield the problems of the values of a config, or of a part whose keys begin with `prefix`;
+    each with whether later checks cannot compute with the value."""
     for key, value, metadata, default in _values(owner, prefix):
         plain_key, bounds = key.partition("[")[0], metadata["bounds"]
         if isinstance(value, (list, tuple)):
@@ -142,13 +141,14 @@ def value_problems(owner: Any, prefix: str = "") -> Iterator[tuple[Problem, bool
 
 def _override(key: str, value: Any) -> str:
     text = override_text(value)
-    if match := re.fullmatch(r"(optimizer\.groups)\.(.+)\.(\w+)", key):  # merged into the mapping
+    if match := re.fullmatch(r"(optimizer\.groups)\.(.+)\.(\w+)", key):  # set within the mapping
         return f"'{match[1]}={{{match[2]}:{{{match[3]}:{text}}}}}'"
     return f"{key}={text}"
 
 
 def _values(owner: Any, key: str) -> Iterator[tuple[str, Any, dict[str, Any], Any]]:
-    """(key, value, bounds and conditions, proposal) of each number, text and list in a config."""
+    """Yield (key, value, bounds and conditions, proposal) of each number, text and list in a
+    config."""
 
     def inside(value: Any, key: str, metadata: dict[str, Any], default: Any) -> Iterator[Any]:
         if isinstance(value, (list, tuple)):
@@ -184,11 +184,10 @@ def _values(owner: Any, key: str) -> Iterator[tuple[str, Any, dict[str, Any], An
 
 
 class Rule(NamedTuple):
-    """What is wrong with a config where `broken(config, ...)` is true.
+    """A rule between keys: a problem of `key` where `broken(config, *facts)` is truthy.
 
-    reason, fix: texts as of `str.format`, with the config as `c`, what else `broken` was called
-    with as {1}, {2}, ..., and what it returned as {0}. fix: overrides, or a sentence; between " or "
-    several.
+    reason, fix: `str.format` texts with the config as `c`, the result of `broken` as {0}, and the
+    facts as {1}, {2}, .... fix: overrides or a sentence; alternatives are separated by " or ".
     """
 
     key: str
@@ -198,10 +197,10 @@ class Rule(NamedTuple):
 
 
 def broken_rules(rules: Iterable[Rule], config: Config, *facts: Any) -> Iterator[Problem]:
-    """The problem of each key that breaks a rule: of several rules of a key the first. Each way in
-    a fix has been tried, and ends the problem.
+    """Yield the problem of each key that breaks a rule, only the first per key. Each alternative of
+    a fix has been tried and solves the problem.
 
-    facts: what the rules are about besides the config.
+    facts: what the rules depend on besides the config.
     """
     told = set()
     for rule in rules:
@@ -214,7 +213,7 @@ def broken_rules(rules: Iterable[Rule], config: Config, *facts: Any) -> Iterator
 
 
 def _ends(way: str, rule: Rule, config: Config, facts: tuple[Any, ...]) -> bool:
-    """Whether overrides end a problem; True for a sentence."""
+    """Return whether overrides solve a problem; True for a sentence."""
     return not (typed_words(way) and rule.broken(fixed(config, [Problem("", "", "", way)]), *facts))
 
 
@@ -223,7 +222,7 @@ def _if_exact(broken: Callable[[Config], Any], config: Config) -> Any:
 
 
 def _objectives(config: Config) -> list[str]:
-    """What `value` may be."""
+    """Return the valid values of `value`."""
     sets = [name for name, own in (config.validation.data or {}).items() if isinstance(own, dict)]
     names = [f"val_{metric}" for metric in config.metrics.own or ()]
     names = [n for name in names for n in (name, *(f"{name}/{each}" for each in sets))]
@@ -280,7 +279,7 @@ RULES = (
          "checkpoint.start_from=null or checkpoint.resume=auto"),
 )
 
-MESH_RULES = (  # of a config whose MESH_KEYS are within their bounds
+MESH_RULES = (  # for a config whose MESH_KEYS are within bounds
     Rule("replicate", lambda c: c.dp % c.replicate and _divisor(c.dp, c.replicate),
          "dp={c.dp} cannot be cut into {c.replicate} equal replicas", "replicate={0}"),
     Rule("ep", lambda c: not c.dp % c.replicate and c.shards % c.ep and _fewer_experts(c),
@@ -294,7 +293,7 @@ MESH_RULES = (  # of a config whose MESH_KEYS are within their bounds
          "{c.schedule.microbatches}", "schedule.microbatches={0[1]} or batch_size={0[2]}"),
 )
 
-STEP_RULES = (  # of the same
+STEP_RULES = (  # for the same configs
     Rule("profile.steps", lambda c: isinstance(c.profile, MemoryProfile)
          and not_recorded(
              c.profile.steps, c.last_step, (max(1, min(10, c.last_step - 2)), min(12, c.last_step))),
@@ -306,7 +305,7 @@ STEP_RULES = (  # of the same
              c.timeline.steps, c.last_step, replace(c, timeline=Timeline()).timeline_steps, 100),
          "{0[0]}", "timeline.steps={0[1]}"),
 )
-# what is not known to compute the same bits in every layout
+# features that may compute different bits in different layouts
 _EXACT = "not with numerics=exact: "
 EXACT_RULES = tuple(rule._replace(broken=partial(_if_exact, rule.broken)) for rule in (
     Rule("tp", lambda c: c.tp > 1,
@@ -342,7 +341,7 @@ def _resumes(config: Config) -> bool:
 
 
 def _rows(config: Config) -> int:
-    """Sequences of a dp rank a step."""
+    """Return the sequences per dp rank and step."""
     return -(-config.batch_size // config.dp)
 
 
@@ -352,9 +351,9 @@ def _fewer_experts(config: Config) -> tuple[str, int]:
 
 
 def _undivided(config: Config) -> tuple[int, int, int] | None:
-    """(sequences of a dp rank, microbatches that divide these, batch that these microbatches
-    divide) where a dp rank's batch is not divided."""
-    # a CSV has its own, a custom function may take them as an argument
+    """Return (sequences of a dp rank, microbatches that divide them, batch size that the given
+    microbatches divide) if a dp rank's batch cannot be divided."""
+    # a CSV file has its own number; a custom function may take it as an argument
     count, rows = getattr(config.schedule, "microbatches", None) or 1, _rows(config)
     if config.batch_size % config.dp or count < 2 or not rows % count:
         return None
@@ -364,7 +363,8 @@ def _undivided(config: Config) -> tuple[int, int, int] | None:
 def not_recorded(
     steps: list[int], last: int, proposed: tuple[int, int], longest: int = 2**40
 ) -> tuple[str, str] | None:
-    """(why a first and a last step are not those of a run of `last` steps, which could be)."""
+    """Return (reason, steps that are possible) if a first and a last step are not within a run of
+    `last` steps."""
     if len(steps) != 2:
         reason = "must be two numbers: the first and the last step that are recorded"
     elif steps[0] < 1:
@@ -383,7 +383,7 @@ def not_recorded(
 
 
 def _no_rank(config: Config) -> tuple[int, int, str] | None:
-    """(a rank of profile.ranks that the run does not have, its last one, the others)."""
+    """Return (a rank of profile.ranks that does not exist, the largest rank, the valid ones)."""
     profile: Any = config.profile
     ranks = MAX_RANKS if config.launch.elastic else config.world_size
     if wrong := [rank for rank in profile.ranks if not 0 <= rank < ranks]:
@@ -395,12 +395,12 @@ def _no_rank(config: Config) -> tuple[int, int, str] | None:
 
 
 def _divides(config: Config) -> bool:
-    """Whether mesh and batch fit together."""
+    """Return whether mesh and batch fit together."""
     return not any(rule.broken(config) for rule in MESH_RULES)
 
 
 def _not_started(config: Config, world_size: int | None) -> Iterator[Problem]:
-    """Another number of ranks than the mesh has."""
+    """Yield a problem if the number of launched ranks is not the mesh's."""
     if world_size is None or config.world_size == world_size:
         return
     product = f"{' x '.join(config.axes)} = {' x '.join(map(str, config.axes.values()))}"
@@ -413,14 +413,14 @@ def _not_started(config: Config, world_size: int | None) -> Iterator[Problem]:
 
 
 def _divisor(number: int, most: int) -> int:
-    """The largest divisor of a number that is not above `most`."""
+    """Return the largest divisor of `number` up to `most`."""
     return max(n for n in range(1, min(number, most) + 1) if number % n == 0)
 
 
 def _meshes(config: Config, world_size: int) -> list[str]:
-    """Overrides of a few meshes of `world_size` ranks, the ones most similar to `config`'s first.
+    """Return overrides of a few meshes of `world_size` ranks, the most similar to `config`'s first.
 
-    tp only becomes less, by a divisor: that divides all that the config's divides.
+    tp is only reduced, to a divisor: that divides whatever the config's tp divides.
     """
     meshes = []
     smaller = [n for n in range(1, config.tp + 1) if config.tp % n == 0]
@@ -434,14 +434,13 @@ def _meshes(config: Config, world_size: int) -> list[str]:
 
 
 def mesh_words(config: Config, mesh: Config) -> str:
-    """A config's mesh as overrides; what is the same as in `config` only of pp and dp."""
+    """Return a mesh as overrides; other axes than pp and dp only if they differ from `config`'s."""
     others = [k for k in (*MESH_AXES[2:], "replicate") if getattr(mesh, k) != getattr(config, k)]
     return " ".join(f"{key}={getattr(mesh, key)}" for key in ("pp", "dp", *others))
 
 
 def placement_warning(config: Config, local_ranks: int) -> str:
-    """Warn of tp groups that span machines of so many ranks; names the mesh whose groups would
-    not."""
+    """Warn of tp groups that span machines of `local_ranks` ranks; name a mesh whose groups do not."""
     tp = config.tp
     if tp == 1 or local_ranks % tp == 0 or config.world_size <= local_ranks:
         return ""
@@ -456,7 +455,7 @@ def placement_warning(config: Config, local_ranks: int) -> str:
 
 
 def _ramp(config: Config) -> Iterator[Problem]:
-    """Stages that do not follow each other, or whose batches do not divide."""
+    """Yield problems of ramp stages that are out of order, or whose batches do not divide."""
     before = 0
     for at, stage in enumerate(config.ramp):
         key, value = f"ramp[{at}]", {k: v for k, v in vars(stage).items() if v is not None}
