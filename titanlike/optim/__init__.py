@@ -1,4 +1,4 @@
-"""Losses, optimizers, the learning rate, and the state that a rank trains of a stage.
+"""Losses, optimizers, the learning rate, gradient norms and weight averages (EMA).
 
 May import graph, parallel, data, launch, metrics, config and torch_private.
 """

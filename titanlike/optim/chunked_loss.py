@@ -1,15 +1,15 @@
-"""The model's head and the cross entropy computed together, `chunk` tokens at a time.
+"""Fuse the language model head with the cross entropy, `chunk` tokens at a time.
 
-The logits of a large vocabulary take more memory than all else in the last stage. Both the head (a
-matrix, then at most a soft cap or a cast) and the cross entropy work token by token. So the last
-stage takes the targets and returns the summed loss in place of logits; the logits of `chunk` tokens
-at a time are computed, and freed when the loss and its gradients are known.
+With a large vocabulary, logits take more memory than everything else on the last stage. The head (a
+linear layer, then at most a soft cap or a cast) and the cross entropy work token by token, so the
+last stage receives the targets and returns the summed loss instead of logits. Only the logits of
+`chunk` tokens exist at a time; they are freed once their loss and gradients are computed.
 
 1. `find_head` finds the head in the last stage's graph: a linear layer, then token-wise operations
    (the epilogue) whose result the forward returns.
-2. `with_chunked_loss` replaces it by one node.
-3. `ChunkedHead.loss_function` makes what that node calls. A head that is a module is called once,
-   with another forward inside, so that FSDP's hooks run once around it.
+2. `with_chunked_loss` replaces head and epilogue by one node.
+3. `ChunkedHead.loss_function` makes the function of that node. If the head is a module, the module
+   is called once with a patched forward, so that FSDP's hooks run once.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _FIX = "loss=cross_entropy"
 
 
 class HeadNested(RecordError):
-    """The last unit contains modules; the last of them may be the head, at a cut at `points`."""
+    """The last unit is a container whose last module may be the head, if it is split at `points`."""
 
     def __init__(self, points: list[str]) -> None:
         super().__init__("its last module is not a linear layer", _FIX)
@@ -45,7 +45,7 @@ class HeadNested(RecordError):
 
 @dataclass(frozen=True)
 class ChunkedHead:
-    """x [..., D] -> logits [..., V] token by token, and their loss."""
+    """A head, x [..., D] -> logits [..., V] token by token, and its loss."""
 
     head: Node  # a unit (nn.Linear) called with x, or a function of x and weights
     epilogue: tuple[Node, ...]  # operations on the logits and constants
@@ -58,13 +58,13 @@ class ChunkedHead:
 
     @property
     def weights(self) -> list[Node]:
-        """Arguments beside x of a head that is a function."""
+        """Arguments other than x, if the head is a function."""
         return self.head.input_nodes[1:]
 
     def loss_function(self, module: nn.Module | None) -> Callable[..., Tensor]:
-        """(x, targets, *weights) -> the summed loss, fp32 [1].
+        """Make a function (x, targets, *weights) -> summed loss, fp32 [1].
 
-        module: the head in a stage, or None for a function.
+        module: the head on this stage, or None if it is a function.
         """
         if module is None:
             return partial(self._in_chunks, self.head.target, ())
@@ -90,7 +90,7 @@ class ChunkedHead:
         targets: Tensor,
         *weights: Tensor,
     ) -> Tensor:
-        """parameters: of the module, which has them already; weights: arguments of `head`."""
+        """Compute the summed loss. parameters: of the head's module; weights: arguments of `head`."""
 
         def logits_of(x: Tensor, weights: Sequence[Tensor]) -> Tensor:
             values = dict(zip([self.x, *self.weights], [x, *weights], strict=True))
@@ -100,8 +100,8 @@ class ChunkedHead:
         for part, goals, weight in self.loss.predictions(x, targets):
             watch = None if totals else self.loss.watch
             chunks = _Chunks(logits_of, self, torch.is_grad_enabled(), len(weights), watch)
-            total_of = _LossInChunks.apply(chunks, part, goals, *weights, *parameters)
-            totals.append(total_of if weight == 1.0 else weight * total_of)
+            total = _LossInChunks.apply(chunks, part, goals, *weights, *parameters)
+            totals.append(total if weight == 1.0 else weight * total)
         return sum(totals[1:], start=totals[0])
 
     def apply_epilogue(self, logits: Tensor) -> Tensor:
@@ -112,21 +112,21 @@ class ChunkedHead:
 
 
 class _LossInChunks(torch.autograd.Function):
-    """The summed loss of the logits of x, a chunk of tokens at a time.
+    """The summed loss of a head's logits, a chunk of tokens at a time.
 
-    The loss is linear in what its gradient is scaled by, so the forward computes the gradients of x
-    and of weights, too, and the backward scales them: three products with the head for each chunk,
-    where a backward of its own computes the logits once more. Gradients of weights are in memory
-    until the backward, so where several forwards come before it, they are computed there. They are
-    accumulated in fp32 and rounded once, as in a single product. Idea: arXiv 2410.10989.
+    Gradients are linear in the incoming gradient, so the forward computes those of x and of the
+    weights as well, and the backward scales them: three matmuls per chunk, without recomputing the
+    logits. The weights' gradients stay in memory until the backward; where several forwards precede
+    it, they are computed in the backward instead. They are accumulated in fp32 and rounded once, as
+    in a single matmul. Idea: arXiv 2410.10989.
     """
 
     @staticmethod
     def forward(ctx: Any, chunks: _Chunks, x: Tensor, targets: Tensor, *tensors: Tensor) -> Tensor:
-        """tensors: weights and parameters."""
+        """tensors: weights, then parameters."""
         x_needed, _, *others = ctx.needs_input_grad[1:]
         needed = [chunks.trained and need for need in (x_needed, *others)]
-        ctx.chunks, ctx.needed = replace(chunks, watch=None), needed  # seen once, here
+        ctx.chunks, ctx.needed = replace(chunks, watch=None), needed  # `watch` is called here alone
         ctx.done = any(needed) and chunks.head.loss.backward_follows
         if ctx.done:
             total, gradients = chunks.gradients(x, targets, tensors, needed)
@@ -149,31 +149,31 @@ class _LossInChunks(torch.autograd.Function):
             tensors = *weights, *ctx.parameters
             _, gradients = ctx.chunks.gradients(x, targets, tensors, ctx.needed)
             ctx.dtypes = [tensor.dtype for tensor in (x, *tensors)]
-        of_x, *of_tensors = (
+        grad_x, *grad_tensors = (
             None if gradient is None else _scaled(gradient, scale, dtype)
             for gradient, dtype in zip(gradients, ctx.dtypes, strict=True)
         )
-        return None, of_x, None, *of_tensors
+        return None, grad_x, None, *grad_tensors
 
 
 def _scaled(gradient: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     if gradient.dtype == dtype:
         return gradient.mul_(scale)
-    return torch.mul(gradient, scale, out=torch.empty_like(gradient, dtype=dtype))  # and rounded
+    return torch.mul(gradient, scale, out=torch.empty_like(gradient, dtype=dtype))  # rounds
 
 
 @dataclass(frozen=True)
 class _Chunks:
-    """How a call computes its chunks."""
+    """The settings of one call of `_LossInChunks`."""
 
-    logits_of: Callable[[Tensor, Sequence[Tensor]], Tensor]  # of x and weights
+    logits_of: Callable[[Tensor, Sequence[Tensor]], Tensor]  # (x, weights) -> logits
     head: ChunkedHead
-    trained: bool  # whether gradients are taken
-    weights: int  # so many tensors are weights; the others `logits_of` has already
-    watch: Callable[[Any, Tensor], object] | None  # of `Loss`
+    trained: bool  # whether gradients are computed
+    weights: int  # number of leading tensors passed to `logits_of`; the rest are module parameters
+    watch: Callable[[Any, Tensor], object] | None  # see `Loss`
 
     def total(self, x: Tensor, targets: Tensor, tensors: Sequence[Tensor]) -> Tensor:
-        """The summed loss, fp32 [1]; in training by the kernels of `gradients`, for the same bits."""
+        """Compute the summed loss, fp32 [1]; in training with the same bits as `gradients`."""
         total = torch.zeros(1, dtype=torch.float32, device=x.device)
         for part, goals, _ in _chunks(x, targets, self.head.chunk):
             logits = self.logits_of(part, tensors[: self.weights])
@@ -188,15 +188,15 @@ class _Chunks:
     def gradients(
         self, x: Tensor, targets: Tensor, tensors: Sequence[Tensor], needed: Sequence[bool]
     ) -> tuple[Tensor, list[Tensor | None]]:
-        """The summed loss, and its gradients: of x in its dtype, of tensors in fp32; None where
-        one is not needed."""
+        """Compute the summed loss, fp32 [1], and gradients: x's in its dtype, the tensors' in fp32,
+        None where `needed` is False."""
         total = torch.zeros(1, dtype=torch.float32, device=x.device)
         weights = [t.detach().requires_grad_(t.requires_grad) for t in tensors[: self.weights]]
         pairs = zip([*weights, *tensors[self.weights :]], needed[1:], strict=True)
         trained = [tensor for tensor, need in pairs if need]
         sums: list[Tensor] = []
-        of_x = torch.empty_like(x, memory_format=torch.contiguous_format)
-        rows = of_x.view(-1, x.shape[-1])
+        grad_x = torch.empty_like(x, memory_format=torch.contiguous_format)
+        rows = grad_x.view(-1, x.shape[-1])
         for part, goals, place in _chunks(x, targets, self.head.chunk):
             part = part.detach().requires_grad_()
             with torch.enable_grad():
@@ -207,21 +207,21 @@ class _Chunks:
             total += part_total
             edge = get_gradient_edge(logits)  # the backward does not need the logits themselves
             del logits
-            of_part, *found = torch.autograd.grad([edge], [part, *trained], [gradient])
+            grad_part, *grads = torch.autograd.grad([edge], [part, *trained], [gradient])
             del edge, gradient
-            rows[place] = of_part.view(-1, x.shape[-1])
+            rows[place] = grad_part.view(-1, x.shape[-1])
             if sums:
-                add_values(sums, found)
+                add_values(sums, grads)
             else:
-                sums = [each.float() for each in found]
-            del of_part, found
+                sums = [each.float() for each in grads]
+            del grad_part, grads
         summed = iter(sums)
-        of_tensors = (next(summed) if need else None for need in needed[1:])
-        return total, [of_x if needed[0] else None, *of_tensors]
+        grad_tensors = (next(summed) if need else None for need in needed[1:])
+        return total, [grad_x if needed[0] else None, *grad_tensors]
 
 
 def _chunks(x: Tensor, targets: Tensor, size: int) -> Iterator[tuple[Tensor, Tensor, slice]]:
-    """(x, targets, slice) of each chunk of x [..., D]; x keeps its number of dimensions."""
+    """Yield (x, targets, rows) of each chunk of x [..., D], without changing x's number of dims."""
     rows, goals = x.reshape(-1, x.shape[-1]), targets.reshape(-1)
     for start in range(0, len(rows), size):
         place = slice(start, start + size)
@@ -230,7 +230,7 @@ def _chunks(x: Tensor, targets: Tensor, size: int) -> Iterator[tuple[Tensor, Ten
 
 
 def find_head(graph: StageGraph, model: nn.Module, loss: Loss) -> ChunkedHead:
-    """The head in the last stage's graph. Raises RecordError where it cannot be chunked."""
+    """Find the head in the last stage's graph. Raises RecordError if it cannot be chunked."""
     assert loss.chunk is not None
     try:
         logits = logits_of(graph.output)
@@ -255,7 +255,7 @@ def find_head(graph: StageGraph, model: nn.Module, loss: Loss) -> ChunkedHead:
         raise RecordError("its last linear layer is not in the last stage", _FIX)
     head = ChunkedHead(node, tuple(epilogue), loss.chunk, loss)
     tokens = list(head.x.shape[:-1]) if head.x.value is not None else [-1]
-    if module is not None and tokens:  # all that it sees, of which a rank may have a part
+    if module is not None and tokens:  # it all-gathers the tokens of sequence-parallel ranks
         tokens[-1] *= gathered_parts(module)
     if tokens != list(logits.value.shape[:-1]):
         raise RecordError("its last linear layer does not return logits for each token", _FIX)
@@ -271,15 +271,15 @@ def find_head(graph: StageGraph, model: nn.Module, loss: Loss) -> ChunkedHead:
 
 
 def with_chunked_loss(graph: StageGraph, chunked: ChunkedHead) -> StageGraph:
-    """The last stage's graph with the summed loss in place of the logits."""
+    """Return the last stage's graph with the summed loss in place of the logits."""
     targets = Node("input", "targets")
     empty = torch.empty(1, device="meta").requires_grad_(bool(chunked.x.tensor.requires_grad))
     args = (chunked.x, targets, *chunked.weights)
     loss = replace(chunked.head, args=args, kwargs={}, value=empty, chunked_head=chunked)
-    kept = [node for node in graph.nodes if node not in (chunked.head, *chunked.epilogue)]
+    remaining = [node for node in graph.nodes if node not in (chunked.head, *chunked.epilogue)]
     return replace(
         graph,
-        nodes=[*kept, targets, loss],
+        nodes=[*remaining, targets, loss],
         sends=[loss],
         output=loss,
         differentiated_later=frozenset([loss]),
@@ -287,7 +287,7 @@ def with_chunked_loss(graph: StageGraph, chunked: ChunkedHead) -> StageGraph:
 
 
 def _call(function: Callable[..., Any], node: Node, values: dict[Node, Tensor]) -> Any:
-    """Call a function with a node's arguments, tensors in place of nodes."""
+    """Call a function with a node's arguments, its input nodes replaced by tensors."""
     device = next(iter(values.values())).device
     args, kwargs = with_values((node.args, node.kwargs), values, device)
     return function(*args, **kwargs)
@@ -303,13 +303,13 @@ def _is_head(node: Node) -> bool:
 
 
 def _is_weight(node: Node) -> bool:
-    """Whether it is a weight, or computed from weights alone."""
+    """Whether a node is a weight, or computed only from weights."""
     inputs = node.input_nodes if node.kind == "function" else ()
     return node.kind == "weight" or (bool(inputs) and all(map(_is_weight, inputs)))
 
 
 def _no_head_error(node: Node, model: nn.Module) -> RecordError:
-    """The error for a node that is neither head nor epilogue."""
+    """Return the error for a node that is neither head nor epilogue."""
     if node.kind == "unit":
         module = model.get_submodule(node.target)
         children = [name for name, _ in module.named_children()]
@@ -321,7 +321,7 @@ def _no_head_error(node: Node, model: nn.Module) -> RecordError:
 
 
 def _is_token_wise(head: ChunkedHead) -> bool:
-    """Whether the epilogue gives the same for each token alone as for all tokens, on random
+    """Whether the epilogue gives the same result token by token as for all tokens, on random
     logits."""
     shape = head.head.shape
     generator = torch.Generator().manual_seed(0)
@@ -330,5 +330,5 @@ def _is_token_wise(head: ChunkedHead) -> bool:
     try:
         alone = [head.apply_epilogue(logits[..., i : i + 1, :].clone()) for i in range(4)]
         return torch.equal(head.apply_epilogue(logits.clone()), torch.cat(alone, dim=-2))
-    except RuntimeError:  # it contains sizes of the whole batch
+    except RuntimeError:  # the epilogue contains sizes of the full batch
         return False

@@ -1,6 +1,7 @@
-"""A loss of the user's own: a function `f(output, targets, **args)` that returns the losses one by
-one. Its sum is made here, and divided by `f.count(targets)` where it has such a method (how many of
-them count, e.g. because padding does not), else by the number of losses.
+"""Custom losses: a function `f(output, targets, **args)` that returns unreduced losses.
+
+They are summed here and divided by `f.count(targets)` if there is such a method (the number of
+losses that count, e.g. without padding), else by their number.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from titanlike.optim import own
 
 
 class CustomLoss(Loss):
-    """A function of the user's own, `function(output, targets)`: losses, one by one."""
+    """A loss computed by a custom function (output, targets) -> unreduced losses."""
 
     def __init__(self, function: Callable[[Any, Tensor], Tensor]) -> None:
         super().__init__()
@@ -53,7 +54,7 @@ class CustomLoss(Loss):
 
 
 def custom_loss(config: Custom, device: torch.device | None) -> CustomLoss:
-    """The loss that a config names by an import path. Raises ConfigError where it is wrong."""
+    """Import and build the loss that a config names. Raises ConfigError if it is invalid."""
     function = own.import_callable("loss", config)
     is_class = inspect.isclass(function)
     positional = {} if is_class else {"output": None, "targets": None}
@@ -79,6 +80,6 @@ def custom_loss(config: Custom, device: torch.device | None) -> CustomLoss:
 
 
 def _twice(value: Any, rows: int) -> Any:
-    """A tensor of twice as many sequences; anything else as it is."""
+    """Repeat a tensor of `rows` sequences along dim 0; return anything else unchanged."""
     batched = isinstance(value, Tensor) and value.dim() and value.shape[0] == rows
     return torch.cat([value, value]) if batched else value

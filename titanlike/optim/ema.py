@@ -1,9 +1,9 @@
-"""An exponential moving average of the weights: torch.optim.swa_utils.AveragedModel with
+"""Exponential moving average (EMA) of the weights: torch.optim.swa_utils.AveragedModel with
 get_ema_multi_avg_fn, on the shards that a rank updates.
 
-It is the entry `ema` of a parameter's optimizer state, so that checkpoints save and load it in any
-layout, and `verify` compares it. It begins as the weights after their first update; a step that is
-skipped, and a parameter that no rank's backward reached, leave it as it is.
+It is the entry `ema` of a parameter's optimizer state, so checkpoints save and load it in any
+layout, and `verify` compares it. It starts as the weights after their first update. Skipped steps,
+and steps in which no rank has a gradient for a parameter, leave it unchanged.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ KEY = "ema"
 
 
 def keep_average(optimizer: torch.optim.Optimizer, decay: float) -> None:
-    """Average the parameters of an optimizer, after each of its steps."""
+    """Make an optimizer update the EMA of its parameters after each step."""
 
     def step_and_average(step: Callable[[], object]) -> None:
         step()
@@ -44,7 +44,7 @@ def keep_average(optimizer: torch.optim.Optimizer, decay: float) -> None:
             share: Any = 1 - decay
             if skip is not None:
                 share = [(1 - decay) * (1 - skip)] * len(begun)
-            if begun:  # one call for all: a launch each would take the host longer than the GPU
+            if begun:  # one foreach call: kernels launched one by one would be bound by the host
                 lerp(averages, [local(p) for p in begun], share)
             for parameter in alike:
                 if KEY not in optimizer.state[parameter]:
@@ -55,7 +55,7 @@ def keep_average(optimizer: torch.optim.Optimizer, decay: float) -> None:
 
 @contextmanager
 def averaged(states: Iterable[StageState]) -> Iterator[None]:
-    """Within it the weights are their averages; those that were never updated stay."""
+    """A context in which the weights are replaced by their EMA, where they have one."""
     pairs: list[tuple[Tensor, Tensor]] = []
     for state in states:
         for _, parameter in state.parameters():
@@ -71,6 +71,6 @@ def averaged(states: Iterable[StageState]) -> Iterator[None]:
 @torch.no_grad()
 def _swap(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
     for one, other in pairs:
-        kept = one.clone()
+        saved = one.clone()
         one.copy_(other)
-        other.copy_(kept)
+        other.copy_(saved)

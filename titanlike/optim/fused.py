@@ -1,9 +1,8 @@
-"""Optimizer steps that the device may skip; torch's fused AdamW and SGD that do.
+"""Optimizer steps that can be skipped on the device, and torch's fused AdamW and SGD as such.
 
-The host launches a step before it knows the step's numbers: to read a number is to wait for the
-device until all that was launched is done, and it then has nothing to do while the host launches
-more. So the flag that skips a step stays on the device, as torch's `found_inf` does: fused kernels
-read it, other updates are selected by it.
+The host launches a step before it knows its loss: reading it would wait for all launched kernels,
+and then leave the device idle until new ones are launched. So the flag that skips a step stays on
+the device, as torch's `found_inf` does: fused kernels read it, other updates use torch.where.
 """
 
 from __future__ import annotations
@@ -29,20 +28,20 @@ from titanlike.torch_private.tensors import divide
 
 
 class SkippingOptimizer(torch.optim.Optimizer):
-    """Its `step` changes neither a parameter nor its state where a flag on the device says so."""
+    """An optimizer whose `step` changes no parameter and no state if a flag on the device is set."""
 
-    # fp32 scalars, 0 or 1 = skip; None = 0
-    skip: Tensor | None = None  # all parameters
-    # some parameters alone: those that perhaps no rank's backward has reached
+    # flags are fp32 scalars, 1 = skip; None = 0
+    skip: Tensor | None = None  # for all parameters
+    # per parameter, for those that may have no gradient on any rank
     unreached: Mapping[nn.Parameter, Tensor] = {}
-    # what gradients are divided by in the update, so that they are clipped; None = 1
+    # the update divides gradients by this to clip them; None = 1
     clip: Tensor | None = None
 
     def clip_on(self, device: torch.device) -> Tensor | None:
         return None if self.clip is None else self.clip.to(device)
 
     def skip_of(self, parameter: nn.Parameter) -> Tensor | None:
-        """The flag of a parameter, on its device (with CPU offload the CPU, which waits for it)."""
+        """Return a parameter's flag on its device. With CPU offload this waits for the GPU."""
         skip, unreached = self.skip, self.unreached.get(parameter)
         if unreached is not None:
             skip = unreached if skip is None else torch.maximum(skip, unreached)
@@ -51,7 +50,7 @@ class SkippingOptimizer(torch.optim.Optimizer):
     def by_skip(
         self, parameters: Iterable[nn.Parameter]
     ) -> Iterator[tuple[list[nn.Parameter], Tensor | None]]:
-        """Parameters that have a gradient, in lists that share a flag."""
+        """Group parameters that have a gradient by device and flag."""
         together: dict[torch.device, list[nn.Parameter]] = {}
         for parameter in parameters:
             if parameter.grad is None:
@@ -70,10 +69,10 @@ def step_unless(
     unreached: Mapping[nn.Parameter, Tensor],
     clip: Tensor | None = None,
 ) -> None:
-    """A step of an optimizer, skipped where the flags say so, of gradients divided by `clip`; see
-    `SkippingOptimizer`.
+    """Step an optimizer, with gradients divided by `clip`, unless the flags say skip.
 
-    One of the user's own that cannot skip on the device, as torch's fused ones can, waits for it.
+    See `SkippingOptimizer`. Other optimizers (custom ones) cannot skip on the device, so the host
+    waits for the flags.
     """
     if isinstance(optimizer, SkippingOptimizer):
         optimizer.skip, optimizer.unreached, optimizer.clip = skip, unreached, clip
@@ -92,7 +91,7 @@ def step_unless(
 
 @torch.no_grad()
 def clip_in_place(parameters: Iterable[Tensor], clip: Tensor | None) -> None:
-    """Divide gradients, for an optimizer that does not when it reads them."""
+    """Divide gradients by `clip`, for optimizers that do not do so in their update."""
     by_device: dict[torch.device, list[Tensor]] = {}
     for parameter in parameters if clip is not None else ():
         if parameter.grad is not None:
@@ -105,14 +104,14 @@ def clip_in_place(parameters: Iterable[Tensor], clip: Tensor | None) -> None:
 def around_step(
     optimizer: torch.optim.Optimizer, around: Callable[[Callable[[], object]], object]
 ) -> None:
-    """Let `around(step)` be called in place of an optimizer's `step`. torch's hooks of a step run
-    twice where a class calls the step of the one that it extends."""
+    """Replace an optimizer's `step` by `around(step)`. torch's step hooks run twice if a class
+    calls its base class' step."""
     step = optimizer.step
-    vars(optimizer)["step"] = lambda closure=None: around(step)  # None: of DCP
+    vars(optimizer)["step"] = lambda closure=None: around(step)  # DCP passes closure=None
 
 
 def select(skip: Tensor | None, old: Tensor, new: Tensor) -> None:
-    """Give `old` the values of `new` unless a flag says skip; in place."""
+    """Copy `new` to `old` in place, unless the flag says skip."""
     old.copy_(new if skip is None else torch.where(skip > 0, old, new))
 
 
@@ -126,7 +125,7 @@ def fused_adamw(
     skip: Tensor | None,
     clip: Tensor | None,
 ) -> None:
-    """AdamW's update of plain tensors. Steps are counted up, and down again where it is skipped."""
+    """AdamW's fused update of plain tensors, in place. In a skipped step `steps` do not change."""
     beta1, beta2 = group["betas"]
     adamw(
         *(weights, gradients, means, squares, [], steps),
@@ -143,14 +142,15 @@ def fused_adamw(
     )
 
 
-_REGISTER = 64  # elements, a multiple of those that a vector register of a CPU has
+_REGISTER = 64  # elements; a multiple of the size of any CPU's vector registers
 
 
 def on_whole_registers(update: Callable[..., object], *each: list[Tensor]) -> None:
-    """Call `update`, which changes lists of tensors in place, so that an element's bits do not
-    depend on where a rank's part begins and ends. torch's kernels for the CPU take the last
-    elements of a tensor, those that fill no vector register, by other instructions, which round
-    differently."""
+    """Call an in-place `update` on lists of tensors padded to full vector registers.
+
+    torch's CPU kernels round the last elements of a tensor, which fill no vector register,
+    differently. With padding an element's bits do not depend on where a shard begins and ends.
+    """
     wide = [[padded(tensor) for tensor in tensors] for tensors in each]
     update(*wide)
     for tensor, copy in zip(chain(*each), chain(*wide), strict=True):
@@ -158,7 +158,7 @@ def on_whole_registers(update: Callable[..., object], *each: list[Tensor]) -> No
 
 
 def padded(tensor: Tensor) -> Tensor:
-    """A tensor that fills all registers: itself, or a copy with more rows."""
+    """Return the tensor, padded with zero rows unless its size is a multiple of `_REGISTER`."""
     if tensor.numel() % _REGISTER == 0:
         return tensor
     rows = tensor if tensor.dim() else tensor.view(1)
@@ -167,26 +167,26 @@ def padded(tensor: Tensor) -> Tensor:
 
 
 def take_back(tensor: Tensor, wide: Tensor) -> None:
-    """Give a tensor the values that its `padded` has."""
+    """Copy the values of a tensor's `padded` version back to it."""
     if wide.data_ptr() != tensor.data_ptr():
         tensor.copy_(wide.flatten()[: tensor.numel()].view(tensor.shape))
 
 
 @dataclass(frozen=True)
 class OptimizerContext:
-    """What an optimizer's arithmetic depends on besides its own keys."""
+    """Inputs of an optimizer's arithmetic besides its own config."""
 
-    # of parameters that are divided among tensor-parallel ranks
+    # this rank's part of each tensor-parallel parameter
     parts: Mapping[nn.Parameter, Part | None] = field(default_factory=dict)
-    # the ranks that hold matrices together; None = FSDP's
+    # the ranks that share matrices; None = those of FSDP's mesh
     group: dist.ProcessGroup | None = None
     dtype: torch.dtype = torch.float32  # of activations
-    seeds: Mapping[nn.Parameter, int] = field(default_factory=dict)  # of random rounding
+    seeds: Mapping[nn.Parameter, int] = field(default_factory=dict)  # for stochastic rounding
     exact: bool = False  # see `on_whole_registers`
 
 
 class EachParameter(SkippingOptimizer):
-    """Updates one parameter after the other."""
+    """An optimizer that updates one parameter at a time."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -201,8 +201,9 @@ class EachParameter(SkippingOptimizer):
 
 
 class Elementwise(EachParameter):
-    """A built-in optimizer whose config class has the arithmetic, its `update`, which sees plain
-    tensors: this rank's part of a parameter, of its gradient and of its state."""
+    """A built-in elementwise optimizer, whose arithmetic is the `update` method of its config
+    class. `update` receives plain tensors: this rank's shard of a parameter, its gradient and its
+    state."""
 
     def __init__(
         self, groups: list[dict[str, Any]], config: Optimizer, context: OptimizerContext
@@ -217,7 +218,7 @@ class Elementwise(EachParameter):
             if key not in state:
                 state[key] = torch.zeros_like(parameter)
         old = [local(parameter), *(local(state[key]) for key in self._config.state)]
-        # copies, which are dropped where the step is skipped
+        # the update changes copies, which a skipped step discards
         weights, *means = [(padded(each) if self._exact else each).clone() for each in old]
         gradient = padded(gradient) if self._exact else gradient
         if (clip := self.clip_on(parameter.device)) is not None:
@@ -228,14 +229,15 @@ class Elementwise(EachParameter):
 
 
 class _Fused(SkippingOptimizer):
-    """One of torch's, whose arithmetic, state and names of it these are.
+    """A fused optimizer of torch, with the same arithmetic and the same state.
 
-    What differs: the update is computed on plain tensors, this rank's parts (for 291 parameters
-    AdamW's takes the host 1.5 ms, on DTensors 9.9), of all parameters that share a flag together;
-    and state begins as zeros before its first update, not within it: that one may be skipped.
+    It differs in two ways. The update is computed on plain local tensors instead of DTensors
+    (AdamW's host time for 291 parameters is 1.5 ms instead of 9.9), for all parameters with the
+    same flag at once. And state is initialized to zeros before the first update, which may be
+    skipped.
     """
 
-    keys: tuple[str, ...] = ()  # of the config, that torch's has too
+    keys: tuple[str, ...] = ()  # config keys that are arguments of torch's optimizer
 
     def __init__(self, groups: Any, config: Optimizer, context: OptimizerContext) -> None:
         settings: dict[str, Any] = {key: getattr(config, key) for key in ("lr", *self.keys)}
@@ -267,7 +269,7 @@ class _Fused(SkippingOptimizer):
             update(*each)
 
     def _state(self, parameters: Sequence[nn.Parameter], key: str) -> list[Tensor]:
-        """This rank's part of what is remembered of each; zeros before."""
+        """Return this rank's shards of the state `key`; missing ones are created as zeros."""
         for parameter in parameters:
             if self.state[parameter].get(key) is None:
                 self.state[parameter][key] = torch.zeros_like(parameter)
@@ -295,7 +297,7 @@ class AdamW(_Fused, torch.optim.AdamW):
 class Sgd(_Fused, torch.optim.SGD):
     """torch.optim.SGD(fused=True).
 
-    torch's own leaves its momentum uninitialized where the first step is skipped. Test:
+    torch's own leaves momentum uninitialized if the first step is skipped. Test:
     test_skipping.py::test_torchs_sgd_leaves_its_momentum_uninitialized_if_it_skips_the_first_step
     """
 

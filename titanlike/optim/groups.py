@@ -1,4 +1,4 @@
-"""`optimizer.groups`: what is wrong with its patterns, and what the parameters of each received."""
+"""Check the patterns of `optimizer.groups`, and tabulate which parameters each matches."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from titanlike.optim.optimizer import hidden_matrices, parameter_update, pattern
 
 
 def group_problems(choice: Optimizer, model: nn.Module) -> list[Problem]:
-    """Patterns of `optimizer.groups` that name no parameter, or one that another names too; and
-    settings that update none of theirs."""
+    """Return patterns of `optimizer.groups` that match no parameter or overlap, and settings
+    without effect on the parameters that their pattern matches."""
     groups = choice.groups or {}
 
     def problem(pattern: str, reason: str, fix: str) -> Problem:
@@ -24,14 +24,14 @@ def group_problems(choice: Optimizer, model: nn.Module) -> list[Problem]:
         return Problem(f"optimizer.groups.{pattern}", given, reason, fix)
 
     problems, hidden = [], hidden_matrices(model, choice)
-    no_muon: dict[str, str] = {}  # pattern -> a parameter that it leaves to Muon in vain
+    no_muon: dict[str, str] = {}  # pattern -> a parameter that Muon cannot update
     kinds: dict[str, set[str]] = {pattern: set() for pattern in groups}
-    overlaps: dict[str, tuple[str, str]] = {}  # pattern -> a parameter, and what matches it, too
+    overlaps: dict[str, tuple[str, str]] = {}  # pattern -> a parameter, other patterns matching it
     for name, parameter in model.named_parameters():
-        found = patterns_of(name, choice)
-        if len(found) > 1:
-            overlaps.setdefault(found[0], (name, ", ".join(found[1:])))
-        for pattern in found:
+        matching = patterns_of(name, choice)
+        if len(matching) > 1:
+            overlaps.setdefault(matching[0], (name, ", ".join(matching[1:])))
+        for pattern in matching:
             update = parameter_update(name, parameter.dim(), choice, name in hidden)
             kinds[pattern].add(update.name)
             if update.whole_matrices and name not in hidden:
@@ -50,8 +50,8 @@ def group_problems(choice: Optimizer, model: nn.Module) -> list[Problem]:
         group = groups[pattern]
         if not updated_by:
             first = {parameter: name for name, parameter in model.named_parameters()}
-            of_all = model.named_parameters(remove_duplicate=False)
-            tied = [(n, first[p]) for n, p in of_all if patterns_of(n, choice) == [pattern]]
+            all_names = model.named_parameters(remove_duplicate=False)
+            tied = [(n, first[p]) for n, p in all_names if patterns_of(n, choice) == [pattern]]
             like = nearest(pattern, first.values()) or next(iter(first.values()))
             fix, reason = f"a pattern of names such as {like}", "no parameter has such a name"
             if tied:
@@ -70,20 +70,22 @@ def group_problems(choice: Optimizer, model: nn.Module) -> list[Problem]:
 def group_rows(
     choice: Optimizer, model: nn.Module, stage_parameters: Sequence[Mapping[str, int]]
 ) -> list[list[Any]]:
-    """A table: its headings, then the parameters of each pattern, and all others, by how they are
-    updated. stage_parameters: name -> elements on a rank, of each stage."""
+    """Return a table of the parameters of each pattern, by their update; its first row is headings.
+
+    stage_parameters: name -> elements on a rank, for each stage.
+    """
     hidden = hidden_matrices(model, choice)
     sizes = {name: size for stage in stage_parameters for name, size in stage.items()}
-    found: dict[tuple[Any, ...], list[int]] = {}
+    numels_by_row: dict[tuple[Any, ...], list[int]] = {}
     order = [*(choice.groups or {}), "all others"]
     for name, parameter in model.named_parameters():
         pattern = next(iter(patterns_of(name, choice)), "all others")
         update = parameter_update(name, parameter.dim(), choice, name in hidden)
-        own = [getattr(update, key) for key in update.group_keys]
-        row = update.lr, update.weight_decay, ", ".join(map(override_text, own))
-        found.setdefault((pattern, update.name, *row), []).append(sizes.get(name, 0))
+        extra = [getattr(update, key) for key in update.group_keys]
+        row = update.lr, update.weight_decay, ", ".join(map(override_text, extra))
+        numels_by_row.setdefault((pattern, update.name, *row), []).append(sizes.get(name, 0))
     headings = ["optimizer.groups", "optimizer", "tensors", "parameters", "lr", "weight decay"]
-    rows = sorted(found.items(), key=lambda item: order.index(item[0][0]))
+    rows = sorted(numels_by_row.items(), key=lambda item: order.index(item[0][0]))
     return [
         [*headings, "betas, momentum"],
         *([*key[:2], len(numels), units.count(sum(numels)), *key[2:]] for key, numels in rows),

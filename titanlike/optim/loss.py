@@ -1,8 +1,8 @@
-"""The loss of a microbatch: summed over its terms, scaled so that all microbatches add up.
+"""Built-in losses: summed over the terms of a microbatch, and scaled so that microbatches add up.
 
-A mean of means is wrong as soon as microbatches hold unequal numbers of valid tokens. So every
-microbatch gives the SUM of its terms times `scale`, which holds the step's normalizer; the same
-number comes out whatever the layout.
+A mean of means is wrong if microbatches have different numbers of valid tokens. So each microbatch
+returns the SUM of its terms times `scale`, which contains the normalizer of the whole step; the
+result is the same in every layout.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from titanlike.data.sources import IGNORE
 from titanlike.graph.loss import Loss, OutputError
 from titanlike.graph.recording import describe, tree_flatten, used_by
 
-# (logits fp32 [N, V], targets [N], the target that does not count, z-loss) -> losses [N]
+# (this rank's logits fp32 [N, V / tp], targets [N], ignore_index, z-loss) -> losses [N]
 DividedCrossEntropy = Callable[[Tensor, Tensor, int, float], Tensor]
 Settings = schema.CrossEntropy | schema.ChunkedCrossEntropy | schema.Mse | Custom
 
@@ -30,12 +30,11 @@ Settings = schema.CrossEntropy | schema.ChunkedCrossEntropy | schema.Mse | Custo
 class CrossEntropy(Loss):
     """Cross entropy in nats of logits [B, T, V] (computed in fp32) with targets [B, T].
 
-    chunk: the pipeline computes it of so many tokens at a time, see `chunked_loss.py`.
-    divided: computes it of logits that are this rank's part of the vocabulary; None = of all.
-    z_loss: the coefficient of log(sum(exp(logits)))^2 of a token, which training adds to its loss
-    so that logits do not drift (PaLM, arXiv 2204.02311, section 5).
-    mtp_weight: of the losses of further predicted tokens: in training, where it is not 0, logits
-    [B, (1 + P) * T, V] are those of the next token, then of the P after it.
+    chunk: tokens per chunk, see `chunked_loss.py`; None = no chunks. divided: computes the losses
+    from this rank's shard of the vocabulary; None = logits are full. z_loss: coefficient of
+    log(sum(exp(logits)))^2, which training adds to a token's loss to keep logits from drifting
+    (PaLM, arXiv 2204.02311, section 5). mtp_weight: weight of multi-token prediction: if not 0,
+    logits in training are [B, (1 + P) * T, V], those of the next token, then of P tokens after it.
     """
 
     def __init__(
@@ -58,7 +57,7 @@ class CrossEntropy(Loss):
         if self._divided is not None:
             return super().total_and_gradient(output, targets)
         rows = output.detach().flatten(0, -2)
-        if self.compiled and rows.is_meta:  # one kernel that reads them and writes as many
+        if self.compiled and rows.is_meta:  # same memory traffic as the compiled kernel
             return rows.new_zeros((), dtype=torch.float32), rows.exp().view_as(output)
         function = _compiled_cross_entropy() if self.compiled else cross_entropy_and_gradient
         total, gradient = function(rows, targets.flatten(), self._z_loss)
@@ -68,15 +67,15 @@ class CrossEntropy(Loss):
         several = self._mtp_weight and targets.dim() == 2 and x.dim() == 3
         rows = targets.shape[-1]
         more = x.shape[1] // rows - 1 if several and x.shape[1] % rows == 0 else 0
-        found = [(x[:, :rows] if more else x, targets, 1.0)]
+        terms = [(x[:, :rows] if more else x, targets, 1.0)]
         for later in range(
             1, more + 1 if torch.is_grad_enabled() else 1
-        ):  # of their own last tokens nothing is known
+        ):  # the targets of their last tokens lie beyond the sequence
             ignored = targets.new_full((len(targets), later), IGNORE)
             shifted = torch.cat([targets[:, later:], ignored], 1)
             part = x[:, later * rows : (later + 1) * rows]
-            found.append((part, shifted, self._mtp_weight / more))
-        return found
+            terms.append((part, shifted, self._mtp_weight / more))
+        return terms
 
     def evaluated(self, output: Any, targets: Tensor) -> Tensor:
         (x, targets, _), *_ = self.predictions(logits_of(output), targets)
@@ -111,27 +110,27 @@ class CrossEntropy(Loss):
 def cross_entropy_and_gradient(
     logits: Tensor, targets: Tensor, z_loss: float
 ) -> tuple[Tensor, Tensor]:
-    """The summed cross entropy of logits [N, V] with targets [N], an fp32 scalar, and its gradient
-    with respect to the logits, in their dtype; computed in fp32, without autograd.
+    """Compute the summed cross entropy of logits [N, V] with targets [N], an fp32 scalar, and its
+    gradient with respect to the logits, in their dtype. Computes in fp32, without autograd.
 
-    What autograd makes of it reads and writes fp32 logits six times. Compiled, these are in no
-    memory: the logits are read twice, for the sum of a row and for its gradient (as the fused
-    kernel of arXiv 2410.10989 does).
+    Autograd reads and writes fp32 logits six times. Compiled, this reads the logits twice (for a
+    row's sum, and for its gradient) and materializes no fp32 copy, as the fused kernel of arXiv
+    2410.10989.
     """
     counted = targets != IGNORE
-    at = targets.masked_fill(~counted, 0).unsqueeze(-1)
+    index = targets.masked_fill(~counted, 0).unsqueeze(-1)
     rows = logits.float()
     logs = torch.log_softmax(rows, -1)
-    of_targets = logs.gather(-1, at)
-    losses, weights = -of_targets, counted.float().unsqueeze(-1)
+    target_logs = logs.gather(-1, index)
+    losses, weights = -target_logs, counted.float().unsqueeze(-1)
     if z_loss:
-        log_sums = rows.gather(-1, at) - of_targets
+        log_sums = rows.gather(-1, index) - target_logs
         losses = losses + z_loss * log_sums.square()
         weights = weights * (1 + 2 * z_loss * log_sums)
-    del rows  # of as much memory as all that follows
+    del rows  # frees as much memory as the rest needs
     gradient = logs.exp_().mul_(weights).to(logits.dtype)
-    missing = of_targets.exp() * weights - counted.float().unsqueeze(-1)
-    gradient.scatter_(-1, at, missing.to(logits.dtype))
+    missing = target_logs.exp() * weights - counted.float().unsqueeze(-1)
+    gradient.scatter_(-1, index, missing.to(logits.dtype))
     return losses.squeeze(-1).masked_fill(~counted, 0).sum(), gradient
 
 
@@ -141,7 +140,7 @@ def _compiled_cross_entropy() -> Callable[..., tuple[Tensor, Tensor]]:
 
 
 class Mse(Loss):
-    """Squared differences of output and targets (in fp32): their mean over all elements."""
+    """Squared error of output and targets (in fp32), averaged over all elements."""
 
     def each(self, output: Any, targets: Tensor) -> Tensor:
         output = logits_of(output)
@@ -155,7 +154,7 @@ class Mse(Loss):
 
 
 class Kept(Loss):
-    """No loss: keeps what a function gives of each (output, targets), without gradients."""
+    """Not a loss: collects what a function returns for each (output, targets), without gradients."""
 
     def __init__(self, function: Callable[[Any, Tensor], Any]) -> None:
         super().__init__()
@@ -168,13 +167,13 @@ class Kept(Loss):
 
 
 def logits_of(output: Any) -> Any:
-    """The tensor that a built-in loss is computed of: the output, or what is called logits in
-    it."""
+    """Return the logits of a model's output: its `logits` entry or attribute, else the output
+    itself."""
     named = isinstance(output, dict) and "logits" in output
     logits = output["logits"] if named else getattr(output, "logits", None)
     if logits is not None:
         return logits
-    if hasattr(output, "shape") or hasattr(output, "kind"):  # a tensor, or what stands for one
+    if hasattr(output, "shape") or hasattr(output, "kind"):  # a tensor, or a recorded node
         return output
     reason = f"the model's forward returns {describe(output)}, in which nothing is called logits"
     raise OutputError(reason)
@@ -185,9 +184,9 @@ def build_loss(
     device: torch.device | None = None,
     divided: DividedCrossEntropy | None = None,
 ) -> Loss:
-    """The loss that a config names. Raises ConfigError where it is the user's own and wrong.
+    """Build the loss that a config names. Raises ConfigError if it is a custom loss and invalid.
 
-    divided: of logits that ranks share, see `takes_divided_logits`.
+    divided: cross entropy of vocabulary-parallel logits, see `takes_divided_logits`.
     """
     if isinstance(config, Custom):
         from titanlike.optim.custom_loss import custom_loss
@@ -200,13 +199,15 @@ def build_loss(
 
 
 def takes_divided_logits(config: Settings) -> bool:
-    """Whether tensor-parallel ranks can compute the loss from a part of the vocabulary each."""
+    """Whether the loss can be computed from logits sharded over the vocabulary (loss parallel)."""
     return isinstance(config, schema.CrossEntropy | schema.ChunkedCrossEntropy)
 
 
 def check_loss(config: Settings, output: Any, targets: Tensor, rows: int) -> list[Problem]:
-    """What is wrong with a loss, by a call on meta; output and targets: of a microbatch [rows,
-    ...]."""
+    """Return problems of a loss, by calling it on meta.
+
+    output, targets: of a microbatch, [rows, ...], on meta.
+    """
     fix = "loss.name=package.function, a function of your own that takes them"
     try:
         loss = build_loss(config)
@@ -234,7 +235,7 @@ def check_loss(config: Settings, output: Any, targets: Tensor, rows: int) -> lis
 
 
 def trained_outputs(loss: Loss, output: Any, targets: Tensor) -> list[bool]:
-    """Whether the loss uses each tensor of a model's output; both are on meta."""
+    """Whether the loss uses each tensor of a model's output; output and targets are on meta."""
     with torch.device("meta"), torch.enable_grad():
         total = loss.total(output, targets)
     return used_by(total, [leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, Tensor)])

@@ -1,10 +1,10 @@
-"""Muon (https://kellerjordan.github.io/posts/muon, arXiv 2502.16982), exact on shards and parts.
+"""Muon (https://kellerjordan.github.io/posts/muon, arXiv 2502.16982), exact on sharded matrices.
 
-torch.optim.Muon works on shards, too, but every product of a matrix is then a message (11 to 16 for
-each matrix), all ranks compute, and sums over shards are rounded to bf16 in another order: updates
-differ from one process's by 2% to 30%, the more the nearer a gradient is to a low rank. Here the
-momentum is kept on the shards, and whole matrices are gathered, in fp32 where the run is.
-Test: `test_fences.py::test_torchs_muon_sends_many_messages_and_rounds_otherwise_on_shards`.
+torch.optim.Muon works on shards, but each matmul of a matrix is then a collective (11 to 16 per
+matrix), all ranks compute the same, and sums over shards are rounded to bf16 in a different order:
+updates differ from a single process's by 2% to 30%, most for gradients close to low rank. Here
+momentum is sharded, and full matrices are gathered, in fp32 if the run's precision is. Test:
+`test_fences.py::test_torchs_muon_sends_many_messages_and_rounds_otherwise_on_shards`.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ class Muon(SkippingOptimizer):
     ) -> None:
         """Collective over the ranks that share the matrices.
 
-        groups: of matrices [rows, columns]; or those of experts, [experts, rows, columns], each a
-        matrix of its own: a rank's shard is of whole experts, which it orthogonalizes itself.
-        They are orthogonalized, and sent to be, in the dtype of activations.
+        groups: of matrices [rows, columns], or of experts [experts, rows, columns], one matrix
+        each. Experts are sharded along dim 0, so a rank orthogonalizes its own without
+        communication. Matrices are orthogonalized and communicated in the dtype of activations.
         """
         parts = context.parts
         settings = {"weight_decay": config.weight_decay, "momentum": config.momentum}
@@ -47,8 +47,8 @@ class Muon(SkippingOptimizer):
         matrices = [matrix for group in groups for matrix in group["params"]]
         self._config, self._dtype = config, context.dtype
         flat = [matrix for matrix in matrices if matrix.dim() == 2]
-        whole = {matrix: part.shape for matrix, part in parts.items() if part is not None}
-        self._shapes = {p: tuple(whole.get(p, p.shape)[-2:]) for p in matrices}
+        full_shapes = {matrix: part.shape for matrix, part in parts.items() if part is not None}
+        self._shapes = {p: tuple(full_shapes.get(p, p.shape)[-2:]) for p in matrices}
         self._shared = (context.group or shard_group(flat[0])) if flat else None
         self._places: dict[Tensor, list[_Held]] = {}
         if self._shared is not None:
@@ -56,8 +56,8 @@ class Muon(SkippingOptimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """Collective over the ranks that share the matrices; a matrix without gradient is left
-        alone."""
+        """Collective over the ranks that share the matrices. Matrices without a gradient are not
+        updated."""
         assert closure is None
         groups = {p: group for group in self.param_groups for p in group["params"]}
         reached = [p for p in groups if p.grad is not None]
@@ -66,7 +66,7 @@ class Muon(SkippingOptimizer):
         for parameter in (p for p in reached if p not in self._places):
             update = newton_schulz(self._update(parameter, groups), self._config.ns_steps)
             self._apply(parameter, update, groups[parameter])
-        if shared:  # in two messages
+        if shared:  # two all-to-alls for all of them
             updates = self._orthogonalized(shared, groups)
             for parameter, update in zip(shared, updates, strict=True):
                 self._apply(parameter, update, groups[parameter])
@@ -79,7 +79,7 @@ class Muon(SkippingOptimizer):
         select(skip, weights, updated)
 
     def _update(self, parameter: nn.Parameter, groups: Mapping[Any, dict[str, Any]]) -> Tensor:
-        """What this rank has of the momentum, which is moved on, where it is orthogonalized."""
+        """Update the momentum; return this rank's shard of the matrix to orthogonalize."""
         state, momentum = self.state[parameter], groups[parameter]["momentum"]
         assert parameter.grad is not None
         if "momentum_buffer" not in state:
@@ -95,19 +95,18 @@ class Muon(SkippingOptimizer):
     def _orthogonalized(
         self, matrices: Sequence[nn.Parameter], groups: Mapping[Any, dict[str, Any]]
     ) -> list[Tensor]:
-        """What this rank has of the orthogonalized momentum of each; groups: each one's.
-        Collective.
+        """Orthogonalize the momentum of each matrix and return this rank's shard of it. Collective.
 
-        Newton-Schulz needs whole matrices, of which each rank of an FSDP mesh holds some rows, and
-        each tensor-parallel one a part of these:
+        Newton-Schulz needs full matrices. Each rank of an FSDP mesh has some rows of a matrix, and
+        a tensor-parallel rank a part of these:
 
-        1. Each matrix gets an owner among the ranks that hold it together, all with equal work.
-        2. One all-to-all brings the elements of each matrix to its owner, which orthogonalizes it;
-           of ranks that hold the same ones, the first sends them.
-        3. Another takes what each rank holds of the results back.
+        1. Each matrix gets an owner among the ranks that share it; owners get equal work.
+        2. An all-to-all sends the shards of each matrix to its owner, which orthogonalizes it. If
+           several ranks have the same shard, the first one sends it.
+        3. A second all-to-all returns each rank's shard of the results.
 
-        Two messages whatever the number of matrices, and no rank repeats another's work; replicas
-        (HSDP) do the same each, with equal results.
+        That is two collectives whatever the number of matrices, and no matrix is orthogonalized
+        twice; HSDP replicas do the same work each, with equal results.
         """
         group = self._shared
         assert group is not None
@@ -118,52 +117,51 @@ class Muon(SkippingOptimizer):
         owned: list[list[int]] = [[] for _ in ranks]  # matrices of each rank
         for matrix, owner in enumerate(deal(shapes, len(ranks))):
             owned[owner].append(matrix)
-        mine = owned[rank]
+        owned_here = owned[rank]
         received = _exchange(
-            [[updates[at] for at in ats if held[at][rank].sends] for ats in owned],
-            [[held[at][r].shape for at in mine if held[at][r].sends] for r in ranks],
+            [[updates[i] for i in indices if held[i][rank].sends] for indices in owned],
+            [[held[i][r].shape for i in owned_here if held[i][r].sends] for r in ranks],
             group,
             like=updates[0],
         )
         from_rank = [iter(tensors) for tensors in received]
         results = []
-        for at in mine:
-            whole = updates[0].new_empty(shapes[at])
-            for other, part in enumerate(held[at]):
+        for i in owned_here:
+            full = updates[0].new_empty(shapes[i])
+            for other, part in enumerate(held[i]):
                 if part.sends:
-                    part.put(next(from_rank[other]), whole)
-            results.append(newton_schulz(whole, self._config.ns_steps))
+                    part.put(next(from_rank[other]), full)
+            results.append(newton_schulz(full, self._config.ns_steps))
         returned = _exchange(
-            [[held[at][r].of(x) for at, x in zip(mine, results, strict=True)] for r in ranks],
-            [[held[at][rank].shape for at in ats] for ats in owned],
+            [[held[i][r].of(x) for i, x in zip(owned_here, results, strict=True)] for r in ranks],
+            [[held[i][rank].shape for i in indices] for indices in owned],
             group,
             like=updates[0],
         )
         from_rank = [iter(tensors) for tensors in returned]
-        owners = {at: rank for rank, ats in enumerate(owned) for at in ats}
-        return [next(from_rank[owners[at]]) for at in range(len(matrices))]
+        owners = {i: rank for rank, indices in enumerate(owned) for i in indices}
+        return [next(from_rank[owners[i]]) for i in range(len(matrices))]
 
 
 def lr_ratio(adjust_lr: str, rows: int, columns: int) -> float:
-    """What the learning rate of a matrix is multiplied by."""
+    """The factor of a matrix's learning rate."""
     if adjust_lr == "original":
         return math.sqrt(max(1.0, rows / columns))
-    return 0.2 * math.sqrt(max(rows, columns))  # as large an update as AdamW's, on average
+    return 0.2 * math.sqrt(max(rows, columns))  # the RMS of the update is then about AdamW's
 
 
-# --- matrices that ranks hold together ----------------------------------------------------------
+# --- matrices that several ranks share ----------------------------------------------------------
 
-# of the quintic iteration, and the least norm that is divided by: as in torch.optim.Muon
+# coefficients of the quintic iteration, and the lower bound of the norm: as in torch.optim.Muon
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _LEAST_NORM = 1e-7
 
 
 def newton_schulz(matrix: Tensor, steps: int) -> Tensor:
-    """Nearly the orthogonal factor of a matrix [rows, columns]: singular values of about 1; of each
-    of some matrices [number, rows, columns].
+    """Approximate the orthogonal factor of a matrix [rows, columns], or of each of several [number,
+    rows, columns]: singular values become about 1. Computed in the dtype of `matrix`.
 
-    Computed in the dtype of `matrix`. Source: Keller Jordan,
-    https://kellerjordan.github.io/posts/muon
+    Source: Keller Jordan, https://kellerjordan.github.io/posts/muon
     """
     a, b, c = _COEFFICIENTS
     tall = matrix.shape[-2] > matrix.shape[-1]
@@ -182,23 +180,23 @@ def newton_schulz(matrix: Tensor, steps: int) -> Tensor:
 
 @dataclass(frozen=True)
 class _Held:
-    """What one rank has of a matrix."""
+    """One rank's shard of a matrix."""
 
-    shape: torch.Size  # of its local tensor
+    shape: torch.Size  # of the local tensor
     places: list[tuple[Slices, Slices]]  # see `pieces`
-    sends: bool = True  # no rank before it has the same
+    sends: bool = True  # False if an earlier rank has the same shard
 
-    def of(self, whole: Tensor) -> Tensor:
+    def of(self, full: Tensor) -> Tensor:
         if len(self.places) == 1:
-            return whole[self.places[0][1]]
-        mine = whole.new_empty(self.shape)
+            return full[self.places[0][1]]
+        shard = full.new_empty(self.shape)
         for here, there in self.places:
-            mine[here] = whole[there]
-        return mine
+            shard[here] = full[there]
+        return shard
 
-    def put(self, mine: Tensor, whole: Tensor) -> None:
+    def put(self, shard: Tensor, full: Tensor) -> None:
         for here, there in self.places:
-            whole[there] = mine[here]
+            full[there] = shard[here]
 
 
 def _places(
@@ -206,24 +204,24 @@ def _places(
     parts: Mapping[nn.Parameter, Part | None],
     group: dist.ProcessGroup,
 ) -> dict[Tensor, list[_Held]]:
-    """What each rank of a group has of each matrix; the matrices are the same on all.
-    Collective."""
-    mine = [(local(matrix).shape, [*pieces(matrix, parts.get(matrix))]) for matrix in matrices]
-    of_ranks = [mine] * dist.get_world_size(group)
-    dist.all_gather_object(of_ranks, mine, group=group)
+    """Return each rank's shard of each matrix; all ranks pass the same matrices. Collective."""
+    local_places = [
+        (local(matrix).shape, [*pieces(matrix, parts.get(matrix))]) for matrix in matrices
+    ]
+    by_rank = [local_places] * dist.get_world_size(group)
+    dist.all_gather_object(by_rank, local_places, group=group)
     held: dict[Tensor, list[_Held]] = {}
-    for matrix, *ranks in zip(matrices, *of_ranks, strict=True):
-        wholes = [[there for _, there in places] for _, places in ranks]
+    for matrix, *ranks in zip(matrices, *by_rank, strict=True):
+        full_slices = [[there for _, there in places] for _, places in ranks]
         held[matrix] = [
-            _Held(shape, places, wholes[at] not in wholes[:at])
-            for at, (shape, places) in enumerate(ranks)
+            _Held(shape, places, full_slices[i] not in full_slices[:i])
+            for i, (shape, places) in enumerate(ranks)
         ]
     return held
 
 
 def shard_group(parameter: Tensor) -> dist.ProcessGroup | None:
-    """The ranks of FSDP's mesh that hold the rows of a matrix; None where each holds all of
-    them."""
+    """The ranks of the FSDP mesh that share the rows of a matrix; None if it is not sharded."""
     if not isinstance(parameter, DTensor):
         return None
     mesh = parameter.device_mesh
@@ -241,8 +239,8 @@ def shard_group(parameter: Tensor) -> dist.ProcessGroup | None:
 
 
 def deal(shapes: Sequence[Sequence[int]], ranks: int) -> list[int]:
-    """The rank that orthogonalizes each matrix: the costliest first, each to the rank with the
-    least work so far. The same on every rank."""
+    """Assign each matrix to the rank that orthogonalizes it: the most expensive first, each to the
+    rank with the least work so far. Deterministic, so equal on all ranks."""
     costs = [min(shape) ** 2 * (2 * max(shape) + min(shape)) for shape in shapes]
     loads = [(0, rank) for rank in range(ranks)]
     owners = [0] * len(shapes)
@@ -259,21 +257,21 @@ def _exchange(
     group: dist.ProcessGroup,
     like: Tensor,
 ) -> list[list[Tensor]]:
-    """Send tensors to each rank of a group; returns what each sent here, which has these shapes.
+    """Send `tensors[r]` to rank r of a group by an all-to-all; return what each rank sent here.
 
-    like: a tensor of the dtype and device of all.
+    shapes: of the received tensors, by sender; like: a tensor of the dtype and device of all.
     """
     item = like.element_size()
-    counts = [[shape.numel() for shape in of_rank] for of_rank in shapes]
+    counts = [[shape.numel() for shape in from_rank] for from_rank in shapes]
     flat = [tensor.flatten() for to_rank in tensors for tensor in to_rank]
     sent = torch.cat(flat) if flat else like.new_empty(0)
     received = like.new_empty(sum(map(sum, counts)))
     dist.all_to_all_single(
-        received.view(torch.uint8),  # bytes: not every backend knows bf16
+        received.view(torch.uint8),  # as bytes: not every backend supports bf16
         sent.view(torch.uint8),
-        [item * sum(of_rank) for of_rank in counts],
+        [item * sum(from_rank) for from_rank in counts],
         [item * sum(tensor.numel() for tensor in to_rank) for to_rank in tensors],
         group=group,
     )
-    pieces = iter(received.split([count for of_rank in counts for count in of_rank]))
-    return [[next(pieces).view(shape) for shape in of_rank] for of_rank in shapes]
+    pieces = iter(received.split([count for from_rank in counts for count in from_rank]))
+    return [[next(pieces).view(shape) for shape in from_rank] for from_rank in shapes]

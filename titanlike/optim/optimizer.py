@@ -1,4 +1,4 @@
-"""The optimizers of a stage, the norm of all gradients, and the learning rate."""
+"""The optimizers of a stage, the global gradient norm, and the learning rate."""
 
 from __future__ import annotations
 
@@ -31,12 +31,13 @@ def build_optimizers(
     placements: Mapping[str, Placement] | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> list[torch.optim.Optimizer]:
-    """Optimizers of some parameters of a model, by name: each has one, whose choice does not depend
-    on the layout. Vectors (norms, biases) are not decayed. A group's `initial_lr` is its peak.
+    """Build the optimizers of a model's parameters on this rank. Collective over `group`.
 
-    model: the whole one, which may be on meta; placements: of parameters among tensor-parallel
-    ranks; group: the ranks that hold the parameters together, where these are not FSDP's alone.
-    Collective over these ranks.
+    The choice of each parameter's optimizer does not depend on the layout. Vectors (norms, biases)
+    have no weight decay. A group's `initial_lr` is its peak.
+
+    model: the full model, may be on meta; placements: of tensor-parallel parameters; group: the
+    ranks that share parameters, None = FSDP's.
     """
     optimizers = _by_kind(parameters, model, config, placements, group)
     if config.ema.decay is not None:
@@ -68,24 +69,24 @@ def _by_kind(
     groups: dict[str, list[dict[str, Any]]] = {}
     for name, parameter in ordered:
         update = parameter_update(name, parameter.dim(), choice, name in hidden)
-        of_kind = groups.setdefault(update.name, [])
+        kind_groups = groups.setdefault(update.name, [])
         options = group_options(update)
-        alike = (g for g in of_kind if all(g[key] == value for key, value in options.items()))
-        if (group_of := next(alike, None)) is None:
-            of_kind.append(group_of := {"params": [], **options})
-        group_of["params"].append(parameter)
-    if not groups:  # a stage of buffers alone
+        alike = (g for g in kind_groups if all(g[key] == value for key, value in options.items()))
+        if (matching := next(alike, None)) is None:
+            kind_groups.append(matching := {"params": [], **options})
+        matching["params"].append(parameter)
+    if not groups:  # a stage without parameters
         groups = {choice.other_kind or choice.name: [{"params": []}]}
     placed = (placements or {}).items()
     context = fused.OptimizerContext(
         parts={parameters[n]: placement.part for n, placement in placed if n in parameters},
         group=group,
-        dtype=compute_dtype(config.precision),  # in bf16 only where gradients are no more exact
+        dtype=compute_dtype(config.precision),  # bf16 only if gradients are bf16 as well
         seeds={p: piece_seed(config.seed, f"rounding of {n}", 0) for n, p in parameters.items()},
         exact=config.exact,
     )
     kinds = {kind: choice.of_kind(kind) for kind in groups}
-    # those that communicate first
+    # optimizers that communicate come first
     first = sorted(kinds, key=lambda kind: not kinds[kind].whole_matrices)
     return [
         import_object(kinds[kind].implementation)(groups[kind], kinds[kind], context)
@@ -94,38 +95,42 @@ def _by_kind(
 
 
 def parameter_update(name: str, dim: int, choice: Optimizer, hidden: bool) -> Optimizer:
-    """What updates a parameter, by its name in the whole model and number of dimensions, with the
-    settings of this parameter; hidden: see `hidden_matrices`. The one pattern of `optimizer.groups`
-    that matches comes before the rest."""
-    own = next(((choice.groups or {})[p] for p in patterns_of(name, choice)), ParameterGroup())
+    """The optimizer config that updates a parameter, with the settings for this parameter.
+
+    name, dim: in the full model; hidden: whether it is in `hidden_matrices`. The pattern of
+    `optimizer.groups` that matches, if any, overrides the defaults.
+    """
+    override = next(((choice.groups or {})[p] for p in patterns_of(name, choice)), ParameterGroup())
     by_default = choice.name if hidden or not choice.whole_matrices else choice.other_kind
-    update = choice.of_kind(own.optimizer or by_default)
-    given = {key: getattr(own, key) for key in ("lr", "weight_decay", *update.group_keys)}
+    update = choice.of_kind(override.optimizer or by_default)
+    given = {key: getattr(override, key) for key in ("lr", "weight_decay", *update.group_keys)}
     given = {key: value for key, value in given.items() if value is not None}
     return replace(update, **{"weight_decay": update.weight_decay if dim >= 2 else 0.0, **given})
 
 
 def group_options(update: Optimizer) -> dict[str, Any]:
-    """Of a parameter group of torch's optimizer; `initial_lr` is the peak."""
+    """The options of a torch parameter group; `initial_lr` is the peak."""
     values = {key: getattr(update, key) for key in update.group_keys}
     tuples = {key: tuple(v) if isinstance(v, list) else v for key, v in values.items()}
     return {"initial_lr": update.lr, "weight_decay": update.weight_decay, **tuples}
 
 
 def hidden_matrices(model: nn.Module, optimizer: Any) -> set[str]:
-    """Names of the parameters of a whole model that an optimizer of whole matrices (Muon) updates:
-    2-D ones of the blocks and those of experts, but for embeddings, what is used outside of the
-    blocks too, and those that the config leaves to others. Empty for other optimizers."""
+    """Names of the parameters that a matrix optimizer (Muon) updates; empty for other optimizers.
+
+    These are 2-D parameters of blocks and experts' matrices, except embeddings, parameters also
+    used outside of blocks, and those that the config assigns to a different optimizer.
+    """
     if not getattr(optimizer, "whole_matrices", False):
         return set()
     in_blocks: set[int] = set()
     elsewhere = {id(part.weight) for part in model.modules() if isinstance(part, nn.Embedding)}
-    of_experts = {id(p) for module in experts_of(model).values() for p in module.parameters()}
+    expert_ids = {id(p) for module in experts_of(model).values() for p in module.parameters()}
     units = find_units(model)
     groups = (optimizer.groups or {}).items()
-    others = [p for p, g in groups if g.optimizer not in (None, optimizer.name)]
-    others += getattr(optimizer, optimizer.other_kind, [])
-    head = model.get_submodule(units[-1].name)  # of a chain of layers, each of which is a block
+    excluded = [p for p, g in groups if g.optimizer not in (None, optimizer.name)]
+    excluded += getattr(optimizer, optimizer.other_kind, [])
+    head = model.get_submodule(units[-1].name)  # in a plain chain of layers it is a block as well
     for unit in units:
         module = model.get_submodule(unit.name)
         inside = unit.block and not (module is head and isinstance(head, nn.Linear))
@@ -133,15 +138,15 @@ def hidden_matrices(model: nn.Module, optimizer: Any) -> set[str]:
     return {
         name
         for name, parameter in model.named_parameters()
-        if (parameter.dim() == 2 or (parameter.dim() == 3 and id(parameter) in of_experts))
+        if (parameter.dim() == 2 or (parameter.dim() == 3 and id(parameter) in expert_ids))
         and id(parameter) in in_blocks - elsewhere
-        and not any(fnmatchcase(name, pattern) for pattern in others)
+        and not any(fnmatchcase(name, pattern) for pattern in excluded)
     }
 
 
 def update_bytes(choice: Optimizer | OwnOptimizer, model: nn.Module) -> dict[str, tuple[int, int]]:
-    """Of each parameter, by its name: bytes of optimizer state that an element has, and of memory
-    traffic when it is updated."""
+    """Map each parameter to (bytes of optimizer state, bytes of memory traffic of an update), both
+    per element."""
     shapes = {name: parameter.dim() for name, parameter in model.named_parameters()}
     if isinstance(choice, OwnOptimizer):
         from titanlike.optim.own import state_bytes
@@ -154,44 +159,46 @@ def update_bytes(choice: Optimizer | OwnOptimizer, model: nn.Module) -> dict[str
 
 
 def moment_bytes(choice: Optimizer | OwnOptimizer, model: nn.Module) -> dict[str, int]:
-    """Bytes that its optimizer keeps of an element of each parameter, by the parameter's name."""
+    """Map each parameter's name to the bytes of optimizer state per element."""
     return {name: state for name, (state, _) in update_bytes(choice, model).items()}
 
 
 def patterns_of(name: str, choice: Optimizer) -> list[str]:
-    """The patterns of `optimizer.groups` that match a parameter's name; checked to be one at most."""
+    """The patterns of `optimizer.groups` that match a name; a valid config has at most one."""
     return [pattern for pattern in choice.groups or () if fnmatchcase(name, pattern)]
 
 
 @torch.no_grad()
 def gradient_norms(parameters: Sequence[Tensor]) -> Tensor:
-    """The 2-norm of this rank's part of each gradient, fp32 [parameters], on one device; 0 where
-    there is none. Not a number, or infinite, where the gradient is."""
-    parts = {at: local(p.grad) for at, p in enumerate(parameters) if p.grad is not None}
+    """The 2-norm of this rank's shard of each gradient, fp32 [parameters], on one device.
+
+    0 for parameters without gradient; NaN or inf if the gradient has NaN or inf.
+    """
+    parts = {i: local(p.grad) for i, p in enumerate(parameters) if p.grad is not None}
     alike: dict[Any, list[int]] = {}
-    for at, part in parts.items():
-        alike.setdefault((part.device, part.dtype), []).append(at)
-    if len(alike) == 1 and len(parts) == len(parameters):  # as nearly always
+    for i, part in parts.items():
+        alike.setdefault((part.device, part.dtype), []).append(i)
+    if len(alike) == 1 and len(parts) == len(parameters):  # the usual case
         return torch.stack(norms([*parts.values()])).float()
     device = next((part.device for part in parts.values()), torch.device("cpu"))
     result = [torch.zeros((), device=device)] * len(parameters)
     for places in alike.values():
-        for at, norm in zip(places, norms([parts[at] for at in places]), strict=True):
-            result[at] = norm.to(device, torch.float32)
+        for i, norm in zip(places, norms([parts[i] for i in places]), strict=True):
+            result[i] = norm.to(device, torch.float32)
     return torch.stack(result) if result else torch.zeros(0)
 
 
 def square_sum(norms: Tensor, shares: Tensor | None) -> Tensor:
-    """What this rank adds to the square of the norm of all gradients: a scalar.
+    """This rank's contribution to the squared global gradient norm, a scalar.
 
-    shares: of each gradient, 1 / the tensor-parallel ranks that have the same; None = 1.
+    shares: for each gradient, 1 / number of tensor-parallel ranks that have the same; None = 1.
     """
     squares = norms.square()
     return (squares if shares is None else squares * shares).sum()
 
 
 def clip_divisor(norm: Tensor, limit: float) -> Tensor:
-    """What all gradients are divided by so that their global norm, `norm`, is at most `limit`."""
+    """The divisor of all gradients that clips their global norm, `norm`, to at most `limit`."""
     return ((norm + 1e-6) / limit).clamp(min=1.0)
 
 
@@ -199,10 +206,10 @@ def clip_divisor(norm: Tensor, limit: float) -> Tensor:
 
 
 def lr_factor(config: ConstantLr | DecayLr | WsdLr | Custom, step: float, steps: float) -> float:
-    """Learning rate of step `step` (the first is 1) of `steps`, as a share of the peak.
+    """Learning rate of step `step` (the first is 1) of `steps`, relative to the peak.
 
-    A function of the step alone, so that there is no state to save; a run that is resumed with more
-    steps follows the longer curve.
+    A function of the step alone, so nothing is saved in checkpoints; a run resumed with more steps
+    follows the longer curve.
     """
     if isinstance(config, Custom):
         from titanlike.optim.own import own_lr_factor
@@ -226,20 +233,20 @@ def learning_rate(config: Config, step: int) -> float:
 
 
 def _factor(config: Config, step: int) -> float:
-    """With `ramp`, steps of the schedule are counted in full batches: by tokens."""
-    at: float = step
+    """The relative learning rate of a step. With `ramp`, a step counts as its share of a full
+    batch."""
+    position: float = step
     steps: float = config.steps
     if config.ramp:
         full = config.batch_size * config.seq_len
-        at, steps = config.tokens(step) / full, config.tokens(config.steps) / full
+        position, steps = config.tokens(step) / full, config.tokens(config.steps) / full
         if isinstance(config.lr, Custom):
-            at, steps = max(1, round(at)), max(1, round(steps))
-    return lr_factor(config.lr, at, steps)
+            position, steps = max(1, round(position)), max(1, round(steps))
+    return lr_factor(config.lr, position, steps)
 
 
 def set_lr(optimizers: Iterable[torch.optim.Optimizer], config: Config, step: int) -> None:
-    """Give all parameters the learning rate of a step; groups with a peak of their own
-    (`initial_lr`) keep their ratio to the others."""
+    """Set the learning rate of a step; groups with their own peak (`initial_lr`) keep their ratio."""
     factor = _factor(config, step)
     for optimizer in optimizers:
         for group in optimizer.param_groups:

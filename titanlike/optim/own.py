@@ -1,10 +1,10 @@
-"""Optimizers and learning-rate schedules of the user's own, by import path, checked before a start.
+"""Custom optimizers and learning-rate schedules, named by import path and checked before a launch.
 
 An optimizer (`optimizer.name=package.Class`) is a torch.optim.Optimizer, called with the
-parameters, `lr` and the other keys of `optimizer`; with `weight_decay` among them, vectors (norms,
-biases) have none. `optimizer.clip` clips before its step. A learning-rate schedule
-(`lr.name=package.function`) is called as `function(step, steps, **keys)`, the first step is 1, and
-returns the share of optimizer.lr.
+parameters, `lr` and the other keys of `optimizer`; if `weight_decay` is one of them, vectors
+(norms, biases) have none. Gradients are clipped by `optimizer.clip` before its step. A
+learning-rate schedule (`lr.name=package.function`) is called as `function(step, steps, **keys)`,
+step 1 first, and returns the learning rate relative to optimizer.lr.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from titanlike.config.schema import Config, Custom, OwnOptimizer
 from titanlike.optim.fused import around_step, padded, take_back
 from titanlike.torch_private.dtensor import local
 
-# of each: what it has of a matrix and of a vector; None = nothing
+# for each rank, the index of its shard of a matrix and of a vector; None = it has none
 Ranks = Sequence[tuple[Any, Any]]
 
 
@@ -37,7 +37,7 @@ def own_optimizer(
     vectors: list[nn.Parameter],
     exact: bool = False,
 ) -> torch.optim.Optimizer:
-    """The user's optimizer of these parameters; exact: with numerics=exact."""
+    """Build the custom optimizer of these parameters. exact: with numerics=exact."""
     groups: list[dict[str, Any]] = [{"params": [*matrices, *vectors]}]
     if "weight_decay" in config.args:
         groups = [{"params": matrices}] if matrices else []
@@ -49,8 +49,8 @@ def own_optimizer(
 
 
 def _step_on_whole_registers(optimizer: torch.optim.Optimizer, step: Callable[[], object]) -> None:
-    """Let an elementwise optimizer update tensors that fill the vector registers of a CPU: a
-    shard's weights, gradients and state, those that do not with more rows."""
+    """Step an elementwise optimizer on shards (weights, gradients, state) padded to full CPU vector
+    registers; see `on_whole_registers`."""
     groups, state = [group["params"] for group in optimizer.param_groups], optimizer.state
     wide: dict[nn.Parameter, nn.Parameter] = {}
     optimizer.state = defaultdict(dict)
@@ -88,7 +88,7 @@ def _is_like(value: Any, parameter: Tensor) -> bool:
 
 
 def own_lr_factor(config: Custom, step: int, steps: int) -> float:
-    """What the user's schedule returns for a step. Raises ConfigError where it is no share."""
+    """Call the custom schedule. Raises ConfigError unless it returns a finite number >= 0."""
     factor = import_object(config.name)(step, steps, **config.args)
     try:
         number = float(factor)
@@ -101,9 +101,9 @@ def own_lr_factor(config: Custom, step: int, steps: int) -> float:
 
 
 def problems(config: Config, in_layers: str = "") -> Iterator[Problem]:
-    """What is wrong with the user's own optimizer and schedule, by trying them.
+    """Yield problems of the custom optimizer and schedule, by trying them.
 
-    in_layers: what to write so that ranks do not divide matrices; "" = they do not.
+    in_layers: the override with which ranks do not shard matrices within layers; "" = they do not.
     """
     try:
         if isinstance(config.lr, Custom):
@@ -119,7 +119,7 @@ def problems(config: Config, in_layers: str = "") -> Iterator[Problem]:
 
 
 def _check_optimizer(config: OwnOptimizer) -> None:
-    """Raise ConfigError for an optimizer that does not take a step, or whose state is not saved."""
+    """Raise ConfigError if the optimizer cannot step, or its state cannot be saved in a checkpoint."""
     if config.name in ("torch.optim.Muon", "torch.optim._muon.Muon"):
         reason = "takes matrices alone, and on shards a dozen messages for each of them"
         raise wrong("optimizer", config, reason, "optimizer=muon")
@@ -138,18 +138,20 @@ def _check_optimizer(config: OwnOptimizer) -> None:
 
 
 def state_bytes(config: OwnOptimizer) -> int:
-    """Bytes of state for each element of a matrix, after a step on a small one."""
+    """Bytes of state per element of a matrix, measured after a step on a small one."""
     matrix = nn.Parameter(torch.ones(64, 64))
     matrix.grad = torch.ones(64, 64)
     optimizer = _tried("optimizer", config, own_optimizer, config, [matrix], [])
     _tried("optimizer", config, optimizer.step)
-    kept = [value for value in optimizer.state[matrix].values() if isinstance(value, Tensor)]
-    return math.ceil(sum(t.nbytes for t in kept if t.dim()) / matrix.numel())
+    tensors = [value for value in optimizer.state[matrix].values() if isinstance(value, Tensor)]
+    return math.ceil(sum(t.nbytes for t in tensors if t.dim()) / matrix.numel())
 
 
 def _check_parts(config: Config, choice: OwnOptimizer, in_layers: str) -> None:
-    """Raise ConfigError for an optimizer that is not elementwise, where it would see parts of the
-    model: it is tried on two tensors whole, and on the parts that two ranks would have."""
+    """Raise ConfigError if shards of the model need an elementwise optimizer and this one is not.
+
+    It is tried on two full tensors, and on the shards that two ranks would have.
+    """
     if choice.exact_on_shards or getattr(import_object(choice.name), "exact_on_shards", False):
         if config.exact:
             reason = "not with numerics=exact: it asks other ranks for what it needs"
@@ -165,7 +167,7 @@ def _check_parts(config: Config, choice: OwnOptimizer, in_layers: str) -> None:
         in_parts.append(("the shards of two ranks", by_rows, fix))
     if config.pp > 1:
         in_parts.append(("two stages", by_tensors, "pp=1"))
-    if config.exact:  # as all layouts that are to be equal
+    if config.exact:  # all layouts must give equal results, also those not in use here
         in_parts = [("the shards of two ranks", by_rows, exact), ("two stages", by_tensors, exact)]
     if in_layers:
         cuts = (by_rows, [(left, upper), (right, lower)])
@@ -173,11 +175,13 @@ def _check_parts(config: Config, choice: OwnOptimizer, in_layers: str) -> None:
         in_parts += [(where, cut, in_layers) for cut in cuts]
     if not in_parts:
         return
-    choice = replace(choice, lr=0.01)  # the smallest ones change nothing
-    whole = _tried("optimizer", choice, _trained, choice, [(everything, everything)], config.exact)
-    updates = whole.diff(dim=0)
-    # a last digit of the weights may differ where functions are computed of vectors
-    allowed = (1e-3 * updates.abs().amax(1)).clamp(min=1e-6 * whole.abs().max())
+    choice = replace(choice, lr=0.01)  # with a tiny learning rate no weight changes
+    unsharded = _tried(
+        "optimizer", choice, _trained, choice, [(everything, everything)], config.exact
+    )
+    updates = unsharded.diff(dim=0)
+    # the last bit of weights may differ: vectorized functions round differently
+    allowed = (1e-3 * updates.abs().amax(1)).clamp(min=1e-6 * unsharded.abs().max())
     for where, ranks, fix in in_parts:
         parts = _tried("optimizer", choice, _trained, choice, ranks, config.exact)
         equal = (parts.diff(dim=0) - updates).abs().amax(1) <= allowed
@@ -191,36 +195,37 @@ def _check_parts(config: Config, choice: OwnOptimizer, in_layers: str) -> None:
             raise wrong("optimizer", choice, reason, fix)
 
 
-# some optimizers do another thing each 10, 100 or 200 steps
+# some optimizers do something different every 10, 100 or 200 steps
 _STEPS = 210
 
 
 def _trained(choice: OwnOptimizer, ranks: Ranks, exact: bool) -> Tensor:
-    """A matrix and a vector of six rows, flat, before and after each of some steps; each rank has
-    an optimizer of its own for the part of either that it holds."""
+    """Train a matrix and a vector of six rows for `_STEPS` steps; return both, flattened, before
+    the first and after each step: [1 + steps, elements]. Each rank has its own optimizer for its
+    shards."""
     generator = torch.Generator().manual_seed(0)
     weights = [torch.randn(shape, generator=generator) for shape in ((6, 4), (6,))]
-    size = torch.arange(1.0, 7.0)  # of each row's gradient
+    size = torch.arange(1.0, 7.0)  # scale of each row's gradient
     steps = []
     for _ in range(_STEPS):
         drawn = [torch.randn(weight.shape, generator=generator) for weight in weights]
         steps.append([(size * gradient.movedim(0, -1)).movedim(-1, 0) for gradient in drawn])
     results = [[weight.clone() for weight in weights] for _ in range(_STEPS + 1)]
     for parts in ranks:
-        held = {
+        shards = {
             tensor: nn.Parameter(weights[tensor][part].clone())
             for tensor, part in enumerate(parts)
             if part is not None
         }
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            matrices, vectors = ([held[at]] if at in held else [] for at in (0, 1))
+            matrices, vectors = ([shards[index]] if index in shards else [] for index in (0, 1))
             optimizer = own_optimizer(choice, matrices, vectors, exact)
             for gradients, after in zip(steps, results[1:], strict=True):
-                for tensor, parameter in held.items():
+                for tensor, parameter in shards.items():
                     parameter.grad = gradients[tensor][parts[tensor]].clone()
                 optimizer.step()
-                for tensor, parameter in held.items():
+                for tensor, parameter in shards.items():
                     after[tensor][parts[tensor]] = parameter.detach()
     flat = [torch.cat([weight.flatten() for weight in weights]) for weights in results]
     return torch.stack(flat)
@@ -237,11 +242,11 @@ def _tried(group: str, config: Custom, function: Callable[..., Any], *args: Any)
         raise wrong(group, config, reason, fix) from error
 
 
-# --- what a config names: also of losses -------------------------------------------------------
+# --- functions and classes that a config names, also losses ------------------------------------
 
 
 def import_callable(group: str, config: Custom) -> Any:
-    """The function or class that `group` names. Raises ConfigError."""
+    """Import the function or class that `group` (lr, loss, optimizer) names. Raises ConfigError."""
     try:
         imported = import_object(config.name)
     except ValueError as error:
@@ -258,9 +263,9 @@ def import_callable(group: str, config: Custom) -> Any:
 def check_arguments(
     group: str, config: Custom, function: Any, positional: Mapping[str, Any], **named: Any
 ) -> None:
-    """Raise ConfigError where a function cannot be called with these arguments and its keys.
+    """Raise ConfigError if a function cannot be called with these arguments and the config's keys.
 
-    positional: by the names under which a message shows them.
+    positional: by the names that the error message shows.
     """
     try:
         signature = inspect.signature(function)

@@ -1,9 +1,9 @@
-"""Metrics of the user's own (`metrics.own`): functions f(output, targets) that return a sum and a
-count as tensors, called with what the loss is computed of, a microbatch or a chunk of its tokens.
+"""Custom metrics (`metrics.own`): functions f(output, targets) that return a sum and a count, as
+tensors. They are called where the loss is, with a microbatch or a chunk of its tokens.
 
-Of logits that tensor-parallel ranks share each gets the whole; a context-parallel rank has its
-tokens. Sums and counts are added over all ranks and microbatches, so a function whose sums of parts
-do not add up to its sum of the whole is refused.
+Tensor-parallel ranks pass the full logits; context-parallel ranks pass their own tokens. Sums and
+counts are added over all ranks and microbatches, so functions whose sums over parts do not add up
+to the sum over the full output are rejected.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from titanlike.graph.recording import describe, tree_flatten, tree_map
 from titanlike.optim.loss import logits_of
 
 Function = Callable[[Any, Tensor], tuple[Tensor, Tensor]]
-_TOKENS = 8  # with which a function is tried
+_TOKENS = 8  # sequence length with which a function is tried
 _CLOSE = 1e-3
 _NAME = re.compile(r"(?!val_)[A-Za-z]\w*(?<!_seconds)(?<!_bytes)(?<!_per_second)")
 _TAKEN = {
@@ -43,22 +43,22 @@ _TAKEN = {
 
 
 def own_functions(config: Config) -> dict[str, Function]:
-    """name -> function. Raises ConfigError."""
-    found: dict[str, Function] = {}
+    """Import the custom metrics: name -> function. Raises ConfigError."""
+    functions: dict[str, Function] = {}
     for name, path in (config.metrics.own or {}).items():
         if not _NAME.fullmatch(name) or name in _TAKEN:
             reason, fix = "is no name for one, or of another number", "a name such as accuracy"
             raise ConfigError([Problem(f"metrics.own.{name}", path, reason, fix)])
         try:
-            found[name] = import_object(path)
+            functions[name] = import_object(path)
         except ValueError as error:
             fix = f"metrics.own={{{name}:package.module.function}}"
             raise ConfigError([Problem(f"metrics.own.{name}", path, str(error), fix)]) from None
-    return found
+    return functions
 
 
 class OwnMetrics:
-    """The metrics of this rank's microbatches, by `metrics.own`. `watch` is called by the loss."""
+    """Computes the custom metrics of this rank's microbatches. The loss calls `watch`."""
 
     def __init__(
         self,
@@ -70,11 +70,13 @@ class OwnMetrics:
     ) -> None:
         self.names, self._functions = [*functions], [*functions.values()]
         self._mesh, self._loss, self._tp, self._sums = mesh, loss, tp, sums
-        self._copies = mesh.world_size // (mesh.pp * mesh.stage_copies)  # of the same tokens
-        self._found: list[Tensor] | None = None  # of each output; None = they are not watched
+        self._copies = mesh.world_size // (
+            mesh.pp * mesh.stage_copies
+        )  # ranks with the same tokens
+        self._found: list[Tensor] | None = None  # a vector per output; None = not watching
 
     def begin(self) -> None:
-        """Watch the outputs from here to `take` or `take_sums`."""
+        """Watch the outputs from now until `take` or `take_sums`."""
         self._found = []
 
     def watch(self, output: Any, targets: Tensor) -> None:
@@ -84,20 +86,20 @@ class OwnMetrics:
             output = tree_map(output, lambda x: x.detach() if isinstance(x, Tensor) else x)
             if self._tp is not None:
                 part = logits_of(output)
-                whole = self._tp.logits(part)
-                output = tree_map(output, lambda x: whole if x is part else x)
-            if isinstance(output, Tensor):  # of the next token alone
+                full = self._tp.logits(part)
+                output = tree_map(output, lambda x: full if x is part else x)
+            if isinstance(output, Tensor):  # only the next token's logits
                 (output, targets, _), *_ = self._loss.predictions(output, targets)
             pairs = [_numbers(function, output, targets) for function in self._functions]
             self._found.append(torch.stack(pairs, 1).flatten().float())
 
     def take(self) -> Tensor:
-        """This rank's part of a step's sums and counts, fp32: what all ranks' parts add up to,
-        `finish` makes numbers of."""
+        """This rank's sums and counts of a step, fp32, to all-reduce; `finish` makes metrics of the
+        total."""
         if self._sums is None:
             return self.take_sums().float()
-        found, self._found = self._found or [], None
-        columns = ([one[at] for one in found] for at in range(2 * len(self.names)))
+        values, self._found = self._found or [], None
+        columns = ([one[i] for one in values] for i in range(2 * len(self.names)))
         return torch.cat([*map(self._sums.losses, columns)])
 
     def finish(self, total: Tensor) -> Tensor:
@@ -106,22 +108,24 @@ class OwnMetrics:
         return torch.div(*added.view(2, -1))
 
     def take_sums(self) -> Tensor:
-        """This rank's sums and counts, fp64: of outputs that are weighted first."""
-        found, self._found = self._found or [], None
+        """This rank's sums and counts, fp64 [2 * metrics], for a caller that weights them."""
+        values, self._found = self._found or [], None
         none = torch.zeros(2 * len(self.names), dtype=torch.float64, device=self._mesh.device)
-        return sum((one.double() for one in found), none) / self._copies
+        return sum((one.double() for one in values), none) / self._copies
 
 
 def metric_problems(config: Config, output: Any, targets: Tensor) -> list[Problem]:
-    """What is wrong with each function, tried on random outputs like that of a microbatch, on
-    meta."""
+    """Return problems of each function, tried on random tensors of a microbatch's kind.
+
+    output, targets: of a microbatch, on meta.
+    """
     length = targets.shape[1] if targets.dim() > 1 else 0
     in_parts = config.cp > 1 or getattr(config.loss, "chunk", None) is not None
     leaves = [leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, Tensor)]
     classes, generator = max(leaves[0].shape[-1], 1), torch.Generator().manual_seed(0)
 
     def drawn(x: Any) -> Any:
-        """Two rows, of few tokens, of random numbers."""
+        """Return random values for two samples of at most `_TOKENS` tokens."""
         if not isinstance(x, Tensor) or not x.dim():
             return x
         tokens = length > 1 and x.dim() > 1 and x.shape[1] == length
@@ -131,29 +135,29 @@ def metric_problems(config: Config, output: Any, targets: Tensor) -> list[Proble
         return torch.randint(classes, shape, generator=generator).to(x.dtype)
 
     tried = tree_map(output, drawn), drawn(targets)
-    found = []
+    problems = []
     for name, function in own_functions(config).items():
         fix = "return a sum and a count, tensors with one element each"
         try:
-            whole = _numbers(function, *tried)
+            full = _numbers(function, *tried)
             reason = ""
-            for dim, of in enumerate(
+            for dim, split in enumerate(
                 ("two samples", "parts of a sequence")[: 1 + (in_parts and length > 1)]
             ):
                 size = tried[1].shape[dim]
                 added = sum(_numbers(function, *_half(tried, dim, size, half)) for half in (0, 1))
-                if not reason and not torch.allclose(torch.as_tensor(added), whole, _CLOSE, _CLOSE):
-                    reason = f"its sums over {of} do not add up to that of the whole"
+                if not reason and not torch.allclose(torch.as_tensor(added), full, _CLOSE, _CLOSE):
+                    reason = f"its sums over {split} do not add up to that of the whole"
                     fix = "a metric of each token, or cp=1 and loss=cross_entropy" if dim else fix
         except Exception as error:
             text = (str(error).strip().splitlines() or [""])[0]
             shapes = f"an output {describe(tried[0])} and targets {list(tried[1].shape)}"
             reason = f"with {shapes} it raised {type(error).__name__}: {text}"
         if reason:
-            found.append(
+            problems.append(
                 Problem(f"metrics.own.{name}", (config.metrics.own or {})[name], reason, fix)
             )
-    return found
+    return problems
 
 
 def _numbers(function: Function, output: Any, targets: Tensor) -> Tensor:
