@@ -1,4 +1,4 @@
-"""What rank 0 prints and writes: console, metrics.jsonl, events.jsonl, result.json, W&B, TensorBoard.
+"""Output of rank 0: console, metrics.jsonl, events.jsonl, result.json, report, W&B, TensorBoard.
 
-Imports config alone.
+May import only config.
 """

@@ -1,5 +1,5 @@
-"""A step of every pipeline rank as spans in time: what plans and timelines are drawn from. Plain
-data."""
+"""A training step as time spans of every pipeline rank: the data behind pictures of plans and
+timelines."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from titanlike.config import files
 
-# name of a kind, its colour on a rank's first stage and on its others
+# kind -> (name, colour on a rank's first stage, colour on its other stages)
 KINDS = {
     "F": ("forward", "#3f90da", "#8fc0ee"),
     "again": ("recomputation", "#ffa90e", "#ffd080"),
@@ -30,7 +30,8 @@ KINDS = {
 
 
 class Span(NamedTuple):
-    """What a rank does for a while. kind: of KINDS; stage, mb: -1 of what belongs to none."""
+    """One activity of a rank. kind: a key of KINDS; stage, mb (microbatch): -1 if it belongs to
+    none."""
 
     kind: str
     stage: int
@@ -40,14 +41,14 @@ class Span(NamedTuple):
 
     @property
     def words(self) -> str:
-        """forward stage 1 microbatch 3"""
+        """The span in words, e.g. "forward stage 1 microbatch 3"."""
         name = KINDS[self.kind][0] if self.kind in KINDS else self.kind
         name += f" stage {self.stage}" if self.stage >= 0 else ""
         return name + (f" microbatch {self.mb}" if self.mb >= 0 else "")
 
 
 class Transfer(NamedTuple):
-    """way: "F" to the next stage, "B" to the one before; stage: that which sends."""
+    """A P2P send. way: "F" to the next stage, "B" to the previous one; stage: the sending one."""
 
     way: str
     stage: int
@@ -68,16 +69,16 @@ class MemoryCurve(NamedTuple):
 @dataclass(frozen=True)
 class Chart:
     title: str
-    rows: list[list[Span]]  # of each pipeline rank
+    rows: list[list[Span]]  # one per pipeline rank
     first: list[int]  # each rank's first stage, drawn darker; -1 = it has none
     seconds: float  # until the end
     messages: list[Transfer] = field(default_factory=list)
-    memory: list[MemoryCurve] = field(default_factory=list)  # of each rank; empty = unknown
-    device_memory: int = 0  # bytes
+    memory: list[MemoryCurve] = field(default_factory=list)  # one per rank; empty = unknown
+    device_memory: int = 0  # bytes; 0 = unknown
 
 
 def write_trace(chart: Chart, path: Path) -> None:
-    """A file for Perfetto or chrome://tracing."""
+    """Write a trace file for Perfetto or chrome://tracing."""
     text = json.dumps({"traceEvents": [*_events(chart)], "displayTimeUnit": "ms"})
     files.atomic_write_text(path, text)
 

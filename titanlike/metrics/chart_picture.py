@@ -1,7 +1,7 @@
-"""A chart as a picture: a row a rank, and the memory of each rank beneath; a long one goes on in
-further lines.
+"""Draw a chart with one row per pipeline rank, above a memory curve per rank. A long chart is split
+into several lines.
 
-Imports matplotlib, not pyplot, so that a program's own figures are not affected.
+Imports matplotlib but not pyplot, so that a program's own figures are not affected.
 """
 
 from __future__ import annotations
@@ -30,43 +30,43 @@ from titanlike.metrics.chart import KINDS, Chart
 _IDLE = "#f1f1f1"
 _INK = "#333333"
 _DPI = 110
-_WIDTH, _TALLEST = 14.0, 20.0  # inches: of a picture, and of its lines together
-_LINES = 8  # of one rank: all-gathers cut its actions into many short ones
-_ACTION = 15.0  # pixels that the shortest action should have
+_WIDTH, _TALLEST = 14.0, 20.0  # inches: a picture's width, and the most height of its lines
+_LINES = 8  # limit for one rank, whose actions all-gathers split into many short ones
+_ACTION = 15.0  # pixels; desired width of a short action
 _ROW, _MEMORY_ROW = 0.34, 0.22  # inches
 
 
 class _Shape(NamedTuple):
     kind: str
     rank: int
-    first: bool  # of the rank's first stage
+    first: bool  # whether it belongs to the rank's first stage
     start: float
     end: float
     label: str
 
 
 def draw(chart: Chart, path: Path, title: str = "") -> None:
-    """Write an .svg or .png file. title: instead of the chart's own."""
+    """Write the chart to an .svg or .png file. title: replaces the chart's title."""
     files.atomic_write_bytes(path, picture(chart, path.suffix.lstrip("."), title))
 
 
 def inline_svg(chart: Chart) -> str:
-    """The chart as an element of a page, or of a notebook."""
+    """Render the chart as an <svg> element for an HTML page or a notebook."""
     text = picture(chart, "svg").decode()
     return text[text.index("<svg") :]
 
 
 def picture(chart: Chart, kind: str, title: str = "") -> bytes:
-    """The content of such a file; kind: svg or png."""
+    """Render the chart as the content of a file; kind: svg or png."""
     shapes, ranks = [*_shapes(chart)], len(chart.rows)
     lengths = sorted(shape.end - shape.start for shape in shapes if shape.kind in "FBIW")
     heights = [ranks * _ROW + 0.2, *([ranks * _MEMORY_ROW + 0.2] if chart.memory else [])]
     lines = 1
     if lengths:
         usual = lengths[len(lengths) // 3] or chart.seconds  # some stages may be empty
-        wanted = math.ceil(_ACTION * chart.seconds / usual / (_WIDTH * _DPI))
-        wanted = min(wanted, _LINES) if ranks == 1 else wanted
-        lines = max(1, min(wanted, int(_TALLEST / sum(heights))))
+        needed = math.ceil(_ACTION * chart.seconds / usual / (_WIDTH * _DPI))
+        needed = min(needed, _LINES) if ranks == 1 else needed
+        lines = max(1, min(needed, int(_TALLEST / sum(heights))))
     figure = Figure(
         figsize=(_WIDTH, 1.3 + lines * sum(heights)),
         dpi=_DPI,
@@ -77,7 +77,7 @@ def picture(chart: Chart, kind: str, title: str = "") -> bytes:
     grid = figure.subplots(lines * len(heights), 1, squeeze=False, height_ratios=heights * lines)
     for line in range(lines):
         rows, *memory = grid[line * len(heights) : (line + 1) * len(heights), 0]
-        begin, end = (at * chart.seconds / lines for at in (line, line + 1))
+        begin, end = (index * chart.seconds / lines for index in (line, line + 1))
         within = [shape for shape in shapes if shape.start < end and shape.end > begin]
         _draw_rows(rows, within, ranks, begin, end)
         for axes in memory:
@@ -92,7 +92,7 @@ def picture(chart: Chart, kind: str, title: str = "") -> bytes:
     patches.append(Patch(facecolor=_IDLE, edgecolor="#cccccc", label="idle"))
     figure.legend(handles=patches, loc="outside lower left", ncols=6, fontsize=8, frameon=False)
     figure.suptitle(title or chart.title, fontsize=10, x=0.01, ha="left", color=_INK)
-    settings: dict[Any, Any] = {  # the same file each time
+    settings: dict[Any, Any] = {  # makes the file reproducible
         "svg.fonttype": "none",
         "svg.hashsalt": "plan",
         "font.sans-serif": ["DejaVu Sans"],
@@ -101,7 +101,7 @@ def picture(chart: Chart, kind: str, title: str = "") -> bytes:
     with matplotlib.rc_context(settings):
         figure.savefig(drawn, format=kind, metadata={"Date": None} if kind == "svg" else None)
     data = drawn.getvalue()
-    if kind == "svg":  # an outline and a text take a line each, not a line a point and an element
+    if kind == "svg":  # put each outline and each text on one line
         data = re.sub(rb"<!--.*?-->", b"", data, flags=re.DOTALL)
         data = re.sub(rb"\s*\n\s*(?=[MLQCz\"])", b" ", data)
         data = re.sub(rb">\s+(?=<text|<path|<use|</g>)", b">", data)
@@ -144,31 +144,30 @@ def _draw_rows(axes: Axes, shapes: list[_Shape], ranks: int, begin: float, end: 
 
 
 def _add(axes: Axes, boxes: Sequence[tuple[float, ...]], colour: str, line: float) -> None:
-    """All (left, right, low, high) of a colour as one shape: a file of a path, and not of
-    thousands."""
+    """Draw all (left, right, low, high) boxes of a colour as one path, which keeps the file small."""
     corners = [[(left, y), (right, y), (right, z), (left, z)] for left, right, y, z in boxes]
     outline = Outline.make_compound_path_from_polys(np.array(corners))
     axes.add_patch(PathPatch(outline, facecolor=colour, edgecolor="white", linewidth=line))
 
 
 def _draw_memory(axes: Axes, chart: Chart, begin: float, end: float) -> None:
-    """Draw each rank's curve in a row of its own; a row is what a device has, or the fullest rank
-    takes where that is far less."""
+    """Draw each rank's memory curve in its own row. The height of a row is the device's memory, or
+    the peak of the fullest rank if that is below 30% of it."""
     fullest = max(max(curve.nbytes) for curve in chart.memory)
     small = fullest < 0.3 * chart.device_memory
-    most = fullest if small else max(chart.device_memory, fullest)
+    row_bytes = fullest if small else max(chart.device_memory, fullest)
     for rank, (times, sizes) in enumerate(chart.memory):
         base = rank + 0.5
-        heights = [base - 0.92 * size / most for size in sizes]
+        heights = [base - 0.92 * size / row_bytes for size in sizes]
         axes.fill_between(times, base, heights, color="#94a4a2", linewidth=0)
         peak = units.size(max(sizes))
         if end == chart.seconds:
             axes.text(end, base - 0.08, f" {peak}", fontsize=7, color=_INK, va="bottom")
     axes.set_ylim(len(chart.memory) - 0.45, -0.55)
     _label_ranks(axes, len(chart.memory))
-    of = "the fullest rank takes" if small else "a device has"
+    reference = "the fullest rank takes" if small else "a device has"
     if not begin:
-        title = f"memory; a row's height is what {of}, {units.size(most)}"
+        title = f"memory; a row's height is what {reference}, {units.size(row_bytes)}"
         axes.set_title(title, fontsize=8, loc="left", color=_INK)
 
 

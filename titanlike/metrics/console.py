@@ -1,7 +1,7 @@
-"""What a run prints: a progress bar with lines above it on a terminal, plain lines in a log.
+"""Console output: a progress bar with lines above it on a terminal, plain lines in a log.
 
-It never ends a run: after a broken pipe it prints nothing, and characters that the encoding lacks
-are written as "?".
+Output errors never end a run: after a broken pipe nothing is printed, and characters that the
+encoding lacks are replaced.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from tqdm import tqdm
 from titanlike.metrics import units
 
 NUMBER = re.compile(r"[-+~]?\d[\d.,:]*(e[-+]?\d+)?( ?[A-Za-z%/]+)*|nan|-?inf|-")
-OPENING = "TITANLIKE_OPENING"  # set for the jobs of a sweep that share a terminal
-LOG_WIDTH = 120  # columns of a table where there is no terminal
+OPENING = "TITANLIKE_OPENING"  # a file name, set for jobs of a sweep that share a terminal
+LOG_WIDTH = 120  # columns of a table without a terminal
 
 
 class Console:
-    """Prints lines and a progress bar to `stream` (standard output).
+    """Prints lines and a progress bar to `stream` (default: standard output).
 
     steps: the run's last step. A line is printed every `log_every` steps, at the first and the last
-    one, and at those that validate.
+    step, and after each validation.
     """
 
     def __init__(
@@ -40,26 +40,27 @@ class Console:
         log_every: int = 10,
         own: Sequence[str] = (),
     ) -> None:
-        """own: metrics of the user's own, which a line has."""
+        """own: names of custom metrics, which the step lines include."""
         self._own = own
         stream = stream or sys.stdout
         self._stream = _SafeStream(stream)
         self._terminal = stream.isatty()
         self._steps, self._start_step, self._log_every = steps, 0, log_every
         self._bar: tqdm | None = None
-        self._before: list[str] = []  # lines that are not printed again
-        self._block: list[str] | None = None  # what is printed now, where that is to be kept
-        self._first: tuple[int, float] | None = None  # first step seen and its clock: for the ETA
+        self._before: list[str] = []  # lines of the previous job, not to be printed again
+        self._block: list[str] | None = None  # lines of the current `only_new` block
+        self._first: tuple[int, float] | None = None  # first step and its clock, for the ETA
 
     def start_at(self, step: int) -> None:
-        """The next step is the one after `step`: the run resumes, or rolls back."""
+        """Continue after `step`: the run resumes, or rolls back."""
         self.close()
         self._start_step, self._first = step, None
 
     @contextlib.contextmanager
     def only_new(self) -> Iterator[None]:
-        """Print of this block the lines that the block before, of another process, has not printed:
-        the file that `OPENING` names has these, and then this block's. Without it print all."""
+        """A context that skips lines which the previous job of a sweep has printed in its block.
+        The file named by `OPENING` holds those lines, and afterwards this block's; without it all
+        lines are printed."""
         if (path := os.environ.get(OPENING)) is None:
             yield
             return
@@ -81,8 +82,8 @@ class Console:
         self._stream.flush()
 
     def fields(self, rows: Sequence[tuple[str, str]]) -> None:
-        """Print labels and texts; long texts are wrapped and indented, those without a label are
-        not: they may hold a command that is to be copied."""
+        """Print labels and texts. Long texts are wrapped and indented, except those without a
+        label, which may be commands to copy."""
         indent = 4 + max(len(label) for label, _ in rows)
         wrapper = textwrap.TextWrapper(max(indent + 20, self._width()))
         wrapper.break_long_words = wrapper.break_on_hyphens = False  # paths can be copied
@@ -93,7 +94,7 @@ class Console:
                 self.line(line)
 
     def table(self, title: str, headers: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-        """Print aligned columns that fit the terminal; without headers, rows alone.
+        """Print aligned columns that fit the terminal; without headers, only the rows.
 
         Columns of numbers ("1.2k" and "412 MiB" too) are right-aligned, int and float are
         formatted, None is "-". Long cells are shortened in the middle.
@@ -102,9 +103,9 @@ class Console:
             self.line(text)
 
     def step(self, record: dict[str, Any]) -> None:
-        """Show a metrics record: move the bar, and print a line where one is due."""
+        """Move the bar to a metrics record, and print its line if one is due."""
         step, now = record["step"], time.monotonic()
-        # by the time since the first step: validation and checkpoints included, warm-up not
+        # measured from the first step on: includes validation and checkpoints, but not warm-up
         first, since = self._first = self._first or (step, now)
         pace = (now - since) / (step - first) if step > first else record["step_seconds"]
         eta = units.duration(pace * max(0, self._steps - step))
@@ -112,13 +113,13 @@ class Console:
             self._move(record, eta)
         due = step % self._log_every == 0 or step in (self._start_step + 1, self._steps)
         if due or "val_loss" in record:
-            # the bar has the ETA already; a log has room for all
+            # the bar shows the ETA already; a log's lines may be long
             width = self._width() if self._terminal else 10_000
             eta = "" if self._terminal else eta
             self.line(step_line(record, self._steps, eta, width, self._own))
 
     def close(self) -> None:
-        """Remove the progress bar; lines may still be printed."""
+        """Remove the progress bar; lines can still be printed."""
         if self._bar is not None:
             self._bar.close()
             self._bar = None
@@ -147,17 +148,17 @@ class Console:
 def step_line(
     record: dict[str, Any], steps: int, eta: str, width: int, own: Sequence[str] = ()
 ) -> str:
-    """One step in one line of `width` columns; the least important fields are omitted. own:
-    metrics of the user's own."""
+    """Format a step's record in `width` columns, omitting the least important fields. own: names of
+    custom metrics."""
     sets = [name for name in record if name.startswith("val_loss/")]
-    of_sets = ", ".join(f"{name[9:]} {units.decimal(record[name])}" for name in sets)
+    set_losses = ", ".join(f"{name[9:]} {units.decimal(record[name])}" for name in sets)
     also = [name for each in own for name in (each, f"val_{each}") if name in record]
     parts = [
         # (priority: the lowest is omitted first; text)
         (9, f"step {record['step']:>{len(str(steps)) + 1}}/{steps}"),
         (9, f"loss {units.decimal(record['loss'])}"),
         (8, f"val {units.decimal(record['val_loss'])}" if "val_loss" in record else ""),
-        (7, f"({of_sets})" if sets else ""),
+        (7, f"({set_losses})" if sets else ""),
         *((7, f"{name} {units.decimal(record[name])}") for name in also),
         (8, f"ema {units.decimal(record['val_loss_ema'])}" if "val_loss_ema" in record else ""),
         (4, f"grad_norm {record['grad_norm']:.2f}"),
@@ -183,7 +184,7 @@ def _speed(record: dict[str, Any]) -> str:
 def table_lines(
     title: str, headers: Sequence[str], rows: Sequence[Sequence[Any]], width: int
 ) -> list[str]:
-    """A table as lines of at most `width` characters: title, headers, a rule, rows."""
+    """Format a table as lines of at most `width` characters: title, headers, a rule, rows."""
     cells = [[_cell(value) for value in row] for row in rows]
     columns = list(zip(*([list(headers)] if headers else []), *cells, strict=True))
     numbers = (
@@ -192,8 +193,8 @@ def table_lines(
     aligns = [">" if number else "<" for number in numbers]
     widths = [max(map(len, column)) for column in columns]
     indent, gap = "  ", "  "
-    room = width - len(indent) - len(gap) * (len(widths) - 1)
-    while sum(widths) > room and max(widths) > 1:
+    available = width - len(indent) - len(gap) * (len(widths) - 1)
+    while sum(widths) > available and max(widths) > 1:
         # shorten text before numbers, the widest first
         text = [i for i in range(len(widths)) if aligns[i] == "<" and widths[i] > 8]
         i = max(text or range(len(widths)), key=lambda i: widths[i])
@@ -211,7 +212,7 @@ def table_lines(
 
 
 def shorten(text: str, width: int) -> str:
-    """`text` in at most `width` characters, with "…" for its middle."""
+    """Shorten `text` to at most `width` characters, with "…" in place of its middle."""
     if len(text) <= width:
         return text
     head = width // 2

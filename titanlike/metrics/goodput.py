@@ -1,18 +1,17 @@
-"""Goodput: the share of a run's wall time that was spent in new training steps, and where the rest
-went. Read from the run's own files; imports no torch.
+"""Goodput: the share of a run's wall time spent in new training steps, and where the rest went.
 
-Seconds of each kind, of all launches of the run together:
+Computed from the run's files, without importing torch. Seconds by kind, summed over all launches:
 
-steps      of the records of metrics.jsonl, whose work the run still has; of the first of a launch
-           what a later one takes
-redone     steps after the checkpoint that a launch resumed from, which were done again
-start      from a launch's begin to its first batch: processes, build, compiled blocks, loading
-first_step what the first step of a launch takes longer than the median: kernels, memory
+steps      the records of metrics.jsonl whose work was kept, without waiting for data; the first
+           step of a launch counts at most as the median step
+redone     steps after the checkpoint that a launch resumed from, which were trained again
+start      from the begin of a launch to its first batch: processes, build, compiling, loading
+first_step time of a launch's first step beyond the median: kernels, memory allocation
 data       training waits for the next batch, on the rank that waits longest
-save       stalls of training by saves; all of the save that a launch ends with, for which it waits
-down       from the last trace of a launch to the begin of the next: hang, failure, queue; the time
-           after a launch that had done all its steps is of no kind, and not of the total
-other      all else: validation, samples, the end
+save       training stalls for saves, including the full duration of a launch's final save
+down       from the last trace of a launch to the begin of the next: hang, failure, queue; time
+           after a launch that completed all steps is in no kind and not in the total
+other      everything else: validation, samples, shutdown
 """
 
 from __future__ import annotations
@@ -26,14 +25,15 @@ from titanlike.metrics.run_files import STARTS
 from titanlike.metrics.summary import is_number, jsonl_records
 
 KINDS = ("steps", "redone", "start", "first_step", "data", "save", "down", "other")
-_SLOW = 0.05  # of a run that waited for its data: more loader processes would help
-_MOST = 256 << 20  # bytes of metrics.jsonl: reading more would delay the end of a run
+_SLOW = 0.05  # share of waiting for data above which more loader processes are suggested
+_MOST = 256 << 20  # bytes; reading a larger metrics.jsonl would delay the end of a run
 
 
 def goodput(run_dir: Path, end: float | None = None) -> dict[str, float] | None:
-    """Seconds by KINDS, "total" and "share"; None where nothing was trained, or no launch recorded.
+    """Seconds by KINDS, "total" and "share" (of new steps); None if no step or no launch is
+    recorded.
 
-    end: of the run, in seconds since the epoch; None = its last trace.
+    end: of the run, in seconds since the epoch; None = its last record or event.
     """
     metrics = run_dir / "metrics.jsonl"
     if not metrics.exists() or metrics.stat().st_size > _MOST:
@@ -45,13 +45,13 @@ def goodput(run_dir: Path, end: float | None = None) -> dict[str, float] | None:
     if not records or not starts:
         return None
     data = {id(r): min(r["step_seconds"], r.get("data_seconds", 0.0)) for r in records}
-    own = {id(r): r["step_seconds"] - data[id(r)] for r in records}
-    usual = statistics.median(own.values())
+    compute = {id(r): r["step_seconds"] - data[id(r)] for r in records}
+    usual = statistics.median(compute.values())
     seconds = dict.fromkeys(KINDS, 0.0)
     seconds["save"] = sum(r.get("save_stall_seconds", 0.0) for r in records)
     ended = [e.get("step") for e in events if e.get("event") == "data_end"]
     redone = [e for e in events if e.get("event") == "redone" and is_number(e, "seconds")]
-    went_on = {e["step"] for e in redone}  # after the save of these steps, which are the newest
+    went_on = {e["step"] for e in redone}  # steps whose save did not end a launch
     saves = [
         e
         for e in events
@@ -66,7 +66,7 @@ def goodput(run_dir: Path, end: float | None = None) -> dict[str, float] | None:
         for s in [*starts, {"time": last}]
     ]
     first = previous = launches[0][0]
-    pauses, complete, step = 0.0, False, 0  # of launches so far: after all steps, the last one's
+    pauses, complete, step = 0.0, False, 0  # seconds after completion; of the latest launch
     for start, ((began, opened), (following, _)) in zip(starts, pairwise(launches), strict=True):
         began = max(began, previous)
         if complete:
@@ -75,12 +75,12 @@ def goodput(run_dir: Path, end: float | None = None) -> dict[str, float] | None:
         seconds["down"] += max(0.0, began - previous - lost)
         done = [r for r in records if opened <= r["time"] <= following]
         if done:
-            excess = max(0.0, own[id(done[0])] - usual)
+            excess = max(0.0, compute[id(done[0])] - usual)
             seconds["first_step"] += excess
-            seconds["steps"] += sum(own[id(r)] for r in done) - excess
-            seconds["start"] += max(0.0, done[0]["time"] - own[id(done[0])] - began)
+            seconds["steps"] += sum(compute[id(r)] for r in done) - excess
+            seconds["start"] += max(0.0, done[0]["time"] - compute[id(done[0])] - began)
             seconds["data"] += sum(data[id(r)] for r in done[1:])
-            ends = done[-1]["step"], done[-1]["time"]  # the stall of its save is in no record
+            ends = done[-1]["step"], done[-1]["time"]  # no record has the stall of the final save
             saved = [e for e in saves if e["step"] == ends[0] and ends[1] <= e["time"] <= following]
             seconds["save"] += sum(e["seconds"] for e in saved)
         previous = max([opened, *(t for t in traces if opened <= t < following)])
@@ -91,17 +91,23 @@ def goodput(run_dir: Path, end: float | None = None) -> dict[str, float] | None:
     return {**seconds, "total": total, "share": seconds["steps"] / total}
 
 
-def goodput_text(found: Any) -> str:
-    """83.1% of 1234 s in new steps; start 9.1%, save 4.0%, other 3.8%. "" for what `goodput` has
-    not returned."""
-    found = {"data": 0.0} | found if isinstance(found, dict) else found  # of an earlier version
-    if not isinstance(found, dict) or not all(is_number(found, k) for k in (*KINDS, "total")):
+def goodput_text(seconds: Any) -> str:
+    """Format a result of `goodput`: "83.1% of 1234 s in new steps; start 9.1%, save 4.0%, other
+    3.8%". Return "" for anything else."""
+    seconds = (
+        {"data": 0.0} | seconds if isinstance(seconds, dict) else seconds
+    )  # older files lack it
+    if not isinstance(seconds, dict) or not all(is_number(seconds, k) for k in (*KINDS, "total")):
         return ""
-    rest = [(k, found[k] / found["total"]) for k in KINDS[1:] if found[k] >= 0.001 * found["total"]]
+    rest = [
+        (k, seconds[k] / seconds["total"])
+        for k in KINDS[1:]
+        if seconds[k] >= 0.001 * seconds["total"]
+    ]
     shares = ", ".join(
         f"{kind.replace('_', ' ')} {share:.1%}" for kind, share in sorted(rest, key=lambda x: -x[1])
     )
-    steps = f"{found['steps'] / found['total']:.1%} of {found['total']:.0f} s in new steps"
-    if found["data"] > _SLOW * found["total"]:
+    steps = f"{seconds['steps'] / seconds['total']:.1%} of {seconds['total']:.0f} s in new steps"
+    if seconds["data"] > _SLOW * seconds["total"]:
         shares += " (raise data.workers: training waits for its data)"
     return f"{steps}; {shares}" if shares else steps

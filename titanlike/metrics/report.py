@@ -1,8 +1,8 @@
-"""report.html: runs as one static page, without a server or a network. Written when a run ends, and
-by `titanlike report RUN [RUN ...]`, which lays several over each other; of a sweep, sweep.html.
+"""report.html: runs as one static page, without server or network.
 
-What is damaged or missing is left out: of a run that still goes on, too. The page holds its data,
-style and script (report_page.html); the script draws them in the browser.
+Written when a run ends, and by `titanlike report RUN [RUN ...]`, which overlays several runs; a
+sweep's page is sweep.html. Damaged or missing files are skipped, so running jobs can be shown. The
+page contains its data, style and script (report_page.html), which draws in the browser.
 """
 
 from __future__ import annotations
@@ -47,19 +47,20 @@ CURVES = {  # key of a record -> title
     "mfu": "MFU",
     "memory_bytes": "memory",
 }
-QUICK = 4 << 20  # bytes of metrics.jsonl that are parsed in a tenth of a second
-_POINTS = 1_000  # of a curve
-_ALL_POINTS = 4_000  # of one quantity, of all runs
-_PARTS = 32  # curves of lists and dicts
-_EVENTS = 300  # of each kind: saves, and others
+QUICK = 4 << 20  # bytes of metrics.jsonl, parsed in about 0.1 s
+# limits of a page:
+_POINTS = 1_000  # points of a curve
+_ALL_POINTS = 4_000  # points of one metric over all runs
+_PARTS = 32  # curves from lists and dicts
+_EVENTS = 300  # saves; and as many other events
 _SAMPLES = 40
 _STARTS = 100
-_SPANS = 6_000  # of a picture
-_DRAWN_RUNS = 4  # of a page, that have pictures
-_TEXT = 4_000  # characters of a sample
+_SPANS = 6_000  # in a picture
+_DRAWN_RUNS = 4  # runs; with more, pictures are omitted
+_TEXT = 4_000  # characters in a sample
 
 
-ChartsOf = Callable[[Path, dict[str, Any]], "Iterable[Chart]"]  # run_dir, layout -> its pictures
+ChartsOf = Callable[[Path, dict[str, Any]], "Iterable[Chart]"]  # (run_dir, layout) -> charts
 
 
 def write_reports(
@@ -69,11 +70,11 @@ def write_reports(
     sweep: dict[str, Any] | None = None,
     quick: bool = False,
 ) -> Path:
-    """Write the page of one run, or of several laid over each other.
+    """Write the page of one run, or of several overlaid, to `out`.
 
-    runs: directory -> name, "" = that of the directory. charts_of: the pictures of a run, which
-    are left out of more than a few runs. sweep: as `page` takes it. quick: as `read_history` takes
-    it. Raises ValueError for more than MOST_RUNS, FileNotFoundError as `read_history` does.
+    runs: directory -> name, "" = the directory's name. charts_of: makes a run's charts; not called
+    for more than `_DRAWN_RUNS` runs. sweep: see `page`. quick: see `read_history`. Raises
+    ValueError for more than MOST_RUNS, FileNotFoundError as `read_history` does.
     """
     if len(runs) > MOST_RUNS:
         raise ValueError(f"{len(runs)} runs are too many for a page: at most {MOST_RUNS}")
@@ -88,12 +89,12 @@ def write_reports(
 
 
 def page(runs: Sequence[dict[str, Any]], sweep: dict[str, Any] | None = None) -> str:
-    """The page of some runs, as `read_history` returns them.
+    """Render the HTML page of runs, as `read_history` returns them.
 
     sweep: {"name": its directory, "value": the objective, "best": number of the best job or None,
     "jobs": [{"number", "label", "status", "value": number or None, "settings": {key: text}}]}.
     """
-    # the keys in which they differ, but for where they write
+    # the keys in which the runs differ, except run_dir
     values = {
         key: [run["config"].get(key, "unset") for run in runs]
         for key in dict.fromkeys(key for run in runs for key in run["config"])
@@ -106,7 +107,7 @@ def page(runs: Sequence[dict[str, Any]], sweep: dict[str, Any] | None = None) ->
         "sweep": sweep,
         "differences": {key: row for key, row in values.items() if len({*row}) > 1},
     }
-    # "<" could end the script element, or begin a comment in it
+    # "<" could end the script element or begin a comment in it
     text = files.dumps(data).replace("<", "\\u003c")
     template = package_files("titanlike.metrics").joinpath("report_page.html").read_text("utf-8")
     return template.replace("@DATA@", text)
@@ -115,11 +116,10 @@ def page(runs: Sequence[dict[str, Any]], sweep: dict[str, Any] | None = None) ->
 def read_history(
     run_dir: Path, points: int = _POINTS, quick: bool = False, charts_of: ChartsOf | None = None
 ) -> dict[str, Any]:
-    """What the page shows of a run.
+    """Read what the page shows of a run.
 
-    quick: of a long run read evenly spaced records, not all; every validation is read. charts_of:
-    its pictures.
-    Raises FileNotFoundError where no run has written anything.
+    quick: read only evenly spaced records of a long run, and all validations. charts_of: makes its
+    charts. Raises FileNotFoundError if run_dir has no run's files.
     """
     starts = [*jsonl_records(run_dir / STARTS, b'"config"')]
     metrics = run_dir / "metrics.jsonl"
@@ -130,8 +130,8 @@ def read_history(
     records = [*map(flat_record, records)]
     parts = sorted({name for record in records for name in record if "/" in name})
     newest = starts[-1] if starts else {}
-    own = _object(_object(_object(newest.get("config")).get("metrics")).get("own"))
-    parts = [name for each in own for name in (each, f"val_{each}")] + parts
+    custom = _object(_object(_object(newest.get("config")).get("metrics")).get("own"))
+    parts = [name for each in custom for name in (each, f"val_{each}")] + parts
     try:
         result = read_result(run_dir) or {}
     except (OSError, ValueError):
@@ -142,17 +142,17 @@ def read_history(
     return {
         "name": run_dir.resolve().name,
         "folder": str(run_dir),
-        "result": result,  # {} of a run that has not ended
+        "result": result,  # {} if the run has not ended
         "last": records[-1] if records else {},
         "summary": asdict(summarize(run_dir)),
         "logged": _link(run_dir / "wandb" / "run_url"),
-        # name -> points (step, tokens or samples, value; None: nan)
+        # name -> points (step, tokens or samples, value; None for nan)
         "curves": {
             name: curve
             for name in (*CURVES, *parts[:_PARTS])
             if (curve := _thinned(records, name, points))
         },
-        "sampled": sampled,  # whether not all records were read
+        "sampled": sampled,  # whether some records were skipped
         "events": _events(run_dir / "events.jsonl"),
         "starts": _starts(starts),
         "config": flat(_object(newest.get("config"))),
@@ -167,8 +167,9 @@ def read_history(
 
 
 def _chart(chart: Chart) -> dict[str, Any]:
-    """A chart as plain data, times as shares of it. One of too many spans has its title alone."""
-    from titanlike.metrics.chart import KINDS  # not of a page without charts
+    """Convert a chart to plain data, times as fractions of its length. With too many spans only the
+    title is kept."""
+    from titanlike.metrics.chart import KINDS  # unneeded for a page without charts
 
     fits, total = sum(map(len, chart.rows)) <= _SPANS, chart.seconds or 1.0
     rows = [
@@ -180,7 +181,7 @@ def _chart(chart: Chart) -> dict[str, Any]:
 
 
 def _link(path: Path) -> str:
-    """The address in a file; "" where there is none."""
+    """The http(s) address in a file, "" if there is none."""
     try:
         text = path.read_text("utf-8").strip()
     except (OSError, ValueError):
@@ -188,26 +189,26 @@ def _link(path: Path) -> str:
     return text if text.startswith(("https://", "http://")) else ""
 
 
-def _thinned(records: list[dict[str, Any]], name: str, most: int) -> list[list[float | None]]:
-    """Keep at most `most` points of a curve: the first, the last, and the lowest and highest of
-    each of equal parts, so that no spike disappears."""
-    kept = having = [record for record in records if is_number(record, name)]
-    if len(having) > most:
-        size = math.ceil(len(having) / max(1, (most - 2) // 2))
-        kept = [having[0]]
-        for begin in range(0, len(having), size):
-            part = having[begin : begin + size]
-            # nan is higher than any number: a part that has one shows it
+def _thinned(records: list[dict[str, Any]], name: str, limit: int) -> list[list[float | None]]:
+    """Reduce a curve to at most `limit` points: the first, the last, and the lowest and highest of
+    equal parts, so that no spike disappears."""
+    points = present = [record for record in records if is_number(record, name)]
+    if len(present) > limit:
+        size = math.ceil(len(present) / max(1, (limit - 2) // 2))
+        points = [present[0]]
+        for begin in range(0, len(present), size):
+            part = present[begin : begin + size]
+            # nan counts as the highest value, so a part that has one shows it
             heights = [math.inf if math.isnan(r[name]) else r[name] for r in part]
             ends = {heights.index(min(heights)), heights.index(max(heights))}
-            kept += [part[index] for index in sorted(ends)]
-        kept.append(having[-1])
-    done = "tokens" if any("tokens" in record for record in kept) else "samples"
-    return [[r["step"], _finite(r, done), _finite(r, name)] for r in kept]
+            points += [part[index] for index in sorted(ends)]
+        points.append(present[-1])
+    done = "tokens" if any("tokens" in record for record in points) else "samples"
+    return [[r["step"], _finite(r, done), _finite(r, name)] for r in points]
 
 
 def _finite(record: dict[str, Any], key: str) -> float | None:
-    """A number with six digits, which a curve shows; None for what is none."""
+    """A number rounded to six digits; None if it is missing, nan or infinite."""
     if not is_number(record, key) or not math.isfinite(value := record[key]):
         return None
     return value if type(value) is int else float(f"{value:.6g}")
@@ -226,24 +227,28 @@ def _text(value: Any) -> str:
 
 
 def _spread_records(path: Path, count: int) -> list[dict[str, Any]]:
-    """Records at equal distances in the file, the last one, and those that validated."""
+    """Read records evenly spaced in the file, the last one, and those with a validation loss."""
     with files.open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
-            begins = {text.find(b"\n", at * size // count) + 1 for at in range(1, count)} | {0}
+            begins = {
+                text.find(b"\n", position * size // count) + 1 for position in range(1, count)
+            } | {0}
             begins.add(text.rfind(b"\n", 0, size - 1) + 1)
-            at, step = text.find(b'"val_loss"'), 1
-            while at >= 0:  # with rare ones each, else as many as curves have points
-                begins.add(text.rfind(b"\n", 0, at) + 1)
+            position, step = text.find(b'"val_loss"'), 1
+            while (
+                position >= 0
+            ):  # all validations if there are few, else about as many as a curve has points
+                begins.add(text.rfind(b"\n", 0, position) + 1)
                 step = max(1, size // (4 * count))
-                at = text.find(b'"val_loss"', at + step)
+                position = text.find(b'"val_loss"', position + step)
             ends = {begin: text.find(b"\n", begin) for begin in sorted(begins)}
             lines = (text[begin : end if end >= 0 else size] for begin, end in ends.items())
             return [*parse_records(lines)]
 
 
 def _events(path: Path) -> list[dict[str, Any]]:
-    """A few of the saves, and the newest of the other events."""
+    """Evenly spaced saves, and the newest of the other events."""
     saves: list[dict[str, Any]] = []
     others: list[dict[str, Any]] = []
     for event in jsonl_records(path):
@@ -259,7 +264,7 @@ def _events(path: Path) -> list[dict[str, Any]]:
 
 
 def _starts(starts: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What each start changed, as "key old -> new", and where it ran."""
+    """The changed config keys of each launch, as "key old -> new", and its host and versions."""
     shown = []
     for before, start in itertools.pairwise([{}, *starts]):
         overrides = start.get("overrides")

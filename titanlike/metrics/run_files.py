@@ -1,14 +1,13 @@
-"""The files of a run's directory that are written until its end, and result.json, which says how it
+"""Files that stay open in a run's directory until its end, and result.json, which says how it
 ended.
 
-starts.jsonl, a line each start and restart, never truncated: {"time": seconds since the epoch,
-"step": from which it begins, "host": ..., "overrides": [...], "versions": {"torch": ..., "git":
-...}, "config": {...}, "layout": {...}}; events.jsonl, the same: {"time": ..., "event": "rollback",
-"step": 120, ...}.
+starts.jsonl has one line per launch or restart and is never truncated: {"time": seconds since the
+epoch, "step": from which it starts, "host": ..., "overrides": [...], "versions": {"torch": ...,
+"git": ...}, "config": {...}, "layout": {...}}. events.jsonl likewise: {"time": ..., "event":
+"rollback", "step": 120, ...}.
 
-They must stay where they are: a file that was deleted or replaced takes what is written to it
-without an error, and nobody can read it. A file system that is unavailable for a moment is waited
-for.
+`RunFiles` detects that a file was deleted or replaced: writes to its descriptor would succeed, and
+nobody could read them. If a file system is unavailable for a moment, writes are retried.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from titanlike.config.errors import override_text
 from titanlike.config.files import NotRegularFile, regular_fd
 from titanlike.metrics.summary import jsonl_records
 
-_PAUSES = (0.1, 0.4, 1.5, 4.0)  # seconds before another attempt
+_PAUSES = (0.1, 0.4, 1.5, 4.0)  # seconds before each retry
 _Result = TypeVar("_Result")
 
 
@@ -47,11 +46,11 @@ class LostFiles(OSError):
 
 
 class FailedWrite(OSError):
-    """A file could not be written; the error names it."""
+    """A file, which the message names, could not be written."""
 
 
 class AppendedFile:
-    """Lines are appended, each in the file when `write` returns. Raises FailedWrite."""
+    """A file to which lines are appended, unbuffered. Raises FailedWrite."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -64,7 +63,7 @@ class AppendedFile:
             left = left[self._retry(partial(os.write, self._fd, left)) :]
 
     def sync(self) -> None:
-        """Make what was written durable."""
+        """Flush to disk (fsync)."""
         self._retry(partial(os.fsync, self._fd))
 
     def close(self) -> None:
@@ -81,23 +80,23 @@ class AppendedFile:
 
 
 def append_line(path: Path, line: str) -> None:
-    """Raises FailedWrite."""
+    """Append a line to a file. Raises FailedWrite."""
     with contextlib.closing(AppendedFile(path)) as file:
         file.write(line)
 
 
 class RunFiles:
-    """Finds out whether a run's directory and what is in it are still the same."""
+    """Detects that a run's directory, or a file in it, was deleted or replaced."""
 
     def __init__(self, run_dir: Path) -> None:
         names = ("metrics.jsonl", "events.jsonl", "checkpoints", "logs")
         self._paths = [run_dir, *(run_dir / name for name in names)]
-        # inodes, and descriptors that keep their numbers from being used for other files
+        # inodes, and open descriptors, without which an inode number could be reused
         self._seen: dict[Path, tuple[int, int]] = {}
         self.renew()
 
     def renew(self) -> None:
-        """Take the files that there are now as the run's; those that come later are added."""
+        """Accept the existing files as the run's; files created later are added by `check`."""
         self.close()
         self.check()
 
@@ -107,7 +106,7 @@ class RunFiles:
         self._seen.clear()
 
     def check(self) -> None:
-        """Raises LostFiles; a few microseconds."""
+        """Raise LostFiles if something was deleted or replaced. Takes a few microseconds."""
         for path in self._paths:
             if path not in self._seen:
                 with contextlib.suppress(OSError):  # not there yet
@@ -117,7 +116,7 @@ class RunFiles:
                 raise LostFiles(path, "replaced")
 
     def _inode(self, path: Path) -> int:
-        # only a whole directory may be gone for a moment, with its file system
+        # only the run directory may vanish for a moment, with its file system
         final = () if path == self._paths[0] else FileNotFoundError
         try:
             return _retried(partial(os.stat, path), final).st_ino
@@ -128,7 +127,7 @@ class RunFiles:
 
 
 def _retried(attempt: Callable[[], _Result], final: type[OSError] | tuple[()]) -> _Result:
-    """final: errors that another attempt would repeat."""
+    """Call `attempt`, and retry after each OSError except those in `final`."""
     for pause in _PAUSES:
         try:
             return attempt()
@@ -140,8 +139,8 @@ def _retried(attempt: Callable[[], _Result], final: type[OSError] | tuple[()]) -
 
 
 class Events:
-    """Appends to run_dir/events.jsonl and prints lines by `say`, which is None on ranks other than
-    0."""
+    """Appends events to run_dir/events.jsonl and prints them by `say`, which is None on ranks other
+    than 0."""
 
     def __init__(self, run_dir: Path, say: Callable[[str], None] | None) -> None:
         self._path, self._say = run_dir / "events.jsonl", say
@@ -150,7 +149,7 @@ class Events:
         """Write an event, and print its `text` if it has one; credentials are redacted."""
         if self._say is None:
             return
-        text = redact(text)  # a file system's error may have some
+        text = redact(text)  # e.g. a file system's error message may contain credentials
         shown = {key: redact(v) if isinstance(v, str) else v for key, v in fields.items()}
         record = {"time": time.time(), "event": event, "step": step, **shown}
         append_line(self._path, files.dumps(record | ({"text": text} if text else {})))
@@ -159,7 +158,7 @@ class Events:
 
 
 STARTS = "starts.jsonl"
-_GIT_TIMEOUT = 5.0  # seconds for each call
+_GIT_TIMEOUT = 5.0  # seconds per git command
 
 
 def log_start(
@@ -170,8 +169,11 @@ def log_start(
     layout: dict[str, Any],
     job_began: float = 0.0,
 ) -> None:
-    """Append this start. config: as plain dicts; credentials are written as ***. layout: mesh and
-    stages, for the report. job_began: in seconds since the epoch."""
+    """Append this launch to starts.jsonl.
+
+    config: plain dicts; credentials are written as ***. layout: mesh and stages, for the report.
+    job_began: seconds since the epoch.
+    """
     now = time.time()
     record = {
         "time": now,
@@ -188,18 +190,19 @@ def log_start(
 
 
 def earlier_folders(run_dir: Path) -> Iterator[str]:
-    """Other folders in which this run has trained, the newest first: it was moved, or copied."""
-    found = []
+    """Yield other directories in which this run has trained before it was moved or copied, newest
+    first."""
+    folders = []
     for record in jsonl_records(run_dir / STARTS, b'"config"'):
         config = record.get("config")
-        found.append(config.get("run_dir") if isinstance(config, dict) else None)
-    for folder in dict.fromkeys(reversed(found)):
+        folders.append(config.get("run_dir") if isinstance(config, dict) else None)
+    for folder in dict.fromkeys(reversed(folders)):
         if isinstance(folder, str) and not files.same_folder(folder, run_dir):
             yield folder
 
 
 def process_age() -> float:
-    """Seconds since this process was started or forked; 0 where Linux' /proc does not say."""
+    """Seconds since this process was started or forked; 0 without Linux' /proc."""
     try:
         fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
         began = int(fields[19]) / os.sysconf("SC_CLK_TCK")
@@ -209,38 +212,38 @@ def process_age() -> float:
 
 
 def versions() -> dict[str, Any]:
-    """The versions of the program, torch and Python, and of the git repository that it runs in, if
-    any."""
-    import torch  # late: a rank has it
+    """The versions of titanlike, torch and Python, and the commit of the working directory's git
+    repository, if any."""
+    import torch  # imported here, as only ranks need it
 
     versions = {"titanlike": titanlike.__version__, "torch": str(torch.__version__)}
     versions["python"] = platform.python_version()
     if not (commit := git("rev-parse", "HEAD")):
         return versions
     changed = git("status", "--porcelain", "--untracked-files=no")
-    dirty = None if changed is None else bool(changed)  # None: took too long
+    dirty = None if changed is None else bool(changed)  # None if git timed out
     return {**versions, "git": commit, "git_dirty": dirty}
 
 
 def own_version() -> str:
-    """titanlike's version, with the commit of its checkout."""
+    """titanlike's version, with the commit of its checkout if it is not an installed package."""
     root = Path(titanlike.__file__).parents[1]
-    if not (root / ".git").exists():  # it is installed, and a repository around it is another's
+    if not (root / ".git").exists():  # installed: a repository around it is a different project's
         return titanlike.__version__
     commit = git("-C", str(root), "describe", "--always", "--abbrev=12", "--dirty", "--exclude=*")
     return f"{titanlike.__version__} (commit {commit or 'unknown'})"
 
 
 def changed_keys(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """`key old -> new` for each key that differs between two plain configs."""
+    """`key old -> new` for each key in which two plain configs differ."""
     old, new = flat(before), flat(now)
     changes = {key: (old.get(key, "unset"), new.get(key, "unset")) for key in (*new, *old)}
-    changes.pop("data.changed", None)  # of one start alone
+    changes.pop("data.changed", None)  # it applies to a single launch
     return [f"{key} {was} -> {is_now}" for key, (was, is_now) in changes.items() if was != is_now]
 
 
 def flat(plain: dict[str, Any], prefix: str = "") -> dict[str, str]:
-    """Dotted key -> value, as an override has it, of a plain config; credentials are ***."""
+    """Flatten a plain config: dotted key -> value as in an override; credentials are ***."""
     values: dict[str, str] = {}
     for name, value in plain.items():
         if isinstance(value, dict) and value:
@@ -251,7 +254,7 @@ def flat(plain: dict[str, Any], prefix: str = "") -> dict[str, str]:
 
 
 def git(*arguments: str) -> str | None:
-    """The output of a git command; None where it fails, or takes long."""
+    """The output of a git command; None if it fails or times out."""
     env, null = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}, subprocess.DEVNULL
     try:
         return subprocess.check_output(
@@ -261,7 +264,7 @@ def git(*arguments: str) -> str | None:
         return None
 
 
-# invalid: an error in the config, nothing was started; stopped: early, by a stop request, with a
+# invalid: the config is wrong, nothing was launched; stopped: early, by a stop request, with a
 # checkpoint; interrupted: ended immediately by a signal
 Status = Literal["completed", "stopped", "failed", "invalid", "interrupted"]
 
@@ -276,9 +279,11 @@ def write_result(
     verification: str = "",
     goodput: dict[str, float] | None = None,
 ) -> None:
-    """Write run_dir/result.json atomically. value: the objective. seconds: wall time.
-    verification: whether the layout was compared with one process, if that was asked. goodput: see
-    `metrics/goodput.py`."""
+    """Write run_dir/result.json atomically.
+
+    value: the objective; seconds: wall time; verification: the result of comparing the layout with
+    one process, "" if not asked for; goodput: see `metrics/goodput.py`.
+    """
     shown = [redact_override(text) for text in overrides]
     result: dict[str, Any] = {"status": status, "value": value, "error": error and redact(error)}
     result |= {"seconds": seconds, "overrides": shown} | (
@@ -289,13 +294,13 @@ def write_result(
 
 
 def ended_by_max_time(status: str | None, error: str | None) -> bool:
-    """Whether max_time ended a run: a sweep counts such a job as done."""
+    """Whether max_time ended a run; a sweep counts such a job as done."""
     return status == "stopped" and "by max_time" in (error or "")
 
 
 @dataclass(frozen=True)
 class _ResultFile:
-    """What must be in result.json."""
+    """The fields of result.json."""
 
     status: str
     value: float | None
@@ -307,9 +312,9 @@ class _ResultFile:
 
 
 def read_result(run_dir: Path) -> dict[str, Any] | None:
-    """result.json, or None where there is none: the job has not started, or was killed.
+    """Read result.json; None if there is none, as the job has not started or was killed.
 
-    Raises ValueError naming the file where it is damaged.
+    Raises ValueError naming the file if it is damaged.
     """
     try:
         return asdict(files.read_object(Path(run_dir) / "result.json", _ResultFile))

@@ -1,11 +1,12 @@
-"""Where metrics are written. A record is a dict of one step, its floats in full precision:
+"""Destinations of metrics. A record is a dict of one step, with floats in full precision:
 
-step loss grad_norm lr tokens time tokens_per_second step_seconds memory_bytes, and where known
-memory_reserved_bytes, mfu, val_loss; data_seconds; busy_seconds (mean of the ranks), busiest_rank busiest_seconds
-of several ranks; busiest_expert idlest_expert dropped of models with experts. `time`: seconds since
-the epoch, after the step. `tokens` counts from the start of the run, batch_size x seq_len a step,
-padding included; of data without tokens it is samples, samples_per_second. microbatch_losses is a list, where it is asked for; TensorBoard, W&B and the
-report have name/index, or name/key of a dict.
+step loss grad_norm lr tokens time tokens_per_second step_seconds memory_bytes, and if available
+memory_reserved_bytes, mfu, val_loss, data_seconds; with several ranks busy_seconds (mean),
+busiest_rank, busiest_seconds; with experts busiest_expert, idlest_expert, dropped.
+
+`time`: seconds since the epoch, after the step. `tokens`: since the start of the run, batch_size x
+seq_len per step, padding included; data without tokens have samples and samples_per_second instead.
+Lists (microbatch_losses) and dicts are name/index or name/key in TensorBoard, W&B and the report.
 """
 
 from __future__ import annotations
@@ -23,36 +24,35 @@ from titanlike.metrics.summary import flat_record, is_number, parse_records
 
 
 class Sink:
-    """Takes every record of a run; a method does nothing where there is no place for what it
-    takes."""
+    """A destination of a run's records. Methods that a sink does not override do nothing."""
 
-    location = ""  # where the records can be seen, for the user
+    location = ""  # tells the user where to look
 
     def log(self, record: dict[str, Any]) -> None:
-        """Take the record of one step; steps rise."""
+        """Log the record of one step; steps increase."""
 
     def note(self, name: str, text: str) -> None:
-        """Take a text on the whole run."""
+        """Log a text about the run."""
 
     def table(self, name: str, step: int, rows: list[dict[str, Any]]) -> None:
-        """Take a table of a step."""
+        """Log a table at a step."""
 
     def flush(self) -> None:
-        """Make the records durable, where a resumed run continues the file."""
+        """Make the records durable, if a resumed run continues the same file."""
 
     def rewind(self, step: int) -> None:
-        """The run rolls back: the records after `step` will be logged again."""
+        """Drop the records after `step`: the run rolls back and logs these steps again."""
 
     def close(self, status: str) -> None:
-        """End with the run's status: completed, failed or interrupted."""
+        """Finish with the run's status: completed, failed or interrupted."""
 
 
 class JsonlSink(Sink):
-    """metrics.jsonl: a JSON object a line, each in the file before the next step begins.
+    """metrics.jsonl: one JSON object per line, written before the next step begins.
 
     start_step: the step that the run resumes from. Records of later steps, which will be repeated,
-    and a last line truncated by a crash are dropped from an existing file first.
-    Raises OSError, which names the file, where it cannot be written.
+    and a truncated last line are first removed from an existing file. Raises OSError, naming the
+    file, if it cannot be written.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class JsonlSink(Sink):
         start_step: int = 0,
         redone: Callable[[int, float], object] = lambda *_: None,
     ) -> None:
-        """redone: called with the number of dropped records, and the seconds of their steps."""
+        """redone: called with the number of removed records and the seconds of their steps."""
         self.location = str(path)
         self._path, self._redone = path, redone
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -82,12 +82,12 @@ class JsonlSink(Sink):
 
     def _open_after(self, step: int) -> None:
         for unfinished in self._path.parent.glob(f".{self._path.name}.*"):
-            unfinished.unlink(missing_ok=True)  # of a process that was killed while rewriting it
+            unfinished.unlink(missing_ok=True)  # a process was killed while rewriting the file
         records = []
         if self._path.exists():
-            every = read_jsonl(self._path)
-            records = [record for record in every if record["step"] <= step]
-            if later := [record for record in every if record["step"] > step]:
+            existing = read_jsonl(self._path)
+            records = [record for record in existing if record["step"] <= step]
+            if later := [record for record in existing if record["step"] > step]:
                 seconds = (r["step_seconds"] for r in later if is_number(r, "step_seconds"))
                 self._redone(len(later), sum(seconds))
             files.atomic_write_text(self._path, "".join(files.dumps(r) + "\n" for r in records))
@@ -96,23 +96,23 @@ class JsonlSink(Sink):
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """The records of a metrics.jsonl; truncated lines are skipped."""
+    """Read the records of a metrics.jsonl, skipping truncated lines."""
     with files.open_regular(path) as file:
         return list(parse_records(file.read().splitlines()))
 
 
 def lost_steps(records: list[dict[str, Any]], step: int) -> str:
-    """Steps up to `step`, which a run resumes from, that its records lack: "4 to 6", "" = none. A
-    run that began at the checkpoint of another one has no earlier records."""
-    kept = {record["step"] for record in records}
-    missing = [n for n in range(min(kept, default=1), step + 1) if n not in kept]
+    """The steps up to `step` without a record, as "4 to 6"; "" = none. Steps before the first
+    record do not count: a run may start from a different run's checkpoint."""
+    recorded = {record["step"] for record in records}
+    missing = [n for n in range(min(recorded, default=1), step + 1) if n not in recorded]
     if len(missing) < 2:
         return "".join(map(str, missing))
     return f"{missing[0]} to {missing[-1]}"
 
 
 def tensorboard_problem() -> Problem | None:
-    """Why `logger=tensorboard` cannot work here, or None. Imports nothing."""
+    """The problem of `logger=tensorboard` if the package is missing, else None. Does not import it."""
     if importlib.util.find_spec("tensorboard") is not None:
         return None
     fix = "logger=none, or install it first: pip install 'titanlike[tensorboard]'"
@@ -120,16 +120,16 @@ def tensorboard_problem() -> Problem | None:
 
 
 class TensorBoardSink(Sink):
-    """Event files in run_dir/tensorboard: a scalar for every number of a record, over steps.
+    """Event files in run_dir/tensorboard: a scalar for every number of a record, by step.
 
-    Points of an earlier attempt beyond `start_step` are hidden by TensorBoard.
-    Raises ConfigError where the package is missing.
+    TensorBoard hides points of earlier attempts after `start_step`. Raises ConfigError if the
+    package is missing.
     """
 
     def __init__(self, run_dir: Path, start_step: int) -> None:
         if problem := tensorboard_problem():
             raise ConfigError([problem])
-        from torch.utils.tensorboard import SummaryWriter  # late: torch, for this sink alone
+        from torch.utils.tensorboard import SummaryWriter  # only this sink needs torch
 
         folder = Path(run_dir) / "tensorboard"
         self.location = f"tensorboard --logdir {shlex.quote(str(folder))}"
@@ -153,9 +153,9 @@ class TensorBoardSink(Sink):
 
 
 def with_prefixes(record: dict[str, Any]) -> dict[str, Any]:
-    """A record with the names that W&B and TensorBoard group by: train/loss, val/loss."""
+    """Rename a record's keys to the groups of W&B and TensorBoard: train/loss, val/loss."""
     return {
         f"val/{name[4:]}" if name.startswith("val_") else f"train/{name}": value
         for name, value in flat_record(record).items()
-        if name not in ("step", "time")  # which both have themselves
+        if name not in ("step", "time")  # both add these themselves
     }

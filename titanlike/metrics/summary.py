@@ -1,4 +1,4 @@
-"""The last numbers of a run, read from the end of its metrics.jsonl. Imports no torch."""
+"""A run's latest metrics, read from the end of metrics.jsonl. Does not import torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import IO, Any
 
 from titanlike.config import files
 
-# what a sweep can compare its jobs by -> whether it is maximized
+# objective of a sweep -> whether it is maximized
 OBJECTIVES: dict[str, bool] = {
     "val_loss": False,
     "loss": False,
@@ -23,33 +23,33 @@ OBJECTIVES: dict[str, bool] = {
     "memory_bytes": False,
 }
 
-STEPS = 500  # the most that count for a median: a table of 1,000 runs takes seconds
+STEPS = 500  # limit of records in a median: a table of 1,000 runs then takes seconds
 _BLOCK = 1 << 17  # bytes; about 500 records
 
 
 @dataclass(frozen=True)
 class Summary:
-    """A run's numbers; None where there is none yet, or at all."""
+    """A run's latest metrics; None = not logged."""
 
-    steps: int = 0  # the last one that was logged
+    steps: int = 0  # the last logged step
     loss: float | None = None  # the last; may be nan
     val_loss: float | None = None  # the last
-    tokens_per_second: float | None = None  # this and the next three: a median, see `summarize`
-    samples_per_second: float | None = None  # of data without tokens
+    tokens_per_second: float | None = None  # this and the next three: medians, see `summarize`
+    samples_per_second: float | None = None  # for data without tokens
     step_seconds: float | None = None
     mfu: float | None = None
-    memory_bytes: int | None = None  # peak of the worst rank, since the run's last start
+    memory_bytes: int | None = None  # peak of the fullest rank since the last launch
 
 
 def summarize(run_dir: Path) -> Summary:
-    """Summarize run_dir/metrics.jsonl; without the file, an empty Summary.
+    """Summarize run_dir/metrics.jsonl; without the file, return an empty Summary.
 
-    Speed is the median of the second half of the steps since the run's last start, at most the
-    last `STEPS`: first steps compile and allocate.
+    Speeds are medians over the second half of the steps since the last launch, at most the last
+    `STEPS`: first steps compile and allocate.
     """
     try:
         with files.open_regular(Path(run_dir) / "metrics.jsonl") as file:
-            # the lines from the newest on, without the last one, which is truncated or empty
+            # lines from the newest on; the very last one is empty or truncated
             lines = _backwards(file)
             next(lines, b"")
             records = [*parse_records(islice(lines, STEPS))][::-1]
@@ -63,7 +63,7 @@ def summarize(run_dir: Path) -> Summary:
     last = records[-1]["step"]
     events = jsonl_records(Path(run_dir) / "events.jsonl", b'"resume"')
     resumes = [0, *(event["step"] for event in events if event.get("event") == "resume")]
-    start = resumes[-1] if resumes[-1] < last else 0  # of a run that has since begun from step 0
+    start = resumes[-1] if resumes[-1] < last else 0  # later restarted from step 0
     recent = [record for record in records if record["step"] > start]
     half = [record for record in recent if record["step"] > start + (last - start) // 2]
     memory = [record["memory_bytes"] for record in recent if is_number(record, "memory_bytes")]
@@ -80,7 +80,7 @@ def summarize(run_dir: Path) -> Summary:
 
 
 def objective_value(name: str, run_dir: Path) -> float | None:
-    """What `value` names of a run; val_loss of one without validation is its loss."""
+    """The value of a run's objective `name`. Without validation, val_loss is the training loss."""
     numbers = summarize(run_dir)
     if name == "val_loss" and numbers.val_loss is None:
         return numbers.loss
@@ -88,7 +88,8 @@ def objective_value(name: str, run_dir: Path) -> float | None:
 
 
 def last_number(run_dir: Path, name: str) -> float | None:
-    """The last of a metric of the user's own, or of a set's loss; a minus before it is no part."""
+    """The last logged value of a custom metric or a validation set's loss; a minus before `name` is
+    ignored."""
     try:
         with files.open_regular(Path(run_dir) / "metrics.jsonl") as file:
             return _last(_backwards(file), name.removeprefix("-"))
@@ -97,21 +98,21 @@ def last_number(run_dir: Path, name: str) -> float | None:
 
 
 def is_maximized(name: str) -> bool:
-    """Whether the highest of an objective is the best: of a metric of the user's own, unless its name
-    has a minus before it."""
+    """Whether an objective is maximized: custom metrics are, unless a minus precedes the name."""
     return OBJECTIVES.get(name, not name.startswith(("-", "val_loss")))
 
 
 def _last(lines: Iterator[bytes], key: str) -> float | None:
-    """The number in the first of these lines that has one by this name."""
+    """The value of `key` in the first of these lines that has it."""
     records = parse_records(line for line in lines if f'"{key}"'.encode() in line)
     return next((record[key] for record in records if is_number(record, key)), None)
 
 
 def _backwards(file: IO[bytes]) -> Iterator[bytes]:
-    """The lines of a file, the last first; what follows the last newline is one, though empty."""
+    """Yield the lines of a file, last first, beginning with what follows the last newline, even if
+    empty."""
     position = file.seek(0, os.SEEK_END)
-    rest = b""  # the beginning of the lines read so far: the end of a line
+    rest = b""  # end of a line whose beginning is not read yet
     while position > 0:
         size = min(_BLOCK, position)
         position -= size
@@ -122,7 +123,7 @@ def _backwards(file: IO[bytes]) -> Iterator[bytes]:
 
 
 def parse_records(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
-    """The records among the lines of a metrics.jsonl, or the events of an events.jsonl."""
+    """Parse the lines of a metrics.jsonl or events.jsonl, skipping invalid ones."""
     for line in lines:
         try:
             record = files.loads(line)
@@ -133,7 +134,7 @@ def parse_records(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
 
 
 def jsonl_records(path: Path, having: bytes = b"") -> Iterator[dict[str, Any]]:
-    """The records of a JSONL file whose line has these bytes; of no file, none."""
+    """Yield the records of a JSONL file whose line contains `having`; none if there is no file."""
     try:
         with files.open_regular(path) as file:
             yield from parse_records(line for line in file if having in line)
@@ -151,7 +152,7 @@ def _median(key: str, records: list[dict[str, Any]]) -> float | None:
 
 
 def flat_record(record: dict[str, Any]) -> dict[str, Any]:
-    """A record whose lists and dicts are a number an element: name/index, name/key."""
+    """Flatten lists and dicts in a record to name/index and name/key."""
     flat: dict[str, Any] = {}
     for name, value in record.items():
         if isinstance(value, list):

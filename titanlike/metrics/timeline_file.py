@@ -1,10 +1,9 @@
-"""A timeline in files: a file a rank, and timeline.json of all of them. Plain data.
+"""Files of a timeline: one per rank, and timeline.json with all of them.
 
-A rank's events lie side by side: they cover its step from begin to end. Their kinds are those of
-charts and, of time in which nothing is computed,
-
-- wait: for the message that an action needs,
-- agree: for all ranks, which sum a number: the tokens of the batch, the loss and the norm.
+A rank's events are contiguous: they cover its step from begin to end. Their kinds are those of
+charts, where two are idle time:
+- wait: for the P2P receive that an action needs,
+- agree: in an all-reduce: of the batch's token count, or of loss and gradient norm.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ _PIPELINE = (*_COMPUTED, "gather", "reduce", "wait")
 
 @dataclass
 class RankStep:
-    """A step of a rank; seconds of rank 0's clock, in `Timeline` since the step began."""
+    """A step of a rank; times in seconds of rank 0's clock, in a `Timeline` since the step began."""
 
     rank: int
     pp_rank: int
@@ -38,7 +37,7 @@ class RankStep:
     events: list[Span]
 
     def spent(self) -> dict[str, float]:
-        """Seconds by kind, the most first."""
+        """Seconds by kind, in decreasing order."""
         seconds: dict[str, float] = {}
         for event in self.events:
             seconds[event.kind] = seconds.get(event.kind, 0.0) + event.end - event.start
@@ -47,16 +46,16 @@ class RankStep:
 
 @dataclass
 class RankFile:
-    """What a rank writes."""
+    """The timeline file of one rank."""
 
     steps: list[RankStep]
     host: str
     device: str
-    clock_error: float  # seconds
+    clock_error: float  # seconds; bound of this rank's offset to rank 0's clock
 
 
 class Place(NamedTuple):
-    """Where a rank ran."""
+    """A rank and the host and device it ran on."""
 
     rank: int
     host: str
@@ -65,25 +64,25 @@ class Place(NamedTuple):
 
 @dataclass
 class Timeline:
-    """Steps of all recorded ranks, step by step and by rank."""
+    """The recorded steps of all ranks."""
 
-    config: dict[str, Any]  # plain, of the run
-    order: list[list[str]]  # of each pipeline rank: its actions, 0F3
-    place: list[int]  # of each stage: its pipeline rank
-    stages: list[list[str]]  # units of each
+    config: dict[str, Any]  # the run's, plain
+    order: list[list[str]]  # the actions of each pipeline rank, e.g. 0F3
+    place: list[int]  # the pipeline rank of each stage
+    stages: list[list[str]]  # the modules of each stage
     microbatch: int  # samples
-    clock_error: float  # seconds by which times of two ranks may be apart
-    steps: list[list[RankStep]]
+    clock_error: float  # seconds; bound of the offset between two ranks' clocks
+    steps: list[list[RankStep]]  # [step][rank]
     ranks: list[Place]
 
     def first_pipeline(self, step: list[RankStep]) -> list[RankStep]:
-        """One rank of each pipeline rank, in order: those with the lowest numbers."""
+        """The lowest rank of each pipeline rank, in pipeline order."""
         first = {rank.pp_rank: rank for rank in reversed(step)}
         return [first[pp_rank] for pp_rank in sorted(first)]
 
     @property
     def typical(self) -> list[RankStep]:
-        """The step that a picture shows: the median one, of those without validation and save."""
+        """The step of median length, among those without validation or save if there are any."""
         plain = [s for s in self.steps if not any(e.kind == "other" for r in s for e in r.events)]
         by_length = sorted(plain or self.steps, key=lambda step: max(rank.end for rank in step))
         return by_length[(len(by_length) - 1) // 2]
@@ -94,7 +93,8 @@ class Timeline:
 
 
 def window(ranks: Sequence[RankStep]) -> tuple[float, float]:
-    """When the first of them began to work on microbatches, and the last ended."""
+    """(begin, end) of work on microbatches: from the first rank's first action to the last rank's
+    last."""
     events = [e for rank in ranks for e in rank.events if e.kind in _PIPELINE]
     busy = [event for event in events if event.kind != "wait"] or events
     if not busy:
@@ -103,8 +103,7 @@ def window(ranks: Sequence[RankStep]) -> tuple[float, float]:
 
 
 def bubble(ranks: Sequence[RankStep]) -> float:
-    """Share of the pipeline's time in which a rank waits for others, on average; as a plan has
-    it."""
+    """The mean share of the pipeline's time (`window`) in which a rank is idle."""
     begin, end = window(ranks)
     if end <= begin:
         return 0.0
@@ -114,18 +113,19 @@ def bubble(ranks: Sequence[RankStep]) -> float:
 
 
 def write(path: Path, record: RankFile | Timeline) -> None:
-    """Raises OSError."""
+    """Write a timeline file. Raises OSError."""
     files.atomic_write_text(path, json.dumps(asdict(record)))
 
 
 def read_rank(path: Path) -> RankFile:
-    """Raises OSError, ValueError, KeyError, TypeError where there is no such file."""
+    """Read a rank's file. Raises OSError, ValueError, KeyError or TypeError if it is missing or
+    invalid."""
     data = json.loads(path.read_text())
     return RankFile(**{**data, "steps": [*map(_rank_step, data["steps"])]})
 
 
 def read_timeline(path: Path) -> Timeline:
-    """Raises as `read_rank`."""
+    """Read a timeline.json. Raises as `read_rank`."""
     with files.open_regular(path) as file:
         data = json.load(file)
     steps = [[_rank_step(rank) for rank in step] for step in data["steps"]]
@@ -144,7 +144,7 @@ def merge(
     stages: Sequence[Sequence[str]],
     microbatch: int,
 ) -> Timeline:
-    """The timeline of ranks in rising order, whose files have times of rank 0's clock."""
+    """Merge the files of ranks, in rising order and with times of rank 0's clock, to a timeline."""
     steps: list[list[RankStep]] = []
     for number in [step.step for step in rank_files[0].steps]:
         ranks = [step for file in rank_files for step in file.steps if step.step == number]
@@ -163,7 +163,8 @@ def merge(
 
 
 def _wait_for_the_last(ranks: list[RankStep]) -> None:
-    """Agreeing begins when the last rank comes to it; before, the others wait."""
+    """Split each all-reduce into waiting for the last rank that joins it, and the all-reduce
+    itself."""
     agreeing = [[event for event in rank.events if event.kind == "agree"] for rank in ranks]
     if len({len(events) for events in agreeing}) != 1:
         return
@@ -171,13 +172,13 @@ def _wait_for_the_last(ranks: list[RankStep]) -> None:
         last = max(event.start for event in met)
         for rank, event in zip(ranks, met, strict=True):
             if event.start < last < event.end:
-                at = rank.events.index(event)
+                index = rank.events.index(event)
                 waited = Span("wait", -1, -1, event.start, last)
-                rank.events[at : at + 1] = [waited, event._replace(start=last)]
+                rank.events[index : index + 1] = [waited, event._replace(start=last)]
 
 
 def chart_of(timeline: Timeline) -> Chart:
-    """The chart of the typical step: one rank of each pipeline rank."""
+    """The chart of the typical step, with one rank per pipeline rank."""
     ranks = timeline.first_pipeline(timeline.typical)
     end = max(rank.end for rank in ranks)
     microbatches = len({act for acts in timeline.order for act in acts if act.startswith("0F")})
@@ -191,24 +192,24 @@ def chart_of(timeline: Timeline) -> Chart:
 
 
 def stage_seconds(timeline: Timeline, stage: int) -> dict[str, float]:
-    """Medians over microbatches and recorded steps, of one rank: F, B, I, W, each with the
-    exchanges inside; gather and reduce of the whole stage, once a step. 0 of what it has not."""
-    every: dict[str, list[float]] = {kind: [] for kind in (*_COMPUTED, "gather", "reduce")}
+    """Median seconds of a stage on one rank: F, B, I and W per microbatch, including collectives
+    inside them; gather and reduce once per step. 0 for kinds that do not occur."""
+    samples: dict[str, list[float]] = {kind: [] for kind in (*_COMPUTED, "gather", "reduce")}
     for step in timeline.steps:
         pipeline = timeline.first_pipeline(step)
         (rank,) = [rank for rank in pipeline if rank.pp_rank == timeline.place[stage]]
         for kind, seconds in _actions(rank, stage):
-            every[kind].append(seconds)
+            samples[kind].append(seconds)
         for kind in ("gather", "reduce"):
             exchanges = [e for e in rank.events if e.kind == kind and e.stage == stage and e.mb < 0]
-            every[kind].append(sum(event.end - event.start for event in exchanges))
-    return {kind: statistics.median(seconds or [0.0]) for kind, seconds in every.items()}
+            samples[kind].append(sum(event.end - event.start for event in exchanges))
+    return {kind: statistics.median(seconds or [0.0]) for kind, seconds in samples.items()}
 
 
 def _actions(rank: RankStep, stage: int) -> Iterator[tuple[str, float]]:
-    """(kind, seconds) of the actions of a stage, with the exchanges inside."""
-    for (of_stage, mb), events in groupby(rank.events, key=lambda event: event[1:3]):
-        if of_stage != stage or mb < 0:
+    """Yield (kind, seconds) of a stage's actions, including collectives inside them."""
+    for (event_stage, mb), events in groupby(rank.events, key=lambda event: event[1:3]):
+        if event_stage != stage or mb < 0:
             continue
         kind, seconds = "", 0.0
         for event in events:

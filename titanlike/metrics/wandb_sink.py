@@ -1,11 +1,11 @@
-"""Weights & Biases, isolated: it cannot fail, delay or hang a run.
+"""The Weights & Biases sink, isolated so that W&B cannot fail, delay or hang a run.
 
 1. All calls of wandb are in one daemon thread, fed by a bounded queue. The run waits for it twice,
    each time with a timeout: while the W&B run opens, and while it finishes.
 2. Online if there is an API key; if the server cannot be reached within the timeout, offline, into
    run_dir/wandb, for `wandb sync` later.
 3. The W&B run's id and name are in run_dir/wandb: a resumed run continues the same W&B run; a copy
-   of a run's directory, while that is still there, gets one of its own.
+   of a run's directory gets a new one while the original still exists.
 4. After an exception or a timeout, one line is printed and wandb's service process (wandb-core) is
    killed; metrics.jsonl has everything.
 """
@@ -33,16 +33,16 @@ BACKLOG = 10_000  # records in the queue; a few MB
 GRACE = 30.0  # seconds beyond the user's timeout for importing wandb and starting its service
 FINISH_GRACE = 5.0  # seconds beyond the user's timeout, in which wandb gives up by itself
 LONGEST_NAME = 128  # characters
-# overrides that do not say what is trained
+# prefixes of overrides that are left out of the run's name
 _UNNAMED = "run_dir= logger sweep. hydra launch. log_every= value= checkpoint."
 EXIT_CODES = {"completed": 0, "failed": 1, "interrupted": 255}  # 255 is W&B's code for Ctrl-C
 
 
 class WandbSink(Sink):
-    """Logs records to W&B at their step.
+    """Logs records to W&B. Raises nothing.
 
-    config: uploaded with the run. overrides: of the run, which name it. say: prints a line, on the
-    caller's thread. Raises nothing.
+    config: uploaded with the run; overrides: name the run; say: prints a line, on the caller's
+    thread.
     """
 
     def __init__(
@@ -60,12 +60,12 @@ class WandbSink(Sink):
         named = [text for text in stripped if not text.startswith(tuple(_UNNAMED.split()))]
         name = shorten(",".join(map(redact_override, named)), LONGEST_NAME)
         self._name = name or self._run_dir.name
-        # what is to be done with the W&B run, at last to end it with an exit code
+        # calls on the W&B run; an exit code finishes it
         self._queue: queue.Queue[Callable[[Any], object] | int] = queue.Queue(BACKLOG)
         self._notes: queue.SimpleQueue[str] = queue.SimpleQueue()  # the thread's lines for `say`
         self._opened = threading.Event()
         self._stopped = threading.Event()
-        self._folder: Path | None = None  # of the W&B run, once it is open
+        self._folder: Path | None = None  # the W&B run's, once it is open
         self._thread = threading.Thread(target=self._work, name="wandb", daemon=True)
         self._thread.start()
         if not self._opened.wait(settings.timeout + GRACE):
@@ -106,7 +106,7 @@ class WandbSink(Sink):
             self._say(self._notes.get())
 
     def _stop(self, reason: str) -> None:
-        """Take no more records, kill the service process, note the reason."""
+        """Accept no more records, kill the service process, note the reason."""
         self._stopped.set()
         note = f"W&B stopped: {reason}; metrics.jsonl has every step"
         if self._folder is not None:
@@ -137,7 +137,7 @@ class WandbSink(Sink):
             self._opened.set()
 
     def _open(self) -> Any:
-        """The W&B run, online or else offline; None if the user has disabled W&B."""
+        """Open the W&B run, online or else offline; None if the user has disabled W&B."""
         # wandb-core's telemetry retries without a network, which delays the end of the process
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         os.environ.pop("WANDB_SERVICE", None)  # a parent's service must not be killed here
@@ -207,10 +207,9 @@ class WandbSink(Sink):
 
 
 def run_id(run_dir: Path) -> tuple[str, str]:
-    """The id of a run directory's W&B run, and what is to be said of it.
+    """The id of a run directory's W&B run, and a note for the user or "".
 
-    That of a run which was moved is still its own; a copy gets another one, while the directory
-    from which it was copied is there.
+    A run that was moved keeps its id; a copy gets a new one while the original directory exists.
     """
     file = run_dir / "wandb" / "run_id"
     saved = _saved(file, secrets.token_hex(4))
@@ -219,25 +218,25 @@ def run_id(run_dir: Path) -> tuple[str, str]:
             if Path(place, "wandb", "run_id").read_text(encoding="utf-8").strip() == saved:
                 file.unlink()
                 file.with_name("run_url").unlink(missing_ok=True)
-                own = _saved(file, secrets.token_hex(4))
+                new_id = _saved(file, secrets.token_hex(4))
                 text = f"W&B: this is a copy of {place}, whose W&B run is {saved}"
-                return own, f"{text}; it continues as {own}"
+                return new_id, f"{text}; it continues as {new_id}"
     return saved, ""
 
 
 def _sync_command(folder: Path) -> str:
-    """The shell line that uploads every start of a run that has not been, in their order.
+    """The shell command that uploads all launches of a run that are not uploaded yet, in order.
 
-    folder: of the newest, whose name ends with the run's id.
+    folder: of the newest launch; its name ends with the run's id.
     """
     run_id = folder.name.rpartition("-")[2]
     folders = sorted({*folder.parent.glob(f"offline-run-*-{run_id}"), folder})
-    left = [str(path) for path in folders if not [*path.glob("*.synced")]]
-    return shlex.join(["wandb", "sync", *left])
+    unsynced = [str(path) for path in folders if not [*path.glob("*.synced")]]
+    return shlex.join(["wandb", "sync", *unsynced])
 
 
 def _mode(mode: str) -> str:
-    """auto, online, offline or disabled; auto follows WANDB_MODE."""
+    """Resolve the mode to auto, online, offline or disabled; auto follows WANDB_MODE."""
     if mode != "auto":
         return mode
     words = {"dryrun": "offline", "run": "online", "shared": "online"}  # wandb's older names
@@ -246,7 +245,7 @@ def _mode(mode: str) -> str:
 
 
 def _saved(path: Path, text: str) -> str:
-    """The text in `path`, which is written the first time."""
+    """Read the text in `path`; the first time, write `text` to it and return that."""
     with contextlib.suppress(FileNotFoundError):
         if saved := path.read_text(encoding="utf-8").strip():
             return saved
@@ -274,5 +273,5 @@ def _end_service() -> None:
 
 
 def _one_line(error: BaseException) -> str:
-    text = redact(" ".join(str(error).split()))  # of a server's answer, or of a proxy's URL
+    text = redact(" ".join(str(error).split()))  # a proxy's URL may contain credentials
     return f"{type(error).__name__}: {text}"[:160] if text else type(error).__name__
