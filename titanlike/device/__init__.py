@@ -1,2 +1,2 @@
-"""The one room that knows what a rank computes on: the CPU, CUDA, ROCm (torch calls it cuda), XPU,
-or another accelerator of torch. Everywhere else a device is asked for by these functions."""
+"""The only package that knows which devices exist: CPU, CUDA, ROCm (torch calls it cuda), XPU, or
+another torch accelerator. All other packages use a device by these functions."""

@@ -1,9 +1,9 @@
-"""What torch's accelerator can do, in functions that do nothing on the CPU.
+"""Functions of torch's accelerator, which do nothing on the CPU.
 
-The accelerator is the one kind of device that this torch is built for (`torch.accelerator`), as far
-as torch.distributed has a backend for its tensors: cuda with nccl (ROCm's is named so, too), xpu
-with xccl, or what a plugin registers. Below: settings of torch's kernels, which a job changes and
-gets back, and the most FLOP/s of a device by its name.
+The accelerator is the one kind of device that this torch is built for (`torch.accelerator`), if
+torch.distributed has a backend for it: cuda with nccl (also on ROCm), xpu with xccl, or what a
+plugin registers. Also: contexts that change torch's kernel settings during a job, and peak FLOP/s
+by a device's name.
 """
 
 from __future__ import annotations
@@ -21,20 +21,21 @@ from torch import Tensor
 from titanlike.config.schema import Config
 from titanlike.torch_private.accelerator import started
 
-KINDS = ("cpu", "cuda", "xpu", "mtia")  # by which a forward may ask: x.is_cuda, autocast("cuda")
-# the variable by which a driver shows a process some of the devices
+KINDS = ("cpu", "cuda", "xpu", "mtia")  # a forward may test them: x.is_cuda, autocast("cuda")
+# environment variables that restrict the devices visible to a process
 _VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "xpu": "ZE_AFFINITY_MASK"}
 
 
 def accelerator() -> str | None:
-    """The kind of accelerator that this torch is built for, whether or not there is one."""
+    """The kind of accelerator (cuda, xpu, ...) that this torch is built for, with or without a
+    device."""
     device = torch.accelerator.current_accelerator()
-    # None of MPS, whose tensors gloo does not reach
+    # None for MPS: gloo cannot access its tensors
     return device.type if device is not None and own_backend(device) is not None else None
 
 
 def own_backend(device: torch.device) -> str | None:
-    """torch.distributed's backend for the tensors of a device; None = it has none but gloo."""
+    """torch.distributed's backend for the tensors of a device; None = none but gloo."""
     try:
         backend = dist.get_default_backend_for_device(device.type)
     except ValueError:
@@ -43,37 +44,37 @@ def own_backend(device: torch.device) -> str | None:
 
 
 def backends(device: torch.device) -> str:
-    """Backends for `init_process_group`: objects, which are not on the device, are sent by gloo."""
-    own = own_backend(device)
-    return f"cpu:gloo,{device.type}:{own}" if own else "gloo"
+    """Backends for `init_process_group`; gloo is for CPU tensors, such as pickled objects."""
+    backend = own_backend(device)
+    return f"cpu:gloo,{device.type}:{backend}" if backend else "gloo"
 
 
 def nccl_version() -> str:
-    """As "2.27.5"; "none" where torch is built without it. ROCm's is RCCL."""
+    """NCCL's version, e.g. "2.27.5"; RCCL's on ROCm; "none" if torch is built without it."""
     if not dist.is_available() or not dist.is_nccl_available():
         return "none"
     return ".".join(map(str, torch.cuda.nccl.version()))
 
 
 def count() -> int:
-    """Devices that this process sees. Does not initialize CUDA."""
+    """The number of devices visible to this process. Does not initialize CUDA."""
     return 0 if accelerator() is None else torch.accelerator.device_count()
 
 
 def is_accelerator(device: torch.device) -> bool:
-    """Whether a device works on its own: with a queue, an allocator and a random state."""
+    """Whether a device is an accelerator, with its own queue, allocator and random state."""
     return device.type not in ("cpu", "meta")
 
 
 def name(device: torch.device) -> str:
-    """ "NVIDIA H100 80GB HBM3"; "cpu" for any CPU. Initializes the accelerator."""
+    """The device's name, e.g. "NVIDIA H100 80GB HBM3" or "cpu". Initializes the accelerator."""
     if not is_accelerator(device):
         return device.type
     return str(torch.get_device_module(device).get_device_name(device))
 
 
 def kind_of(device: torch.device) -> str:
-    """The hardware and the libraries on which the bits of results depend. Initializes the
+    """Describe the hardware and libraries on which the bits of results depend. Initializes the
     accelerator."""
     if not is_accelerator(device):
         return f"cpu with {torch.backends.cpu.get_cpu_capability()}, torch {torch.__version__}"
@@ -89,8 +90,7 @@ def kind_of(device: torch.device) -> str:
 
 
 def uuid(device: torch.device) -> str | None:
-    """The UUID of the physical device, None where the driver says none. Initializes the
-    accelerator."""
+    """The UUID of the physical device, None if the driver has none. Initializes the accelerator."""
     if not is_accelerator(device):
         return None
     properties = torch.get_device_module(device).get_device_properties(device)
@@ -98,31 +98,31 @@ def uuid(device: torch.device) -> str | None:
 
 
 def set_device(device: torch.device) -> None:
-    """Make it the current one of this thread: a new thread begins with device 0."""
+    """Make `device` current in this thread; a new thread starts with device 0."""
     if is_accelerator(device):
         torch.accelerator.set_device_index(device)
 
 
 def limit_memory(device: torch.device, share: float) -> None:
-    """Let this process' allocator take so much of the device's memory at the most."""
+    """Limit this process' allocator to a share of the device's memory. Only on CUDA."""
     if device.type == "cuda":
         torch.cuda.set_per_process_memory_fraction(share, device)
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until all that was queued on the device is done."""
+    """Wait until all queued work on the device is done."""
     if is_accelerator(device):
         torch.accelerator.synchronize(device)
 
 
 def empty_cache() -> None:
-    """Give memory that the allocator holds and no tensor uses back to the device."""
+    """Return the allocator's cached memory to the device."""
     if started() is not None:
         torch.accelerator.empty_cache()
 
 
 def pin(address: int, size: int) -> bool:
-    """Pin memory of the host that is there already; False where it cannot be.
+    """Page-lock existing host memory; False if that fails.
 
     torch's own pinned memory is rounded up to a power of two.
     """
@@ -130,7 +130,7 @@ def pin(address: int, size: int) -> bool:
         return False
     if int(torch.cuda.cudart().cudaHostRegister(address, size, 0)) == 0:
         return True
-    # CUDA keeps its last error, and torch raises it after the next kernel, which is not to blame
+    # clear CUDA's last error: torch would raise it after the next kernel
     with contextlib.suppress(RuntimeError):
         torch.zeros(1, device="cuda")
     return False
@@ -143,15 +143,14 @@ def unpin(address: int) -> None:
 
 @contextlib.contextmanager
 def kept_rng(device: torch.device) -> Iterator[None]:
-    """Afterwards random numbers go on, on the CPU and on the device, as if nothing had been
-    drawn."""
+    """A context after which the random states of the CPU and the device are restored."""
     kind = {"device_type": device.type} if is_accelerator(device) else {}
     with torch.random.fork_rng([device] if kind else [], **kind):
         yield
 
 
 def rng_states() -> dict[str, Tensor]:
-    """Random states of this process by kind: "cpu", and that of a started accelerator."""
+    """Random states of this process by kind: "cpu", and the accelerator's if it is initialized."""
     states = {"cpu": torch.get_rng_state()}
     if (device := started()) is not None:
         states[device.type] = torch.get_device_module(device).get_rng_state(device)
@@ -159,7 +158,7 @@ def rng_states() -> dict[str, Tensor]:
 
 
 def set_rng_state(kind: str, state: Tensor) -> None:
-    """kind: as in `rng_states`."""
+    """Set a random state; kind: as in `rng_states`."""
     if kind == "cpu":
         torch.set_rng_state(state)
     else:
@@ -167,10 +166,10 @@ def set_rng_state(kind: str, state: Tensor) -> None:
 
 
 def multiplies_float8(device: torch.device) -> bool:
-    """Whether it multiplies float8 matrices: NVIDIA's Ada and Hopper, AMD's MI300, and later.
+    """Whether the device has float8 matmuls: NVIDIA Ada and Hopper, AMD MI300, and later.
 
-    Before CUDA is initialized NVML answers; without it the answer is True, and a rank that has
-    started finds out.
+    Before CUDA is initialized this asks NVML; without NVML it returns True, and the ranks check
+    later.
     """
     if device.type != "cuda":
         return False
@@ -182,7 +181,7 @@ def multiplies_float8(device: torch.device) -> bool:
 
 
 def visible_variable() -> str:
-    """The environment variable by which a process sees some of the accelerators; "" = not known."""
+    """The environment variable that restricts this process' accelerators; "" = unknown."""
     kind = accelerator()
     if kind == "cuda" and torch.version.hip and "HIP_VISIBLE_DEVICES" in os.environ:
         return "HIP_VISIBLE_DEVICES"
@@ -190,7 +189,7 @@ def visible_variable() -> str:
 
 
 def visible_names() -> list[str]:
-    """The accelerators that this process sees, by the names for that variable."""
+    """The visible accelerators, as entries of `visible_variable()`."""
     if not (variable := visible_variable()) or not (number := count()):
         return []
     named = [name for name in os.environ.get(variable, "").split(",") if name]
@@ -199,8 +198,7 @@ def visible_names() -> list[str]:
 
 @contextlib.contextmanager
 def matmul_precision(name: str) -> Iterator[None]:
-    """A context in which products of fp32 matrices are computed as
-    torch.set_float32_matmul_precision says."""
+    """A context with torch.set_float32_matmul_precision(name)."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(name)
     try:
@@ -211,11 +209,11 @@ def matmul_precision(name: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def deterministic(on: bool) -> Iterator[None]:
-    """A context in which torch uses deterministic kernels alone, and raises where an operation has
-    none.
+    """A context with torch.use_deterministic_algorithms: operations without a deterministic kernel
+    raise.
 
-    Afterwards the settings are restored (a sweep's jobs share a process), except that cuBLAS keeps
-    the workspace that it was initialized with.
+    Settings are restored on exit (a sweep's jobs share a process), except the workspace that cuBLAS
+    was initialized with.
     """
     if not on:
         yield
@@ -225,13 +223,12 @@ def deterministic(on: bool) -> Iterator[None]:
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     before = cudnn.benchmark, cudnn.deterministic, filling.fill_uninitialized_memory
     workspace = os.environ.get("CUBLAS_WORKSPACE_CONFIG")
-    # cuBLAS needs a workspace of a fixed size; torch raises for a wrong one of the user's
+    # cuBLAS needs a fixed workspace size; torch raises if the user has set a wrong one
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    cudnn.benchmark = False  # it would choose kernels by timings, which vary
+    cudnn.benchmark = False  # it would choose kernels by timings
     cudnn.deterministic = True
     torch.use_deterministic_algorithms(True)
-    # NaN in each new tensor would show reads of uninitialized memory, at the cost of writing to all
-    # memory that is allocated
+    # filling each new tensor with NaN costs a write of all allocated memory
     filling.fill_uninitialized_memory = False
     try:
         yield
@@ -244,8 +241,8 @@ def deterministic(on: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def one_thread(on: bool) -> Iterator[None]:
-    """A context in which a rank computes on one core of the CPU: kernels add in another order for
-    another number of threads."""
+    """A context with one CPU thread: kernels sum in a different order with other numbers of
+    threads."""
     before = torch.get_num_threads()
     if on:
         torch.set_num_threads(1)
@@ -257,7 +254,7 @@ def one_thread(on: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def kernels(config: Config, device: torch.device) -> Iterator[None]:
-    """A context in which a rank computes with the kernels that a run's config asks for."""
+    """A context with the kernel settings of a run's config."""
     with (
         deterministic(config.deterministic or (config.exact and is_accelerator(device))),
         one_thread(config.exact),
@@ -266,8 +263,8 @@ def kernels(config: Config, device: torch.device) -> Iterator[None]:
         yield
 
 
-# Dense bf16 matrix products with fp32 sums, FLOP/s, by words of the device's name. Vendors' data
-# sheets often print twice as much, for matrices of which half is zero.
+# Peak of dense bf16 matmuls with fp32 accumulation, FLOP/s, by words of the device's name. Vendors'
+# data sheets often print twice as much, for structured sparsity.
 _BF16_PEAK = {
     # NVIDIA data sheets: HGX B200, HGX B300 (36 PFLOP/s sparse for 8 GPUs), GB200 NVL72, GB300
     # NVL72 (360 PFLOP/s sparse for 72)
@@ -300,13 +297,13 @@ _BF16_PEAK = {
     "MI300X|MI325X": 1307.4e12,
     "MI355X": 2.5e15,
 }
-# of a slice of a GPU, or of another one that has the same words in its name
+# a slice of a GPU, or a different GPU whose name contains the same words
 _OTHER = re.compile(r"\b(MIG|Laptop|Max-Q|Mobile|RTX 4090 D|RTX 5090 D|RTX 3090 Ti)\b")
 
 
 def bf16_peak(name: str) -> float | None:
-    """The peak of a device by its name, of the entry with the longest words in it; None = not
-    known."""
+    """The bf16 FLOP/s of a device by its name, from the entry with the longest match; None =
+    unknown."""
     if _OTHER.search(name):
         return None
     matches = ((re.search(rf"\b({words})\b", name), peak) for words, peak in _BF16_PEAK.items())
@@ -315,10 +312,10 @@ def bf16_peak(name: str) -> float | None:
 
 
 def peak_flops(device: torch.device, precision: str) -> float | None:
-    """FLOP/s of one device in matrix products, None where it is not known.
+    """Peak FLOP/s of matmuls on one device, the base of MFU; None = unknown.
 
-    Of float8 that of bf16, in which part of the model computes: so runs in both can be compared,
-    and float8 may come to more than 1.
+    For float8 it is bf16's, as part of the model computes in bf16: runs in both are then
+    comparable, and MFU may exceed 1.
     """
     if not is_accelerator(device) or precision == "fp32":
         return None

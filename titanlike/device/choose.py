@@ -1,4 +1,4 @@
-"""Which device a rank computes on. A GPU is never silently left unused, nor silently shared."""
+"""Choose the device of each rank. A GPU is never silently left unused, nor silently shared."""
 
 from __future__ import annotations
 
@@ -24,19 +24,20 @@ _OPENMP = ("OMP_PLACES", "OMP_PROC_BIND", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
 def choose_device(
     config: Config, local_rank: int, local_ranks: int, one_each: bool = True
 ) -> tuple[torch.device, str]:
-    """This rank's device and why, with so many ranks on this machine. Neighbours share one.
+    """Return this rank's device and the reason. Neighbouring ranks share a device if
+    ranks_per_device > 1.
 
-    one_each: whoever started the ranks may show each of them a GPU of its own and no other (srun
-    --gpus-per-task=1); `claim_device` finds out whether it did. Does not initialize CUDA. Raises
-    ConfigError where there are GPUs and too few for the ranks, or none and they are asked for.
+    one_each: the launcher may show each rank only a GPU of its own (srun --gpus-per-task=1);
+    `claim_device` verifies that. Does not initialize CUDA. Raises ConfigError if there are fewer
+    GPUs than the ranks need, or none although the config requires one.
     """
-    wanted = config.device
-    if wanted == "cpu":
+    requested = config.device
+    if requested == "cpu":
         return torch.device("cpu"), "asked for"
     kind, count = accelerator.accelerator(), accelerator.count()
-    if wanted not in ("auto", kind):
+    if requested not in ("auto", kind):
         instead = f"is built for {kind}" if kind else "is built for no accelerator"
-        raise _problem(wanted, f"torch {torch.__version__} {instead}", "device=auto")
+        raise _problem(requested, f"torch {torch.__version__} {instead}", "device=auto")
     if count == 0:
         from titanlike.device.nvml import visible_gpus
 
@@ -44,38 +45,38 @@ def choose_device(
             reason = f"{_gpus(unused)} on this machine cannot be used by torch {torch.__version__}"
             why = "whose CUDA needs another driver" if kind else "which is built without CUDA"
             fix = f"{_CPU}, or install the torch that fits the driver"
-            raise _problem(wanted, f"{reason}, {why}", fix)
-        if wanted != "auto":
-            raise _problem(wanted, "no GPU is visible on this machine", "device=auto")
+            raise _problem(requested, f"{reason}, {why}", fix)
+        if requested != "auto":
+            raise _problem(requested, "no GPU is visible on this machine", "device=auto")
         return torch.device("cpu"), "no GPU found"
     assert kind is not None
-    each = config.launch.ranks_per_device
-    if each > 1 and kind != "cuda":
+    per_device = config.launch.ranks_per_device
+    if per_device > 1 and kind != "cuda":
         reason = f"only NCCL connects ranks that share a device, and these are {kind}"
-        raise ConfigError([Problem(_SHARE, each, reason, f"{_SHARE}=1")])
-    if count * each >= local_ranks:
+        raise ConfigError([Problem(_SHARE, per_device, reason, f"{_SHARE}=1")])
+    if count * per_device >= local_ranks:
         shared = ranks_of(torch.device(kind), config.launch, local_ranks)
         used = -(-local_ranks // shared)
-        reason = "asked for" if wanted != "auto" else f"{_gpus(count)} found"
+        reason = "asked for" if requested != "auto" else f"{_gpus(count)} found"
         if shared > 1:
             on = f"{kind}:0" if used == 1 else f"{used} GPUs ({shared} each)"
             reason = f"{local_ranks} ranks share {on}: for correctness, not for speed"
-        return torch.device(kind, local_rank // each), reason
+        return torch.device(kind, local_rank // per_device), reason
     if count == 1 and one_each:
         return torch.device(kind, 0), "the one GPU that this rank sees"
     ranks = "1 rank" if count == 1 else f"{count} ranks"
     fix = f"{_sharing(local_ranks)}, {_CPU}, or start at most {ranks} on this machine"
-    raise _problem(wanted, f"{_gpus(count)} for {local_ranks} ranks on this machine", fix)
+    raise _problem(requested, f"{_gpus(count)} for {local_ranks} ranks on this machine", fix)
 
 
 def ranks_of(device: torch.device, launch: Launch, local_ranks: int) -> int:
-    """Ranks that share an accelerator, of so many on this machine; a core of the CPU has one."""
+    """The number of this machine's `local_ranks` that share one accelerator; 1 on a CPU."""
     shared = accelerator.is_accelerator(device)
     return min(launch.ranks_per_device, local_ranks) if shared else 1
 
 
 def first_device(wanted: str) -> torch.device:
-    """The device of a machine's first rank, also where its GPUs are too few."""
+    """The device of a machine's first rank, without checking the number of GPUs."""
     kind = accelerator.accelerator()
     if kind is None or wanted == "cpu" or accelerator.count() == 0:
         return torch.device("cpu")
@@ -83,19 +84,19 @@ def first_device(wanted: str) -> torch.device:
 
 
 def start_device(wanted: str, device: torch.device) -> None:
-    """Initialize this rank's device. Raises ConfigError with the driver's reason why it cannot."""
+    """Initialize this rank's device. Raises ConfigError with the driver's reason if that fails."""
     try:
         accelerator.set_device(device)
     except RuntimeError as error:
-        said = str(error).splitlines()[0]
-        raise _problem(wanted, f"{device} cannot be started: {said}", _CPU) from error
+        reason = str(error).splitlines()[0]
+        raise _problem(wanted, f"{device} cannot be started: {reason}", _CPU) from error
 
 
 @contextlib.contextmanager
 def near_device(device: torch.device) -> Iterator[None]:
-    """A context in which this thread, and those that it starts, use the cores of the GPU's NUMA
-    node alone: the others have half the bandwidth to it. Not where they are bound already, by srun,
-    numactl or torchrun --numa-binding, or placed by OpenMP."""
+    """A context in which this thread and threads started in it run on the NUMA node of the GPU, as
+    other cores have half the bandwidth to it. Does nothing if srun, numactl, torchrun
+    --numa-binding or OpenMP has already bound the process."""
     before: set[int] = getattr(os, "sched_getaffinity", lambda _: set())(0)
     bound = len(before) != os.cpu_count() or any(name in os.environ for name in _OPENMP)
     cores: set[int] = set()
@@ -116,17 +117,17 @@ def near_device(device: torch.device) -> Iterator[None]:
 def claim_device(
     config: Config, device: torch.device, rank: int, local_ranks: int, store: Store | None
 ) -> None:
-    """Raises ConfigError where more ranks of the job have the same physical GPU than may share one.
+    """Raise ConfigError if more ranks of the job have the same physical GPU than may share one.
 
-    store: of the job alone; None for one rank. It takes one request a rank, whatever their number,
-    if those that share a GPU are neighbours.
+    store: the job's, None for a single rank. Costs one request per rank if ranks sharing a GPU are
+    neighbours.
     """
     uuid = None if store is None else accelerator.uuid(device)
     if store is None or uuid is None:
         return
-    most, owners = config.launch.ranks_per_device, [rank]
-    for place in range(most):
-        name = f"device/{uuid}/{(rank + place) % most}"
+    per_device, owners = config.launch.ranks_per_device, [rank]
+    for place in range(per_device):
+        name = f"device/{uuid}/{(rank + place) % per_device}"
         owner = int(store.compare_set(name, "", str(rank)))
         if owner == rank:
             return

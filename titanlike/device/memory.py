@@ -1,4 +1,4 @@
-"""Memory of a device: what there is, what a process has taken, and how it is taken."""
+"""Device memory: how much there is, how much a process has used, and allocator settings."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORC
 
 
 class PeakMemory(NamedTuple):
-    """Bytes at most, since `count_anew`."""
+    """Peak bytes since `count_anew`."""
 
-    allocated: int  # by tensors; on a CPU the resident size of the process
-    reserved: int | None  # that the allocator took from the device: what runs out; None on a CPU
+    allocated: int  # by tensors; on a CPU the process' resident set size
+    reserved: int | None  # by the allocator, which is what runs out; None on a CPU
 
 
 def peak_memory(device: torch.device) -> PeakMemory:
@@ -43,20 +43,19 @@ def peak_memory(device: torch.device) -> PeakMemory:
 
 
 def count_anew(device: torch.device) -> None:
-    """Give back what an earlier job of this process (a sweep's) left, and forget its peaks."""
+    """Reset peak memory, and free what an earlier job of this process (in a sweep) has left."""
     if is_accelerator(device):
         if torch.accelerator.memory_reserved(device):
-            gc.collect()  # modules and their optimizers refer to each other
+            gc.collect()  # modules and optimizers form reference cycles
             empty_cache()
         torch.accelerator.reset_peak_memory_stats(device)
     else:
-        with contextlib.suppress(OSError):  # not Linux: the peak of the process it remains
+        with contextlib.suppress(OSError):  # not Linux: the peak cannot be reset
             Path("/proc/self/clear_refs").write_text("5")
 
 
 def resident_memory(device: torch.device) -> int:
-    """Bytes in use now, in the sense of `PeakMemory.allocated`: on a CPU that is torch itself, at
-    first."""
+    """Bytes in use now, counted as `PeakMemory.allocated`; on a CPU this includes torch itself."""
     if is_accelerator(device):
         return torch.accelerator.memory_allocated(device)
     pages = int(Path("/proc/self/statm").read_text().split()[1])
@@ -64,10 +63,10 @@ def resident_memory(device: torch.device) -> int:
 
 
 def total_memory(device: torch.device, local_ranks: int, shared: int = 1) -> int | None:
-    """Bytes of an accelerator that so many ranks share, or a rank's share of the machine's (the
-    container's) on the CPU.
+    """Bytes of an accelerator divided by the `shared` ranks on it; on the CPU, of the machine or
+    container divided by `local_ranks`.
 
-    None = unknown: also of an accelerator that is not NVIDIA's, before this process has started it.
+    None if unknown, e.g. a non-NVIDIA accelerator that this process has not initialized yet.
     """
     if is_accelerator(device):
         if started() is not None:
@@ -86,9 +85,9 @@ def total_memory(device: torch.device, local_ranks: int, shared: int = 1) -> int
 
 
 def free_memory() -> int | None:
-    """Bytes on the fullest visible accelerator, of whatever process; None = unknown.
+    """Free bytes on the fullest visible accelerator, counting all processes; None = unknown.
 
-    Where NVML does not tell it is asked in another process: a context keeps memory on the device.
+    Without NVML a subprocess asks, since a CUDA context occupies device memory.
     """
     from titanlike.device.nvml import visible_gpus
 
@@ -103,9 +102,10 @@ def free_memory() -> int | None:
 
 
 def prepare_allocator(device: torch.device) -> None:
-    """Let CUDA's allocator grow its segments: fewer holes, so that more of the memory can be used.
+    """Enable expandable segments of the CUDA allocator, which reduce fragmentation.
 
-    A user's own settings count instead. Not for ROCm and XPU, where not every version has it.
+    Not if the user has set the allocator's variable, nor on ROCm and XPU, where some versions lack
+    it.
     """
     chosen = any(variable in os.environ for variable in _ALLOCATOR_VARIABLES)
     if device.type == "cuda" and torch.version.cuda and sys.platform == "linux" and not chosen:
@@ -113,8 +113,8 @@ def prepare_allocator(device: torch.device) -> None:
 
 
 def print_machine() -> None:
-    """Print as JSON what is installed: versions, names and bytes of memory of the accelerators,
-    which this initializes."""
+    """Print installed versions, and names and memory of the accelerators, as JSON. Initializes
+    them."""
     versions = {"torch": torch.__version__, "CUDA": torch.version.cuda, "ROCm": torch.version.hip}
     devices = [torch.device(accelerator() or "cpu", index) for index in range(count())]
     if devices and torch.distributed.is_nccl_available():
@@ -124,16 +124,15 @@ def print_machine() -> None:
 
 
 def return_freed_memory() -> None:
-    """Let glibc give large blocks back to the system as soon as they are freed.
+    """Make glibc return large freed blocks to the system at once.
 
     FSDP frees a block's gathered parameters after each use. By default malloc keeps them as holes
     between smaller blocks, and a rank that shards takes more memory than one that does not (8
-    blocks of 3M parameters: 470 MiB alone, 550 to 650 MiB with dp=2, 318 MiB with this). The price
-    is that each block faults in its pages again and again: 1.1 s of CPU a step there, 1.8 s with
-    this. So it is for where memory is short. A lower limit would save more, and slow activations
-    down.
+    blocks of 3M parameters: 470 MiB unsharded, 550 to 650 MiB with dp=2, 318 MiB with dp=2 and
+    this). The price is repeated page faults: 1.8 s of CPU per step instead of 1.1 s. So use it only
+    if memory is short. A lower threshold would save more, but slow activations down.
     """
-    mmap_threshold = -3  # M_MMAP_THRESHOLD in <malloc.h>; to set it also turns off its growth
+    mmap_threshold = -3  # M_MMAP_THRESHOLD in <malloc.h>; setting it also disables its growth
     if sys.platform == "linux":
         with contextlib.suppress(OSError, AttributeError):  # another C library
             ctypes.CDLL(None).mallopt(mmap_threshold, 2 * 2**20)

@@ -1,5 +1,8 @@
-"""NVIDIA's GPUs as the driver's management library (NVML) lists them, also where torch is built
-without CUDA. It starts no CUDA: a CUDA context takes GPU memory, and forks of its process break."""
+"""NVIDIA GPUs as listed by the driver's management library (NVML), without initializing CUDA.
+
+A CUDA context would take GPU memory and break forks of this process. Works with a torch built
+without CUDA.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 _T = TypeVar("_T")
 _LIBRARY = "libnvidia-ml.so.1"
 _NAME, _UUID = 96, 96  # NVML_DEVICE_NAME_V2_BUFFER_SIZE, NVML_DEVICE_UUID_V2_BUFFER_SIZE
-_WORDS = 256  # of a set of cores, each with 64 of them
+_WORDS = 256  # of a CPU mask, 64 cores each
 _VERSION = 80  # NVML_SYSTEM_DRIVER_VERSION_BUFFER_SIZE
 
 
@@ -38,7 +41,7 @@ def visible_gpus() -> list[Gpu]:
 
 
 def nearest_cores(index: int) -> set[int]:
-    """The cores on the NUMA node of one of these GPUs; empty = not known."""
+    """The CPU cores on the NUMA node of visible GPU `index`; empty = unknown."""
 
     def ask(library: ctypes.CDLL) -> set[int]:
         words = (ctypes.c_ulong * _WORDS)()
@@ -50,7 +53,7 @@ def nearest_cores(index: int) -> set[int]:
 
 
 def driver_version() -> str:
-    """As "580.65.06"; "" = not known."""
+    """The driver's version, e.g. "580.65.06"; "" = unknown."""
 
     def ask(library: ctypes.CDLL) -> str:
         text = ctypes.create_string_buffer(_VERSION)
@@ -61,7 +64,7 @@ def driver_version() -> str:
 
 
 def _asked(ask: Callable[[ctypes.CDLL], _T], unknown: _T) -> _T:
-    """What the library answers; `unknown` where it is missing, or cannot tell."""
+    """Return `ask(library)`, or `unknown` if NVML is missing or the query fails."""
     try:
         library = ctypes.CDLL(_LIBRARY)
         _call(library.nvmlInit_v2)
@@ -76,17 +79,17 @@ def _asked(ask: Callable[[ctypes.CDLL], _T], unknown: _T) -> _T:
 
 
 def _visible(library: ctypes.CDLL) -> list[ctypes.c_void_p]:
-    """Handles by CUDA_VISIBLE_DEVICES: numbers, UUIDs or their beginnings, UUIDs of MIG; as in CUDA
-    the first that does not exist ends the list."""
+    """Handles of the GPUs in CUDA_VISIBLE_DEVICES: indices, UUIDs or prefixes of them, MIG UUIDs.
+    As in CUDA, the first entry that does not exist ends the list."""
     number = ctypes.c_uint()
     _call(library.nvmlDeviceGetCount_v2, ctypes.byref(number))
     get = library.nvmlDeviceGetHandleByIndex_v2
     handles = [_filled(ctypes.c_void_p(), get, index) for index in range(number.value)]
-    wanted = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if wanted is None:
+    variable = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if variable is None:
         return handles
     visible = []
-    for entry in map(str.strip, wanted.split(",")):
+    for entry in map(str.strip, variable.split(",")):
         if entry.isdecimal():
             matches = handles[int(entry) : int(entry) + 1]
         elif entry.startswith("MIG-"):
@@ -117,7 +120,7 @@ def _describe(library: ctypes.CDLL, handle: ctypes.c_void_p) -> Gpu:
 
 
 def _filled(value: Any, function: Callable[..., int], *arguments: object) -> Any:
-    """The value, into which an NVML function writes."""
+    """Pass `value` by reference to an NVML function, which fills it, and return it."""
     _call(function, *arguments, ctypes.byref(value))
     return value
 

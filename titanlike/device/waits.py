@@ -1,4 +1,4 @@
-"""Where the host waits for a device, which then runs dry."""
+"""Find where the host synchronizes with a device, which then becomes idle."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 
 @contextlib.contextmanager
 def waits_by_place(device: torch.device) -> Iterator[Counter[str] | None]:
-    """A context whose waits for a CUDA device are counted by file and line; None for others."""
+    """A context that counts host synchronizations with a CUDA device by file:line."""
     if device.type != "cuda":
         yield None
         return

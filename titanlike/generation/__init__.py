@@ -1,1 +1,1 @@
-"""Text from a trained model: loaded in one process, token by token, greedy or drawn at random."""
+"""Generate text with a trained model in one process, token by token, greedily or by sampling."""

@@ -1,5 +1,5 @@
-"""`titanlike generate` and `titanlike evaluate`: text and numbers from a run, a checkpoint or a
-folder of transformers, in this process or by a job in the run's own layout."""
+"""`titanlike generate` and `titanlike evaluate`: text and metrics from a run, a checkpoint or a
+transformers folder, in this process or by a job in the run's own layout."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _GENERATE = """\
 Text from a trained model. RUN is a run directory, of which the newest checkpoint is taken, a checkpoint,
 or a folder of transformers. KEY=VALUE: temperature (0 = greedy), top_p, top_k, seed."""
 
-JOBS = {"sample": "samples", "perplexity": "perplexity"}  # job -> its folder in RUN
+JOBS = {"sample": "samples", "perplexity": "perplexity"}  # job -> its output folder in RUN
 _EVALUATE = """\
 Perplexity and bits a byte of a run's newest checkpoint, on its validation data or on others
 (KEY=VALUE are keys of the run: data.path=..., pp=2); or tasks of lm-evaluation-harness in one process, of
@@ -47,7 +47,7 @@ a run, a checkpoint or a folder of transformers. Results are written beside the 
 
 
 def generate_main(argv: list[str] | None = None) -> int:
-    """The exit code: 2 for an error of the user's."""
+    """Run `titanlike generate`; returns the exit code, 2 for a user's error."""
     parser = _parser(_GENERATE, "")
     text = "to be continued; may be given several times"
     parser.add_argument("--prompt", action="append", default=[], metavar="TEXT", help=text)
@@ -63,7 +63,7 @@ def generate_main(argv: list[str] | None = None) -> int:
 
 
 def evaluate_main(argv: list[str] | None = None) -> int:
-    """The exit code: 2 for an error of the user's."""
+    """Run `titanlike evaluate`; returns the exit code, 2 for a user's error."""
     parser = _parser(_EVALUATE, "of tasks: ")
     parser.add_argument("--tasks", metavar="A,B", help="of lm-evaluation-harness")
     text = "a folder with task files (YAML) of your own; may be given several times"
@@ -118,14 +118,14 @@ def _generate(arguments: argparse.Namespace) -> int:
     if not arguments.prompt and not arguments.chat:
         raise ValueError("there is no prompt; write --prompt TEXT, or --chat")
     keys: dict[str, Any] = {field.name: field.default for field in fields(Sampling)}
-    of_sample = [key for key in keys if key != "seed"]
+    sample_keys = [key for key in keys if key != "seed"]
     if arguments.layout:
         if arguments.chat or arguments.no_cache:
             raise ValueError("--layout: not with --chat or --no-cache; leave them out")
         prompts = ",".join(map(quoted, arguments.prompt))
         words = [f"sample.prompts=[{prompts}]", f"sample.tokens={arguments.tokens}"]
         for word in arguments.settings:
-            words.append(f"sample.{word}" if word.partition("=")[0] in of_sample else word)
+            words.append(f"sample.{word}" if word.partition("=")[0] in sample_keys else word)
         return _job(arguments, "sample", words)
     sampling, problems = Sampling(), []
     for word in arguments.settings:
@@ -141,7 +141,7 @@ def _generate(arguments: argparse.Namespace) -> int:
             sampling = replace(sampling, **{key: type(keys[key])(value)})
         except ValueError:
             problems.append(f"{word}: must be a number; write {key}={keys[key]}")
-    drawn = {key: value for key, value in asdict(sampling).items() if key in of_sample}
+    drawn = {key: value for key, value in asdict(sampling).items() if key in sample_keys}
     if problems := [*problems, *(str(p) for p, _ in value_problems(Sample(**drawn)))]:
         raise ValueError("; ".join(problems))
     loaded = _load(arguments)
@@ -166,10 +166,10 @@ def _generate(arguments: argparse.Namespace) -> int:
 
 
 def chat(loaded: LoadedModel, tokens: int, sampling: Sampling, first: Sequence[str] = ()) -> int:
-    """Answer the prompts `first`, then ask for more until the end of the input; the exit code.
+    """Answer the prompts `first`, then read more until the end of the input; returns the exit code.
 
-    With a chat template the model answers what was said so far; without one it continues the text.
-    An answer is printed as it comes.
+    With a chat template the model answers the conversation so far; without one it continues the
+    text. Tokens are printed as they are generated.
     """
     assert loaded.coder is not None
     coder, decode = loaded.coder, loaded.coder.decode
@@ -181,7 +181,7 @@ def chat(loaded: LoadedModel, tokens: int, sampling: Sampling, first: Sequence[s
     def show(_: int, token: int) -> None:
         nonlocal shown
         new.append(token)
-        so_far = decode(new).rstrip("\ufffd")  # a character may be several tokens
+        so_far = decode(new).rstrip("\ufffd")  # one character may take several tokens
         print(so_far[len(shown) :], end="", flush=True)
         shown = max(shown, so_far, key=len)
 
@@ -201,7 +201,7 @@ def chat(loaded: LoadedModel, tokens: int, sampling: Sampling, first: Sequence[s
         text += prompt
         ids = loaded.chat.prompt(messages) if loaded.chat else coder.encode(text)
         if loaded.most_tokens is not None and len(ids) + tokens > loaded.most_tokens:
-            ids = ids[tokens - loaded.most_tokens :]  # the end of a long conversation
+            ids = ids[tokens - loaded.most_tokens :]  # keep the end of a long conversation
         new.clear()
         shown = ""
         [answered] = generate(loaded, [ids], tokens, sampling, on_token=show)
@@ -215,16 +215,17 @@ def chat(loaded: LoadedModel, tokens: int, sampling: Sampling, first: Sequence[s
 
 
 def _perplexity(arguments: argparse.Namespace) -> int:
-    """Run the job that evaluates in a run's own layout, or a folder of transformers in the one that is
-    given: on other data all of them, not only a part."""
+    """Run the perplexity job: on a run, in its layout; on a transformers folder, in the given
+    layout. On data other than the run's, all of them are evaluated, not only the validation part.
+    """
     run = Path(arguments.run).expanduser()
     keys = [word.partition("=")[0] for word in arguments.settings]
-    of_run = (run / "config.yaml").is_file() or not (run / "config.json").is_file()
-    is_other = not of_run or any(key in ("data", "data.path") for key in keys)
+    is_run = (run / "config.yaml").is_file() or not (run / "config.json").is_file()
+    is_other = not is_run or any(key in ("data", "data.path") for key in keys)
     part = ["evaluate.part=all"] if is_other and "evaluate.part" not in keys else []
-    if is_other and of_run and not any(key.startswith("validation.data") for key in keys):
-        part.append("validation.data=null")  # the run's own sets are no part of other data
-    if of_run:
+    if is_other and is_run and not any(key.startswith("validation.data") for key in keys):
+        part.append("validation.data=null")  # drop the run's own validation sets
+    if is_run:
         return _job(arguments, "perplexity", [*part, *arguments.settings])
     if arguments.ema:
         raise ValueError(f"--ema: {run} is a folder with one set of weights; write it without")
@@ -263,10 +264,11 @@ def _tasks(arguments: argparse.Namespace) -> int:
 
 
 def _job(arguments: argparse.Namespace, job: str, words: list[str]) -> int:
-    """The exit code of a job (`titanlike sample`, `titanlike perplexity`) on a run, with a config
-    that has of the run's config.yaml what `read_run` reads.
+    """Run a job (`titanlike sample`, `titanlike perplexity`) on a run with its config, as
+    `read_run` reads it; returns the exit code.
 
-    Raises ValueError where that names what is not the run's own, and the user has not allowed it.
+    Raises ValueError if the config names files or code outside the run that the user has not
+    allowed.
     """
     if arguments.ema:
         fix = "leave out --layout, give --tasks, or read val_loss_ema in metrics.jsonl"
@@ -277,9 +279,13 @@ def _job(arguments: argparse.Namespace, job: str, words: list[str]) -> int:
         fix = "write the directory of a run, which has a config.yaml"
         raise ValueError(f"RUN={run}: is no run directory; {fix}")
     config = read_run(run)
-    named, kept = named_outside(config, run), run / "checkpoints"
-    if config.checkpoint.folder is None and kept.is_symlink():
-        named |= {} if is_inside([str(kept)], run) else {"checkpoint.folder": str(kept.resolve())}
+    named, checkpoints = named_outside(config, run), run / "checkpoints"
+    if config.checkpoint.folder is None and checkpoints.is_symlink():
+        named |= (
+            {}
+            if is_inside([str(checkpoints)], run)
+            else {"checkpoint.folder": str(checkpoints.resolve())}
+        )
     _consent(arguments).check(path, named)
     folder = run / JOBS[job]
     paths = chain([folder], folder.rglob("*"))

@@ -1,11 +1,8 @@
-"""Text from a trained model in one process: the model is loaded, and continues several prompts at a
-time.
+"""Load a trained model in one process, and continue several prompts at a time.
 
-A model is that of a run, of a checkpoint, or of a folder of transformers. Our own families keep
-keys and values of the tokens before (`models/cache.py`), those of transformers are left to their
-own `generate`, and any other model computes its whole forward for each token.
-
-Shapes: B sequences, V vocabulary.
+The model is from a run, a checkpoint or a transformers folder. Built-in model families use a KV
+cache (`models/cache.py`), transformers' models use their own `generate`, and any other model
+computes the full forward for each token. Shapes: B sequences, V vocabulary.
 """
 
 from __future__ import annotations
@@ -46,7 +43,7 @@ from titanlike.models.sampling import OnToken, Prompts, Sampling, continue_texts
 
 
 class Coder(NamedTuple):
-    """Text to ids and back."""
+    """Encodes text to token ids and back."""
 
     encode: Callable[[str], list[int]]
     decode: Callable[[Sequence[int]], str]
@@ -54,22 +51,22 @@ class Coder(NamedTuple):
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """model: in evaluation, on its device. transformers: whether it has their own `generate`."""
+    """A model for generation, in evaluation mode on its device."""
 
     model: nn.Module
-    transformers: bool
-    boundary: int | None  # id that separates documents, which ends a text
-    most_tokens: int | None  # of a sequence; None = any number
+    transformers: bool  # whether it is transformers' own, with `generate`
+    boundary: int | None  # id that separates documents, and ends a text
+    most_tokens: int | None  # longest sequence; None = unlimited
     origin: str
-    coder: Coder | None = None  # None = the data were token ids without a tokenizer
+    coder: Coder | None = None  # None = the data are token ids without a tokenizer
     chat: ChatTemplate | None = None
     ends: frozenset[int] = frozenset()  # further ids that end a text
-    checkpoint: Storage | None = None  # None = a folder of transformers, `origin`
-    seq_len: int = 0  # of a run
-    tokenizer: Callable[[], Any] | None = None  # opens that of transformers, of an exported folder
+    checkpoint: Storage | None = None  # None = the transformers folder `origin`
+    seq_len: int = 0  # of the run's training
+    tokenizer: Callable[[], Any] | None = None  # opens transformers' tokenizer
 
     def record(self, result: dict[str, Any]) -> str:
-        """Write a result beside the checkpoint, or into the folder; where it is."""
+        """Write a result next to the checkpoint, or into the folder; returns where."""
         return add_evaluation(self.checkpoint or Storage(self.origin).at("model"), result)
 
     @property
@@ -95,10 +92,11 @@ def generate(
     cached: bool = True,
     on_token: OnToken = lambda prompt, token: None,
 ) -> Prompts:
-    """Up to `tokens` more ids of each prompt; one ends before an id that ends a text.
+    """Generate up to `tokens` ids after each prompt; a text stops before an id that ends it.
 
-    cached: False = a whole forward for each token, also where there could be a cache. Raises
-    ValueError for a prompt without tokens, and for more tokens than the model takes.
+    cached: False = no KV cache, a full forward for each token. on_token: called with (index of the
+    prompt, id). Raises ValueError for an empty prompt, and if prompt and tokens exceed the model's
+    longest sequence.
     """
     if not all(prompts):
         raise ValueError("a prompt has no tokens; write some text")
@@ -123,7 +121,7 @@ def generate(
         nonlocal rows
         if cache is not None:
             logits = loaded.model(torch.tensor(rows, device=loaded.device), cache=cache)[:, -1]
-        else:  # nothing is known of the model's padding, so each text goes alone
+        else:  # the model may not support padding, so each text is a batch of its own
             inputs = (torch.tensor([ids], device=loaded.device) for ids in texts)
             logits = torch.cat([loaded.model(ids)[:, -1] for ids in inputs])
         chosen = next_tokens(logits, sampling, random).tolist()
@@ -140,7 +138,7 @@ def _by_transformers(
     pad = 0 if loaded.boundary is None else loaded.boundary
     rows = [[pad] * (width - len(ids)) + ids for ids in prompts]
     mask = [[0] * (width - len(ids)) + [1] * len(ids) for ids in prompts]
-    # greedy: None, for a folder's own settings for sampling, of which it would warn
+    # greedy: None resets the folder's own sampling settings, of which transformers would warn
     draws = sampling.temperature > 0
     keys = ("temperature", "top_p", "top_k")
     settings = {key: getattr(sampling, key) if draws else None for key in keys}
@@ -172,11 +170,12 @@ def load_model(
     ema: bool = False,
     consent: Consent | None = None,
 ) -> LoadedModel:
-    """ema: with the average of the weights that a run keeps; trust_code: whether a model that is
-    none of titanlike's may be imported and built; consent: of a command's user instead.
+    """Load a model from a run, a checkpoint or a transformers folder.
 
-    Raises ValueError where it may not, where there is no model, or where transformers is
-    missing."""
+    ema: load the averaged weights; trust_code: whether a custom model may be imported and built;
+    consent: replaces trust_code in commands. Raises ValueError if it may not, if there is no model,
+    or if transformers is missing.
+    """
     folder = Path(location).expanduser()
     if (folder / "config.json").is_file():
         if ema:
@@ -190,7 +189,7 @@ def load_model(
     tensors = len(rows.entries(MODEL))
     for key in ("num_hidden_layers", "n_layer"):
         count = saved.model.args.get(key, 1)
-        if isinstance(count, int) and count > tensors:  # it would be built for hours
+        if isinstance(count, int) and count > tensors:  # building it would take hours
             reason = f"the checkpoint has {tensors} tensors, and its model {key}={count}"
             raise ValueError(f"{rows.folder}: {reason}; it is damaged")
     is_hf = saved.model.name == "hf"
@@ -198,7 +197,7 @@ def load_model(
     _fill(model, rows, saved, device, dtype)
     data, text = saved.config.data, dict[str, Any]()
     name = boundary = None
-    with contextlib.suppress(DataError):  # files of tokens on another machine
+    with contextlib.suppress(DataError):  # token files may be on a different machine
         _, name, boundary = vocabulary(data)
     if name is not None:
         tokenizer = open_tokenizer(name)
@@ -223,8 +222,10 @@ def load_model(
 def _fill(
     model: nn.Module, rows: ShardReader, saved: SavedModel, device: torch.device, dtype: torch.dtype
 ) -> None:
-    """Read the checkpoint's values, a few rows at a time, into the model, which is on meta but for
-    buffers. Raises ValueError, before it takes memory, for parameters that it lacks."""
+    """Load the checkpoint into a model whose parameters are on meta, a few rows at a time.
+
+    Raises ValueError, before allocating, if parameters are missing or differ in shape.
+    """
     entries = rows.entries(MODEL)
     for name, parameter in model.named_parameters():
         has = tuple(entries[name].shape) if name in entries else "none"
@@ -232,17 +233,17 @@ def _fill(
             size = tuple(parameter.shape)
             reason = f"its {name} would be of shape {size}, and the checkpoint has {has}"
             raise ValueError(f"{rows.folder} is of another model: {reason}")
-    filled: dict[int, nn.Parameter] = {}  # by the id of the parameter on meta, which may be tied
+    filled: dict[int, nn.Parameter] = {}  # by the meta parameter's id, as parameters may be tied
     for name, parameter in [*model.named_parameters(remove_duplicate=False)]:
         if (value := filled.get(id(parameter))) is None:
             kind = dtype if parameter.is_floating_point() else parameter.dtype
             empty = torch.empty(parameter.shape, dtype=kind, device=device)
             value = filled[id(parameter)] = nn.Parameter(empty, requires_grad=False)
-            at = 0
+            row = 0
             for slab in rows.rows(MODEL + name):
                 if value.dim():
-                    value[at : at + len(slab)] = slab
-                    at += len(slab)
+                    value[row : row + len(slab)] = slab
+                    row += len(slab)
                 else:
                     value.copy_(slab)
         path, _, last = name.rpartition(".")
@@ -259,7 +260,7 @@ def _fill(
 
 
 def _of_transformers(saved: SavedModel) -> Any:
-    """Their own model, with its `generate`; parameters on meta, buffers with their values."""
+    """Build transformers' own model, which has `generate`; parameters on meta, buffers with values."""
     settings: Any = build_model(saved.model).config
     with quiet_import():
         from transformers import AutoModelForCausalLM, GenerationConfig
@@ -272,7 +273,7 @@ def _of_transformers(saved: SavedModel) -> Any:
 
 
 def _exported_tokenizer(name: str) -> Any:
-    """transformers' tokenizer of the files that an export writes."""
+    """Open a tokenizer by transformers, from the files that an export would write."""
     with quiet_import():
         from transformers import AutoTokenizer
     with TemporaryDirectory() as folder:
@@ -293,12 +294,14 @@ def _from_folder(folder: Path, device: torch.device, dtype: torch.dtype) -> Load
         with quiet_import():
             settings = {"local_files_only": True, "trust_remote_code": False}  # None asks on stdin
             config = transformers.AutoConfig.from_pretrained(folder, **settings)
-            config._attn_implementation = None  # the folder's may be a kernel of the hub
+            config._attn_implementation = (
+                None  # the folder's may be a kernel to download from the hub
+            )
             load: Any = transformers.AutoModelForCausalLM.from_pretrained
             model = load(folder, config=config, dtype=dtype, **settings).to(device).eval()
         if any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):
             tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **settings)
-    except Exception as error:  # theirs are of any class for a damaged folder
+    except Exception as error:  # transformers raises any class for a damaged folder
         reason = " ".join(str(error).split())[:300] or "no reason is given"
         raise ValueError(f"RUN={folder}: {type(error).__name__}: {reason}") from None
     end = model.generation_config.eos_token_id
@@ -325,8 +328,7 @@ def _from_folder(folder: Path, device: torch.device, dtype: torch.dtype) -> Load
 
 
 def _most_tokens(model: Any) -> int | None:
-    """Tokens of transformers' longest sequence, where positions are learned: others go on beyond
-    what is trained."""
+    """The longest sequence of a transformers model with learned position embeddings, else None."""
     embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     if all(module is model.get_input_embeddings() for module in embeddings):
         return None

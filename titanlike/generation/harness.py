@@ -1,7 +1,7 @@
-"""Tasks of lm-evaluation-harness on a model in this process.
+"""Run tasks of lm-evaluation-harness on a model in this process.
 
-The harness asks for the log-probability of continuations, of whole texts, and for texts up to a
-stop; each is computed here, in this process and with our model.
+The harness asks for log-probabilities of continuations and of full texts, and for generated texts
+up to a stop string.
 """
 
 from __future__ import annotations
@@ -27,14 +27,16 @@ from torch.nn.utils.rnn import pad_sequence
 from titanlike.generation.generate import LoadedModel, generate
 from titanlike.models.sampling import Sampling
 
-_TOKENS = 256  # of a generated text, where a task says nothing
+_TOKENS = 256  # length of a generated text by default
 
 
 def evaluate_tasks(
     loaded: LoadedModel, tasks: list[str], folders: list[str], limit: int | None, batch: int
 ) -> dict[str, dict[str, Any]]:
-    """Task -> its numbers. folders: of task files beside the harness' own. Raises ValueError for a
-    task that there is not."""
+    """Return task -> metric -> value.
+
+    folders: of task files, in addition to the harness' own. Raises ValueError for an unknown task.
+    """
     manager = TaskManager(include_path=folders or None)
     if unknown := [task for task in tasks if task not in manager.all_tasks]:
         raise ValueError(
@@ -55,8 +57,8 @@ def evaluate_tasks(
 
 
 class HarnessModel(TemplateLM):
-    """What the harness calls a model. Texts become ids, and long ones windows, as in its HFLM on the
-    exported folder: by transformers' tokenizer, and the harness' own functions."""
+    """The model interface of the harness. Tokenizes and splits long texts exactly as the harness'
+    HFLM does on an exported folder: by transformers' tokenizer and the harness' functions."""
 
     def __init__(self, loaded: LoadedModel, batch: int) -> None:
         super().__init__()
@@ -73,7 +75,7 @@ class HarnessModel(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """What stands before a text that has nothing before it."""
+        """The token before a text without context."""
         for token in (self.tokenizer.bos_token_id, self.eot_token_id, self._loaded.boundary):
             if token is not None:
                 return token
@@ -82,7 +84,7 @@ class HarnessModel(TemplateLM):
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **_: Any
     ) -> list[int]:
-        if add_special_tokens is None:  # else the beginning would be there twice
+        if add_special_tokens is None:  # avoids a second BOS token
             add_special_tokens = not string.startswith(self.tokenizer.decode(self.prefix_token_id))
         return self.tokenizer.encode(string, add_special_tokens=add_special_tokens)
 
@@ -106,10 +108,10 @@ class HarnessModel(TemplateLM):
             how: Any = normalize_gen_kwargs(given, _TOKENS)
             stops = handle_stop_sequences(how["until"], end_text)
             tokens, temperature = how["max_gen_toks"], how.get("temperature", 0.0)
-            if (room := self._longest - tokens) < 1:
+            if (prompt_tokens := self._longest - tokens) < 1:
                 reason = f"a task asks for {tokens} tokens, and the model takes {self._longest}"
                 raise ValueError(f"--tasks: {reason}; max_gen_toks in its generation_kwargs")
-            ids = (self.tok_encode(context) or [self.prefix_token_id])[-room:]
+            ids = (self.tok_encode(context) or [self.prefix_token_id])[-prompt_tokens:]
             sampling = Sampling(temperature if how["do_sample"] else 0.0)
             [answer] = generate(self._loaded, [ids], tokens, sampling)
             text = self.tokenizer.decode(answer, skip_special_tokens=True)
@@ -120,19 +122,19 @@ class HarnessModel(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: list[tuple[Any, list[int], list[int]]], **_: Any
     ) -> list[tuple[float, bool]]:
-        """A pair for each (text, context, continuation): the log-probability of the continuation
-        after as much of the context as fits, and whether each of its tokens is the greedy one."""
-        rows, most = list[list[int]](), self._longest
+        """For each (text, context, continuation), return the log-probability of the continuation
+        after as much context as fits, and whether greedy decoding would produce it."""
+        rows, longest = list[list[int]](), self._longest
         for text, context, continuation in requests:
-            if not 0 < len(continuation) <= most:
-                reason = f"{len(continuation)} tokens, and the model scores 1 to {most}"
+            if not 0 < len(continuation) <= longest:
+                reason = f"{len(continuation)} tokens, and the model scores 1 to {longest}"
                 raise ValueError(f"--tasks: the answer of {str(text)[-200:]} has {reason}")
-            rows.append(((context or [self.prefix_token_id]) + continuation)[-most - 1 :])
+            rows.append(((context or [self.prefix_token_id]) + continuation)[-longest - 1 :])
         order = sorted(range(len(rows)), key=lambda number: -len(rows[number]))
         scores: dict[int, tuple[float, bool]] = {}
         for start in range(0, len(order), self._batch):
             numbers = order[start : start + self._batch]
-            # padded at the end, which no token before it attends to
+            # right padding: causal attention never attends to it
             inputs = pad_sequence([torch.tensor(rows[n][:-1]) for n in numbers], batch_first=True)
             logits = self._loaded.model(inputs.to(self._loaded.device))
             logits = logits.logits if hasattr(logits, "logits") else logits

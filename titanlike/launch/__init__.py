@@ -1,4 +1,4 @@
-"""Starts the ranks of a job, here or under torchrun and srun; signals, restarts, the watchdog.
+"""Launches the ranks of a job, locally or under torchrun and srun; signals, restarts, the watchdog.
 
-Imports only `config`, `device` and `torch_private`.
+May import only `config`, `device` and `torch_private`.
 """

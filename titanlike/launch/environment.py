@@ -1,5 +1,5 @@
-"""What an outer launcher (torchrun, SLURM's srun) says by environment variables and lets a job
-remember, and the variables of workers."""
+"""Environment variables of outer launchers (torchrun, SLURM's srun) and of workers, and the state
+that a job keeps across torchrun's restarts."""
 
 from __future__ import annotations
 
@@ -25,33 +25,31 @@ _STEPS = 101  # ports between the same step of two consecutive jobs
 
 
 def is_restart() -> bool:
-    """Whether torchrun or SLURM reports that it started this command before.
+    """Whether torchrun or SLURM reports that it launched this command before.
 
-    torchrun counts per machine, and not where nodes join or leave: see also `RestartState`.
+    torchrun counts per machine, and not when nodes join or leave: see also `RestartState`.
     """
     counts = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
     return any(os.environ.get(name, "0") not in ("", "0") for name in counts)
 
 
 def will_restart() -> bool:
-    """Whether torchrun will restart this command if it exits with a code other than 0.
-
-    As far as this machine can tell: another one may have used up its restarts.
-    """
+    """Whether torchrun will restart this command if it exits with a code other than 0, as far as
+    this machine knows: a different machine may have used up its restarts."""
     count = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     return count < int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
 
 
 def available_cores() -> int:
-    """The cores that this process may use."""
+    """The number of CPU cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def workers_environment(workers: int) -> dict[str, str]:
-    """The variables of `workers` ranks on this machine, without an outer torchrun's, which would
-    make them ranks of its job; threads = cores / workers unless the user has set their number."""
+    """Environment of `workers` ranks on this machine, without an outer torchrun's rank variables.
+    OMP_NUM_THREADS = cores / workers unless the user has set it."""
     threads = {"OMP_NUM_THREADS": str(max(1, available_cores() // workers))}
     threads |= compiler_environment(workers)
     size = {"WORLD_SIZE": str(workers), "LOCAL_WORLD_SIZE": str(workers)}
@@ -59,8 +57,8 @@ def workers_environment(workers: int) -> dict[str, str]:
 
 
 def compiler_environment(ranks: int) -> dict[str, str]:
-    """The processes in which each of so many ranks on this machine compiles: else each has as many
-    as there are cores, up to 32, of 0.3 GB."""
+    """Limit inductor's compile processes for `ranks` ranks on this machine. By default each rank
+    starts as many as there are cores, up to 32, of 0.3 GB each."""
     threads = min(32, max(1, available_cores() // ranks))  # inductor's own limit
     return {"TORCHINDUCTOR_COMPILE_THREADS": str(threads)}
 
@@ -71,30 +69,30 @@ def without_rank_variables(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def child_environment() -> dict[str, str]:
-    """The variables of a process that runs `python -m titanlike`: it is no rank, and it imports
-    these very files, also where they are not what is installed."""
+    """Environment of a subprocess that runs `python -m titanlike`: not a rank, and importing this
+    checkout even if a different version is installed."""
     paths = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
     env = without_rank_variables(os.environ)
     return env | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 
 def python() -> list[str]:
-    """The command of Python for such a process: without the working directory, whose files would
-    stand for libraries. It is added where the user's own code is imported."""
+    """The Python command of such a subprocess: with -P, so that files in the working directory do
+    not shadow libraries."""
     return [sys.executable, "-P"]
 
 
 def interpreter() -> list[str]:
-    """The command of Python with the options that this process was started with: -X, -W, -O, ..."""
-    # as multiprocessing finds them
+    """The Python command with this process' options: -X, -W, -O, ..."""
+    # multiprocessing uses the same function
     return [sys.executable, *subprocess._args_from_interpreter_flags()]  # type: ignore[attr-defined]
 
 
 def import_path() -> list[str]:
-    """sys.path for workers: the standard library, then the rest of this process' path.
+    """sys.path for workers: the standard library first, then the rest of this process' path.
 
-    The current directory is last, so that no file of the user shadows a library; under `python -P` it
-    is not there.
+    The current directory is last, so that the user's files shadow no library; under `python -P` it
+    is omitted.
     """
     library = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib")}
     path = [os.path.abspath(entry) for entry in sys.path]
@@ -104,30 +102,30 @@ def import_path() -> list[str]:
 
 
 def check_launcher(before_ranks: bool) -> None:
-    """Raises ConfigError where the variables of a launcher do not make this process a rank.
+    """Raise ConfigError if a launcher's variables are set but do not make this process a valid
+    rank.
 
-    before_ranks: whether it is a check before these are started, of their number alone.
+    before_ranks: only the number of ranks is checked, as they are not launched yet.
     """
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
-    said = {name: os.environ.get(name, "1" if name == "WORLD_SIZE" else "0") for name in names}
-    if all(re.fullmatch("[0-9]{1,7}", text) for text in said.values()):
-        rank, local_rank, size = map(int, said.values())
+    variables = {name: os.environ.get(name, "1" if name == "WORLD_SIZE" else "0") for name in names}
+    if all(re.fullmatch("[0-9]{1,7}", text) for text in variables.values()):
+        rank, local_rank, size = map(int, variables.values())
         needed = ("RANK", "MASTER_ADDR", "MASTER_PORT") if size > 1 and not before_ranks else ()
         if max(rank, local_rank) < size and all(map(os.environ.get, needed)):
             return
-        said |= {name: os.environ.get(name, "") for name in needed}
-    text = " ".join(f"{name}={value}" for name, value in said.items())
+        variables |= {name: os.environ.get(name, "") for name in needed}
+    text = " ".join(f"{name}={value}" for name, value in variables.items())
     reason = "the environment describes no rank of a launcher"
     fix = f"start with torchrun or srun, or `unset {' '.join(names)}` for one process"
     raise ConfigError([Problem(text, "", reason, fix)])
 
 
 def adopt_slurm() -> None:
-    """Set RANK, WORLD_SIZE and so on if `srun` started one process per rank.
+    """Set RANK, WORLD_SIZE and so on if `srun` launched one process per rank.
 
     MASTER_ADDR and MASTER_PORT default to the step's first node and a port derived from the ids of
-    job and step, so that all ranks find the same one. (Each task of a job array is a job with an id
-    of its own.)
+    job and step, equal on all ranks. (Each task of a job array has its own job id.)
     """
     env = os.environ
     if "RANK" in env or int(env.get("SLURM_STEP_NUM_TASKS", "1")) == 1:
@@ -137,7 +135,7 @@ def adopt_slurm() -> None:
         host = _scontrol("show", "hostnames", env["SLURM_STEP_NODELIST"]).split()[0]
         try:
             socket.getaddrinfo(host, None)
-        except OSError:  # unknown to DNS: by its address
+        except OSError:  # unknown to DNS: use its address
             address = re.search(r" NodeAddr=(\S+)", _scontrol("--oneliner", "show", "node", host))
             host = address[1] if address else host
         env["MASTER_ADDR"] = host
@@ -153,7 +151,7 @@ def adopt_slurm() -> None:
 
 
 def tasks_of_nodes(text: str) -> list[int]:
-    """Tasks of each node from SLURM's short form: "2(x3),1" is [2, 2, 2, 1]."""
+    """Parse the number of tasks per node from SLURM's short form: "2(x3),1" is [2, 2, 2, 1]."""
     tasks: list[int] = []
     for part in text.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
@@ -169,38 +167,39 @@ def _scontrol(*arguments: str) -> str:
 
 
 class RestartState:
-    """What a job remembers when torchrun restarts its ranks: strings by key, in a JSON file per
+    """State that survives torchrun's restarts of the ranks: strings by key, in one JSON file per
     agent.
 
-    An agent is a torchrun process; it outlives its workers. An agent that was killed comes back
-    with an empty state, so every start collects the states of all machines and takes the one that
-    has seen the most starts. The state ends with its agent: the next job with the same --rdzv-id is
-    another job. The default run directory has the time in its name; a restart writes to that of the
-    first start.
+    An agent is a torchrun process; it outlives its workers. A killed agent comes back with an empty
+    state, so each launch gathers the states of all machines and adopts the one that has seen the
+    most launches. The state ends with its agent: the next job with the same --rdzv-id is a new job.
+    It holds e.g. the default run directory, whose name has the time of the first launch.
     """
 
     def __init__(self, path: Path | None = None) -> None:
-        """path: the file of this machine's agent; None = in memory alone."""
+        """path: this machine's file; None = only in memory."""
         self._path = path
         self._values: dict[str, str] = {}
         if path is not None:
-            with contextlib.suppress(OSError, ValueError):  # a restart begins with less
+            with contextlib.suppress(OSError, ValueError):  # unreadable: start empty
                 self._values = _texts(files.read_object(path))
 
     @classmethod
     def load(cls) -> RestartState:
-        """The state of the agent that started this process; empty without torchrun."""
+        """Load the state of the agent that launched this process; empty without torchrun."""
         if "TORCHELASTIC_RUN_ID" not in os.environ:
             return cls()
         folder = Path(tempfile.gettempdir()) / f"titanlike-agents-{os.getuid()}"
         try:
             folder.mkdir(mode=0o700, exist_ok=True)
-            if folder.lstat().st_uid != os.getuid():  # another user's: it would choose our run_dir
+            if (
+                folder.lstat().st_uid != os.getuid()
+            ):  # a different user could then choose our run_dir
                 return cls()
         except OSError:
             return cls()
         here = _file_name(os.getpid()).split("-")[0]
-        for path in folder.glob("*-*-*.json"):  # of agents in this pid namespace that have ended
+        for path in folder.glob("*-*-*.json"):  # remove files of ended agents in this pid namespace
             namespace, pid, _ = path.name.split("-")
             if namespace == here and pid.isdigit() and _file_name(int(pid)) != path.name:
                 path.unlink(missing_ok=True)
@@ -210,7 +209,7 @@ class RestartState:
         return self._values.get(key)
 
     def set_default(self, key: str, value: str) -> None:
-        """Set `key` unless this start or an earlier one has."""
+        """Set `key` unless this launch or an earlier one has set it."""
         if key not in self._values:
             self.set(key, value)
 
@@ -221,7 +220,8 @@ class RestartState:
         self.set("starts", str(_starts(self._values) + 1))
 
     def adopt_newest(self, others: Iterable[str]) -> None:
-        """Replace this state by the one of `others` (`to_json`) with the most starts, if newer."""
+        """Adopt the state of `others` (`to_json`) that has seen the most launches, if more than
+        this."""
         states = [self._values, *(_texts(files.parse_object(text)) for text in others)]
         newest = max(states, key=_starts)
         if newest is not self._values:
@@ -233,7 +233,7 @@ class RestartState:
     def _write(self, values: dict[str, str]) -> None:
         self._values = values
         if self._path is not None:
-            with contextlib.suppress(OSError):  # full disk: a restart begins with less
+            with contextlib.suppress(OSError):  # full disk: a restart will not have this
                 files.atomic_write_text(self._path, self.to_json(), sync=False)
 
 
@@ -247,9 +247,9 @@ def _starts(values: dict[str, str]) -> int:
 
 
 def _file_name(pid: int) -> str:
-    """PID_NAMESPACE-PID-START_TIME.json: unique to a process on this machine, for all time."""
+    """PID_NAMESPACE-PID-START_TIME.json, never reused by a different process on this machine."""
     namespace, start_time = "0", "0"
-    with contextlib.suppress(OSError, ValueError, IndexError):  # not Linux: the process id alone
+    with contextlib.suppress(OSError, ValueError, IndexError):  # not Linux: only the process id
         namespace = str(os.stat("/proc/self/ns/pid").st_ino)
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
         start_time = stat.rpartition(")")[2].split()[19]  # in clock ticks since boot

@@ -1,9 +1,9 @@
-"""What ranks fail with: the root cause among their errors, and its text for the user.
+"""Find the root cause among the errors of all ranks, and format it for the user.
 
-When one rank fails its peers fail, too, with transport errors. Each rank writes its error to
-run_dir/logs/rankN.error.json before it exits; the root cause is the earliest that is not a
-transport error, or the end of a process that wrote none, and a transport error only if there is
-nothing else.
+When one rank fails, its peers fail with transport errors. Each rank writes its error to
+run_dir/logs/rankN.error.json before it exits. The root cause is the earliest error that is not a
+transport error, or the end of a process that wrote none; a transport error only if there is nothing
+else.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from titanlike.config.credentials import redact
 from titanlike.config.errors import ConfigError, Refused
 
 _FAILED = "logs/failed"  # exists once a rank has written its error
-_FRAMES = 5  # of a traceback, innermost
-_HEAD, _TAIL = 6000, 2000  # characters that are kept of a longer message: its begin, its end
+_FRAMES = 5  # innermost frames kept of a traceback
+_HEAD, _TAIL = 6000, 2000  # characters kept of a long message, at its begin and end
 _TRANSPORT = (
     "connection reset by peer",
     "connection closed by peer",
@@ -32,7 +32,7 @@ _TRANSPORT = (
     "connection refused",
     "broken pipe",
     "remote worker",
-    "remote process exit",  # ncclRemoteError in two texts of NCCL's
+    "remote process exit",  # this and "remote worker" are texts of ncclRemoteError
     "nccl communicator was aborted",
     "watchdog",
     "timed out waiting",
@@ -44,27 +44,27 @@ _TRANSPORT = (
 
 
 class TakenOver(ValueError):
-    """A later start of the run has taken its directory over: it is no longer this start's."""
+    """A later launch of the run has taken over its directory, so this launch ends."""
 
 
 class PeerFailed(RuntimeError):
-    """Raised on a rank that waits for another one that has failed, where nothing else tells it."""
+    """Raised on a rank that waits for a failed rank, if no other error interrupts it."""
 
     def __str__(self) -> str:
         return "another rank has failed"
 
 
 class JobFailed(Exception):
-    """A job failed; `text` is the whole message for the user. A sweep runs its next job."""
+    """A job failed; `text` is the full message for the user. A sweep goes on with its next job."""
 
     def __init__(
         self, text: str, error: str, permanent: bool = False, invalid: bool = False
     ) -> None:
         self.error = error  # one line, for result.json
-        self.permanent = permanent  # whether a restart would fail with the same error
+        self.permanent = permanent  # a restart would fail with the same error
         self.invalid = invalid  # an error in the config or the data: nothing was trained
-        self.ends_sweep = False  # whether the processes cannot run further jobs
-        self.taken_over = False  # whether run_dir is another start's now, result.json too
+        self.ends_sweep = False  # the processes cannot run further jobs
+        self.taken_over = False  # run_dir, including result.json, now belongs to a later launch
         super().__init__(text, error)
 
     def __str__(self) -> str:
@@ -77,17 +77,17 @@ class Failure:
 
     rank: int
     error: str  # type and message
-    frames: str  # the innermost frames of the traceback; "" for a user error
+    frames: str  # innermost frames of the traceback; "" for a user error
     transport: bool  # probably caused by a peer that failed
     time: float  # seconds since the epoch
-    users: bool = False  # permanent: a user error or bad numbers, which a restart would repeat
+    users: bool = False  # permanent: a user error or a bad loss, which a restart would repeat
     taken_over: bool = False  # see TakenOver
     invalid: bool = False  # an error in the config or the data: nothing was trained
-    names_rank: bool = False  # whether the error itself says which ranks are the cause
-    by_peer: bool = False  # of a rank that wrote none: told by another, which saw its process end
+    names_rank: bool = False  # the error text itself names the ranks that are the cause
+    by_peer: bool = False  # written by a peer that saw this rank's process end without an error
 
     def to_job_failed(self, run_dir: Path, world_size: int) -> JobFailed:
-        if self.invalid:  # found by every rank alike, or by one for all
+        if self.invalid:  # the same on every rank, so no rank is named
             lines = [f"  {line}" for line in self.error.splitlines()]
             text = "\n".join(["error in the config or the data; nothing was trained", *lines])
             return JobFailed(text, self.error, self.users, self.invalid)
@@ -104,25 +104,25 @@ class Failure:
 
 
 def log_path(run_dir: Path, rank: int) -> Path:
-    """The file that a rank's output goes to."""
+    """The log file of a rank's output."""
     return run_dir / "logs" / f"rank{rank}.log"
 
 
 def describe(rank: int, error: BaseException) -> Failure:
-    """An exception as a Failure, without the exceptions that torch.distributed wrapped it in."""
+    """Convert an exception to a Failure, unwrapping those that torch.distributed put around it."""
     cause = _unwrapped(error)
     inner = traceback.extract_tb(cause.__traceback__)
-    # the message of an error that this package raises is complete
+    # errors raised by this package have a complete message, without frames
     raised_here = bool(inner) and Path(inner[-1].filename).is_relative_to(Path(__file__).parents[1])
-    names_rank = bool(getattr(cause, "missing", ()))  # a barrier's
+    names_rank = bool(getattr(cause, "missing", ()))  # BarrierTimeout
     by_program = raised_here and (names_rank or isinstance(cause, (ValueError, OSError)))
-    invalid = isinstance(cause, ConfigError) or type(cause) is Refused  # at a start
+    invalid = isinstance(cause, ConfigError) or type(cause) is Refused  # during launch
     explains_itself = by_program or invalid
     text = redact(str(cause) if explains_itself else f"{type(cause).__name__}: {cause}")
     if cause is error:
-        del inner[:1]  # the call of the job
+        del inner[:1]  # the frame that called the job
     frames = "".join(redact(frame) for frame in traceback.format_list(inner[-_FRAMES:]))
-    # a save that a lost peer has ended is an OSError of this program
+    # a save that fails because a peer was lost is an OSError of this package
     may_follow = not explains_itself or isinstance(cause, OSError)
     transport = may_follow and _is_transport(error)
     return Failure(
@@ -131,7 +131,7 @@ def describe(rank: int, error: BaseException) -> Failure:
         frames="" if explains_itself else _shortened(frames),
         transport=transport,
         time=time.time(),
-        # an error of a disk or a network, or of a rank that is missing, may not repeat
+        # errors of disks and networks, and missing ranks, may not repeat
         users=explains_itself
         and not (transport or names_rank)
         and getattr(cause, "errno", None) is None,
@@ -142,7 +142,7 @@ def describe(rank: int, error: BaseException) -> Failure:
 
 
 def _shortened(text: str) -> str:
-    """A message that fits result.json and a terminal; the rank's log has all of it."""
+    """Shorten a message to fit result.json and a terminal; the rank's log has all of it."""
     left_out = len(text) - _HEAD - _TAIL
     if left_out <= 0:
         return text
@@ -150,8 +150,8 @@ def _shortened(text: str) -> str:
 
 
 def _is_transport(error: BaseException | None) -> bool:
-    """Whether a peer that failed probably caused it: torch wraps the error of a lost peer in its
-    own."""
+    """Whether the error was probably caused by a failed peer. torch wraps such errors in its own,
+    so causes and contexts are searched."""
     while error is not None:
         text = f"{type(error).__name__} {error}".lower()
         if isinstance(error, PeerFailed) or any(phrase in text for phrase in _TRANSPORT):
@@ -161,13 +161,13 @@ def _is_transport(error: BaseException | None) -> bool:
 
 
 def _unwrapped(error: BaseException) -> BaseException:
-    """The cause of an error that torch.distributed raised from another one.
+    """Find the cause of an error that torch.distributed raised from a different one.
 
-    Its "failed to run forward" lists tensors, not the cause. Other code that raises one error from
-    another has chosen the message to show.
+    torch's "failed to run forward" lists tensors instead of the cause. Other code that raises one
+    error from a different one has chosen the message to show.
     """
     while error.__cause__ is not None:
-        module = ""  # whose code raised it
+        module = ""  # that raised the error
         for frame, _ in traceback.walk_tb(error.__traceback__):
             module = frame.f_globals.get("__name__", "")
         if not module.startswith("torch.distributed."):
@@ -177,14 +177,14 @@ def _unwrapped(error: BaseException) -> BaseException:
 
 
 def write_failure(run_dir: Path, failure: Failure) -> None:
-    """Write rankN.error.json, atomically."""
+    """Write rankN.error.json atomically."""
     path = error_path(run_dir, failure.rank)
     files.atomic_write_text(path, json.dumps(asdict(failure)), sync=False)
     (run_dir / _FAILED).touch()
 
 
 def clear_failures(run_dir: Path) -> None:
-    """Remove the error files of an earlier job in the same run directory."""
+    """Remove error files of an earlier job in the same run directory."""
     (run_dir / _FAILED).unlink(missing_ok=True)
     for path in _error_paths(run_dir):
         path.unlink(missing_ok=True)
@@ -193,8 +193,7 @@ def clear_failures(run_dir: Path) -> None:
 def peer_failed(run_dir: Path, rank: int) -> bool:
     """Whether a rank other than `rank` has written an error.
 
-    Each of a thousand ranks asks twice a second while the run is to stop: the folder, which has a
-    few files of each, is only listed once there is an error.
+    Polled by every rank while stopping, so the directory is listed only after an error exists.
     """
     return (run_dir / _FAILED).exists() and any(
         path != error_path(run_dir, rank) for path in _error_paths(run_dir)
@@ -204,14 +203,14 @@ def peer_failed(run_dir: Path, rank: int) -> bool:
 def root_cause(
     run_dir: Path, deaths: Collection[Failure] = (), scratch: Path | None = None
 ) -> Failure | None:
-    """The failure that caused the others.
+    """Find the failure that caused the others.
 
-    scratch: has errors, too, since run_dir may be lost. deaths: of processes that may not have
-    written an error.
+    scratch: a second folder with error files, since run_dir may be lost. deaths: of processes that
+    may not have written an error.
     """
     failures = []
     for path in [p for folder in (run_dir, scratch) if folder for p in _error_paths(folder)]:
-        with contextlib.suppress(OSError, ValueError):  # half a file of a full disk
+        with contextlib.suppress(OSError, ValueError):  # truncated by a full disk
             failures.append(files.read_object(path, Failure))
     reported = {failure.rank for failure in failures if not failure.by_peer}
     ended = {death.rank for death in deaths}
@@ -219,17 +218,17 @@ def root_cause(
     failures += [death for death in deaths if death.rank not in reported]
 
     def order(failure: Failure) -> tuple[bool, bool, float]:
-        # a start that takes over removes unfinished files, which may fail first elsewhere
+        # a launch that takes over deletes unfinished files, which may first fail other ranks
         return not failure.taken_over, failure.transport, failure.time
 
     return min(failures, key=order, default=None)
 
 
 def describe_exit(code: int) -> str:
-    """The end of a process that wrote no error, by its exit code; negative: a signal."""
+    """Describe the end of a process that wrote no error, by its exit code; -N = by signal N."""
     if code >= 0 and code - 128 not in [*signal.Signals]:
         return f"exited with code {code} and wrote no error"
-    if code > 0:  # of a process that has handled it
+    if code > 0:  # the process handled the signal
         return f"ended by {signal.Signals(code - 128).name}"
     name = signal.Signals(-code).name
     hint = "; often by the kernel's out-of-memory killer" if name == "SIGKILL" else ""
@@ -237,7 +236,7 @@ def describe_exit(code: int) -> str:
 
 
 def record_for_torchrun(error: BaseException | str) -> None:
-    """Show this error in the report of an outer torchrun."""
+    """Show this error in an outer torchrun's report."""
     if "TORCHELASTIC_ERROR_FILE" in os.environ:
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 

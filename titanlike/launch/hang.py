@@ -1,4 +1,4 @@
-"""What heartbeats say of a hang: which rank is stuck where, and who waits for it."""
+"""Explain a hang from heartbeats: which rank is stuck where, and which ranks wait for it."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ import time
 
 from titanlike.launch.heartbeat import AFTER, Beat
 
-_MAX_LISTED = 4  # ranks listed for a state; the others are counted
-# states of a rank, the likeliest cause of a hang first: those that do not respond, those busy with
-# work of their own, those at the end of a step. If all wait for messages, no rank is blamed.
+_MAX_LISTED = 4  # ranks listed per state; the others are counted
+# states of a rank, the likeliest cause of a hang first. If all wait for each other, none is blamed.
 _UNRESPONSIVE, _ENDED, _NO_HEARTBEAT, _BUSY, _AFTER, _WAITING, _RUNNING = range(7)
 _MORE = {  # "3 more ..."
     _UNRESPONSIVE: "have not responded",
@@ -40,16 +39,16 @@ _ACTIONS = {
 def explain(
     own: Beat, before: dict[int, Beat], now: dict[int, Beat], world_size: int, limit: str
 ) -> tuple[str, str]:
-    """The error text, and the innermost frames of the rank that it names first.
+    """Return (error text, innermost frames of the rank named first).
 
-    own: the rank that timed out. before, now: the beats of all ranks, read so far apart that every
-    rank that is alive has written a new one in between. limit: "launch.step_timeout=300".
+    own: the beat of the rank that timed out. before, now: beats of all ranks, read so far apart
+    that every live rank has written a new one in between. limit: e.g. "launch.step_timeout=300".
     """
     now = {**now, own.rank: own}
     by_state: dict[int, list[int]] = {}
     for rank in range(world_size):
         by_state.setdefault(_state(before.get(rank), now.get(rank), own), []).append(rank)
-    for ranks in by_state.values():  # the furthest behind first: the others can only wait for it
+    for ranks in by_state.values():  # the furthest behind first, as the others may wait for it
         ranks.sort(key=lambda rank: (now[rank].step, -now[rank].seconds) if rank in now else ())
     parts = [_describe_ranks(state, by_state[state], now, own) for state in sorted(by_state)]
     if min(by_state) >= _WAITING and world_size > 1:
@@ -63,7 +62,7 @@ def explain(
 
 
 def unresponsive(before: dict[int, Beat], now: dict[int, Beat], own: int) -> list[Beat]:
-    """Beats of the ranks other than `own` that have not written one between `before` and `now`."""
+    """The beats of ranks other than `own` that are not newer in `now` than in `before`."""
     return [b for rank, b in now.items() if rank != own and _is_unresponsive(before.get(rank), b)]
 
 
@@ -98,16 +97,16 @@ def _describe_ranks(state: int, ranks: list[int], beats: dict[int, Beat], own: B
 
 
 def _describe_rank(state: int, beat: Beat, own: Beat) -> str:
-    """The words after "rank 3"."""
-    where, of = _where(beat), f" of {_phase(beat)}" if beat.step or beat.action else ""
-    if where == f"in {beat.doing}" and beat.doing != "data":  # not twice
-        of = f" at step {beat.step}" if beat.step else ""
+    """Describe a rank; the text follows "rank 3"."""
+    where, phase = _where(beat), f" of {_phase(beat)}" if beat.step or beat.action else ""
+    if where == f"in {beat.doing}" and beat.doing != "data":  # avoid repeating the phase
+        phase = f" at step {beat.step}" if beat.step else ""
     if state == _UNRESPONSIVE:
         age = max(0.0, time.time() - beat.time)
         process = f"({beat.host}, pid {beat.pid})"
-        return f"{process} has not responded for {age:.0f} s, last {where}{of}"
+        return f"{process} has not responded for {age:.0f} s, last {where}{phase}"
     if (beat.step, beat.doing) != (own.step, own.doing):
-        where += of
+        where += phase
     if state == _ENDED:
         return f"has ended ({beat.ended}) {where}"
     if state == _RUNNING:
@@ -116,12 +115,12 @@ def _describe_rank(state: int, beat: Beat, own: Beat) -> str:
         return f"waits {where}"
     where += " on its device" if beat.on_device else ""
     python = ", Python" if beat.on_device else ","
-    at = f"{python} at {beat.at}" if beat.at else ""
-    return f"has been {where} for {beat.seconds:.0f} s{at}"
+    position = f"{python} at {beat.at}" if beat.at else ""
+    return f"has been {where} for {beat.seconds:.0f} s{position}"
 
 
 def _where(beat: Beat) -> str:
-    """Position within the phase: "in data", "in 1F3 (forward of stage 1, microbatch 3)"."""
+    """The position within the phase: "in data", "in 1F3 (forward of stage 1, microbatch 3)"."""
     if beat.action == AFTER:
         return "after the schedule (gradient norm, update)"
     if not beat.action:
@@ -135,14 +134,14 @@ def _where(beat: Beat) -> str:
 
 
 def _phase(beat: Beat) -> str:
-    """ "step 12", "save at step 12" or "build"."""
+    """The phase in words: "step 12", "save at step 12" or "build"."""
     if beat.doing == "data":
         return f"step {beat.step}"
     return f"{beat.doing} at step {beat.step}" if beat.step else beat.doing
 
 
 def read_action(text: str) -> tuple[str, str, str] | None:
-    """(words, stage, microbatch or "") of an action as torch writes it, 1F3; None if it is none."""
+    """Parse torch's notation 1F3 to (words, stage, microbatch or ""); None if it is invalid."""
     match = re.fullmatch(r"([0-9]+)([A-Z_]+?)([0-9]*)", text)
     if match is None:
         return None

@@ -1,8 +1,9 @@
-"""Heartbeats of the ranks: what each is doing. `hang.py` tells from them which one is stuck.
+"""Heartbeats: files in which each rank writes what it is doing; `hang.py` finds the stuck rank.
 
 A rank rewrites run_dir/logs/rankN.heartbeat, a JSON object, regularly. It measures by its own
-monotonic clock how long it has been in its present phase, and numbers its beats. A rank is alive if
-its number changes between two reads: the clocks of two machines, or of a file server, may differ.
+monotonic clock how long it has been in its current phase, and numbers its beats. A rank is alive if
+the number changes between two reads; clocks are not compared, as those of machines and file servers
+differ.
 """
 
 from __future__ import annotations
@@ -21,36 +22,36 @@ from titanlike.config import files
 from titanlike.launch.failures import log_path
 
 AFTER = "after"  # Beat.action once all actions of a schedule are done
-DATA_THREAD = "data"  # name of the thread that makes the next batch
-# functions in which a thread waits for another one
+DATA_THREAD = "data"  # name of the thread that prepares the next batch
+# function in which a thread waits -> name of the thread that it waits for
 _THREADS = {"loader.one_ahead": DATA_THREAD, "writer.wait": "checkpoint_0"}
-_FRAMES = 6  # of a stale rank's stack, innermost
-_COMPUTING = ("/distributed/checkpoint/", "/distributed/tensor/")  # these do not wait for ranks
+_FRAMES = 6  # innermost frames of a stale rank's stack
+_COMPUTING = ("/distributed/checkpoint/", "/distributed/tensor/")  # do not wait for ranks
 _JOIN_TIMEOUT = 2.0  # seconds to write the last beat
-_READERS = 16  # threads that read the beats of many ranks
+_READERS = 16  # threads to read the beats of many ranks
 
 
 @dataclass(frozen=True)
 class Beat:
-    """What a rank is doing, as in rankN.heartbeat."""
+    """The content of rankN.heartbeat: what a rank is doing."""
 
     rank: int
     number: int  # counts up from 0
-    time: float  # of writing, seconds since the epoch, by this machine's clock
+    time: float  # when written, seconds since the epoch by this machine's clock
     host: str
     pid: int
     step: int
     doing: str  # "build", "load", "data", "validation", "save": the phase of the job
-    action: str  # of the schedule, "1F3"; "" before the first, "after" once all are done
-    since: float  # when that began, seconds since the epoch
-    seconds: float  # how long ago that was, by the monotonic clock
-    frames: str = ""  # of a stale rank: the innermost frames of its thread, as in a traceback
+    action: str  # of the schedule, "1F3"; "" before the first, "after" after the last
+    since: float  # when that action began, seconds since the epoch
+    seconds: float  # time without progress, by the monotonic clock
+    frames: str = ""  # if stale: the innermost frames of its thread, as in a traceback
     at: str = ""  # the innermost frame: "model.py:12 in forward"
     waits: bool = False  # whether that frame waits for other ranks
-    on_device: bool = False  # whether that is what its device does, behind Python at `at`
-    limit: float = 0.0  # seconds that its phase allows without progress; 0 = unlimited
-    limit_key: str = ""  # the key of the config that says so
-    ended: str = ""  # why this is the last beat: "done", an exception's name, "no progress"
+    on_device: bool = False  # whether `action` is the device's, while Python is at `at`
+    limit: float = 0.0  # seconds without progress that its phase allows; 0 = unlimited
+    limit_key: str = ""  # config key of `limit`
+    ended: str = ""  # reason of a last beat: "done", an exception's name, "no progress"
 
 
 def heartbeat_path(run_dir: Path, rank: int) -> Path:
@@ -58,26 +59,26 @@ def heartbeat_path(run_dir: Path, rank: int) -> Path:
 
 
 def read_beats(run_dir: Path, ranks: range) -> dict[int, Beat]:
-    """The newest beat of each of these ranks that has written one."""
+    """Read the newest beat of each of these ranks that has written one."""
 
     def read(rank: int) -> Beat | None:
         try:
             return files.read_object(heartbeat_path(run_dir, rank), Beat)
-        except (OSError, ValueError):  # missing, or of another version
+        except (OSError, ValueError):  # missing, or written by a different version
             return None
 
     if len(ranks) <= _READERS:
         beats = [*map(read, ranks)]
-    else:  # a file server answers many at a time
+    else:  # reading in parallel hides a file server's latency
         with ThreadPoolExecutor(_READERS) as pool:
             beats = [*pool.map(read, ranks)]
     return {rank: beat for rank, beat in zip(ranks, beats, strict=True) if beat is not None}
 
 
 class Heartbeat:
-    """A thread that writes what `observe` returns every `interval` seconds, until `end`.
+    """A thread that writes `observe()` every `interval` seconds until `end` is called.
 
-    A write that fails is reported once and does not end the run.
+    A failed write is reported once and does not end the run.
     """
 
     def __init__(
@@ -113,8 +114,8 @@ class Heartbeat:
 
 
 def innermost_frames(thread: int) -> tuple[str, str, bool]:
-    """`Beat.frames`, `Beat.at` and `Beat.waits` of a thread of this process; where it waits for the
-    next batch or a save in the background, of the thread that makes it."""
+    """`Beat.frames`, `Beat.at` and `Beat.waits` of a thread; if it waits for the thread that
+    prepares the next batch or a background save, that thread's."""
     running = sys._current_frames()
     if (frame := running.get(thread)) is None:
         return "", "", False
@@ -123,18 +124,18 @@ def innermost_frames(thread: int) -> tuple[str, str, bool]:
         others = (t.ident for t in threading.enumerate() if t.name == _THREADS.get(called))
         frame = next((running[ident] for ident in others if ident in running), frame)
     stack = traceback.StackSummary.extract(traceback.walk_stack(frame), limit=_FRAMES)
-    at = f"{Path(stack[0].filename).name}:{stack[0].lineno} in {stack[0].name}"
+    position = f"{Path(stack[0].filename).name}:{stack[0].lineno} in {stack[0].name}"
     waits = _waits(stack)
     stack.reverse()
-    return "".join(stack.format()), at, waits
+    return "".join(stack.format()), position, waits
 
 
 def _waits(stack: traceback.StackSummary) -> bool:
-    """Whether the innermost frame, the first, waits for other ranks: for a message, a collective,
-    the store."""
+    """Whether the innermost frame (the first) waits for other ranks: in a P2P receive, a
+    collective, or the store."""
     for frame in stack:
         name = frame.filename.replace("\\", "/")
-        if name.endswith("torch/_ops.py"):  # between a functional collective and its wait
+        if name.endswith("torch/_ops.py"):  # frames between a functional collective and its wait
             continue
         in_torch = "torch/distributed/" in name and not any(part in name for part in _COMPUTING)
         line = frame.line or ""

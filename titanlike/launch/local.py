@@ -1,23 +1,21 @@
-"""Jobs of several ranks on this machine, or that may be restarted: worker processes that the driver
-starts and watches.
+"""Run jobs of several ranks on this machine, or jobs that may be restarted, in worker processes
+that the driver launches and watches.
 
-The root cause of an error is read from the workers' own files (`failures`): the first process that
-ends is often a peer. The driver forwards a first signal to the workers, which stop by themselves; a
-second one ends them.
-
-torch's elastic agent starts processes only once there is a job for them, and imports for a second
-itself. Nothing listens here: the ranks meet in a file of the driver's scratch folder, which no
-other user can open.
+The root cause of an error is read from the workers' own files (`failures`), as the first process to
+end is often a peer. The driver forwards a first signal to the workers, which stop by themselves; a
+second signal ends them. torch's elastic agent is not used: it launches processes only once there is
+a job, and its own import takes a second. No port is opened: the rendezvous is a file in the
+driver's scratch folder, which no other user can open.
 
 1. A fork server starts once the number of ranks is known, and imports torch and the job's modules
    while the driver still checks the config (`PrestartedWorkers`): one import for all ranks.
-2. Once the job is in the folder that it shares with the driver, it forks a process for each rank
-   (`serve`). It has started no device, no thread pool and no process group: these are the ranks'.
-   Where an import has called the driver of the GPUs, a rank's process imports for itself.
+2. Once the job is in the scratch folder, the server forks a process for each rank (`serve`). It has
+   initialized no device, no thread pool and no process group, which the ranks do. If an import has
+   called the GPUs' driver, a rank's process imports everything again.
 3. The server writes into the same folder how its children end. When one fails, the driver sends
    SIGTERM to the others, later SIGKILL.
 
-A launch that is given up (an error in the config, a signal) kills the server, which has forked
+A launch that is aborted (an error in the config, a signal) kills the server, which has forked
 nothing. If the driver dies, the kernel kills the server, and with it the ranks.
 """
 
@@ -68,9 +66,9 @@ from titanlike.launch.signals import (
 from titanlike.launch.worker import Job, Worker, run_job
 
 _SHUTDOWN_TIMEOUT = 15.0  # seconds between SIGTERM and SIGKILL to the workers
-_KILLED = 10.0  # seconds for the kernel to end what was killed
-_POLL, _JOB_POLL = 0.02, 0.01  # seconds between two looks at the processes, and for the job
-# what a cluster may send to every process of a job
+_KILLED = 10.0  # seconds for the kernel to end killed processes
+_POLL, _JOB_POLL = 0.02, 0.01  # seconds between polls of the processes, and of the job file
+# signals that a cluster may send to every process of a job
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _PREFIX, _LOCK = "titanlike-", "driver.lock"  # of scratch folders
 
@@ -81,13 +79,12 @@ def run_local(
     restarted_config: Callable[[JobFailed, int], Config] | None = None,
     prestarted: PrestartedWorkers | None = None,
 ) -> dict[str, Any]:
-    """Run a job in workers on this machine.
+    """Run a job in workers on this machine. Returns the result of rank 0's function.
 
-    Workers that fail are restarted up to `launch.max_restarts` times with the config that
-    `restarted_config` (of the failure and the restart's number) returns; not without it, after a
-    permanent failure, or after a stop request. Returns the result of rank 0's function. Raises
-    JobFailed with the root cause of the (last) failure, or Interrupted. prestarted: may have the
-    workers already.
+    Failed workers are restarted up to `launch.max_restarts` times, with the config returned by
+    `restarted_config(failure, number of the restart)`; never without it, after a permanent failure,
+    or after a stop request. Raises JobFailed with the root cause of the last failure, or
+    Interrupted. prestarted: workers that may be running already.
     """
     clear_failures(job.run_dir)
     restarts = job.config.launch.max_restarts if restarted_config is not None else 0
@@ -117,20 +114,20 @@ def run_workers(job: Job, stop: StopRequest, workers: WorkerProcesses) -> dict[s
 
 
 class PrestartedWorkers(contextlib.ExitStack):
-    """Workers that are started before their job is known to be right; ended with this context."""
+    """Workers started before their job is validated; they end with this context."""
 
     def __init__(self) -> None:
         super().__init__()
         self._waiting: WorkerProcesses | None = None
 
     def start(self, count: int, function: str) -> None:
-        """Start the workers of a job that is still to be checked."""
+        """Start the workers of a job that is yet to be validated."""
         if self._waiting is None:
-            with contextlib.suppress(OSError, ConfigError):  # raised where they are needed
+            with contextlib.suppress(OSError, ConfigError):  # `adopt` will raise it again
                 self._waiting = self._new(count, function)
 
     def adopt(self, count: int, function: str) -> WorkerProcesses:
-        """So many workers that wait for their job: those that were started, or new ones."""
+        """Return `count` workers that wait for their job: the prestarted ones, or new ones."""
         waiting, self._waiting = self._waiting, None
         if waiting is not None and waiting.count == count:
             return waiting
@@ -144,22 +141,22 @@ class PrestartedWorkers(contextlib.ExitStack):
 
 
 class WorkerProcesses:
-    """One process a rank, forked once folder/job.json is there."""
+    """One process per rank, forked once folder/job.json exists."""
 
     def __init__(self, count: int, folder: Path, function: str) -> None:
-        """folder: new, private. function: of the job, whose modules are imported meanwhile."""
+        """folder: new and private. function: the job's, whose modules are imported early."""
         self.count, self.folder = count, folder
-        self._pids: dict[int, int] = {}  # of each rank that has been forked
-        self._codes: dict[int, int] = {}  # of each rank that has ended; -N = by signal N
-        self._deaths: dict[int, Failure] = {}  # of those that failed, or ended before the job did
-        self._done: set[int] = set()  # ranks that have come to the end of the job, or reported
+        self._pids: dict[int, int] = {}  # of forked ranks
+        self._codes: dict[int, int] = {}  # exit codes of ended ranks; -N = by signal N
+        self._deaths: dict[int, Failure] = {}  # of ranks that failed, or ended before the job
+        self._done: set[int] = set()  # ranks that reached the end of the job, or reported an error
         call = f"serve({str(folder)!r}, {os.getpid()}, {function!r}, {count})"
         command, env = _python(import_path(), "serve", call), workers_environment(count)
-        # a terminal's Ctrl-C is for the driver, which passes it on
+        # a new session: the driver receives a terminal's Ctrl-C, and forwards it
         self._server = subprocess.Popen(command, env=env, start_new_session=True)
 
     def run(self, job: str) -> list[Failure]:
-        """Run a job (JSON) to its end; how ranks failed, of which the others are ended."""
+        """Run a job (JSON) to its end; returns the failures. After one, all other ranks are ended."""
         files.atomic_write_text(self.folder / "job.json", job, sync=False)
         try:
             while self._running() and not self._deaths:
@@ -169,28 +166,28 @@ class WorkerProcesses:
             self.end(_SHUTDOWN_TIMEOUT)
 
     def end(self, grace: float) -> None:
-        """End those that run: with SIGTERM, after `grace` seconds with SIGKILL; 0 = immediately."""
+        """End the workers: with SIGTERM, after `grace` seconds SIGKILL; 0 = SIGKILL at once."""
         if not self._pids:
             self._server.kill()
         try:
             self._end_ranks(signal.SIGTERM, grace)
-        finally:  # also where a signal ends the waiting
+        finally:  # even if a signal interrupts the wait
             self._end_ranks(signal.SIGKILL, _KILLED)
             self._server.kill()
             self._server.wait()
 
     def _end_ranks(self, signum: signal.Signals, patience: float) -> None:
-        """Send a signal to the session of each rank that runs, and wait for their end."""
+        """Send a signal to the session of each running rank, and wait until they have ended."""
         deadline = time.monotonic() + patience
         for rank in self._running() if patience else ():
-            with contextlib.suppress(OSError, KeyError):  # it has ended, or has not begun
-                os.killpg(self._pids[rank], signum)  # also its children: data loaders
-                os.killpg(self._pids[rank], signal.SIGCONT)  # one that is stopped handles none
+            with contextlib.suppress(OSError, KeyError):  # it has ended, or was not forked yet
+                os.killpg(self._pids[rank], signum)  # includes its data loader processes
+                os.killpg(self._pids[rank], signal.SIGCONT)  # a stopped process handles no signal
         while time.monotonic() < deadline and self._running():
             time.sleep(_POLL)
 
     def _running(self) -> list[int]:
-        """The ranks that have not ended; before they are forked, all of them."""
+        """The ranks that have not ended; all ranks if they are not forked yet."""
         gone = self._server.poll()
         with contextlib.suppress(FileNotFoundError):
             for line in (self.folder / "ranks").read_text().split("\n")[:-1]:
@@ -202,11 +199,11 @@ class WorkerProcesses:
                     self._done.add(rank)
                 elif rank not in self._codes:
                     self._codes[rank], left = number, rank in self._done
-                    if number or not left:  # where it left, its error could not be written
+                    if number or not left:  # if `left`, it failed to write its error
                         end = describe_exit(number)
                         self._deaths[rank] = Failure(rank, end, "", left, float(*when))
         running = [rank for rank in range(self.count) if rank not in self._codes]
-        if gone is not None and running:  # whoever killed it: its children were killed with it
+        if gone is not None and running:  # the server was killed, and its children with it
             end = f"the process that forks the ranks was lost: {describe_exit(gone)}"
             for rank in running:
                 self._codes[rank] = gone
@@ -218,21 +215,21 @@ class WorkerProcesses:
 
 @contextlib.contextmanager
 def scratch_folder() -> Iterator[Path]:
-    """A new folder that no other user can read, write or replace (the workers run what it says),
-    removed at the end. Raises ConfigError where none is private.
+    """A context with a new folder that no other user can read, write or replace, removed on exit.
+    Raises ConfigError if there is no private place for it.
 
-    A driver that is killed with SIGKILL cannot remove its folder; the next driver does. Each driver
-    holds a lock in its folder, so a folder whose lock is free has no driver.
+    A driver killed with SIGKILL leaves its folder; the next driver removes it. Each driver holds a
+    lock in its folder, so a folder whose lock is free has no driver.
     """
-    wanted = tempfile.gettempdir()
-    for parent in map(Path, (wanted, "/tmp", "/var/tmp", "/dev/shm")):
+    default = tempfile.gettempdir()
+    for parent in map(Path, (default, "/tmp", "/var/tmp", "/dev/shm")):
         if os.access(parent, os.W_OK) and not _replaceable(parent.resolve()):
             break
     else:
         reason = "every user of this machine may rename the folders there"
-        raise ConfigError([Problem("TMPDIR", wanted, reason, "TMPDIR=$HOME")])
-    for path in parent.glob(f"{_PREFIX}*/{_LOCK}"):  # of drivers that were killed
-        with contextlib.suppress(OSError), path.open("r+") as lock:  # locked, or another user's
+        raise ConfigError([Problem("TMPDIR", default, reason, "TMPDIR=$HOME")])
+    for path in parent.glob(f"{_PREFIX}*/{_LOCK}"):  # folders that killed drivers left
+        with contextlib.suppress(OSError), path.open("r+") as lock:  # skip locked or other users'
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if path.parent.lstat().st_uid == os.getuid():
                 shutil.rmtree(path.parent, ignore_errors=True)
@@ -245,7 +242,7 @@ def scratch_folder() -> Iterator[Path]:
 
 
 def _replaceable(folder: Path) -> bool:
-    """Whether other users may rename it, or a folder that it is in."""
+    """Whether other users may rename the folder or one of its parents."""
     modes = [path.stat().st_mode for path in (folder, *folder.parents)]
     return any(mode & stat.S_IWOTH and not mode & stat.S_ISVTX for mode in modes)
 
@@ -253,27 +250,27 @@ def _replaceable(folder: Path) -> bool:
 def serve(scratch: str, driver: int, function: str, count: int) -> NoReturn:
     """The fork server of a job's ranks.
 
-    It imports what the job's function needs while the driver (a process id) checks the config,
-    forks a process for each of `count` ranks once there is scratch/job.json, and writes into
-    scratch/ranks that one has begun (with its process id) or ended (its exit code).
+    It imports the job's function while the driver (a process id) checks the config, forks `count`
+    ranks once scratch/job.json exists, and appends to scratch/ranks when one has begun (with its
+    process id) or ended (with its exit code).
     """
     die_with_parent(driver, signal.SIGKILL)  # and the ranks die with it
     folder = Path(scratch)
-    # a cluster sends these to every process of a job: the ranks decide when to end
+    # a cluster sends these to every process of a job, but the ranks decide when to end
     handlers = {signum: signal.signal(signum, signal.SIG_IGN) for signum in _SIGNALS}
     with no_garbage_collection():
         importlib.import_module("titanlike.torch_private")  # first: it keeps torch's compiler out
         importlib.import_module("torch.distributed.pipelining")  # and FSDP, as several ranks do
 
-        if function.startswith("titanlike."):  # a user's code only once its config has been checked
-            with contextlib.suppress(ImportError):  # raised and reported where the job is loaded
+        if function.startswith("titanlike."):  # custom code only after the config is validated
+            with contextlib.suppress(ImportError):  # loading the job will raise it again
                 importlib.import_module(function.rpartition(".")[0])
         while not (folder / "job.json").exists():
-            if os.getppid() != driver:  # where the kernel does not end orphans
+            if os.getppid() != driver:  # for systems whose kernel does not end orphans
                 exit_now(1)
             time.sleep(_JOB_POLL)
         events = os.open(folder / "ranks", os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
-        gc.freeze()  # what is imported is garbage in no rank, and its memory stays shared
+        gc.freeze()  # no rank collects imported objects, so their memory stays shared
         ranks: dict[int, int] = {}
         for rank in range(count):
             pid = _fork_rank(scratch, rank, handlers)
@@ -288,13 +285,13 @@ def serve(scratch: str, driver: int, function: str, count: int) -> NoReturn:
 
 
 def _fork_rank(scratch: str, rank: int, handlers: Mapping[signal.Signals, Any]) -> int:
-    """The process id of a child that is a rank of the job; handlers: of its signals."""
-    from titanlike.torch_private.accelerator import in_bad_fork  # late, as torch
+    """Fork a rank of the job; returns its process id. handlers: signal handlers of the child."""
+    from titanlike.torch_private.accelerator import in_bad_fork  # imports torch
 
     server = os.getpid()
-    signal.pthread_sigmask(signal.SIG_BLOCK, handlers)  # none is lost before the child has handlers
+    signal.pthread_sigmask(signal.SIG_BLOCK, handlers)  # until the child has its handlers
     with warnings.catch_warnings():
-        # of threads that libraries started at import: they end at a fork
+        # Python warns of threads that libraries started at import, which a fork ends
         warnings.simplefilter("ignore", DeprecationWarning)
         pid = os.fork()
     for signum, handler in handlers.items() if pid == 0 else ():
@@ -304,33 +301,33 @@ def _fork_rank(scratch: str, rank: int, handlers: Mapping[signal.Signals, Any]) 
         return pid
     os.setsid()
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-    if in_bad_fork():  # then this process imports for itself
+    if in_bad_fork():  # CUDA cannot be used after a fork: start a new interpreter
         os.execv(
             sys.executable, _python(sys.path, "rank_main", f"rank_main({scratch!r}, {server})")
         )
-    random.seed()  # global generators differ between processes, unless somebody seeds them
+    random.seed()  # forked ranks would share the global generators' states
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()
     rank_main(scratch, server)
 
 
 def _python(path: list[str], function: str, call: str) -> list[str]:
-    """The command of a process that calls a function of this file."""
+    """The command line of a process that calls a function of this file."""
     program = f"import sys; sys.path[:] = {path!r}; from {__name__} import {function}; {call}"
     return [*interpreter(), "-u", "-c", program]
 
 
 def rank_main(scratch: str, parent: int) -> NoReturn:
-    """A rank's process; `scratch` has job.json and gets result.json, or an error of this rank.
+    """Run a rank's process: read scratch/job.json, write result.json or this rank's error there.
 
-    A signal that is not deferred ends it immediately: the driver reports.
+    A signal that is not deferred ends the process immediately: the driver reports it.
     """
     die_with_parent(parent, signal.SIGKILL)  # safe: checkpoints are atomic
     stop = StopRequest(Path(scratch))
     try:
         with interruptible(stop=stop, grace=0):
             _run_and_report(Path(scratch), stop)
-    except Interrupted as interrupted:  # also while an error was being reported
+    except Interrupted as interrupted:  # even while an error is being reported
         exit_now(interrupted.exit_code)
     leave(0)
 
@@ -352,7 +349,7 @@ def _run_and_report(folder: Path, stop: StopRequest) -> None:
         raise
     except BaseException as error:
         _leave_failed(folder, describe(rank, error))
-    # none exits before all have finished: a peer that has gone counts as one that has failed
+    # no rank exits before all have finished: an ended peer counts as failed
     try:
         barrier(worker, "end", job.config.launch.timeout)
     except BarrierTimeout as error:
@@ -361,15 +358,15 @@ def _run_and_report(folder: Path, stop: StopRequest) -> None:
 
 
 def _leave_failed(folder: Path, failure: Failure) -> None:
-    if not failure.transport:  # run_dir may be lost, or be a later start's
-        with contextlib.suppress(OSError):  # removed: the driver has the cause from a peer
+    if not failure.transport:  # not to run_dir, which may be lost or taken over
+        with contextlib.suppress(OSError):  # deleted: the driver has read a peer's cause
             write_failure(folder, failure)
     _note_end(folder, failure.rank)
     exit_now(1)  # destroying the process groups would look like the root cause to peers
 
 
 def _note_end(folder: Path, rank: int) -> None:
-    """Tell the driver that this rank ends by itself: os._exit in a user's code does not."""
+    """Tell the driver that this rank ends on its own, unlike after os._exit in a user's code."""
     with contextlib.suppress(OSError):
         events = os.open(folder / "ranks", os.O_WRONLY | os.O_APPEND)
         os.write(events, b"left %d 0\n" % rank)

@@ -1,4 +1,4 @@
-"""How a process ends that has nothing left to write, and when its garbage is collected."""
+"""End a process quickly, and control when garbage is collected."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from typing import NoReturn
 
 
 def leave(code: int | str | None) -> NoReturn:
-    """`sys.exit(code)`, without tearing the interpreter down, which takes a second after torch.
+    """`sys.exit(code)` without the interpreter's teardown, which takes a second with torch.
 
     Threads are joined, exit functions called (W&B's, logging's, a data loader's), and streams
-    flushed, also files that a user's code has left open. A caller outside this program (a debugger,
-    pytest, coverage) gets its SystemExit. A signal changes the exit code no more.
+    flushed, including files that the user's code has left open. A caller outside this package (a
+    debugger, pytest, coverage) gets its SystemExit. Signals no longer change the exit code.
     """
     if not _is_whole_process(sys._getframe(1)):
         sys.exit(code)
@@ -32,37 +32,37 @@ def leave(code: int | str | None) -> NoReturn:
     status = (code or 0) & 0xFF
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: os._exit(status))
-    threading._shutdown()  # type: ignore[attr-defined]  # as the interpreter does at its end
+    threading._shutdown()  # type: ignore[attr-defined]  # as the interpreter does at exit
     atexit._run_exitfuncs()
     _flush_files()
     try:
         sys.stdout.flush()
         sys.stderr.flush()
-    except (OSError, ValueError):  # a reader that has gone: the interpreter reports it
+    except (OSError, ValueError):  # the reader has closed the pipe: the interpreter reports it
         sys.exit(code)
     os._exit(status)
 
 
 def _flush_files() -> None:
-    """Write what is in the buffers of open files: Python does as it tears itself down."""
+    """Flush the buffers of open files, as Python's teardown would."""
     if not _has_files_to_write():
-        return  # to look through all objects takes 70 ms
+        return  # scanning all objects takes 70 ms
     gc.unfreeze()
     kinds = io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom
     files = [each for each in gc.get_objects() if type(each) in kinds]
-    for file in sorted(files, key=lambda file: kinds.index(type(file))):  # texts into their buffers
+    for file in sorted(files, key=lambda file: kinds.index(type(file))):  # text layers first
         with contextlib.suppress(OSError, ValueError):  # closed
             file.flush()
 
 
 def _has_files_to_write() -> bool:
-    """Whether a file is open for writing; standard streams, which are flushed anyway, are none."""
+    """Whether a file other than the standard streams is open for writing."""
     try:
         descriptors = [int(name) for name in os.listdir("/dev/fd")]
     except OSError:
         return True
     for descriptor in descriptors:
-        with contextlib.suppress(OSError):  # of the list itself
+        with contextlib.suppress(OSError):  # the descriptor of the listing itself
             regular = descriptor > 2 and stat.S_ISREG(os.fstat(descriptor).st_mode)
             if regular and fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE != os.O_RDONLY:
                 return True
@@ -70,7 +70,7 @@ def _has_files_to_write() -> bool:
 
 
 def _is_whole_process(frame: FrameType | None) -> bool:
-    """Whether only this program and Python itself are on the stack."""
+    """Whether the stack has only frames of this package and of Python itself."""
     while frame is not None:
         module = str(frame.f_globals.get("__name__"))
         if module not in ("__main__", "runpy") and module.partition(".")[0] != "titanlike":
@@ -85,7 +85,7 @@ def _is_whole_process(frame: FrameType | None) -> bool:
 
 @contextlib.contextmanager
 def no_garbage_collection() -> Iterator[None]:
-    """A context in which cycles are kept: imports and a build make many objects and hardly any
+    """A context without garbage collection: imports and a build make many objects and hardly any
     garbage."""
     enabled = gc.isenabled()
     gc.disable()
@@ -98,11 +98,11 @@ def no_garbage_collection() -> Iterator[None]:
 
 @contextlib.contextmanager
 def collected_once_built() -> Iterator[None]:
-    """A job, which calls `built` once it has built a model. Collection is on after it."""
-    if gc.isenabled():  # not the first job of this process: what that has left is no longer needed
+    """A context for a job: garbage collection is off until the job calls `built`."""
+    if gc.isenabled():  # not this process' first job: collect what the last one has left
         gc.collect()
     gc.disable()
-    gc.freeze()  # modules, which are never garbage: not looked through again
+    gc.freeze()  # later collections skip modules, which are never garbage
     try:
         yield
     finally:
@@ -110,7 +110,7 @@ def collected_once_built() -> Iterator[None]:
 
 
 def built() -> None:
-    """Collect what building a job has left, and from now on as usual."""
+    """Collect the garbage of building a job, and enable collection."""
     if not gc.isenabled():
         gc.collect()
         gc.enable()

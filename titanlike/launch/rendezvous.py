@@ -1,7 +1,7 @@
-"""Where the ranks of a job wait for each other without a process group: through its store.
+"""Barriers between the ranks of a job through its store, without a process group.
 
-The job's store is there before torch's process groups are, and lives as long as the job. All ranks
-start together and end together; between, they meet at named points (`barrier`).
+The job's store exists before torch's process groups and as long as the job. All ranks start
+together and end together; in between they meet at named barriers.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from titanlike.launch.signals import StopRequest
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-_NAMED = 16  # missing ranks that an error names
-FIRST_WAIT, LONGEST_WAIT, LONGER = 0.02, 0.5, 1.5  # seconds between two looks at the store; factor
+_NAMED = 16  # missing ranks listed in an error
+FIRST_WAIT, LONGEST_WAIT, LONGER = 0.02, 0.5, 1.5  # seconds between polls of the store; factor
 
 
 class Rank(Protocol):
-    """What is read of a `Worker`."""
+    """The attributes of a `Worker` that are used here."""
 
     @property
     def rank(self) -> int: ...
@@ -46,7 +46,7 @@ class Rank(Protocol):
 
 
 class BarrierTimeout(RuntimeError):
-    """Some ranks did not reach a barrier in time: those of `missing`."""
+    """The ranks in `missing` did not reach a barrier in time."""
 
     def __init__(self, text: str, missing: list[int]) -> None:
         super().__init__(text)
@@ -56,21 +56,20 @@ class BarrierTimeout(RuntimeError):
 def barrier(
     worker: Rank, name: str, timeout: float, message: str = "", listens: bool = False
 ) -> dict[int, str]:
-    """Wait for all ranks at a named point of a job; returns the message of each rank that has one.
+    """Wait for all ranks at a named point of a job; returns rank -> message where one has one.
 
-    name: new in this job. listens: whether this rank wants the messages; else it gets none.
-    Raises BarrierTimeout after `timeout` seconds, with the ranks that are missing.
+    name: unique in this job. listens: whether this rank receives the messages, else it gets {}.
+    Raises BarrierTimeout after `timeout` seconds, with the missing ranks.
 
-    The store is one process for all ranks. So a rank never asks for the others one by one: each
-    appends to one value, and the last to arrive reads it and publishes what they said in the key
-    that all wait for. A rank makes at most five requests, however many ranks there are, and reads
-    next to nothing where the others have nothing to say.
+    The store is one process for all ranks, so ranks do not query each other one by one: each
+    appends to one value, and the last to arrive publishes all messages under the key that the
+    others wait for. That is at most five requests per rank, whatever the number of ranks.
     """
     store, rank = worker.store, worker.rank
     if store is None:
         return {rank: message} if message and listens else {}
     arrived, complete = f"{name}/arrived", f"{name}/complete"
-    # torch's stub lacks `append`
+    # torch's type stub lacks `append`
     store.append(arrived, f"{json.dumps([rank, message])},")  # type: ignore[attr-defined]
     if store.add(f"{name}/count", 1) == worker.world_size:
         messages = {other: text for other, text in _arrived(store, arrived).items() if text}
@@ -92,7 +91,7 @@ def barrier(
 
 
 def forget(worker: Rank, name: str) -> None:
-    """Remove what the store keeps of a barrier that all ranks have left. On rank 0."""
+    """Delete the store's keys of a barrier that all ranks have left. Only rank 0 does."""
     if worker.store is not None and worker.rank == 0 and name:
         for part in ("arrived", "count", "complete"):
             worker.store.delete_key(f"{name}/{part}")
@@ -103,8 +102,8 @@ def _arrived(store: Store, key: str) -> dict[int, str]:
 
 
 def wait_for_rank_0(store: Store, worker: Rank, name: str) -> None:
-    """Wait until rank 0 has come to a named point, however long it works alone: the watchdog ends a
-    run whose rank 0 stands still. Raises PeerFailed once another rank has failed."""
+    """Wait until rank 0 reaches a named point, however long that takes (the watchdog ends a run
+    whose rank 0 hangs). Raises PeerFailed if a different rank has failed."""
     wait = FIRST_WAIT
     if worker.rank == 0:
         store.set(name, "")
@@ -112,27 +111,27 @@ def wait_for_rank_0(store: Store, worker: Rank, name: str) -> None:
         if worker.stop_request.peer_failed():
             raise PeerFailed
         time.sleep(wait)
-        # of all ranks together some thousand requests a second
+        # limits all ranks together to about a thousand requests per second
         wait = min(wait * LONGER, max(LONGEST_WAIT, worker.world_size / 1000))
 
 
 def in_words(ranks: list[int]) -> str:
-    """ "1, 2, 3", or the first of many and the number of the others."""
+    """List ranks: "1, 2, 3", or the first few of many and the number of the others."""
     return some_names([*map(str, ranks)], _NAMED)
 
 
 def start_together(
     worker: Rank, timeout: float, machine: str | None = None
 ) -> list[tuple[int, int]]:
-    """Wait for all ranks to start; those on this machine, and their process ids.
+    """Wait for all ranks to start. Returns (rank, process id) of those on this machine.
 
-    What a rank reads does not grow with the number of machines. machine: its name; None = this
-    one's.
+    machine: a name that is the same on all its ranks; None = this host's. The amount of data read
+    per rank does not grow with the number of machines.
     """
     assert worker.store is not None
     if machine is None:
         machine = socket.gethostname()
-        with contextlib.suppress(OSError):  # containers number their processes separately
+        with contextlib.suppress(OSError):  # containers have separate process ids
             machine += f"/{os.stat('/proc/self/ns/pid').st_ino}"
     key = f"start/of/{machine}"
     worker.store.append(key, f"{worker.rank} {os.getpid()}\n")  # type: ignore[attr-defined]
@@ -142,10 +141,10 @@ def start_together(
 
 
 def peer_ended(run_dir: Path, rank: int, pids: list[tuple[int, int]]) -> bool:
-    """Whether another rank failed or was killed: otherwise none ends before the last barrier. What
-    ended without an error gets one.
+    """Whether a different rank failed or was killed, as no rank ends before the last barrier.
+    Writes an error file for a process that ended without one.
 
-    pids: of the ranks on this machine.
+    pids: (rank, process id) of the ranks on this machine.
     """
     for other, pid in pids:
         if has_ended(pid) and not error_path(run_dir, other).exists():
@@ -156,12 +155,12 @@ def peer_ended(run_dir: Path, rank: int, pids: list[tuple[int, int]]) -> bool:
 
 
 def has_ended(pid: int) -> bool:
-    """Whether a process of this machine has ended or is ending, though its parent may not know."""
+    """Whether a process on this machine has ended or is ending, even if it is not reaped yet."""
     try:
         os.kill(pid, 0)
         with open(f"/proc/{pid}/stat", encoding="utf-8") as stat:
-            return stat.read().rpartition(")")[2].split()[20] == "0"  # its memory
+            return stat.read().rpartition(")")[2].split()[20] == "0"  # no memory is left
     except ProcessLookupError:
         return True
-    except (OSError, IndexError):  # another user's, or this is no Linux
+    except (OSError, IndexError):  # a different user's, or not Linux
         return False

@@ -1,11 +1,11 @@
-"""Who may write to a run directory: of several starts of a run, only the newest.
+"""Ensure that only the newest launch of a run writes to its directory.
 
-Two may be alive at once, and would mix their metrics and checkpoints: a command that was started
-twice by mistake, or an elastic job that was partitioned.
+Two launches may be alive at once, and would mix their metrics and checkpoints: a command that was
+run twice by mistake, or an elastic job that was partitioned.
 
-1. The later start writes its name to owner.json. The earlier one reads that after its step, or
+1. The later launch writes its id to owner.json. The earlier one reads that after its step, or
    before a save, and ends.
-2. On one machine the later start waits for that: each rank holds a shared lock until it ends.
+2. On one machine the later launch waits for that: each rank holds a shared lock until it ends.
 3. Then it reads, deletes and writes checkpoints.
 """
 
@@ -31,10 +31,10 @@ _POLL = 0.05  # seconds
 
 
 class RunDirOwner:
-    """This start as the owner of a run directory. Exists on rank 0 alone."""
+    """This launch as the owner of a run directory. Exists only on rank 0."""
 
     def __init__(self, run_dir: Path) -> None:
-        """Take the directory over from an earlier start."""
+        """Take over the directory from an earlier launch."""
         self._run_dir, self._path = run_dir, run_dir / OWNER
         self._id = uuid.uuid4().hex
         self._checked: tuple[int, int] | None = None  # inode and mtime
@@ -42,10 +42,10 @@ class RunDirOwner:
         files.atomic_write_text(self._path, files.dumps({"start": self._id, **_starter()}) + "\n")
 
     def check(self) -> None:
-        """Raises TakenOver if a later start has taken the directory over; a few microseconds."""
+        """Raise TakenOver if a later launch has taken over the directory. A few microseconds."""
         try:
             now = os.stat(self._path)
-        except OSError:  # deleted, or a file system that is unavailable
+        except OSError:  # deleted, or the file system is unavailable
             return
         if (now.st_ino, now.st_mtime_ns) == self._checked:
             return
@@ -62,19 +62,19 @@ class RunDirOwner:
     def wait(
         self, patience: float, say: Callable[[str], None]
     ) -> contextlib.AbstractContextManager[object]:
-        """Wait until the ranks of an earlier start on this machine have ended; the ranks' lock.
+        """Wait until the ranks of an earlier launch on this machine end; returns the ranks' lock.
 
-        Gives up after `patience` seconds: that start writes no more checkpoints in any case.
-        Raises TakenOver if a later start comes meanwhile.
+        Gives up after `patience` seconds: the earlier launch writes no more checkpoints in any
+        case. Raises TakenOver if a later launch arrives meanwhile.
         """
         here = self._earlier is not None and self._earlier.get("host") == socket.gethostname()
         deadline = time.monotonic() + (patience if here else 0)
         lock = _open_lock(self._run_dir / _RANKS_LOCK)
-        # of exclusive to shared: another start may have it between the two, and have taken over
+        # changing exclusive to shared is not atomic: a later launch may take over in between
         for kind in (fcntl.LOCK_EX, fcntl.LOCK_SH):
             while lock is not None and not try_lock(lock, kind) and time.monotonic() < deadline:
                 self.check()
-                if self._earlier is not None:  # to be said once
+                if self._earlier is not None:  # print this once
                     who, self._earlier = _describe_starter(self._earlier), None
                     say(f"waiting until the start that runs this one ({who}) ends its step")
                 time.sleep(_POLL)
@@ -88,7 +88,7 @@ class RunDirOwner:
 
 
 def lock_as_rank(run_dir: Path) -> contextlib.AbstractContextManager[object]:
-    """Until it is closed, this process is known as a rank of the start that owns the directory."""
+    """Hold the ranks' lock until closed, as a rank of the launch that owns the directory."""
     lock = _open_lock(run_dir / _RANKS_LOCK)
     if lock is not None:
         try_lock(lock, fcntl.LOCK_SH)
@@ -97,19 +97,19 @@ def lock_as_rank(run_dir: Path) -> contextlib.AbstractContextManager[object]:
 
 @contextlib.contextmanager
 def lock_run_dir(run_dir: Path) -> Iterator[None]:
-    """A context in which a lock shows others that this process runs; however it ends, it is
-    released."""
+    """A context that holds a lock which shows that this process runs; the kernel releases it
+    however the process ends."""
     with contextlib.ExitStack() as stack:
         if (file := _open_lock(run_dir / JOB_LOCK)) is not None:
             stack.enter_context(file)
-            with contextlib.suppress(OSError):  # a full file system
+            with contextlib.suppress(OSError):  # full disk
                 if try_lock(file, fcntl.LOCK_SH):
                     _overwrite(file, socket.gethostname())
         yield
 
 
 def is_locked(run_dir: Path) -> bool | None:
-    """Whether a process holds the lock; None if that cannot be seen from this machine."""
+    """Whether a process holds the lock of `lock_run_dir`; None if this machine cannot tell."""
     try:
         with files.open_regular(run_dir / JOB_LOCK, "r+", encoding="utf-8") as file:
             host = file.read()
@@ -122,9 +122,9 @@ def is_locked(run_dir: Path) -> bool | None:
 
 
 def claim(path: Path, patience: float = 0.0) -> tuple[IO[str] | None, str]:
-    """Lock a file for this process, until it is closed: the open file; or None, and who has it.
+    """Lock a file until it is closed: (open file, ""), or (None, who holds the lock).
 
-    patience: seconds to wait for that process to end.
+    patience: seconds to wait for the holder to end.
     """
     deadline = time.monotonic() + patience
     file = files.open_regular(path, "a+", encoding="utf-8")
@@ -133,14 +133,14 @@ def claim(path: Path, patience: float = 0.0) -> tuple[IO[str] | None, str]:
             file.seek(0)
             with file, contextlib.suppress(ValueError):
                 return None, _describe_starter(files.loads(file.read()))
-            return None, "another process"  # which has not written its name yet
+            return None, "another process"  # it has not written its id yet
         time.sleep(_POLL)
     _overwrite(file, files.dumps(_starter()) + "\n")
     return file, ""
 
 
 def _starter() -> dict[str, Any]:
-    """This process, for the message of another one."""
+    """This process' identity, for the messages of other processes."""
     return {"host": socket.gethostname(), "pid": os.getpid(), "time": time.time()}
 
 
@@ -159,7 +159,8 @@ def _open_lock(path: Path) -> IO[str] | None:
 
 
 def try_lock(file: IO[Any], kind: int) -> bool:
-    """Lock a file (LOCK_EX or LOCK_SH), until it is closed; False if another process has it locked. True where there are no locks."""
+    """Lock a file (LOCK_EX or LOCK_SH) until it is closed; False if a different process holds it.
+    True if the file system has no locks."""
     try:
         fcntl.flock(file, kind | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -1,15 +1,15 @@
 """Ctrl-C, SIGTERM and dead parents: a run stops at the next step, or its processes exit soon,
 report it, and leave no children.
 
-A request to stop the run, by a signal or by max_time, is deferred to the next step boundary. Within
-`StopRequest.deferred` a first signal is only recorded: the run stops where all ranks agree to, with
-a checkpoint. A second signal, or one outside, ends the process immediately. The same signal may
-arrive twice (SLURM sends it to every process of a job, and torchrun or the driver forward theirs),
-so a signal within a second of the first is not a second one.
+A request to stop, by a signal or by max_time, is deferred to the next step boundary: within
+`StopRequest.deferred` a first signal is only recorded, and the run stops with a checkpoint where
+all ranks agree to. A second signal, or a signal outside, ends the process immediately. The same
+signal may arrive twice (SLURM sends it to every process of a job, and torchrun or the driver
+forward theirs), so a signal within a second of the first does not count as a second one.
 
 The driver of a local job and its workers communicate by files in a shared folder: `deferred.PID` of
-each worker that defers signals, `stop_code`, the driver's signal, and `stop_now`, once the driver
-ends the job immediately.
+each worker that defers signals, `stop_code` with the driver's signal, and `stop_now` once the
+driver ends the job immediately.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from typing import Any
 
 from titanlike.config import files
 
-MAX_TIME = 1000  # a stop code that is no signal's number
-GRACE = 5.0  # seconds that the main thread gets to exit by itself after a signal
-_REPEAT = 1.0  # seconds in which a further signal counts as the same one
+MAX_TIME = 1000  # a stop code, not a signal's number
+GRACE = 5.0  # seconds for the main thread to exit by itself after a signal
+_REPEAT = 1.0  # seconds within which a second signal counts as the same one
 _POLL = 0.5  # seconds between checks whether a stop request is futile
-_AGAIN = 0.2  # seconds until a signal that the main thread has not seen is given to it again
+_AGAIN = 0.2  # seconds until a signal that the main thread has not handled is sent again
 
 
 def stop_reason(code: int) -> str:
@@ -44,21 +44,21 @@ def stop_reason(code: int) -> str:
 
 
 class StopRequest:
-    """This process' stop request. `folder`: shared by a worker of a local job with its driver."""
+    """This process' stop request. `folder`: shared by a local job's worker and its driver."""
 
     def __init__(self, folder: Path | None = None) -> None:
-        self.started = time.time()  # of the job; restarts do not reset it
-        # whether another rank of the job ended too early
+        self.started = time.time()  # when the job started; restarts do not reset it
+        # whether a different rank of the job has failed
         self.peer_failed: Callable[[], bool] = lambda: False
         self._folder = folder
-        self._workers: Path | None = None  # the folder that this process shares with its workers
+        self._workers: Path | None = None  # in the driver: the folder shared with its workers
         self._deferred = False
         self._signum = 0  # the signal that this process received
         self._received_at = -inf
 
     @contextlib.contextmanager
     def deferred(self) -> Iterator[None]:
-        """A context in which a first signal is recorded for the next step boundary."""
+        """A context in which a first signal is only recorded, for the next step boundary."""
         marker = self._folder / f"deferred.{os.getpid()}" if self._folder is not None else None
         if marker is not None:
             marker.touch()
@@ -72,8 +72,7 @@ class StopRequest:
 
     @contextlib.contextmanager
     def forwarding(self, folder: Path) -> Iterator[None]:
-        """A context in which this process is the driver of workers and forwards its request to
-        them."""
+        """A context in which this process, a driver, forwards its stop request to its workers."""
         self._workers = folder
         try:
             yield
@@ -81,7 +80,7 @@ class StopRequest:
             self._workers = None
 
     def receive(self, signum: int) -> bool:
-        """Record a signal; False if it must end the process immediately instead."""
+        """Record a signal. Returns False if it must end the process immediately instead."""
         if self._signum and time.monotonic() - self._received_at < _REPEAT:
             return True
         workers, shared = self._workers, self._workers or self._folder
@@ -95,10 +94,10 @@ class StopRequest:
         if workers is not None:
             try:
                 files.atomic_write_text(workers / "stop_code", str(signum), sync=False)
-            except OSError:  # full disk: the workers would not see the request
+            except OSError:  # full disk: the request cannot reach the workers
                 return False
         self._signum, self._received_at = signum, time.monotonic()
-        # not print(): the signal may interrupt the main thread inside the same buffer
+        # not print(): the signal may have interrupted a write to the same buffer
         text = "stopping after the next step with a checkpoint; a second signal stops immediately"
         with contextlib.suppress(OSError):
             os.write(2, f"\n{signal.Signals(signum).name}: {text}\n".encode())
@@ -110,7 +109,7 @@ class StopRequest:
         return bool(self._signum)
 
     def code(self, max_time: float | None = None) -> int:
-        """Why this run is to stop: a signal's number, MAX_TIME, or 0 = it is not.
+        """Why this run must stop: a signal's number, or MAX_TIME; 0 = it continues.
 
         max_time: seconds that the job may run.
         """
@@ -118,13 +117,13 @@ class StopRequest:
             return self._signum
         if self._folder is not None and (path := self._folder / "stop_code").exists():
             return int(path.read_text(encoding="utf-8"))
-        late = max_time is not None and time.time() - self.started >= max_time
-        return MAX_TIME if late else 0
+        timed_out = max_time is not None and time.time() - self.started >= max_time
+        return MAX_TIME if timed_out else 0
 
     def is_futile(self) -> bool:
-        """Whether a signal was recorded, but the next step boundary cannot be reached.
+        """Whether a signal was recorded, but the next step boundary is out of reach: a rank failed.
 
-        After a rank has failed, an elastic agent sends the remaining ones a SIGTERM, too.
+        An elastic agent sends the remaining ranks a SIGTERM when one has failed.
         """
         return bool(self._signum) and self._deferred and self.peer_failed()
 
@@ -138,14 +137,14 @@ class Interrupted(BaseException):
 
     @property
     def exit_code(self) -> int:
-        """The code as in shells: 130 for Ctrl-C, 143 for SIGTERM, 138 for SIGUSR1."""
+        """The exit code as in shells: 130 for Ctrl-C, 143 for SIGTERM, 138 for SIGUSR1."""
         return 128 + self.signum
 
 
 def handled_signals() -> list[signal.Signals]:
-    """The signals that end a run, except those that are ignored (SIGHUP under nohup)."""
-    wanted = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-    return [signum for signum in wanted if signal.getsignal(signum) is not signal.SIG_IGN]
+    """The signals that end a run, except ignored ones (SIGHUP under nohup)."""
+    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+    return [signum for signum in signals if signal.getsignal(signum) is not signal.SIG_IGN]
 
 
 @contextlib.contextmanager
@@ -158,22 +157,22 @@ def interruptible(
 
     A main thread inside a C call (a collective whose peer is gone) would raise it late or never:
     after `grace` seconds a watcher thread calls `report` and ends the process. It also does so if a
-    signal was deferred, but another rank has failed. A handler that the code inside installs for
-    a signal replaces this one.
+    signal was deferred, but a different rank has failed. Handlers that the code inside installs
+    replace this one.
     """
     if threading.current_thread() is not threading.main_thread():
         yield  # a sweep's launcher may run jobs in threads, where Python allows no handlers
         return
     with _SignalWatcher(report, stop or StopRequest(), grace) as watcher:
         yield
-    if watcher.fatal and not watcher.raised.is_set():  # the code inside has ended without it
+    if watcher.fatal and not watcher.raised.is_set():  # the body ended before it was raised
         raise Interrupted(watcher.fatal)
 
 
 class _SignalWatcher:
-    """Signal handlers, and a thread that ends the process where they cannot run.
+    """Signal handlers, and a thread that ends the process if they cannot run.
 
-    The thread learns of signals by the bytes that Python's wakeup descriptor writes to a pipe.
+    Python's wakeup descriptor writes each signal's number to a pipe, which the thread reads.
     """
 
     def __init__(
@@ -204,7 +203,7 @@ class _SignalWatcher:
     def __exit__(self, *error: object) -> None:
         self._uninstalled.set()
         self._wake()
-        self._thread.join(timeout=1)  # first: the previous handler is not for what it sends
+        self._thread.join(timeout=1)  # it may still send a signal, which needs this handler
         sys.unraisablehook = self._unraisable
         signal.set_wakeup_fd(self._previous_fd)
         for signum, handler in self._previous.items():
@@ -213,24 +212,23 @@ class _SignalWatcher:
         os.close(self._reader)
 
     def _handle(self, signum: int, _: Any) -> None:
-        if os.getpid() != self._pid:  # a forked child (a data loader's): the pipe is its parent's
+        if os.getpid() != self._pid:  # a forked child (data loader), which shares its parent's pipe
             return
         fatal = self._process_signals()
-        self._wake()  # this may have taken the byte that was to wake the thread
+        self._wake()  # this handler may have read the byte that was to wake the thread
         if fatal and not self.raised.is_set() and not self._uninstalled.is_set():
-            self.raised.set()  # once: further signals must not interrupt the cleanup
+            self.raised.set()  # raise once: further signals must not interrupt the cleanup
             raise Interrupted(fatal)
 
     def _ignored(self, unraisable: Any) -> None:
-        """Python has ignored an exception, as in a finalizer (`__del__`): the signal's is raised
-        again after it."""
+        """Raise an Interrupted that Python ignored (e.g. in `__del__`) again later."""
         if unraisable.exc_type is Interrupted:
             self.raised.clear()
         else:
             self._unraisable(unraisable)
 
     def _process_signals(self) -> int:
-        """Read the signals from the pipe; the one that ends this process, or 0."""
+        """Read signals from the pipe. Returns the signal that ends this process, or 0."""
         with self._lock, contextlib.suppress(BlockingIOError):
             while signums := os.read(self._reader, 1):
                 signum = signums[0]
@@ -241,11 +239,11 @@ class _SignalWatcher:
         return self.fatal
 
     def _wake(self) -> None:
-        with contextlib.suppress(BlockingIOError):  # full: it is awake
+        with contextlib.suppress(BlockingIOError):  # full: the thread will wake anyway
             os.write(self._writer, b"\0")
 
     def _watch(self) -> None:
-        """The thread: end the process if the main thread does not."""
+        """The thread's function: end the process if the main thread does not."""
         poll = select.poll()  # not select(): a process may have more than 1024 open files
         poll.register(self._reader, select.POLLIN)
         while not self._uninstalled.is_set():
@@ -259,11 +257,12 @@ class _SignalWatcher:
                 self._end_process(self._stop.code(), GRACE)
 
     def _insist(self, signum: int) -> None:
-        """Wait as long as the main thread may take. Its handler may have run before the signal's
-        byte was in the pipe, or what it raised was ignored."""
+        """Wait up to `grace` seconds for the main thread to exit, sending the signal again if it
+        raised nothing: its handler may have run before the byte was in the pipe, or Python ignored
+        the exception."""
         deadline = time.monotonic() + self._grace
-        while (left := deadline - time.monotonic()) > 0:
-            if self._uninstalled.wait(min(_AGAIN, left)):
+        while (remaining := deadline - time.monotonic()) > 0:
+            if self._uninstalled.wait(min(_AGAIN, remaining)):
                 return
             if not self.raised.is_set() and signal.getsignal(signum) is self._handler:
                 signal.pthread_kill(self._main, signum)  # also ends a sleep, unlike interrupt_main
@@ -294,5 +293,5 @@ def die_with_parent(parent: int, signum: signal.Signals) -> None:
         return
     pr_set_pdeathsig = 1
     ctypes.CDLL(None).prctl(pr_set_pdeathsig, int(signum))
-    if os.getppid() != parent:  # it died before the call
+    if os.getppid() != parent:  # the parent died before the call
         os._exit(128 + signum)

@@ -1,6 +1,5 @@
-"""Where the ranks of a command stand, asked from outside: SIGURG makes a rank write the stacks of its
-threads into its log. Nobody else needs that signal, and a process that does not know it ignores it.
-"""
+"""Find out from outside where the ranks of a command are: on SIGURG a rank writes the stacks of its
+threads to its log. Nothing else uses that signal, and processes without a handler ignore it."""
 
 from __future__ import annotations
 
@@ -13,22 +12,24 @@ from dataclasses import dataclass
 from pathlib import Path
 
 STACKS = signal.SIGURG
-_ANSWER = 1.0  # seconds in which a process that can answer does
-_FRAMES = 8  # of a rank's stack that are shown, innermost
+_ANSWER = 1.0  # seconds to wait for a process' stacks
+_FRAMES = 8  # innermost frames shown of a rank's stack
 
 
 @dataclass(frozen=True)
 class _Look:
-    log: str  # of the rank that answered; "" = none did
-    stack: str  # of its main thread
-    state: str  # of Linux: R runs, S waits, T is stopped
-    cpu: float  # seconds so far
+    log: str  # name of the rank's log; "" = it did not answer
+    stack: str  # the main thread's
+    state: str  # Linux' process state: R runs, S waits, T is stopped
+    cpu: float  # seconds of CPU time so far
 
 
 def where_ranks_stand(root: int, run_dir: Path, between: float = 5.0) -> tuple[str, str]:
-    """(whether it is slow or stuck, the stacks) of the ranks that a process has started, or is, by
-    two looks so many seconds apart; none answers before it has started, or without
-    Linux' /proc."""
+    """Compare two looks at the ranks, `between` seconds apart; returns (slow or stuck, stacks).
+
+    root: the process that launched the ranks, or is the only one. Ranks do not answer before they
+    have started, or without Linux' /proc.
+    """
     first = _look(root, run_dir)
     time.sleep(between if first else 0)
     second = _look(root, run_dir)
@@ -51,8 +52,8 @@ def where_ranks_stand(root: int, run_dir: Path, between: float = 5.0) -> tuple[s
 
 
 def _look(root: int, run_dir: Path) -> dict[int, _Look]:
-    """Return, by process id, what each process with a handler of the signal answers. They are asked
-    one at a time, since a rank's children write into its log."""
+    """Ask each process under `root` that handles the signal for its stack; by process id. One at a
+    time, since a rank's children write to the same log."""
     parents: dict[int, int] = {}
     facts = {}
     for folder in Path("/proc").glob("[0-9]*"):
@@ -75,7 +76,7 @@ def _look(root: int, run_dir: Path) -> dict[int, _Look]:
 
 
 def _asked(pid: int, run_dir: Path) -> tuple[str, str]:
-    """The name of the log in which a process answers, and the stack of its main thread."""
+    """Return (name of the log in which a process answers, stack of its main thread)."""
     sizes = {path: path.stat().st_size for path in run_dir.rglob("rank*.log")}
     os.kill(pid, STACKS)
     deadline, before = time.monotonic() + _ANSWER, ""
@@ -86,7 +87,7 @@ def _asked(pid: int, run_dir: Path) -> tuple[str, str]:
                 file.seek(size)
                 # the main thread is the last, as it is the oldest
                 *_, stack = file.read().rpartition(" (most recent call first):\n")
-            if stack and stack == before:  # whole
+            if stack and stack == before:  # unchanged, so completely written
                 frames = [line for line in stack.splitlines() if line.startswith("  File ")]
                 return path.name, "\n".join(frames[:_FRAMES])
             before = stack or before

@@ -1,8 +1,8 @@
-"""Ranks started by torchrun or srun, one process each: rank 0 leads, the others follow.
+"""Run jobs on ranks launched by torchrun or srun, one process each; rank 0 leads.
 
 1. All ranks connect to the rendezvous store.
-2. Rank 0 alone reads the command line; it publishes each job (a sweep has several) in the store.
-3. The others wait for the next job, run it with a store prefix of its own, and wait again.
+2. Only rank 0 reads the command line; it publishes each job (a sweep has several) in the store.
+3. The others wait for the next job, run it with its own store prefix, and wait again.
 4. A rank that fails closes the job's process groups, so that peers waiting in them fail, too.
 5. After a job all ranks report how it ended. If some failed and all have left the job, a sweep
    continues; if some are stuck in it, all others exit, and the launcher kills the stuck ones.
@@ -12,8 +12,8 @@ torchrun may restart the ranks, with more or fewer machines:
 - Its process on one machine is killed: the ranks there outlive it (`die_with_parent`) until the end
   of the step, and all ranks save. The others then fail, so that their torchrun restarts them.
 - A machine is lost: the ranks on the others fail within a step, and are restarted.
-- A machine joins: each torchrun notices that at its own time and sends its ranks SIGTERM, a stop
-  request. Ranks that another's request stopped wait for their own: to exit earlier ends the job.
+- A machine joins: each torchrun notices that in its own time and sends its ranks SIGTERM, a stop
+  request. Ranks that stopped by a peer's request wait for their own: exiting earlier ends the job.
 """
 
 from __future__ import annotations
@@ -63,13 +63,13 @@ from titanlike.launch.signals import (
 )
 from titanlike.launch.worker import Job, Worker, run_job
 
-_POLL = timedelta(seconds=10)  # of a follower's wait for the next job
-_ALL_SIGNALLED = 5.0  # seconds in which every machine's torchrun notices that a machine has joined
+_POLL = timedelta(seconds=10)  # timeout of one wait for the next job
+_ALL_SIGNALLED = 5.0  # seconds until every machine's torchrun has noticed that a machine joined
 _HELLO = "titanlike/hello"
 
 
 class TorchrunRanks:
-    """This process among ranks that an outer launcher started."""
+    """This process as one of the ranks that an outer launcher started."""
 
     def __init__(self, callbacks: tuple[Any, ...] = ()) -> None:
         """Connect to the other ranks; callbacks: see Worker. Raises RuntimeError if some do not
@@ -77,10 +77,10 @@ class TorchrunRanks:
         import torch.distributed as dist
 
         here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        if "TORCHELASTIC_RUN_ID" in os.environ:  # srun gives each task cores of its own
+        if "TORCHELASTIC_RUN_ID" in os.environ:  # under srun each task has its own cores
             os.environ |= compiler_environment(here) | os.environ
         self._callbacks = callbacks
-        self.result: dict[str, Any] = {}  # of the last job that did not fail, on this rank
+        self.result: dict[str, Any] = {}  # this rank's, of the last job that did not fail
         timeout = Launch().timeout
         self._parent = os.getppid()
         connected = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout)))
@@ -98,7 +98,7 @@ class TorchrunRanks:
     def run(
         self, job: Job, stop: StopRequest, report_failure: Callable[[Failure], None]
     ) -> dict[str, Any]:
-        """Called on rank 0: run a job on all ranks. Returns and raises like `run_local`."""
+        """Run a job on all ranks; called on rank 0. Returns and raises like `run_local`."""
         clear_failures(job.run_dir)
         self.restart_state.count_start()
         task = [job.to_json(), self.restart_state.to_json()]
@@ -106,17 +106,17 @@ class TorchrunRanks:
         return self._run(job, stop, report_failure)
 
     def shutdown(self, code: int) -> None:
-        """Called on rank 0: no more jobs; the followers exit with `code`."""
+        """Tell the followers to exit with `code`; called on rank 0 after the last job."""
         with contextlib.suppress(RuntimeError):  # without the store there are no followers
             self._store.set(f"job{self._jobs}", str(code))
-            # without torchrun this process hosts the store: it must outlive their reading
+            # without torchrun this process hosts the store, so it must wait until they have read it
             read = [f"released/{rank}" for rank in range(1, self.world_size)]
             self._store.wait([] if self._stuck else read, timedelta(seconds=GRACE))
 
     def run_follower(self) -> int:
-        """Called on the other ranks: run jobs until rank 0 has no more, or is gone; the exit
+        """Run jobs until rank 0 has no more, or is gone; on ranks other than 0. Returns the exit
         code."""
-        die_with_parent(os.getppid(), signal.SIGTERM)  # during a run, a stop request
+        die_with_parent(os.getppid(), signal.SIGTERM)  # during a run this is a stop request
         for signum in handled_signals():
             signal.signal(signum, signal.SIG_DFL)  # exit immediately; rank 0 reports
         while not isinstance(task := self._next_task(), int):
@@ -138,13 +138,14 @@ class TorchrunRanks:
         return task
 
     def _interrupted(self, job: Job, interrupted: Interrupted) -> None:
-        """A signal ends this rank, which is no cause: what ends without a word is one."""
+        """Write a failure for a rank that a signal ends, marked as not the cause: ranks that end
+        silently count as one."""
         with contextlib.suppress(OSError):
             failure = Failure(self.rank, str(interrupted), "", True, time.time())
             write_failure(job.run_dir, failure)
 
     def _next_task(self) -> Any:
-        """The next job and the restart state, or the exit code once there are no more."""
+        """Wait for the next (job as JSON, restart state), or the exit code if there are no more."""
         import torch.distributed as dist
 
         key = f"job{self._jobs}"
@@ -155,7 +156,7 @@ class TorchrunRanks:
             except dist.DistNetworkError:
                 exit_now(1)
             except dist.DistStoreError:
-                continue  # timeout: rank 0 is composing, or still closing its last job
+                continue  # timeout: rank 0 is composing the config, or closing its last job
 
     def _run(
         self, job: Job, stop: StopRequest, report_failure: Callable[[Failure], None] | None = None
@@ -185,15 +186,15 @@ class TorchrunRanks:
         except Exception as error:
             failure = describe(self.rank, error)
             if failure.transport:
-                stop.peer_failed()  # looks which peer has ended
+                stop.peer_failed()  # writes the errors of peers that ended silently
             cause = root_cause(job.run_dir) or failure
             record_for_torchrun(cause.to_job_failed(job.run_dir, self.world_size).error)
-        # 2. let peers out that wait for this rank; only now that the error, whose frames hold the
-        #    process groups, is gone
+        # 2. release peers that wait for this rank; only now, as the error's frames held the process
+        #    groups
         if failure is not None:
             outcome = "failed" if leave_groups(GRACE) else "stuck"
         # 3. exchange how the job ended on each rank
-        signalled = False  # while waiting for the others
+        signalled = False  # whether a signal arrived while waiting for the others
         try:
             timeout = job.config.launch.timeout if failure is None else GRACE
             outcomes = barrier(worker, "end", timeout, outcome, listens=True)
@@ -201,7 +202,7 @@ class TorchrunRanks:
             signalled = isinstance(error, Interrupted)
             if failure is None and signalled:
                 raise
-            if "stopped" in result:  # because torchrun ended, and the store with it
+            if "stopped" in result:  # torchrun ended, and the store with it
                 return result
             missing = getattr(error, "missing", ())
             if failure is not None and failure.transport and missing:
@@ -220,16 +221,16 @@ class TorchrunRanks:
         if not {"failed", "stuck"} & ends:
             self._check_why_stopped(result, outcomes, stop)
             return result
-        # 4. agree on whether all have left the job. A rank that leaves late reads outcomes without
-        #    "stuck", but the others may have stopped waiting: the first answer counts
+        # 4. agree on whether all have left the job. The outcomes that a late rank reads may lack
+        #    "stuck" though others have stopped waiting, so the first answer counts
         assert worker.store is not None
         answer = "no"  # if the store is gone
         with contextlib.suppress(RuntimeError):
-            mine = "no" if "stuck" in ends else "yes"
-            answer = worker.store.compare_set("all left", "", mine).decode()
+            vote = "no" if "stuck" in ends else "yes"
+            answer = worker.store.compare_set("all left", "", vote).decode()
         stuck = signalled or answer == "no"
         if not stuck and dist.is_initialized():
-            dist.destroy_process_group()  # every rank has left it
+            dist.destroy_process_group()  # does not block, as every rank has left it
         cause = root_cause(job.run_dir) or failure
         assert cause is not None, "a rank reported a failure without writing its error"
         failed = cause.to_job_failed(job.run_dir, self.world_size)
@@ -242,7 +243,7 @@ class TorchrunRanks:
     def _check_why_stopped(
         self, result: dict[str, Any], outcomes: dict[int, str], stop: StopRequest
     ) -> None:
-        """Raises JobFailed if the run stopped because a torchrun was killed, and is restarted."""
+        """Raise JobFailed if the run stopped as a torchrun was killed, and will be restarted."""
         if "stopped" not in result or self._is_orphan():
             return
         orphans = sorted(rank for rank, outcome in outcomes.items() if outcome == "orphaned")
@@ -255,7 +256,7 @@ class TorchrunRanks:
         machines = int(os.environ.get("GROUP_WORLD_SIZE", "1"))
         if result["stopped"] != stop_reason(MAX_TIME) and machines > 1:
             deadline = time.monotonic() + _ALL_SIGNALLED
-            with contextlib.suppress(Interrupted):  # signalled now, after the run
+            with contextlib.suppress(Interrupted):  # the signal arrives now, after the run
                 while not stop.received and time.monotonic() < deadline:
                     time.sleep(0.05)
 
@@ -263,9 +264,9 @@ class TorchrunRanks:
 def leave_groups(timeout: float) -> bool:
     """Close this process' connections, so that peers waiting for it get an error immediately.
 
-    Returns whether that took less than `timeout` seconds: a reduction in flight holds the
-    connections until its peers have left, too. Groups of GPUs are aborted: to destroy them may wait
-    for what is in their queues, and so for peers, which are not notified (see `watchdog`).
+    Returns whether that took less than `timeout` seconds: a collective in flight keeps gloo's
+    connections open until its peers have left, too. NCCL groups are aborted: destroying them may
+    wait for queued kernels, and so for peers, which are not notified (see `watchdog`).
     """
     import torch.distributed as dist
 
@@ -293,15 +294,14 @@ def leave_groups(timeout: float) -> bool:
 
 
 def start_id(store: Any, rank: int, world_size: int, timeout: float) -> str:
-    """An id that all ranks of one start agree on, through a store that outlives restarts.
+    """Agree on an id of this launch among all ranks, through a store that outlives restarts. Raises
+    RuntimeError with the ranks that did not start in time.
 
-    Raises RuntimeError with the ranks that did not start in time.
-
-    The store keeps the keys of all earlier starts, and torchrun counts restarts per machine. So
+    The store keeps the keys of all earlier launches, and torchrun counts restarts per machine. So
     each rank publishes a new id; rank 0 answers every id that it sees with its own (dead ranks
-    never read theirs) until all ranks have confirmed. Rank 0 reads and answers many ranks at a
-    time, and waits longer the longer it takes: tens of requests however many ranks there are, six
-    of each other rank.
+    never read theirs) until all ranks have confirmed. Rank 0 answers many ranks per request and
+    polls with increasing intervals: tens of requests whatever the number of ranks, and six by each
+    other rank.
     """
     start = own = uuid.uuid4().hex
     if rank > 0:
@@ -310,7 +310,7 @@ def start_id(store: Any, rank: int, world_size: int, timeout: float) -> str:
         store.wait([answer], timedelta(seconds=timeout))
         start = store.get(answer).decode()
     else:
-        store.append(_HELLO, "\n")  # exists from now on: to read a missing key blocks
+        store.append(_HELLO, "\n")  # create the key: reading a missing one blocks
     confirmed = f"titanlike/confirmed/{start}"
     store.append(confirmed, f"{rank}\n")
     if store.add(f"{confirmed}/count", 1) == world_size:
@@ -325,9 +325,9 @@ def start_id(store: Any, rank: int, world_size: int, timeout: float) -> str:
         if new:
             store.multi_set([f"titanlike/answer/{other}" for other in new], [own] * len(new))
             answered |= new
-        # not a wait that times out, which torch reports on stderr
+        # not a wait with a timeout, which torch reports on stderr
         if store.check([f"{confirmed}/all"]):
-            # what the next start reads; unless one of its ranks is there already
+            # empty the list for the next launch, unless one of its ranks is there already
             store.compare_set(_HELLO, seen.decode(), "\n")
             return own
         if time.monotonic() > deadline:

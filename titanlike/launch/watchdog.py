@@ -1,22 +1,22 @@
-"""Ends a run that hangs, with the position of each rank.
+"""End a run that hangs, and report the position of each rank.
 
 1. The training thread records what it begins: a phase of the job, an action of the schedule.
-2. One thread writes that to this rank's heartbeat file, another watches for progress.
-3. After nearly `timeout` seconds without any, all threads' stacks go to the rank's log and torch's
-   record of collectives to logs/flight_recorder. Ranks 0 and 1 read the heartbeats of all ranks
-   twice, to distinguish ranks that do not respond, are stuck, or wait; a thousand ranks that did so
-   would be too many for a file server. The others do it where both do not respond.
+2. One thread writes that to this rank's heartbeat file, a second one watches for progress.
+3. After nearly `timeout` seconds without progress, all threads' stacks go to the rank's log and
+   torch's record of collectives to logs/flight_recorder. Ranks 0 and 1 read the heartbeats of all
+   ranks twice, to distinguish ranks that do not respond, are stuck, or wait; a thousand ranks doing
+   so would overload a file server. The other ranks do it only if neither of the two responds.
 4. The failure is written and this process exits; the launcher ends the other ranks.
 
-A phase of a rank may have a longer limit than that of a peer which it waits for: a save, while the
-peer has stopped in the step before. So ranks 0 and 1 look at all heartbeats meanwhile, and the
-first two of a machine at those of its ranks. A peer that does not respond is judged by the limit of
-its own phase; on the same machine by that of a step if it reads and writes nothing either, since a
-phase that takes long stops no thread.
+A rank's phase may have a longer limit than that of the peer it waits for: e.g. a save, while the
+peer has stopped in the step before. So ranks 0 and 1 check all heartbeats meanwhile, and the first
+two ranks of a machine check those of its ranks. A peer that does not respond is judged by the limit
+of its own phase; on the same machine by that of a step if it also does no I/O, since even a long
+phase keeps its threads running.
 
-On a GPU "progress" is that of its queue, too, and a rank's position is the first action there that
-has not ended (`DeviceQueue`). A rank that stands still because another one has failed is let out of
-its collective, since there it learns of that by no error.
+On a GPU the queue's progress counts as well, and a rank's position is the first action that has not
+completed there (`DeviceQueue`). A rank that hangs because a peer has failed is released from its
+collective, since NCCL does not raise an error.
 
 It exits slightly before the timeout, so that a collective with the same timeout does not fail first
 with an error that names no rank. Time in which the whole process was stopped (Ctrl-Z, a suspended
@@ -63,22 +63,22 @@ from titanlike.launch.worker import Worker
 if TYPE_CHECKING:
     from titanlike.launch.device_queue import DeviceQueue, Mark
 
-_WAKE_DELAY = 2.0  # seconds that a thread may wake late; beyond that, the process was stopped
+_WAKE_DELAY = 2.0  # seconds a thread may wake late; beyond that the process was stopped
 _JOIN_TIMEOUT = 2.0  # seconds for the watching thread to end
-_RECORD_TIMEOUT = 5.0  # seconds to write the record of collectives, which take part of:
+_RECORD_TIMEOUT = 5.0  # seconds to write the record of collectives, included in:
 _REPORT_TIMEOUT = 60.0  # seconds to write and report the failure before the process exits,
-_REPORT_OF_RANK = 0.02  # and for each rank, whose heartbeat is read
+_REPORT_OF_RANK = 0.02  # plus seconds per rank to read heartbeats
 _LEAVE_TIMEOUT = 15.0  # seconds for the training thread to leave the job once a peer has failed
-_PATIENCE = 5.0  # seconds without progress on a device after which peers are looked at,
-_PEER_INTERVAL = 2.0  # and then between two looks
-_REPORTERS = 2  # ranks that report a hang: one of them may be stopped itself
-_MOST_BEATS = 200.0  # heartbeats of all ranks that a file server gets in a second
+_PATIENCE = 5.0  # seconds without progress on a device until peers' errors are checked,
+_PEER_INTERVAL = 2.0  # and between two checks
+_REPORTERS = 2  # ranks that report a hang: one of them may hang itself
+_MOST_BEATS = 200.0  # limit of heartbeats per second, of all ranks, on a file server
 # keys of the timeouts of phases, for the error text; others: launch.timeout
 _KEYS = dict.fromkeys(("load", "save", "export"), "checkpoint.timeout")
 
 
 class Watchdog:
-    """A context in which watches the progress of the thread that entered it."""
+    """A context that watches the progress of the thread that entered it."""
 
     def __init__(
         self,
@@ -87,32 +87,32 @@ class Watchdog:
         report_failure: Callable[[Failure], None] | None = None,
         abort: Callable[[], object] = lambda: None,
     ) -> None:
-        """report_failure: in the process that reports the job, called before it exits. abort: ends
-        what waits in the device's queue for other ranks."""
+        """report_failure: in the process that reports the job, called before it exits. abort:
+        aborts collectives on the device."""
         self._worker, self._settings, self._report_failure = worker, settings, report_failure
         self._queue: DeviceQueue | None = None
         self._abort = abort
-        self._unfinished: Mark | None = None  # the first in the queue, when it was last looked at
-        self._device_since = -math.inf  # since when it has been that
+        self._unfinished: Mark | None = None  # the first unfinished in the queue, when last read
+        self._device_since = -math.inf  # since when it is the first
         limits = [limit for limit in (settings.step_timeout, settings.timeout) if limit > 0]
         self._shortest = min(limits, default=math.inf)
-        # the same on all ranks: one without a new beat in `_response_time` does not respond
+        # equal on all ranks: a rank without a new beat in `_response_time` does not respond
         rank, size, here = worker.rank, worker.world_size, worker.local_world_size
         interval = max(settings.heartbeat, size / _MOST_BEATS)
         self._interval = max(0.05, min(interval, self._shortest / 10))
         self._response_time = 2 * self._interval
         self._reports = rank < _REPORTERS
-        of_machine = rank - worker.local_rank
-        self._looked_at = range(size) if self._reports else range(of_machine, of_machine + here)
+        first_here = rank - worker.local_rank
+        self._looked_at = range(size) if self._reports else range(first_here, first_here + here)
         self._report_timeout = _REPORT_TIMEOUT + _REPORT_OF_RANK * size
         self._thread_id = 0
         self._ended = threading.Event()
         self._awake_since = -math.inf
-        self._next_look = -math.inf  # whether a peer has failed
+        self._next_look = -math.inf  # time of the next check whether a peer has failed
         self._looking = threading.Thread()
-        # number of a peer's beat and bytes that it has read and written, and since when
+        # peer -> ((number of its beat, bytes read and written), since when they are unchanged)
         self._seen: dict[int, tuple[tuple[int, str], float]] = {}
-        # of a peer that has not responded for too long: the limit, and all beats of that time
+        # a peer did not respond for too long: (the limit, all beats at that time)
         self._lost: tuple[str, dict[int, Beat]] | None = None
         self._host = socket.gethostname()
         self._recording = threading.Thread()
@@ -120,18 +120,18 @@ class Watchdog:
         self.enter_phase(0, "start")
 
     def watch_device(self, queue: DeviceQueue | None) -> None:
-        """From now on what is in a device's queue counts, where the device has one."""
+        """From now on the progress of a device's queue counts as well; None = it has none."""
         self._queue = queue
 
     def enter_phase(self, step: int, phase: str, timeout: float | None = None) -> None:
-        """This rank begins a phase, in which each action may take `timeout` seconds.
+        """Record that this rank begins a phase, in which each action may take `timeout` seconds.
 
-        timeout: None = launch.step_timeout, 0 = unlimited; at least four heartbeats, the time in
-        which a rank that does not respond is recognized.
+        timeout: None = launch.step_timeout, 0 = unlimited; at least four heartbeats, the time to
+        recognize a rank that does not respond.
         """
         if self._queue is not None and self._thread_id:
             self._queue.mark(self._step, self._phase, self._action)
-        # the clock first: the watching thread must not compare the old time with a shorter limit
+        # set the time first: the watching thread must not compare the old one with a shorter limit
         self._since = monotonic()
         self._action = ""
         self._limit = (self._settings.step_timeout if timeout is None else timeout) or math.inf
@@ -140,15 +140,15 @@ class Watchdog:
         self._step, self._phase = step, phase
 
     def start_action(self, action: Any) -> None:
-        """This rank begins an action of the schedule; None: all are done.
+        """Record that this rank begins an action of the schedule; None: all are done.
 
-        Takes 0.1 us: the action is formatted only where it is shown.
+        Takes 0.1 us: the action is only formatted when shown.
         """
         self._action = action
         self._since = monotonic()
 
     def action_queued(self, action: Any, received: bool) -> None:
-        """An action of the schedule is in the device's queue; received: what it waits for is."""
+        """Record that an action is queued on the device; received: only the receive of its input."""
         if self._queue is not None:
             self._queue.mark(self._step, self._phase, action, received)
 
@@ -169,14 +169,14 @@ class Watchdog:
         return max(self._since, self._awake_since, self._device_since)
 
     def _observe(self) -> Beat:
-        """What this rank is doing now."""
+        """Return what this rank is doing now; `Heartbeat` sets the beat's number."""
         since, step, phase, action = self._since, self._step, self._phase, self._action
         if (mark := self._unfinished) is not None:
             since, step, phase, action = self._device_since, mark.step, mark.phase, mark.action
         age = monotonic() - self._last_progress()
-        frames, at, waits = "", "", False
+        frames, position, waits = "", "", False
         if age > min(self._limit, self._shortest) / 2:
-            frames, at, waits = innermost_frames(self._thread_id)
+            frames, position, waits = innermost_frames(self._thread_id)
             waits = waits if mark is None else mark.received
         now = time.time()
         return Beat(
@@ -191,7 +191,7 @@ class Watchdog:
             since=now - (monotonic() - since),
             seconds=age,
             frames=frames,
-            at=at,
+            at=position,
             waits=waits,
             on_device=mark is not None,
             limit=0.0 if math.isinf(self._limit) else self._limit,
@@ -199,7 +199,7 @@ class Watchdog:
         )
 
     def _watch(self) -> None:
-        # two look at their peers, as one may be stopped itself
+        # two ranks check their peers, as one may be stopped itself
         looks = self._worker.world_size > 1 and self._worker.local_rank < _REPORTERS
         looks, entered = looks or self._reports, None
         reading = self._worker.world_size / 1000  # seconds for all heartbeats, before a collective
@@ -221,12 +221,12 @@ class Watchdog:
                 if self._lost is not None:
                     limit_text, before = self._lost
                     self._give_up(before, limit_text)
-                # in a thread, as below
+                # in a thread, as in `_suspect`
                 self._looking = threading.Thread(target=self._look_at_peers, daemon=True)
                 self._looking.start()
 
     def _sleep(self, seconds: float) -> bool:
-        """False once the run is over. Records if the whole process was stopped meanwhile."""
+        """Sleep; False once the run is over. Notices if the whole process was stopped meanwhile."""
         start = monotonic()
         over = self._ended.wait(seconds)
         if monotonic() - start > seconds + _WAKE_DELAY:
@@ -234,7 +234,7 @@ class Watchdog:
         return not over
 
     def _waits_for_failed_peer(self, queue: DeviceQueue) -> bool:
-        """Look how far the device is; whether it stands still while a peer has failed."""
+        """Update the device's progress; return whether it makes none and a peer has failed."""
         before, mark = self._unfinished, queue.first_unfinished()
         if (mark and mark.number) != (before and before.number):
             self._device_since = monotonic()
@@ -246,13 +246,12 @@ class Watchdog:
         return self._worker.stop_request.peer_failed()
 
     def _let_out(self) -> None:
-        """Let the training thread out of a GPU's collective once another rank has failed.
+        """Release the training thread from a GPU's collective after a peer has failed.
 
         A rank that fails under gloo closes its connections, and its peers' collectives raise. Under
-        NCCL they wait on: the thread sits in a call that waits for the GPU, and the GPU waits for
-        the peer. So
-        1. PeerFailed is raised in the training thread, which takes effect when that call returns,
-           before anything is done with what it returns, which may be garbage;
+        NCCL the thread blocks in a call that waits for the GPU, and the GPU waits for the peer. So
+        1. PeerFailed is raised asynchronously in the training thread, which takes effect when that
+           call returns, before its result, which may be garbage, is used;
         2. the collectives are aborted, and the call returns;
         3. the thread leaves the job as after any error. If it does not, the process ends.
         """
@@ -270,17 +269,17 @@ class Watchdog:
         ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, error)
         try:
             self._abort()
-        except Exception:  # as of a group that the thread is closing itself
+        except Exception:  # e.g. the thread is closing the group itself
             traceback.print_exc()
         self._ended.wait(_LEAVE_TIMEOUT)
 
     def _look_at_peers(self) -> None:
-        """Find one that has written no beat for too long."""
+        """Find a peer that has written no heartbeat for too long."""
         seen, start = self._seen, monotonic()
-        if self._ended.wait(self._response_time):  # in which each that responds writes a new one
+        if self._ended.wait(self._response_time):  # each live rank writes a new beat meanwhile
             return
         if monotonic() - start > self._response_time + _WAKE_DELAY:
-            seen.clear()  # all were stopped
+            seen.clear()  # this machine's processes were stopped
             return
         beats = read_beats(self._worker.run_dir, self._looked_at)
         key = "timeout" if self._shortest == self._settings.timeout else "step_timeout"
@@ -300,8 +299,8 @@ class Watchdog:
                 return
 
     def _suspect(self, since: float) -> None:
-        """Nearly timed out: read all beats twice; exit if this rank makes no progress meanwhile,
-        and no other rank reports it."""
+        """Handle a timeout that is near: read all beats twice; exit if this rank makes no progress
+        meanwhile and no other rank reports the hang."""
         before: dict[int, Beat] = {}
 
         def record() -> None:
@@ -310,7 +309,7 @@ class Watchdog:
                 print(f"no progress for {seconds:.0f} s; all threads:", file=log, flush=True)
                 faulthandler.dump_traceback(log)
             before.update(self._beats(all_ranks=self._reports))
-            if "torch.distributed" in sys.modules:  # else there is nothing, after seconds of import
+            if "torch.distributed" in sys.modules:  # else there is no record, and importing is slow
                 from titanlike.torch_private.flight_recorder import write_records
 
                 folder = self._worker.run_dir / "logs" / "flight_recorder"
@@ -344,13 +343,13 @@ class Watchdog:
         return self._last_progress() != since
 
     def _give_up(self, before: dict[int, Beat], limit: str = "") -> None:
-        """Report the hang and exit; at the latest after `_report_timeout`.
+        """Report the hang and exit, at the latest after `_report_timeout`.
 
-        limit: the key=seconds that was exceeded, "" = this rank's own.
+        before: beats of an earlier read; limit: the exceeded key=seconds, "" = this rank's own.
         """
         _call_later(self._report_timeout, lambda: os._exit(1))
         try:
-            self._worker.stop_request.peer_failed()  # looks which rank has ended, rather than hangs
+            self._worker.stop_request.peer_failed()  # records ranks that ended instead of hanging
             from titanlike.launch.hang import explain, unresponsive
 
             own, now = self._observe(), self._beats()
@@ -370,7 +369,7 @@ class Watchdog:
             if self._recording.is_alive():
                 self._recording.join(_RECORD_TIMEOUT)
             for beat in unresponsive(before, now, own.rank):
-                # torchrun would wait half a minute for one that is stopped: it handles no SIGTERM
+                # a stopped process handles no SIGTERM, and torchrun would wait half a minute for it
                 if beat.host == self._host:
                     with contextlib.suppress(OSError):
                         os.kill(beat.pid, signal.SIGCONT)
@@ -384,12 +383,12 @@ class Watchdog:
             exit_now(1)
 
     def _beats(self, all_ranks: bool = True) -> dict[int, Beat]:
-        """Of all ranks, or of those that report."""
+        """Read the beats of all ranks, or only of those that report."""
         size = self._worker.world_size
         return read_beats(self._worker.run_dir, range(size if all_ranks else min(_REPORTERS, size)))
 
     def _open_log(self) -> contextlib.AbstractContextManager[TextIO]:
-        """The rank's log, or if it cannot be opened, the original stderr."""
+        """Open the rank's log; if that fails, return the original stderr."""
         try:
             return open(log_path(self._worker.run_dir, self._worker.rank), "a", encoding="utf-8")
         except OSError:
@@ -403,7 +402,7 @@ def _call_later(seconds: float, function: Callable[[], object]) -> None:
 
 
 def _transferred(pid: int) -> str:
-    """The bytes that a process of this machine has read and written; "" = unknown."""
+    """I/O counters of a process on this machine, as text to compare; "" = unknown."""
     try:
         with open(f"/proc/{pid}/io", encoding="utf-8") as file:
             return file.read()

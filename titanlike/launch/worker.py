@@ -2,7 +2,7 @@
 
 1. Its output goes to run_dir/logs/rankN.log.
 2. It waits until all ranks of the job have started; missing ones are named.
-3. It calls the job's function, in which all ranks may meet at further points (`barrier`).
+3. It calls the job's function, in which all ranks may meet at further barriers.
 4. An error is written to a file before any cleanup.
 """
 
@@ -46,13 +46,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Job:
-    """What every rank gets as JSON: a function by its import path (`package.module:function`), and
-    its arguments."""
+    """What every rank receives as JSON: the import path of a function (`package.module:function`),
+    and its arguments."""
 
     function: str
     config: Config
     run_dir: Path  # absolute
-    overrides: list[str]  # of the command line
+    overrides: list[str]  # from the command line
     started: float = field(default_factory=time.time)  # seconds since the epoch; for max_time
 
     def to_json(self) -> str:
@@ -63,7 +63,7 @@ class Job:
     def from_json(cls, text: str) -> Job:
         plain = json.loads(text)
         config, problems = parse(plain["config"])
-        if problems:  # the sender runs another version of this program
+        if problems:  # the sender runs a different version of titanlike
             raise ConfigError(problems)
         return cls(**{**plain, "config": config, "run_dir": Path(plain["run_dir"])})
 
@@ -77,17 +77,19 @@ class Worker:
     local_rank: int  # on this machine
     local_world_size: int
     run_dir: Path  # absolute
-    store: Store | None  # for this job alone; None for a job of one process
+    store: Store | None  # with a prefix of this job; None for a job of one process
     overrides: list[str]
     stop_request: StopRequest = field(default_factory=StopRequest)
-    resources: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)  # until its end
-    one_machine: bool = False  # whether all ranks are known to be on this one
-    # in the process that reports the job: reports a hang, which no exception can end
+    resources: contextlib.ExitStack = field(
+        default_factory=contextlib.ExitStack
+    )  # closed at its end
+    one_machine: bool = False  # whether all ranks are known to be on this machine
+    # in the process that reports the job: called for a hang, which no exception can end
     report_failure: Callable[[Failure], None] | None = None
-    callbacks: tuple[Any, ...] = ()  # of a program that trains here, see `titanlike.library`
+    callbacks: tuple[Any, ...] = ()  # of a program that calls `titanlike.library`
 
     def notify(self, event: str, *values: Any) -> None:
-        """Call what the callbacks have for an event: on_EVENT(*values)."""
+        """Call on_EVENT(*values) of each callback that has it."""
         for callback in self.callbacks:
             if (function := getattr(callback, f"on_{event}", None)) is not None:
                 function(*values)
@@ -101,7 +103,7 @@ def run_job(job: Job, worker: Worker) -> dict[str, Any]:
         os.environ.update(GLOO_SOCKET_IFNAME=loopback, NCCL_SOCKET_IFNAME=f"={loopback}")
     with collected_once_built(), _logged(job.run_dir, worker.rank) as log:
         try:
-            # a beat of an earlier launch would be taken for one of a rank that stands still
+            # an earlier launch's beat would look like that of a hanging rank
             heartbeat_path(job.run_dir, worker.rank).unlink(missing_ok=True)
             if worker.store is not None:
                 from titanlike.launch.rendezvous import peer_ended, start_together
@@ -131,7 +133,7 @@ def run_alone(
     report_failure: Callable[[Failure], None],
     callbacks: tuple[Any, ...] = (),
 ) -> dict[str, Any]:
-    """Run a job of one rank in this process. Returns what its function does. Raises JobFailed, or
+    """Run a job of one rank in this process. Returns the function's result. Raises JobFailed or
     Interrupted.
 
     report_failure, callbacks: see Worker.
@@ -160,7 +162,9 @@ def run_alone(
         if "torch.distributed" in sys.modules:
             import torch.distributed as dist
 
-            if dist.is_initialized():  # the job failed; a sweep's next one initializes its own
+            if (
+                dist.is_initialized()
+            ):  # the job failed; a sweep's next job initializes its own group
                 dist.destroy_process_group()
 
 
@@ -168,8 +172,8 @@ def run_alone(
 def _logged(run_dir: Path, rank: int) -> Iterator[TextIO]:
     """A context in which this process' output goes to the rank's log file, which is yielded.
 
-    Python's output of rank 0 goes to the console, too, and the terminal stays a terminal. On the
-    others the file replaces the process' stdout and stderr, so that it also gets the output of C
+    On rank 0 Python's output goes to the console as well, and the terminal stays a terminal. On
+    other ranks the file replaces the process' stdout and stderr, so it includes the output of C
     libraries.
     """
     path = log_path(run_dir, rank)
@@ -197,7 +201,7 @@ def _logged(run_dir: Path, rank: int) -> Iterator[TextIO]:
 
 
 class _Tee:
-    """A stream that also writes to `file` if there is one, and removes credentials."""
+    """A stream that also writes to `file` if there is one, and redacts credentials."""
 
     def __init__(self, console: TextIO, file: TextIO | None) -> None:
         self._console, self._file = console, file
