@@ -177,7 +177,8 @@ def test_a_run_goes_on_in_other_dimensions_as_in_one_process(tmp_path: Path) -> 
 
 @pytest.mark.slow
 def test_a_run_goes_on_with_other_experts_and_sequences(tmp_path: Path) -> None:
-    """ep=2, then dp=2, cp=2, pp=2: with the losses and the balance of one process."""
+    """Experts over dp's ranks, then over tp's, over both, over none and so on: with the losses and
+    the balance of one process."""
     sizes = {
         "vocab_size": None,
         "hidden_size": 32,
@@ -190,13 +191,16 @@ def test_a_run_goes_on_with_other_experts_and_sequences(tmp_path: Path) -> None:
     )
     settings = {"batch_size": 24, "data": SyntheticData(vocab_size=97), "model": mixture}
     settings |= {"lr": ConstantLr(warmup=0)}
-    layouts = [{"dp": 2, "ep": 2}, {"dp": 2}, {"cp": 2}, {"pp": 2}]
-    run_world(train, tiny(**settings, steps=4), tmp_path / "whole")
+    layouts = [
+        *({"dp": 2, "ep": 2}, {"tp": 2, "ep": 2}, {"dp": 2}, {"dp": 2, "tp": 2, "ep": 4}),
+        *({"cp": 2}, {"cp": 2, "tp": 2, "ep": 4}, {"tp": 4, "ep": 4}, {"tp": 2}, {"pp": 2}),
+    ]
+    run_world(train, tiny(**settings, steps=len(layouts)), tmp_path / "whole")
     for step, layout in enumerate(layouts, 1):
         config = tiny(**layout, **settings, steps=step, checkpoint=Checkpoint(last=True))
         run_world(train, config, tmp_path / "moved")
     whole, moved = (read_jsonl(tmp_path / run / "metrics.jsonl") for run in ("whole", "moved"))
-    assert len(moved) == 4
+    assert len(moved) == len(layouts)
     for key in ("loss", "grad_norm", "busiest_expert"):
         assert [row[key] for row in moved] == pytest.approx([row[key] for row in whole], abs=1e-5)
 

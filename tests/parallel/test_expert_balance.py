@@ -21,6 +21,7 @@ from support.proven import assert_proven
 from support.skipped_step import three_steps
 from support.world import run_world
 from titanlike.config.optimizers.adamw import AdamW
+from titanlike.config.optimizers.muon import Muon
 from titanlike.config.schema import (
     ActivationCheckpoint,
     Config,
@@ -216,9 +217,34 @@ def of(model: Any, **layout: Any) -> Config:
 
 
 MOE = moe(n_shared_experts=1, balance_loss=0.01, z_loss=0.001)
+MANY = moe(num_local_experts=8, n_shared_experts=1, balance_loss=0.01, z_loss=0.001)
+MIXTRAL = hf("mixtral", num_hidden_layers=2)
+# experts are whole, and activations, too
+MIXTRAL_PLAN = {
+    "model.embed_tokens": "vocab",
+    "model.layers.*.self_attn.[qkv]_proj": {"colwise": 8},
+    "model.layers.*.self_attn.o_proj": "rowwise",
+    "lm_head": "vocab",
+}
 # ranks have other tokens, other experts and other shards of them
-EXCHANGED = {"moe": of(MOE, dp=2, cp=2, ep=2, fsdp=Fsdp(2))}
+EXCHANGED = {
+    "moe": of(MOE, dp=2, cp=2, ep=2, fsdp=Fsdp(2)),
+    # those of tp have other experts; with and without other tokens
+    "over tp": of(MOE, tp=2, ep=2),
+    "over tp, whole sequences": of(MOE, tp=2, ep=2, tp_sequence=False),
+}
 MORE_EXCHANGED = {
+    "over dp and tp, ZeRO 3": of(MANY, dp=4, tp=2, ep=4, fsdp=Fsdp(3)),
+    "over dp and tp, in replicas": of(MANY, dp=4, tp=2, replicate=2, ep=4, fsdp=Fsdp(2)),
+    "over dp and tp, a pipeline": of(MANY, pp=2, dp=2, tp=2, ep=4, schedule="zbh1"),
+    "over dp and tp, muon": of(MANY, dp=2, tp=2, ep=4, optimizer=Muon()),
+    "over cp and tp": of(MANY, cp=2, tp=2, ep=4),
+    "over dp, cp and tp": of(MANY, dp=2, cp=2, tp=2, ep=8),
+    "over four of tp": of(MANY, tp=4, ep=4),
+    "over tp, sequences of other lengths": of(
+        MOE, tp=2, ep=2, data=Custom("support.samples.phrases", {})
+    ),
+    "over tp, hf mixtral": of(replace(MIXTRAL, tp_plan=MIXTRAL_PLAN), dp=2, tp=2, ep=4),
     "hf mixtral": of(hf("mixtral", num_hidden_layers=2), dp=2, cp=2, ep=4),
     "hf mixtral, compiled, recomputed": of(
         hf("mixtral", num_hidden_layers=2), dp=2, ep=2, compile=True, **FULL
@@ -227,7 +253,10 @@ MORE_EXCHANGED = {
 }
 
 
-@pytest.mark.parametrize("config", cells(EXCHANGED, MORE_EXCHANGED))
+LAST_EXCHANGED = {"over dp and tp, compiled": of(MANY, dp=2, tp=2, ep=4, compile=True, **FULL)}
+
+
+@pytest.mark.parametrize("config", cells(EXCHANGED, MORE_EXCHANGED, LAST_EXCHANGED))
 def test_a_mixture_trains_as_one_process_does(config: Config, tmp_path: Path) -> None:
     assert preflight(config) == []
     assert_proven(config, tmp_path, timeout=300)
@@ -279,6 +308,15 @@ def test_blocks_with_experts_elsewhere_are_compiled_whole_and_exchange_once(
     [
         ({"dp": 2, "ep": 4}, MOE, "does not divide the ranks that share weights, dp = 2", "ep=2"),
         ({"dp": 3, "ep": 3}, MOE, "does not divide the 4 experts of a layer", "ep=1"),
+        (
+            {"dp": 2, "tp": 2, "ep": 3},
+            MOE,
+            "dp = 2, nor is it tp=2 times a divisor of them",
+            "ep=2",
+        ),
+        ({"dp": 3, "tp": 2, "ep": 7}, MANY, "dp = 3, nor is it tp=2 times a divisor", "ep=6"),
+        ({"dp": 4, "tp": 4, "ep": 16}, MANY, "does not divide the 8 experts of a layer", "ep=8"),
+        ({"tp": 4, "ep": 2}, MOE, "nor is it tp=4 times a divisor of them", "ep=1"),
         ({"dp": 2, "ep": 2}, tiny().model, "the model has no experts", "ep=1"),
     ],
 )

@@ -92,6 +92,20 @@ def test_tokens_go_to_experts_and_experts_are_sharded_over_fewer_ranks() -> None
 
 
 @pytest.mark.slow
+def test_a_plan_says_what_a_ranks_experts_take() -> None:
+    """8 experts of 176 in each of 2 layers, with fp32 weights and two moments: over dp's ranks, of
+    which tp's have the same, or over both; FSDP shards what is left over dp."""
+    words = f"{WORDS} model=moe_tiny model.num_hidden_layers=2 batch_size=32 dp=4 tp=2".split()
+    one = LAYERS * 3 * 176 * DIM * 12
+    for ep, on_a_rank, each in ((4, 2, 2), (8, 1, 1), (2, 4 / 2, 4)):
+        estimate = planned(*words, f"ep={ep}")
+        [rank] = as_data(estimate)["ranks"]
+        assert rank["expert_bytes"] == on_a_rank * one, ep
+        said = f"{8 // ep} of 8 of a layer on a rank, each on {each} rank"
+        assert said in as_text(estimate, width=200), ep
+
+
+@pytest.mark.slow
 def test_measured_collectives_count_inside_a_node_alone() -> None:
     """A profile that was measured knows what collectives and FSDP reach, which is not what messages
     do."""

@@ -950,7 +950,7 @@ class RampStage:
 
 OBJECTIVES = ("val_loss", "loss", "tokens_per_second", "samples_per_second", "step_seconds", "mfu")
 OBJECTIVES += ("memory_bytes",)
-MESH_AXES = ("pp", "dp", "cp", "tp")  # their product is the world size; ep is within dp and cp
+MESH_AXES = ("pp", "dp", "cp", "tp")  # their product is the world size; ep is within them
 LAYER_AXES = MESH_AXES[3:]  # axes whose ranks each hold a shard of every layer
 
 
@@ -984,7 +984,8 @@ class Config:
     )
     ep: int = key(
         1,
-        "expert-parallel ranks among those of dp and cp: each has a part of every layer's experts",
+        "expert-parallel ranks among those of dp and cp, or of dp, cp and tp where it does not divide "
+        "the former: each has a part of every layer's experts",
         ge=1,
     )
     replicate: int = key(1, "replicas among dp: 1 = FSDP, dp = replication, between = HSDP", ge=1)
@@ -1114,6 +1115,20 @@ class Config:
     def shards(self) -> int:
         """Ranks over which FSDP shards a stage's weights: dp within one replica, times cp."""
         return self.dp // self.replicate * self.cp
+
+    @property
+    def ep_shards(self) -> int:
+        """Of `shards`, adjacent ranks that have different experts. An `ep` that does not divide
+        `shards` takes tp's ranks, too."""
+        return self.ep // self.tp if self.shards % self.ep else self.ep
+
+    @property
+    def fitting_ep(self) -> int:
+        """`ep`, or the largest below it that the mesh has ranks for: a divisor of `shards`, or tp
+        times one."""
+        divisors = (n for n in range(1, min(self.shards, self.ep) + 1) if self.shards % n == 0)
+        sizes = (size for n in divisors for size in (n, n * self.tp))
+        return max((size for size in sizes if size <= self.ep), default=1)
 
     @property
     def exact(self) -> bool:

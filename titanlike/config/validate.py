@@ -282,8 +282,8 @@ RULES = (
 MESH_RULES = (  # for a config whose MESH_KEYS are within bounds
     Rule("replicate", lambda c: c.dp % c.replicate and _divisor(c.dp, c.replicate),
          "dp={c.dp} cannot be cut into {c.replicate} equal replicas", "replicate={0}"),
-    Rule("ep", lambda c: not c.dp % c.replicate and c.shards % c.ep and _fewer_experts(c),
-         "does not divide the ranks that share weights, {0[0]} = {c.shards}", "ep={0[1]}"),
+    Rule("ep", lambda c: not c.dp % c.replicate and c.fitting_ep < c.ep and _ranks_of_experts(c),
+         "does not divide the ranks that share weights, {0}", "ep={c.fitting_ep}"),
     Rule("batch_size", lambda c: _rows(c) > MAX_BATCH and MAX_BATCH * c.dp,
          f"more than {MAX_BATCH} sequences for a dp rank", "batch_size={0}"),
     Rule("batch_size", lambda c: c.batch_size % c.dp and _rows(c) * c.dp,
@@ -345,9 +345,10 @@ def _rows(config: Config) -> int:
     return -(-config.batch_size // config.dp)
 
 
-def _fewer_experts(config: Config) -> tuple[str, int]:
+def _ranks_of_experts(config: Config) -> str:
     ranks = "dp" + " / replicate" * (config.replicate > 1) + " x cp" * (config.cp > 1)
-    return ranks, _divisor(config.shards, config.ep)
+    text = f"{ranks} = {config.shards}"
+    return text if config.tp == 1 else f"{text}, nor is it tp={config.tp} times a divisor of them"
 
 
 def _undivided(config: Config) -> tuple[int, int, int] | None:

@@ -139,6 +139,10 @@ class RankMemory:
                 layout.numel, layout.experts, layout.moments, strict=True
             )
         ]
+        self._kept_experts = [
+            config.ep_shards * (none * experts + (one - none) * moments)
+            for experts, (_, moments) in zip(layout.experts, layout.moments, strict=True)
+        ]
         shards = self._state.shards
         self._update = (
             self._computing * _UPDATE * max(layout.gathered_matrices) // shards if shards > 1 else 0
@@ -146,7 +150,7 @@ class RankMemory:
         self._stage_changes: dict[tuple[int, frozenset[str]], dict[str, _Change]] = {}
         # of stages that are alike, also in other layouts: a search has the same again and again
         self._counted: dict[object, dict[str, _Change]] = {}
-        mesh = config.cp, config.ep, config.exact, self._computing
+        mesh = config.cp, config.ep, config.ep_shards, config.exact, self._computing
         self._alike = self._state, mesh, layout.zero, layout.microbatches
         # of ranks of orders, each walked once: a search asks for the same many times
         self._walks: dict[tuple[int, int], tuple[Order, list[tuple[int, str]], np.ndarray]] = {}
@@ -199,6 +203,10 @@ class RankMemory:
         """Bytes on each pipeline rank, as `of_rank`."""
         return [self.of_rank(rank, recomputed) for rank in range(len(self._order.ranks))]
 
+    def of_experts(self, rank: int) -> int:
+        """Bytes of experts' parameters and optimizer state on a pipeline rank, with ep."""
+        return int(sum(self._kept_experts[stage] for stage in self._order.local(rank)))
+
     def fit(
         self, candidates: Sequence[Sequence[str]], limit: int
     ) -> tuple[list[list[str]], list[int]]:
@@ -231,8 +239,9 @@ class RankMemory:
         """What is in memory during each action of a rank, and in the update; arguments as
         `of_rank`."""
         kept, sent = self._base(rank)
-        numel = (self.layout.numel[stage] for stage in self._order.local(rank))
-        weights = int(sum(self._state.weights * n for n in numel))
+        sizes = [*zip(self.layout.numel, self.layout.experts, strict=True)]
+        local = (self._in_shards(*sizes[stage]) for stage in self._order.local(rank))
+        weights = int(sum(self._state.weights * numel for numel in local))
         now = MemoryParts(min(weights, kept), max(0, kept - weights), messages=sent)
         samples = []
         for act, kind in self._steps(rank):
@@ -271,7 +280,7 @@ class RankMemory:
     def _in_shards(self, numel: int, experts: int) -> int:
         """What counts for parameters, or their bytes, whose shards a rank keeps: experts' have fewer
         shards."""
-        return numel + (self._config.ep - 1) * experts
+        return numel + (self._config.ep_shards - 1) * experts
 
     def _base(self, rank: int) -> tuple[int, int]:
         """Bytes of a rank's parameters and optimizer state, and of messages that are under way."""

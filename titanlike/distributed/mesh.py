@@ -252,11 +252,16 @@ def _coordinate(axes: DeviceMesh) -> tuple[Any, ...]:
 
 
 def _with_experts(mesh: Mesh, config: Config) -> Mesh:
-    """Add the expert groups: the axis shard cut into blocks of ep adjacent ranks. Collective."""
+    """Add the expert groups: the axis shard cut into blocks of adjacent ranks, which have different
+    experts, as those of tp do where ep takes them, too. Collective."""
     pp_rank, replica, shard, *others = _coordinate(mesh.axes)
-    every_ep = slice(shard % config.ep, None, config.ep)
-    alike = mesh.axes.mesh[(pp_rank, slice(None), every_ep, *others)]
-    group = new_group(mesh.neighbours("shard", config.ep), config.launch.timeout)
+    size = config.ep_shards
+    alike = mesh.axes.mesh[(pp_rank, slice(None), slice(shard % size, None, size), *others)]
+    together = mesh.neighbours("shard", size)
+    if config.ep > size:
+        block = slice(shard // size * size, (shard // size + 1) * size)
+        together = mesh.axes.mesh[pp_rank, replica, block].flatten().tolist()
+    group = new_group(together, config.launch.timeout)
     shards = new_group(alike[replica].tolist(), config.launch.timeout)
     if config.replicate == 1:
         names, groups, ranks = ("expert_shard",), shards, alike[0]

@@ -7,6 +7,10 @@ exchange tokens before a module of experts and results behind it. What such a mo
 rows. Gradients come back with the results: of its experts, a rank has those of all tokens of its
 group, and FSDP sums them over the ranks that hold the same experts.
 
+An `ep` that does not divide these ranks takes those of tensor parallelism, too. They see other
+tokens where the sequence is divided, and send these as they are. Where it is not, all of them send
+the same: the experts' gradients, which are sums over all that is sent, are divided by their number.
+
 For the balance, tokens are counted where a training forward calls experts, not where activation
 checkpointing runs it again; all of them, padding included, since all are computed. After the step
 the counts are summed over all ranks that saw other tokens, so that they are those of the undivided
@@ -34,7 +38,7 @@ from titanlike.config.errors import ConfigError, Problem
 from titanlike.config.schema import Config
 from titanlike.distributed.collectives import GroupInfo, autograd_collective
 from titanlike.distributed.mesh import Mesh
-from titanlike.distributed.placement import APART, Part, Placement, experts_of
+from titanlike.distributed.placement import APART, Part, Placement, When, experts_of
 from titanlike.distributed.transform import Plan, Transform
 from titanlike.parallel.activation_checkpoint import keeps
 from titanlike.torch_private.autograd import in_backward
@@ -47,20 +51,28 @@ Forward = Callable[[Tensor, Tensor], Tensor]  # of experts: (tokens, counts) -> 
 class ExpertParallel(Transform):
     ranks: GroupInfo
 
-    def __init__(self, config: Config, model: nn.Module) -> None:
-        """Divide the experts of a model on meta in place, as the first rank has them. Raises
-        ConfigError where there are none, or where they cannot be divided."""
+    def __init__(self, config: Config, model: nn.Module, tensor: Transform | None) -> None:
+        """Divide the experts of a model on meta in place, as the first rank has them; tensor:
+        tensor parallelism, if there is some. Raises ConfigError where there are none, or where they
+        cannot be divided."""
         _check_experts(config, model)
         self._config = config
         self._eager: set[str] = set()
         self.first = self.ranks = GroupInfo(config.ep, 0)
-        self.on_model(model, {})
+        # those of tp, where each has other experts
+        self._tensor = tensor if config.ep > config.ep_shards else None
+        before = {} if tensor is None else tensor.placements
+        placements = {**before}
+        self.on_model(model, placements)
+        if self._tensor is not None:
+            self.placements = {n: p for n, p in placements.items() if p is not before.get(n)}
 
     def describe(self, plan: Plan) -> Iterator[tuple[str, str]]:
         modules: list[Any] = [*experts_of(plan.model_graph.model).values()]
         counts = {experts.num_experts for experts in modules}
         shown = " or ".join(f"{count // self._config.ep} of {count}" for count in sorted(counts))
-        yield "expert parallel", f"each rank has {shown} experts of a layer"
+        text = f"each rank has {shown} experts of a layer"
+        yield "expert parallel", text if self._tensor is None else f"{text}, those of tp other ones"
 
     def open(self, mesh: Mesh, plan: Plan) -> None:
         group = mesh.expert_group
@@ -86,9 +98,13 @@ class ExpertParallel(Transform):
                 local = nn.Parameter(full.new_empty(part.local_shape), full.requires_grad)
                 experts._parameters[last] = local
                 among_tp = placements.get(f"{name}.{last}", Placement())
-                placements[f"{name}.{last}"] = replace(among_tp, part=part)
+                among_others = among_tp if self._tensor is None else Placement()
+                placements[f"{name}.{last}"] = replace(among_others, part=part)
             exact = partial(_rank_by_rank, experts) if self._config.exact else None
             experts.forward = partial(_elsewhere, experts.forward, ranks, exact)
+            if self._tensor is not None:
+                peers = self._tensor.first if ranks is self.first else self._tensor.ranks
+                experts.forward = partial(_from_all, experts.forward, peers, among_tp.partial)
 
 
 def _check_experts(config: Config, model: nn.Module) -> None:
@@ -108,7 +124,8 @@ def _check_experts(config: Config, model: nn.Module) -> None:
     if any(count % config.ep for count in counts):
         shown = ", ".join(map(str, sorted(counts)))
         sizes = range(1, config.ep + 1)
-        fits = max(n for n in sizes if not any(total % n for total in (config.shards, *counts)))
+        fitting = {replace(config, ep=size).fitting_ep for size in sizes}
+        fits = max(n for n in fitting if not any(count % n for count in counts))
         reason = f"does not divide the {shown} experts of a layer"
         raise ConfigError([Problem("ep", config.ep, reason, f"ep={fits}")])
 
@@ -135,6 +152,30 @@ def _elsewhere(
     there = operators.send_tokens(tokens, sizes, order, place, group)  # [R, D]
     results = exact(forward, there, coming) if exact else forward(there, coming.sum(0))
     return operators.return_tokens(results, sizes, order, place, group, len(tokens))
+
+
+def _from_all(
+    forward: Forward, tensor: Any, different: When, tokens: Tensor, counts: Tensor
+) -> Tensor:
+    """With tokens from all of the tensor-parallel ranks `tensor`; different: in which batches theirs
+    are, see `Placement.partial`."""
+    if different == "always" or (different == "sequence" and tensor.sequence):
+        return forward(tokens, counts)
+    results = forward(_TimesGradient.apply(tokens, tensor.size), counts)
+    return _TimesGradient.apply(results, 1 / tensor.size)
+
+
+class _TimesGradient(torch.autograd.Function):
+    """The same tensor, whose gradient is multiplied by a number."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient * ctx.factor, None
 
 
 def _rank_by_rank(experts: nn.Module, forward: Forward, tokens: Tensor, counts: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Any
 
+from titanlike.distributed.placement import experts_of
 from titanlike.metrics import units
 from titanlike.metrics.chart import Chart, MemoryCurve, Span
 from titanlike.metrics.chart_picture import inline_svg
@@ -84,6 +85,7 @@ def as_data(estimate: Estimate, advice: Sequence[Advice] = (), warning: str = ""
                 "stages": list(estimate.order.local(rank)),
                 "parameters": sum(map(estimate.plan.stage_numel, estimate.order.local(rank))),
                 "memory": vars(estimate.memory[rank]),
+                "expert_bytes": estimate.plan.memory().of_experts(rank),
                 "shares": estimate.shares(rank),
                 "traffic_bytes": estimate.traffic(rank),
             }
@@ -186,6 +188,7 @@ def _summary(estimate: Estimate, warning: str, width: int) -> str:
         f"step    {units.short_time(estimate.step_seconds)}, {batch}; {speed}",
         f"bubble  {estimate.simulation.bubble:.1%}",
         f"memory  {room}: {'fits' if estimate.fits else 'DOES NOT FIT'}",
+        *([f"experts {experts_text(estimate)}"] if config.ep > 1 else []),
         f"run     {config.last_step:,} steps: {days}, {hours:,.0f} device hours",
         *([f"exact   {text}"] if (text := price(estimate)) else []),
         *([warning] if warning else []),
@@ -199,6 +202,19 @@ def _summary(estimate: Estimate, warning: str, width: int) -> str:
         )
     wrapped = (textwrap.wrap(line, width, subsequent_indent=" " * 8) or [""] for line in lines)
     return "\n".join(line for lines in wrapped for line in lines)
+
+
+def experts_text(estimate: Estimate) -> str:
+    """How many experts a rank has, and the memory of these."""
+    config, plan = estimate.config, estimate.plan
+    modules: list[Any] = [*experts_of(plan.model_graph.model).values()]
+    counts = sorted({module.num_experts for module in modules})
+    shown = " or ".join(f"{count // config.ep} of {count}" for count in counts)
+    ranks = config.world_size // (config.pp * config.ep)
+    nbytes = max(plan.memory().of_experts(rank) for rank in range(config.pp))
+    each = f"each on {ranks} rank{'s' * (ranks > 1)}"
+    held = f"{units.size(nbytes)} of weights and optimizer state on the fullest rank"
+    return f"{shown} of a layer on a rank, {each}; {held}"
 
 
 def _memory_table(estimate: Estimate, width: int) -> str:

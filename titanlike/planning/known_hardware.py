@@ -159,13 +159,14 @@ class Link:
 
 
 def _place(config: Config, axis: str) -> tuple[int, int]:
-    """(ranks along an axis, how far apart they are). Those of cp and ep are neighbours in shard;
-    what has the same experts is ep apart."""
-    inside = {"cp": config.cp, "ep": config.ep}
-    if axis in inside:
-        return inside[axis], config.tp
+    """(ranks along an axis, how far apart they are). Those of cp and ep are neighbours in shard,
+    or with ep over tp's ranks in both; what has the same experts is beyond these."""
+    if axis == "cp":
+        return config.cp, config.tp
+    if axis == "ep":
+        return config.ep, config.tp * config.ep_shards // config.ep
     if axis == "expert_shard":
-        return config.shards // config.ep, config.ep * config.tp
+        return config.shards // config.ep_shards, config.ep_shards * config.tp
     sizes = axes(config)
     names = list(sizes)
     return sizes[axis], math.prod(sizes[name] for name in names[names.index(axis) + 1 :])

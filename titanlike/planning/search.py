@@ -266,7 +266,8 @@ def _variants(
             if "ep" not in fixed and experts:
                 together = gcd(experts, with_choices(config, choices).shards)
                 inside = gcd(together, hardware.devices_per_node // config.tp)
-                sizes = sorted({1, together, inside})
+                over_tp = config.tp * gcd(experts // config.tp, together)
+                sizes = sorted({1, together, inside, 1 if experts % config.tp else over_tp})
             yield from (choices | ({"ep": ep} if ep != config.ep else {}) for ep in sizes)
 
 

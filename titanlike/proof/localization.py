@@ -69,8 +69,9 @@ def smaller(config: Config, microbatches: int) -> Iterator[tuple[str, dict[str, 
     for axis in _MESH:
         size = getattr(config, axis)
         if size > 1:
-            inside = {"replicate": 1, "ep": 1} if axis == "dp" else {}  # which are of its ranks
-            yield axis, {axis: 1} | inside
+            without: dict[str, Any] = {axis: 1} | ({"replicate": 1} if axis == "dp" else {})
+            # of whose ranks those of ep are
+            yield axis, {"ep": replace(config, **without).fitting_ep, **without}
         if size > 3:
             yield "", {axis: 2}
 

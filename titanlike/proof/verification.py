@@ -330,8 +330,9 @@ def _compare_copies(run: Run, kind: str) -> Iterator[Comparison]:
         ranks, placements = transform.ranks, transform.placements
         if not placements or ranks is None:
             continue
+        placements = {n: p for n, p in placements.items() if p is run.plan.placements[n]}
         for name, parameter in (item for state in run.stage_states for item in state.parameters()):
-            if (copies := placements[name].copies) == 1:
+            if name not in placements or (copies := placements[name].copies) == 1:
                 continue
             value = gradient_of(parameter) if kind == "gradient" else parameter
             mine = local(value.detach()).contiguous()

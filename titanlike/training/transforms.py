@@ -31,6 +31,7 @@ class _Planned:
     mesh: Mesh | None  # None in the launcher
     batch: Batch  # one sequence, on meta
     checked: Transform | None  # from an earlier plan of this model and data: already checked
+    made: Mapping[str, Transform]  # those of the rows above
 
 
 def model_transforms(
@@ -45,11 +46,11 @@ def model_transforms(
     mesh: None in the launcher; batch: one sequence, see `example_batch`; checked: transforms of an
     earlier plan of the same model and data. Raises ConfigError.
     """
-    return {
-        name: make(_Planned(config, model, mesh, batch, checked.get(name)))
-        for name, wanted, make in _MODEL
-        if wanted(config)
-    }
+    made: dict[str, Transform] = {}
+    for name, wanted, make in _MODEL:
+        if wanted(config):
+            made[name] = make(_Planned(config, model, mesh, batch, checked.get(name), made))
+    return made
 
 
 def _float8(p: _Planned) -> Transform:
@@ -67,7 +68,7 @@ def _tensor_parallel(p: _Planned) -> Transform:
 def _expert_parallel(p: _Planned) -> Transform:
     from titanlike.parallel.expert_parallel import ExpertParallel
 
-    return ExpertParallel(p.config, p.model)
+    return ExpertParallel(p.config, p.model, p.made.get("tp"))
 
 
 def _context_parallel(p: _Planned) -> Transform:
