@@ -1,4 +1,4 @@
-"""A model's forward: recorded on meta, cut into stages, generated as each stage's forward.
+"""A model's forward: recorded on meta, cut into stages, and generated as each stage's forward.
 
-Imports data, launch, metrics, config, torch_private and what is below them; no other room.
+May import data, launch, metrics, config, torch_private and what is below them.
 """

@@ -1,9 +1,10 @@
 """Cut a recorded forward into stages: what each computes, receives and sends.
 
-A stage computes the nodes from its first unit to the next stage's first. A tensor that later stages
-use is sent to each of them by an earlier stage that has it, on the same rank where there is one: a
-skip connection bypasses the stages between. Masks, positions and all else that depends only on the
-batch is not sent but recomputed by each stage, as every rank of a pipeline has the batch.
+A stage computes the nodes from its first unit to the next stage's first unit. A tensor that later
+stages use is sent to each of them by an earlier stage that has it, on the same rank if there is
+one: a skip connection bypasses the stages in between. Masks, positions and everything else that
+depends only on the batch is not sent but recomputed by each stage, as every rank of a pipeline has
+the batch.
 """
 
 from __future__ import annotations
@@ -64,16 +65,16 @@ def cut(
     output, whether the loss uses it; None = all. place: the pipeline rank of each stage; None = all
     on different ranks. relayed: skip connections too go only from each stage to the next.
     """
-    position = {node: at for at, node in enumerate(recording.nodes)}
+    position = {node: index for index, node in enumerate(recording.nodes)}
     recomputable = _recomputable(recording)
     output = [leaf for leaf in tree_flatten(recording.output)[0] if isinstance(leaf, Node)]
     offsets = start_offsets(recording, stages) if offsets is None else offsets
     starts = [0]
-    for at, offset in zip(_first_calls(recording, stages), offsets, strict=True):
-        between = recording.nodes[max(0, at - offset) : at]
-        # the recording of the other mode may have other nodes here: never cut before a unit
+    for index, offset in zip(_first_calls(recording, stages), offsets, strict=True):
+        between = recording.nodes[max(0, index - offset) : index]
+        # evaluation and training may record different nodes here: never cut before a unit
         units = [place for place, node in enumerate(between, 1) if node.kind == "unit"]
-        starts.append(at - len(between) + (units[-1] if units else 0))
+        starts.append(index - len(between) + (units[-1] if units else 0))
     graphs: list[list[Node]] = []
     needed: list[set[Node]] = []  # by stage: nodes that it uses but does not compute
     for stage, (start, stop) in enumerate(pairwise([*starts, len(position)])):
@@ -106,10 +107,10 @@ def cut(
         last = stage == len(stages) - 1
         arriving = [hop for hop in hops if hop.to == stage]
         leaving = [hop for hop in hops if hop.source == stage]
-        # its gradient comes back to where it was sent from, if anything behind there needs it
+        # a gradient is sent back to the source if anything after the source needs it
         back, forth = (
-            frozenset(h.node for h in found if last_uses.get(h.node, -1) >= starts[h.source + 1])
-            for found in (arriving, leaving)
+            frozenset(h.node for h in side if last_uses.get(h.node, -1) >= starts[h.source + 1])
+            for side in (arriving, leaving)
         )
         graph = StageGraph(
             nodes,
@@ -150,7 +151,9 @@ def _hops(
         if (node, stage) in forced:
             return stage - 1
         before = [holder for holder in holders[node] if holder < stage]
-        return max([at for at in before if place[at] == place[stage]] or before)
+        return max(
+            [candidate for candidate in before if place[candidate] == place[stage]] or before
+        )
 
     # torch's runtime waits for the previous stage only, so if a stage receives anything, something
     # must come from there: the smallest value
@@ -183,7 +186,7 @@ def start_offsets(recording: Recording, stages: Sequence[Sequence[str]]) -> list
     """
     recomputable = _recomputable(recording)
     firsts = _first_calls(recording, stages)
-    return [at - _cheapest_cut(recording, at, recomputable) for at in firsts]
+    return [first - _cheapest_cut(recording, first, recomputable) for first in firsts]
 
 
 def _first_calls(recording: Recording, stages: Sequence[Sequence[str]]) -> list[int]:
@@ -199,8 +202,8 @@ def _first_calls(recording: Recording, stages: Sequence[Sequence[str]]) -> list[
 def unit_starts(recording: Recording) -> list[int]:
     """For each unit: the position in `nodes` where a stage begins whose first unit it is."""
     recomputable = _recomputable(recording)
-    _, *others = recording.starts.values()
-    return [0, *(_cheapest_cut(recording, at, recomputable) for at in others)]
+    _, *later_units = recording.starts.values()
+    return [0, *(_cheapest_cut(recording, position, recomputable) for position in later_units)]
 
 
 def _cheapest_cut(recording: Recording, at: int, recomputable: set[Node]) -> int:
@@ -279,8 +282,10 @@ def messages(graph: StageGraph) -> tuple[list[Tensor], list[Tensor]]:
     """The tensors that a stage receives and those it sends, on meta, skip connections last."""
 
     def metas(nodes: list[Node], skips: int, differentiated: frozenset[Node]) -> list[Tensor]:
-        near = len(nodes) - skips  # torch's runtime sends a gradient for each of these
-        return [message(n, at < near or n in differentiated) for at, n in enumerate(nodes)]
+        adjacent = len(nodes) - skips  # torch's runtime sends a gradient for each of these
+        return [
+            message(n, index < adjacent or n in differentiated) for index, n in enumerate(nodes)
+        ]
 
     return (
         metas(graph.receives, len(graph.skips_in), graph.differentiated),

@@ -1,4 +1,4 @@
-"""A loss of a model's output: what a recorded model is trained by."""
+"""The interface of a loss of a model's output."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from torch import Tensor
 
 
 class OutputError(ValueError):
-    """A model's output, or the targets, that a loss cannot take."""
+    """A model's output, or the targets, do not fit the loss."""
 
 
 class Loss:
-    """`loss(output, targets)` is a scalar: the sum of a microbatch's terms, times `scale`; where no
-    gradients are taken, of what is evaluated.
+    """`loss(output, targets)` is a scalar: the sum of a microbatch's terms, times `scale`. Without
+    gradients, terms that exist only in training are omitted.
 
-    output: what the model's forward returns. targets: of the batch, [B, ...].
+    output: what the model's forward returns; targets: the batch's, [B, ...].
     """
 
     chunk: int | None = None  # tokens whose logits are in memory at a time; None = all
-    # of chunks: whether the backward of a microbatch comes before the forward of the next, and
-    # whether what is computed of their logits is compiled
+    # with chunks: whether a microbatch's backward precedes the next forward, and whether the loss of
+    # a chunk's logits is compiled
     backward_follows, compiled = True, False
-    # called with each output and its targets, where these are whole or in chunks
+    # called with each output and its targets: of a microbatch, or of a chunk
     watch: Callable[[Any, Tensor], object] | None = None
 
     def __init__(self) -> None:
@@ -36,50 +36,48 @@ class Loss:
         return self.total_now()(output, targets) * self.scale
 
     def each(self, output: Any, targets: Tensor) -> Tensor:
-        """The terms one by one, those of a sequence together. Raises OutputError."""
+        """Compute the unreduced terms, those of a sequence contiguous. Raises OutputError."""
         raise NotImplementedError
 
     def total(self, output: Any, targets: Tensor) -> Tensor:
-        """The sum of the terms that is trained, an fp32 scalar. Raises OutputError."""
+        """Compute the sum of the terms to train, an fp32 scalar. Raises OutputError."""
         return self.each(output, targets).float().sum()
 
     def total_and_gradient(self, output: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """`total` and its gradient with respect to a tensor, of the tensor's dtype."""
+        """Compute `total` and its gradient with respect to `output`, in its dtype."""
         leaf = output.detach().requires_grad_()
         with torch.enable_grad():
             total = self.total(leaf, targets)
         return total.detach(), torch.autograd.grad(total, leaf)[0]
 
     def evaluated(self, output: Any, targets: Tensor) -> Tensor:
-        """The same without what is added in training alone."""
+        """Compute `total` without terms that exist only in training."""
         return self.total(output, targets)
 
     def predictions(self, x: Any, targets: Tensor) -> list[tuple[Any, Tensor, float]]:
-        """(part of x [..., features], its targets, weight) of each token that is predicted."""
+        """Split x [..., features] into (part, targets, weight) for each predicted token offset."""
         return [(x, targets, 1.0)]
 
     def total_now(self) -> Callable[[Any, Tensor], Tensor]:
-        """`total`, or `evaluated` where no gradients are taken."""
+        """`total`, or `evaluated` if gradients are disabled."""
         return self.total if torch.is_grad_enabled() else self.evaluated
 
     def count(self, targets: Tensor) -> Tensor | None:
-        """How many terms there are: the loss that is reported is their mean.
-
-        None if it does not follow from the targets alone: then it is `terms`.
-        """
+        """The number of terms, by which the reported loss is divided; None if the targets alone do
+        not tell it (see `terms`)."""
         raise NotImplementedError
 
     def terms(self, output: Any, targets: Tensor) -> int:
-        """How many terms are summed, from shapes alone: both are on meta."""
+        """The number of terms, from shapes; output and targets are on meta."""
         with torch.device("meta"):
             return self.each(output, targets).numel()
 
     def why_not_of_sequences(self, output: Any, targets: Tensor, rows: int) -> str:
-        """Why terms are not those of each of `rows` sequences; "" = they are. Both are on meta."""
+        """Why the terms cannot be split by sequence (`rows` of them); "" = they can. Both on meta."""
         return ""
 
     def measure(self, output: Any, targets: Tensor) -> tuple[Tensor, float]:
-        """(sum, count) of a whole batch at once."""
+        """(sum, count) of the terms of a batch."""
         count = self.count(targets)
         if count is not None:
             return self.total_now()(output, targets), float(count)

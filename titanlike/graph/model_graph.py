@@ -35,23 +35,23 @@ class SequenceParts(Protocol):
 
     @property
     def name(self) -> str:
-        """A name that differs where units compute something different for equal shapes."""
+        """A name that differs if units compute something different for equal shapes."""
 
     def whole(self) -> AbstractContextManager[None]:
         """A context in which the model computes with full sequences."""
 
     def shorter(self, fields: Fields) -> Fields:
-        """The same fields for shorter sequences."""
+        """The same fields with shorter sequences."""
 
     def shard(self, recording: Recording, shorter: Recording) -> SequenceShard:
-        """Find each value's token dimension; recording: of full sequences, shorter: of shorter."""
+        """Find each value's token dimension by comparing recordings of full and shorter sequences."""
 
     def problem(self, error: UnknownTokens) -> Problem:
         """The problem of a model in whose recordings token dimensions cannot be identified."""
 
 
 class ModelGraph:
-    """Records the model's forward once for each shape of batch, and cuts it at `stages`."""
+    """Records the model's forward once for each batch shape, and cuts it at `stages`."""
 
     def __init__(
         self,
@@ -66,14 +66,12 @@ class ModelGraph:
         before: Callable[[Fields], object] = lambda fields: None,
         sequence: SequenceParts | None = None,
     ) -> None:
-        """model: on meta, in the dtype in which it computes; fields: what its forward takes;
+        """model: on meta, in the dtype in which it computes; fields: its forward's arguments;
         points: modules where a stage begins, so they are not inside a unit; traced: with
-        torch.export, so that every module, at any depth, is a unit; device: type of the run's;
-        buffers: gives the model's buffers with their values; before: called before a forward on
-        such fields is recorded; sequence: of a rank that has a part of every sequence.
-
-        Raises RecordError, and UnknownTokens with `sequence`.
-        """
+        torch.export, so that every module, at any depth, is a unit; device: type of the run's
+        device; buffers: returns the model's buffers with their values; before: called before a
+        forward on such fields is recorded; sequence: if sequences are sharded over ranks. Raises
+        RecordError, and UnknownTokens with `sequence`."""
         self.model, self.microbatch_size = model, microbatch_size
         self._device, self._buffers, self._before = device, buffers, before
         self._sequence = sequence
@@ -87,7 +85,7 @@ class ModelGraph:
         names = self.recording(fields, True).starts
         self.units = [units.get(name, Unit(name, block=False)) for name in names]
         self.stages: list[list[str]] = []  # names of each stage's units
-        # each stage sends to the next only: gradients are then added from last use to first
+        # each stage sends only to the next: gradients are then added from last use to first
         self.relayed = False
         self.place: Sequence[int] | None = None  # each stage's pipeline rank; None = all different
         # for each tensor of the output, whether the loss uses it; None = all

@@ -32,7 +32,7 @@ def partition(
 
     Raises SplitError for a split that `units` or the number of stages do not allow.
     """
-    if not units:  # a model without modules inside, as torch.nn.Linear
+    if not units:  # a model without submodules, e.g. torch.nn.Linear
         if stages > 1:
             reason = "the model has no modules inside between which it could be cut"
             raise SplitError("split", split.name, reason, "pp=1")
@@ -54,15 +54,15 @@ INFINITE = 2**61  # more than any cost; the sum of two does not overflow
 def even_sizes(weights: list[float], stages: int) -> list[int]:
     """Sizes of `stages` contiguous, non-empty parts with the smallest maximal weight.
 
-    Of those, the smallest sum of squares; of these, the smallest first stages, which under most
-    schedules have the most microbatches in flight. Exact, of weights >= 0 in 2**-16.
+    Ties: the smallest sum of squares, then the smallest first stages, which under most schedules
+    have the most microbatches in flight. Exact for weights >= 0, rounded to 2**-16.
     """
     import numpy as np
 
     n = len(weights)
     assert 1 <= stages <= n and min(weights) >= 0
-    # whole numbers, as equal sums of fractions differ in their last bits; from the back: the last
-    # part is the first stage
+    # integers, as equal sums of floats differ in their last bits; reversed: the last part is the first
+    # stage
     ends = np.cumsum([0, *(round(2**16 * weight) for weight in reversed(weights))])
     table = np.where(np.tri(n + 1, dtype=bool), INFINITE, ends[None, :] - ends[:, None])
     starts = lightest_parts([table] * stages, latest=True)
@@ -70,11 +70,12 @@ def even_sizes(weights: list[float], stages: int) -> list[int]:
 
 
 def lightest_parts(tables: Sequence[np.ndarray], latest: bool = False) -> list[int]:
-    """Where parts begin so that the most expensive one is the cheapest, and of these with the
-    smallest sum of squares. Exact: dynamic programming over the parts.
+    """Find contiguous parts whose most expensive one is as cheap as possible. Returns where parts
+    begin.
 
-    tables: of each part, [start, stop] -> its cost, INFINITE where it is empty; latest: of equal
-    ones the last parts begin late, else early.
+    Ties: the smallest sum of squares. Exact: dynamic programming over the parts. tables: for each
+    part, [start, stop] -> its cost, INFINITE if it is empty; latest: of equal solutions, choose the
+    one whose last parts begin late, else early.
     """
     import numpy as np
 
@@ -101,18 +102,17 @@ def _even_starts(units: list[Unit], split: EvenSplit, stages: int) -> list[int]:
     blocks = _blocks(units)
     if stages <= len(blocks):
         weights = [1.0] * len(blocks)
-        # all units before the blocks are on the first stage, all after them on the last; what
-        # weighs more than all blocks is with one of them
+        # units before the blocks are on the first stage, units after them on the last; a weight
+        # above that of all blocks leaves one block to that stage
         if blocks[0] > 0:
             weights[0] += min(split.embedding_weight, len(blocks))
         if blocks[-1] < len(units) - 1:
             weights[-1] += min(split.head_weight, len(blocks))
         return _starts(blocks, len(units), even_sizes(weights, stages))
-    # embedding and head get their own stages, if there are such units; empty stages come before the
-    # last one
+    # embedding and head, if any, get their own stages; empty stages come before the last one
     head = [blocks[-1] + 1] if blocks[-1] + 1 < len(units) else []
     starts = sorted({0, *blocks, *head})
-    if len(starts) > stages:  # one too many: the embedding stays with the first block
+    if len(starts) > stages:  # one too many: the embedding joins the first block
         starts.pop(1)
     empty = stages - len(starts)
     if len(starts) == 1:
@@ -141,52 +141,52 @@ def _balance_starts(units: list[Unit], balance: list[int], stages: int) -> list[
 
 
 def _point_starts(units: list[Unit], points: list[str], stages: int) -> list[int]:
-    at = {unit.name: index for index, unit in enumerate(units)}
-    for index, unit in enumerate(units):  # a module above units begins where its first unit does
+    position = {unit.name: index for index, unit in enumerate(units)}
+    for index, unit in enumerate(units):  # a parent module begins at its first unit
         parts = unit.name.split(".")
         for depth in range(1, len(parts)):
-            at.setdefault(".".join(parts[:depth]), index)
+            position.setdefault(".".join(parts[:depth]), index)
 
     def wrong(reason: str, fix: str | None = None) -> SplitError:
         fix = fix or _example("split.points", units, stages)
         return SplitError("split.points", points, reason, fix)
 
     for point in points:
-        if point not in at:
-            near = nearest(point, at)
+        if point not in position:
+            near = nearest(point, position)
             known = f"the units are {override_text([units[0].name, '...', units[-1].name])}"
             right = [near if other == point else other for other in points] if near else []
             fix = f"split.points={override_text(right)}" if near else None
             raise wrong(f"the model has no unit {point}; {known}", fix)
-        if at[point] == 0:
+        if position[point] == 0:
             raise wrong(f"{point} is the first unit, where the first stage begins anyway")
     for before, after in pairwise(points):
         if before == after:
             raise wrong(f"{after} is listed twice")
-        if at[before] == at[after]:
+        if position[before] == position[after]:
             raise wrong(f"{after} begins where {before} does")
-        if at[before] > at[after]:
-            fix = f"split.points={override_text(sorted(set(points), key=at.__getitem__))}"
+        if position[before] > position[after]:
+            fix = f"split.points={override_text(sorted(set(points), key=position.__getitem__))}"
             raise wrong(f"{after} comes before {before} in the model", fix)
     if (made := len(points) + 1) != stages:
         schedule = f"the schedule has {stages}, which takes {stages - 1} points"
         raise wrong(f"{len(points)} points make {made} stages, and {schedule}")
-    return [0, *(at[point] for point in points)]
+    return [0, *(position[point] for point in points)]
 
 
 def _blocks(units: list[Unit]) -> list[int]:
-    """Positions of the blocks; in a model without lists of modules, of all units."""
+    """Indices of the blocks; of all units in a model without module lists."""
     return [i for i, unit in enumerate(units) if unit.block] or list(range(len(units)))
 
 
 def _starts(blocks: list[int], units: int, sizes: list[int]) -> list[int]:
-    """The first unit of each stage, from stage sizes in blocks."""
+    """The index of each stage's first unit, from stage sizes in blocks."""
     after = [*blocks, blocks[-1] + 1]  # the units after the last block, such as the head
     return [0, *(min(after[done], units) for done in accumulate(sizes[:-1]))]
 
 
 def _example(key: str, units: list[Unit], stages: int) -> str:
-    """A value of `split.balance` or `split.points` that works, taken from the even split."""
+    """A valid value of `split.balance` or `split.points`, taken from the even split."""
     parts = partition(units, EvenSplit(), stages)
     blocks = {units[place].name for place in _blocks(units)}
     if key == "split.points":

@@ -62,13 +62,12 @@ def record_forward(
     device: str = "cpu",
     buffers: Callable[[], Mapping[str, Tensor]] = dict,
 ) -> Recording:
-    """Run `model(inputs, **others)` once on the meta device.
+    """Run `model(inputs, **others)` once on the meta device and record it.
 
-    batch: meta tensors of one microbatch: "inputs" and the model's other arguments.
-    units: names of the modules that become one node each.
-    device: type of the run's device, which the forward sees in place of meta.
-    buffers: gives the model's buffers, which the forward may look at.
-    Raises RecordError where the forward depends on values, or uses tensors of unknown origin.
+    batch: meta tensors of one microbatch: "inputs" and the model's other arguments; units: names of
+    the modules that become one node each; device: type of the run's device, which the forward sees
+    instead of meta; buffers: returns the model's buffers, whose values the forward may read. Raises
+    RecordError if the forward depends on values of tensors, or uses tensors of unknown origin.
     """
     others = {name: tensor for name, tensor in batch.items() if name != "inputs"}
     first = (batch["inputs"],) if "inputs" in batch else ()
@@ -85,7 +84,7 @@ def record_forward(
     except (RuntimeError, NotImplementedError) as error:
         from titanlike.torch_private.compiler import as_if_compiling
 
-        # torch.compile cannot look at values either: a library may have a forward for it
+        # torch.compile cannot read values either, so a library may have a forward for it
         with contextlib.suppress(Exception), as_if_compiling():
             return record()
         if "meta" not in str(error).lower():
@@ -100,9 +99,11 @@ def record_forward(
 
 def _users_line(error: BaseException) -> str:
     """`file.py:12: code` of the innermost line that is neither torch's nor titanlike's."""
-    ours = tuple(f"{Path(file).parent}{os.sep}" for file in (torch.__file__, titanlike.__file__))
+    own_code = tuple(
+        f"{Path(file).parent}{os.sep}" for file in (torch.__file__, titanlike.__file__)
+    )
     frames = traceback.extract_tb(error.__traceback__)
-    users = [frame for frame in frames if not frame.filename.startswith((*ours, "<"))]
+    users = [frame for frame in frames if not frame.filename.startswith((*own_code, "<"))]
     models = [frame for frame in frames if frame.filename.startswith(_MODELS)]
     if not (named := users or models):
         return str(error).strip().splitlines()[0]
@@ -144,11 +145,11 @@ class _Interceptor(TorchFunctionMode):
         self._call: _Call | None = None  # the outermost running call
         self._checkpoints = 0  # the number of running torch.utils.checkpoint calls
         self._rng = side_effects.rng_state()
-        # by key of a unit's call: the result's shape, strides, dtype, whether it has a gradient;
-        # whether the call drew random numbers
+        # key of a unit's call -> the result's shape, strides, dtype, whether it has a gradient, whether
+        # the call drew random numbers
         self._results: dict[Hashable, tuple[Any, ...]] = {}
         self._sized_by_values: list[Tensor] = []
-        # unit -> its tensor arguments, and their versions after the call
+        # (unit, its tensor arguments and their versions after the call)
         self._given: list[tuple[Node, list[tuple[Tensor, int]]]] = []
 
     @contextmanager
@@ -156,10 +157,10 @@ class _Interceptor(TorchFunctionMode):
         with ExitStack() as stack:
             for name in self._units:
                 module = self._model.get_submodule(name)
-                # before what tensor parallelism exchanges, which is part of the unit; behind the
-                # model's own hooks, which may leave arguments out
+                # before tensor parallelism's collectives, which are part of the unit; after the
+                # model's own hooks, which may drop arguments
                 first = is_divided(module)
-                # functions: methods would be copied with a module that is copied
+                # functions, as copying a module copies bound methods
                 before = module.register_forward_pre_hook(
                     lambda module, args, kwargs, name=name: self._before_unit(
                         name, module, args, kwargs
@@ -172,7 +173,7 @@ class _Interceptor(TorchFunctionMode):
                 stack.callback(after.remove)
                 stack.enter_context(self._shortened(module))
             stack.enter_context(torch.enable_grad())
-            # a compiled module or function is recorded as what it compiles
+            # compiled modules and functions are recorded uncompiled
             stack.enter_context(force_eager())
             stack.enter_context(intercept_checkpoints(self._change_checkpoints))
             stack.enter_context(intercept_custom_functions(self._custom_function))
@@ -199,7 +200,7 @@ class _Interceptor(TorchFunctionMode):
     ) -> Any:
         call, kwargs = self._call, kwargs or {}
         name = getattr(function, "__name__", "")
-        accessed = ""  # by a getter
+        accessed = ""  # attribute read by a getter
         if name == "__get__":
             accessed = getattr(getattr(function, "__self__", None), "__name__", "")
         if call is None or not call.on_cpu:
@@ -219,7 +220,7 @@ class _Interceptor(TorchFunctionMode):
             return self._inside(call, function, name, args, kwargs)
         if name in _READS_VALUES:
             value = self.builder.constant(args[0], self._buffers)
-            if value is not None:  # of sizes and buffers alone: the same in each step
+            if value is not None:  # depends only on sizes and buffers: the same in each step
                 return getattr(value, name)(*args[1:], **kwargs)
         if name in _NOT_REPLAYED:
             raise RecordError(
@@ -227,7 +228,7 @@ class _Interceptor(TorchFunctionMode):
                 "it inside a block",
             )
         recorded = name != "__get__" or accessed in _TENSOR_PROPERTIES
-        # before the call, which may change its arguments in place
+        # read before the call, which may change its arguments in place
         arguments: Any = self.builder.with_nodes((args, kwargs)) if recorded else None
         result = function(*args, **kwargs)
         self._pass_size_on((args, kwargs), result)
@@ -249,7 +250,7 @@ class _Interceptor(TorchFunctionMode):
         self.builder.check_used(call.name, used)
         if name in _PRODUCTS and len(dtypes := {tensor.dtype for tensor in used}) > 1:
             shown = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
-            raise RecordError(  # on meta it has a result
+            raise RecordError(  # on meta the call would succeed
                 f"its {call.name} calls {name} with {shown} tensors: weights are fp32 here, and "
                 "computed with in the dtype of `precision`",
                 "a block that casts nothing to a dtype of its own",
@@ -304,8 +305,8 @@ class _Interceptor(TorchFunctionMode):
         self._check_rng()
         node = Node("unit", name, *self.builder.with_nodes((args, kwargs)))
         self._call = _Call(
-            *(name, node, args, kwargs),  # now: its own hooks may replace them
-            # the unit may change a list that it is given
+            *(name, node, args, kwargs),  # its own hooks may replace these later
+            # detects whether the unit changes a list among its arguments
             identities=side_effects.argument_identities(args, kwargs),
             versions=[tensor._version for tensor in tensors(args, kwargs)],
             attributes=side_effects.plain_attributes(module),
@@ -331,7 +332,7 @@ class _Interceptor(TorchFunctionMode):
         node.checkpointed = self._checkpoints > 0
         assert call.attributes is not None
         changed = side_effects.changed_attributes(call.attributes, module)
-        if self._drew_numbers():  # a unit may draw: it runs in each step
+        if self._drew_numbers():  # allowed in a unit, which runs in each step
             node.once = "draws random numbers of Python or numpy, which differ the second time"
         elif not node.once and call.versions != [tensor._version for tensor in given]:
             node.once = "changes a tensor that it is given in place"
@@ -346,14 +347,14 @@ class _Interceptor(TorchFunctionMode):
 
     @contextmanager
     def _shortened(self, module: nn.Module) -> Iterator[None]:
-        """A context in which a unit does not run again if an equal one has run, and one that fails
+        """A context in which a unit is not run again if an equal one has run, and a unit that fails
         on meta tensors runs on the CPU to find output shapes."""
-        forward, own = module.forward, vars(module).get("forward")
+        forward, saved = module.forward, vars(module).get("forward")
 
         def restore() -> None:
             vars(module).pop("forward", None)
-            if own is not None:
-                module.forward = own
+            if saved is not None:
+                module.forward = saved
 
         def shortened(*args: Any, **kwargs: Any) -> Any:
             call = self._call
@@ -370,10 +371,10 @@ class _Interceptor(TorchFunctionMode):
                 if "meta" not in str(error).lower():
                     raise
                 call.on_cpu, depth = True, call.depth
-                restore()  # the unit is copied
+                restore()  # `run_on_cpu` copies the unit
                 result = run_on_cpu(module, args, kwargs, self._sized_by_values)
                 module.forward = shortened
-                call.depth = depth  # of a repeated call that raised
+                call.depth = depth  # a repeated call that raised has changed it
                 return result
             if key and is_new(result, args, kwargs):
                 call.key = key

@@ -52,16 +52,16 @@ class Node:
     kwargs: dict[str, Any] = field(default_factory=dict)
     value: Tensor | None = None  # on meta; None where the result is a container of tensors
     grad_enabled: bool = True
-    random: bool = False  # draws random numbers, so that recomputing it gives another result
+    random: bool = False  # draws random numbers, so recomputing it gives a different result
     has_parameters: bool = False  # is a parameter, or a unit with parameters
     mutated: bool = False  # its result is later changed in place
     checkpointed: bool = False  # its activations are recomputed in the backward, by the model
     checkpoints_inside: bool = False  # a unit that checkpoints parts of itself
     gradients_inside: bool = False  # a unit whose forward calls autograd.grad
     sized_by_values: bool = False  # its shape depends on values: x[x > 0]
-    # why a unit gives another result when it is computed again: "changes self.calls", ...; "" = not
+    # why recomputing a unit gives a different result: "changes self.calls", ...; "" = it does not
     once: str = ""
-    chunked_head: Any = None  # of the last stage: computes the loss, see optim/chunked_loss.py
+    chunked_head: Any = None  # on the last stage: computes the loss, see optim/chunked_loss.py
 
     is_pytree_leaf: ClassVar[bool] = True
 
@@ -104,9 +104,9 @@ class Recording:
         if self.traced is not None:
             return self.traced
         first: dict[str, int] = {}
-        for at, node in enumerate(self.nodes):
+        for position, node in enumerate(self.nodes):
             if node.kind == "unit":
-                first.setdefault(node.target, at)
+                first.setdefault(node.target, position)
         return first
 
 
@@ -139,9 +139,9 @@ class RecordingBuilder:
         self._versions: dict[Node, int] = {}  # keeps the tensors alive, so ids stay unique
         tensors = [*model.named_buffers(), *model.named_parameters()]
         self._names = {id(tensor): name for name, tensor in tensors}
-        # By id, what units compute of their arguments and weights, also what they do not return: a
-        # block may store it for a later one, which may be on another stage. What is computed of
-        # sizes alone (a table of positions that blocks share) is not here: each stage computes it.
+        # By id, tensors that units compute from their arguments and weights, returned or not: a block
+        # may store one for a later block, which may be on a different stage. Tensors computed from
+        # sizes (a table of positions that blocks share) are not here: each stage computes them.
         self._made: dict[int, tuple[Tensor, str]] = {}
         self._given: set[int] = set()  # ids of the running unit's arguments
 
@@ -225,16 +225,15 @@ class RecordingBuilder:
     def add_inside(self, unit: str, function: str, used: Sequence[Tensor], result: Any) -> None:
         """Called with each torch function that a unit calls, and the tensors in its arguments."""
         if function.endswith("_like") or function.startswith("new_"):
-            return  # of an argument's shape and dtype, not of its values
+            return  # the result has an argument's shape and dtype, but does not depend on its values
         if function == "to" or function.endswith("_as"):
-            used = used[:1]  # likewise of the other argument
+            used = used[:1]  # likewise for the other argument
         if any(id(t) in self._made or id(t) in self._given or t.requires_grad for t in used):
             for tensor in tensors(result):
                 self._made.setdefault(id(tensor), (tensor, unit))
 
     def check_used(self, unit: str, used: Sequence[Tensor]) -> None:
-        """Raise RecordError where a unit uses a tensor that it is not given and that is not its
-        own."""
+        """Raise RecordError if a unit uses a tensor that is neither an argument nor its own."""
         for tensor in used:
             _, maker = self._made.get(id(tensor), (None, ""))
             node = self._node_of.get(id(tensor))
@@ -254,9 +253,8 @@ class RecordingBuilder:
         self, tensor: Tensor, buffers: Callable[[], Mapping[str, Tensor]]
     ) -> Tensor | None:
         """Compute a recorded tensor on the CPU, such as a causal mask that the forward compares;
-        None if it depends on the batch, on parameters, units, random numbers, or on a tensor that
-        was changed in place. buffers: returns the model's buffers by name.
-        """
+        None if it depends on the batch, parameters, units, random numbers or an in-place change.
+        buffers: returns the model's buffers by name."""
         node = self._node_of.get(id(tensor))
         if node is None:
             return None
@@ -318,7 +316,9 @@ class _GradientFlow:
     """
 
     def __init__(self) -> None:
-        self._position: dict[Hashable, int] = {}  # of the node whose call made the function
+        self._position: dict[
+            Hashable, int
+        ] = {}  # autograd function -> index of the node that made it
         self._edges: dict[Node, _Edge | None] = {}  # in the order of the nodes
 
     def add(self, node: Node, position: int) -> None:
@@ -339,14 +339,13 @@ class _GradientFlow:
             for edge in function.next_functions:
                 last[edge] = max(position, last.get(edge, -1))
         uses = {node: last[edge] for node, edge in self._edges.items() if edge in last}
-        # the place of a changed node in the graph is another: any later call may use it
+        # a node changed in place has moved in the autograd graph: any later call may use it
         changed = (node for node in self._edges if node.mutated and node.tensor.requires_grad)
         return uses | dict.fromkeys(changed, end)
 
 
 def used_by(total: Tensor, outputs: Sequence[Tensor]) -> list[bool]:
-    """For each output, whether `total` is computed from it directly, and not only from tensors
-    computed from it."""
+    """Whether `total` is computed from each output directly, not only from tensors derived from it."""
     ends = {value.grad_fn for value in outputs}
     functions = _functions_before([total], ends.__contains__)
     edges = {edge for f in functions for edge in f.next_functions} | {_edge(total)}
@@ -403,7 +402,7 @@ def tree_flatten(value: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]
 
 
 def tree_map(value: Any, function: Callable[[Any], Any]) -> Any:
-    """The structure with `function(leaf)` in place of each leaf."""
+    """Apply `function` to each leaf of a structure."""
     leaves, build = tree_flatten(value)
     return build([function(leaf) for leaf in leaves])
 

@@ -1,11 +1,11 @@
-"""The recording of a rank that has a part of every sequence, of the recording of whole ones.
+"""Derive the recording of a rank that has a shard of each sequence from that of full sequences.
 
-Each rank has the whole batch, whose ids, masks and positions are small: what is computed of the
-batch and of constants alone stays whole. Where it meets a weight, or what was computed with one,
-the rank's tokens are taken of it; from there on every tensor has them alone. So a position is that
-of the token in the whole sequence, and no model is written for it.
+Each rank has the full batch, whose ids, masks and positions are small: values computed only from
+the batch and constants stay full. Where such a value meets a weight, or a value computed with one,
+it is sliced to the rank's tokens; from there on every tensor has only those. So positions are those
+in the full sequence, and models need no code for it.
 
-Which dimensions are tokens is seen in a second recording, of shorter sequences.
+A second recording, with shorter sequences, shows which dimensions are tokens.
 """
 
 from __future__ import annotations
@@ -23,32 +23,30 @@ from titanlike.graph.units import DependsOn
 
 @dataclass(frozen=True)
 class SequenceShard:
-    """Which part of a sequence a rank has."""
+    """Which shard of a sequence a rank has."""
 
     ranks: int
-    take: Callable[[Tensor, int], Tensor]  # (tensor, dimension of tokens) -> the rank's
-    # of tensors with two dimensions of tokens, as masks: take the rank's of the first of them
+    take: Callable[[Tensor, int], Tensor]  # (tensor, token dimension) -> the rank's shard
+    # whether tensors with two token dimensions, such as masks, are sharded along the first
     rows: bool
-    # what stands in for a function that is called between units
+    # replaces a function that is called between units
     replaced: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda function: function
-    # functions whose results are about all tokens, whatever their shape, as offsets of documents
+    # functions whose results cover all tokens whatever their shape, e.g. offsets of documents
     whole: frozenset[Callable[..., Any]] = frozenset()
 
 
 def shard_sequence(recording: Recording, shorter: Recording, shard: SequenceShard) -> Recording:
-    """`recording`, of whole sequences, as a rank computes it; shorter: of shorter ones.
-
-    Raises UnknownTokens.
-    """
-    calls, others = (
-        [(node.kind, node.name, len(node.input_nodes)) for node in of.nodes]
-        for of in (recording, shorter)
+    """Shard `recording`, of full sequences; shorter: a recording of shorter ones. Raises
+    UnknownTokens."""
+    calls, shorter_calls = (
+        [(node.kind, node.name, len(node.input_nodes)) for node in each.nodes]
+        for each in (recording, shorter)
     )
-    if calls != others:
+    if calls != shorter_calls:
         reason = "it makes other calls for shorter sequences, such as one for each token"
         raise UnknownTokens("its forward", reason)
     at = calls.index(("input", "inputs", 0))
-    lengths = [of.nodes[at].shape[1] for of in (recording, shorter)]
+    lengths = [each.nodes[at].shape[1] for each in (recording, shorter)]
     divider = _Divider(shard, *lengths)
     for node, other in zip(recording.nodes, shorter.nodes, strict=True):
         divider.add(node, other)
@@ -69,17 +67,17 @@ def shard_sequence(recording: Recording, shorter: Recording, shard: SequenceShar
 
 class _Divider:
     def __init__(self, shard: SequenceShard, length: int, shorter: int) -> None:
-        """length, shorter: of sequences in the two recordings."""
+        """length, shorter: sequence lengths in the two recordings."""
         self._shard, self._length, self._shorter = shard, length, shorter
-        self._dims: dict[Node, list[int]] = {}  # of another size for shorter sequences
-        self._whole: set[Node] = set()  # on each rank, and nodes that only take parts of these
-        self._weighted: set[Node] = set()  # of these, what is computed of parameters
-        self.new: dict[Node, Node] = {}  # of a node of the recording: what a rank computes
-        self.taken: dict[Node, Node] = {}  # of whole tensors: the rank's tokens
+        self._dims: dict[Node, list[int]] = {}  # dims whose size depends on the sequence length
+        self._whole: set[Node] = set()  # values that stay full on each rank
+        self._weighted: set[Node] = set()  # those of `_whole` that depend on parameters
+        self.new: dict[Node, Node] = {}  # node of the recording -> what a rank computes
+        self.taken: dict[Node, Node] = {}  # full value -> its slice of the rank's tokens
         self.nodes: list[Node] = []
 
     def add(self, node: Node, other: Node) -> None:
-        """other: of shorter sequences."""
+        """Add the rank's version of a node; other: the same node with shorter sequences."""
         self._dims[node] = []
         if node.value is not None and other.value is not None:
             sizes = enumerate(zip(node.shape, other.shape, strict=True))
@@ -110,12 +108,12 @@ class _Divider:
         inputs = node.input_nodes
         if not self._whole.issuperset(inputs) or (node.kind == "unit" and node.has_parameters):
             return False
-        # of weights alone, as a table of positions; but not of weights and of tokens
+        # computed only from weights, e.g. a position table; but not from weights and tokens
         weighted = self._weighted.intersection(inputs)
         return not (weighted and any(self._dims[use] for use in inputs if use not in weighted))
 
     def _argument(self, use: Node, user: Node) -> Node:
-        """What a rank has of a node that another uses, which computes with the rank's tokens."""
+        """The rank's version of an input of `user`, which computes with the rank's tokens."""
         if use not in self._whole or not self._divided(use):
             return self.new[use]
         name = user.name
@@ -131,7 +129,7 @@ class _Divider:
         return self.taken[use]
 
     def _number(self, leaf: Any, shorter: Any, node: Node) -> Any:
-        """A number among a call's arguments: a length of the sequence becomes the rank's."""
+        """Convert a number among a call's arguments: a sequence length becomes the rank's."""
         if isinstance(leaf, slice) and isinstance(shorter, slice):
             ends = ("start", "stop", "step")
             pairs = [(getattr(leaf, end), getattr(shorter, end)) for end in ends]
@@ -144,13 +142,13 @@ class _Divider:
         return leaf // self._shard.ranks
 
     def _divided(self, node: Node) -> list[int]:
-        """The dimension of which the rank has a part, if there is one."""
+        """The dimension along which the rank has a shard of a node: [] or one."""
         dims = [] if node.target in self._shard.whole else self._dims[node]
         return dims[:1] if len(dims) == 1 or self._shard.rows else []
 
     def _part(self, node: Node, dims: Sequence[int]) -> Tensor:
-        """A tensor as the node's, at the same place of the autograd graph, with the rank's part of
-        the dimensions `dims`."""
+        """A meta tensor like the node's, with the rank's size of `dims` and the same autograd
+        history."""
         shape = [
             size // (self._shard.ranks if dim in dims else 1) for dim, size in enumerate(node.shape)
         ]

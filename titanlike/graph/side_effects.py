@@ -1,9 +1,9 @@
-"""Side effects of a model's forward that the generated forward of a stage would not reproduce.
+"""Detect side effects of a model's forward that a stage's generated forward would not reproduce.
 
 The model's forward runs once, for the recording; in training only its units and the recorded calls
-run. State that the forward changes would stay as it was recorded, and random numbers of Python or
-numpy would be the same in all steps: both raise RecordError. What the recording leaves on the model
-(a mask that is created on first use) is removed.
+run. State that the forward changes would stay as recorded, and random numbers of Python or numpy
+would be the same in all steps: both raise RecordError. Leftovers of the recording on the model (a
+mask created on first use) are removed.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from titanlike.torch_private.tensors import tree_leaves
 
 @contextmanager
 def restored(model: nn.Module, units: Sequence[str]) -> Iterator[None]:
-    """Restore the model's attributes and buffers on exit.
+    """A context that restores the model's attributes and buffers on exit.
 
-    Raises RecordError where a buffer was changed, or a plain attribute outside of `units`.
+    Raises RecordError if a buffer was changed, or a plain attribute outside of `units`.
     """
     saved = [(module, dict(vars(module)), dict(module._buffers)) for module in model.modules()]
     before = plain_attributes(model)
@@ -57,7 +57,7 @@ def restored(model: nn.Module, units: Sequence[str]) -> Iterator[None]:
 
 
 def plain_attributes(module: nn.Module) -> dict[str, Any]:
-    """Numbers and texts among the attributes of a module and of those inside."""
+    """Numbers and strings among the attributes of a module and its submodules, by dotted name."""
     return {
         f"{prefix}.{name}".lstrip("."): value
         for prefix, part in module.named_modules()
@@ -67,7 +67,7 @@ def plain_attributes(module: nn.Module) -> dict[str, Any]:
 
 
 def changed_attributes(before: Mapping[str, Any], module: nn.Module) -> list[str]:
-    """Which of its `plain_attributes` have another value than before."""
+    """Names of the `plain_attributes` whose value differs from `before`."""
     now = plain_attributes(module)
     return [name for name, value in before.items() if name in now and now[name] != value]
 

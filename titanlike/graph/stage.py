@@ -13,8 +13,8 @@ from titanlike.graph.cut import StageGraph
 from titanlike.graph.recording import DEVICE, Node, tree_flatten
 from titanlike.graph.units import Unit
 
-# Prefix of a batch's fields among the keyword arguments of a stage, where names of torch's pipeline
-# runtime are among them: target, losses, return_outputs, ...
+# Prefix of batch fields among a stage's keyword arguments, some of which are torch's pipeline
+# runtime's: target, losses, return_outputs, ...
 FIELD = "field:"
 
 
@@ -26,8 +26,8 @@ class Stage(nn.Module):
     shape of batch, in training and in evaluation (see `_Writer`).
     """
 
-    # Whether received tensors that later stages use too are forwarded unchanged: gradients from
-    # those stages are then added after this stage's, and not before.
+    # Whether received tensors that later stages use as well are forwarded unchanged: gradients from
+    # those stages are then added after this stage's instead of before.
     relays = True
 
     def __init__(self, model: nn.Module, units: Iterable[str], weights: Iterable[str]) -> None:
@@ -81,11 +81,11 @@ class Stage(nn.Module):
 
 
 def fsdp_groups(stage: nn.Module, units: Sequence[Unit], used: Iterable[str]) -> list[list[str]]:
-    """Names of the units that FSDP gathers together: each block alone, consecutive others (norm
-    and head) as one group.
+    """Group the units that FSDP gathers together: each block alone, consecutive others (norm and
+    head) together. Returns names.
 
-    used: weights that the stage's forward uses directly. They, weights that two units share, and
-    the units that contain them are gathered with the stage as a whole.
+    used: weights that the stage's forward uses directly. These weights, weights that two units
+    share, and the units that contain them are gathered with the root module of the stage.
     """
     used = set(used)
     parameters = stage.named_parameters(remove_duplicate=False)
@@ -203,16 +203,18 @@ class _Writer:
 
     def _send(self) -> None:
         graph = self._graph
-        # torch detaches what was sent in place, so the stage must not have it saved for backward
+        # torch detaches sent tensors in place, so the stage must not have saved them for backward
         used = set() if graph.output is not None else set(self._last_use)
-        near = len(graph.sends) - len(graph.skips_out)  # what torch's runtime sends
+        adjacent = len(graph.sends) - len(graph.skips_out)  # tensors that torch's runtime sends
         sent = []
-        for at, node in enumerate(graph.sends):
+        for index, node in enumerate(graph.sends):
             name = self._variables[node]
             name = self._relayed.get(node, name) if self._relays else name
             if node not in graph.differentiated_later:
                 name = f"{name}.detach()"
-            sent.append(f"to_send({name}{', used_here=True' * (node in used and at < near)})")
+            sent.append(
+                f"to_send({name}{', used_here=True' * (node in used and index < adjacent)})"
+            )
         self._line(f"return {sent[0]}" if len(sent) == 1 else f"return ({', '.join(sent)})")
 
     def _constant(self, prefix: str, value: Any) -> str:

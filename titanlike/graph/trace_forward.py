@@ -44,7 +44,7 @@ def trace_forward(model: nn.Module, batch: dict[str, Tensor]) -> Recording:
     names = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
     weights: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
     weights |= dict(model.named_buffers(remove_duplicate=False))
-    order = ["inputs"] * len(first) + list(others)  # in which the tracer flattens them
+    order = ["inputs"] * len(first) + list(others)  # as the tracer flattens the arguments
     fields = dict(zip(signature.user_inputs, order, strict=True))
     inputs: list[Any] = []
     for placeholder in program.graph_module.graph.find_nodes(op="placeholder"):
@@ -80,7 +80,7 @@ class _Converter:
         return self.builder.add(node)
 
     def convert(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
-        """The outputs of a graph, with nodes in place of tensors."""
+        """Convert a graph; returns its outputs, with nodes in place of tensors."""
         converted: dict[fx.Node, Any] = {}
         rest = iter(inputs)
         for fx_node in module.graph.nodes:
@@ -127,7 +127,7 @@ class _Converter:
 
 
 def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
-    """`change` of each leaf of fx arguments, in plain lists and dicts instead of fx's own."""
+    """Apply `change` to each leaf of fx arguments; fx's own lists and dicts become plain ones."""
     if isinstance(value, (list, tuple)):
         kind = list if isinstance(value, list) else tuple
         return kind(_mapped(part, change) for part in value)

@@ -1,4 +1,4 @@
-"""A model's units, the modules that are never cut: which they are, and what they return on meta."""
+"""Find a model's units, the modules that are never cut, and what they return on meta."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from titanlike.graph.recording import tensors, tree_flatten, tree_map
 from titanlike.torch_private import tensors as torch_tree
 from titanlike.torch_private.tensors import storage_id
 
-# If more modules than this (and more than there are blocks) are in no container, all are blocks.
+# With more modules than this (and than blocks) outside of containers, all modules are blocks.
 MAX_MODULES_BESIDE_BLOCKS = 6
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
@@ -47,7 +47,7 @@ def _expand(module: nn.Module, path: str, points: tuple[str, ...]) -> Iterator[U
     is_block = isinstance(module, _CONTAINERS)
     for name, child in module.named_children():
         name = f"{path}{name}"
-        expanded = isinstance(child, (nn.ModuleList, nn.ModuleDict))  # which have no forward
+        expanded = isinstance(child, (nn.ModuleList, nn.ModuleDict))  # containers without a forward
         if not expanded and not is_block:
             expanded = any(isinstance(part, _CONTAINERS) for part in child.modules())
         if expanded or any(point.startswith(f"{name}.") for point in points):
@@ -56,25 +56,25 @@ def _expand(module: nn.Module, path: str, points: tuple[str, ...]) -> Iterator[U
             yield Unit(name, is_block)
 
 
-# --- units that compute the same ---------------------------------------------------------------
+# --- equal units -------------------------------------------------------------------------------
 
 _OWN, _TORCHS = "titanlike.models.", "torch.nn.modules."
-_AROUND = ("forward", "tp_gathers")  # attributes of modules that say nothing of their own
+_AROUND = ("forward", "tp_gathers")  # attributes that do not distinguish modules
 _PLAIN = (bool, int, float, str, type(None))
 
 
 def call_key(module: nn.Module, args: Any, kwargs: Any) -> Hashable | None:
-    """Equal for calls that give equal results on meta; None where that is not known.
+    """A key that is equal for calls with equal results on meta; None if unknown.
 
-    So equal blocks of a model are recorded once: a plan of 405B (126 equal blocks) takes half of
-    the time. Only titanlike's own blocks, made of torch's modules, are taken for equal: they have
-    no other state than their parameters, while a user's may count its calls or keep a tensor.
+    With it equal blocks of a model are recorded once: planning a 405B model (126 equal blocks)
+    takes half the time. Only built-in blocks made of torch's modules qualify: their only state is
+    parameters, while a custom block may count its calls or cache a tensor.
     """
     if not type(module).__module__.startswith(_OWN):
         return None
     parts: list[Hashable] = [torch.is_grad_enabled()]
     for path, part in module.named_modules():
-        styled = is_divided(part)  # and equal for an equal mark, which is among its attributes
+        styled = is_divided(part)  # its style is among its attributes, so equal ones are equal
         hooks = (part._forward_hooks or part._forward_pre_hooks) and not styled
         if not type(part).__module__.startswith((_OWN, _TORCHS)) or (path and hooks):
             return None
@@ -87,8 +87,7 @@ def call_key(module: nn.Module, args: Any, kwargs: Any) -> Hashable | None:
         known = all(isinstance(part, _PLAIN) for value in values for part in value)
         if (path and not plain) or not known:
             return None
-        # a buffer may be what it keeps for the next call; those of a routed layer change once a
-        # step
+        # a buffer may carry state to the next call; those of a routed layer change once a step
         if part._buffers and not getattr(type(part), "token_wise", False):
             return None
         held = (*part._parameters.items(), *part._buffers.items())
@@ -102,12 +101,12 @@ def call_key(module: nn.Module, args: Any, kwargs: Any) -> Hashable | None:
 
 
 def is_divided(module: nn.Module) -> bool:
-    """Whether tensor parallelism has divided a module: its hooks are part of it."""
+    """Whether tensor parallelism has sharded a module, with hooks that are part of it."""
     return "tp_style" in vars(module)
 
 
 def is_new(result: Any, args: Any, kwargs: Any) -> bool:
-    """Whether the result is one tensor, and no view of an argument."""
+    """Whether the result is a single tensor and not a view of an argument."""
     arguments = set(map(storage_id, tensors(args, kwargs)))
     return isinstance(result, Tensor) and storage_id(result) not in arguments
 
@@ -129,7 +128,7 @@ def run_on_cpu(module: nn.Module, args: Any, kwargs: Any, sized_by_values: list[
     real = copy.deepcopy(module).to_empty(device="cpu")
 
     def call(std: float) -> Any:
-        """Call it with random values of that size."""
+        """Call the module with random values of standard deviation `std`."""
 
         def to_cpu(leaf: Any) -> Any:
             if isinstance(leaf, torch.device) and leaf.type == "meta":
@@ -152,7 +151,7 @@ def run_on_cpu(module: nn.Module, args: Any, kwargs: Any, sized_by_values: list[
         return depends_on(result, module, args, kwargs) if leaf.requires_grad else result
 
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
-        torch.default_generator.manual_seed(0)  # of the CPU alone: all ranks get the same
+        torch.default_generator.manual_seed(0)  # only the CPU's: equal on all ranks
         result = tree_map(call(0.02), to_meta)
         uncertain = {id(tensor) for tensor in sized_by_values}
         arguments = tensors(args, kwargs)
@@ -175,15 +174,14 @@ def run_on_cpu(module: nn.Module, args: Any, kwargs: Any, sized_by_values: list[
 
 
 def depends_on(tensor: Tensor, module: nn.Module, args: Any, kwargs: Any) -> Tensor:
-    """The same tensor, with a place in the autograd graph behind a call's arguments and
-    parameters."""
+    """Return the tensor with an autograd history of a call's arguments and parameters."""
     arguments = tensors(*tree_flatten((args, kwargs))[0])
-    wanted = [other for other in [*arguments, *module.parameters()] if other.requires_grad]
-    return DependsOn.apply(tensor, *wanted)
+    sources = [other for other in [*arguments, *module.parameters()] if other.requires_grad]
+    return DependsOn.apply(tensor, *sources)
 
 
 class DependsOn(torch.autograd.Function):
-    """The same tensor, with a place in the autograd graph behind `others`."""
+    """The identity of `tensor`, with an autograd history of `others`."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, *others: Tensor) -> Tensor:
@@ -195,7 +193,7 @@ class DependsOn(torch.autograd.Function):
 
 
 def _filled(tensor: Tensor, std: float) -> Tensor:
-    """Arguments with values that most modules accept: floats, index 0, True."""
+    """Fill a tensor with values that most modules accept: random floats, index 0, True."""
     if tensor.is_floating_point() or tensor.is_complex():
         return tensor.normal_(0, std)
     return tensor.fill_(tensor.dtype == torch.bool)

@@ -1,14 +1,13 @@
-"""V-Half and V-Min (arXiv 2405.15362): one building block, repeated for every microbatch, then
+"""V-Half and V-Min (arXiv 2405.15362): a building block, repeated for each microbatch, then
 squeezed.
 
-1. A block says in which time step each stage computes F and I of a microbatch, when every action
-   takes one; the next microbatch follows six steps later, as a rank with two stages needs them:
-   2 F, 2 I, 2 W. How long a rank's two activations live in the block decides its memory.
-2. W are put into the steps that are left, oldest first.
-3. Squeezed: in the order of time, each action moves to the first free step behind what it needs,
-   unless its rank would hold more activations than before. This closes the gaps at the beginning
-   and the end.
-4. The order of F and I is that of the steps, and W fill the gaps that remain.
+1. A block gives the time step in which each stage computes F and I of a microbatch, if every action
+   takes one step. The next microbatch follows six steps later, as a rank with two stages has 2 F,
+   2 I and 2 W. The lifetime of a rank's two activations in the block determines its memory.
+2. W are put into the remaining steps, oldest first.
+3. Squeezing: in order of time, each action moves to the first free step after its dependencies,
+   unless its rank would hold more activations than before. This closes gaps at begin and end.
+4. F and I are ordered by their steps, and W fill the remaining gaps.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ Steps = dict[Action, int]  # when each action is computed
 
 def v_half_block(pp: int) -> list[tuple[int, int]]:
     """(time step of F, of I) for each stage of V-Half: about half of 1F1B's activations."""
-    gap = 3 if pp % 2 == 0 else 0  # else two actions of a rank would be in one step
+    gap = 3 if pp % 2 == 0 else 0  # avoids two actions of a rank in one step
     first = [(2 * rank, 6 * pp + gap - rank - 2) for rank in range(pp)]
     second = [(3 * pp - rank - 2, 3 * pp + gap + 2 * rank - 1) for rank in range(pp)]
     return first + second[::-1]
@@ -46,13 +45,14 @@ def repeated(block: list[tuple[int, int]], place: tuple[int, ...], microbatches:
         for mb in range(microbatches):
             steps[place[stage]][Action("F", stage, mb)] = forward + _PERIOD * mb
             steps[place[stage]][Action("I", stage, mb)] = backward + _PERIOD * mb
-    steps = [_with_weights(of_rank) for of_rank in steps]
-    most = max(max(_held(of_rank)) for of_rank in steps)
-    _squeeze(steps, place, most)
+    steps = [_with_weights(rank_steps) for rank_steps in steps]
+    limit = max(max(_held(rank_steps)) for rank_steps in steps)
+    _squeeze(steps, place, limit)
     ranks = [
-        [a for a in sorted(of_rank, key=of_rank.__getitem__) if a.kind != "W"] for of_rank in steps
+        [a for a in sorted(rank_steps, key=rank_steps.__getitem__) if a.kind != "W"]
+        for rank_steps in steps
     ]
-    return Order(_filled(ranks, len(place), most), place, microbatches)
+    return Order(_filled(ranks, len(place), limit), place, microbatches)
 
 
 def _with_weights(steps: Steps) -> Steps:
@@ -70,12 +70,12 @@ def _with_weights(steps: Steps) -> Steps:
     return result
 
 
-def _squeeze(steps: list[Steps], place: tuple[int, ...], most: int) -> None:
-    """Move actions to earlier steps, in place; no rank holds more than `most` activations."""
+def _squeeze(steps: list[Steps], place: tuple[int, ...], limit: int) -> None:
+    """Move actions to earlier steps, in place; no rank holds more than `limit` activations."""
     last = len(place) - 1
-    held = [_held(of_rank) for of_rank in steps]
-    busy = [set(of_rank.values()) for of_rank in steps]
-    in_time = sorted((step, act) for of_rank in steps for act, step in of_rank.items())
+    held = [_held(rank_steps) for rank_steps in steps]
+    busy = [set(rank_steps.values()) for rank_steps in steps]
+    in_time = sorted((step, act) for rank_steps in steps for act, step in rank_steps.items())
     for step, act in in_time:
         rank = place[act.stage]
         before = [steps[place[need.stage]][need] for need in dependencies(act, last)]
@@ -83,15 +83,15 @@ def _squeeze(steps: list[Steps], place: tuple[int, ...], most: int) -> None:
             before.append(steps[rank][act._replace(mb=act.mb - 1)])
         for earlier in range(max(before, default=-1) + 1, step):
             levels = held[rank][earlier:step]
-            if earlier in busy[rank] or (act.kind == "F" and max(levels) >= most):
+            if earlier in busy[rank] or (act.kind == "F" and max(levels) >= limit):
                 continue
             steps[rank][act] = earlier
             busy[rank].remove(step)
             busy[rank].add(earlier)
-            # an F holds its activation from its step on, a W frees it after its own
+            # an F holds its activation from its step on, a W frees it after its step
             begin, change = (earlier + 1, -1) if act.kind == "W" else (earlier, 1)
-            for at in range(begin, step + (act.kind == "W")) if act.kind != "I" else ():
-                held[rank][at] += change
+            for later in range(begin, step + (act.kind == "W")) if act.kind != "I" else ():
+                held[rank][later] += change
             break
 
 
@@ -104,7 +104,7 @@ def _held(steps: Steps) -> list[int]:
     return [*accumulate(changes)]
 
 
-def _filled(ranks: list[list[Action]], stages: int, most: int) -> tuple[tuple[Action, ...], ...]:
+def _filled(ranks: list[list[Action]], stages: int, limit: int) -> tuple[tuple[Action, ...], ...]:
     """Fill the steps in which a rank waits for its next F or I with a W."""
     todo = [deque(acts) for acts in ranks]
     weights: list[deque[Action]] = [deque() for _ in ranks]
@@ -114,7 +114,7 @@ def _filled(ranks: list[list[Action]], stages: int, most: int) -> tuple[tuple[Ac
     while any(todo) or any(weights):
         now = []
         for rank, acts in enumerate(todo):
-            full = acts and acts[0].kind == "F" and held[rank] == most
+            full = acts and acts[0].kind == "F" and held[rank] == limit
             if acts and not full and done.issuperset(dependencies(acts[0], stages - 1)):
                 now.append(act := acts.popleft())
                 held[rank] += act.kind == "F"

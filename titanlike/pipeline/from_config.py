@@ -1,4 +1,4 @@
-"""Build and check the schedule that a config names, and choose its number of microbatches."""
+"""Build and check a config's schedule, and choose the number of microbatches."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from titanlike.pipeline.order import Order
 from titanlike.pipeline.order_check import check_order
 from titanlike.pipeline.schedules import SCHEDULES, V_SCHEDULES
 
-_LONGEST_CSV = 1 << 26  # characters: the cells of 1,024 ranks and as many microbatches, twice
+_LONGEST_CSV = 1 << 26  # characters: twice the cells of 1,024 ranks and as many microbatches
 
 AnySchedule = Schedule | LoopedSchedule | CsvSchedule | AutoSchedule | Custom
 
 
 def choose_order(config: Config) -> tuple[Order | None, str, list[Problem]]:
-    """Return (Order or None, why it has so many microbatches, problems). There may be problems with
-    the number of microbatches even where there is an order."""
+    """Return (Order or None, why this number of microbatches, problems). Even with an order there
+    may be problems with the number of microbatches."""
     schedule, problems = config.schedule, []
     rows = config.batch_size // config.dp
     try:
@@ -69,8 +69,8 @@ def choose_order(config: Config) -> tuple[Order | None, str, list[Problem]]:
 def build_order(schedule: AnySchedule, pp: int, microbatches: int) -> Order:
     """Build and check the Order of a config's schedule.
 
-    Raises Refused for sizes that the schedule cannot do, an unreadable CSV, a wrong import path,
-    and an Order that `check_order` refuses.
+    Raises Refused for sizes that the schedule does not support, an unreadable CSV, a wrong import
+    path, and an Order that `check_order` rejects.
     """
     if isinstance(schedule, Custom):
         return _custom_order(schedule, pp, microbatches)
@@ -86,10 +86,10 @@ def build_order(schedule: AnySchedule, pp: int, microbatches: int) -> Order:
 
 
 def stage_count(schedule: AnySchedule, pp: int, microbatches: int | None = None) -> int:
-    """Stages on all pipeline ranks together.
+    """The number of stages on all pipeline ranks.
 
-    A custom schedule function is called to find out, with `microbatches` or, where that is not
-    known yet, with those declared or four per rank. Raises what `build_order` raises.
+    A custom schedule function is called for it, with `microbatches` or, if None, with those
+    declared or four per rank. Raises what `build_order` raises.
     """
     if isinstance(schedule, Custom):
         microbatches = microbatches or declared_microbatches(schedule) or 4 * pp
@@ -107,7 +107,7 @@ def _in_a_file(schedule: AnySchedule) -> TypeGuard[CsvSchedule | AutoSchedule]:
 
 
 def _until_found(schedule: Any) -> Any:
-    """The placeholder for schedule=auto until its order is found (`planning/auto_schedule.py`)."""
+    """A placeholder for schedule=auto until `planning/auto_schedule.py` has found its order."""
     if not isinstance(schedule, AutoSchedule):
         return schedule
     if schedule.placement == "v" and schedule.stages_per_rank == 2:
@@ -116,12 +116,12 @@ def _until_found(schedule: Any) -> Any:
 
 
 def defers_weight_gradients(schedule: AnySchedule) -> bool:
-    """Whether split backwards (I, W) compute weight gradients in W where that is possible."""
+    """Whether split backwards compute weight gradients in W where possible, else in I."""
     return getattr(schedule, "weight_gradients", "deferred") == "deferred"
 
 
 def declared_microbatches(schedule: AnySchedule) -> int | None:
-    """The number of microbatches that the user gave or the CSV has; None = to be derived."""
+    """The number of microbatches from the config or the CSV; None = to be derived."""
     if isinstance(schedule, Custom):
         return schedule.args.get("microbatches")
     if _in_a_file(schedule):
@@ -131,11 +131,11 @@ def declared_microbatches(schedule: AnySchedule) -> int | None:
 
 
 def microbatch_problem(schedule: AnySchedule, pp: int, microbatches: int) -> Problem | None:
-    """Why the schedule cannot run so many microbatches on pp ranks; None = it can.
+    """Why the schedule cannot run this number of microbatches on pp ranks; None = it can.
 
-    GPipe, 1F1B, interleaved 1F1B, looped BFS and ZB-V run any number, also fewer than stages.
+    GPipe, 1F1B, interleaved 1F1B, looped BFS and ZB-V run any number, even fewer than stages.
     DualPipeV overlaps two directions and needs 2 * pp. The interleaved zero-bubble schedule needs
-    rounds of equal length and at least two stages a rank. Any pp from 1 works.
+    rounds of equal length and at least two stages per rank. Any pp from 1 works.
     """
 
     def problem(reason: str, works: int) -> Problem:
@@ -174,14 +174,14 @@ def microbatch_problem(schedule: AnySchedule, pp: int, microbatches: int) -> Pro
 
 
 def _stages_problem(schedule: Schedule | CsvSchedule | AutoSchedule) -> Problem | None:
-    """What is wrong whatever the number of microbatches: the name, the stages a rank."""
+    """Problems that do not depend on the number of microbatches: schedule name, stages per rank."""
     if not isinstance(schedule, AutoSchedule) and schedule.name not in SCHEDULES:
         return _unknown_schedule(schedule.name)
     return next((problem for problem, _ in value_problems(schedule, "schedule")), None)
 
 
 def _nearest_first(value: int, pp: int) -> list[int]:
-    """Yield positive integers, the nearest to `value` first; every schedule can run one of them."""
+    """Positive integers, nearest to `value` first; every schedule can run one of them."""
     return sorted(range(1, value + 2 * pp + 1), key=lambda other: abs(other - value))
 
 
@@ -198,7 +198,7 @@ def csv_order(schedule: CsvSchedule | AutoSchedule) -> Order:
 
 
 def _custom_order(schedule: Custom, pp: int, microbatches: int) -> Order:
-    """Call a custom schedule function and check its result; `microbatches` replaces `args`' one."""
+    """Call a custom schedule function and check the result; `microbatches` overrides `args`."""
 
     def wrong(reason: str, fix: str = "") -> Refused:
         return Refused("schedule.name", schedule.name, reason, fix)
@@ -259,8 +259,8 @@ def _unknown_schedule(name: str) -> Problem:
 
 
 class NoDivision(ValueError):
-    """A dp rank's batch cannot be divided into microbatches; `works`: the nearest batch size that
-    can be, if any."""
+    """A dp rank's batch cannot be split into microbatches; `works`: the nearest batch size that
+    can, or None."""
 
     def __init__(self, text: str, works: int | None) -> None:
         super().__init__(text)
@@ -268,11 +268,11 @@ class NoDivision(ValueError):
 
 
 def derive_microbatches(schedule: AnySchedule, pp: int, batch_per_dp_rank: int) -> tuple[int, str]:
-    """Choose the number of microbatches; returns it and the reason, to be printed.
+    """Choose the number of microbatches; returns it and the reason to print.
 
-    The largest divisor of the batch up to 4 * pp that the schedule can run; the smallest above
-    where there is none, or none that gives every rank a microbatch. Without a pipeline as few as
-    possible. Raises Refused; NoDivision, with the nearest batch that works, where no divisor does.
+    The largest divisor of the batch up to 4 * pp that the schedule can run; if there is none, or
+    fewer than pp, the smallest above. With pp=1 as few as possible. Raises Refused; NoDivision,
+    with the nearest batch that works, if no divisor does.
     """
     batch = batch_per_dp_rank
     if _in_a_file(schedule):
@@ -283,7 +283,7 @@ def derive_microbatches(schedule: AnySchedule, pp: int, batch_per_dp_rank: int) 
             raise NoDivision(f"{cuts}, and it has {batch} sequences", near)
         return count, f"counted in {schedule.path}"
     if isinstance(schedule, Custom):
-        _import_schedule(schedule.name)  # a wrong path is not a question of microbatches
+        _import_schedule(schedule.name)  # report a wrong path as such
     elif problem := _stages_problem(schedule):
         raise Refused(*astuple(problem))
 
@@ -301,8 +301,8 @@ def derive_microbatches(schedule: AnySchedule, pp: int, batch_per_dp_rank: int) 
         fewest = f"the fewest that {schedule.name} runs"
         return count, "no pipeline to fill" if count == 1 else fewest
     reason = f"{count / pp:.3g} per pipeline rank"
-    if type(schedule) in (Schedule, LoopedSchedule):  # whole backwards
-        # a rank computes v * M steps out of those until the last rank has had its last microbatch
+    if type(schedule) in (Schedule, LoopedSchedule):  # backwards are not split
+        # a rank computes in v * M of the steps until the last rank finishes its last microbatch
         v = stage_count(schedule, pp) // pp
         bubble = 1 - v * count / (v * max(count, pp) + min(count, pp) - 1)
         reason += f" keep the bubble near {bubble:.0%}" if count >= pp else f": bubble {bubble:.0%}"

@@ -18,8 +18,8 @@ from titanlike.pipeline.order import Action, Order
 
 
 class MicrobatchLoop:
-    """Runs training and evaluation, with the interface of `torch_private.pipeline_runtime`'s
-    `OrderRuntime`."""
+    """Runs training and evaluation, with the interface of
+    `torch_private.pipeline_runtime.OrderRuntime`."""
 
     def __init__(
         self,
@@ -29,14 +29,13 @@ class MicrobatchLoop:
         fields: Sequence[str],
         begin_microbatch: Callable[[int, int], None],
     ) -> None:
-        """order: must have one stage, and backwards that are not split; fields: batch fields that
-        the stage reads besides "inputs"; begin_microbatch: called with (stage, microbatch) before
-        each forward."""
+        """order: of one stage, without split backwards; fields: batch fields that the stage reads
+        besides "inputs"; begin_microbatch: called with (stage, microbatch) before each forward."""
         self._stage, self._loss, self._fields = stage, loss, [*fields]
         self._begin_microbatch = begin_microbatch
         (self._train,), (self._forward,) = order.ranks, order.forward_only().ranks
         self._microbatches = order.microbatches
-        # as those of `OrderRuntime`
+        # see `OrderRuntime`
         self.on_action: Callable[[Any], None] = lambda _: None
         self.on_queued: Callable[[Any, bool], None] | None = None
 
@@ -45,13 +44,13 @@ class MicrobatchLoop:
         return self._run(self._train, batch)
 
     def evaluate(self, batch: dict[str, Tensor]) -> list[Tensor]:
-        """Run the forward only; gradients stay as they are."""
+        """Run the forward only, without changing gradients; returns the losses of the microbatches."""
         with torch.no_grad():
             return self._run(self._forward, batch)
 
     def run_alone(self, index: int, received: Sequence[Tensor], batch: dict[str, Tensor]) -> None:
-        """Run the stage on one microbatch: forward, and where gradients are on a backward from a
-        gradient of zeros."""
+        """Run the stage on one microbatch: forward, and if gradients are enabled a backward with
+        zero gradients."""
         output = self._stage(*received, **{name: batch[name] for name in self._fields})
         outputs = (output,) if isinstance(output, Tensor) else tuple(output)
         trained = [tensor for tensor in outputs if tensor.requires_grad]
@@ -65,19 +64,19 @@ class MicrobatchLoop:
         losses: dict[int, Tensor] = {}
         for action in actions:
             self.on_action(action)
-            at = action.mb
-            with record_function(f"PP:{action}"):  # as torch's runtime calls it
+            mb = action.mb
+            with record_function(f"PP:{action}"):  # the same name as in torch's runtime
                 if action.kind == "F":
-                    self._begin_microbatch(0, at)
-                    fields = {name: parts[name][at] for name in self._fields}
-                    output = self._stage(parts["inputs"][at], **fields)
-                    losses[at] = self._loss(output, parts["targets"][at])
-                    del output  # the graph has what the backward needs of it
+                    self._begin_microbatch(0, mb)
+                    fields = {name: parts[name][mb] for name in self._fields}
+                    output = self._stage(parts["inputs"][mb], **fields)
+                    losses[mb] = self._loss(output, parts["targets"][mb])
+                    del output  # autograd has saved what the backward needs
                 else:
-                    if losses[at].requires_grad:
-                        losses[at].backward()
-                    losses[at] = losses[at].detach()  # and its graph is freed
+                    if losses[mb].requires_grad:
+                        losses[mb].backward()
+                    losses[mb] = losses[mb].detach()  # frees the autograd graph
             if self.on_queued is not None:
                 self.on_queued(action, False)
         self.on_action(None)
-        return [losses[at] for at in range(self._microbatches)]
+        return [losses[mb] for mb in range(self._microbatches)]

@@ -1,13 +1,13 @@
 """An Order: the sequence of compute actions of every pipeline rank. Plain data, no torch.
 
-A pipeline schedule is an order of compute actions: a list a pipeline rank, and the rank that holds
-each stage. The same Order is run, evaluated (`forward_only`), simulated and drawn
-(`order_check.walk`), and written to a file (`to_csv`). `check_order` finds whether torch's pipeline runtime
-can run it to its end with the right gradients.
+A pipeline schedule is a list of compute actions per pipeline rank, and the rank of each stage. The
+same Order is run, evaluated (`forward_only`), simulated and drawn (`order_check.walk`), and written
+to a file (`to_csv`). `check_order` verifies that torch's pipeline runtime can run it without
+deadlock and with right gradients.
 
 Sends and receives are not part of it: they follow from the dependencies. torch inserts them in the
-order of one global walk, a send and its receive at once, so that two ranks post their messages in
-the same order, whatever the Order.
+order of one global walk, each send together with its receive, so that two ranks post their P2P
+calls in the same order, whatever the Order.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ from typing import NamedTuple
 
 
 class Action(NamedTuple):
-    """One compute action of one stage on one microbatch, written like "2F0".
+    """One compute action of one stage on one microbatch, written as "2F0" (stage, kind,
+    microbatch).
 
-    kind is F (forward), B (whole backward), I (gradient of the input alone) or W (gradient of the
-    weights, any time after I). Splitting B into I and W is what zero-bubble schedules do
-    (arXiv 2401.10241): only I is on the critical path of the stage before.
+    kind is F (forward), B (full backward), I (input gradient only) or W (weight gradients, any time
+    after I). Zero-bubble schedules split B into I and W (arXiv 2401.10241): the previous stage
+    waits only for I.
     """
 
     kind: str
@@ -40,7 +41,7 @@ class Action(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Action:
-        """Parse the form that str() prints, such as "2F0". Raises ValueError."""
+        """Parse the notation of str(), such as "2F0". Raises ValueError."""
         match = re.fullmatch(r"([0-9]{1,6})([FBIW])([0-9]+)", text.strip())
         if not match:
             expected = "expected stage, kind (F, B, I or W) and microbatch, such as 2F0"
@@ -63,16 +64,16 @@ class Order:
 
     @cached_property
     def splits_backward(self) -> bool:
-        """Whether some backward is split into I and W, which restricts sharding and compile."""
+        """Whether any backward is split into I and W, which restricts sharding and compile."""
         return any(act.kind in "IW" for acts in self.ranks for act in acts)
 
     @property
     def backward_follows(self) -> bool:
-        """Whether the last stage runs the backward of a microbatch before the next forward."""
+        """Whether the last stage runs the backward of each microbatch before the next forward."""
         last = self.stages - 1
         acts = self.ranks[self.stage_to_rank[last]]
         kinds = [act.kind for act in acts if act.stage == last and act.kind != "W"]
-        return all((kind == "F") == (at % 2 == 0) for at, kind in enumerate(kinds))
+        return all((kind == "F") == (index % 2 == 0) for index, kind in enumerate(kinds))
 
     def local(self, rank: int) -> tuple[int, ...]:
         """The stages that a pipeline rank holds, in ascending order."""
@@ -86,24 +87,24 @@ class Order:
         return [*map(tuple, held)]
 
     def forward_only(self, microbatches: int | None = None) -> Order:
-        """The order for evaluation with the same placement: forwards of so many microbatches."""
+        """The order for evaluation with the same placement; microbatches: None = as many."""
         count = self.microbatches if microbatches is None else microbatches
         ranks: list[list[Action]] = [[] for _ in self.ranks]
-        # by the earliest time step at which an action can run: never a deadlock, on any placement
+        # sorted by the earliest time step at which an action can run: free of deadlocks
         acts = [Action("F", stage, mb) for mb in range(count) for stage in range(self.stages)]
         for act in sorted(acts, key=lambda act: act.mb + act.stage):
             ranks[self.stage_to_rank[act.stage]].append(act)
         return Order(tuple(map(tuple, ranks)), self.stage_to_rank, count)
 
     def _repr_svg_(self) -> str:
-        """Draw the order in a notebook; the drawing is in a package above this one."""
+        """Draw the order in a notebook. The drawing code is in a package above this one."""
         from titanlike.metrics.chart_picture import inline_svg
 
         charts = importlib.import_module("titanlike.planning.run_charts")
         return inline_svg(charts.order_chart(self, f"{self.stages} stages"))
 
     def to_csv(self) -> str:
-        """Write a row for each pipeline rank, a cell for each action, as torch's loader reads."""
+        """Write one row per pipeline rank, one cell per action, as torch's loader reads."""
         out = io.StringIO()
         rows = ([str(act) for act in acts] for acts in self.ranks)
         csv.writer(out, lineterminator="\n").writerows(rows)
@@ -112,16 +113,16 @@ class Order:
     @classmethod
     def from_rows(cls, rows: Sequence[Sequence[str]], place: Sequence[int]) -> Order:
         """Make an Order from each rank's actions as text, and each stage's rank, as saved by a run.
-        Raises ValueError for text that is no action."""
+        Raises ValueError for an invalid action."""
         ranks = tuple(tuple(map(Action.parse, row)) for row in rows)
         return cls(ranks, tuple(place), len({act.mb for acts in ranks for act in acts}))
 
     @classmethod
     def from_csv(cls, text: str) -> Order:
-        """Read `to_csv` back, or a table edited by hand: empty cells and empty lines are skipped.
+        """Read `to_csv`'s output, possibly edited by hand: empty cells and lines are skipped.
 
-        A stage is on the rank that has most of its actions. Raises ValueError naming line and
-        column for a cell that is no action, and for a stage without actions.
+        A stage is on the rank with most of its actions. Raises ValueError naming line and column of
+        an invalid action, and for a stage without actions.
         """
         ranks: list[tuple[Action, ...]] = []
         reader = csv.reader(io.StringIO(text))

@@ -1,4 +1,4 @@
-"""Check that torch's pipeline runtime runs an Order without deadlock, with right gradients."""
+"""Check that torch's pipeline runtime can run an Order without deadlock and with right gradients."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from titanlike.pipeline.order import Action, Order
 
 
 def check_order(order: Order) -> Order:
-    """Return order if torch's pipeline runtime will run it to the end with right gradients.
+    """Return `order` if torch's pipeline runtime can run it to the end with right gradients.
 
     Raises ValueError naming the pipeline rank, the action, and what to change: an action out of
-    range, misplaced, doubled or missing; B together with I or W for one microbatch; an action
-    before one that it needs; forwards of the last stage out of microbatch order; a deadlock.
+    range, on the wrong rank, doubled or missing; B together with I or W for one microbatch; an
+    action before a dependency; forwards of the last stage out of microbatch order; a deadlock.
     """
     _check_shape(order)
-    at = _check_cells(order)
-    _check_complete(order, at)
-    _check_sequence(order, at)
+    positions = _check_cells(order)
+    _check_complete(order, positions)
+    _check_sequence(order, positions)
     for _ in walk(order):
         pass
     return order
 
 
 def dependencies(act: Action, last: int) -> tuple[Action, ...]:
-    """The actions that must be completed before `act`, by their `completion_key`.
+    """The actions that must be complete before `act`, as `completion_key`s.
 
-    `last` is the index of the last stage, whose backward starts from the loss.
+    last: index of the last stage, whose backward starts from the loss.
     """
     kind, stage, mb = act
     if kind == "F":
@@ -49,24 +49,26 @@ def walk(order: Order) -> Iterator[tuple[int, Action]]:
     Raises ValueError on a deadlock, naming the ranks that wait for each other.
     """
     last = order.stages - 1
-    at = [0] * len(order.ranks)
+    position = [0] * len(order.ranks)
     done: set[Action] = set()
     left = sum(map(len, order.ranks))
     while left:
         before = left
         for rank, acts in enumerate(order.ranks):
-            while at[rank] < len(acts) and done.issuperset(dependencies(acts[at[rank]], last)):
-                act = acts[at[rank]]
+            while position[rank] < len(acts) and done.issuperset(
+                dependencies(acts[position[rank]], last)
+            ):
+                act = acts[position[rank]]
                 done.add(completion_key(act))
-                at[rank] += 1
+                position[rank] += 1
                 left -= 1
                 yield rank, act
         if left == before:
-            raise ValueError(_deadlock(order, at, done))
+            raise ValueError(_deadlock(order, position, done))
 
 
 def _deadlock(order: Order, at: list[int], done: set[Action]) -> str:
-    """The cycle of ranks that wait for each other; at: the next action of each rank."""
+    """Describe the cycle of ranks that wait for each other; at: index of each rank's next action."""
     position = {completion_key(act): (act, i) for acts in order.ranks for i, act in enumerate(acts)}
     rank = next(rank for rank, acts in enumerate(order.ranks) if at[rank] < len(acts))
     lines: dict[int, str] = {}
@@ -98,8 +100,8 @@ def _check_shape(order: Order) -> None:
 
 
 def _check_cells(order: Order) -> dict[Action, int]:
-    """Check each action by itself; returns the position of each in its rank's list."""
-    at: dict[Action, int] = {}
+    """Check each action by itself; returns its index in its rank's list."""
+    positions: dict[Action, int] = {}
     for rank, acts in enumerate(order.ranks):
         for position, act in enumerate(acts):
             problem = ""
@@ -111,13 +113,13 @@ def _check_cells(order: Order) -> dict[Action, int]:
                 problem = f": there are only microbatches 0 to {order.microbatches - 1}"
             elif (holder := order.stage_to_rank[act.stage]) != rank:
                 problem = f": stage {act.stage} is on pipeline rank {holder}; move the action there"
-            elif act in at:
-                problem = f" is listed twice, first as action {at[act] + 1}; remove one"
+            elif act in positions:
+                problem = f" is listed twice, first as action {positions[act] + 1}; remove one"
             if problem:
                 where = f"pipeline rank {rank}: {act} (action {position + 1} of {len(acts)})"
                 raise ValueError(where + problem)
-            at[act] = position
-    return at
+            positions[act] = position
+    return positions
 
 
 def _check_complete(order: Order, at: dict[Action, int]) -> None:

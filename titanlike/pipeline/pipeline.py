@@ -1,6 +1,6 @@
 """One rank's part of the pipeline: batches in, the global loss out.
 
-`pp=1` is a pipeline of one stage: its microbatches are gradient accumulation.
+`pp=1` is a pipeline of one stage, whose microbatches are gradient accumulation.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ if TYPE_CHECKING:  # imported where there are several stages or ranks
     from titanlike.distributed.gradients import UnusedParameters
     from titanlike.torch_private.pipeline_runtime import OrderRuntime
 
-MOST_SHAPES = 32  # of batches whose executors, with their receive buffers, are cached
+MOST_SHAPES = 32  # batch shapes whose executors, with their receive buffers, are cached
 
 
 @dataclass(frozen=True, eq=False)
 class Runtime:
-    """A schedule (Order), the model's forward for microbatches of one size, and the loss: what a
-    pipeline runs on a batch.
+    """What a pipeline runs on a batch: a schedule (Order), the model's forward for microbatches of
+    one size, and the loss.
 
     Batches may differ in shape from step to step (all ranks of a pipeline have the same batch):
-    each shape has an executor, made at its first batch and cached.
+    each shape has an executor, created for its first batch and cached.
     """
 
     order: Order
     graph: ModelGraph
     loss: Loss
-    name: str = "loss"  # key of the forwards that stages cache for it
+    name: str = "loss"  # distinguishes the forwards that stages cache for it
     executors: OrderedDict[Hashable, MicrobatchLoop | OrderRuntime] = field(
         default_factory=OrderedDict
     )
@@ -57,8 +57,8 @@ class Runtime:
         return self.order.microbatches
 
     def with_microbatches_of(self, size: int, fields: Fields) -> Runtime | None:
-        """Make a runtime with equally many microbatches of `size` samples; None where the model's
-        forward cannot compute them."""
+        """Make a runtime with equally many microbatches of `size` samples; None if the model's
+        forward fails on them."""
         graph = self.graph.with_microbatches_of(size)
         try:
             for training in (True, False):
@@ -68,13 +68,13 @@ class Runtime:
         return replace(self, graph=graph, executors=OrderedDict())
 
     def key(self, fields: Fields) -> Hashable:
-        """The key of an executor, and of the stages' forwards."""
+        """The cache key of an executor and of the stages' forwards."""
         return self.name, self.order.microbatches, self.graph.microbatch_size, shapes(fields)
 
 
 class Pipeline:
-    """Runs training and evaluation steps on this rank's stages, with the plan's `Runtime`, with one
-    for each batch size of `ramp`, or with one that is given for an evaluation."""
+    """Runs training and evaluation steps on this rank's stages: with the plan's `Runtime`, with one
+    per batch size of `ramp`, or with a given one for evaluation."""
 
     def __init__(
         self,
@@ -87,58 +87,59 @@ class Pipeline:
         transforms: Sequence[Transform],
         orders: Mapping[int, Order] | None = None,
     ) -> None:
-        """stages: this rank's, by index; zero: see `distributed/sharding.py`; transforms: those of
-        model and stages; orders: rows of a batch on a dp rank -> Order, with `ramp`."""
+        """stages: this rank's, by index; zero: ZeRO level, see `distributed/sharding.py`;
+        transforms: of the model and its stages; orders: with `ramp`, batch size on a dp rank ->
+        Order."""
         self._stages, self._mesh, self._zero, self._transforms = stages, mesh, zero, transforms
         self._planned = Runtime(order, model_graph, loss)
-        # rows of a batch -> its runtime; empty = all batches have equally many rows
+        # batch size on a dp rank -> runtime; empty = it does not change
         self._by_rows: dict[int, Runtime] = {}
         if orders:
             self._by_rows[order.microbatches * model_graph.microbatch_size] = self._planned
-            for rows, of_rows in orders.items():
-                size = rows // of_rows.microbatches
+            for rows, ramp_order in orders.items():
+                size = rows // ramp_order.microbatches
                 same = size == model_graph.microbatch_size
                 graph = model_graph if same else model_graph.with_microbatches_of(size)
-                self._by_rows[rows] = Runtime(of_rows, graph, loss)
+                self._by_rows[rows] = Runtime(ramp_order, graph, loss)
         self._of_outputs: dict[tuple[Any, ...], Runtime] = {}  # see `outputs`
-        # sums of losses and gradients with numerics=exact; None: those of autograd and FSDP
+        # sums losses and gradients with numerics=exact; None: autograd and FSDP do
         self.sums = next(filter(None, (transform.sums for transform in transforms)), None)
         sums = {index: self.sums.of_stage(index) for index in stages} if self.sums else {}
         self._gradient_sums = {index: of for index, of in sums.items() if of is not None}
-        # with several ranks: finds parameters without a gradient on any of them
+        # with several ranks: finds parameters that have no gradient on any rank
         self._unused: UnusedParameters | None = None
         if mesh.world_size > 1:
             from titanlike.distributed.gradients import UnusedParameters
 
             names = model_graph.canonical_names()
             self._unused = UnusedParameters(stages, names, mesh, zero, self._gradient_sums)
-        # ranks that compute the same loss of the same batch
+        # number of ranks that compute the same loss of the same batch
         self._loss_copies = mesh.world_size // (mesh.pp * mesh.stage_copies)
-        # last step's flags by parameter: whether this rank has a gradient; once summed, how many do
+        # last step, per parameter: whether this rank has a gradient; once summed, how many ranks do
         self._reached_counts = torch.zeros(0, device=mesh.device)
-        # called back with each action of the schedule when it begins, with None after the last
+        # called with each action of the schedule when it begins, with None after the last
         self.on_action: Callable[[Any], None] = lambda _: None
-        # called with (action, True) when the wait for its receives has been launched, then with
-        # (action, False) when its computation has been
+        # called with (action, True) when the wait for its receives is launched, then with
+        # (action, False) when its computation is launched
         self.on_queued: Callable[[Any, bool], None] | None = None
 
     def runtime(self, rows: int) -> Runtime:
-        """The runtime for batches with `rows` rows on a dp rank."""
+        """The runtime for batches of `rows` samples on a dp rank."""
         return self._by_rows[rows] if self._by_rows else self._planned
 
     def train(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Run forward and backward on this dp rank's part of a batch: "inputs", "targets" and other
-        fields of the model, [batch / dp, ...] each.
+        """Run forward and backward on this dp rank's shard of a batch: "inputs", "targets" and
+        other fields of the model, each [batch / dp, ...].
 
         Returns the loss over the GLOBAL batch, a mean over what the loss counts (valid tokens), and
-        that count, fp32 scalars, the same on every rank. The gradients are those of that loss,
-        reduced over dp and over the copies of tied weights.
+        that count: fp32 scalars, equal on every rank. Gradients are those of that loss, reduced
+        over dp and over copies of tied weights.
         """
         loss, count, _ = self.forward_backward(batch)
         return self.sum_loss(loss, torch.zeros(0))[0], count
 
     def used_fields(self) -> set[str]:
-        """Fields of the batch that this rank's stages read, for batches shaped as in the plan."""
+        """Batch fields that this rank's stages read, for batches shaped as in the plan."""
         used, graph = set(), self._planned.graph
         for index in self._stages:
             used |= {"inputs"} if index == 0 else set()
@@ -148,10 +149,12 @@ class Pipeline:
         return used
 
     def forward_backward(self, batch: Batch, each: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-        """`train` without the all-reduce of the loss, which `sum_loss` must do next. Returns this
-        rank's loss and the count, and with `each` an fp32 vector [2 x dp x microbatches]: for each
-        microbatch of the global batch, in order, the sum of its loss terms, then for each their
-        number."""
+        """Do `train` without the all-reduce of the loss, which `sum_loss` must do next.
+
+        Returns this rank's loss, the count, and with `each` an fp32 vector [2 x dp x microbatches]:
+        for each microbatch of the global batch, in order, the sum of its loss terms, then the
+        number of terms of each.
+        """
         runtime = self.runtime(len(batch["inputs"]))
         batch = self._own(batch)
         executor = self._executor(runtime, batch)
@@ -169,21 +172,21 @@ class Pipeline:
         return self._sum_of(losses, count), count, terms
 
     def _terms(self, runtime: Runtime, losses: list[Tensor], batch: Batch) -> Tensor:
-        """This rank's entries of the vector of `forward_backward(each=True)`; losses: those of its
+        """This rank's entries of the vector of `forward_backward(each=True)`; losses: of its
         microbatches."""
         mesh, loss = self._mesh, runtime.loss
         terms = torch.zeros(2, mesh.dp, runtime.microbatches, device=mesh.device)
         if losses:  # the last stage is here
             terms[0, mesh.dp_rank] = torch.stack(losses).detach() / loss.scale
             equal = 1.0 / (loss.scale * terms[0].numel() * mesh.cp)
-            for at, targets in enumerate(batch["targets"].chunk(len(losses))):
-                count = loss.count(targets)  # None: not known from targets alone
-                terms[1, mesh.dp_rank, at] = equal if count is None else count
+            for mb, targets in enumerate(batch["targets"].chunk(len(losses))):
+                count = loss.count(targets)  # None: unknown from the targets alone
+                terms[1, mesh.dp_rank, mb] = equal if count is None else count
         return terms.flatten() / self._loss_copies
 
     def sum_loss(self, loss: Tensor, measured: Tensor) -> tuple[Tensor, Tensor]:
-        """Sum the loss of `forward_backward`, and measurements of its gradients (an fp32 vector),
-        over all ranks in one all-reduce."""
+        """All-reduce the loss of `forward_backward` together with an fp32 vector of measurements;
+        returns both sums."""
         mesh = self._mesh
         sums = torch.cat([loss.view(-1), measured.to(mesh.device), self._reached_counts])
         if mesh.world_size > 1:
@@ -193,19 +196,19 @@ class Pipeline:
         return self._total(losses) / self._loss_copies, measured
 
     def _sum_of(self, losses: list[Tensor], like: Tensor) -> Tensor:
-        """Sum the losses of this rank's microbatches (0 without the last stage). With `StepSums`,
+        """Sum the losses of this rank's microbatches (0 without the last stage); with `StepSums`
         return its vector instead."""
         if self.sums is not None:
             return self.sums.losses(losses)
         return torch.stack(losses).sum().detach() if losses else torch.zeros_like(like)
 
     def _total(self, losses: Tensor) -> Tensor:
-        """Return the loss; losses: the vector of `_sum_of`, summed over all ranks."""
+        """The loss, from the vector of `_sum_of` all-reduced over all ranks."""
         return losses[0] if self.sums is None else self.sums.total(losses)
 
     def unreached(self) -> dict[nn.Parameter, Tensor]:
-        """Parameters whose gradient the last `train` filled with zeros here, with a flag on the
-        device: 1 = no rank has a gradient, so the optimizer must not update them."""
+        """Parameters whose gradient the last `train` filled with zeros on this rank, with a flag on
+        the device: 1 = no rank has a gradient, so the optimizer must skip them."""
         if self._unused is None:  # one rank: such parameters have no gradient at all
             return {}
         return self._unused.unreached(self._reached_counts)
@@ -223,20 +226,22 @@ class Pipeline:
         return loss / self._loss_copies, count
 
     def for_terms(self, rows: int) -> Runtime:
-        """A runtime for `evaluate_each` of batches with `rows` rows on a dp rank."""
+        """Make a runtime for `evaluate_each` on batches of `rows` samples on a dp rank."""
         runtime = self.runtime(rows)
         return replace(runtime, loss=Kept(runtime.loss.each), executors=OrderedDict())
 
     def evaluate_each(self, batch: Batch, runtime: Runtime) -> list[Tensor]:
-        """Evaluate with a runtime of `for_terms`. On the rank with the last stage, return the terms
-        of each microbatch's loss, or their sum if the stage computes it in chunks; elsewhere []."""
-        sums, kept = self._evaluate_kept(batch, runtime)
-        return kept or sums
+        """Evaluate with a runtime from `for_terms`. On the rank with the last stage, returns the
+        loss terms of each microbatch, or their sum if the stage computes the loss in chunks;
+        elsewhere []."""
+        sums, terms = self._evaluate_kept(batch, runtime)
+        return terms or sums
 
     def rehearse(self, batch: Batch) -> None:
-        """Warm up: run each of this rank's stages on a microbatch with dummy received activations,
-        forward, and backward where gradients are on. No P2P between stages; collective over dp
-        because of FSDP's all-gather and reduce-scatter. Gradients are dropped."""
+        """Warm up: run each of this rank's stages on a microbatch with zeros as received
+        activations, forward, and backward if gradients are enabled. No P2P between stages;
+        collective over dp because of FSDP's all-gather and reduce-scatter. Gradients are dropped.
+        """
         runtime = self.runtime(len(batch["inputs"]))
         batch = self._own(batch)
         executor, fields = self._executor(runtime, batch), fields_of(batch)
@@ -261,8 +266,8 @@ class Pipeline:
         """Run the forward only. Returns `keep(model output, targets)` of each microbatch on the
         rank with the last stage, [] elsewhere.
 
-        size: samples in a microbatch; None = as in training; the number of microbatches is the
-        plan's. keep: must live as long as this pipeline, as it is a key of a cache.
+        size: samples per microbatch, with the plan's number of microbatches; None = as in training.
+        keep: must live as long as this pipeline, as it is a cache key.
         """
         runtime = self._planned if size else self.runtime(len(batch["inputs"]))
         key = keep, size, runtime
@@ -273,7 +278,7 @@ class Pipeline:
         return self._evaluate_kept(batch, self._of_outputs[key])[1]
 
     def _evaluate_kept(self, batch: Batch, runtime: Runtime) -> tuple[list[Tensor], list[Any]]:
-        """(losses of this rank's microbatches, what a `Kept` loss collected from their outputs)."""
+        """Evaluate; returns (losses of this rank's microbatches, what the `Kept` loss collected)."""
         assert isinstance(runtime.loss, Kept)
         batch = self._own(batch)
         executor, runtime.loss.kept = self._executor(runtime, batch), []
@@ -282,17 +287,17 @@ class Pipeline:
         return losses, runtime.loss.kept
 
     def _own(self, batch: Batch) -> Batch:
-        """Select what this rank computes of a dp rank's batch, by `Transform.batch`."""
+        """Select this rank's part of a dp rank's batch, by `Transform.batch`."""
         for transform in self._transforms:
             batch = transform.batch(batch)
         return batch
 
     def _count(self, runtime: Runtime, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Count the loss terms of the global batch, by which the loss is normalized, and its
-        tokens, padding included."""
+        """Count the loss terms of the global batch, which normalize the loss, and its tokens
+        including padding; both summed over all ranks."""
         mesh, graph, size = self._mesh, runtime.graph, runtime.graph.microbatch_size
         counts = torch.zeros(2, device=mesh.device)
-        # counted where the last stage is: the other ranks of a pipeline need no targets
+        # counted on the last stage, as the other ranks of a pipeline need no targets
         if runtime.order.stages - 1 in self._stages:
             targets = batch["targets"]
             terms: Any = runtime.loss.count(targets)
@@ -301,9 +306,9 @@ class Pipeline:
                 output = graph.meta_output(fields_of(batch), True)
                 terms = runtime.loss.terms(output, meta) * (len(targets) // size)
             counts[0] = terms
-            of_sequences = bool(graph.fields["inputs"].shape)
-            in_parts = mesh.stage_copies // mesh.dp  # ranks that share each sequence
-            tokens = batch["inputs"].shape[1] // in_parts if of_sequences else 1
+            has_sequences = bool(graph.fields["inputs"].shape)
+            sequence_shards = mesh.stage_copies // mesh.dp  # ranks that share each sequence
+            tokens = batch["inputs"].shape[1] // sequence_shards if has_sequences else 1
             counts[1] = len(targets) * tokens
         if mesh.world_size > 1:
             counts = mesh.sum(counts) / self._loss_copies
@@ -318,7 +323,7 @@ class Pipeline:
             yield
 
     def _executor(self, runtime: Runtime, batch: Batch) -> MicrobatchLoop | OrderRuntime:
-        """Return the executor for a batch of this shape, and select the stages' forwards for it."""
+        """Return the executor for a batch's shape, and make the stages use the forwards for it."""
         fields = fields_of(batch)
         key, executors = runtime.key(fields), runtime.executors
         for transform in self._transforms:
@@ -335,9 +340,9 @@ class Pipeline:
         return executor
 
     def _make_executor(self, runtime: Runtime, fields: Fields) -> MicrobatchLoop | OrderRuntime:
-        """Generate the stages' forwards for such a batch, and make the executor that calls them.
+        """Generate the stages' forwards for a batch shape, and make the executor that calls them.
 
-        Raises ValueError where a forward uses modules that it did not use in the plan.
+        Raises ValueError if the forward uses modules that it did not use in the plan.
         """
         order, graph, loss = runtime.order, runtime.graph, runtime.loss
         training, evaluation = (graph.graphs(fields, on) for on in (True, False))
@@ -387,7 +392,7 @@ class Pipeline:
         )
 
     def _is_loop(self, order: Order) -> bool:
-        """Whether an order runs as a plain microbatch loop: one stage in one process."""
+        """Whether an order runs as a plain microbatch loop: one unsharded stage in one process."""
         alone = self._mesh.world_size == 1 and order.stages == 1
         other_backward = order.splits_backward or self._gradient_sums
         return alone and not other_backward and not is_sharded(self._stages[0])
@@ -409,7 +414,7 @@ def _loss_of_output(loss: Loss, graph: StageGraph, output: Any, targets: Tensor)
         return tensor if same_kind else tensor.to(meta.dtype)
 
     structure = graph.output
-    # fast path: the output is nearly always a single tensor
-    whole = value(structure) if isinstance(structure, Node) else tree_map(structure, value)
-    with record_function("loss"):  # a profile has its name
-        return loss(whole, targets)
+    # fast path: the output is usually a single tensor
+    model_output = value(structure) if isinstance(structure, Node) else tree_map(structure, value)
+    with record_function("loss"):  # names it in a profile
+        return loss(model_output, targets)

@@ -36,14 +36,14 @@ def make_runtime(
 ) -> OrderRuntime:
     """Make the runtime of an order for batches of one shape.
 
-    stages: this rank's, by index; graphs: those of all stages, in training; loss: called with the
-    last stage's output and the targets; fields: batch fields that this rank's stages read; first:
-    the first stage's input for a microbatch, on meta; zero: see `distributed/sharding.py`;
-    begin_microbatch: called with (stage, microbatch) before each forward; sums: by stage, replaces
-    the sums of gradients by FSDP and autograd.
+    stages: this rank's, by index; graphs: of all stages, in training; loss: called with the last
+    stage's output and the targets; fields: batch fields that this rank's stages read; first: the
+    first stage's input for a microbatch, on meta; zero: ZeRO level, see `distributed/sharding.py`;
+    begin_microbatch: called with (stage, microbatch) before each forward; sums: by stage, replace
+    gradient sums of FSDP and autograd.
     """
 
-    def torchs(index: int, stage: Stage) -> Any:
+    def make_torch_stage(index: int, stage: Stage) -> Any:
         graph = graphs[index]
         received, sent = messages(graph)
         weight_gradients = None
@@ -66,18 +66,18 @@ def make_runtime(
             sums=sums.get(index),
         )
 
-    # skip connections, which bypass stages -> whether a gradient comes back
+    # (source, target) of skip connections, which bypass stages -> whether a gradient comes back
     skips: dict[tuple[int, int], bool] = {}
     for index, graph in enumerate(graphs):
         skipping = graph.sends[len(graph.sends) - len(graph.skips_out) :]
         for to, node in zip(graph.skips_out, skipping, strict=True):
-            back = node in graph.differentiated_later
-            skips[index, to] = skips.get((index, to), False) or back
-    wrapped = [torchs(index, stage) for index, stage in stages.items()]
+            has_gradient = node in graph.differentiated_later
+            skips[index, to] = skips.get((index, to), False) or has_gradient
+    wrapped = [make_torch_stage(index, stage) for index, stage in stages.items()]
     arguments = {FIELD + name: name for name in fields}
     return OrderRuntime(order, wrapped, loss, arguments, zero=zero, skips=skips)
 
 
 def _nothing_queued() -> Callable[[], None]:
-    """W's work for a stage whose weight gradients are computed in I: none."""
+    """The work of W if the stage's weight gradients are computed in I: none."""
     return lambda: None
