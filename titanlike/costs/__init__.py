@@ -1,5 +1,2 @@
-"""What a model's modules cost, and what follows for a rank: bytes, FLOPs, the simulated times of an
-order, and stages of equal cost.
-
-A plan of a run asks it; it knows no plan.
-"""
+"""Costs of a model's modules, and what follows for a rank: bytes, FLOPs, the simulated times of an
+Order, and stages of equal cost. Knows nothing of plans, which use it."""

@@ -1,8 +1,8 @@
-"""`split=auto`: stages by the costs of the units, and the source of measured times.
+"""`split=auto`: stages of equal cost, from computed costs or measured times.
 
-Every rank of a run must find the same stages. Parameters, FLOPs and memory are computed by each
-rank, with equal results. Times are measured by rank 0, broadcast, and stored in
-run_dir/split.json, so that a resumed run has the same stages.
+Every rank of a run must find the same stages. Parameters, FLOPs and memory are computed on each
+rank, with equal results. Times are measured on rank 0, broadcast, and stored in run_dir/split.json,
+so that a resumed run has the same stages.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from titanlike.metrics.timeline_file import Timeline, read_timeline, stage_secon
 from titanlike.optim.optimizer import moment_bytes
 from titanlike.pipeline.order import Order
 
-MeasureTimes = Callable[[UnitCosts], list[int]]  # nanoseconds of each unit
+MeasureTimes = Callable[[UnitCosts], list[int]]  # nanoseconds per unit
 TIMES_FILE = "split.json"
 
 
 @dataclass(frozen=True)
 class AutoSplitResult:
-    """The split that was chosen, and that of split=even."""
+    """The chosen split, and that of split=even for comparison."""
 
-    cost: str  # that was balanced: params, flops, time or memory
+    cost: str  # what is balanced: params, flops, time, run or memory
     chosen: CostedSplit
     even: CostedSplit
 
@@ -59,9 +59,9 @@ def find_auto_split(
     zero: int,
     measure_times: MeasureTimes | None,
 ) -> AutoSplitResult:
-    """The best split by `split.cost`; without `measure_times` FLOPs replace times.
+    """Find the best split by `split.cost`; without `measure_times` FLOPs replace times.
 
-    Raises ConfigError where a unit's cost cannot be found.
+    Raises ConfigError if a unit's cost cannot be determined.
     """
     assert isinstance(config.split, AutoSplit)
     cost = config.split.cost
@@ -72,7 +72,7 @@ def find_auto_split(
         match cost:
             case "params":
                 fixed = unit_costs.parameter_table(lambda p: p.numel())
-            case "memory":  # activations count for the most microbatches in flight on a stage
+            case "memory":  # activations times the microbatches in flight on a stage at most
                 fixed, variable = _state_table(unit_costs, config, zero), unit_costs.saved_bytes()
                 factors = stages_in_flight(order)
             case "run":
@@ -96,7 +96,7 @@ def find_auto_split(
 
 
 def measured_times(config: Config, mesh: Mesh, unit_costs: UnitCosts) -> list[int]:
-    """Nanoseconds of each unit, measured by rank 0 or read from run_dir. Collective.
+    """Nanoseconds of each unit, measured on rank 0 or read from run_dir. Collective.
 
     Raises CostError on every rank.
     """
@@ -122,7 +122,7 @@ def _read_or_measure(config: Config, device: torch.device, unit_costs: UnitCosts
         if {name: stored[name] for name in key} == key:
             return [int(time) for time in stored["nanoseconds"]]
     except (OSError, ValueError, KeyError, TypeError):
-        pass  # missing, or of other calls
+        pass  # missing, or of a different device or model
     times = [round(1e9 * sum(seconds)) for seconds in unit_costs.times(device, False)]
     accelerator.empty_cache()
     atomic_write_text(path, json.dumps({**key, "nanoseconds": times}) + "\n")
@@ -130,8 +130,8 @@ def _read_or_measure(config: Config, device: torch.device, unit_costs: UnitCosts
 
 
 def _state_table(unit_costs: UnitCosts, config: Config, zero: int) -> np.ndarray:
-    """[start, stop] -> bytes on a rank of the parameters, gradients and optimizer state of these
-    units."""
+    """[start, stop] -> bytes of parameters, gradients and optimizer state of units start ... stop -
+    1 on a rank."""
     sizes = moment_bytes(config.optimizer, unit_costs.model).items()
     moments = {id(unit_costs.model.get_parameter(name)): size for name, size in sizes}
     return unit_costs.parameter_table(
@@ -140,21 +140,21 @@ def _state_table(unit_costs: UnitCosts, config: Config, zero: int) -> np.ndarray
 
 
 def stages_in_flight(order: Order) -> list[int]:
-    """For each stage: the largest number of microbatches waiting for their backward."""
+    """For each stage, the maximal number of microbatches waiting for their backward."""
     return [
         in_flight([act for act in order.ranks[rank] if act.stage == stage])
         for stage, rank in enumerate(order.stage_to_rank)
     ]
 
 
-# --- what a run's timeline says of the units of a model, in any layout of it ----------------------
+# --- times of a model's units, from the timeline of a run in any layout ---------------------------
 
 
 Seconds = tuple[float, float, float]  # forward, input gradient, weight gradient of a microbatch
 
 
 def run_timeline(run: str) -> Timeline:
-    """Raises CostError where there is none."""
+    """Read the timeline of a run. Raises CostError if there is none."""
     path = Path(run) / TIMELINE
     try:
         timeline = read_timeline(path)
@@ -170,8 +170,9 @@ def run_timeline(run: str) -> Timeline:
 def seconds_of_run(
     run: str, names: Sequence[str], costs: UnitCosts, config: Config
 ) -> list[Seconds]:
-    """Seconds of each unit, named `names`, in a run of `config`, by the timeline of `run`. Raises
-    CostError where that is of another model."""
+    """Estimate the seconds of each unit, named `names`, in a run of `config`, from the timeline of
+    `run`. A stage's time is divided among its units by FLOPs. Raises CostError if that run trains a
+    different model."""
     timeline = run_timeline(run)
     weight = dict(zip(names, costs.flops(), strict=True))
     recorded = [name for stage in timeline.stages for name in stage]
@@ -181,28 +182,28 @@ def seconds_of_run(
     before = parse(timeline.config)[0]
     scale = costs.microbatch_size * config.seq_len / (config.cp * config.tp)
     scale /= timeline.microbatch * before.seq_len / (before.cp * before.tp)
-    of_unit: dict[str, Seconds] = {}
-    for stage, inside in enumerate(timeline.stages):
+    unit_seconds: dict[str, Seconds] = {}
+    for stage, unit_names in enumerate(timeline.stages):
         seconds = stage_seconds(timeline, stage)
         forward, backward = seconds["F"], seconds["B"]
         if before.activation_checkpoint.name == "full":
             backward = max(0.0, backward - forward)
         inputs, weights = seconds["I"] + backward / 2, seconds["W"] + backward / 2
-        total = sum(weight[name] for name in inside)
-        for name in inside:
-            share = scale * (weight[name] / total if total else 1 / len(inside))
-            of_unit[name] = forward * share, inputs * share, weights * share
-    return [of_unit[name] for name in names]
+        total = sum(weight[name] for name in unit_names)
+        for name in unit_names:
+            share = scale * (weight[name] / total if total else 1 / len(unit_names))
+            unit_seconds[name] = forward * share, inputs * share, weights * share
+    return [unit_seconds[name] for name in names]
 
 
-# --- the split into consecutive units whose heaviest rank and stage are lightest -----------------
+# --- the split into consecutive units that minimizes the heaviest rank and stage -----------------
 #
-# With one stage per rank it is exact. With several it is the end of a local search from stages that
-# are as light as can be: while the pipeline fills and drains, ranks wait for the heaviest stage, so
-# exact minima of the heaviest rank alone, with stages as unequal as that takes, give longer steps.
+# With one stage per rank it is exact. With several it is a local search from the split with the
+# lightest stages: minimizing only the heaviest rank gives unequal stages and longer steps, since
+# ranks wait for the heaviest stage while the pipeline fills and drains.
 
 
-Starts = list[int]  # for each stage, the position of its first unit
+Starts = list[int]  # for each stage, the index of its first unit
 
 
 @dataclass(frozen=True)
@@ -210,25 +211,23 @@ class CostedSplit:
     """A split and its costs."""
 
     starts: Starts
-    stages: list[int]  # cost of each
-    ranks: list[int]  # cost of each
+    stages: list[int]  # cost per stage
+    ranks: list[int]  # cost per rank
 
     @property
     def imbalance(self) -> float:
-        """Cost of the most expensive rank / mean over ranks."""
+        """Cost of the most expensive rank divided by the mean over ranks."""
         return max(self.ranks) * len(self.ranks) / max(1, sum(self.ranks))
 
 
 class StageCosts:
     """The cost of a stage with the units start ... stop - 1:
-
-    fixed[start, stop] + factors[stage] * (variable[start] + ... + variable[stop - 1])
-    """
+    fixed[start, stop] + factors[stage] * (variable[start] + ... + variable[stop - 1])"""
 
     def __init__(
         self, fixed: np.ndarray | None, variable: Sequence[int], factors: Sequence[int]
     ) -> None:
-        """fixed: None = 0, or [units + 1, units + 1], growing with the range; variable: [units];
+        """fixed: [units + 1, units + 1], growing with the range, None = 0; variable: [units];
         factors: [stages]."""
         self.units, self.stages = len(variable), len(factors)
         self.factors = np.array(factors, dtype=float)
@@ -241,7 +240,7 @@ class StageCosts:
         return np.where(np.tri(self.units + 1, dtype=bool), INFINITE, costs)
 
     def of(self, starts: np.ndarray) -> np.ndarray:
-        """[splits, stages] -> the cost of each stage."""
+        """Costs of many splits; starts: [splits, stages]; returns [splits, stages]."""
         stops = np.pad(starts[:, 1:], ((0, 0), (0, 1)), constant_values=self.units)
         costs = self.factors * (self._sums[stops] - self._sums[starts])
         return np.where(stops > starts, self._fixed[starts, stops] + costs, 0.0)
@@ -255,8 +254,8 @@ def cost_of_split(costs: StageCosts, place: Sequence[int], starts: Starts) -> Co
 
 
 def best_split(costs: StageCosts, place: Sequence[int]) -> CostedSplit:
-    """The best split of the units into stages, none empty unless there are fewer units than
-    stages; place: the rank of each stage."""
+    """Find the best split of the units into stages; place: the rank of each stage. No stage is
+    empty unless there are fewer units than stages."""
     n, stages = costs.units, costs.stages
     if n <= stages:
         starts = list(range(max(1, n - 1)))
@@ -266,23 +265,23 @@ def best_split(costs: StageCosts, place: Sequence[int]) -> CostedSplit:
     now = np.array(lightest_parts([tables[factor] for factor in costs.factors]))
     while len(set(place)) < stages:
         moved = np.vstack([now, moved_units(now, n)])
-        of_stages = costs.of(moved)
-        of_ranks = np.zeros((len(moved), max(place) + 1))
-        for stage, rank in enumerate(place):  # in this order on every machine
-            of_ranks[:, rank] += of_stages[:, stage]
-        weight = 2 * of_ranks.max(axis=1) + of_stages.max(axis=1)
-        at = np.lexsort(((of_ranks**2).sum(axis=1), weight))[0]
-        if at == 0:  # none is better
+        stage_costs = costs.of(moved)
+        rank_costs = np.zeros((len(moved), max(place) + 1))
+        for stage, rank in enumerate(place):  # a fixed order of summation
+            rank_costs[:, rank] += stage_costs[:, stage]
+        weight = 2 * rank_costs.max(axis=1) + stage_costs.max(axis=1)
+        best = np.lexsort(((rank_costs**2).sum(axis=1), weight))[0]
+        if best == 0:  # no move is better
             break
-        now = moved[at]
+        now = moved[best]
     return cost_of_split(costs, place, now.tolist())
 
 
 def moved_units(starts: Sequence[int] | np.ndarray, units: int) -> np.ndarray:
-    """[moves, stages]: every way to take a unit from a stage and give one to another; all cuts
-    between them move."""
+    """All splits, [moves, stages], in which one stage loses a unit and another one gains one; all
+    cuts between them move."""
     stage = np.arange(len(starts))
-    first, last = (1 + at[:, None] for at in np.triu_indices(len(starts) - 1))
+    first, last = (1 + index[:, None] for index in np.triu_indices(len(starts) - 1))
     between = ((first <= stage) & (stage <= last)).astype(int)
     moved = np.array(starts) + np.stack([-between, between], axis=1).reshape(-1, len(starts))
     return moved[(np.diff(moved, axis=1, append=units) > 0).all(axis=1)]

@@ -1,6 +1,5 @@
-"""The costs of one recorded call, which is run alone: on meta, where one dispatch mode counts all
-that it costs (`count`), with attention as fused kernels compute it; or on a device, timed
-(`node_times`)."""
+"""The costs of one recorded call, run alone: counted on meta, in one dispatch mode (`count`), with
+attention as fused kernels compute it; or timed on a device (`node_times`)."""
 
 from __future__ import annotations
 
@@ -33,16 +32,16 @@ if TYPE_CHECKING:  # imported where a layout has them
     from titanlike.parallel.weight_gradients import DeferredWeightGradients
 
 _META = torch.device("meta")
-Times = tuple[float, float, float]  # seconds: forward, backward, weight gradients that wait for it
+Times = tuple[float, float, float]  # seconds: forward, backward, deferred weight gradients
 
 
 class UnitPeak(NamedTuple):
-    """Bytes of a unit at the most while it runs, what it saves and is given included; without
-    parameters and their gradients that were there."""
+    """Peak bytes of a unit while it runs, including its inputs and saved activations; without
+    parameters and existing gradients."""
 
     forward: int
-    first: int  # in its backward, where gradients of weights are new
-    later: int  # where they are added to what is there
+    first: int  # in a step's first backward, which allocates weight gradients
+    later: int  # in later backwards, which accumulate them
 
 
 class Call:
@@ -55,8 +54,8 @@ class Call:
         device: torch.device = _META,
         make: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
-        """make: an argument's copy, and those of a copy of its module; None: without values, and
-        its module itself."""
+        """make: copies an argument, on `device`, and the module is copied as well; None: arguments
+        are copied without values, and the module itself is used."""
         self._node, self._device = node, device
         module = model.get_submodule(node.target) if node.kind == "unit" else None
         if module is not None and make is not None:
@@ -78,15 +77,15 @@ class Call:
             self._function = node.target if module is None else module
 
     def arguments(self) -> Any:
-        """Arguments of a forward: (args, kwargs)."""
-        values = {  # clones: a leaf that requires a gradient must not be changed in place
+        """Arguments of one forward: (args, kwargs)."""
+        values = {  # clones, as a leaf that requires a gradient must not be changed in place
             use: tensor.clone() if tensor.requires_grad and not _is_weight(use) else tensor
             for use, tensor in self._inputs.items()
         }
         return with_values((self._node.args, self._node.kwargs), values, self._device)
 
     def forward(self, arguments: Any = None) -> list[Tensor]:
-        """The results that require a gradient."""
+        """Run the forward; returns the results that require a gradient."""
         args, kwargs = self.arguments() if arguments is None else arguments
         with torch.set_grad_enabled(self._node.grad_enabled), self._device:
             result = self._function(*args, **kwargs)
@@ -94,7 +93,7 @@ class Call:
 
     @contextmanager
     def weight_gradients(self, deferred: bool) -> Iterator[DeferredWeightGradients | None]:
-        """A context in which those of its linear layers wait, if they are deferred."""
+        """A context in which the module's linear layers defer their weight gradients, if asked to."""
         if not deferred:
             yield None
             return
@@ -112,7 +111,7 @@ def _is_weight(node: Node) -> bool:
 
 
 def _empty_like(tensor: Tensor) -> Tensor:
-    """A tensor without values, with the same need of a gradient; a parameter itself."""
+    """An uninitialized tensor with the same requires_grad; a parameter itself."""
     if isinstance(tensor, nn.Parameter):
         return tensor
     return torch.empty_like(tensor).requires_grad_(tensor.requires_grad)
@@ -122,10 +121,10 @@ def _tensors(values: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
-# --- what it costs, counted on meta ---------------------------------------------------------------
+# --- costs counted on meta ------------------------------------------------------------------------
 
 
-# What scaled_dot_product_attention on meta stands for, on one device or another.
+# Operators that scaled_dot_product_attention may call on a device.
 _ATTENTION = (
     "aten._scaled_dot_product_attention",
     "aten._scaled_dot_product_cudnn_attention",
@@ -137,58 +136,59 @@ _ATTENTION = (
 )
 EXPERTS_PRODUCT = "titanlike.expert_linear"  # the operator of `models/experts.py`
 ATTENTION = "attention"
-_KERNELS = "_scaled_dot_product_"  # in their names
+_KERNELS = "_scaled_dot_product_"  # part of their names
 _FREE = ("detach", "alias", "empty", "new_empty", "_unsafe_view", "lift", "unbind")
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
 
 
 class Operator(NamedTuple):
-    """What an operator does; of a matrix product its sizes, batched: rows x columns, summed over;
-    of attention queries, keys and the width of a head."""
+    """An operator and its work. sizes: of a (batched) matmul rows, columns, inner dimension; of
+    attention queries, keys, head dimension."""
 
     name: str  # "aten.mm"; ATTENTION
     flops: int
     bytes: int  # read and written
-    itemsize: int  # of an element of its results, bytes
+    itemsize: int  # bytes per element of its results
     sizes: tuple[int, int, int] | None = None
 
 
 def attention_share(keys: int, width: int) -> float:
-    """What a GPU's fused attention reaches with so many keys and so wide heads, relative to 8,192
-    and 128: as cuDNN's on an H200 (docs/proof.md), forward and backward together."""
+    """Throughput of fused attention on a GPU for this number of keys and head dimension, relative
+    to 8,192 and 128: as cuDNN's on an H200 (docs/proof.md), forward and backward together."""
     return min(1.0, keys / 8192) ** 0.19 * min(1.0, width / 128) ** 0.43
 
 
-Operators = Mapping[Operator, int]  # operator -> how often
-# axis -> (bytes that a rank sends, messages, bytes of these that are sent while it attends)
+Operators = Mapping[Operator, int]  # operator -> number of calls
+# axis -> (bytes that a rank sends, number of sends, bytes sent while attention runs)
 Exchanges = Mapping[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
 class NodeCosts:
-    """What a call costs a microbatch. Bytes are of storages, without those of parameters."""
+    """Costs of a call for one microbatch. Bytes are of storages, without parameters."""
 
-    flops: int = 0  # forward and backward, of causal attention all
-    saved: int = 0  # bytes that the forward keeps for the backward
-    inputs: int = 0  # bytes of what it is given, of which gradients are computed
+    flops: int = 0  # forward and backward, causal attention counted in full
+    saved: int = 0  # bytes that the forward saves for the backward
+    inputs: int = 0  # bytes of inputs that require a gradient
     results: Mapping[str, int] = field(
         default_factory=dict
-    )  # bytes of each operator's in the forward
-    # bytes that wait for weight gradients, and in compiled blocks, where each layer has a copy
+    )  # operator -> bytes of its results in the forward
+    # bytes held for deferred weight gradients; the same in compiled blocks, where each layer has a
+    # copy
     queued: tuple[int, int] = (0, 0)
-    # in the forward with inputs and results; in the backward beyond what was there at its begin
+    # in the forward with inputs and results; in the backward relative to its begin
     peak: UnitPeak = UnitPeak(0, 0, 0)
-    # of the forward, the backward up to the inputs, and the weight gradients left
+    # in the forward, in the backward, and in deferred weight gradients
     forward: Operators = field(default_factory=dict)
     input_gradient: Operators = field(default_factory=dict)
     weight_gradient: Operators = field(default_factory=dict)
-    # what the ranks of each axis exchange in the first two
+    # communication of each axis in the forward and in the backward
     exchanged_forward: Exchanges = field(default_factory=dict)
     exchanged_backward: Exchanges = field(default_factory=dict)
 
     def kept(self, save: Sequence[str]) -> int:
-        """Bytes that are kept of a call that runs again in the backward: what it is given, and the
-        results of the operators `save`."""
+        """Bytes kept if the call is recomputed in the backward: its inputs, and results of
+        operators that match `save`."""
 
         def matches(operator: str) -> bool:
             names = _ATTENTION if operator == ATTENTION else (operator,)
@@ -203,7 +203,8 @@ def count(
     deferred: bool = False,
     peers: Mapping[str, GroupInfo] = MappingProxyType({}),
 ) -> NodeCosts:
-    """deferred: the weight gradients of linear layers wait; peers: whose exchanges count."""
+    """Count a node's costs. deferred: with deferred weight gradients; peers: axis -> group to
+    count."""
     call = Call(node, model)
     trained = [weight for weight in call.weights if weight.requires_grad]
     with call.weight_gradients(deferred) as waiting:
@@ -215,8 +216,8 @@ def count(
         finally:
             for weight in trained:
                 weight.grad = None
-    made = (use for use in dict.fromkeys(node.input_nodes) if not _is_weight(use))
-    values = [use.value for use in made if use.value is not None]
+    inputs = (use for use in dict.fromkeys(node.input_nodes) if not _is_weight(use))
+    values = [use.value for use in inputs if use.value is not None]
     return NodeCosts(
         flops=first.flops,
         saved=first.saved,
@@ -233,7 +234,7 @@ def count(
 
 
 class _Counter(TorchDispatchMode):
-    """Runs a call forward and backward, and notes its operators and the storages that live."""
+    """Runs a call forward and backward, and records its operators and live storages."""
 
     def __init__(
         self, call: Call, peers: Mapping[str, GroupInfo], waiting: DeferredWeightGradients | None
@@ -264,12 +265,12 @@ class _Counter(TorchDispatchMode):
             if results:
                 torch.autograd.backward(results, [torch.empty_like(result) for result in results])
                 for operator, times in self._attention.items():
-                    # five products for the forward's two, as many tensors again
+                    # flash attention's backward has five matmuls for the forward's two
                     flops, nbytes = operator.flops * 5 // 2, 2 * operator.bytes
                     self._noted[operator._replace(flops=flops, bytes=nbytes)] += times
             inputs, self.backward_peak = self._noted, self._peak - before
             self._noted = Counter()
-            if waiting is not None:  # and where each layer has a copy of its input
+            if waiting is not None:  # also if each layer has a copy of its input
                 queue = [t for inputs, gradient, *_ in waiting._queue for t in (inputs, gradient)]
                 sizes = {storage_id(t): t.untyped_storage().nbytes() for t in queue}
                 self.queued = sum(sizes.values()), sum(sizes[storage_id(t)] for t in queue)
@@ -281,7 +282,7 @@ class _Counter(TorchDispatchMode):
             tensor.grad = None
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, result: Tensor, causal: bool) -> None:
-        """Note a call of fused attention, which is no operator on meta."""
+        """Record a call of fused attention, which is not an operator on meta."""
         width = q.shape[-1]
         flops = 2 * (q.numel() // width) * k.shape[-2] * (width + v.shape[-1])
         touched = sum(tensor.nbytes for tensor in (q, k, v, result))
@@ -289,7 +290,7 @@ class _Counter(TorchDispatchMode):
         flops //= 2 if causal else 1
         sizes = q.shape[-2], k.shape[-2], width
         self._attention[Operator(ATTENTION, flops, touched, q.itemsize, sizes)] += 1
-        # with a logsumexp for each query
+        # results include a logsumexp per query
         self._results[ATTENTION] += result.nbytes + 4 * (result.numel() // result.shape[-1])
 
     def __torch_dispatch__(
@@ -316,7 +317,7 @@ class _Counter(TorchDispatchMode):
         if short in ("_to_copy", "contiguous", "reshape", "clone") and not {
             *map(storage_id, arguments)
         }.isdisjoint(map(storage_id, made)):
-            return result  # it was as it is to be
+            return result  # nothing was copied
         sizes, flops = None, 0
         if short in _PRODUCTS:
             a, b = arguments[-2:]
@@ -326,18 +327,20 @@ class _Counter(TorchDispatchMode):
         elif packet in flop_registry:
             flops = int(flop_registry[packet](*args, **kwargs, out_val=result))
             self.flops += flops
-            if _KERNELS in name:  # called by name: a ring's blocks
+            if _KERNELS in name:  # a kernel called directly, by ring attention
                 name, (q, k) = ATTENTION, arguments[:2]
                 sizes = q.shape[-2], k.shape[-2], q.shape[-1]
-                at = [argument.name for argument in function._schema.arguments].index("is_causal")
-                flops //= 2 if len(args) > at and args[at] else 1
+                index = [argument.name for argument in function._schema.arguments].index(
+                    "is_causal"
+                )
+                flops //= 2 if len(args) > index and args[index] else 1
             elif name.startswith(EXPERTS_PRODUCT):
                 sizes = _of_an_expert(arguments[0], arguments[1], made[0])
-        # of an expanded tensor less is read than it has elements
+        # an expanded tensor has less memory than elements
         read = sum(min(tensor.nbytes, tensor.untyped_storage().nbytes()) for tensor in arguments)
         written = sum(tensor.nbytes for tensor in made)
         if "embedding" in short or short in ("gather", "index", "index_select"):
-            read = written  # of a table only some rows
+            read = written  # reads only some rows of a table
         self._noted[Operator(name, flops, read + written, made[0].itemsize, sizes)] += 1
         return result
 
@@ -352,8 +355,8 @@ def _difference(before: Exchanges, after: Exchanges) -> Exchanges:
 
 
 def _of_an_expert(a: Tensor, b: Tensor, result: Tensor) -> tuple[int, int, int]:
-    """Sizes of the product of one expert, where all have equally many rows: a [N, I] and b [E, O,
-    I], or gradients a [N, O] and rows b [N, I] of a weight [E, O, I]."""
+    """Sizes of one expert's matmul, assuming equally many rows for all: a [N, I] and b [E, O, I],
+    or gradients a [N, O] and rows b [N, I] of a weight [E, O, I]."""
     if b.dim() == 3:
         return a.shape[0] // b.shape[0], b.shape[1], b.shape[2]
     return result.shape[1], result.shape[2], a.shape[0] // result.shape[0]
@@ -381,7 +384,7 @@ class _FusedAttention(TorchFunctionMode):
 
 
 class _Attention(torch.autograd.Function):
-    """Saves what fused attention saves: its arguments, its result, a logsumexp for each query."""
+    """Saves what fused attention saves: its arguments, its result, a logsumexp per query."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
@@ -396,19 +399,17 @@ class _Attention(torch.autograd.Function):
         return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), None
 
 
-# --- how long it takes on a device ----------------------------------------------------------------
+# --- times measured on a device -------------------------------------------------------------------
 
 
 def node_times(
     node: Node, model: nn.Module, device: torch.device, deferred: bool, repeats: int = 15
 ) -> Times:
-    """Medians, of random values; weights have gradients already, as in most microbatches.
-
-    deferred: the weight gradients of linear layers wait.
-    """
+    """Measure median seconds of a call on random values; weights have gradients already, as in most
+    microbatches. deferred: whether weight gradients of linear layers are."""
 
     def random_like(tensor: Tensor) -> Tensor:
-        """Random floats; 0 as integer, which is a valid index anywhere; True."""
+        """Random floats; 0 for integers, which is always a valid index; True."""
         if tensor.is_floating_point():
             scale = 0.02 if isinstance(tensor, nn.Parameter) else 1.0
             values = scale * torch.randn(tensor.shape, dtype=tensor.dtype, device=device)
@@ -441,7 +442,7 @@ def node_times(
 
 
 def now(device: torch.device) -> float:
-    """Seconds on a clock; of one thread of a CPU its own time, which other programs do not
+    """Seconds on a clock. With one CPU thread it is CPU time, which other processes do not
     lengthen."""
     if device.type == "cpu" and torch.get_num_threads() == 1:
         return time.process_time()

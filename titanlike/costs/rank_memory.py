@@ -1,20 +1,20 @@
-"""The memory that training takes on each pipeline rank, estimated: nothing is allocated.
+"""Estimate the memory of training on each pipeline rank, without allocating.
 
-A rank's actions are walked through, and in each the units of its stage, with what is in memory
-then: parameters and optimizer state as `fsdp.zero` shards them, gradients from the first backward
-on, activations of the microbatches in flight, queued weight gradients, messages, and what a unit
-takes while it runs (`UnitCosts.peaks`). What FSDP holds besides (torch 2.13,
+A rank's actions are walked through, and in each action the units of its stage, with everything in
+memory at that time: parameters and optimizer state as sharded by `fsdp.zero`, gradients from the
+first backward on, activations of the microbatches in flight, queued weight gradients, P2P buffers,
+and the temporary memory of a unit while it runs (`UnitCosts.peaks`). FSDP adds (torch 2.13,
 `_fsdp_param_group.py`):
 
-- ZeRO 1 and 2 gather a whole stage, unit by unit, before its first forward.
-- ZeRO 1 accumulates whole gradients to the end of a step, where they are reduced unit by unit.
-- ZeRO 2 and 3 make a unit's gradients anew in each backward, and keep the message that reduces
-  them, in fp32, until the next unit's are made.
-- ZeRO 3 gathers a unit when it runs, and keeps the message; in a backward, the next unit's.
+- ZeRO 1 and 2 all-gather a whole stage, unit by unit, before its first forward.
+- ZeRO 1 accumulates unsharded gradients until the end of a step, where they are reduced unit by unit.
+- ZeRO 2 and 3 allocate a unit's gradients in each backward, and keep the fp32 reduce-scatter input
+  until the next unit's gradients are there.
+- ZeRO 3 all-gathers a unit when it runs, and keeps the buffer; in a backward also the next unit's.
 
-With numerics=exact (`parallel/exact.py`) each microbatch's gradients are made anew, and those that
-are complete are partial sums of a binary tree: after k microbatches as many whole gradients in fp32
-as k has bits. Experts have a gradient for the grain of each ep rank.
+With numerics=exact (`parallel/exact.py`) each microbatch's gradients are allocated anew, and
+complete ones are partial sums in a binary tree: after k microbatches as many full fp32 gradients as
+k has bits. Experts have one gradient for the grain of each ep rank.
 """
 
 from __future__ import annotations
@@ -34,27 +34,27 @@ from titanlike.graph.model_graph import ModelGraph
 from titanlike.optim.optimizer import hidden_matrices, update_bytes
 from titanlike.pipeline.order import Action, Order
 
-_REDUCED = 4  # bytes of a gradient in a message that reduces it: fp32
+_REDUCED = 4  # bytes per gradient element in a reduction: fp32
 
-# Muon's copies of its matrices at an update: each is sent, received, and sent and received again
+# Muon's copies of its matrices in an update: two all-to-alls with a send and a receive buffer each
 _UPDATE = 5
 
-# What a stage was sent is under way before it is used, and what it sends back after that
+# A stage's receive buffers: activations before they are used, and gradients after
 _MESSAGES = 2
 
 
 @dataclass(frozen=True)
 class MemoryParts:
-    """Bytes on a rank, by what they are."""
+    """Bytes on a rank, by purpose."""
 
     weights: int = 0
     optimizer: int = 0
     gradients: int = 0
     activations: int = 0  # of the microbatches in flight
-    queued: int = 0  # for weight gradients that wait
-    messages: int = 0  # between stages
-    gathered: int = 0  # parameters of whole stages
-    temporary: int = 0  # what a unit takes while it runs, with what is gathered for it alone
+    queued: int = 0  # inputs of deferred weight gradients
+    messages: int = 0  # P2P buffers between stages
+    gathered: int = 0  # parameters all-gathered for a whole stage
+    temporary: int = 0  # of a running unit, including parameters gathered for it
 
     @property
     def total(self) -> int:
@@ -65,7 +65,7 @@ class MemoryParts:
 
 
 class MemorySample(NamedTuple):
-    """Memory of a rank during an action (None = the update), and when it is done."""
+    """Memory of a rank during an action (None = the update) at most, and after it."""
 
     act: Action | None
     most: MemoryParts
@@ -73,47 +73,46 @@ class MemorySample(NamedTuple):
 
 
 class _Change:
-    """Bytes that an action adds: at the most while it runs, and when it is done, by what they
-    are."""
+    """Bytes that an action adds: `most` while it runs, `after` when it is done, also by purpose
+    (`parts`)."""
 
     def __init__(self, most: int, **parts: int) -> None:
         self.most, self.parts, self.after = most, parts, sum(parts.values())
 
 
 class Skip(NamedTuple):
-    """A value of a microbatch that passes by stages, or all that go from one to another."""
+    """A skip connection: a microbatch's value (or several) that bypasses stages."""
 
     source: int
-    to: int  # a later stage, but not the next
+    to: int  # a later stage, not the next
     nbytes: int
-    back: int  # bytes of the gradients that come back
+    back: int  # bytes of gradients sent back
 
 
 @dataclass(frozen=True)
 class StageLayout:
-    """What decides how much memory stages take, and how long they compute; lists have an item for
-    each."""
+    """The inputs of the memory and time of stages; lists have one entry per stage."""
 
     stages: Sequence[Sequence[str]]  # names of their units
-    deferred: Collection[int]  # stages whose weight gradients wait
+    deferred: Collection[int]  # stages with deferred weight gradients
     place: Sequence[int]  # pipeline rank of each stage
     zero: int
     microbatches: int
-    numel: Sequence[int]  # parameters, of a tensor-parallel rank
-    experts: Sequence[int]  # parameters of experts among them, of which a rank has a part
-    received: Sequence[int]  # bytes of the messages from the stage before, 0 of the first
-    sent: Sequence[int]  # to the next stage; of the last what the model returns
-    gathered_matrices: Sequence[int]  # their parameters, which Muon updates as a whole
-    # bytes of the optimizer's state of the parameters, and of the experts among them
+    numel: Sequence[int]  # parameters, on a tensor-parallel rank
+    experts: Sequence[int]  # those of experts, sharded over ep
+    received: Sequence[int]  # bytes received from the previous stage, 0 for the first
+    sent: Sequence[int]  # bytes sent to the next stage; last stage: bytes of the model's output
+    gathered_matrices: Sequence[int]  # parameters of matrices that Muon gathers
+    # bytes of optimizer state, and of that for experts
     moments: Sequence[tuple[int, int]]
     touched: Sequence[int]  # bytes of memory traffic of the optimizer's update, unsharded
-    recomputed: Sequence[Collection[str]] = ()  # units
-    orthogonalized: Sequence[float] = ()  # FLOPs of the updates of matrices
+    recomputed: Sequence[Collection[str]] = ()  # names of units
+    orthogonalized: Sequence[float] = ()  # FLOPs of Muon's updates
     skips: Sequence[Skip] = ()
 
 
 class RankMemory:
-    """The memory of stages in a layout, for any choice of blocks that are recomputed."""
+    """The memory of stages in a layout, for any choice of recomputed blocks."""
 
     def __init__(
         self,
@@ -123,10 +122,10 @@ class RankMemory:
         order: Order,
         layout: StageLayout,
     ) -> None:
-        """costs: None where units are not whole; tokens: of a microbatch.
+        """costs: None with split=trace; tokens: in a microbatch.
 
-        Weights of several stages count in each; units that cannot be run alone only with their
-        parameters.
+        Weights shared by several stages count in each; units that cannot be run alone count only
+        with their parameters.
         """
         self.unit_costs, self.tokens, self.layout = costs, tokens, layout
         self._config, self._order = config, order
@@ -148,25 +147,25 @@ class RankMemory:
             self._computing * _UPDATE * max(layout.gathered_matrices) // shards if shards > 1 else 0
         )
         self._stage_changes: dict[tuple[int, frozenset[str]], dict[str, _Change]] = {}
-        # of stages that are alike, also in other layouts: a search has the same again and again
+        # changes of equal stages, of all layouts: a search evaluates the same ones repeatedly
         self._counted: dict[object, dict[str, _Change]] = {}
         mesh = config.cp, config.ep, config.ep_shards, config.exact, self._computing
         self._alike = self._state, mesh, layout.zero, layout.microbatches
-        # of ranks of orders, each walked once: a search asks for the same many times
+        # caches the walk of each (order, rank): a search evaluates the same ones repeatedly
         self._walks: dict[tuple[int, int], tuple[Order, list[tuple[int, str]], np.ndarray]] = {}
 
     def with_layout(self, config: Config, order: Order, layout: StageLayout) -> RankMemory:
-        """The same units and microbatches in another layout."""
+        """The same units and microbatches in a different layout; shares the caches."""
         other = RankMemory(config, self.unit_costs, self.tokens, order, layout)
         other._walks, other._counted = self._walks, self._counted
         return other
 
     def changed(self, **changes: Any) -> RankMemory:
-        """The same with other values in its layout."""
+        """The same with changed fields of its layout."""
         return self.with_layout(self._config, self._order, replace(self.layout, **changes))
 
     def units(self, deferred: bool = False) -> dict[str, UnitMemory]:
-        """Units by name; deferred: in stages whose weight gradients wait."""
+        """Memory of units by name; deferred: with deferred weight gradients."""
         if self.unit_costs is None:
             return {name: UnitMemory() for stage in self.layout.stages for name in stage}
         return self.unit_costs.memory(self._config, deferred)
@@ -181,26 +180,30 @@ class RankMemory:
         return self.unit_costs.unknown
 
     def of_rank(self, rank: int, recomputed: Sequence[Collection[str]]) -> int:
-        """Bytes on a pipeline rank; recomputed: blocks of each stage."""
+        """Peak bytes on a pipeline rank; recomputed: blocks of each stage."""
         base = sum(self._base(rank))
         key = id(self._order), rank
         if key not in self._walks:
             index: dict[tuple[int, str], int] = {}
-            at = [index.setdefault((a.stage, kind), len(index)) for a, kind in self._steps(rank)]
-            # with the order, so that no later one has its id
-            self._walks[key] = self._order, [*index], np.array(at, dtype=np.int64)
+            steps_of_rank = [
+                index.setdefault((a.stage, kind), len(index)) for a, kind in self._steps(rank)
+            ]
+            # keeping the order alive keeps its id unique
+            self._walks[key] = self._order, [*index], np.array(steps_of_rank, dtype=np.int64)
         _, kinds, steps = self._walks[key]
         if not kinds:
             return base + self._update
-        of_stage = {s: self._changes(s, frozenset(recomputed[s])) for s in self._order.local(rank)}
-        changes = [of_stage[stage][kind] for stage, kind in kinds]
-        most = np.array([change.most for change in changes], dtype=np.int64)[steps]
+        stage_changes = {
+            s: self._changes(s, frozenset(recomputed[s])) for s in self._order.local(rank)
+        }
+        changes = [stage_changes[stage][kind] for stage, kind in kinds]
+        peaks = np.array([change.most for change in changes], dtype=np.int64)[steps]
         after = np.array([change.after for change in changes], dtype=np.int64)[steps]
         then = base + np.cumsum(after)
-        return int(max(base, (then - after + most).max(), then[-1] + self._update))
+        return int(max(base, (then - after + peaks).max(), then[-1] + self._update))
 
     def of_ranks(self, recomputed: Sequence[Collection[str]]) -> list[int]:
-        """Bytes on each pipeline rank, as `of_rank`."""
+        """Peak bytes on each pipeline rank, see `of_rank`."""
         return [self.of_rank(rank, recomputed) for rank in range(len(self._order.ranks))]
 
     def of_experts(self, rank: int) -> int:
@@ -210,11 +213,12 @@ class RankMemory:
     def fit(
         self, candidates: Sequence[Sequence[str]], limit: int
     ) -> tuple[list[list[str]], list[int]]:
-        """(the fewest of `candidates`, blocks of each stage, that are recomputed so that each rank
-        has no more than `limit` bytes, all where none do; bytes of each rank with these)
+        """Choose the fewest blocks to recompute so that no rank exceeds `limit` bytes, all if none
+        suffice.
 
-        Ranks do not depend on each other. On a rank of several stages the block comes next that
-        frees the most: of the stage whose blocks are in memory for the most microbatches.
+        candidates: blocks of each stage. Returns (blocks of each stage, bytes of each rank). Ranks
+        are independent. On a rank of several stages the next block is the one that frees the most
+        memory: of the stage with the most microbatches in flight.
         """
         blocks: list[list[str]] = [[] for _ in candidates]
         sizes = []
@@ -236,8 +240,7 @@ class RankMemory:
     def memory_timeline(
         self, rank: int, recomputed: Sequence[Collection[str]]
     ) -> list[MemorySample]:
-        """What is in memory during each action of a rank, and in the update; arguments as
-        `of_rank`."""
+        """Memory during each action of a rank, and during the update; arguments as `of_rank`."""
         kept, sent = self._base(rank)
         sizes = [*zip(self.layout.numel, self.layout.experts, strict=True)]
         local = (self._in_shards(*sizes[stage]) for stage in self._order.local(rank))
@@ -246,14 +249,14 @@ class RankMemory:
         samples = []
         for act, kind in self._steps(rank):
             change = self._changes(act.stage, frozenset(recomputed[act.stage]))[kind]
-            most, now = replace(now, temporary=change.most), now.add(change.parts)
-            samples.append(MemorySample(act, most if change.most > change.after else now, now))
+            during, now = replace(now, temporary=change.most), now.add(change.parts)
+            samples.append(MemorySample(act, during if change.most > change.after else now, now))
         samples.append(MemorySample(None, replace(now, temporary=self._update), now))
         return samples
 
     def _steps(self, rank: int) -> Iterator[tuple[Action, str]]:
-        """Each action of a rank, with its kind. The gathers before a stage's first action and the
-        reductions behind its last are of the same action."""
+        """Yield each action of a rank with its kind. All-gathers before a stage's first action and
+        reductions after its last one are yielded with that action."""
         order = self._order
         left = dict.fromkeys(order.local(rank), order.microbatches)
         forwards: set[int] = set()
@@ -278,20 +281,19 @@ class RankMemory:
                     yield act, "reduce"
 
     def _in_shards(self, numel: int, experts: int) -> int:
-        """What counts for parameters, or their bytes, whose shards a rank keeps: experts' have fewer
+        """Elements or bytes to divide by the number of shards; experts count more, having fewer
         shards."""
         return numel + (self._config.ep_shards - 1) * experts
 
     def _base(self, rank: int) -> tuple[int, int]:
-        """Bytes of a rank's parameters and optimizer state, and of messages that are under way."""
+        """Bytes of a rank's parameters and optimizer state, and of its receive buffers."""
         local = self._order.local(rank)
         received = sum(self.layout.received[stage] for stage in local)
         received += sum(skip.nbytes for skip in self.layout.skips if skip.to in local)
         return int(sum(self._kept[stage] for stage in local)), _MESSAGES * received
 
     def _changes(self, stage: int, recompute: frozenset[str]) -> dict[str, _Change]:
-        """Changes by a stage's actions, by their kind; recompute: names of the units that are
-        recomputed."""
+        """Memory changes by kind of a stage's actions; recompute: names of the recomputed units."""
         key, layout = (stage, recompute), self.layout
         if key not in self._stage_changes:
             table = self.units(stage in layout.deferred)
@@ -307,7 +309,7 @@ class RankMemory:
     def _count(
         self, runs: Sequence[tuple[UnitMemory, bool]], numel: int, experts: int, sent: int
     ) -> dict[str, _Change]:
-        """runs: units, and whether they are recomputed; sent: bytes of a microbatch's results."""
+        """Compute `_changes`. runs: (unit, whether it is recomputed); sent: bytes of the outputs."""
         layout, state = self.layout, self._state
         units = [unit for unit, _ in runs]
         held = [u.kept if recomputed else u.saved for u, recomputed in runs]
@@ -315,12 +317,12 @@ class RankMemory:
         queued = sum(unit.queued for unit in units)
         gathered = int(state.gathered * numel)
         sizes = sorted(unit.parameters for unit in units)
-        # of a unit that is gathered while the one before is copied to its place
+        # buffer of a unit that is gathered while the previous one is copied out
         message = self._computing * sum(sizes[-2:]) if gathered else 0
         sharded = self._in_shards(numel, experts)
         whole = layout.zero == 1
-        gradients = state.gradient * (numel if whole else sharded)  # when all are there
-        reduced = 0  # bytes of the largest unit's gradients in a message, where FSDP has whole ones
+        gradients = state.gradient * (numel if whole else sharded)  # once all are allocated
+        reduced = 0  # bytes to reduce the largest unit's gradients, if they are unsharded
         if state.fsdp and whole and sizes:
             reduced = int((_REDUCED + state.reduced_gradient) * sizes[-1])
         local = [u.parameters if whole else self._in_shards(u.parameters, u.experts) for u in units]
@@ -332,13 +334,13 @@ class RankMemory:
             gradients = parts * sums
             reduced = 0
             if state.fsdp and whole and units:
-                # what is left of experts' sums when those of the ep ranks are added
+                # experts' sums that remain when those of the ep ranks are added
                 nodes = (microbatches * self._config.ep).bit_count()
                 nodes = 1 if 1 < self._config.ep == state.shards else nodes
-                # each partial sum of a unit as it is laid out, sent and received
-                most = max(max(a * parts, b * nodes) for a, b in map(self._sent, units))
+                # three copies of each partial sum of a unit: packed, sent and received
+                largest = max(max(a * parts, b * nodes) for a, b in map(self._sent, units))
                 done = (parts * self._config.ep - nodes) * experts
-                reduced = max(0, _REDUCED * (3 * most - done))
+                reduced = max(0, _REDUCED * (3 * largest - done))
         first, later = self._backward(runs, new), self._backward(runs, [])
         backward = {"activations": -activations}
         return {
@@ -351,11 +353,11 @@ class RankMemory:
             "W": _Change(0, queued=-queued),
             **{
                 f"{kind} and {more} sums": _Change(
-                    most,
+                    largest,
                     **({"queued": -queued} if kind == "W" else backward),
                     gradients=more * sums,
                 )
-                for kind, most in (("B", first), ("W", sum(new)))
+                for kind, largest in (("B", first), ("W", sum(new)))
                 for more in range(2 - microbatches.bit_length(), 2)
                 if self._config.exact
             },
@@ -367,8 +369,8 @@ class RankMemory:
         }
 
     def _of_grains(self, unit: UnitMemory) -> int:
-        """Elements of a unit's gradients after a backward: experts have some for each rank's grain
-        with numerics=exact."""
+        """Elements of a unit's gradients after a backward; with numerics=exact experts have
+        gradients for each ep rank's grain."""
         return (
             self._in_shards(unit.parameters, unit.experts)
             if self._config.exact
@@ -376,45 +378,46 @@ class RankMemory:
         )
 
     def _sent(self, unit: UnitMemory) -> tuple[int, int]:
-        """Elements of a unit's gradients that FSDP's ranks exchange with numerics=exact: with ep
-        those of experts by themselves, and none by a rank that has the grains of all."""
+        """(elements, elements of experts) of a unit's gradients that FSDP ranks communicate with
+        numerics=exact. With ep experts are separate, and not sent by a rank that has the grains of
+        all."""
         if self._config.ep == 1:
             return unit.parameters, 0
         alone = self._state.shards == self._config.ep
         return unit.parameters - unit.experts, 0 if alone else unit.experts
 
     def _held(self, unit: UnitMemory) -> int:
-        """Bytes of the message with a unit's gradients, kept after its backward."""
+        """Bytes of the reduction buffer of a unit's gradients, kept after its backward."""
         if not self._state.fsdp or self.layout.zero == 1:
             return 0
         others, experts = self._sent(unit) if self._config.exact else (unit.parameters, 0)
         return _REDUCED * (others + self._config.ep * experts)
 
     def _gathered(self, unit: UnitMemory) -> int:
-        """Bytes of a unit that is gathered when it runs."""
+        """Bytes of a unit's parameters that are all-gathered when it runs."""
         return (
             self._computing * unit.parameters if self._state.fsdp and self.layout.zero == 3 else 0
         )
 
     def _forward(self, units: Sequence[UnitMemory], held: Sequence[int], activations: int) -> int:
-        """Bytes that a forward adds at the most; held: of each unit, for the backward."""
-        now, most = 0, activations
+        """Bytes that a forward adds at most; held: bytes saved by each unit for the backward."""
+        now, peak = 0, activations
         message = self._held(units[0]) if units else 0
         for unit, kept in zip(units, held, strict=True):
-            most = max(most, now + unit.peak.forward + 2 * self._gathered(unit) + message)
+            peak = max(peak, now + unit.peak.forward + 2 * self._gathered(unit) + message)
             now += kept
-        return most
+        return peak
 
     def _backward(self, runs: Sequence[tuple[UnitMemory, bool]], new: Sequence[int]) -> int:
-        """Bytes that a backward adds at the most; new: of each unit's gradients, if it is the
-        first."""
+        """Bytes that a backward adds at most; new: bytes of each unit's gradients, empty unless it
+        is the first."""
         state = self._state
         anew = bool(new) or (state.fsdp and self.layout.zero > 1) or self._computing < _REDUCED
-        now = most = 0  # beyond the begin
+        now = most = 0  # relative to the begin
         held = self._held(runs[0][0]) if runs else 0
-        for at in range(len(runs) - 1, -1, -1):
-            unit, recompute = runs[at]
-            before = runs[at - 1][0] if at else UnitMemory()  # whose backward comes next
+        for index in range(len(runs) - 1, -1, -1):
+            unit, recompute = runs[index]
+            before = runs[index - 1][0] if index else UnitMemory()  # its backward comes next
             now -= unit.kept if recompute else unit.saved
             running = unit.peak.first if anew else unit.peak.later
             if self._config.exact:
@@ -424,13 +427,13 @@ class RankMemory:
             gathered = self._gathered(unit) + self._gathered(before)
             most = max(most, now + running + gathered + held)
             waits, held = held, self._held(unit)
-            if held:  # gradients, message, and what comes of it
+            if held:  # gradients, reduction buffer, and result
                 reduced = self._computing + _REDUCED + _REDUCED / state.shards
                 reduced *= unit.parameters
-                if self._config.exact:  # the message before is still on its way
+                if self._config.exact:  # the previous reduction is still in progress
                     reduced = waits + 2 * held
                 most = max(most, now + int(reduced) + self._gathered(before))
-            now += unit.queued + (new[at] if new else 0)
+            now += unit.queued + (new[index] if new else 0)
         return most
 
 
@@ -444,10 +447,10 @@ def planned_memory(
     parameters: Sequence[Mapping[str, int]],
     deferred: Collection[int] = (),
 ) -> RankMemory:
-    """The memory of a plan's stages.
+    """Estimate the memory of a plan's stages.
 
-    targets: of a microbatch, on meta; costs: None where units are not whole; parameters: of each
-    stage, name -> elements; deferred: stages whose weight gradients wait.
+    targets: of a microbatch, on meta; costs: None with split=trace; parameters: of each stage, name
+    -> elements; deferred: stages with deferred weight gradients.
     """
     model = model_graph.model
     experts, each = expert_parameters(model, config), update_bytes(config.optimizer, model)
@@ -464,10 +467,10 @@ def planned_memory(
     skips: list[Skip] = []
     for stage, graph in enumerate(model_graph.graphs(model_graph.fields, True)):
         received, sent = messages(graph)
-        near = len(received) - len(graph.skips_in), len(sent) - len(graph.skips_out)
-        both = received[: near[0]], sent[: near[1]]
+        adjacent = len(received) - len(graph.skips_in), len(sent) - len(graph.skips_out)
+        both = received[: adjacent[0]], sent[: adjacent[1]]
         flows.append([sum(t.nbytes for t in flow) for flow in both])
-        for to, tensor in zip(graph.skips_out, sent[near[1] :], strict=True):
+        for to, tensor in zip(graph.skips_out, sent[adjacent[1] :], strict=True):
             back = tensor.nbytes if tensor.requires_grad else 0
             skips.append(Skip(stage, to, tensor.nbytes, back))
     layout = StageLayout(

@@ -1,19 +1,19 @@
-"""A training step on every pipeline rank, as events in time: the Order, with what it costs.
+"""Simulate a training step on every pipeline rank: an Order and its costs as events in time.
 
-1. The Order is walked as torch's lowering walks it (`_add_send_recv`): an action of each rank in
-   turn, as soon as what it needs has been walked. A send comes behind the action that makes its
-   message, and its receive at once behind what the receiver has walked by then. So each rank's list
-   is that of the runtime, and when an action is walked all that it waits for has its time already.
-2. A rank computes in one stream, in the order of its list. A message is a rendezvous in the stream
-   of its pair of ranks: it begins when both have reached it, behind what they computed before and
-   behind earlier messages of the pair, either way. A computation waits for its message; nobody
-   waits for sends.
-3. The first action of a rank comes behind the gathers of all its stages (ZeRO 1 and 2), and behind
-   the last backward of a stage its gradients are reduced (`StageTimes`): both hold up the rank.
-4. On a device that works by itself the host is ahead of it, or holds it up; else the host's time is
-   added. A step ends for all ranks at once: they agree on the norm of the gradients.
+1. The Order is walked as torch's lowering does (`_add_send_recv`): one action of each rank in turn,
+   once its dependencies have been walked. A send follows the action that computes its tensor, and
+   its receive is at once appended to the receiver's list. So each rank's list is that of the
+   runtime, and when an action is walked, the times of all that it waits for are known.
+2. A rank computes in one stream, in the order of its list. A P2P transfer is a rendezvous in the
+   stream of a pair of ranks: it begins when both have reached it, after their earlier actions and
+   after earlier transfers of the pair in either direction. A computation waits for its receive;
+   nothing waits for sends.
+3. Before the first action of a rank come the all-gathers of its stages (ZeRO 1 and 2); after the
+   last backward of a stage its gradients are reduced (`StageTimes`). Both block the rank.
+4. An asynchronous device lags behind its host or waits for it; otherwise the host's time is added.
+   A step ends for all ranks at once, with the all-reduce of the gradient norm.
 
-Tensor- and data-parallel ranks of a pipeline rank do the same at the same time: one stands for all.
+Tensor- and data-parallel ranks of a pipeline rank do the same at the same time: one represents all.
 """
 
 from __future__ import annotations
@@ -27,28 +27,28 @@ from titanlike.pipeline.order import Action, Order
 
 @dataclass(frozen=True)
 class Duration:
-    """Seconds of an action: of the device, and of the host that launches it."""
+    """Seconds of an action on the device, and of the host that launches it."""
 
     device: float = 0.0
     host: float = 0.0
-    recompute: float = 0.0  # of the device: that forwards run again
+    recompute: float = 0.0  # part of `device`: recomputed forwards
 
 
 @dataclass(frozen=True)
 class StageTimes:
-    """What a stage takes for a microbatch, and what it takes once a step."""
+    """Times of a stage: per microbatch, and once per step."""
 
     forward: Duration
-    backward: Duration  # whole
-    input_gradient: Duration  # the halves of a backward that is split
+    backward: Duration  # full
+    input_gradient: Duration  # this and the next: the halves of a split backward
     weight_gradient: Duration
-    sends_forward: float = 0.0  # seconds of the message to the next stage
-    sends_backward: float = 0.0  # and of that to the one before
-    # (a stage further on or back, seconds of the message to it)
+    sends_forward: float = 0.0  # seconds of the P2P transfer to the next stage
+    sends_backward: float = 0.0  # seconds of the P2P transfer to the previous stage
+    # skip connections: (target stage, seconds of the transfer)
     skips_forward: tuple[tuple[int, float], ...] = ()
     skips_backward: tuple[tuple[int, float], ...] = ()
-    gather: float = 0.0  # of its parameters, once a step
-    reduce: float = 0.0  # of its gradients, once a step
+    gather: float = 0.0  # all-gather of its parameters, once per step
+    reduce: float = 0.0  # reduction of its gradients, once per step
     update: float = 0.0  # of its parameters
 
     def of(self, kind: str) -> Duration:
@@ -56,16 +56,14 @@ class StageTimes:
         return getattr(self, names[kind])
 
     def as_data(self) -> dict[str, float]:
-        """Seconds of a device."""
+        """Device seconds by name."""
         names = ("forward", "backward", "input_gradient", "weight_gradient")
         return {f"{name}_seconds": getattr(self, name).device for name in names}
 
 
 def equal_stages(order: Order, forward: float = 1.0, backward: float = 2.0) -> list[StageTimes]:
-    """Stages that together take a rank so long for a microbatch; messages take no time.
-
-    Half of a split backward is W.
-    """
+    """Make equal stages whose times sum to `forward` and `backward` on each rank, per microbatch.
+    P2P transfers take no time; W is half of a split backward."""
     chunks = order.stages / len(order.ranks)
     half = Duration(backward / 2 / chunks)
     times = StageTimes(Duration(forward / chunks), Duration(backward / chunks), half, half)
@@ -76,18 +74,18 @@ def equal_stages(order: Order, forward: float = 1.0, backward: float = 2.0) -> l
 class Simulation:
     """One step of all pipeline ranks."""
 
-    events: list[list[Span]]  # of each pipeline rank: actions, gather, reduce, update, agree
+    events: list[list[Span]]  # per pipeline rank: actions, gather, reduce, update, agree
     messages: list[Transfer]
-    pipeline: float  # seconds until the last rank has no more to compute or to reduce
-    step: float  # with the update
-    computes: list[float]  # seconds of each rank
-    exchanges: list[float]  # seconds of each rank that are gathers and reductions
+    pipeline: float  # seconds until the last rank has computed and reduced everything
+    step: float  # seconds including the update
+    computes: list[float]  # seconds of computation per rank
+    exchanges: list[float]  # seconds of all-gathers and reductions per rank
     # (rank, stage): seconds that the rank waited for results of that stage
     waits: dict[tuple[int, int], float] = field(default_factory=dict)
 
     @property
     def bubble(self) -> float:
-        """Share of the pipeline's time in which a rank waits for others, on average."""
+        """The mean share of the pipeline's time in which a rank is idle."""
         if not self.pipeline:
             return 0.0
         ranks = len(self.computes)
@@ -102,10 +100,10 @@ def simulate(
     runs_ahead: bool = True,
     agree: float = 0.0,
 ) -> Simulation:
-    """stages: what each takes; runs_ahead: whether the host queues work on a device; agree: seconds
-    in which all ranks agree on the norm.
+    """Simulate a step. stages: times of each stage; runs_ahead: whether the device is asynchronous;
+    agree: seconds of the all-reduce of the gradient norm.
 
-    Raises ValueError for an order that waits forever.
+    Raises ValueError for an order that deadlocks.
     """
     place, last, ranks = order.stage_to_rank, order.stages - 1, len(order.ranks)
     events: list[list[Span]] = [[] for _ in range(ranks)]
@@ -114,7 +112,7 @@ def simulate(
     device, computes, exchanges = [0.0] * ranks, [0.0] * ranks, [0.0] * ranks
 
     def hold_up(kind: str, stage: int, seconds: float) -> None:
-        """A collective for which the computations of a stage's rank wait."""
+        """Add a collective that blocks a stage's rank."""
         if seconds:
             rank = place[stage]
             events[rank].append(Span(kind, stage, -1, device[rank], device[rank] + seconds))
@@ -123,19 +121,19 @@ def simulate(
 
     for stage, times in enumerate(stages):
         hold_up("gather", stage, times.gather)
-    host = list(device)  # it waits for gathered sizes
+    host = list(device)  # the host waits for the all-gathers
     durations = [{k: (times.of(k).device, times.of(k).host) for k in "FBIW"} for times in stages]
     left = [order.microbatches] * order.stages
-    # forward? -> of each stage and microbatch, when its input is there
+    # whether forward -> [stage][microbatch] -> when its input has arrived
     never: list[float | None] = [None] * order.microbatches
     arrived = {way: [[*never] for _ in stages] for way in (True, False)}
-    skipped: dict[tuple[bool, int, int], float] = {}  # the same of skip connections
-    pairs: dict[tuple[int, int], float] = {}  # when the stream of two ranks is free
+    skipped: dict[tuple[bool, int, int], float] = {}  # the same for skip connections
+    pairs: dict[tuple[int, int], float] = {}  # when the stream of two ranks becomes free
 
     def send(
         forward: bool, stage: int, other: int, mb: int, computed: float, seconds: float
     ) -> float:
-        """When it has arrived."""
+        """Add a P2P transfer; returns when it has arrived."""
         rank, to = place[stage], place[other]
         if to == rank:
             return computed
@@ -145,12 +143,12 @@ def simulate(
         messages.append(Transfer("F" if forward else "B", stage, mb, rank, to, begin, end))
         return end
 
-    at = [0] * ranks
+    position = [0] * ranks
     todo = [rank for rank in range(ranks) if order.ranks[rank]]
     while todo:
-        before = sum(at)
+        before = sum(position)
         for rank in todo:
-            kind, stage, mb = order.ranks[rank][at[rank]]
+            kind, stage, mb = order.ranks[rank][position[rank]]
             forward = kind == "F"
             ready: float | None = 0.0
             if kind != "W" and stage != (0 if forward else last):
@@ -159,7 +157,7 @@ def simulate(
                 continue
             if skipped and kind != "W":
                 ready = max(ready, skipped.get((forward, stage, mb), 0.0))
-            at[rank] += 1
+            position[rank] += 1
             seconds, launch = durations[stage][kind]
             clock = device[rank]
             if not runs_ahead:
@@ -188,10 +186,10 @@ def simulate(
                 key = forward, other, mb
                 there = send(forward, stage, other, mb, end, seconds)
                 skipped[key] = max(there, skipped.get(key, 0.0))
-        if sum(at) == before:
-            waiting = ", ".join(str(order.ranks[rank][at[rank]]) for rank in todo)
+        if sum(position) == before:
+            waiting = ", ".join(str(order.ranks[rank][position[rank]]) for rank in todo)
             raise ValueError(f"the order waits forever, at {waiting}")
-        todo = [rank for rank in todo if at[rank] < len(order.ranks[rank])]
+        todo = [rank for rank in todo if position[rank] < len(order.ranks[rank])]
     pipeline = max(device)
     updates = [0.0] * ranks
     for stage, times in enumerate(stages):
@@ -207,21 +205,21 @@ def simulate(
 
 
 def most_held(acts: Iterable[Action], held: Sequence[float], queued: Sequence[float]) -> float:
-    """The most that a rank holds for microbatches, from F to the end of their backward; held: of
-    one in each stage; queued: of that, what stays between I and W."""
-    now = most = 0.0
+    """The maximum that a rank holds for microbatches from F to the end of their backward. held: per
+    microbatch of each stage; queued: the part of it that remains between I and W."""
+    now = peak = 0.0
     for kind, stage, _ in acts:
         if kind == "F":
             now += held[stage]
-            most = max(most, now)
+            peak = max(peak, now)
         elif kind == "I":
             now -= held[stage] - queued[stage]
         else:
             now -= held[stage] if kind == "B" else queued[stage]
-    return most
+    return peak
 
 
 def in_flight(acts: Sequence[Action]) -> int:
-    """The most forwards of a rank at a time that wait for their backward."""
+    """The maximal number of forwards of a rank that wait for their backward."""
     ones = [1] * (1 + max((act.stage for act in acts), default=0))
     return round(most_held(acts, ones, ones))

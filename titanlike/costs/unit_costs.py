@@ -1,9 +1,9 @@
 """The costs of a model's units: parameters, FLOPs, memory, operators, or seconds on a device.
 
-A unit's cost includes the operations between it and its neighbours (a residual, a product with a
-weight) that a stage would run which begins or ends there; the last unit's includes the loss. Each
+A unit's cost includes the operations between it and its neighbours (a residual, a matmul with a
+weight) that a stage would run if it began or ended there; the last unit's includes the loss. Each
 call is run alone (`node_costs.py`), and equal calls (modules of one class with equal settings, on
-tensors of equal shapes) once.
+tensors of equal shapes) only once.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from titanlike.graph.recording import Node, tree_map
 if TYPE_CHECKING:  # imported where a layout has them
     from titanlike.distributed.collectives import GroupInfo
 
-# Attributes with a module's own position, which do not change its cost
+# Attributes that hold a module's position, which does not change its cost
 _POSITIONS = ("index", "idx", "layer_number", "layer_id")
 
 _T = TypeVar("_T")
@@ -40,18 +40,18 @@ class CostError(ValueError):
 
 
 class UnitMemory(NamedTuple):
-    """Parameters of a unit, and bytes of a microbatch without them."""
+    """Parameters of a unit, and bytes per microbatch without parameters."""
 
     parameters: int = 0
-    experts: int = 0  # of the parameters, those of experts
+    experts: int = 0  # parameters of experts
     saved: int = 0  # for the backward
-    kept: int = 0  # for the backward where it is recomputed
+    kept: int = 0  # for the backward, if the unit is recomputed
     queued: int = 0  # for deferred weight gradients
     peak: UnitPeak = UnitPeak(0, 0, 0)
 
 
 def expert_parameters(model: nn.Module, config: Config) -> dict[str, nn.Parameter]:
-    """Those of which a rank has a part, by name; without ep FSDP has them with their block."""
+    """Parameters sharded over ep, by name; empty without ep."""
     experts = experts_of(model).items() if config.ep > 1 else ()
     return {f"{path}.{name}": p for path, part in experts for name, p in part.named_parameters()}
 
@@ -59,8 +59,7 @@ def expert_parameters(model: nn.Module, config: Config) -> dict[str, nn.Paramete
 class UnitCosts:
     """The calls of each unit in the training forward of one microbatch, and their costs.
 
-    All that counts or measures, but for `memory`, raises CostError for a call that cannot be run
-    alone.
+    All methods except `memory` raise CostError for a call that cannot be run alone.
     """
 
     def __init__(
@@ -70,11 +69,11 @@ class UnitCosts:
         loss: Loss,
         peers: Mapping[str, GroupInfo] | None = None,
     ) -> None:
-        """targets: of one microbatch, on meta; peers: by axis, those with whom modules exchange
-        activations, which counts, too."""
+        """targets: of one microbatch, on meta; peers: axis -> group in which modules communicate
+        activations, which is counted as well."""
         self.model, self.microbatch_size = model_graph.model, model_graph.microbatch_size
         self.names = [unit.name for unit in model_graph.units]
-        self.unknown = ""  # why `memory` knows nothing but parameters
+        self.unknown = ""  # why `memory` knows only parameters
         recording = model_graph.recording(model_graph.fields, True)
         end = model_graph.last_stage(cut(recording, [list(recording.starts)])[0]).nodes[-1]
         if end.chunked_head is not None:  # the head and the loss are one call
@@ -93,17 +92,15 @@ class UnitCosts:
         self._end = end
         self._keys: dict[Node, str] = {}
         self._peers = peers or {}
-        # attention is of other tokens than those that a unit is called with
+        # with context parallelism attention reads more tokens than a unit's inputs have
         self._parts = model_graph.sequence_parts
         self._counted: dict[Hashable, list[list[NodeCosts]]] = {}
         self._memory: dict[Hashable, dict[str, UnitMemory]] = {}
         self.model.train()
 
     def parameter_table(self, size: Callable[[nn.Parameter], int]) -> np.ndarray:
-        """[start, stop] -> size of the parameters of units start ... stop - 1.
-
-        A weight that several of these units use (a tied weight) counts once.
-        """
+        """[start, stop] -> summed `size` of the parameters of units start ... stop - 1. A tied
+        weight that several of these units use counts once."""
         units = [{id(p): size(p) for p in self._parameters(calls)} for calls in self._calls]
         table = np.zeros((len(units) + 1, len(units) + 1), dtype=np.int64)
         for start in range(len(units)):
@@ -116,22 +113,22 @@ class UnitCosts:
         return table
 
     def flops(self) -> list[int]:
-        """FLOPs of each unit, forward and backward of a microbatch: matrix products, convolutions
-        and attention (without the saving of causal kernels)."""
+        """FLOPs per unit, forward and backward of a microbatch: matmuls, convolutions and attention
+        (causal attention counted in full)."""
         return [sum(node.flops for node in nodes) for nodes in self._counts(False)]
 
     def saved_bytes(self) -> list[int]:
-        """Bytes of each unit that a microbatch saves for the backward."""
+        """Bytes per unit that a microbatch saves for the backward."""
         return [sum(node.saved for node in nodes) for nodes in self._counts(False)]
 
     def memory(self, config: Config, deferred: bool) -> dict[str, UnitMemory]:
-        """What a microbatch takes of each unit: its calls, one after the other, and their backwards
-        in reverse; of units that cannot be run alone only the parameters are known.
+        """Memory of a microbatch in each unit: its calls one after the other, and their backwards
+        in reverse. For units that cannot be run alone only parameters are known.
 
-        deferred: weight gradients of linear layers wait, in copies for each layer where units are
-        compiled.
+        deferred: with deferred weight gradients of linear layers, whose inputs are copied per layer
+        if units are compiled.
         """
-        save = config.activation_checkpoint.saved  # operators, as "aten.mm"
+        save = config.activation_checkpoint.saved  # operators such as "aten.mm"
         key = tuple(save), deferred, config.compile, config.ep > 1
         if key in self._memory:
             return self._memory[key]
@@ -150,7 +147,7 @@ class UnitCosts:
             forward = first = later = before = kept = 0
             after = sum(weights)
             for call, node, at_once, weight in zip(calls, nodes, saved, weights, strict=True):
-                after -= weight  # gradients of the calls that come before in the backward
+                after -= weight  # bytes of gradients of later calls, whose backward comes first
                 forward = max(forward, before + node.peak.forward)
                 before += at_once.saved
                 kept += at_once.kept(save) if call.kind == "unit" else at_once.saved
@@ -163,20 +160,18 @@ class UnitCosts:
         return self._memory.setdefault(key, dict(zip(self.names, units, strict=True)))
 
     def operators(self) -> list[list[NodeCosts]]:
-        """What each call of each unit computes, as it is on the first rank of each axis, with
-        weight gradients apart; those of equal calls are one object. Linear layers in float8 are
-        counted in bf16.
-        """
+        """Costs of each call of each unit on the first rank of each axis, with weight gradients
+        separate; equal calls share one object. float8 linear layers are counted in bf16."""
         from titanlike.parallel.float8 import in_bf16
 
         with in_bf16(self.model.modules()) as layers:
             return self._counts(True, bool(layers))
 
     def times(self, device: torch.device, deferred: bool, repeats: int = 15) -> list[Times]:
-        """Measured seconds of each unit and a microbatch, see `node_times`; deferred: where weight
-        gradients wait, for which layers are replaced.
+        """Measured seconds of each unit and microbatch, see `node_times`; deferred: with deferred
+        weight gradients.
 
-        Functions between units without matrix products count as free.
+        Functions between units without matmuls count as free.
         """
 
         def measured(node: Node) -> Times:
@@ -185,13 +180,13 @@ class UnitCosts:
                 return 0.0, 0.0, 0.0
             return node_times(node, self.model, device, deferred, repeats)
 
-        of_calls = self._costs(measured, (0.0, 0.0, 0.0))
-        sums = ([sum(part) for part in zip(*calls, strict=True)] for calls in of_calls)
+        call_times = self._costs(measured, (0.0, 0.0, 0.0))
+        sums = ([sum(part) for part in zip(*calls, strict=True)] for calls in call_times)
         return [(forward, inputs, weights) for forward, inputs, weights in sums]
 
     @property
     def signature(self) -> str:
-        """A hash of what is computed: measured times are valid for an equal one."""
+        """A hash of what is computed; measured times are valid for equal hashes."""
         keys = [[self._key(node) for node in calls] for calls in self._calls]
         return hashlib.blake2b(f"{self._parts}{keys}".encode(), digest_size=16).hexdigest()
 
@@ -203,7 +198,7 @@ class UnitCosts:
             yield from (value for value in values if isinstance(value, nn.Parameter))
 
     def _counts(self, deferred: bool, in_bf16: bool = False) -> list[list[NodeCosts]]:
-        """Counts of each unit's calls; in_bf16: while layers in float8 compute so."""
+        """Counts of each unit's calls; in_bf16: while float8 layers compute in bf16."""
         key = deferred, in_bf16
         if key not in self._counted:
             cost = partial(count, model=self.model, deferred=deferred, peers=self._peers)
@@ -211,7 +206,7 @@ class UnitCosts:
         return self._counted[key]
 
     def _costs(self, cost: Callable[[Node], _T], free: _T) -> list[list[_T]]:
-        """Costs of each unit's calls; equal ones are run once."""
+        """Costs of each unit's calls, computed once for equal calls."""
         costs: dict[str, _T] = {}
         for node in (node for calls in self._calls for node in calls):
             key = self._key(node)
@@ -229,7 +224,7 @@ class UnitCosts:
         return [[costs[self._key(node)] for node in calls] for calls in self._calls]
 
     def _key(self, node: Node) -> str:
-        """Equal for calls of equal cost."""
+        """A key that is equal for calls of equal cost."""
         if node not in self._keys:
             target: Hashable = getattr(node.target, "__name__", str(node.target))
             if node.kind == "unit":
@@ -246,7 +241,7 @@ def _describe(leaf: Any) -> Any:
         value = leaf.value
         return value if value is None else (tuple(value.shape), value.dtype, value.requires_grad)
     plain = leaf is None or isinstance(leaf, (bool, int, float, str, slice, torch.dtype))
-    return leaf if plain else type(leaf).__name__  # without addresses, which differ between runs
+    return leaf if plain else type(leaf).__name__  # a repr may have addresses
 
 
 def _settings(module: nn.Module) -> Hashable:
