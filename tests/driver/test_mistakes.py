@@ -271,6 +271,22 @@ def test_each_proposed_fix_ends_its_error(line: str) -> None:
             assert not same, f"{line}: {fix} changes nothing"
 
 
+@pytest.mark.parametrize(
+    "line, key",
+    [
+        ("batch_size=0 dp=2", "batch_size"),
+        *slow(
+            ("batch_size=0 dp=2 tp=2 ep=4 model=moe_tiny schedule.microbatches=4", "batch_size"),
+            ("dp=2 ep=2 model=moe_tiny ramp=[{tokens:2048,batch_size:1}]", "ramp[0]"),
+        ),
+    ],
+)
+def test_a_batch_that_leaves_a_rank_no_sequence_is_one_error(line: str, key: str) -> None:
+    """No model is tried with it, which would divide by zero."""
+    [problem] = problems_of(line.split())
+    assert problem.key == key
+
+
 @pytest.mark.slow
 def test_what_stands_for_the_keys_of_other_frameworks_can_be_written() -> None:
     """Every entry of the table, with a value that such a key has; many in each command line."""

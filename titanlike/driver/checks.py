@@ -82,7 +82,10 @@ def problems(
                     warn(text)
 
         known = {problem.key for problem in wrong}
-        found = preflight(validate.fixed(config, wrong), plan)
+        right = validate.fixed(config, wrong)
+        for _ in range(3):  # what these fixes break in turn: batch_size=1 is none for two dp ranks
+            right = validate.fixed(right, validate.problems(right))
+        found = preflight(right, plan)
         wrong += [problem for problem in found if problem.key not in known]
     if not wrong and warn is not None and world_size is not None:  # else all are on this machine
         local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))

@@ -54,7 +54,8 @@ def preflight(
         decided = make_plan(config)
         for stage in config.ramp:
             size, length = stage.batch_size or config.batch_size, stage.seq_len or config.seq_len
-            make_plan(replace(config, batch_size=size, seq_len=length, ramp=[]))
+            if size % config.dp == 0:  # else it is told, and a dp rank may have no sequence
+                make_plan(replace(config, batch_size=size, seq_len=length, ramp=[]))
         if not problems:
             plan(decided)
     except ConfigError as error:
