@@ -20,7 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from support.cells import GRID, cells, slow
 from support.exported import GPT2, LLAMA, MOE, byte_text, trained, with_args
-from support.families import deepseek
+from support.families import deepseek, gpt_oss
 from support.hf_tiny import folder_of, model_of
 from support.saved_runs import a_run, checkpoint, train_all
 from titanlike.checkpoint.hf_export import export, main
@@ -170,6 +170,7 @@ LAYOUTS = cells(
     {
         "llama-tied-tp2": (with_args(LLAMA, tie_word_embeddings=True), {"tp": 2, "dp": 2}),
         "deepseek-v3-pp2-ep2": (deepseek(rope_scaling=YARN), {"pp": 2, "dp": 2, "ep": 2}),
+        "gpt-oss-tp2": (gpt_oss(), {"tp": 2}),
         "moe-ep2": (with_args(MOE, balance_loss=0.01), {"dp": 2, "ep": 2}),
         "qwen3-moe-pp2": (
             with_args(MOE, qk_norm=True, head_dim=16, tie_word_embeddings=True),

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 import transformers
 
 from support.cells import cells
-from support.families import deepseek
+from support.families import deepseek, gpt_oss
 from support.hf_tiny import folder_of
 from support.saved_runs import a_run, events, train_all
 from titanlike.checkpoint.hf_export import export
@@ -64,6 +64,8 @@ GPT2 = Model(
 MIXTRAL = Model("moe", MOE | {"moe_intermediate_size": 64, "rms_norm_eps": 1e-5, "rope_theta": 1e6})
 QWEN3 = Model("moe", MOE | {"qk_norm": True, "norm_topk_prob": False})
 GROUPS = {"n_group": 2, "routed_scaling_factor": 1.5, "rms_norm_eps": 1e-5}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}
+OSS = {"rope_parameters": YARN, "swiglu_limit": 0.5, "intermediate_size": 32}
 DEEPSEEK = deepseek(num_hidden_layers=4)
 TIED_LLAMA = Model("llama", LLAMA | {"tie_word_embeddings": True})
 CASES = cells(
@@ -74,6 +76,12 @@ CASES = cells(
     },
     {
         "qwen3-moe-pp2": ("qwen3_moe", QWEN3, {"pp": 2}, {}),
+        "gpt-oss-tp2": (
+            "gpt_oss",
+            gpt_oss(num_hidden_layers=4, rope_theta=150000.0),
+            {"tp": 2},
+            OSS,
+        ),
         "deepseek-v3-pp2-tp2": ("deepseek_v3", DEEPSEEK, {"pp": 2, "tp": 2}, GROUPS),
     },
 )

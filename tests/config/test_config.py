@@ -230,7 +230,7 @@ def is_required(field: dataclasses.Field) -> bool:
 
 MODELS = [path for path in FILES if path.parent.name in ("experiment", "model")]
 PUBLISHED = re.compile(
-    r"model=(gpt2|llama3_.*|mixtral_.*|qwen3_.*|deepseek_.*)|experiment=(gpt2|ll).*"
+    r"model=(gpt2|llama3_.*|mixtral_.*|qwen3_.*|deepseek_.*|gpt_oss_.*)|experiment=(gpt2|ll).*"
 )
 
 

@@ -16,7 +16,7 @@ import transformers
 
 from support.cells import cells
 from support.exported import GPT2, LLAMA, MOE, byte_text, trained, with_args
-from support.families import deepseek
+from support.families import deepseek, gpt_oss
 from support.hf_tiny import SIZES, model_of
 from support.saved_runs import a_run, numbers, train_all
 from support.tokenizers import write_tokenizer
@@ -54,6 +54,7 @@ FAMILIES = cells(
         "hf-qwen3": with_args(model_of("qwen3"), max_seq_len=128, vocab_size=257),
         "moe": MOE,
         "latent attention": deepseek(),
+        "sinks": gpt_oss(),
     },
 )
 

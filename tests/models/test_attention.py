@@ -24,7 +24,7 @@ from support.cells import slow
 from support.hf_tiny import model_of
 from support.models import tiny
 from support.real_model import real
-from support.varlen import as_on_a_gpu
+from support.varlen import as_on_a_gpu, uncompiled_flex
 from support.world import run_world
 from titanlike.config.schema import Config, Custom, SelectiveActivationCheckpoint
 from titanlike.costs.node_costs import count
@@ -99,11 +99,7 @@ def with_gradients(result: Tensor, inputs: list[Tensor]) -> list[Tensor]:
 
 @pytest.fixture
 def flex_on_cpu() -> Iterator[None]:
-    """Flex attention uncompiled, which torch computes on the CPU, and refuses to differentiate."""
-    with (
-        mock.patch.object(flex_attention, "_validate_device", lambda *_: None),
-        mock.patch.object(kernels, "_compiled", lambda function: function),
-    ):
+    with uncompiled_flex():
         yield
 
 

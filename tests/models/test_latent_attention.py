@@ -11,11 +11,12 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from support.cells import cells
-from support.families import deepseek
+from support.families import deepseek, gpt_oss
 from support.models import tiny
 from support.proven import assert_proven
 from titanlike.config.schema import ActivationCheckpoint, Config, Custom, TextData
 from titanlike.models.cache import KeyValueCache
+from titanlike.models.moe import RoutedMLP
 from titanlike.models.registry import build_model
 from titanlike.training.preflight import preflight
 
@@ -44,19 +45,13 @@ def test_layouts_compute_it_as_one_process(config: Config, tmp_path: Path) -> No
     assert_proven(config, tmp_path)
 
 
-def built(device: str = "cpu", **changes: Any) -> Any:
-    args = deepseek(**changes).args | {"vocab_size": 64}
-    model = build_model(Custom("moe", args), device)
-    if device == "cpu":
-        for parameter in model.parameters():
-            nn.init.normal_(parameter, 0, 0.3)
-    return model
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("q_lora_rank", [None, 12])
 def test_a_cache_keeps_its_latents_alone(q_lora_rank: int | None) -> None:
-    model = built(q_lora_rank=q_lora_rank)
+    args = deepseek(q_lora_rank=q_lora_rank).args | {"vocab_size": 64}
+    model = build_model(Custom("moe", args), "cpu")
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, 0, 0.3)
     ids = torch.randint(64, (2, 12), generator=torch.Generator().manual_seed(0))
     cache = KeyValueCache(torch.zeros(2, dtype=torch.int64), 12)
     parts = [model(part, cache=cache) for part in ids.split([7, 1, 1, 3], 1)]
@@ -65,12 +60,16 @@ def test_a_cache_keeps_its_latents_alone(q_lora_rank: int | None) -> None:
         assert [tensor.numel() for tensor in kept] == [2 * 12 * 16, 2 * 12 * 8]
 
 
-def test_its_flops_are_those_of_its_products() -> None:
-    model = built("meta")
+@pytest.mark.parametrize("name", ["deepseek", "gpt_oss"])
+def test_its_flops_are_those_of_its_products(name: str) -> None:
+    """With windows, too, in which attention multiplies as many keys as a query sees."""
+    made = deepseek() if name == "deepseek" else gpt_oss()
+    model: Any = build_model(Custom("moe", made.args | {"vocab_size": 64}))
     ids = torch.zeros(2, 32, dtype=torch.int64, device="meta")
     with FlopCounterMode(display=False) as counter:
         model(ids).sum().backward()
-    sums_of_experts = 3 * 2 * 2 * 32  # two a token, in the one layer that has them
+    layers = sum(isinstance(module, RoutedMLP) for module in model.modules())
+    sums_of_experts = layers * 3 * 2 * 2 * 32  # two a token
     expected = ids.numel() * (model.flops_per_token(32) + sums_of_experts)
     assert counter.get_total_flops() == expected
 

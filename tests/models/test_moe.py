@@ -25,6 +25,7 @@ PUBLISHED = {  # parameters; those of a token, without the embedding
     "mixtral_8x7b": (46_702_792_704, 12.75e9),
     "qwen3_30b_a3b": (30_532_122_624, 3.04e9),
     "qwen3_235b_a22b": (235_093_634_560, 21.6e9),
+    "gpt_oss_120b": (116_829_156_672, 5.13e9),
     "deepseek_v3": (671_026_404_352, 36.6e9),
 }
 

@@ -28,10 +28,14 @@ CHANGES = {
     | {"norm_topk_prob": True, "head_dim": 16},
     "deepseek_v3": {"num_hidden_layers": 2, "rms_norm_eps": 1e-2, "n_group": 2}
     | {"q_lora_rank": None, "rope_interleave": False},
+    # scores, and what the experts clamp, are far from 0
+    "gpt_oss": {"num_hidden_layers": 2, "rms_norm_eps": 1e-2, "swiglu_limit": 0.5}
+    | {"rope_parameters": {"rope_type": "default", "rope_theta": 50.0}},
 }
 YARN = {"rope_type": "yarn", "rope_theta": 50.0, "factor": 4.0}
 YARN |= {"original_max_position_embeddings": 8}
 MORE = {
+    "gpt_oss": {"rope_parameters": YARN | {"truncate": False}, "num_hidden_layers": 3},
     "deepseek_v3": {
         "rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 1.0},
         **{"q_lora_rank": 12, "rope_interleave": True, "routed_scaling_factor": 1.5},

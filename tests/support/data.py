@@ -49,6 +49,19 @@ def left_out(vocab_size: int, seq_len: int, train: bool, validation: bool) -> Da
     return Data(*parts, vocab_size, "random tokens, some left out")
 
 
+class Masked(Uneven):
+    """Samples that say which of their tokens are no padding."""
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        sample = dict(self.source[index])
+        return sample | {"mask": torch.ones_like(sample["inputs"], dtype=torch.bool)}
+
+
+def masked(seq_len: int) -> Data:
+    parts = (Masked(SyntheticSource(64, seq_len, 0, part), seq_len) for part in (0, 1))
+    return Data(*parts, 64, "random tokens with a mask")
+
+
 class Dropping(nn.Module):
     """Linear blocks with dropout."""
 

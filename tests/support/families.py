@@ -34,6 +34,14 @@ def deepseek(**changes: Any) -> Model:
     return moe(**{**latent, "v_head_dim": 16, **experts, **groups, **changes})
 
 
+def gpt_oss(**changes: Any) -> Model:
+    """Sinks, a window in each second layer, biases, and experts that clamp."""
+    attention = {"attention_bias": True, "attention_sinks": True, "sliding_window": 5}
+    scaling = {"factor": 4.0, "original_max_position_embeddings": 8}
+    routed = {"swiglu_limit": 0.5, "bias_rate": 0.0, "rope_scaling": scaling}
+    return moe(**{**attention, **routed, **changes})
+
+
 def hf(family: str, vocab_size: int | None = 66, **changes: Any) -> Model:
     args = {"vocab_size": vocab_size, "max_seq_len": 32}
     return Model("hf", {"family": family, "config": sizes(family, **changes), **args})

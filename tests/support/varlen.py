@@ -9,7 +9,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor
-from torch.nn.attention import varlen
+from torch.nn.attention import flex_attention, varlen
 
 from titanlike.models import document_attention, documents, hf
 
@@ -58,5 +58,16 @@ def as_on_a_gpu(*, kernel: bool = True) -> Iterator[None]:
         mock.patch.object(varlen, "varlen_attn", varlen_attn),
         mock.patch.object(documents, "TILE", 4),
         mock.patch.object(document_attention, "TILE", 4),
+    ):
+        yield
+
+
+@contextmanager
+def uncompiled_flex() -> Iterator[None]:
+    """Within it flex attention runs uncompiled, which torch computes on the CPU, and refuses to
+    differentiate."""
+    with (
+        mock.patch.object(flex_attention, "_validate_device", lambda *_: None),
+        mock.patch.object(document_attention, "_compiled", lambda function: function),
     ):
         yield

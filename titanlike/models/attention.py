@@ -8,6 +8,8 @@
 | GPU, documents, bf16 or fp16 | varlen attention: flash over the offsets of documents |
 | GPU, documents, fp32 | flex attention with a block mask, compiled |
 | GPU, documents, otherwise (dropout, fp64, narrow heads) | as a mask |
+| GPU, documents, with sinks | flex attention, whose sums tell the sinks' share |
+| sinks, otherwise | a key more, whose scores are the sinks, in a mask |
 
 Shapes: B batch, T tokens, H query heads, K key/value heads, E head dim, N documents.
 """
@@ -41,18 +43,28 @@ def attention(
     *,
     scale: float | None = None,
     dropout: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """softmax(q k^T * scale) v: q [B, H, T, E], k and v [B, K, T, E] -> [B, H, T, E].
 
     K divides H: each key/value head belongs to H / K query heads that follow each other.
     mask: None = causal over the whole sequence; documents; or bool [B or 1, 1, T, T] (query, key;
     True = attends), which says all by itself, also of some of the queries. scale: None = E ** -0.5.
+    sinks: [H], a score more in each head's sum, which has no value (arXiv 2309.17453); the mask is
+    then `Documents`, or all tokens are here.
     """
     if isinstance(mask, Documents) and q.is_meta:
-        mask = None  # which documents there are is unknown; whole sequences cost the most
+        # which documents there are is unknown; whole sequences cost the most
+        window, bound = mask.window, None
+        if window is not None and window < k.size(2) and mask.attend is None:
+            k, v = k[:, :, :window], v[:, :, :window]  # as many as each query sees
+            bound = torch.empty(q.size(2), window, dtype=torch.bool, device="meta")
+        y = undivided_attention(q, k, v, bound, scale, dropout, F.scaled_dot_product_attention)
+        return y if sinks is None else y * sinks.sigmoid().to(y.dtype).view(-1, 1, 1)
     if isinstance(mask, Documents) and mask.attend is not None:
-        return mask.attend(q, k, v, mask, scale, dropout)
-    return undivided_attention(q, k, v, mask, scale, dropout, F.scaled_dot_product_attention)
+        return mask.attend(q, k, v, mask, scale, dropout, sinks)
+    whole = F.scaled_dot_product_attention
+    return undivided_attention(q, k, v, mask, scale, dropout, whole, sinks)
 
 
 def undivided_attention(
@@ -63,22 +75,27 @@ def undivided_attention(
     scale: float | None,
     dropout: float,
     function: Callable[..., Any] = torch.ops.aten.scaled_dot_product_attention,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """The same where all tokens are here, by default by an operator that no mode replaces."""
     if isinstance(mask, Documents):
         from titanlike.models import document_attention as kernels
 
-        if not dropout and kernels.takes_offsets(q, v):
+        if not dropout and sinks is None and kernels.takes_offsets(q, v):
             return kernels.by_offsets(q, k, v, mask, scale)
         if not dropout and kernels.takes_blocks(q, v):
-            return kernels.by_blocks(q, k, v, mask, scale)
+            return kernels.by_blocks(q, k, v, mask, scale, sinks)
         mask = kernels.document_mask(mask, q.size(0), q.size(2))
+    width = v.size(-1)
+    if sinks is not None:
+        scale = q.size(-1) ** -0.5 if scale is None else scale
+        q, k, v, mask = with_sinks(q, k, v, mask, sinks / scale)
     half = q.dtype in (torch.bfloat16, torch.float16)
     # the efficient kernel, which takes masks and fp32, takes no grouped queries
     if q.is_cuda and (mask is not None or not half):
         groups = q.size(1) // k.size(1)
         k, v = (x.repeat_interleave(groups, dim=1) if groups > 1 else x for x in (k, v))
-    return by_priority(
+    y = by_priority(
         function,
         q,
         k,
@@ -89,6 +106,22 @@ def undivided_attention(
         scale=scale,
         enable_gqa=q.size(1) != k.size(1),
     )
+    return y if sinks is None else y[..., :width]
+
+
+def with_sinks(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The same with a key more, the first, which each query sees and whose score is its head's of
+    `sinks` [H]; its value is zero. Heads are 8 features wider, as kernels want."""
+    if mask is None:
+        mask = q.new_ones(q.size(2), k.size(2), dtype=torch.bool).tril(k.size(2) - q.size(2))
+    column = sinks.to(q.dtype).view(-1, 1, 1).expand(*q.shape[:3], 1)
+    q = F.pad(torch.cat([q, column], -1), (0, 7))
+    k, v = (F.pad(x, (0, 8, 1, 0)) for x in (k, v))
+    first = torch.zeros_like(k[0, 0])
+    first[0, -8] = 1
+    return q, k + first, v, F.pad(mask, (1, 0), value=True)
 
 
 def by_priority(function: Callable[..., Any], q: Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -56,15 +56,32 @@ def takes_blocks(q: Tensor, v: Tensor) -> bool:
     return q.is_cuda and q.dtype in dtypes and q.size(-1) >= 16 and v.size(-1) >= 16
 
 
-def by_blocks(q: Tensor, k: Tensor, v: Tensor, documents: Documents, scale: float | None) -> Tensor:
+def by_blocks(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    documents: Documents,
+    scale: float | None,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """[B, H, T, E], where `takes_blocks`."""
-    from torch.nn.attention.flex_attention import flex_attention  # late, as varlen_attn
+    from torch.nn.attention.flex_attention import AuxRequest, flex_attention  # late, as varlen_attn
 
     batch, tokens, window = q.size(0), q.size(2), documents.window
     options: dict[str, Any] = {"scale": scale, "enable_gqa": q.size(1) != k.size(1)}
+    if sinks is not None:
+        options["return_aux"] = AuxRequest(lse=True)
+
+    def with_sinks(result: Any) -> Tensor:
+        """The keys' share of the sums, which are told as logarithms [B, H, T]."""
+        if sinks is None:
+            return result
+        y, sums = result[0], result[1].lse
+        return y * (sums - sinks.float()[:, None]).sigmoid().to(y.dtype).unsqueeze(-1)
+
     if torch.compiler.is_compiling():
         blocks = document_blocks(documents, batch, tokens)
-        return flex_attention(q, k, v, block_mask=blocks, **options)
+        return with_sinks(flex_attention(q, k, v, block_mask=blocks, **options))
     # A graph takes 10 s and more to compile: it is one, however many sequences there are, with
     # gradients and without
     evaluates = not torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
@@ -77,7 +94,8 @@ def by_blocks(q: Tensor, k: Tensor, v: Tensor, documents: Documents, scale: floa
     with torch.set_grad_enabled(evaluates or torch.is_grad_enabled()):
         for query, key, value, *lists in zip(*parts, strict=True):
             mask = _block_mask(lists, tokens, window)
-            results.append(_compiled(flex_attention)(query, key, value, block_mask=mask, **options))
+            result = _compiled(flex_attention)(query, key, value, block_mask=mask, **options)
+            results.append(with_sinks(result))
             if evaluates:
                 results[-1] = results[-1].detach()
     return torch.cat(results)

@@ -30,7 +30,7 @@ class Documents(NamedTuple):
     the length of the longest document, or more: kernels want it on the host, where it is a shape.
     window: attends to so many tokens only, itself included; None = to all. attend: computes
     attention where a rank has a part of the tokens, and the spans are of all of them: (q, k, v,
-    documents, scale, dropout). None = all tokens are here.
+    documents, scale, dropout, sinks). None = all tokens are here.
     """
 
     spans: Tensor
@@ -45,6 +45,7 @@ def attention_inputs(
     mask: Tensor | None,
     by_offsets: bool = False,
     cache: KeyValueCache | None = None,
+    always: bool = False,
 ) -> tuple[Tensor, Tensor | Documents | None]:
     """(positions, mask) for ids [B, T].
 
@@ -52,7 +53,8 @@ def attention_inputs(
     positions: integers [B, T], or [T] for all sequences; None = 0, 1, ... in each document.
     mask: bool [B, T] (False = padding), or [B, T, T] or [B, 1, T, T] (query, key; True = attends).
     by_offsets: whether the model's attention takes `Documents`. cache: of the tokens before, which
-    then gives positions and mask.
+    then gives positions and mask. always: whether the attention wants `Documents` even of whole
+    sequences and on any device.
     The returned mask is `Documents` for documents on a GPU, where no mask is given; otherwise bool
     [B, 1, T, T], causal. None = causal over the whole sequence.
     """
@@ -64,13 +66,13 @@ def attention_inputs(
         starts = document_starts(document_ids)  # [B, T]
         if positions is None:
             positions = tokens - (starts * tokens).cummax(dim=1).values
-        if mask is None and by_offsets and takes_documents(ids):
+        if mask is None and (always or by_offsets and takes_documents(ids)):
             return positions, Documents(document_spans(document_ids))
         runs = starts.cumsum(dim=1)  # 0, 1, ...: an id may occur again later
     if positions is None:
         positions = tokens
     if mask is None and runs is None:
-        return positions, None
+        return positions, Documents(sequence_spans(ids)) if always else None
     allowed = (tokens[:, None] >= tokens)[None, None]  # [1, 1, T, T]
     if runs is not None:
         allowed = allowed & (runs[:, None, :, None] == runs[:, None, None, :])
@@ -80,6 +82,15 @@ def attention_inputs(
         itself = tokens[:, None] == tokens  # a query without any key would give NaN
         allowed = (allowed & mask.bool()) | itself
     return positions, allowed
+
+
+def within_window(mask: Tensor | Documents, window: int) -> Tensor | Documents:
+    """The same where a token attends to so many tokens only, itself included; a mask's queries are
+    the last ones."""
+    if isinstance(mask, Documents):
+        return mask._replace(window=window)
+    at = torch.arange(mask.size(-1), device=mask.device)
+    return mask & (at[-mask.size(-2) :, None] - at < window)
 
 
 def takes_documents(ids: Tensor) -> bool:

@@ -48,14 +48,16 @@ class Experts(nn.Module):
         up = expert_linear(tokens, self.up_proj, counts)
         return expert_linear(self._activated(gate, up), self.down_proj, counts)
 
+    activation = staticmethod(swiglu)
+
     def _activated(self, gate: Tensor, up: Tensor) -> Tensor:
         missing = -gate.numel() % _REGISTER
         if not (self.independent_rows and missing):
-            return swiglu(gate, up)
+            return self.activation(gate, up)
         # torch's kernels for the CPU take the last elements of a tensor, those that fill no vector
         # register, by other instructions, which round differently
         gate_, up_ = (F.pad(x.flatten(), (0, missing)) for x in (gate, up))
-        return swiglu(gate_, up_)[: gate.numel()].view_as(gate)
+        return self.activation(gate_, up_)[: gate.numel()].view(gate.shape)
 
 
 def through_experts(experts: Any, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:

@@ -63,6 +63,8 @@ class Counterpart:
             rope |= config.get("rope_scaling") or {}
             config |= {"rope_parameters": rope, "max_position_embeddings": length}
             config = {key: value for key, value in config.items() if key not in _OF_ROPE}
+        if pattern := config.pop("sliding_window_pattern", None):
+            config["layer_types"] = _layer_types(pattern, config["num_hidden_layers"])
         return config | {key: config[same] for key, same in self.repeated.items()}
 
     def our_sizes(self, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -77,7 +79,10 @@ class Counterpart:
     def unsupported(self, config: Mapping[str, Any]) -> list[str]:
         """key=value of what a config asks for and ours does not compute."""
         values = _flat(config)
-        return [
+        types = values.get("layer_types") or []
+        kept = types == _layer_types(values["sliding_window_pattern"], len(types))
+        other = [] if kept else [f"layer_types={types}"]
+        return other + [
             f"{key}={values.get(key)}"
             for key, value in self.fixed.items()
             if values.get(key) not in (value if isinstance(value, tuple) else (value,))
@@ -86,7 +91,14 @@ class Counterpart:
 
 
 def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
-    return {**config, **(config.get("rope_parameters") or {})}
+    values = {**config, **(config.get("rope_parameters") or {})}
+    types = values.get("layer_types") or []
+    return values | {"sliding_window_pattern": [*types, _FULL].index(_FULL) + 1}
+
+
+def _layer_types(pattern: int, layers: int) -> list[str]:
+    """Each pattern-th attends to all tokens."""
+    return [_FULL if (at + 1) % pattern == 0 else "sliding_attention" for at in range(layers)]
 
 
 _HARMLESS = ("attn_pdrop", "embd_pdrop", "resid_pdrop")  # differences that change no weight
@@ -94,6 +106,7 @@ _DECODER = (
     *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"),
     *("num_key_value_heads", "rope_theta", "rms_norm_eps", "tie_word_embeddings"),
 )
+_FULL = "full_attention"
 _ROPE = {"hidden_act": "silu", "rope_type": "default"}
 _OF_ROPE = ("rope_type", "attention_factor", "rope_scaling")  # which is in an object
 _YARN = _ROPE | {"rope_type": ("default", "yarn"), "attention_factor": None}
@@ -128,6 +141,9 @@ GPT2 = Counterpart(
 
 _MIXTURE = (*_DECODER, "head_dim", "num_local_experts", "num_experts_per_tok")
 _MIXTURE += ("moe_intermediate_size",)
+_PLAIN: dict[str, Any] = {"attention_bias": False, "attention_sinks": False}
+_PLAIN |= {"sliding_window": None, "swiglu_limit": None}
+_UNSCALED = _PLAIN | {"rope_scaling": None}
 _MIXTURE_NEEDS = {
     "scoring_func": "softmax",
     "routed_scaling_factor": 1.0,
@@ -136,7 +152,6 @@ _MIXTURE_NEEDS = {
     "n_shared_experts": 0,
     "first_k_dense_replace": 0,
     "kv_lora_rank": None,
-    "rope_scaling": None,
 }
 _MIXTURE_FIXED = _ROPE | {"sliding_window": None, "attention_dropout": 0.0}
 _OF_EXPERT = (r"\.experts\.(\w+)$", r".experts.#.\1.weight")
@@ -151,7 +166,7 @@ MIXTRAL = Counterpart(
     prefix="model.",
     keys=_MIXTURE,
     renamed={"moe_intermediate_size": "intermediate_size"},
-    needs=_MIXTURE_NEEDS | {"qk_norm": False, "norm_topk_prob": True},
+    needs=_MIXTURE_NEEDS | _UNSCALED | {"qk_norm": False, "norm_topk_prob": True},
     fixed=_MIXTURE_FIXED,
     stored=(
         *(_MTP, _BUFFER, _OF_EXPERT, (r"\.mlp\.", ".block_sparse_moe.")),
@@ -164,7 +179,7 @@ QWEN3_MOE = Counterpart(
     prefix="model.",
     keys=(*_MIXTURE, "norm_topk_prob"),
     repeated={"num_experts": "num_local_experts"},
-    needs=_MIXTURE_NEEDS | {"qk_norm": True},
+    needs=_MIXTURE_NEEDS | _UNSCALED | {"qk_norm": True},
     fixed=_MIXTURE_FIXED
     | {"attention_bias": False, "decoder_sparse_step": 1, "mlp_only_layers": []},
     stored=(_MTP, _BUFFER, _OF_EXPERT),
@@ -182,14 +197,26 @@ DEEPSEEK_V3 = Counterpart(
     ),
     renamed={"num_local_experts": "n_routed_experts"},
     repeated={"num_key_value_heads": "num_attention_heads"},
-    needs={"scoring_func": "sigmoid", "qk_norm": False},
+    needs=_PLAIN | {"scoring_func": "sigmoid", "qk_norm": False},
     present={"kv_lora_rank": 512, "n_shared_experts": 1},
     fixed=_YARN | _OF_OTHERS | {"attention_bias": False, "attention_dropout": 0.0},
     stored=(_MTP, _BUFFER, _OF_EXPERT, (r"\.mlp\.bias$", ".mlp.gate.e_score_correction_bias")),
 )
+GPT_OSS = Counterpart(
+    model_type="gpt_oss",
+    architecture="GptOssForCausalLM",
+    prefix="model.",
+    keys=(*_MIXTURE, "rope_scaling", "sliding_window", "sliding_window_pattern", "swiglu_limit"),
+    renamed={"moe_intermediate_size": "intermediate_size"},
+    needs=_MIXTURE_NEEDS
+    | {"attention_bias": True, "attention_sinks": True, "qk_norm": False, "norm_topk_prob": True},
+    present={"sliding_window": 128, "swiglu_limit": 7.0},
+    fixed=_YARN | {"attention_bias": True, "attention_dropout": 0.0, "swiglu_alpha": 1.702},
+    stored=(_MTP, _BUFFER, (r"\.sinks\.weight$", ".sinks"), (r"\.mlp\.gate\.", ".mlp.router.")),
+)
 
 # by `model.name`
-FAMILIES = {"llama": (LLAMA,), "gpt2": (GPT2,), "moe": (MIXTRAL, QWEN3_MOE, DEEPSEEK_V3)}
+FAMILIES = {"llama": (LLAMA,), "gpt2": (GPT2,), "moe": (MIXTRAL, QWEN3_MOE, DEEPSEEK_V3, GPT_OSS)}
 
 
 def counterpart(name: str, sizes: Mapping[str, Any]) -> Counterpart:

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titanlike.models.attention import attention
-from titanlike.models.documents import Documents, attention_inputs
+from titanlike.models.documents import Documents, attention_inputs, within_window
 from titanlike.models.yarn import Yarn
 
 if TYPE_CHECKING:
@@ -62,6 +62,14 @@ def rotate(x: Tensor, table: Tensor) -> Tensor:
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).type_as(x)
 
 
+class Sinks(nn.Module):
+    """A score more for each head, which has no value (see `attention`)."""
+
+    def __init__(self, heads: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(heads))
+
+
 class Attention(nn.Module):
     """Causal self-attention; K < H key/value heads are shared by groups of query heads."""
 
@@ -72,16 +80,21 @@ class Attention(nn.Module):
         kv_heads: int,
         head_dim: int | None = None,
         qk_norm_eps: float | None = None,
+        bias: bool = False,
+        sinks: bool = False,
+        window: int | None = None,
     ):
         """head_dim: E, if not hidden_size // heads; qk_norm_eps: of the norms of each head's query
-        and key, None = there are none."""
+        and key, None = there are none; window: a token attends to so many only, itself included.
+        With sinks or a window the mask is `Documents`, or with a cache a tensor."""
         super().__init__()
         self.head_dim = head_dim or hidden_size // heads
         self.widths = heads * self.head_dim, heads * self.head_dim  # of queries, of results
-        self.q_proj = nn.Linear(hidden_size, heads * self.head_dim, bias=False)
-        self.k_proj = nn.Linear(hidden_size, kv_heads * self.head_dim, bias=False)
-        self.v_proj = nn.Linear(hidden_size, kv_heads * self.head_dim, bias=False)
-        self.o_proj = nn.Linear(heads * self.head_dim, hidden_size, bias=False)
+        self.q_proj = nn.Linear(hidden_size, heads * self.head_dim, bias=bias)
+        self.k_proj = nn.Linear(hidden_size, kv_heads * self.head_dim, bias=bias)
+        self.v_proj = nn.Linear(hidden_size, kv_heads * self.head_dim, bias=bias)
+        self.o_proj = nn.Linear(heads * self.head_dim, hidden_size, bias=bias)
+        self.window, self.sinks = window, Sinks(heads) if sinks else None
         self.normed = qk_norm_eps is not None
         if qk_norm_eps is not None:
             self.q_norm = RMSNorm(self.head_dim, qk_norm_eps)
@@ -103,13 +116,17 @@ class Attention(nn.Module):
         q, k = rotate(q, table), rotate(k, table)
         if cache is not None:
             k, v = cache.extend(self, k, v)  # [B, K, S, E]
-        y = attention(q, k, v, mask)  # [B, H, T, E]
+        if self.window is not None and mask is not None:
+            mask = within_window(mask, self.window)
+        sinks = None if self.sinks is None else self.sinks.weight
+        y = attention(q, k, v, mask, sinks=sinks)  # [B, H, T, E]
         return self.o_proj(y.transpose(1, 2).flatten(-2))  # [B, T, H * E] -> [B, T, D]
 
     def tp_plan(self) -> dict[str, Any]:
         """How tensor parallelism divides it, by heads."""
-        norms = {"[qk]_norm": "replicate_sum"} if self.normed else {}
-        return norms | {
+        more = {"[qk]_norm": "replicate_sum"} if self.normed else {}
+        more |= {"sinks": "rows"} if self.sinks is not None else {}
+        return more | {
             "": "gather",
             "q_proj": {"colwise": self.head_dim},
             "[kv]_proj": {"colwise_kv": self.head_dim},
@@ -238,6 +255,7 @@ class Llama(nn.Module):
     Raises ValueError with one argument per problem where sizes do not fit each other.
     """
 
+    by_documents = False  # whether its attention wants them (`Attention`)
     # sizes; all others are above 0
     may_be_zero: Collection[str] = ("num_nextn_predict_layers",)
 
@@ -288,7 +306,10 @@ class Llama(nn.Module):
     ) -> Tensor:
         """document_ids, positions, mask: see `attention_inputs` in `documents.py`; cache: of the
         tokens before, which then gives positions and mask."""
-        positions, mask = attention_inputs(ids, document_ids, positions, mask, True, cache)
+        if self.by_documents and mask is not None:
+            raise ValueError("mask: attention with sinks or windows takes document_ids alone")
+        always = self.by_documents
+        positions, mask = attention_inputs(ids, document_ids, positions, mask, True, cache, always)
         table = rotary_table(positions, *self.rotary)  # [2, (B,) T, E/2]
         x = self.model(ids, table, mask, cache)
         if self.mtp and self.training:
@@ -324,6 +345,8 @@ class Llama(nn.Module):
         """
         if "norm" in name:
             return 1.0, 0.0
+        if name.endswith("bias"):
+            return 0.0, 0.0
         residual = name.endswith(("o_proj.weight", "down_proj.weight"))
         return 0.0, 0.02 / (2 * self.depth) ** 0.5 if residual else 0.02
 
@@ -337,7 +360,8 @@ class Llama(nn.Module):
         matrices = sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Linear))
         matrices += len(self.mtp) * self.lm_head.weight.numel()
         layers: list[Any] = [m.self_attn for m in self.modules() if isinstance(m, Block)]
-        return 6 * (matrices + sum(sum(layer.widths) for layer in layers) * tokens)
+        attended = sum(sum(a.widths) * min(tokens, a.window or tokens) for a in layers)
+        return 6 * (matrices + attended)
 
 
 def attention_problems(

@@ -1,8 +1,8 @@
 """A mixture of experts: Llama's blocks, in which a router sends each token to a few of many
 networks.
 
-With the right sizes it is Mixtral (arXiv 2401.04088), Qwen3-MoE (2505.09388) or DeepSeek-V3
-(2412.19437). No expert has a capacity: no token is dropped.
+With the right sizes it is Mixtral (arXiv 2401.04088), Qwen3-MoE (2505.09388), DeepSeek-V3
+(2412.19437) or GPT-OSS (2508.10925). No expert has a capacity: no token is dropped.
 
 Sizes have the names of transformers' mixtures, and parameters those of Qwen3-MoE's files, of which
 the experts' matrices are stacked here.
@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from titanlike.models.biased_experts import BiasedExperts
 from titanlike.models.experts import AddLoss, Experts, through_experts
 from titanlike.models.latent_attention import Latent, LatentAttention, latent_problems
 from titanlike.models.llama import (
@@ -77,11 +78,21 @@ class RoutedMLP(nn.Module):
     bias: Tensor  # [E], with routing.bias_rate or sigmoid scores
     load: Tensor  # [E], with routing.balance_loss
 
-    def __init__(self, hidden_size: int, experts: int, width: int, shared: int, routing: Routing):
-        """width: of an expert; shared: of the network for all tokens, 0 = there is none."""
+    def __init__(
+        self,
+        hidden_size: int,
+        experts: int,
+        width: int,
+        shared: int,
+        routing: Routing,
+        limit: float | None = None,
+    ):
+        """width: of an expert; shared: of the network for all tokens, 0 = there is none; limit:
+        of experts with biases (`BiasedExperts`), with which the router has one, too."""
         super().__init__()
-        self.gate = nn.Linear(hidden_size, experts, bias=False)
-        self.experts = Experts(experts, routing.num_experts_per_tok, hidden_size, width)
+        self.gate = nn.Linear(hidden_size, experts, bias=limit is not None)
+        sizes = experts, routing.num_experts_per_tok, hidden_size, width
+        self.experts = Experts(*sizes) if limit is None else BiasedExperts(*sizes, limit)
         self.shared_experts = MLP(hidden_size, shared) if shared else None
         self.routing = routing
         self.biased = routing.bias_rate > 0 or routing.scoring_func == "sigmoid"
@@ -155,7 +166,8 @@ class Moe(Llama):
     The first first_k_dense_replace blocks have one network of intermediate_size; n_shared_experts:
     as many more moe_intermediate_size wide, for all tokens. kv_lora_rank: of latent attention, which
     then has the next sizes (`Latent`) and none of num_key_value_heads and head_dim. rope_scaling:
-    of `Yarn`. The others: see `Llama` and `Routing`.
+    of `Yarn`. sliding_window: of all layers but each sliding_window_pattern-th. attention_sinks: see
+    `attention`. swiglu_limit: of `BiasedExperts`. The others: see `Llama` and `Routing`.
     Raises ValueError with one argument per problem where sizes do not fit each other.
     """
 
@@ -171,6 +183,10 @@ class Moe(Llama):
         num_key_value_heads: int = 2,
         head_dim: int | None = None,
         qk_norm: bool = False,
+        attention_bias: bool = False,
+        attention_sinks: bool = False,
+        sliding_window: int | None = None,
+        sliding_window_pattern: int = 2,
         q_lora_rank: int | None = None,
         kv_lora_rank: int | None = None,
         qk_nope_head_dim: int = 128,
@@ -180,6 +196,7 @@ class Moe(Llama):
         num_local_experts: int = 8,
         num_experts_per_tok: int = 2,
         moe_intermediate_size: int = 176,
+        swiglu_limit: float | None = None,
         n_shared_experts: int = 0,
         first_k_dense_replace: int = 0,
         intermediate_size: int = 352,
@@ -227,20 +244,24 @@ class Moe(Llama):
             shared = n_shared_experts * moe_intermediate_size
             qk_norm_eps = rms_norm_eps if qk_norm else None
             for layer in range(depth + max(0, num_nextn_predict_layers)):
+                slides = (layer + 1) % sliding_window_pattern > 0
+                more = attention_bias, attention_sinks, sliding_window if slides else None
                 attention: nn.Module = (
                     LatentAttention(hidden_size, heads, latent, yarn)
                     if latent
-                    else Attention(hidden_size, heads, kv_heads, head_dim, qk_norm_eps)
+                    else Attention(hidden_size, heads, kv_heads, head_dim, qk_norm_eps, *more)
                 )
                 mlp: nn.Module = MLP(hidden_size, intermediate_size)
                 if layer >= dense:
                     width = moe_intermediate_size
-                    mlp = RoutedMLP(hidden_size, num_local_experts, width, shared, routing)
+                    experts = num_local_experts
+                    mlp = RoutedMLP(hidden_size, experts, width, shared, routing, swiglu_limit)
                 yield Block(hidden_size, attention, mlp, rms_norm_eps)
 
         nn.Module.__init__(self)  # of Llama's blocks none is wanted
         self.rotary = head_dim or hidden_size // heads, rope_theta, yarn
         self.depth, self.dense, self.routing = depth, dense, routing
+        self.by_documents = attention_sinks or sliding_window is not None
         made = blocks()
         self.model = Decoder(vocab_size, hidden_size, islice(made, depth), rms_norm_eps)
         self.mtp = NextTokens(hidden_size, made, rms_norm_eps)
@@ -261,12 +282,13 @@ class Moe(Llama):
 
     def initial(self, name: str) -> tuple[float, float]:
         """What `Llama.initial` says; an expert's projections are like those of one network."""
-        return super().initial(name if name.endswith("weight") else f"{name}.weight")
+        return super().initial(name if name.endswith(("weight", "bias")) else f"{name}.weight")
 
     def flops_per_token(self, tokens: int) -> float:
         """What `Llama.flops_per_token` says; of the experts those that a token goes to."""
         routed = [p for m in self.modules() if isinstance(m, Experts) for p in m.parameters()]
-        active = sum(p.numel() // len(p) for p in routed) * self.routing.num_experts_per_tok
+        matrices = sum(p.numel() // len(p) for p in routed if p.dim() == 3)
+        active = matrices * self.routing.num_experts_per_tok
         return super().flops_per_token(tokens) + 6 * active
 
 

@@ -138,7 +138,7 @@ def hidden_matrices(model: nn.Module, optimizer: Any) -> set[str]:
     return {
         name
         for name, parameter in model.named_parameters()
-        if (parameter.dim() == 2 or (parameter.dim() == 3 and id(parameter) in expert_ids))
+        if parameter.dim() == (3 if id(parameter) in expert_ids else 2)
         and id(parameter) in in_blocks - elsewhere
         and not any(fnmatchcase(name, pattern) for pattern in excluded)
     }

@@ -101,10 +101,9 @@ class ContextAttention(TorchFunctionMode):
         self, name: str, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
         mode = name, module.training
-        if self.active:
-            args = tuple(map(self._divided, args))
-            kwargs = {key: self._divided(value) for key, value in kwargs.items()}
-        elif self.looking is None:
+        args = tuple(map(self._divided, args))
+        kwargs = {key: self._divided(value) for key, value in kwargs.items()}
+        if not self.active and self.looking is None:
             return forward(*args, **kwargs)
         if self.looking is None and mode not in self.counted:
             with self:
@@ -225,20 +224,34 @@ class ContextAttention(TorchFunctionMode):
         return F.scaled_dot_product_attention(query, key, value, mask, **options)
 
     def _documents(
-        self, q: Tensor, k: Tensor, v: Tensor, documents: Any, scale: float | None, dropout: float
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        documents: Any,
+        scale: float | None,
+        dropout: float,
+        sinks: Tensor | None,
     ) -> Tensor:
         if self._place is not None:  # what is counted here is no call of the module
-            return self._apart(self._documents, q, k, v, documents, scale, dropout)
+            return self._apart(self._documents, q, k, v, documents, scale, dropout, sinks)
         ranks, mask = self.ranks, documents._replace(attend=None)
+        assert self.active, "on meta documents are not looked at"
         if ranks.method == "ulysses":
-            attend = lambda q, k, v: undivided_attention(q, k, v, mask, scale, dropout)  # noqa: E731
+            if sinks is not None:
+                heads = len(sinks) // ranks.size
+                sinks = sinks.narrow(0, ranks.rank * heads, heads)
+
+            def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+                return undivided_attention(q, k, v, mask, scale, dropout, sinks=sinks)
+
             return _by_heads(attend, q, k, v, ranks)
         assert ranks.method == "gather", "of the ring's blocks none takes a mask"
         k, v = _gathered(k, v, ranks)
         tokens = k.shape[_TOKENS]
         places = ranks.take(torch.arange(tokens, device=q.device), 0)
         mask = document_mask(mask, q.shape[0], tokens, places)
-        return undivided_attention(q, k, v, mask, scale, dropout)
+        return undivided_attention(q, k, v, mask, scale, dropout, sinks=sinks)
 
 
 def _split(

@@ -30,6 +30,7 @@ STYLES = {
     "rowwise": "input features of a linear layer, followed by a reduce-scatter or an all-reduce",
     "rowwise_split": "the same where the input is replicated: each rank slices it",
     "vocab": "the vocabulary: rows of an embedding, logits of a head",
+    "rows": "rows of a module's own parameters, which are one a head or a feature of a rank's",
     "sequence": "no weight; its activations are sharded along the sequence (norms, dropout)",
     "replicate": "no weight and no activation: each rank computes the same",
     "replicate_sum": "no weight; its input is the rank's heads or features, its gradients are "

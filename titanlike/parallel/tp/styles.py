@@ -114,6 +114,9 @@ class _Sharder:
             if style == "rowwise_split":
                 _before(module, partial(_split_features, ranks, not gathered))
             self._rows(module)
+        elif style == "rows":
+            for last, whole in list(module.named_parameters(recurse=False)):
+                self._take(module, last, Part(whole.shape, 0, (ranks.part(len(whole)),)))
         elif style == "gather":
             _before(module, partial(_enter, ranks))
         elif style == "split":

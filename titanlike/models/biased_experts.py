@@ -1,0 +1,59 @@
+"""Experts as those of GPT-OSS: with biases, and a SwiGLU that is clamped."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from titanlike.models.experts import Experts, expert_linear
+
+ALPHA = 1.702  # sigmoid(ALPHA * x) * x is nearly GELU
+
+
+class BiasedExperts(Experts):
+    """Parameters have transformers' names and form: matrices are [E, in, out], and of the first one
+    gate and up are every second column."""
+
+    def __init__(self, experts: int, top_k: int, hidden_size: int, width: int, limit: float):
+        """limit: of the gate from above, and of both sides of up."""
+        nn.Module.__init__(self)
+        self.num_experts, self.top_k, self.limit = experts, top_k, limit
+        self.gate_up_proj = nn.Parameter(torch.empty(experts, hidden_size, 2 * width))
+        self.gate_up_proj_bias = nn.Parameter(torch.empty(experts, 2 * width))
+        self.down_proj = nn.Parameter(torch.empty(experts, width, hidden_size))
+        self.down_proj_bias = nn.Parameter(torch.empty(experts, hidden_size))
+
+    def forward(self, tokens: Tensor, counts: Tensor) -> Tensor:  # [S, D], [E] -> [S, D]
+        expert = torch.arange(counts.shape[0], device=counts.device)
+        expert = expert.repeat_interleave(counts, output_size=tokens.shape[0])  # of each row
+        both = expert_linear(tokens, self.gate_up_proj.mT, counts)  # [S, 2 * F]
+        both = both + F.embedding(expert, self.gate_up_proj_bias).to(both.dtype)
+        y = self._activated(both[..., ::2], both[..., 1::2])
+        y = expert_linear(y, self.down_proj.mT, counts)
+        return y + F.embedding(expert, self.down_proj_bias).to(y.dtype)
+
+    def activation(self, gate: Tensor, up: Tensor) -> Tensor:
+        return _ClampedSwiGLU.apply(gate, up, self.limit)
+
+
+class _ClampedSwiGLU(torch.autograd.Function):
+    """(up + 1) * gate * sigmoid(ALPHA * gate) of clamped values; keeps `gate` and `up` alone."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor, limit: float) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        ctx.limit = limit
+        gate = gate.clamp(max=limit)
+        return (up.clamp(-limit, limit) + 1) * gate * (ALPHA * gate).sigmoid()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        gate, up = ctx.saved_tensors
+        inside, within = gate <= ctx.limit, up.abs() <= ctx.limit
+        gate, up = gate.clamp(max=ctx.limit), up.clamp(-ctx.limit, ctx.limit) + 1
+        share = (ALPHA * gate).sigmoid()
+        of_gate = gradient * up * share * (1 + ALPHA * gate * (1 - share))
+        return of_gate * inside, gradient * gate * share * within, None
