@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from support.cells import slow
 from support.commands import TINY, command
+from support.families import moe
 from support.hf_tiny import model_of, tiny_hf
 from support.models import tiny
 from support.world import run_world
@@ -48,9 +49,12 @@ def in_float8(config: Config) -> set[str]:
     assert [name for name, _ in model.named_parameters(remove_duplicate=False)] == names
     found = {n for n, m in model.named_modules() if type(m).__name__ == "Float8Linear"}
     assert layers is not None and layers.count == len(found) and layers.emulated
-    return found
+    experts = {n for n, m in model.named_modules() if getattr(m, "product", None) is not None}
+    assert layers.experts == len(experts)
+    return found | experts
 
 
+MOE = {f"model.layers.{block}.mlp.experts" for block in range(2)}
 LLAMA = {
     f"model.layers.{block}.{name}"
     for block in range(2)
@@ -96,6 +100,13 @@ def test_linear_layers_of_blocks_compute_in_float8_but_small_and_named_ones(
     settings: Float8Precision, expected: set[str]
 ) -> None:
     assert in_float8(tiny(layers=2, precision=settings)) == expected
+
+
+def test_experts_compute_in_float8_but_small_and_named_ones() -> None:
+    attention = {name for name in LLAMA if "mlp" not in name}
+    assert in_float8(tiny(model=moe(), precision=FLOAT8)) == attention | MOE
+    one = replace(FLOAT8, skip=["*.0.mlp.experts", "*self_attn*"])
+    assert in_float8(tiny(model=moe(), precision=one)) == {"model.layers.1.mlp.experts"}
 
 
 def test_a_chain_of_layers_keeps_its_head_shared_and_odd_layers() -> None:
@@ -165,6 +176,36 @@ def test_a_recipe_says_what_has_a_scale(recipe: str, inputs: str, weight_gradien
         for kind in kinds
     ]
     assert names == [inputs, weight_gradient]
+
+
+@pytest.mark.parametrize("weights", [True, False])
+def test_experts_multiply_rows_that_are_rounded_to_float8(weights: bool) -> None:
+    """A row with a scale of its own; in weight gradients a feature of an expert's tokens, or bf16."""
+    from titanlike.parallel.float8_experts import product
+
+    torch.manual_seed(0)
+    counts, (weight, x, g) = [5, 0, 20, 7], map(torch.randn, [(4, 16, 48), (32, 48), (32, 16)])
+    x.requires_grad_()
+    weight.requires_grad_()
+    out = product(weights, kernels=False)(x, weight, torch.tensor(counts))
+    out.backward(g)
+    parts = zip(x.detach().split(counts), g.split(counts), weight.detach(), strict=True)
+    for i, (rows, gradients, matrix) in enumerate(parts):
+        if not len(rows):
+            assert not weight.grad[i].any()
+            continue
+        torch.testing.assert_close(out.split(counts)[i], by_row(rows) @ by_row(matrix).t())
+        expected = by_row(gradients) @ by_row(matrix.t()).t()
+        torch.testing.assert_close(x.grad.split(counts)[i], expected)
+        low = by_row if weights else lambda matrix: matrix
+        torch.testing.assert_close(weight.grad[i], low(gradients.t()) @ low(rows.t()).t())
+    assert 0.01 < (out[:5] - x[:5] @ weight[0].t()).norm() / out[:5].norm() < 0.1
+
+
+def by_row(x: Tensor) -> Tensor:
+    """Rounded to e4m3, each row with a scale that is a power of 2."""
+    scale = (448 / x.abs().amax(1, keepdim=True)).log2().floor().exp2()
+    return (x * scale).to(torch.float8_e4m3fn).float() / scale
 
 
 @pytest.mark.slow

@@ -165,19 +165,21 @@ def set_rng_state(kind: str, state: Tensor) -> None:
         torch.get_device_module(kind).set_rng_state(state)
 
 
-def multiplies_float8(device: torch.device) -> bool:
-    """Whether the device has float8 matmuls: NVIDIA Ada and Hopper, AMD MI300, and later.
+def multiplies_float8(device: torch.device, grouped: bool = False) -> bool:
+    """Whether the device has float8 matmuls: NVIDIA Ada and Hopper, AMD MI300, and later; grouped
+    ones on Hopper, MI300, and later.
 
     Before CUDA is initialized this asks NVML; without NVML it returns True, and the ranks check
     later.
     """
     if device.type != "cuda":
         return False
+    nvidia = (9, 0) if grouped else (8, 9)
     if started() is None:
         from titanlike.device.nvml import visible_gpus
 
-        return all(gpu.capability >= (8, 9) for gpu in visible_gpus())
-    return torch.cuda.get_device_capability(device) >= ((9, 4) if torch.version.hip else (8, 9))
+        return all(gpu.capability >= nvidia for gpu in visible_gpus())
+    return torch.cuda.get_device_capability(device) >= ((9, 4) if torch.version.hip else nvidia)
 
 
 def visible_variable() -> str:

@@ -137,7 +137,11 @@ def in_float8(module: nn.Module) -> bool:
 
 def experts_of(model: nn.Module) -> dict[str, nn.Module]:
     """Modules of routed experts, by name: see `models/experts.py` for what these are."""
-    return {name: m for name, m in model.named_modules() if getattr(m, "sorted_by_expert", False)}
+    return {name: module for name, module in model.named_modules() if is_experts(module)}
+
+
+def is_experts(module: nn.Module) -> bool:
+    return getattr(module, "sorted_by_expert", False)
 
 
 def has_statistics(module: nn.Module) -> TypeGuard[BatchNorm]:

@@ -8,7 +8,9 @@ tokens [S, D] are sorted by expert, counts [E] (int64, of sum S) says how many e
 results [S, D] are in the order of the tokens. All of its parameters have the experts first, [E,
 ...]; its class has the attribute `sorted_by_expert = True`, it has `num_experts` (E) and `top_k`
 (K). No token is dropped. Where it has an attribute `independent_rows`, that is set to True with
-numerics=exact: the bits of a row then do not depend on which others are computed with it.
+numerics=exact: the bits of a row then do not depend on which others are computed with it. Where it
+has an attribute `product`, precision=float8 sets that to what it multiplies with in place of
+`expert_linear`.
 
 Shapes: N tokens, D hidden_size, E experts, K experts that a token goes to, S = N * K,
 F moe_intermediate_size.
@@ -35,6 +37,7 @@ class Experts(nn.Module):
 
     sorted_by_expert = True
     independent_rows = False
+    product: Any = None
 
     def __init__(self, experts: int, top_k: int, hidden_size: int, width: int):
         super().__init__()
@@ -44,9 +47,10 @@ class Experts(nn.Module):
         self.down_proj = nn.Parameter(torch.empty(experts, hidden_size, width))
 
     def forward(self, tokens: Tensor, counts: Tensor) -> Tensor:  # [S, D], [E] -> [S, D]
-        gate = expert_linear(tokens, self.gate_proj, counts)  # [S, F]
-        up = expert_linear(tokens, self.up_proj, counts)
-        return expert_linear(self._activated(gate, up), self.down_proj, counts)
+        linear = self.product or expert_linear
+        gate = linear(tokens, self.gate_proj, counts)  # [S, F]
+        up = linear(tokens, self.up_proj, counts)
+        return linear(self._activated(gate, up), self.down_proj, counts)
 
     activation = staticmethod(swiglu)
 

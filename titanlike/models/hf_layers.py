@@ -74,6 +74,7 @@ class SortedExperts(nn.Module):
     independent_rows = (
         True  # the activation is of half of each row, which kernels compute row by row
     )
+    product: Any = None
     num_experts: int
     top_k: int
     _apply_gate: Any
@@ -88,8 +89,9 @@ class SortedExperts(nn.Module):
         return super().__call__(tokens, *given)
 
     def forward(self, tokens: Tensor, counts: Tensor) -> Tensor:
-        hidden = self._apply_gate(expert_linear(tokens, self.gate_up_proj, counts))
-        return expert_linear(hidden, self.down_proj, counts)
+        linear = self.product or expert_linear
+        hidden = self._apply_gate(linear(tokens, self.gate_up_proj, counts))
+        return linear(hidden, self.down_proj, counts)
 
 
 def sort_tokens(model: nn.Module, top_k: int) -> None:

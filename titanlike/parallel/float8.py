@@ -27,12 +27,19 @@ from titanlike.config.imports import quiet_import
 from titanlike.config.schema import Config, Float8Precision
 from titanlike.device.accelerator import multiplies_float8
 from titanlike.device.choose import first_device
-from titanlike.distributed.placement import Placement, adds_bias_later, in_float8
+from titanlike.distributed.placement import (
+    Placement,
+    adds_bias_later,
+    experts_of,
+    in_float8,
+    is_experts,
+)
 from titanlike.distributed.transform import Transform
 from titanlike.graph.units import find_units
 from titanlike.torch_private.known_code import own_code
 
 _MULTIPLE = 16  # of both sides of a matrix, for the kernels of float8
+_PRODUCT = "product"  # attribute of a module of experts, see `models/experts.py`
 _BF16 = "precision=bf16"
 _NAMES = ("torchao", "torchao.float8")
 
@@ -43,6 +50,8 @@ class Float8Layers:
 
     count: int  # linear layers in float8
     of: int  # linear layers of the model
+    experts: int  # modules of routed experts in float8
+    of_experts: int
     emulated: bool  # rounded to float8 and multiplied in fp32
 
 
@@ -62,10 +71,19 @@ def use_float8(model: nn.Module, config: Config, device: torch.device) -> Float8
 
     recipe = torchao.Float8LinearConfig.from_recipe_name(settings.recipe)
     recipe = replace(recipe, emulate=emulated)
-    for name in chosen:
+    experts = experts_of(model)
+    for name in chosen - experts.keys():
         convert(model.get_submodule(name), recipe)
+    if in_float8_too := chosen & experts.keys():
+        from titanlike.parallel.float8_experts import product
+
+        weights = settings.recipe != "rowwise_with_gw_hp"
+        multiply = product(weights, multiplies_float8(device, grouped=True))
+        for name in in_float8_too:
+            vars(experts[name])[_PRODUCT] = multiply
     linear = sum(isinstance(module, nn.Linear) for module in model.modules())
-    return Float8Layers(len(chosen), linear, emulated)
+    counts = len(chosen) - len(in_float8_too), linear, len(in_float8_too), len(experts)
+    return Float8Layers(*counts, emulated)
 
 
 class Float8(Transform):
@@ -77,9 +95,10 @@ class Float8(Transform):
     def describe(self, plan: Any) -> Iterator[tuple[str, str]]:
         layers, precision = self.layers, self._config.precision
         assert layers is not None and isinstance(precision, Float8Precision)
-        text = (
-            f"bf16, and {layers.count} of {layers.of} linear layers in float8 ({precision.recipe})"
-        )
+        text = f"bf16, and {layers.count} of {layers.of} linear layers"
+        if layers.of_experts:
+            text += f" and {layers.experts} of {layers.of_experts} modules of experts"
+        text += f" in float8 ({precision.recipe})"
         emulated = "; emulated, which is slower: this device has no float8 matrix products"
         yield "precision", text + emulated * layers.emulated
 
@@ -92,14 +111,18 @@ class Float8(Transform):
 
 @contextlib.contextmanager
 def in_bf16(modules: Iterable[nn.Module]) -> Iterator[list[nn.Module]]:
-    """A context in which linear layers in float8, which it gives, compute as others do."""
+    """A context in which layers and experts in float8, which it gives, compute as others do."""
+    modules = list(modules)
     layers: list[Any] = list(filter(in_float8, modules))
+    products = {m: vars(m).pop(_PRODUCT) for m in modules if _PRODUCT in vars(m) and is_experts(m)}
     replaced = [vars(layer).pop("forward", None) for layer in layers]  # of blocks that are layers
     for layer in layers:
         layer.forward = _forward_in_bf16.__get__(layer)
     try:
-        yield layers
+        yield [*layers, *products]
     finally:
+        for experts, multiply in products.items():
+            vars(experts)[_PRODUCT] = multiply
         for layer, forward in zip(layers, replaced, strict=True):
             del layer.forward
             if forward is not None:
@@ -131,13 +154,20 @@ def _choose(model: nn.Module, settings: Float8Precision) -> set[str]:
     alone = {unit.name for unit in units[:-1] if unit.block}
     names = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
     linear = {name: module for name, module in model.named_modules() if _is_plain(module)}
-    # name -> the smaller side of its matrix
-    sizes = {
-        name: min(module.in_features, module.out_features)
+    matrices: dict[str, tuple[int, ...]] = {
+        name: (module.in_features, module.out_features)
         for name, module in linear.items()
-        if (name.startswith(blocks) or name in alone)
-        and names[id(module.weight)] == 1
-        and module.in_features % _MULTIPLE == module.out_features % _MULTIPLE == 0
+        if names[id(module.weight)] == 1
+    }
+    for name, experts in experts_of(model).items():
+        if hasattr(experts, _PRODUCT):
+            linear[name] = experts
+            matrices[name] = tuple(n for p in experts.parameters() for n in p.shape[1:])
+    # name -> the smallest side of its matrices
+    sizes = {
+        name: min(sides)
+        for name, sides in matrices.items()
+        if (name.startswith(blocks) or name in alone) and not any(n % _MULTIPLE for n in sides)
     }
     fit = {name for name, size in sizes.items() if size >= settings.min_features}
     chosen = {n for n in fit if not any(fnmatchcase(n, pattern) for pattern in settings.skip)}
