@@ -1,5 +1,5 @@
-"""What a command line will cost before anything is launched: memory, times of a step, traffic, and the
-layouts and orders that cost the least.
+"""Predict the cost of a config before launching anything: memory, step time, traffic; and search
+layouts and schedules of least cost.
 
-Imports training and the packages below it.
+May import training and the packages below it.
 """

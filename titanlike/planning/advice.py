@@ -1,5 +1,4 @@
-"""What would help: the nearest layout that fits into a device, and changes that make a step
-shorter."""
+"""Advice: the nearest layout that fits into a device, and changes that make a step faster."""
 
 from __future__ import annotations
 
@@ -19,16 +18,16 @@ from titanlike.training.train_plan import TrainPlan, make_plan
 if TYPE_CHECKING:  # imported where changes are planned
     from titanlike.planning.estimate import Estimate
 
-_SECONDS = 3.0  # of this process; after them nothing else is tried
-_FIT_SECONDS = 8.0  # as long for what fits
-_LEAST = 0.01  # gain that is worth a line
+_SECONDS = 3.0  # CPU time after which no other change is tried
+_FIT_SECONDS = 8.0  # the same for changes that save memory
+_LEAST = 0.01  # smallest gain to report
 
-Choices = dict[str, Any]  # keys of a config and their values; of a group the name of its choice
+Choices = dict[str, Any]  # config key -> value, or config group -> name of a choice
 
 
 @dataclass(frozen=True)
 class Advice:
-    """Overrides, and what a step gains by them: a share of its speed."""
+    """Overrides, and the relative gain in speed with them."""
 
     overrides: str
     gain: float
@@ -39,7 +38,7 @@ class Advice:
 
 
 def advise(estimate: Estimate, seconds: float = _SECONDS) -> list[Advice]:
-    """Single changes that fit and are faster, the best first."""
+    """Find single changes that fit and are faster, best first. seconds: limit of CPU time."""
     from titanlike.planning.estimate import improved
 
     end = time.process_time() + seconds
@@ -56,10 +55,11 @@ def advise(estimate: Estimate, seconds: float = _SECONDS) -> list[Advice]:
 def memory_warning(
     config: Config, plan: TrainPlan, room: int | None = None, seconds: float = _FIT_SECONDS
 ) -> str:
-    """What a rank would take and has, and overrides with which it fits; "" where it fits.
+    """Describe the memory that a rank needs and has, and overrides with which it fits; "" if it
+    fits.
 
-    room: bytes that training may take on a rank; None = by the config, or what this machine has;
-    seconds: of this process, after which no other choice is tried.
+    room: bytes available for training on a rank, None = from the config, or this machine's;
+    seconds: CPU time after which no other change is tried.
     """
     if (over := too_large(config, plan, room)) is None:
         return ""
@@ -78,13 +78,13 @@ def memory_warning(
             other = make_plan(smaller, device_memory=lambda: room)
         except ConfigError:
             continue
-        taken = other.peak_bytes()
-        if taken is None or taken >= needed:
+        smaller_peak = other.peak_bytes()
+        if smaller_peak is None or smaller_peak >= needed:
             continue
         changed |= choices
-        config, plan, needed = smaller, other, taken
-        if taken <= room:
-            return f"{text}; with {_shown(changed)} it would take {units.size(taken)}"
+        config, plan, needed = smaller, other, smaller_peak
+        if smaller_peak <= room:
+            return f"{text}; with {_shown(changed)} it would take {units.size(smaller_peak)}"
     also = f", nor does it fit with {_shown(changed)}" if changed else ""
     return f"{text}{also}; more ranks, or a smaller model or seq_len"
 
@@ -95,22 +95,22 @@ def _shown(choices: Mapping[str, Any]) -> str:
 
 
 def _faster(estimate: Estimate) -> Iterator[Choices]:
-    """Single changes that change nothing of what is trained, those that often help first."""
-    config, now = estimate.config, estimate.plan.microbatches
+    """Yield single changes that do not affect results, in the order of how often they help."""
+    config, microbatches = estimate.config, estimate.plan.microbatches
     schedule: Any = config.schedule
     counts = hasattr(schedule, "microbatches")
     if config.precision.name == "fp32" and estimate.hardware.runs_ahead:
         yield {"precision": "bf16"}
     if not config.compile and estimate.hardware.runs_ahead:
         yield {"compile": True}
-    how = config.activation_checkpoint.name
-    if how != "none" and estimate.plan.recomputed.count:
-        others = (name for name in ("none", "fit", "selective") if name != how)
+    recompute = config.activation_checkpoint.name
+    if recompute != "none" and estimate.plan.recomputed.count:
+        others = (name for name in ("none", "fit", "selective") if name != recompute)
         yield from ({"activation_checkpoint": name} for name in others)
     if config.pp > 1 and counts:
         for name in ("zbvzerobubble", "interleaved1f1b", "1f1b"):
             if name != schedule.name:
-                yield {"schedule": name, "schedule.microbatches": now}
+                yield {"schedule": name, "schedule.microbatches": microbatches}
         if config.split.name != "auto":
             yield {"split": "auto"}
     yield from (
@@ -120,7 +120,9 @@ def _faster(estimate: Estimate) -> Iterator[Choices]:
     if config.exact and rows % (2 * grain) == 0 and getattr(schedule, "microbatches", 0) is None:
         yield {"numerics.grain": 2 * grain}
     if counts and not config.exact:
-        sizes = (count for count in (2 * now, now // 2) if count and rows % count == 0)
+        sizes = (
+            count for count in (2 * microbatches, microbatches // 2) if count and rows % count == 0
+        )
         yield from ({"schedule.microbatches": count} for count in sizes)
     for key in ("tp", "pp"):
         size = getattr(config, key)
@@ -131,8 +133,8 @@ def _faster(estimate: Estimate) -> Iterator[Choices]:
             yield choices
 
 
-# Keys that are changed in this order, each with those before it: what costs little, then FLOPs,
-# traffic, and more ranks
+# Keys to change in this order, each on top of the previous ones: cheap ones first, then those that
+# cost FLOPs, traffic, and more ranks
 _SMALLER = (
     *("schedule.microbatches", "loss", "activation_checkpoint", "fsdp.zero"),
     *("dp", "dp", "dp", "pp", "pp", "pp"),
@@ -140,14 +142,14 @@ _SMALLER = (
 
 
 def _smaller(key: str, config: Config, plan: TrainPlan) -> Choices:
-    """Another value of this key that takes less memory; {} where there is none."""
+    """A value of this key that takes less memory; {} if there is none."""
     schedule: Any = config.schedule
     rows, dp = config.batch_size // config.dp, 2 * config.dp
     grain = config.numerics.grain if config.exact else 1
     match key:
         case "schedule.microbatches" if config.exact:
-            whole = getattr(schedule, "microbatches", 0) is None and grain > 1
-            return {"numerics.grain": 1} if whole else {}
+            changes_grain = getattr(schedule, "microbatches", 0) is None and grain > 1
+            return {"numerics.grain": 1} if changes_grain else {}
         case "schedule.microbatches":
             fewer = hasattr(schedule, "microbatches") and plan.microbatches < rows
             return {key: rows} if fewer else {}
@@ -156,8 +158,8 @@ def _smaller(key: str, config: Config, plan: TrainPlan) -> Choices:
         case "activation_checkpoint":
             return {key: "fit"} if config.activation_checkpoint.name != "fit" else {}
         case "fsdp.zero":
-            whole = config.shards > 1 and plan.zero != 3
-            return {key: 3} if whole and not plan.order.splits_backward else {}
+            changes_grain = config.shards > 1 and plan.zero != 3
+            return {key: 3} if changes_grain and not plan.order.splits_backward else {}
         case "dp" if config.batch_size % dp == 0:
             if (count := getattr(schedule, "microbatches", None)) is None:
                 return {key: dp}

@@ -1,12 +1,12 @@
-"""`schedule=auto`: the order for the costs of this model's stages, found before a run starts.
+"""`schedule=auto`: search the order for the costs of this model's stages, before a run starts.
 
-1. The model's units are counted (or, with hardware=measure, timed) once; times and activations of
-   the stages of any split and placement follow.
+1. The costs of the model's units are counted (or timed, with hardware=measure) once; times and
+   activations of the stages follow for any split and placement.
 2. Each placement that `schedule.search` allows is searched (`order_search.py`). With search=split
-   where stages begin is searched as well (`split_search.py`).
-3. What is found is written to run_dir/order.csv, and run from there; beside it what it was found
-   for, in order.json: a run that resumes, or starts again, with the same settings has the same
-   order.
+   the stage boundaries are searched as well.
+3. The result is written to run_dir/order.csv, which is then run, and its inputs to order.json: a
+   run
+   that resumes or restarts with the same settings uses the same order.
 """
 
 from __future__ import annotations
@@ -50,23 +50,23 @@ from titanlike.planning.order_search import (
 from titanlike.planning.stage_times import LayoutTimes, with_measured
 
 ORDER, WHY = "order.csv", "order.json"
-# keys of a config that an order is made for
+# config keys on which the order depends
 _MATTERS = (
     *("pp", "dp", "replicate", "tp", "cp", "ep", "batch_size", "seq_len", "model", "schedule"),
     *("split", "loss", "precision", "activation_checkpoint", "fsdp", "hardware", "compile"),
 )
-Stages = Sequence[Sequence[str]]  # names of the units of each stage
+Stages = Sequence[Sequence[str]]  # names of each stage's units
 
 
 @dataclass(frozen=True)
 class FoundSchedule:
-    """What schedule=auto found."""
+    """The result of schedule=auto."""
 
     order: Order
     stages: Stages
-    seconds: float  # of a step, simulated
-    bound: float  # below which no order of these stages can be
-    # the fastest schedule that keeps within the memory, as config.split cuts
+    seconds: float  # simulated step time
+    bound: float  # lower bound of the step time of any order of these stages
+    # the fastest built-in schedule within the memory limit, with the stages of config.split
     known: SearchResult | None
 
     @property
@@ -83,26 +83,27 @@ class FoundSchedule:
 
 
 def with_found_order(config: Config, say: Any = lambda _: None) -> Config:
-    """The config with the order of schedule=auto, of run_dir or searched now; others as they are.
+    """Set the order of schedule=auto in a config, read from run_dir or searched now; others are
+    unchanged.
 
-    say: called with a line about what was found. Raises ConfigError.
+    say: called with a line about the result. Raises ConfigError.
     """
     schedule = config.schedule
     if not isinstance(schedule, AutoSchedule) or schedule.path is not None:
         return config
     path, why = Path(config.run_dir) / ORDER, Path(config.run_dir) / WHY
-    wanted = json.loads(json.dumps({key: to_plain(getattr(config, key)) for key in _MATTERS}))
+    inputs = json.loads(json.dumps({key: to_plain(getattr(config, key)) for key in _MATTERS}))
     try:
-        kept = files.read_object(why)
-        if kept["for"] == wanted and path.exists():
-            return _with_order(config, path, kept["points"])
+        stored = files.read_object(why)
+        if stored["for"] == inputs and path.exists():
+            return _with_order(config, path, stored["points"])
     except (OSError, ValueError, KeyError, TypeError):
-        pass  # missing, or another's
+        pass  # missing, or of other settings
     result = find(config)
     points = None
     if schedule.search == "split" or isinstance(config.split, AutoSplit):
         points = [names[0] for names in result.stages[1:]]
-    text = json.dumps({"for": wanted, "points": points, "found": result.text}, indent=1)
+    text = json.dumps({"for": inputs, "points": points, "found": result.text}, indent=1)
     path.parent.mkdir(parents=True, exist_ok=True)
     files.atomic_write_text(path, result.order.to_csv())
     files.atomic_write_text(why, text + "\n")
@@ -116,7 +117,7 @@ def _with_order(config: Config, path: Path, points: list[str] | None) -> Config:
 
 
 def find(config: Config) -> FoundSchedule:
-    """The best order for a config with schedule=auto. Raises ConfigError."""
+    """Search the best order for a config with schedule=auto. Raises ConfigError."""
     try:
         search = _Search(config)
     except CostError as error:
@@ -128,7 +129,7 @@ def find(config: Config) -> FoundSchedule:
 
 
 class _Search:
-    """The units of a model, and what is tried with them."""
+    """The units of a model with their costs, and the search over placements."""
 
     def __init__(self, config: Config) -> None:
         """Raises ConfigError, CostError and ValueError."""
@@ -144,46 +145,46 @@ class _Search:
         plan = self.table.plan
         times = self.table.times(config)
         self.times = with_measured(times, config, plan, self._waiting(plan.stages))
-        self.limits: dict[str, float] = {}  # bytes that each key allows
-        costs, waits = plan.memory().unit_costs, schedule.weight_gradients == "deferred"
+        self.limits: dict[str, float] = {}  # config key -> bytes that it allows
+        costs, deferred = plan.memory().unit_costs, schedule.weight_gradients == "deferred"
         assert costs is not None
-        # bytes of a microbatch of each unit, and of what waits between I and W
+        # unit -> (bytes of a microbatch, bytes of these kept between I and W)
         self._held = {
             name: (unit.kept if name in self.recomputed else unit.saved, unit.queued)
-            for name, unit in costs.memory(config, waits).items()
+            for name, unit in costs.memory(config, deferred).items()
         }
         self._orders: dict[tuple[int, ...], dict[str, Order]] = {}
         place = loop(config.pp)
-        whole = self._by_config(place) or self._by_config(place, even=True)
-        if whole is None:
+        reference = self._by_config(place) or self._by_config(place, even=True)
+        if reference is None:
             raise ValueError(f"schedule=auto: the model has fewer units than pp={config.pp}; pp=1")
-        first = self.problem(whole)
+        first = self.problem(reference)
         order = one_f_one_b(config.pp, self.microbatches)
-        most = max(first.peak(order, rank) for rank in range(config.pp))
+        peak = max(first.peak(order, rank) for rank in range(config.pp))
         share, size = schedule.memory, schedule.memory_bytes
         if share is None and size is None and schedule.in_flight is None:
             share = 1.0
-        self.limits |= {} if share is None else {"memory": share * most}
+        self.limits |= {} if share is None else {"memory": share * peak}
         self.limits |= {} if size is None else {"memory_bytes": size}
 
     def run(self) -> FoundSchedule:
-        """Raises ConfigError."""
+        """Search all placements. Raises ConfigError."""
         cuts: list[Placement] = []
         by_config = [cut for place in self._places() if (cut := self._by_config(place))]
         splits = self.schedule.search == "split"
         for place in self._places():
-            of_place = [cut for cut in by_config if cut.place == place]
-            if splits:  # whose stages are not empty
-                of_place = [cut for cut in of_place if len({*cut.starts}) == len(place)]
+            place_cuts = [cut for cut in by_config if cut.place == place]
+            if splits:  # without empty stages
+                place_cuts = [cut for cut in place_cuts if len({*cut.starts}) == len(place)]
                 balanced = self._balanced(place), self._balanced(place, by_memory=True)
-                of_place += filter(None, balanced)
-            cuts += dict.fromkeys(of_place)
+                place_cuts += filter(None, balanced)
+            cuts += dict.fromkeys(place_cuts)
         if not cuts:
             reason = "no placement that schedule=auto may choose has so many stages"
             fix = "split=even, or schedule.search=placement"
             raise ConfigError([Problem("split", self.config.split.name, reason, fix)])
         problems, seed = [self.problem(cut) for cut in cuts], self.config.seed
-        # placements that are searched, each with as many
+        # trials for each searched placement
         trials = trials_for(problems[:3] if splits else problems)
         if splits:
             units = len(self.table.units)
@@ -198,7 +199,7 @@ class _Search:
         return FoundSchedule(check_order(best.order), names, best.seconds, bound, fastest(known))
 
     def _places(self) -> list[tuple[int, ...]]:
-        """Placements that may be chosen."""
+        """The placements allowed by `schedule.search`."""
         schedule, pp = self.schedule, self.config.pp
         if schedule.search == "order":
             return [vee(pp) if schedule.placement == "v" else loop(pp, schedule.stages_per_rank)]
@@ -206,7 +207,7 @@ class _Search:
         return [vee(pp), *loops] if schedule.stages_per_rank > 1 and pp > 1 else loops
 
     def _too_little(self, problems: Sequence[OrderProblem]) -> list[Problem]:
-        """The keys that allow less than any order needs."""
+        """Problems of the keys that allow less memory than any order needs."""
         schedule, too_little = self.schedule, []
         least = min(problem.least_memory for problem in problems)
         reason = "a rank holds at least a microbatch of all its stages, which takes more"
@@ -227,7 +228,8 @@ class _Search:
         return [self._units[a:b] for a, b in pairwise([*starts, len(self._units)])]
 
     def _by_config(self, place: tuple[int, ...], even: bool = False) -> Placement | None:
-        """The placement as config.split cuts; None where it has another number of stages."""
+        """The placement with the stages of config.split; None if it has a different number of
+        stages."""
         split = schema.EvenSplit() if even else self.config.split
         if isinstance(split, AutoSplit):
             return self._balanced(place)
@@ -239,7 +241,7 @@ class _Search:
         return Placement(place, tuple(starts))
 
     def _balanced(self, place: tuple[int, ...], by_memory: bool = False) -> Placement | None:
-        """With ranks that take the same time, or the same memory, as far as can be."""
+        """The placement whose ranks have about the same time, or the same memory."""
         costs = [
             self._held[name][0] if by_memory else round(self.times[name].computes.device * 1e9)
             for name in self._units
@@ -248,13 +250,13 @@ class _Search:
         return Placement(place, tuple(starts)) if len(costs) >= len(place) else None
 
     def problem(self, cut: Placement) -> OrderProblem:
-        """What an order of such stages is made for."""
+        """The search problem of an order for these stages."""
         stages = self.names(cut.starts)
         waiting, m = self._waiting(stages), self.microbatches
         layout = self.table.layout(stages, self.recomputed, waiting, cut.place, 1, m)
         times = LayoutTimes(self.config, layout, self.hardware, self.times).stages
         held, queued = (
-            [sum(self._held[name][at] for name in names) for names in stages] for at in (0, 1)
+            [sum(self._held[name][index] for name in names) for names in stages] for index in (0, 1)
         )
         in_flight = self.schedule.in_flight
         return OrderProblem(
@@ -266,11 +268,11 @@ class _Search:
         )
 
     def _waiting(self, stages: Stages) -> Collection[int]:
-        """Those whose weight gradients wait."""
+        """The stages with deferred weight gradients."""
         return range(len(stages)) if self.schedule.weight_gradients == "deferred" else ()
 
     def _known(self, problem: OrderProblem) -> dict[str, Order]:
-        """Schedules of a problem's placement."""
+        """The built-in schedules with a problem's placement."""
         place = problem.place
         if place not in self._orders:
             orders = self._orders[place] = dict[str, Order]()
@@ -278,23 +280,25 @@ class _Search:
             for name in SCHEDULES:
                 kind = schema.VARIANTS["schedule"][name]
                 schedule = kind(name, m, chunks) if name in LOOPED else kind(name, m)
-                of = vee(pp) if name in V_SCHEDULES else loop(pp, chunks if name in LOOPED else 1)
-                if of == place and microbatch_problem(schedule, pp, m) is None:
+                schedule_place = (
+                    vee(pp) if name in V_SCHEDULES else loop(pp, chunks if name in LOOPED else 1)
+                )
+                if schedule_place == place and microbatch_problem(schedule, pp, m) is None:
                     orders[name] = build_order(schedule, pp, m)
         return self._orders[place]
 
 
-# --- where stages begin, which rank has them, and their order, chosen together -------------------
+# --- joint search of stage boundaries, placement and order ---------------------------------------
 
 
-_CHANGED = 2  # layouts
+_CHANGED = 2  # number of placements whose boundaries are moved
 
-Starts = tuple[int, ...]  # the first unit of each stage
+Starts = tuple[int, ...]  # index of each stage's first unit
 
 
 @dataclass(frozen=True)
 class Placement:
-    """A placement, and where its stages begin."""
+    """The rank of each stage, and where stages begin."""
 
     place: tuple[int, ...]
     starts: Starts
@@ -308,8 +312,10 @@ def best_cut(
     trials: int,
     seed: int = 0,
 ) -> SearchResult | None:
-    """The fastest order of any split, beginning with those of `problems`; None where none fits.
-    units: of the model."""
+    """Search the fastest order of any split, starting from those of `problems`; None if none fits.
+
+    units: number of units in the model.
+    """
     share = trials // len(problems)
     orders = [best_order(problem, known_of(problem), share, seed) for problem in problems]
     first = sorted(filter(None, orders), key=lambda result: result.seconds)
@@ -331,16 +337,16 @@ def _with_moved_units(
     trials: int,
     draw: random.Random,
 ) -> SearchResult:
-    """The order for units moved between stages as long as steps get shorter."""
-    left = trials
-    while left > 0:
+    """Move units between stages as long as the step gets shorter."""
+    remaining = trials
+    while remaining > 0:
         moves = [*map(tuple, moved_units(best.problem.starts, units).tolist())]
         draw.shuffle(moves)
         for starts in moves:
             problem = problem_of(Placement(best.problem.place, starts))
-            if left <= 0 or lower_bound(problem) >= best.seconds:
+            if remaining <= 0 or lower_bound(problem) >= best.seconds:
                 continue
-            left -= 1
+            remaining -= 1
             result = adapted(problem, best.order)
             if result is not None and result.seconds < best.seconds * (1 - 1e-6):
                 best = result

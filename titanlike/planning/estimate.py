@@ -1,14 +1,14 @@
-"""What a layout will cost on a device: memory of each rank, time of a step, traffic, and what
-bounds it.
+"""Estimate the cost of a layout on a device: memory of each rank, step time, traffic, bottlenecks.
 
 1. `make_plan` decides stages, order and sharding, as for a run: nothing is allocated.
-2. `layout_times`: each stage's times and traffic; `simulate`: the step of every pipeline rank.
-3. `RankMemory.memory_timeline`: what is in memory when, by what it is.
+2. `layout_times` computes each stage's times and traffic; `simulate` the step of every pipeline
+   rank.
+3. `RankMemory.memory_timeline` tells what is in memory when.
 
-Of 27 layouts (docs/layouts.md) the memory is 0.97 to 1.02 of what a rank's live storages take at
-their peak. A CPU process takes more: libraries and gloo 45 MiB, and where glibc keeps freed blocks
-(no sharding, small microbatches) up to twice as much. A unit whose costs cannot be measured alone
-counts only with its parameters.
+For 27 layouts (docs/layouts.md) the estimated memory is 0.97 to 1.02 of the peak of a rank's live
+storages. A CPU process takes more: libraries and gloo 45 MiB, and if glibc keeps freed blocks (no
+sharding, small microbatches) up to twice as much. Units that cannot be run alone count only with
+their parameters.
 """
 
 from __future__ import annotations
@@ -68,22 +68,22 @@ from titanlike.training.build import Run, build_planned
 from titanlike.training.step import drop_gradients, optimizer_step
 from titanlike.training.train_plan import TrainPlan, make_plan
 
-# With which rounds all ranks agree on the loss and the norm of the gradients, and read them
+# Small all-reduces per step (loss, gradient norm)
 _AGREEMENTS = 2
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """What the layout of one command line costs."""
+    """The cost of one config's layout."""
 
     config: Config
     hardware: Hardware
     plan: TrainPlan
     times: LayoutTimes
     simulation: Simulation
-    # bytes of pipeline ranks whose memory was counted in a step (`with_exact_memory`)
+    # pipeline rank -> bytes counted in a step (`with_exact_memory`)
     counted: Mapping[int, int] = field(default_factory=dict)
-    not_counted: str = ""  # why it was tried in vain
+    not_counted: str = ""  # why counting failed
 
     @property
     def order(self) -> Order:
@@ -91,8 +91,7 @@ class Estimate:
 
     @property
     def shared_by(self) -> int:
-        """Ranks that share a device, of which each has its part of the memory. The times are those
-        of ranks with a device each."""
+        """Number of ranks that share a device and its memory. Times assume one device per rank."""
         on_cpu = isinstance(self.hardware, CpuHardware)
         return 1 if on_cpu else min(self.config.launch.ranks_per_device, self.config.world_size)
 
@@ -102,7 +101,7 @@ class Estimate:
 
     @property
     def tokens(self) -> int:
-        """Tokens of a step."""
+        """Tokens per step."""
         return self.config.batch_size * self.config.seq_len
 
     @property
@@ -111,13 +110,13 @@ class Estimate:
 
     @property
     def speed(self) -> float:
-        """Tokens, or samples of data without, a second and device."""
+        """Tokens per second and device; samples for data without tokens."""
         each = 1 if self.plan.unit == "tokens" else self.config.seq_len
         return self.tokens_per_second_per_gpu / each
 
     @property
     def mfu(self) -> float | None:
-        """Share of the dense bf16 peak, by the model's FLOPs a token as metrics.jsonl has it."""
+        """Share of the dense bf16 peak, by the model's FLOPs per token as in metrics.jsonl."""
         if self.plan.flops_per_token is None:
             return None
         flops = self.tokens_per_second_per_gpu * self.plan.flops_per_token
@@ -125,19 +124,19 @@ class Estimate:
 
     @cached_property
     def memory_timeline(self) -> list[list[MemorySample]]:
-        """The memory of each pipeline rank, by its actions."""
+        """The memory of each pipeline rank during each of its actions."""
         memory, blocks = self.plan.memory(), self.plan.recomputed.blocks
         return [memory.memory_timeline(rank, blocks) for rank in range(self.config.pp)]
 
     @cached_property
     def memory(self) -> list[MemoryParts]:
-        """The memory of each pipeline rank at its fullest."""
+        """The memory of each pipeline rank at its peak."""
         timeline = self.memory_timeline
         return [max((s.most for s in samples), key=lambda p: p.total) for samples in timeline]
 
     @cached_property
     def memory_bytes(self) -> list[int]:
-        """What each pipeline rank takes at the most: counted, or else estimated."""
+        """Peak bytes of each pipeline rank: counted if available, else estimated."""
         estimated = self.plan.memory().of_ranks(self.plan.recomputed.blocks)
         return [self.counted.get(rank, nbytes) for rank, nbytes in enumerate(estimated)]
 
@@ -148,7 +147,7 @@ class Estimate:
 
     @property
     def fullest(self) -> int:
-        """Bytes of the fullest rank."""
+        """Peak bytes of the fullest rank."""
         return max(self.memory_bytes)
 
     @property
@@ -157,13 +156,12 @@ class Estimate:
 
     @property
     def seconds(self) -> float:
-        """Seconds of all steps."""
+        """Seconds of all steps of the run."""
         return self.config.last_step * self.step_seconds
 
     @cached_property
     def fast(self) -> Estimate | None:
-        """The same layout with numerics=fast, where this one's are exact; None where it could not
-        be planned."""
+        """With numerics=exact, the same layout with numerics=fast; None if it cannot be planned."""
         if not self.config.exact:
             return None
         config = replace(self.config, numerics=replace(self.config.numerics, name="fast"))
@@ -172,26 +170,26 @@ class Estimate:
         return None
 
     def traffic(self, rank: int) -> Counter[str]:
-        """What a pipeline rank sends in a step: its stages together."""
+        """Bytes that a pipeline rank sends per step by kind, summed over its stages."""
         total = Counter(dict.fromkeys(TRAFFIC, 0))
         for stage in self.order.local(rank):
             total.update(self.times.traffic(stage))
         return total
 
     def shares(self, rank: int) -> dict[str, float]:
-        """What a rank does in a step, as shares of it."""
+        """Parts of a rank's step by what they are spent on, as fractions of it."""
         step = self.step_seconds
         parts = parts_of_step(self.times, self.order, self.simulation, rank, step)
         return {name: value / step for name, value in parts.items() if value > 1e-4 * step}
 
     @property
     def sent(self) -> int:
-        """Bytes that the rank which sends most sends in a step."""
+        """Bytes per step that the busiest sender sends."""
         return max(self.traffic(rank).total() for rank in range(self.config.pp))
 
     @property
     def slowest(self) -> int:
-        """The rank that has the most to do."""
+        """The rank with the most computation and communication."""
         simulated = self.simulation
         busy = [*map(sum, zip(simulated.computes, simulated.exchanges, strict=True))]
         return busy.index(max(busy))
@@ -200,13 +198,15 @@ class Estimate:
 def parts_of_step(
     times: LayoutTimes, order: Order, simulation: Simulation, rank: int, step: float
 ) -> dict[str, float]:
-    """Seconds of a pipeline rank's step by what they are; order: that is simulated, also of fewer
-    microbatches than a step of `step` seconds has."""
+    """Seconds of a pipeline rank's step by purpose.
+
+    order: the simulated one, which may have fewer microbatches than the step of `step` seconds.
+    """
     m, seconds = times.layout.microbatches, defaultdict[str, float](float)
     for stage in order.local(rank):
         for name, each in times.parts(stage).items():
             seconds[name] += m * each
-    # what units do not account for: the host, and FSDP's messages beside them
+    # not in the units' times: the host, and exposed communication of FSDP
     computes = simulation.computes[rank] * (m / order.microbatches)
     seconds["host and sharding"] = max(0.0, computes - sum(seconds.values()))
     for event in simulation.events[rank]:
@@ -224,8 +224,11 @@ def make_estimate(
     times: LayoutTimes | None = None,
     checked: Mapping[str, Transform] | None = None,
 ) -> Estimate:
-    """hardware: None = the config's, or what is likely here; checked: see `make_plan`. Raises
-    ConfigError where a run of this config would be refused before it starts."""
+    """Estimate a config's cost. Raises ConfigError if a run of it would be rejected before it
+    starts.
+
+    hardware: None = the config's, or the most similar to this machine; checked: see `make_plan`.
+    """
     hardware = hardware or likely_hardware(config)
     if plan is None:
         plan = make_plan(config, device_memory=lambda: hardware.usable, checked=checked)
@@ -241,8 +244,8 @@ def make_estimate(
 
 
 def improved(estimate: Estimate, choices: Mapping[str, Any], least: float = 0.0) -> Estimate | None:
-    """The estimate with other choices of keys, where it is valid, fits, and its speed is higher by
-    more than a share of `least`."""
+    """Estimate the config with other values of keys; None unless it is valid, fits, and is faster
+    by more than `least` (relative)."""
     config = with_choices(estimate.config, choices)
     if validate.problems(config):
         return None
@@ -255,27 +258,26 @@ def improved(estimate: Estimate, choices: Mapping[str, Any], least: float = 0.0)
 
 
 def agreement(config: Config, hardware: Hardware) -> float:
-    """Seconds in which all ranks agree on a few numbers."""
+    """Seconds of the all-reduces of loss and gradient norm."""
     names = axes(config)
     return 2 * _AGREEMENTS * sum(link_of(config, name, hardware).latency for name in names)
 
 
-# --- the memory of each pipeline rank, counted in its own step ------------------------------------
+# --- the memory of each pipeline rank, counted in a step ------------------------------------------
 #
-# `rank_memory.py` adds up what a rank keeps, in milliseconds; here a rank is built and trains a
-# step by the code of a run, under tensors without memory (FSDP's buffers, messages and the
-# optimizer's state included), in a job whose other ranks are not there, and the storages that live
-# are counted. That takes seconds a rank.
+# `rank_memory.py` estimates in milliseconds. Here a rank is built and trains a step by a run's own
+# code with fake tensors (including FSDP's buffers, P2P buffers and optimizer state) and a fake
+# process group, and live storages are counted. That takes seconds per rank.
 
 
 def with_exact_memory(estimate: Estimate, ranks: Sequence[int] | None = None) -> Estimate:
-    """The plan with what the first rank of each pipeline rank takes: the bytes of its live storages
-    at the most over a step.
+    """Count the peak memory of the first rank of each pipeline rank: bytes of its live storages
+    over a step.
 
-    Of ranks that share stages the first has the largest shards. Blocks are counted as they are
-    without compile; of more microbatches than pass before memory repeats itself, only so many are
-    computed. ranks: only these pipeline ranks. The plan says why where the memory is left as it was
-    estimated: it depends on values (documents), or is that of two devices (fsdp.cpu_offload).
+    Among ranks that share stages the first has the largest shards. Blocks are not compiled; with
+    many microbatches only as many are run as it takes until memory repeats. ranks: only these
+    pipeline ranks. The estimate tells (`not_counted`) why memory was not counted: it depends on
+    values (documents), or is on two devices (fsdp.cpu_offload).
     """
     config, room = estimate.config, estimate.hardware.usable
     if config.fsdp.cpu_offload:
@@ -286,18 +288,18 @@ def with_exact_memory(estimate: Estimate, ranks: Sequence[int] | None = None) ->
         )
     config = replace(_shortened(estimate), device="cpu", compile=False)
     example = example_batch(config)
-    every, counted = range(config.pp) if ranks is None else ranks, {}
-    for rank in every:
+    pipeline_ranks, counted = range(config.pp) if ranks is None else ranks, {}
+    for rank in pipeline_ranks:
         try:
             first = rank * config.world_size // config.pp
             counted[rank] = _bytes_of_rank(config, room, example, first)
-        except Exception as error:  # whatever a model does with a value
+        except Exception as error:  # a model may raise anything when it reads a value
             return replace(estimate, not_counted=_reason(error))
     return replace(estimate, counted=counted)
 
 
 def _shortened(estimate: Estimate) -> Config:
-    """The config with fewer microbatches, where the same memory is estimated with them."""
+    """The config with fewer microbatches, if the estimated memory is the same."""
     config, plan, room = estimate.config, estimate.plan, estimate.hardware.usable
     if config.schedule.name not in SCHEDULES or estimate.memory_unknown:
         return config
@@ -311,7 +313,7 @@ def _shortened(estimate: Estimate) -> Config:
         shorter = replace(config, batch_size=rows, schedule=schedule)
         try:
             other = make_plan(shorter, device_memory=lambda: room)
-        except ConfigError:  # a number that the schedule does not take
+        except ConfigError:  # a number that the schedule does not support
             continue
         if other.memory().of_ranks(other.recomputed.blocks) == expected:
             return shorter
@@ -319,7 +321,7 @@ def _shortened(estimate: Estimate) -> Config:
 
 
 def _reason(error: BaseException) -> str:
-    """In a line; the runtime wraps what a stage raises."""
+    """Format the cause of an error in a line; torch's runtime wraps errors of stages."""
     while error.__cause__ is not None:
         error = error.__cause__
     return f"{type(error).__name__}: {next(filter(None, str(error).splitlines()), '')}"
@@ -330,7 +332,7 @@ def _bytes_of_rank(config: Config, room: int, example: Batch, rank: int) -> int:
     with fake_process_group(rank, config.world_size):
         run = assemble_fake(config, room, fake, live)
         with fake, live:
-            # an optimizer's state is there from the second step on
+            # a first optimizer step allocates the optimizer's state
             for parameter in run.parameters:
                 parameter.grad = torch.zeros_like(parameter)
             for state in run.stage_states:
@@ -345,7 +347,7 @@ def _bytes_of_rank(config: Config, room: int, example: Batch, rank: int) -> int:
 def assemble_fake(
     config: Config, room: int, fake: AbstractContextManager[Any], live: LiveStorages
 ) -> Run:
-    """The run of a rank of a fake process group; room: bytes that training may take."""
+    """Build the run of a rank of a fake process group; room: bytes available for training."""
     mesh = lay_mesh(config, torch.device("cpu"), "fake", "planned")
 
     def fill(stage: nn.Module, _: object, device: torch.device, *__: object, **___: object) -> None:
@@ -357,17 +359,17 @@ def assemble_fake(
 
 
 def zeros(config: Config, example: Batch) -> Batch:
-    """A batch of a rank."""
+    """A batch of zeros for one dp rank, shaped as `example`."""
     rows = config.batch_size // config.dp
     return {n: torch.zeros((rows, *v.shape[1:]), dtype=v.dtype) for n, v in example.items()}
 
 
-# --- what the units of a model cost, in any layout of them ----------------------------------------
+# --- costs of a model's units in any layout --------------------------------------------------------
 
 
 class CostTable:
-    """Costs of a model's units in microbatches of `rows` sequences on `config.tp` ranks: each is
-    counted once, for any layout of them."""
+    """Costs of a model's units in microbatches of `rows` sequences on `config.tp` ranks, counted
+    once for all layouts."""
 
     def __init__(
         self,
@@ -384,7 +386,7 @@ class CostTable:
             replicate=1,
             schedule=Schedule("1f1b", 1),
             batch_size=rows * config.ep,
-            numerics=replace(config.numerics, grain=rows),  # if it is exact
+            numerics=replace(config.numerics, grain=rows),  # for numerics=exact
             fsdp=replace(config.fsdp, zero=1),
             split=EvenSplit(),
             activation_checkpoint=ActivationCheckpoint("none"),
@@ -398,7 +400,7 @@ class CostTable:
 
     @cached_property
     def message(self) -> int:
-        """Bytes between two stages."""
+        """Bytes sent between two stages."""
         halves, graphs = partition(self.units, EvenSplit(), 2), self.plan.model_graph
         before, graphs.stages = (graphs.stages, graphs.place), halves
         graphs.place = None
@@ -412,7 +414,8 @@ class CostTable:
         return self.plan.memory()
 
     def times(self, config: Config) -> dict[str, UnitTimes]:
-        """With what `config.activation_checkpoint` keeps and computes again. Raises CostError."""
+        """Times of units, with recomputation as `config.activation_checkpoint` says. Raises
+        CostError."""
         save = tuple(config.activation_checkpoint.saved)
         if save not in self._times:
             roofline = Roofline.of(config, self._hardware)
@@ -420,11 +423,14 @@ class CostTable:
         return self._times[save]
 
     def recomputed(self, config: Config) -> frozenset[str]:
-        """Names of the blocks that are recomputed; none of `fit`, which depends on the layout."""
-        how, blocks = config.activation_checkpoint, [u.name for u in self.units if u.block]
-        if isinstance(how, EveryActivationCheckpoint):
-            return frozenset(blocks[:: how.every])
-        return frozenset(blocks if how.name in ("full", "selective") else ())
+        """Names of the recomputed blocks; empty for `fit`, which depends on the layout."""
+        checkpointing, blocks = (
+            config.activation_checkpoint,
+            [u.name for u in self.units if u.block],
+        )
+        if isinstance(checkpointing, EveryActivationCheckpoint):
+            return frozenset(blocks[:: checkpointing.every])
+        return frozenset(blocks if checkpointing.name in ("full", "selective") else ())
 
     def layout(
         self,
@@ -435,15 +441,14 @@ class CostTable:
         zero: int,
         microbatches: int,
     ) -> StageLayout:
-        """The layout with stages of these units, and messages of one size; recomputed: names of
-        units."""
+        """The layout with these stages, all sending equal sizes; recomputed: names of units."""
         units = self.memory.units()
         sizes = ([units[name][:2] for name in names] for names in stages)
         totals = [(sum(n for n, _ in stage), sum(e for _, e in stage)) for stage in sizes]
         messages = [self.message] * (len(stages) - 1)
-        whole = self.memory.layout  # of one stage: each parameter counts as the mean does
-        sums = whole.moments[0][0], whole.touched[0], whole.gathered_matrices[0]
-        moments, touched, matrices = (n / whole.numel[0] for n in sums)
+        one_stage = self.memory.layout  # with one stage; sizes per parameter are averages
+        sums = one_stage.moments[0][0], one_stage.touched[0], one_stage.gathered_matrices[0]
+        moments, touched, matrices = (n / one_stage.numel[0] for n in sums)
         return StageLayout(
             stages=stages,
             recomputed=[frozenset(recomputed).intersection(names) for names in stages],
@@ -463,18 +468,18 @@ class CostTable:
     def stages(self, count: int, config: Config) -> list[list[str]]:
         if count not in self._stages:
             split = config.split
-            if isinstance(split, (AutoSplit, TraceSplit)):  # whose stages are found by a plan
+            if isinstance(split, (AutoSplit, TraceSplit)):  # their stages need a plan
                 split = EvenSplit()
             self._stages[count] = partition(self.units, split, count)
         return self._stages[count]
 
 
 def microbatches_of(config: Config) -> int:
-    """Those of a config, or what a run of it derives. Raises Refused and NoDivision."""
+    """The number of microbatches of a config, given or derived. Raises Refused and NoDivision."""
     schedule, rows = config.schedule, config.batch_size // config.dp
     return declared_microbatches(schedule) or derive_microbatches(schedule, config.pp, rows)[0]
 
 
 def rows_of(config: Config, microbatches: int) -> int:
-    """Sequences of a microbatch."""
+    """Sequences per microbatch."""
     return config.batch_size // config.dp // microbatches

@@ -1,4 +1,4 @@
-"""An estimate as text for a terminal, as plain data for programs, and as a chart."""
+"""Format an estimate as text for a terminal, as plain data for programs, and as a chart."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from titanlike.planning.estimate import Estimate
 from titanlike.planning.known_hardware import axes, link_of
 
 _GIB = 2**30
-_FEW = 8  # pipeline ranks that each have a line
-_PARTS = {  # of MemoryParts -> title
+_FEW = 8  # with at most so many pipeline ranks a table has an additional column
+_PARTS = {  # field of MemoryParts -> title
     "weights": "weights",
     "optimizer": "optim",
     "gradients": "grads",
@@ -28,7 +28,7 @@ _PARTS = {  # of MemoryParts -> title
     "gathered": "gather",
     "temporary": "peak",
 }
-_AXES = {  # kind of traffic -> what it is called, its axis
+_AXES = {  # kind of traffic -> (title, axis)
     "messages": ("pipeline messages", "pp"),
     "gathered": ("all-gathers of parameters", "shard"),
     "reduced": ("reduce-scatters of gradients", "shard"),
@@ -47,7 +47,7 @@ _EXACT_AXES = {
 
 
 class ShownEstimate(Estimate):
-    """For notebooks: the tables of `titanlike plan`, and its picture."""
+    """An estimate for notebooks, displayed as the tables and the picture of `titanlike plan`."""
 
     def _repr_html_(self) -> str:
         return f"<pre>{html.escape(as_text(self, width=100))}</pre>{self._repr_svg_()}"
@@ -57,7 +57,7 @@ class ShownEstimate(Estimate):
 
 
 def as_data(estimate: Estimate, advice: Sequence[Advice] = (), warning: str = "") -> dict[str, Any]:
-    """One JSON object. Seconds, bytes, shares of 1."""
+    """The estimate as a JSON object. Seconds, bytes, fractions of 1."""
     config = estimate.config
     ranks = range(config.pp)
     return {
@@ -113,10 +113,10 @@ def as_data(estimate: Estimate, advice: Sequence[Advice] = (), warning: str = ""
 
 
 def _against_fast(estimate: Estimate) -> dict[str, float] | None:
-    """What numerics=exact costs in this layout; None without it."""
+    """The cost of numerics=exact relative to numerics=fast in this layout; None without exact."""
     if (fast := estimate.fast) is None:
         return None
-    # estimated, both: only of the one the memory may have been counted
+    # compare estimates, as only one of the two may have counted memory
     memory = [max(parts.total for parts in each.memory) for each in (estimate, fast)]
     return {
         "step": estimate.step_seconds / fast.step_seconds,
@@ -126,7 +126,7 @@ def _against_fast(estimate: Estimate) -> dict[str, float] | None:
 
 
 def price(estimate: Estimate) -> str:
-    """`_against_fast` as a line; "" without it."""
+    """Format `_against_fast` as a line; "" without it."""
     if (more := _against_fast(estimate)) is None:
         return ""
     memory, sent = (
@@ -286,8 +286,7 @@ def _bounds(estimate: Estimate, advice: Sequence[Advice], width: int) -> str:
 
 
 def table(header: list[str], rows: list[list[str]], width: int) -> str:
-    """Equal rows that follow each other are one, but for ranks and stages in the first two
-    columns."""
+    """Format a table, merging consecutive equal rows (ignoring rank and stage columns)."""
     of_ranks = header[0] == "rank"
     merged: list[list[str]] = []
     for _, equal in groupby(rows, key=lambda row: row[2:] if of_ranks else row):
@@ -298,11 +297,13 @@ def table(header: list[str], rows: list[list[str]], width: int) -> str:
         merged += [first, *others]
     widths = [max(map(len, column)) for column in zip(header, *merged, strict=True)]
     gap = 2 if sum(widths) + 2 * len(widths) <= width else 1
-    left = 1 if of_ranks else 0  # column
+    left_column = 1 if of_ranks else 0  # column
     lines = []
     for row in [header, ["─" * size for size in widths], *merged]:
         cells = zip(row, widths, strict=True)
-        aligned = [c.ljust(n) if at == left else c.rjust(n) for at, (c, n) in enumerate(cells)]
+        aligned = [
+            c.ljust(n) if index == left_column else c.rjust(n) for index, (c, n) in enumerate(cells)
+        ]
         lines.append((" " * gap).join(aligned).rstrip())
     return "\n".join(lines)
 
@@ -331,7 +332,7 @@ def chart_of(estimate: Estimate) -> Chart:
 
 def _spans(estimate: Estimate, rank: int) -> Iterator[Span]:
     for event in estimate.simulation.events[rank]:
-        recompute = 0.0  # seconds, at its beginning, in which a forward runs again
+        recompute = 0.0  # seconds of recomputation at its beginning
         if event.kind in ("B", "I"):
             recompute = estimate.times.stages[event.stage].of(event.kind).recompute
         if recompute > 0:

@@ -1,10 +1,9 @@
-"""The hardware that a plan is made for: what the config names, what was measured, what is likely;
-and the links between its ranks.
+"""The hardware that a plan assumes: named by the config, measured, or the most similar to this
+machine; and the links between its ranks.
 
-`hardware=measure` is this machine's own profile, and the times of a model's units on it: measured
-by as many processes at once as a run would have here, each with its share of the cores, and kept as
-YAML in a folder: a hardware choice that can be given to others, and times by what the units
-compute.
+`hardware=measure` measures this machine and the times of a model's units on it, with as many
+processes at once as a run would have here, each with its share of the cores. Results are stored as
+YAML in a folder: a hardware choice that can be shared, and times by what the units compute.
 """
 
 from __future__ import annotations
@@ -56,9 +55,9 @@ from titanlike.training.train_plan import TrainPlan, make_plan
 
 _FOLDER = "~/.cache/titanlike/hardware"
 
-Seconds = Sequence[float]  # forward, backward, weight gradients that wait of a unit
+Seconds = Sequence[float]  # a unit's forward, backward, deferred weight gradients
 
-# Words of a device's name -> the choice that stands for it; the first that is in it
+# words in a device's name -> hardware choice; the first match counts
 _CHOICES = {
     "H100 PCIe": "h100_pcie",
     "H100": "h100_sxm",
@@ -72,8 +71,8 @@ _CHOICES = {
 
 
 def planned_hardware(config: Config, ranks: int | None = None) -> Hardware:
-    """What a plan is made for; ranks: of the layouts, where not as many as of this config. Raises
-    ConfigError where none is named."""
+    """The hardware to plan for; ranks: number of ranks if different from the config's. Raises
+    ConfigError if none is named."""
     each = min(config.launch.ranks_per_device, ranks or config.world_size)
     if isinstance(config.hardware, Hardware):
         return config.hardware.of_each(each)
@@ -92,8 +91,8 @@ def planned_hardware(config: Config, ranks: int | None = None) -> Hardware:
 
 
 def likely_hardware(config: Config) -> Hardware:
-    """What a rank has of the config's, or of that of the shipped choices which is nearest to this
-    machine's devices."""
+    """The config's hardware, or the shipped choice most similar to this machine's devices; divided
+    among ranks that share a device."""
     return _likely(config).of_each(min(config.launch.ranks_per_device, config.world_size))
 
 
@@ -109,49 +108,48 @@ def _likely(config: Config) -> Hardware:
 
 @functools.cache
 def shipped(choice: str) -> Hardware:
-    """A choice of conf/hardware."""
+    """Load a choice of conf/hardware."""
     text = (conf_dir() / "hardware" / f"{choice}.yaml").read_text(encoding="utf-8")
     hardware = parse({"hardware": yaml.safe_load(text)})[0].hardware
     assert isinstance(hardware, Hardware)
     return hardware
 
 
-# --- the links that the ranks of an axis are joined by --------------------------------------------
+# --- links between the ranks of an axis -----------------------------------------------------------
 #
-# The mesh is laid over the devices in the order of their ranks, so the last of its axes has
-# neighbours. To add an axis, name it in `axes`, or in `_place` if it is a part of one.
+# The mesh is laid out in rank order, so ranks of its last axis are neighbours. To add an axis, name
+# it in `axes`, or in `_place` if it is part of another axis.
 
 
 def axes(config: Config) -> dict[str, int]:
-    """Sizes of the mesh's axes, the outermost first, as `parallel/mesh.py` lays them."""
+    """Sizes of the mesh's axes, outermost first, as `distributed/mesh.py` lays them out."""
     sizes = {"pp": config.pp, "replicate": config.replicate, "shard": config.shards}
     return {**sizes, "tp": config.tp}
 
 
 @dataclass(frozen=True)
 class Link:
-    """A link between the ranks of one axis."""
+    """The link between the ranks of one axis."""
 
     size: int  # ranks
-    nodes: int  # over which they are spread
-    bandwidth: float  # bytes/s that each rank sends in a collective
-    latency: float  # seconds of a collective of nothing
-    to_all: float  # bytes/s where each sends another message to each other one
-    to_next: float  # bytes/s where each sends to the next one, and the slowest counts
+    nodes: int  # number of nodes they are on
+    bandwidth: float  # bytes/s that each rank sends in an all-gather or reduce-scatter
+    latency: float  # seconds of an empty collective
+    to_all: float  # bytes/s per rank in an all-to-all
+    to_next: float  # bytes/s per rank if each sends to the next one (ring); the slowest counts
 
     @property
     def inside(self) -> bool:
         return self.nodes == 1
 
     def gather(self, nbytes: float, count: float = 1) -> float:
-        """Seconds of `count` all-gathers, or reduce-scatters, of so many bytes together, a rank's
-        part and all others'."""
+        """Seconds of `count` all-gathers or reduce-scatters whose unsharded tensors total `nbytes`."""
         if self.size == 1:
             return 0.0
         return self.sent(nbytes * (self.size - 1) / self.size, count, self.bandwidth)
 
     def sent(self, nbytes: float, count: float, bandwidth: float) -> float:
-        """Seconds of `count` exchanges in which a rank sends so many bytes together."""
+        """Seconds of `count` collectives in which a rank sends `nbytes` in total."""
         return nbytes / bandwidth + count * self.latency
 
     def all_reduce(self, nbytes: float, count: float = 1) -> float:
@@ -159,8 +157,8 @@ class Link:
 
 
 def _place(config: Config, axis: str) -> tuple[int, int]:
-    """(ranks along an axis, how far apart they are). Those of cp and ep are neighbours in shard,
-    or with ep over tp's ranks in both; what has the same experts is beyond these."""
+    """(number of ranks along an axis, their distance in ranks). Ranks of cp and ep are neighbours
+    in shard."""
     if axis == "cp":
         return config.cp, config.tp
     if axis == "ep":
@@ -173,78 +171,75 @@ def _place(config: Config, axis: str) -> tuple[int, int]:
 
 
 def link_of(config: Config, axis: str, hardware: Hardware) -> Link:
-    """The link between the ranks along an axis.
-
-    A ring over several nodes leaves each by as many links as it has ranks there.
-    """
+    """The link between the ranks along an axis. A ring over several nodes leaves each node by as
+    many links as it has ranks there."""
     size, stride = _place(config, axis)
     node = hardware.devices_per_node
-    together = max(1, min(size, node // stride))  # ranks of the axis in one node
-    nodes = -(-size // together)
+    ranks_in_node = max(1, min(size, node // stride))  # ranks of the axis in one node
+    nodes = -(-size // ranks_in_node)
     inside, outside = hardware.node_bandwidth, hardware.network_bandwidth
     if nodes == 1:
         inside = hardware.collective_bandwidth or inside
     bandwidth = to_all = to_next = inside
     latency = 0.0
     if nodes > 1:
-        bandwidth = min(inside, outside * together)
+        bandwidth = min(inside, outside * ranks_in_node)
         to_next = min(inside, outside)
-        leaving = (size - together) / (size - 1)  # share of the others that are elsewhere
+        leaving = (size - ranks_in_node) / (size - 1)  # fraction of peers on other nodes
         to_all = min(outside / leaving, inside / (1 - leaving) if leaving < 1 else inside)
         latency = hardware.network_latency * math.log2(nodes)
-    latency += hardware.node_latency * math.log2(together)
+    latency += hardware.node_latency * math.log2(ranks_in_node)
     reached = (hardware.link_efficiency * rate for rate in (bandwidth, to_all, to_next))
     bandwidth, to_all, to_next = reached
     return Link(size, nodes, bandwidth, latency, to_all, to_next)
 
 
 def sharded(link: Link, bandwidth: float | None) -> Link:
-    """The link for what FSDP exchanges, with its copies; bandwidth: in a node, where it is
-    known."""
+    """The link of FSDP's collectives, including their copies; bandwidth: measured within a node, or
+    None."""
     if bandwidth is None or not link.inside:
         return link
     return replace(link, bandwidth=bandwidth, latency=0.0)
 
 
 def message_link(config: Config, hardware: Hardware) -> tuple[float, float]:
-    """(bytes/s, seconds besides) of a message from one pipeline rank to the next."""
+    """(bytes/s, latency in seconds) of a P2P send from one pipeline rank to the next."""
     sizes = axes(config)
-    apart = math.prod(size for name, size in sizes.items() if name != "pp")
-    inside = apart * config.pp <= hardware.devices_per_node
+    distance = math.prod(size for name, size in sizes.items() if name != "pp")
+    inside = distance * config.pp <= hardware.devices_per_node
     bandwidth = hardware.node_bandwidth if inside else hardware.network_bandwidth
     latency = hardware.node_latency if inside else hardware.network_latency
     return bandwidth * hardware.link_efficiency, latency
 
 
-# --- how long a stage's forward or backward takes where FSDP gathers and reduces its units
-# meanwhile ---
+# --- the time of a stage's forward or backward with overlapping FSDP collectives -----------------
 
 
 def overlapped_seconds(
     units: Sequence[float], gathers: Sequence[float], reductions: Sequence[float] = ()
 ) -> float:
-    """units, gathers, reductions: seconds of each unit, in the order in which they run; none = they
-    are not. It ends when all is reduced."""
+    """Seconds until all units have run and all gradients are reduced, if collectives overlap with
+    compute. units, gathers, reductions: seconds of each unit in execution order; empty = none."""
     if not any(gathers) and not any(reductions):
         return sum(units)
     end, ready = 0.0, 0.0
     link = gathers[0] if gathers else 0.0
-    for at, seconds in enumerate(units):
+    for index, seconds in enumerate(units):
         start = max(end, ready)
-        if gathers and at + 1 < len(units):
-            link = max(link, start) + gathers[at + 1]
+        if gathers and index + 1 < len(units):
+            link = max(link, start) + gathers[index + 1]
             ready = link
         end = start + seconds
         if reductions:
-            link = max(link, end) + reductions[at]
+            link = max(link, end) + reductions[index]
     return max(end, link)
 
 
-# --- this machine, measured -----------------------------------------------------------------------
+# --- measuring this machine -----------------------------------------------------------------------
 
 
 def measured_hardware(config: Config, ranks: int) -> Hardware:
-    """The kept profile of this machine with so many ranks, or a new one. Raises ConfigError."""
+    """The stored profile of this machine with `ranks` ranks, or a new one. Raises ConfigError."""
     ranks = _at_once(ranks)
     base = _likely(replace(config, hardware=config.hardware if count() else shipped("cpu")))
 
@@ -252,15 +247,15 @@ def measured_hardware(config: Config, ranks: int) -> Hardware:
         return to_plain(replace(base, title=f"{platform.node()} ({ranks} ranks)", **numbers))
 
     what = f"this machine with {ranks} processes"
-    kept = _kept(config, "", ranks, what, "measure_hardware", choice)
-    return replace(base, **{name: value for name, value in kept.items() if name in vars(base)})
+    profile = _kept(config, "", ranks, what, "measure_hardware", choice)
+    return replace(base, **{name: value for name, value in profile.items() if name in vars(base)})
 
 
 def measured_times(config: Config, plan: TrainPlan, deferred: Collection[int]) -> list[Seconds]:
-    """Seconds of each unit of a plan in its microbatches, on this machine; kept, too. Raises
-    ConfigError.
+    """Seconds of each unit of a plan in its microbatches on this machine, stored or measured now.
+    Raises ConfigError.
 
-    deferred: stages whose weight gradients wait.
+    deferred: stages with deferred weight gradients.
     """
     costs, ranks = plan.memory().unit_costs, _at_once(config.world_size)
     assert costs is not None
@@ -274,12 +269,12 @@ def measured_times(config: Config, plan: TrainPlan, deferred: Collection[int]) -
 
 
 def _at_once(ranks: int) -> int:
-    """Processes of a run of so many ranks that would be here at once."""
+    """Number of this machine's processes in a run of `ranks` ranks."""
     return max(1, min(ranks, count() or available_cores()))
 
 
 def _processes(config: Config, ranks: int) -> str:
-    """What was measured with, in a file's name."""
+    """The settings of a measurement, as part of its file name."""
     alone = config.exact and available_cores() // ranks > 1
     return f"{ranks}-ranks{'-1-thread' if alone else ''}"
 
@@ -292,8 +287,8 @@ def _kept(
     function: str,
     finish: Callable[[dict[str, Any]], dict[str, Any]] = dict,
 ) -> dict[str, Any]:
-    """What is kept under a name of so many ranks of this machine; else it is measured, and what
-    `finish` makes of the medians over ranks is kept. Raises ConfigError."""
+    """Read a stored measurement of this machine with so many ranks; else measure, and store what
+    `finish` makes of the medians over ranks. Raises ConfigError."""
     settings = config.hardware
     assert isinstance(settings, MeasuredHardware)
     folder = Path(settings.folder or _FOLDER).expanduser()
@@ -302,7 +297,7 @@ def _kept(
         print(f"measuring {what} ...", file=sys.stderr, flush=True)
         measured = _measure(config, function, ranks)
         medians = {
-            key: np.median([of_rank[key] for of_rank in measured], axis=0).tolist()
+            key: np.median([rank_values[key] for rank_values in measured], axis=0).tolist()
             for key in measured[0]
         }
         text = yaml.safe_dump(finish(medians), sort_keys=False)
@@ -313,8 +308,8 @@ def _kept(
 
 
 def _measure(config: Config, function: str, ranks: int) -> list[dict[str, Any]]:
-    """What a function of this module returns on each of so many ranks. Raises ConfigError where one
-    fails."""
+    """Run a function of this module on each of so many ranks; returns its results. Raises
+    ConfigError if one fails."""
     with tempfile.TemporaryDirectory() as folder, PrestartedWorkers() as workers:
         job = Job(f"{__name__}:{function}", config, Path(folder), [])
         try:
@@ -326,28 +321,28 @@ def _measure(config: Config, function: str, ranks: int) -> list[dict[str, Any]]:
             raise ConfigError([Problem("hardware", "measure", reason, fix)]) from None
 
 
-# --- a rank that measures its part of a machine ---------------------------------------------------
+# --- measurements on one rank ---------------------------------------------------------------------
 
 
-_ROUNDS, _SECONDS = 3, 4.0  # of measuring units, at the least
-# sizes of matrices, large and small; batch, heads, tokens and width of attention
+_ROUNDS, _SECONDS = 3, 4.0  # minimum when measuring units
+# (sizes of a large and a small matrix), (batch, heads, tokens, head dimension) of attention
 _CPU_SIZES = (1024, 96), (1, 8, 512, 64)
 _ACCELERATOR_SIZES = (8192, 2048), (1, 16, 4096, 128)
-_VECTOR = 1 << 24  # elements that no cache holds
+_VECTOR = 1 << 24  # elements; exceeds all caches
 
 
 def measure_hardware(config: Config, worker: Worker) -> dict[str, Any]:
-    """ "ranks": of each, values of `config.schema.Hardware`. Collective."""
+    """Measure values of `config.schema.Hardware`; {"ranks": values of each rank}. Collective."""
     return _on_each_rank(config, worker, hardware_numbers)
 
 
 def measure_units(config: Config, worker: Worker) -> dict[str, Any]:
-    """ "ranks": of each, times of each unit of its model, where weight gradients wait and where not.
-    Collective.
+    """Measure times of each unit, with and without deferred weight gradients; {"ranks": times of
+    each rank}. Collective.
 
-    Means over rounds, each of all units: a machine's speed changes from one second to the next, by
-    a quarter where it is shared. What is measured in one go may be that of a fast moment, beside
-    another unit's of a slow one.
+    Times are means over rounds, each over all units: a machine's speed varies from second to
+    second, by a quarter if it is shared. Measuring unit after unit would compare one in a fast
+    moment with one in a slow moment.
     """
     costs = make_plan(config).memory().unit_costs
     assert costs is not None
@@ -367,25 +362,25 @@ def measure_units(config: Config, worker: Worker) -> dict[str, Any]:
 def _on_each_rank(
     config: Config, worker: Worker, measure: Callable[[torch.device, int, int], dict[str, Any]]
 ) -> dict[str, Any]:
-    """measure: of a device, rank and number of ranks, which begin together."""
+    """Call measure(device, rank, number of ranks) on all ranks at the same time."""
     config = replace(config, pp=1, dp=worker.world_size, replicate=1, tp=1, cp=1, ep=1)
     config = replace(config, launch=replace(config.launch, ranks_per_device=1))
     torch.set_float32_matmul_precision(config.matmul_precision)
-    if config.exact:  # as a run computes
+    if config.exact:  # as in a run
         torch.set_num_threads(1)
     device = open_mesh(config, worker).device
-    found: list[Any] = [None] * worker.world_size
+    gathered: list[Any] = [None] * worker.world_size
     dist.barrier()
-    with warnings.catch_warnings():  # of newer names of torch's collectives
+    with warnings.catch_warnings():  # torch warns of newer names of its collectives
         warnings.simplefilter("ignore", FutureWarning)
-        dist.all_gather_object(found, measure(device, worker.rank, worker.world_size))
+        dist.all_gather_object(gathered, measure(device, worker.rank, worker.world_size))
     close_mesh()
-    return {"ranks": found}
+    return {"ranks": gathered}
 
 
 def hardware_numbers(device: torch.device, rank: int, ranks: int) -> dict[str, float]:
-    """Values of `config.schema.Hardware`. Peaks are those of the data sheet where the device's is
-    known, and shares of them what is reached; else peaks are what is reached."""
+    """Measure values of `config.schema.Hardware`. Peaks are the data sheet's if known, and
+    efficiencies relative to them; otherwise peaks are the measured rates."""
 
     def seconds(function: Callable[[], object], repeats: int = 9) -> float:
         times = []
@@ -396,7 +391,7 @@ def hardware_numbers(device: torch.device, rank: int, ranks: int) -> dict[str, f
         return statistics.median(times[2:])
 
     def product(size: int, dtype: torch.dtype) -> float:
-        """FLOP/s."""
+        """Matmul FLOP/s."""
         a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
         many = max(1, 512 // size) ** 2
         return many * 2 * size**3 / seconds(lambda: [a @ b for _ in range(many)])
@@ -428,21 +423,22 @@ def hardware_numbers(device: torch.device, rank: int, ranks: int) -> dict[str, f
     return numbers | (link_numbers(device, rank, ranks) if ranks > 1 else {})
 
 
-# --- what local ranks exchange with each other ----------------------------------------------------
+# --- communication between local ranks ------------------------------------------------------------
 
 
-_MESSAGE, _LARGE = 1 << 22, 1 << 26  # bytes, of a CPU and of devices with links of their own
-_WIDTH, _LAYERS, _ROWS = 1024, 4, 32  # of a model whose products take less than its parameters' way
+_MESSAGE, _LARGE = 1 << 22, 1 << 26  # bytes of a transfer on a CPU; on devices with their own links
+_WIDTH, _LAYERS, _ROWS = 1024, 4, 32  # a model that communicates longer than it computes
 _REPEATS = 15
-_TIMES = 8  # there and back in a row
+_TIMES = 8  # consecutive round trips
 
 
 def link_numbers(device: torch.device, rank: int, ranks: int) -> dict[str, float]:
-    """Bytes/s and seconds of messages and collectives. Collective over the default group.
+    """Measure bandwidth and latency of P2P transfers and collectives. Collective over the default
+    group.
 
-    A CPU's ranks have no other links than these, and send what FSDP exchanges in between. Of
-    devices the network's numbers stay as they are known, and what FSDP exchanges is as other
-    collectives, on a stream of its own.
+    CPU ranks use these links for the network as well, and do not overlap FSDP's collectives with
+    compute. On devices the network's values are unchanged, and FSDP's collectives run on their own
+    stream at the speed of other collectives.
     """
     on_cpu = not accelerator.is_accelerator(device)
     size = (_MESSAGE if on_cpu else _LARGE) // 4 // ranks * ranks
@@ -474,8 +470,8 @@ def link_numbers(device: torch.device, rank: int, ranks: int) -> dict[str, float
 
 
 def _sharded(device: torch.device, ranks: int) -> dict[str, float]:
-    """Bytes/s that a rank sends while FSDP gathers parameters, and reduces gradients, with its
-    copies and hooks."""
+    """Measure bytes/s that a rank sends while FSDP gathers parameters and reduces gradients,
+    including its copies and hooks."""
     plain, sharded = (
         nn.Sequential(*(nn.Linear(_WIDTH, _WIDTH, bias=False) for _ in range(_LAYERS))).to(device)
         for _ in range(2)
@@ -489,19 +485,19 @@ def _sharded(device: torch.device, ranks: int) -> dict[str, float]:
     def forward_and_backward(model: nn.Module) -> None:
         model(x).sum().backward()
 
-    (forward, both), (gathers, all_of_it) = (
+    (forward, both), (gathers, sharded_both) = (
         (_median(device, partial(model, x)), _median(device, partial(forward_and_backward, model)))
         for model in (plain, sharded)
     )
     gathered = max(1e-6, gathers - forward)
-    reduced = max(1e-6, all_of_it - both - 2 * gathered)
+    reduced = max(1e-6, sharded_both - both - 2 * gathered)
     sent = 4 * _LAYERS * _WIDTH**2 * (ranks - 1) / ranks
     return {"gather_bandwidth": sent / gathered, "reduce_bandwidth": sent / reduced}
 
 
 def _median(device: torch.device, function: Callable[[], object]) -> float:
-    """Seconds of the wall, all ranks begin together: others' work and what a rank waits for are a
-    part of an exchange."""
+    """Median wall-clock seconds of a call that all ranks begin together: waiting for peers is part
+    of a collective."""
     times = []
     for _ in range(2 + _REPEATS):
         dist.barrier()

@@ -1,4 +1,4 @@
-"""The layouts of a model on so many ranks: meshes, schedules, stages and microbatches."""
+"""The layouts of a model on a number of ranks: meshes, schedules, stages and microbatches."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ Compose = Callable[[list[str]], Config]  # overrides -> config; raises ConfigErr
 
 @dataclass(frozen=True)
 class SearchSpace:
-    """Which layouts are listed. None = derived."""
+    """The values to enumerate. None = derived."""
 
     schedules: list[str] = field(default_factory=lambda: list(SCHEDULES))
-    microbatches: list[int] | None = None  # None: see `_microbatches`
+    microbatches: list[int] | None = None  # see `_microbatches`
     stages_per_rank: list[int] = field(default_factory=lambda: [2])
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layout: a job's overrides, and the config that they give."""
+    """A layout: overrides and the config with them."""
 
     overrides: list[str]
     config: Config
-    refused: str = ""  # why it cannot be
+    refused: str = ""  # why it is impossible; "" = it is not
 
 
 def candidates(
@@ -45,11 +45,11 @@ def candidates(
     machine: int,
     space: SearchSpace,
 ) -> Iterator[Candidate]:
-    """Every layout of so many ranks that agrees with the overrides in `combination`.
+    """Yield every layout of `ranks` ranks that agrees with the overrides in `combination`.
 
     Without a pipeline there is one schedule, 1f1b, whose microbatches are gradient accumulation.
-    What the command line fixes is kept, even where it is invalid: a check gives the reason. A tp
-    that cannot be is one candidate. machine: ranks of one. Raises ConfigError where the overrides
+    Values fixed by the overrides are kept even if invalid: a later check gives the reason. An
+    impossible tp is yielded once. machine: ranks per machine. Raises ConfigError if the overrides
     alone are invalid.
     """
     fixed = {key_of(text) for text in combination}
@@ -76,18 +76,18 @@ def candidates(
 def _meshes(
     base: Config, fixed: Collection[str], ranks: int, tensor: Iterable[int]
 ) -> Iterator[tuple[int, int, int]]:
-    """(pp, dp, tp) with pp * dp * cp * tp = ranks, as far as they are not fixed; tensor: tp to
-    try."""
+    """Yield (pp, dp, tp) with pp * dp * cp * tp = ranks, unless the overrides fix them; tensor: tp
+    to try."""
     ranks //= base.cp
     for tp in tensor:
-        left = max(1, ranks // max(1, tp))
-        sizes = [pp for pp in range(1, left + 1) if left % pp == 0]
+        remaining = max(1, ranks // max(1, tp))
+        sizes = [pp for pp in range(1, remaining + 1) if remaining % pp == 0]
         if "pp" in fixed:
             sizes = [base.pp]
         elif "dp" in fixed:
-            sizes = [max(1, left // max(1, base.dp))]
+            sizes = [max(1, remaining // max(1, base.dp))]
         for pp in sizes:
-            dp = base.dp if "dp" in fixed else max(1, left // max(1, pp))
+            dp = base.dp if "dp" in fixed else max(1, remaining // max(1, pp))
             if tp == base.tp or pp * dp * tp == ranks:
                 yield pp, dp, tp
 
@@ -95,7 +95,7 @@ def _meshes(
 def _schedule_sizes(
     config: Config, fixed: Collection[str], space: SearchSpace
 ) -> Iterator[dict[str, Any]]:
-    """Each number of stages and microbatches of the config's schedule."""
+    """Yield each combination of stages per rank and microbatches of the config's schedule."""
     stages: list[dict[str, Any]] = [{}]
     if isinstance(config.schedule, LoopedSchedule) and "schedule.stages_per_rank" not in fixed:
         sizes = dict.fromkeys(space.stages_per_rank)
@@ -108,27 +108,28 @@ def _schedule_sizes(
 
 
 def _microbatches(config: Config, space: SearchSpace) -> list[int]:
-    """Valid numbers of microbatches to try: those given, or what a run derives, 1, 2 and 4 per
+    """Valid numbers of microbatches to try: the given ones, or what a run derives, 1, 2 and 4 per
     pipeline rank, and microbatches of one sequence, which take the least memory."""
     batch, schedule, pp = config.batch_size // config.dp, config.schedule, config.pp
     if batch < 1 or config.batch_size % config.dp:
         return []
-    wanted = space.microbatches
-    if wanted is None:
-        wanted = [pp, 2 * pp, 4 * pp, batch]
+    counts = space.microbatches
+    if counts is None:
+        counts = [pp, 2 * pp, 4 * pp, batch]
         try:
-            wanted.append(derive_microbatches(schedule, pp, batch)[0])
+            counts.append(derive_microbatches(schedule, pp, batch)[0])
         except ValueError:
             return []  # the check gives the reason
     return sorted(
-        n for n in set(wanted) if batch % n == 0 and microbatch_problem(schedule, pp, n) is None
+        n for n in set(counts) if batch % n == 0 and microbatch_problem(schedule, pp, n) is None
     )
 
 
 def _tensor_sizes(config: Config, ranks: int, machine: int) -> dict[int, str]:
-    """Each tp that divides `ranks` -> why it cannot be, or ""; 1 alone for a model without a plan.
+    """Map each tp that divides `ranks` to why it is impossible, or ""; only 1 for a model without a
+    tensor-parallel plan.
 
-    machine: ranks of one. Raises ConfigError where the plan in the config is wrong.
+    machine: ranks per machine. Raises ConfigError if the plan in the config is wrong.
     """
     from titanlike.parallel.tp.tensor_parallel import tensor_plan
 
@@ -137,10 +138,10 @@ def _tensor_sizes(config: Config, ranks: int, machine: int) -> dict[int, str]:
     for tp in range(2, min(ranks, MAX_TENSOR_RANKS) + 1):
         if ranks % tp:
             continue
-        divided = replace(config, tp=tp)
+        with_tp = replace(config, tp=tp)
         model = build_model(resolved)
         try:
-            modules = tensor_plan(divided, model)
+            modules = tensor_plan(with_tp, model)
         except ConfigError:
             if written_plan(config.model) is not None:
                 raise

@@ -1,4 +1,4 @@
-"""The pictures on a run's page (report.html): its schedule, the step that it recorded, its plan."""
+"""The pictures on a run's page (report.html): its schedule, its recorded step, and its plan."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 def run_charts(
     run_dir: Path, layout: dict[str, Any], planned: Consent | None = None
 ) -> Iterator[Chart]:
-    """Charts of a run, without those whose files are missing or damaged.
+    """Yield the charts of a run, except those whose files are missing or damaged.
 
-    layout: of its newest start, in starts.jsonl. planned: also the plan of a run that has recorded
-    a timeline, as far as that is allowed; which takes seconds and imports torch.
+    layout: of its newest launch, from starts.jsonl. planned: consent to also plan a run that has
+    recorded a timeline, which takes seconds and imports torch; None = no plan.
     """
     if (run_dir / TIMELINE).is_file():
         try:
@@ -43,7 +43,7 @@ def run_charts(
                 yield replace(chart := chart_of(estimate), title=f"planned: {chart.title}")
     try:
         ranks, place, name = layout["order"], layout["place"], layout["schedule"]
-    except KeyError:  # no pipeline, or too long an order
+    except KeyError:  # no pipeline, or the order is too long
         return
     from titanlike.pipeline.order import Order
 
@@ -51,7 +51,7 @@ def run_charts(
 
 
 def order_chart(order: Order, name: str) -> Chart:
-    """An order whose stages all take the same time."""
+    """Chart an order with equal stages."""
     from titanlike.costs.simulate import equal_stages, simulate
 
     simulated, ranks = simulate(order, equal_stages(order)), order.ranks

@@ -1,10 +1,11 @@
-"""`plan search`: every layout of so many devices for a global batch, and the fastest that fit.
+"""`plan search`: enumerate the layouts of a number of devices for a global batch, and rank those
+that fit.
 
-1. `layouts.candidates` lists meshes, schedules, stages and microbatches; here each is taken with
-   every level of ZeRO, and with blocks recomputed selectively or as few as fit (`fit`).
-2. All are scored (`score`) by units that were counted once (`CostTable`): what does not fit is
-   dropped, of the rest an order of few microbatches is simulated.
-3. The best are planned and estimated as `plan` does it.
+1. `layouts.candidates` lists meshes, schedules, stages and microbatches; here each is combined with
+   every ZeRO level, and with blocks recomputed selectively or as few as fit (`fit`).
+2. All are scored (`score`) with costs of units that are counted once (`CostTable`): layouts that do
+   not fit are dropped; for the rest an order of few microbatches is simulated.
+3. The best are planned and estimated as by `plan`.
 """
 
 from __future__ import annotations
@@ -57,20 +58,20 @@ _SCHEDULES = [
     *("vhalf", "vmin"),
 ]
 _STAGES_PER_RANK = [2, 3, 4]
-_LEAST_TOKENS = 2**13  # of a sequence on each of the context-parallel ranks
-_MOST_TOKENS = 2**15  # of a rank, of several sequences: products are no faster with more
-_MOST_SIZES = 6  # of microbatches, on each number of tensor-parallel ranks
-_ROUNDS = 2  # microbatches a pipeline rank with which an order is as good as any longer one
-# schedules that go on as they began: with more microbatches no more are in flight
+_LEAST_TOKENS = 2**13  # tokens of a sequence per context-parallel rank
+_MOST_TOKENS = 2**15  # tokens per microbatch of several sequences: matmuls get no faster with more
+_MOST_SIZES = 6  # microbatch sizes to try per tp
+_ROUNDS = 2  # microbatches per pipeline rank in a simulated order
+# periodic schedules: with more microbatches no more are in flight
 _PERIODIC = (*_SCHEDULES, "zbh1", "zbh2")
-_AUTO = 3  # of the fastest, that are planned with split=auto, too
-_PROGRESS = 3.0  # seconds between lines
-_PLANNED_SECONDS = 15.0  # of this process, for the last step
+_AUTO = 3  # number of the fastest layouts that are also planned with split=auto
+_PROGRESS = 3.0  # seconds between progress lines
+_PLANNED_SECONDS = 15.0  # limit of CPU time for the last step
 
 
 @dataclass
 class Ranked:
-    """One of the fastest layouts, with its command line's overrides."""
+    """One of the fastest layouts, with its overrides."""
 
     overrides: list[str]
     estimate: Estimate
@@ -84,15 +85,15 @@ class Ranked:
 class LayoutSearch:
     gpus: int
     hardware: Hardware
-    ranked: list[Ranked] = field(default_factory=list)  # the fastest first
-    judged: int = 0  # with what does not fit
+    ranked: list[Ranked] = field(default_factory=list)  # fastest first
+    judged: int = 0  # scored layouts, fitting or not
     fitting: int = 0
     refused: int = 0  # invalid
-    why: str = ""  # the first of those that could be no order or split
-    too_large: int = 0  # of the fastest, which do not fit when their memory is counted
-    lost: list[str] = field(default_factory=list)  # why well-known choices are not among them
+    why: str = ""  # the first reason why an order or split was impossible
+    too_large: int = 0  # of the fastest, those that do not fit with counted memory
+    lost: list[str] = field(default_factory=list)  # why well-known layouts are not among them
     seconds: float = 0.0
-    least_memory: int = 0  # bytes of the fullest rank, of the layout that needs the least
+    least_memory: int = 0  # the smallest peak of a layout, bytes on its fullest rank
 
 
 def search(
@@ -103,19 +104,22 @@ def search(
     exact: bool = False,
     say: Callable[[str], object] = lambda _: None,
 ) -> LayoutSearch:
-    """words: the overrides of the config; what they fix stays; exact: count the memory of the
-    fullest rank of what is found, where it can be; say: is told every few seconds how far it is.
-    Raises ConfigError."""
+    """Search the fastest layouts of `gpus` devices.
+
+    words: the config's overrides, which stay fixed; most: number of layouts to return; exact: count
+    the memory of their fullest rank if possible; say: called with the progress every few seconds.
+    Raises ConfigError.
+    """
     begin, spoke, slow = time.process_time(), time.monotonic(), False
     hardware = planned_hardware(config, gpus)
     result = LayoutSearch(gpus, hardware)
-    kept = [word for word in words if key_of(word) not in ("hardware", "gpus")]
+    fixed_words = [word for word in words if key_of(word) not in ("hardware", "gpus")]
     scored: list[ScoredLayout] = []
-    for layout in _score_all(config, kept, result):
+    for layout in _score_all(config, fixed_words, result):
         scored.append(layout)
         if time.monotonic() > spoke + _PROGRESS:
             spoke, slow = time.monotonic(), True
-            chosen = (word for word in layout.overrides if word not in kept)
+            chosen = (word for word in layout.overrides if word not in fixed_words)
             say(f"{len(scored)} layouts estimated, now {' '.join(chosen)}")
     if slow:
         say(f"{len(scored)} layouts estimated; the fastest are planned")
@@ -139,15 +143,15 @@ def search(
             continue
         if estimate.fits:
             result.ranked.append(Ranked(layout.overrides, estimate))
-    if refusal and not result.ranked:  # what they have in common, as a split for other stages
+    if refusal and not result.ranked:  # a common reason, e.g. a split for other stages
         raise refusal
-    if "split" not in map(key_of, kept):
+    if "split" not in map(key_of, fixed_words):
         for ranked in result.ranked[:_AUTO]:
             pipeline = ranked.estimate.config.pp > 1
             if pipeline and (other := improved(ranked.estimate, {"split": "auto"})) is not None:
                 result.ranked.append(Ranked([*ranked.overrides, "split=auto"], other))
     result.ranked.sort(key=lambda ranked: ranked.estimate.step_seconds)
-    if exact:  # those that fit when their fullest rank is counted, or cannot be
+    if exact:  # keep those whose fullest rank fits when counted, or cannot be counted
         fastest = result.ranked[:most]
         for ranked in fastest:
             fullest = ranked.estimate.memory_bytes.index(ranked.estimate.fullest)
@@ -160,26 +164,26 @@ def search(
     return result
 
 
-# --- every layout ---------------------------------------------------------------------------------
+# --- enumeration ----------------------------------------------------------------------------------
 
 
 def _score_all(config: Config, words: list[str], result: LayoutSearch) -> Iterator[ScoredLayout]:
-    """Every candidate that is valid."""
+    """Yield a score for every valid candidate."""
     gpus, contexts = result.gpus, {config.cp}
-    if "cp" not in map(key_of, words):  # more ranks where sequences are long
+    if "cp" not in map(key_of, words):  # try more cp for long sequences
         most = min(gpus, config.seq_len // _LEAST_TOKENS)
         contexts |= {2**n for n in range(1, 9) if 2**n <= most and gpus % 2**n == 0}
     for cp in sorted(contexts):
         chosen = words if cp == config.cp else [*words, f"cp={cp}"]
-        of_context = replace(config, cp=cp)
+        with_cp = replace(config, cp=cp)
         try:
-            tables = CostCache(of_context, result.hardware)
+            tables = CostCache(with_cp, result.hardware)
         except ConfigError:
             if cp == config.cp:
                 raise
-            result.refused += 1  # a model whose tokens see each other by other ways than attention
+            result.refused += 1  # the model mixes tokens other than by attention
             continue
-        yield from _score_context(of_context, chosen, result, tables)
+        yield from _score_context(with_cp, chosen, result, tables)
 
 
 def _score_context(
@@ -198,7 +202,7 @@ def _score_context(
                 key: value for key, value in typed.items() if key.partition("schedule.")[2] in has
             }
             composed = with_choices(composed, typed)
-        # as experiments write them, schedules' microbatches are not the user's
+        # microbatches set by an experiment's file, not by the user, are derived anew
         written = getattr(composed.schedule, "microbatches", None) is not None
         if written and composed.schedule.name != "csv" and "schedule.microbatches" not in fixed:
             return with_choices(composed, {"schedule.microbatches": None})
@@ -246,8 +250,8 @@ def _score_context(
 def _variants(
     config: Config, fixed: set[str], hardware: Hardware, experts: int
 ) -> Iterator[dict[str, Any]]:
-    """Each level of ZeRO, each way to recompute, replicas and expert-parallel ranks that the
-    command line leaves open; experts: of a layer."""
+    """Yield each ZeRO level, way to recompute, number of replicas and ep that the overrides leave
+    open; experts: number per layer."""
     splits = hasattr(config.schedule, "weight_gradients")
     levels = [1] if splits or config.shards == 1 else [1, 2, 3]
     zeros: list[dict[str, Any]] = [{"fsdp.zero": level} for level in levels]
@@ -256,7 +260,7 @@ def _variants(
     ways = [{}] if "activation_checkpoint" in fixed else ways
     for zero, how in product(zeros, ways):
         sharded = [zero | how]
-        # of what is gathered for each block, shards in a node and replicas of it may be faster
+        # with per-block all-gathers, HSDP with shards within a node may be faster
         near = max(1, hardware.devices_per_node // (config.tp * config.cp))
         gathers = zero.get("fsdp.zero", config.fsdp.zero) == 3 and "replicate" not in fixed
         if gathers and config.replicate == 1 and config.dp > near and config.dp % near == 0:
@@ -272,7 +276,7 @@ def _variants(
 
 
 class CostCache:
-    """Costs of units by tensor-parallel ranks and sequences of a microbatch, counted once."""
+    """Cost tables by tp, ep and sequences per microbatch, each computed once."""
 
     def __init__(self, config: Config, hardware: Hardware) -> None:
         self._config, self._hardware = config, hardware
@@ -288,7 +292,7 @@ class CostCache:
             raise ConfigError([Problem("model.name", config.model.name, reason, fix)]) from error
         self.units = len(table.units)
         modules: list[Any] = [*experts_of(table.plan.model_graph.model).values()]
-        self.experts = min((int(module.num_experts) for module in modules), default=0)  # of a layer
+        self.experts = min((int(module.num_experts) for module in modules), default=0)  # per layer
 
     def sensible(self, config: Config, microbatches: int) -> bool:
         """Whether microbatches of this size are tried."""
@@ -310,20 +314,20 @@ class CostCache:
         return self._tables[sizes]
 
 
-# --- a layout without a plan ----------------------------------------------------------------------
+# --- scoring a layout without a plan --------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class ScoredLayout:
-    """A layout by the costs of units, in some 10 ms."""
+    """A layout estimated from costs of units, in about 10 ms."""
 
     overrides: list[str]
     config: Config
     layout: StageLayout
     times: LayoutTimes
-    memory: list[int]  # of each pipeline rank
-    order: Order  # of few microbatches
-    transforms: Mapping[str, Transform]  # of the model on these ranks
+    memory: list[int]  # peak bytes of each pipeline rank
+    order: Order  # shortened to few microbatches
+    transforms: Mapping[str, Transform]  # of the model with this tp
 
     @property
     def most(self) -> int:
@@ -331,21 +335,21 @@ class ScoredLayout:
 
     @property
     def simulation(self) -> Simulation:
-        """Of the short order; not kept, as there may be a thousand of many thousand events."""
+        """Simulation of the shortened order. Not cached: there may be thousands."""
         hardware = self.times.hardware
         agree, ahead = agreement(self.config, hardware), hardware.runs_ahead
         return simulate(self.order, self.times.stages, runs_ahead=ahead, agree=agree)
 
     @cached_property
     def seconds(self) -> float:
-        """Of a step: behind the short order all goes on at its pace."""
+        """Step time: after the shortened order at the pace of the busiest rank."""
         rest = self.layout.microbatches / self.order.microbatches - 1
         simulation = self.simulation
         return simulation.step + rest * max(simulation.computes)
 
     @cached_property
     def parts(self) -> dict[str, float]:
-        """Seconds of a step by what they are, on the rank with the most."""
+        """Seconds of a step by purpose, on the busiest rank."""
         simulation = self.simulation
         busiest = simulation.computes.index(max(simulation.computes))
         return parts_of_step(self.times, self.order, simulation, busiest, self.seconds)
@@ -359,34 +363,34 @@ def score(
     orders: dict[object, Order],
     microbatches: int,
 ) -> ScoredLayout:
-    """Estimate a layout, with as many blocks recomputed as must be, or as `activation_checkpoint`
-    says; orders: a cache of them."""
+    """Estimate a layout, with as few blocks recomputed as possible, or as `activation_checkpoint`
+    says. orders: a cache."""
     pp, schedule = config.pp, config.schedule
     zero = 1 if config.fsdp.zero == "auto" else config.fsdp.zero
-    # of as few microbatches as show how it goes on
+    # as few microbatches as show the schedule's period
     count = min(microbatches, _ROUNDS * pp) if schedule.name in _PERIODIC else microbatches
     key = schedule.name, getattr(schedule, "stages_per_rank", 1), pp, count
     if key not in orders:
         orders[key] = build_order(schedule, pp, count)
     order = orders[key]
     names = table.stages(stage_count(schedule, pp, microbatches), config)
-    waits = order.splits_backward and defers_weight_gradients(schedule)
-    deferred = range(order.stages) if waits else ()
+    defers = order.splits_backward and defers_weight_gradients(schedule)
+    deferred = range(order.stages) if defers else ()
     blocks = [[name for name in stage if name in table.blocks] for stage in names]
     chosen = table.recomputed(config)
     layout = table.layout(names, chosen, deferred, order.stage_to_rank, zero, microbatches)
     memory = table.memory.with_layout(config, order, layout)
     if config.activation_checkpoint.name == "fit":
-        recomputed, taken = memory.fit(blocks, hardware.usable)
+        recomputed, peaks = memory.fit(blocks, hardware.usable)
         layout = replace(layout, recomputed=[*map(frozenset, recomputed)])
     else:
-        taken = memory.of_ranks(layout.recomputed)
+        peaks = memory.of_ranks(layout.recomputed)
     times = LayoutTimes(config, layout, hardware, table.times(config))
     transforms = table.plan.transforms
-    return ScoredLayout(overrides, config, layout, times, taken, order, transforms)
+    return ScoredLayout(overrides, config, layout, times, peaks, order, transforms)
 
 
-# --- why well-known choices lose ----------------------------------------------------------------
+# --- why well-known layouts are slower ----------------------------------------------------------
 
 
 def _is_pipeline_of(schedule: str, config: Config) -> bool:
@@ -394,7 +398,7 @@ def _is_pipeline_of(schedule: str, config: Config) -> bool:
 
 
 def _lost(scored: list[ScoredLayout], result: LayoutSearch) -> Iterator[str]:
-    """How much slower each well-known choice is, by its fastest layout, and why."""
+    """Yield how much slower the fastest layout of each well-known kind is, and why."""
     usable, best = result.hardware.usable, result.ranked[0]
     overrides = [word for word in best.overrides if word != "split=auto"]
     winner = next((layout for layout in scored if layout.overrides == overrides), None)
@@ -427,11 +431,11 @@ def _lost(scored: list[ScoredLayout], result: LayoutSearch) -> Iterator[str]:
             yield f"{name}: {slower:.0%} slower ({where}): {why} {share:.0%} of its step"
 
 
-# --- what is printed ----------------------------------------------------------------------------
+# --- output -------------------------------------------------------------------------------------
 
 
 def search_data(result: LayoutSearch, most: int = 10) -> dict[str, Any]:
-    """One JSON object."""
+    """The result as a JSON object."""
     return {
         "layouts": result.judged,
         "fitting": result.fitting,
@@ -460,11 +464,11 @@ def search_text(result: LayoutSearch, most: int = 10, width: int = 80) -> str:
         lines.append(f"none fits: the least is {least} on the fullest rank; take more devices")
         return "\n".join(lines)
     best, rows = result.ranked[0].estimate, []
-    for at, estimate in enumerate((ranked.estimate for ranked in result.ranked[:most]), 1):
+    for number, estimate in enumerate((ranked.estimate for ranked in result.ranked[:most]), 1):
         slower = estimate.step_seconds / best.step_seconds - 1
         rows.append(
             [
-                str(at),
+                str(number),
                 mesh_text(estimate),
                 estimate.config.schedule.name if estimate.config.pp > 1 else "",
                 str(estimate.plan.microbatches),
@@ -473,13 +477,13 @@ def search_text(result: LayoutSearch, most: int = 10, width: int = 80) -> str:
                 "" if estimate.mfu is None else f"{estimate.mfu:.1%}",
                 f"{estimate.simulation.bubble:.0%}",
                 f"{estimate.fullest / 2**30:.1f}",
-                f"+{slower:.1%}" if at > 1 else "",
+                f"+{slower:.1%}" if number > 1 else "",
             ]
         )
     speed = "tok/s" if best.plan.unit == "tokens" else "samples/s"
     header = ["", "mesh", "schedule", "mb", "step", speed, "MFU", "bubble", "GiB", "slower"]
     lines += ["", table(header, rows, width), ""]
-    lines += [f"{at}  {r.command_line}" for at, r in enumerate(result.ranked[:most], 1)]
+    lines += [f"{number}  {r.command_line}" for number, r in enumerate(result.ranked[:most], 1)]
     if text := price(best):
         lines += ["", *textwrap.wrap(f"the first: {text}", width)]
     if result.lost:

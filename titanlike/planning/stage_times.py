@@ -1,12 +1,12 @@
-"""How long the units and stages of a planned layout take on a device, and what its ranks exchange.
+"""Times of the units and stages of a planned layout on a device, and what its ranks communicate.
 
-1. Operators (`node_costs.py`) take what a roofline says. What ranks exchange inside of a unit (tp,
-   cp, ep) takes the time of their link, for which they wait; but a ring sends keys and values on
-   while it attends with others, and compiled blocks hide a part of what tp exchanges (`tp_async`).
-2. FSDP's gathers and reductions come once a step, or unit by unit beside what is computed
-   (`overlapped_seconds`), by `fsdp.zero` as in `parallel/sharding.py`; those of experts are by
-   themselves, among fewer ranks.
-3. Messages between stages have the sizes of the plan.
+1. Operators (`node_costs.py`) take the time of a roofline. Communication inside a unit (tp, cp, ep)
+   takes the time of its link and is exposed, except that ring attention overlaps sends of keys and
+   values with attention, and compiled blocks hide part of tp's communication (`tp_async`).
+2. FSDP's all-gathers and reductions run once per step, or unit by unit overlapped with compute
+   (`overlapped_seconds`), depending on `fsdp.zero` as in `distributed/sharding.py`; those of experts
+   are separate, among fewer ranks.
+3. P2P transfers between stages have the sizes of the plan.
 """
 
 from __future__ import annotations
@@ -56,19 +56,18 @@ from titanlike.planning.known_hardware import (
 )
 from titanlike.training.train_plan import TrainPlan
 
-# Of what operators that are no products read and write, and of their launches, compiled code leaves
-# so much: a chain of them becomes one kernel.
+# Fractions of memory traffic and launches of operators other than matmuls that remain in compiled
+# code, where a chain of them becomes one kernel.
 _FUSED_BYTES, _FUSED_LAUNCHES = 0.34, 0.25
 
-# Of what these are given and return they read and write so much: a logit of each token; zeros
+# Fraction of their inputs and outputs that these access: one logit per token; zeros
 _FEW_LOGITS = {"aten.nll_loss_forward": 0.0, "aten.nll_loss_backward": 0.5}
 
-# To multiply in float8, an operand is read for its largest value, and written in a byte
+# A float8 matmul reads each operand for its largest value, and writes it in one byte per element
 _CAST_BYTES = 5
-_CAST_BYTES_COMPILED = 2  # its values are read where they are made
+_CAST_BYTES_COMPILED = 2  # the kernel that computes the values also reads them
 
-# Of what compiled blocks of tensor-parallel ranks exchange so much is beside their products
-# (`tp_async`)
+# Fraction of tp's communication in compiled blocks that overlaps with matmuls (`tp_async`)
 _HIDDEN = 0.4
 
 TRAFFIC = (  # kinds, see `LayoutTimes.traffic`
@@ -76,17 +75,17 @@ TRAFFIC = (  # kinds, see `LayoutTimes.traffic`
     *("tp", "cp", "ep"),
 )
 
-_CLIP = 12  # bytes a parameter: the norm reads gradients, clipping reads and writes them
+_CLIP = 12  # bytes per parameter: the norm reads gradients, clipping reads and writes them
 
-# Bytes a parameter that numerics=exact reads and writes: where gradients are laid out for an
-# all-to-all (filled, copied) and what comes is added; where squares of the norm are added by halves
+# Bytes per parameter that numerics=exact reads and writes to pack gradients for an all-to-all and
+# sum the received ones; and to sum the squares of the norm pairwise
 _LAID_OUT, _HALVES = 24, 16
 
 
 @dataclass(frozen=True)
 class Seconds:
-    """Seconds of a device, those of them in products and attention, and operators that are
-    launched."""
+    """Seconds on a device, the part of them in matmuls and attention, and number of kernel
+    launches."""
 
     device: float = 0.0
     products: float = 0.0
@@ -99,13 +98,13 @@ class Seconds:
 
 @dataclass(frozen=True)
 class Roofline:
-    """A device, and what of a config decides how fast it computes."""
+    """A device, and the config's settings that decide how fast it computes."""
 
     hardware: Hardware
-    compiled: bool = False  # blocks are
+    compiled: bool = False  # whether blocks are compiled
     tf32: bool = False
-    float8: bool = False  # products of blocks are
-    float8_weights: bool = True  # and those that give weight gradients
+    float8: bool = False  # whether matmuls of blocks are float8
+    float8_weights: bool = True  # also those of weight gradients
 
     @classmethod
     def of(cls, config: Config, hardware: Hardware) -> Roofline:
@@ -122,8 +121,8 @@ class Roofline:
         weights: bool = False,
         without: Sequence[str] = (),
     ) -> Seconds:
-        """block: of a block; weights: gradients of weights; without: patterns of operators whose
-        results are there already."""
+        """Time of operators. block: whether in a block; weights: whether they compute weight
+        gradients; without: patterns of operators whose results are saved."""
         total = Seconds()
         for operator, count in operators.items():
             if not any(fnmatchcase(operator.name, pattern) for pattern in without):
@@ -145,7 +144,7 @@ class Roofline:
         peak = device.tf32_flops if self.tf32 else device.fp32_flops
         peak = device.bf16_flops if operator.itemsize <= 2 else peak
         attends, share = operator.name == ATTENTION, device.attention_efficiency
-        if attends and operator.sizes and device.runs_ahead:  # a GPU
+        if attends and operator.sizes and device.runs_ahead:  # on a GPU
             share *= attention_share(*operator.sizes[1:])
         elif not attends:
             share = device.matmul_efficiency
@@ -164,16 +163,16 @@ class Roofline:
 
 @dataclass(frozen=True)
 class UnitTimes:
-    """Seconds of a unit and a microbatch, and what a rank sends to those with whom it computes."""
+    """Times of a unit per microbatch, and what a rank communicates inside the unit."""
 
     forward: Seconds = Seconds()
-    recompute: Seconds = Seconds()  # where it is recomputed
+    recompute: Seconds = Seconds()  # added if it is recomputed
     input_gradient: Seconds = Seconds()
     weight_gradient: Seconds = Seconds()
     parameters: int = 0
-    experts: int = 0  # of the parameters, those of experts
-    # in the forward, where it is recomputed, in the backward; by axis:
-    waits: Sequence[Mapping[str, float]] = ({}, {}, {})  # seconds for which ranks wait
+    experts: int = 0  # parameters of experts
+    # in the forward, in recomputation, in the backward; by axis:
+    waits: Sequence[Mapping[str, float]] = ({}, {}, {})  # seconds of exposed communication
     sent: Sequence[Mapping[str, int]] = ({}, {}, {})  # bytes
 
     @property
@@ -183,12 +182,12 @@ class UnitTimes:
 
     @cached_property
     def exchanged(self) -> list[float]:
-        """Seconds for which ranks wait: in the forward, where it is recomputed, in the backward."""
+        """Seconds of exposed communication: in the forward, in recomputation, in the backward."""
         return [sum(waits.values()) for waits in self.waits]
 
 
 def unit_times(config: Config, plan: TrainPlan, roofline: Roofline) -> dict[str, UnitTimes]:
-    """Times by the names of the units. Raises CostError where they cannot be run alone."""
+    """Times by unit name. Raises CostError if a unit cannot be run alone."""
     memory = plan.memory()
     if memory.unit_costs is None:
         raise CostError(memory.unknown)
@@ -196,7 +195,9 @@ def unit_times(config: Config, plan: TrainPlan, roofline: Roofline) -> dict[str,
     units = memory.units()
     blocks = {unit.name for unit in plan.model_graph.units if unit.block}
     save = config.activation_checkpoint.saved
-    kept = {"ep"} if keeps(SEND_TOKENS, save) else ()  # axes on which nothing is sent again
+    saved_axes = (
+        {"ep"} if keeps(SEND_TOKENS, save) else ()
+    )  # axes without communication in recomputation
     links, rates = {axis: link_of(config, axis, roofline.hardware) for axis in plan.peers}, {}
     for axis, link in links.items():
         way = str(getattr(plan.peers["cp"], "method", "")) if axis == "cp" else axis
@@ -204,13 +205,13 @@ def unit_times(config: Config, plan: TrainPlan, roofline: Roofline) -> dict[str,
         rates[axis] = by_way.get(way, link.bandwidth)
 
     def waited(axis: str, sent: collectives.Traffic, attention: float) -> float:
-        """Seconds for which a rank waits; attention: seconds in which it attends."""
+        """Seconds of exposed communication; attention: seconds of attention meanwhile."""
         seconds = links[axis].sent(sent.nbytes, sent.messages, rates[axis])
-        # the first block of a ring is of keys that are there, before anything is sent
+        # a ring's first block attends to local keys while the first send is in progress
         seconds -= min(sent.beside / rates[axis], (1 - 1 / config.cp) * attention)
         return seconds * (1 - _HIDDEN * config.tp_async if axis == "tp" else 1.0)
 
-    of_calls: dict[tuple[tuple[int, ...], bool], UnitTimes] = {}  # of equal calls
+    cached: dict[tuple[tuple[int, ...], bool], UnitTimes] = {}  # cache by equal calls
 
     def times(nodes: Sequence[NodeCosts], block: bool) -> UnitTimes:
         forward = recompute = inputs = weights = Seconds()
@@ -232,21 +233,23 @@ def unit_times(config: Config, plan: TrainPlan, roofline: Roofline) -> dict[str,
                     traffic = collectives.Traffic(*values)
                     waits[way][axis] += waited(axis, traffic, attends)
                     sent[way][axis] += traffic.nbytes
-        for of_ways in (waits, sent):
-            of_ways[1] = {axis: each for axis, each in of_ways[0].items() if axis not in kept}
+        for by_way_of_step in (waits, sent):
+            by_way_of_step[1] = {
+                axis: each for axis, each in by_way_of_step[0].items() if axis not in saved_axes
+            }
         return UnitTimes(forward, recompute, inputs, weights, 0, 0, waits, sent)
 
     table: dict[str, UnitTimes] = {}
     for (name, unit), nodes in zip(units.items(), calls, strict=True):
         key = tuple(map(id, nodes)), name in blocks
-        if key not in of_calls:
-            of_calls[key] = times(nodes, name in blocks)
-        table[name] = replace(of_calls[key], parameters=unit.parameters, experts=unit.experts)
+        if key not in cached:
+            cached[key] = times(nodes, name in blocks)
+        table[name] = replace(cached[key], parameters=unit.parameters, experts=unit.experts)
     return table
 
 
 def _guessed_times(config: Config, plan: TrainPlan, roofline: Roofline) -> dict[str, UnitTimes]:
-    """Times of units that cannot be run alone: by the parameters of stages, all in a first unit."""
+    """Estimate times of stages from their parameters, if units cannot be run alone."""
     tokens, itemsize = plan.memory().tokens, compute_dtype(config.precision).itemsize
     table = {name: UnitTimes() for names in plan.stages for name in names}
     for stage, names in enumerate(plan.stages):
@@ -261,10 +264,10 @@ def _guessed_times(config: Config, plan: TrainPlan, roofline: Roofline) -> dict[
 def with_measured(
     units: Mapping[str, UnitTimes], config: Config, plan: TrainPlan, deferred: Collection[int]
 ) -> Mapping[str, UnitTimes]:
-    """Times with seconds that were measured, where this machine or a run is the hardware; of what
-    runs again the share that was estimated. Raises ConfigError.
+    """Replace times by measured ones, if the hardware is this machine or a run; recomputation keeps
+    its estimated ratio to the forward. Raises ConfigError.
 
-    deferred: stages whose weight gradients wait.
+    deferred: stages with deferred weight gradients.
     """
     memory, hardware = plan.memory(), config.hardware
     measured: Sequence[Sequence[float]]
@@ -294,9 +297,6 @@ def with_measured(
     return table
 
 
-# --- the stages of a layout -----------------------------------------------------------------------
-
-
 def layout_times(config: Config, plan: TrainPlan, hardware: Hardware) -> LayoutTimes:
     """Times of a plan's stages. Raises ConfigError as `with_measured`."""
     roofline, estimated = Roofline.of(config, hardware), ""
@@ -315,7 +315,7 @@ def layout_times(config: Config, plan: TrainPlan, hardware: Hardware) -> LayoutT
 
 
 class LayoutTimes:
-    """Times of the stages of a layout on a device, and what its ranks send."""
+    """Times of a layout's stages on a device, and what its ranks send."""
 
     def __init__(
         self,
@@ -325,8 +325,8 @@ class LayoutTimes:
         units: Mapping[str, UnitTimes],
         estimated: str = "",
     ) -> None:
-        """units: of each, on this device, in microbatches of the layout; estimated: why their times
-        are guessed by parameters."""
+        """units: times by name, on this device with this microbatch size; estimated: why they are
+        guessed from parameters."""
         self.config, self.layout, self.hardware = config, layout, hardware
         self.state = StateBytes.of(config, layout.zero)
         self.bandwidth, self.latency = message_link(config, hardware)
@@ -343,14 +343,14 @@ class LayoutTimes:
             self._sums = _partial_sums(
                 config.dp, config.replicate, config.ep, layout.microbatches, layout.zero
             )
-        self._runs = [  # units of each stage, and whether they are recomputed
+        self._runs = [  # per stage: (unit, whether it is recomputed)
             [(units[name], name in recomputed) for name in names]
             for names, recomputed in zip(layout.stages, layout.recomputed, strict=True)
         ]
         self.stages = [self._stage(stage) for stage in range(len(layout.stages))]
 
     def parts(self, stage: int) -> dict[str, float]:
-        """Seconds of a microbatch by what they are, forward and backward."""
+        """Seconds of a microbatch by purpose, forward and backward."""
         runs, exchanged = self._runs[stage], Counter[str]()
         both = [unit.computes for unit, _ in runs]
         products, device = sum(b.products for b in both), sum(b.device for b in both)
@@ -365,13 +365,13 @@ class LayoutTimes:
         }
 
     def _gather(self, numel: int, experts: int, count: int) -> float:
-        """Seconds in which parameters are gathered; experts: how many of them are of experts."""
+        """Seconds to all-gather parameters; experts: how many of them belong to experts."""
         shard, expert_shard = self.gathers
         dense = shard.gather(self.itemsize * (numel - experts), count)
         return dense + expert_shard.gather(self.itemsize * experts, count if experts else 0)
 
     def _reduction(self, numel: int, experts: int, count: int) -> float:
-        """Seconds in which the ranks of a replica sum gradients, in fp32."""
+        """Seconds to reduce-scatter gradients among the shards of a replica, in fp32."""
         if not self.state.fsdp:
             return 0.0
         sizes = numel - experts, experts
@@ -386,8 +386,7 @@ class LayoutTimes:
         return sum(link.gather(4 * size, count) for size, link in links if size)
 
     def _exchange(self, link: Link, nbytes: float, count: int) -> float:
-        """Seconds of an all-to-all of gradients of so many bytes, and of what a rank does for
-        it."""
+        """Seconds of an all-to-all of gradients, including packing and summing."""
         if link.size == 1:
             return 0.0
         rate = link.bandwidth if link.inside else link.to_all
@@ -396,7 +395,7 @@ class LayoutTimes:
         return link.sent(sent, count, rate) + _LAID_OUT / 4 * nbytes / memory
 
     def _replication(self, numel: int, experts: int, count: int) -> float:
-        """Seconds in which replicas sum their gradients, once a step."""
+        """Seconds to all-reduce gradients among replicas, once per step."""
         if not self.state.fsdp or self.replicas.size == 1:
             return 0.0
         parts = 4 * (numel - experts) / self.shard.size, 4 * experts / self.expert_shard.size
@@ -425,32 +424,34 @@ class LayoutTimes:
         recompute = [u.recompute.device + u.exchanged[1] if on else 0.0 for u, on in runs]
         inputs = [u.input_gradient.device + u.exchanged[2] for u, _ in runs]
         weights = [u.weight_gradient.device for u, _ in runs]
-        whole = [a + b + c for a, b, c in zip(recompute, inputs, weights, strict=True)]
-        halves = [a + b for a, b in zip(recompute, inputs, strict=True)] if deferred else whole
+        full_backward = [a + b + c for a, b, c in zip(recompute, inputs, weights, strict=True)]
+        halves = (
+            [a + b for a, b in zip(recompute, inputs, strict=True)] if deferred else full_backward
+        )
         if device.runs_ahead:
             all_forward = overlapped_seconds(forward, gathers)
-            all_backward = overlapped_seconds(whole[::-1], gathers[::-1], reduced[::-1])
-        else:  # a core that computes sends, too
+            all_backward = overlapped_seconds(full_backward[::-1], gathers[::-1], reduced[::-1])
+        else:  # CPU cores do not overlap communication with compute
             all_forward = sum(forward) + sum(gathers)
-            all_backward = sum(whole) + sum(gathers) + sum(reduced)
+            all_backward = sum(full_backward) + sum(gathers) + sum(reduced)
         recomputed = sum(recompute)
 
         def host(*parts: str) -> float:
-            """Seconds in which the host launches them."""
-            every = (
+            """Host seconds to launch these parts."""
+            launched = (
                 (getattr(u, part), on or part != "recompute") for u, on in runs for part in parts
             )
-            launches = sum(seconds.launches for seconds, runs_too in every if runs_too)
+            launches = sum(seconds.launches for seconds, runs_too in launched if runs_too)
             return launches * device.host_seconds + device.action_seconds
 
         backward = host("recompute", "input_gradient", "weight_gradient")
         at_once = host("recompute", "input_gradient") if deferred else backward
-        waiting = host("weight_gradient") if deferred else host()
+        deferred_host = host("weight_gradient") if deferred else host()
         return StageTimes(
             forward=Duration(all_forward, host("forward")),
             backward=Duration(all_backward, backward, recomputed),
             input_gradient=Duration(sum(halves), at_once, recomputed),
-            weight_gradient=Duration(sum(weights) if deferred else 0.0, waiting),
+            weight_gradient=Duration(sum(weights) if deferred else 0.0, deferred_host),
             sends_forward=self._message(layout.sent[stage] if stage + 1 < len(layout.sent) else 0),
             sends_backward=self._message(layout.received[stage]),
             skips_forward=tuple(
@@ -473,7 +474,7 @@ class LayoutTimes:
         return self.latency + nbytes / self.bandwidth if nbytes else 0.0
 
     def _update(self, stage: int) -> float:
-        """Seconds of the optimizer's update of what a rank has of a stage."""
+        """Seconds of the optimizer's update of a rank's shard of a stage."""
         config, device, flops = self.config, self.hardware, 0.0
         experts, shards = self.layout.experts[stage], self.state.shards
         numel = (self.layout.numel[stage] - experts) / shards + experts / self.expert_shard.size
@@ -483,13 +484,13 @@ class LayoutTimes:
         touched += _CLIP if getattr(config.optimizer, "clip", None) is not None else 4
         touched += _HALVES if config.exact else 0
         seconds = numel * touched / (device.memory_bandwidth * device.memory_efficiency)
-        if config.fsdp.cpu_offload:  # gradients to the host, parameters back; its memory is slower
+        if config.fsdp.cpu_offload:  # gradients to the host, parameters back; host memory is slower
             seconds = numel * (8 + touched) / device.host_bandwidth
         return seconds + flops / (device.bf16_flops * device.matmul_efficiency)
 
     def traffic(self, stage: int) -> Counter[str]:
-        """Bytes that a rank sends in a step: "messages" between stages, activations inside of
-        layers by their axis, parameters "gathered" and gradients "reduced" along shard (of experts
+        """Bytes that a rank sends per step, by kind: "messages" between stages, activations inside
+        layers by axis, parameters "gathered" and gradients "reduced" along shard (those of experts
         along expert_shard), gradients "replicated"."""
         config, layout, m = self.config, self.layout, self.layout.microbatches
         place, moved = layout.place, Counter(dict.fromkeys(TRAFFIC, 0))
@@ -509,20 +510,20 @@ class LayoutTimes:
         gathers, reductions = (2 * m if layout.zero == 3 else 1), (1 if layout.zero == 1 else m)
         gradients, replications, sums = layout.numel[stage], 2, (1, 1)
         if self._sums is not None:
-            # a weight that two modules use has two sums
+            # a weight used by two modules has two sums
             gradients = max(gradients, sum(unit.parameters for unit, _ in self._runs[stage]))
             reductions, sums = self._sums.times, self._sums[1:3]
-            replications = self._sums.replica + 1  # and the all-gather of what comes of them
+            replications = self._sums.replica + 1  # plus the all-gather of the results
 
         def sent(numel: int, ranks: int) -> int:
             return numel * (ranks - 1) // ranks
 
         dense, shared = layout.numel[stage] - experts, gradients - experts
-        for kind, whole, summed, many, link in (
+        for kind, gathered_numel, summed, many, link in (
             ("", dense, shared, sums[0], self.shard),
             ("expert_", experts, experts, sums[1], self.expert_shard),
         ):
-            moved[f"{kind}gathered"] = gathers * self.itemsize * sent(whole, link.size)
+            moved[f"{kind}gathered"] = gathers * self.itemsize * sent(gathered_numel, link.size)
             moved[f"{kind}reduced"] = reductions * many * 4 * sent(summed, link.size)
             moved["replicated"] += (
                 replications * (replicas - 1) * 4 * summed // (replicas * link.size)
@@ -531,8 +532,8 @@ class LayoutTimes:
 
 
 class _Sums(NamedTuple):
-    """numerics=exact: how many partial sums are sent at the most, `times` in a step, of each
-    gradient, of each of an expert's, and once by a replica."""
+    """With numerics=exact, the maximal number of partial sums to send: per gradient and per
+    gradient of an expert, `times` per step; and per replica, once per step."""
 
     times: int
     dense: int
@@ -545,7 +546,7 @@ def _partial_sums(dp: int, replicate: int, ep: int, microbatches: int, zero: int
     from titanlike.distributed.exact_sums import keys_of, leaves_of
 
     every = range(microbatches)
-    exchanges = [every] if zero == 1 else [range(at, at + 1) for at in every]
+    exchanges = [every] if zero == 1 else [range(index, index + 1) for index in every]
 
     def most(ranks_of_each: Iterable[range], exchanges: Sequence[range], peers: int = 1) -> int:
         return max(
@@ -571,9 +572,9 @@ def _partial_sums(dp: int, replicate: int, ep: int, microbatches: int, zero: int
 def _orthogonalization(
     config: Config, model: nn.Module, stages: Sequence[Mapping[str, int]]
 ) -> list[float]:
-    """FLOPs of an optimizer's updates of each stage's matrices (Muon's Newton-Schulz iterations).
+    """FLOPs of Muon's Newton-Schulz iterations for each stage's matrices; 0 for other optimizers.
 
-    stages: of each the names of its parameters.
+    stages: parameters of each stage by name.
     """
     choice = config.optimizer
     if isinstance(choice, OwnOptimizer):

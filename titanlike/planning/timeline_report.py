@@ -1,8 +1,8 @@
-"""A timeline beside the plan: where each rank's time went.
+"""Compare a timeline with the plan: where each rank's time went.
 
-The same order is simulated twice: with the times that a plan has for these stages, and with those
-that were measured. What the second leaves of the bubble is the schedule's; the rest is noise of the
-machine, messages and the host.
+The same order is simulated twice: with the plan's stage times, and with the measured ones. The
+bubble of the second is due to the schedule; the rest of the measured bubble is machine noise, P2P
+transfers and the host.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _NONE = Consent()
 
 @dataclass(frozen=True)
 class RankTimes:
-    """Seconds of a rank in a step: medians over the recorded ones."""
+    """Seconds of a rank's step: medians over the recorded steps."""
 
     rank: int
     pp_rank: int
@@ -48,14 +48,14 @@ class RankTimes:
     waiting: float  # for P2P receives, or for the last rank to reach an all-reduce
     all_reduce: float  # over all ranks: tokens, loss, norm
     other: float  # between actions, update, data
-    waits_for: int | None  # pipeline rank whose messages it waited for most
+    waits_for: int | None  # the pipeline rank whose sends it waited for longest
 
 
 class TimelineReport:
-    """What a timeline says, and a plan of the same run."""
+    """A timeline, and a plan of the same run."""
 
     def __init__(self, timeline: Timeline, estimate: Estimate | None) -> None:
-        """plan: None where none can be made."""
+        """estimate: None if no plan can be made."""
         self.timeline, self.estimate = timeline, estimate
         self.config: Config = parse(timeline.config)[0]
 
@@ -94,18 +94,18 @@ class TimelineReport:
         )
 
     def _senders(self, step: RankStep) -> Iterator[tuple[int, float]]:
-        """(pipeline rank whose message was waited for, seconds) of each wait for a message."""
-        for at, wait in enumerate(step.events):
+        """Yield (sending pipeline rank, seconds) of each wait for a P2P receive."""
+        for index, wait in enumerate(step.events):
             if wait.kind == "wait" and wait.stage >= 0:
-                kinds = (e.kind for e in step.events[at:] if e[1:3] == wait[1:3])
+                kinds = (e.kind for e in step.events[index:] if e[1:3] == wait[1:3])
                 kind = next((kind for kind in kinds if kind in _COMPUTED), "")
-                if kind:  # else the run ended meanwhile
+                if kind:  # else the recording ended before the action
                     sender = wait.stage + (-1 if kind == "F" else 1)
                     yield self.timeline.place[sender], wait.end - wait.start
 
     @cached_property
     def seconds(self) -> float:
-        """Seconds of a step."""
+        """Median seconds of a step."""
         return statistics.median(max(r.end for r in step) for step in self.timeline.steps)
 
     @cached_property
@@ -115,8 +115,7 @@ class TimelineReport:
 
     @cached_property
     def measured(self) -> list[StageTimes]:
-        """What each stage took, of its first ranks; the exchanges within an action are part of
-        it."""
+        """Measured times of each stage on its first rank, including collectives inside actions."""
         stages = []
         for stage in range(self.order.stages):
             seconds = timeline_file.stage_seconds(self.timeline, stage)
@@ -127,24 +126,24 @@ class TimelineReport:
 
     @cached_property
     def simulation(self) -> Simulation:
-        """The same order with measured times."""
+        """Simulation of the order with measured times."""
         return simulate(self.order, self.measured)
 
     @cached_property
     def stage_seconds(self) -> list[float]:
-        """Forward and backward of a microbatch, of each stage."""
+        """Seconds of forward and backward of a microbatch per stage."""
         return [*map(_whole, self.measured)]
 
 
 def report_of(run: Path, consent: Consent = _NONE) -> TimelineReport:
-    """The report of a run's directory, with a plan where the consent is enough for what its config
-    names. Raises ConfigError where it has no timeline that can be read."""
+    """Make the report of a run's directory, with a plan if the consent covers what its config
+    names. Raises ConfigError if it has no readable timeline."""
     try:
         report = TimelineReport(run_timeline(str(run)), None)
     except CostError as error:
         fix = "train with timeline=true, and write the directory of that run"
         raise ConfigError([Problem("timeline", str(run), str(error), fix)]) from None
-    # no plan where its model or its data are not here any more
+    # no plan if the model or the data are no longer here
     with contextlib.suppress(ConfigError, ValueError, TypeError, LookupError):
         config = replace(report.config, run_dir=str(run))
         groups = (*OPEN_GROUPS, "split", "hardware", "tokenizer")
@@ -162,14 +161,14 @@ def _whole(times: StageTimes) -> float:
     return times.forward.device + max(times.backward.device, split)
 
 
-# --- timelines as text for a terminal, and as plain data for programs -----------------------------
+# --- output as text for a terminal, and as plain data for programs --------------------------------
 
 
-_FEW = 32  # ranks that each have a line
+_FEW = 32  # limit of ranks in a table
 
 
 def as_data(report: TimelineReport) -> dict[str, Any]:
-    """One JSON object. Seconds, shares of 1."""
+    """The report as a JSON object. Seconds, fractions of 1."""
     estimate = report.estimate
     planned = estimate and {
         "hardware": estimate.hardware.title,
@@ -191,7 +190,7 @@ def as_data(report: TimelineReport) -> dict[str, Any]:
 
 
 def as_text(reports: Sequence[tuple[str, TimelineReport]], width: int = 80) -> str:
-    """reports: (name of the run, its report); several are compared."""
+    """Format reports, given as (name of the run, report); several are compared."""
     parts = []
     for name, report in reports:
         parts += [_summary(name, report), _rank_table(report, width), _stage_table(report, width)]
@@ -238,8 +237,8 @@ def _rank_table(report: TimelineReport, width: int) -> str:
         sender = "-" if rank.waits_for is None else f"pp {rank.waits_for}"
         row = [str(rank.rank), str(rank.pp_rank), units.short_time(rank.step), computes, planned]
         rows.append([*row, communication, waits, sender, *others])
-    left = len(report.ranks) - _FEW
-    return table(header, rows, width) + (f"\n  and {left} more: --json" if left > 0 else "")
+    omitted = len(report.ranks) - _FEW
+    return table(header, rows, width) + (f"\n  and {omitted} more: --json" if omitted > 0 else "")
 
 
 def _stage_table(report: TimelineReport, width: int) -> str:
@@ -247,7 +246,7 @@ def _stage_table(report: TimelineReport, width: int) -> str:
     if report.order.splits_backward:
         kinds = {"forward": "forward", "input gradient": "input_gradient"}
         kinds["weight gradient"] = "weight_gradient"
-    of_mean, planned = _of_mean(report.stage_seconds), ["-"] * report.order.stages
+    relative, planned = _of_mean(report.stage_seconds), ["-"] * report.order.stages
     if report.estimate is not None:
         stages = report.estimate.times.stages
         planned = _of_mean([times.forward.device + times.backward.device for times in stages])
@@ -255,7 +254,7 @@ def _stage_table(report: TimelineReport, width: int) -> str:
     for stage, times in enumerate(report.measured):
         seconds = [units.short_time(getattr(times, name).device) for name in kinds.values()]
         place = str(report.order.stage_to_rank[stage])
-        rows.append([str(stage), place, *seconds, of_mean[stage], planned[stage]])
+        rows.append([str(stage), place, *seconds, relative[stage], planned[stage]])
     return table(["stage", "pp", *kinds, "of the mean", "planned"], rows, width)
 
 
