@@ -12,9 +12,9 @@ and the temporary memory of a unit while it runs (`UnitCosts.peaks`). FSDP adds 
   until the next unit's gradients are there.
 - ZeRO 3 all-gathers a unit when it runs, and keeps the buffer; in a backward also the next unit's.
 
-With numerics=exact (`parallel/exact.py`) each microbatch's gradients are allocated anew, and
-complete ones are partial sums in a binary tree: after k microbatches as many full fp32 gradients as
-k has bits. Experts have one gradient for the grain of each ep rank.
+With numerics=exact (`parallel/exact.py`) each microbatch allocates gradients, and complete ones are
+partial sums in a binary tree: after k microbatches as many full fp32 gradients as k has bits.
+Experts have one gradient for the grain of each ep rank.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ class RankMemory:
         return other
 
     def changed(self, **changes: Any) -> RankMemory:
-        """The same with changed fields of its layout."""
+        """A copy with changed fields of `layout`; shares the caches."""
         return self.with_layout(self._config, self._order, replace(self.layout, **changes))
 
     def units(self, deferred: bool = False) -> dict[str, UnitMemory]:
@@ -412,14 +412,14 @@ class RankMemory:
         """Bytes that a backward adds at most; new: bytes of each unit's gradients, empty unless it
         is the first."""
         state = self._state
-        anew = bool(new) or (state.fsdp and self.layout.zero > 1) or self._computing < _REDUCED
+        allocates = bool(new) or (state.fsdp and self.layout.zero > 1) or self._computing < _REDUCED
         now = most = 0  # relative to the begin
         held = self._held(runs[0][0]) if runs else 0
         for index in range(len(runs) - 1, -1, -1):
             unit, recompute = runs[index]
             before = runs[index - 1][0] if index else UnitMemory()  # its backward comes next
             now -= unit.kept if recompute else unit.saved
-            running = unit.peak.first if anew else unit.peak.later
+            running = unit.peak.first if allocates else unit.peak.later
             if self._config.exact:
                 running += _REDUCED * (self._of_grains(unit) - unit.parameters)
             if recompute:

@@ -205,8 +205,10 @@ def simulate(
 
 
 def most_held(acts: Iterable[Action], held: Sequence[float], queued: Sequence[float]) -> float:
-    """The maximum that a rank holds for microbatches from F to the end of their backward. held: per
-    microbatch of each stage; queued: the part of it that remains between I and W."""
+    """Peak memory of a rank's activations, each held from its F to the end of its backward.
+
+    held: memory of a microbatch by stage; queued: the part of it that is kept between I and W.
+    """
     now = peak = 0.0
     for kind, stage, _ in acts:
         if kind == "F":

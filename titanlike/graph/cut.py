@@ -137,10 +137,10 @@ class _Hop(NamedTuple):
 def _hops(
     needed: Sequence[set[Node]], homes: dict[Node, int], place: Sequence[int], relayed: bool
 ) -> list[_Hop]:
-    """Route values to the stages that use them.
+    """Choose for each value and stage that uses it the stage that sends it.
 
     needed: by stage, nodes that it uses but does not compute; homes: node -> the stage that
-    computes it.
+    computes it; relayed: values pass through all stages in between.
     """
     holders = {node: {home} for node, home in homes.items()}
     for stage, nodes in enumerate(needed):
@@ -200,7 +200,7 @@ def _first_calls(recording: Recording, stages: Sequence[Sequence[str]]) -> list[
 
 
 def unit_starts(recording: Recording) -> list[int]:
-    """For each unit: the position in `nodes` where a stage begins whose first unit it is."""
+    """For each unit: the index in `nodes` where a stage begins if this is its first unit."""
     recomputable = _recomputable(recording)
     _, *later_units = recording.starts.values()
     return [0, *(_cheapest_cut(recording, position, recomputable) for position in later_units)]
@@ -268,7 +268,7 @@ def message_problem(graph: StageGraph) -> str:
 def message(node: Node, differentiated: bool = True) -> Tensor:
     """A meta tensor with the shape and dtype in which a node's value is sent.
 
-    differentiated: whether a gradient comes back, which `requires_grad` says.
+    differentiated: whether a gradient comes back; sets `requires_grad`.
 
     Only floating-point tensors with a gradient are sent between stages (torch 2.11 sends no
     others): integers become fp64, which holds them exactly up to 2**53.

@@ -241,7 +241,7 @@ class _Interceptor(TorchFunctionMode):
         return result
 
     def _inside(self, call: _Call, function: Any, name: str, args: Any, kwargs: Any) -> Any:
-        """Handle a torch function that is called inside of a unit."""
+        """Run a torch function that a unit calls, and check which tensors it uses."""
         if call.on_cpu:
             return function(*args, **kwargs)
         if torch.is_autocast_enabled(self._device.type) and name != "__get__":

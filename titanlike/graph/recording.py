@@ -219,7 +219,7 @@ class RecordingBuilder:
         return self.add(Node("weight", name, value=tensor, has_parameters=is_parameter))
 
     def enter(self, *arguments: Any) -> None:
-        """Called when a unit is entered with these arguments."""
+        """Remember the arguments of the unit that is entered: the unit may use them."""
         self._given = {id(tensor) for tensor in tensors(*arguments)}
 
     def add_inside(self, unit: str, function: str, used: Sequence[Tensor], result: Any) -> None:
@@ -359,8 +359,8 @@ def _edge(value: Tensor) -> _Edge:
 def _functions_before(
     values: Iterable[Tensor], is_end: Callable[[Any], bool] = lambda _: False
 ) -> list[Any]:
-    """Walk the autograd graphs of these values backwards up to `is_end`, which is excluded; the
-    nodes found."""
+    """Walk the autograd graphs of these values backwards, up to and without nodes where `is_end` is
+    true; returns the visited nodes."""
     functions: dict[Hashable, None] = {}
     todo = [value.grad_fn for value in values]
     while todo:

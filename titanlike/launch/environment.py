@@ -77,8 +77,8 @@ def child_environment() -> dict[str, str]:
 
 
 def python() -> list[str]:
-    """The Python command of such a subprocess: with -P, so that files in the working directory do
-    not shadow libraries."""
+    """The Python command to run titanlike in a subprocess: -P keeps files in the working directory
+    from shadowing libraries."""
     return [sys.executable, "-P"]
 
 

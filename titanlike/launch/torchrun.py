@@ -138,8 +138,8 @@ class TorchrunRanks:
         return task
 
     def _interrupted(self, job: Job, interrupted: Interrupted) -> None:
-        """Write a failure for a rank that a signal ends, marked as not the cause: ranks that end
-        silently count as one."""
+        """Report that a signal ended this rank, marked as a consequence: a rank that ends without a
+        report would be taken for the root cause."""
         with contextlib.suppress(OSError):
             failure = Failure(self.rank, str(interrupted), "", True, time.time())
             write_failure(job.run_dir, failure)

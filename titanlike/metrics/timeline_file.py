@@ -55,7 +55,7 @@ class RankFile:
 
 
 class Place(NamedTuple):
-    """A rank and the host and device it ran on."""
+    """The host and device of a rank."""
 
     rank: int
     host: str

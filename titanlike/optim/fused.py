@@ -125,7 +125,8 @@ def fused_adamw(
     skip: Tensor | None,
     clip: Tensor | None,
 ) -> None:
-    """AdamW's fused update of plain tensors, in place. In a skipped step `steps` do not change."""
+    """AdamW's fused update of plain tensors, in place; skip, clip: see `SkippingOptimizer`. In a
+    skipped step `steps` do not change."""
     beta1, beta2 = group["betas"]
     adamw(
         *(weights, gradients, means, squares, [], steps),

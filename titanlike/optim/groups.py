@@ -70,7 +70,8 @@ def group_problems(choice: Optimizer, model: nn.Module) -> list[Problem]:
 def group_rows(
     choice: Optimizer, model: nn.Module, stage_parameters: Sequence[Mapping[str, int]]
 ) -> list[list[Any]]:
-    """Return a table of the parameters of each pattern, by their update; its first row is headings.
+    """Tabulate the model's parameters by pattern of `optimizer.groups` and update; row 0 is
+    headings.
 
     stage_parameters: name -> elements on a rank, for each stage.
     """

@@ -168,7 +168,7 @@ class _Search:
         self.limits |= {} if size is None else {"memory_bytes": size}
 
     def run(self) -> FoundSchedule:
-        """Search all placements. Raises ConfigError."""
+        """Search the best order over all allowed placements (and splits). Raises ConfigError."""
         cuts: list[Placement] = []
         by_config = [cut for place in self._places() if (cut := self._by_config(place))]
         splits = self.schedule.search == "split"
@@ -250,7 +250,7 @@ class _Search:
         return Placement(place, tuple(starts)) if len(costs) >= len(place) else None
 
     def problem(self, cut: Placement) -> OrderProblem:
-        """The search problem of an order for these stages."""
+        """Make the search problem of these stages: their times, activations and memory limit."""
         stages = self.names(cut.starts)
         waiting, m = self._waiting(stages), self.microbatches
         layout = self.table.layout(stages, self.recomputed, waiting, cut.place, 1, m)

@@ -126,7 +126,7 @@ def _against_fast(estimate: Estimate) -> dict[str, float] | None:
 
 
 def price(estimate: Estimate) -> str:
-    """Format `_against_fast` as a line; "" without it."""
+    """The cost of numerics=exact relative to numerics=fast, as a line; "" without exact."""
     if (more := _against_fast(estimate)) is None:
         return ""
     memory, sent = (

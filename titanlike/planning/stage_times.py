@@ -437,7 +437,7 @@ class LayoutTimes:
         recomputed = sum(recompute)
 
         def host(*parts: str) -> float:
-            """Host seconds to launch these parts."""
+            """Host seconds to launch these parts (fields of `UnitTimes`) of all units of the stage."""
             launched = (
                 (getattr(u, part), on or part != "recompute") for u, on in runs for part in parts
             )
