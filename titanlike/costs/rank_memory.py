@@ -241,11 +241,11 @@ class RankMemory:
         self, rank: int, recomputed: Sequence[Collection[str]]
     ) -> list[MemorySample]:
         """Memory during each action of a rank, and during the update; arguments as `of_rank`."""
-        kept, sent = self._base(rank)
+        persistent, sent = self._base(rank)
         sizes = [*zip(self.layout.numel, self.layout.experts, strict=True)]
         local = (self._in_shards(*sizes[stage]) for stage in self._order.local(rank))
         weights = int(sum(self._state.weights * numel for numel in local))
-        now = MemoryParts(min(weights, kept), max(0, kept - weights), messages=sent)
+        now = MemoryParts(min(weights, persistent), max(0, persistent - weights), messages=sent)
         samples = []
         for act, kind in self._steps(rank):
             change = self._changes(act.stage, frozenset(recomputed[act.stage]))[kind]
@@ -320,12 +320,14 @@ class RankMemory:
         # buffer of a unit that is gathered while the previous one is copied out
         message = self._computing * sum(sizes[-2:]) if gathered else 0
         sharded = self._in_shards(numel, experts)
-        whole = layout.zero == 1
-        gradients = state.gradient * (numel if whole else sharded)  # once all are allocated
+        unsharded = layout.zero == 1
+        gradients = state.gradient * (numel if unsharded else sharded)  # once all are allocated
         reduced = 0  # bytes to reduce the largest unit's gradients, if they are unsharded
-        if state.fsdp and whole and sizes:
+        if state.fsdp and unsharded and sizes:
             reduced = int((_REDUCED + state.reduced_gradient) * sizes[-1])
-        local = [u.parameters if whole else self._in_shards(u.parameters, u.experts) for u in units]
+        local = [
+            u.parameters if unsharded else self._in_shards(u.parameters, u.experts) for u in units
+        ]
         new = [int(state.gradient * size) for size in local]  # gradients of the first backward
         sums, parts, microbatches = 0, layout.microbatches.bit_count(), layout.microbatches
         if self._config.exact:
@@ -333,7 +335,7 @@ class RankMemory:
             sums = sum(new)  # bytes of a partial sum
             gradients = parts * sums
             reduced = 0
-            if state.fsdp and whole and units:
+            if state.fsdp and unsharded and units:
                 # experts' sums that remain when those of the ep ranks are added
                 nodes = (microbatches * self._config.ep).bit_count()
                 nodes = 1 if 1 < self._config.ep == state.shards else nodes
@@ -403,9 +405,9 @@ class RankMemory:
         """Bytes that a forward adds at most; held: bytes saved by each unit for the backward."""
         now, peak = 0, activations
         message = self._held(units[0]) if units else 0
-        for unit, kept in zip(units, held, strict=True):
+        for unit, saved in zip(units, held, strict=True):
             peak = max(peak, now + unit.peak.forward + 2 * self._gathered(unit) + message)
-            now += kept
+            now += saved
         return peak
 
     def _backward(self, runs: Sequence[tuple[UnitMemory, bool]], new: Sequence[int]) -> int:
@@ -413,7 +415,7 @@ class RankMemory:
         is the first."""
         state = self._state
         allocates = bool(new) or (state.fsdp and self.layout.zero > 1) or self._computing < _REDUCED
-        now = most = 0  # relative to the begin
+        now = peak = 0  # relative to the begin
         held = self._held(runs[0][0]) if runs else 0
         for index in range(len(runs) - 1, -1, -1):
             unit, recompute = runs[index]
@@ -425,16 +427,16 @@ class RankMemory:
             if recompute:
                 running = max(running, unit.peak.forward)
             gathered = self._gathered(unit) + self._gathered(before)
-            most = max(most, now + running + gathered + held)
+            peak = max(peak, now + running + gathered + held)
             waits, held = held, self._held(unit)
             if held:  # gradients, reduction buffer, and result
                 reduced = self._computing + _REDUCED + _REDUCED / state.shards
                 reduced *= unit.parameters
                 if self._config.exact:  # the previous reduction is still in progress
                     reduced = waits + 2 * held
-                most = max(most, now + int(reduced) + self._gathered(before))
+                peak = max(peak, now + int(reduced) + self._gathered(before))
             now += unit.queued + (new[index] if new else 0)
-        return most
+        return peak
 
 
 def planned_memory(
@@ -454,7 +456,7 @@ def planned_memory(
     """
     model = model_graph.model
     experts, each = expert_parameters(model, config), update_bytes(config.optimizer, model)
-    kept, touched = ({name: sizes[way] for name, sizes in each.items()} for way in (0, 1))
+    state_bytes, touched = ({name: sizes[way] for name, sizes in each.items()} for way in (0, 1))
     hidden = hidden_matrices(model, config.optimizer)
 
     def sizes(names: Collection[str], each: Mapping[str, int] | None = None) -> list[int]:
@@ -484,7 +486,7 @@ def planned_memory(
         received=[0, *(received for received, _ in flows[1:])],
         sent=[sent for _, sent in flows],
         gathered_matrices=sizes(hidden),
-        moments=[*zip(sizes(kept, kept), sizes(experts, kept), strict=True)],
+        moments=[*zip(sizes(state_bytes, state_bytes), sizes(experts, state_bytes), strict=True)],
         touched=sizes(touched, touched),
         skips=skips,
     )

@@ -144,18 +144,18 @@ class UnitCosts:
             sizes_of_experts = (size for key, size in sizes.items() if key in experts)
             parameters = ({id(p): p.nbytes for p in self._parameters([call])} for call in calls)
             weights = [sum(sizes.values()) for sizes in parameters]
-            forward = first = later = before = kept = 0
+            forward = first = later = before = kept_bytes = 0
             after = sum(weights)
             for call, node, at_once, weight in zip(calls, nodes, saved, weights, strict=True):
                 after -= weight  # bytes of gradients of later calls, whose backward comes first
                 forward = max(forward, before + node.peak.forward)
                 before += at_once.saved
-                kept += at_once.kept(save) if call.kind == "unit" else at_once.saved
+                kept_bytes += at_once.kept(save) if call.kind == "unit" else at_once.saved
                 first = max(first, before + node.peak.first + after)
                 later = max(later, before + node.peak.later)
             queued = sum(node.queued[config.compile] for node in nodes)
             peak = UnitPeak(forward, first, later)
-            counted = () if self.unknown else (before, kept, queued, peak)
+            counted = () if self.unknown else (before, kept_bytes, queued, peak)
             units.append(UnitMemory(sum(sizes.values()), sum(sizes_of_experts), *counted))
         return self._memory.setdefault(key, dict(zip(self.names, units, strict=True)))
 

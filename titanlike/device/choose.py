@@ -75,21 +75,21 @@ def ranks_of(device: torch.device, launch: Launch, local_ranks: int) -> int:
     return min(launch.ranks_per_device, local_ranks) if shared else 1
 
 
-def first_device(wanted: str) -> torch.device:
+def first_device(requested: str) -> torch.device:
     """The device of a machine's first rank, without checking the number of GPUs."""
     kind = accelerator.accelerator()
-    if kind is None or wanted == "cpu" or accelerator.count() == 0:
+    if kind is None or requested == "cpu" or accelerator.count() == 0:
         return torch.device("cpu")
     return torch.device(kind, 0)
 
 
-def start_device(wanted: str, device: torch.device) -> None:
+def start_device(requested: str, device: torch.device) -> None:
     """Initialize this rank's device. Raises ConfigError with the driver's reason if that fails."""
     try:
         accelerator.set_device(device)
     except RuntimeError as error:
         reason = str(error).splitlines()[0]
-        raise _problem(wanted, f"{device} cannot be started: {reason}", _CPU) from error
+        raise _problem(requested, f"{device} cannot be started: {reason}", _CPU) from error
 
 
 @contextlib.contextmanager
@@ -150,5 +150,5 @@ def _gpus(count: int) -> str:
     return "1 GPU" if count == 1 else f"{count} GPUs"
 
 
-def _problem(wanted: str, reason: str, fix: str) -> ConfigError:
-    return ConfigError([Problem("device", wanted, reason, fix)])
+def _problem(requested: str, reason: str, fix: str) -> ConfigError:
+    return ConfigError([Problem("device", requested, reason, fix)])

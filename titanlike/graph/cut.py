@@ -206,25 +206,28 @@ def unit_starts(recording: Recording) -> list[int]:
     return [0, *(_cheapest_cut(recording, position, recomputable) for position in later_units)]
 
 
-def _cheapest_cut(recording: Recording, at: int, recomputable: set[Node]) -> int:
-    """The position between the unit at `at` and the unit before it where the fewest bytes flow.
+def _cheapest_cut(recording: Recording, first_call: int, recomputable: set[Node]) -> int:
+    """The index between the unit called at `first_call` and the unit before it where the fewest
+    bytes flow.
 
     A `torch.cat` with a skip connection, for example, is best left to the stage that uses it.
     """
     if recording.traced is not None:  # split=trace: exactly where the user says
-        return at
+        return first_call
     nodes = recording.nodes
-    places = [at] if at < len(nodes) else []
+    places = [first_call] if first_call < len(nodes) else []
     while places and places[-1] > 0 and nodes[places[-1] - 1].kind != "unit":
         places.append(places[-1] - 1)
     if len(places) < 2:
-        return at
-    used = {use for node in nodes[at:] if node not in recomputable for use in node.input_nodes}
+        return first_call
+    used = {
+        use for node in nodes[first_call:] if node not in recomputable for use in node.input_nodes
+    }
     used.update(leaf for leaf in tree_flatten(recording.output)[0] if isinstance(leaf, Node))
-    crossing = {node for node in nodes[:at] if node in used and node not in recomputable}
+    crossing = {node for node in nodes[:first_call] if node in used and node not in recomputable}
     cost: dict[int, float] = {}
     for place in places:
-        if place < at:  # this node is now the later stage's
+        if place < first_call:  # this node is now the later stage's
             crossing.discard(nodes[place])
             if nodes[place] not in recomputable:
                 inputs = nodes[place].input_nodes

@@ -45,15 +45,15 @@ def shard_sequence(recording: Recording, shorter: Recording, shard: SequenceShar
     if calls != shorter_calls:
         reason = "it makes other calls for shorter sequences, such as one for each token"
         raise UnknownTokens("its forward", reason)
-    at = calls.index(("input", "inputs", 0))
-    lengths = [each.nodes[at].shape[1] for each in (recording, shorter)]
+    inputs_index = calls.index(("input", "inputs", 0))
+    lengths = [each.nodes[inputs_index].shape[1] for each in (recording, shorter)]
     divider = _Divider(shard, *lengths)
     for node, other in zip(recording.nodes, shorter.nodes, strict=True):
         divider.add(node, other)
     new, taken = divider.new, divider.taken
 
     def last_uses(trained: Iterable[Tensor]) -> dict[Node, int]:
-        position = {node: at for at, node in enumerate(divider.nodes)}
+        position = {node: index for index, node in enumerate(divider.nodes)}
         places = [*(position[new[node]] for node in recording.nodes), len(position)]
         uses: dict[Node, int] = {}
         for node, place in recording.last_uses(trained).items():

@@ -303,10 +303,10 @@ def start_id(store: Any, rank: int, world_size: int, timeout: float) -> str:
     polls with increasing intervals: tens of requests whatever the number of ranks, and six by each
     other rank.
     """
-    start = own = uuid.uuid4().hex
+    start = own_id = uuid.uuid4().hex
     if rank > 0:
-        store.append(_HELLO, f"{own}\n")
-        answer = f"titanlike/answer/{own}"
+        store.append(_HELLO, f"{own_id}\n")
+        answer = f"titanlike/answer/{own_id}"
         store.wait([answer], timedelta(seconds=timeout))
         start = store.get(answer).decode()
     else:
@@ -323,13 +323,13 @@ def start_id(store: Any, rank: int, world_size: int, timeout: float) -> str:
         seen = store.get(_HELLO)
         new = {*seen.decode().split()} - answered
         if new:
-            store.multi_set([f"titanlike/answer/{other}" for other in new], [own] * len(new))
+            store.multi_set([f"titanlike/answer/{other}" for other in new], [own_id] * len(new))
             answered |= new
         # not a wait with a timeout, which torch reports on stderr
         if store.check([f"{confirmed}/all"]):
             # empty the list for the next launch, unless one of its ranks is there already
             store.compare_set(_HELLO, seen.decode(), "\n")
-            return own
+            return own_id
         if time.monotonic() > deadline:
             there = map(int, store.get(confirmed).decode().split())
             missing = sorted({*range(world_size)} - {*there})

@@ -71,14 +71,14 @@ class ChunkedHead:
         patched: Any = module
 
         def with_module(x: Tensor, targets: Tensor) -> Tensor:
-            forward, own = module.forward, vars(module).get("forward")
+            forward, patched_before = module.forward, vars(module).get("forward")
             patched.forward = partial(self._in_chunks, forward, tuple(module.parameters()))
             try:
                 return module(x, targets)
             finally:
                 del patched.forward
-                if own is not None:
-                    patched.forward = own
+                if patched_before is not None:
+                    patched.forward = patched_before
 
         return with_module
 

@@ -67,13 +67,13 @@ def walk(order: Order) -> Iterator[tuple[int, Action]]:
             raise ValueError(_deadlock(order, position, done))
 
 
-def _deadlock(order: Order, at: list[int], done: set[Action]) -> str:
-    """Describe the cycle of ranks that wait for each other; at: index of each rank's next action."""
+def _deadlock(order: Order, next_action: list[int], done: set[Action]) -> str:
+    """Describe the cycle of ranks that wait for each other; next_action: index by rank."""
     position = {completion_key(act): (act, i) for acts in order.ranks for i, act in enumerate(acts)}
-    rank = next(rank for rank, acts in enumerate(order.ranks) if at[rank] < len(acts))
+    rank = next(rank for rank, acts in enumerate(order.ranks) if next_action[rank] < len(acts))
     lines: dict[int, str] = {}
     while rank not in lines:
-        act = order.ranks[rank][at[rank]]
+        act = order.ranks[rank][next_action[rank]]
         need = next(need for need in dependencies(act, order.stages - 1) if need not in done)
         other = order.stage_to_rank[need.stage]
         if need not in position:
@@ -122,30 +122,30 @@ def _check_cells(order: Order) -> dict[Action, int]:
     return positions
 
 
-def _check_complete(order: Order, at: dict[Action, int]) -> None:
+def _check_complete(order: Order, positions: dict[Action, int]) -> None:
     """Check that every microbatch has F only (evaluation), or F and B, or F, I and W."""
-    forward_only = all(act.kind == "F" for act in at)
+    forward_only = all(act.kind == "F" for act in positions)
     for stage, rank in enumerate(order.stage_to_rank):
         for mb in range(order.microbatches):
             f, b, i, w = (Action(kind, stage, mb) for kind in "FBIW")
-            half = i if i in at else w
+            half = i if i in positions else w
             problem = ""
-            if f not in at:
+            if f not in positions:
                 problem = f"{f} is missing; add it"
-            elif b in at and half in at:
+            elif b in positions and half in positions:
                 problem = f"{b} besides {half}; keep either {b}, or {i} and {w}"
-            elif (i in at) != (w in at):
+            elif (i in positions) != (w in positions):
                 problem = f"{w if half == i else i} is missing besides {half}; add it"
-            elif not (forward_only or b in at or half in at):
+            elif not (forward_only or b in positions or half in positions):
                 problem = f"{b} is missing; add it after {f}, or add {i} and {w}"
             if problem:
                 raise ValueError(f"pipeline rank {rank}: {problem}")
 
 
-def _check_sequence(order: Order, at: dict[Action, int]) -> None:
+def _check_sequence(order: Order, positions: dict[Action, int]) -> None:
     """Check the order of actions within each rank."""
     last = order.stages - 1
-    position = {completion_key(act): index for act, index in at.items()}
+    position = {completion_key(act): index for act, index in positions.items()}
     for rank, acts in enumerate(order.ranks):
         for index, act in enumerate(acts):
             for need in dependencies(act, last):

@@ -167,9 +167,9 @@ def _summary(estimate: Estimate, warning: str, width: int) -> str:
     blocks = sum(unit.block for unit in plan.model_graph.units)
     many = units.microbatches(plan.microbatches)
     layout = f"{config.schedule.name}, " if config.pp > 1 else ""
-    of_tokens, batch = plan.unit == "tokens", f"{config.batch_size} samples"
-    batch = f"{units.count(estimate.tokens)} tokens" if of_tokens else batch
-    layout += f"{many} of {rows} {f'x {config.seq_len} ' if of_tokens else ''}{plan.unit}"
+    counts_tokens, batch = plan.unit == "tokens", f"{config.batch_size} samples"
+    batch = f"{units.count(estimate.tokens)} tokens" if counts_tokens else batch
+    layout += f"{many} of {rows} {f'x {config.seq_len} ' if counts_tokens else ''}{plan.unit}"
     layout += f", ZeRO {plan.zero}"
     if plan.recomputed.count:
         layout += f", {plan.recomputed.count} of {blocks} blocks recomputed"
@@ -263,11 +263,11 @@ def _traffic_table(estimate: Estimate, width: int) -> str:
     ranks = [estimate.traffic(rank) for rank in range(estimate.config.pp)]
     kinds = _AXES | (_EXACT_AXES if estimate.config.exact else {})
     for kind, (what, axis) in kinds.items():
-        if most := max(traffic[kind] for traffic in ranks):
+        if nbytes := max(traffic[kind] for traffic in ranks):
             link = link_of(estimate.config, axis, estimate.hardware)
             where = "in a node" if link.inside else f"over {link.nodes} nodes"
-            rate = units.size(most / estimate.step_seconds)
-            rows.append([what, axis, where, units.size(most), f"{rate}/s"])
+            rate = units.size(nbytes / estimate.step_seconds)
+            rows.append([what, axis, where, units.size(nbytes), f"{rate}/s"])
     header = ["what a rank sends in a step", "axis", "link", "bytes", "on average"]
     return table(header, rows, width) if rows else ""
 
@@ -287,9 +287,9 @@ def _bounds(estimate: Estimate, advice: Sequence[Advice], width: int) -> str:
 
 def table(header: list[str], rows: list[list[str]], width: int) -> str:
     """Format a table, merging consecutive equal rows (ignoring rank and stage columns)."""
-    of_ranks = header[0] == "rank"
+    has_ranks = header[0] == "rank"
     merged: list[list[str]] = []
-    for _, equal in groupby(rows, key=lambda row: row[2:] if of_ranks else row):
+    for _, equal in groupby(rows, key=lambda row: row[2:] if has_ranks else row):
         first, *others = equal
         if len(others) > 1:
             first = [f"{first[0]}-{others[-1][0]}", f"{first[1]} ..", *first[2:]]
@@ -297,7 +297,7 @@ def table(header: list[str], rows: list[list[str]], width: int) -> str:
         merged += [first, *others]
     widths = [max(map(len, column)) for column in zip(header, *merged, strict=True)]
     gap = 2 if sum(widths) + 2 * len(widths) <= width else 1
-    left_column = 1 if of_ranks else 0  # column
+    left_column = 1 if has_ranks else 0  # column
     lines = []
     for row in [header, ["─" * size for size in widths], *merged]:
         cells = zip(row, widths, strict=True)

@@ -171,8 +171,8 @@ def _score_all(config: Config, words: list[str], result: LayoutSearch) -> Iterat
     """Yield a score for every valid candidate."""
     gpus, contexts = result.gpus, {config.cp}
     if "cp" not in map(key_of, words):  # try more cp for long sequences
-        most = min(gpus, config.seq_len // _LEAST_TOKENS)
-        contexts |= {2**n for n in range(1, 9) if 2**n <= most and gpus % 2**n == 0}
+        largest = min(gpus, config.seq_len // _LEAST_TOKENS)
+        contexts |= {2**n for n in range(1, 9) if 2**n <= largest and gpus % 2**n == 0}
     for cp in sorted(contexts):
         chosen = words if cp == config.cp else [*words, f"cp={cp}"]
         with_cp = replace(config, cp=cp)
