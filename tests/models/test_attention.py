@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import default_collate
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from support.cells import slow
 from support.hf_tiny import model_of
@@ -44,6 +45,7 @@ from titanlike.models.documents import (
     document_spans,
     with_host_copy,
 )
+from titanlike.models.llama import rotary_table, rotate
 from titanlike.models.registry import build_model
 from titanlike.torch_private.operators import operator_names
 from titanlike.training.build import build
@@ -527,3 +529,24 @@ def test_a_gpu_is_not_waited_for() -> None:
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert documents_module.document_starts(ids).is_cuda and positions.is_cuda
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("positions", [torch.arange(6), torch.tensor([[3, 4, 5, 0, 1, 2]] * 2)])
+def test_heads_are_rotated_as_by_transformers_and_keep_their_layout(
+    dtype: torch.dtype, positions: torch.Tensor
+) -> None:
+    """Values and gradients; so projections, attention and their backwards copy nothing."""
+    table = rotary_table(positions, 8, 100.0)
+    cos, sin = (torch.cat([half, half], -1).expand(2, 6, 8) for half in table)
+    shapes = (2, 6, 4, 8), (2, 6, 2, 8)
+    heads = [torch.randn(shape).to(dtype).transpose(1, 2).requires_grad_() for shape in shapes]
+    found, true = rotate(table, *heads), apply_rotary_pos_emb(*(x.float() for x in heads), cos, sin)
+    gradients = [torch.randn(x.shape).to(dtype) for x in heads]
+    of_found = torch.autograd.grad(found, heads, gradients)
+    of_true = torch.autograd.grad(true, heads, [g.float() for g in gradients])
+    assert [x.stride() for x in found] == [x.stride() for x in heads]
+    for one, other in zip((*found, *of_found), (*true, *of_true), strict=True):
+        assert one.dtype == dtype
+        near = 1e-2 if dtype.itemsize == 2 else 1e-5
+        torch.testing.assert_close(one, other.to(dtype), rtol=near, atol=near)

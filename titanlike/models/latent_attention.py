@@ -81,7 +81,7 @@ class LatentAttention(nn.Module):
         )
         latent = self.kv_a_layernorm(latent)  # [B, T, C]
         key = self.rotated_key(key).unsqueeze(1)  # [B, 1, T, R]
-        turned, key = (rotate(self._halves(part), table) for part in (turned, key))
+        turned, key = rotate(table, self._halves(turned), self._halves(key))
         if cache is not None:
             y = self._with_cache(q, turned, latent, key, mask, cache)
         else:

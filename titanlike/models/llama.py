@@ -55,11 +55,34 @@ def rotary_table(
 Rotary = tuple[int, float, Yarn | None]  # what `rotary_table` takes behind positions
 
 
-def rotate(x: Tensor, table: Tensor) -> Tensor:
-    """Rotate the two halves of each head in fp32: x [B, H, T, E] -> the same shape and dtype."""
+def rotate(table: Tensor, *heads: Tensor) -> tuple[Tensor, ...]:
+    """Rotate the two halves of each head in fp32: heads [B, H, T, E] -> the same shapes and
+    dtypes."""
+    return _Rotation.apply(table, *heads)
+
+
+class _Rotation(torch.autograd.Function):
+    """(a, b) -> (a * cos - b * sin, b * cos + a * sin), in the memory layout that the heads have;
+    the backward rotates the other way."""
+
+    @staticmethod
+    def forward(ctx: Any, table: Tensor, *heads: Tensor) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(table)
+        return tuple(_rotated(x, table, 1.0) for x in heads)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        (table,) = ctx.saved_tensors
+        return None, *(_rotated(gradient, table, -1.0) for gradient in gradients)
+
+
+def _rotated(x: Tensor, table: Tensor, sign: float) -> Tensor:
     cos, sin = table.unsqueeze(-3) if table.dim() == 4 else table  # [B, 1, T, E/2] or [T, E/2]
-    a, b = x.float().chunk(2, dim=-1)  # [B, H, T, E/2] each
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).type_as(x)
+    halves = x.unflatten(-1, (2, -1))  # [B, H, T, 2, E/2]
+    turned = halves * cos.unsqueeze(-2)
+    turned[..., 0, :].addcmul_(halves[..., 1, :], sin, value=-sign)
+    turned[..., 1, :].addcmul_(halves[..., 0, :], sin, value=sign)
+    return turned.flatten(-2).type_as(x)
 
 
 class Sinks(nn.Module):
@@ -113,7 +136,7 @@ class Attention(nn.Module):
         )
         if self.normed:
             q, k = self.q_norm(q), self.k_norm(k)
-        q, k = rotate(q, table), rotate(k, table)
+        q, k = rotate(table, q, k)
         if cache is not None:
             k, v = cache.extend(self, k, v)  # [B, K, S, E]
         if self.window is not None and mask is not None:
