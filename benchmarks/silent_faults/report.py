@@ -39,6 +39,7 @@ def shares(results: dict[str, Any], names: Iterable[str]) -> dict[str, tuple[int
         asked = [each["caught"].get(detector) for each in of]
         asked = [answer for answer in asked if answer is not None]
         found[detector] = sum(asked), len(asked)
+    of = [each for each in of if "verify" in each["caught"]]  # no hang
     for what in ("module", "line"):
         found[what] = sum(each["caught"]["verify"] and each[what] for each in of), len(of)
     return found
@@ -78,7 +79,7 @@ def rows(results: dict[str, Any], faults: dict[str, Fault]) -> list[str]:
                 _mark(caught.get(each)) for each in ("verify", "exact", "loss", "norm", "again")
             ]
             located = [
-                _mark(found.get(each) and caught["verify"]) if caught else ""
+                _mark(found[each] and caught["verify"]) if "verify" in caught else ""
                 for each in ("module", "line")
             ]
             seconds = str(found.get("seconds", {}).get("verify", ""))
@@ -98,6 +99,9 @@ def missed(results: dict[str, Any], faults: dict[str, Fault]) -> list[str]:
     for name, fault in faults.items():
         found = results.get(name, {})
         if "caught" not in found:
+            continue
+        if fault.hangs:
+            lines.append(f"- {fault.fault}: {fault.note}")
             continue
         lacks = [] if found["caught"]["verify"] else ["not caught"]
         if not lacks:

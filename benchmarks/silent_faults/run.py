@@ -11,7 +11,9 @@ are made.
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
+import multiprocessing
 import os
 import re
 import shutil
@@ -19,8 +21,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +34,17 @@ from benchmarks.silent_faults.faults import HERE, ROOT, Fault, benchmarked
 
 RESULTS = HERE / "results.json"
 COPIED = ("titanlike", "conf", "hydra_plugins")
+PRELOADED = (  # before forks; nothing of titanlike, which each fork has a copy of
+    "torch",
+    "torch.distributed.tensor",
+    "torch.distributed.pipelining",
+    "torch.distributed.fsdp",
+    "torch.distributed.checkpoint",
+    "torch.distributed.checkpoint.state_dict",
+    "torch.optim",
+    "hydra",
+    "omegaconf",
+)
 TIMEOUT = 150.0  # seconds of a detector; a layout that is right takes 3 on an idle machine
 BASE = [
     "device=cpu",
@@ -48,24 +62,25 @@ SIZES = {  # of the layout's model
     "moe_tiny": "model.hidden_size=32 model.num_attention_heads=4 model.num_key_value_heads=2 "
     "model.moe_intermediate_size=32 model.num_hidden_layers=2",
 }
-STEPS = 20  # of a loss curve
+STEPS = 12  # of a loss curve
 NEAR = 1e-2  # of a golden curve
 
 
-# --- in a process of its own: the detectors -------------------------------------------------------
+# --- in a fork with a copy of titanlike: the detectors --------------------------------------------
 
 
-def detect(layout: str, folder: Path) -> dict[str, Any]:
-    """Run the layout under every detector; what compares with a golden run is left to the parent."""
+def detect(layout: str, folder: Path, golden: bool) -> dict[str, Any]:
+    """Run the layout under every detector; golden: without a fault, once each. What compares with a
+    golden run is left to `judged`."""
     import support.world
     from support.world import RankError, run_world
     from titanlike.config.errors import ConfigError
     from titanlike.library import compose
     from titanlike.proof.verify import verify
-    from titanlike.training.loop import train
+    from titanlike.training.loop import train  # noqa: F401
 
-    unused = ("pytest", "transformers.")
-    support.world.PRELOADED = [n for n in support.world.PRELOADED if not n.startswith(unused)]
+    # the ranks are forks of this process, which has imported what they need
+    support.world.fork_context = lambda: multiprocessing.get_context("fork")
     found: dict[str, Any] = {}
 
     def timed(name: str, job: Callable[..., Any], config: Any) -> None:
@@ -76,64 +91,125 @@ def detect(layout: str, folder: Path) -> dict[str, Any]:
             result = {"error": str(error).strip()[-2000:]}
         found[name] = {"seconds": round(time.monotonic() - start, 1)} | result
 
-    model = next((w[6:] for w in layout.split() if w.startswith("model=")), "llama_tiny")
-    words = [*BASE, *SIZES[model].split(), *layout.split()]
-    run_world(_nothing, compose(*BASE), folder / "start")
+    words = words_of(layout)
     timed("verify", verify, compose(*words))
-    try:
-        exact = compose(*words, "numerics=exact")
+    try:  # which has microbatches of its own
+        less = [word for word in words if not word.startswith("schedule.microbatches=")]
+        exact = compose(*less, "numerics=exact")
     except ConfigError:
-        exact = None  # refused: tp, cp, compile
-    if exact is not None:
+        exact = None  # refused: tp, cp
+    if exact is not None and exact != compose(*words):
         timed("exact", verify, exact)
-    for name in ("train", "again"):
-        timed(name, _curve_of(train), compose(*words, f"steps={STEPS}"))
+    for name in ("train", "again")[: 1 if golden else 2]:
+        timed(name, curve, compose(*words, f"steps={STEPS}"))
     return found
 
 
-def _nothing(config: Any, worker: Any) -> None:
-    """So that the imports of the server that forks the ranks are in no detector's time."""
+def words_of(layout: str) -> list[str]:
+    """The overrides of a run."""
+    model = next((w[6:] for w in layout.split() if w.startswith("model=")), "llama_tiny")
+    return [*BASE, *SIZES[model].split(), *layout.split()]
 
 
-class _curve_of:
-    def __init__(self, train: Any) -> None:
-        self.train = train
+def curve(config: Any, worker: Any) -> dict[str, Any]:
+    """Train; losses and gradient norms of the steps."""
+    from titanlike.training.loop import train
 
-    def __call__(self, config: Any, worker: Any) -> dict[str, Any]:
-        self.train(config, worker)
-        lines = (
-            (worker.run_dir / "metrics.jsonl").read_text().splitlines() if worker.rank == 0 else []
-        )
-        rows = [json.loads(line) for line in lines]
-        return {key: [row[key] for row in rows] for key in ("loss", "grad_norm")}
+    train(config, worker)
+    lines = (worker.run_dir / "metrics.jsonl").read_text().splitlines() if worker.rank == 0 else []
+    rows = [json.loads(line) for line in lines]
+    return {key: [row[key] for row in rows] for key in ("loss", "grad_norm")}
 
 
 # --- the parent -----------------------------------------------------------------------------------
 
 
-def measured(fault: Fault | None, layout: str) -> dict[str, Any]:
-    """What a process finds that has this fault; None = none."""
-    with tempfile.TemporaryDirectory(prefix="silent-fault-") as scratch:
-        copy = Path(scratch) / "copy"
+@dataclass
+class Measurement:
+    """A fork of this process that imports titanlike with a fault, and runs its detectors."""
+
+    name: str  # "" = without a fault
+    layout: str
+
+    def start(self, fault: Fault | None) -> None:
+        detect = _detect_hang if fault is not None and fault.hangs else _detect
+        self._scratch = tempfile.TemporaryDirectory(prefix="silent-fault-")
+        folder = Path(self._scratch.name)
         for name in COPIED:  # with its bytecode
-            shutil.copytree(ROOT / name, copy / name)
+            shutil.copytree(ROOT / name, folder / "copy" / name)
         if fault is not None:
-            path = copy / fault.file
+            path = folder / "copy" / fault.file
             path.write_text(fault.planted(path.read_text()))
-        env = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST")}
-        env |= {"PYTHONPATH": f"{copy}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
-        out = Path(scratch) / "found.json"
-        words = [sys.executable, __file__, "--detect", str(out), "--layout", layout]
-        done = subprocess.run(words, env=env, capture_output=True, text=True, cwd=scratch)
-        if done.returncode or not out.exists():
-            return {"error": (done.stdout + done.stderr)[-3000:]}
-        return json.loads(out.read_text())
+        context = multiprocessing.get_context("fork")
+        self.process = context.Process(target=detect, args=(self.layout, folder, fault is None))
+        self.process.start()
+
+    def found(self) -> dict[str, Any]:
+        self.process.join()
+        folder = Path(self._scratch.name)
+        out, log = folder / "found.json", folder / "log"
+        result = {"error": log.read_text()[-3000:]} if not out.exists() else {}
+        result = result or json.loads(out.read_text())
+        self._scratch.cleanup()
+        return result
+
+
+def _detect_hang(layout: str, folder: Path, golden: bool) -> None:
+    """Train as the command does, whose watchdog ends it; then ask torch's analyzer."""
+    run, start = folder / "run", time.monotonic()
+    ends = ["launch.step_timeout=20", "launch.timeout=30", f"run_dir={run}", f"steps={STEPS}"]
+    words = [sys.executable, "-m", "titanlike", "train", *words_of(layout), *ends]
+    env = os.environ | {"PYTHONPATH": f"{folder / 'copy'}", "OMP_NUM_THREADS": "1"}
+    options: dict[str, Any] = {"cwd": folder, "env": env, "capture_output": True, "text": True}
+    trained = subprocess.run(words, timeout=300, **options)
+    hang = [line for line in trained.stderr.splitlines() if line.startswith("no progress")]
+    words = [sys.executable, "-m", "torch.distributed.flight_recorder.fr_trace"]
+    words += [str(run / "logs" / "flight_recorder"), "--prefix", "gloo_rank"]
+    analyzed = subprocess.run(words, timeout=120, **options)
+    said = (analyzed.stdout + analyzed.stderr).strip().splitlines()
+    found = {"hang": hang, "recorder": analyzed.returncode == 0, "analysis": said[-1:]}
+    found["seconds"] = round(time.monotonic() - start, 1)
+    (folder / "found.json").write_text(json.dumps(found))
+
+
+def _detect(layout: str, folder: Path, golden: bool) -> None:
+    stream = os.open(folder / "log", os.O_CREAT | os.O_WRONLY)
+    os.dup2(stream, 1)
+    os.dup2(stream, 2)
+    os.chdir(folder)
+    sys.path[:0] = [str(folder / "copy"), str(ROOT / "tests")]
+    found = detect(layout, folder / "runs", golden)
+    import titanlike
+
+    assert Path(titanlike.__file__).is_relative_to(folder), titanlike.__file__
+    (folder / "found.json").write_text(json.dumps(found))
+
+
+def measured(
+    work: Sequence[tuple[str, str]], faults: Mapping[str, Fault], jobs: int
+) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """(name of a fault or "", layout, what was found) of each, `jobs` at a time."""
+    for name in PRELOADED:
+        importlib.import_module(name)
+    left, running = [*work], list[Measurement]()
+    while left or running:
+        while left and len(running) < jobs:
+            running.append(Measurement(*left.pop(0)))
+            running[-1].start(faults.get(running[-1].name))
+        connection.wait([each.process.sentinel for each in running])
+        for each in [each for each in running if not each.process.is_alive()]:
+            running.remove(each)
+            yield each.name, each.layout, each.found()
 
 
 def judged(fault: Fault, found: dict[str, Any], golden: dict[str, Any]) -> dict[str, Any]:
     """Which detectors have caught it; None = it does not apply."""
     if "error" in found:
         return found
+    if fault.hangs:
+        first = [*found["hang"], *found["analysis"]]
+        caught = {"recorder": found["recorder"]}
+        return {"caught": caught, "seconds": {"hang": found["seconds"]}, "first": first}
 
     def fails(name: str) -> bool | None:
         if name not in found:
@@ -147,7 +223,7 @@ def judged(fault: Fault, found: dict[str, Any], golden: dict[str, Any]) -> dict[
         return any(not abs(a - b) <= NEAR * abs(b) for a, b in zip(*curves, strict=True))
 
     verify = found["verify"]
-    located = verify.get("first_difference", {})
+    located = verify.get("first_difference") or {}
     first, axis = located.get("first", []), located.get("axis", "")
     text = "\n".join([*first, axis])
     result = {
@@ -165,7 +241,7 @@ def judged(fault: Fault, found: dict[str, Any], golden: dict[str, Any]) -> dict[
         "line": bool(re.search(fault.line, text)),
     }
     if "exact" in found:
-        result["exact first"] = found["exact"].get("first_difference", {}).get("first", [])
+        result["exact first"] = (found["exact"].get("first_difference") or {}).get("first", [])
     errors = {name: of["error"][-600:] for name, of in found.items() if "error" in of}
     return result | ({"errors": errors} if errors else {})
 
@@ -177,12 +253,7 @@ def main() -> None:
     parser.add_argument("--list", action="store_true", help="show the faults, and run nothing")
     parser.add_argument("--new", action="store_true", help="those that results.json lacks")
     parser.add_argument("--results", type=Path, default=RESULTS)
-    parser.add_argument("--detect", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--layout", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.detect:
-        args.detect.write_text(json.dumps(detect(args.layout, args.detect.parent / "runs")))
-        return
     faults = {n: f for n, f in benchmarked().items() if not args.only or args.only in n}
     if args.list:
         for name, fault in faults.items():
@@ -192,37 +263,26 @@ def main() -> None:
     results = {"right": {}, "faults": {}}
     if args.results.exists():
         results |= json.loads(args.results.read_text())
-    layouts = dict.fromkeys(fault.layout for fault in faults.values())
     if args.new:
         faults = {n: f for n, f in faults.items() if n not in results["faults"]}
-
-    def keep() -> None:
-        args.results.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
-
-    with ThreadPoolExecutor(args.jobs) as pool:
-        wanted = [each for each in layouts if each not in results["right"]]
-        for layout, found in zip(
-            wanted, pool.map(lambda x: measured(None, x), wanted), strict=True
-        ):
-            wrong = {
-                n for n, of in found.items() if n == "error" or of.get("exit_code") or "error" in of
-            }
-            print(
-                f"without a fault, {layout}: {'ALARM: ' + str(found) if wrong else 'right'}",
-                flush=True,
-            )
+    work: list[tuple[str, str]] = []
+    for layout in dict.fromkeys(fault.layout for fault in faults.values()):
+        work += [("", layout)] if layout not in results["right"] else []
+        work += [(name, layout) for name, fault in faults.items() if fault.layout == layout]
+    waiting: dict[str, dict[str, Any]] = {}  # for the golden run of its layout
+    for name, layout, found in measured(work, faults, args.jobs):
+        if name:
+            waiting[name] = found
+        else:
             results["right"][layout] = found
-            keep()
-
-        def one(pair: tuple[str, Fault]) -> tuple[str, dict[str, Any]]:
-            name, fault = pair
-            found = measured(fault, fault.layout)
-            return name, judged(fault, found, results["right"][fault.layout])
-
-        for name, result in pool.map(one, faults.items()):
-            print(json.dumps({name: result}, indent=1), flush=True)
-            results["faults"][name] = result
-            keep()
+            alarms = [of for of in found.values() if "error" in of or of.get("exit_code")]
+            alarms = [found] if "error" in found else alarms
+            print(f"without a fault, {layout}: {f'ALARM {alarms}' if alarms else 'right'}")
+        for other in [n for n in waiting if faults[n].layout in results["right"]]:
+            golden = results["right"][faults[other].layout]
+            results["faults"][other] = judged(faults[other], waiting.pop(other), golden)
+            print(json.dumps({other: results["faults"][other]}, indent=1), flush=True)
+        args.results.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
     if args.results == RESULTS:
         report.write(results["faults"], benchmarked())
 

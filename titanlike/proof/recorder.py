@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from titanlike.config.schema import Config
-from titanlike.distributed.placement import Part, Placement, local_of
+from titanlike.distributed.placement import Part, Placement, experts_of, local_of
 from titanlike.distributed.transform import Transform
 from titanlike.graph.recording import tree_flatten
 from titanlike.proof.comparison import Comparison, compare
@@ -242,14 +242,22 @@ class _Parts:
             take: Callable[..., Tensor] | None = getattr(transform.ranks, "take", None)
             if take is not None:
                 self._tokens.append(take(tokens[None], 1)[0])
+        divided = run.mesh.layer_ranks > 1 or config.ep > 1
         if run.mesh.layer_ranks > 1:
             parts = (t.chunk(run.mesh.layer_ranks) for t in [*self._tokens])
             self._tokens += [part[run.mesh.layer_part] for part in parts if len(part) > 1]
+        # in the order of experts; parts of a sum over ranks that have the same heads
+        names = [name for stage in run.stages for name in experts_of(stage)]
+        self._unlike = {(phase, name) for name in names for phase in PHASES[: 3 * divided]}
+        repeated = (n for n, p in self._placements.items() if p.part is not None and p.copies > 1)
+        self._unlike |= {(PHASES[2], name.rpartition(".")[0]) for name in repeated}
 
     def compared(
         self, place: Place, mine: Tensor, whole: Tensor
     ) -> tuple[Tensor | None, Comparison | None]:
         """The part of `whole` that this one is, of those that it can be the nearest."""
+        if place[:2] in self._unlike:
+            return None, None
         # a sum of so many terms is rounded so often
         terms = max(64, *whole.shape) if whole.dim() else 64
         eps = torch.finfo(mine.dtype).eps if mine.is_floating_point() else 0.0
