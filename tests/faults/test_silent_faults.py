@@ -19,7 +19,9 @@ def test_every_silent_fault_can_be_planted_and_has_a_source() -> None:
     faults = benchmarked()
     assert len(faults) >= 60
     for name, fault in faults.items():
-        compile(fault.planted((ROOT / fault.file).read_text()), fault.file, "exec")
+        planted = fault.planted((ROOT / fault.file).read_text())
+        if not fault.test:  # test_faults.py compiles the others
+            compile(planted, fault.file, "exec")
         assert fault.module and fault.line, name
         for pattern in (fault.module, fault.line):
             re.compile(pattern)
