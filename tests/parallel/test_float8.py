@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from support.cells import slow
+from support.cells import cells, slow
 from support.commands import TINY, command
 from support.families import moe
 from support.hf_tiny import model_of, tiny_hf
@@ -21,7 +21,17 @@ from support.models import tiny
 from support.world import run_world
 from titanlike.config.errors import ConfigError
 from titanlike.config.optimizers.sgd import Sgd
-from titanlike.config.schema import Checkpoint, Config, Custom, Float8Precision, Precision
+from titanlike.config.schema import (
+    ActivationCheckpoint,
+    Checkpoint,
+    Config,
+    Custom,
+    Float8Precision,
+    Fsdp,
+    Precision,
+    Schedule,
+    Validation,
+)
 from titanlike.distributed.collectives import GroupInfo
 from titanlike.distributed.mesh import open_mesh
 from titanlike.distributed.placement import DIVIDED
@@ -292,6 +302,72 @@ def test_a_run_goes_on_in_another_precision_and_back(tmp_path: Path) -> None:
     )
     assert len(changing) == len(exact) == 6
     assert changing == pytest.approx(exact, rel=2e-3) and changing[0] != exact[0]
+
+
+# --- weights are cast once a step -----------------------------------------------------------------
+
+
+FULL = ActivationCheckpoint("full")
+ONCE = {"zero 3, recomputed": tiny(dp=2, fsdp=Fsdp(3), activation_checkpoint=FULL, layers=2)}
+ONCE_TOO = {
+    "one process": tiny(layers=2),
+    "zero 2": tiny(dp=2, fsdp=Fsdp(2), layers=2),
+    "replicas": tiny(dp=2, replicate=2, layers=2),
+    "hsdp, tp": tiny(dp=4, replicate=2, tp=2, layers=2),
+    "zbv": tiny(pp=2, dp=2, schedule="zbvzerobubble", layers=4),
+}
+LAYERS = 7  # of a block
+
+
+@pytest.mark.parametrize("config", cells(ONCE, ONCE_TOO))
+def test_a_weight_is_cast_once_a_step(config: Config, tmp_path: Path) -> None:
+    """However many microbatches go forward and backward."""
+    seen = run_world(counting_casts, config_of_casts(config), tmp_path, True)
+    assert seen == [2 * 2 * LAYERS] * config.world_size  # 2 steps, and 2 blocks on each rank
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
+@pytest.mark.parametrize("config", cells({}, ONCE | ONCE_TOO))
+def test_losses_are_those_of_a_cast_in_each_product(
+    config: Config, recipe: str, tmp_path: Path
+) -> None:
+    config = config_of_casts(config, recipe)
+    counts = [
+        run_world(counting_casts, config, tmp_path / name, name == "once")
+        for name in ("once", "each")
+    ]
+    whole = config.dp == config.replicate
+    assert (counts[0][0] < counts[1][0] / 3) == (whole or recipe == "tensorwise")
+    once, each = (read_jsonl(tmp_path / name / "metrics.jsonl") for name in ("once", "each"))
+    for one, other in zip(once, each, strict=True):
+        assert (one["loss"], one["grad_norm"]) == (other["loss"], other["grad_norm"])
+
+
+def config_of_casts(config: Config, recipe: str = "tensorwise") -> Config:
+    if config.pp == 1:
+        config = replace(config, schedule=Schedule("1f1b", 4))
+    # no weight has a multiple of 24 rows, as tokens have
+    changes = {"steps": 2, "seq_len": 24, "validation": Validation(every=0)}
+    return replace(config, precision=replace(FLOAT8, recipe=recipe), **changes)
+
+
+def counting_casts(config: Config, worker: Worker, once: bool) -> int:
+    """Casts of weights, or of this rank's parts of them, in a run."""
+    from titanlike.parallel import float8, float8_linear
+
+    right, counted = float8_linear.to_fp8_saturated, 0
+
+    def counting(x: Tensor, kind: torch.dtype) -> Tensor:
+        nonlocal counted
+        counted += x.shape[0] % 24 != 0 and not x.is_meta
+        return right(x, kind)
+
+    float8_linear.to_fp8_saturated = counting
+    if not once:
+        float8.Float8.on_weights = lambda self, stage: None
+    train(config, worker)
+    return counted
 
 
 # --- divided layers -----------------------------------------------------------------------------

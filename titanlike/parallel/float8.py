@@ -27,6 +27,8 @@ from titanlike.config.imports import quiet_import
 from titanlike.config.schema import Config, Float8Precision
 from titanlike.device.accelerator import multiplies_float8
 from titanlike.device.choose import first_device
+from titanlike.distributed.collectives import GroupInfo
+from titanlike.distributed.mesh import Mesh
 from titanlike.distributed.placement import (
     Placement,
     adds_bias_later,
@@ -34,7 +36,7 @@ from titanlike.distributed.placement import (
     in_float8,
     is_experts,
 )
-from titanlike.distributed.transform import Transform
+from titanlike.distributed.transform import Plan, Transform
 from titanlike.graph.units import find_units
 from titanlike.torch_private.known_code import own_code
 
@@ -105,6 +107,36 @@ class Float8(Transform):
     def on_model(self, model: nn.Module, placements: dict[str, Placement]) -> None:
         use_float8(model, self._config, self._device)
 
+    # --- weights are cast once a step, where they are whole or FSDP gathers them in float8
+
+    def open(self, mesh: Mesh, plan: Plan) -> None:
+        self._shards: GroupInfo | None = None
+        self._layers: list[Any] = []
+        if self._config.shards > 1:  # how many they are is all that is asked of them
+            group = mesh.axes.get_group("shard")
+            self._shards = GroupInfo(self._config.shards, 0, group)
+
+    def on_weights(self, stage: nn.Module) -> None:
+        layers: list[Any] = [module for module in stage.modules() if in_float8(module)]
+        if self._config.fsdp.cpu_offload:  # shards are not where they are cast
+            return
+        if self._shards is not None:
+            from titanlike.parallel.float8_linear import gather_in_float8
+
+            layers = [layer for layer in layers if gather_in_float8(layer)]
+        self._layers += layers
+
+    @contextlib.contextmanager
+    def computing(self) -> Iterator[None]:
+        if self._layers:
+            from titanlike.parallel.float8_linear import cast_weights, drop_casts
+
+            cast_weights(self._layers, self._shards)
+            yield
+            drop_casts(self._layers)
+        else:
+            yield
+
     def in_one_process(self, model: nn.Module) -> None:
         use_float8(model, self._config, self._device)
 
@@ -130,7 +162,10 @@ def in_bf16(modules: Iterable[nn.Module]) -> Iterator[list[nn.Module]]:
 
 
 def _forward_in_bf16(layer: nn.Linear, input: Tensor) -> Tensor:
-    return F.linear(input, layer.weight, None if adds_bias_later(layer) else layer.bias)
+    weight: Any = layer.weight
+    if hasattr(weight, "to_original_precision"):  # gathered by FSDP
+        weight = weight.to_original_precision()
+    return F.linear(input, weight, None if adds_bias_later(layer) else layer.bias)
 
 
 def _import_torchao() -> ModuleType:

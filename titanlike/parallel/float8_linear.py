@@ -16,6 +16,7 @@ Shapes: N tokens, I and O features.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -27,37 +28,24 @@ from torchao.float8.config import (
     ScalingType,
 )
 from torchao.float8.float8_ops import addmm_float8_unwrapped
+from torchao.float8.float8_training_tensor import (
+    Float8TrainingTensor,
+    GemmInputRole,
+    LinearMMConfig,
+    ScaledMMConfig,
+)
 from torchao.float8.float8_utils import amax_to_scale, pad_tensor_for_matmul, to_fp8_saturated
 
 from titanlike.distributed.collectives import GroupInfo, largest
 from titanlike.distributed.placement import DIVIDED, adds_bias_later
 from titanlike.torch_private.autograd import shaped
+from titanlike.torch_private.dtensor import local
+from titanlike.torch_private.fsdp import gather_other
 
 MULTIPLE = 16  # of both sides of a matrix, for the kernels of float8
 
 
 Divided = tuple[GroupInfo | None, GroupInfo | None]  # over whom dim 0 and dim 1 of a matrix are
-
-
-class Float8Linear(nn.Linear):
-    """What `convert` makes of a torch.nn.Linear in place: weights, hooks and attributes stay."""
-
-    in_float8 = True
-    config: Float8LinearConfig
-
-    def forward(self, input: Tensor) -> Tensor:
-        kind = input.device.type
-        if kind != "meta" and torch.is_autocast_enabled(kind):  # as F.linear has it
-            input = input.to(torch.get_autocast_dtype(kind))
-        bias = None if adds_bias_later(self) else self.bias
-        divided = vars(self).get(DIVIDED, (None, None))
-        output = _Product.apply(input, self.weight, self.config, divided)
-        return output if bias is None else output + bias.to(output.dtype)
-
-
-def convert(layer: nn.Module, config: Float8LinearConfig) -> None:
-    layer.__class__ = Float8Linear
-    vars(layer)["config"] = config
 
 
 class Operand(NamedTuple):
@@ -67,6 +55,37 @@ class Operand(NamedTuple):
     def t(self) -> Operand:
         scale = self.scale
         return Operand(self.data.t(), scale if scale is None else scale.t())
+
+
+class Float8Linear(nn.Linear):
+    """What `convert` makes of a torch.nn.Linear in place: weights, hooks and attributes stay."""
+
+    in_float8 = True
+    config: Float8LinearConfig
+    # the weight as an operand, of the forward and of the input gradient, or of both; none = it is
+    # cast in each
+    casts: tuple[Operand, ...] = ()
+
+    def forward(self, input: Tensor) -> Tensor:
+        kind = input.device.type
+        if kind != "meta" and torch.is_autocast_enabled(kind):  # as F.linear has it
+            input = input.to(torch.get_autocast_dtype(kind))
+        bias = None if adds_bias_later(self) else self.bias
+        divided = vars(self).get(DIVIDED, (None, None))
+        casts = [x for operand in self.casts for x in operand]
+        output = _Product.apply(input, self.weight, self.config, divided, *casts)
+        return output if bias is None else output + bias.to(output.dtype)
+
+
+def convert(layer: nn.Module, config: Float8LinearConfig) -> None:
+    layer.__class__ = Float8Linear
+    vars(layer)["config"] = config
+
+
+def largest_of(x: Tensor, kind: CastConfig, dim: int) -> Tensor:
+    """What a scale is made of: the largest element of all, or along `dim`."""
+    x = x.detach().abs()
+    return x.amax() if _of_tensor(kind) else x.amax(dim, keepdim=True)
 
 
 def cast(
@@ -81,12 +100,18 @@ def cast(
     if kind.scaling_type is ScalingType.DISABLED:
         return Operand(x, None)
     if known is None:
-        if _of_tensor(kind):
-            amax = largest(x.detach().abs().amax(), divided[0] or divided[1])
-        else:
-            amax = largest(x.detach().abs().amax(dim, keepdim=True), divided[dim])
-        known = amax_to_scale(amax, kind.target_dtype, config.round_scales_to_power_of_2)
+        amax = largest(largest_of(x, kind, dim), _among(kind, dim, divided))
+        known = scale_of(amax, kind, config)
     return Operand(to_fp8_saturated(x.float() * known, kind.target_dtype), known)
+
+
+def scale_of(amax: Tensor, kind: CastConfig, config: Float8LinearConfig) -> Tensor:
+    return amax_to_scale(amax, kind.target_dtype, config.round_scales_to_power_of_2)
+
+
+def _among(kind: CastConfig, dim: int, divided: Divided) -> GroupInfo | None:
+    """The ranks that have parts of what one scale is for."""
+    return divided[0] or divided[1] if _of_tensor(kind) else divided[dim]
 
 
 def _of_tensor(kind: CastConfig) -> bool:
@@ -98,19 +123,29 @@ def _of_tensor(kind: CastConfig) -> bool:
 class _Product(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, input: Tensor, weight: Tensor, config: Float8LinearConfig, divided: Divided
+        ctx: Any,
+        input: Tensor,
+        weight: Tensor,
+        config: Float8LinearConfig,
+        divided: Divided,
+        *casts: Tensor,
     ) -> Tensor:
         x = cast(_rows(input), config.cast_config_input, config, 1, (None, divided[1]))
-        w = cast(weight, config.cast_config_weight, config, 1, divided)
+        if casts:
+            w, later = Operand(*casts[:2]), casts[-2:]
+        else:
+            w = cast(weight, config.cast_config_weight, config, 1, divided)
+            later = weight, w.scale
         result = _multiply(x, w.t(), input.dtype, config, "output")
-        ctx.save_for_backward(input, weight, x.scale, w.scale)
+        ctx.save_for_backward(input, x.scale, *later)
+        ctx.given = len(casts)
         ctx.config, ctx.divided = config, divided
         # no view: what a custom function returns could not be changed in place then
         return shaped(result, (*input.shape[:-1], result.shape[-1]))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        input, weight, x_scale, w_scale = ctx.saved_tensors
+        input, x_scale, weight, w_scale = ctx.saved_tensors
         config, divided = ctx.config, ctx.divided
         of_input = of_weight = None
         dtype, gradient = gradient.dtype, _rows(gradient)
@@ -118,7 +153,9 @@ class _Product(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             kind = config.cast_config_weight_for_grad_input
             known = w_scale if _of_tensor(config.cast_config_weight) else None
-            w = cast(weight, kind, config, 0, divided, known)
+            w = Operand(weight, w_scale)
+            if not ctx.given:
+                w = cast(weight, kind, config, 0, divided, known)
             of_input = _multiply(g, w, dtype, config, "grad_input").view(input.shape)
         if ctx.needs_input_grad[1]:
             kind = config.cast_config_input_for_grad_weight
@@ -128,7 +165,7 @@ class _Product(torch.autograd.Function):
             known = g.scale if _of_tensor(kind) else None
             g = g if known is not None else cast(gradient, kind, config, 0, (None, None))
             of_weight = _multiply(g.t(), x, dtype, config, "grad_weight")
-        return of_input, of_weight, None, None
+        return of_input, of_weight, None, None, *(None for _ in range(ctx.given))
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -157,3 +194,81 @@ def _multiply(
         left.contiguous(), a_scale, right.t().contiguous().t(), b_scale, dtype, use_fast_accum=fast
     )
     return result[:, :columns]
+
+
+# --- weights, once a step --------------------------------------------------------------------------
+
+
+def gather_in_float8(layer: Float8Linear) -> bool:
+    """Let FSDP gather the weight as `cast_weights` has cast the shards; False = it gathers bf16."""
+    weight: Any = layer.weight
+    mesh, kind = weight.device_mesh, layer.config.cast_config_weight
+    if not _of_tensor(kind) or weight.shape[0] % mesh.size(mesh.ndim - 1):
+        return False
+
+    def receive(gathered: Tensor) -> Tensor:
+        data, scale = gathered.view(kind.target_dtype), _held(layer).scale
+        layer.casts = (Operand(data, scale),)
+        settings = LinearMMConfig(*[ScaledMMConfig(emulate=layer.config.emulate)] * 3)
+        return Float8TrainingTensor(
+            data, scale, torch.bfloat16, settings, gemm_input_role=GemmInputRole.WEIGHT
+        )
+
+    gather_other(weight, lambda: _held(layer).data.view(torch.uint8), receive)
+    return True
+
+
+@torch.no_grad()
+def cast_weights(layers: Sequence[Float8Linear], shards: GroupInfo | None) -> None:
+    """Cast what this rank has of each weight, with the scales of the whole, for a step.
+
+    shards: over which FSDP divides them, for `gather_in_float8`; None = they are ready to compute.
+    """
+    kinds: list[tuple[Float8Linear, CastConfig, int]] = []
+    for layer in layers:
+        both = layer.config.cast_config_weight, layer.config.cast_config_weight_for_grad_input
+        one = _of_tensor(both[0])
+        kinds += [(layer, kind, 1 - i) for i, kind in enumerate(both[:1] if one else both)]
+    amaxes = [largest_of(_in_bf16(layer), kind, dim) for layer, kind, dim in kinds]
+    of_tp = [
+        _among(kind, dim, vars(layer).get(DIVIDED, (None, None))) for layer, kind, dim in kinds
+    ]
+    if (ranks := next(filter(None, of_tp), None)) is not None:
+        mine = [i for i, among in enumerate(of_tp) if among is not None]
+        for i, amax in zip(mine, _together([amaxes[i] for i in mine], ranks), strict=True):
+            amaxes[i] = amax
+    amaxes = _together(amaxes, shards)
+    for layer in layers:
+        layer.casts = ()
+    for (layer, kind, dim), amax in zip(kinds, amaxes, strict=True):
+        scale = scale_of(amax, kind, layer.config)
+        operand = cast(_in_bf16(layer), kind, layer.config, dim, (None, None), scale)
+        if shards is not None:
+            vars(layer)[_HELD] = operand
+        else:
+            layer.casts = *layer.casts, operand
+
+
+_HELD = "float8_shard"  # attribute of a layer: what FSDP gathers
+
+
+def _held(layer: Float8Linear) -> Operand:
+    return vars(layer)[_HELD]
+
+
+def drop_casts(layers: Iterable[Float8Linear]) -> None:
+    """Free what `cast_weights` has made."""
+    for layer in layers:
+        if vars(layer).pop(_HELD, None) is None:
+            layer.casts = ()
+
+
+def _in_bf16(layer: Float8Linear) -> Tensor:
+    return local(layer.weight).to(torch.bfloat16)
+
+
+def _together(amaxes: Sequence[Tensor], ranks: GroupInfo | None) -> list[Tensor]:
+    """The largest of all ranks, in one message."""
+    flat = largest(torch.cat([amax.flatten() for amax in amaxes]), ranks)
+    parts = flat.split([amax.numel() for amax in amaxes])
+    return [part.view_as(amax) for part, amax in zip(parts, amaxes, strict=True)]

@@ -8,7 +8,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 
@@ -52,6 +52,32 @@ def gather_with(part: FSDPModule, block: nn.Module) -> None:
         state._pre_forward, prepend=True, with_kwargs=True
     )
     state._post_forward_hook_handle = block.register_forward_hook(state._post_forward)
+
+
+def gather_other(
+    parameter: nn.Parameter, send: Callable[[], Tensor], receive: Callable[[Tensor], Tensor]
+) -> None:
+    """Let FSDP gather other bytes than those of a parameter.
+
+    send: returns what this rank has, in the shape of its shard; receive: makes what modules compute
+    with of the whole, which it holds. torch asks the shard for such methods, of tensors of a class
+    of their own; a plain one may have them, too (its `lazy_init`: "allow monkey patch").
+    Test: test_float8.py::test_a_weight_is_cast_once_a_step
+    """
+    shard: Any = parameter._local_tensor  # type: ignore[attr-defined]
+
+    def before(mesh: Any) -> Any:
+        return (send(),), None
+
+    def after(outputs: Any, metadata: Any, dtype: torch.dtype, *, out: Any = None) -> Any:
+        (gathered,) = outputs
+        made: Any = receive(gathered)
+        if out is None:
+            return made, (gathered,)
+        out._scale = made._scale
+        return None
+
+    shard.fsdp_pre_all_gather, shard.fsdp_post_all_gather = before, after
 
 
 def gradients_in_one_dtype(groups: Iterable[Any]) -> None:
@@ -107,9 +133,12 @@ def _fill(parameters: list[Any], reached: set[nn.Parameter]) -> None:
         if hasattr(type(parameter), "unsharded_zero_grad_data"):  # 2.15: always in .grad
             parameter._unsharded_param.grad = parameter.unsharded_zero_grad_data
         elif accumulated is None:
-            parameter._unsharded_param.grad = torch.zeros_like(parameter._unsharded_param)
+            like = parameter._unsharded_param  # in float8 it is of a class of torchao's
+            zeros = torch.zeros(like.shape, dtype=like.dtype, device=like.device)
+            parameter._unsharded_param.grad = zeros
         else:
-            zeros = torch.zeros_like(parameter._unsharded_param, dtype=accumulated)
+            like = parameter._unsharded_param
+            zeros = torch.zeros(like.shape, dtype=accumulated, device=like.device)
             parameter.unsharded_accumulated_grad = zeros
 
 
