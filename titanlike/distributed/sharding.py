@@ -124,6 +124,8 @@ class StateBytes:
             weights += computing  # see `parallel/cast_parameters.py`
         reduced = 0.0 if offload else 4 / shards
         gathered = computing if fsdp and (zero < 3 or shards == 1) else 0
+        if config.precision.name == "float8" and shards == 1:
+            gathered += 1  # see `parallel/float8.py`
         gradient = 4 if fsdp and zero == 1 else reduced
         return cls(fsdp, shards, weights, moments, gathered, gradient, reduced)
 

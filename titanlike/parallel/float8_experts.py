@@ -96,7 +96,7 @@ def _by_expert(x: Tensor, counts: Tensor) -> Tensor:
     """Rounded with a scale for each column of the rows of one expert."""
     expert = _experts(x, counts)
     largest = x.new_zeros(len(counts), x.shape[1])
-    largest = largest.index_reduce(0, expert, x.abs(), "amax")
+    largest = largest.scatter_reduce(0, expert.unsqueeze(1).expand_as(x), x.abs(), "amax")
     return _rounded(x, largest[expert])
 
 
