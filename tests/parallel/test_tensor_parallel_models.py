@@ -22,7 +22,7 @@ from support.models import tiny
 from support.paths import ROOT
 from support.proven import assert_proven
 from support.world import run_world
-from support.wrong_plans import FUSED
+from support.wrong_plans import FUSED, PLAN
 from titanlike.config.schema import (
     ActivationCheckpoint,
     ChunkedCrossEntropy,
@@ -51,6 +51,7 @@ def divided(model: Model, pp: int = 1, dp: int = 1, tp: int = 2, **changes: Any)
     return tiny(pp=pp, dp=dp, model=model, tp=tp, batch_size=8, seq_len=SEQ_LEN, **changes)
 
 
+SCALING = divided(Model("support.wrong_plans.Model", {"attention": "Scaling"}, PLAN))
 QUICK = {
     # a part of the sequence between layers
     "own": divided(OWN, activation_checkpoint=ActivationCheckpoint("full")),
@@ -58,6 +59,8 @@ QUICK = {
     "hf llama": divided(hf("llama", num_key_value_heads=1, num_hidden_layers=2)),
 }
 MORE = {
+    "own, which changes what is gathered": SCALING,
+    "own, weight gradients later": divided(OWN, 2, schedule=ZeroBubbleSchedule()),
     "a vocabulary of 97": divided(llama(vocab_size=97), 2, 1, 2),
     "hf llama, 4 ranks for 2 heads": divided(hf("llama"), 1, 1, 4),
     "hf gpt2, compiled": divided(hf("gpt2"), 1, 2, 2, compile=True),
@@ -98,6 +101,12 @@ def test_copies_on_several_ranks_do_not_drift_apart(tmp_path: Path) -> None:
 @pytest.mark.parametrize("config", cells(QUICK, MORE))
 def test_a_divided_model_trains_as_one_process_does(config: Config, tmp_path: Path) -> None:
     assert_proven(config, tmp_path, timeout=300)
+
+
+def test_what_a_layer_changes_after_it_was_gathered_is_not_gathered_again() -> None:
+    """Nor where blocks are compiled, which do not look at it."""
+    again = [make_plan(c).transforms["tp"].ranks.gathers_again for c in (SCALING, QUICK["own"])]
+    assert again == [False, True]
 
 
 @pytest.mark.parametrize("family", slow("gpt2", "phi3"))

@@ -60,6 +60,13 @@ class Softmaxed(Attention):
         return [q.softmax(1), k, v]
 
 
+class Scaling(Attention):
+    """Changes what was gathered for it in place."""
+
+    def project(self, x: Tensor) -> list[Tensor]:
+        return super().project(x.mul_(0.5))
+
+
 class Ranked(Attention):
     """A bias for each head, counted from the first that there is."""
 

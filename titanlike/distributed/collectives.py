@@ -6,6 +6,7 @@ gather and scatter of Python objects through rank 0, outside of steps.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -25,7 +26,7 @@ class Traffic(NamedTuple):
 
     nbytes: int = 0
     messages: int = 0
-    beside: int = 0  # the part of nbytes that is overlapped with attention
+    beside: int = 0  # the part of nbytes that is sent while the rank computes
 
 
 @dataclass(eq=False)
@@ -94,35 +95,60 @@ def _run(operation: Operation, x: Tensor, ranks: GroupInfo, dim: int) -> Tensor:
     if operation == "split":
         size = x.shape[dim] // ranks.size
         return x.narrow(dim, ranks.rank * size, size).contiguous()
+    if operation in ("all_gather", "reduce_scatter"):
+        return begin_collective(operation, x, ranks, dim, beside=False)()
     if ranks.group is None or x.is_meta:
         return _shape_alone(operation, x, ranks, dim)
     if torch.compiler.is_compiling():
         return traced_collective(operation, x, dim, ranks.group)
-    if operation == "all_to_all":
-        result = torch.empty_like(x, memory_format=torch.contiguous_format)
-        dist.all_to_all_single(result.view(-1), x.contiguous().view(-1), group=ranks.group)
-        return result
     if operation == "all_reduce":
         result = x.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(result, group=ranks.group)
         return result
-    if operation == "all_gather":
-        gathered = x.new_empty(ranks.size, *x.shape)
-        _all_gather(gathered.view(-1), x.contiguous().view(-1), group=ranks.group)
-        return gathered.movedim(0, dim).flatten(dim, dim + 1)
-    assert operation == "reduce_scatter", operation
-    parts = x.unflatten(dim, (ranks.size, -1)).movedim(dim, 0).contiguous()
-    result = torch.empty_like(parts[0])
-    _reduce_scatter(result.view(-1), parts.view(-1), group=ranks.group)
+    assert operation == "all_to_all", operation
+    result = torch.empty_like(x, memory_format=torch.contiguous_format)
+    dist.all_to_all_single(result.view(-1), x.contiguous().view(-1), group=ranks.group)
     return result
 
 
-def _shape_alone(operation: Operation, x: Tensor, ranks: GroupInfo, dim: int) -> Tensor:
+def begin_collective(
+    operation: Operation, x: Tensor, ranks: GroupInfo, dim: int, beside: bool = True
+) -> Callable[[], Tensor]:
+    """Begin an all-gather or a reduce-scatter, without gradient; what waits for its result.
+
+    beside: the rank computes until it waits.
+    """
+    if ranks.group is None or x.is_meta:
+        shape = _shape_alone(operation, x, ranks, dim, beside)
+        return lambda: shape
+    if torch.compiler.is_compiling():
+        traced = traced_collective(operation, x, dim, ranks.group)
+        return lambda: traced
+    if operation == "all_gather":
+        result = x.new_empty(ranks.size, *x.shape)
+        work = _all_gather(result.view(-1), x.contiguous().view(-1), ranks.group, beside)
+    else:
+        parts = x.unflatten(dim, (ranks.size, -1)).movedim(dim, 0).contiguous()
+        result = torch.empty_like(parts[0])
+        work = _reduce_scatter(result.view(-1), parts.view(-1), group=ranks.group, async_op=beside)
+
+    def finish() -> Tensor:
+        if work is not None:
+            work.wait()
+        gathered = operation == "all_gather"
+        return result.movedim(0, dim).flatten(dim, dim + 1) if gathered else result
+
+    return finish
+
+
+def _shape_alone(
+    operation: Operation, x: Tensor, ranks: GroupInfo, dim: int, beside: bool = False
+) -> Tensor:
     shape = list(x.shape)
     # a rank has its own part already; an all-reduce is a reduce-scatter and an all-gather
     whole = x.nbytes * (ranks.size if operation == "all_gather" else 1)
     messages = 2 if operation == "all_reduce" else 1
-    ranks.count(messages * whole * (ranks.size - 1) // ranks.size, messages)
+    ranks.count(messages * whole * (ranks.size - 1) // ranks.size, messages, beside)
     if operation == "all_gather":
         shape[dim] *= ranks.size
     elif operation == "reduce_scatter":

@@ -14,13 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from types import MethodType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titanlike.distributed.placement import adds_bias_later
+from titanlike.distributed.placement import SHARES_GATHERED, adds_bias_later
 from titanlike.distributed.transform import Transform
 from titanlike.torch_private.autograd import accumulates, add_gradient, in_functorch, shaped
 
@@ -44,6 +44,16 @@ class WeightGradientsLater(Transform):
             deferred.check_all_taken()
 
 
+class Waiting(NamedTuple):
+    """What weight gradients of layers with the same input take."""
+
+    kept: Tensor  # the input, or a rank's part of it
+    # gradient of the results [rows, out], weight, bias
+    products: list[tuple[Tensor, Tensor, Tensor | None]]
+    # begins to gather the input, and waits for it
+    gather: Callable[[Tensor], Callable[[], Tensor]] | None = None
+
+
 class DeferredWeightGradients:
     """The linear layers of a stage: their weight gradients wait until they are taken."""
 
@@ -53,16 +63,18 @@ class DeferredWeightGradients:
         device: on which the stage will run.
         """
         alive = torch.zeros(1, device=device, requires_grad=True)
-        self._queue: list[tuple[Tensor, Tensor, Tensor, Tensor | None]] = []
+        self.queue: list[Waiting] = []
         self._layers: list[nn.Linear] = []
         self._before: list[Any] = []  # of each the forward that it had, None = that of its class
         for module in stage.modules():
             replaced = vars(module).get("forward")
-            if type(module) is nn.Linear and (replaced is None or adds_bias_later(module)):
+            shares = SHARES_GATHERED in vars(module)  # its forward calls `linear`
+            known = replaced is None or shares or adds_bias_later(module)
+            if type(module) is nn.Linear and known:
                 self._before.append(replaced)
                 # not a closure: of blocks whose layers have other functions each is compiled
                 patched: Any = module
-                patched.forward = MethodType(_forward, module)
+                patched.forward = replaced if shares else MethodType(linear, module)
                 vars(module)[_OWNER], vars(module)[_ALIVE] = self, alive
                 self._layers.append(module)
 
@@ -77,26 +89,36 @@ class DeferredWeightGradients:
 
     def take(self) -> Callable[[], None]:
         """What computes the queued gradients and adds them to `.grad`; the queue is empty then."""
-        queued, self._queue = self._queue, []
+        queued, self.queue = self.queue, []
         if compiled := _take_waiting():
             layers = {_address(layer.weight, _bias(layer)): layer for layer in self._layers}
             for inputs, gradient, address in compiled:
                 layer = layers[address]
-                queued.append((inputs, gradient, layer.weight, _bias(layer)))
+                queued.append(Waiting(inputs, [(gradient, layer.weight, _bias(layer))]))
         queued.reverse()
 
+        def begun() -> Any:
+            if not queued:
+                return None
+            kept, products, gather = queued.pop()
+            return products, (lambda: kept) if gather is None else gather(kept)
+
         def add() -> None:
-            while queued:  # each frees what it needed
-                inputs, gradient, weight, bias = queued.pop()
-                add_gradient(weight, gradient.t() @ inputs)
-                if bias is not None:
-                    add_gradient(bias, gradient.sum(0))
+            ahead = begun()
+            while ahead is not None:  # each frees what it needed
+                products, finish = ahead
+                inputs = finish()
+                ahead = begun()  # gathered beside these products
+                for gradient, weight, bias in products:
+                    add_gradient(weight, gradient.t() @ inputs)
+                    if bias is not None:
+                        add_gradient(bias, gradient.sum(0))
 
         return add
 
     def check_all_taken(self) -> None:
         """Assert that no gradient of a step is left."""
-        left = len(self._queue) + len(_take_waiting())
+        left = len(self.queue) + len(_take_waiting())
         assert not left, f"{left} weight gradients of the step were not computed"
 
 
@@ -109,14 +131,25 @@ def _bias(layer: nn.Linear) -> nn.Parameter | None:
     return None if adds_bias_later(layer) else layer.bias
 
 
-def _forward(module: nn.Linear, input: Tensor) -> Tensor:
-    weight, bias = module.weight, _bias(module)
-    # not of weights that are computed from others or frozen, nor in other dtypes by autocast
-    weights = [weight] if bias is None else [weight, bias]
-    trained = all(isinstance(p, nn.Parameter) and p.requires_grad for p in weights)
+def owner_of(layer: nn.Module) -> DeferredWeightGradients | None:
+    """Whose weight gradients wait, that of this layer among them."""
+    return vars(layer).get(_OWNER)
+
+
+def trained(layer: nn.Linear, input: Tensor) -> bool:
+    """Whether a call takes gradients of a layer's weights as they are: these are not computed from
+    others or frozen, and autocast does not change their dtype."""
+    weights = [layer.weight] if _bias(layer) is None else [layer.weight, layer.bias]
     kind = input.device.type
     autocast = kind != "meta" and torch.is_autocast_enabled(kind)
-    if not trained or autocast or not torch.is_grad_enabled():
+    plain = all(isinstance(p, nn.Parameter) and p.requires_grad for p in weights)
+    return plain and not autocast and torch.is_grad_enabled()
+
+
+def linear(module: nn.Linear, input: Tensor) -> Tensor:
+    """The forward of a linear layer whose weight gradient waits, if it is to."""
+    weight, bias = module.weight, _bias(module)
+    if not hasattr(module, _OWNER) or not trained(module, input):
         return F.linear(input, weight, bias)
     if torch.compiler.is_compiling():
         if weight.numel() == 0:  # it has no address
@@ -154,7 +187,7 @@ class _Linear(torch.autograd.Function):
         if not accumulates(ctx, 1):  # a torch.autograd.grad in the model's forward
             of_bias = None if ctx.bias is None else gradient.sum(0)
             return of_inputs, gradient.t() @ inputs, of_bias, None
-        ctx.owner._queue.append((inputs, gradient, ctx.weight, ctx.bias))
+        ctx.owner.queue.append(Waiting(inputs, [(gradient, ctx.weight, ctx.bias)]))
         return of_inputs, None, None, None
 
 

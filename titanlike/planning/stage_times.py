@@ -2,7 +2,8 @@
 
 1. Operators (`node_costs.py`) take the time of a roofline. Communication inside a unit (tp, cp, ep)
    takes the time of its link and is exposed, except that ring attention overlaps sends of keys and
-   values with attention, and compiled blocks hide part of tp's communication (`tp_async`).
+   values with attention, tp's second all-gather overlaps matmuls, and compiled blocks hide part of
+   tp's communication (`tp_async`).
 2. FSDP's all-gathers and reductions run once per step, or unit by unit overlapped with compute
    (`overlapped_seconds`), depending on `fsdp.zero` as in `distributed/sharding.py`; those of experts
    are separate, among fewer ranks.
@@ -69,6 +70,9 @@ _CAST_BYTES_COMPILED = 2  # the kernel that computes the values also reads them
 
 # Fraction of tp's communication in compiled blocks that overlaps with matmuls (`tp_async`)
 _HIDDEN = 0.4
+
+# Fraction of the input gradients' matmuls and attention that overlaps what tp gathers in the backward
+_OF_COLUMNS = 0.5
 
 TRAFFIC = (  # kinds, see `LayoutTimes.traffic`
     *("messages", "gathered", "reduced", "replicated", "expert_gathered", "expert_reduced"),
@@ -204,11 +208,13 @@ def unit_times(config: Config, plan: TrainPlan, roofline: Roofline) -> dict[str,
         by_way = {"ep": link.to_all, "ulysses": link.to_all, "ring": link.to_next}
         rates[axis] = by_way.get(way, link.bandwidth)
 
-    def waited(axis: str, sent: collectives.Traffic, attention: float) -> float:
-        """Seconds of exposed communication; attention: seconds of attention meanwhile."""
+    def waited(axis: str, sent: collectives.Traffic, attention: float, matmuls: float) -> float:
+        """Seconds of exposed communication; attention, matmuls: seconds of these meanwhile, of
+        matmuls with attention."""
         seconds = links[axis].sent(sent.nbytes, sent.messages, rates[axis])
         # a ring's first block attends to local keys while the first send is in progress
-        seconds -= min(sent.beside / rates[axis], (1 - 1 / config.cp) * attention)
+        compute = _OF_COLUMNS * matmuls if axis == "tp" else (1 - 1 / config.cp) * attention
+        seconds -= min(sent.beside / rates[axis], compute)
         return seconds * (1 - _HIDDEN * config.tp_async if axis == "tp" else 1.0)
 
     cached: dict[tuple[tuple[int, ...], bool], UnitTimes] = {}  # cache by equal calls
@@ -229,9 +235,10 @@ def unit_times(config: Config, plan: TrainPlan, roofline: Roofline) -> dict[str,
             for way, exchanged, operators in ways:
                 attention = {o: count for o, count in operators.items() if o.name == ATTENTION}
                 attends = roofline.seconds(attention, True).device
+                matmuls = roofline.seconds(operators, block).products
                 for axis, values in exchanged.items():
                     traffic = collectives.Traffic(*values)
-                    waits[way][axis] += waited(axis, traffic, attends)
+                    waits[way][axis] += waited(axis, traffic, attends, matmuls)
                     sent[way][axis] += traffic.nbytes
         for by_way_of_step in (waits, sent):
             by_way_of_step[1] = {

@@ -31,8 +31,8 @@ def shaped(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 def accumulates(node: Any, index: int) -> bool:
-    """Whether the backward that runs adds to `.grad` of a parameter: the argument at `index` of a
-    custom function, whose backward calls it. False in torch.autograd.grad."""
+    """Whether the backward that runs adds to `.grad` of a parameter: the tensor at `index` among
+    those that a custom function is given, whose backward calls it. False in torch.autograd.grad."""
     try:
         return torch._C._will_engine_execute_node(node.next_functions[index][0])
     except RuntimeError as error:

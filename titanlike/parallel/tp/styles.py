@@ -18,7 +18,7 @@ which one is the other's gradient (arXiv 1909.08053, section 3; with the sequenc
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import MethodType
@@ -40,6 +40,7 @@ from titanlike.distributed.placement import (
     When,
     in_float8,
 )
+from titanlike.parallel.tp.gathered import gather_for, share
 from titanlike.parallel.tp.hf_plan import set_local_sizes, sets_sizes
 from titanlike.parallel.tp.plan import DIVIDING, Entry, gathered_above
 from titanlike.torch_private.known_code import own_code
@@ -52,6 +53,8 @@ class TensorRanks(GroupInfo):
     # Whether activations between sharded layers are divided along the sequence. It may differ from
     # batch to batch: a length that `size` does not divide is not.
     sequence: bool = False
+    # whether what is gathered along it is not kept for the backward: see `gathered.py`
+    gathers_again: bool = True
 
     def part(self, length: int) -> tuple[int, int]:
         """(start, stop) of this rank's part of so many rows, dealt as torch.chunk does: the last
@@ -94,6 +97,7 @@ class _Sharder:
         self._whole_logits = whole_logits
         self._cut: dict[int, tuple[nn.Parameter, nn.Parameter, Placement]] = {}  # whole, part
         self._partial: dict[int, When] = {}  # of parameters that are not cut
+        self._takers: dict[str, list[str]] = {}  # module that gathers -> linear layers, below it
 
     def shard(self, name: str, entry: Entry) -> None:
         module, ranks, style = self._model.get_submodule(name), self._ranks, entry.style
@@ -105,7 +109,8 @@ class _Sharder:
             rows = self._columns(module, entry)
             if not gathered:
                 vars(module)[GATHERS] = ranks
-                _before(module, partial(_enter, ranks))
+                self._gather(name, module)
+            self._take_gathered(name, module)
             if style == "colwise_gather":
                 _after(module, partial(_gather_features, ranks, rows, not gathered))
             elif style == "vocab" and self._whole_logits:  # which are the loss's: all tokens, too
@@ -118,12 +123,23 @@ class _Sharder:
             for last, whole in list(module.named_parameters(recurse=False)):
                 self._take(module, last, Part(whole.shape, 0, (ranks.part(len(whole)),)))
         elif style == "gather":
-            _before(module, partial(_enter, ranks))
+            self._gather(name, module)
         elif style == "split":
             _after(module, lambda _, x: _split_tokens(ranks, x))
         elif style in ("sequence", "replicate_sum"):
             when: When = "sequence" if style == "sequence" else "always"
             self._partial |= {id(p): when for p in module.parameters()}
+
+    def _gather(self, name: str, module: nn.Module) -> None:
+        _before(module, partial(_enter, self._ranks, self._takers.setdefault(name, [])))
+
+    def _take_gathered(self, name: str, module: nn.Module) -> None:
+        """Let a linear layer take what it, or a module that it is in, gathers."""
+        if type(module).forward is nn.Linear.forward:
+            path = max((p for p in self._takers if f"{name}.".startswith(f"{p}.")), key=len)
+            takers = self._takers[path]
+            share(module, len(takers))
+            takers.append(name.removeprefix(path).removeprefix("."))
 
     def placements(self) -> dict[str, Placement]:
         of_parts = {id(part): placement for _, part, placement in self._cut.values()}
@@ -305,14 +321,14 @@ def _set_features(module: nn.Module, names: tuple[str, ...], value: int) -> None
 # --- around forwards -----------------------------------------------------------------------------
 
 
-def _before(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
+def _before(module: nn.Module, change: Callable[[nn.Module, Tensor], Tensor]) -> None:
     """Change a module's first argument."""
 
-    def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if args:
-            return (change(args[0]), *args[1:]), kwargs
+            return (change(module, args[0]), *args[1:]), kwargs
         first = next(name for name, value in kwargs.items() if isinstance(value, Tensor))
-        return args, {**kwargs, first: change(kwargs[first])}
+        return args, {**kwargs, first: change(module, kwargs[first])}
 
     module.register_forward_pre_hook(hook, with_kwargs=True)
 
@@ -326,10 +342,10 @@ def _tokens(x: Tensor) -> int:
     return x.dim() - 2
 
 
-def _enter(ranks: TensorRanks, x: Tensor) -> Tensor:
-    """What a sharded layer computes with."""
+def _enter(ranks: TensorRanks, layers: Sequence[str], module: nn.Module, x: Tensor) -> Tensor:
+    """What sharded layers of a module compute with; layers: names of linear ones in it."""
     if ranks.sequence:
-        return autograd_collective(x, ranks, "all_gather", "reduce_scatter", _tokens(x))
+        return gather_for(ranks, [module.get_submodule(name) for name in layers], x)
     return autograd_collective(x, ranks, "identity", "all_reduce")
 
 
@@ -363,9 +379,9 @@ def _gather_features(
     return _split_tokens(ranks, x) if divided else x
 
 
-def _split_features(ranks: TensorRanks, divided: bool, x: Tensor) -> Tensor:
+def _split_features(ranks: TensorRanks, divided: bool, module: nn.Module, x: Tensor) -> Tensor:
     if divided and ranks.sequence:
-        return _enter(ranks, x)[..., slice(*ranks.part(x.shape[-1]))]
+        return _enter(ranks, (), module, x)[..., slice(*ranks.part(x.shape[-1]))]
     return autograd_collective(x, ranks, "split", "all_gather", x.dim() - 1)
 
 

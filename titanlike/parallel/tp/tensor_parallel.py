@@ -25,7 +25,7 @@ from titanlike.distributed.mesh import Mesh, new_group
 from titanlike.distributed.placement import Placement
 from titanlike.distributed.transform import Plan, Recorded, Transform
 from titanlike.graph.loss import Loss
-from titanlike.graph.model_graph import Fields, fields_of
+from titanlike.graph.model_graph import Fields, ModelGraph, fields_of
 from titanlike.optim.loss import build_loss, takes_divided_logits
 from titanlike.parallel.float8 import in_bf16
 from titanlike.parallel.tp.check import Draws, ForwardCheck, mixed_draws, plan_error, unnamed
@@ -80,6 +80,10 @@ class TensorParallel(Transform):
         size = self.sharding.vocabulary
         divided = None if size is None else DividedVocabulary(size, self._ranks).cross_entropy
         return build_loss(self._config.loss, device, divided)
+
+    def recorded(self, graph: ModelGraph) -> None:
+        graph.recording(graph.fields, True)  # where a layer that changes what is gathered is seen
+        self._ranks.gathers_again = self.sharding.like.gathers_again
 
     def check(self, recorded: Recorded) -> None:
         """Raise ConfigError where random numbers are drawn for a rank's part between the units."""

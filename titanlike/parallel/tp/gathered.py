@@ -1,0 +1,151 @@
+"""What is gathered along the sequence for linear layers, and again in the backward.
+
+Layers that share a gathered input (q, k and v; gate and up) need it for their weight gradients. Only
+the rank's part of it is kept (arXiv 2205.05198, section 4.2.2): the gradients of all of these layers
+are computed by one node of autograd's graph, the gather. Its backward gathers the part again while
+it computes the gradient of the input, which it reduce-scatters while it computes those of weights.
+Weight gradients that wait for `W` (`weight_gradients.py`) wait with the part alone.
+
+A layer's own backward leaves all of that to the gather: this gives a tensor without memory for each
+layer, of the form of the layer's result, whose gradient is that of the result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from types import MethodType
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from titanlike.distributed.collectives import autograd_collective, begin_collective
+from titanlike.distributed.placement import SHARES_GATHERED
+from titanlike.parallel.weight_gradients import Waiting, linear, owner_of, trained
+from titanlike.torch_private.autograd import accumulates, in_functorch, shaped
+
+if TYPE_CHECKING:
+    from titanlike.parallel.tp.styles import TensorRanks
+
+_RESULTS = "tp_results"  # attribute of what was gathered: (ranks, version, result of each layer)
+
+
+def share(layer: nn.Module, index: int) -> None:
+    """Let a linear layer be one of those of a gather; index: among these."""
+    patched: Any = layer
+    vars(layer)[SHARES_GATHERED] = index
+    patched.forward = MethodType(_forward, layer)
+
+
+def gather_for(ranks: TensorRanks, layers: Sequence[Any], x: Tensor) -> Tensor:
+    """All tokens, of which x [..., T, D] are this rank's, for these layers and any other use."""
+    layers = [layer for layer in layers if trained(layer, x)]
+    waits = any(owner_of(layer) for layer in layers)
+    # the operator of a compiled layer that waits keeps its input itself
+    compiled = torch.compiler.is_compiling() and waits
+    if not layers or not ranks.gathers_again or compiled or in_functorch():
+        return autograd_collective(x, ranks, "all_gather", "reduce_scatter", x.dim() - 2)
+    parameters = [parameter for layer in layers for parameter in (layer.weight, layer.bias)]
+    owner = owner_of(layers[0]) if waits else None
+    gathered, *results = _Gather.apply(x, ranks, owner, *parameters)
+    of_layers = {
+        getattr(layer, SHARES_GATHERED): y for layer, y in zip(layers, results, strict=True)
+    }
+    setattr(gathered, _RESULTS, (ranks, gathered._version, of_layers))
+    return gathered
+
+
+def _forward(layer: Any, x: Tensor) -> Tensor:
+    like = _of_layer(layer, x)
+    if like is None:
+        return linear(layer, x)
+    bias = None if layer.bias is None else layer.bias.detach()
+    return _Product.apply(x.detach(), layer.weight.detach(), bias, like)
+
+
+def _of_layer(layer: nn.Module, x: Tensor) -> Tensor | None:
+    """What the gather gave for a layer, if the layer is called with what was gathered."""
+    ranks, version, results = getattr(x, _RESULTS, (None, 0, {}))
+    if ranks is not None and not torch.compiler.is_compiling() and x._version != version:
+        # changed in place: not what would be gathered again. Seen where the model is recorded, so
+        # that it is known where it is compiled
+        ranks.gathers_again = False
+        return None
+    return results.get(getattr(layer, SHARES_GATHERED))
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, like: Tensor) -> Tensor:
+        rows = F.linear(x.reshape(-1, x.shape[-1]), weight, bias)
+        return shaped(rows, (*x.shape[:-1], rows.shape[-1]))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, None, gradient
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, ranks: TensorRanks, owner: Any, *parameters: Any
+    ) -> tuple[Tensor, ...]:
+        """owner: of weight gradients that wait; parameters: weight and bias of each layer."""
+        weights = parameters[::2]
+        ctx.save_for_backward(x, *weights)
+        ctx.set_materialize_grads(False)
+        ctx.ranks, ctx.owner, ctx.parameters = ranks, owner, parameters
+        gathered = begin_collective("all_gather", x, ranks, x.dim() - 2, beside=False)()
+        forms = [(*gathered.shape[:-1], weight.shape[0]) for weight in weights]
+        return gathered, *(x.new_empty(()).expand(form) for form in forms)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, of_gathered: Tensor | None, *of_results: Tensor | None) -> Any:
+        x, *weights = ctx.saved_tensors
+        # layers whose results reached the loss
+        rows = {
+            at: gradient.reshape(-1, gradient.shape[-1])
+            for at, gradient in enumerate(of_results)
+            if gradient is not None
+        }
+        tensors = [*filter(torch.is_tensor, ctx.parameters)]  # behind x, without missing biases
+        places = {id(tensor): place for place, tensor in enumerate(tensors, 1)}
+        waits = ctx.owner is not None and all(
+            accumulates(ctx, places[id(ctx.parameters[2 * at])]) for at in rows
+        )
+        gather = partial(_begin_rows, ranks=ctx.ranks)
+        finish = gather(x) if rows and not waits else None
+        of_x = of_gathered
+        if ctx.needs_input_grad[0] and rows:
+            first, *others = rows
+            of_rows = rows[first] @ weights[first]
+            for at in others:
+                torch.addmm(of_rows, rows[at], weights[at], out=of_rows)
+            shape = list(x.shape)
+            shape[-2] *= ctx.ranks.size
+            of_x = of_rows.view(shape)
+            of_x = of_x if of_gathered is None else of_x.add_(of_gathered)
+        scattered = None
+        if ctx.needs_input_grad[0] and of_x is not None:
+            scattered = begin_collective("reduce_scatter", of_x, ctx.ranks, x.dim() - 2)
+        del of_x, of_gathered
+        found: list[Tensor | None] = [None] * len(ctx.parameters)
+        if finish is not None:
+            gathered = finish()
+            for at, gradient in rows.items():
+                found[2 * at] = gradient.t() @ gathered
+                found[2 * at + 1] = gradient.sum(0) if ctx.needs_input_grad[4 + 2 * at] else None
+        elif rows:
+            products = [(g, *ctx.parameters[2 * at : 2 * at + 2]) for at, g in rows.items()]
+            ctx.owner.queue.append(Waiting(x, products, gather))
+        return None if scattered is None else scattered(), None, None, *found
+
+
+def _begin_rows(x: Tensor, ranks: TensorRanks) -> Callable[[], Tensor]:
+    """Begin to gather all tokens; what waits for them, as rows."""
+    finish = begin_collective("all_gather", x, ranks, x.dim() - 2)
+    return lambda: finish().reshape(-1, x.shape[-1])
