@@ -21,6 +21,7 @@ from titanlike.models import document_attention as kernels
 from titanlike.models.attention import attention
 from titanlike.models.biased_experts import ALPHA, BiasedExperts
 from titanlike.models.documents import Documents, document_spans, sequence_spans
+from titanlike.models.experts import expert_linear
 from titanlike.models.registry import build_model
 from titanlike.optim.optimizer import hidden_matrices
 from titanlike.training.preflight import preflight
@@ -90,10 +91,10 @@ def test_experts_with_biases_have_the_gradients_of_plain_operators() -> None:
     tokens, counts = torch.randn(9, 8, requires_grad=True), torch.tensor([4, 0, 5])
     rows = []
     for row, of in zip(tokens, [0] * 4 + [2] * 5, strict=True):
-        gate, up = (row @ experts.gate_up_proj[of] + experts.gate_up_proj_bias[of]).view(-1, 2).T
+        gate, up = (experts.gate_up_proj[of] @ row + experts.gate_up_proj_bias[of]).view(-1, 2).T
         gate, up = gate.clamp(max=0.7), up.clamp(-0.7, 0.7)
         hidden = (up + 1) * gate * F.sigmoid(ALPHA * gate)
-        rows.append(hidden @ experts.down_proj[of] + experts.down_proj_bias[of])
+        rows.append(experts.down_proj[of] @ hidden + experts.down_proj_bias[of])
     weights = torch.randn(9, 8)
     inputs = [tokens, *experts.parameters()]
     pairs = [
@@ -101,6 +102,8 @@ def test_experts_with_biases_have_the_gradients_of_plain_operators() -> None:
         for result in (experts(tokens, counts), torch.stack(rows))
     ]
     torch.testing.assert_close(*pairs, rtol=1e-5, atol=1e-5)
+    experts.product = lambda rows, weight, counts: 2 * expert_linear(rows, weight, counts)
+    assert not torch.allclose(experts(tokens, counts), pairs[0][0])  # float8's own
 
 
 def test_muon_has_the_experts_matrices_and_none_of_their_biases() -> None:

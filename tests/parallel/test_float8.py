@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from support.cells import cells, slow
 from support.commands import TINY, command
-from support.families import moe
+from support.families import gpt_oss, moe
 from support.hf_tiny import model_of, tiny_hf
 from support.models import tiny
 from support.world import run_world
@@ -115,6 +115,8 @@ def test_linear_layers_of_blocks_compute_in_float8_but_small_and_named_ones(
 def test_experts_compute_in_float8_but_small_and_named_ones() -> None:
     attention = {name for name in LLAMA if "mlp" not in name}
     assert in_float8(tiny(model=moe(), precision=FLOAT8)) == attention | MOE
+    clamped = in_float8(tiny(model=gpt_oss(), precision=FLOAT8))
+    assert clamped == attention | MOE
     one = replace(FLOAT8, skip=["*.0.mlp.experts", "*self_attn*"])
     assert in_float8(tiny(model=moe(), precision=one)) == {"model.layers.1.mlp.experts"}
 

@@ -182,7 +182,8 @@ def plan_export(
             if source.form == "stacked":
                 shape = shape[1:]
             elif source.form == "transposed":
-                shape, turn = shape[::-1], lambda tensor, key=source.name: {key: tensor.T}
+                shape = (*shape[:-2], shape[-1], shape[-2])
+                turn = lambda tensor, key=source.name: {key: tensor.mT}  # noqa: E731
             outputs = [Planned(key, shape, dtypes[name]) for (key,) in source.rows]
             if outputs[0].name:  # no buffer of training alone
                 tensors.append(Exported(name, outputs, turn))

@@ -14,25 +14,26 @@ ALPHA = 1.702  # sigmoid(ALPHA * x) * x is nearly GELU
 
 
 class BiasedExperts(Experts):
-    """Parameters have transformers' names and form: matrices are [E, in, out], and of the first one
-    gate and up are every second column."""
+    """Parameters have transformers' names; of the first matrix [E, 2 * F, D] gate and up are every
+    second row."""
 
     def __init__(self, experts: int, top_k: int, hidden_size: int, width: int, limit: float):
         """limit: of the gate from above, and of both sides of up."""
         nn.Module.__init__(self)
         self.num_experts, self.top_k, self.limit = experts, top_k, limit
-        self.gate_up_proj = nn.Parameter(torch.empty(experts, hidden_size, 2 * width))
+        self.gate_up_proj = nn.Parameter(torch.empty(experts, 2 * width, hidden_size))
         self.gate_up_proj_bias = nn.Parameter(torch.empty(experts, 2 * width))
-        self.down_proj = nn.Parameter(torch.empty(experts, width, hidden_size))
+        self.down_proj = nn.Parameter(torch.empty(experts, hidden_size, width))
         self.down_proj_bias = nn.Parameter(torch.empty(experts, hidden_size))
 
     def forward(self, tokens: Tensor, counts: Tensor) -> Tensor:  # [S, D], [E] -> [S, D]
         expert = torch.arange(counts.shape[0], device=counts.device)
         expert = expert.repeat_interleave(counts, output_size=tokens.shape[0])  # of each row
-        both = expert_linear(tokens, self.gate_up_proj.mT, counts)  # [S, 2 * F]
+        linear = self.product or expert_linear
+        both = linear(tokens, self.gate_up_proj, counts)  # [S, 2 * F]
         both = both + F.embedding(expert, self.gate_up_proj_bias).to(both.dtype)
         y = self._activated(both[..., ::2], both[..., 1::2])
-        y = expert_linear(y, self.down_proj.mT, counts)
+        y = linear(y, self.down_proj, counts)
         return y + F.embedding(expert, self.down_proj_bias).to(y.dtype)
 
     def activation(self, gate: Tensor, up: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ class Counterpart:
     fixed: keys of its config that have one value here, or one of a tuple.
     stored: (pattern, replacement) that make of a parameter's name that in files, in which # is the
     number of an expert; "" = it is in none.
-    transposed: a pattern of matrices that files have as [in, out].
+    transposed: a pattern of matrices that files have as [..., in, out].
     """
 
     model_type: str
@@ -213,6 +213,7 @@ GPT_OSS = Counterpart(
     present={"sliding_window": 128, "swiglu_limit": 7.0},
     fixed=_YARN | {"attention_bias": True, "attention_dropout": 0.0, "swiglu_alpha": 1.702},
     stored=(_MTP, _BUFFER, (r"\.sinks\.weight$", ".sinks"), (r"\.mlp\.gate\.", ".mlp.router.")),
+    transposed=r"\.experts\.\w+_proj$",
 )
 
 # by `model.name`

@@ -66,7 +66,8 @@ class StoredWeights:
             return torch.stack(parts).float() if parts else torch.empty(0, *shape[1:])[:, *inside]
         stored = self.files.slice(source.name)
         if source.form == "transposed":
-            return stored[place[::-1]].T.float()
+            *first, rows, columns = place
+            return stored[(*first, columns, rows)].mT.float()
         return (stored[place] if shape else self.files.tensor(source.name)).float()
 
     def _matrix(self, keys: list[str], place: list[slice]) -> Tensor:
@@ -86,7 +87,9 @@ class StoredWeights:
                 matrices = {(sum(part[0] for part in row), *row[0][1:]) for row in stored}
                 in_files = [len(rows), *matrices.pop()] if len(matrices) == 1 else []
             else:
-                in_files = stored[0][0][:: -1 if form == "transposed" else 1]
+                in_files = [*stored[0][0]]
+                if form == "transposed":
+                    in_files[-2:] = in_files[:-3:-1]
             if in_files != [*shape]:
                 yield f"{name} is {in_files} in the files and {[*shape]} in the model"
 
