@@ -1,6 +1,6 @@
 """Declarative pretraining in several dimensions of parallelism. Start reading at `cli.py`, then
-`training/loop.py`. From Python: `titanlike.config`, `train`, `build` and so on, see library.py,
-which is imported when one of them is used."""
+`training/loop.py`. The Python interface (`titanlike.config`, `train`, `build` and others) is
+library.py, imported on first use."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def __getattr__(name: str) -> Any:
 
 
 class _CallableRoom(ModuleType):
-    """`titanlike.config` is a room of the package and, called, composes a config."""
+    """`titanlike.config`: a package, and when called a function that composes a config."""
 
     def __call__(self, *overrides: str, **values: Any) -> Any:
         return importlib.import_module("titanlike.library").compose(*overrides, **values)

@@ -5,7 +5,7 @@ import sys
 
 if __name__ == "__main__":
     here, root = os.getcwd(), os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-    if sys.path[0] == here != root:  # no file of it is to stand for a library: see cli.start_job
+    if sys.path[0] == here != root:  # its files must not shadow libraries: see cli.start_job
         del sys.path[0]
     from titanlike.cli import run
 

@@ -1,10 +1,11 @@
-"""The command line: `titanlike [COMMAND] ...`, also as `python -m titanlike`; in a checkout
-`python train.py ...` and `python tools/*.py ...` do the same without being installed.
+"""The command line: `titanlike [COMMAND] ...`, also as `python -m titanlike`. In a checkout,
+`python train.py ...` and `python tools/*.py ...` do the same without installing.
 
 1. `main` picks the command. `JOBS` train and measure: each is a function `(config, worker)` that
-   every rank of the mesh calls. `TOOLS` are plain functions of one process, with their own options.
+   every rank of the mesh calls. `TOOLS` are functions of a single process, with options of their
+   own.
 2. `start_job`: one process, the driver, reads the overrides and runs the job. Started alone, it
-   launches the workers itself. Of the ranks that torchrun or srun started, rank 0 is the driver and
+   launches the workers itself. Among ranks started by torchrun or srun, rank 0 is the driver and
    the others follow it (`launch.torchrun`).
 3. The driver checks the command line, composes the config and runs the job, or the jobs of a sweep
    (`driver.drive`).
@@ -16,6 +17,7 @@ Exit codes of a job:
     75   stopped early by a signal or by max_time, with a checkpoint: the same command resumes.
          0 if torchrun would restart the ranks otherwise (--max-restarts)
     130  Ctrl-C ended it immediately; 143 SIGTERM, 138 SIGUSR1, 129 SIGHUP did
+
 A sweep continues after a job that failed, is invalid or reached max_time, and ends with 1 if any
 failed. A signal ends it, with 75 if the jobs that ran have stopped with a checkpoint.
 """
@@ -46,10 +48,10 @@ ExitCode = int | str | None  # as sys.exit takes it
 class Command:
     """A subcommand."""
 
-    function: str  # its place inside titanlike
-    help: str  # its line in --help
-    description: str = ""  # more, for its own --help
-    folder: str = ""  # of a job: its place inside run_dir, so that it never touches a run's files
+    function: str  # import path within titanlike
+    help: str  # one line for --help
+    description: str = ""  # further text for the command's own --help
+    folder: str = ""  # a job's folder inside run_dir, so that it never touches a run's files
 
 
 JOBS = {
@@ -106,26 +108,26 @@ TOOLS = {
     "gpu-check": Command("proof.gpu_check.main", "check this machine's GPUs, and write a report"),
     "scripts": Command("driver.tools.scripts", "copy the job scripts of a cluster"),
 }
-LISTED = {  # in --help
+LISTED = {  # shown in --help
     "plan and train": ("train", "verify", "plan", "tokenize", "scripts"),
     "look at runs": ("report", "timeline", "sweep", "checkpoint"),
     "use a model": ("generate", "sample", "evaluate", "perplexity", "export"),
     "measure": ("bench", "waits", "gpu-check"),
 }
-MOVED = {  # commands of earlier versions
+MOVED = {  # removed commands, and what replaces them
     "bench-checkpoint": "in a checkout, run `python tools/bench_checkpoint.py`",
     "bench-data": "in a checkout, run `python tools/bench_data.py`",
 }
 
 
 def run(command: str | None = None) -> NoReturn:
-    """`main` of a process that has nothing to do after it."""
+    """Run `main` as the whole life of a process."""
     run_as_process(lambda: main(command))
 
 
 def run_as_process(call: Callable[[], object]) -> NoReturn:
-    """`call()`, which may end with sys.exit, in a process that has nothing to do after it, which
-    then ends a second earlier."""
+    """Run `call()`, which may call sys.exit, and exit without the interpreter's cleanup, which
+    takes a second."""
     code: ExitCode = 0
     try:
         call()
@@ -137,9 +139,9 @@ def run_as_process(call: Callable[[], object]) -> NoReturn:
 
 
 def main(command: str | None = None) -> None:
-    """Run a command; without `command`, the one that the first word names, else train."""
+    """Run `command`; None = the one that the first word names, else train."""
     _open_closed_streams()
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored, no process would learn how one ended
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if ignored, exit codes of children are lost
     try:
         os.getcwd()
     except OSError:
@@ -170,16 +172,16 @@ def start_job(
 ) -> None:
     """Run a job as the command line says, and exit.
 
-    function: import path of `(config, worker) -> dict | None`. Of what rank 0 returns, "value" is
-    what a sweep compares, and "exit_code" this process' (0 if missing). folder: as in `Command`.
-    result_dir: where a sweep's job leaves result.json if it is refused before it has a run_dir.
+    function: import path of `(config, worker) -> dict | None`. In rank 0's result, "value" is what
+    a sweep compares and "exit_code" this process' exit code (default 0). folder: as in `Command`.
+    result_dir: where a sweep's job writes result.json if it is refused before it has a run_dir.
     checked: whether the sweep has checked this job's config.
     """
     from titanlike.launch.process_end import no_garbage_collection
     from titanlike.launch.signals import Interrupted, exit_now, interruptible
 
     if os.getcwd() not in sys.path and not sys.flags.safe_path:
-        sys.path.append(os.getcwd())  # what Hydra imports of the user's
+        sys.path.append(os.getcwd())  # for user code that Hydra imports
     code: ExitCode = 1
     try:
         with interruptible(), no_garbage_collection():
@@ -191,7 +193,7 @@ def start_job(
 
 
 def _drive_or_follow(function: str, folder: str, result_dir: str | None, checked: bool) -> ExitCode:
-    """This process' part of a job."""
+    """Run this process' part of a job: the driver's, or a following rank's."""
     from titanlike.config.errors import ConfigError
     from titanlike.driver.job import JobRunner, print_problems
     from titanlike.launch.environment import RestartState, adopt_slurm, check_launcher, is_restart
@@ -213,7 +215,7 @@ def _drive_or_follow(function: str, folder: str, result_dir: str | None, checked
         ranks = TorchrunRanks()
         if ranks.rank > 0:
             return ranks.run_follower()
-    from titanlike.driver.drive import drive  # Hydra, which the followers do not need
+    from titanlike.driver.drive import drive  # imports Hydra, which the followers do not need
 
     if alone:
         restart_state = RestartState.load()
@@ -239,9 +241,9 @@ def _drive_or_follow(function: str, folder: str, result_dir: str | None, checked
 
 
 def _open_closed_streams() -> None:
-    """Give stdin, stdout and stderr that the caller has closed (`>&-`) to the null device.
+    """Open the null device for stdin, stdout and stderr that the caller has closed (`>&-`).
 
-    Else the next file or socket would get their numbers, and what is printed.
+    Otherwise the next file or socket gets their descriptors, and whatever is printed.
     """
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(descriptor, True)
@@ -252,7 +254,7 @@ def _open_closed_streams() -> None:
 
 
 def _take_command() -> str | None:
-    """Remove the command that the first word names. Exits with 2 if there is no such command."""
+    """Remove and return the command that the first word names. Exits with 2 for an unknown command."""
     commands, word = [*JOBS, *TOOLS], "".join(sys.argv[1:2])
     if word in commands:
         return sys.argv.pop(1)
@@ -278,5 +280,5 @@ def _print_help(command: str, list_commands: bool) -> None:
         text = command_help(program(), JOBS[command].description)
     try:
         print(text, flush=True)
-    except BrokenPipeError:  # `--help | head`; and nothing to flush at exit
+    except BrokenPipeError:  # `--help | head`; nothing may be flushed at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,11 +1,10 @@
-"""titanlike from Python: what `titanlike.NAME` is, see docs/library.md.
+"""The Python interface, `titanlike.NAME`; see docs/library.md.
 
-1. `compose` (`titanlike.config`) makes a config of overrides, checked as the command checks them.
-2. `train` does with it what the command does. `plan` says what that will cost.
-3. `build` makes a `TrainingRun` over the caller's process group, for a loop of the caller's own:
-   its methods are the functions that the command's loop calls.
-
-All ranks call each function and method that says "collective", in the same order.
+1. `compose` (`titanlike.config`) makes a config from overrides, checked as the command checks them.
+2. `train` does what the command does. `plan` predicts what that will cost.
+3. `build` makes a `TrainingRun` over the caller's process group, for a custom loop: its methods are
+   the functions that the command's loop calls.
+Functions and methods marked "collective" must be called by all ranks in the same order.
 """
 
 from __future__ import annotations
@@ -53,33 +52,34 @@ if TYPE_CHECKING:
 
 
 class Callback(Protocol):
-    """What a program is told while it trains; inherit it, and define what is wanted.
+    """Hooks for a program that calls `train`; inherit and override some.
 
-    Every rank with callbacks calls them, with the same values but for times and memory. What one
-    raises ends the run.
+    They are called on every rank that has callbacks, with equal values except times and memory. An
+    exception ends the run.
     """
 
     def on_step(self, record: Mapping[str, Any]) -> None:
-        """A step is done; record: its row of metrics.jsonl."""
+        """Called after a step. record: its row of metrics.jsonl."""
         return
 
     def on_validation(self, step: int, val_loss: float) -> None:
-        """The validation data were evaluated after a step, before `on_step` of it; val_loss: nats
-        a token, or what the loss is."""
+        """Called after validation, before the step's `on_step`. val_loss: nats per token, or in the
+        loss's unit."""
         return
 
     def on_save(self, step: int, path: str) -> None:
-        """The checkpoint of a step was written; with an asynchronous `checkpoint.mode`, begun."""
+        """Called when a step's checkpoint is written; with an asynchronous `checkpoint.mode`, when
+        it is begun."""
         return
 
 
 def compose(*overrides: str, check: bool = True, **values: Any) -> Config:
-    """The config of overrides, as the command line has them: `config("pp=2", "model=gpt2")`.
+    """Return the config of overrides, as on the command line: `config("pp=2", "model=gpt2")`.
 
-    values: the same by keyword, `config(pp=2, optimizer={"lr": 1e-3})`; a class or function of the
-    caller's stands for its import path. check: also find what takes the model to be found; False
-    leaves that to `build`, for batches that are not those of `data`. Whether so many ranks are
-    there, `build` and `train` find.
+    values: overrides by keyword, `config(pp=2, optimizer={"lr": 1e-3})`; a class or function stands
+    for its import path. check: also run the checks that need the model; False leaves them to
+    `build`, for batches that are not `data`'s. `build` and `train` check the number of ranks.
+
     Raises ConfigError with all problems; `error.problems` has each.
     """
     set_caller()
@@ -105,27 +105,27 @@ def compose(*overrides: str, check: bool = True, **values: Any) -> Config:
 
 
 def plan(config: Config) -> Estimate:
-    """What a run will cost: memory, time of a step, bubble. Nothing is started or allocated.
+    """Predict what a run will cost: memory, step time, bubble. Nothing is launched or allocated.
 
-    A notebook shows it as tables and a picture. Raises ConfigError.
+    In a notebook the result is shown as tables and a picture. Raises ConfigError.
     """
     _needs_config(config)
     from titanlike.planning.estimate import make_estimate
     from titanlike.planning.estimate_text import ShownEstimate
     from titanlike.planning.known_hardware import planned_hardware
 
-    named = config.hardware.name != "none"  # else what is likely here
+    named = config.hardware.name != "none"  # otherwise guess this machine's
     estimate = make_estimate(config, planned_hardware(config) if named else None)
     return ShownEstimate(**{f.name: getattr(estimate, f.name) for f in fields(estimate)})
 
 
 def train(config: Config, callbacks: Sequence[Callback] = ()) -> float | None:
-    """Do what the command does: launch the ranks (or join those of torchrun, whose processes all
-    call this), resume, train, validate, save, write run_dir.
+    """Do what the command does: launch the ranks (or join torchrun's, whose processes all call
+    this), resume, train, validate, save, write run_dir.
 
-    callbacks: of this process; where it launches ranks, which are other processes, there can be
-    none. Returns the last validation loss, or loss; on rank 0, what `config.value` names. Raises
-    ConfigError with all problems, before anything is started; JobFailed with the rank that failed.
+    callbacks: run in this process; not possible if it launches ranks, which are other processes.
+    Returns the last validation loss, or loss; on rank 0, what `config.value` names. Raises
+    ConfigError with all problems before anything is launched; JobFailed with the rank that failed.
     """
     _needs_config(config)
     adopt_slurm()
@@ -170,11 +170,11 @@ def train(config: Config, callbacks: Sequence[Callback] = ()) -> float | None:
     return end.value
 
 
-# --- a loop of the caller's own ------------------------------------------------------------------
+# --- a custom loop -------------------------------------------------------------------------------
 
 
 def open_data(config: Config) -> Data:
-    """The training and validation data of a config. Collective in a process group: one process a
+    """Open a config's training and validation data. Collective in a process group: one process per
     machine prepares them (tokenizes). Raises ConfigError."""
     _needs_config(config)
     return open_data_on_every_rank(config, _worker(config, ()))
@@ -187,13 +187,12 @@ def build(
     example: Mapping[str, Tensor] | None = None,
     callbacks: Sequence[Callback] = (),
 ) -> TrainingRun:
-    """Build the model and its stages over the process group that the caller made; without one, over
-    that of torchrun, or this process alone. Collective.
+    """Build the model and its stages over the caller's process group; without one, over torchrun's,
+    or in this process alone. Collective.
 
-    data: what `open_data` returned; None opens it. example: a batch [B, ...] like those that will
-    be given to `step`, where these are not of `data`; its values are not read. Weights are initial
-    ones: see `TrainingRun.load`. Raises ConfigError with all problems, before anything is
-    allocated.
+    data: from `open_data`; None = opened here. example: a batch [B, ...] like those given to
+    `step`, if they do not come from `data`; its values are not read. Weights are initialized: see
+    `TrainingRun.load`. Raises ConfigError with all problems, before anything is allocated.
     """
     _needs_config(config)
     problems = [*_callback_problems(callbacks)]
@@ -217,11 +216,11 @@ def build(
     return TrainingRun(config, worker, data, run, closes_group=alone)
 
 
-# --- arguments, and this process among others ----------------------------------------------------
+# --- arguments and ranks -------------------------------------------------------------------------
 
 
 def _words(values: Mapping[str, Any]) -> Iterator[str]:
-    """Overrides of keyword arguments: a section's own keys by themselves."""
+    """Yield overrides of keyword arguments, one for each key of a section."""
     for key, value in values.items():
         if isinstance(value, Mapping) and value:
             yield from (f"{key}.{name}={_text(one)}" for name, one in value.items())
@@ -236,12 +235,12 @@ def _needs_config(config: object) -> None:
 
 
 def _text(value: Any) -> str:
-    """A value in the syntax of overrides."""
+    """Write a value in the syntax of overrides."""
     if isinstance(value, Mapping):
         return "{" + ",".join(f"{name}:{_text(one)}" for name, one in value.items()) + "}"
     if isinstance(value, (list, tuple)):
         return "[" + ",".join(map(_text, value)) + "]"
-    if hasattr(value, "__qualname__"):  # a class, a function
+    if hasattr(value, "__qualname__"):  # a class or function
         return f"{value.__module__}.{value.__qualname__}"
     if isinstance(value, (str, Path)):
         plain = re.fullmatch(r"[\w./:@%+-]+", str(value))
@@ -263,7 +262,7 @@ def _callback_problems(callbacks: Sequence[object]) -> Iterator[Problem]:
 
 
 def _other_processes(config: Config, callbacks: Sequence[Callback]) -> Iterator[Problem]:
-    """What the ranks that `train` launches cannot have of this process."""
+    """Yield problems of what launched ranks, being other processes, cannot have from this one."""
     fix = f"start the script by torchrun --nproc-per-node {config.world_size}"
     if callbacks:
         reason = f"the {config.world_size} ranks are other processes, which do not have them"
@@ -275,7 +274,8 @@ def _other_processes(config: Config, callbacks: Sequence[Callback]) -> Iterator[
 
 
 def _started() -> int | None:
-    """Ranks that are there: of the caller's process group, or of torchrun; None = this process."""
+    """Return the number of ranks of the caller's process group, or of torchrun; None = only this
+    process."""
     if dist.is_initialized():
         return dist.get_world_size()
     size = int(os.environ.get("WORLD_SIZE", "1"))
@@ -283,7 +283,7 @@ def _started() -> int | None:
 
 
 def _worker(config: Config, callbacks: Sequence[Callback]) -> Worker:
-    """This process as a rank. Of several without a process group, one is made."""
+    """Return this process as a rank, creating a process group if there are several ranks."""
     adopt_slurm()
     size, store = _started() or 1, None
     if size > 1:
@@ -291,10 +291,10 @@ def _worker(config: Config, callbacks: Sequence[Callback]) -> Worker:
             local = int(os.environ.get("LOCAL_WORLD_SIZE", size))
             device, _ = choose_device(config, int(os.environ.get("LOCAL_RANK", "0")), local)
             if is_accelerator(device):
-                start_device(config.device, device)  # as `open_mesh` does before its groups
+                start_device(config.device, device)  # before groups are created, as in `open_mesh`
             join_group(config.launch, device, int(os.environ["RANK"]), size, local)
         store = default_store()
-        number = store.add(f"titanlike/{dist.get_rank()}", 1)  # the same on all ranks
+        number = store.add(f"titanlike/{dist.get_rank()}", 1)  # equal on all ranks
         store = dist.PrefixStore(f"titanlike/{number}", store)
     rank = dist.get_rank() if dist.is_initialized() else 0
     local_rank = int(os.environ.get("LOCAL_RANK", rank))
@@ -304,14 +304,14 @@ def _worker(config: Config, callbacks: Sequence[Callback]) -> Worker:
 
 
 def _agreed(config: Config, worker: Worker) -> Config:
-    """The config with the run_dir of rank 0, which may be named by the time. Raises ConfigError
-    where another rank has other values."""
+    """Return the config with rank 0's run_dir, which may be named by time. Raises ConfigError if
+    ranks have different values."""
     plain = to_plain(replace(config, run_dir=""))
     digest = hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
     first = json.dumps([digest, str(Path(config.run_dir).absolute())]) if worker.rank == 0 else ""
     told = barrier(worker, "config", config.launch.timeout, first, listens=True)
     expected, run_dir = json.loads(told[0])
-    # those alone that differ say so: what all say is read by all
+    # only ranks that differ send text, since every rank reads what all send
     differs = "differs" if digest != expected else ""
     told = barrier(worker, "config/compared", config.launch.timeout, differs, listens=True)
     if told:
@@ -321,11 +321,11 @@ def _agreed(config: Config, worker: Worker) -> Config:
 
 
 def _fed(config: Config, example: Mapping[str, Tensor]) -> tuple[Config, Data]:
-    """A config and data of batches that the caller makes."""
+    """Return a config and data for batches that the caller makes."""
     if missing := {"inputs", "targets"} - example.keys():
         reason = f"has no {' and no '.join(sorted(missing))}"
         raise ConfigError([Problem("example", "", reason, "a batch as step() takes it")])
-    try:  # data are asked for what the model does not say
+    try:  # the data supply what the model does not define
         size = (
             resolve_model(config, 0).args.get("vocab_size", 1) or registry.vocab_size(config) or 1
         )

@@ -1,10 +1,10 @@
-"""A command line: flags, overrides, and what is neither (`--max-steps 100`, `pp 2`); and what need
-not be typed.
+"""Parses a command line: flags, overrides, and words that are neither (`--max-steps 100`, `pp 2`);
+adds what need not be typed.
 
-`GROUP=own` is added where GROUP.name is an import path, and so are the choice that GROUP.name names, also
-in an experiment's file (`ConfigFiles`), and choices of a finished run. The config of a run folder is complete, without a defaults list. So that a
-group's choice replaces the group there, the config is given to Hydra without that group, which is added
-to its defaults.
+Added are `GROUP=own` if GROUP.name is an import path, the choice that GROUP.name names, also in an
+experiment's file (`ConfigFiles`), and the choices of a finished run. A run folder's config is
+complete and has no defaults list. To replace a group's choice there, Hydra receives the config
+without that group, which is added to its defaults.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _KEY = re.compile(rf"(?!{_CONFIG_FILE.pattern}$)[A-Za-z_][\w./-]*")
 
 @dataclass(frozen=True)
 class InvalidOverride:
-    """Words that are not of the form key=value, and what they seem to set."""
+    """Words that do not have the form key=value, and the key that they seem to set."""
 
     typed: str
     key: str
@@ -53,16 +53,16 @@ class InvalidOverride:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Hydra's, with the flags of this program."""
+    """Return Hydra's argument parser, with this program's flags."""
     made = get_args_parser()
     made.add_argument("--check", action="store_true", help="find errors, start nothing")
     return made
 
 
 def parse_argv(words: Sequence[str]) -> argparse.Namespace:
-    """The flags, with `overrides` and, as `invalid_overrides`, the words that are neither.
+    """Parse flags and `overrides`; `invalid_overrides` are the words that are neither.
 
-    Exits with 2 where a flag has a wrong value or none.
+    Exits with 2 if a flag has a wrong value or none.
     """
     made = parser()
     flags, others, rest = [], [], [*words]
@@ -86,7 +86,7 @@ def parse_argv(words: Sequence[str]) -> argparse.Namespace:
 def _overrides(words: list[str]) -> Iterator[str | InvalidOverride]:
     while words:
         word = words.pop(0)
-        if re.match(r"-+[A-Za-z]", word):  # a flag of another program
+        if re.match(r"-+[A-Za-z]", word):  # another program's flag
             key, equals, value = word.lstrip("-").partition("=")
             if not equals and words and _is_value(words[0]):
                 word, value = f"{word} {words[0]}", words.pop(0)
@@ -104,7 +104,8 @@ def _overrides(words: list[str]) -> Iterator[str | InvalidOverride]:
 
 
 def _spaced(word: str, words: list[str]) -> str | InvalidOverride:
-    """`steps 3`, `steps = 3`, `steps =3`, `steps= 3`, `steps: 3`, or a word by itself."""
+    """Join `steps 3`, `steps = 3`, `steps =3`, `steps= 3` or `steps: 3` to an override; else return
+    the word."""
     typed, key = [word], word.rstrip("=:")
     if words and (words[0] == "=" or re.fullmatch(r"=\S+", words[0])):
         typed.append(words.pop(0))
@@ -127,7 +128,7 @@ def _is_value(word: str) -> bool:
 
 
 def _unclosed(word: str, following: list[str]) -> int:
-    """How many of the following words complete a list or dict that `word` begins; 0 if none."""
+    """Return how many following words complete a list or dict that `word` begins; 0 if none."""
     for count in range(len(following) + 1):
         text = " ".join([word, *following[:count]])
         if sum(map(text.count, "[{(")) <= sum(map(text.count, "]})")):
@@ -139,7 +140,7 @@ _GROUPS = {*VARIANTS, *OPEN_GROUPS}
 
 
 def complete_args(args: argparse.Namespace) -> None:
-    """Fill in what need not be typed: search path, primary config, the `+` of some overrides."""
+    """Add what need not be typed: search path, primary config, the `+` of some overrides."""
     # config folders of installed packages
     modules = [entry.load() for entry in entry_points(group="titanlike.plugins")]
     extra = [str(module.CONF) for module in modules if hasattr(module, "CONF")]
@@ -149,14 +150,14 @@ def complete_args(args: argparse.Namespace) -> None:
         args.config_path = str(Path(args.config_path).absolute())
         extra.append(str(conf_dir()))
     args.config_name = args.config_name or "config"
-    args.notes = []  # to be said before anything starts
-    args.implied = []  # overrides that are added here, and not typed
+    args.notes = []  # printed before anything starts
+    args.implied = []  # overrides added here, not typed by the user
     given = []
     for text in args.overrides:
         if text.startswith("hydra.searchpath=") and (override := parse_override(text)):
             value: Any = override.value()
             extra = [*map(str, value if isinstance(value, list) else [value]), *extra]
-        else:  # an experiment is in the defaults list; both spellings are common
+        else:  # experiment has an entry in the defaults list; both spellings are common
             given.append(text[1:] if text.startswith("+experiment=") else text)
     args.overrides = given
     _complete_choices(args)
@@ -166,11 +167,11 @@ def complete_args(args: argparse.Namespace) -> None:
 
 
 def _complete_choices(args: argparse.Namespace) -> None:
-    """Complete args.overrides, and args.config_name."""
+    """Complete args.overrides with groups' choices, and args.config_name."""
     shipped = args.config_path == str(conf_dir())
     finished = None if shipped else _finished(args)
     before = ""
-    if finished is not None and args.config_name == "config":  # the folder that is named is the run
+    if finished is not None and args.config_name == "config":  # the folder is a run's
         finished, before = in_folder(finished, Path(args.config_path))
     named = {
         match[1]
@@ -179,7 +180,7 @@ def _complete_choices(args: argparse.Namespace) -> None:
     }
     chosen = {key_of(text) for text in args.overrides} & _GROUPS
     in_run = finished or {}
-    for at, text in enumerate(args.overrides):  # lr.name=cosine: with that choice's own keys
+    for at, text in enumerate(args.overrides):  # lr.name=cosine: select that choice's keys
         group, _, choices = text.lstrip("+").partition(".name=")
         kinds = {VARIANTS.get(group, {}).get(choice) for choice in choices.split(",")}
         now = VARIANTS.get(group, {}).get(str((in_run.get(group) or {}).get("name")))
@@ -196,7 +197,7 @@ def _complete_choices(args: argparse.Namespace) -> None:
         copied = os.path.exists(before)
         what = f"a copy of {before}, which stays as it is" if copied else f"which was in {before}"
         args.notes.append(f"the run is {args.config_path}, {what}")
-    if finished is not None and (chosen or before):  # composed with their files in place of its own
+    if finished is not None and (chosen or before):  # chosen groups come from their files
         kept = {key: value for key, value in finished.items() if key not in chosen}
         at = finished["defaults"].index("_self_") + 1
         kept["defaults"] = [*finished["defaults"]]
@@ -206,7 +207,8 @@ def _complete_choices(args: argparse.Namespace) -> None:
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
-    """A file's mapping; {} where it has none, or cannot be read: told when it is composed."""
+    """Return a file's mapping; {} if there is none or it is unreadable, which is reported when
+    composing."""
     if aliases_problem(path):
         return {}
     try:
@@ -217,7 +219,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
 
 
 def _finished(args: argparse.Namespace) -> dict[str, Any] | None:
-    """The complete config of a run that args.config_path holds; None if it is another config."""
+    """Return the complete config of the run in args.config_path; None if it is not a run's."""
     config = _read_yaml(Path(args.config_path) / f"{args.config_name}.yaml")
     complete = all(isinstance(config.get(group), dict) for group in _GROUPS)
     defaults = config.get("defaults")
@@ -226,24 +228,24 @@ def _finished(args: argparse.Namespace) -> dict[str, Any] | None:
 
 
 def parse_override(text: str, loader: ConfigLoaderImpl | None = None) -> Override | None:
-    """The override, or None for a syntax error."""
-    try:  # parse_override() does not pass the loader on, which glob() needs
+    """Parse an override; None for a syntax error."""
+    try:  # glob() needs the loader, which parse_override() does not pass on
         return OverridesParser.create(config_loader=loader).parse_overrides([text])[0]
     except HydraException:
         return None
 
 
 class ConfigFiles(ConfigRepository):
-    """The config files that Hydra finds. Raises Refused for one that is not to be composed."""
+    """The config files that Hydra finds. Raises Refused for one that must not be composed."""
 
     def __init__(self, search_path: ConfigSearchPath, chosen: Collection[str]) -> None:
         super().__init__(search_path)
-        self._chosen = chosen  # groups of which the command line has a choice that is not `own`
+        self._chosen = chosen  # groups with a choice on the command line, other than `own`
 
     def load_config(self, config_path: str) -> ConfigResult | None:
         source = self._find_object_source(config_path, ObjectType.CONFIG)
         group, _, name = config_path.partition("/")
-        in_files = source is not None and source.scheme() == "file"  # else of a package
+        in_files = source is not None and source.scheme() == "file"  # not from a package
         path = Path(getattr(source, "path", ""), f"{config_path}.yaml")
         foreign = in_files and not path.is_relative_to(conf_dir())
         if foreign and (reason := aliases_problem(path)):
@@ -259,7 +261,7 @@ class ConfigFiles(ConfigRepository):
             reason = f"{path} has no line `# @package _global_`, without which its keys are"
             reason += " below experiment"
             raise Refused(group, name, reason, "write `# @package _global_` as its first line")
-        # a `name` that is given without `override /GROUP`: the keys beside it are that choice's
+        # a `name` without `override /GROUP`: the section's other keys belong to that choice
         defaults = result.defaults_list = [*(result.defaults_list or ())]
         listed = {str(getattr(default, "group", "")).strip("/") for default in defaults}
         plain: Any = OmegaConf.to_container(result.config)
@@ -275,8 +277,8 @@ class ConfigFiles(ConfigRepository):
 
 
 def _complete(file: ConfigResult, group: str, name: str) -> None:
-    """Add the keys that a primary config (no name) or a choice of a group leaves out, with the
-    schema's defaults. A file that is based on another one says what differs from that."""
+    """Add the keys missing from a primary config (no name) or a group's choice, with the schema's
+    defaults. A file based on another one only has what differs."""
     plain: Any = OmegaConf.to_container(file.config)
     files = (each for each in file.defaults_list or () if isinstance(each, ConfigDefault))
     based = any(not each.is_self() for each in files)
@@ -291,7 +293,7 @@ def _complete(file: ConfigResult, group: str, name: str) -> None:
 
 
 def _add_defaults(config: Any, defaults: dict[str, Any], above: str = "") -> None:
-    """Add the keys of the schema that a file leaves out, but for groups, which have files."""
+    """Add the schema's keys that a file lacks, except groups, which have files."""
     for key, value in defaults.items():
         if above + key in VARIANTS or above + key in OPEN_GROUPS:
             continue
@@ -302,14 +304,14 @@ def _add_defaults(config: Any, defaults: dict[str, Any], above: str = "") -> Non
 
 
 def one_line(error: Exception) -> str:
-    """Hydra's message in one line."""
+    """Return Hydra's message in one line."""
     says_nothing = not str(error).strip() or str(error).startswith("Error merging override")
     cause = error.__cause__ if says_nothing and error.__cause__ else error
     return " ".join(str(cause).split()).partition(" full_key: ")[0]
 
 
 def flat_keys(node: DictConfig, prefix: str = "") -> Iterator[str]:
-    """Every dotted key of a config."""
+    """Yield every dotted key of a config."""
     name: Any
     for name in node:
         yield f"{prefix}{name}"

@@ -1,4 +1,4 @@
-"""All problems of a parsed config, collected from the rooms that check it before a start."""
+"""Collects all problems of a parsed config from the packages that check it before launch."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from titanlike.metrics.sinks import tensorboard_problem
 if TYPE_CHECKING:
     from titanlike.training.train_plan import TrainPlan
 
-# without these no mesh and no stages can be derived
+# keys without which neither mesh nor stages can be derived
 _STAGE_KEYS = ("schedule.stages_per_rank", "activation_checkpoint.every")
 _LAYOUT_KEYS = (*validate.MESH_KEYS, *_STAGE_KEYS)
-RANKS = "ranks"  # key in RestartState: of the last start
+RANKS = "ranks"  # key in RestartState: number of ranks at the last launch
 
 
 def problems(
@@ -39,12 +39,13 @@ def problems(
     warn: Callable[[str], object] | None = None,
     when_valid: Callable[[], object] | None = None,
 ) -> list[Problem]:
-    """world_size: processes that have been started for the run; None if they have not been yet;
-    warn: called with what is no error, and may fail later; when_valid: where the numbers fit
-    together, before the checks that take longer.
+    """Return all problems of a config.
+
+    world_size: processes launched for the run; None if not launched yet; warn: called with
+    warnings; when_valid: called once the cheap checks pass, before those that take seconds.
     """
     if secrets := secret_problems(to_plain(config)):
-        return secrets  # first, and alone: the messages of other rooms quote values
+        return secrets  # nothing else: other checks quote values in their messages
     if wrong := validate.out_of_bounds(config):
         return wrong
     wrong = validate.problems(config, world_size)
@@ -59,9 +60,9 @@ def problems(
     if config.evaluate.every and find_spec("lm_eval") is None:
         reason = "lm-evaluation-harness is not installed: pip install 'titanlike[eval]'"
         wrong.append(Problem("evaluate.every", config.evaluate.every, reason, "evaluate.every=0"))
-    # the mesh and stages can be derived of what is right, or made so by the fixes
+    # mesh and stages can be derived if these keys are valid, or have a fix
     if all(problem.key not in _LAYOUT_KEYS or typed_words(problem.fix) for problem in wrong):
-        # imports torch: after the quick checks
+        # imports torch, so after the quick checks
         from titanlike.training.preflight import preflight, too_large
 
         def plan(decided: TrainPlan) -> None:
@@ -87,7 +88,7 @@ def problems(
             right = validate.fixed(right, validate.problems(right))
         found = preflight(right, plan)
         wrong += [problem for problem in found if problem.key not in known]
-    if not wrong and warn is not None and world_size is not None:  # else all are on this machine
+    if not wrong and warn is not None and world_size is not None:  # None: one machine
         local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
         if text := validate.placement_warning(config, local_ranks):
             warn(text)
@@ -95,7 +96,8 @@ def problems(
 
 
 def secret_problems(plain: dict[str, Any]) -> list[Problem]:
-    """Passwords, keys and tokens in a config, which would end up in config.yaml and W&B."""
+    """Return problems for passwords, keys and tokens, which would be written to config.yaml and
+    W&B."""
     return [_secret_problem(key, reason) for key, reason in credentials.find_secrets(plain)]
 
 
@@ -110,7 +112,7 @@ def _secret_problem(key: str, reason: str) -> Problem:
 
 
 def secrets_in_command(overrides: list[str], config: Config | None) -> list[Problem]:
-    """Secrets in a command line, before Hydra names folders after its overrides.
+    """Find secrets in a command line, before Hydra names folders after its overrides.
 
     config: the composed config, of a sweep's first job; None if the overrides do not compose.
     """
@@ -126,7 +128,7 @@ def secrets_in_command(overrides: list[str], config: Config | None) -> list[Prob
 
 
 def _checkpoint_problems(config: Config) -> Iterator[Problem]:
-    """What would prevent resuming the run, as far as it can be checked without the data."""
+    """Yield what would prevent resuming the run, as far as it can be checked without the data."""
     settings = config.checkpoint
     if settings.mode == "async_process":
         reason = ""
@@ -174,14 +176,14 @@ def _checkpoint_problems(config: Config) -> Iterator[Problem]:
         yield Problem("checkpoint.resume", "", str(error))
     except UnreadableFile as error:
         yield Problem("checkpoint", str(checkpoint_folder(config)), str(error))
-    except Exception as error:  # file systems raise errors of their own: permissions, network
+    except Exception as error:  # fsspec file systems raise exceptions of their own
         reason = f"cannot be read: {type(error).__name__}: {error}"
         fix = "checkpoint.folder=/another/path"
         yield Problem("checkpoint", str(checkpoint_folder(config)), reason, fix)
 
 
 def _export_problem(config: Config) -> Problem | None:
-    """Why a run could not write a folder for transformers at its end."""
+    """Return why a run could not export a transformers folder at its end, if so."""
     from titanlike.models.hf_names import FAMILIES, counterpart
 
     settings, families = config.checkpoint, (*FAMILIES, "hf")
@@ -203,9 +205,9 @@ def _export_problem(config: Config) -> Problem | None:
 
 
 def _write_problems(config: Config) -> Iterator[Problem]:
-    """Whether run_dir and checkpoint.folder are writable, by writing there."""
+    """Yield problems if run_dir or checkpoint.folder is not writable, by writing there."""
     fix = "run_dir=outputs/NAME"
-    if (Path(config.run_dir) / "config.yaml").exists():  # of a run, which is to be continued
+    if (Path(config.run_dir) / "config.yaml").exists():  # the run will be resumed
         fix += f" checkpoint.resume={config.run_dir}"
         fix += " checkpoint.folder=null" if config.checkpoint.folder is not None else ""
     folders = [("run_dir", config.run_dir, Path(config.run_dir), fix)]
@@ -221,17 +223,18 @@ def _write_problems(config: Config) -> Iterator[Problem]:
     if config.checkpoint.folder is not None:
         try:
             Storage(config.checkpoint.folder).check_writable()
-        except Exception as error:  # file systems raise errors of their own
+        except Exception as error:  # fsspec file systems raise exceptions of their own
             reason = f"cannot be written: {type(error).__name__}: {error}"
             fix = "checkpoint.folder=/another/path, or null for run_dir/checkpoints"
             yield Problem("checkpoint.folder", config.checkpoint.folder, reason, fix)
 
 
 def available_ranks(config: Config, started: int | None, restart_state: RestartState) -> int | None:
-    """Ranks that torchrun or srun has started for the run; None if the run starts its own.
+    """Return the number of ranks that torchrun or srun launched for the run; None if the run
+    launches its own.
 
     started: number of processes, None if this is the only one. A single process under torchrun
-    starts the others itself, unless an earlier start had several.
+    launches the others itself, unless an earlier launch had several.
     """
     if started is None and "TORCHELASTIC_RUN_ID" in os.environ:
         had_several = restart_state.get(RANKS) not in (None, "1")

@@ -1,4 +1,4 @@
-"""Drive a command: check its overrides, let Hydra compose each job's config, run the jobs.
+"""Drives a command: checks its overrides, lets Hydra compose each job's config, and runs the jobs.
 
 1. `drive` parses the command line with Hydra's parser and completes it.
 2. Everything is checked before Hydra runs; all errors are shown at once. `--check` ends here.
@@ -57,7 +57,7 @@ _OF_STORAGE = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EROFS, errno.EACCE
 
 
 def drive(runner: JobRunner, result_dir: str | None) -> ExitCode:
-    """Run the command line's job, or its sweep. result_dir: as in `cli.start_job`."""
+    """Run the command line's job or sweep; return the exit code. result_dir: as in `cli.start_job`."""
     args = parse_argv(sys.argv[1:])
     modes = [flag for flag in ("run", "multirun", "cfg", "info") if getattr(args, flag)]
     if len(modes) > 1:
@@ -80,17 +80,19 @@ def drive(runner: JobRunner, result_dir: str | None) -> ExitCode:
 
 
 class Task:
-    """What Hydra calls with a composed config: of a run, or of a sweep's job in this process."""
+    """The callable that Hydra calls with each composed config, of a run or a sweep's job in this
+    process."""
 
     def __init__(self, runner: JobRunner) -> None:
         self.runner = runner
-        self.sweep_run: SweepRun | None = None  # of a sweep
-        self.checked: CheckedOverrides | None = None  # of a command that starts something
-        self.end: JobEnd | None = None  # of a run
+        self.sweep_run: SweepRun | None = None  # only for a sweep
+        self.checked: CheckedOverrides | None = None  # only for a command that launches something
+        self.end: JobEnd | None = None  # only for a single run
         self._pid = os.getpid()
 
     def __call__(self, composed: DictConfig) -> float | None:
-        """The value that a sweeper compares. Raises JobFailed if a sweep's job failed."""
+        """Run the job; return the value that a sweeper compares. Raises JobFailed if a sweep's job
+        failed."""
         hydra = HydraConfig.get()
         run_dir = Path(hydra.runtime.output_dir)
         overrides = [from_hydra(text) for text in hydra.overrides.task]
@@ -103,7 +105,7 @@ class Task:
         _, config, problems = parsed(composed)
         overrides = self.sweep_run.register(overrides, hydra.job.num, run_dir)
         name = self.sweep_run.group, self.sweep_run.job_name(overrides)
-        # a launcher like submitit pickles this to another machine
+        # a launcher such as submitit pickles this object to another machine
         elsewhere = os.getpid() != self._pid
         run = partial(_run_elsewhere, self.runner) if elsewhere else self.runner.run
         if not elsewhere:
@@ -121,8 +123,8 @@ class Task:
 
 
 def _run_elsewhere(runner: JobRunner, *job: Any) -> JobEnd:
-    """`runner.run(*job)` in a process without `drive`: alone, or one of the ranks that srun
-    started."""
+    """Call `runner.run(*job)` in a process that did not call `drive`, alone or as one of srun's
+    ranks."""
     adopt_slurm()
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return runner.run(*job)
@@ -140,16 +142,17 @@ def _run_elsewhere(runner: JobRunner, *job: Any) -> JobEnd:
 
 
 def _prepare(args: Namespace, task: Task, result_dir: str | None) -> ExitCode:
-    """Check everything and open the sweep; the exit code if the command ends here, else None."""
+    """Check everything and open the sweep. Return the exit code if the command ends here, else
+    None."""
     state = task.runner.restart_state
     paths = {key: state.get(key) for key in ("hydra.run.dir", "hydra.sweep.dir")}
-    # a restart writes where the first start did
+    # a restart writes into the folders of the first launch
     first_folder = [f"{key}={quoted(path)}" for key, path in paths.items() if path is not None]
     args.overrides += first_folder
     runner = task.runner = replace(task.runner, restart=task.runner.restart or bool(first_folder))
     checked = check_overrides(args)
     runner = task.runner = replace(runner, environment=checked.environment)
-    for line in checked.notes if not runner.checked else ():  # before these are executed
+    for line in checked.notes if not runner.checked else ():  # before user code is imported
         print(printable(redact(line)), flush=True)
     try:
         problems = _problems(args, checked, runner)
@@ -157,10 +160,10 @@ def _prepare(args: Namespace, task: Task, result_dir: str | None) -> ExitCode:
             assert checked.config is not None and checked.sweep is not None
             settings = checked.sweep
             folders = settings.folder, *settings.folder.parents
-            missing = [path for path in folders if not path.exists()]  # the innermost first
+            missing = [path for path in folders if not path.exists()]  # innermost first
             if checked.new_folder and not args.check:
                 settings = replace(settings, folder=files.make_new_folder(settings.folder))
-            # before there is a plan, which a restart has to find
+            # saved before the sweep's spec, which a restart must find
             state.set_default("hydra.sweep.dir", str(settings.folder))
             from titanlike.driver.sweep import open_sweep
 
@@ -188,8 +191,8 @@ def _prepare(args: Namespace, task: Task, result_dir: str | None) -> ExitCode:
 
 
 def _problems(args: Namespace, checked: CheckedOverrides, runner: JobRunner) -> list[Problem]:
-    """Every problem of the command; the configs of a sweep's jobs are checked later, each by
-    itself."""
+    """Return every problem of the command; the configs of a sweep's jobs are checked later, one by
+    one."""
     from titanlike.checkpoint.discovery import resumed_config
     from titanlike.driver import checks
 
@@ -201,16 +204,16 @@ def _problems(args: Namespace, checked: CheckedOverrides, runner: JobRunner) -> 
         return known
     if checked.multirun:
         known = known + list(sweep_problems(config))
-        # the jobs of a search are not known: the first values stand for all
+        # a search's jobs are unknown: check the first values
         if args.check and checked.sweep is not None and not checked.sweep.grid:
             known = known + config_problems(config, None, known)
         return known
-    if os.path.exists(Path(config.run_dir) / SWEEP_FILE):  # False where the name is too long
+    if os.path.exists(Path(config.run_dir) / SWEEP_FILE):  # False if the name is too long
         fix = f"run_dir={config.run_dir}/NAME"
         return [*known, Problem("run_dir", config.run_dir, "holds a sweep", fix)]
     if runner.restart:
         config, _ = resumed_config(config)
-    started = int(os.environ.get("WORLD_SIZE", "1"))  # or to be started, if this is a --check
+    started = int(os.environ.get("WORLD_SIZE", "1"))  # with --check, ranks to be launched
     ranks = checks.available_ranks(config, started if started > 1 else None, runner.restart_state)
     unfit: list[Problem] = []
     if ranks is not None:
@@ -220,7 +223,7 @@ def _problems(args: Namespace, checked: CheckedOverrides, runner: JobRunner) -> 
     start_workers = partial(runner.start_workers, config)
     assert checked.composed is not None
     hydra = checked.composed.hydra
-    # what workers inherit from this process is changed by these
+    # these change what workers inherit from this process
     may_start = not (hydra.job.env_set or hydra.job.chdir or hydra.callbacks)
     if runner.checked and not known and not unfit:
         if may_start:
@@ -237,12 +240,12 @@ def _write_result(result_dir: str | None, args: Namespace, status: Status, error
 
 
 def _run(args: Namespace, task: Task, result_dir: str | None) -> ExitCode:
-    """Let Hydra compose and call `task`; the exit code."""
+    """Let Hydra compose the configs and call `task`; return the exit code."""
     sweep_run = task.sweep_run
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises its errors; they are shown here
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises its errors, which are printed here
     code: ExitCode = 0
     try:
-        shown = io.StringIO()  # a config that may hold secrets
+        shown = io.StringIO()  # captured, since a config may contain secrets
         with contextlib.redirect_stdout(shown) if args.cfg else contextlib.nullcontext():
             _call_hydra(args, task, task.checked)
         print(redact(shown.getvalue()), end="")
@@ -250,14 +253,14 @@ def _run(args: Namespace, task: Task, result_dir: str | None) -> ExitCode:
     except SystemExit as end:
         code = end.code
     except JobFailed:
-        code = 1  # shown when it happened
+        code = 1  # already reported
     except ConfigError as error:
         code = print_problems(error.problems)
     except Exception as error:
         unwritten = isinstance(error, OSError) and error.errno in _OF_STORAGE
         frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
         raised_in = type(error).__module__, str(frames[-1].f_globals.get("__name__"))
-        # by Hydra or Optuna for the user, and not by this program
+        # an error of Hydra or Optuna about the user's input, not of this program
         if not unwritten and not any(re.match(r"(hydra|omegaconf|optuna)\b", n) for n in raised_in):
             raise
         problem = Problem("config", "", one_line(error)).hiding(task.runner.environment)
@@ -265,7 +268,7 @@ def _run(args: Namespace, task: Task, result_dir: str | None) -> ExitCode:
         _write_result(result_dir, args, "failed", str(problem))
         if unwritten:
             print(f"a file of the run could not be written: {problem.reason}", file=sys.stderr)
-        elif sweep_run is not None and sweep_run.planned:  # a search without a successful trial
+        elif sweep_run is not None and sweep_run.planned:  # a search in which every trial failed
             print(f"the search ends: {problem.reason}", file=sys.stderr)
         else:
             code = print_problems([problem])
@@ -278,8 +281,8 @@ def _run(args: Namespace, task: Task, result_dir: str | None) -> ExitCode:
 
 
 def _call_hydra(args: Namespace, task: Task, checked: CheckedOverrides | None) -> None:
-    """Let Hydra run a job whose config has been composed (its folder, logging and callbacks),
-    compose the jobs of a sweep, or show what it is asked for (checked: None)."""
+    """Let Hydra run a composed job (its folder, logging and callbacks), compose the jobs of a
+    sweep, or, if `checked` is None, print the information that its flags ask for."""
     loader = config_loader(args) if checked is None else checked.loader
     assert loader is not None
     hydra, name, overrides = Hydra("titanlike", loader), args.config_name, args.overrides
@@ -299,7 +302,7 @@ def _call_hydra(args: Namespace, task: Task, checked: CheckedOverrides | None) -
         else:
             assert checked is not None and checked.composed is not None
             composed = checked.composed
-            # a copy: with hydra.verbose Hydra asks for more of them, and takes parts away
+            # copied: Hydra may load it several times (hydra.verbose), and removes parts
             copied = partial(copy.deepcopy, composed)
             loader.load_configuration = lambda **_: copied()  # type: ignore[method-assign]
             hydra.run(name, task, overrides)

@@ -1,10 +1,9 @@
-"""The layout of a run whose number of ranks its launcher decides.
+"""Fits the layout to a number of ranks that the launcher decides (launch.elastic).
 
-launch.elastic: dp follows the number of ranks that torchrun has started (`--nnodes 1:4`). When
-machines join or leave, torchrun restarts the ranks, as many as there are machines for. pp, tp, the
-model and the global batch size stay as declared; dp becomes ranks / (pp x cp x tp) if the rest of
-the config allows it, and the checkpoint is loaded in that layout. So the losses stay those of the
-declared layout, up to rounding.
+dp follows the number of ranks that torchrun launched (`--nnodes 1:4`). When machines join or leave,
+torchrun restarts the ranks. pp, tp, the model and the global batch size stay as declared; dp
+becomes ranks / (pp x cp x tp) if the rest of the config allows it, and the checkpoint is loaded in
+that layout. So losses equal those of the declared layout, up to rounding.
 """
 
 from __future__ import annotations
@@ -23,14 +22,14 @@ from titanlike.driver.checks import RANKS, problems
 from titanlike.launch.environment import RestartState
 from titanlike.metrics.run_files import Events
 
-_DP = "dp"  # key in RestartState: of the last start
-_MAX_NAMED = 4  # numbers of ranks that an error names
-_MAX_CHECKED = 8  # numbers of ranks that are checked for it
+_DP = "dp"  # key in RestartState: dp of the last launch
+_MAX_NAMED = 4  # alternative numbers of ranks in an error
+_MAX_CHECKED = 8  # numbers of ranks tried to find these
 Check = Callable[[Config, int], list[Problem]]
 
 
 def fit_mesh(config: Config, ranks: int) -> tuple[Config, list[Problem]]:
-    """The config with dp = ranks / (pp x cp x tp), or the problems that prevent it."""
+    """Return the config with dp = ranks / (pp x cp x tp), or the problems that prevent it."""
     if ranks == config.world_size or not config.launch.elastic:
         return config, []
     if min(*config.axes.values(), config.replicate) < 1:
@@ -38,7 +37,7 @@ def fit_mesh(config: Config, ranks: int) -> tuple[Config, list[Problem]]:
     # problems that the declared mesh has, too, are reported by the usual check
     try:
         known = {str(problem) for problem in problems(config, config.world_size)}
-    except Exception:  # of a user's function, which the usual check calls, too
+    except Exception:  # raised by a user's function; the usual check reports it
         return config, []
 
     def fit(count: int, check: Check) -> tuple[Config, list[Problem]]:
@@ -76,7 +75,8 @@ def _available(ranks: int) -> str:
 def report_layout(
     config: Config, declared: Config, ranks: int, restart_state: RestartState
 ) -> None:
-    """Report, also in events.jsonl, a layout other than that of the last start, or the declared."""
+    """Report, also in events.jsonl, a layout that differs from the last launch's or the declared
+    one."""
     before = int(restart_state.get(_DP) or declared.dp)
     if config.dp != before:
         _, step = resumed_config(config)

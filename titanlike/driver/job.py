@@ -1,4 +1,4 @@
-"""One job in the process that reports it (rank 0, or the driver): from config to result.json."""
+"""Runs one job in the process that reports it (rank 0, or the driver), from config to result.json."""
 
 from __future__ import annotations
 
@@ -28,41 +28,41 @@ if TYPE_CHECKING:
     from titanlike.launch.torchrun import TorchrunRanks
 
 TRAIN, FIRST_START = "titanlike.training.loop.train", "titanlike.proof.first_start.train"
-SWEEP_FILE = "sweep.jsonl"  # in the directory of a sweep
+SWEEP_FILE = "sweep.jsonl"  # in a sweep's directory
 
 
 @dataclass(frozen=True)
 class JobRunner:
-    """Runs the jobs of a command line; the fields are common to all of them."""
+    """Runs the jobs of a command line; its fields are common to all of them."""
 
-    function: str  # of the job, `package.module.function`
-    folder: str  # a tool's own folder inside run_dir, or ""
-    ranks: TorchrunRanks | None = None  # started by torchrun or srun; None = started here
+    function: str  # the job's function, `package.module.function`
+    folder: str  # a tool's folder inside run_dir, or ""
+    ranks: TorchrunRanks | None = None  # launched by torchrun or srun; None = launched here
     restart_state: RestartState = field(default_factory=RestartState)
     restart: bool = False  # whether this command was started before
     checked: bool = False  # whether the sweep has checked the job's config
-    # of a single run: the same each time; called where a job takes workers
+    # single runs only: returns the prestarted workers, always the same
     workers: Callable[[], PrestartedWorkers] | None = None
-    # of values from the environment, which errors do not show: their names
+    # value of an environment variable -> its name, which errors show instead
     environment: dict[str, str] = field(default_factory=dict)
-    callbacks: tuple[object, ...] = ()  # of a job in this process, see Worker
+    callbacks: tuple[object, ...] = ()  # for a job in this process, see Worker
 
     def job_of(self, config: Config) -> str:
-        """The job's function: training where `verify` asks to be compared with one process first
-        is another one."""
+        """Return the job's function: with `verify` before the first launch, training with that
+        comparison."""
         if self.function != TRAIN or config.world_size == 1 or config.verify.name == "off":
             return self.function
         return FIRST_START if config.verify.name == "required" or outside_code(config) else TRAIN
 
     def start_workers(self, config: Config) -> None:
-        """Start the workers of a single run, which import torch while its config is checked."""
-        many = config.world_size > max(8, available_cores())  # a slip, or a test of a large layout
-        checks = config.device not in ("auto", "cpu")  # whether it is there, which needs torch
+        """Launch the workers of a single run, which import torch while its config is checked."""
+        many = config.world_size > max(8, available_cores())  # probably a mistake
+        checks = config.device not in ("auto", "cpu")  # checking that it exists needs torch
         if self.workers and self.ranks is None and not (self._alone(config) or many or checks):
             self.workers().start(config.world_size, self.job_of(config))
 
     def _alone(self, config: Config) -> bool:
-        """Whether a job started here runs in this process: it cannot be restarted."""
+        """Return whether a job launched here runs in this process, and so cannot be restarted."""
         return config.world_size == 1 and (bool(self.folder) or not config.launch.max_restarts)
 
     def run(
@@ -73,17 +73,17 @@ class JobRunner:
         overrides: list[str],
         name: tuple[str, str] | None = None,
     ) -> JobEnd:
-        """Run a job to its end, with result.json.
+        """Run a job to its end and write result.json.
 
-        problems: what was found where the config was parsed. name: of the sweep and of this job in
-        it; None for a single run. Raises Interrupted if a signal ended the job immediately.
+        problems: found when the config was parsed. name: of the sweep and of this job in it; None
+        for a single run. Raises Interrupted if a signal ended the job immediately.
         """
         # 1. make the run's folder
         run_dir = run_dir / self.folder
         run_dir.mkdir(parents=True, exist_ok=True)
         config = replace(config, run_dir=str(run_dir))
         folder = config.checkpoint.folder
-        if folder is not None and "://" not in folder:  # the same from any working directory
+        if folder is not None and "://" not in folder:  # independent of the working directory
             folder = str(Path(folder).expanduser().absolute())
             config = replace(config, checkpoint=replace(config.checkpoint, folder=folder))
         overrides = [redact_override(text) for text in overrides]
@@ -137,12 +137,12 @@ class JobRunner:
             status: Status = "stopped" if stopped else "completed"
             reporter.write(status, value, error_text if stopped else None, verification)
             self._write_report(config, run_dir)
-        # a signal: the user wants to end a sweep, too
+        # a signal ends the sweep, too
         by_signal = stopped is not None and stopped != stop_reason(MAX_TIME)
         return JobEnd(code, error_text, value, ends_sweep=by_signal)
 
     def _write_report(self, config: Config, run_dir: Path) -> None:
-        """report.html of a run that has trained. It never makes a run fail."""
+        """Write report.html of a run that has trained. Never makes a run fail."""
         if self.folder or not config.report or not (run_dir / "metrics.jsonl").exists():
             return
         try:
@@ -158,7 +158,7 @@ class JobRunner:
             _warn(f"report.html could not be written: {type(error).__name__}: {error}")
 
     def _prepare(self, config: Config, known: list[Problem], run_dir: Path, single: bool) -> Config:
-        """The config to run, written to config.yaml. Raises ConfigError."""
+        """Return the config to run, after writing config.yaml. Raises ConfigError."""
         from titanlike.checkpoint.discovery import resumed_config
         from titanlike.driver import checks
 
@@ -172,7 +172,7 @@ class JobRunner:
 
             fitted, mesh_problems = fit_mesh(config, ranks)
         problems = known + mesh_problems
-        if not (single or self.checked or mesh_problems):  # a single run has been checked before
+        if not (single or self.checked or mesh_problems):  # a single run is checked already
             problems += config_problems(fitted, ranks, problems)
         if problems:
             raise ConfigError(problems)
@@ -182,7 +182,7 @@ class JobRunner:
             kept = f"kept in {run_dir / ORDER}"
             fitted = with_found_order(fitted, lambda line: print(f"{line}; {kept}", flush=True))
         if self.folder or not (run_dir / "config.yaml").exists():
-            write_config(fitted, run_dir)  # of a resumed run: once it has resumed (session.py)
+            write_config(fitted, run_dir)  # a resumed run writes it after loading (session.py)
         if ranks is not None:
             from titanlike.driver.elastic import report_layout
 
@@ -195,13 +195,13 @@ class JobEnd:
     """How a job ended."""
 
     code: int  # exit code of a single run
-    error: str = ""  # why it is not completed
-    value: float | None = None  # what a sweep compares
+    error: str = ""  # why it did not complete
+    value: float | None = None  # the objective that a sweep compares
     ends_sweep: bool = False  # whether these processes run no further jobs
 
 
 def with_run_name(config: Config, sweep: str, name: str) -> Config:
-    """Set W&B's group and run name of a sweep's job, unless the user has set them."""
+    """Set W&B's group and run name for a sweep's job, unless the user did."""
     if not isinstance(config.logger, Wandb):
         return config
     group, run_name = config.logger.group or sweep, config.logger.run_name or name
@@ -214,17 +214,17 @@ def config_problems(
     known: list[Problem],
     when_valid: Callable[[], object] | None = None,
 ) -> list[Problem]:
-    """Problems of a config beyond those of its form (`known`), without consequences of these.
+    """Return problems of a config beyond those of parsing (`known`), without consequences of these.
 
-    when_valid: called where the numbers fit together, before the checks that take seconds.
-    Raises JobFailed if a function of the user's own fails in a check.
+    when_valid: called once the cheap checks pass, before those that take seconds. Raises JobFailed
+    if a user's function fails in a check.
     """
     from titanlike.driver.checks import problems
 
     try:
         others = problems(config, world_size, _warn, when_valid)
     except Exception as error:
-        if known:  # defaults stand in for values that could not be parsed, and may not fit together
+        if known:  # defaults replace unparsed values, and may not fit together
             return []
         failure = describe(0, error)
         text = f"{failure.error}\n{failure.frames}".rstrip()
@@ -239,7 +239,7 @@ def _warn(text: str) -> None:
 
 
 def restarted_config(config: Config, failed: JobFailed, number: int) -> Config:
-    """Report restart `number` after a failure, also in events.jsonl; the config for it."""
+    """Report restart `number` after a failure, also in events.jsonl; return the config for it."""
     from titanlike.checkpoint.discovery import resumed_config
 
     resumed, step = resumed_config(config)
@@ -260,7 +260,7 @@ class ResultReporter:
         self._run_dir, self._overrides, self._world_size = run_dir, overrides, world_size
         self._stop = stop or StopRequest()
         self._start = time.monotonic()
-        (run_dir / "result.json").unlink(missing_ok=True)  # of an earlier run
+        (run_dir / "result.json").unlink(missing_ok=True)  # from an earlier launch
 
     def write(
         self,
@@ -282,8 +282,8 @@ class ResultReporter:
         self.write("invalid" if failed.invalid else "failed", error=failed.error)
 
     def interrupted(self, interrupted: Interrupted) -> None:
-        """Report a signal, or the failure of another rank, for which torchrun sent it."""
-        self._stop.peer_failed()  # looks which rank has ended without an error
+        """Report a signal, or the failure of a different rank, because of which torchrun sent it."""
+        self._stop.peer_failed()  # finds the rank that exited without an error
         cause = root_cause(self._run_dir)
         if cause is None or cause.transport:
             self.write("interrupted", error=str(interrupted))
@@ -301,7 +301,7 @@ class ResultReporter:
 
 
 def print_problems(problems: list[Problem]) -> int:
-    """Print all errors of a config; the exit code."""
+    """Print all errors of a config; return the exit code."""
     error = ConfigError(problems)
     count = "1 error" if len(problems) == 1 else f"{len(problems)} errors"
     lines = "\n".join(f"  {problem}" for problem in error.problems)

@@ -1,6 +1,6 @@
-"""Why an override is refused, with the nearest one that works.
+"""Explains why an override is refused, with the nearest one that works.
 
-Every override that is proposed has been applied first (`Applied`): a proposal is never a mistake.
+Every proposed override has been applied first (`Applied`), so a proposal is never wrong.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from titanlike.config.overrides import SHORT, from_hydra, in_full, key_of
 from titanlike.config.schema import VARIANTS
 from titanlike.driver.argv import InvalidOverride, flat_keys, one_line
 
-# overrides -> what works of them: the same, or with values of the right type; [] = nothing
+# overrides -> working ones: the same, or with values of the right type; [] = none work
 Applied = Callable[[list[str]], list[str]]
 
 _HELP = "--help lists all keys"
@@ -35,19 +35,19 @@ _HELP = "--help lists all keys"
 
 @dataclass(frozen=True)
 class Advice:
-    """Says why an override is refused, and what can be written instead."""
+    """Explains why an override is refused, and what to write instead."""
 
-    composed: DictConfig  # with all valid overrides
-    in_files: DictConfig  # the same without those that set keys
-    swept: dict[str, list[str]]  # the choices of a group that a sweep has
-    choices: dict[str, list[str]]  # of each group
+    composed: DictConfig  # the config with all valid overrides
+    in_files: DictConfig  # the config with choices of groups only
+    swept: dict[str, list[str]]  # group -> its choices in the sweep
+    choices: dict[str, list[str]]  # group -> its valid choices
     applied: Applied
 
     def syntax_error(self, text: str) -> Problem:
-        """An override that Hydra's parser does not accept."""
+        """Return the problem of an override that Hydra's parser rejects."""
         key, _, value = from_hydra(text).partition("=")
         reason = "not of the form key=value; a value with spaces or , : { } needs quotes"
-        bare = value.rstrip(",;")  # copied from a list or from code
+        bare = value.rstrip(",;")  # as copied from a list or from code
         tried = [[f"{key}={bare}"]] if bare != value else []
         keys_alone = re.sub(r"""(['"])([^'",:{}\[\]\s]+)\1(?=\s*:)""", r"\2", value)  # as in JSON
         tried += [[f"{key}={keys_alone}"]] if keys_alone != value else []
@@ -59,7 +59,7 @@ class Advice:
         return Problem(key, value, reason, as_typed(fix) or self.default(key) or _HELP)
 
     def values_without_m(self, override: Override) -> Problem:
-        """Several values without -m."""
+        """Return the problem of several values without -m."""
         key, value = override.key_or_group, override.get_value_string()
         fix = "-m " + as_typed([f"{key}={value}"])
         lists = f"{key}=[{value}]", f"{key}={quoted(value)}"
@@ -68,7 +68,7 @@ class Advice:
         return Problem(key, value, "several values are a sweep, which needs -m", fix)
 
     def wrong_choice(self, group: str, choice: Any, options: list[str]) -> Problem:
-        """A choice that the group does not have."""
+        """Return the problem of a choice that the group does not have."""
         reason = f"no such choice; choices: {', '.join(sorted(options))}"
         if choice is None:
             fix = f"{group}=none" if "none" in options else self.default(group)
@@ -94,13 +94,13 @@ class Advice:
         return Problem(group, choice, f"{reason} ({note})" if note else reason, fix)
 
     def one_choice(self, group: str, choices: list[Any]) -> Problem:
-        """Several choices of a group that takes one."""
+        """Return the problem of several choices in a group that takes one."""
         right = [c for c in map(override_text, choices) if c in self.choices[group]]
         fix = f"{'-m ' * (len(right) > 1)}{group}={','.join(right)}" if right else ""
         return Problem(group, choices, "one choice must be given", fix or self.default(group))
 
     def invalid_override(self, words: InvalidOverride) -> Problem:
-        """Words that are not of the form key=value."""
+        """Return the problem of words that do not have the form key=value."""
         reason, key, value = "a setting is written key=value", words.key, words.value
         for group, choices in self.choices.items():
             if key in choices and value == "true":
@@ -117,13 +117,13 @@ class Advice:
         return Problem(words.typed, "", reason, fix)
 
     def removed(self, key: str) -> Problem:
-        """`~key`."""
+        """Return the problem of `~key`."""
         fix = f"{key}=none" if "none" in self.choices.get(key, ()) else self.default(key)
         return Problem(f"~{key}", "", "nothing can be removed", fix or "leave it out")
 
     def rejected_key(self, override: Override, error: Exception | None) -> Problem:
-        """Why an override cannot be applied: `error` of Hydra, or None for a key that is not in the
-        schema."""
+        """Return why an override cannot be applied. error: Hydra's, or None for a key that is not
+        in the schema."""
         key = override.key_or_group
         value = "" if override.is_delete() else override.get_value_string()
         if key in self.known and override.is_add():
@@ -156,10 +156,10 @@ class Advice:
         return list(flat_keys(self.composed))
 
     def default(self, key: str) -> str:
-        """An override that sets the key, or the group, to what it has already; "" if there is
+        """Return an override that sets the key, or the group, to its current value; "" if there is
         none."""
         chosen = self.composed.hydra.runtime.choices
-        if key not in chosen:  # of a mapping with keys, the first of these
+        if key not in chosen:  # a mapping: propose its first key
             names = (name for name in flat_keys(self.in_files) if f"{name}.".startswith(f"{key}."))
             key = next((name for name in names if not isinstance(self.in_file(name), dict)), "")
         value = chosen[key] if key in chosen else self.in_file(key)
@@ -167,7 +167,7 @@ class Advice:
         return "" if nothing else as_override(key, value)
 
     def in_file(self, key: str) -> Any:
-        """The value of a key in the config files; None where they do not have it."""
+        """Return a key's value in the config files; None if they do not have it."""
         holder, _, name = key.rpartition(".")
         parent = OmegaConf.select(self.in_files, holder) if holder else self.in_files
         if isinstance(parent, DictConfig) and OmegaConf.is_missing(parent, name):
@@ -176,13 +176,13 @@ class Advice:
         return OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
 
     def for_unknown(self, key: str, value: str) -> tuple[str, str]:
-        """(override, what differs); "" for what there is nothing to say about."""
+        """Return (override, what differs) for an unknown key; "" where there is nothing to say."""
         fix, note = self.translated(key, value)
         if fix or note:
             return fix, note
         last, group = key.rpartition(".")[2].replace("-", "_"), f"{key.partition('.')[0]}."
         same = [name for name in self.known if name.rpartition(".")[2] == last]
-        if "." in key and (near := nearest(key, same)):  # its group is misspelt
+        if "." in key and (near := nearest(key, same)):  # the group is misspelt
             same.insert(0, near)
         inside = [name for name in self.known if name.startswith(group)]
         similar = nearest(key, [*self.known, *SHORT]), nearest(key, inside)
@@ -194,7 +194,7 @@ class Advice:
         return "", f"the key is {plural[0]}" if plural else ""
 
     def translated(self, key: str, value: str) -> tuple[str, str]:
-        """The same, where the key is one of another framework."""
+        """Return (override, what differs) for a key of another framework."""
         paths = {"dp": "dp", "steps": "steps", "lr": "optimizer.lr", "batch_size": "batch_size"}
         paths |= {"pp": "pp", "microbatches": "schedule.microbatches"}
         known = partial(OmegaConf.select, self.composed, throw_on_resolution_failure=False)
@@ -215,7 +215,7 @@ class Advice:
         return as_typed(next(filter(None, map(self.applied, tried)), [])), note
 
     def _having(self, key: str) -> list[str]:
-        """The choices of a key's group that have it, if the chosen one has not."""
+        """Return the choices of a key's group that have the key, if the current choice does not."""
         group, _, name = key.partition(".")
         chosen = OmegaConf.select(self.composed, f"{group}.name")
         variants = VARIANTS.get(group, {})

@@ -1,12 +1,10 @@
-"""A command line completed, and every error in it at once; Hydra itself stops at the first.
+"""Checks a completed command line and reports all errors at once; Hydra itself stops at the first.
 
 Each override is checked separately:
-
 1. its syntax, by Hydra's parser;
 2. a group's choice, against the files on the search path (all values of a sweep);
 3. a key, by applying it alone to the config composed of the valid choices;
 4. then the config composed of all valid overrides is parsed, for wrong types.
-
 Uses Hydra 1.3's internals (`hydra._internal`), which is why its version is pinned.
 """
 
@@ -61,12 +59,12 @@ if TYPE_CHECKING:
     from titanlike.driver.override_errors import Advice
     from titanlike.driver.sweep import SweepSettings
 
-_LEAVE_OUT = "leave it out"  # where no override is better
+_LEAVE_OUT = "leave it out"  # the fix if no override works
 _RAISED = "KeyError raised while resolving interpolation: "
 
 
 def check_overrides(args: argparse.Namespace) -> CheckedOverrides:
-    """Check arguments after `complete_args`."""
+    """Check arguments that `complete_args` has completed."""
     checked = CheckedOverrides(args)
     if problem := _config_path_problem(Path(args.config_path), args.config_name):
         checked.add(problem)
@@ -78,7 +76,7 @@ def check_overrides(args: argparse.Namespace) -> CheckedOverrides:
 
 
 def config_loader(args: argparse.Namespace) -> ConfigLoaderImpl:
-    """Hydra's loader of the files that a command line finds, with the schema's defaults."""
+    """Return Hydra's loader of the files that a command line finds, with the schema's defaults."""
     setup_globals()
     search_path = create_config_search_path(args.config_path)
     if args.config_dir is not None:
@@ -92,7 +90,7 @@ def config_loader(args: argparse.Namespace) -> ConfigLoaderImpl:
 
 
 def _config_path_problem(path: Path, name: str) -> Problem | None:
-    """Why --config-path cannot be read; Hydra's words for it are its whole search path."""
+    """Return why --config-path cannot be read; Hydra's own message is its whole search path."""
     file = f"{name}.yaml"
     if not path.exists():
         reason = "no such folder"
@@ -108,26 +106,26 @@ def _config_path_problem(path: Path, name: str) -> Problem | None:
 
 
 class CheckedOverrides:
-    """What a command line gives, and what is wrong with it."""
+    """A command line's config, and its errors."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.multirun: bool = args.multirun
         self.problems: list[Problem] = []
-        self.config: Config | None = None  # of the valid overrides; None where nothing composes
-        self.composed: DictConfig | None = None  # the same as Hydra composes it, with its own part
+        self.config: Config | None = None  # from the valid overrides; None if nothing composes
+        self.composed: DictConfig | None = None  # Hydra's composition, with the `hydra` section
         self.loader: ConfigLoaderImpl | None = None
         self.sweep: SweepSettings | None = None  # if multirun
-        # values of the environment variables that it names -> their names, ${oc.env:NAME}
+        # value of an environment variable in ${oc.env:NAME} -> its name
         self.environment = environment(" ".join(args.overrides))
-        self.new_folder: Path | None = None  # named by the time: no other start is to write there
-        # printed before anything starts: a run that was moved, what is imported from outside, what
-        # stays of a mapping
+        self.new_folder: Path | None = None  # named by time: no other launch may write there
+        # printed before anything starts: a moved run, imports from outside, entries of a mapping
+        # that stay
         self.notes: list[str] = [*args.notes]
         self._config_name: str = args.config_name
-        self._compositions: dict[tuple[str, ...], DictConfig] = {}  # of choices
-        self._choices: tuple[str, ...] = ()  # of self._valid
-        self._valid = DictConfig({})  # composed of what is valid so far
-        self._values: list[Override] = []  # with self._choices in self._valid
+        self._compositions: dict[tuple[str, ...], DictConfig] = {}  # by groups' choices
+        self._choices: tuple[str, ...] = ()  # the groups' choices in self._valid
+        self._valid = DictConfig({})  # composed of the overrides found valid so far
+        self._values: list[Override] = []  # the key overrides in self._valid
 
     def add(self, problem: Problem) -> None:
         if problem not in self.problems:
@@ -136,9 +134,9 @@ class CheckedOverrides:
     def check(
         self, loader: ConfigLoaderImpl, texts: list[str], invalid: list[InvalidOverride]
     ) -> None:
-        """Steps 1 to 4 of the module's list.
+        """Run steps 1 to 4 of the module's list.
 
-        Hydra raises exceptions of any class for what a user writes: all of them are his errors.
+        Hydra raises exceptions of any class for invalid input: all of them are the user's errors.
         """
         self.loader = self._loader = loader
         parsed = [(text, parse_override(text, loader)) for text in texts]
@@ -154,7 +152,7 @@ class CheckedOverrides:
             return self.add(error.problem)
         except Exception as error:
             return self.add(Problem(f"--config-name {self._config_name}", "", one_line(error)))
-        # hydra.mode makes this a sweep, without -m
+        # hydra.mode=MULTIRUN is a sweep without -m
         modes = [o.value() for o in self._overrides if o.key_or_group == "hydra.mode"]
         mode = str(modes[-1]) if modes else getattr(self._valid.hydra.mode, "name", "")
         self.multirun |= mode == RunMode.MULTIRUN.name
@@ -174,7 +172,7 @@ class CheckedOverrides:
             self._apply(composed, values)
             if not self.multirun:
                 self._complete(composed, typed)
-            HydraConfig.instance().set_config(composed)  # for ${hydra:...} in values
+            HydraConfig.instance().set_config(composed)  # resolves ${hydra:...} in values
             try:
                 self._parse(composed)
             finally:
@@ -187,13 +185,12 @@ class CheckedOverrides:
             self.add(self._advice().invalid_override(words))
 
     def _compose_first(self) -> DictConfig:
-        """Compose with the choices that are given, which most often are right, or with none of
-        them."""
+        """Compose with the given choices, which are usually valid, else with none of them."""
         groups = [o for o in self._overrides if self._repository.group_exists(o.key_or_group)]
         single = [o for o in groups if not o.is_sweep_override()]
         choices = tuple(str(o.input_line) for o in single)
-        # of a group that is added, only the defaults alone tell whether it may be chosen; of
-        # several choices Hydra keeps none
+        # whether a group may be added shows only in the bare defaults; Hydra keeps none of
+        # several choices
         if not any(o.is_add() or isinstance(o.value(), list) for o in single):
             with contextlib.suppress(Exception):  # reported when the choices are checked
                 composed = self._compose([*self._lines, *choices])
@@ -202,7 +199,7 @@ class CheckedOverrides:
         return self._compose(self._lines)
 
     def _compose(self, lines: list[str]) -> DictConfig:
-        """Compose once; to be copied before it is changed."""
+        """Compose, cached by choices; copy the result before changing it."""
         known = self._compositions.get(key := tuple(lines))
         if known is None:
             known = self._loader.load_configuration(self._config_name, lines, RunMode.RUN)
@@ -210,7 +207,7 @@ class CheckedOverrides:
         return known
 
     def _in_file(self) -> Iterator[Override]:
-        """The overrides in hydra.sweeper.params: a sweep that is written in a file."""
+        """Yield the overrides in hydra.sweeper.params: a sweep defined in a file."""
         for key, value in (self._valid.hydra.sweeper.get("params") or {}).items():
             override = parse_override(to_hydra(f"{key}={value}"), self._loader)
             if override is not None:
@@ -220,7 +217,7 @@ class CheckedOverrides:
                 self.add(Problem(str(key), value, reason, f"{key}: a,b"))
 
     def _split_by_kind(self) -> tuple[list[Override], list[Override]]:
-        """The overrides that choose a group's file, and those that set a key; valid ones alone."""
+        """Return the valid overrides that choose a group's file, and those that set a key."""
         groups, values = [], []
         for override in self._overrides:
             if override.is_sweep_override() and not self.multirun:
@@ -236,7 +233,7 @@ class CheckedOverrides:
         return groups, values
 
     def _sweep_problem(self, override: Override) -> Problem | None:
-        """Why a sweep cannot have this override."""
+        """Return why a sweep cannot have this override, if so."""
         key, swept = override.key_or_group, override.is_sweep_override()
         if key == "hydra.sweep.subdir" and self.multirun:
             reason, fix = "a sweep's jobs are in folders by their numbers", "run_dir=outputs/NAME"
@@ -291,8 +288,8 @@ class CheckedOverrides:
         return Advice(self._valid, in_files, swept, choices, self._applied)
 
     def _applied(self, words: list[str], attempts: int = 4) -> list[str]:
-        """These overrides, added to those that are valid, with values that can be; [] if none are
-        found in so many attempts."""
+        """Return these overrides, with values corrected in up to `attempts` tries, if they work
+        together with the valid ones; else []."""
         overrides = [parse_override(to_hydra(word), self._loader) for word in words]
         if not all(o and (self.multirun or not o.is_sweep_override()) for o in overrides):
             return []
@@ -308,18 +305,18 @@ class CheckedOverrides:
                 chosen = [str(o.input_line) for o in new.values()]
                 composed = self._compose([*self._lines, *others, *chosen])
             composed = copy.deepcopy(composed)
-            for override in self._values if new else ():  # that the other choice has, too
+            for override in self._values if new else ():  # keys that the other choice has, too
                 with contextlib.suppress(Exception):
                     ConfigLoaderImpl._apply_overrides_to_config([override], composed)
             ConfigLoaderImpl._apply_overrides_to_config(values, composed)
             plain, config, problems = parsed(composed)
-        except Exception:  # of Hydra, of OmegaConf's resolvers
+        except Exception:  # Hydra and OmegaConf's resolvers raise any class
             return []
-        # an impossible number, too, where its own fix is one override
+        # also numbers out of bounds, if the fix is one override
         problems += [p for p in validate.problems(config) if len(typed_words(p.fix)) == 1]
         keys = [o.key_or_group for o in values]
-        # what takes the model to be found, where no code of others would run: of the config as the
-        # fixes of other keys make it
+        # checks that need the model, if no user code would run, on the config with the fixes of
+        # other keys applied
         if "split" in new and not any(named_code(plain, {})):
             from titanlike.training.preflight import preflight  # imports torch
 
@@ -335,7 +332,7 @@ class CheckedOverrides:
         return words
 
     def _apply(self, composed: DictConfig, values: list[Override]) -> None:
-        """Apply each override by itself, with the first value of a sweep."""
+        """Apply each override separately, with the first value of a sweep."""
         rejected: list[tuple[Override, Exception | None]] = []
         self._values = []
         for override in values:
@@ -353,7 +350,7 @@ class CheckedOverrides:
             self.add(self._advice().rejected_key(override, error))
 
     def _complete(self, composed: DictConfig, typed: list[Override]) -> None:
-        """Write into Hydra's part what Hydra does where it applies all overrides at once."""
+        """Fill Hydra's section as Hydra does when it applies all overrides at once."""
         hydra, job = composed.hydra, composed.hydra.job
         task = [o for o in typed if not o.is_hydra_override()]
         hydra.overrides.task = [o.input_line for o in task]
@@ -405,8 +402,8 @@ class CheckedOverrides:
                 self.add(self.with_fix(problem))
 
     def _resolve(self, composed: DictConfig) -> None:
-        """Report each override whose interpolations cannot be resolved, with the files' value in
-        its place, so that what else is wrong is found, too."""
+        """Report each override whose interpolations cannot be resolved, and restore the files'
+        value, so that further errors are found."""
         wrong: list[tuple[Override, str]] = []
         for override in self._values:
             try:
@@ -424,16 +421,16 @@ class CheckedOverrides:
             self.add(Problem(key, override.get_value_string(), reason, fix))
 
     def with_fix(self, problem: Problem) -> Problem:
-        """The problem with a fix that works: its own, with values that the rules allow; else as
-        another framework's key is written here; else the value in the files."""
+        """Return the problem with a fix that works: its own with valid values, else the equivalent
+        of another framework's key, else the value in the files."""
         advice, key, fix = self._advice(), problem.key.partition("[")[0], problem.fix
         words = typed_words(fix)
-        if words[:1] == ["-m"] and len(words) == 2:  # a sweep, of values that are right each
+        if words[:1] == ["-m"] and len(words) == 2:  # a sweep of valid values
             values = words[1].partition("=")[2].split(",")
             fix = fix if all(self._applied([f"{key}={value}"]) for value in values) else ""
         elif len(words) == 1 and key_of(words[0]) == key:
             fix = as_typed(self._applied(words)) or fix
-        elif key != problem.key and problem.key in fix:  # of an item: the whole list is set
+        elif key != problem.key and problem.key in fix:  # a list's item: set the whole list
             fix = ""
         if not fix and "." not in key:  # fsdp=true
             fix, _ = advice.translated(key, override_text(problem.value))
@@ -443,32 +440,31 @@ class CheckedOverrides:
 
 
 def environment(text: str) -> dict[str, str]:
-    """The values of the environment variables that a text interpolates -> their names."""
+    """Map the values of environment variables that a text interpolates to their names."""
     names = re.findall(r"oc\.env:[\s'\"\\]*(\w+)", text)
     return {os.environ[name]: f"${{oc.env:{name}}}" for name in names if os.environ.get(name)}
 
 
 def may_set(override: Override, composed: DictConfig) -> bool:
-    """Whether the key can be given: what no file names is an argument of the user's own, or
-    Hydra's."""
+    """Return whether a key can be set: keys in no file are arguments of user code, or Hydra's."""
     key = override.key_or_group
     group, _, rest = key.partition(".")
-    if group == "hydra":  # this program and Hydra rely on what is below its keys
+    if group == "hydra":  # Hydra and this program rely on the keys below it
         node = _node(composed, key)
         return not isinstance(node, DictConfig) or isinstance(override.value(), dict)
     holder = _node(composed, key.rpartition(".")[0])
     if holder is not None and not OmegaConf.is_config(holder):
-        return False  # Hydra would put a mapping in the place of a value
+        return False  # Hydra would replace a value by a mapping
     if not override.is_add() and override.type is not OverrideType.FORCE_ADD:
         return True
     name = str(OmegaConf.select(composed, f"{group}.name", throw_on_missing=False))
-    own = "." in name or name == "None"  # ??? is None: its problem is found when it is parsed
+    own = "." in name or name == "None"  # ??? reads as None, and is reported when parsed
     named = key in flat_keys(composed) and not override.is_add()
     return named or f"{key}=".startswith(ADDED) or (group in OPEN_GROUPS and bool(rest) and own)
 
 
 def mapping_kept(override: Override, composed: DictConfig) -> Iterator[str]:
-    """A line where the override gives a mapping, and entries that it does not name stay."""
+    """Yield a line if the override gives a mapping and entries that it does not name stay."""
     key, value = override.key_or_group, override.value()
     node = _node(composed, key)
     if not isinstance(value, dict) or not isinstance(node, DictConfig) or key.startswith("hydra"):
@@ -479,7 +475,7 @@ def mapping_kept(override: Override, composed: DictConfig) -> Iterator[str]:
 
 
 def _node(composed: DictConfig, key: str) -> Any:
-    """What a key holds; None where there is no such key, or its value is not known yet."""
+    """Return a key's value; None if there is no such key or the value is missing."""
     try:
         return OmegaConf.select(composed, key, throw_on_missing=False) if key else None
     except OmegaConfBaseException:
@@ -487,10 +483,10 @@ def _node(composed: DictConfig, key: str) -> Any:
 
 
 def parsed(composed: DictConfig) -> tuple[dict[str, Any], Config, list[Problem]]:
-    """The config without Hydra's part, as plain data and parsed; and what is wrong with it.
+    """Return the config without Hydra's section as plain data, parsed, and its problems.
 
-    A text that an interpolation has made is read as if it had been typed: ${seed}e-4 is a number,
-    but where the key takes a text. Raises what OmegaConf's resolvers raise.
+    Text produced by an interpolation is read as if typed: ${seed}e-4 is a number, unless the key
+    takes text. Raises what OmegaConf's resolvers raise.
     """
     task = copy.copy(composed)
     OmegaConf.set_struct(task, False)
@@ -508,10 +504,10 @@ def parsed(composed: DictConfig) -> tuple[dict[str, Any], Config, list[Problem]]
 
 
 def _typed(written: Any, value: Any, texts: set[str], changed: set[str], key: str = "") -> Any:
-    """A value of a config as if it had been typed.
+    """Convert a config value as if it had been typed.
 
-    written: with its interpolations. texts: keys that are left as they are. changed: gets the keys
-    whose value is no text then.
+    written: the value with its interpolations. texts: keys whose values stay text. changed:
+    collects the keys whose value is no longer text.
     """
     if isinstance(written, dict):
         inner = f"{key}." if key else ""
@@ -538,7 +534,7 @@ def values_of(override: Override) -> list[Any]:
 
 
 def single_overrides(override: Override) -> Iterator[str]:
-    """The override once for each value of its sweep."""
+    """Yield the override once for each value of its sweep."""
     if not override.is_sweep_override():
         yield str(override.input_line)
     elif override.is_interval_sweep():
@@ -550,7 +546,7 @@ def single_overrides(override: Override) -> Iterator[str]:
 
 
 def _first(override: Override) -> Override:
-    """The override with the first value of its sweep."""
+    """Return the override with the first value of its sweep."""
     single = parse_override(next(single_overrides(override)))
     assert single is not None, "the parser accepts what it printed"
     return single

@@ -1,4 +1,4 @@
-"""A sweep in progress: what its command line says of it, its directory, its jobs, its exit code."""
+"""A sweep in progress: its settings, directory, jobs and exit code."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from titanlike.driver.sweep_status import (
 from titanlike.launch.run_dir_lock import claim
 from titanlike.metrics.summary import is_maximized
 
-_RESTART_PATIENCE = 60.0  # seconds for the start before this one to end
+_RESTART_PATIENCE = 60.0  # seconds to wait for the previous launch to end
 
 
 @dataclass
@@ -43,53 +43,53 @@ class SweepRun:
     folder: Path  # absolute
     settings: Sweep
     value: str  # the objective by which jobs are compared
-    program: list[str]  # as the user typed it: titanlike train, python train.py
-    options: list[str]  # that each job needs, too: --config-dir ...
-    command: list[str]  # the sweep's own command line, after the program
-    inner: str  # a tool's folder inside a job's, or ""
+    program: list[str]  # as typed: titanlike train, python train.py
+    options: list[str]  # options that each job needs, too: --config-dir ...
+    command: list[str]  # the sweep's command line after the program
+    inner: str  # a tool's folder inside a job's folder, or ""
     grid: bool  # whether all jobs are known from the start (a search adds them as it goes)
-    fixed: frozenset[str]  # keys that are the same in all jobs
-    implied: list[str] = field(default_factory=list)  # overrides that nobody typed
-    restart: bool = False  # whether this command was started before
+    fixed: frozenset[str]  # keys with one value in all jobs
+    implied: list[str] = field(default_factory=list)  # overrides added by the program
+    restart: bool = False  # whether this command was launched before
     check: bool = False  # --check
-    base: int = 0  # of a resumed search: the first new job's number
-    created: list[Path] = field(default_factory=list)  # folders that exist for it, innermost first
-    done: int = 0  # of a resumed search: jobs done before
-    begun: bool = False  # whether its folder has a sweep, of this start or an earlier one
-    refused: int = 0  # jobs whose configs have errors
-    imports: list[str] = field(default_factory=list)  # lines that were printed
-    problems: list[Problem] = field(default_factory=list)  # for which nothing is started
-    ran: set[int] = field(default_factory=set)  # numbers of jobs that this command has run
-    planned: dict[str, Job] = field(default_factory=dict)  # jobs by their folders
-    lock: IO[str] | None = None  # open for as long as this process runs the sweep
+    base: int = 0  # resumed search: number of the first new job
+    created: list[Path] = field(default_factory=list)  # folders created for it, innermost first
+    done: int = 0  # resumed search: number of jobs done before
+    begun: bool = False  # whether its folder has a spec, from this or an earlier launch
+    refused: int = 0  # number of jobs whose configs have errors
+    imports: list[str] = field(default_factory=list)  # printed lines about user code
+    problems: list[Problem] = field(default_factory=list)  # errors; if any, nothing is launched
+    ran: set[int] = field(default_factory=set)  # numbers of the jobs that this command ran
+    planned: dict[str, Job] = field(default_factory=dict)  # folder -> job
+    lock: IO[str] | None = None  # held while this process runs the sweep
 
     def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "lock": None}
 
     @property
     def group(self) -> str:
-        """The sweep's name in W&B: its folder's, with the date where it is a mere time."""
+        """The sweep's name in W&B: its folder's name, with the date if that is only a time."""
         name, parent = self.folder.name, self.folder.parent.name
         return name if any(map(str.isalpha, name)) else f"{parent}/{name}"
 
     @property
     def opening(self) -> Path:
-        """What a job in this terminal has printed before its first step, see `Console.only_new`."""
+        """The file with what earlier jobs printed before their first step, see `Console.only_new`."""
         return self.folder / ".opening"
 
     @property
     def resumes(self) -> bool:
-        """Whether only the jobs are run that are not done."""
+        """Whether only unfinished jobs are run."""
         return self.settings.resume or self.settings.share is not None or self.restart
 
     def open(self) -> list[Problem]:
-        """Write the spec, or read the one to resume; problems with the directory."""
+        """Write the spec, or read the one to resume; return problems with the directory."""
         if self.check:
             return []
         reason, fix = "", "run_dir=outputs/NAME"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            share = (self.settings.share or "").replace("/", "-of-")  # a task of a job array
+            share = (self.settings.share or "").replace("/", "-of-")  # one lock per job array task
             lock = self.folder / f".{SWEEP_FILE}.{share or 'all'}.lock"
             self.lock, who = claim(lock, _RESTART_PATIENCE if self.restart else 0.0)
             spec = read_spec(self.folder)
@@ -118,7 +118,7 @@ class SweepRun:
         return [Problem("run_dir", str(self.folder), reason, fix)] if reason else []
 
     def _resume_line(self) -> str:
-        """The shell line that runs this sweep again, into the same directory."""
+        """Return the shell line that runs this sweep again, in the same directory."""
         of_this_start = ("sweep.resume=", "sweep.share=")
         words = [redact_override(w) for w in self.command if not w.startswith(of_this_start)]
         if not any(word.startswith(("run_dir=", "hydra.sweep.dir=")) for word in words):
@@ -126,22 +126,22 @@ class SweepRun:
         return shlex.join([*self.program, *words])
 
     def swept(self, overrides: Iterable[str]) -> list[str]:
-        """The ones of a job's overrides that the sweep varies."""
+        """Return the overrides of a job that the sweep varies."""
         return [text for text in overrides if key_of(text) not in self.fixed]
 
     def job_name(self, overrides: Iterable[str]) -> str:
-        """A job's name: the overrides that the sweep varies; the sweep's if it varies none."""
+        """Return a job's name: the overrides that the sweep varies, or the sweep's name."""
         return ",".join(self.swept(job_overrides(overrides))) or self.group
 
     def job_folder(self, job: Job) -> Path:
-        """Where a job writes result.json and metrics.jsonl."""
+        """Return the folder of a job's result.json and metrics.jsonl."""
         return self.folder / job.folder / self.inner
 
     def jobs_to_run(self, combinations: list[list[str]]) -> list[Job]:
-        """The jobs of a grid that this command is to run; all of them are put into the spec.
+        """Add all jobs of a grid to the spec; return those that this command runs.
 
-        A job keeps its number and folder when the sweep is run again, also with more values, or
-        with its overrides in another order.
+        A job keeps its number and folder when the sweep is run again, also with additional values
+        or reordered overrides.
         """
         spec = None if self.check else read_spec(self.folder)
         known = {_identity(job.overrides): job for job in spec.jobs} if spec else {}
@@ -180,7 +180,7 @@ class SweepRun:
         return left
 
     def job_for(self, overrides: list[str], number: int) -> Job:
-        """The job with these overrides: of the grid, or a new one of a search."""
+        """Return the job with these overrides, of the grid or a new one of a search."""
         for text in overrides:
             key, _, folder = text.partition("=")
             if key == "hydra.sweep.subdir" and folder in self.planned:
@@ -188,21 +188,22 @@ class SweepRun:
         return self._add_job(str(number), number, job_overrides(overrides))
 
     def register(self, overrides: list[str], number: int, run_dir: Path) -> list[str]:
-        """Add a job to the spec if it is new; its own overrides. For any launcher."""
+        """Add a job to the spec if it is new, from any launcher; return the overrides that it
+        varies."""
         folder = str(run_dir.relative_to(self.folder)) if run_dir != self.folder else "."
         if folder not in self.planned:
             self._add_job(folder, self.base + number, job_overrides(overrides))
         return job_overrides(overrides)
 
     def _add_job(self, folder: str, number: int, overrides: list[str]) -> Job:
-        """A new job, in the spec."""
+        """Add a new job to the spec."""
         job = self.planned[folder] = Job(number, folder, overrides, self.swept(overrides))
         if not self.check:
             add_jobs(self.folder, [job])
         return job
 
     def close(self, code: int | str | None) -> int | str | None:
-        """Print the table and write its page; the exit code, given the one so far."""
+        """Print the table and write its page; return the exit code. code: the exit code so far."""
         from titanlike.driver.sweep_table import report
 
         with contextlib.suppress(OSError):
@@ -211,7 +212,7 @@ class SweepRun:
             if not code and not self.refused:
                 self.say("config OK; nothing was started (--check)")
             return 2 if self.refused else code
-        if self.refused and not self.begun:  # all: remove the spec and folders of this start
+        if self.refused and not self.begun:  # all refused: remove this launch's spec and folders
             print("no job is valid; nothing was started", file=sys.stderr)
             if self.created and self.settings.share is None:
                 files = self.folder / SWEEP_FILE, *self.folder.glob(f".{SWEEP_FILE}.*lock")
@@ -222,21 +223,23 @@ class SweepRun:
                         folder.rmdir()
             return 2
         if code and not ((spec := read_spec(self.folder)) and spec.jobs):
-            return code  # no job has been planned
+            return code  # no job was planned
         self.say("")
         table = report(self.folder, self.say, ended=self.ran)
         if code:
             return code
-        mine = {job.number for job in self.planned.values()}
-        statuses = {row.status for row in table.rows if row.job.number in mine and not row.done}
+        own_numbers = {job.number for job in self.planned.values()}
+        statuses = {
+            row.status for row in table.rows if row.job.number in own_numbers and not row.done
+        }
         if self.ran and "waiting" in statuses:
-            return 1  # it could not be started
+            return 1  # it could not be launched
         if statuses & {"failed", "invalid", "killed"}:
             return 1
         return 75 if statuses & {"stopped", "interrupted"} else 0
 
     def say(self, line: str) -> None:
-        with contextlib.suppress(OSError):  # stdout is closed: the jobs continue
+        with contextlib.suppress(OSError):  # jobs continue although stdout is closed
             print(printable(line), flush=True)
 
     def say_error(self, line: str) -> None:
@@ -246,13 +249,13 @@ class SweepRun:
 
 
 def job_overrides(overrides: Iterable[str]) -> list[str]:
-    """A job's own overrides as typed, without those of the sweep and of Hydra."""
+    """Return a job's overrides as typed, without those of the sweep and of Hydra."""
     ours = ("sweep.", "run_dir=", "hydra.", "hydra/")
     return [text for text in map(from_hydra, overrides) if not text.lstrip("+~").startswith(ours)]
 
 
 def _identity(overrides: Iterable[str]) -> tuple[str, ...]:
-    """A key that jobs with equal settings share; of a key that is given twice, the last counts."""
+    """Return a key that jobs with equal settings share; a repeated key's last value counts."""
     return tuple(sorted({key_of(text): redact_override(text) for text in overrides}.values()))
 
 
@@ -262,23 +265,23 @@ def _count(number: int) -> str:
 
 @dataclass(frozen=True)
 class SweepSettings:
-    """A sweep as its command line describes it."""
+    """A sweep as described by its command line."""
 
-    folder: Path  # its directory, absolute
+    folder: Path  # the sweep's directory, absolute
     sweeper: DictConfig  # hydra.sweeper
-    given: frozenset[str]  # keys of all overrides
+    given: frozenset[str]  # keys that the overrides set
     fixed: frozenset[str]  # keys with the same value in all jobs
 
     @property
     def grid(self) -> bool:
-        """Whether all jobs are known from the start; else a search adds them."""
+        """Whether all jobs are known from the start; otherwise a search adds them."""
         return str(self.sweeper.get("_target_")).startswith("hydra_plugins.titanlike_sweeps.")
 
     def search_overrides(self, config: Config, value: str, done: int) -> list[str]:
-        """Overrides for a search (Optuna's), for keys that the user has not set.
+        """Return overrides for a search with Optuna, for keys that the user has not set.
 
-        It optimizes `value`, survives failed jobs, repeats itself for the same command, and is
-        stored on disk: resumed, it has `done` fewer trials left.
+        The search optimizes `value`, tolerates failed jobs, is reproducible, and is stored on disk:
+        resumed, it has `done` fewer trials left.
         """
         defaults = {
             "direction": _direction(value),
@@ -299,8 +302,8 @@ class SweepSettings:
         return overrides
 
     def problems(self, value: str, config: Config, processes: bool) -> Iterator[Problem]:
-        """Settings that contradict `value`, with which the sweep cannot be resumed, or with which
-        its jobs, if they are `processes` of this command, take each other's GPUs."""
+        """Yield settings that contradict `value`, that prevent resuming the sweep, or with which
+        parallel `processes` would use the same GPUs."""
         if processes and config.sweep.parallel > 1 and config.device != "cpu":
             from titanlike.device.accelerator import visible_names, visible_variable
 
@@ -336,10 +339,10 @@ def open_sweep(
     runner: JobRunner,
     created: list[Path],
 ) -> SweepRun:
-    """Start or resume a sweep, or find its problems; appends to args.overrides what its sweeper has
-    to know.
+    """Start or resume a sweep, or find its problems; appends the sweeper's settings to
+    args.overrides.
 
-    created: folders that exist for this sweep, removed again if no job is valid.
+    created: folders created for this sweep, removed again if no job is valid.
     """
     words, value = sys.argv[1:], config.value or ("val_loss" if config.validation.every else "loss")
     sweep_run = SweepRun(
@@ -360,19 +363,19 @@ def open_sweep(
     )
     args.overrides.append(f"hydra.sweep.dir={quoted(str(settings.folder))}")
     if args.check:
-        args.overrides.append("hydra/launcher=jobs")  # others would start the jobs
+        args.overrides.append("hydra/launcher=jobs")  # the launcher that runs jobs here
     sweep_run.problems = [
         *settings.problems(value, config, runner.ranks is None)
     ] or sweep_run.open()
     if not sweep_run.problems and not settings.grid:
         args.overrides += settings.search_overrides(config, value, sweep_run.done)
-        if sweep_run.base:  # a resumed search adds jobs, whose launcher counts from 0 again
+        if sweep_run.base:  # in a resumed search the launcher counts new jobs from 0 again
             args.overrides.append(f"hydra.sweep.subdir='{sweep_run.base}+${{hydra.job.num}}'")
     return sweep_run
 
 
 def _job_options(words: list[str]) -> list[str]:
-    """The words of a sweep's command line that each job gets besides its overrides."""
+    """Return the options of a sweep's command line that each job needs, too."""
     flags = ("--config-path", "-cp", "--config-name", "-cn", "--config-dir", "-cd")
     of_sweep = ("hydra.sweep", "hydra.launcher", "hydra.run.", "hydra.mode", "hydra/")
     options, words = [], [*words]

@@ -1,10 +1,10 @@
-"""Runs the jobs of a sweep: only checked, on the ranks of torchrun or srun, or as processes.
+"""Runs the jobs of a sweep: only checking them, on the ranks of torchrun or srun, or as processes.
 
-Each process of a job is as if the user had typed its command: a crash does not affect the next one.
-One after another they share the terminal; several at a time, each writes to its own output.log, and
-a line says when it begins and ends.
+A job's process runs as if the user had typed its command, so a crash does not affect the next one.
+Sequential jobs share the terminal; parallel ones write to their own output.log, and their beginning
+and end are reported.
 
-Several at a time share the threads of the CPU. Which GPUs a job has is for the scheduler to say, or for
+Parallel jobs share the CPU's threads. Which GPUs a job uses is up to the scheduler, or to
 CUDA_VISIBLE_DEVICES of a command that runs a share of the jobs (sweep.share).
 """
 
@@ -41,25 +41,25 @@ from titanlike.launch.signals import Interrupted, StopRequest, interruptible
 from titanlike.metrics.console import OPENING
 from titanlike.metrics.run_files import ended_by_max_time, read_result, write_result
 
-OUTPUT = "output.log"  # of a job that has no terminal
-_CHECK_TIME = 60.0  # seconds for checking jobs before the first begins
+OUTPUT = "output.log"  # output of a job without a terminal
+_CHECK_TIME = 60.0  # seconds spent on checking jobs before the first begins
 _POLL = 0.05  # seconds
-_KILL_AFTER = 30.0  # seconds from a second signal
-_STOPPED = 75  # exit code of a run that has stopped with a checkpoint
-_TAIL = 2000  # characters of output in which a job's last lines are, if it has no result.json
+_KILL_AFTER = 30.0  # seconds after a second signal
+_STOPPED = 75  # exit code of a run that stopped with a checkpoint
+_TAIL = 2000  # characters of output searched for a crashed job's last lines
 
 
 @dataclass
 class Prepared:
-    """A job and its config, which is composed when first read: that takes time."""
+    """A job and its config, composed when first read since that takes time."""
 
     job: Job
     compose: Callable[[], tuple[Config | None, list[Problem]]]
-    checked: bool = False  # without an error; else it is checked when it begins
+    checked: bool = False  # checked without error; otherwise checked when it begins
 
     @cached_property
     def composed(self) -> tuple[Config | None, list[Problem]]:
-        """The config, None where the overrides cannot be composed; and problems of form."""
+        """The config (None if the overrides do not compose), and problems of parsing."""
         return self.compose()
 
     @property
@@ -71,14 +71,14 @@ class Prepared:
         return f"{self.job.number}: {','.join(self.job.swept)}".rstrip(": ")
 
 
-# the value of a job that is done, or why there is none
+# a completed job's value, or why there is none
 End = float | None | Exception
-Ends = dict[int, End]  # by the job's number
+Ends = dict[int, End]  # job's number -> its end
 Here = Callable[[Prepared], float | None]  # runs a job in this process; raises JobFailed
 
 
 def run_jobs(sweep: SweepRun, runner: JobRunner, jobs: list[Prepared], here: Here) -> list[End]:
-    """Run jobs to their ends. All are checked before the first begins, so that what is wrong is known at once."""
+    """Run jobs to their ends. All are checked before the first begins."""
     refused = _check_all(sweep, runner, jobs)
     valid = [item for item in jobs if item.job.number not in refused]
     sweep.refused += len(refused)
@@ -110,7 +110,7 @@ def run_jobs(sweep: SweepRun, runner: JobRunner, jobs: list[Prepared], here: Her
 
 
 def _check_all(sweep: SweepRun, runner: JobRunner, jobs: list[Prepared]) -> dict[int, JobFailed]:
-    """The errors of the jobs that have some, by number. What takes too long is checked later."""
+    """Return errors of jobs by number. Jobs that the time limit leaves out are checked later."""
     refused, start = {}, time.monotonic()
     for index, item in enumerate(jobs):
         if not sweep.check and time.monotonic() - start > _CHECK_TIME:
@@ -130,7 +130,8 @@ def _check_all(sweep: SweepRun, runner: JobRunner, jobs: list[Prepared]) -> dict
 
 
 def _refusal(runner: JobRunner, item: Prepared) -> JobFailed | None:
-    """What is wrong with a job's config: nothing, errors, or the failure of a user's function."""
+    """Return what is wrong with a job's config (errors, or the failure of a user's function), if
+    anything."""
     config, problems = item.composed
     try:
         started = runner.ranks.world_size if runner.ranks else None
@@ -143,7 +144,7 @@ def _refusal(runner: JobRunner, item: Prepared) -> JobFailed | None:
 
 
 def arguments(sweep: SweepRun, item: Prepared) -> list[str]:
-    """A job's own command line, after the program's name."""
+    """Return a job's command line after the program's name."""
     words = [*sweep.options, *item.job.overrides, "hydra.mode=RUN"]
     words += [f"hydra.job.num={item.job.number}"]
     words += [f"run_dir={quoted(str(sweep.folder / item.job.folder))}"]
@@ -167,39 +168,39 @@ class JobProcess:
     """A job's process, and how it ended."""
 
     item: Prepared
-    folder: Path  # where it writes result.json
+    folder: Path  # the folder of result.json
     start: float
     output: IO[bytes] | None = None
     process: subprocess.Popen[bytes] | None = None
     status: str = ""  # as in result.json
-    error: str = ""  # of its end, or why there is no process
+    error: str = ""  # why it failed or could not be launched
     value: float | None = None
 
     @property
     def code(self) -> int:
-        """The exit code of a process that has ended; negative: the signal that killed it."""
+        """The exit code of an ended process; negative: the signal that killed it."""
         return 1 if self.process is None else self.process.returncode
 
     @property
     def done(self) -> bool:
-        """Completed, or ended by its own max_time."""
+        """Whether it completed, or reached its own max_time."""
         return self.status == "completed" or ended_by_max_time(self.status, self.error)
 
     def end(self, seconds: float) -> None:
-        """Read the result of a process that has ended, or write that it left none."""
+        """Read the result of an ended process, or write a result if it left none."""
         result: dict[str, Any] | None = None
         with contextlib.suppress(ValueError, OSError):
             result = read_result(self.folder)
         if result is None or self.error:
             error = self.error or describe_exit(self.code)
-            if self.output is not None:  # its last lines
+            if self.output is not None:  # report its last lines
                 self.output.close()
                 text = (self.folder / OUTPUT).read_text(encoding="utf-8", errors="replace")
                 lines = [line for line in text[-_TAIL:].splitlines() if line.strip()]
                 error += "".join(f"\n  {line}" for line in lines[-5:])
             result = {"status": "failed", "value": None, "error": error}
             record: dict[str, Any] = {"seconds": seconds, "overrides": self.item.job.overrides}
-            with contextlib.suppress(OSError):  # a full disk may be why it failed
+            with contextlib.suppress(OSError):  # it may have failed because the disk is full
                 write_result(self.folder, **result, **record)
         if self.output is not None:
             self.output.close()
@@ -208,10 +209,10 @@ class JobProcess:
 
 
 def run_processes(sweep: SweepRun, runner: JobRunner, jobs: list[Prepared]) -> list[JobProcess]:
-    """Run jobs, at most sweep.parallel at a time; how each ended.
+    """Run jobs, at most sweep.parallel at a time; return the ended processes.
 
-    Raises SystemExit(75) where a signal stopped the jobs with checkpoints, Interrupted where
-    it ended them.
+    Raises SystemExit(75) if a signal stopped the jobs with checkpoints, Interrupted if it ended
+    them.
     """
     parallel, waiting = sweep.settings.parallel, [*jobs]
     running: dict[int, JobProcess] = {}
@@ -238,9 +239,9 @@ def run_processes(sweep: SweepRun, runner: JobRunner, jobs: list[Prepared]) -> l
                 stop.kill_overdue()
                 time.sleep(_POLL)
         finally:
-            for job in running.values():  # after an exception here
+            for job in running.values():  # only after an exception
                 if job.process is not None:
-                    job.process.kill()  # its workers end with it
+                    job.process.kill()  # its workers die with it
     if stop.received and not (len(ended) == len(jobs) and all(job.done for job in ended.values())):
         if all(job.code in (0, _STOPPED) for job in ended.values()):
             raise SystemExit(_STOPPED)
@@ -249,7 +250,7 @@ def run_processes(sweep: SweepRun, runner: JobRunner, jobs: list[Prepared]) -> l
 
 
 def _start(sweep: SweepRun, runner: JobRunner, item: Prepared) -> JobProcess:
-    """Start a job's process."""
+    """Launch a job's process."""
     folder, parallel = sweep.job_folder(item.job), sweep.settings.parallel
     job = JobProcess(item, folder, time.monotonic())
     env = without_rank_variables(os.environ)
@@ -277,7 +278,7 @@ def _start(sweep: SweepRun, runner: JobRunner, item: Prepared) -> JobProcess:
 
 def _say_end(sweep: SweepRun, job: JobProcess) -> None:
     if job.done and sweep.settings.parallel == 1:
-        return  # the job has printed it
+        return  # the job printed it itself
     what = "is done" if job.status == "completed" else job.status
     value = f", value {job.value:.6g}" if job.value is not None else ""
     line = f"job {job.item.name} {what} after {time.monotonic() - job.start:.0f} s{value}"
@@ -296,9 +297,9 @@ class _ForwardedStop(StopRequest):
         self._last, self._times, self._code = -inf, 0, 0
 
     def receive(self, signum: int) -> bool:
-        """Pass a signal on; False where there is nobody to end first."""
+        """Forward a signal; return False if there is no job to stop first."""
         now = time.monotonic()
-        if now - self._last < 1.0:  # Ctrl-C reaches every process of a terminal at once
+        if now - self._last < 1.0:  # Ctrl-C also reaches the terminal's other processes
             return True
         self._last, self._code, self._times = now, signum, self._times + 1
         for job in list(self._jobs.values()):
@@ -314,7 +315,7 @@ class _ForwardedStop(StopRequest):
         return self._code
 
     def kill_overdue(self) -> None:
-        """Kill jobs that have not ended long after a second signal."""
+        """Kill jobs that still run long after a second signal."""
         if self._times > 1 and time.monotonic() - self._last > _KILL_AFTER:
             for job in self._jobs.values():
                 if job.process is not None:
@@ -322,7 +323,7 @@ class _ForwardedStop(StopRequest):
 
 
 def _program(runner: JobRunner, folder: Path, item: Prepared) -> str:
-    """The Python code of a job's process: the sweep's own import path and program."""
+    """Return the Python code of a job's process, with the sweep's import path and program."""
     call = f"start_job{(runner.function, runner.folder, str(folder), item.checked)!r}"
     return (
         f"import sys; sys.path[:] = {import_path()!r}; sys.argv[0] = {sys.argv[0]!r}; "

@@ -1,11 +1,11 @@
-"""sweep.jsonl, the jobs of a sweep, and the status of each, read from the files in its directory.
-No torch.
+"""Reads and writes sweep.jsonl, the jobs of a sweep, and derives the status of each from files. No
+torch.
 
-sweep.jsonl has a header, then a line for each job. The directory may be written by several
-processes at once (the tasks of a job array, a search that adds jobs as it goes), so jobs are
-appended; of a number that is there twice, the last line counts.
+sweep.jsonl has a header, then a line for each job. Several processes may write a sweep's directory
+at once (tasks of a job array, a search that adds jobs), so jobs are appended; the last line of a
+number counts.
 
-Whether a job without result.json is alive is derived from the age of the files that a run rewrites
+Whether a job without result.json is alive is derived from the age of files that a run rewrites
 (heartbeats, metrics.jsonl): waiting for a heartbeat to change would take 10 s or more.
 """
 
@@ -32,7 +32,7 @@ from titanlike.launch.run_dir_lock import is_locked, try_lock
 from titanlike.metrics.run_files import ended_by_max_time, read_result
 from titanlike.metrics.summary import OBJECTIVES, Summary, last_number, summarize
 
-_LOCK_TIMEOUT = 10.0  # seconds
+_LOCK_TIMEOUT = 10.0  # seconds to wait for the file's lock
 
 
 @dataclass(frozen=True)
@@ -41,29 +41,29 @@ class Job:
 
     number: int
     folder: str  # relative to the sweep's directory, "3"
-    overrides: list[str]  # all of the job's
-    swept: list[str]  # those of them that the sweep varies
+    overrides: list[str]  # all overrides of the job
+    swept: list[str]  # the overrides that the sweep varies
 
 
 @dataclass(frozen=True)
 class SweepSpec:
     """A sweep: the command that resumes it, its objective and its jobs."""
 
-    command: str  # shell line that runs it again, into the same directory
+    command: str  # shell line that runs it again in the same directory
     value: str  # the objective, see `summary.objective_value`
-    inner: str = ""  # a tool's folder inside each job's, "verify"
+    inner: str = ""  # a tool's folder inside each job's folder, "verify"
     jobs: list[Job] = field(default_factory=list)  # by number
-    implied: list[str] = field(default_factory=list)  # of each job's overrides, what nobody typed
+    implied: list[str] = field(default_factory=list)  # overrides added by the program
 
 
 def run_dir_word(folder: Path) -> str:
-    """The override that names a sweep's directory."""
-    plain = re.fullmatch(r"[\w./-]+", str(folder), re.ASCII)  # in the syntax of overrides, too
+    """Return the override that sets a sweep's directory."""
+    plain = re.fullmatch(r"[\w./-]+", str(folder), re.ASCII)  # needs no quotes in an override
     return f"run_dir={folder if plain else quoted(str(folder))}"
 
 
 def write_spec(folder: Path, spec: SweepSpec) -> bool:
-    """Write folder/sweep.jsonl atomically. Returns False where there is a spec already.
+    """Write folder/sweep.jsonl atomically. Returns False if there is a spec already.
 
     Credentials in the command and in overrides are written as ***.
     """
@@ -72,30 +72,30 @@ def write_spec(folder: Path, spec: SweepSpec) -> bool:
     lines = [files.dumps(header), *map(_line, spec.jobs)]
     folder.mkdir(parents=True, exist_ok=True)
     with _locked(folder):
-        if (folder / SWEEP_FILE).exists():  # written by another task of a job array
+        if (folder / SWEEP_FILE).exists():  # another task of a job array wrote it
             return False
         files.atomic_write_text(folder / SWEEP_FILE, "\n".join(lines) + "\n")
         return True
 
 
 def add_jobs(folder: Path, jobs: list[Job]) -> None:
-    """Append jobs; several processes may. A number that exists is replaced.
+    """Append jobs, replacing equal numbers; several processes may do so at once.
 
-    Raises FileNotFoundError where there is no spec.
+    Raises FileNotFoundError if there is no spec.
     """
     with _locked(folder), (folder / SWEEP_FILE).open("r+b") as file:
         end = file.seek(0, os.SEEK_END)
         file.seek(max(0, end - 1))
-        torn = file.read(1) not in (b"\n", b"")  # by a process that was killed while it wrote
+        torn = file.read(1) not in (b"\n", b"")  # a writer was killed
         text = ("\n" if torn else "") + "".join(_line(job) + "\n" for job in jobs)
         with (folder / SWEEP_FILE).open("ab", buffering=0) as end_of_file:
-            end_of_file.write(text.encode())  # one write: no line is torn
+            end_of_file.write(text.encode())  # a single write, so that no line is torn
 
 
 def read_spec(folder: Path) -> SweepSpec | None:
-    """The spec of a sweep's directory; None where there is none.
+    """Read the spec of a sweep's directory; None if there is none.
 
-    Raises ValueError where the file's first line is no header of a sweep.
+    Raises ValueError if the first line is not a sweep's header.
     """
     try:
         with open_regular(folder / SWEEP_FILE, "r", encoding="utf-8", errors="replace") as file:
@@ -111,10 +111,10 @@ def read_spec(folder: Path) -> SweepSpec | None:
         raise ValueError(f"{folder / SWEEP_FILE}: its first line is no header of a sweep") from None
     jobs: dict[int, Job] = {}
     for line in rest:
-        with contextlib.suppress(ValueError):  # torn, or empty
+        with contextlib.suppress(ValueError):  # a torn or empty line
             job = files.as_record(files.loads(line), Job)
             jobs[job.number] = job
-    for job in jobs.values():  # the table is read in all of them
+    for job in jobs.values():  # numbers may be missing
         run_dir = (folder / job.folder / spec.inner).resolve()
         if not run_dir.is_relative_to(folder.resolve()):
             reason = f"its job {job.number} is not in this folder: {run_dir}"
@@ -131,7 +131,7 @@ def _line(job: Job) -> str:
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """One writer at a time, where the file system has locks."""
+    """Hold the lock of a sweep's directory, if the file system has locks."""
     deadline = time.monotonic() + _LOCK_TIMEOUT
     with open(folder / f".{SWEEP_FILE}.lock", "ab") as file:
         while not try_lock(file, fcntl.LOCK_EX) and time.monotonic() <= deadline:
@@ -139,10 +139,10 @@ def _locked(folder: Path) -> Iterator[None]:
         yield
 
 
-HEARTBEAT = 10.0  # seconds, where config.yaml does not say
-STARTING = 60.0  # seconds from config.yaml to a first heartbeat: processes start, torch is imported
+HEARTBEAT = 10.0  # seconds, if config.yaml does not say
+STARTING = 60.0  # seconds from config.yaml to the first heartbeat: launch, import of torch
 _KILLED = re.compile(r"(rank \d+ failed: )?killed by ")
-_NESTED = 4000  # brackets and dashes in a config.yaml, of which a few dozen are usual
+_NESTED = 4000  # limit of brackets and dashes in a config.yaml; a few dozen are usual
 _LEFT_BY_RUNS = ("config.yaml", "metrics.jsonl", "logs")
 
 
@@ -159,22 +159,22 @@ class JobRow:
     run_dir: Path
     status: str
     error: str | None
-    seconds: float | None  # wall time of its last start
+    seconds: float | None  # wall time of its last launch
     summary: Summary
     value: float | None  # the objective so far
-    settings: dict[str, str]  # those of its overrides that differ between the jobs
+    settings: dict[str, str]  # overrides that differ between the jobs
 
     @property
     def done(self) -> bool:
-        """Also a job that its max_time ended."""
+        """Whether it completed, or reached its max_time."""
         return self.status == "completed" or ended_by_max_time(self.status, self.error)
 
 
 def read_job_rows(folder: Path, spec: SweepSpec, ended: Collection[int] = ()) -> list[JobRow]:
-    """A row for each job of the spec, by number.
+    """Return a row for each job of the spec, by number.
 
-    ended: numbers of jobs whose processes have ended; they do not count as running.
-    Raises OSError where something cannot be read.
+    ended: numbers of jobs whose processes have ended, which do not count as running. Raises OSError
+    for unreadable files.
     """
     settings = [_settings(job.overrides) for job in spec.jobs]
     keys = dict.fromkeys(key for values in settings for key in values)
@@ -187,7 +187,7 @@ def read_job_rows(folder: Path, spec: SweepSpec, ended: Collection[int] = ()) ->
             result = read_result(run_dir) or {}
         except NotADirectoryError:
             pass
-        except ValueError as odd:  # truncated by a copy
+        except ValueError as odd:  # for example truncated by a copy
             unread = str(odd)
         summary = summarize(run_dir)
         error: str | None = result.get("error")
@@ -214,17 +214,17 @@ def read_job_rows(folder: Path, spec: SweepSpec, ended: Collection[int] = ()) ->
 
 
 def _settings(overrides: list[str]) -> dict[str, str]:
-    """key -> value as it was written; ~key -> "deleted". Nothing of how the sweep is run."""
+    """Map keys to values as written; ~key to "deleted". Keys of the sweep itself are left out."""
     pairs = [text.lstrip("+").partition("=") for text in overrides]
     settings = {key.lstrip("~"): value if equals else "deleted" for key, equals, value in pairs}
     return {key: v for key, v in settings.items() if not key.startswith(("sweep.", "hydra."))}
 
 
 def _alive(run_dir: Path) -> bool:
-    """Whether a run without a result is in progress.
+    """Return whether a run without a result is in progress.
 
-    On another machine: whether its files changed within three heartbeats, by the clock of their
-    file system.
+    On another machine: whether its files changed within three heartbeats, by their file system's
+    clock.
     """
     if (locked := is_locked(run_dir)) is not None:
         return locked
@@ -246,7 +246,7 @@ def _alive(run_dir: Path) -> bool:
 
 def _changed(path: Path) -> float:
     try:
-        with open_regular(path) as file:  # opened: a network file system may cache a stat
+        with open_regular(path) as file:  # a network file system may cache a stat, not an open
             return os.fstat(file.fileno()).st_mtime
     except OSError:
         return -math.inf
@@ -258,7 +258,7 @@ def _config(run_dir: Path) -> dict[str, Any]:
     try:
         with open_regular(run_dir / "config.yaml", "r", encoding="utf-8") as file:
             text = file.read()
-        if sum(map(text.count, "[{-?")) > _NESTED:  # libyaml overflows the stack
+        if sum(map(text.count, "[{-?")) > _NESTED:  # deep nesting overflows libyaml's stack
             return {}
         plain = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     except (OSError, ValueError, RecursionError, yaml.YAMLError):

@@ -1,4 +1,4 @@
-"""A sweep's table on the terminal, at its end and by tools/sweep.py; and the page of its jobs,
+"""A sweep's table in the terminal, printed at its end and by tools/sweep.py, and its page
 sweep.html."""
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from titanlike.metrics.summary import OBJECTIVES, is_maximized
 
 PAGE = "sweep.html"
 _FRACTION = re.compile(r"-?\d*\.\d+(e[-+]?\d+)?", re.IGNORECASE)
-_WIDEST = 160  # columns of a terminal that are used
-_NAMED = 12  # jobs that are left are named, up to so many
-_SETTING = 12  # columns of a setting, where there is little room
-_ERRORS = 20  # different errors below the terminal's table
-_ROUNDING = 1e-5  # objectives that differ less, relatively, are equal: layouts add up differently
+_WIDEST = 160  # columns of a terminal used at most
+_NAMED = 12  # unfinished jobs that are listed
+_SETTING = 12  # columns of a setting in a narrow terminal
+_ERRORS = 20  # distinct errors below the table
+_ROUNDING = 1e-5  # relative difference of equal objectives: layouts round differently
 
 
 @dataclass(frozen=True)
@@ -43,19 +43,20 @@ class Table:
 
     @property
     def keys(self) -> list[str]:
-        """The settings that differ between jobs: a column each."""
+        """The settings that differ between jobs, one column each."""
         return list(dict.fromkeys(key for row in self.rows for key in row.settings))
 
     def label(self, row: JobRow) -> str:
-        """A job's settings, with short names; "job" where it has none."""
+        """Return a job's settings with short names; "job" if it has none."""
         names = _short_names(self.keys)
         return " ".join(f"{names[key]}={_setting(row, key)}" for key in row.settings) or "job"
 
     @property
     def best(self) -> JobRow | None:
-        """The done job with the best objective, of several the fastest; None if none is comparable.
+        """Return the completed job with the best objective, the fastest among equals; None if not
+        comparable.
 
-        None for a tool's sweep: whether its value is to be maximized is unknown.
+        None for a tool's sweep, where it is unknown whether the value is maximized.
         """
         if self.spec.inner:
             return None
@@ -74,14 +75,14 @@ class Table:
 
     @property
     def left(self) -> list[JobRow]:
-        """The jobs that are not done: all but the completed ones."""
+        """Return the jobs that are not done."""
         return [row for row in self.rows if not row.done]
 
 
 def read_table(folder: Path, ended: Collection[int] = ()) -> Table:
-    """The table of a sweep's directory, at any time. ended: see `read_job_rows`.
+    """Read the table of a sweep's directory, at any time. ended: see `read_job_rows`.
 
-    Raises ValueError for a folder that is no sweep's, OSError where something cannot be read.
+    Raises ValueError for a folder that is not a sweep's, OSError for unreadable files.
     """
     if (spec := read_spec(folder)) is None:
         what = "one run" if (folder / "config.yaml").exists() else f"no {SWEEP_FILE} is in it"
@@ -92,8 +93,8 @@ def read_table(folder: Path, ended: Collection[int] = ()) -> Table:
 
 
 def _of_folder(command: str, folder: Path) -> str:
-    """The command with the folder that has the sweep now: it may have been moved."""
-    with contextlib.suppress(ValueError):  # a quote that is not closed
+    """Return the command with the sweep's current folder, which may have been moved."""
+    with contextlib.suppress(ValueError):  # an unclosed quote
         words = shlex.split(command)
         for i, word in enumerate(words):
             key, _, named = word.partition("=")
@@ -104,9 +105,10 @@ def _of_folder(command: str, folder: Path) -> str:
 
 
 def terminal_lines(table: Table, width: int) -> list[str]:
-    """The table in at most `width` columns, below it the errors, the best job, and what is left.
+    """Format the table in `width` columns at most, then errors, the best job and the unfinished
+    ones.
 
-    Commands are not cut, for they are to be copied.
+    Commands are not cut, so that they can be copied.
     """
     width = min(width, _WIDEST)
     columns = _fitting(table, width)
@@ -142,7 +144,7 @@ class Column:
 
 
 def read_columns(table: Table, keys: list[str]) -> list[Column]:
-    """The columns, without those in which every job is empty."""
+    """Return the columns, except those that are empty for all jobs."""
     rows, known = table.rows, table.spec.value in OBJECTIVES
     numbers: list[tuple[str, list[Any], Callable[[Any], str]]] = [
         ("loss", [row.summary.loss for row in rows], units.decimal),
@@ -166,16 +168,16 @@ def read_columns(table: Table, keys: list[str]) -> list[Column]:
 
 
 def _setting(row: JobRow, key: str) -> str:
-    """A setting as written, except long fractions: 0.00031622776601683795 as 0.0003162."""
+    """Return a setting as written, except long fractions: 0.00031622776601683795 as 0.0003162."""
     text = row.settings.get(key, "")
     return f"{float(text):.4g}" if len(text) > 8 and _FRACTION.fullmatch(text) else text
 
 
 def _fitting(table: Table, width: int) -> list[Column]:
-    """The columns that fit: where shortened settings are not enough, some are omitted."""
+    """Return the columns that fit; settings are shortened first, then columns omitted."""
     names = _short_names(table.keys)
     settings = []
-    if 2 * len(names) > width // 12:  # too many for a column each
+    if 2 * len(names) > width // 12:  # too many for one column each
         labels = [table.label(row) if row.settings else "" for row in table.rows]
         settings = [Column("overrides", labels)]
     columns = read_columns(table, [] if settings else table.keys)
@@ -198,7 +200,7 @@ def _fitting(table: Table, width: int) -> list[Column]:
 
 
 def _short_names(keys: Sequence[str]) -> dict[str, str]:
-    """optimizer.lr -> lr, unless another column has that name."""
+    """Shorten optimizer.lr to lr, unless another column has that name."""
     taken = Counter(key.rpartition(".")[2] for key in keys)
     taken.update(["job", "status", "loss", "val_loss", "tok/s", "samples/s", "memory", "time"])
     names = {key: key.rpartition(".")[2] for key in keys}
@@ -206,7 +208,7 @@ def _short_names(keys: Sequence[str]) -> dict[str, str]:
 
 
 def _errors(rows: list[JobRow], width: int) -> list[str]:
-    """A line for each error, with the numbers of its jobs."""
+    """Return a line for each distinct error, with its jobs' numbers."""
     by_text: dict[str, list[JobRow]] = {}
     for row in rows:
         if (error := (row.error or "").strip()) and row.status != "completed":
@@ -219,7 +221,7 @@ def _errors(rows: list[JobRow], width: int) -> list[str]:
 
 
 def counts(table: Table) -> str:
-    """How many are done, and which are left, by status."""
+    """Return how many jobs are done, and how many unfinished by status."""
     left, every = table.left, len(table.rows)
     text = f"{every - len(left)} of {every} done"
     by_status = {row.status: [r for r in left if r.status == row.status] for row in left}
@@ -232,7 +234,7 @@ def counts(table: Table) -> str:
 
 
 def _numbers(rows: list[JobRow]) -> str:
-    """Job numbers as 3, 7-9; the first few of many."""
+    """Format job numbers as 3, 7-9; only the first few."""
     runs: list[list[int]] = []
     for number in sorted(row.job.number for row in rows):
         if runs and runs[-1][1] == number - 1:
@@ -244,9 +246,10 @@ def _numbers(rows: list[JobRow]) -> str:
 
 
 def resume_command(table: Table) -> tuple[str, str] | None:
-    """(what for, shell line) to run the jobs left; None where there are none, or it is unknown.
+    """Return (purpose, shell line) to run the unfinished jobs; None if there are none or it is
+    unknown.
 
-    Without values with which every job is invalid; others that are invalid are named.
+    Values with which every job is invalid are left out of the line; other invalid jobs are named.
     """
     spec, left = table.spec, table.left
     if not spec.command or all(row.status == "running" for row in left):
@@ -265,7 +268,7 @@ def resume_command(table: Table) -> tuple[str, str] | None:
 
 
 def _without_invalid(command: str, rows: list[JobRow]) -> tuple[str, set[str]]:
-    """The command without values with which every job is invalid, and these overrides."""
+    """Return the command without values with which every job is invalid, and these overrides."""
     dropped: set[str] = set()
     try:
         words = shlex.split(command)
@@ -274,7 +277,7 @@ def _without_invalid(command: str, rows: list[JobRow]) -> tuple[str, set[str]]:
     for i, word in enumerate(words):
         key, _, text = word.partition("=")
         values = text.split(",")
-        if any(character in text for character in "()[]{}'\"\\"):  # not a plain list of values
+        if any(character in text for character in "()[]{}'\"\\"):  # not a simple list
             continue
         statuses = {
             value: {row.status for row in rows if f"{key}={value.strip()}" in row.job.overrides}
@@ -288,8 +291,8 @@ def _without_invalid(command: str, rows: list[JobRow]) -> tuple[str, set[str]]:
 
 
 def job_command(spec: SweepSpec, row: JobRow) -> str:
-    """The shell line that runs one job by itself."""
-    implied = {*spec.implied}.difference(row.job.swept)  # added again to the line
+    """Return the shell line that runs one job alone."""
+    implied = {*spec.implied}.difference(row.job.swept)  # the program adds these itself
     overrides = [o for o in row.job.overrides if o not in implied]
     try:
         words = shlex.split(spec.command)
@@ -299,20 +302,20 @@ def job_command(spec: SweepSpec, row: JobRow) -> str:
     if not count:
         return shlex.join([*train_program(), *overrides])
     program, rest, options = words[:count], words[count:], []
-    for i, word in enumerate(rest):  # where the config is
+    for i, word in enumerate(rest):  # find the config's options
         if word.startswith("--config") or word in ("-cp", "-cn", "-cd"):
             options += [word] if "=" in word else rest[i : i + 2]
-    first = program[0] if "=" in program[0] else shlex.quote(program[0])  # a variable
+    first = program[0] if "=" in program[0] else shlex.quote(program[0])  # VAR=value
     if not {"-m", "--multirun"} & set(rest) and any("experiment=" in text for text in overrides):
-        overrides.append("hydra.mode=RUN")  # the experiment's file says that it is a sweep
+        overrides.append("hydra.mode=RUN")  # the experiment's file declares a sweep
     return " ".join([first, shlex.join([*program[1:], *options, *overrides])]).rstrip()
 
 
 def report(folder: Path, say: Callable[[str], None], *, ended: Collection[int] = ()) -> Table:
-    """Print a sweep's table, and write sweep.html into its folder.
+    """Print a sweep's table and write sweep.html into its folder.
 
     ended: see `read_job_rows`. A page that cannot be written is reported by a line. Raises as
-    `read_table` does.
+    `read_table`.
     """
     table = read_table(folder, ended)
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else LOG_WIDTH
@@ -321,14 +324,14 @@ def report(folder: Path, say: Callable[[str], None], *, ended: Collection[int] =
     try:
         if page := write_page(table):
             say(f"written: {page}")
-    except Exception as error:  # its report must not make a sweep fail
+    except Exception as error:  # a report must not make a sweep fail
         say(f"{PAGE} could not be written: {type(error).__name__}: {error}")
     return table
 
 
 def main(argv: list[str] | None = None) -> int:
-    """tools/sweep.py; the exit code: 0 where all is done, 1 where something is left, 2 for a folder
-    that is no sweep's."""
+    """Run tools/sweep.py. Exit code: 0 if all jobs are done, 1 if not, 2 for a folder that is not a
+    sweep's."""
     parser = argument_parser(
         "Print the table of a sweep, also while it runs, and write the page sweep.html into its "
         "directory. Exit code 0 if all jobs are done, else 1.",
@@ -340,8 +343,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def write_page(table: Table) -> Path | None:
-    """The objective of each job against each parameter that differs, and the jobs' curves over
-    each other: of many jobs those of the best; None where no job has logged a step."""
+    """Write the objective of each job against each parameter that differs, and the jobs' curves in
+    one picture (of many jobs the best); None if no job has logged a step."""
     sign = -1 if not table.spec.inner and is_maximized(table.spec.value) else 1
 
     def place(row: JobRow) -> tuple[bool, float]:

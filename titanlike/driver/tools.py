@@ -1,4 +1,4 @@
-"""The commands that start nothing: `titanlike plan [search] ...`, `timeline RUN [RUN]`, `report RUN
+"""Commands that launch nothing: `titanlike plan [search] ...`, `timeline RUN [RUN]`, `report RUN
 [RUN]`, `scripts SCHEDULER DIR`."""
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _PLAN = (
 
 
 def plan(argv: list[str]) -> int:
-    """The exit code: 0; 1 if the run would not fit; 2 for errors in the config."""
+    """Return the exit code: 0; 1 if the run would not fit; 2 for errors in the config."""
     usage = "%(prog)s [search] [key=value ...] [group=choice ...] [FLAG ...]"
     overrides = f"Takes the overrides of training: {shlex.join(train_program())} --help lists them."
     example = "Example: search experiment=llama3_8b gpus=64 hardware=h100_sxm"
@@ -101,9 +101,9 @@ def plan(argv: list[str]) -> int:
         return 0 if layouts.ranked else 1
     except ConfigError as error:
         return print_problems([p.hiding(checked.environment) for p in error.problems])
-    except ModuleNotFoundError as error:  # of an extra that is not installed
+    except ModuleNotFoundError as error:  # an extra is not installed
         return print_problems([Problem("plan", "", f"{error.name} is not installed")])
-    except BrokenPipeError:  # `| head`
+    except BrokenPipeError:  # piped to `head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
 
@@ -119,7 +119,9 @@ def _plan(config: Config, flags: argparse.Namespace, words: list[str]) -> int:
     say = (lambda _: None) if flags.json else print
     with contextlib.ExitStack() as stack:
         folder = config.run_dir
-        if not (Path(folder) / WHY).exists():  # that of a run is used; nothing is left in another
+        if not (
+            Path(folder) / WHY
+        ).exists():  # a run's folder is used; nothing is written elsewhere
             folder = stack.enter_context(tempfile.TemporaryDirectory())
         ordered = with_found_order(replace(config, run_dir=folder), say)
         estimate = make_estimate(ordered, hardware)
@@ -160,7 +162,7 @@ _TIMELINE = (
 
 
 def timeline(argv: list[str]) -> int:
-    """The exit code: 0; 2 where a run has no timeline."""
+    """Return the exit code: 0; 2 if a run has no timeline."""
     parser = argument_parser(_TIMELINE, allow_abbrev=False)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="directory of a run")
     parser.add_argument("--json", action="store_true", help="print one JSON object a run")
@@ -189,7 +191,7 @@ def timeline(argv: list[str]) -> int:
 
 
 def report(argv: list[str]) -> int:
-    """The exit code: 0; 2 for a folder that is no run's."""
+    """Return the exit code: 0; 2 for a folder that is not a run's."""
     from titanlike.config.received import Consent
     from titanlike.metrics.report import FILE, write_reports
     from titanlike.planning.run_charts import run_charts
@@ -213,7 +215,7 @@ def report(argv: list[str]) -> int:
 
 
 def scripts(argv: list[str] | None = None) -> int:
-    """Copy the scripts. The exit code is 2 if nothing was copied."""
+    """Copy the job scripts. The exit code is 2 if nothing was copied."""
     parser = argument_parser(
         "Copy the job scripts of a scheduler into a folder. They need no checkout.",
     )
@@ -239,8 +241,8 @@ def scripts(argv: list[str] | None = None) -> int:
 
 
 def versions() -> str:
-    """A line each: titanlike with the commit of its checkout, torch with what it was built for."""
-    from importlib.metadata import version  # takes 0.05 s
+    """Return two lines: titanlike with its checkout's commit, torch with its build."""
+    from importlib.metadata import version  # the import takes 0.05 s
 
     import torch
 
