@@ -817,6 +817,9 @@ class Verify:
     names: str | None = key(
         None, "YAML or JSON file of its parameters' names -> the model's; # is any number"
     )
+    repro: str | None = key(
+        None, "file for a script of at most forty lines that shows a failure in the smallest model"
+    )
     json: bool = key(
         False,
         "print the verdict as JSON, in the last line; run_dir/verify/verdict.json has it, too",

@@ -14,6 +14,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ import torch.distributed as dist
 
 from titanlike.config.schema import ActivationCheckpoint, Config, EvenSplit, Fsdp, Schedule
 from titanlike.config.validate import problems
+from titanlike.data.registry import open_data
 from titanlike.data.sources import Data
 from titanlike.distributed.mesh import close_mesh
 from titanlike.launch.rendezvous import barrier, in_words
@@ -35,6 +37,7 @@ from titanlike.proof.reference import (
     in_one_process,
     microbatches_of,
 )
+from titanlike.proof.repro import shrunk, write_repro
 from titanlike.proof.verification import (
     Found,
     apart,
@@ -122,17 +125,22 @@ def localize(config: Config, found: Found, worker: Worker) -> dict[str, Any]:
     # hooks would take compiled blocks apart
     recorded = attempts.run(least, None if least.compile else Recorder(shares))
     barrier(worker, "localized", REFERENCE_TIMEOUT)
-    if worker.rank:
-        return {}
-    for name in (TENSORS, _STEPS):
-        (attempts.folder / name).unlink()
-    located = first_place(recorded or found, least)
-    located |= {"axis": axis_text(needed, known), "needed": needed}
-    located["least"] = {axis: getattr(least, axis) for axis in _MESH}
-    located["tensors"] = [str(path) for path in sorted(attempts.folder.iterdir())]
-    console = Console(steps=1)
-    for line in (*located["first"], located["axis"], f"tensors: {attempts.folder}"):
-        console.line(line)
+    small = shrunk(least, attempts.fails_alone) if config.verify.repro else least
+    located: dict[str, Any] = {}
+    if worker.rank == 0:
+        for name in (TENSORS, _STEPS):
+            (attempts.folder / name).unlink()
+        located = first_place(recorded or found, least)
+        located |= {"axis": axis_text(needed, known), "needed": needed}
+        located["least"] = {axis: getattr(least, axis) for axis in _MESH}
+        located["tensors"] = [str(path) for path in sorted(attempts.folder.iterdir())]
+        lines = [*located["first"], located["axis"], f"tensors: {attempts.folder}"]
+        if config.verify.repro:
+            lines.append(write_repro(small, located, Path(config.verify.repro)))
+            located["repro"] = lines[-1]
+        for line in lines:
+            Console(steps=1).line(line)
+    barrier(worker, "shown", REFERENCE_TIMEOUT)
     return located
 
 
@@ -199,6 +207,18 @@ class Attempts:
     def fails(self, config: Config) -> bool | None:
         self.run(config)
         return self._verdicts[-1]
+
+    def fails_alone(self, config: Config) -> bool:
+        """Whether a layout of another model, or on other data, fails."""
+        name, error = f"reference {len(self._verdicts)}", ""
+        if self.worker.rank == 0:
+            alone = replace(apart(self.worker, "", 1), local_world_size=1)
+            try:
+                compute_reference(config, open_data(config), alone, self._path)
+            except Exception as problem:  # of sizes that do not fit each other
+                error = str(problem) or type(problem).__name__
+        errors = barrier(self.worker, name, REFERENCE_TIMEOUT, error, listens=True)
+        return not errors and bool(self.fails(config))
 
 
 def first_place(
