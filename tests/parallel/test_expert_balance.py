@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -29,6 +30,7 @@ from titanlike.config.schema import (
     Custom,
     Fsdp,
     Model,
+    Numerics,
     SelectiveActivationCheckpoint,
 )
 from titanlike.config.validate import problems
@@ -40,6 +42,8 @@ from titanlike.metrics.sinks import read_jsonl
 from titanlike.models.moe import Moe, RoutedMLP
 from titanlike.models.registry import initial_weights_of, resolve_model
 from titanlike.optim.optimizer import build_optimizers
+from titanlike.planning.estimate import make_estimate
+from titanlike.planning.known_hardware import shipped
 from titanlike.training.loop import train
 from titanlike.training.preflight import preflight
 from titanlike.training.train_plan import make_plan
@@ -286,10 +290,10 @@ def exchanges_of_a_step(config: Config, worker: Worker) -> tuple[int, list[str]]
 @pytest.mark.parametrize(
     "changes, of_a_layer",
     [
-        ({}, 5),  # how many tokens go, tokens, results; gradients of both
-        ({"activation_checkpoint": SelectiveActivationCheckpoint()}, 5),
-        ({"activation_checkpoint": SelectiveActivationCheckpoint(), "compile": True}, 5),
-        ({**FULL, "compile": True}, 7),
+        ({}, 6),  # how many tokens go, to which experts, tokens, results; gradients of both
+        ({"activation_checkpoint": SelectiveActivationCheckpoint()}, 6),
+        ({"activation_checkpoint": SelectiveActivationCheckpoint(), "compile": True}, 6),
+        ({**FULL, "compile": True}, 7),  # tokens once more
     ],
     ids=["kept", "selective", "selective, compiled", "full, compiled"],
 )
@@ -301,6 +305,35 @@ def test_blocks_with_experts_elsewhere_are_compiled_whole_and_exchange_once(
     layers = config.model.args["num_hidden_layers"] * make_plan(config).microbatches
     found = run_world(exchanges_of_a_step, config, tmp_path, timeout=180)  # it compiles
     assert found == [(of_a_layer * layers, [])] * 2
+
+
+def tokens_sent(config: Config, worker: Worker) -> int:
+    """Bytes of tokens, results and their gradients that a rank sends in a step, itself included."""
+    sent: list[int] = []
+    exchange = dist.all_to_all_single
+
+    def counting(out: Tensor, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        of_experts = kwargs["group"].group_name == job.mesh.expert_group.group_name
+        sent.append(x.nbytes if of_experts and x.is_floating_point() else 0)
+        return exchange(out, x, *args, **kwargs)
+
+    with opened(config, worker) as job, mock.patch.object(dist, "all_to_all_single", counting):
+        job.train()
+    return sum(sent)
+
+
+def test_a_token_has_one_copy_for_each_rank_that_has_experts_of_it(tmp_path: Path) -> None:
+    """Not one for each of its four experts, as with numerics=exact; and so it is planned."""
+    config = of(moe(num_local_experts=8, num_experts_per_tok=4), dp=2, ep=2, fsdp=Fsdp(1))
+    exact = replace(config, numerics=Numerics("exact", grain=4))
+    copies, of_experts = (
+        sum(run_world(tokens_sent, each, tmp_path / each.numerics.name)) for each in (config, exact)
+    )
+    estimate = make_estimate(config, shipped("cpu"))
+    # four times, with weights on two of the ways; two layers; 8 x 16 tokens
+    assert of_experts == 4 * 2 * 8 * 16 * 4 * 32 * 4
+    assert 0.4 < copies / of_experts < 0.6
+    assert 2 * estimate.traffic(0)["ep"] == pytest.approx(copies / 2, rel=0.15)
 
 
 @pytest.mark.parametrize(

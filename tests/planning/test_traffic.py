@@ -71,12 +71,14 @@ def test_tokens_go_to_experts_and_experts_are_sharded_over_fewer_ranks() -> None
     """8 experts of 176, 2 of them a token; ep=2 of 4 ranks."""
     words = f"{WORDS} model=moe_tiny model.num_hidden_layers=2 batch_size=32 dp=4 ep=2 fsdp.zero=1".split()
     estimate = planned(*words)
-    sent = 128 * ROWS * 2 * DIM * 4 // 2  # half of the tokens, twice, to other ranks
-    assert estimate.traffic(0)["ep"] == MICROBATCHES * LAYERS * sent * 4  # there and back, twice
+    # a copy for each rank, of which half are for others: tokens with two weights, and results
+    sent = [128 * ROWS * 3 // 2 * row * 4 // 2 for row in (DIM + 2, DIM)]
+    # there and back, twice
+    assert estimate.traffic(0)["ep"] == MICROBATCHES * LAYERS * 2 * sum(sent)
     words.append("activation_checkpoint=selective")  # which keeps what was exchanged
     kept, again = planned(*words), planned(*words, "activation_checkpoint.save=[aten.*mm]")
     for recomputed, times in ((kept, 4), (again, 6)):
-        assert recomputed.traffic(0)["ep"] == MICROBATCHES * LAYERS * sent * times
+        assert recomputed.traffic(0)["ep"] == MICROBATCHES * LAYERS * sum(sent) * times // 2
     times = [found.times.parts(0)["recomputation"] for found in (again, kept)]
     assert times[0] - times[1] > estimate.times.parts(0)["ep exchanges"] / 2
     words.pop()

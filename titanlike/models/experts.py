@@ -68,12 +68,16 @@ def through_experts(experts: Any, x: Tensor, weights: Tensor, chosen: Tensor) ->
     """The weighted sum of what a token's experts give: x [N, D], weights [N, K], chosen [N, K]
     int64 -> [N, D] in the dtype of x.
 
-    experts: a module as above.
+    experts: a module as above. Expert parallelism may set `takes_unsorted` on it: then it is called
+    with the tokens as they are and their weights beside them, [N, D + K], and the order in which
+    they would be sorted, and does the rest.
     """
     flat = chosen.flatten()
     counts = torch.zeros(experts.num_experts, dtype=torch.int64, device=x.device)
     counts.scatter_add_(0, flat, torch.ones_like(flat))
     order = flat.argsort(stable=True)  # place in the sorted tokens -> place in [N * K]
+    if getattr(experts, "takes_unsorted", False):
+        return experts(torch.cat([x, weights.to(x.dtype)], 1), counts, order)
     place = torch.empty_like(order)  # the reverse
     place.scatter_(0, order, torch.arange(len(order), device=x.device))
     results = experts(_Sorted.apply(x, order, place), counts)  # [S, D]

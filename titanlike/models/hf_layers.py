@@ -82,8 +82,8 @@ class SortedExperts(nn.Module):
     down_proj: Tensor
 
     def __call__(self, tokens: Tensor, *given: Tensor) -> Any:
-        """given: chosen and weights [N, K], of transformers; or counts [E], of the contract."""
-        if len(given) == 2:
+        """given: chosen and weights [N, K], of transformers; or counts [E] and more, of the contract."""
+        if len(given) == 2 and given[0].dim() == 2:
             chosen, weights = given
             return through_experts(self, tokens, weights, chosen)
         return super().__call__(tokens, *given)
