@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,12 +14,13 @@ from support.cells import slow
 from support.live_memory import Live
 from support.models import tiny
 from support.world import run_world
-from titanlike.config.schema import Config, Custom, Fsdp, Schedule
+from titanlike.config.schema import ActivationCheckpoint, Config, Custom, Fsdp, Schedule
 from titanlike.data.loader import batches
 from titanlike.data.registry import open_data
 from titanlike.device.memory import peak_memory, resident_memory, return_freed_memory
 from titanlike.distributed.mesh import close_mesh, open_mesh
 from titanlike.launch.worker import Worker
+from titanlike.proof.plain_loops import plain_loop
 from titanlike.torch_private.pipeline_stage import _TORCH_KEEPS_BUFFERS
 from titanlike.training.anomalies import AnomalyDetector
 from titanlike.training.build import build, memory_is_short
@@ -110,3 +112,27 @@ def test_memory_does_not_grow_with_the_number_of_microbatches(
 ) -> None:
     grown = run_world(growth_with_microbatches, tiny(pp=pp, dp=dp, layers=2), tmp_path, 4, 12)
     assert all(abs(bytes_) <= 256 for bytes_ in grown), grown  # an output: 16 tokens of 64 logits
+
+
+def peaks_beside_a_plain_loop(config: Config, worker: Worker) -> tuple[int, int]:
+    """The most bytes of live storages in two steps: of a run, of a loop written by hand."""
+    data, mesh = open_data(config), open_mesh(config, worker)
+    with Live() as plain:
+        deque(plain_loop(config, data, make_plan(config, data), mesh), maxlen=0)
+    with Live() as ours:
+        run, stream = build(config, mesh), batches(data.train, config, dp_rank=mesh.dp_rank)
+        for step in (1, 2):
+            measured_step(run, config, step, stream, AnomalyDetector(config, {}), worker)
+    close_mesh()
+    return ours.peak, plain.peak
+
+
+@pytest.mark.parametrize("microbatches", [1, 4])
+def test_a_recomputing_run_keeps_no_more_than_a_loop_by_hand(
+    microbatches: int, tmp_path: Path
+) -> None:
+    """With the same `checkpoint()`: one input a block, and what one block computes."""
+    full, schedule = ActivationCheckpoint(name="full"), Schedule(microbatches=microbatches)
+    config = replace(tiny(seq_len=128, steps=2), activation_checkpoint=full, schedule=schedule)
+    [(ours, plain)] = run_world(peaks_beside_a_plain_loop, config, tmp_path)
+    assert 0.8 * plain < ours <= plain, (ours, plain)

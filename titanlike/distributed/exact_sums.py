@@ -116,9 +116,8 @@ def start_sum(
 def tree_sum(values: Tensor) -> Tensor:
     """Sum over the last dimension by pairwise halving: [..., N] -> [...]. Overwrites `values`."""
     while (width := values.shape[-1]) > 1:
-        half = (width + 1) // 2
-        values[..., : width - half] += values[..., half:]
-        values = values[..., :half]
+        values, right = values.split((width + 1) // 2, -1)
+        values.narrow(-1, 0, right.shape[-1]).add_(right)
     return values.squeeze(-1) if values.shape[-1] else values.sum(-1)
 
 
