@@ -22,7 +22,7 @@ from titanlike.config.optimizers.sgd import Sgd
 from titanlike.config.schema import Config, ConstantLr, SyntheticData, Verify
 from titanlike.launch.worker import Worker
 from titanlike.models.registry import build_model, resolve_model
-from titanlike.proof import against
+from titanlike.proof import against, dump
 from titanlike.proof.verify import verify
 
 VOCAB, SAMPLES, TOKENS = 64, 16, 16
@@ -79,14 +79,14 @@ def write_dump(config: Config, worker: Worker, loss: Callable[..., Tensor]) -> N
     model = transformers.AutoModelForCausalLM.from_config(kind)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     losses: list[float] = []
-    dump, folder = documented(), Path(config.verify.against or "")
+    write, folder = documented(), Path(config.verify.against or "")
     for _ in range(2):
         ids = torch.randint(VOCAB, (SAMPLES, TOKENS + 1))
         inputs, targets = ids[:, :-1], ids[:, 1:]
         value = loss(model(inputs, use_cache=False).logits, targets)
         value.backward()
         losses.append(value.item())
-        dump(model, losses, folder, inputs=inputs, targets=targets)
+        write(model, losses, folder, inputs=inputs, targets=targets)
         optimizer.step()
         optimizer.zero_grad()
 
@@ -139,7 +139,7 @@ def test_names_are_mapped(tmp_path: Path) -> None:
     both = [f"model.layers.#.mlp.{name}_proj.weight" for name in ("gate", "up")]
     (tmp_path / "names.yaml").write_text(yaml.safe_dump({"decoder.#.fc1": both}))
     in_files(given, tmp_path)
-    found, wrong = against.dumped(config, meta(config), "weights")
+    found, wrong = dump.dumped(config, meta(config), "weights")
     assert not wrong and found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
@@ -152,7 +152,7 @@ def test_what_a_dump_lacks_or_has_otherwise_is_told(tmp_path: Path) -> None:
     given["lm_head.weight"] = given["lm_head.weight"][:-1]
     given["model.final.weight"] = given.pop("model.norm.weight")
     in_files(given, tmp_path)
-    _, wrong = against.dumped(config, meta(config), "weights")
+    _, wrong = dump.dumped(config, meta(config), "weights")
     assert sorted(wrong) == [
         "lm_head.weight: [63, 32] in the dump, [64, 32] in the model",
         "model.final.weight: extra",

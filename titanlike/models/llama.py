@@ -18,10 +18,10 @@ from torch import Tensor, nn
 
 from titanlike.models.attention import attention
 from titanlike.models.documents import Documents, attention_inputs, within_window
-from titanlike.models.yarn import Yarn
 
 if TYPE_CHECKING:
     from titanlike.models.cache import KeyValueCache
+    from titanlike.models.yarn import Yarn
 
 
 class RMSNorm(nn.Module):
@@ -52,7 +52,7 @@ def rotary_table(
     return table if yarn is None else table * yarn.of_table
 
 
-Rotary = tuple[int, float, Yarn | None]  # what `rotary_table` takes behind positions
+Rotary = tuple[int, float, "Yarn | None"]  # what `rotary_table` takes behind positions
 
 
 def rotate(table: Tensor, *heads: Tensor) -> tuple[Tensor, ...]:

@@ -193,7 +193,7 @@ def _single_process(
     filled = frozenset(name for name, p in model.named_parameters() if p.numel() and not p.any())
     given: dict[str, Tensor] = {}
     if config.verify.against:
-        from titanlike.proof.against import dumped
+        from titanlike.proof.dump import dumped
 
         given, _ = dumped(config, model, "weights")
         filled = frozenset(given)
