@@ -18,6 +18,7 @@ from support.commands import TINY, command
 from support.families import gpt_oss, moe
 from support.hf_tiny import model_of, tiny_hf
 from support.models import tiny
+from support.proven import assert_proven
 from support.world import run_world
 from titanlike.config.errors import ConfigError
 from titanlike.config.optimizers.sgd import Sgd
@@ -31,6 +32,7 @@ from titanlike.config.schema import (
     Precision,
     Schedule,
     Validation,
+    Verify,
 )
 from titanlike.distributed.collectives import GroupInfo
 from titanlike.distributed.mesh import open_mesh
@@ -40,6 +42,7 @@ from titanlike.metrics.sinks import read_jsonl
 from titanlike.models.registry import build_model, resolve_model
 from titanlike.parallel.float8 import in_bf16, use_float8
 from titanlike.planning.estimate import make_estimate
+from titanlike.proof.reference import in_one_process
 from titanlike.training.loop import train
 from titanlike.training.preflight import preflight
 from titanlike.training.train_plan import make_plan
@@ -284,6 +287,35 @@ def test_a_run_says_that_it_is_emulated_and_nothing_of_torchao(tmp_path: Path) -
     plain = [sys.executable, "-c", "import torchao"]
     noise = subprocess.run(plain, capture_output=True, text=True).stderr
     assert noise, "importing torchao is silent now: `quiet_import` can go"
+
+
+# --- layouts ------------------------------------------------------------------------------------
+
+
+MIXTURE = moe(num_hidden_layers=4, n_shared_experts=1)
+TOGETHER: dict[str, Any] = {"tp": 2, "pp": 2, "cp": 2, "ep": 4, "schedule": "zbvzerobubble"}
+LAYOUTS = {  # of a model with and without experts; others: `proof/test_layouts.py`
+    "tp": tiny(tp=2, layers=4),
+    "tp, zbv": tiny(tp=2, pp=2, schedule="zbvzerobubble", layers=4),
+    "cp": tiny(cp=2, layers=4),
+    "ep": tiny(dp=2, ep=2, model=MIXTURE),
+    "ep over tp": tiny(tp=2, dp=2, ep=4, model=MIXTURE),
+    "all together": tiny(model=MIXTURE, **TOGETHER),
+}
+
+
+@pytest.mark.parametrize("config", cells({}, LAYOUTS))
+def test_every_axis_agrees_with_the_process_in_float8(config: Config, tmp_path: Path) -> None:
+    """`verify`, and the losses of 20 steps."""
+    config = replace(config, precision=FLOAT8, validation=Validation(every=0), steps=20)
+    run_world(train, config, tmp_path / "layout", timeout=300)
+    run_world(train, in_one_process(config), tmp_path / "one", timeout=300)
+    many, one = (
+        [row["loss"] for row in read_jsonl(tmp_path / name / "metrics.jsonl")]
+        for name in ("layout", "one")
+    )
+    assert len(many) == 20 and many == pytest.approx(one, rel=2e-3)
+    assert_proven(replace(config, validation=Validation(), verify=Verify(steps=1)), tmp_path, 300)
 
 
 # --- checkpoints --------------------------------------------------------------------------------
