@@ -187,6 +187,7 @@ class Attempts:
             torch.save(recorder.tensors, self.folder / TENSORS)
         (self.microbatches,) = {*microbatches_of(config, data).values()}  # of the global batch
         self._verdicts: list[bool | None] = []
+        self._alone = False
 
     def run(self, config: Config, recorder: Recorder | None = None) -> Found | None:
         """Collective; None on ranks that it has no use for, and where it cannot run."""
@@ -196,7 +197,8 @@ class Attempts:
             try:
                 result = compare_with_one_process(config, part, reference=path, recorder=recorder)
             except Exception as error:  # whatever is wrong with it; peers then see it leave
-                print(f"{name} could not run: {error}", file=sys.stderr)
+                if not self._alone:  # else sizes that do not fit each other are tried, too
+                    print(f"{name} could not run: {error}", file=sys.stderr)
                 if dist.is_initialized():
                     close_mesh()
         text = "" if result is None else str(int(result.agrees))
@@ -210,7 +212,7 @@ class Attempts:
 
     def fails_alone(self, config: Config) -> bool:
         """Whether a layout of another model, or on other data, fails."""
-        name, error = f"reference {len(self._verdicts)}", ""
+        name, error, self._alone = f"reference {len(self._verdicts)}", "", True
         if self.worker.rank == 0:
             alone = replace(apart(self.worker, "", 1), local_world_size=1)
             try:

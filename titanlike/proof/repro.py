@@ -91,8 +91,8 @@ if __name__ == "__main__":
 def shrunk(config: Config, fails: Callable[[Config], bool]) -> Config:
     """The config with random tokens, and layers, sizes, samples and tokens halved, as long as it
     fails."""
-    left = _ATTEMPTS
-    args = complete_arguments(resolve_model(config))
+    left, args = _ATTEMPTS, complete_arguments(resolve_model(config))
+    config = replace(config, verify=replace(config.verify, against=None))
     sizes = [name for name, value in args.items() if type(value) is int and value > 1]
     sizes = [name for name in sizes if name not in ("vocab_size", *LENGTHS)]
     if "vocab_size" in args:
