@@ -103,12 +103,13 @@ def missed(results: dict[str, Any], faults: dict[str, Fault]) -> list[str]:
         if fault.hangs:
             lines.append(f"- {fault.fault}: {fault.note}")
             continue
-        lacks = [] if found["caught"]["verify"] else ["not caught"]
+        lacks = [] if found["caught"]["verify"] else ["it is not caught"]
         if not lacks:
-            lacks = [f"{what} not named" for what in ("module", "line") if not found[what]]
+            names = {"module": "the module", "line": "the operation"}
+            lacks = [f"{names[key]} is not named" for key in names if not found[key]]
         if lacks:
             said = "; ".join(line.strip() for line in found["first"][:2])
-            lines.append(f"- {fault.fault}: {', '.join(lacks)}. {fault.note or said}")
+            lines.append(f"- {fault.fault}: {', '.join(lacks)}; {fault.note or said}")
     return lines
 
 
