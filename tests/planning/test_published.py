@@ -14,7 +14,8 @@ from dataclasses import replace
 
 import pytest
 
-from support.published import LATER, ROWS, Row, planned, predicted
+from support.command_lines import problems_of
+from support.published import DECLARED, LATER, ROWS, Row, planned, predicted
 
 
 def row(name: str) -> Row:
@@ -35,6 +36,21 @@ def test_all_published_runs_are_predicted() -> None:
     fast = row("torchtitan 8B, 8")
     slower = replace(fast, words=fast.words.replace("h100_sxm", "h100_pcie"))
     assert planned(slower).step_seconds > 1.2 * planned(fast).step_seconds
+
+
+@pytest.mark.parametrize("row", DECLARED, ids=lambda row: row.name)
+def test_the_largest_published_runs_are_a_command_line_each(row: Row) -> None:
+    assert problems_of(row.words.split()) == []
+
+
+@pytest.mark.slow
+@pytest.mark.grid
+@pytest.mark.parametrize("row", DECLARED, ids=lambda row: row.name)
+def test_and_have_a_plan(row: Row) -> None:
+    """How near it comes is printed, and not yet held to anything."""
+    value = planned(row).tokens_per_second_per_gpu
+    print(f"\n{row.name:<42}{row.measured:>10.1f}{value:>11.1f}{value / row.measured - 1:>8.1%}")
+    assert value > 0
 
 
 def table(rows: list[Row]) -> tuple[float, float]:

@@ -145,6 +145,50 @@ LATER = [
     ),
 ]
 
+_LOOPS = "schedule=interleaved1f1b schedule.stages_per_rank="
+_BRIDGE = " fsdp.zero=1 compile=true hardware=h100_sxm data=synthetic precision="
+
+
+def _bridge(name: str, words: str, measured: float, precision: str = "float8") -> Row:
+    return Row(f"Megatron Bridge {name}", words + _BRIDGE + precision, measured)
+
+
+# Megatron Bridge on H100, docs/performance-summary-archive.md in its repository: containers 26.02,
+# of DeepSeek-V3 25.09. It does not say what is recomputed, nor how layers are dealt to stages.
+DECLARED = [
+    _bridge(
+        "Llama 3.1 405B, 1024",
+        "model=llama3_405b seq_len=8192 tp=8 pp=8 cp=2 dp=8 activation_checkpoint=full "
+        f"batch_size=1536 schedule.microbatches=192 {_LOOPS}8",
+        311,
+    ),
+    _bridge(
+        "Qwen3 235B, 256",
+        "model=qwen3_235b_a22b seq_len=4096 tp=2 pp=8 dp=16 ep=32 activation_checkpoint=full "
+        f"batch_size=8192 schedule.microbatches=512 {_LOOPS}4",
+        1633,
+    ),
+    _bridge(
+        "DeepSeek-V3, 1024",
+        "model=deepseek_v3 seq_len=4096 tp=2 pp=8 dp=64 ep=64 activation_checkpoint=full "
+        f"batch_size=8192 schedule.microbatches=128 {_LOOPS}4",
+        1297,
+    ),
+    _bridge(
+        "GPT-OSS 120B, 64",
+        "model=gpt_oss_120b seq_len=4096 pp=4 dp=16 ep=8 activation_checkpoint=full "
+        "batch_size=1280 schedule.microbatches=80",
+        5993,
+        "bf16",
+    ),
+    _bridge(
+        "Qwen3 30B, 16",
+        "model=qwen3_30b_a3b seq_len=4096 pp=2 dp=8 ep=8 activation_checkpoint=full "
+        f"batch_size=1024 schedule.microbatches=128 {_LOOPS}12",
+        5113,
+    ),
+]
+
 
 def planned(row: Row, **hardware: float) -> Estimate:
     """hardware: numbers to change."""

@@ -163,7 +163,7 @@ def mesh_text(estimate: Estimate) -> str:
 
 def _summary(estimate: Estimate, warning: str, width: int) -> str:
     config, plan, device = estimate.config, estimate.plan, estimate.hardware
-    rows = plan.memory().tokens // config.seq_len
+    rows = plan.memory().tokens * config.cp // config.seq_len
     blocks = sum(unit.block for unit in plan.model_graph.units)
     many = units.microbatches(plan.microbatches)
     layout = f"{config.schedule.name}, " if config.pp > 1 else ""
