@@ -417,7 +417,7 @@ def test_a_layer_that_tp_divides_rounds_as_the_whole(recipe: str, tmp_path: Path
 
 
 def divided_layers(config: Config, worker: Worker) -> list[float]:
-    """Relative differences of both ways to divide a layer."""
+    """Relative differences of both ways to divide a layer, and of tokens that cp divides."""
     torch.manual_seed(0)
     weight, x, gradient = torch.randn(32, 48), torch.randn(16, 48), torch.randn(16, 32)
     weight[:16, :24] *= 4
@@ -433,15 +433,23 @@ def divided_layers(config: Config, worker: Worker) -> list[float]:
     out, of_x, of_weight = multiplied(recipe, weight, x, gradient)
     outputs = multiplied(recipe, mine(weight, 0), x, mine(gradient, 1), (ranks, None))
     inputs = multiplied(recipe, mine(weight, 1), mine(x, 1), gradient, (None, ranks))
+    tokens = multiplied(recipe, weight, mine(x, 0), mine(gradient, 0), tokens=ranks)
     dist.all_reduce(outputs[1])
     dist.all_reduce(inputs[0])
+    dist.all_reduce(tokens[2])
     pairs = [*zip(outputs, (mine(out, 1), of_x, mine(of_weight, 0)), strict=True)]
     pairs += zip(inputs, (out, mine(of_x, 1), mine(of_weight, 1)), strict=True)
+    pairs += zip(tokens, (mine(out, 0), mine(of_x, 0), of_weight), strict=True)
     return [float((got - right).norm() / right.norm()) for got, right in pairs]
 
 
 def multiplied(
-    recipe: str, weight: Tensor, x: Tensor, gradient: Tensor, divided: Any = (None, None)
+    recipe: str,
+    weight: Tensor,
+    x: Tensor,
+    gradient: Tensor,
+    divided: Any = (None, None),
+    tokens: GroupInfo | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(results, gradient of x, of the weight) of a layer in float8."""
     from torchao.float8 import Float8LinearConfig
@@ -452,6 +460,7 @@ def multiplied(
     convert(layer, replace(Float8LinearConfig.from_recipe_name(recipe), emulate=True))
     layer.weight = nn.Parameter(weight)
     vars(layer)[DIVIDED] = divided
+    layer.tokens = tokens
     x = x.clone().requires_grad_()
     out = layer(x)
     out.backward(gradient)

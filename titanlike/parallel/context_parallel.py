@@ -253,7 +253,7 @@ class ContextParallel(Transform):
         model.train()
         size = graph.microbatch_size if self._config.tp == 1 else 2
         batch = {n: x.repeat_interleave(size, 0) for n, x in recorded.batch.items()}
-        with in_bf16(model.modules()):  # in float8 a rank's tokens have a scale of their own
+        with in_bf16(model.modules()):  # in float8 all ranks' tokens have one scale
             self._check_tokens(model, {n: x for n, x in batch.items() if n != "targets"}, graph)
         if recorded.variable:
             self._check_padding(graph.model, graph.fields)

@@ -112,12 +112,15 @@ class Float8(Transform):
     def open(self, mesh: Mesh, plan: Plan) -> None:
         self._shards: GroupInfo | None = None
         self._layers: list[Any] = []
+        self._tokens = plan.transforms["cp"].ranks if "cp" in plan.transforms else None
         if self._config.shards > 1:  # how many they are is all that is asked of them
             group = mesh.axes.get_group("shard")
             self._shards = GroupInfo(self._config.shards, 0, group)
 
     def on_weights(self, stage: nn.Module) -> None:
         layers: list[Any] = [module for module in stage.modules() if in_float8(module)]
+        for layer in layers:
+            layer.tokens = self._tokens
         if self._config.fsdp.cpu_offload:  # shards are not where they are cast
             return
         if self._shards is not None:

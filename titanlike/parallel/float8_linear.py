@@ -7,9 +7,9 @@ Each product of two matrices takes operands that are scaled so that they fill th
     weight gradient  g^T [O, N] @ x [N, I]
 
 What is divided over ranks is scaled by the largest element of all parts, so that a rank's part is
-rounded as it is in the whole. So is a scale of a row whose elements are divided. Tokens that are
-divided are not: ranks of cp, and of tp between sharded layers, scale by their own, as microbatches
-do.
+rounded as it is in the whole: features by tp, tokens by cp. So is a scale of a row whose elements
+are divided. Other tokens, of dp and of tp between sharded layers, have scales of their own, as
+microbatches have.
 
 Shapes: N tokens, I and O features.
 """
@@ -17,6 +17,7 @@ Shapes: N tokens, I and O features.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -65,6 +66,7 @@ class Float8Linear(nn.Linear):
     # the weight as an operand, of the forward and of the input gradient, or of both; none = it is
     # cast in each
     casts: tuple[Operand, ...] = ()
+    tokens: GroupInfo | None = None  # the ranks of cp, which divide the rows of activations
 
     def forward(self, input: Tensor) -> Tensor:
         kind = input.device.type
@@ -73,7 +75,7 @@ class Float8Linear(nn.Linear):
         bias = None if adds_bias_later(self) else self.bias
         divided = vars(self).get(DIVIDED, (None, None))
         casts = [x for operand in self.casts for x in operand]
-        output = _Product.apply(input, self.weight, self.config, divided, *casts)
+        output = _Product.apply(input, self.weight, self.config, divided, self.tokens, *casts)
         return output if bias is None else output + bias.to(output.dtype)
 
 
@@ -100,7 +102,9 @@ def cast(
     if kind.scaling_type is ScalingType.DISABLED:
         return Operand(x, None)
     if known is None:
-        amax = largest(largest_of(x, kind, dim), _among(kind, dim, divided))
+        amax = largest_of(x, kind, dim)
+        for ranks in _among(kind, dim, divided):
+            amax = largest(amax, ranks)
         known = scale_of(amax, kind, config)
     return Operand(to_fp8_saturated(x.float() * known, kind.target_dtype), known)
 
@@ -109,9 +113,9 @@ def scale_of(amax: Tensor, kind: CastConfig, config: Float8LinearConfig) -> Tens
     return amax_to_scale(amax, kind.target_dtype, config.round_scales_to_power_of_2)
 
 
-def _among(kind: CastConfig, dim: int, divided: Divided) -> GroupInfo | None:
+def _among(kind: CastConfig, dim: int, divided: Divided) -> list[GroupInfo]:
     """The ranks that have parts of what one scale is for."""
-    return divided[0] or divided[1] if _of_tensor(kind) else divided[dim]
+    return [ranks for ranks in (divided if _of_tensor(kind) else divided[dim : dim + 1]) if ranks]
 
 
 def _of_tensor(kind: CastConfig) -> bool:
@@ -128,9 +132,10 @@ class _Product(torch.autograd.Function):
         weight: Tensor,
         config: Float8LinearConfig,
         divided: Divided,
+        tokens: GroupInfo | None,
         *casts: Tensor,
     ) -> Tensor:
-        x = cast(_rows(input), config.cast_config_input, config, 1, (None, divided[1]))
+        x = cast(_rows(input), config.cast_config_input, config, 1, (tokens, divided[1]))
         if casts:
             w, later = Operand(*casts[:2]), casts[-2:]
         else:
@@ -139,17 +144,17 @@ class _Product(torch.autograd.Function):
         result = _multiply(x, w.t(), input.dtype, config, "output")
         ctx.save_for_backward(input, x.scale, *later)
         ctx.given = len(casts)
-        ctx.config, ctx.divided = config, divided
+        ctx.config, ctx.divided, ctx.tokens = config, divided, tokens
         # no view: what a custom function returns could not be changed in place then
         return shaped(result, (*input.shape[:-1], result.shape[-1]))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         input, x_scale, weight, w_scale = ctx.saved_tensors
-        config, divided = ctx.config, ctx.divided
+        config, divided, tokens = ctx.config, ctx.divided, ctx.tokens
         of_input = of_weight = None
         dtype, gradient = gradient.dtype, _rows(gradient)
-        g = cast(gradient, config.cast_config_grad_output, config, 1, (None, divided[0]))
+        g = cast(gradient, config.cast_config_grad_output, config, 1, (tokens, divided[0]))
         if ctx.needs_input_grad[0]:
             kind = config.cast_config_weight_for_grad_input
             known = w_scale if _of_tensor(config.cast_config_weight) else None
@@ -160,12 +165,12 @@ class _Product(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             kind = config.cast_config_input_for_grad_weight
             known = x_scale if _of_tensor(kind) else None
-            x = cast(_rows(input), kind, config, 0, (None, divided[1]), known)
+            x = cast(_rows(input), kind, config, 0, (tokens, divided[1]), known)
             kind = config.cast_config_grad_output_for_grad_weight
             known = g.scale if _of_tensor(kind) else None
-            g = g if known is not None else cast(gradient, kind, config, 0, (None, None))
+            g = g if known is not None else cast(gradient, kind, config, 0, (tokens, None))
             of_weight = _multiply(g.t(), x, dtype, config, "grad_weight")
-        return of_input, of_weight, None, None, *(None for _ in range(ctx.given))
+        return of_input, of_weight, None, None, None, *(None for _ in range(ctx.given))
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -233,8 +238,8 @@ def cast_weights(layers: Sequence[Float8Linear], shards: GroupInfo | None) -> No
     of_tp = [
         _among(kind, dim, vars(layer).get(DIVIDED, (None, None))) for layer, kind, dim in kinds
     ]
-    if (ranks := next(filter(None, of_tp), None)) is not None:
-        mine = [i for i, among in enumerate(of_tp) if among is not None]
+    if (ranks := next(chain(*of_tp), None)) is not None:
+        mine = [i for i, among in enumerate(of_tp) if among]
         for i, amax in zip(mine, _together([amaxes[i] for i in mine], ranks), strict=True):
             amaxes[i] = amax
     amaxes = _together(amaxes, shards)
