@@ -118,6 +118,8 @@ class _Gather(torch.autograd.Function):
             accumulates(ctx, places[id(ctx.parameters[2 * at])]) for at in rows
         )
         gather = partial(_begin_rows, ranks=ctx.ranks)
+        if rows and torch.compiler.is_compiling():
+            x = torch.ops.titanlike.part_in_backward(x, next(iter(rows.values())))
         finish = gather(x) if rows and not waits else None
         of_x = of_gathered
         if ctx.needs_input_grad[0] and rows:
@@ -143,6 +145,21 @@ class _Gather(torch.autograd.Function):
             products = [(g, *ctx.parameters[2 * at : 2 * at + 2]) for at, g in rows.items()]
             ctx.owner.queue.append(Waiting(x, products, gather))
         return None if scattered is None else scattered(), None, None, *found
+
+
+@torch.library.custom_op("titanlike::part_in_backward", mutates_args=())
+def _part_in_backward(x: Tensor, gradient: Tensor) -> Tensor:
+    """Copy x, once there is a gradient.
+
+    Symptom without it: torch.compile takes what is gathered in the backward for the equal result
+    of the forward, and keeps that.
+    """
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+@_part_in_backward.register_fake
+def _(x: Tensor, gradient: Tensor) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 def _begin_rows(x: Tensor, ranks: TensorRanks) -> Callable[[], Tensor]:
