@@ -271,7 +271,7 @@ class _Counter(TorchDispatchMode):
             inputs, self.backward_peak = self._noted, self._peak - before
             self._noted = Counter()
             if waiting is not None:  # also if each layer has a copy of its input
-                queue = [t for w in waiting.queue for g, *_ in w.products for t in (w.kept, g)]
+                queue = [t for w in waiting.queue for t in (w.kept, *(g for g, *_ in w.products))]
                 sizes = {storage_id(t): t.untyped_storage().nbytes() for t in queue}
                 self.queued = sum(sizes.values()), sum(sizes[storage_id(t)] for t in queue)
                 waiting.take()()

@@ -49,7 +49,7 @@ class Waiting(NamedTuple):
 
     kept: Tensor  # the input, or a rank's part of it
     # gradient of the results [rows, out], weight, bias
-    products: list[tuple[Tensor, Tensor, Tensor | None]]
+    products: Sequence[tuple[Tensor, Tensor, Tensor | None]]
     # begins to gather the input, and waits for it
     gather: Callable[[Tensor], Callable[[], Tensor]] | None = None
 
@@ -92,9 +92,11 @@ class DeferredWeightGradients:
         queued, self.queue = self.queue, []
         if compiled := _take_waiting():
             layers = {_address(layer.weight, _bias(layer)): layer for layer in self._layers}
-            for inputs, gradient, address in compiled:
-                layer = layers[address]
-                queued.append(Waiting(inputs, [(gradient, layer.weight, _bias(layer))]))
+            for kept, gradients, gathers in compiled:
+                of = [(gradient, layers[address]) for gradient, address in gradients]
+                gather = vars(of[0][1])[GATHER] if gathers else None
+                products = [(gradient, layer.weight, _bias(layer)) for gradient, layer in of]
+                queued.append(Waiting(kept, products, gather))
         queued.reverse()
 
         def begun() -> Any:
@@ -122,7 +124,8 @@ class DeferredWeightGradients:
         assert not left, f"{left} weight gradients of the step were not computed"
 
 
-# attributes of a linear layer
+# attributes of a linear layer; GATHER: begins to gather the input of which a rank keeps its part
+GATHER = "_tp_gather"
 _OWNER, _ALIVE = "weight_gradients", "weight_gradients_alive"
 
 
@@ -191,6 +194,14 @@ class _Linear(torch.autograd.Function):
         return of_inputs, None, None, None
 
 
+def sum_of_products(gradients: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
+    """The gradient [rows, in] of the input of several layers, in the memory of one."""
+    rows = gradients[0] @ weights[0]
+    for gradient, weight in zip(gradients[1:], weights[1:], strict=True):
+        torch.addmm(rows, gradient, weight, out=rows)
+    return rows
+
+
 # --- a linear layer in a compiled block whose weight gradient is computed later ------------------
 #
 # A compiled backward runs no Python code but its operators. So the layer is an operator of our own,
@@ -200,9 +211,9 @@ class _Linear(torch.autograd.Function):
 # names: operators that change get other names.
 
 Address = tuple[int, int]
-# (inputs [rows, in], gradient of the outputs [rows, out], address of the layer) of the backward
-# that ran last: an operator knows no object that could hold it
-_waiting: list[tuple[Tensor, Tensor, Address]] = []
+# (inputs [rows, in] or a rank's part, [(gradient of the outputs [rows, out], address of the layer)],
+# whether it is a part) of the backward that ran last: an operator knows no object that could hold it
+_waiting: list[tuple[Tensor, list[tuple[Tensor, Address]], bool]] = []
 
 
 def _address(weight: Tensor, bias: Tensor | None) -> Address:
@@ -210,7 +221,7 @@ def _address(weight: Tensor, bias: Tensor | None) -> Address:
     return weight.data_ptr(), 0 if bias is None else bias.data_ptr()
 
 
-def _take_waiting() -> list[tuple[Tensor, Tensor, Address]]:
+def _take_waiting() -> list[tuple[Tensor, list[tuple[Tensor, Address]], bool]]:
     taken = _waiting[:]
     _waiting.clear()
     return taken
@@ -242,7 +253,7 @@ def _linear_backward(
     # the loss is right and gradients are wrong
     rows = inputs.reshape(-1, inputs.shape[-1]).clone()
     of_rows = gradient.reshape(-1, gradient.shape[-1]).clone()
-    _waiting.append((rows, of_rows, _address(weight, bias)))
+    _waiting.append((rows, [(of_rows, _address(weight, bias))], False))
     return gradient @ weight, gradient.new_empty(1)
 
 
@@ -263,3 +274,21 @@ def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
 
 
 _linear.register_autograd(_backward, setup_context=_setup)
+
+
+@torch.library.custom_op("titanlike::gather_queueing_backward", mutates_args=())
+def _gather_backward(
+    part: Tensor, gradients: list[Tensor], weights: list[Tensor], biases: list[Tensor | None]
+) -> Tensor:
+    """Compute the gradient [rows, in] of what was gathered for linear layers; part: this rank's."""
+    addresses = map(_address, weights, biases)
+    of_layers = [(g.clone(), address) for g, address in zip(gradients, addresses, strict=True)]
+    _waiting.append((part.clone(), of_layers, True))
+    return sum_of_products(gradients, weights)
+
+
+@_gather_backward.register_fake
+def _(
+    part: Tensor, gradients: list[Tensor], weights: list[Tensor], biases: list[Tensor | None]
+) -> Tensor:
+    return gradients[0].new_empty((len(gradients[0]), weights[0].shape[1]))

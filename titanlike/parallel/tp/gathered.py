@@ -12,7 +12,7 @@ layer, of the form of the layer's result, whose gradient is that of the result.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from types import MethodType
 from typing import TYPE_CHECKING, Any
@@ -24,7 +24,14 @@ from torch.autograd.function import once_differentiable
 
 from titanlike.distributed.collectives import autograd_collective, begin_collective
 from titanlike.distributed.placement import SHARES_GATHERED
-from titanlike.parallel.weight_gradients import Waiting, linear, owner_of, trained
+from titanlike.parallel.weight_gradients import (
+    GATHER,
+    Waiting,
+    linear,
+    owner_of,
+    sum_of_products,
+    trained,
+)
 from titanlike.torch_private.autograd import accumulates, in_functorch, shaped
 
 if TYPE_CHECKING:
@@ -33,10 +40,10 @@ if TYPE_CHECKING:
 _RESULTS = "tp_results"  # attribute of what was gathered: (ranks, version, result of each layer)
 
 
-def share(layer: nn.Module, index: int) -> None:
+def share(layer: nn.Module, index: int, ranks: TensorRanks) -> None:
     """Let a linear layer be one of those of a gather; index: among these."""
     patched: Any = layer
-    vars(layer)[SHARES_GATHERED] = index
+    vars(layer)[SHARES_GATHERED], vars(layer)[GATHER] = index, partial(_begin_rows, ranks=ranks)
     patched.forward = MethodType(_forward, layer)
 
 
@@ -44,9 +51,9 @@ def gather_for(ranks: TensorRanks, layers: Sequence[Any], x: Tensor) -> Tensor:
     """All tokens, of which x [..., T, D] are this rank's, for these layers and any other use."""
     layers = [layer for layer in layers if trained(layer, x)]
     waits = any(owner_of(layer) for layer in layers)
-    # the operator of a compiled layer that waits keeps its input itself
-    compiled = torch.compiler.is_compiling() and waits
-    if not layers or not ranks.gathers_again or compiled or in_functorch():
+    # a compiled operator whose result nobody needs is left out, and what it would have queued
+    unneeded = torch.compiler.is_compiling() and waits and not x.requires_grad
+    if not layers or not ranks.gathers_again or unneeded or in_functorch():
         return autograd_collective(x, ranks, "all_gather", "reduce_scatter", x.dim() - 2)
     parameters = [parameter for layer in layers for parameter in (layer.weight, layer.bias)]
     owner = owner_of(layers[0]) if waits else None
@@ -94,39 +101,39 @@ class _Gather(torch.autograd.Function):
         ctx: Any, x: Tensor, ranks: TensorRanks, owner: Any, *parameters: Any
     ) -> tuple[Tensor, ...]:
         """owner: of weight gradients that wait; parameters: weight and bias of each layer."""
-        weights = parameters[::2]
-        ctx.save_for_backward(x, *weights)
+        ctx.save_for_backward(x, *parameters)
         ctx.set_materialize_grads(False)
         ctx.ranks, ctx.owner, ctx.parameters = ranks, owner, parameters
         gathered = begin_collective("all_gather", x, ranks, x.dim() - 2, beside=False)()
-        forms = [(*gathered.shape[:-1], weight.shape[0]) for weight in weights]
+        forms = [(*gathered.shape[:-1], weight.shape[0]) for weight in parameters[::2]]
         return gathered, *(x.new_empty(()).expand(form) for form in forms)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, of_gathered: Tensor | None, *of_results: Tensor | None) -> Any:
-        x, *weights = ctx.saved_tensors
+        x, *parameters = ctx.saved_tensors
+        weights, biases = parameters[::2], parameters[1::2]
         # layers whose results reached the loss
         rows = {
             at: gradient.reshape(-1, gradient.shape[-1])
             for at, gradient in enumerate(of_results)
             if gradient is not None
         }
-        tensors = [*filter(torch.is_tensor, ctx.parameters)]  # behind x, without missing biases
-        places = {id(tensor): place for place, tensor in enumerate(tensors, 1)}
-        waits = ctx.owner is not None and all(
-            accumulates(ctx, places[id(ctx.parameters[2 * at])]) for at in rows
-        )
+        compiled = torch.compiler.is_compiling()
+        waits = ctx.owner is not None and (compiled or _accumulate(ctx, rows))
         gather = partial(_begin_rows, ranks=ctx.ranks)
-        if rows and torch.compiler.is_compiling():
-            x = torch.ops.titanlike.part_in_backward(x, next(iter(rows.values())))
-        finish = gather(x) if rows and not waits else None
+        part, finish = x, None
+        if rows and not waits:
+            if compiled:
+                part = torch.ops.titanlike.part_in_backward(x, next(iter(rows.values())))
+            finish = gather(part)
         of_x = of_gathered
         if ctx.needs_input_grad[0] and rows:
-            first, *others = rows
-            of_rows = rows[first] @ weights[first]
-            for at in others:
-                torch.addmm(of_rows, rows[at], weights[at], out=of_rows)
+            of = [*rows.values()], [weights[at] for at in rows], [biases[at] for at in rows]
+            if waits and compiled:
+                of_rows = torch.ops.titanlike.gather_queueing_backward(x, *of)
+            else:
+                of_rows = sum_of_products(of[0], of[1])
             shape = list(x.shape)
             shape[-2] *= ctx.ranks.size
             of_x = of_rows.view(shape)
@@ -141,10 +148,17 @@ class _Gather(torch.autograd.Function):
             for at, gradient in rows.items():
                 found[2 * at] = gradient.t() @ gathered
                 found[2 * at + 1] = gradient.sum(0) if ctx.needs_input_grad[4 + 2 * at] else None
-        elif rows:
+        elif rows and not compiled:
             products = [(g, *ctx.parameters[2 * at : 2 * at + 2]) for at, g in rows.items()]
             ctx.owner.queue.append(Waiting(x, products, gather))
         return None if scattered is None else scattered(), None, None, *found
+
+
+def _accumulate(ctx: Any, layers: Iterable[int]) -> bool:
+    """Whether the backward that runs adds to `.grad` of these layers' weights."""
+    tensors = [*filter(torch.is_tensor, ctx.parameters)]  # behind x, without missing biases
+    places = {id(tensor): place for place, tensor in enumerate(tensors, 1)}
+    return all(accumulates(ctx, places[id(ctx.parameters[2 * at])]) for at in layers)
 
 
 @torch.library.custom_op("titanlike::part_in_backward", mutates_args=())

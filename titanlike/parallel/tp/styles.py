@@ -138,7 +138,7 @@ class _Sharder:
         if type(module).forward is nn.Linear.forward:
             path = max((p for p in self._takers if f"{name}.".startswith(f"{p}.")), key=len)
             takers = self._takers[path]
-            share(module, len(takers))
+            share(module, len(takers), self._ranks)
             takers.append(name.removeprefix(path).removeprefix("."))
 
     def placements(self) -> dict[str, Placement]:
