@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from titanlike.models.llama import Llama, rotary_table
 from titanlike.parallel.tp.plan import named, parse_plan
 from titanlike.parallel.tp.styles import TensorRanks, shard_model
 from titanlike.parallel.weight_gradients import DeferredWeightGradients
+from titanlike.torch_private.fake_ranks import fake_process_group
 from titanlike.torch_private.tensors import storage_id
 
 WIDTH, TOKENS, BATCH = 64, 16, 3
@@ -56,3 +58,35 @@ def test_a_block_keeps_its_part_of_what_is_gathered_for_its_layers(
     # both once, and the reduce-scatters, while the rank computes
     assert ranks.traffic.beside == 4 * part.nbytes * (size - 1)
     assert all(p.grad is not None for p in block.parameters())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("waiting", [False, True], ids=["", "weight gradients later"])
+def test_so_does_a_compiled_block(waiting: bool) -> None:
+    """Whose backward has an all-gather that equals the forward's."""
+    with fake_process_group(0, 2):
+        with META:
+            model = Llama(
+                vocab_size=64, hidden_size=WIDTH, num_attention_heads=4, num_hidden_layers=1
+            )
+        ranks = TensorRanks(2, 0, dist.group.WORLD, sequence=True)
+        shard_model(model, named(model, parse_plan(model.tp_plan())), ranks, whole_logits=False)
+        block = model.to_empty(device="cpu").model.layers[0]
+        later = DeferredWeightGradients(block, torch.device("cpu")) if waiting else None
+        part = torch.randn(BATCH, TOKENS // 2, WIDTH, requires_grad=True)
+        table = rotary_table(torch.arange(TOKENS), WIDTH // 4, 1e4)
+        sizes: dict[int, int] = {}
+
+        def keep(tensor: torch.Tensor) -> torch.Tensor:
+            sizes[storage_id(tensor)] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            result = torch.compile(block, fullgraph=True, backend="aot_eager")(part, table, None)
+        parameters = {storage_id(p) for p in block.parameters()}
+        kept = [size for key, size in sizes.items() if key not in parameters]
+        assert kept.count(part.nbytes) >= 2 and 2 * part.nbytes not in kept
+        result.sum().backward()
+        if later is not None:
+            later.take()()
+        assert all(p.grad is not None for p in block.parameters())
