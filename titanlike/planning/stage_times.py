@@ -213,7 +213,9 @@ def unit_times(config: Config, plan: TrainPlan, roofline: Roofline) -> dict[str,
         matmuls with attention."""
         seconds = links[axis].sent(sent.nbytes, sent.messages, rates[axis])
         # a ring's first block attends to local keys while the first send is in progress
-        compute = _OF_COLUMNS * matmuls if axis == "tp" else (1 - 1 / config.cp) * attention
+        compute = (1 - 1 / config.cp) * attention
+        if axis == "tp":  # compiled blocks wait for what they gather before they multiply
+            compute = 0.0 if config.compile else _OF_COLUMNS * matmuls
         seconds -= min(sent.beside / rates[axis], compute)
         return seconds * (1 - _HIDDEN * config.tp_async if axis == "tp" else 1.0)
 
