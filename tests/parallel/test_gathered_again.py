@@ -13,7 +13,8 @@ import torch.distributed as dist
 
 from titanlike.models.llama import Llama, rotary_table
 from titanlike.parallel.tp.plan import named, parse_plan
-from titanlike.parallel.tp.styles import TensorRanks, shard_model
+from titanlike.parallel.tp.ranks import TensorRanks
+from titanlike.parallel.tp.styles import shard_model
 from titanlike.parallel.weight_gradients import DeferredWeightGradients
 from titanlike.torch_private.fake_ranks import fake_process_group
 from titanlike.torch_private.tensors import storage_id

@@ -83,9 +83,12 @@ def problems(
                     warn(text)
 
         known = {problem.key for problem in wrong}
-        right = validate.fixed(config, wrong)
-        for _ in range(3):  # what these fixes break in turn: batch_size=1 is none for two dp ranks
-            right = validate.fixed(right, validate.problems(right))
+        right, broken = config, wrong
+        for _ in range(4):  # a fix may break another rule: batch_size=1 with two dp ranks
+            if not broken:
+                break
+            right = validate.fixed(right, broken)
+            broken = validate.problems(right)
         found = preflight(right, plan)
         wrong += [problem for problem in found if problem.key not in known]
     if not wrong and warn is not None and world_size is not None:  # None: one machine

@@ -59,7 +59,8 @@ def _expand(module: nn.Module, path: str, points: tuple[str, ...]) -> Iterator[U
 # --- equal units -------------------------------------------------------------------------------
 
 _OWN, _TORCHS = "titanlike.models.", "torch.nn.modules."
-_AROUND = ("forward", "tp_gathers")  # attributes that do not distinguish modules
+# attributes that do not distinguish modules: how tp divides one is in its style, too
+_AROUND = ("forward", "tp_gathers", "tp_divided")
 _PLAIN = (bool, int, float, str, type(None))
 
 

@@ -13,7 +13,8 @@ from titanlike.config.schema import Config, CsvSchedule, LoopedSchedule
 from titanlike.config.validate import MAX_TENSOR_RANKS
 from titanlike.models.registry import build_model, resolve_model
 from titanlike.parallel.tp.plan import written_plan
-from titanlike.parallel.tp.styles import TensorRanks, shard_model
+from titanlike.parallel.tp.ranks import TensorRanks
+from titanlike.parallel.tp.styles import shard_model
 from titanlike.pipeline.from_config import derive_microbatches, microbatch_problem
 from titanlike.pipeline.schedules import SCHEDULES
 

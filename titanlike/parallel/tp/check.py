@@ -21,7 +21,8 @@ from titanlike.config.schema import Config
 from titanlike.distributed.placement import Placement
 from titanlike.parallel.tp.operators import ShardingError
 from titanlike.parallel.tp.plan import DIVIDING, Entry, entries_above, written_plan
-from titanlike.parallel.tp.styles import TensorRanks, mark
+from titanlike.parallel.tp.ranks import TensorRanks
+from titanlike.parallel.tp.styles import mark
 from titanlike.parallel.tp.traces import (
     RESULT,
     Need,

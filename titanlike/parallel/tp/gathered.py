@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from types import MethodType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +24,7 @@ from torch.autograd.function import once_differentiable
 
 from titanlike.distributed.collectives import autograd_collective, begin_collective
 from titanlike.distributed.placement import SHARES_GATHERED
+from titanlike.parallel.tp.ranks import TensorRanks
 from titanlike.parallel.weight_gradients import (
     GATHER,
     Waiting,
@@ -33,9 +34,6 @@ from titanlike.parallel.weight_gradients import (
     trained,
 )
 from titanlike.torch_private.autograd import accumulates, in_functorch, shaped
-
-if TYPE_CHECKING:
-    from titanlike.parallel.tp.styles import TensorRanks
 
 _RESULTS = "tp_results"  # attribute of what was gathered: (ranks, version, result of each layer)
 

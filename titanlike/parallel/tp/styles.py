@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -29,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titanlike.config.errors import ConfigError, Problem
-from titanlike.distributed.collectives import GroupInfo, autograd_collective
+from titanlike.distributed.collectives import autograd_collective
 from titanlike.distributed.placement import (
     BIAS_LATER,
     DIVIDED,
@@ -43,25 +42,8 @@ from titanlike.distributed.placement import (
 from titanlike.parallel.tp.gathered import gather_for, share
 from titanlike.parallel.tp.hf_plan import set_local_sizes, sets_sizes
 from titanlike.parallel.tp.plan import DIVIDING, Entry, gathered_above
+from titanlike.parallel.tp.ranks import TensorRanks
 from titanlike.torch_private.known_code import own_code
-
-
-@dataclass(eq=False)
-class TensorRanks(GroupInfo):
-    """The tensor-parallel ranks that this one computes with."""
-
-    # Whether activations between sharded layers are divided along the sequence. It may differ from
-    # batch to batch: a length that `size` does not divide is not.
-    sequence: bool = False
-    # whether what is gathered along it is not kept for the backward: see `gathered.py`
-    gathers_again: bool = True
-
-    def part(self, length: int) -> tuple[int, int]:
-        """(start, stop) of this rank's part of so many rows, dealt as torch.chunk does: the last
-        may have fewer."""
-        rows = -(-length // self.size)
-        start = min(self.rank * rows, length)
-        return start, min(start + rows, length)
 
 
 def shard_model(

@@ -31,7 +31,8 @@ from titanlike.parallel.float8 import in_bf16
 from titanlike.parallel.tp.check import Draws, ForwardCheck, mixed_draws, plan_error, unnamed
 from titanlike.parallel.tp.operators import ShardingError
 from titanlike.parallel.tp.plan import Entry, named, parse_plan, written_plan
-from titanlike.parallel.tp.styles import TensorRanks, shard_model
+from titanlike.parallel.tp.ranks import TensorRanks
+from titanlike.parallel.tp.styles import shard_model
 from titanlike.torch_private.dtensor import local
 
 if TYPE_CHECKING:
