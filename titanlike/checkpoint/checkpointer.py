@@ -1,5 +1,5 @@
-"""A run's checkpoints, as training uses them: read by loader.py, written by writer.py; each is
-imported where there is something to read or to write."""
+"""A run's checkpoints, as training uses them: read by loader.py, written by writer.py. Each is
+imported only when something is read or written."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class Checkpointer:
         from titanlike.checkpoint.digest import digest
         from titanlike.checkpoint.integrity import OPTIMIZER, RNG
 
-        # of each rank's own, and on rank 0 what all pipeline ranks share
+        # a rank's own entries, and on rank 0 also the entries that all pipeline ranks share
         of_all = f"{OPTIMIZER}step" if self._rank else ""
         saved = {
             name: tensor
@@ -100,20 +100,21 @@ class Checkpointer:
 
     @property
     def committed(self) -> Collection[int]:
-        """Steps of the checkpoints that are there, also of a background save that has just ended.
-        On rank 0."""
+        """Return the steps of the committed checkpoints, including a background save that has just
+        ended. On rank 0."""
         return self._writer.saved.keys()
 
     def hold(self, held: Callable[[], Collection[int]]) -> None:
-        """Keep the checkpoints of these steps, as long as they are named. On rank 0."""
+        """Keep the checkpoints of the steps that `held` returns, for as long as it returns them. On
+        rank 0."""
         self._writer.held = held
 
     def tidy(self) -> None:
-        """Delete what was held, and is superseded. On rank 0."""
+        """Delete checkpoints that were held and are superseded. On rank 0."""
         self._writer.tidy()
 
     def folder_of(self, step: int) -> Storage:
-        """Where the checkpoint of a step is, or would be."""
+        """Return the folder of a step's checkpoint, existing or not."""
         return self._folder.at(discovery.step_name(step))
 
     # --- loading -----------------------------------------------------------------------------
@@ -138,8 +139,8 @@ class Checkpointer:
     def resume(self) -> Progress:
         """Load the checkpoint to resume from, or the weights to start from.
 
-        Raises ValueError where another rank cannot see the checkpoint, where it was saved with
-        other data or another model, and where every one is damaged.
+        Raises ValueError if a rank cannot see the checkpoint, if it was saved with other data or
+        another model, or if every one is damaged.
         """
         named = self._settings.resume not in ("auto", "never") or bool(self._settings.start_from)
         there = [named or (self._rank == 0 and bool(discovery.all_steps(self._folder)))]
@@ -147,7 +148,7 @@ class Checkpointer:
         return self._loader.resume() if there[0] else Progress()
 
     def start_from(self, location: str) -> None:
-        """Load weights alone, of what `checkpoint.start_from` may name. Raises ValueError."""
+        """Load only weights, from a location as in `checkpoint.start_from`. Raises ValueError."""
         self._loader.start_from(location)
 
     def load(self, location: str) -> Progress:
@@ -156,12 +157,12 @@ class Checkpointer:
         return self._loader.load(location)
 
     def rollback(self) -> Progress | None:
-        """Load the newest intact checkpoint of this run; None where there is none."""
+        """Load the newest intact checkpoint of this run; None if there is none."""
         self._writer.wait()
         return self._loader.rollback()
 
     def resume_hint(self) -> str:
-        """Say what to do about a run that diverged; waits for the save in progress."""
+        """Return advice for a run that diverged, after the save in progress."""
         with contextlib.suppress(OSError):
             self._writer.wait()
         if not self.newest:
@@ -172,7 +173,7 @@ class Checkpointer:
     # --- saving ------------------------------------------------------------------------------
 
     def save(self, progress: Progress, val_loss: float | None = None) -> float:
-        """Save a step, or start to; returns the seconds that training waited.
+        """Save a step, or begin to; return the seconds that training waited.
 
         Raises OSError at the second failure in a row.
         """
@@ -192,17 +193,17 @@ class Checkpointer:
             self._made_writer.poll()
 
     def before_update(self) -> None:
-        """Wait, before parameters change, for a save that may still be copying them."""
+        """Wait for a save that may still be copying parameters, before these change."""
         if self._made_writer is not None:
             self._made_writer.before_update()
 
     def close(self) -> None:
-        """Let go of what saving needs: threads, a process, memory."""
+        """Release what saving needs: threads, a process, memory."""
         if self._made_writer is not None:
             self._made_writer.close()
 
     def finish(self, progress: Progress, *, done: bool) -> None:
-        """Complete all saves; of a run that is done, save the model alone if configured.
+        """Complete all saves; if the run is done, also save the model alone if configured.
 
         Raises OSError if the last save failed.
         """

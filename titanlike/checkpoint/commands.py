@@ -40,8 +40,8 @@ from titanlike.metrics.console import Console
 
 OK, DIFFERENT = 0, 1  # exit codes; 2 is that of another error of the user's
 COMPLETE, DAMAGED, REJECTED, INCOMPLETE = "complete", "damaged", "rejected", "incomplete"
-UNREADABLE = "unreadable"  # now: that is no verdict
-_MAX_FILES = 9  # that `show` lists without --tensors
+UNREADABLE = "unreadable"  # at the moment, so neither complete nor damaged
+_MAX_FILES = 9  # files that `show` lists without --tensors
 _DESCRIPTION = """\
 Inspect and convert checkpoints. A CHECKPOINT is a step-XXXXXXXX or model-XXXXXXXX folder, or a run
 directory, which stands for its newest one; each is a local path or the URL of an object store (s3://...)."""
@@ -74,7 +74,7 @@ _COMMANDS: dict[str, tuple[str, str, dict[str, str]]] = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command; the exit code."""
+    """Run one command; return the exit code."""
     parser = argument_parser(_DESCRIPTION)
     commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
     for name, (text, positional, options) in _COMMANDS.items():
@@ -96,7 +96,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(console: Console, args: argparse.Namespace) -> bool:
-    """Whether nothing is damaged or different."""
+    """Run a command; return False if something is damaged or different."""
     if args.command == "list":
         list_checkpoints(console, args.folder)
         return True
@@ -124,7 +124,7 @@ def _run(console: Console, args: argparse.Namespace) -> bool:
 
 
 def list_checkpoints(console: Console, location: str) -> None:
-    """Print a line for each checkpoint, and below them the reasons why some are not complete."""
+    """Print a line for each checkpoint, then the reasons why some are not complete."""
     rows, reasons = [], []
     for path in all_checkpoints(location):
         word, reason = condition(path)
@@ -146,7 +146,8 @@ def list_checkpoints(console: Console, location: str) -> None:
 
 
 def condition(path: Storage) -> tuple[str, str]:
-    """Complete, damaged, rejected, incomplete or unreadable, by the sizes of its files; and why."""
+    """Return a checkpoint's condition (complete, damaged, rejected, incomplete or unreadable), by
+    the sizes of its files, and the reason."""
     try:
         if path.exists(MARKER):
             integrity.check_quick(path)
@@ -165,9 +166,9 @@ def condition(path: Storage) -> tuple[str, str]:
 
 
 def show(console: Console, location: str, *, all_names: bool) -> bool:
-    """Print what is known without reading tensors; whether the checkpoint is complete.
+    """Print what is known without reading tensors; return whether the checkpoint is complete.
 
-    Of a run, its newest committed checkpoint.
+    For a run, its newest committed checkpoint.
     """
     checkpoints = all_checkpoints(location)
     steps = [path for path in checkpoints if path.exists(MARKER) and path.name.startswith("step-")]
@@ -176,7 +177,7 @@ def show(console: Console, location: str, *, all_names: bool) -> bool:
     state, when = _state(path), path.modified(MARKER)
     text = f"{word}, by the sizes of its files (verify reads them)" if word == COMPLETE else word
     saved_by = None
-    if layout := state.get("layout"):  # else of a file that another program wrote
+    if layout := state.get("layout"):  # restored from another program's file: none
         ranks = state.get("world_size", 1)
         details = f", {layout['replicate']} replicas" if layout.get("replicate", 1) > 1 else ""
         details += f", split {layout['split']}" if layout.get("pp", 1) > 1 else ""
@@ -227,10 +228,10 @@ def show(console: Console, location: str, *, all_names: bool) -> bool:
 
 
 def verify(console: Console, location: str, *, repair: bool = False) -> bool:
-    """Read all files and print a line for each problem; whether the checkpoints are intact.
+    """Read all files and print a line for each problem; return whether the checkpoints are intact.
 
-    repair: lift the marks of those that are. Raises ValueError where there is no checkpoint, and
-    UnreadableFile where one cannot be read and none is damaged.
+    repair: lift the DAMAGED marks of intact ones. Raises ValueError if there is no checkpoint,
+    UnreadableFile if one cannot be read and none is damaged.
     """
     paths = all_checkpoints(location)
     alone = [str(path) for path in paths] == [str(Storage(location))]
@@ -240,7 +241,7 @@ def verify(console: Console, location: str, *, repair: bool = False) -> bool:
         begin = time.perf_counter()
         word, reason = condition(path)
         if word == INCOMPLETE and not alone:
-            console.line(f"{path.name}: {reason}")  # harms no run
+            console.line(f"{path.name}: {reason}")  # harmless for runs
             continue
         marked, problems = word == REJECTED, [reason]
         try:
@@ -273,7 +274,7 @@ def verify(console: Console, location: str, *, repair: bool = False) -> bool:
 
 
 def _problems(path: Storage, marked: bool) -> list[str]:
-    """The problems of the bytes of a checkpoint, committed or marked as damaged."""
+    """Return the problems in the bytes of a checkpoint, committed or marked as damaged."""
     problems: list[str] = []
     try:
         files = integrity.read_manifest(path, integrity.marked_checksum(path) if marked else None)
@@ -291,14 +292,14 @@ def _problems(path: Storage, marked: bool) -> list[str]:
 
 
 def _sizes(path: Storage) -> dict[str, int]:
-    """The sizes of a folder's files by name, of what can be read."""
+    """Return the sizes of a folder's readable files by name."""
     with contextlib.suppress(OSError):
         return {name: size for name, size in sorted(path.sizes().items()) if size is not None}
     return {}
 
 
 def _state(path: Storage) -> dict[str, Any]:
-    """state.json, {} where it cannot be read."""
+    """Read state.json; {} if unreadable."""
     with contextlib.suppress(ValueError, OSError):
         return integrity.read_state(path)
     return {}
@@ -310,7 +311,7 @@ def _loss(state: dict[str, Any]) -> str | None:
 
 
 def _layout(state: dict[str, Any]) -> str:
-    """pp2 x dp4 1f1b: degrees above one."""
+    """Format the axes with more than one rank: pp2 x dp4 1f1b."""
     layout = state.get("layout") or {}
     shown = {key: layout.get(key) for key in MESH_AXES}
     degrees = [f"{key}{n}" for key, n in shown.items() if isinstance(n, int) and n > 1]

@@ -45,8 +45,8 @@ from titanlike.metrics import units
 from titanlike.metrics.console import Console
 from titanlike.models.safetensors_folder import write_file
 
-_COMPARED = 2**22  # elements that are compared at a time
-_MAX_NAMES = 20  # in a list, without --tensors
+_COMPARED = 2**22  # elements compared at a time
+_MAX_NAMES = 20  # names in a list, without --tensors
 _RUN_PREFIXES = (OPTIMIZER, RNG, READERS)
 
 
@@ -58,9 +58,9 @@ class DamagedFile(DamagedCheckpoint):
 
 
 def consolidate(location: str, file: str, *, dtype: str | None, with_optimizer: bool) -> str:
-    """Write `file` atomically; returns a summary. All tensors are in memory at once.
+    """Write `file` atomically; return a summary. All tensors are in memory at once.
 
-    Raises ValueError where data would be lost silently, DamagedCheckpoint, OSError.
+    Raises ValueError if data would be lost silently, DamagedCheckpoint, OSError.
     """
     path = _local(file)
     if path.exists():
@@ -95,9 +95,9 @@ def consolidate(location: str, file: str, *, dtype: str | None, with_optimizer: 
 
 
 def restore(file: str, folder: str) -> str:
-    """Make a checkpoint in `folder` from a safetensors file; returns a summary.
+    """Make a checkpoint in `folder` from a safetensors file; return a summary.
 
-    Raises ValueError where the file is missing or the checkpoint exists already; DamagedFile.
+    Raises ValueError if the file is missing or the checkpoint exists already; DamagedFile.
     """
     path, parent = _local(file), Storage(folder)
     if not path.is_file():
@@ -161,7 +161,8 @@ def _summary(tensors: dict[str, Tensor]) -> str:
 
 
 def _open(key: str, location: str) -> ShardReader:
-    """Checks all checksums first. Raises ValueError, DamagedCheckpoint, UnsafeCheckpoint."""
+    """Open a checkpoint after checking all checksums. Raises ValueError, DamagedCheckpoint,
+    UnsafeCheckpoint."""
     folder = resolve(key, location)
     check_all(folder)
     return ShardReader(open_header(folder))
@@ -173,9 +174,10 @@ def _open(key: str, location: str) -> ShardReader:
 def compare(
     console: Console, location_a: str, location_b: str, tolerance: float, *, all_names: bool
 ) -> bool:
-    """Print the differences; whether there are none.
+    """Print the differences between two checkpoints; return whether there are none.
 
-    The states of random generators are per rank: compared only if as many ranks saved both.
+    States of random generators are per rank, and compared only if both have the same number of
+    ranks.
     """
     if not tolerance >= 0:
         raise ValueError(f"--tolerance {tolerance}: write a number of at least 0")
@@ -217,11 +219,11 @@ def compare(
 
 
 def compare_digests(console: Console, location_a: str, location_b: str) -> bool:
-    """Print the digest of all tensors of two checkpoints, but of random generators; whether they
-    are equal.
+    """Print the digests of two checkpoints, random generators excluded; return whether they are
+    equal.
 
-    It is computed of what is in the files. Raises DamagedCheckpoint where it is not that of the
-    tensors which the run had.
+    A digest is computed from the files. Raises DamagedCheckpoint if it differs from the digest that
+    the run recorded.
     """
     digests, steps = [], []
     for key, location in ("A", location_a), ("B", location_b):
@@ -252,13 +254,14 @@ def compare_digests(console: Console, location_a: str, location_b: str) -> bool:
 @dataclass(frozen=True)
 class _Difference:
     name: str
-    reason: str  # "values", also where there is no difference; or shapes, or dtypes
+    reason: str  # "values" (also without a difference), or which shapes or dtypes differ
     largest: float = 0.0  # absolute difference
     count: int = 0  # elements that differ
 
 
 def _difference(a: ShardReader, b: ShardReader, name: str) -> _Difference:
-    """NaN is equal to NaN only, and infinitely far from any number."""
+    """Compare a tensor of two checkpoints. NaN equals only NaN, and is infinitely far from any
+    number."""
     tensors = a.header.tensors[name], b.header.tensors[name]
     shapes = ["x".join(map(str, tensor.shape)) or "scalar" for tensor in tensors]
     if shapes[0] != shapes[1]:

@@ -1,9 +1,8 @@
-"""A digest of tensors: one number that is the same for the same bits, in whatever parts ranks have
-them.
+"""A digest of tensors: a number that is equal for equal bits, however the tensors are sharded.
 
 It is the sum, modulo 2^64, of a hash of every element: of the tensor's name, dtype and shape, of
-the element's place in the whole tensor, and of its bits. So parts add up, in any order; what
-several ranks have counts once. It finds faults, not forgeries.
+the element's index in the full tensor, and of its bits. So shards add up in any order; a replicated
+element counts once. It detects faults, not forgeries.
 """
 
 from __future__ import annotations
@@ -21,13 +20,13 @@ from titanlike.data.order import splitmix64
 from titanlike.torch_private.distributed_checkpoint import Blocks
 from titanlike.torch_private.dtensor import local, local_slices
 
-_CHUNK = 2**20  # elements at a time, which take 40 MiB
+_CHUNK = 2**20  # elements hashed at a time, using 40 MiB
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def digest_of(name: str, tensor: Tensor, shape: torch.Size, offsets: tuple[int, ...]) -> Tensor:
-    """The sum of the hashes of a block of a tensor, int64; `shape` is the whole's, `offsets` say
-    where the block begins."""
+    """Return the sum of the hashes of a block of a tensor, int64. shape: of the full tensor;
+    offsets: where the block begins in it."""
     device = tensor.device
     seed = hashlib.blake2b(f"{name}/{tensor.dtype}/{[*shape]}".encode(), digest_size=8).digest()
     start = int.from_bytes(seed, "little", signed=True)
@@ -45,7 +44,7 @@ def digest_of(name: str, tensor: Tensor, shape: torch.Size, offsets: tuple[int, 
 
 
 def _row_blocks(tensor: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """(first row, rows) of a tensor, not too many at a time."""
+    """Yield (first row, rows) of a tensor, in blocks of limited size."""
     if tensor.numel() <= _CHUNK:
         yield 0, tensor
         return
@@ -55,7 +54,7 @@ def _row_blocks(tensor: Tensor) -> Iterator[tuple[int, Tensor]]:
 
 
 def text_of(total: Tensor) -> str:
-    """A digest as 16 hexadecimal digits."""
+    """Format a digest as 16 hexadecimal digits."""
     return f"{int(total) % 2**64:016x}"
 
 

@@ -1,6 +1,6 @@
-"""The checkpoints in a folder, the one that a path given by the user refers to, and the one that a
-run resumes from. No torch, so that a config can be checked with it; what reads a checkpoint
-(integrity.py) is imported where there is one."""
+"""Finds checkpoints: those in a folder, the one that a user's path means, and the one that a run
+resumes from. No torch, so that a config can be checked with it; integrity.py, which reads
+checkpoints, is imported when there is one."""
 
 from __future__ import annotations
 
@@ -33,25 +33,25 @@ _ANY_NAME = re.compile(r"(step|model)-(\d{8,})")
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a run has come: saved beside the tensors."""
+    """How far a run has come; saved with the tensors."""
 
     step: int = 0
     value: float | None = None  # last validation loss, or loss
-    left_out: int = 0  # batches that rollbacks have skipped
+    left_out: int = 0  # batches skipped by rollbacks
     guard: dict[str, Any] = field(default_factory=dict)  # see anomalies.AnomalyDetector.state
 
 
 @dataclass
 class Selection:
-    """The checkpoint to resume from, or None, and the newer ones that were skipped as damaged."""
+    """The checkpoint to resume from, or None, and the newer damaged ones that were skipped."""
 
     path: Storage | None
     damaged: list[DamagedCheckpoint] = field(default_factory=list)
-    marked: list[Storage] = field(default_factory=list)  # as damaged, by an earlier start
+    marked: list[Storage] = field(default_factory=list)  # marked as damaged by an earlier launch
 
 
 def checkpoint_folder(config: Config) -> Storage:
-    """The folder of a run's checkpoints."""
+    """Return the folder of a run's checkpoints."""
     return Storage(config.checkpoint.folder or Path(config.run_dir) / "checkpoints")
 
 
@@ -64,21 +64,22 @@ def step_of(path: Storage) -> int:
 
 
 def all_steps(folder: Storage) -> list[Storage]:
-    """The step-XXXXXXXX folders in a folder, complete or not, newest first."""
+    """Return the step-XXXXXXXX folders in a folder, complete or not, newest first."""
     paths = [folder.at(name) for name in folder.names() if STEP_NAME.fullmatch(name)]
     return sorted(paths, key=step_of, reverse=True)
 
 
 def committed(folder: Storage) -> list[Storage]:
-    """The checkpoints in a folder that have been committed, newest first."""
+    """Return the committed checkpoints in a folder, newest first."""
     return [path for path in all_steps(folder) if path.exists(MARKER)]
 
 
 def newest_complete(folder: Storage, rejected: Collection[str] = ()) -> Selection:
-    """The newest checkpoint whose files exist with their sizes, and the damaged newer ones.
+    """Return the newest checkpoint whose files all exist with their sizes, and the damaged newer
+    ones.
 
-    rejected: locations to pass over. Raises UnreadableFile where one cannot be read now, in place
-    of an older one.
+    rejected: locations to skip. Raises UnreadableFile if one cannot be read at the moment, rather
+    than falling back to an older one.
     """
     selection = Selection(None)
     for path in all_steps(folder):
@@ -95,7 +96,7 @@ def newest_complete(folder: Storage, rejected: Collection[str] = ()) -> Selectio
             if path.exists(DAMAGED_MARKER):
                 selection.marked.append(path)
         except DamagedCheckpoint as damage:
-            if not path.exists(MARKER):  # its run has just deleted it, and has a newer one
+            if not path.exists(MARKER):  # its run just deleted it, so there is a newer one
                 return newest_complete(folder, rejected)
             selection.damaged.append(damage)
         except UnreadableFile as error:
@@ -104,7 +105,7 @@ def newest_complete(folder: Storage, rejected: Collection[str] = ()) -> Selectio
 
 
 def unreadable(path: Storage, reason: str) -> UnreadableFile:
-    """The error for a checkpoint that cannot be read now, with what to do."""
+    """Return the error for a checkpoint that cannot be read at the moment, with what to do."""
     older = [other for other in all_steps(path.parent) if step_of(other) < step_of(path)]
     text = f"{reason}; {path} is left as it is: its bytes may be right. Start again when it can be read"
     for other in older:
@@ -116,9 +117,9 @@ def unreadable(path: Storage, reason: str) -> UnreadableFile:
 
 
 def resolve(key: str, location: str) -> Storage:
-    """The committed checkpoint at `location`, or the newest one of the run at `location`.
+    """Return the committed checkpoint at `location`, or the newest one of the run there.
 
-    Raises Refused where there is none.
+    Raises Refused if there is none.
     """
     path = Storage(location)
     if path.exists(MARKER):
@@ -141,9 +142,9 @@ def resolve(key: str, location: str) -> Storage:
 
 
 def all_checkpoints(location: str) -> list[Storage]:
-    """The checkpoint at `location`, or all of the run or folder there, oldest first.
+    """Return the checkpoint at `location`, or all of the run or folder there, oldest first.
 
-    Raises ValueError where there is none.
+    Raises ValueError if there is none.
     """
     path = Storage(location)
     names = path.names()
@@ -169,7 +170,7 @@ def all_checkpoints(location: str) -> list[Storage]:
 
 
 def _leads_out(path: Storage, folder: Storage) -> str:
-    """Where a local path leads by links, if that is not in `folder`; else ""."""
+    """Return the target of a local path's links if it is outside of `folder`; else ""."""
     real = Path(str(path)).resolve()
     is_inside = not path.local or real.is_relative_to(Path(str(folder)).resolve())
     return "" if is_inside else str(real)
@@ -179,11 +180,11 @@ def _leads_out(path: Storage, folder: Storage) -> str:
 
 
 def select_resume(config: Config, rejected: Collection[str] = ()) -> Selection:
-    """The checkpoint that `checkpoint.resume` means; only the sizes of its files are checked.
+    """Return the checkpoint that `checkpoint.resume` means, checking only the sizes of its files.
 
-    rejected: locations whose checksums were wrong. Raises Refused where every checkpoint is
-    damaged, and where run_dir has newer ones than the given one: the next start would resume from
-    those, and metrics.jsonl would mix two runs.
+    rejected: locations whose checksums were wrong. Raises Refused if every checkpoint is damaged,
+    or if run_dir has newer ones than the given one: the next launch would resume from those, and
+    metrics.jsonl would mix two runs.
     """
     resume, folder = config.checkpoint.resume, checkpoint_folder(config)
     if resume == "auto":
@@ -231,15 +232,15 @@ def select_resume(config: Config, rejected: Collection[str] = ()) -> Selection:
 
 
 def run_identity(config: Config) -> dict[str, Any]:
-    """Values that a resumed run must not change, by key: the order of the samples and the model
-    depend on it. "same" in state.json."""
+    """Return the values that a resumed run must not change, by key, since the order of samples and
+    the model depend on them. "same" in state.json."""
     sizes = {f"model.{key}": value for key, value in to_plain(config.model).items()}
-    # null or not: shapes are compared; and a plan for tp changes no value
+    # null may become a number, since shapes are compared; a tp plan changes no value
     for changing in ("vocab_size", "max_seq_len", "n_positions", "tp_plan"):
         sizes.pop(f"model.{changing}", None)
     plain = {key: getattr(config, key) for key in ("seed", "batch_size", "seq_len")}
     plain |= {"ramp": to_plain(config.ramp)}
-    if config.exact:  # other grains leave other bits
+    if config.exact:  # the grain determines the bits
         numerics = config.numerics
         plain |= {"numerics": numerics.name, "numerics.grain": numerics.grain}
     return {**plain, "optimizer": config.optimizer.name, **sizes}
@@ -248,16 +249,16 @@ def run_identity(config: Config) -> dict[str, Any]:
 def incompatibility(
     path: Storage, config: Config, state: dict[str, Any] | None = None
 ) -> Problem | None:
-    """Why a run with this config cannot resume from a checkpoint; None where it can.
+    """Return why a run with this config cannot resume from a checkpoint; None if it can.
 
-    state: its state.json, if it has been read.
+    state: its state.json, if already read.
     """
     from titanlike.checkpoint.integrity import read_state
 
     saved, identity = (state or read_state(path))["same"], run_identity(config)
     new = [
         k for k in identity if k.startswith("model.") and k not in saved
-    ]  # given to it now alone
+    ]  # keys that only the new config has
     defaults = {}
     if new or saved.keys() - identity.keys():
         from titanlike.models.registry import complete_arguments  # imports torch, and the model
@@ -268,7 +269,7 @@ def incompatibility(
         was, now = (side.get(key, defaults.get(key)) for side in (saved, identity))
         if was != now:
             how, fix = f"with {was}", f"{key}={override_text(was)}"
-            if key == "model.name":  # without its model's keys it would be the next mistake
+            if key == "model.name":  # the fix must include the model's keys
                 fix = "leave the model as it was"
             elif key not in saved.keys() | defaults.keys():
                 how, fix = "without it", "leave it out"
@@ -279,8 +280,8 @@ def incompatibility(
 
 
 def resumed_config(config: Config) -> tuple[Config, int]:
-    """The config for a restart, and the step that it resumes from: `checkpoint.resume` applies to a
-    run's first start, and is "auto" once the run has saved a checkpoint of its own."""
+    """Return the config for a restart, and the step that it resumes from. `checkpoint.resume`
+    applies to a run's first launch; once the run has saved a checkpoint, it is "auto"."""
     try:
         newest = newest_complete(checkpoint_folder(config)).path
         step = step_of(newest) if newest is not None else 0
@@ -288,7 +289,7 @@ def resumed_config(config: Config) -> tuple[Config, int]:
         if resume == "auto":
             return config, step
         begin = 0 if resume == "never" else step_of(resolve("checkpoint.resume", resume))
-    except (OSError, ValueError):  # reported in detail by the start itself
+    except (OSError, ValueError):  # the launch itself reports it in detail
         return config, 0
     if step <= begin:
         return config, begin

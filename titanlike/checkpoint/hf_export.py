@@ -1,5 +1,5 @@
-"""`titanlike export RUN OUT`: a checkpoint as a folder that transformers loads, a file in memory at a
-time."""
+"""`titanlike export RUN OUT`: writes a checkpoint as a folder for transformers, one file in memory
+at a time."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ a run directory, of which the newest checkpoint is taken, or a checkpoint; a pat
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The exit code: 2 where nothing could be written."""
+    """Run the command. The exit code is 2 if nothing could be written."""
     parser = argument_parser(_DESCRIPTION)
     parser.add_argument("run", metavar="RUN")
     parser.add_argument("out", metavar="OUT", help="a new folder")
@@ -84,10 +84,10 @@ def export(
     ema: bool = False,
     consent: Consent = Consent(files=True),  # noqa: B008
 ) -> None:
-    """Write the folder `out`, which is there only once it is whole.
+    """Write the folder `out`, which appears only when complete.
 
-    say: called with lines of progress and a summary; ema: of the average of the weights; consent:
-    to open the tokenizer's files. Raises ValueError, DamagedCheckpoint, OSError.
+    say: called with lines of progress and a summary; ema: export the averaged weights; consent:
+    permission to open the tokenizer's files. Raises ValueError, DamagedCheckpoint, OSError.
     """
     begin = time.monotonic()
     if "://" in out:
@@ -119,7 +119,7 @@ def export(
                     say(f"{share} after {said - begin:.0f} s")
 
         write_folder(unfinished, sizes, shard_bytes, values())
-        if folder.is_dir():  # an empty one
+        if folder.is_dir():  # it is empty
             folder.rmdir()
         unfinished.rename(folder)
         Storage(folder.parent).sync()
@@ -134,7 +134,7 @@ def export(
 
 
 class Planned(NamedTuple):
-    """A tensor that is to be written."""
+    """A tensor to be written."""
 
     name: str
     shape: tuple[int, ...]
@@ -146,8 +146,8 @@ class Planned(NamedTuple):
 
 
 class Exported(NamedTuple):
-    """A checkpoint tensor and what is exported of it: consecutive slices of its flattened values, or
-    the tensors that `convert` returns by name."""
+    """A checkpoint's tensor and what is exported of it: consecutive slices of its flattened values,
+    or the tensors that `convert` returns by name."""
 
     name: str
     outputs: list[Planned]
@@ -166,10 +166,10 @@ class Exported(NamedTuple):
 def plan_export(
     saved: SavedModel, entries: Mapping[str, SavedTensor], dtype: torch.dtype | None
 ) -> tuple[dict[str, Any], list[Exported]]:
-    """config.json, and what the files have of the checkpoint's entries by name.
+    """Return config.json, and what is written for each of the checkpoint's entries.
 
-    dtype: None = as the folder from which the model was started has them, else as the checkpoint.
-    Raises ValueError for a model that transformers does not have.
+    dtype: None = that of the folder from which the model was started, else the checkpoint's. Raises
+    ValueError for a model that transformers does not have.
     """
     model, tensors = saved.model, []
     dtypes = {name: dtype or dtype_of(tensor) for name, tensor in entries.items()}
@@ -185,7 +185,7 @@ def plan_export(
                 shape = (*shape[:-2], shape[-1], shape[-2])
                 turn = lambda tensor, key=source.name: {key: tensor.mT}  # noqa: E731
             outputs = [Planned(key, shape, dtypes[name]) for (key,) in source.rows]
-            if outputs[0].name:  # no buffer of training alone
+            if outputs[0].name:  # not a buffer that only training needs
                 tensors.append(Exported(name, outputs, turn))
         config = theirs.config_json(sizes, saved.config.seq_len) | {"use_cache": True}
     elif model.name == "hf":
@@ -249,14 +249,14 @@ def _reverted(
 
 
 def _write_small_files(folder: Path, config: dict[str, Any], saved: SavedModel) -> str:
-    """Config, tokenizer and generation config; returns what is to be said of the tokenizer: that of
-    the run's data, or else of the folder in which the model began."""
+    """Write config, tokenizer and generation config; return a text about the tokenizer, which is
+    that of the run's data, or else of the folder that the model started from."""
     data, path = saved.config.data, saved.model.args.get("path")
     source = Path(path) if path and saved.model.name == "hf" else None
     name = boundary = generation = None
     ends: set[int] = set()  # ids that end an answer of a chat
     note = "without a tokenizer: the data were token ids"
-    with contextlib.suppress(DataError):  # files of tokens on another machine; a file, told below
+    with contextlib.suppress(DataError):  # token files may be on another machine; reported below
         _, name, boundary = vocabulary(data)
     if isinstance(data, TextData | HFData | ChatData | StreamData) and not getattr(
         data, "ids_key", None

@@ -1,5 +1,4 @@
-"""Starting a run of our own families from a folder of transformers:
-`checkpoint.start_from=hf:/path`."""
+"""Starts a run of a built-in family from a transformers folder: `checkpoint.start_from=hf:/path`."""
 
 from __future__ import annotations
 
@@ -26,12 +25,12 @@ PREFIX = "hf:"
 
 
 def is_folder(start_from: str | None) -> bool:
-    """Whether `checkpoint.start_from` names a folder of transformers, not a checkpoint."""
+    """Return whether `checkpoint.start_from` names a transformers folder, not a checkpoint."""
     return start_from is not None and start_from.startswith(PREFIX)
 
 
 def problems(config: Config) -> Iterable[Problem]:
-    """Why a run cannot start from that folder; reads headers only."""
+    """Yield why a run cannot start from that folder; reads headers only."""
     location = config.checkpoint.start_from
     if config.checkpoint.rename:
         reason = f"names of {location} are known, and none is changed"
@@ -41,7 +40,7 @@ def problems(config: Config) -> Iterable[Problem]:
         yield from _folder_problems(config, _path(config.checkpoint))
     except ConfigError as error:
         yield from error.problems
-    except ValueError as error:  # of damaged files
+    except ValueError as error:  # raised for damaged files
         yield Problem("checkpoint.start_from", location, str(error))
 
 
@@ -92,7 +91,7 @@ def _folder_problems(config: Config, folder: Path) -> Iterable[Problem]:
 
 
 def _stored_shapes(theirs: Counterpart, model: nn.Module) -> dict[str, torch.Size]:
-    """Of parameters, and of the buffers that their files have."""
+    """Return the shapes of parameters, and of buffers that the folder's files contain."""
     both = (*model.named_parameters(), *model.named_buffers())
     return {name: tensor.shape for name, tensor in both if theirs.stored_name(name)}
 
@@ -101,11 +100,11 @@ def _stored_shapes(theirs: Counterpart, model: nn.Module) -> dict[str, torch.Siz
 def start_from_folder(
     config: Config, stage_states: list[StageState], group: dist.ProcessGroup
 ) -> str:
-    """Read each rank's shards; returns a summary. Collective. Raises ConfigError."""
+    """Read each rank's shards; return a summary. Collective. Raises ConfigError."""
     here = list(problems(config))
     everywhere = [here] * dist.get_world_size(group)
     dist.all_gather_object(everywhere, here, group=group)
-    if wrong := next(filter(None, everywhere), None):  # one machine may not see the folder
+    if wrong := next(filter(None, everywhere), None):  # a machine may not see the folder
         raise ConfigError(wrong)
     model = resolve_model(config)
     theirs = counterpart(model.name, complete_arguments(model))

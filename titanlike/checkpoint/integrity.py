@@ -51,12 +51,12 @@ from titanlike.config.schema import MESH_AXES
 
 MODEL, OPTIMIZER, RNG = "model.", "optimizer.state.", "rng."  # prefixes of tensors' names
 _NUMBER = (float, int, type(None))
-_REQUIRED: dict[str, tuple[type, ...]] = {  # in state.json
+_REQUIRED: dict[str, tuple[type, ...]] = {  # keys of state.json
     "step": (int,),
     "progress": (dict,),
     "val_loss": _NUMBER,
     "same": (dict,),
-    "sequences": (int, type(None)),  # None in a restored checkpoint of another program
+    "sequences": (int, type(None)),  # None if restored from another program's file
 }
 _OPTIONAL: dict[str, tuple[type, ...]] = {
     **{"layout": (dict,), "world_size": (int,), "run_dir": (str,), "torch": (str,)},
@@ -68,12 +68,12 @@ _OPTIONAL: dict[str, tuple[type, ...]] = {
     "model.name": (str,),
 }
 _STEP_IN_NAME = re.compile(r"(?:step|model)-(\d{8,})")
-_READ = 2**22  # bytes at a time
-_DIGEST = 16  # bytes
+_READ = 2**22  # bytes read at a time
+_DIGEST = 16  # bytes of a checksum
 
 
 class Damage(StrEnum):
-    """Messages for a damaged checkpoint file. Calling a member fills in its fields and returns the
+    """Messages about damaged checkpoint files. Calling a member fills in its fields and returns the
     ValueError that `reading` turns into DamagedCheckpoint."""
 
     MISSING = "is missing"
@@ -103,14 +103,14 @@ Manifest = dict[str, tuple[int, str]]  # file -> bytes, checksum
 
 
 class UnsafeCheckpoint(ValueError):
-    """A file of a checkpoint asks for what loading does not need: it might execute code."""
+    """A checkpoint's file names code that loading does not need and that might be malicious."""
 
 
 @contextlib.contextmanager
 def reading(folder: Storage, file: str) -> Iterator[None]:
-    """Raise DamagedCheckpoint where the block finds the file missing or raises a ValueError.
+    """Raise DamagedCheckpoint if the block finds the file missing or raises a ValueError.
 
-    Other errors of reading pass through: they do not prove that the checkpoint is damaged.
+    Other errors pass through: they do not prove that the checkpoint is damaged.
     """
     try:
         yield
@@ -163,7 +163,7 @@ def mark_damaged(folder: Storage, reason: str) -> None:
 
 
 def marked_checksum(folder: Storage) -> str:
-    """The checksum that lifts the mark of a damaged checkpoint. Raises DamagedCheckpoint."""
+    """Return the manifest's checksum of a checkpoint marked as damaged. Raises DamagedCheckpoint."""
     with reading(folder, DAMAGED_MARKER):
         marked = folder.read(DAMAGED_MARKER).decode(errors="replace")
     with reading(folder, MANIFEST):
@@ -175,13 +175,13 @@ def marked_checksum(folder: Storage) -> str:
 
 
 def lift_mark(folder: Storage, expected: str) -> None:
-    """Commit a marked checkpoint again, after all of its bytes have been found right."""
+    """Commit a marked checkpoint again, after all of its bytes were found intact."""
     folder.write(MARKER, expected.encode() + b"\n")
     folder.remove(DAMAGED_MARKER)
 
 
 def repair_command(folder: Storage) -> str:
-    """The shell line that reads a marked checkpoint again."""
+    """Return the shell line that verifies a marked checkpoint again."""
     return shlex.join([*tool_program("checkpoint"), "verify", str(folder), "--repair"])
 
 
@@ -189,16 +189,16 @@ def repair_command(folder: Storage) -> str:
 
 
 def read_manifest(folder: Storage, expected: str | None = None) -> Manifest:
-    """Sizes and checksums of a committed checkpoint's files.
+    """Return sizes and checksums of a committed checkpoint's files.
 
-    expected: the checksum of the manifest itself; None = as the marker says.
+    expected: the manifest's own checksum; None = the marker's.
     """
     with reading(folder, MANIFEST):
         text = folder.read(MANIFEST)
     if expected is None:
         with reading(folder, MARKER):
             marker = folder.read(MARKER).decode(errors="replace")
-        # a marker restored by renaming DAMAGED has the reason above the checksum
+        # a marker made by renaming DAMAGED has the reason above the checksum
         expected = marker.strip().rpartition("\n")[2]
     files: Manifest = {}
     with reading(folder, MANIFEST):
@@ -216,7 +216,7 @@ def read_manifest(folder: Storage, expected: str | None = None) -> Manifest:
 
 
 def wrong_sizes(folder: Storage, files: Manifest) -> Iterator[DamagedCheckpoint]:
-    """The files that are missing or have another size, by one listing."""
+    """Yield the errors of files that are missing or have another size, from one listing."""
     sizes = folder.sizes()
     for name, (size, _) in files.items():
         try:
@@ -236,7 +236,7 @@ def check_sizes(folder: Storage, files: Manifest) -> None:
 
 
 def check_sums(folder: Storage, files: Manifest, names: Iterable[str]) -> None:
-    """Read these files and check their checksums."""
+    """Read files and compare their checksums."""
     buffer = memoryview(bytearray(_READ))
     for name in names:
         with reading(folder, name), folder.reader(name) as read_into:
@@ -249,7 +249,7 @@ def check_sums(folder: Storage, files: Manifest, names: Iterable[str]) -> None:
 
 
 def read_checked(folder: Storage, files: Manifest, name: str) -> bytes:
-    """A file that is read whole, found right."""
+    """Read a file and compare its checksum."""
     with reading(folder, name):
         data = folder.read(name)
         if checksum(data) != files[name][1]:
@@ -258,21 +258,21 @@ def read_checked(folder: Storage, files: Manifest, name: str) -> bytes:
 
 
 def check_quick(folder: Storage) -> None:
-    """Check everything but the contents of the tensors' files."""
+    """Check everything except the contents of the tensors' files."""
     files = read_manifest(folder)
     check_sizes(folder, files)
     read_state(folder, files)
 
 
 def check_all(folder: Storage) -> None:
-    """Check every file, reading all."""
+    """Check every file, including its contents."""
     for damage in damaged_files(folder, read_manifest(folder)):
         raise damage
     read_state(folder)
 
 
 def damaged_files(folder: Storage, files: Manifest) -> Iterator[DamagedCheckpoint]:
-    """The files whose sizes or contents are wrong, reading all."""
+    """Yield the errors of files with wrong sizes or contents, reading all."""
     wrong = {damage.file: damage for damage in wrong_sizes(folder, files)}
     for name in files:
         try:
@@ -287,7 +287,7 @@ def damaged_files(folder: Storage, files: Manifest) -> Iterator[DamagedCheckpoin
 
 
 def read_state(folder: Storage, files: Manifest | None = None) -> dict[str, Any]:
-    """state.json. Raises DamagedCheckpoint, and ValueError for a later format, or for earlier
+    """Read state.json. Raises DamagedCheckpoint; ValueError for a later format, or for earlier
     names.
 
     files: the manifest with its checksum; None = not compared.
@@ -335,7 +335,7 @@ ChunkChecksums = dict[str, tuple[list[int], bytes]]
 def check_chunk(
     checksums: ChunkChecksums, file: str, begin: int, length: int, digest: bytes
 ) -> None:
-    """Raises ValueError where bytes with this checksum are not a chunk that was written."""
+    """Raise ValueError if bytes with this checksum are not a chunk that was written."""
     ends, sums = checksums.get(file, ([], b""))
     at = bisect_left(ends, begin + length)
     is_chunk = ends[at : at + 1] == [begin + length] and begin == (ends[at - 1] if at else 0)
@@ -344,8 +344,8 @@ def check_chunk(
 
 
 def dump_checksums(checksums: ChunkChecksums) -> bytes:
-    """The content of `pieces.json`: file -> [ends, "32 hexadecimal digits of xxh3 a chunk"], with
-    the chunks in the order of the file, each beginning where the one before it ends."""
+    """Return the content of `pieces.json`: file -> [ends, "32 hexadecimal digits of xxh3 per
+    chunk"], chunks in file order, each beginning where the previous one ends."""
     content = {file: [ends, sums.hex()] for file, (ends, sums) in checksums.items()}
     return json.dumps(content).encode() + b"\n"
 
@@ -386,7 +386,7 @@ class SavedTensor:
 
     @property
     def item_size(self) -> int:
-        """Bytes of an element: 4 of float32, 1 of float8_e4m3fn."""
+        """Bytes of an element: 4 for float32, 1 for float8_e4m3fn."""
         bits = re.search(r"\d+", self.dtype)
         return max(1, int(bits[0]) // 8) if bits else 1
 
@@ -401,13 +401,13 @@ class SavedTensor:
 
 @dataclass(frozen=True)
 class CheckpointHeader:
-    """A checkpoint's small files, found right."""
+    """A checkpoint's small files, checked."""
 
     folder: Storage
     state: dict[str, Any]
     tensors: dict[str, SavedTensor]  # by name
-    checksums: ChunkChecksums | None  # None: the tensors' files have been read and found right
-    # ranks of a group: on the first one alone, tensors have chunks; None = everywhere
+    checksums: ChunkChecksums | None  # None: the tensors' files have been checked as a whole
+    # the ranks of which only the first has the tensors' chunks; None = all ranks have them
     read_by: range | None = None
 
 
@@ -416,8 +416,8 @@ def read_header(
 ) -> CheckpointHeader:
     """Read and check the small files of a checkpoint with this manifest.
 
-    A checkpoint of an older version has no checksums of its chunks: of that one all files are read
-    and checked, a share on each rank. Raises DamagedCheckpoint, UnsafeCheckpoint.
+    An older version's checkpoint has no checksums of chunks: then all files are read and checked, a
+    share on each rank. Raises DamagedCheckpoint, UnsafeCheckpoint.
     """
     if CHUNKS not in files:
         check_sums(folder, files, sorted(files)[rank::ranks])
@@ -433,16 +433,16 @@ def read_header(
 
 
 def open_header(folder: Storage) -> CheckpointHeader:
-    """`read_header` of a committed checkpoint whose files have the sizes that were written."""
+    """Apply `read_header` to a committed checkpoint, after checking its files' sizes."""
     files = read_manifest(folder)
     check_sizes(folder, files)
     return read_header(folder, files)
 
 
 def read_tensors(folder: Storage, data: bytes | None = None) -> dict[str, SavedTensor]:
-    """The tensors of a checkpoint that may be damaged, sorted by name.
+    """Return the tensors of a checkpoint that may be damaged, sorted by name.
 
-    data: of `.metadata`, where it has been read. Raises DamagedCheckpoint, UnsafeCheckpoint.
+    data: the content of `.metadata`, if already read. Raises DamagedCheckpoint, UnsafeCheckpoint.
     """
     if data is None:
         with reading(folder, METADATA):
@@ -454,13 +454,13 @@ def read_tensors(folder: Storage, data: bytes | None = None) -> dict[str, SavedT
             f"checkpoint {folder} is refused: {METADATA} {error}; take a checkpoint from a source "
             "that you trust"
         ) from None
-    except Exception as error:  # pickle raises anything on damaged bytes
+    except Exception as error:  # pickle may raise anything for damaged bytes
         reason = Damage.UNREADABLE.format(error=type(error).__name__)
         raise DamagedCheckpoint(folder, METADATA, reason) from None
 
 
 def missing_data(tensors: dict[str, SavedTensor], files: Manifest) -> Iterator[str]:
-    """Say which data of the tensors cannot be in the files."""
+    """Yield which data of the tensors cannot be in the files."""
     for tensor in tensors.values():
         present = sum(prod(chunk.sizes) for chunk in tensor.chunks)
         if present != tensor.numel:
@@ -478,7 +478,7 @@ def missing_data(tensors: dict[str, SavedTensor], files: Manifest) -> Iterator[s
 
 
 def _tensors(metadata: Any) -> Iterator[tuple[str, SavedTensor]]:
-    """Each tensor of DCP's Metadata, by name."""
+    """Yield each tensor of DCP's Metadata, with its name."""
     places = {}
     for key, place in (metadata.storage_data or {}).items():
         file = place.relative_path
@@ -486,7 +486,9 @@ def _tensors(metadata: Any) -> Iterator[tuple[str, SavedTensor]]:
             raise UnsafeCheckpoint(Damage.OUTSIDE.format(name=file))
         places[key.fqn, _integers(getattr(key, "offset", None) or ())] = place
     for name, entry in sorted(metadata.state_dict_metadata.items()):
-        if not hasattr(entry, "chunks"):  # an object, which titanlike neither writes nor reads
+        if not hasattr(
+            entry, "chunks"
+        ):  # a pickled object, which titanlike neither writes nor reads
             continue
         chunks = []
         for block in entry.chunks:
@@ -524,7 +526,7 @@ _DTYPE = re.compile(r"bool|bfloat16|(float|complex|q?u?int|bits)\d\w*")
 
 
 class _InertUnpickler(pickle.Unpickler):
-    """Returns plain objects with the attributes that are in the file; resolves no other names."""
+    """Creates plain objects with the attributes in the file; resolves no other names."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _PLAIN:

@@ -1,8 +1,8 @@
-"""What a run reads of checkpoints: the one that it resumes from or goes back to, or the weights that
+"""Reads checkpoints into a run: the one that it resumes from or rolls back to, or the weights that
 it starts from.
 
-Rank 0 selects the newest complete checkpoint (discovery.py); all ranks check its files, each some of
-them; a damaged one is marked, and the next older one is tried.
+Rank 0 selects the newest complete checkpoint (discovery.py); all ranks check its files, a share
+each; a damaged one is marked, and the next older one is tried.
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ class CheckpointLoader:
     config: Config
     stage_states: list[StageState]
     data: Data
-    fingerprint: dict[str, Any]  # of the data
-    plain_config: dict[str, Any]  # as it is saved
-    folder: Storage  # of the run's checkpoints
+    fingerprint: dict[str, Any]  # identifies the data
+    plain_config: dict[str, Any]  # the config as saved
+    folder: Storage  # the run's checkpoints
     events: Events
     group: dist.ProcessGroup
-    writer: Callable[[], CheckpointWriter]  # which knows what has been saved
+    writer: Callable[[], CheckpointWriter]  # tracks the saved steps
     dp_rank: int
 
     def resume(self) -> Progress:
-        """As `Checkpointer.resume`."""
+        """See `Checkpointer.resume`."""
 
         def select(rejected: set[str]) -> Selection:
             selection = discovery.select_resume(self.config, rejected)
@@ -74,19 +74,19 @@ class CheckpointLoader:
         return Progress()
 
     def load(self, location: str) -> Progress:
-        """As `Checkpointer.load`."""
+        """See `Checkpointer.load`."""
         select = lambda _: Selection(discovery.resolve("path", location))  # noqa: E731
         progress = self._load_first_intact(select)
         assert progress is not None, "one was selected"
         return progress
 
     def rollback(self) -> Progress | None:
-        """As `Checkpointer.rollback`."""
+        """See `Checkpointer.rollback`."""
         newest = lambda rejected: discovery.newest_complete(self.folder, rejected)  # noqa: E731
         return self._load_first_intact(newest)
 
     def start_from(self, location: str) -> None:
-        """As `Checkpointer.start_from`."""
+        """See `Checkpointer.start_from`."""
         from titanlike.checkpoint import hf_start, state_dict
 
         settings = replace(self.config.checkpoint, start_from=location)
@@ -99,18 +99,19 @@ class CheckpointLoader:
         self.events.log("warm_start", 0, text)
 
     def _delete_leftovers(self) -> None:
-        """Delete what killed saves and deletions have left, and note what retention may delete."""
+        """Delete the remains of killed saves and deletions, and tell the writer which checkpoints
+        exist."""
         if not (paths := discovery.all_steps(self.folder)):
             return
         for path in paths:
-            with contextlib.suppress(ValueError, UnreadableFile):  # it stays
+            with contextlib.suppress(ValueError, UnreadableFile):  # keep an unreadable one
                 if path.exists(MARKER):
                     self.writer().saved[step_of(path)] = integrity.read_state(path)["val_loss"]
                 elif not path.exists(DAMAGED_MARKER):
                     end = "deleted"
                     try:
                         integrity.delete_checkpoint(path)
-                    except OSError as error:  # the save of that step will try again
+                    except OSError as error:  # saving that step will try again
                         end = f"it could not be deleted: {error}"
                     text = f"{path} has no {MARKER}: its save was not completed; {end}"
                     self.events.log("leftover", step_of(path), text)
@@ -118,9 +119,9 @@ class CheckpointLoader:
     def _load_first_intact(self, select: Callable[[set[str]], Selection]) -> Progress | None:
         """Load the first intact one of the checkpoints that rank 0 selects one after another.
 
-        Its bytes are checked while they are loaded, so damage may be found when some tensors have
-        been loaded; an older checkpoint replaces all of them, or an error ends the run. A damaged
-        one of this run is marked; ValueError for one that the user named.
+        Bytes are checked while they are loaded, so damage may be found after some tensors were
+        loaded; an older checkpoint then replaces all of them, or an error ends the run. A damaged
+        checkpoint of this run is marked; one that the user named raises ValueError.
         """
         rejected: set[str] = set()
         while True:
@@ -153,7 +154,7 @@ class CheckpointLoader:
         if dist.get_rank() == 0:
             try:
                 integrity.mark_damaged(path, damage)
-            except OSError as error:  # each start will find the damage again
+            except OSError as error:  # the next launch will find the damage again
                 self.events.log("damaged", step_of(path), f"{path} could not be marked: {error}")
             self.writer().saved.pop(step_of(path), None)
 
@@ -163,17 +164,17 @@ class CheckpointLoader:
         path, state = header.folder, header.state
         if problem := discovery.incompatibility(path, self.config, state):
             raise Refused(*astuple(problem))
-        # other data are an error, unless they are meant
+        # other data are an error, unless the user allows them
         sequences = len(self.data.train)
         changes = fingerprint_changes(state.get("data", {}), self.fingerprint)
-        if changes is None:  # of an older version
+        if changes is None:  # an older version's fingerprint
             changes = [f"{sequences} sequences, were {state['sequences']}"]
             changes *= state["sequences"] != sequences
             text = f"{path} has no fingerprint of its data: only their length was compared"
             self.events.log("data_not_compared", state["step"], text)
         if changes:
             text = f"not what {path} was trained on ({'; '.join(changes)})"
-            # sets of one's own may come and go: they are apart from what is trained on
+            # validation sets may change: training does not depend on them
             of_sets = self.data.validation_sets and all(c.startswith("valid") for c in changes)
             if not of_sets and not data_changed(self.config.data):
                 reason = (
@@ -196,7 +197,7 @@ class CheckpointLoader:
         return as_record(state["progress"], Progress)
 
     def _restore_readers(self, header: CheckpointHeader, stream: Stream) -> None:
-        """Load where the readers of a stream are: those of this dp rank."""
+        """Load the states of a stream's readers of this dp rank."""
         from titanlike.checkpoint.reader import raise_on_all_ranks, read
 
         named = (name for name in header.tensors if name.startswith(READERS))

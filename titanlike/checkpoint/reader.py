@@ -1,9 +1,9 @@
-"""Reads a checkpoint's tensors, into those of a run or by themselves; what is read is checked.
+"""Reads a checkpoint's tensors, into a run's or by themselves, and checks what is read.
 
-A chunk (a block of a tensor) is a record of torch.save, a ZIP file that is not compressed, in which
-the values lie in a row. They are read into the tensor's own memory where they fit, a few rows at a
-time; the checksum is computed on the way, and compared before the last row is used. A small one is
-read as a whole, and each one of an object store.
+A chunk (a block of a tensor) is a record of torch.save: an uncompressed ZIP file in which the
+values are contiguous. They are read directly into the tensor's memory where possible, some rows at
+a time; the checksum is computed on the way, and compared before the last rows are used. Small
+chunks, and those in object stores, are read as a whole.
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ from titanlike.models.registry import MODELS, resolve_model
 from titanlike.torch_private.distributed_checkpoint import Blocks, describe_record
 from titanlike.torch_private.dtensor import local, local_slices
 
-MOST_BYTES = 2**24  # of the rows that are in memory at a time
+MOST_BYTES = 2**24  # of rows in memory at a time
 _READ = 2**20  # bytes read at a time
-_SMALL = 2**16  # bytes of a chunk that is read as a whole
+_SMALL = 2**16  # up to so many bytes a chunk is read as a whole
 Slices = tuple[slice, ...]
 
 
@@ -72,10 +72,10 @@ Slices = tuple[slice, ...]
 def raise_on_all_ranks(
     group: dist.ProcessGroup | None, *kinds: type[Exception], text: str = ""
 ) -> Iterator[None]:
-    """A block that fails on all ranks where it does on any. Collective where `group` is given.
+    """Run a block that fails on all ranks if it fails on any. Collective if `group` is given.
 
-    kinds: errors that are raised as they are; of another one an OSError says `text` and its first
-    line. Of several the one is raised that says most, of these the first rank's.
+    kinds: errors that are raised unchanged; others become an OSError with `text` and their first
+    line. Among several, the most specific kind is raised, and the lowest rank's.
     """
     error: Exception | None = None
     try:
@@ -98,12 +98,13 @@ def raise_on_all_ranks(
 def read_header_on_all_ranks(
     folder: Storage, group: dist.ProcessGroup, key: str, stages: int
 ) -> CheckpointHeader:
-    """The small files of a committed checkpoint, found right. Collective.
+    """Read and check the small files of a committed checkpoint. Collective.
 
-    The first rank of each pipeline rank's stages, of `stages`, reads where tensors are: of
-    thousands of ranks it takes a minute and gigabytes. The others know names, dtypes and shapes
-    until they `read`. key: what the user may write to name another. On all ranks raises what one did: UnreadableFile,
-    DamagedCheckpoint, UnsafeCheckpoint; ValueError where one does not see the checkpoint.
+    Only the first rank of each of the `stages` pipeline ranks reads the chunks' places, which for a
+    save of thousands of ranks takes a minute and gigabytes; the others know names, dtypes and
+    shapes until they `read`. key: the config key that chose the checkpoint. Raises on all ranks
+    what any did: UnreadableFile, DamagedCheckpoint, UnsafeCheckpoint; ValueError if a rank does not
+    see the checkpoint.
     """
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     begin = rank - rank % (ranks // stages)
@@ -123,7 +124,7 @@ def read_header_on_all_ranks(
 def _with_chunks(
     header: CheckpointHeader, names: Iterable[str], group: dist.ProcessGroup
 ) -> CheckpointHeader:
-    """The header with the chunks of these entries, and their checksums. Collective."""
+    """Return the header with the chunks of these entries and their checksums. Collective."""
     assert header.read_by is not None
     wanted = gather_objects({*names}, group, header.read_by)
     answers = []
@@ -151,14 +152,14 @@ def read(
     group: dist.ProcessGroup | None,
     unread: str = "",
 ) -> None:
-    """Read the entries of the same names into `tensors`. Collective where `group` is given.
+    """Read entries into `tensors` by name. Collective if `group` is given.
 
-    unread: a prefix of entries that no rank loads, to be checked all the same. On all ranks raises
-    what the first rank did whose reading failed: UnreadableFile, DamagedCheckpoint, OSError. Then
-    `tensors` have parts of the checkpoint, damaged ones among them, and are not to be used.
+    unread: a prefix of entries that no rank loads, but which are checked. Raises on all ranks what
+    the first failing rank did: UnreadableFile, DamagedCheckpoint, OSError. Then `tensors` are
+    partly loaded, possibly with damaged values, and must not be used.
     """
     text = f"checkpoint {header.folder} could not be read: "
-    others: list[str] = []  # this rank's share of what no rank loads
+    others: list[str] = []  # this rank's share of the entries that no rank loads
     if unread and header.checksums is not None:
         others = [name for name in header.tensors if name.startswith(unread)]
         others = others[dist.get_rank(group) :: dist.get_world_size(group)]
@@ -173,18 +174,18 @@ def read(
             _read_file(header, file, targets[file])
 
 
-_Blocks = list[tuple[tuple[int, ...], Tensor]]  # offsets in the whole tensor, and a block of it
-# a chunk in a file, and its dtype -> blocks that have some of its values
+_Blocks = list[tuple[tuple[int, ...], Tensor]]  # offsets in the full tensor, block
+# (chunk in a file, its dtype) -> blocks that need some of its values
 _Places = dict[tuple[Chunk, torch.dtype], _Blocks]
 
 
 def _targets(
     header: CheckpointHeader, tensors: Mapping[str, Tensor | Blocks]
 ) -> dict[str, _Places]:
-    """The places that are to be read, by file."""
+    """Return what is to be read, by file."""
     targets: dict[str, _Places] = {}
     for name, tensor in tensors.items():
-        # what this rank has of the tensor, by its offsets in the whole
+        # this rank's blocks of the tensor, by their offsets
         if isinstance(tensor, Blocks):
             blocks = {tuple(at): block for at, block in tensor.blocks.items()}
         else:
@@ -204,7 +205,7 @@ def _targets(
 
 
 def _overlap(at: tuple[int, ...], block: Tensor, chunk: Chunk) -> tuple[Slices, Slices] | None:
-    """The part that a block and a saved chunk have in common: its places in either."""
+    """Return the intersection of a block and a saved chunk, as slices of either; None if empty."""
     here, there = [], []
     for start, size, offset, saved in zip(at, block.shape, chunk.offsets, chunk.sizes, strict=True):
         if start >= offset + saved or offset >= start + size:
@@ -216,7 +217,7 @@ def _overlap(at: tuple[int, ...], block: Tensor, chunk: Chunk) -> tuple[Slices, 
 
 
 def _damaged(header: CheckpointHeader, damage: Damage, **facts: Any) -> DamagedCheckpoint:
-    """What is wrong with the description of the tensors."""
+    """Return the error for an invalid description of tensors."""
     return DamagedCheckpoint(header.folder, METADATA, damage.format(**facts))
 
 
@@ -230,7 +231,7 @@ def _file(header: CheckpointHeader, name: str, chunk: Chunk) -> str:
 def _read_file(header: CheckpointHeader, file: str, places: _Places) -> None:
     with reading(header.folder, file), header.folder.reader(file) as read_into:
         for (chunk, dtype), blocks in sorted(places.items(), key=lambda place: place[0][0].begin):
-            # an object store is asked once for each chunk
+            # one request per chunk for an object store
             in_parts = header.folder.local and chunk.length > _SMALL and bool(chunk.sizes)
             record, parts = _Record(header, file, chunk, dtype, read_into, in_parts), [chunk]
             if record.whole is None:
@@ -241,7 +242,7 @@ def _read_file(header: CheckpointHeader, file: str, places: _Places) -> None:
 
 
 def _cut(chunk: Chunk, step: int, ends: Iterable[int] = ()) -> list[Chunk]:
-    """Blocks of a chunk's rows: they end where each `step` rows of the tensor do, and at `ends`."""
+    """Cut a chunk into blocks of rows, at multiples of `step` rows of the tensor and at `ends`."""
     first, stop, step = chunk.offsets[0], _end(chunk), max(1, step)
     ends = (*ends, *range(first - first % step, stop, step))
     cuts = {first, *(end for end in ends if first < end < stop), stop}
@@ -260,7 +261,7 @@ def _row_bytes(chunk: Chunk, dtype: torch.dtype) -> int:
 
 
 class _Record(io.RawIOBase):
-    """A chunk as a file, whose values are read into tensors, in one pass over its bytes."""
+    """A chunk as a file object, whose values are read into tensors in one pass."""
 
     def __init__(
         self,
@@ -271,7 +272,7 @@ class _Record(io.RawIOBase):
         read_into: ReadInto,
         in_parts: bool,
     ) -> None:
-        """in_parts: else it is read as a whole, as is a record of another form."""
+        """in_parts: read some rows at a time if the record's format allows; otherwise as a whole."""
         self._header, self._file, self._chunk, self._dtype = header, file, chunk, dtype
         self._read_into, self._at, self._hasher = read_into, 0, xxhash.xxh3_128()
         self.whole: Tensor | None = None  # what has been read as a whole
@@ -280,22 +281,22 @@ class _Record(io.RawIOBase):
         self._at = 0
         try:
             data = bytearray(chunk.length if begin is None else begin)
-        except MemoryError:  # of a length that nothing has
+        except MemoryError:  # an impossible length
             raise Damage.SHORT() from None
         self._take(data)
         if begin is None:
             self._check()
             try:
                 self.whole = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-            except Exception as error:  # torch and pickle raise anything on bytes of another kind
+            except Exception as error:  # torch and pickle may raise anything for damaged bytes
                 raise Damage.RECORD(begin=chunk.begin, error=type(error).__name__) from None
             if self.whole.shape != chunk.sizes:
                 raise _damaged(header, Damage.SHAPES, file=file, begin=chunk.begin)
 
     def fill(self, part: Chunk, blocks: _Blocks) -> None:
-        """Read the next rows, which `part` says, into blocks of the tensor.
+        """Read the next rows, `part`, into blocks of the tensor.
 
-        At the last ones raises ValueError where the chunk does not have its checksum.
+        With the last rows, raises ValueError if the chunk's checksum differs.
         """
         overlaps = ((block, _overlap(at, block, part)) for at, block in blocks)
         targets = [(block[both[0]], both[1]) for block, both in overlaps if both is not None]
@@ -317,13 +318,13 @@ class _Record(io.RawIOBase):
                 target.copy_(values[there])
 
     def _fits(self, target: Tensor, part: Chunk) -> bool:
-        """Whether the bytes of a part can be read into a tensor's memory."""
+        """Return whether the part's bytes can be read directly into the tensor's memory."""
         alike = target.dtype == self._dtype and target.shape == part.sizes
         return alike and target.device.type == "cpu" and target.is_contiguous()
 
     def _take(self, buffer: Any) -> None:
-        """Fill a buffer with the next bytes, whose checksum is computed while they are in the
-        processor's cache."""
+        """Fill a buffer with the next bytes and update the checksum while they are in the CPU's
+        cache."""
         view = memoryview(buffer).cast("B")
         for start in range(0, len(view), _READ):
             part = view[start : start + _READ]
@@ -333,19 +334,19 @@ class _Record(io.RawIOBase):
             self._at += len(part)
 
     def _check(self) -> None:
-        """Raises ValueError where what was read is not what was written."""
+        """Raise ValueError if the bytes read differ from those written."""
         chunk, sums = self._chunk, self._header.checksums
         if sums is not None:
             check_chunk(sums, self._file, chunk.begin, chunk.length, self._hasher.digest())
 
     def _begin_of_values(self) -> int | None:
-        """The place where the values begin, in a row; None where the record has another form."""
+        """Return the offset at which the contiguous values begin; None for an unexpected format."""
         chunk, dtype = self._chunk, self._dtype
         try:
             tensor, begin = describe_record(self)
         except OSError:
             raise
-        except Exception:  # of a damaged one, as its checksum will say
+        except Exception:  # damaged, as the checksum will show
             return None
         size = prod(chunk.sizes) * dtype.itemsize
         plain = tensor.is_contiguous() and not tensor.storage_offset() and tensor.dtype == dtype
@@ -376,15 +377,15 @@ class _Record(io.RawIOBase):
 
 
 class ShardReader:
-    """Reads the tensors of an intact checkpoint. What is read is checked."""
+    """Reads the tensors of an intact checkpoint in one process, checking them."""
 
     def __init__(self, header: CheckpointHeader) -> None:
         self.header, self.folder = header, header.folder
 
     @classmethod
     def open(cls, key: str, location: str, *, ema: bool = False) -> ShardReader:
-        """Open a checkpoint, or a run's newest one; ema: the averages stand for the weights. Raises
-        ValueError, naming `key`, where there is none; DamagedCheckpoint, UnsafeCheckpoint."""
+        """Open a checkpoint, or a run's newest one. ema: the averages replace the weights. Raises
+        ValueError, naming `key`, if there is none; DamagedCheckpoint, UnsafeCheckpoint."""
         header = open_header(resolve(key, location))
         if not ema:
             return cls(header)
@@ -399,7 +400,7 @@ class ShardReader:
         return cls(replace(header, tensors=header.tensors | averages))
 
     def entries(self, prefix: str) -> dict[str, SavedTensor]:
-        """The tensors whose names begin with a prefix, without it."""
+        """Return the tensors whose names begin with a prefix, with that removed."""
         return {
             name.removeprefix(prefix): tensor
             for name, tensor in self.header.tensors.items()
@@ -407,14 +408,14 @@ class ShardReader:
         }
 
     def whole(self, name: str) -> Tensor:
-        """A tensor."""
+        """Read a full tensor."""
         saved = self.header.tensors[name]
         tensor = torch.empty(saved.shape, dtype=dtype_of(saved))
         read(self.header, {name: tensor}, None)
         return tensor
 
     def rows(self, name: str, most_bytes: int = MOST_BYTES) -> Iterator[Tensor]:
-        """A tensor's rows (along its first dimension), as many at a time as take `most_bytes`."""
+        """Yield a tensor's rows (first dimension), in blocks of up to `most_bytes`."""
         saved = self.header.tensors[name]
         if saved.bytes <= most_bytes:
             if saved.numel:
@@ -423,7 +424,7 @@ class ShardReader:
         size, dtype = saved.shape, dtype_of(saved)
         whole = Chunk((0,) * len(size), size)
         step = max(1, most_bytes // _row_bytes(whole, dtype))
-        slabs: _Blocks = []  # the one that is being filled
+        slabs: _Blocks = []  # the block that is being filled
         chunks = [
             (c, self._chunk_rows(saved, c, step, slabs)) for c in saved.chunks if prod(c.sizes)
         ]
@@ -442,7 +443,7 @@ class ShardReader:
     def _chunk_rows(
         self, saved: SavedTensor, chunk: Chunk, step: int, slabs: _Blocks
     ) -> Iterator[None]:
-        """Read a chunk into `slabs`, as they are then: the rows of each `step` of the tensor."""
+        """Read a chunk into the current `slabs`, yielding at each `step` rows of the tensor."""
         dtype, file = dtype_of(saved), _file(self.header, saved.name, chunk)
         with reading(self.folder, file), self.folder.reader(file) as read_into:
             record = _Record(self.header, file, chunk, dtype, read_into, in_parts=True)
@@ -468,11 +469,10 @@ class SavedModel:
 
 
 def saved_model(folder: Storage, root: str, consent: Consent, builds: bool = True) -> SavedModel:
-    """What a checkpoint says of its model; builds: whether that is going to be built.
+    """Return a checkpoint's model. builds: whether it is going to be built.
 
-    root: the folder that the user has named. Raises ValueError where what would be opened outside of
-    it, or imported, is not allowed, and where the checkpoint does not say what it is of;
-    DamagedCheckpoint.
+    root: the folder that the user named. Raises ValueError if opening files outside of it or
+    importing code is not allowed, or if the checkpoint does not name its model; DamagedCheckpoint.
     """
     state = read_state(folder)
     plain: dict[str, Any] = state.get("config", {})
@@ -481,7 +481,7 @@ def saved_model(folder: Storage, root: str, consent: Consent, builds: bool = Tru
             f"{folder} does not say which model it has: it was restored from a file of another "
             "program; train a step from it first (checkpoint.start_from)"
         )
-    config, _ = parse(plain)  # keys that later versions lack change no model
+    config, _ = parse(plain)  # keys removed since then do not affect the model
     if "model" in state:
         args = {k: value for k, value in state["model"].items() if k not in ("name", "tp_plan")}
         config = replace(
@@ -495,14 +495,14 @@ def saved_model(folder: Storage, root: str, consent: Consent, builds: bool = Tru
     model = Custom(config.model.name, config.model.args)
     if "model" in state or (model.name not in MODELS and not builds):
         return SavedModel(model, config, state["step"])
-    try:  # of an earlier version
+    try:  # saved by an earlier version
         return SavedModel(resolve_model(config), config, state["step"])
     except ConfigError as error:
         raise ValueError(f"{folder}: its model is not known: {error}") from None
 
 
 def add_evaluation(checkpoint: Storage, result: dict[str, Any]) -> str:
-    """Append to what was measured of a checkpoint, a JSON list beside it; where that is."""
+    """Append a result to the JSON list of a checkpoint's evaluations; return its path."""
     folder, name = checkpoint.parent, f"{checkpoint.name}.evaluations.json"
     results: Any = []
     if folder.exists(name):
