@@ -1,13 +1,12 @@
-"""A rank's part of a save: a copy of its tensors in memory, and the file that is written of them,
-by the trainer or by a process of its own.
+"""A rank's part of a save: a copy of its tensors in host memory, and the file written from it, by
+the trainer or by a separate process.
 
-The modes async_pinned and async_process copy while training goes on:
-
-1. `Copy`, in training: what may change at any time (buffers, random generators) is copied at once.
-   Parameters and optimizer state change in an optimizer's step alone: they are copied meanwhile, by
-   the GPU on a stream of its own, or by the saving thread.
-2. `before_update`, in training: the next optimizer step waits for the copy; on a GPU the stream
-   does, and the CPU goes on.
+The modes async_pinned and async_process copy while training continues:
+1. `Copy`, in training: tensors that may change at any time (buffers, random generators) are copied
+   at once. Parameters and optimizer state change only in an optimizer step, so they are copied
+   concurrently, by the GPU on a side stream, or by the saving thread.
+2. `before_update`, in training: the next optimizer step waits for the copy; on a GPU only the
+   stream waits.
 3. `finish`, in the saving thread: the copy is complete.
 """
 
@@ -35,9 +34,9 @@ from torch import Tensor
 from titanlike.checkpoint.storage import Storage, error_line
 from titanlike.device.accelerator import pin, unpin
 
-_ALIGNMENT = 64  # bytes
+_ALIGNMENT = 64  # bytes to which each tensor is aligned
 _SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
-_PATIENCE = 5.0  # seconds for the process to end
+_PATIENCE = 5.0  # seconds to wait for the process to exit
 
 # --- the copy -------------------------------------------------------------------------------------
 
@@ -48,9 +47,10 @@ class Copy:
     def __init__(
         self, sources: Mapping[Any, Tensor], memory: HostMemory, is_late: Callable[[Any], bool]
     ) -> None:
-        """is_late: whether a tensor is changed by nothing but an optimizer's step."""
+        """is_late: whether a tensor changes only in an optimizer step, so that it may be copied
+        later."""
         self.tensors = memory.tensors_like(sources)
-        self._late: list[tuple[Tensor, Tensor]] = []  # to be copied by the saving thread
+        self._late: list[tuple[Tensor, Tensor]] = []  # (target, source) for the saving thread
         self._copied = threading.Event()
         self._gpu_copied: torch.Event | None = None
         sources = {key: tensor.detach() for key, tensor in sources.items()}
@@ -75,33 +75,34 @@ class Copy:
                 self.tensors[key].copy_(source)
 
     def before_update(self) -> None:
-        """Wait for the copy; to be called in training before any parameter changes."""
+        """Wait for the copy; called in training before any parameter changes."""
         if self._late:
             self._copied.wait()
         if self._gpu_copied is not None:
             torch.accelerator.current_stream().wait_event(self._gpu_copied)
 
     def finish(self) -> None:
-        """Copy what is left, and wait for the GPU."""
+        """Copy the remaining tensors, and wait for the GPU."""
         try:
             for target, source in self._late:
                 target.copy_(source)
         finally:
-            self._copied.set()  # a failure is the save's, and training goes on
+            self._copied.set()  # also after an error, which fails the save but not training
         if self._gpu_copied is not None:
             self._gpu_copied.synchronize()
 
 
 class HostMemory:
-    """Memory that tensors are copied to: kept between saves, pinned with a GPU, shared on request.
+    """Host memory that tensors are copied to: reused by later saves, pinned if there is a GPU,
+    shared on request.
 
-    One mapping for all tensors of a save, which grows when it is too small; the tensors of the save
-    before are then invalid. Shared memory has no name (memfd), so that nothing is left when the
+    One mapping holds all tensors of a save and grows when it is too small, which invalidates the
+    previous save's tensors. Shared memory is anonymous (memfd), so that nothing is left when the
     process is killed.
     """
 
     def __init__(self, *, shared: bool) -> None:
-        """shared: another process can map it, by its file descriptor `fd`. Linux only."""
+        """shared: other processes can map it by its file descriptor `fd`. Linux only."""
         self._shared = shared
         self.fd = -1
         self._mapping: mmap.mmap | None = None
@@ -109,7 +110,7 @@ class HostMemory:
         self._pinned = False
 
     def tensors_like(self, tensors: Mapping[Any, Tensor]) -> dict[Any, Tensor]:
-        """Contiguous CPU tensors of the same shapes and dtypes, with any content."""
+        """Return uninitialized contiguous CPU tensors of the same shapes and dtypes."""
         begins, end = [], 0
         for tensor in tensors.values():
             begins.append(end)
@@ -121,18 +122,18 @@ class HostMemory:
                 os.ftruncate(self.fd, end)
             self._mapping, self._size = mmap.mmap(self.fd, end), end
             self._address = torch.frombuffer(self._mapping, dtype=torch.uint8).data_ptr()
-            self._pinned = pin(self._address, end)  # else copies are right, and take longer
+            self._pinned = pin(self._address, end)  # if this fails, copies are slower
         return {
             key: _tensor_at(self._mapping, tensor.dtype, tensor.shape, begin)
             for (key, tensor), begin in zip(tensors.items(), begins, strict=True)
         }
 
     def offset(self, tensor: Tensor) -> int:
-        """The place where one of these tensors begins."""
+        """Return the offset of one of these tensors."""
         return tensor.data_ptr() - self._address if tensor.numel() else 0
 
     def close(self) -> None:
-        """Release it; what remains of it goes with the tensors that are still there."""
+        """Release the memory; parts that tensors still use are freed with them."""
         if self._pinned:
             unpin(self._address)
         self._mapping, self._size, self._pinned = None, 0, False
@@ -144,7 +145,7 @@ class HostMemory:
 def _tensor_at(
     mapping: mmap.mmap | None, dtype: torch.dtype, shape: tuple[int, ...], begin: int
 ) -> Tensor:
-    """A tensor in a mapping, with a storage of its own."""
+    """Return a tensor in a mapping, with its own storage object."""
     if not prod(shape):
         return torch.empty(shape, dtype=dtype)
     place: dict[str, Any] = {"count": prod(shape), "offset": begin}
@@ -156,17 +157,18 @@ def _tensor_at(
 
 @dataclass(frozen=True)
 class WrittenFile:
-    """A file of tensors that has been written."""
+    """The checksums of a written file of tensors."""
 
     name: str
     size: int
-    checksum: str  # of the whole file
-    ends: list[int]  # where each chunk ends
-    sums: bytes  # the checksum of each chunk, one after the other
+    checksum: str  # of the file
+    ends: list[int]  # end offset of each chunk
+    sums: bytes  # concatenated checksums of the chunks
 
 
 def write_tensors(folder: Storage, name: str, tensors: Iterable[Tensor]) -> WrittenFile:
-    """Write a file of torch.save's records, one after the other, as DCP reads them; durably.
+    """Write tensors as consecutive records of torch.save, the format that DCP reads; durable on
+    return.
 
     Raises OSError.
     """
@@ -174,14 +176,14 @@ def write_tensors(folder: Storage, name: str, tensors: Iterable[Tensor]) -> Writ
         stream, ends, sums = _ChecksumStream(raw), [], []
         for tensor in tensors:
             tensor = tensor.detach().cpu()
-            # without the rest of its storage, which torch.save would write, too
+            # torch.save would write the whole storage of a view
             if tensor.untyped_storage().size() != tensor.nbytes:
                 tensor = tensor.clone(memory_format=torch.contiguous_format)
             stream.chunk = xxhash.xxh3_128()
             try:
                 torch.save(tensor, cast(IO[bytes], stream))
             except RuntimeError:
-                if stream.error is not None:  # torch.save raises an error of its own instead
+                if stream.error is not None:  # torch.save hides it behind its own error
                     raise stream.error from None
                 raise
             ends.append(stream.size)
@@ -194,8 +196,8 @@ def write_tensors(folder: Storage, name: str, tensors: Iterable[Tensor]) -> Writ
 
 @contextlib.contextmanager
 def _without_crc32() -> Iterator[None]:
-    """A context in which torch.save leaves out the CRC of its records, which takes a third of a
-    save's CPU time and is read by nobody: `pieces.json` has a checksum of each."""
+    """Let torch.save omit the CRC of its records, which takes a third of a save's CPU time and is
+    never read: `pieces.json` has their checksums."""
     before = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)
     try:
@@ -205,12 +207,12 @@ def _without_crc32() -> Iterator[None]:
 
 
 class _ChecksumStream:
-    """A stream for torch.save, which writes sequentially."""
+    """A sequential output stream for torch.save that computes checksums."""
 
     def __init__(self, raw: IO[bytes]) -> None:
         self._raw = raw
         self.size, self.whole, self.chunk = 0, xxhash.xxh3_128(), xxhash.xxh3_128()
-        self.error: OSError | None = None  # the first
+        self.error: OSError | None = None  # the first error
 
     def write(self, data: Any) -> int:
         try:
@@ -234,18 +236,19 @@ class _ChecksumStream:
 
 
 class WriterProcess:
-    """A process that writes a rank's file, so that training keeps Python's interpreter lock.
+    """A process that writes a rank's file, so that saving does not hold the trainer's GIL.
 
-    The trainer copies its tensors into shared memory and asks for a file; planning and the commit,
-    which take little, stay in the trainer. So this process can never complete a checkpoint:
-    whatever becomes of it, the save is complete or does not count, as without it.
+    The trainer copies its tensors into shared memory and requests a file; planning and the commit,
+    which are cheap, stay in the trainer. So this process can never complete a checkpoint: if it
+    fails, the save is incomplete and does not count.
 
-    It ends with its trainer, however that ends: by the kernel (Linux: PR_SET_PDEATHSIG), and at the
-    end of the trainer's socket. It ignores the signals that ask a run to stop, because the trainer
-    saves then. A process that has died or does not answer in time fails the save in progress, and
-    the next one starts another.
+    It exits with its trainer, however that ends: by the kernel (Linux: PR_SET_PDEATHSIG), and when
+    the trainer's socket closes. It ignores the signals that stop a run, because the trainer saves
+    then. If it dies or does not answer in time, the save in progress fails, and the next one starts
+    a new process.
 
-    A message is a pickle; before a request comes a byte with the descriptor of the memory.
+    A message is a pickle; a request is preceded by a byte that carries the memory's file
+    descriptor.
     """
 
     def __init__(self, memory: HostMemory, timeout: float) -> None:
@@ -259,20 +262,23 @@ class WriterProcess:
         return None if self._process is None else self._process.pid
 
     def start(self) -> None:
-        """Start it unless it runs. On the main thread: the kernel ends it with the thread."""
+        """Start the process unless it runs. Call on the main thread: the kernel kills it with the
+        thread that started it."""
         if self._socket is not None and self._process is not None and self._process.poll() is None:
             return
         self.close()
         ours, theirs = socket.socketpair()
         root = str(Path(__file__).parents[2])
-        # before it imports torch, which takes seconds: it ends with this thread
+        # set before importing torch, which takes seconds: the process dies with this thread
         code = f"import sys; sys.path.insert(0, {root!r}); "
         code += "from titanlike.launch.signals import die_with_parent; "
         code += f"die_with_parent({os.getpid()}, {signal.SIGKILL:d}); "
         code += f"from titanlike.checkpoint.staging import serve; serve({theirs.fileno()})"
-        # the GPU is the trainer's alone
+        # the process must not use the trainer's GPU
         env = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # until it ignores them
+        before = signal.pthread_sigmask(
+            signal.SIG_BLOCK, _SIGNALS
+        )  # until the process ignores them
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", code],
@@ -287,7 +293,7 @@ class WriterProcess:
         self._socket = ours
 
     def write(self, folder: Storage, name: str, tensors: Iterable[Tensor]) -> WrittenFile:
-        """Write a file of tensors that are in the shared memory. Raises OSError."""
+        """Write a file of tensors in the shared memory. Raises OSError."""
         assert self._socket is not None
         places = [(t.dtype, tuple(t.shape), self._memory.offset(t)) for t in tensors]
         try:
@@ -298,7 +304,7 @@ class WriterProcess:
         except TimeoutError:
             self.close(patience=0)
             raise OSError(f"{folder}/{name} was not written in {self._timeout:g} s") from None
-        except (OSError, EOFError, pickle.UnpicklingError):  # also in the middle of its answer
+        except (OSError, EOFError, pickle.UnpicklingError):  # it may die in the middle of an answer
             self.close(patience=0)
             code = self._process and self._process.returncode
             raise OSError(f"the process that writes {folder}/{name} has died ({code})") from None
@@ -307,7 +313,7 @@ class WriterProcess:
         return written
 
     def close(self, patience: float = _PATIENCE) -> None:
-        """End it; not while it writes, or at once, without patience."""
+        """End the process once it does not write, or immediately without patience."""
         if self._socket is not None:
             self._socket.close()
             self._socket = None
@@ -320,7 +326,7 @@ class WriterProcess:
 
 
 def serve(fd: int) -> None:
-    """Serve requests that come by a socket until the trainer is gone, in a process of its own."""
+    """Serve requests from a socket until the trainer is gone, as the process's main function."""
     for number in _SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
@@ -328,7 +334,9 @@ def serve(fd: int) -> None:
     connection = socket.socket(fileno=fd)
     requests = connection.makefile("rb")
     with contextlib.suppress(EOFError, ConnectionError, pickle.UnpicklingError):
-        while descriptors := socket.recv_fds(connection, 1, 1)[1]:  # none at the socket's end
+        while descriptors := socket.recv_fds(connection, 1, 1)[
+            1
+        ]:  # empty when the socket is closed
             location, name, places = pickle.load(requests)
             error, written = "", None
             try:

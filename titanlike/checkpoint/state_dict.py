@@ -36,14 +36,14 @@ from titanlike.torch_private.distributed_checkpoint import Blocks
 from titanlike.torch_private.dtensor import local
 
 _FLAT = dcp_state_dict.StateDictOptions(flatten_optimizer_state_dict=True)
-Tensors = dict[str, Tensor | Blocks]  # blocks of those that tensor parallelism divides
+Tensors = dict[str, Tensor | Blocks]  # Blocks: parameters sharded by tensor parallelism
 SHARED_STEP = f"{OPTIMIZER}step"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def cast_weights(tensor: Tensor, dtype: torch.dtype, name: str) -> Tensor:
-    """A floating-point tensor in another dtype. Raises ValueError for values that are too large for
-    it."""
+    """Convert a floating-point tensor to another dtype. Raises ValueError for values beyond its
+    range."""
     if not tensor.is_floating_point() or tensor.dtype == dtype:
         return tensor
     cast = tensor.to(dtype)
@@ -57,9 +57,9 @@ def cast_weights(tensor: Tensor, dtype: torch.dtype, name: str) -> Tensor:
 def model_tensors(
     stage_states: list[StageState], dtype: torch.dtype | None = None, *, copies: bool = False
 ) -> Tensors:
-    """This rank's model.NAME entries, cast to `dtype` if one is given.
+    """Return this rank's model.NAME entries, cast to `dtype` if given.
 
-    copies: also tied weights that another stage owns (to be read, not to be saved).
+    copies: include tied weights that another stage owns (for loading, not for saving).
     """
     tensors: Tensors = {}
     for stage in stage_states:
@@ -74,19 +74,19 @@ def model_tensors(
 
 
 def run_tensors(stage_states: list[StageState], *, copies: bool = False) -> Tensors:
-    """This rank's entries of a run's checkpoint; copies: see `model_tensors`."""
+    """Return this rank's entries of a run's checkpoint; copies: see `model_tensors`."""
     tensors = model_tensors(stage_states, copies=copies)
-    for stage in stage_states:  # each by itself: DCP mixes up optimizers that span several modules
-        # torch would initialize others by a step with lr=0, and count that step
+    for stage in stage_states:  # separately: DCP confuses optimizers of several modules
+        # torch initializes an empty state by a step with lr=0, which it counts
         stepped = [optimizer for optimizer in stage.optimizers if optimizer.state]
         shapes = {name: parameter.shape for name, parameter in stage.parameters()}
         for name, value in _optimizer_state(stage, stepped).items():
-            # hyperparameters (lr, betas) come from the config, and objects would be unpickled
+            # hyperparameters (lr, betas) come from the config; other objects would need pickle
             if isinstance(value, Tensor) and name.startswith("state."):
                 name = _in_model(name, stage)
                 parameter = _parameter(name)
                 if copies or stage.owns(parameter):
-                    alike = value.shape == shapes.get(parameter)  # not a count of steps
+                    alike = value.shape == shapes.get(parameter)  # False for step counts
                     part = stage.part(parameter) if alike else None
                     tensors.setdefault(name, placed(value, part))
     rank = dist.get_rank()
@@ -94,7 +94,8 @@ def run_tensors(stage_states: list[StageState], *, copies: bool = False) -> Tens
 
 
 def placed(tensor: Tensor, part: Part | None) -> Tensor | Blocks:
-    """A parameter, or a tensor like it, as a checkpoint has it; part: what this rank has of it."""
+    """Return a parameter, or a tensor of its shape, as a checkpoint stores it; part: this rank's
+    shard."""
     if part is None:
         return tensor
     held, blocks = local(tensor), {}
@@ -109,10 +110,11 @@ def _held(tensor: Tensor | Blocks) -> Tensor:
 
 
 def share_step(tensors: Tensors, group: dist.ProcessGroup) -> Tensors:
-    """`tensors` with one step count in place of the equal ones of all parameters. Collective.
+    """Replace the equal step counts of all parameters by one entry. Collective.
 
-    Optimizers count the steps of each parameter: a quarter of a checkpoint's entries, with the same
-    number in all but those that are not in each batch (experts). The largest one is shared.
+    Optimizers count steps for each parameter, which would be a quarter of a checkpoint's entries.
+    Only parameters that are not updated in every step (experts) differ; the largest count is
+    shared.
     """
     counts = {
         name: value
@@ -125,7 +127,7 @@ def share_step(tensors: Tensors, group: dist.ProcessGroup) -> Tensors:
         and not isinstance(value, DTensor)
     }
     others = {_parameter(name) for name in tensors.keys() - counts.keys() if _of_optimizer(name)}
-    # one without another state would look as if it had none at all
+    # parameters whose only state is the count keep it, else they would seem to have no state
     counts = {name: value for name, value in counts.items() if _parameter(name) in others}
     values = torch.stack([*counts.values()]).cpu() if counts else torch.zeros(0)
     largest = torch.cat([values, torch.tensor([-1.0])]).max()
@@ -138,7 +140,7 @@ def share_step(tensors: Tensors, group: dist.ProcessGroup) -> Tensors:
 
 
 def sync_tied_copies(stage_states: list[StageState]) -> None:
-    """Copy tied weights and buffers between stages of this rank: the first stage's value wins."""
+    """Copy tied weights and buffers between this rank's stages; the first stage's value wins."""
     seen: dict[str, Tensor] = {}
     for stage in stage_states:
         for name, parameter in (*stage.parameters(), *stage.stage.named_buffers()):
@@ -154,22 +156,22 @@ def load_run(
     *,
     same_layers: bool = True,
 ) -> None:
-    """Load a checkpoint, saved in any layout. Collective.
+    """Load a checkpoint saved in any layout. Collective.
 
-    same_layers: whether as many ranks had a part of every layer, which draw some random numbers
-    together. Raises ValueError where a tensor is missing or has another shape, and what `read`
-    raises: then the state is not to be used, but another checkpoint may be loaded in its place.
+    same_layers: whether it was saved with as many ranks per layer (LAYER_AXES), which share random
+    streams. Raises ValueError for a missing tensor or another shape, and what `read` raises; the
+    state must then not be used, but another checkpoint may be loaded.
     """
     saved = header.tensors
     for stage in stage_states:
-        _optimizer_state(stage, stage.optimizers)  # allocates the state that is read into
+        _optimizer_state(stage, stage.optimizers)  # allocates the state to read into
     tensors = run_tensors(stage_states, copies=True)
     averages = [name for name in tensors if _of_optimizer(name) and name.endswith(".ema")]
     if any(name.endswith(".ema") for name in saved):
         averages = []
-    for name in averages:  # which begin with the next update
+    for name in averages:  # missing averages begin with the next update
         del tensors[name]
-    # a parameter that never had a gradient has no state in the checkpoint, and gets none here
+    # a parameter without state in the checkpoint never had a gradient, and gets none here
     stateful = {_parameter(name) for name in saved if _of_optimizer(name)}
     for name in [name for name in tensors if name.startswith("optimizer.")]:
         if _parameter(name) not in stateful:
@@ -177,7 +179,7 @@ def load_run(
     random = [name for name in tensors if name.startswith("rng.")]
     ranks = sum(name.startswith("rng.") and name.endswith(".cpu") for name in saved)
     if ranks != dist.get_world_size() or not same_layers or not saved.keys() >= set(random):
-        # another layout has other ranks: each keeps its own seed
+        # in another layout each rank keeps its own seed
         tensors = {name: value for name, value in tensors.items() if name not in random}
         random = []
     counts: dict[str, Any] = {}
@@ -212,10 +214,10 @@ def load_run(
             stage.stage,
             {name: _held(tensors[f"model.{stage.names.get(name, name)}"]) for name in state},
         )
-        # hyperparameters are not in the checkpoint and stay
+        # hyperparameters are not in the checkpoint and stay unchanged
         state = _optimizer_state(stage, stage.optimizers)
         for name, entry in ((name, _in_model(name, stage)) for name in state):
-            if entry in tensors:  # each copy of a tied weight has its own state
+            if entry in tensors:  # each copy of a tied weight has its own optimizer state
                 value = _held(tensors[entry])
                 state[name] = value if stage.owns(_parameter(entry)) else value.clone()
         if stage.names:
@@ -231,17 +233,17 @@ def load_run(
 
 
 def _of_optimizer(name: str) -> bool:
-    """Whether an entry is a parameter's state."""
+    """Return whether an entry is optimizer state of a parameter."""
     return name.startswith(OPTIMIZER) and name != SHARED_STEP
 
 
 def _parameter(name: str) -> str:
-    """optimizer.state.layers.0.up.weight.exp_avg -> layers.0.up.weight"""
+    """Map optimizer.state.layers.0.up.weight.exp_avg to layers.0.up.weight."""
     return name.split(".", 2)[2].rpartition(".")[0]
 
 
 def _in_model(name: str, stage: StageState) -> str:
-    """state.NAME.KEY of a stage's optimizer -> optimizer.state.NAME.KEY with the model's NAME."""
+    """Map a stage's state.NAME.KEY to optimizer.state.NAME.KEY with the model's NAME."""
     kind, _, rest = name.partition(".")
     parameter, _, key = rest.rpartition(".")
     return f"optimizer.{kind}.{stage.names.get(parameter, parameter)}.{key}"
@@ -249,7 +251,7 @@ def _in_model(name: str, stage: StageState) -> str:
 
 def _optimizer_state(stage: StageState, optimizers: list[torch.optim.Optimizer]) -> dict[str, Any]:
     if not stage.names or not optimizers:
-        return {}  # torch raises for a stage without parameters
+        return {}  # a stage without parameters, for which torch raises
     return dcp_state_dict.get_optimizer_state_dict(stage.stage, optimizers, options=_FLAT)
 
 
@@ -260,12 +262,12 @@ def _optimizer_state(stage: StageState, optimizers: list[torch.optim.Optimizer])
 def warm_start(
     settings: Checkpoint, stage_states: list[StageState], group: dist.ProcessGroup, stages: int
 ) -> str:
-    """Load parameters by name from `checkpoint.start_from`; returns a summary. Collective; stages:
+    """Load parameters by name from `checkpoint.start_from`; return a summary. Collective. stages:
     pipeline ranks.
 
-    With `strict` the names must be the same in the checkpoint and the model, after `rename`;
-    otherwise missing parameters keep their initial values. A parameter of another shape is always
-    an error, and so is a checkpoint without any of the parameters. Raises ValueError.
+    With `strict`, the checkpoint and the model must have the same names after `rename`; otherwise
+    missing parameters keep their initial values. A different shape is always an error, and so is a
+    checkpoint without any of the parameters. Raises ValueError.
     """
     assert settings.start_from is not None
     location = [str(resolve("checkpoint.start_from", settings.start_from))]
@@ -274,7 +276,7 @@ def warm_start(
     if dist.get_rank(group) == 0:
         check_sizes(folder, read_manifest(folder))
     header = read_header_on_all_ranks(folder, group, "checkpoint.start_from", stages)
-    sources: dict[str, str] = {}  # the checkpoint's name of each parameter, by that after `rename`
+    sources: dict[str, str] = {}  # name after `rename` -> the checkpoint's name
     for entry in (entry for entry in header.tensors if entry.startswith(MODEL)):
         name = entry.removeprefix(MODEL)
         new = renamed(name, settings.rename)
@@ -321,7 +323,7 @@ def warm_start(
 
 
 def renamed(name: str, rules: list[str]) -> str:
-    """`name` with the first matching rule (old:new, prefixes) applied."""
+    """Apply the first matching rule (old:new, prefixes) to a name."""
     for rule in rules:
         old, _, new = rule.partition(":")
         if name.startswith(old):

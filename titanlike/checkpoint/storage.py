@@ -1,5 +1,5 @@
-"""A folder of checkpoints: a local path, or a URL of an object store such as s3://bucket/runs/a,
-by fsspec.
+"""A folder of checkpoints: a local path, or an object store's URL such as s3://bucket/runs/a, by
+fsspec.
 
 No torch, so that a config can be checked with it.
 """
@@ -21,27 +21,27 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from titanlike.config.files import NotRegularFile, atomic_write_bytes, check_writable, open_regular
 
-# of a checkpoint, see integrity.py
+# files of a checkpoint, see integrity.py
 MARKER = "COMMITTED"  # without this file a checkpoint is incomplete
 DAMAGED_MARKER = "DAMAGED"
 MANIFEST = "files.json"
 STATE = "state.json"
 METADATA = ".metadata"
 CHUNKS = "pieces.json"
-# version of these files: 1 has no pieces.json, and the step count of each parameter of its own
+# version of these files: in 1 there is no pieces.json, and step counts are per parameter
 FORMAT = 2
 
-# of fsspec's: object stores; others may run what their URL or its file says, or only read
+# allowed protocols of fsspec: other ones may execute what a URL names, or are read-only
 PROTOCOLS = ("file", "memory", "s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "hf", "oci")
-_PAUSES = (0.1, 0.4, 1.5)  # seconds before another attempt to read
-# of a removal: files have been added, or are still open on a network file system
+_PAUSES = (0.1, 0.4, 1.5)  # seconds before each further attempt to read
+# errors of a removal when files were added, or are open on a network file system
 _CHANGED = (errno.ENOTEMPTY, errno.EEXIST, errno.EBUSY)
 _Result = TypeVar("_Result")
-ReadInto = Callable[[int, Any], int]  # begin in a file, buffer -> bytes that there were
+ReadInto = Callable[[int, Any], int]  # (offset in a file, buffer) -> bytes read
 
 
 class UnreadableFile(OSError):
-    """A file or folder could not be read, several times: says nothing of its bytes."""
+    """A file or folder could not be read in several attempts; its content may be intact."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
@@ -55,7 +55,7 @@ class DamagedCheckpoint(ValueError):
         self.folder, self.file, self.reason = folder, file, reason
         super().__init__(f"checkpoint {folder} is damaged: {file} {reason}")
 
-    def __reduce__(self) -> Any:  # between ranks
+    def __reduce__(self) -> Any:  # sent between ranks
         return type(self), (self.folder, self.file, self.reason)
 
 
@@ -67,16 +67,16 @@ def error_line(error: BaseException) -> str:
 class Storage:
     """A folder; `str()` is its location as the user wrote it.
 
-    Written data is durable when a method returns: on a local file system through fsync of the
-    file and of its folder, elsewhere through closing the object.
+    Written data are durable when a method returns: on a local file system by fsync of the file and
+    its folder, elsewhere by closing the object.
 
-    What reads raises FileNotFoundError and NotRegularFile at once; after any other error it tries
-    again, and raises UnreadableFile in the end.
+    Reads raise FileNotFoundError and NotRegularFile at once; after other errors they are repeated,
+    and finally raise UnreadableFile.
     """
 
     def __init__(self, location: str | Path) -> None:
-        """Raises ValueError for a protocol that keeps no checkpoints, ImportError naming a missing
-        package."""
+        """Raises ValueError for a protocol that cannot store checkpoints, ImportError naming a
+        missing package."""
         text = str(location)
         if "://" not in text:
             text = str(Path(text).expanduser().absolute())
@@ -90,7 +90,7 @@ class Storage:
             self._fs, self._root = url_to_fs(text.rstrip("/"))
         self._location = text.rstrip("/")
         self.local = isinstance(self._fs, LocalFileSystem)
-        self.process_local = isinstance(self._fs, MemoryFileSystem)  # other ranks do not see it
+        self.process_local = isinstance(self._fs, MemoryFileSystem)  # invisible to other ranks
 
     def __str__(self) -> str:
         return self._location
@@ -104,11 +104,11 @@ class Storage:
         return Storage(self._location.rpartition("/")[0])
 
     def at(self, name: str) -> Storage:
-        """A subfolder."""
+        """Return a subfolder."""
         return Storage(f"{self._location}/{name}")
 
     def names(self) -> list[str]:
-        """Names of the files and folders in it, sorted; [] where it does not exist."""
+        """Return the sorted names of files and folders in it; [] if it does not exist."""
         try:
             paths = self._retry("", lambda: self._fs.ls(self._root, detail=False))
         except FileNotFoundError:
@@ -116,7 +116,7 @@ class Storage:
         return sorted({*map(_last, paths)} - {"", self.name})
 
     def exists(self, name: str) -> bool:
-        """Whether there is anything of that name."""
+        """Return whether anything has that name."""
         try:
             self.size(name)
         except NotRegularFile:
@@ -126,7 +126,7 @@ class Storage:
         return True
 
     def size(self, name: str) -> int:
-        """A file's bytes."""
+        """Return a file's size in bytes."""
 
         def size() -> int:
             info = self._fs.info(self._path(name))
@@ -137,10 +137,10 @@ class Storage:
         return self._retry(name, size)
 
     def sizes(self) -> dict[str, int | None]:
-        """Bytes of each entry, None of one that is no regular file; {} for a folder that is not
-        there.
+        """Return the size of each entry, None if it is not a regular file; {} if the folder does
+        not exist.
 
-        One listing, for a folder of any number of files: a request each takes a minute on S3.
+        One listing for any number of files: a request per file can take a minute on S3.
         """
         try:
             entries = self._retry("", lambda: self._fs.ls(self._root, detail=True))
@@ -152,15 +152,14 @@ class Storage:
         }
 
     def modified(self, name: str) -> datetime | None:
-        """Time of the last write, in UTC; None where the file system has none."""
+        """Return the time of the last write, in UTC; None if the file system has none."""
         try:
             return self._fs.modified(self._path(name))
         except (NotImplementedError, OSError):
             return None
 
     def create(self, name: str) -> IO[bytes]:
-        """A file to be written; durable only once it is closed and, on a local file system,
-        synced."""
+        """Open a file for writing; durable only once closed and, on a local file system, synced."""
         return self._fs.open(self._path(name), "wb")
 
     def read(self, name: str) -> bytes:
@@ -172,8 +171,8 @@ class Storage:
 
     @contextlib.contextmanager
     def reader(self, name: str) -> Iterator[ReadInto]:
-        """A function of (begin, buffer) that fills the buffer from an open file, opened again after
-        an error, and returns the bytes that there were."""
+        """Yield a function (offset, buffer) that fills the buffer from the file, reopening it after
+        an error, and returns the number of bytes read."""
         opened: list[Any] = []
 
         def read_into(begin: int, buffer: Any) -> int:
@@ -223,7 +222,7 @@ class Storage:
                 os.close(handle)
 
     def remove(self, name: str) -> None:
-        """Remove a file, or what stands in its place, if it exists."""
+        """Remove a file, or whatever has its name, if it exists."""
         with contextlib.suppress(FileNotFoundError):
             try:
                 self.size(name)
@@ -234,7 +233,7 @@ class Storage:
             self.sync()
 
     def remove_all(self) -> None:
-        """Remove the folder and everything in it, though another process may write there."""
+        """Remove the folder and everything in it, even if another process writes there."""
         for pause in (*_PAUSES, None):
             self._fs.invalidate_cache()
             try:
@@ -248,15 +247,14 @@ class Storage:
             time.sleep(pause)
 
     def free(self) -> int | None:
-        """Free bytes; None where unknown."""
+        """Return the free bytes; None if unknown."""
         with contextlib.suppress(OSError):
             stats = os.statvfs(self._root) if self.local else None
             return stats and stats.f_bavail * stats.f_frsize
         return None
 
     def check_writable(self) -> None:
-        """Write a file and remove it; creates no local folder. Raises what the file system
-        raises."""
+        """Write and remove a file; creates no local folder. Raises what the file system raises."""
         if self.local:
             return check_writable(Path(self._root))
         self._fs.makedirs(self._root, exist_ok=True)
@@ -268,10 +266,10 @@ class Storage:
         return f"{self._root}/{name}"
 
     def _retry(self, name: str, read: Callable[[], _Result]) -> _Result:
-        """Read, if need be again; name: of what is read, for the error."""
+        """Read, repeating after errors. name: of the file, for the error."""
         errors: type[Exception] = OSError if self.local else Exception
         for pause in (*_PAUSES, None):
-            self._fs.invalidate_cache()  # other processes write here
+            self._fs.invalidate_cache()  # other processes write here, too
             try:
                 return read()
             except (FileNotFoundError, NotRegularFile):

@@ -1,18 +1,17 @@
-"""Writes checkpoints: at once, or in the background from a copy in memory.
+"""Writes checkpoints, synchronously or in the background from a copy in host memory.
 
-1. `start`: it is planned which rank writes what; the tensors are copied (staging.py); a thread
-   writes them, by itself or through a process of its own, and commits the checkpoint
-   (`write_checkpoint`); then older ones are deleted (`superseded`).
-2. `wait`: the next save waits for the one in progress: two never overlap.
+1. `start`: ranks plan who writes what; tensors are copied (staging.py); a thread writes them,
+   itself or through a separate process, and commits the checkpoint (`write_checkpoint`); then older
+   ones are deleted (`superseded`).
+2. `wait`: the next save waits for the one in progress, so that two never overlap.
 3. A failed save is reported and its files are deleted, and training continues; the second failure
-   in a row ends it.
+   in a row ends the run.
 
-DCP's plan of a save goes from all ranks to rank 0 and back, which takes rank 0 a third of a minute
-for 1,024 ranks with a few hundred tensors each. The plan depends on names, shapes and layout alone:
-as long as these are the same on every rank, each goes on with its own part of the last plan, and
-rank 0 with the `.metadata` that it has written. torch's planner can remember plans, too
-(`enable_plan_caching`), but in attributes of the class: two runs in one process, as in a sweep,
-would write by each other's plans.
+DCP's save plan goes from all ranks to rank 0 and back, which takes rank 0 some 20 seconds for 1,024
+ranks with a few hundred tensors each. The plan depends only on names, shapes and layout: as long as
+these are unchanged on every rank, each reuses its own part of the last plan, and rank 0 the
+`.metadata` that it wrote. torch's planner can cache plans, too (`enable_plan_caching`), but in
+class attributes: two runs in one process, as in a sweep, would use each other's plans.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ from titanlike.torch_private.accelerator import started
 from titanlike.torch_private.distributed_checkpoint import Blocks, describe_files
 from titanlike.torch_private.dtensor import local
 
-MAX_FAILURES = 2  # saves in a row
+MAX_FAILURES = 2  # failed saves in a row that end a run
 NO_TENSORS: Mapping[str, Tensor] = {}
 WriteFile = Callable[[Storage, str, Iterable[Tensor]], WrittenFile]
 
@@ -70,22 +69,22 @@ WriteFile = Callable[[Storage, str, Iterable[Tensor]], WrittenFile]
 @dataclass
 class Save:
     folder: Storage
-    state: dict[str, Any]  # for state.json
+    state: dict[str, Any]  # content of state.json
     begin: float
     model_only: bool
     future: Future[Any] = field(default_factory=Future)
-    plan: CachedSavePlan | None = None  # to be kept when it has succeeded
+    plan: CachedSavePlan | None = None  # cached once the save has succeeded
     stall: float = 0.0  # seconds that training waited
-    seconds: float = 0.0  # until it was committed
+    seconds: float = 0.0  # from begin to commit
     bytes: int = 0
-    deleted: list[int] = field(default_factory=list)  # steps of checkpoints that it superseded
+    deleted: list[int] = field(default_factory=list)  # steps of superseded, deleted checkpoints
     retention_error: str = ""
     reported: bool = False
 
 
 class CheckpointWriter:
-    """Writes a run's checkpoints. All methods but `poll`, `tidy`, `before_update` and `close` are
-    collective."""
+    """Writes a run's checkpoints. All methods except `poll`, `tidy`, `before_update` and `close`
+    are collective."""
 
     def __init__(
         self,
@@ -96,24 +95,24 @@ class CheckpointWriter:
         stage_states: list[StageState],
         digest: Callable[[state_dict.Tensors, dist.ProcessGroup], str] | None = None,
     ) -> None:
-        """digest: of what all ranks save together, for state.json. Collective."""
+        """digest: computes a digest over what all ranks save, for state.json; collective."""
         self._digest = digest
         self._settings, self._folder, self._stage_states = settings, folder, stage_states
         self._group, self._events = group, events
-        # entries that, as the optimizer's, nothing but an optimizer's step changes
+        # entries that, like the optimizer's, change only in an optimizer step
         self._late = {MODEL + name for stage in stage_states for name, _ in stage.parameters()}
-        self._plan: CachedSavePlan | None = None  # of the last save of the run's state
+        self._plan: CachedSavePlan | None = None  # the plan of the last save of the run's state
         self._in_progress: Save | None = None
-        self._copy: Copy | None = None  # that may be in progress
+        self._copy: Copy | None = None  # possibly in progress
         self._thread: ThreadPoolExecutor | None = None
         self._memory: HostMemory | None = None
         self._process: WriterProcess | None = None
         # on rank 0: validation losses of the committed checkpoints, by step; None where not
         # validated
         self.saved: dict[int, float | None] = {}
-        self.failures: list[str] = []  # since the last save that succeeded
+        self.failures: list[str] = []  # since the last successful save
         self.newest = 0  # step of the newest committed checkpoint; 0 for none
-        # on rank 0: steps of checkpoints that another process reads, which stay until then
+        # on rank 0: returns steps whose checkpoints another process reads, which must stay
         self.held: Callable[[], Collection[int]] = tuple
 
     def start(
@@ -126,10 +125,10 @@ class CheckpointWriter:
         *,
         model_only: bool = False,
     ) -> None:
-        """Save the run, or its model alone; in the background after a copy, or at once.
+        """Save the run, or only its model; in the background after a copy, or synchronously.
 
-        state: for state.json; begin: since when training waits, as time.perf_counter() says it;
-        more: further entries of the run, which several ranks may have alike.
+        state: content of state.json; begin: `time.perf_counter()` since when training waits; more:
+        further entries, which may be replicated on several ranks.
         """
         save = Save(folder, state, begin, model_only)
         if model_only:
@@ -166,7 +165,7 @@ class CheckpointWriter:
 
         def write() -> None:
             if device is not None:
-                # a new thread's is device 0, where a wait for an event would open a context
+                # a new thread's current device is 0, where waiting for an event would create a context
                 set_device(device)
             if copy is not None:
                 copy.finish()
@@ -183,7 +182,7 @@ class CheckpointWriter:
             try:
                 write()
                 save.future.set_result(None)
-            except OSError as error:  # on all ranks
+            except OSError as error:  # raised on all ranks
                 save.future.set_exception(error)
             self.wait()
             return
@@ -192,7 +191,7 @@ class CheckpointWriter:
         save.stall = time.perf_counter() - save.begin
 
     def before_update(self) -> None:
-        """Wait until the save in progress has its copy: parameters are about to change."""
+        """Wait until the save in progress has its copy, since parameters are about to change."""
         copy, self._copy = self._copy, None
         if copy is not None:
             begin = time.perf_counter()
@@ -201,7 +200,7 @@ class CheckpointWriter:
                 self._in_progress.stall += time.perf_counter() - begin
 
     def close(self) -> None:
-        """Let go of thread, process and memory; after a failure, once the save in progress ends."""
+        """Release thread, process and memory; after a failure, once the save in progress ends."""
 
         def release(_: object) -> None:
             for resource in (self._process, self._memory):
@@ -248,15 +247,17 @@ class CheckpointWriter:
             self._report(self._in_progress)
 
     def _report(self, save: Save) -> None:
-        """Log a save that has ended, once."""
+        """Log a finished save, once."""
         if save.reported or dist.get_rank() != 0:
             return
         save.reported = True
         step = save.state["step"]
         if (error := save.future.exception()) is not None:
             text = _reason(save, error)
-            with contextlib.suppress(Exception):  # the next start deletes it
-                delete_checkpoint(save.folder)  # first: events.jsonl may be on the same full disk
+            with contextlib.suppress(Exception):  # if this fails, the next launch deletes it
+                delete_checkpoint(
+                    save.folder
+                )  # before logging: events.jsonl may be on the same full disk
             self._events.log("save_failed", step, f"{text}; training continues without it")
             return
         self._events.log(
@@ -272,14 +273,15 @@ class CheckpointWriter:
             self._events.log("retention_failed", step, save.retention_error)
 
     def tidy(self) -> None:
-        """Delete what is still superseded, as where a start was killed in between. On rank 0, after
+        """Delete checkpoints that are still superseded, for example after a kill. On rank 0, after
         `wait`."""
         _, error = self._delete_superseded()
         if error:
             self._events.log("retention_failed", self.newest, error)
 
     def _delete_superseded(self) -> tuple[list[int], str]:
-        """The steps that are deleted, and what went wrong. On rank 0, in the thread that saves."""
+        """Delete superseded checkpoints; return their steps and an error text. On rank 0, in the
+        saving thread."""
         deleted, problem = [], ""
         held = self.held()
         for step in superseded(self.saved, self._settings):
@@ -287,7 +289,7 @@ class CheckpointWriter:
                 continue
             try:
                 delete_checkpoint(self._folder.at(step_name(step)))
-            except Exception as error:  # the new one is complete all the same
+            except Exception as error:  # the new checkpoint is complete nevertheless
                 problem = f"the checkpoint of step {step} could not be deleted: {error}"
             else:
                 del self.saved[step]
@@ -302,9 +304,10 @@ def _reason(save: Save, error: BaseException) -> str:
 
 
 def superseded(saved: Mapping[int, float | None], settings: Checkpoint) -> list[int]:
-    """The steps that `keep`, `keep_every` and `keep_best` delete, oldest first; never the newest.
+    """Return the steps that `keep`, `keep_every` and `keep_best` delete, oldest first; never the
+    newest.
 
-    saved: validation losses by step.
+    saved: step -> validation loss.
     """
     if settings.keep == 0:
         return []
@@ -315,7 +318,7 @@ def superseded(saved: Mapping[int, float | None], settings: Checkpoint) -> list[
     validated = [
         (loss, step) for step, loss in saved.items() if loss is not None and isfinite(loss)
     ]
-    # of equal ones the earlier is the best
+    # among equal losses the earlier step counts as better
     kept |= {step for _, step in sorted(validated)[: settings.keep_best]}
     return [step for step in steps if step not in kept]
 
@@ -325,21 +328,21 @@ def superseded(saved: Mapping[int, float | None], settings: Checkpoint) -> list[
 
 @dataclass
 class CachedSavePlan:
-    """The plan of a save that succeeded, for the next ones."""
+    """The plan of a successful save, reused by later ones."""
 
-    signature: list[Any]  # of this rank's tensors: what the plan depends on
-    items: list[MetadataIndex] = field(default_factory=list)  # what this rank writes, in this order
-    ends: list[int] = field(default_factory=list)  # of the chunks in this rank's file
-    metadata: bytes = b""  # on rank 0: the file
+    signature: list[Any]  # what the plan depends on of this rank's tensors
+    items: list[MetadataIndex] = field(default_factory=list)  # what this rank writes, in order
+    ends: list[int] = field(default_factory=list)  # end offsets of the chunks in this rank's file
+    metadata: bytes = b""  # on rank 0: content of `.metadata`
 
 
 @dataclass
 class PreparedSave:
-    """A plan, and the tensors that this rank may write by it."""
+    """A plan, and the tensors that this rank may write."""
 
     plan: CachedSavePlan
-    tensors: dict[MetadataIndex, Tensor]  # copies may take their place before they are written
-    local_plan: SavePlan | None  # None: every rank writes by its cached plan
+    tensors: dict[MetadataIndex, Tensor]  # may be replaced by copies before they are written
+    local_plan: SavePlan | None  # None: every rank uses its cached plan
 
 
 def prepare_save(
@@ -347,9 +350,9 @@ def prepare_save(
     last: CachedSavePlan | None,
     group: dist.ProcessGroup | None,
 ) -> PreparedSave:
-    """Plan what this rank may write. Collective. Without a group this process is alone.
+    """Plan what this rank may write. Collective; without a group, for this process alone.
 
-    last: the plan of the save before, None where it is not to be used again.
+    last: the previous save's plan; None if it must not be reused.
     """
     signature: list[Any] = []
     for name, tensor in tensors.items():
@@ -386,19 +389,19 @@ def write_checkpoint(
     group: dist.ProcessGroup | None,
     write_file: WriteFile = write_tensors,
 ) -> Manifest | None:
-    """Write a checkpoint and commit it; on rank 0 its files. Collective.
+    """Write a checkpoint and commit it; return its files on rank 0. Collective.
 
-    state: for state.json. A save that fails on any rank fails on all: raises OSError.
+    state: content of state.json. A save that fails on any rank fails on all: raises OSError.
     """
     rank, plan, cached = _rank(group), save.plan, save.local_plan is None
-    # 1. rank 0 makes the folder, and of all plans one
+    # 1. rank 0 creates the folder and merges the plans
     local_plans = [] if cached else gather_objects(save.local_plan, group)
     plans: list[SavePlan] = []
     metadata: Metadata | None = None
     files: Manifest | None = None
     with raise_on_all_ranks(group):
         if rank == 0:
-            # of a killed save, or of a run that restarted from an earlier step
+            # left by a killed save, or by a run that restarted from an earlier step
             delete_checkpoint(folder)
             folder.make()
             if local_plans:
@@ -413,7 +416,7 @@ def write_checkpoint(
         if cached and plan.ends != written.ends:
             raise RuntimeError(f"{name} has other places than in the save before")
         plan.ends = written.ends
-    # 3. rank 0 describes and commits what has been written
+    # 3. rank 0 writes the description and commits
     all_written = gather_objects(written, group)
     with raise_on_all_ranks(group):
         if rank == 0:
@@ -426,7 +429,9 @@ def write_checkpoint(
                 files[name] = (len(data), checksum(data))
             try:
                 check_sizes(folder, files)
-            except DamagedCheckpoint as damage:  # written by another rank, not visible here
+            except (
+                DamagedCheckpoint
+            ) as damage:  # a file written by another rank is not visible here
                 raise OSError(
                     f"{damage.file} {damage.reason}; is {folder.parent} on a file system that "
                     "all machines share?"
@@ -436,16 +441,16 @@ def write_checkpoint(
 
 
 def global_plan(local_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-    """The plan of each rank, and the description of all tensors."""
+    """Merge the ranks' plans; return each rank's plan and the description of all tensors."""
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     plans, metadata = planner.create_global_plan(local_plans)
-    # as torch's planner writes it for a state dict without nesting: its converters need it
+    # torch's planner writes this for a flat state dict, and its converters need it
     metadata.planner_data = {name: (name,) for name in metadata.state_dict_metadata}
     return plans, metadata
 
 
 def describe(metadata: Metadata, plans: list[SavePlan], written: list[WrittenFile]) -> bytes:
-    """The content of `.metadata`: the same in each save of a plan."""
+    """Return the content of `.metadata`, equal in each save of a plan."""
     places = [
         (item.index, file.name, begin, end - begin)
         for plan, file in zip(plans, written, strict=True)
