@@ -26,7 +26,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from titanlike.models.documents import Documents
 
-# The fastest first: flash here is FlashAttention 2, which cuDNN beats on Hopper and later.
+# Fastest first. Flash here is FlashAttention 2, which cuDNN beats on Hopper and later.
 BACKENDS = [
     SDPBackend.CUDNN_ATTENTION,
     SDPBackend.FLASH_ATTENTION,
@@ -45,19 +45,19 @@ def attention(
     dropout: float = 0.0,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """softmax(q k^T * scale) v: q [B, H, T, E], k and v [B, K, T, E] -> [B, H, T, E].
+    """Compute softmax(q k^T * scale) v: q [B, H, T, E], k and v [B, K, T, E] -> [B, H, T, E].
 
-    K divides H: each key/value head belongs to H / K query heads that follow each other.
-    mask: None = causal over the whole sequence; documents; or bool [B or 1, 1, T, T] (query, key;
-    True = attends), which says all by itself, also of some of the queries. scale: None = E ** -0.5.
-    sinks: [H], a score more in each head's sum, which has no value (arXiv 2309.17453); the mask is
-    then `Documents`, or all tokens are here.
+    K divides H: each key/value head is shared by H / K consecutive query heads. mask: None = causal
+    over the whole sequence; `Documents`; or bool [B or 1, 1, T, T] (query, key; True = attends),
+    which is used as given, and may cover only some queries. scale: None = E ** -0.5. sinks: [H],
+    one more score in each head's softmax, without a value (arXiv 2309.17453); the mask is then
+    `Documents`, or this rank has all tokens.
     """
     if isinstance(mask, Documents) and q.is_meta:
-        # which documents there are is unknown; whole sequences cost the most
+        # document lengths are unknown here, so count the FLOPs of full sequences
         window, bound = mask.window, None
         if window is not None and window < k.size(2) and mask.attend is None:
-            k, v = k[:, :, :window], v[:, :, :window]  # as many as each query sees
+            k, v = k[:, :, :window], v[:, :, :window]  # as many keys as each query attends to
             bound = torch.empty(q.size(2), window, dtype=torch.bool, device="meta")
         y = undivided_attention(q, k, v, bound, scale, dropout, F.scaled_dot_product_attention)
         return y if sinks is None else y * sinks.sigmoid().to(y.dtype).view(-1, 1, 1)
@@ -77,7 +77,8 @@ def undivided_attention(
     function: Callable[..., Any] = torch.ops.aten.scaled_dot_product_attention,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """The same where all tokens are here, by default by an operator that no mode replaces."""
+    """Compute `attention` on a rank that has all tokens, by default with an operator that no
+    dispatch mode replaces."""
     if isinstance(mask, Documents):
         from titanlike.models import document_attention as kernels
 
@@ -112,8 +113,8 @@ def undivided_attention(
 def with_sinks(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The same with a key more, the first, which each query sees and whose score is its head's of
-    `sinks` [H]; its value is zero. Heads are 8 features wider, as kernels want."""
+    """Add a first key that every query attends to, whose score is its head's entry of `sinks` [H]
+    and whose value is zero. Heads become 8 features wider, as kernels require."""
     if mask is None:
         mask = q.new_ones(q.size(2), k.size(2), dtype=torch.bool).tril(k.size(2) - q.size(2))
     column = sinks.to(q.dtype).view(-1, 1, 1).expand(*q.shape[:3], 1)
@@ -125,7 +126,8 @@ def with_sinks(
 
 
 def by_priority(function: Callable[..., Any], q: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """`function(q, *args, **kwargs)`, in which GPUs try the kernels of `BACKENDS` in that order."""
+    """Call `function(q, *args, **kwargs)` such that GPUs try the kernels of `BACKENDS` in that
+    order."""
     if not q.is_cuda:
         return function(q, *args, **kwargs)
     with sdpa_kernel(BACKENDS, set_priority=True):

@@ -1,4 +1,4 @@
-"""Experts as those of GPT-OSS: with biases, and a SwiGLU that is clamped."""
+"""GPT-OSS's experts: biases, and a clamped SwiGLU."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ ALPHA = 1.702  # sigmoid(ALPHA * x) * x is nearly GELU
 
 
 class BiasedExperts(Experts):
-    """Parameters have transformers' names; of the first matrix [E, 2 * F, D] gate and up are every
-    second row."""
+    """Parameters have transformers' names; in the first matrix [E, 2 * F, D], gate and up are
+    alternating rows."""
 
     def __init__(self, experts: int, top_k: int, hidden_size: int, width: int, limit: float):
-        """limit: of the gate from above, and of both sides of up."""
+        """limit: the gate is clamped from above, up from both sides."""
         nn.Module.__init__(self)
         self.num_experts, self.top_k, self.limit = experts, top_k, limit
         self.gate_up_proj = nn.Parameter(torch.empty(experts, 2 * width, hidden_size))
@@ -28,7 +28,7 @@ class BiasedExperts(Experts):
 
     def forward(self, tokens: Tensor, counts: Tensor) -> Tensor:  # [S, D], [E] -> [S, D]
         expert = torch.arange(counts.shape[0], device=counts.device)
-        expert = expert.repeat_interleave(counts, output_size=tokens.shape[0])  # of each row
+        expert = expert.repeat_interleave(counts, output_size=tokens.shape[0])  # each row's expert
         linear = self.product or expert_linear
         both = linear(tokens, self.gate_up_proj, counts)  # [S, 2 * F]
         both = both + F.embedding(expert, self.gate_up_proj_bias).to(both.dtype)
@@ -41,7 +41,8 @@ class BiasedExperts(Experts):
 
 
 class _ClampedSwiGLU(torch.autograd.Function):
-    """(up + 1) * gate * sigmoid(ALPHA * gate) of clamped values; keeps `gate` and `up` alone."""
+    """(up + 1) * gate * sigmoid(ALPHA * gate) of clamped values; only `gate` and `up` are saved for
+    the backward."""
 
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor, limit: float) -> Tensor:

@@ -1,11 +1,12 @@
-"""Keys and values of the tokens so far, so that the next token takes a forward of one token.
+"""A KV cache: keys and values of previous tokens, so that generating a token takes a forward of one
+token.
 
-A model takes a cache as an argument of its forward; None, as in training, is no cache. It asks the
-cache for positions and mask, and each attention layer hands its keys and values over and gets all
-of them so far.
+A model takes a cache as an argument of its forward; None, as in training, means no cache. It asks
+the cache for positions and mask, and each attention layer passes its keys and values and receives
+all of them so far.
 
-Shapes: B sequences, T tokens of this forward, S tokens so far with them, K key/value heads, E head
-dim.
+Shapes: B sequences, T tokens of this forward, S tokens including previous ones, K key/value heads,
+E head dim.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ class KeyValueCache:
     """A cache for sequences that end together: shorter ones are padded on the left."""
 
     def __init__(self, padding: Tensor, size: int) -> None:
-        """padding: how many tokens of each sequence are padding, integers [B]; size: the most
-        tokens, padding included."""
+        """padding: number of padding tokens on the left of each sequence, integers [B]; size: the
+        maximal number of tokens, padding included."""
         self._padding, self._size = padding, size
         self._start = self._stop = 0  # of this forward's tokens
         self._layers: dict[nn.Module, tuple[Tensor, Tensor]] = {}  # [B, K, size, E] each
 
     def inputs(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """(positions [B, T], mask bool [B, 1, T, S]) for the next tokens ids [B, T]."""
+        """Return (positions [B, T], mask bool [B, 1, T, S]) for the next tokens ids [B, T]."""
         self._start, self._stop = self._stop, self._stop + ids.size(1)
         assert self._stop <= self._size
         at = torch.arange(self._stop, device=ids.device)  # [S]
@@ -37,8 +38,7 @@ class KeyValueCache:
         return positions, (causal & real)[:, None]
 
     def extend(self, layer: nn.Module, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """A layer's keys and values so far [B, K, S, E], with those of this forward [B, K, T,
-        E]."""
+        """Append a layer's keys and values [B, K, T, E]; return all so far [B, K, S, E]."""
         if layer not in self._layers:
             shape = (*k.shape[:2], self._size, k.size(-1))
             self._layers[layer] = k.new_zeros(shape), v.new_zeros((*shape[:3], v.size(-1)))

@@ -1,4 +1,5 @@
-"""Errors of a model that could be built: its sizes against the data's, tensors that stages lack."""
+"""Checks of a model that could be built: its sizes against the data's, and tensors that stages
+would lose."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from titanlike.models.registry import LENGTHS
 
 
 def model_problems(model: nn.Module, config: Config) -> list[Problem]:
-    """Problems of a model on meta, with this config."""
+    """Return the problems of a model on meta with this config."""
     problems: list[Problem] = []
 
     def wrong(key: str, value: Any, reason: str, fix: str) -> None:
@@ -54,7 +55,7 @@ def model_problems(model: nn.Module, config: Config) -> list[Problem]:
 
 
 def _unregistered_tensor(model: nn.Module) -> str | None:
-    """The name of a tensor attribute that is neither parameter nor buffer, or None."""
+    """Return the name of a tensor attribute that is neither parameter nor buffer, or None."""
     registered = {id(t) for t in (*model.parameters(), *model.buffers())}
     for name, module in model.named_modules():
         for attribute, value in vars(module).items():
@@ -64,7 +65,7 @@ def _unregistered_tensor(model: nn.Module) -> str | None:
 
 
 def _initial_problems(config: Config, model: nn.Module) -> list[Problem]:
-    """Check what `model.initial(name)` returns; reports the first problem."""
+    """Yield the first problem with what `model.initial(name)` returns."""
     initial: Any = model.initial
     for name, _ in model.named_parameters():
         answer = initial(name)

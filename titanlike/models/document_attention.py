@@ -1,7 +1,5 @@
-"""Attention within packed documents, by kernels that take their offsets or a mask of blocks.
-
-Shapes as in `attention.py`.
-"""
+"""Attention within packed documents, by kernels that take document offsets or a block mask. Shapes
+as in `attention.py`."""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def takes_offsets(q: Tensor, v: Tensor) -> bool:
-    """Whether varlen attention, which is FlashAttention 2, takes these queries and values."""
+    """Return whether varlen attention (FlashAttention 2) supports these queries and values."""
     width = q.size(-1)
     if not q.is_cuda or q.dtype not in (torch.bfloat16, torch.float16) or width != v.size(-1):
         return False
@@ -32,7 +30,7 @@ def takes_offsets(q: Tensor, v: Tensor) -> bool:
 def by_offsets(
     q: Tensor, k: Tensor, v: Tensor, documents: Documents, scale: float | None
 ) -> Tensor:
-    """[B, H, T, E], where `takes_offsets`."""
+    """Compute attention within documents, [B, H, T, E], if `takes_offsets`."""
     from torch.nn.attention.varlen import varlen_attn  # late: it imports torch's compiler
 
     # [B * T, H or K, E]
@@ -41,8 +39,8 @@ def by_offsets(
     left = -1 if documents.window is None else documents.window - 1
     options: dict[str, Any] = {"scale": scale, "window_size": (left, 0)}
     if q.size(1) != k.size(1) and "enable_gqa" in (varlen_attn.__kwdefaults__ or {}):
-        options["enable_gqa"] = True  # of torch 2.11 it is no argument: K < H is taken as it is
-    # flash alone: cuDNN, which torch 2.15 prefers here, plans anew for each number of documents
+        options["enable_gqa"] = True  # torch 2.11 has no such argument, and accepts K < H anyway
+    # only flash: cuDNN, which torch 2.15 prefers here, plans again for each number of documents
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
         result: Any = varlen_attn(
             queries, keys, values, offsets, offsets, longest, longest, **options
@@ -51,7 +49,7 @@ def by_offsets(
 
 
 def takes_blocks(q: Tensor, v: Tensor) -> bool:
-    """Whether flex attention's kernels take these queries and values."""
+    """Return whether flex attention's kernels support these queries and values."""
     dtypes = torch.float32, torch.bfloat16, torch.float16
     return q.is_cuda and q.dtype in dtypes and q.size(-1) >= 16 and v.size(-1) >= 16
 
@@ -64,7 +62,7 @@ def by_blocks(
     scale: float | None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """[B, H, T, E], where `takes_blocks`."""
+    """Compute attention within documents, [B, H, T, E], if `takes_blocks`."""
     from torch.nn.attention.flex_attention import AuxRequest, flex_attention  # late, as varlen_attn
 
     batch, tokens, window = q.size(0), q.size(2), documents.window
@@ -110,7 +108,8 @@ def _compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 def document_mask(
     documents: Documents, batch: int, tokens: int, queries: Tensor | None = None
 ) -> Tensor:
-    """Bool [B, 1, T, T] (query, key): True = attends; queries: places of some tokens alone, [t]."""
+    """Return the mask, bool [B, 1, T, T] (query, key; True = attends). queries: positions [t] of
+    some tokens, to return their rows only."""
     numbers = _numbers(documents.spans[0], batch, tokens)
     keys = torch.arange(tokens, device=numbers.device)
     at, of_queries = keys, numbers
@@ -123,8 +122,9 @@ def document_mask(
 
 
 def document_blocks(documents: Documents, batch: int, tokens: int) -> BlockMask:
-    """The same for flex attention, without a tensor of T * T values (`create_block_mask` makes one
-    unless it is compiled): documents follow each other, so the first and last of a block tell."""
+    """Return the block mask for flex attention without a tensor of T * T values (which
+    `create_block_mask` makes unless compiled): documents are contiguous, so the first and last
+    token of a block suffice."""
     window = documents.window
     return _block_mask(_blocks(documents.spans[0], batch, tokens, window), tokens, window)
 
@@ -167,7 +167,7 @@ def _blocks(offsets: Tensor, batch: int, tokens: int, window: int | None) -> lis
     if window is not None:
         some = some & ((apart - 1) * TILE + 1 < window)
         full = full & ((apart + 1) * TILE - 1 < window)
-    lists: list[Tensor] = []  # of each block of queries: how many of keys, and which
+    lists: list[Tensor] = []  # for each block of queries: number of key blocks, their indices
     for which in (some & ~full, full):
         dense = which[:, None].int()  # [B, 1, blocks, blocks]
         order = dense.argsort(dim=-1, descending=True, stable=True)
@@ -186,6 +186,6 @@ def _(offsets: Tensor, batch: int, tokens: int, window: int | None) -> list[Tens
 
 
 def _numbers(offsets: Tensor, batch: int, tokens: int) -> Tensor:
-    """The number of each token's document, from 1, int64 [B, T]."""
+    """Return the number of each token's document, from 1, int64 [B, T]."""
     at = torch.arange(batch * tokens, device=offsets.device, dtype=torch.int32)
     return torch.searchsorted(offsets, at, right=True).view(batch, tokens)

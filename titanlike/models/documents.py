@@ -1,9 +1,9 @@
-"""Documents packed into sequences: attention stays within a document, and its positions start at 0.
+"""Documents packed into sequences: attention stays within a document, and its positions begin at 0.
 
-A mask has T * T values a sequence; offsets of documents, which attention kernels take, have a value
-a document.
+A mask has T * T values per sequence; document offsets, which attention kernels take, one value per
+document.
 
-Shapes: B sequences of T tokens, N documents in all of them together.
+Shapes: B sequences of T tokens, N documents in all sequences together.
 """
 
 from __future__ import annotations
@@ -19,18 +19,19 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 if TYPE_CHECKING:
     from titanlike.models.cache import KeyValueCache
 
-TILE = 128  # queries, and keys, that kernels process together
+TILE = 128  # queries, and keys, per block of a kernel
 
 
 class Documents(NamedTuple):
-    """A token attends to itself and to the tokens before it in its document.
+    """A token attends to itself and to previous tokens of its document.
 
-    spans: int32 [L, N + 1], L times the same row, in the memory of one. The row is the offset of
-    each document's first token among the B * T, then B * T; documents at its end may be empty. L is
-    the length of the longest document, or more: kernels want it on the host, where it is a shape.
-    window: attends to so many tokens only, itself included; None = to all. attend: computes
-    attention where a rank has a part of the tokens, and the spans are of all of them: (q, k, v,
-    documents, scale, dropout, sinks). None = all tokens are here.
+    spans: int32 [L, N + 1], L views of one row. The row has the offset of each document's first
+    token among the B * T tokens, then B * T; documents at its end may be empty. L is at least the
+    length of the longest document: kernels need it on the host, where it is a shape.
+
+    window: a token attends to so many tokens at most, itself included; None = no limit. attend: (q,
+    k, v, documents, scale, dropout, sinks) computes attention where a rank has only some of the
+    tokens, while spans cover all; None = this rank has all tokens.
     """
 
     spans: Tensor
@@ -85,8 +86,8 @@ def attention_inputs(
 
 
 def within_window(mask: Tensor | Documents, window: int) -> Tensor | Documents:
-    """The same where a token attends to so many tokens only, itself included; a mask's queries are
-    the last ones."""
+    """Limit a mask such that a token attends to `window` tokens at most, itself included; a tensor
+    mask's queries are the last tokens."""
     if isinstance(mask, Documents):
         return mask._replace(window=window)
     at = torch.arange(mask.size(-1), device=mask.device)
@@ -94,22 +95,23 @@ def within_window(mask: Tensor | Documents, window: int) -> Tensor | Documents:
 
 
 def takes_documents(ids: Tensor) -> bool:
-    """Whether the kernels of the device take offsets or blocks of documents: those of GPUs."""
+    """Return whether the device's kernels take document offsets or blocks: a GPU's do."""
     return ids.is_cuda
 
 
 def document_starts(document_ids: Tensor) -> Tensor:
-    """Bool [B, T]: where a document begins, the first token of a sequence apart (False)."""
+    """Return bool [B, T]: where a document begins, except at a sequence's first token (False)."""
     return F.pad(document_ids[:, 1:] != document_ids[:, :-1], (1, 0))
 
 
 def document_spans(document_ids: Tensor) -> Tensor:
-    """`Documents.spans` of document_ids, integers [B, T] that change where a document begins.
+    """Return `Documents.spans` for document_ids, integers [B, T] that change where a document
+    begins.
 
-    N and L depend on values, which are read from the tensor's `host_copy` if it has one: a GPU is
-    not waited for. Both are rounded up to powers of two, for which a kernel is compiled once: empty
-    documents cost a GPU little as long as there are not more of them than others. On meta the
-    shape is that of one document a sequence.
+    N and L depend on values, which are read from the tensor's `host_copy` if it has one, so that a
+    GPU is not synchronized. Both are rounded up to powers of two, so that few kernels are compiled:
+    empty documents cost a GPU little as long as they are not the majority. On meta, the shape is
+    that of one document per sequence.
     """
     if has_torch_function_unary(document_ids):  # recorded as one call, not by its operations
         return handle_torch_function(document_spans, (document_ids,), document_ids)
@@ -120,13 +122,13 @@ def document_spans(document_ids: Tensor) -> Tensor:
     count, longest = _power_of_two(count), min(max(_power_of_two(longest), TILE), tokens)
     starts = document_starts(document_ids)
     starts[:, 0] = True
-    number = starts.flatten().cumsum(0)  # of each token's document: 1, 2, ...
+    number = starts.flatten().cumsum(0)  # number of each token's document: 1, 2, ...
     wanted = torch.arange(1, count + 2, device=number.device)
     return torch.searchsorted(number, wanted, out_int32=True).expand(longest, -1)
 
 
 def sequence_spans(ids: Tensor) -> Tensor:
-    """`Documents.spans` where each sequence of ids [B, T] is one document."""
+    """Return `Documents.spans` with each sequence of ids [B, T] as one document."""
     if has_torch_function_unary(ids):  # as above
         return handle_torch_function(sequence_spans, (ids,), ids)
     batch, tokens = ids.shape
@@ -135,14 +137,14 @@ def sequence_spans(ids: Tensor) -> Tensor:
 
 
 def with_host_copy(tensor: Tensor, host: Tensor) -> Tensor:
-    """The same tensor, which knows its copy on the CPU; so do its microbatches, as views of it."""
+    """Attach a copy on the CPU to a tensor; microbatches, as views, have it, too."""
     marked: Any = tensor
     marked.host_copy = host
     return tensor
 
 
 def _on_host(tensor: Tensor) -> Tensor:
-    """The values on the CPU; waits for the device if there is no `host_copy`."""
+    """Return the values on the CPU; synchronizes with the device if there is no `host_copy`."""
     base = tensor if tensor._base is None else tensor._base
     host = getattr(base, "host_copy", None)
     if host is None or host.stride() != base.stride():
@@ -152,7 +154,7 @@ def _on_host(tensor: Tensor) -> Tensor:
 
 
 def _count_and_longest(document_ids: Tensor) -> tuple[int, int]:
-    """The number of documents in all sequences, and of tokens in the longest."""
+    """Return the number of documents in all sequences, and the length of the longest."""
     starts = document_starts(document_ids)
     starts[:, 0] = True
     (first,) = torch.where(starts.flatten())

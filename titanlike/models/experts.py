@@ -28,12 +28,12 @@ from torch.utils.flop_counter import register_flop_formula
 from titanlike.models.llama import swiglu
 
 EXPERT_LINEAR = "titanlike.expert_linear"  # the operator's name
-_REGISTER = 64  # elements, a multiple of those that vector registers of a CPU have
-_ALIGNED = 16  # bytes between rows, of which grouped_mm wants a multiple
+_REGISTER = 64  # elements; a multiple of the length of a CPU's vector registers
+_ALIGNED = 16  # grouped_mm needs row strides that are multiples of so many bytes
 
 
 class Experts(nn.Module):
-    """SwiGLU networks (arXiv 2002.05202) side by side."""
+    """Several SwiGLU networks (arXiv 2002.05202) with stacked weights."""
 
     sorted_by_expert = True
     independent_rows = False
@@ -58,8 +58,8 @@ class Experts(nn.Module):
         missing = -gate.numel() % _REGISTER
         if not (self.independent_rows and missing):
             return self.activation(gate, up)
-        # torch's kernels for the CPU take the last elements of a tensor, those that fill no vector
-        # register, by other instructions, which round differently
+        # torch's CPU kernels process the last elements of a tensor, which do not fill a vector
+        # register, with other instructions, which round differently
         gate_, up_ = (F.pad(x.flatten(), (0, missing)) for x in (gate, up))
         return self.activation(gate_, up_)[: gate.numel()].view(gate.shape)
 
@@ -105,7 +105,7 @@ class _Sorted(torch.autograd.Function):
 
 
 class _Permuted(torch.autograd.Function):
-    """Rows in another order, whose reverse is known."""
+    """Rows in another order; the inverse permutation is known."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, order: Tensor, reverse: Tensor) -> Tensor:
@@ -119,9 +119,9 @@ class _Permuted(torch.autograd.Function):
 
 
 class AddLoss(torch.autograd.Function):
-    """The same tensor; the backward adds a loss (a scalar) to that of the model.
+    """Identity whose backward adds a loss (a scalar) to the model's.
 
-    So a loss from inside a block reaches its gradients in every pipeline stage without being sent.
+    So a loss within a block reaches its gradients in every pipeline stage without being sent.
     """
 
     @staticmethod
@@ -145,8 +145,8 @@ class AddLoss(torch.autograd.Function):
 
 
 def expert_linear(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
-    """rows [N, I], those of expert 0 first; weight [E, O, I]; counts [E] int64, of sum N, how many
-    rows each has -> [N, O] in the dtype of the rows, which is that of the weight."""
+    """Multiply each expert's rows with its matrix. rows [N, I], sorted by expert; weight [E, O, I];
+    counts [E] int64, the number of rows of each -> [N, O] in the dtype of rows and weight."""
     return torch.ops.titanlike.expert_linear(rows, weight, counts)
 
 
@@ -168,11 +168,11 @@ def _(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
 
 @torch.library.custom_op("titanlike::expert_linear_weight", mutates_args=())
 def _weight_gradient(gradient: Tensor, rows: Tensor, counts: Tensor, weight: Tensor) -> Tensor:
-    """gradient [N, O], rows [N, I] -> [E, O, I]; an expert without rows has zeros."""
+    """gradient [N, O], rows [N, I] -> [E, O, I]; zeros for an expert without rows."""
     if runs_grouped(rows, weight):
         transposed = gradient.contiguous().t()
         result = F.grouped_mm(transposed, rows.contiguous(), offs=_ends(counts))
-        if result.device.type != "cpu":  # a kernel may leave out what has no rows
+        if result.device.type != "cpu":  # a kernel may not write experts without rows
             result.masked_fill_((counts == 0)[:, None, None], 0)
         return result
     out = torch.empty_like(weight, memory_format=torch.contiguous_format)
@@ -188,9 +188,11 @@ def _(gradient: Tensor, rows: Tensor, counts: Tensor, weight: Tensor) -> Tensor:
 
 
 def runs_grouped(rows: Tensor, weight: Tensor) -> bool:
-    """Whether torch's grouped product takes these: it wants aligned rows, and at least one.
+    """Return whether torch's grouped product supports these: it needs aligned rows, and at least
+    one.
 
-    On Hopper and later it waits for no counts in bf16; its fallback elsewhere reads them."""
+    In bf16 on Hopper and later it does not read counts on the host; its fallback elsewhere does.
+    """
     bytes_of_rows = [size * rows.element_size() for size in weight.shape[1:]]
     return len(rows) > 0 and not any(size % _ALIGNED for size in bytes_of_rows)
 

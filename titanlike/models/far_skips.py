@@ -1,5 +1,5 @@
-"""A small U of blocks for checks: the output of each block of the first half is added to the input of
-its mirror image, so that in a pipeline values pass by the stages between."""
+"""A small U-shaped model for checks: the output of each block of the first half is added to the
+input of its mirror image, so that in a pipeline values skip the stages in between."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 
 class FarSkips(nn.Module):
-    """Sizes as of the Llama models; those of heads are not used."""
+    """Sizes as in the Llama models; those of heads are unused."""
 
     def __init__(self, vocab_size: int, hidden_size: int, num_hidden_layers: int, **_: int) -> None:
         super().__init__()

@@ -86,7 +86,7 @@ class Transformer(nn.Module):
         self, ids: Tensor, positions: Tensor, mask: Any, cache: KeyValueCache | None = None
     ) -> Tensor:
         x = self.wte(ids) + self.wpe(positions)  # [B, T] -> [B, T, D]
-        cached = () if cache is None else (cache,)  # blocks of a user's own know none
+        cached = () if cache is None else (cache,)  # a user's blocks may not take a cache
         for block in self.h:
             x = block(x, mask, *cached)
         return self.ln_f(x)
@@ -100,7 +100,7 @@ class Gpt2(nn.Module):
     Raises ValueError where sizes do not fit each other.
     """
 
-    may_be_zero = ()  # sizes; all others are above 0
+    may_be_zero = ()  # sizes that may be 0
 
     def __init__(
         self,
@@ -133,13 +133,13 @@ class Gpt2(nn.Module):
         mask: Tensor | None = None,
         cache: KeyValueCache | None = None,
     ) -> Tensor:
-        """document_ids, positions, mask: see `attention_inputs` in `documents.py`; cache: of the
-        tokens before, which then gives positions and mask."""
+        """document_ids, positions, mask: see `attention_inputs` in `documents.py`; cache: of
+        previous tokens, which then supplies positions and mask."""
         positions, mask = attention_inputs(ids, document_ids, positions, mask, True, cache)
         return self.lm_head(self.transformer(ids, positions, mask, cache))  # [B, T, D] -> [B, T, V]
 
     def tp_plan(self) -> dict[str, Any]:
-        """How tensor parallelism divides it, see `parallel/tp/plan.py`."""
+        """The plan of tensor parallelism, see `parallel/tp/plan.py`."""
         block = "transformer.h.*"
         return {
             "transformer.wte": "vocab",

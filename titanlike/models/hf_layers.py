@@ -21,19 +21,20 @@ from titanlike.models.attention import attention, by_priority
 from titanlike.models.documents import Documents
 from titanlike.models.experts import expert_linear, through_experts
 
-NAME = "titanlike"  # among transformers' attention functions, beside sdpa and eager
+NAME = "titanlike"  # registered as a transformers attention function, like sdpa and eager
 
 
 def takes_documents(kind: Any) -> bool:
-    """Whether a class of transformers hands its mask to the attention function unseen.
+    """Return whether a transformers class passes its mask to the attention function without
+    inspecting it.
 
-    Those that may be given flex attention's mask, which is no tensor either, do.
+    Classes that support flex attention do, whose mask is not a tensor either.
     """
     return bool(kind._supports_attention_backend and kind._supports_flex_attn)
 
 
 def register() -> None:
-    """Let transformers know `_attention` as `NAME`."""
+    """Register `_attention` with transformers as `NAME`."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
 
@@ -71,9 +72,7 @@ class SortedExperts(nn.Module):
     """A mixin: the first base class of the experts, before transformers' own class."""
 
     sorted_by_expert = True
-    independent_rows = (
-        True  # the activation is of half of each row, which kernels compute row by row
-    )
+    independent_rows = True  # the activation reads half of each row, so kernels compute row by row
     product: Any = None
     num_experts: int
     top_k: int
@@ -95,7 +94,7 @@ class SortedExperts(nn.Module):
 
 
 def sort_tokens(model: nn.Module, top_k: int) -> None:
-    """Give the experts of a model this form. top_k: experts that a token goes to."""
+    """Give the experts of a model the mixin `SortedExperts`. top_k: experts per token."""
     module: Any
     experts: Any
     for module in list(model.modules()):
@@ -109,7 +108,7 @@ def sort_tokens(model: nn.Module, top_k: int) -> None:
 
 
 def _fits(experts: Any) -> bool:
-    if not hasattr(experts, "is_concatenated"):  # of transformers' decorator for experts
+    if not hasattr(experts, "is_concatenated"):  # set by transformers' decorator for experts
         return False
     plain = not (experts.has_bias or experts.is_transposed or experts.has_post_expert_norm)
     return plain and experts.has_gate and experts.is_concatenated

@@ -1,8 +1,8 @@
-"""Which of transformers' models a model of ours equals, and what of it their folders have
-otherwise.
+"""Maps built-in models to the transformers models that they equal, and what those folders store
+differently.
 
 Parameters and sizes have transformers' names already. To add a family: a `Counterpart` in
-`FAMILIES`. No torch, no transformers.
+`FAMILIES`. Imports neither torch nor transformers.
 """
 
 from __future__ import annotations
@@ -18,17 +18,14 @@ from titanlike.models.yarn import Yarn, yarn_of
 
 @dataclass(frozen=True)
 class Counterpart:
-    """A model of transformers that one of ours equals.
+    """A transformers model that a built-in model equals.
 
-    prefix: of names, which some folders leave out.
-    keys: sizes of ours that its config has; renamed: those under another name.
-    repeated: keys of transformers 4 -> those with their value.
-    needs: other sizes of ours, which must have this value.
-    present: sizes of ours that must not be null or 0 -> one that they could be.
-    fixed: keys of its config that have one value here, or one of a tuple.
-    stored: (pattern, replacement) that make of a parameter's name that in files, in which # is the
-    number of an expert; "" = it is in none.
-    transposed: a pattern of matrices that files have as [..., in, out].
+    prefix: of names, which some folders omit. keys: our sizes that its config has; renamed: those
+    under another name. repeated: keys of transformers 4 -> keys with the same value. needs: our
+    other sizes, which must have this value. present: our sizes that must not be null or 0 -> a
+    possible value. fixed: keys of its config that have one value here, or one of a tuple. stored:
+    (pattern, replacement) from a parameter's name to its name in files, where # is an expert's
+    number; "" = not stored. transposed: a pattern of matrices stored as [..., in, out].
     """
 
     model_type: str
@@ -44,20 +41,20 @@ class Counterpart:
     transposed: str | None = None
 
     def stored_name(self, name: str) -> str:
-        """A parameter's name in files."""
+        """Return a parameter's name in files."""
         for pattern, replacement in self.stored:
             name = re.sub(pattern, replacement, name)
         return name
 
     def config_json(self, sizes: Mapping[str, Any], length: int) -> dict[str, Any]:
-        """config.json for a model of all of these sizes, and sequences of `length`."""
+        """Return config.json for a model of these sizes, and sequences of `length`."""
         config: dict[str, Any] = {
             "architectures": [self.architecture],
             "model_type": self.model_type,
         }
         config |= {self.renamed.get(key, key): whole_sizes(sizes)[key] for key in self.keys}
         config |= self.fixed
-        if "rope_theta" in config:  # where transformers 4 has it; 5 has an object
+        if "rope_theta" in config:  # transformers 4; version 5 has an object
             kind = "yarn" if config.get("rope_scaling") else "default"
             rope = {"rope_theta": config["rope_theta"], "rope_type": kind}
             rope |= config.get("rope_scaling") or {}
@@ -68,7 +65,7 @@ class Counterpart:
         return config | {key: config[same] for key, same in self.repeated.items()}
 
     def our_sizes(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """The sizes that a config of transformers asks for."""
+        """Return the sizes that a transformers config asks for."""
         values = _flat(config)
         sizes = {key: values.get(self.renamed.get(key, key)) for key in self.keys}
         if "rope_scaling" in sizes:
@@ -77,7 +74,7 @@ class Counterpart:
         return {**whole_sizes(sizes), **self.needs}
 
     def unsupported(self, config: Mapping[str, Any]) -> list[str]:
-        """key=value of what a config asks for and ours does not compute."""
+        """Return key=value of what a config asks for and the built-in model does not compute."""
         values = _flat(config)
         types = values.get("layer_types") or []
         kept = types == _layer_types(values["sliding_window_pattern"], len(types))
@@ -97,21 +94,21 @@ def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _layer_types(pattern: int, layers: int) -> list[str]:
-    """Each pattern-th attends to all tokens."""
+    """Every pattern-th layer attends to all tokens."""
     return [_FULL if (at + 1) % pattern == 0 else "sliding_attention" for at in range(layers)]
 
 
-_HARMLESS = ("attn_pdrop", "embd_pdrop", "resid_pdrop")  # differences that change no weight
+_HARMLESS = ("attn_pdrop", "embd_pdrop", "resid_pdrop")  # may differ: weights are the same
 _DECODER = (
     *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"),
     *("num_key_value_heads", "rope_theta", "rms_norm_eps", "tie_word_embeddings"),
 )
 _FULL = "full_attention"
 _ROPE = {"hidden_act": "silu", "rope_type": "default"}
-_OF_ROPE = ("rope_type", "attention_factor", "rope_scaling")  # which is in an object
+_OF_ROPE = ("rope_type", "attention_factor", "rope_scaling")  # keys of the rope object
 _YARN = _ROPE | {"rope_type": ("default", "yarn"), "attention_factor": None}
 
-_MTP = (r"mtp\..*", "")  # blocks of training alone
+_MTP = (r"mtp\..*", "")  # blocks that only training uses
 
 LLAMA = Counterpart(
     model_type="llama",
@@ -133,10 +130,10 @@ GPT2 = Counterpart(
         "scale_attn_weights": True,
         "scale_attn_by_inverse_layer_idx": False,
         "add_cross_attention": False,
-        # it has no dropout; what was pretrained with some is the same function without
+        # the built-in model has no dropout; a model pretrained with it is the same function
         **dict.fromkeys(_HARMLESS, 0.0),
     },
-    transposed=r"\.(c_attn|c_proj|c_fc)\.weight",  # of transformers' Conv1D
+    transposed=r"\.(c_attn|c_proj|c_fc)\.weight",  # transformers' Conv1D
 )
 
 _MIXTURE = (*_DECODER, "head_dim", "num_local_experts", "num_experts_per_tok")
@@ -155,7 +152,7 @@ _MIXTURE_NEEDS = {
 }
 _MIXTURE_FIXED = _ROPE | {"sliding_window": None, "attention_dropout": 0.0}
 _OF_EXPERT = (r"\.experts\.(\w+)$", r".experts.#.\1.weight")
-_BUFFER = (r".*\.mlp\.load", "")  # of the balance loss
+_BUFFER = (r".*\.mlp\.load", "")  # a buffer of the balance loss
 # what other programs read of DeepSeek-V3's config, and transformers does not write; its blocks of
 # further tokens are not read
 _OF_OTHERS = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "num_nextn_predict_layers": 0}
@@ -221,8 +218,8 @@ FAMILIES = {"llama": (LLAMA,), "gpt2": (GPT2,), "moe": (MIXTRAL, QWEN3_MOE, DEEP
 
 
 def counterpart(name: str, sizes: Mapping[str, Any]) -> Counterpart:
-    """The model of theirs that a model of ours is; sizes: all of its arguments. Raises ValueError,
-    with the arguments that the nearest one does not have."""
+    """Return the transformers model that a built-in model with these arguments equals. Raises
+    ValueError with the arguments that the nearest one does not support."""
 
     def unmet(theirs: Counterpart) -> dict[str, Any]:
         wrong = {key: value for key, value in theirs.needs.items() if sizes[key] != value}
@@ -239,7 +236,7 @@ def counterpart(name: str, sizes: Mapping[str, Any]) -> Counterpart:
 
 
 def whole_sizes(sizes: Mapping[str, Any]) -> dict[str, Any]:
-    """The sizes with the head_dim that null stands for, and all keys of `rope_scaling`."""
+    """Return the sizes with a null head_dim replaced by its value, and all keys of `rope_scaling`."""
     whole = dict(sizes)
     if "head_dim" in sizes and sizes["head_dim"] is None:
         whole["head_dim"] = sizes["hidden_size"] // sizes["num_attention_heads"]

@@ -26,8 +26,8 @@ from titanlike.models.safetensors_folder import SafetensorsFolder
 class Source(NamedTuple):
     """Where a parameter is stored.
 
-    form: same; transposed; or stacked: of a parameter [N, out, in], for each of its N matrices the
-    names of the tensors [part of out, in] of which it consists.
+    form: same; transposed; or stacked: for a parameter [N, out, in], for each of its N matrices the
+    names of the tensors [part of out, in] that form it.
     """
 
     rows: list[list[str]]
@@ -35,13 +35,13 @@ class Source(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The tensor's, where it is one."""
+        """The tensor's name, if it is a single one."""
         ((name,),) = self.rows
         return name
 
 
 def source_of(theirs: Counterpart, name: str, shape: Sequence[int]) -> Source:
-    """A parameter of a model of our own."""
+    """Return where a built-in model's parameter is stored."""
     stored = theirs.stored_name(name)
     if "#" in stored:
         return Source([[stored.replace("#", str(row))] for row in range(shape[0])], "stacked")
@@ -53,11 +53,11 @@ class StoredWeights:
     """The values of parameters in a folder's files."""
 
     def __init__(self, files: SafetensorsFolder, sources: Mapping[str, Source]) -> None:
-        """sources: by the names of parameters and buffers, every name of a tied one."""
+        """sources: by the names of parameters and buffers, all names of a tied one."""
         self.files, self.sources = files, sources
 
     def block(self, name: str, shape: torch.Size, place: Slices) -> Tensor:
-        """A block of a parameter of this shape, fp32 on the CPU; `place` has a slice a
+        """Return a block of a parameter with this shape, fp32 on the CPU; `place` has a slice per
         dimension."""
         source = self.sources[name]
         if source.form == "stacked":
@@ -76,7 +76,7 @@ class StoredWeights:
         return torch.cat([self.files.slice(key)[:] for key in keys])[tuple(place)]
 
     def mismatches(self, shapes: Mapping[str, torch.Size]) -> Iterator[str]:
-        """Say what is missing, or has another shape than parameters; reads headers only."""
+        """Yield what is missing or has another shape; reads headers only."""
         for name, shape in shapes.items():
             rows, form = self.sources[name]
             if missing := [key for keys in rows for key in keys if key not in self.files.files]:
@@ -97,7 +97,7 @@ class StoredWeights:
 def own_weights(
     theirs: Counterpart, folder: Path, shapes: Mapping[str, torch.Size]
 ) -> StoredWeights:
-    """The weights of a model of our own. Raises ValueError where the files cannot be read."""
+    """Return the weights of a built-in model. Raises ValueError for unreadable files."""
     files = SafetensorsFolder(folder)
 
     def here(key: str) -> str:
@@ -113,7 +113,7 @@ def own_weights(
 
 
 class FolderWeights(StoredWeights):
-    """`InitialWeights` of a model of transformers."""
+    """`InitialWeights` of a transformers model."""
 
     def __init__(
         self, model: Any, folder: Path, buffer: Callable[[str], Tensor] | None = None

@@ -23,18 +23,18 @@ from titanlike.models.yarn import Yarn
 if TYPE_CHECKING:
     from titanlike.models.cache import KeyValueCache
 
-_EPS = 1e-6  # of the latents' norms, whatever that of the others is
+_EPS = 1e-6  # of the latents' norms, independent of rms_norm_eps
 
 
 class Latent(NamedTuple):
-    """Its sizes, by transformers' names."""
+    """The sizes of latent attention, with transformers' names."""
 
     q_lora_rank: int | None  # None = queries are projected without a latent
     kv_lora_rank: int
     qk_nope_head_dim: int
     qk_rope_head_dim: int
     v_head_dim: int
-    rope_interleave: bool  # neighbours are rotated together, not the halves of a head
+    rope_interleave: bool  # pairs are neighbours, not the halves of a head
 
 
 class LatentAttention(nn.Module):
@@ -57,7 +57,7 @@ class LatentAttention(nn.Module):
         latent, rotated = sizes.kv_lora_rank, sizes.qk_rope_head_dim
         self.kv_a_proj_with_mqa = nn.Linear(hidden_size, latent + rotated, bias=False)
         self.kv_a_layernorm = RMSNorm(latent, _EPS)
-        self.rotated_key = nn.Identity()  # which the heads share
+        self.rotated_key = nn.Identity()  # shared by the heads
         of_head = sizes.qk_nope_head_dim + sizes.v_head_dim
         self.kv_b_proj = nn.Linear(latent, heads * of_head, bias=False)
         self.o_proj = nn.Linear(self.widths[1], hidden_size, bias=False)
@@ -100,8 +100,8 @@ class LatentAttention(nn.Module):
         mask: Any,
         cache: KeyValueCache,
     ) -> Tensor:
-        """The same of what a cache keeps: latents are keys and values, which the heads share, and a
-        head's matrices are multiplied with its queries and its result."""
+        """Compute attention from cached latents, which are the keys and values shared by all heads:
+        a head's up-projections are applied to its queries and its result instead."""
         latent, key = cache.extend(self, latent.unsqueeze(1), key)  # [B, 1, S, C], [B, 1, S, R]
         of_keys, of_values = self._split_heads(
             self.kv_b_proj.weight.unflatten(0, (-1, self._of_head)), 1
@@ -115,15 +115,15 @@ class LatentAttention(nn.Module):
         return self.sizes.qk_nope_head_dim + self.sizes.v_head_dim
 
     def _split_heads(self, x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-        """Those of keys and those of values."""
+        """Return the keys' and the values' part of each head."""
         return x.split([self.sizes.qk_nope_head_dim, self.sizes.v_head_dim], dim)
 
     def _halves(self, x: Tensor) -> Tensor:
-        """The pairs as halves of a head, which `rotate` takes."""
+        """Reorder interleaved pairs to halves of a head, as `rotate` expects."""
         return x.unflatten(-1, (-1, 2)).mT.flatten(-2) if self.sizes.rope_interleave else x
 
     def tp_plan(self) -> dict[str, Any]:
-        """Latents are of a rank's part of the sequence, and gathered for its heads."""
+        """Latents are computed for a rank's part of the sequence, and gathered for its heads."""
         queries: dict[str, Any] = {"q_proj": {"colwise": self.key_width}}
         if self.sizes.q_lora_rank is not None:
             queries = {"q_a_proj": "sequence", "q_a_layernorm": "sequence"}
@@ -138,7 +138,7 @@ class LatentAttention(nn.Module):
 
 
 def latent_problems(sizes: Latent, qk_norm: bool, head_dim: int | None) -> list[str]:
-    """Why such an attention cannot be, with keys that can."""
+    """Return why these sizes of latent attention are invalid, with valid ones."""
     problems, width = [], sizes.qk_rope_head_dim
     if width % 2:
         reason = "is odd, and the rotary embedding rotates pairs"

@@ -52,7 +52,7 @@ def rotary_table(
     return table if yarn is None else table * yarn.of_table
 
 
-Rotary = tuple[int, float, "Yarn | None"]  # what `rotary_table` takes behind positions
+Rotary = tuple[int, float, "Yarn | None"]  # arguments of `rotary_table` after positions
 
 
 def rotate(table: Tensor, *heads: Tensor) -> tuple[Tensor, ...]:
@@ -62,8 +62,8 @@ def rotate(table: Tensor, *heads: Tensor) -> tuple[Tensor, ...]:
 
 
 class _Rotation(torch.autograd.Function):
-    """(a, b) -> (a * cos - b * sin, b * cos + a * sin), in the memory layout that the heads have;
-    the backward rotates the other way."""
+    """(a, b) -> (a * cos - b * sin, b * cos + a * sin) for the halves of each head, keeping the
+    memory layout; the backward rotates in the opposite direction."""
 
     @staticmethod
     def forward(ctx: Any, table: Tensor, *heads: Tensor) -> tuple[Tensor, ...]:
@@ -86,7 +86,7 @@ def _rotated(x: Tensor, table: Tensor, sign: float) -> Tensor:
 
 
 class Sinks(nn.Module):
-    """A score more for each head, which has no value (see `attention`)."""
+    """One more score for each head's softmax, without a value (see `attention`)."""
 
     def __init__(self, heads: int):
         super().__init__()
@@ -107,12 +107,15 @@ class Attention(nn.Module):
         sinks: bool = False,
         window: int | None = None,
     ):
-        """head_dim: E, if not hidden_size // heads; qk_norm_eps: of the norms of each head's query
-        and key, None = there are none; window: a token attends to so many only, itself included.
-        With sinks or a window the mask is `Documents`, or with a cache a tensor."""
+        """head_dim: E, default hidden_size // heads; qk_norm_eps: of the norms of each head's query
+        and key, None = no norms; window: a token attends to so many tokens at most, itself
+        included. With sinks or a window the mask is `Documents`, or with a cache a tensor."""
         super().__init__()
         self.head_dim = head_dim or hidden_size // heads
-        self.widths = heads * self.head_dim, heads * self.head_dim  # of queries, of results
+        self.widths = (
+            heads * self.head_dim,
+            heads * self.head_dim,
+        )  # features of queries, of results
         self.q_proj = nn.Linear(hidden_size, heads * self.head_dim, bias=bias)
         self.k_proj = nn.Linear(hidden_size, kv_heads * self.head_dim, bias=bias)
         self.v_proj = nn.Linear(hidden_size, kv_heads * self.head_dim, bias=bias)
@@ -146,7 +149,7 @@ class Attention(nn.Module):
         return self.o_proj(y.transpose(1, 2).flatten(-2))  # [B, T, H * E] -> [B, T, D]
 
     def tp_plan(self) -> dict[str, Any]:
-        """How tensor parallelism divides it, by heads."""
+        """The plan of tensor parallelism, which shards heads."""
         more = {"[qk]_norm": "replicate_sum"} if self.normed else {}
         more |= {"sinks": "rows"} if self.sinks is not None else {}
         return more | {
@@ -171,12 +174,12 @@ class MLP(nn.Module):
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) * up, all of one shape [...]; the backward keeps `gate` and `up` alone."""
+    """Compute silu(gate) * up, elementwise; only `gate` and `up` are saved for the backward."""
     return _SwiGLU.apply(gate, up)
 
 
 class _SwiGLU(torch.autograd.Function):
-    """The same values and gradients to the bit as the two operators, which keep silu(gate), too."""
+    """Values and gradients are bitwise those of the two operators, which also save silu(gate)."""
 
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
@@ -250,8 +253,8 @@ class NextTokenBlock(nn.Module):
 
 
 class NextTokens(nn.Module):
-    """A block for each further token, named 0, 1, ...: they are in the head's stage together, and
-    so in no list, whose entries a split may part."""
+    """A block for each further token, named 0, 1, ...: not a ModuleList, whose entries a split may
+    separate, since all are in the head's stage."""
 
     def __init__(self, hidden_size: int, blocks: Iterable[Block], norm_eps: float):
         super().__init__()
@@ -262,7 +265,7 @@ class NextTokens(nn.Module):
         return len(self._modules)
 
     def forward(self, x: Tensor, later: list[Tensor], table: Tensor, mask: Any) -> Tensor:
-        """x [B, T, D], and of each further token the embeddings -> [B, (1 + P) * T, D]."""
+        """x [B, T, D], and the embeddings for each further token -> [B, (1 + P) * T, D]."""
         outputs = [x]
         for block, embedded in zip(self.children(), later, strict=True):
             outputs.append(block(outputs[-1], embedded, table, mask))
@@ -273,13 +276,14 @@ class Llama(nn.Module):
     """Token ids [B, T] -> logits [B, T, V]; in training [B, (1 + P) * T, V].
 
     tie_word_embeddings: the head uses the embedding's weight. P = num_nextn_predict_layers: so many
-    tokens after the next one are predicted, in training alone; logits of the p-th follow, of all T
-    positions, those of the one before it. Their loss: `loss.mtp_weight`.
-    Raises ValueError with one argument per problem where sizes do not fit each other.
+    tokens after the next one are predicted, in training only; the p-th's logits follow those of the
+    one before, for all T positions. Their loss: `loss.mtp_weight`.
+
+    Raises ValueError with one argument per problem if sizes do not fit each other.
     """
 
-    by_documents = False  # whether its attention wants them (`Attention`)
-    # sizes; all others are above 0
+    by_documents = False  # whether its attention needs `Documents`
+    # sizes that may be 0
     may_be_zero: Collection[str] = ("num_nextn_predict_layers",)
 
     def __init__(
@@ -327,8 +331,8 @@ class Llama(nn.Module):
         mask: Tensor | None = None,
         cache: KeyValueCache | None = None,
     ) -> Tensor:
-        """document_ids, positions, mask: see `attention_inputs` in `documents.py`; cache: of the
-        tokens before, which then gives positions and mask."""
+        """document_ids, positions, mask: see `attention_inputs` in `documents.py`; cache: of
+        previous tokens, which then supplies positions and mask."""
         if self.by_documents and mask is not None:
             raise ValueError("mask: attention with sinks or windows takes document_ids alone")
         always = self.by_documents
@@ -336,15 +340,15 @@ class Llama(nn.Module):
         table = rotary_table(positions, *self.rotary)  # [2, (B,) T, E/2]
         x = self.model(ids, table, mask, cache)
         if self.mtp and self.training:
-            # what the last tokens are followed by is not known: their loss does not count
+            # the tokens after the last ones are unknown, so their loss is ignored
             rolled = [ids.roll(-later, 1) for later in range(1, len(self.mtp) + 1)]
-            # as a function: this stage uses the weight, and does not call the first one's module
+            # a function call: this stage uses the first one's weight, not its module
             table_of_ids = self.model.embed_tokens.weight
             x = self.mtp(x, [F.embedding(later, table_of_ids) for later in rolled], table, mask)
         return self.lm_head(x)  # [B, T, D] -> [B, T, V]
 
     def tp_plan(self) -> dict[str, Any]:
-        """How tensor parallelism divides it, see `parallel/tp/plan.py`."""
+        """The plan of tensor parallelism, see `parallel/tp/plan.py`."""
         block = "model.layers.*"
         attention: Any = self.model.layers[0].self_attn
         styles = attention.tp_plan().items()
@@ -390,7 +394,7 @@ class Llama(nn.Module):
 def attention_problems(
     hidden_size: int, heads: int, kv_heads: int, head_dim: int | None = None
 ) -> list[str]:
-    """Why such an attention cannot be, with sizes that can."""
+    """Return why these attention sizes are invalid, with valid ones."""
     problems = []
     if head_dim is None and hidden_size % (2 * heads):
         fit = -(-hidden_size // (2 * heads)) * 2 * heads
