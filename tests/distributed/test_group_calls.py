@@ -111,6 +111,9 @@ def exchange(received: tuple[int, ...], sent: tuple[int, ...]) -> Call:
     return Call("alltoall_base", "ab", (0, 1), tensors, (received, sent))
 
 
+WIDE = replace(exchange((1, 1), (1, 1)), tensors=((4, "torch.float32"),) * 2)
+
+
 @pytest.mark.parametrize(
     ("programs", "said"),
     [
@@ -126,6 +129,7 @@ def exchange(received: tuple[int, ...], sent: tuple[int, ...]) -> Call:
         ([[[AB]], [[replace(AB, operation="broadcast")]]], "other operations"),
         ([[[exchange((1, 2), (1, 0))]], [[exchange((0, 3), (2, 3))]]], ""),
         ([[[exchange((1, 2), (1, 0))]], [[exchange((1, 3), (2, 3))]]], "other rows"),
+        ([[[WIDE]], [[exchange((1, 1), (1, 1))]]], "other rows"),
         ([[[exchange((1, 1), (1, 1))]], [[replace(AB, operation="alltoall_base")]]], "other rows"),
     ],
 )

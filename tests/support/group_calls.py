@@ -184,7 +184,13 @@ def _differences(calls: Sequence[Any]) -> Iterator[str]:
     first, *others = calls
     if first.tables or any(call.tables for call in others):
         dtypes = {tuple(dtype for _, dtype in call.tensors) for call in calls}
-        same = len(dtypes) == 1 and all(call.tables for call in calls)
+        widths = {  # elements of a row
+            size / sum(rows)
+            for call in calls
+            for (size, _), rows in zip(call.tensors, call.tables, strict=False)
+            if sum(rows)
+        }
+        same = len(dtypes) == 1 and len(widths) <= 1 and all(call.tables for call in calls)
         pairs = [(a, b) for a in range(len(calls)) for b in range(len(calls))]
         if not same or any(calls[a].tables[1][b] != calls[b].tables[0][a] for a, b in pairs):
             yield f"other rows are sent than received: {calls}"
