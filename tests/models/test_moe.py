@@ -101,15 +101,16 @@ def test_sizes_that_do_not_fit_are_told_before_anything_starts(args: dict, said:
 
 
 @pytest.mark.parametrize("sizes", [(8, 12), (7, 5)], ids=["grouped", "in a loop"])
-@pytest.mark.parametrize("counts", [(3, 0, 4, 3), (0, 0, 0, 0), (0, 10, 0, 0)])
+@pytest.mark.parametrize("counts", [(3, 0, 4, 3), (0, 0, 0, 0), (0, 10, 0, 0), (0, 1, 0, 0)])
 def test_rows_meet_the_matrix_of_their_expert(sizes: tuple, counts: tuple) -> None:
     generator = torch.Generator().manual_seed(0)
-    rows = torch.randn(sum(counts), sizes[0], generator=generator, requires_grad=True)
+    wide = torch.randn(sum(counts), sizes[0] + 2, generator=generator)  # a single row is a part
+    rows = wide[:, :-2].requires_grad_()
     weight = torch.randn(4, sizes[1], sizes[0], generator=generator, requires_grad=True)
     assert runs_grouped(rows, weight) == (sizes == (8, 12) and len(rows) > 0)
     parts = zip(rows.split(counts), weight, strict=True)
     truth = torch.cat([part @ matrix.t() for part, matrix in parts])
-    gradient = torch.randn(truth.shape, generator=generator)
+    gradient = torch.randn(len(truth), sizes[1] + 2, generator=generator)[:, :-2]
     expected = torch.autograd.grad(truth, (rows, weight), gradient, allow_unused=True)
     found = expert_linear(rows, weight, torch.tensor(counts))
     torch.testing.assert_close(found, truth)

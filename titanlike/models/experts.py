@@ -153,7 +153,7 @@ def expert_linear(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
 @torch.library.custom_op("titanlike::expert_linear", mutates_args=())
 def _linear(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     if runs_grouped(rows, weight):
-        return F.grouped_mm(rows.contiguous(), weight.mT, offs=_ends(counts))
+        return F.grouped_mm(_in_a_row(rows), weight.mT, offs=_ends(counts))
     out = rows.new_empty(len(rows), weight.shape[1])
     sizes = counts.tolist()
     for part, matrix, into in zip(rows.split(sizes), weight, out.split(sizes), strict=True):
@@ -170,8 +170,8 @@ def _(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
 def _weight_gradient(gradient: Tensor, rows: Tensor, counts: Tensor, weight: Tensor) -> Tensor:
     """gradient [N, O], rows [N, I] -> [E, O, I]; zeros for an expert without rows."""
     if runs_grouped(rows, weight):
-        transposed = gradient.contiguous().t()
-        result = F.grouped_mm(transposed, rows.contiguous(), offs=_ends(counts))
+        transposed = _in_a_row(gradient).t()
+        result = F.grouped_mm(transposed, _in_a_row(rows), offs=_ends(counts))
         if result.device.type != "cpu":  # a kernel may not write experts without rows
             result.masked_fill_((counts == 0)[:, None, None], 0)
         return result
@@ -195,6 +195,11 @@ def runs_grouped(rows: Tensor, weight: Tensor) -> bool:
     """
     bytes_of_rows = [size * rows.element_size() for size in weight.shape[1:]]
     return len(rows) > 0 and not any(size % _ALIGNED for size in bytes_of_rows)
+
+
+def _in_a_row(x: Tensor) -> Tensor:
+    """Contiguous, also a single row: torch calls that contiguous with any stride between rows."""
+    return x.contiguous().view(-1).view(x.shape)
 
 
 def _ends(counts: Tensor) -> Tensor:

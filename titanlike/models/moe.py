@@ -13,16 +13,15 @@ V vocab_size. The model contains no parallelism.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from titanlike.models.biased_experts import BiasedExperts
 from titanlike.models.experts import AddLoss, Experts, through_experts
-from titanlike.models.latent_attention import Latent, LatentAttention, latent_problems
 from titanlike.models.llama import (
     MLP,
     Attention,
@@ -92,7 +91,13 @@ class RoutedMLP(nn.Module):
         super().__init__()
         self.gate = nn.Linear(hidden_size, experts, bias=limit is not None)
         sizes = experts, routing.num_experts_per_tok, hidden_size, width
-        self.experts = Experts(*sizes) if limit is None else BiasedExperts(*sizes, limit)
+        self.experts: nn.Module
+        if limit is None:
+            self.experts = Experts(*sizes)
+        else:
+            from titanlike.models.biased_experts import BiasedExperts
+
+            self.experts = BiasedExperts(*sizes, limit)
         self.shared_experts = MLP(hidden_size, shared) if shared else None
         self.routing = routing
         self.biased = routing.bias_rate > 0 or routing.scoring_func == "sigmoid"
@@ -227,16 +232,19 @@ class Moe(Llama):
         )
         heads, kv_heads = num_attention_heads, num_key_value_heads
         dense, depth = first_k_dense_replace, num_hidden_layers
-        latent = None
+        yarn = yarn_of(rope_scaling)
+        latent_attention: Callable[[], nn.Module] | None = None
         if kv_lora_rank is not None:
+            from titanlike.models.latent_attention import Latent, LatentAttention, latent_problems
+
             nope, rope = qk_nope_head_dim, qk_rope_head_dim
             latent = Latent(q_lora_rank, kv_lora_rank, nope, rope, v_head_dim, rope_interleave)
             problems = latent_problems(latent, qk_norm, head_dim)
             head_dim = rope
+            latent_attention = partial(LatentAttention, hidden_size, heads, latent, yarn)
         else:
             problems = attention_problems(hidden_size, heads, kv_heads, head_dim)
         problems += _routing_problems(routing, num_local_experts, dense, depth, n_shared_experts)
-        yarn = yarn_of(rope_scaling)
         if problems:
             raise ValueError(*problems)
 
@@ -247,8 +255,8 @@ class Moe(Llama):
                 slides = (layer + 1) % sliding_window_pattern > 0
                 more = attention_bias, attention_sinks, sliding_window if slides else None
                 attention: nn.Module = (
-                    LatentAttention(hidden_size, heads, latent, yarn)
-                    if latent
+                    latent_attention()
+                    if latent_attention
                     else Attention(hidden_size, heads, kv_heads, head_dim, qk_norm_eps, *more)
                 )
                 mlp: nn.Module = MLP(hidden_size, intermediate_size)

@@ -32,7 +32,6 @@ from titanlike.optim.custom_loss import CustomLoss
 from titanlike.optim.loss import takes_divided_logits
 from titanlike.parallel.context_attention import ContextAttention, Looking, undividable
 from titanlike.parallel.context_tokens import ContextRanks, Take
-from titanlike.parallel.float8 import in_bf16
 from titanlike.parallel.tp.operators import Layout, Shard, ShardingError
 from titanlike.parallel.tp.plan import Entry
 from titanlike.parallel.tp.traces import (
@@ -253,7 +252,12 @@ class ContextParallel(Transform):
         model.train()
         size = graph.microbatch_size if self._config.tp == 1 else 2
         batch = {n: x.repeat_interleave(size, 0) for n, x in recorded.batch.items()}
-        with in_bf16(model.modules()):  # in float8 all ranks' tokens have one scale
+        in_bf16: Callable[..., contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
+        if self._config.precision.name == "float8":  # whose scale is that of all ranks' tokens
+            from titanlike.parallel import float8
+
+            in_bf16 = float8.in_bf16
+        with in_bf16(model.modules()):
             self._check_tokens(model, {n: x for n, x in batch.items() if n != "targets"}, graph)
         if recorded.variable:
             self._check_padding(graph.model, graph.fields)

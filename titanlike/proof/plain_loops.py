@@ -32,7 +32,6 @@ from titanlike.models.llama import Llama, rotary_table
 from titanlike.models.registry import build_model, initial_weights_of
 from titanlike.optim.optimizer import build_optimizers, set_lr
 from titanlike.parallel.activation_checkpoint import checkpoint_blocks
-from titanlike.parallel.float8 import use_float8
 from titanlike.parallel.plain_tensor_parallel import divide_by_hand, loss_parallel
 from titanlike.torch_private.dtensor import local
 from titanlike.training.train_plan import TrainPlan
@@ -70,7 +69,10 @@ def plain_loop(config: Config, data: Data, plan: TrainPlan, mesh: Mesh) -> Itera
     device, alone, pipelined = mesh.device, mesh.world_size == 1, config.pp > 1
     low = torch.bfloat16 if config.precision.low else None
     model: Any = build_model(plan.model)
-    use_float8(model, config, device)
+    if config.precision.name == "float8":
+        from titanlike.parallel.float8 import use_float8
+
+        use_float8(model, config, device)
     part = _StageByHand(model, mesh.pp_rank, config.pp) if pipelined else model
     divided = _axis_in_layers(plan)
     if divided:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -27,7 +28,6 @@ from titanlike.distributed.transform import Plan, Recorded, Transform
 from titanlike.graph.loss import Loss
 from titanlike.graph.model_graph import Fields, ModelGraph, fields_of
 from titanlike.optim.loss import build_loss, takes_divided_logits
-from titanlike.parallel.float8 import in_bf16
 from titanlike.parallel.tp.check import Draws, ForwardCheck, mixed_draws, plan_error, unnamed
 from titanlike.parallel.tp.operators import ShardingError
 from titanlike.parallel.tp.plan import Entry, named, parse_plan, written_plan
@@ -318,7 +318,12 @@ def _sharding_of(
     dtype = next(model.parameters()).dtype  # in which the model computes
     two = {name: x.repeat_interleave(2, 0) for name, x in batch.items() if name != "targets"}
     two = {name: x.to(dtype) if x.is_floating_point() else x for name, x in two.items()}
-    with in_bf16(undivided.modules()):  # which multiplies what float8 does
+    in_bf16: Callable[..., AbstractContextManager[Any]] = nullcontext
+    if config.precision.name == "float8":  # whose products are checked as others
+        from titanlike.parallel import float8
+
+        in_bf16 = float8.in_bf16
+    with in_bf16(undivided.modules()):
         check = ForwardCheck(undivided, modules, two)
     placements = shard_model(model, modules, like, whole_logits=whole_logits)
     sequence = config.tp_sequence and any(entry.style == "sequence" for entry in modules.values())
