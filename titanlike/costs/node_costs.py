@@ -313,7 +313,7 @@ class _Counter(TorchDispatchMode):
         short = name.rpartition(".")[2]
         if getattr(function, "is_view", False) or short.startswith(_FREE) or not made:
             return result
-        arguments = _tensors([args, kwargs])
+        arguments = _tensors([args, {k: v for k, v in kwargs.items() if k != "out"}])
         if short in ("_to_copy", "contiguous", "reshape", "clone") and not {
             *map(storage_id, arguments)
         }.isdisjoint(map(storage_id, made)):

@@ -58,6 +58,8 @@ Rotary = tuple[int, float, "Yarn | None"]  # arguments of `rotary_table` after p
 def rotate(table: Tensor, *heads: Tensor) -> tuple[Tensor, ...]:
     """Rotate the two halves of each head in fp32: heads [B, H, T, E] -> the same shapes and
     dtypes."""
+    if torch.compiler.is_compiling():  # which makes such a node itself, also of changing lengths
+        return tuple([_rotated(x, table, 1.0) for x in heads])
     return _Rotation.apply(table, *heads)
 
 
