@@ -53,7 +53,9 @@ def _group(field: dataclasses.Field) -> Iterator[tuple[str, ...]]:
         for row in _keys(variant, field.name):
             choices_of.setdefault(row, []).append(name)
     for row, names in choices_of.items():
-        yield *row[:2], row[2] + (f" ({', '.join(names)})" if len(names) < len(variants) else "")
+        others = [name for name in variants if name not in names]
+        some = f"not {', '.join(others)}" if len(others) < len(names) else ", ".join(names)
+        yield *row[:2], row[2] + (f" ({some})" if others else "")
 
 
 def _keys(cls: type, group: str) -> Iterator[tuple[str, ...]]:
