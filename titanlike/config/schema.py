@@ -43,7 +43,7 @@ class Model(Custom):
     """A model family or an import path, called with `args`."""
 
     tp_plan: dict[str, Any] | None = key(
-        None, "names of modules -> how tp divides them; null = the model's own plan"
+        None, "module names -> how tp shards them; null = the model's plan"
     )
 
 
@@ -55,7 +55,7 @@ class OwnOptimizer(Custom):
     clip: float | None = key(1.0, "largest global gradient norm; null = no clipping", gt=0)
     exact_on_shards: bool = key(
         False,
-        "it is right on shards and stages although trying it alone on parts gives another result",
+        "right on shards and stages (it communicates), although a trial without other ranks differs",
     )
 
 
@@ -67,8 +67,8 @@ class EvenSplit:
     """Contiguous stages that minimize the largest number of blocks in a stage."""
 
     name: str = key("even", "choice")
-    embedding_weight: float = key(1.0, "weight of what comes before the blocks, in blocks", ge=0)
-    head_weight: float = key(1.0, "weight of what comes after the blocks, in blocks", ge=0)
+    embedding_weight: float = key(1.0, "weight of the modules before the blocks, in blocks", ge=0)
+    head_weight: float = key(1.0, "weight of the modules after the blocks, in blocks", ge=0)
 
 
 @dataclass
@@ -102,8 +102,8 @@ class AutoSplit:
     name: str = key("auto", "choice")
     cost: Literal["params", "flops", "time", "memory", "run"] = key(
         "flops",
-        "params; flops of a training step; time, measured on the device; memory of state and "
-        "activations; run = what `split.run` has measured",
+        "cost that is balanced: params; flops of a step; time measured on the device; memory of "
+        "state and activations; run = times measured by `split.run`",
     )
     run: str | None = key(None, "directory of a run with timeline=true; split.cost=RUN for both")
 
@@ -127,10 +127,7 @@ class LoopedSchedule(Schedule):
     stages_per_rank: int = key(2, "stages (model chunks) on each pipeline rank", ge=1, le=256)
 
 
-_WEIGHT_GRADIENTS = (
-    "deferred = of linear layers in W, which fills the bubble; together = all in I, with the least "
-    "memory"
-)
+_WEIGHT_GRADIENTS = "deferred = linear layers' in W, which fills the bubble; together = all in I, with the least memory"
 
 
 @dataclass
@@ -156,7 +153,7 @@ class CsvSchedule:
     """A schedule from a file: a row per pipeline rank, cells like 0F0, 0B0, 0I0, 0W0."""
 
     name: str = key("csv", "choice")
-    path: str = required("CSV file; microbatches and stages are counted in it")
+    path: str = required("CSV file, which determines microbatches and stages")
     weight_gradients: Literal["deferred", "together"] = key("deferred", _WEIGHT_GRADIENTS)
 
 
@@ -167,34 +164,33 @@ class AutoSchedule:
     name: str = key("auto", "choice")
     microbatches: int | None = key(None, "number per dp rank and step; null = derived", le=100_000)
     stages_per_rank: int = key(
-        2, "stages on each pipeline rank; search=placement|split: the most", ge=1, le=256
+        2, "stages on each pipeline rank; a maximum if search=placement|split", ge=1, le=256
     )
     placement: Literal["v", "loop"] = key(
-        "v", "where the stages of a rank are: loop = 0 1 2 0 1 2; v = 0 1 2 2 1 0 (two a rank)"
+        "v", "ranks of the stages: loop = 0 1 2 0 1 2; v = 0 1 2 2 1 0 (two a rank)"
     )
     search: Literal["order", "placement", "split"] = key(
         "placement",
-        "what is chosen: order, for stages_per_rank, placement and split as they are said; placement = "
-        "and stages a rank and placement; split = and where stages begin",
+        "what is searched: order; placement = also stages per rank and placement; split = also where stages begin",
     )
     memory: float | None = key(
         None,
-        "what activations of a rank may take, as a share of what they take under 1f1b; null = 1.0, or "
-        "what memory_bytes and in_flight say; of several limits each holds",
+        "limit of a rank's activation memory, relative to 1f1b; null = 1.0, or memory_bytes and "
+        "in_flight; all limits hold",
         gt=0,
         example=1.0,
     )
     memory_bytes: Bytes | None = key(
-        None, "what activations of a rank may take, in bytes, such as 40GiB; null = no such limit"
+        None, "limit of a rank's activation memory in bytes, such as 40GiB; null = none"
     )
     in_flight: float | None = key(
         None,
-        "microbatches whose activations a rank may hold, each in all of its stages; null = no such limit",
+        "limit of microbatches in flight on a rank, each in all its stages; null = none",
         ge=1,
         example=1,
     )
     weight_gradients: Literal["deferred", "together"] = key("deferred", _WEIGHT_GRADIENTS)
-    path: str | None = key(None, "CSV of an order that was found; null = search, or order.csv")
+    path: str | None = key(None, "CSV of a searched order; null = run_dir/order.csv, else search")
 
 
 @dataclass
@@ -212,7 +208,7 @@ class Ema:
     """An exponential moving average of the weights, kept as optimizer state."""
 
     decay: float | None = key(
-        None, "share of the average that a step keeps, such as 0.999; null = none", ge=0, lt=1
+        None, "decay of the average per step, such as 0.999; null = no average", ge=0, lt=1
     )
 
 
@@ -239,12 +235,12 @@ class WsdLr:
 
     name: str = key("wsd", "choice")
     warmup: int = key(20, "steps of linear warm-up from 0", ge=0)
-    decay: float = key(0.2, "share of all steps, at the end, where it falls linearly", gt=0, le=1)
+    decay: float = key(0.2, "share of all steps, at the end, with a linear decay", gt=0, le=1)
     final: float = key(0.05, "learning rate of the last step, as a share of the peak", ge=0, le=1)
 
 
-_MTP_WEIGHT = "weight of the losses of model.num_nextn_predict_layers more tokens: 0.3"
-_Z_LOSS = "in training, add so many times the square of log(sum(exp(logits))) to each loss: 1e-4"
+_MTP_WEIGHT = "weight of the multi-token-prediction losses (model.num_nextn_predict_layers): 0.3"
+_Z_LOSS = "weight of log(sum(exp(logits)))^2, added to each training loss: 1e-4"
 
 
 @dataclass
@@ -296,7 +292,7 @@ class Float8Precision(Precision):
     name: Literal["float8"] = key("float8", "choice")
     recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = key(
         "tensorwise",
-        "of torchao: one scale for a tensor, one for each row, or rows and weight gradients in bf16",
+        "torchao's scaling: per tensor, per row, or per row with weight gradients in bf16",
     )
     skip: list[str] = key(
         [], "linear layers that stay in bf16, by patterns of their names: [*.layers.0.*,*.o_proj]"
@@ -328,7 +324,7 @@ class SelectiveActivationCheckpoint(ActivationCheckpoint):
     save: list[str] = key(
         # titanlike.*_tokens: ep's all-to-all and its routing; *_attn*: torch_attn._varlen_attn
         ["aten.*mm", "aten.convolution", "titanlike.*_tokens", "*attention*", "*_attn*"],
-        "operators whose results are kept, by patterns of their names",
+        "operators whose results are saved, by name patterns",
     )
 
     @property
@@ -350,7 +346,7 @@ class FitActivationCheckpoint(ActivationCheckpoint):
 
     name: str = key("fit", "choice")
     memory: Bytes | None = key(
-        None, "what training may take on a device, such as 75GiB; null = what it has, less 8%"
+        None, "memory budget of a device, such as 75GiB; null = its memory, less 8%"
     )
 
 
@@ -365,7 +361,7 @@ class Wandb:
     project: str = key("titanlike", "project", keys.PROJECT)
     entity: str | None = key(None, "user or team; null = the key's default", keys.PROJECT)
     run_name: str | None = key(
-        None, "of the run; null = its overrides, else its folder's name", keys.NAME
+        None, "name of the run; null = its overrides, else its folder's name", keys.NAME
     )
     group: str | None = key(None, "group of the run", keys.NAME)
     tags: list[str] = key([], "tags of the run: [a,b]", keys.TAG, example=["a", "b"])
@@ -396,7 +392,7 @@ class Data:
     """Keys of all kinds of data."""
 
     name: str = key("synthetic", "choice")
-    changed: bool = key(False, "resume although the data are not the checkpoint's; for one start")
+    changed: bool = key(False, "resume although the checkpoint's data differ; for one launch")
 
 
 @dataclass(kw_only=True)
@@ -412,11 +408,11 @@ class Corpus(Data):
 
     validation_fraction: float = key(
         0.05,
-        "share for validation: of the documents (rows, conversations), or the end of token files",
+        "validation share of the documents (rows, conversations), or of token files, at their end",
         gt=0,
         lt=1,
     )
-    documents: bool = key(False, "attention stays within each document, where positions begin at 0")
+    documents: bool = key(False, "attention within each document, whose positions begin at 0")
     workers: int = key(
         0, "loader processes per rank; 0 = load in the training process", ge=0, le=4096
     )
@@ -456,16 +452,16 @@ class HFData(Tokenized):
     path: str = required(
         "folder of save_to_disk, folder or file of Parquet, Arrow, JSON or CSV, or a name on the hub"
     )
-    subset: str | None = key(None, "configuration of a dataset that has several")
-    split: str = key("train", "which of the dataset's splits; validation is a share of it")
-    revision: str | None = key(None, "of a name on the hub: branch, tag or commit")
+    subset: str | None = key(None, "the dataset's configuration, if it has several")
+    split: str = key("train", "the dataset's split; validation is a share of it")
+    revision: str | None = key(None, "branch, tag or commit on the hub")
     streaming: bool = key(True, "read without a copy in datasets' cache; false = download first")
-    rows: int | None = key(None, "the first rows alone; null = all", ge=1, example="null")
+    rows: int | None = key(None, "read only the first rows; null = all", ge=1, example="null")
     text_key: str = key("text", _TEXT_KEY)
-    ids_key: str | None = key(None, "column of token ids, read in place of text: input_ids")
+    ids_key: str | None = key(None, "column of token ids, read instead of text: input_ids")
     vocab_size: int | None = key(
         None,
-        "of ids_key: number of token ids; null = the tokenizer's",
+        "number of token ids of ids_key; null = the tokenizer's",
         ge=1,
         le=MAX_VOCAB,
         example=256,
@@ -478,26 +474,23 @@ class TokenData(Corpus):
 
     name: str = key("tokens", "choice")
     path: Paths = required(
-        "folder that titanlike tokenize wrote, or token file: .npy, raw little-endian integers (.bin), "
-        "or another tool's (Megatron, llm.c, datatrove), or a folder of these; or a list of them"
+        "folder from titanlike tokenize; token file (.npy, raw little-endian .bin, Megatron's, "
+        "llm.c's, datatrove's), folder of these, or list"
     )
-    format: Literal["auto", "raw"] = key(
-        "auto", "how files are read: by what they contain, or raw = as nothing but ids of dtype"
-    )
+    format: Literal["auto", "raw"] = key("auto", "auto = by the file's content; raw = ids of dtype")
     dtype: Literal["uint8", "uint16", "uint32", "int32", "int64"] = key(
         "uint16", "integer type of raw files"
     )
     vocab_size: int | None = key(
         None,
-        "number of token ids; every id in the files is smaller; null = as a folder's index says",
+        "number of token ids, larger than every id; null = from the folder's index",
         ge=1,
         le=MAX_VOCAB,
         example=256,
     )
     boundary: int | None = key(
         None,
-        "token id that begins (or ends) every document, which data.documents needs; "
-        "null = as a folder's index says",
+        "token id that begins (or ends) every document, for data.documents; null = from the folder's index",
     )
 
 
@@ -507,8 +500,7 @@ class MixtureData(Tokenized):
 
     name: str = key("mixture", "choice")
     sources: dict[str, Any] = required(
-        "name -> {path: of tokens or text, weight: a number, or [[step, weight], ...] between which it "
-        "is interpolated}"
+        "name -> {path: tokens or text, weight: a number, or [[step, weight], ...], interpolated}"
     )
     text_key: str = key("text", _TEXT_KEY)
 
@@ -522,12 +514,12 @@ class ChatData(Tokenized):
     path: str = required("file or folder of JSONL, JSON, Parquet, Arrow or ORC, also .gz and .zst")
     messages_key: str = key("messages", "field with the list of messages: {role, content}")
     template: str | None = key(
-        None, "Jinja file; null = the chat template that is with the tokenizer, else a built-in one"
+        None, "Jinja file; null = the tokenizer's chat template, else a built-in one"
     )
     parse_special: bool = key(
-        False, "what spells a special token in a question is one; false = in answers alone"
+        False, "parse special tokens in questions, too; false = only in answers"
     )
-    documents: bool = key(True, "attention stays within each conversation of a sequence")
+    documents: bool = key(True, "attention within each conversation of a sequence")
 
 
 @dataclass(kw_only=True)
@@ -541,21 +533,20 @@ class StreamData(Data):
         "the hub; null = this Python's sources",
     )
     sources: dict[str, Any] = key(
-        dict, "in place of path: name -> {path, weight}, as those of data=mixture"
+        dict, "instead of path: name -> {path, weight}, as for data=mixture"
     )
     text_key: str = key("text", _TEXT_KEY)
-    subset: str | None = key(None, "configuration of a dataset on the hub that has several")
-    split: str = key("train", "which of a dataset's splits")
-    revision: str | None = key(None, "of a name on the hub: branch, tag or commit")
+    subset: str | None = key(None, "the hub dataset's configuration, if it has several")
+    split: str = key("train", "the dataset's split")
+    revision: str | None = key(None, "branch, tag or commit on the hub")
     tokenizer: str = key("bytes", _TOKENIZER)
-    documents: bool = key(False, "attention stays within each document, where positions begin at 0")
+    documents: bool = key(False, "attention within each document, whose positions begin at 0")
     shuffle_buffer: int = key(
-        1024, "sequences of all readers from which a random one is taken; 0 = no shuffling", ge=0
+        1024, "sequences of all readers from which a random one is drawn; 0 = no shuffling", ge=0
     )
     readers: int | None = key(
         None,
-        "parts that the stream is read in, a multiple of dp; null = the largest number up to 64 that "
-        "divides batch_size",
+        "shards of the stream, a multiple of dp; null = the largest number up to 64 that divides batch_size",
         ge=1,
         example=8,
     )
@@ -563,7 +554,7 @@ class StreamData(Data):
     workers: int = key(
         1, "loader processes per rank; 0 = load in the training process", ge=0, le=4096
     )
-    prefetch: int = key(2, "batches that each loader process is ahead of training", ge=1)
+    prefetch: int = key(2, "batches that each loader process prefetches", ge=1)
 
 
 # --- profile and timeline: what is recorded of a few steps of a run, rank by rank ---------------
@@ -584,7 +575,7 @@ class MemoryProfile(NoProfile):
     """Allocations: on a GPU a memory snapshot, on a CPU a trace."""
 
     name: str = key("memory", "choice")
-    steps: list[int] = key([10, 12], "first and last step that are recorded")
+    steps: list[int] = key([10, 12], "first and last recorded step")
     ranks: list[int] = key([], "ranks that write: [0,8]; [] = the first of each pipeline rank")
 
 
@@ -593,7 +584,7 @@ class TraceProfile(MemoryProfile):
     """When each operator, kernel and schedule action began and ended, for Perfetto."""
 
     name: str = key("trace", "choice")
-    stacks: bool = key(False, "Python's functions, too: slower, and larger files")
+    stacks: bool = key(False, "record Python stacks, too: slower, larger files")
 
 
 @dataclass
@@ -603,8 +594,7 @@ class Timeline:
     enabled: bool = key(False, "record; timeline=true is short for timeline.enabled=true")
     steps: list[int] = key(
         [],
-        "first and last step that are recorded: [10,11]; [] = two after ten that nothing follows, "
-        "no validation, save or sample",
+        "first and last recorded step: [10,11]; [] = two after step ten without validation, save or sample",
     )
 
 
@@ -628,8 +618,8 @@ class MeasuredHardware(NoHardware):
     """This machine, measured in under a minute; the profile is saved."""
 
     name: str = key("measure", "choice")
-    folder: str | None = key(None, "where profiles are kept; null = ~/.cache/titanlike/hardware")
-    again: bool = key(False, "measure although there is a profile of this machine")
+    folder: str | None = key(None, "folder of profiles; null = ~/.cache/titanlike/hardware")
+    again: bool = key(False, "measure again, although this machine has a profile")
 
 
 @dataclass(kw_only=True)
@@ -646,47 +636,49 @@ class Hardware(NoHardware):
     """A device with its links."""
 
     name: str = key("profile", "choice")
-    title: str = required("what the device is called")
-    bf16_flops: float = required("FLOP/s of dense bf16 matrix products, of the data sheet", gt=0)
-    fp8_flops: float = required("FLOP/s of dense float8 matrix products; if none, of bf16", gt=0)
-    tf32_flops: float = required("FLOP/s of fp32 matrix products by matmul_precision=high", gt=0)
-    fp32_flops: float = required("FLOP/s of fp32 matrix products", gt=0)
-    memory: Bytes = required("memory of a device that programs see")
-    memory_bandwidth: float = required("bytes/s that a device reads or writes", gt=0)
-    devices_per_node: int = required("devices that the fast links join", gt=0, example=8)
-    node_bandwidth: float = required("bytes/s that a device sends to others of its node", gt=0)
+    title: str = required("name of the device")
+    bf16_flops: float = required("FLOP/s of dense bf16 matmuls, from the data sheet", gt=0)
+    fp8_flops: float = required("FLOP/s of dense float8 matmuls; without float8, of bf16", gt=0)
+    tf32_flops: float = required("FLOP/s of fp32 matmuls with matmul_precision=high", gt=0)
+    fp32_flops: float = required("FLOP/s of fp32 matmuls", gt=0)
+    memory: Bytes = required("device memory visible to programs")
+    memory_bandwidth: float = required("bytes/s of device memory", gt=0)
+    devices_per_node: int = required("devices of a node, joined by its fast links", gt=0, example=8)
+    node_bandwidth: float = required("bytes/s that a device sends within its node", gt=0)
     network_bandwidth: float = required("bytes/s that a device sends to other nodes", gt=0)
     collective_bandwidth: float | None = key(
-        None, "bytes/s that a device sends in a collective of its node; null = node_bandwidth", gt=0
+        None,
+        "bytes/s that a device sends in a collective within its node; null = node_bandwidth",
+        gt=0,
     )
     gather_bandwidth: float | None = key(
         None,
-        "bytes/s of parameters that FSDP gathers in a node, with its copies; null = as others",
+        "bytes/s of FSDP's all-gathers within a node, copies included; null = collective_bandwidth",
         gt=0,
     )
     reduce_bandwidth: float | None = key(
         None,
-        "bytes/s of gradients that FSDP reduces in a node, with its copies; null = as others",
+        "bytes/s of FSDP's reduce-scatters within a node, copies included; null = collective_bandwidth",
         gt=0,
     )
-    host_bandwidth: float = key(25e9, "bytes/s between a device and the host's memory", gt=0)
-    node_latency: float = key(5e-6, "seconds of a collective's step, or a message, in a node", ge=0)
-    network_latency: float = key(15e-6, "seconds of a step of a collective between nodes", ge=0)
-    matmul_efficiency: float = key(0.74, "share of the peak that large products reach", gt=0, le=1)
-    matmul_half: float = key(60.0, "rows, columns or sum at which a product has half of that", ge=0)
+    host_bandwidth: float = key(25e9, "bytes/s between device and host memory", gt=0)
+    node_latency: float = key(5e-6, "seconds of a P2P send or collective step in a node", ge=0)
+    network_latency: float = key(15e-6, "seconds of a collective's step between nodes", ge=0)
+    matmul_efficiency: float = key(0.74, "share of the peak that large matmuls reach", gt=0, le=1)
+    matmul_half: float = key(60.0, "rows, columns or sum at which a matmul has half of it", ge=0)
     attention_efficiency: float = required(
-        "share of the peak fused attention reaches (a GPU's: of 8192 keys and heads of 128)",
+        "share of the peak that attention reaches (GPU: 8192 keys, heads of 128)",
         gt=0,
         le=1,
         example=0.4,
     )
     memory_efficiency: float = key(0.8, "share of the bandwidth that operators reach", gt=0, le=1)
     link_efficiency: float = key(0.8, "share of bandwidth that large messages reach", gt=0, le=1)
-    kernel_seconds: float = key(3e-6, "seconds that an operator takes besides", ge=0)
-    host_seconds: float = key(6e-6, "seconds of the host to launch an operator", ge=0)
-    action_seconds: float = key(2e-4, "seconds of the host for an action of the schedule", ge=0)
-    runs_ahead: bool = key(True, "the host queues work on the device, and does not wait for it")
-    allocator_loss: float = key(0.08, "memory share that allocator and libraries take", ge=0, lt=1)
+    kernel_seconds: float = key(3e-6, "fixed time of a kernel, in seconds", ge=0)
+    host_seconds: float = key(6e-6, "host time to launch an operator, in seconds", ge=0)
+    action_seconds: float = key(2e-4, "host time of a schedule action, in seconds", ge=0)
+    runs_ahead: bool = key(True, "the host queues work on the device without waiting")
+    allocator_loss: float = key(0.08, "memory share of allocator and libraries", ge=0, lt=1)
 
     @property
     def usable(self) -> int:
@@ -706,15 +698,15 @@ class CpuHardware(Hardware):
     def of_each(self, ranks: int) -> Hardware:
         return self
 
-    node_latency: float = key(1e-4, "seconds of a collective's step, or a message, in a node", ge=0)
-    network_latency: float = key(2e-4, "seconds of a step of a collective between nodes", ge=0)
-    matmul_half: float = key(20.0, "rows, columns or sum at which a product has half of that", ge=0)
-    attention_efficiency: float = key(0.3, "share of the peak fused attention reaches", gt=0, le=1)
+    node_latency: float = key(1e-4, "seconds of a P2P send or collective step in a node", ge=0)
+    network_latency: float = key(2e-4, "seconds of a collective's step between nodes", ge=0)
+    matmul_half: float = key(20.0, "rows, columns or sum at which a matmul has half of it", ge=0)
+    attention_efficiency: float = key(0.3, "share of the peak that attention reaches", gt=0, le=1)
     memory_efficiency: float = key(0.6, "share of the bandwidth that operators reach", gt=0, le=1)
-    kernel_seconds: float = key(1e-5, "seconds that an operator takes besides", ge=0)
-    host_seconds: float = key(0.0, "seconds of the host to launch an operator", ge=0)
-    action_seconds: float = key(5e-4, "seconds of the host for an action of the schedule", ge=0)
-    runs_ahead: bool = key(False, "the host queues work on the device, and does not wait for it")
+    kernel_seconds: float = key(1e-5, "fixed time of a kernel, in seconds", ge=0)
+    host_seconds: float = key(0.0, "host time to launch an operator, in seconds", ge=0)
+    action_seconds: float = key(5e-4, "host time of a schedule action, in seconds", ge=0)
+    runs_ahead: bool = key(False, "the host queues work on the device without waiting")
 
 
 # --- other sections ------------------------------------------------------------------------------
@@ -726,11 +718,11 @@ class Fsdp:
 
     zero: Literal["auto", 1, 2, 3] = key(
         "auto",
-        "what stays sharded during a step: 1 optimizer state, 2 also gradients, 3 also parameters; "
-        "auto = 1 where it fits and a step has several microbatches, and under zero-bubble schedules; "
-        "else 3 without a pipeline, 2 with one",
+        "sharded during a step: 1 optimizer state, 2 also gradients, 3 also parameters; auto = 1 "
+        "if it fits and a step has several microbatches, and under zero-bubble schedules; else 3 "
+        "without a pipeline, 2 with one",
     )
-    cpu_offload: bool = key(False, "keep shards and optimizer state in CPU memory")
+    cpu_offload: bool = key(False, "keep parameter shards and optimizer state in CPU memory")
 
 
 @dataclass
@@ -741,7 +733,7 @@ class Numerics:
         "fast", "exact = the same bits in every layout of pp, dp, ep, replicate, ZeRO, schedule"
     )
     grain: int = key(
-        1, "exact: sequences in a microbatch, the same in all layouts that are to be equal", ge=1
+        1, "exact: sequences per microbatch, the same in all layouts that must be equal", ge=1
     )
     digest_every: int = key(
         0, "steps between digests of all weights in metrics.jsonl; 0 = none", ge=0
@@ -754,12 +746,12 @@ class Validation:
 
     every: int = key(100, "steps between validations, and after the last step; 0 = never", ge=0)
     batches: Batches = key(
-        4, "global batches of a validation, of each set, the same each time; all (or 0) = all of it"
+        4, "global batches per set, the same each time; all (or 0) = the whole set"
     )
     data: dict[str, Any] | None = key(
         None,
-        "a set of its own by keys of data: {path: val/}, of another kind {name: tokens, path: val.bin}; "
-        "several by name: {code: {path: a/}, web: {path: b/}}; null = what data holds out",
+        "separate validation set, by keys of data: {path: val/}, {name: tokens, path: val.bin}, or"
+        " several: {code: {path: a/}, web: {path: b/}}; null = data's held-out share",
     )
 
 
@@ -769,13 +761,13 @@ class Sample:
     W&B."""
 
     every: int = key(0, "steps between samples, and after the last step; 0 = never", ge=0)
-    prompts: list[str] = key([], "texts to be continued: ['def main','import os']")
-    tokens: int = key(64, "the most tokens of a sample", ge=1)
+    prompts: list[str] = key([], "texts to continue: ['def main','import os']")
+    tokens: int = key(64, "maximum number of tokens of a sample", ge=1)
     temperature: float = key(0.8, "0 = the most probable token each time", ge=0)
     top_p: float = key(
-        0.95, "of the most probable tokens that together have this probability", gt=0, le=1
+        0.95, "sample from the most probable tokens with this total probability", gt=0, le=1
     )
-    top_k: int = key(0, "of so many most probable tokens; 0 = of all", ge=0)
+    top_k: int = key(0, "sample from this many most probable tokens; 0 = from all", ge=0)
 
 
 @dataclass
@@ -784,17 +776,17 @@ class Evaluate:
     training."""
 
     part: Literal["validation", "train", "all"] = key("validation", "part of the data")
-    batches: Batches = key(0, "only the first so many batches of it; 0 = all")
+    batches: Batches = key(0, "first batches of it; 0 = all")
     every: int = key(
         0,
-        "steps between evaluations of tasks, by a process beside the run, of a checkpoint; 0 = never",
+        "steps between evaluations of tasks on a checkpoint, by a separate process; 0 = never",
         ge=0,
     )
     tasks: list[str] = key([], "tasks of lm-evaluation-harness: [hellaswag,arc_easy]")
-    task_files: list[str] = key([], "folders with task files (YAML) of your own")
-    limit: int | None = key(None, "only so many documents of each task; null = all", ge=1)
-    device: str = key("cpu", "of the process that evaluates tasks: cpu, cuda:7")
-    timeout: float = key(3600.0, "seconds until an evaluation of tasks is ended", gt=0, le=1e6)
+    task_files: list[str] = key([], "folders with your task files (YAML)")
+    limit: int | None = key(None, "maximum number of documents of each task; null = all", ge=1)
+    device: str = key("cpu", "device of the process that evaluates tasks: cpu, cuda:7")
+    timeout: float = key(3600.0, "timeout of an evaluation of tasks, in seconds", gt=0, le=1e6)
 
 
 @dataclass
@@ -803,26 +795,23 @@ class Verify:
 
     name: Literal["auto", "required", "off"] = key(
         "auto",
-        "before the first start of a layout: auto = code from outside of titanlike, where one process "
-        "can hold the model and takes 30 s by estimate; required = always; off = never",
+        "verify before the first launch of a layout: auto = if it has custom code, and one process"
+        " holds the model and takes up to 30 s by estimate; required = always; off = never",
     )
-    steps: int = key(3, "training steps, each on a batch of its own", ge=1)
-    as_is: bool = key(
-        False,
-        "`titanlike verify` in bf16 or float8: that alone, not the same layout in fp32 as well",
-    )
+    steps: int = key(3, "training steps, each on its own batch", ge=1)
+    as_is: bool = key(False, "verify bf16 or float8 only as it is, not also in fp32")
     against: str | None = key(
-        None, "folder with weights, gradients and losses of another framework, compared as well"
+        None, "folder with another framework's weights, gradients and losses, compared as well"
     )
     names: str | None = key(
-        None, "YAML or JSON file of its parameters' names -> the model's; # is any number"
+        None, "YAML or JSON file: its parameter names -> the model's; # is any number"
     )
     repro: str | None = key(
-        None, "file for a script of at most forty lines that shows a failure in the smallest model"
+        None,
+        "file for a script, of at most forty lines, that reproduces a failure in the smallest model",
     )
     json: bool = key(
-        False,
-        "print the verdict as JSON, in the last line; run_dir/verify/verdict.json has it, too",
+        False, "print the verdict as JSON in the last line, as in run_dir/verify/verdict.json"
     )
 
 
@@ -831,7 +820,7 @@ class Bench:
     """What `titanlike bench` measures."""
 
     loop: Literal["both", "titanlike", "plain"] = key(
-        "both", "both = interleaved, for times; titanlike, plain = one alone, for its memory"
+        "both", "both = interleaved, for times; titanlike, plain = only one, for its memory"
     )
 
 
@@ -849,9 +838,9 @@ class Checkpoint:
     last: bool = key(True, "save after the last step")
     mode: Literal["sync", "async", "async_pinned", "async_process"] = key(
         "sync",
-        "async = training continues while a copy in memory is written; async_pinned = also while "
-        "it is copied, into a buffer that is kept (pinned with a GPU); async_process = that, and a "
-        "process of each rank writes (Linux)",
+        "async = training overlaps writing, from a copy in memory; async_pinned = also copying, "
+        "into a reused buffer (pinned with a GPU); async_process = also, a process of each rank "
+        "writes (Linux)",
     )
     keep: int = key(10, "newest checkpoints to retain; 0 = all", ge=0)
     keep_every: int = key(0, "also retain checkpoints at multiples of this step; 0 = none", ge=0)
@@ -887,11 +876,11 @@ class Metrics:
     """Additional metrics in metrics.jsonl."""
 
     microbatch_losses: bool = key(
-        False, "also the loss of each microbatch of the global batch, in its order"
+        False, "record the loss of each microbatch, in the order of the global batch"
     )
     own: dict[str, str] | None = key(
         None,
-        "of your own, {accuracy: package.function}: of (output, targets), it returns a sum and a count",
+        "your metrics, {accuracy: package.function}; a function of (output, targets) that returns a sum and a count",
     )
 
 
@@ -911,15 +900,15 @@ class Launch:
     heartbeat: float = key(10.0, "seconds between writes of logs/rankN.heartbeat", gt=0, le=1e6)
     straggler: float = key(
         0.25,
-        "a rank that is busy for so much longer than others, 50 steps long, is named; 0 = none",
+        "report a rank that is busy for this share longer than others, over 50 steps; 0 = never",
         ge=0,
     )
     max_restarts: int = key(
         0, "restarts of failed workers, from the newest checkpoint", ge=0, le=1_000_000
     )
-    elastic: bool = key(False, "dp follows the number of ranks that torchrun starts: --nnodes 1:2")
+    elastic: bool = key(False, "dp adapts to the number of torchrun's ranks: --nnodes 1:2")
     ranks_per_device: int = key(
-        1, "ranks that share a GPU, to check a layout; slow: they take turns", ge=1, le=1024
+        1, "ranks that share a GPU, to check a layout (slow)", ge=1, le=1024
     )
 
 
@@ -927,10 +916,10 @@ class Launch:
 class Sweep:
     """How the jobs of a sweep (`-m`) run."""
 
-    resume: bool = key(False, "run the unfinished jobs of run_dir's sweep; stopped ones resume")
+    resume: bool = key(False, "run the unfinished jobs of run_dir's sweep, and resume stopped ones")
     parallel: int = key(
         1,
-        "jobs at a time here; of several GPUs each command has one: sweep.share",
+        "concurrent jobs of this command; on several GPUs run a command for each GPU with sweep.share",
         ge=1,
         le=100_000,
     )
@@ -946,7 +935,7 @@ class Sweep:
 class RampStage:
     """Smaller batches or shorter sequences at the beginning of a run."""
 
-    tokens: int = required("the stage ends when the run has trained on so many tokens", gt=0)
+    tokens: int = required("tokens of the run after which the stage ends", gt=0)
     batch_size: int | None = key(None, "sequences per step over all of dp; null = as later", ge=1)
     seq_len: int | None = key(None, "tokens in a sequence; null = as later", ge=1, example=64)
 
@@ -964,43 +953,39 @@ class Config:
     pp: int = key(1, "pipeline-parallel ranks", ge=1, le=256)
     dp: int = key(1, "data-parallel ranks, sharded (FSDP) and replicated", ge=1, le=MAX_RANKS)
     tp: int = key(
-        1, "tensor-parallel ranks: each has a part of every layer (needs a tp plan)", ge=1, le=256
+        1, "tensor-parallel ranks: each has a shard of every layer (needs a tp plan)", ge=1, le=256
     )
     tp_sequence: bool = key(
-        True,
-        "between divided layers each tp rank has a part of the sequence, where the plan says so",
+        True, "shard the sequence between sharded layers, where the tp plan says so"
     )
     tp_check: bool = key(
-        True,
-        "refuse a tp plan that is not known to be right; false = say so, and prove it by verify",
+        True, "refuse a tp plan not known to be right; false = warn; prove it with verify"
     )
     tp_async: bool = key(
-        False,
-        "overlap what tp ranks exchange with matrix products (compiled blocks on NVIDIA GPUs)",
+        False, "overlap tp's collectives with matmuls (compiled blocks on NVIDIA GPUs)"
     )
-    cp: int = key(1, "context-parallel ranks: each has a part of every sequence", ge=1, le=1024)
+    cp: int = key(1, "context-parallel ranks: each has a shard of every sequence", ge=1, le=1024)
     context_parallel: Literal["auto", "gather", "ulysses", "ring"] = key(
         "auto",
-        "how attention sees all tokens: gather = keys and values are gathered; ulysses = heads are "
-        "exchanged for tokens; ring = keys and values go round; auto = as heads and masks allow; "
-        "without cp it has no effect",
+        "attention under cp: gather = all-gather keys and values; ulysses = all-to-all of heads "
+        "for tokens; ring = pass keys and values around; auto = as heads and masks allow",
     )
     ep: int = key(
         1,
-        "expert-parallel ranks among those of dp and cp, or of dp, cp and tp where it does not divide "
-        "the former: each has a part of every layer's experts",
+        "expert-parallel ranks, each with a shard of every layer's experts; taken from dp x cp, or"
+        " dp x cp x tp if ep does not divide dp x cp",
         ge=1,
     )
     replicate: int = key(1, "replicas among dp: 1 = FSDP, dp = replication, between = HSDP", ge=1)
     device: Literal["auto", "cpu", "cuda", "xpu"] = key(
-        "auto", "auto = the machine's GPUs (accelerators), the CPU only where there is none"
+        "auto", "auto = the machine's GPUs (accelerators), else the CPU"
     )
     batch_size: int = key(16, "GLOBAL batch, in sequences per optimizer step over all of dp", ge=1)
     seq_len: int = key(128, "tokens in a sequence", ge=1, le=2**27)
     ramp: list[RampStage] = key(
         [],
-        "smaller batches or shorter sequences until so many tokens, in their order: "
-        "[{tokens: 1000000, batch_size: 4}, {tokens: 4000000, seq_len: 64}]",
+        "smaller batches or shorter sequences until this many tokens, in order: [{tokens: 1000000,"
+        " batch_size: 4}, {tokens: 4000000, seq_len: 64}]",
     )
     steps: int = key(300, "optimizer steps in total", ge=1)
     max_tokens: int | None = key(
@@ -1010,21 +995,22 @@ class Config:
         None, "save and stop after this time (90m, 11h30m, 11:30:00, or seconds); null = no limit"
     )
     mixes_samples: bool = key(
-        False, "the model or the loss mixes a batch's samples on purpose: layouts then differ"
+        False,
+        "allow a model or loss that couples a batch's samples: results then depend on the layout",
     )
-    seed: int = key(0, "of the initial weights and of the order of the data", le=2**63 - 1)
+    seed: int = key(0, "seed of the initial weights and of the data order", le=2**63 - 1)
     matmul_precision: Literal["highest", "high", "medium"] = key(
-        "highest", "of fp32 matrix products: high = TensorFloat-32 on GPUs, medium = bf16"
+        "highest", "precision of fp32 matmuls: high = TensorFloat-32 on GPUs, medium = bf16"
     )
     compile: bool = key(False, "compile each block with torch.compile (inductor)")
     deterministic: bool = key(False, "deterministic kernels only; an operation without one fails")
     on_nonfinite: Literal["stop", "skip", "rollback"] = key(
         "stop",
-        "loss or gradient not finite: stop; skip the update; rollback = return to the checkpoint "
-        "and skip the batches since then",
+        "if loss or gradient is not finite: stop; skip the update; rollback = return to the "
+        "checkpoint and skip the batches since",
     )
     on_spike: Literal["ignore", "stop", "skip", "rollback"] = key(
-        "ignore", "the same for a loss or gradient norm far above that of recent steps"
+        "ignore", "the same, if loss or gradient norm is far above recent steps'"
     )
     spike_zscore: float = key(6.0, "standard deviations above the mean that count as a spike", gt=0)
     spike_window: int = key(
@@ -1032,7 +1018,7 @@ class Config:
     )
     warn_zero_gradients: int = key(
         20,
-        "warn of a parameter whose gradients were all zeros in so many steps in a row; 0 = do not",
+        "warn of a parameter whose gradients were zero for this many consecutive steps; 0 = never",
         ge=0,
     )
     run_dir: str = key(
@@ -1043,18 +1029,18 @@ class Config:
     )
     value: str | None = key(
         None,
-        "what a sweep compares: val_loss (null), loss, tokens_per_second (samples_per_second), step_seconds, mfu, memory_bytes, "
-        "val_loss/SET, a metric of your own (-NAME: the lowest is best)",
+        "a sweep's objective: val_loss (null), loss, tokens_per_second (samples_per_second), "
+        "step_seconds, mfu, memory_bytes, val_loss/SET, or your metric (-NAME = lower is better)",
     )
     log_every: int = key(10, "steps between printed lines; metrics.jsonl has every step", ge=1)
     gc_every: int = key(
         50,
-        "steps between Python's garbage collections, all ranks at once; 0 = when Python does",
+        "steps between Python's garbage collections, on all ranks at once; 0 = left to Python",
         ge=0,
     )
     report: bool = key(True, "write report.html, a page of curves and events, when a run ends")
     plan: Literal["warn", "strict"] = key(
-        "warn", "memory that will not suffice: warn = say so at the start; strict = refuse"
+        "warn", "if predicted memory exceeds the device's: warn, or strict = refuse"
     )
     # the model's keys are its constructor's arguments: see titanlike/models
     model: Model = key(lambda: Model("llama"), "model family or import path, and its arguments")
@@ -1070,27 +1056,27 @@ class Config:
     lr: ConstantLr | DecayLr | WsdLr | Custom = key(WsdLr, "learning-rate schedule")
     loss: CrossEntropy | ChunkedCrossEntropy | Mse | Custom = key(CrossEntropy, "loss function")
     precision: Precision = key(Precision, "compute precision")
-    numerics: Numerics = key(Numerics, "the order of sums, and what all layouts have in common")
+    numerics: Numerics = key(Numerics, "order of sums: fast, or bitwise equal in all layouts")
     activation_checkpoint: ActivationCheckpoint = key(
-        ActivationCheckpoint, "which activations are computed again in the backward"
+        ActivationCheckpoint, "which activations are recomputed in the backward"
     )
     fsdp: Fsdp = key(Fsdp, "sharding inside a stage")
     metrics: Metrics = key(Metrics, "what is recorded of each step")
     validation: Validation = key(Validation, "loss on the validation data")
     sample: Sample = key(Sample, "texts written by the model during training")
     evaluate: Evaluate = key(Evaluate, "perplexity of a checkpoint")
-    verify: Verify = key(Verify, "the comparison with one process")
-    bench: Bench = key(Bench, "the comparison with a plain PyTorch loop")
+    verify: Verify = key(Verify, "comparison with one process")
+    bench: Bench = key(Bench, "comparison with a plain PyTorch loop")
     checkpoint: Checkpoint = key(Checkpoint, "saving and resuming")
     logger: Wandb | TensorBoard | NoLogger = key(Wandb, "metrics sink besides metrics.jsonl")
     profile: NoProfile | TraceProfile | MemoryProfile = key(
-        NoProfile, "a few steps recorded in detail, into run_dir/profile"
+        NoProfile, "detailed recording of a few steps, into run_dir/profile"
     )
     timeline: Timeline = key(Timeline, "a few steps as they were computed, rank by rank")
     hardware: NoHardware | MeasuredHardware | RunHardware | Hardware = key(
-        NoHardware, "the devices and links that a run is planned for (tools/plan.py)"
+        NoHardware, "devices and links that a plan assumes (titanlike plan)"
     )
-    launch: Launch = key(Launch, "starting and monitoring the workers")
+    launch: Launch = key(Launch, "launching and monitoring the workers")
     sweep: Sweep = key(Sweep, "many runs from one command (-m)")
 
     @property

@@ -17,21 +17,21 @@ class Muon(Optimizer):
     name: str = key("muon", "choice")
     lr: float = key(3e-3, "peak learning rate of the matrices that Muon updates", ge=0)
     momentum: float = key(0.95, "decay of the running mean of gradients", ge=0, lt=1)
-    nesterov: bool = key(True, "look ahead by one more step of the momentum")
+    nesterov: bool = key(True, "use Nesterov momentum")
     ns_steps: int = key(5, "iterations that orthogonalize a matrix", ge=1, le=20, example=5)
     adjust_lr: Literal["match_rms_adamw", "original"] = key(
         "match_rms_adamw",
-        "lr of a matrix: match_rms_adamw = 0.2 sqrt(longer side), so that AdamW's lr fits; original "
-        "= sqrt(rows / columns), at least 1",
+        "scale of a matrix's lr: match_rms_adamw = 0.2 sqrt(longer side), so that AdamW's lr fits;"
+        " original = sqrt(rows / columns), at least 1",
     )
-    adamw_lr: float | None = key(None, "peak learning rate of all others; null = lr", ge=0)
+    adamw_lr: float | None = key(None, "peak learning rate of AdamW's parameters; null = lr", ge=0)
     betas: list[float] = key(
-        [0.9, 0.95], "of AdamW: decay of the two running means", ge=0, lt=1, items=2
+        [0.9, 0.95], "AdamW's decay of the two running means", ge=0, lt=1, items=2
     )
-    eps: float = key(1e-8, "of AdamW: added to the denominator", gt=0)
-    state_dtype: Literal["fp32", "bf16"] = key("fp32", f"of AdamW: {STATE_DTYPE}")
+    eps: float = key(1e-8, "AdamW's, added to the denominator", gt=0)
+    state_dtype: Literal["fp32", "bf16"] = key("fp32", f"AdamW's {STATE_DTYPE}")
     adamw: list[str] = key(
-        [], "matrices of blocks that AdamW updates too, by patterns of names: ['*.router.weight']"
+        [], "matrices of blocks that AdamW updates, too, by name patterns: ['*.router.weight']"
     )
 
     group_keys = ("momentum",)
