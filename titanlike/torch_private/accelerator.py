@@ -1,5 +1,4 @@
-"""The accelerator: whether this process has initialized it, settings of its allocator, and the
-history of its memory, what was allocated where."""
+"""The accelerator: whether it is initialized, its allocator's settings, and its memory history."""
 
 from __future__ import annotations
 
@@ -9,48 +8,42 @@ import torch
 
 
 def started() -> torch.device | None:
-    """The device that this process computes on, if it has initialized an accelerator.
-
-    torch says it of each kind of device alone.
-    """
-    found = torch.accelerator.current_accelerator()
-    if found is None or not torch.get_device_module(found).is_initialized():
+    """The device that this process computes on, if it has initialized an accelerator."""
+    kind = torch.accelerator.current_accelerator()
+    if kind is None or not torch.get_device_module(kind).is_initialized():
         return None
-    return torch.device(found.type, torch.accelerator.current_device_index())
+    return torch.device(kind.type, torch.accelerator.current_device_index())
 
 
 def in_bad_fork() -> bool:
     """Whether this process was forked from one that had called its accelerator's driver.
 
-    Symptom: "Cannot re-initialize CUDA in forked subprocess". A process need not have initialized
-    CUDA for it: to ask whether CUDA is available is enough, as libraries do when they are imported.
-    torch has no public function for it.
-    Test: `test_fences.py::test_whether_a_fork_can_use_the_accelerator_has_no_public_name`.
+    Symptom: "Cannot re-initialize CUDA in forked subprocess", also if the parent only asked whether
+    CUDA is available, as libraries do on import. torch has no public function for it. Test:
+    `test_fences.py::test_whether_a_fork_can_use_the_accelerator_has_no_public_name`.
     """
-    found = torch.accelerator.current_accelerator()
-    asked = found and getattr(torch.get_device_module(found), "_is_in_bad_fork", None)
+    kind = torch.accelerator.current_accelerator()
+    asked = kind and getattr(torch.get_device_module(kind), "_is_in_bad_fork", None)
     return bool(asked and asked())
 
 
 def use_expandable_segments() -> None:
-    """Do as PYTORCH_ALLOC_CONF=expandable_segments:True does; before or after the first allocation.
+    """Set PYTORCH_ALLOC_CONF=expandable_segments:True, before or after the first allocation.
 
-    Symptom without it (2.11 to 2.15): torch has no public function for it, and reads the variable
-    when its library is loaded, so that a process which has imported torch sets it in vain.
-    Test: `test_fences.py::test_the_allocator_has_no_public_settings`.
+    Symptom without it (2.11 to 2.15): torch reads the variable when its library is loaded, too
+    early for a process that has imported torch, and has no public setter. Test:
+    `test_fences.py::test_the_allocator_has_no_public_settings`.
     """
     torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
 
 
-MOST_EVENTS = 1_000_000  # the newest; a bound on the host's memory and on the time to write them
+MOST_EVENTS = 1_000_000  # bounds host memory, and the time to write them
 
 
 def has_memory_history(device: torch.device) -> bool:
-    """Whether torch records for such a device what was allocated where in the program, and what was
-    freed.
+    """Whether torch can record the allocations of such a device, with their stacks.
 
-    torch has no public name for it, although its documentation describes these functions
-    ("Understanding CUDA Memory Usage"). Test:
+    The functions are documented ("Understanding CUDA Memory Usage") but private. Test:
     test_fences.py::test_the_history_of_memory_has_no_public_name.
     """
     if device.type == "cpu":
@@ -60,16 +53,16 @@ def has_memory_history(device: torch.device) -> bool:
 
 
 def start_memory_history(device: torch.device) -> None:
-    """Record from now on. Stacks of Python alone: C++ frames take minutes to be written."""
+    """Record allocations with Python stacks only: C++ frames take minutes to write."""
     memory = torch.get_device_module(device).memory
     memory._record_memory_history(stacks="python", max_entries=MOST_EVENTS)
 
 
 def write_memory_history(device: torch.device, path: Path) -> None:
-    """Write what is allocated, and the history that led to it, for pytorch.org/memory_viz."""
+    """Write a snapshot of the memory and its history, for pytorch.org/memory_viz."""
     torch.get_device_module(device).memory._dump_snapshot(str(path))
 
 
 def stop_memory_history(device: torch.device) -> None:
-    """Record no more."""
+    """Stop recording allocations."""
     torch.get_device_module(device).memory._record_memory_history(enabled=None)

@@ -1,5 +1,4 @@
-"""torch.autograd: what runs now; calls of custom and of checkpointed functions; who turns autocast
-on."""
+"""torch.autograd: what runs now, and interception of custom functions, checkpoints and autocast."""
 
 from __future__ import annotations
 
@@ -15,24 +14,23 @@ from torch import Tensor
 
 
 def in_backward() -> bool:
-    """Whether this thread is inside a backward: where activation checkpointing runs a forward
-    again."""
+    """Whether this thread is inside a backward, as a recomputed (checkpointed) forward is."""
     return torch._C._current_graph_task_id() != -1
 
 
 def in_functorch() -> bool:
-    """Whether a transform of torch.func runs, such as vmap, in which few custom functions work."""
+    """Whether a torch.func transform runs, such as vmap, in which few custom functions work."""
     return torch._C._are_functorch_transforms_active()
 
 
 def shaped(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """A tensor that nobody else uses in another shape, not as a view of it."""
+    """Return a tensor in another shape, not as a view; for tensors without other users."""
     return torch.ops.aten._unsafe_view(tensor, shape)
 
 
 def accumulates(node: Any, index: int) -> bool:
-    """Whether the backward that runs adds to `.grad` of a parameter: the tensor at `index` among
-    those that a custom function is given, whose backward calls it. False in torch.autograd.grad."""
+    """Whether the running backward adds to `.grad` of the custom function's input at `index`, a
+    parameter. Called in that function's backward; False in torch.autograd.grad."""
     try:
         return torch._C._will_engine_execute_node(node.next_functions[index][0])
     except RuntimeError as error:
@@ -45,7 +43,7 @@ _TOTAL = "gradients_go_to"  # attribute of a parameter
 
 
 def accumulate_into(total: Tensor, copy: Tensor) -> None:
-    """Let backwards add the gradients of a copy of a parameter to the parameter's own."""
+    """Redirect the gradients of a copy of a parameter to the parameter."""
 
     def add(copy: Tensor) -> None:
         gradient, copy.grad = copy.grad, None
@@ -58,23 +56,22 @@ def accumulate_into(total: Tensor, copy: Tensor) -> None:
 
 @torch.no_grad()
 def add_gradient(parameter: Tensor, gradient: Tensor) -> None:
-    """Add to a parameter's gradient as a backward does, but without a copy of another dtype."""
+    """Add to a parameter's gradient as a backward does, but without a copy in another dtype."""
     total: Any = getattr(parameter, _TOTAL, parameter)
     if total.grad is not None:
         total.grad.add_(gradient)
         return
-    dtype = getattr(total, "grad_dtype", None)  # in 2.15 FSDP's bf16 parameters have fp32 ones
+    dtype = getattr(total, "grad_dtype", None)  # 2.15: fp32 for FSDP's bf16 parameters
     total.grad = gradient if dtype is None else gradient.to(dtype)
 
 
 @contextmanager
 def intercept_custom_functions(callback: Callable[..., Any]) -> Iterator[None]:
-    """A context in which `apply(*args)` of a torch.autograd.Function is callback(the class, apply,
+    """A context in which `apply(*args)` of a torch.autograd.Function calls callback(class, apply,
     args).
 
-    Symptom without it: a TorchFunctionMode sees the calls in the function's forward, where autograd
-    is off, and not the function.
-    Test: `test_fences.py::test_a_function_mode_does_not_see_a_custom_function`.
+    Symptom without it: a TorchFunctionMode sees the operators in the function's forward, not the
+    function. Test: `test_fences.py::test_a_function_mode_does_not_see_a_custom_function`.
     """
     before = vars(torch.autograd.Function)["apply"]
 
@@ -87,8 +84,8 @@ def intercept_custom_functions(callback: Callable[..., Any]) -> Iterator[None]:
 
 @contextmanager
 def intercept_checkpoints(callback: Callable[[int], None]) -> Iterator[None]:
-    """A context in which torch.utils.checkpoint, reentrant or not, only calls its function, between
-    callback(1) and callback(-1).
+    """A context in which torch.utils.checkpoint just calls its function, between callback(1) and
+    callback(-1).
 
     Symptom without it: the reentrant form runs the function without autograd, inside a custom
     function. Test: `test_fences.py::test_a_reentrant_checkpoint_runs_without_autograd`.
@@ -118,12 +115,12 @@ def intercept_checkpoints(callback: Callable[[int], None]) -> Iterator[None]:
 
 
 def ignore_ranges_in_selective_checkpoints() -> None:
-    """A profiler's ranges are no operators whose results are kept or computed again.
+    """Exclude profiler ranges from the operators that selective checkpointing saves or recomputes.
 
-    Symptom without it: FSDP names other ranges in a recomputation than in the forward where it
-    shards a module inside of the block, as experts with ep=2; torch 2.13 compares them, and the
-    backward fails with "_record_function_enter_new ... encountered during backward but not found in
-    storage". Test: `test_compile_fences.py::test_ranges_may_differ_in_a_selective_recomputation`.
+    Symptom without it: if FSDP shards a module inside a block (experts with ep=2), its ranges
+    differ in the recomputation; torch 2.13 compares them, and the backward fails with
+    "_record_function_enter_new ... encountered during backward but not found in storage". Test:
+    `test_compile_fences.py::test_ranges_may_differ_in_a_selective_recomputation`.
     """
     ignored: set[Any] = getattr(torch.utils.checkpoint, "SAC_IGNORED_OPS", set())
     operators = torch.ops.profiler
@@ -133,8 +130,7 @@ def ignore_ranges_in_selective_checkpoints() -> None:
 
 @contextmanager
 def watch_autocast(off: bool = False) -> Iterator[list[Any]]:
-    """A context in which the autocasts that a model turns on are listed; with `off` they stay
-    off."""
+    """A context that lists the autocasts that a model enables; with `off` they stay disabled."""
     used: list[Any] = []
     enter: Any = torch.autocast.__enter__
 

@@ -1,8 +1,8 @@
-"""Attention of some queries with some keys, with the logarithms of its sums, and its gradient; and
-of the last queries of a sequence.
+"""Attention with log-sum-exp outputs, for attention over blocks of keys, and its gradient; and
+causal attention of a sequence's last queries.
 
-scaled_dot_product_attention gives no sums, without which results of several blocks of keys cannot
-be added up. Test: test_block_attention.py::test_attention_gives_no_sums
+scaled_dot_product_attention does not return the log-sum-exp, which combining blocks needs. Test:
+test_block_attention.py::test_attention_gives_no_sums
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ _aten = torch.ops.aten
 
 
 class Block(NamedTuple):
-    """Attention of queries [B, H, t, E] with keys and values [B, H, s, E]."""
+    """Attention of queries [B, H, t, E] to keys and values [B, H, s, E]."""
 
     result: Tensor  # [B, H, t, E]
-    sums: Tensor  # fp32 [B, H, t]: logarithm of the sum of exp(scores)
+    sums: Tensor  # fp32 [B, H, t]: log-sum-exp of the scores
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> Block:
-    """causal: the first query sees the first key, and each one more than the one before."""
+    """Attention of one block of keys; causal: query i attends to keys 0 to i."""
     if q.device.type == "cpu":
         return Block(
             *_aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
@@ -48,15 +48,15 @@ def backward(
     causal: bool,
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v, where `whole` is of the queries with all of their keys."""
+    """Gradients of q, k and v; `whole` is the attention of the queries to all their keys."""
     result, sums = whole
-    # GPUs' kernels read them by address, whatever the strides: else gradients are wrong, silently
+    # GPU kernels ignore strides: without this, gradients are silently wrong
     sums = sums.contiguous()
     if q.device.type == "cpu":
         return _aten._scaled_dot_product_flash_attention_for_cpu_backward(
             gradient, q, k, v, result, sums, 0.0, causal, scale=scale
         )
-    none = torch.empty((), dtype=torch.int64, device=q.device)  # of dropout, which there is not
+    none = torch.empty((), dtype=torch.int64, device=q.device)  # no dropout
     if _takes_flash(q):
         lengths: list[Any] = [None, None, q.shape[2], k.shape[2]]
         seed = torch.empty(2, dtype=torch.uint64, device=q.device)
@@ -65,9 +65,9 @@ def backward(
         )
     padding = -q.shape[2] % 32
     sums = torch.nn.functional.pad(sums, (0, padding), value=float("inf")) if padding else sums
-    wanted = [True, True, True, False]
+    output_mask = [True, True, True, False]
     dq, dk, dv, _ = _aten._scaled_dot_product_efficient_attention_backward(
-        gradient, q, k, v, None, result, sums, none, none, 0.0, wanted, causal, scale=scale
+        gradient, q, k, v, None, result, sums, none, none, 0.0, output_mask, causal, scale=scale
     )
     return dq, dk, dv
 
@@ -78,20 +78,19 @@ def of_last_queries(
     """Causal attention of the last t of T tokens: q [B, H, t, E], k and v [B, K, T, E] -> [B, H, t,
     E].
 
-    torch has a bias for it (`causal_lower_right`), which torch.compile cannot trace: "Calling
-    subclass default constructor with more than tensor argument". Flash's operator, which that
-    calls, aligns queries with the last keys. Test:
-    test_block_attention.py::test_torchs_bias_breaks_the_graph
+    torch.compile cannot trace torch's bias for it (`causal_lower_right`): "Calling subclass default
+    constructor with more than tensor argument". Flash's operator aligns queries with the last keys.
+    Test: test_block_attention.py::test_torchs_bias_breaks_the_graph
     """
     if _aligns_last(q, v):
         return _aten._scaled_dot_product_flash_attention(
             q, k, v, dropout_p, True, False, scale=scale
         )[0]
-    mask = None  # on meta: a kernel that knows no mask, as on GPUs
+    mask = None  # on meta, as flash's kernel on GPUs takes none
     if not q.is_meta:
-        at = torch.arange(k.shape[2], device=q.device)
-        mask = at[-q.shape[2] :, None] >= at
-    if q.is_cuda and enable_gqa:  # the kernel that takes a mask takes no grouped queries
+        positions = torch.arange(k.shape[2], device=q.device)
+        mask = positions[-q.shape[2] :, None] >= positions
+    if q.is_cuda and enable_gqa:  # the kernel with a mask has no grouped queries
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
         enable_gqa = False
     return torch.nn.functional.scaled_dot_product_attention(

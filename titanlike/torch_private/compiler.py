@@ -1,5 +1,4 @@
-"""torch.compile: graphs, where they break, how many there are; its overlap of tensor
-parallelism."""
+"""torch.compile: graph breaks and counts, compiler errors, and asynchronous tensor parallelism."""
 
 from __future__ import annotations
 
@@ -16,22 +15,22 @@ import torch.distributed as dist
 def as_if_compiling() -> AbstractContextManager[Any]:
     """A context in which `torch.compiler.is_compiling()` is true.
 
-    Libraries ask it to choose a forward that does not look at values (transformers: masks and
-    mixtures of experts), which is what meta tensors need, too.
-    Test: `test_fences.py::test_a_forward_can_be_told_that_it_is_compiled`.
+    Libraries then choose a forward that does not read tensor values (transformers' masks and
+    mixtures of experts), which meta tensors need, too. Test:
+    `test_fences.py::test_a_forward_can_be_told_that_it_is_compiled`.
     """
     return patch.object(torch.compiler, "is_compiling", lambda: True)
 
 
 def is_graph_break(error: Exception) -> bool:
-    """Whether a function cannot be compiled as a whole."""
+    """Whether the error says that a function cannot be compiled without a graph break."""
     from torch._dynamo import exc
 
     return isinstance(error, (exc.Unsupported, exc.UserError, exc.InternalTorchDynamoError))
 
 
 def compiler_error(error: Exception) -> str:
-    """Why the compiler of graphs failed, in one line; "" = it did not."""
+    """Why the graph compiler (inductor) failed, in one line; "" = it did not."""
     from torch._dynamo.exc import BackendCompilerFailed
     from torch._inductor.exc import InductorError
 
@@ -52,10 +51,10 @@ def graph_break_reason(error: Exception) -> str:
 
 
 def allow_graphs(count: int) -> None:
-    """Let a function have so many graphs.
+    """Raise torch.compile's recompile limits to `count` graphs of a function.
 
     Symptom without it: the ninth kind of block (another size or setting), or the ninth length, ends
-    the run with FailOnRecompileLimitHit, and where graphs may break it runs uncompiled, silently.
+    the run with FailOnRecompileLimitHit, or runs uncompiled, silently, if graph breaks are allowed.
     Test: `test_compile_fences.py::test_torch_compiles_a_function_eight_times_only`.
     """
     from torch._dynamo import config
@@ -65,9 +64,11 @@ def allow_graphs(count: int) -> None:
 
 
 def hide_checkpoint_warning() -> None:
-    """Symptom: with a list of operators to save, torch.compile warns of in-place operators in four
-    lines; it has replaced them by others before the list is asked.
-    Test: `test_compile_fences.py::test_torch_warns_of_selective_checkpointing_under_compile`.
+    """Hide a wrong warning of torch.compile.
+
+    Symptom: with a list of operators to save, it warns of in-place operators, which it has
+    functionalized before the list is used. Test:
+    `test_compile_fences.py::test_torch_warns_of_selective_checkpointing_under_compile`.
     """
     logging.getLogger("torch._higher_order_ops.wrap").addFilter(_is_no_checkpoint_warning)
 
@@ -77,20 +78,18 @@ def _is_no_checkpoint_warning(record: logging.LogRecord) -> bool:
 
 
 def graph_count() -> int:
-    """Graphs compiled in this process so far."""
+    """The number of graphs compiled in this process so far."""
     from torch._dynamo.utils import counters
 
     return counters["stats"]["unique_graphs"]
 
 
 def overlap_in_compiled_blocks(group: dist.ProcessGroup | None) -> None:
-    """Let inductor replace all-gather + product, and product + reduce-scatter, in what it compiles
-    from now on by kernels that do both at once, over symmetric memory of the group's GPUs; None =
-    not.
+    """Let inductor fuse all-gather + matmul and matmul + reduce-scatter, in graphs compiled from
+    now on, into kernels that overlap them in symmetric memory of the group's GPUs; None = disable.
 
-    Source: torch._inductor.fx_passes.micro_pipeline_tp, which has no public switch.
-    Test: `test_functional_collectives.py
-    ::test_asynchronous_tensor_parallelism_has_no_public_switch`.
+    Source: torch._inductor.fx_passes.micro_pipeline_tp, which has no public switch. Test:
+    `test_functional_collectives.py ::test_asynchronous_tensor_parallelism_has_no_public_switch`.
     """
     import torch._inductor.config as inductor  # late: it imports the compiler
 
@@ -99,6 +98,6 @@ def overlap_in_compiled_blocks(group: dist.ProcessGroup | None) -> None:
         from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 
         with warnings.catch_warnings():
-            # "no need to call this any more", but the pass asks whether it was (2.11 to 2.15)
+            # deprecated, but the pass checks that it was called (2.11 to 2.15)
             warnings.simplefilter("ignore", FutureWarning)
             enable_symm_mem_for_group(group.group_name)

@@ -1,9 +1,9 @@
-"""torch's compiler frontend (`torch._dynamo`) imported when something is compiled, and not before.
+"""Imports torch's compiler frontend (`torch._dynamo`) only when something is compiled.
 
-Symptom without it: `import torch` leaves torch._dynamo out, which costs nearly as much CPU time as
-all of torch; but its first pipeline schedule, process group or operator on the meta device with a
-Python decomposition imports it, though nothing is compiled: each asks for `disable`, whose work is
-to keep the compiler away from a function. Test: tests/torch_private/test_deferred_dynamo.py.
+Symptom without it: `import torch` leaves out torch._dynamo, which costs nearly as much CPU time as
+all of torch; but the first pipeline schedule, process group or meta operator with a Python
+decomposition imports it to call `disable`, though nothing is compiled. Test:
+tests/torch_private/test_deferred_dynamo.py.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ NAME = "torch._dynamo"
 
 
 def defer_dynamo() -> None:
-    """Let a stand-in answer for torch._dynamo what is asked of it where nothing is compiled;
-    anything else imports the real one, which takes its place. Does nothing where that is imported
+    """Install a stand-in for torch._dynamo that answers what eager code asks for; any other
+    attribute imports the real module, which replaces it. Does nothing if torch._dynamo is imported
     already."""
     if NAME not in sys.modules:
         stand_in = _StandIn()
@@ -36,8 +36,8 @@ def defer_dynamo() -> None:
 
 @contextmanager
 def force_eager() -> Iterator[None]:
-    """A context in which what is compiled runs as it was written, also if the compiler is imported
-    within it."""
+    """A context in which compiled functions run eagerly, even if the compiler is imported within
+    it."""
     module: Any = sys.modules.get(NAME)
     with ExitStack() as stack:
         if not isinstance(module, _StandIn):
@@ -52,25 +52,24 @@ def force_eager() -> Iterator[None]:
 
 
 class _StandIn(ModuleType):
-    __path__: list[str] = []  # a package: of its modules `_Finder` is asked
+    __path__: list[str] = []  # a package, whose modules `_Finder` finds
 
     def __init__(self) -> None:
         super().__init__(NAME)
         self._lock = threading.RLock()
         self.finder = _Finder(self.real)
-        self.eager: list[ExitStack] = []  # of `force_eager`, outermost first
+        self.eager: list[ExitStack] = []  # contexts of `force_eager`, outermost first
         self._disabled: WeakKeyDictionary[Callable[..., Any], SimpleNamespace] = WeakKeyDictionary()
         self.OptimizedModule = _IsOptimized("OptimizedModule", (), {})
         self.trace_rules = SimpleNamespace(clear_lru_cache=lambda: None)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # a module is asked for these by whoever looks at it
+        if name.startswith("__"):  # introspection, which must not import the compiler
             raise AttributeError(name)
         return getattr(self.real(), name)
 
     def disable(self, fn: Any = None, *how: Any, **more: Any) -> Any:
-        """Do as torch's, once the compiler is there; until then a call of what this returns calls
-        fn."""
+        """Call fn until the compiler is imported, and torch's `disable(fn)` from then on."""
         if not callable(fn) or isinstance(fn, type) or sys.modules[NAME] is not self:
             return self.real().disable(fn, *how, **more)
         holder = SimpleNamespace(function=fn, options=(how, more))
@@ -83,7 +82,7 @@ class _StandIn(ModuleType):
         return disabled
 
     def real(self) -> ModuleType:
-        """Imported now, if it is not yet."""
+        """The real module, imported if it is not yet."""
         with self._lock:
             if sys.modules[NAME] is self:
                 sys.meta_path.remove(self.finder)
@@ -103,8 +102,8 @@ class _StandIn(ModuleType):
 
 
 class _Finder:
-    """Finds modules of the real one, which is imported first, and they with it perhaps; but not for
-    its settings, which tensors on meta ask for: they stand alone."""
+    """Imports the real package before any of its modules, except `config`, which meta tensors read
+    and which stands alone."""
 
     def __init__(self, real: Callable[[], ModuleType]) -> None:
         self._real = real
@@ -123,7 +122,7 @@ class _Finder:
 
 
 class _Imported:
-    """Loads what is imported already."""
+    """A loader of a module that is imported already."""
 
     def __init__(self, module: ModuleType) -> None:
         self._module, self._spec = module, module.__spec__
@@ -136,7 +135,7 @@ class _Imported:
 
 
 class _IsOptimized(type):
-    """The class of what `torch.compile` returns, which is none before the compiler is imported."""
+    """Stands for the class of torch.compile's results, of which there are none before the import."""
 
     def __instancecheck__(cls, module: Any) -> bool:
         real = sys.modules[NAME]

@@ -1,4 +1,4 @@
-"""Distributed checkpoints (DCP): blocks of a tensor, and the places of chunks in files."""
+"""Distributed checkpoints (DCP): blocks of a tensor, and positions of chunks in files."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 class Blocks:
     """A tensor of which this rank holds some blocks, as DCP plans to save and load it.
 
-    DCP asks objects of any class for the two methods below, DTensor's among them, which its
-    documentation does not name. Without them a rank's part is saved under its own shape.
-    Torch 2.15 has a public way, `CheckpointableTensor`: it can go with the versions before.
-    Test: `test_fences.py::test_blocks_of_a_tensor_have_no_public_way_in_all_versions`.
+    DCP calls the two undocumented methods below on objects of any class, as on DTensors. Without
+    them a rank's part is saved under its own shape. Torch 2.15 has a public API,
+    `CheckpointableTensor`: this class can go when older versions are dropped. Test:
+    `test_fences.py::test_blocks_of_a_tensor_have_no_public_way_in_all_versions`.
     """
 
-    held: Tensor  # all that this rank has of it; a DTensor's local part, if it is one
-    shape: torch.Size  # of the whole
-    blocks: Mapping[torch.Size, Tensor]  # views of `held`, by their offsets in the whole
+    held: Tensor  # this rank's part (a DTensor's local tensor)
+    shape: torch.Size  # of the full tensor
+    blocks: Mapping[torch.Size, Tensor]  # views of `held`, by their offsets in the full tensor
 
     @property
     def dtype(self) -> torch.dtype:
@@ -55,17 +55,19 @@ class Blocks:
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [ChunkStorageMetadata(at, block.shape) for at, block in self.blocks.items()]
+        return [
+            ChunkStorageMetadata(offsets, block.shape) for offsets, block in self.blocks.items()
+        ]
 
 
 def describe_files(
     metadata: Metadata, places: Iterable[tuple[MetadataIndex, str, int, int]]
 ) -> Metadata:
-    """The description of tensors with the place of each chunk (file, begin, length), as torch's own
-    writer completes it, which its reader looks up.
+    """Metadata completed with the position of each chunk (file, offset, length), as torch's writer
+    does, for its reader.
 
-    The class of a place is private, and `.metadata` has objects of it. It can go when torch makes
-    it public: `test_fences.py::test_the_place_of_a_chunk_is_still_private`.
+    The class of a position is private. It can go when torch makes it public:
+    `test_fences.py::test_the_place_of_a_chunk_is_still_private`.
     """
     storage_data = {
         index: _StorageInfo(file, begin, length) for index, file, begin, length in places
@@ -79,10 +81,10 @@ def describe_files(
 
 
 def describe_record(record: Any) -> tuple[Tensor, int]:
-    """A tensor on meta like the one in a record of torch.save, and where in it the values begin,
-    which are not read. record: a file that can be read and searched.
+    """A meta tensor like the one in a torch.save record, and the offset of its values, which are
+    not read. record: a seekable file.
 
-    The attribute is documented, for torch's FakeTensors, under a name with an underscore. Test:
+    The attribute is documented, for FakeTensors, with an underscore. Test:
     `test_fences.py::test_a_record_says_where_its_values_begin`.
     """
     tensor = torch.load(record, map_location="meta", weights_only=True)

@@ -1,4 +1,4 @@
-"""DTensor: which part of the whole a rank holds; collectives that torch.compile traces."""
+"""DTensor: the local shard and its slices; collectives that torch.compile traces."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ if TYPE_CHECKING:
 
 
 def is_dtensor(tensor: Tensor) -> TypeGuard[DTensor]:
-    """Whether it is one, without its class: where nothing is sharded nobody has imported that, which
-    takes a tenth of the CPU time until the first step."""
+    """Whether it is a DTensor, without importing that class, which takes a tenth of the CPU time
+    until the first step."""
     return hasattr(tensor, "to_local")
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's part. An operation on plain tensors takes the host a fifth of one on DTensors."""
+    """The local shard: operations on plain tensors take a fifth of the host time of DTensors'."""
     return tensor.to_local() if is_dtensor(tensor) else tensor
 
 
 def local_slices(tensor: Tensor) -> tuple[slice, ...]:
-    """This rank's part of the whole tensor, a slice a dimension."""
+    """The slices of the full tensor that this rank holds, one per dimension."""
     if not is_dtensor(tensor):
         return tuple(slice(0, size) for size in tensor.shape)
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -32,23 +32,23 @@ def local_slices(tensor: Tensor) -> tuple[slice, ...]:
     shape, offset = compute_local_shape_and_global_offset(
         tensor.shape, tensor.device_mesh, tensor.placements
     )
-    return tuple(slice(at, at + size) for at, size in zip(offset, shape, strict=True))
+    return tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
 
 
 def traced_collective(operation: str, x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """all_reduce (a sum), largest (element by element), all_gather or reduce_scatter (along `dim`), all_to_all, without gradient,
-    in the form that torch.compile traces into its graph, where inductor can overlap them.
+    """A collective without gradient, in the functional form that torch.compile traces and inductor
+    can overlap: all_reduce (sum), largest (all-reduce of maxima), all_gather or reduce_scatter
+    (along `dim`), all_to_all.
 
-    torch has no other form of these that its pass for asynchronous tensor parallelism recognizes.
-    Test: test_functional_collectives.py
-    ::test_torchs_pass_recognizes_what_a_divided_layer_exchanges
+    The pass for asynchronous tensor parallelism recognizes no other form. Test:
+    test_functional_collectives.py ::test_torchs_pass_recognizes_what_a_divided_layer_exchanges
     """
     import torch.distributed._functional_collectives as functional
 
     if operation in ("all_reduce", "largest"):
         result = functional.all_reduce(x, "sum" if operation == "all_reduce" else "max", group)
     elif operation == "all_gather":
-        # along dim 0, then moved here: with another dim torch 2.11 breaks the graph
+        # along dim 0, then moved: with another dim torch 2.11 breaks the graph
         result = functional.all_gather_tensor(x.contiguous(), 0, group)
         return torch.cat(functional.wait_tensor(result).chunk(group.size()), dim)
     elif operation == "all_to_all":

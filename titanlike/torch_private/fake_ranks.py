@@ -1,6 +1,5 @@
-"""One rank of a job whose other ranks are not there: collectives that return at once, tensors that
-have a size but no memory; and the bytes of the storages that live, of real tensors and of fake
-ones."""
+"""One rank without the others: collectives that return at once, fake tensors, and the bytes of live
+storages, real and fake."""
 
 from __future__ import annotations
 
@@ -22,40 +21,40 @@ from torch.utils._pytree import tree_leaves
 
 @contextlib.contextmanager
 def fake_process_group(rank: int, world_size: int) -> Iterator[None]:
-    """A context in which this process is a rank whose collectives change nothing and whose messages
-    neither leave nor arrive. There must be no process group."""
+    """A context in which this process is a rank whose collectives do nothing and whose sends and
+    receives are dropped. Needs that no process group exists."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:
         with contextlib.ExitStack() as stack:
-            # torch prints the whole order beside an error, which is raised as well
+            # torch prints the whole order when it raises an error
             stack.enter_context(patch.object(schedules.logger, "disabled", True))
             owner: Any = schedules._PipelineSchedule
-            if hasattr(owner, "_warmup_p2p"):  # 2.11 and 2.15 do not ask
+            if hasattr(owner, "_warmup_p2p"):  # 2.13
                 stack.enter_context(patch.object(owner, "_warmup_p2p", _first_messages_known))
             yield
     finally:
         dist.destroy_process_group()
-        # Symptom without it (2.13): parameters of the next such job have the mesh of this one,
-        # whose groups are gone. Test: test_exact_memory.py (muon in a pipeline)
+        # Symptom without it (2.13): parameters of the next fake job have this one's mesh, whose
+        # groups are gone. Test: test_exact_memory.py (muon in a pipeline)
         from torch.distributed.tensor import debug  # imports the compiler
 
         getattr(debug, "_clear_sharding_prop_cache", lambda: None)()
 
 
 def fake_tensors() -> FakeTensorMode:
-    """A context in which tensors have no memory. An operation that needs a value raises.
-    Enter one and the same mode again: tensors of another are copied."""
+    """A context in which tensors have no memory; operations that need values raise. Re-enter the
+    same mode: another one copies its tensors."""
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 @torch.no_grad()
 def allocate(stage: nn.Module, device: torch.device) -> None:
-    """Give a meta stage parameters and buffers on `device`. Within `fake_tensors` alone.
+    """Give a meta stage parameters and buffers on `device`. Only within `fake_tensors`.
 
-    Symptom of torch's `Module.to_empty` there (2.11 to 2.15): "Cannot swap t2 because it has
-    weakref associated with it". Test: `test_fake_ranks.py::test_to_empty_fails_under_fake_tensors`.
+    Symptom of `Module.to_empty` there (2.11 to 2.15): "Cannot swap t2 because it has weakref
+    associated with it". Test: `test_fake_ranks.py::test_to_empty_fails_under_fake_tensors`.
     """
     made: dict[int, nn.Parameter] = {}  # a tied parameter stays one
     for parameter in stage.parameters():
@@ -80,10 +79,9 @@ def allocate(stage: nn.Module, device: torch.device) -> None:
 
 
 def _first_messages_known(_: object, stages: list[Any], *__: object) -> None:
-    """Instead of asking the neighbours, in a runtime's first step, whether all know the sizes of
-    messages: all of ours do (`make_stage`). Symptom without it (2.13): the answer, which never
-    comes, is read. Test: `test_fake_ranks.py::test_torchs_runtime_asks_its_neighbours_first`.
-    """
+    """Replace torch's handshake of the first step, on whether all stages know their message sizes:
+    they do (`make_stage`). Symptom without it (2.13): it reads an answer that never comes. Test:
+    `test_fake_ranks.py::test_torchs_runtime_asks_its_neighbours_first`."""
     from torch.distributed.pipelining._utils import InferenceMode
 
     for stage in stages:
@@ -91,10 +89,9 @@ def _first_messages_known(_: object, stages: list[Any], *__: object) -> None:
 
 
 class LiveStorages(TorchDispatchMode):
-    """A context in which bytes of the storages that were made within it and are still there.
+    """A context that counts the bytes of live storages made within it, except on the meta device.
 
-    torch's own trackers (`torch.distributed._tools.mem_tracker`) fail with microbatches (2.11 to
-    2.15). Tensors on the meta device do not count.
+    torch's trackers (`torch.distributed._tools.mem_tracker`) fail with microbatches (2.11 to 2.15).
     """
 
     def __init__(self) -> None:
@@ -108,7 +105,7 @@ class LiveStorages(TorchDispatchMode):
             self._resized(storage)
             return result
 
-        # FSDP frees gathered parameters so, which no operator shows
+        # FSDP frees gathered parameters this way, without an operator
         patched: Any = torch.UntypedStorage
         patched.resize_ = resize
         return super().__enter__()
@@ -122,7 +119,7 @@ class LiveStorages(TorchDispatchMode):
     ) -> Any:
         result = function(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
-            # what DTensor calls inside is not seen here
+            # DTensor's inner operators are not dispatched here
             tensor = leaf._local_tensor if isinstance(leaf, DTensor) else leaf
             # a fake tensor's storage is on meta, whatever its device
             if isinstance(tensor, Tensor) and tensor.device.type != "meta":

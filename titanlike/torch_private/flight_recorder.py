@@ -1,4 +1,4 @@
-"""torch's record of the last collectives of each process group."""
+"""torch's record of the last collectives of each process group (flight recorder)."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _distributed_c10d: Any = _torch_c10d  # torch's stub lacks the recorders
 
 
 def write_records(folder: Path, rank: int) -> list[Path]:
-    """Write folder/BACKEND_rankN for each backend with records; returns those.
+    """Write folder/BACKEND_rankN for each backend with records; return their paths.
 
-    `python -m torch.distributed.flight_recorder.fr_trace FOLDER` compares those of all ranks.
-    torch writes such files by itself once a collective has timed out, to /tmp, and only of NCCL; a
-    run that hangs ends before. Test: test_flight_recorder.py
+    `python -m torch.distributed.flight_recorder.fr_trace FOLDER` compares all ranks' files. torch
+    itself writes them only after a collective's timeout, to /tmp, and only for NCCL; a hanging run
+    ends before. Test: test_flight_recorder.py
     """
     if not dist.is_initialized():
         return []

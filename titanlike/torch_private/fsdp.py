@@ -1,4 +1,4 @@
-"""FSDP2: gradients of parameters that a backward did not reach, or that come after it."""
+"""FSDP2: missing and late gradients, custom all-gathers, and hooks around its collectives."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from torch.distributed.fsdp import FSDPModule
 
 
 def reduce_missing_gradients(module: nn.Module, reached: set[nn.Parameter], zero: int) -> None:
-    """Let FSDP reduce zeros for the parameters of a module that have no gradient; those that have
-    one are added to `reached`.
+    """Let FSDP reduce zeros for a module's parameters without gradient, and add the others to
+    `reached`.
 
-    zero: 1 = gradients are reduced once a step, 2 and 3 = in each backward.
-    Symptom without it: FSDP leaves a parameter without gradient out of its message, and ranks whose
-    messages differ mix up gradients, or hang.
-    Test: `test_fences.py::test_fsdp_mixes_up_gradients_that_one_rank_alone_has`.
+    zero: 1 = gradients are reduced once a step, 2 and 3 = in each backward. Symptom without it:
+    FSDP leaves such a parameter out of its reduce-scatter, and ranks whose reduce-scatters differ
+    mix up gradients, or hang. Test:
+    `test_fences.py::test_fsdp_mixes_up_gradients_that_one_rank_alone_has`.
     """
 
     def fill_before(group: Any, state: Any) -> None:
         post_backward = group.post_backward
 
         def with_every_gradient(*unused: Any) -> None:
-            # after the last backward torch calls it once more for all groups: to reduce them, or,
-            # if they are reduced already, for nothing
+            # after the last backward torch calls it once more for all groups, also if they are
+            # reduced already
             if group.reduce_grads and (zero == 1 or not state._state_ctx.is_last_backward):
                 _fill(group.fsdp_params, reached)
             post_backward(*unused)
@@ -39,11 +39,11 @@ def reduce_missing_gradients(module: nn.Module, reached: set[nn.Parameter], zero
 
 
 def gather_with(part: FSDPModule, block: nn.Module) -> None:
-    """Let a part of a block be gathered, and its gradients be reduced, when the whole block is.
+    """All-gather a part of a block, and reduce its gradients, together with the block.
 
-    Symptom without it: the hooks of the part run inside of the block's forward, where torch.compile
-    breaks the graph, and leaves a block that is recomputed as it is.
-    Test: `test_fences.py::test_hooks_of_fsdp_inside_of_a_block_break_its_graph`.
+    Symptom without it: the part's hooks run inside the block's forward, where torch.compile breaks
+    the graph, and leaves a recomputed block uncompiled. Test:
+    `test_fences.py::test_hooks_of_fsdp_inside_of_a_block_break_its_graph`.
     """
     state: Any = part._get_fsdp_state()
     state._pre_forward_hook_handle.remove()
@@ -57,12 +57,12 @@ def gather_with(part: FSDPModule, block: nn.Module) -> None:
 def gather_other(
     parameter: nn.Parameter, send: Callable[[], Tensor], receive: Callable[[Tensor], Tensor]
 ) -> None:
-    """Let FSDP gather other bytes than those of a parameter.
+    """Let FSDP all-gather other bytes than a parameter's.
 
-    send: returns what this rank has, in the shape of its shard; receive: makes what modules compute
-    with of the whole, which it holds. torch asks the shard for such methods, of tensors of a class
-    of their own; a plain one may have them, too (its `lazy_init`: "allow monkey patch").
-    Test: test_float8.py::test_a_weight_is_cast_once_a_step
+    send: returns what this rank sends, in the shape of its shard; receive: makes the weight that
+    modules compute with from the gathered tensor, which it keeps. torch calls these hooks on tensor
+    subclasses; a plain shard may have them, too (its `lazy_init`: "allow monkey patch"). Test:
+    test_float8.py::test_a_weight_is_cast_once_a_step
     """
     shard: Any = parameter._local_tensor  # type: ignore[attr-defined]
 
@@ -81,33 +81,32 @@ def gather_other(
 
 
 def gradients_in_one_dtype(groups: Iterable[Any]) -> None:
-    """Cast gradients before they are reduced that waited in a schedule which splits the backward.
+    """Cast deferred gradients of a split backward to the accumulation dtype before they are
+    reduced.
 
-    groups: of the stage, see `parameter_groups`.
-
-    Symptom without it (2.11, 2.13), in bf16: torch accumulates in fp32 what each backward has left,
-    and finds weight gradients that came after the last one in bf16: "expects uniform gradient
-    dtype". Test: test_weight_gradients.py
+    groups: of the stage, see `parameter_groups`. Symptom without it (2.11, 2.13), in bf16: torch
+    accumulates in fp32, finds weight gradients computed after the last backward in bf16, and raises
+    "expects uniform gradient dtype". Test: test_weight_gradients.py
     ::test_weight_gradients_may_all_come_after_the_last_backward
     """
     for group in groups:
         for parameter in group.fsdp_params:
             if not hasattr(parameter, "to_accumulated_grad_if_needed"):
-                return  # 2.15: all are in .grad, in fp32
+                return  # 2.15 keeps all in .grad, in fp32
             unsharded = hasattr(parameter, "_unsharded_param")
             if unsharded and parameter.unsharded_accumulated_grad is None:
                 parameter.to_accumulated_grad_if_needed()
 
 
 def parameter_groups(module: nn.Module) -> list[Any]:
-    """FSDP's groups of parameters in a module; [] where it is not wrapped. It walks through all
-    modules: to be called once, not in each step."""
+    """FSDP's parameter groups in a module; [] if it is not wrapped. Walks through all modules: call
+    it once, not in each step."""
     return [group for group, _ in _groups(module)]
 
 
 def _groups(module: nn.Module) -> Iterator[tuple[Any, Any]]:
-    """(group of parameters, state of the module that it belongs to)"""
-    # modules that are gathered together share a state
+    """Yield each parameter group, and the FSDP state of its module."""
+    # modules that are all-gathered together share a state
     parts = (part for part in module.modules() if isinstance(part, FSDPModule))
     for state in dict.fromkeys(part._get_fsdp_state() for part in parts):
         groups = getattr(state, "_fsdp_param_groups", None)  # 2.13
@@ -118,7 +117,7 @@ def _groups(module: nn.Module) -> Iterator[tuple[Any, Any]]:
 
 
 def _fill(parameters: list[Any], reached: set[nn.Parameter]) -> None:
-    """parameters: FSDPParams of a group; all of its gradients must have one dtype."""
+    """Set missing gradients of a group's FSDPParams to zeros, in the dtype of the others."""
     missing, accumulated = [], None
     for parameter in parameters:
         if not parameter.sharded_param.requires_grad or not hasattr(parameter, "_unsharded_param"):
@@ -133,7 +132,7 @@ def _fill(parameters: list[Any], reached: set[nn.Parameter]) -> None:
         if hasattr(type(parameter), "unsharded_zero_grad_data"):  # 2.15: always in .grad
             parameter._unsharded_param.grad = parameter.unsharded_zero_grad_data
         elif accumulated is None:
-            like = parameter._unsharded_param  # in float8 it is of a class of torchao's
+            like = parameter._unsharded_param  # in float8 a tensor subclass of torchao
             zeros = torch.zeros(like.shape, dtype=like.dtype, device=like.device)
             parameter._unsharded_param.grad = zeros
         else:
@@ -145,17 +144,17 @@ def _fill(parameters: list[Any], reached: set[nn.Parameter]) -> None:
 def exchanges_told(
     groups: Iterable[Any], tell: Callable[[str], object], waits_alone: bool = False
 ) -> Callable[[], None]:
-    """Call `tell` with "gather" or "reduce" when a rank begins to launch or to wait for one, and
-    with "" when it goes on; the result ends that.
+    """Call `tell` with "gather" or "reduce" when a rank begins to launch or to wait for FSDP's
+    collective, and with "" when it goes on; return a function that removes this.
 
-    groups: see `parameter_groups`; waits_alone: not when it launches one. torch has no hook for it.
-    Test: `test_timeline.py::test_gathers_and_reductions_are_told_from_computing`.
+    groups: see `parameter_groups`; waits_alone: not at launches. torch has no hook for it. Test:
+    `test_timeline.py::test_gathers_and_reductions_are_told_from_computing`.
     """
     methods = {"wait_for_unshard": "gather", "finalize_backward": "reduce"}
     if not waits_alone:
         methods |= {"unshard": "gather", "post_backward": "reduce"}
 
-    def told(method: Callable[..., Any], kind: str) -> Callable[..., Any]:
+    def wrapped(method: Callable[..., Any], kind: str) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             tell(kind)
             try:
@@ -168,5 +167,5 @@ def exchanges_told(
     stack = ExitStack()
     for group in groups:
         for name, kind in methods.items():
-            stack.enter_context(patch.object(group, name, told(getattr(group, name), kind)))
+            stack.enter_context(patch.object(group, name, wrapped(getattr(group, name), kind)))
     return stack.close

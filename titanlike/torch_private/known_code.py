@@ -1,8 +1,7 @@
-"""Whether a module runs the code of its class, and not what somebody has put around or in place of
-it.
+"""Whether a module runs its torch class's code: no custom forward, parametrization or hook.
 
-What divides, defers or copies a layer of torch's computes what torch computes: a subclass with a
-forward of its own, a parametrization or a hook would be left out without a word.
+titanlike shards, defers or copies torch's layers by what their class computes, which would silently
+leave out such code.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from torch import nn
 
 
 def own_code(module: nn.Module, kind: type[nn.Module]) -> str:
-    """What makes a module with a weight compute otherwise than `kind`, of which it is; "" =
+    """What makes a module with a weight compute differently from its base class `kind`; "" =
     nothing."""
     cls: Any = type(module)
     if cls.forward is not kind.forward or "forward" in vars(module):
@@ -28,11 +27,11 @@ def own_code(module: nn.Module, kind: type[nn.Module]) -> str:
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether its calls run hooks, forward or backward."""
+    """Whether calls of the module run hooks, forward or backward."""
     hooks = module._forward_hooks, module._forward_pre_hooks
     return any((*hooks, module._backward_hooks, module._backward_pre_hooks))
 
 
 def has_gradient_hooks(parameter: nn.Parameter) -> bool:
-    """Whether its gradient is changed or looked at by `register_hook` and the like."""
+    """Whether hooks (`register_hook` and the like) see the parameter's gradient."""
     return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)

@@ -1,4 +1,4 @@
-"""The operators that torch's dispatcher knows; base classes that torch keeps in private modules."""
+"""Operators of torch's dispatcher, and base classes from torch's private modules."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 __all__ = ["BatchNorm", "InstanceNorm", "OpOverload", "TorchDispatchMode"]
 __all__ += ["arguments_of", "in_parts", "operator_names"]
 
-_REGISTERED_LATE = ("torch.nn.attention.varlen",)  # with the first import of these modules
+_REGISTERED_LATE = ("torch.nn.attention.varlen",)  # these register operators when imported
 
 
 def operator_names() -> set[str]:
-    """Names of operators without overloads, as "aten.mm"; those of imported libraries as well."""
+    """Names of operators without overloads, as "aten.mm", those of imported libraries included."""
     for module in _REGISTERED_LATE:
         importlib.import_module(module)
     qualified = torch._C._dispatch_get_all_op_names()  # "aten::mm.out"
@@ -28,15 +28,15 @@ def operator_names() -> set[str]:
 
 
 def arguments_of(operator: Any, args: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """What an operator is called with, by the names in its schema."""
+    """An operator call's arguments by their names in its schema."""
     names = (argument.name for argument in operator._schema.arguments)
     return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
 def in_parts(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The result of an operator that is made of others, by those; else NotImplemented.
+    """The result of a composite operator by its decomposition, else NotImplemented.
 
-    Symptom without it: a TorchDispatchMode in inference mode sees aten.linear, and not its product.
+    Symptom without it: a TorchDispatchMode in inference mode sees aten.linear, not its matmul.
     Test: `test_fences.py::test_a_dispatch_mode_in_inference_mode_sees_whole_operators`.
     """
     return operator.decompose(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""torch's pipeline runtime, driven by an Order; the orders that torch's schedule classes generate.
+"""torch's pipeline runtime, driven by an Order; the orders of torch's schedule classes.
 
 Differences between torch 2.11 and 2.15 are detected by features, never by version numbers.
 """
@@ -21,14 +21,13 @@ from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 
 _Kind = torch_schedules._ComputationType
 _Action = torch_schedules._Action
-# what a rank computes after it has received a message, and what it computes at all; a REDUCE_GRAD
-# or an UNSHARD is a collective on the device, too
+# computations that may wait for a P2P receive; all actions with work on the device
 _RECEIVING = (_Kind.FORWARD, _Kind.FULL_BACKWARD, _Kind.BACKWARD_INPUT)
 _ON_DEVICE = (*_RECEIVING, _Kind.BACKWARD_WEIGHT, _Kind.UNSHARD, _Kind.REDUCE_GRAD)
 
 
 class Order(Protocol):
-    """What is read of a `pipeline.order.Order`."""
+    """The attributes of `pipeline.order.Order` that are used here."""
 
     @property
     def ranks(self) -> tuple[tuple[Any, ...], ...]: ...
@@ -43,7 +42,7 @@ class Order(Protocol):
 
 
 def _lower(order: Order, resident: int) -> dict[int, list[Any]]:
-    """Compute actions -> torch's actions, with gathers, reductions, sends and receives, per rank.
+    """Lower compute actions to torch's of each rank: with gathers, reductions, sends and receives.
 
     resident: stages whose unsharded parameters a rank may hold at a time.
     """
@@ -75,8 +74,8 @@ def _lower(order: Order, resident: int) -> dict[int, list[Any]]:
 def _check_transport_order(ranks: dict[int, list[Any]], place: tuple[int, ...]) -> None:
     """Assert that every rank receives from a peer in the order in which that peer sends.
 
-    Messages between two ranks carry no tag: received in another order, activations and gradients
-    are swapped silently (torch's `defer_pp_recv` does so).
+    P2P messages carry no tag: in another order, activations and gradients are silently swapped
+    (torch's `defer_pp_recv` does so).
     """
     sent: dict[tuple[int, int], list[Any]] = {}  # by (sender, receiver): (way, stage, microbatch)
     received: dict[tuple[int, int], list[Any]] = {}
@@ -94,9 +93,9 @@ def _check_transport_order(ranks: dict[int, list[Any]], place: tuple[int, ...]) 
 
 
 class _Actions(list[Any]):
-    """A rank's actions, with a call before and after each when torch's runtime runs it.
+    """A rank's actions, which call the runtime before and after each one.
 
-    The runtime has no hook for it: it iterates over its list once a step.
+    torch's runtime has no hook for it; it iterates over its list once a step.
     Test: `test_fences.py::test_the_runtime_takes_its_actions_one_by_one_from_a_list`.
     """
 
@@ -107,7 +106,7 @@ class _Actions(list[Any]):
         received: dict[int, list[Any]],
         posts: Mapping[int, list[Any]],
     ):
-        """received: see `_received_after`; posts: see `skip_posts`, of this rank."""
+        """received: see `_received_after`; posts: this rank's, see `skip_posts`."""
         super().__init__(actions)
         self._runtime, self._received, self._posts = runtime, received, posts
 
@@ -119,7 +118,7 @@ class _Actions(list[Any]):
         self._runtime.begin(None, self._posts.get(len(self), ()))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> list[Any]:
-        """torch copies the order to print it beside an error: no action begins."""
+        """torch copies the order to print it with an error: no action begins."""
         return self[:]
 
 
@@ -129,8 +128,8 @@ def _received_after(
     me: int,
     posts: Mapping[int, Mapping[int, list[Any]]] = MappingProxyType({}),
 ) -> dict[int, list[Any]]:
-    """Index of an action of rank `me` -> the sends of `me` that are certainly received once it is
-    done: the receiver sent something to `me` after it had waited for them, and that has arrived.
+    """Map the index of an action of rank `me` to the sends of `me` that have certainly been
+    received after it: their receiver waited for them before it sent something that has arrived.
 
     posts: see `skip_posts`.
     """
@@ -142,7 +141,7 @@ def _received_after(
     }
 
     def sends(rank: int) -> Iterator[tuple[int, Any, int, int]]:
-        """(index, action, the rank that receives, index of its computation that waits)"""
+        """Yield (index, action, receiving rank, index of its computation that waits)."""
         for index, action in enumerate(ranks[rank]):
             name, _, way = action.computation_type.name.partition("_")
             if name == "SEND":
@@ -155,7 +154,7 @@ def _received_after(
                     waiting = computed["F" if message.forward else "B", message.to, message.mb]
                     yield index, message, place[message.to], waiting
 
-    # of each rank: (index of a send to `me`, index of the computation of `me` that waits for it)
+    # by rank: (index of a send to `me`, index of the computation of `me` that waits for it)
     answers = {
         rank: sorted((index, waiting) for index, _, to, waiting in sends(rank) if to == me)
         for rank in ranks
@@ -169,12 +168,11 @@ def _received_after(
 
 
 def _post(operations: Sequence[Any]) -> list[Any]:
-    """Start sends or receives one by one.
+    """Launch sends or receives one by one.
 
-    Symptom without it (2.11): torch's runtime starts them in batches of one. NCCL puts all batches
-    of a rank, to whichever peer, into one stream, where a receive that is posted early holds up
-    the sends behind it; messages that are started by themselves have a stream for each peer.
-    Test: `test_fences.py::test_torch_batches_single_messages`.
+    Symptom without it (2.11): torch launches batches of one. NCCL puts all batches of a rank, to
+    any peer, into one stream, where an early receive blocks later sends; single messages have a
+    stream per peer. Test: `test_fences.py::test_torch_batches_single_messages`.
     """
     return [op.op(op.tensor, op.peer, group=op.group, tag=op.tag) for op in operations]
 
@@ -182,9 +180,9 @@ def _post(operations: Sequence[Any]) -> list[Any]:
 class OrderRuntime(torch_schedules._PipelineScheduleRuntime):
     """torch's pipeline runtime on an Order, for every schedule: training and evaluation.
 
-    It replaces torch's schedule classes. Symptoms: with an order loaded there FSDP's gradients are
-    never reduced; their `eval()` sets gradients to None, divides them, or hangs.
-    Test: `test_fences.py::test_torchs_own_eval_still_touches_gradients`.
+    It replaces torch's schedule classes. Symptoms: with a loaded order they never reduce FSDP's
+    gradients; their `eval()` sets gradients to None, scales them, or hangs. Test:
+    `test_fences.py::test_torchs_own_eval_still_touches_gradients`.
     """
 
     def __init__(
@@ -197,53 +195,52 @@ class OrderRuntime(torch_schedules._PipelineScheduleRuntime):
         zero: int,
         skips: Mapping[tuple[int, int], bool] = MappingProxyType({}),
     ):
-        """fields: keyword argument of this rank's stages -> field of the batch; skips: (stage, a
-        later but not the next one that it sends to) -> whether gradients come back, of all
-        ranks."""
+        """fields: keyword argument of this rank's stages -> field of the batch; skips: all ranks'
+        skip connections (stage, later stage) -> whether gradients come back."""
         options: dict[str, Any] = {"scale_grads": False, "backward_requires_autograd": False}
         super().__init__(stages, order.microbatches, loss_fn=loss, **options)
         self.stage_index_to_group_rank = dict(enumerate(order.stage_to_rank))
         self._fields = dict(fields)
         self._local: dict[int, Any] = {stage.stage_index: stage for stage in stages}
-        self._gathered = {  # the units of each, found once: there are many modules
+        self._gathered = {  # FSDP modules by stage
             index: [part for part in stage.submod.modules() if isinstance(part, FSDPModule)]
             for index, stage in self._local.items()
         }
         for stage in stages:
             stage.stage_index_to_group_rank = self.stage_index_to_group_rank
-        # all stages stay resident for a step: fewer gathers, and what the memory plan counts
+        # all stages stay resident for a step: fewer all-gathers, as the memory plan assumes
         resident = max(len(order.local(rank)) for rank in range(len(order.ranks)))
         self._train = _lower(order, resident)
         self._forward = _lower(order.forward_only(), resident)
         self.pipeline_order_with_comms = self._train
-        self._sending: dict[Any, list[Any]] = {}  # by action: what may not be received yet
-        # called with each action of this rank when it begins, and with None after the last
+        self._sending: dict[Any, list[Any]] = {}  # by action: sends that may not be received yet
+        # called when each action of this rank begins, and with None after the last
         self.on_action: Callable[[Any], None] = lambda _: None
-        # called with each computation of this rank once it is in the device's queue, with False;
-        # before, with True, once the wait for the messages that it needs is
+        # called when a computation is in the device's queue (False), and before that when its wait
+        # for messages is (True)
         self.on_queued: Callable[[Any, bool], None] | None = None
         self._validated: set[bool] = set()  # whether gradients were on in steps that have run
         if not hasattr(_Kind, "WAIT_SEND_F"):
-            # Symptom (2.11, 2.13): each tensor that is sent stays in memory to the end of the step,
-            # as torch waits for its sends then. Test: test_messages_in_memory.py
+            # Symptom (2.11, 2.13): each sent tensor stays in memory to the end of the step, where
+            # torch waits for its sends. Test: test_messages_in_memory.py
             # ::test_torchs_runtime_keeps_what_it_has_sent_to_the_end_of_a_step
             functions = self._comp_type_to_function_map
             functions[_Kind.SEND_F] = functions[_Kind.SEND_B] = self._send
         for kind in (_Kind.RECV_F, _Kind.RECV_B):
             self._comp_type_to_function_map[kind] = self._receive
-        self._arriving: dict[Any, list[Any]] = {}  # by computation: skips that it waits for
+        self._arriving: dict[Any, list[Any]] = {}  # by computation: skip messages that it waits for
         posts: Mapping[int, Mapping[int, list[Any]]] = {}
         for ranks in (self._train, self._forward):
             if skips:
                 from titanlike.torch_private.pipeline_skips import skip_posts
 
                 posts = skip_posts(ranks, order.stage_to_rank, skips)
-            own = _Kind.SEND_F in self._comp_type_to_function_map  # else torch waits by itself
+            waits_here = _Kind.SEND_F in self._comp_type_to_function_map  # else torch waits
             received = {}
-            if own or skips:
+            if waits_here or skips:
                 received = _received_after(ranks, order.stage_to_rank, self.rank, posts)
-            mine = ranks[self.rank]
-            ranks[self.rank] = _Actions(mine, self, received, posts.get(self.rank, {}))
+            actions = ranks[self.rank]
+            ranks[self.rank] = _Actions(actions, self, received, posts.get(self.rank, {}))
         for index in self._local if skips else ():
             self._local[index].on_this_rank = self._local
         self._last = order.stages - 1
@@ -255,34 +252,34 @@ class OrderRuntime(torch_schedules._PipelineScheduleRuntime):
         register = self.register_custom_function
         if zero < 3:
             register(_Kind.UNSHARD, lambda act, _: self._gather(act.stage_index))
-        else:  # FSDP's own hooks gather each block when it runs
+        else:  # FSDP's hooks gather each block when it runs
             register(_Kind.UNSHARD, lambda act, _: self.unsharded_stages.add(act.stage_index))
             register(_Kind.RESHARD, lambda act, _: self.unsharded_stages.discard(act.stage_index))
 
     def _gather(self, index: int) -> None:
-        """Gather a stage's parameters: each unit while the one before is copied to its place.
+        """All-gather a stage's parameters module by module: each while the previous one is copied
+        out.
 
-        Symptom without it: torch begins all of them at once, and the messages of a whole stage are
-        in memory beside its parameters. It waits for all of them before the first forward anyway.
-        Test: `test_fences.py::test_torch_gathers_all_units_of_a_stage_at_once`.
+        Symptom without it: torch launches all at once, so a whole stage's buffers are in memory
+        next to its parameters; it waits for all before the first forward anyway. Test:
+        `test_fences.py::test_torch_gathers_all_units_of_a_stage_at_once`.
         """
-        before: Any = None
+        previous: Any = None
         for module in self._gathered[index]:
-            coming = module.unshard(async_op=True)
-            if before is not None:
-                before.wait()
-            before = coming
-        if before is not None:
-            before.wait()
+            work = module.unshard(async_op=True)
+            if previous is not None:
+                previous.wait()
+            previous = work
+        if previous is not None:
+            previous.wait()
         self.unsharded_stages.add(index)
 
     def _arguments(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         return {argument: batch[field] for argument, field in self._fields.items()}
 
     def run_alone(self, index: int, received: Sequence[Tensor], batch: dict[str, Tensor]) -> None:
-        """One microbatch of one of this rank's stages as torch's runtime runs it, without messages:
-        forward, and where gradients are on a whole backward from zeros and the reduction.
-        Collective over dp."""
+        """Run one microbatch of one local stage as torch's runtime does, without P2P: forward and,
+        with gradients on, a full backward from zeros and the reduction. Collective over dp."""
         stage: Any = self._local[index]
         output = stage.submod(*received, **self._arguments(batch))
         if torch.is_grad_enabled():
@@ -293,12 +290,12 @@ class OrderRuntime(torch_schedules._PipelineScheduleRuntime):
             if stage.dw_builder is not None:
                 stage.dw_builder()()  # W
             stage.perform_reduce_grad(1)
-        for part in self._gathered[index]:  # which stay gathered without a backward
+        for part in self._gathered[index]:  # without a backward they stay gathered
             part.reshard()
 
     def begin(self, action: Any, messages: Sequence[Any]) -> None:
-        """Before an action (None = behind the last): start these skips' messages; wait for those
-        that it needs."""
+        """Before an action (None = after the last): launch these skip messages; wait for those it
+        needs."""
         for message in messages:
             if message.source in self._local:
                 sends = self._local[message.source].skip_sends(message)
@@ -323,18 +320,19 @@ class OrderRuntime(torch_schedules._PipelineScheduleRuntime):
         operations = stage.get_fwd_recv_ops if forward else stage.get_bwd_recv_ops
         works = _post(operations(microbatch))
         if self.on_queued is not None:
-            # behind the messages in torch's list of what the computation waits for: its turn comes
-            # when the wait for them is in the device's queue
+            # torch waits for its list in order: this is called once the waits for the messages are
+            # in the device's queue
             waiting = self._waiting[forward, action.stage_index, microbatch]
             works.append(SimpleNamespace(wait=partial(self.on_queued, waiting, True)))
         received = self.fwd_recv_ops if forward else self.bwd_recv_ops
         received[action.stage_index, microbatch] = works
 
     def done(self, action: Any, received: Sequence[Any]) -> None:
-        """Forget, after an action, the tensors of these sends, received by now; waits for no one.
+        """After an action, release the tensors of these sends, which are received by now; never
+        waits.
 
-        Symptom without `detach_`: torch keeps each loss to the end of a step, and with it the graph
-        of its microbatch, which holds what the last stage received. Test:
+        Symptom without `detach_`: torch keeps each loss, and with it its microbatch's graph and
+        what the last stage received, to the end of a step. Test:
         test_messages_in_memory.py::test_torchs_losses_keep_what_the_last_stage_received
         """
         for send in received:
@@ -346,16 +344,16 @@ class OrderRuntime(torch_schedules._PipelineScheduleRuntime):
             self.on_queued(action, False)
 
     def train(self, batch: dict[str, Tensor]) -> list[Tensor]:
-        """Forward and backward of one batch: the losses of its microbatches, on the last stage."""
+        """Forward and backward of one batch; return its microbatches' losses on the last stage."""
         losses: list[Tensor] = []
         first = (batch["inputs"],) if any(stage.is_first for stage in self._stages) else ()
         last = any(stage.is_last for stage in self._stages)
         kwargs: dict[str, Any] = {"target": batch["targets"], "losses": losses} if last else {}
         kwargs |= self._arguments(batch)
-        # Compare shapes and dtypes of messages in the first step with gradients and the first
-        # without: all batches of a runtime are of one shape, and so are its messages. Symptom
-        # without it: a message of another length or dtype is received as garbage (2.11 to 2.15), or
-        # each is compared in each step, which takes the host's time. Test:
+        # Validate shapes and dtypes of messages in the first step with gradients and the first
+        # without: a runtime's batches have one shape. Symptom without it: a message of another
+        # length or dtype is received as garbage (2.11 to 2.15), or each is validated in each step,
+        # which takes host time. Test:
         # test_fences.py::test_torch_does_not_validate_messages_by_default
         for stage in self._stages:
             stage._runtime_validate = torch.is_grad_enabled() not in self._validated
@@ -370,11 +368,11 @@ class OrderRuntime(torch_schedules._PipelineScheduleRuntime):
         return losses
 
     def evaluate(self, batch: dict[str, Tensor]) -> list[Tensor]:
-        """Forward alone, over the same stages: gradients are left as they are."""
+        """Forward only, over the same stages; gradients are left alone."""
         self.pipeline_order_with_comms = self._forward
         try:
             with torch.no_grad():
-                return self.train(batch)  # of an order without backwards
+                return self.train(batch)  # the order has no backwards
         finally:
             self.pipeline_order_with_comms = self._train
             for stage in self._stages:
@@ -384,12 +382,12 @@ class OrderRuntime(torch_schedules._PipelineScheduleRuntime):
 def generated_order(
     class_name: str, pp: int, microbatches: int, stages_per_rank: int
 ) -> list[list[tuple[str, int, int]]]:
-    """The compute actions that torch's own schedule class generates, without running anything.
+    """The compute actions that torch's schedule class generates, without running anything.
 
     class_name: as for torch's `get_schedule_class`. Returns `(kind, stage, microbatch)` of each
-    pipeline rank in execution order. An overlapped pair becomes its forward and its backward, as
-    torch's runtime executes it. Raises ValueError or AssertionError for sizes that the class
-    refuses; for others the order may still be wrong: check it.
+    pipeline rank in execution order; an overlapped pair becomes its forward and its backward, as
+    torch executes it. Raises ValueError or AssertionError for sizes that the class refuses; for
+    others the order may still be wrong: check it.
     """
     with contextlib.redirect_stdout(io.StringIO()):  # torch prints while it inserts sends
         ranks: Any = get_schedule_ops(class_name, pp, microbatches, stages_per_rank)

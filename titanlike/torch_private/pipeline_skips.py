@@ -1,10 +1,9 @@
-"""Skip connections in torch's pipeline runtime: a value that passes by stages goes from the stage
-that has it to the one that uses it in one message, or stays on their rank; its gradient the same
-way back.
+"""Skip connections in torch's pipeline runtime: a value goes directly from the stage that has it to
+a later one that uses it, in one message or on the same rank; its gradient goes back the same way.
 
-torch's runtime knows messages between consecutive stages alone (2.11 to 2.15: "Backward of skip
-connections not supported yet"). Its stages compute with more inputs and outputs here than those
-that it sends (`SkippingStage`), and these have places among its actions (`skip_posts`).
+torch's runtime sends only between consecutive stages (2.11 to 2.15: "Backward of skip connections
+not supported yet"). Here a stage has additional inputs and outputs (`SkippingStage`), whose
+messages are placed among its actions (`skip_posts`).
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# the class goes before a stage of torch's
+# a mixin before a stage class of torch
 _Base: Any = object
 if TYPE_CHECKING:
     from torch.distributed.pipelining import PipelineStage as _Base  # noqa: F811
@@ -25,7 +24,7 @@ Metas = Mapping[int, Sequence[Tensor]]  # by the other stage: meta tensors like 
 
 
 class SkipMessage(NamedTuple):
-    """The values of a microbatch that pass from one stage to another, or their gradients."""
+    """A microbatch's values that pass from one stage to another, or their gradients."""
 
     forward: bool
     source: int  # the stage that sends
@@ -34,19 +33,19 @@ class SkipMessage(NamedTuple):
 
 
 class SkippingStage(_Base):
-    """What a stage does with values that pass by others, before a class of stages of torch's."""
+    """A mixin before torch's stage: inputs and outputs from and to non-adjacent stages."""
 
     _microbatch = -1
 
     def open_skips(self, skips_in: Metas, skips_out: Metas) -> None:
-        """skips_in, skips_out: what comes from and goes to other stages but the nearest, behind
-        what torch passes; `requires_grad` where a gradient comes back."""
+        """skips_in, skips_out: inputs from and outputs to non-adjacent stages, after torch's own;
+        `requires_grad` where a gradient comes back."""
         self._in, self._out = skips_in, skips_out
         self._back_in, self._back_out = _differentiated(skips_out), _differentiated(skips_in)
         self.on_this_rank: Mapping[int, Any] = {}  # stages, by index
         self._arrived: dict[SkipMessage, list[Tensor]] = {}
         self._leaving: dict[SkipMessage, list[Tensor]] = {}
-        # of a microbatch: inputs, and outputs whose gradients come back
+        # by microbatch: inputs, and outputs whose gradients come back
         self._graphs: dict[int, tuple[list[Tensor], list[Tensor]]] = {}
 
     def clear_runtime_states(self) -> None:
@@ -55,11 +54,11 @@ class SkippingStage(_Base):
             state.clear()
 
     def skip_sends(self, message: SkipMessage) -> list[Any]:
-        """The operations that send it."""
+        """The P2P operations that send the message."""
         return self._operations(dist.isend, self._leaving.pop(message), message.to)
 
     def skip_receives(self, message: SkipMessage) -> list[Any]:
-        """The operations that receive it, into new buffers."""
+        """The P2P operations that receive the message, into new buffers."""
         metas = (self._in if message.forward else self._back_in)[message.source]
         device = self.device
         buffers = [torch.empty(like.shape, dtype=like.dtype, device=device) for like in metas]
@@ -71,7 +70,9 @@ class SkippingStage(_Base):
         return [dist.P2POp(kind, tensor, peer, self.group) for tensor in tensors]
 
     def _take(self, forward: bool, skips: Metas) -> list[Tensor]:
-        messages = (SkipMessage(forward, at, self.stage_index, self._microbatch) for at in skips)
+        messages = (
+            SkipMessage(forward, source, self.stage_index, self._microbatch) for source in skips
+        )
         return [tensor for message in messages for tensor in self._arrived.pop(message)]
 
     def _pass_on(self, forward: bool, skips: Metas, tensors: Sequence[Tensor]) -> None:
@@ -114,7 +115,7 @@ class SkippingStage(_Base):
     def backward_maybe_with_nosync(
         self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
     ) -> Any:
-        if self._microbatch not in self._graphs:  # alone, with what it skips among the rest
+        if self._microbatch not in self._graphs:  # `run_alone`, with skips among its values
             return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
         inputs, outputs = self._graphs.pop(self._microbatch)
         values = dict(bwd_kwargs)
@@ -122,9 +123,9 @@ class SkippingStage(_Base):
         if outputs:
             values["stage_output"] = (*values["stage_output"], *outputs)
             values["output_grads"] = (*values["output_grads"], *self._take(False, self._back_in))
-        whole = super().backward_maybe_with_nosync(backward_type, values, last_backward)
+        result = super().backward_maybe_with_nosync(backward_type, values, last_backward)
         near = len(bwd_kwargs["input_values"])
-        gradients, rest = whole
+        gradients, rest = result
         metas = [meta for metas in self._in.values() for meta in metas]
         pairs = zip(gradients[near:], metas, strict=True)
         back = [gradient for gradient, meta in pairs if meta.requires_grad]
@@ -140,14 +141,14 @@ def _differentiated(skips: Metas) -> Metas:
 def skip_posts(
     ranks: Mapping[int, Sequence[Any]], place: Sequence[int], skips: Mapping[tuple[int, int], bool]
 ) -> dict[int, dict[int, list[SkipMessage]]]:
-    """For each rank: index of an action -> messages that it starts before (behind the last: their
-    number).
+    """Map each rank to: index of an action -> skip messages launched before it (after the last:
+    their number).
 
-    ranks: torch's actions; skips: (stage, a later one) -> whether gradients come back. All actions
-    are walked through once, a send together with its receive, as torch placed them. A skip has a
-    place in the same walk at both ends: so two ranks start their messages to each other in one
-    order, and whatever one waits for is started before, by all. It is started when it is computed,
-    behind the message to the next stage: later, 1F1B over 8 ranks would take up to 1.3 of its time.
+    ranks: torch's actions; skips: (stage, later stage) -> whether gradients come back. Walks
+    through all ranks' actions once, a send together with its receive. A skip has one position in
+    this walk at both ends: so two ranks launch their messages to each other in the same order, and
+    all messages that one waits for are launched before. It is launched when it is computed, after
+    the message to the next stage: launched later, 1F1B over 8 ranks takes up to 1.3 of its time.
     """
     posts: dict[int, dict[int, list[SkipMessage]]] = {rank: {} for rank in ranks}
     sent = {
@@ -155,13 +156,13 @@ def skip_posts(
         for actions in ranks.values()
         for action in actions
     }
-    at = dict.fromkeys(ranks, 0)
+    position = dict.fromkeys(ranks, 0)
 
     def next_of(rank: int) -> tuple[str, int, int]:
-        """(name, stage, microbatch)"""
-        if at[rank] == len(ranks[rank]):
+        """(name, stage, microbatch) of a rank's next action."""
+        if position[rank] == len(ranks[rank]):
             return "", -1, -1
-        action = ranks[rank][at[rank]]
+        action = ranks[rank][position[rank]]
         return action.computation_type.name, action.stage_index, action.microbatch_index
 
     walked = True
@@ -170,14 +171,14 @@ def skip_posts(
         for rank in ranks:
             name, stage, mb = next_of(rank)
             kind, _, way = name.partition("_")
-            if kind in ("", "RECV"):  # the latter with its send
+            if kind in ("", "RECV"):  # a receive advances with its send
                 continue
             if kind == "SEND":
                 to = stage + (1 if way == "F" else -1)
                 if next_of(place[to]) != (f"RECV_{way}", to, mb):
                     continue
-                at[place[to]] += 1
-            at[rank] += 1
+                position[place[to]] += 1
+            position[rank] += 1
             walked = True
             forward = way == "F" or name == "FORWARD"
             computes = name in ("FORWARD", "FULL_BACKWARD", "BACKWARD_INPUT")
@@ -189,6 +190,8 @@ def skip_posts(
                 if source == stage and place[source] != place[to] and (forward or back):
                     for end in (place[source], place[to]):
                         message = SkipMessage(forward, source, to, mb)
-                        posts[end].setdefault(at[end], []).append(message)
-    assert all(at[rank] == len(actions) for rank, actions in ranks.items()), "never a deadlock"
+                        posts[end].setdefault(position[end], []).append(message)
+    assert all(position[rank] == len(actions) for rank, actions in ranks.items()), (
+        "never a deadlock"
+    )
     return posts

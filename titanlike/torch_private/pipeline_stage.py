@@ -25,17 +25,17 @@ _TORCH_KEEPS_BUFFERS = hasattr(PipelineStage, "_setup_forward_recv_info") and no
 class GradientSums(Protocol):
     """Adds the gradients of a stage's microbatches."""
 
-    reached: set[nn.Parameter]  # by a backward of the step, of those that FSDP shards
+    reached: set[nn.Parameter]  # FSDP's parameters that a backward of the step reached
 
     def backward(self, microbatch: int) -> None:
         """Called before the backward of a microbatch."""
 
     def end(self, microbatch: int, complete: bool) -> None:
-        """Called after that; complete: whether all weight gradients are there. Else it is called
-        once more when they are."""
+        """Called after the backward; complete: whether all weight gradients exist. If not, it is
+        called again when they do."""
 
     def finish(self) -> None:
-        """Called when all are done, before the gradients are used. Collective."""
+        """Called after all backwards, before the gradients are used. Collective."""
 
 
 def make_stage(
@@ -57,17 +57,15 @@ def make_stage(
     """One stage of torch's pipeline runtime.
 
     inputs, outputs: meta tensors like what one microbatch receives and sends. They make shapes
-    static: to infer them, torch runs a forward and a backward first, which sets FSDP's gradients
-    to None.
-    zero: 1 = gather parameters and reduce gradients once a step; 2 = reduce in each backward;
-    3 = also gather in each forward and backward, block by block.
-    weight_gradients: called after each backward; returns what W does, in a schedule that splits
-    the backward. The backward itself is then whole, and runs in I. Without it torch would walk
-    through the graph twice, and through a checkpointed block for each of its weights.
-    skips_in, skips_out: stages that the last of the inputs come from, and the last of the outputs
-    go to, past the nearest ones.
-    begin_microbatch: called with the stage and the microbatch before each forward.
-    sums: told of each backward, and takes its gradients; None = FSDP and autograd add them.
+    static: to infer them, torch would run a forward and a backward, which sets FSDP's gradients to
+    None. zero: 1 = gather parameters and reduce gradients once a step; 2 = reduce in each backward;
+    3 = also gather in each forward and backward, block by block. weight_gradients: called after
+    each backward; returns what W does, in a schedule that splits the backward. The backward is then
+    full, and runs in I; torch's would walk through the graph twice, and through a checkpointed
+    block for each of its weights. skips_in, skips_out: non-adjacent stages of the last inputs and
+    the last outputs. begin_microbatch: called with the stage and the microbatch before each
+    forward. sums: called around each backward, takes its gradients; None = FSDP and autograd add
+    them.
     """
     kind: Any = _Stage if zero == 1 else _ShardingStage
     near_in, near_out = len(inputs) - len(skips_in), len(outputs) - len(skips_out)
@@ -92,8 +90,8 @@ def make_stage(
     if zero > 1:
         stage.reshard_after_backward = zero == 3
     if hasattr(stage, "_get_init_p2p_neighbors_ops"):
-        # Symptom (2.11): a first message goes to every neighbour stage, in a V also to the rank
-        # itself, where gloo crashes.
+        # Symptom (2.11): a first message goes to every adjacent stage, in a V also to the rank
+        # itself, and gloo crashes.
         # Test: test_fences.py::test_torch_sends_first_messages_to_the_rank_itself
         first_messages, me = stage._get_init_p2p_neighbors_ops, dist.get_rank()
         stage._get_init_p2p_neighbors_ops = lambda: [op for op in first_messages() if op.peer != me]
@@ -108,15 +106,15 @@ def _by_stage(stages: Sequence[int], metas: Sequence[Tensor]) -> dict[int, list[
 
 
 class _Stage(PipelineStage):
-    """A stage that sends a gradient of zero for an input that its loss did not reach.
+    """A stage that sends a zero gradient for an input that its loss did not reach.
 
-    Symptom: torch raises "expected metadata, got None" (2.13), or the stage before waits for ever.
-    Whether a gradient comes back may depend on values, as in `if x.sum() > 0`.
-    Test: `test_fences.py::test_torchs_stage_expects_a_gradient_of_every_input`.
+    Symptom: torch raises "expected metadata, got None" (2.13), or the previous stage hangs. Whether
+    a gradient comes back may depend on values, as in `if x.sum() > 0`. Test:
+    `test_fences.py::test_torchs_stage_expects_a_gradient_of_every_input`.
     """
 
-    # Symptom (2.13): buffers for the messages of all microbatches, for each length of a batch, are
-    # allocated before the first step and kept. Here each exists from its receive to its use.
+    # Symptom (2.13): receive buffers of all microbatches, for each batch length, are allocated
+    # before the first step and kept. Here each exists from its receive to its use.
     # Test: test_messages_in_memory.py
     # ::test_torchs_runtime_keeps_what_it_has_sent_to_the_end_of_a_step
 
@@ -133,15 +131,15 @@ class _Stage(PipelineStage):
 
     _runtime_validate = True  # whether messages are validated; see `OrderRuntime.train`
 
-    # 2.11 has no such switch: it validates the forward's messages in these two, and no others
+    # 2.11 lacks it, and validates the forward's messages in these two, and no others
 
     def _validate_fwd_input(self, *args: Any) -> None:
         if self._runtime_validate:
             super()._validate_fwd_input(*args)  # type: ignore[misc]  # 2.11 alone has it
 
     def _validate_fwd_outputs(self, *args: Any) -> None:
-        # the last stage sends none: its logits may be another part of the vocabulary than the first
-        # tensor-parallel rank's, which is what it announces
+        # not the last stage's: its logits may be another vocabulary shard than the announced one,
+        # the first tensor-parallel rank's
         if self._runtime_validate and not self.is_last:
             super()._validate_fwd_outputs(*args)  # type: ignore[misc]  # 2.11 alone has it
 
@@ -209,14 +207,14 @@ class _Stage(PipelineStage):
             self.sums.finish()
 
     def wait_for_gradient_reduction(self, grad_scale_factor: int) -> None:
-        """2.15, of a stage with FSDP: called by the runtime, and by `perform_reduce_grad`."""
+        """Called by the runtime and by `perform_reduce_grad` for a stage with FSDP (2.15)."""
         super().wait_for_gradient_reduction(grad_scale_factor)  # type: ignore[misc]
         if self.sums is not None:
             self.sums.finish()
 
 
 def _allocate(infos: Sequence[Any], device: torch.device) -> None:
-    """Buffers for one microbatch's message, where torch has them in its records (2.13)."""
+    """Allocate the buffers of one microbatch's message, if torch has them in its records (2.13)."""
     for info in infos if _TORCH_KEEPS_BUFFERS else ():
         meta = getattr(info, "tensor_meta", None)
         if meta is not None and info.buffer is None:
@@ -237,11 +235,11 @@ def _zero_if_missing(gradient: Tensor | None, value: Any) -> Tensor | None:
 
 
 class _ShardingStage(_Stage):
-    """A stage whose whole backwards reduce gradients block by block, into sharded gradients.
+    """A stage whose full backwards reduce gradients block by block, into sharded gradients.
 
-    Symptom: torch's own accumulates unsharded gradients of the whole stage until the last
-    microbatch: memory that no data-parallel degree shrinks.
-    Test: `test_fences.py::test_torchs_stage_accumulates_unsharded_gradients`.
+    Symptom: torch's stage accumulates unsharded gradients until the last microbatch, memory that no
+    data-parallel degree shrinks. Test:
+    `test_fences.py::test_torchs_stage_accumulates_unsharded_gradients`.
     """
 
     reshard_after_backward = False
@@ -253,7 +251,7 @@ class _ShardingStage(_Stage):
         self.submod.set_is_last_backward(False)  # the order's REDUCE_GRAD ends the step
         self.submod.set_reshard_after_backward(self.reshard_after_backward)
         self.submod.set_requires_gradient_sync(True)
-        # replicas are reduced once a step: until then each accumulates its own gradients
+        # all-reduce over replicas only once a step
         self.submod.set_requires_all_reduce(last)
         names = ("stage_output", "output_grads", "input_values")
         return stage_backward(*(kwargs[name] for name in names)), None

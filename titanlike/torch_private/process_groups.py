@@ -1,4 +1,4 @@
-"""Process groups: backends, timeouts, how they end, what keeps them alive."""
+"""Process groups: backends, timeouts, abort and clean-up."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import torch.distributed as dist
 
 
 def pipeline_backend(backend: str) -> str | None:
-    """The backend of a pipeline's group, where it needs another than the default group's `backend`.
+    """The backend of a pipeline's group if it must differ from the default group's `backend`.
 
-    Symptom without it (2.15): all messages of a rank, to whichever peer, are in one stream, where a
-    receive that is posted early holds up the sends behind it: "nccl" there opens one communicator
-    for a group, "nccl-lazy" one for each pair that exchanges messages, as "nccl" did before.
-    Test: `test_fences.py::test_nccl_has_one_communicator_for_all_messages`.
+    Symptom without it (2.15): "nccl" opens one communicator per group, so all of a rank's P2P
+    messages share a stream, where an early receive blocks the sends behind it; "nccl-lazy" opens
+    one per pair of ranks, as "nccl" did before. Test:
+    `test_fences.py::test_nccl_has_one_communicator_for_all_messages`.
     """
     if not hasattr(dist.distributed_c10d, "ProcessGroupNCCLLazy") or "cuda:nccl" not in backend:
         return None
@@ -23,11 +23,11 @@ def pipeline_backend(backend: str) -> str | None:
 
 
 def abort_groups() -> bool:
-    """End what is under way in all groups, on this rank alone; the groups cannot be used
+    """Abort pending collectives of all groups, on this rank only; the groups cannot be used
     afterwards.
 
-    A thread that waits for a GPU's collective returns, with an error or with garbage. With gloo
-    nothing ends: there a peer that leaves its groups is noticed. Returns False where torch can't.
+    A thread that waits for a GPU's collective returns, with an error or with garbage. gloo's go on:
+    there peers notice a rank that leaves. Returns False if torch has no such function.
     """
     abort = getattr(dist.distributed_c10d, "_abort_process_group", None)
     if abort is None or not dist.is_initialized():
@@ -37,13 +37,13 @@ def abort_groups() -> bool:
 
 
 def group_named(name: str) -> dist.ProcessGroup:
-    """The group that has this `group_name`: an operator takes no objects."""
+    """The group with this `group_name`: operators take no objects."""
     return dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
 
 
 def default_store() -> dist.Store:
-    """The store by which the ranks of the default group met: torch tells it to nobody, and a second
-    rendezvous at the same address is an error where rank 0 has the server."""
+    """The store of the default group's rendezvous. torch has no public getter, and a second
+    rendezvous at the same address is an error if rank 0 has the server."""
     return dist.distributed_c10d._get_default_store()
 
 
@@ -56,7 +56,7 @@ def set_timeout(group: dist.ProcessGroup, seconds: float) -> None:
     setter = getattr(dist, "set_timeout", None)  # 2.15
     if setter is None:
         setter = dist.distributed_c10d._set_pg_timeout
-    with warnings.catch_warnings():  # that a planned rank's group, without peers, has none
+    with warnings.catch_warnings():  # a fake group has no timeout
         warnings.filterwarnings("ignore", "Set timeout is now only supported")
         setter(timedelta(seconds=seconds), group)
 
@@ -64,10 +64,10 @@ def set_timeout(group: dist.ProcessGroup, seconds: float) -> None:
 def forget_groups_of_meshes() -> None:
     """Drop the process groups of meshes whose job has ended.
 
-    Symptom without it (2.11 to 2.15): after destroy_process_group a gloo peer that waits in a
-    collective of a mesh axis waits on, since DTensor's caches keep each DeviceMesh for as long as
-    the process lives, a mesh its groups, and a group its connections.
-    Test: `test_fences.py::test_meshes_still_keep_the_groups_of_a_job_that_has_ended`.
+    Symptom without it (2.11 to 2.15): DTensor's caches keep each DeviceMesh, its groups and their
+    connections as long as the process lives, so after destroy_process_group a gloo peer still waits
+    in a collective of a mesh axis. Test:
+    `test_fences.py::test_meshes_still_keep_the_groups_of_a_job_that_has_ended`.
     """
     from torch.distributed.device_mesh import DeviceMesh
 
