@@ -1,8 +1,8 @@
-"""Activation checkpointing: blocks whose activations are computed again in the backward.
+"""Activation checkpointing: blocks whose activations are recomputed in the backward.
 
 A block's forward is replaced, not the block: parameters keep their names, and FSDP's hooks, which
-run around the forward, gather nothing for the recomputation that is not gathered already. Dropout
-draws the same masks again (torch.utils.checkpoint restores the random state).
+run around the forward, gather nothing again. Dropout draws the same masks again
+(torch.utils.checkpoint restores the random state).
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from titanlike.torch_private.autograd import ignore_ranges_in_selective_checkpoi
 from titanlike.torch_private.operators import arguments_of
 from titanlike.torch_private.tensors import tree_leaves
 
-# operators of our own that are matrix products: of `weight_gradients.py` and `models/experts.py`
+# custom operators that are matmuls: of `weight_gradients.py` and `models/experts.py`
 PRODUCTS = ("titanlike.linear_queueing", "titanlike.expert_linear")
-# which experts a token goes to: computed again it may be another one of equal scores, of which then
-# some ranks have more tokens than before. Of layers that say so: others change its results in place
+# the routing, in layers that set `keeps_choice` (others change its results in place): recomputed, a
+# tie could be decided differently, and a rank would receive more tokens than before
 _CHOICE = "aten.topk"
-_ROUTE = "titanlike.*route_tokens"  # for its results the host waits
+_ROUTE = "titanlike.*route_tokens"  # the host waits for its results
 
 
 class ActivationCheckpointing(Transform):
     def __init__(
         self, blocks: Sequence[Sequence[str]], save: Sequence[str], exchanged: bool
     ) -> None:
-        """blocks: of each stage, those that are recomputed; exchanged: see `checkpoint_blocks`."""
+        """blocks: the recomputed ones of each stage; exchanged: see `checkpoint_blocks`."""
         self._blocks, self._save, self._exchanged = blocks, save, exchanged
 
     def on_stage(self, index: int, stage: nn.Module, units: Sequence[str]) -> None:
@@ -48,7 +48,7 @@ class ActivationCheckpointing(Transform):
 
 
 def keeps(operator: str, save: Sequence[str]) -> bool:
-    """Whether a recomputed block keeps an operator's results, by its name as in "aten.mm"."""
+    """Whether a recomputed block saves the results of an operator, named as in "aten.mm"."""
     return any(fnmatchcase(operator, pattern) for pattern in save)
 
 
@@ -57,22 +57,22 @@ def checkpoint_blocks(
 ) -> None:
     """Recompute these blocks of a stage in the backward; call it before `fully_shard`.
 
-    save: operators whose results are kept, as in "aten.mm" or "aten._scaled_dot_product*"; all else
-    is computed again, but for the choice of experts (`keeps_choice`). exchanged: experts are on
-    other ranks, and how many tokens come from these is kept, too.
+    save: operators whose results are saved, as "aten.mm" or "aten._scaled_dot_product*"; all others
+    are recomputed, except the choice of experts (`keeps_choice`). exchanged: experts are on other
+    ranks; the received token counts are saved, too.
     """
     for name in blocks:
         block = stage.get_submodule(name)
         routed = any(getattr(part, "keeps_choice", False) for part in block.modules())
-        kept = [*save, *([_CHOICE] if routed else [])]
-        kept += [_ROUTE] if exchanged and experts_of(block) else []
+        saved = [*save, *([_CHOICE] if routed else [])]
+        saved += [_ROUTE] if exchanged and experts_of(block) else []
         # torch.compile accepts no context_fn that does nothing
-        options = {"context_fn": _contexts(name, kept)} if kept else {}
+        options = {"context_fn": _contexts(name, saved)} if saved else {}
         block.forward = functools.partial(_forward, block.forward, options)
 
 
 def _contexts(block: str, save: Sequence[str]) -> Callable[[], Any]:
-    """Makes the contexts of a block's forward and of its recomputation."""
+    """Return a function that makes the contexts of a block's forward and of its recomputation."""
     ignore_ranges_in_selective_checkpoints()
     saved: dict[Any, bool] = {}  # by operator
     return lambda: create_selective_checkpoint_contexts(_Kept(block, save, saved))
@@ -85,31 +85,31 @@ def _forward(forward: Callable[..., Any], options: Any, *args: Any, **kwargs: An
 
 
 class _Kept:
-    """Says of each operator of one forward whether its results are kept.
+    """The selective-checkpoint policy of one forward: whether each operator's results are saved.
 
-    Raises ConfigError where one of them is changed in place: not before a forward of the run, since
-    a layer such as nn.LSTM does it on some devices alone. Symptom without it: torch keeps it as
-    it is after the change, and the recomputation changes it again; torch notices only if the change
-    was not through an unsafe view, as a linear layer without bias returns one.
+    Raises ConfigError if a saved result is changed in place: only when the run's forward does it,
+    since layers such as nn.LSTM do it on some devices only. Symptom without it: torch saves the
+    changed value, and the recomputation changes it again; torch notices only if the change was not
+    through an unsafe view, as a linear layer without bias returns one.
     """
 
     def __init__(self, block: str, save: Sequence[str], saved: dict[Any, bool]) -> None:
         self._block, self._save, self._saved = block, save, saved
-        self._storages: dict[StorageWeakRef, str] = {}  # of what is kept -> operator
+        self._storages: dict[StorageWeakRef, str] = {}  # storage of a saved result -> operator
 
     def __call__(self, context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        name = str(getattr(operator, "overloadpacket", operator))  # "aten.mm", of all its overloads
+        name = str(getattr(operator, "overloadpacket", operator))  # "aten.mm", without overload
         name = "aten.mm" if name in PRODUCTS else name
         if operator not in self._saved:
             self._saved[operator] = keeps(name, self._save)
         if not context.is_recompute:
             for tensor in _written(operator, args, kwargs):
-                if kept := self._storages.get(StorageWeakRef(tensor.untyped_storage())):
-                    changed = f"its {self._block} changes a result of {kept} in place"
+                if source := self._storages.get(StorageWeakRef(tensor.untyped_storage())):
+                    changed = f"its {self._block} changes a result of {source} in place"
                     fix, reason = "activation_checkpoint=full", f"{changed}, which is to be kept"
                     raise ConfigError([Problem("activation_checkpoint", "selective", reason, fix)])
             if self._saved[operator]:
-                # 2.11 does not say what the operator returned: changes in place are not seen there
+                # 2.11 does not pass the operator's results: in-place changes go unnoticed there
                 for leaf in tree_leaves(getattr(context, "op_output", None)):
                     if isinstance(leaf, Tensor):
                         self._storages[StorageWeakRef(leaf.untyped_storage())] = name

@@ -1,9 +1,9 @@
-"""Batch norm in a pipeline: running statistics of the whole batch, updated once a step.
+"""Batch norm in a pipeline: running statistics of the global batch, updated once a step.
 
 In training each microbatch is normalized by its own mean and variance. The running statistics,
 which evaluation uses, must not depend on the layout: they are updated once a step, by the mean and
-variance over all microbatches of all data-parallel ranks, which are those of the undivided batch
-(the idea of torchgpipe's DeferredBatchNorm). A skipped step updates nothing.
+variance over all microbatches of all data-parallel ranks, as for an unsplit batch (torchgpipe's
+DeferredBatchNorm). A skipped step updates nothing.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from titanlike.torch_private.operators import BatchNorm
 
 
 class Moments:
-    """Count, mean and sum of squared deviations of what was added, fp64 [channels]."""
+    """Count, mean and sum of squared deviations of the added values, fp64 [channels]."""
 
     def __init__(self, like: Tensor) -> None:
         self.count = 0
@@ -32,8 +32,8 @@ class Moments:
         self.squares = torch.zeros_like(self.mean)
 
     def add(self, x: Tensor) -> None:
-        """x: [B, channels, ...]. Chan's formula: E[x^2] - E[x]^2 would lose the digits of a small
-        variance beside a large mean."""
+        """x: [B, channels, ...]. Chan's formula: E[x^2] - E[x]^2 loses the digits of a small
+        variance next to a large mean."""
         count = x.numel() // x.shape[1]
         dims = [dim for dim in range(x.dim()) if dim != 1]
         variance, mean = torch.var_mean(x.float(), dims, correction=0)
@@ -44,7 +44,7 @@ class Moments:
         self.count = total
 
     def sums_about(self, center: Tensor) -> Tensor:
-        """Count, sum and sum of squares of what was added, less a center: [1 + 2 * channels].
+        """Count, sum and sum of squares of the values minus `center`: [1 + 2 * channels].
 
         They are summed over ranks; close to the center no digits are lost.
         """
@@ -59,7 +59,7 @@ class BatchNorms(Transform):
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
         self._modules: list[BatchNorm] = []
-        # of each module, one for each of its calls in a forward, over all microbatches
+        # by module: the moments of each of its calls in a forward, over all microbatches
         self._moments: dict[nn.Module, list[Moments]] = {}
         self._calls: Counter[nn.Module] = Counter()  # in the current forward
         self._collecting = False
@@ -80,7 +80,7 @@ class BatchNorms(Transform):
 
     @contextmanager
     def training(self, tokens: Tensor) -> Iterator[None]:
-        """Forwards within count in the next update; earlier ones are dropped."""
+        """A context whose forwards count in the next update; earlier ones are dropped."""
         self._moments = {module: [] for module in self._modules}
         self._collecting = True
         try:
@@ -90,7 +90,7 @@ class BatchNorms(Transform):
 
     @torch.no_grad()
     def after_update(self, skip: Tensor | None) -> None:
-        """Update the running statistics by what was collected. Collective over dp."""
+        """Update the running statistics by the collected moments. Collective over dp."""
         collected = [(module, m) for module in self._modules for m in self._moments.get(module, ())]
         self._moments = {}
         if not collected:
@@ -108,16 +108,16 @@ class BatchNorms(Transform):
             share: Any = module.momentum
             if module.num_batches_tracked is not None:
                 module.num_batches_tracked += 1 if skip is None else (skip == 0).long()
-                if share is None:  # the average of all steps
+                if share is None:  # torch's cumulative average
                     share = 1.0 / module.num_batches_tracked.double()
-            # one step as nn.BatchNorm makes it, with the unbiased variance
+            # as nn.BatchNorm updates, with the unbiased variance
             for running, value in ((module.running_mean, mean), (module.running_var, variance)):
                 assert running is not None
                 updated = running.double() * (1 - share) + value * share
                 running.copy_(updated if skip is None else torch.where(skip > 0, running, updated))
 
     def _collect(self, module: BatchNorm, args: tuple[Tensor, ...]) -> None:
-        # a module that is recomputed (activation checkpointing) runs again in the backward
+        # not again in a recomputation (activation checkpointing)
         if not (self._collecting and module.training) or in_backward():
             return
         moments, call = self._moments[module], self._calls[module]
@@ -129,12 +129,12 @@ class BatchNorms(Transform):
 
 
 class _WholeBatchStatistics(Transform):
-    """The running statistics of a batch that is not split, by torch's own batch norm: each module is
-    called once with the inputs of all microbatches."""
+    """The running statistics of an unsplit batch, by torch's batch norm: each module is called once
+    with the inputs of all microbatches."""
 
     def __init__(self, model: nn.Module) -> None:
         self._norms = freeze_statistics(model)
-        # of each module, by its calls in a forward
+        # by module: the inputs of each of its calls in a forward
         self._inputs: dict[BatchNorm, list[list[Tensor]]] = {}
         self._calls: Counter[BatchNorm] = Counter()
         self._collecting = False
@@ -165,7 +165,7 @@ class _WholeBatchStatistics(Transform):
         self._calls[norm] += 1
         if call == len(calls):
             calls.append([])
-        # a copy: an operation after a batch norm may work in place
+        # a copy, as later operations may work in place
         calls[call].append(args[0].detach().clone())
 
 

@@ -1,4 +1,4 @@
-"""bf16 on ranks that shard nothing: parameters are cast once a step."""
+"""bf16 on ranks without sharding: parameters are cast once a step."""
 
 from __future__ import annotations
 
@@ -14,18 +14,17 @@ from titanlike.torch_private.tensors import copy_values
 
 
 class CastParameters(Transform):
-    """Parameters are cast once a step, without FSDP's hooks.
+    """Casts parameters once a step, without FSDP's hooks.
 
     Within a step the stage's modules hold copies in the compute dtype; outside of it the fp32
-    parameters, which optimizers and checkpoints see, and to whose gradients each backward adds what
-    it has, in one kernel that reads bf16: autograd would first cast it to fp32. The numbers are
-    those of FSDP's mixed precision: both compute in bf16 and accumulate microbatches in fp32. Only
-    a gradient that autograd has in fp32, as that of a norm's weight, is not rounded to bf16 on its
-    way.
+    parameters, which optimizers and checkpoints use. Each backward adds its bf16 gradients to the
+    fp32 parameters' in one kernel; autograd would cast them to fp32 first. Results equal FSDP's
+    mixed precision: both compute in bf16 and accumulate microbatches in fp32. Only a gradient that
+    autograd has in fp32, as a norm weight's, is not rounded to bf16 on its way.
     """
 
     def __init__(self, dtype: torch.dtype, accumulates: bool = True) -> None:
-        """accumulates: false = the copies keep their gradients, which something else takes."""
+        """accumulates: False = the copies keep their gradients, which a caller takes."""
         self._dtype, self._accumulates = dtype, accumulates
         self._places: list[tuple[nn.Module, str, nn.Parameter]] = []
         self._copies: dict[nn.Parameter, nn.Parameter] = {}
@@ -46,7 +45,7 @@ class CastParameters(Transform):
 
     @contextlib.contextmanager
     def computing(self) -> Iterator[None]:
-        """A context in which the stages compute with the copies, as the parameters are now."""
+        """A context in which the stages compute with copies of the parameters' current values."""
         with torch.no_grad():
             copy_values([*self._copies.values()], [*self._copies])
         for module, name, parameter in self._places:
@@ -61,5 +60,5 @@ class CastParameters(Transform):
 def _set(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
     if type(module).__setattr__ is nn.Module.__setattr__:
         module._parameters[name] = parameter
-    else:  # such as nn.LSTM, which keeps a list of its own
+    else:  # such as nn.LSTM, which keeps a list of its weights
         setattr(module, name, parameter)

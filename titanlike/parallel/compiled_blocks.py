@@ -1,7 +1,7 @@
-"""torch.compile of the blocks of a stage, each alone.
+"""torch.compile of each block of a stage.
 
-Equal blocks share one graph: parameters are inputs of it. FSDP's hooks run around a block's forward
-and stay outside of it. A block that breaks the graph is compiled in pieces, and says where.
+Equal blocks share one graph: parameters are its inputs. FSDP's hooks run outside, around a block's
+forward. A block that breaks the graph is compiled in pieces, and reported.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from titanlike.distributed.transform import Transform
 from titanlike.torch_private import compiler
 from titanlike.torch_private.known_code import has_hooks
 
-MOST_GRAPHS = 256  # of a function that many blocks share, which may differ in their settings
+MOST_GRAPHS = 256  # of a function that blocks share; their settings may differ
 
 
 class CompiledBlocks(Transform):
@@ -33,14 +33,14 @@ class CompiledBlocks(Transform):
         blocks: Callable[[int], Iterable[str]] = lambda index: (),
         why_not: Callable[[str], str] = lambda block: "",
     ) -> None:
-        """dynamic: sizes of activations differ from batch to batch; one graph serves all. blocks:
-        of a stage; why_not: says of a block why it is not to be compiled, if so."""
+        """dynamic: sizes of activations differ between batches, and one graph serves all. blocks:
+        those of a stage; why_not: why a block must stay eager, "" = compile it."""
         self._blocks, self._why_not = blocks, why_not
-        # None: a size that changes nevertheless is seen by torch, which compiles once more
+        # None: torch compiles once more if a size changes nevertheless
         self._dynamic = dynamic or None
         self.eager: dict[str, str] = {}  # block -> why it is not compiled
         self.broken: dict[str, str] = {}  # block -> where it breaks the graph
-        self._reasons: dict[type[nn.Module], str] = {}  # the same of all blocks of a class
+        self._reasons: dict[type[nn.Module], str] = {}  # by class of blocks
         self._graphs = compiler.graph_count()
         compiler.allow_graphs(MOST_GRAPHS)
         compiler.hide_checkpoint_warning()
@@ -49,14 +49,14 @@ class CompiledBlocks(Transform):
         self.add(stage, self._blocks(index))
 
     def add(self, stage: nn.Module, blocks: Iterable[str]) -> None:
-        """Compile these blocks of a stage when they run first; call it before `fully_shard`, after
+        """Compile these blocks of a stage at their first run; call it before `fully_shard`, after
         all else that replaces forwards."""
         for name in blocks:
             block = stage.get_submodule(name)
             if any(map(has_statistics, block.modules())):
                 self.eager[name] = "its batch norm collects statistics"
             elif inner := _hooked(block):
-                # equal blocks share a graph, whose guards do not look at hooks
+                # equal blocks share a graph, whose guards ignore hooks
                 self.eager[name] = f"its {inner} has a hook"
             elif reason := self._why_not(name):
                 self.eager[name] = reason
@@ -80,7 +80,7 @@ class CompiledBlocks(Transform):
                 return compiled(*args, **kwargs)
             except Exception as error:
                 inner = getattr(error, "inner_exception", None)
-                if isinstance(inner, ConfigError):  # raised while torch traced, by us
+                if isinstance(inner, ConfigError):  # raised by titanlike during tracing
                     raise inner from None
                 if name in self.broken or not compiler.is_graph_break(error):
                     raise
@@ -91,13 +91,13 @@ class CompiledBlocks(Transform):
         return call
 
     def new_graphs(self) -> int:
-        """How many graphs were compiled since the last call."""
+        """The number of graphs compiled since the last call."""
         before, self._graphs = self._graphs, compiler.graph_count()
         return self._graphs - before
 
     @property
     def notes(self) -> list[str]:
-        """What there is to say of blocks that are not compiled as a whole, a line a reason."""
+        """Why blocks are not compiled, or not without graph breaks, a line per reason."""
         lines = []
         for reasons, what in (
             (self.eager, "not compiled"),
@@ -111,7 +111,7 @@ class CompiledBlocks(Transform):
 
 
 def _hooked(block: nn.Module) -> str:
-    """A module inside of a block with a hook that is not tensor parallelism's; "" = none."""
+    """A module in a block that has a hook other than tensor parallelism's; "" = none."""
     parts = (item for item in block.named_modules() if item[0] and not style_of(item[1]))
     return next((path for path, part in parts if has_hooks(part)), "")
 

@@ -1,17 +1,15 @@
-"""Attention of a rank's tokens with those of all context-parallel ranks.
+"""Attention over the tokens of all context-parallel ranks.
 
-A model knows nothing of it: within `ContextAttention` each call of scaled_dot_product_attention is
-given a rank's queries, keys and values, and gives its part of the result.
+The model is unchanged: within `ContextAttention`, scaled_dot_product_attention receives a rank's
+queries, keys and values, and returns its part of the result.
 
-| method | what ranks exchange | attention |
-|---|---|---|
-| gather | keys and values, before (arXiv 2407.21783, section 3.3.2) | of the rank's queries |
-| ulysses | heads for tokens, before and after (arXiv 2309.14509) | of whole sequences, of its heads
-|
-| ring | keys and values, while it computes (arXiv 2310.01889) | of blocks |
+| method | collectives | attention of | |---|---|---| | gather | all-gather of keys and values
+(arXiv 2407.21783, section 3.3.2) | the rank's queries | | ulysses | all-to-all of heads for tokens,
+twice (arXiv 2309.14509) | full sequences, the rank's heads | | ring | P2P of keys and values,
+overlapped (arXiv 2310.01889) | blocks |
 
-Shapes: B batch, T tokens of a sequence, t = T / ranks of this rank, H query heads, K key/value
-heads, E head dim.
+Shapes: B batch, T tokens of a sequence, t = T / ranks local tokens, H query heads, K key/value
+heads, E head size.
 """
 
 from __future__ import annotations
@@ -40,41 +38,43 @@ from titanlike.parallel.context_tokens import (
     Take,
     call_of,
     counted,
-    of_all_tokens,
+    with_all_tokens,
 )
 from titanlike.torch_private import block_attention
 from titanlike.torch_private.block_attention import Block
 
-_TOKENS = 2  # the dimension of tokens of queries, keys and values
+_TOKENS = 2  # the token dimension of queries, keys and values
 Mode = tuple[str, bool]  # the name of a module, whether it is training
 
 
 @dataclass
 class Looking:
-    """While it is found out which calls of modules count tokens (`context_parallel.py`)."""
+    """State of the check that finds which module calls count tokens (`context_parallel.py`)."""
 
-    tokens: int  # of a whole sequence
+    tokens: int  # of a full sequence
     take: Take
-    whole: dict[Mode, list[Call]] = field(default_factory=dict)  # with whole sequences
-    alike: dict[str, str] = field(default_factory=dict)  # modules that compute as another one
+    whole: dict[Mode, list[Call]] = field(default_factory=dict)  # calls with full sequences
+    alike: dict[str, str] = field(default_factory=dict)  # module -> an equal one that ran
 
 
 class ContextAttention(TorchFunctionMode):
-    """Replaces attention within it by that of all context-parallel ranks' tokens."""
+    """A mode that replaces attention by attention over all context-parallel ranks' tokens."""
 
     def __init__(self, ranks: ContextRanks) -> None:
         super().__init__()
         self.ranks = ranks
-        self.active = True  # or else modules run as if there was no context parallelism
-        # called in place of attention, with its arguments by name: to look at them
+        self.active = True  # False: modules run as without context parallelism
+        # called instead of attention with its named arguments, to record them
         self.instead: Callable[[dict[str, Any]], Tensor] | None = None
-        # of modules that count tokens themselves: their calls that may, in order
+        # modules that count tokens -> their calls that may, in order
         self.counted: dict[Mode, list[Counted]] = {}
         self.looking: Looking | None = None
-        self._place: list[Any] | None = None  # the module that runs, if it is one of these; calls
+        self._place: list[Any] | None = (
+            None  # the running one of these modules, and its calls so far
+        )
 
     def around(self, module: nn.Module, name: str) -> None:
-        """Let a module's forward run within it; call it before all else that replaces forwards."""
+        """Run a module's forward in this mode; call it before all else that replaces forwards."""
         for part in module.modules():
             if getattr(part, "token_wise", False):
                 apart: Any = functools.partial(self._apart, part.forward)
@@ -83,12 +83,11 @@ class ContextAttention(TorchFunctionMode):
         module.forward = functools.partial(self._run, name, module, module.forward)
 
     def counts(self, name: str) -> bool:
-        """Whether a module counts tokens itself."""
+        """Whether a module counts tokens."""
         return any(name == other for other, _ in self.counted)
 
     def _apart(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """A module that computes each token by itself: what it counts are the tokens that are
-        here."""
+        """Run a token-wise module, which may count the local tokens."""
         if self._place is None:
             return forward(*args, **kwargs)
         place, self._place = self._place, None
@@ -123,7 +122,7 @@ class ContextAttention(TorchFunctionMode):
         return ConfigError([Problem("cp", self.ranks.size, reason, "cp=1")])
 
     def _divided(self, argument: Any) -> Any:
-        """An argument, in which documents know that they are those of all tokens."""
+        """Let documents among the arguments attend over all tokens."""
         if isinstance(argument, Documents):
             return argument._replace(attend=self._documents)
         if type(argument) in (tuple, list):
@@ -133,7 +132,7 @@ class ContextAttention(TorchFunctionMode):
         return argument
 
     def __deepcopy__(self, _: dict[int, Any]) -> ContextAttention:
-        """A copy of a module runs its own forward within the same."""
+        """A copied module keeps the same mode."""
         return self
 
     def __torch_function__(
@@ -144,8 +143,8 @@ class ContextAttention(TorchFunctionMode):
             return self.attention(*args, **kwargs)
         if self._place is not None and (call := call_of(function, args, kwargs)) is not None:
             return self._count(call, function, args, kwargs)
-        # within a mode torch.compile cannot trace what is written in Python on tensors, and it
-        # looks functions up by name alone
+        # within a mode torch.compile cannot trace tensor methods written in Python, and looks
+        # functions up by name
         name = getattr(function, "__name__", "")
         if name == "unflatten":
             return torch.unflatten(*args, **kwargs)
@@ -176,7 +175,7 @@ class ContextAttention(TorchFunctionMode):
         dims = calls[number].dims
         if not dims:
             return function(*args, **kwargs)
-        return of_all_tokens(function, args, kwargs, dims, size, take)
+        return with_all_tokens(function, args, kwargs, dims, size, take)
 
     def attention(
         self,
@@ -189,7 +188,7 @@ class ContextAttention(TorchFunctionMode):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        """Do what scaled_dot_product_attention does of [B, H or K, t, E] -> [B, H, t, E].
+        """scaled_dot_product_attention over all ranks' tokens: [B, H or K, t, E] -> [B, H, t, E].
 
         attn_mask: [..., T or t, T or t]; a dimension of t is this rank's part.
         """
@@ -233,7 +232,7 @@ class ContextAttention(TorchFunctionMode):
         dropout: float,
         sinks: Tensor | None,
     ) -> Tensor:
-        if self._place is not None:  # what is counted here is no call of the module
+        if self._place is not None:  # calls in here are not the module's
             return self._apart(self._documents, q, k, v, documents, scale, dropout, sinks)
         ranks, mask = self.ranks, documents._replace(attend=None)
         assert self.active, "on meta documents are not looked at"
@@ -249,8 +248,8 @@ class ContextAttention(TorchFunctionMode):
         assert ranks.method == "gather", "of the ring's blocks none takes a mask"
         k, v = _gathered(k, v, ranks)
         tokens = k.shape[_TOKENS]
-        places = ranks.take(torch.arange(tokens, device=q.device), 0)
-        mask = document_mask(mask, q.shape[0], tokens, places)
+        positions = ranks.take(torch.arange(tokens, device=q.device), 0)
+        mask = document_mask(mask, q.shape[0], tokens, positions)
         return undivided_attention(q, k, v, mask, scale, dropout, sinks=sinks)
 
 
@@ -261,7 +260,7 @@ def _split(
     return torch.ops.aten.split(tensor, named.get("split_size", split_size_or_sections), dim)
 
 
-# --- keys and values gathered --------------------------------------------------------------------
+# --- gather: all-gather of keys and values --------------------------------------------------------
 
 
 def _all_tokens(x: Tensor, ranks: ContextRanks, dim: int) -> Tensor:
@@ -270,7 +269,7 @@ def _all_tokens(x: Tensor, ranks: ContextRanks, dim: int) -> Tensor:
 
 
 def _gathered(k: Tensor, v: Tensor, ranks: ContextRanks) -> tuple[Tensor, Tensor]:
-    """Gather those of all ranks, in one message where they have one size."""
+    """All-gather keys and values, in one collective if their shapes are equal."""
     if k.shape != v.shape:
         return _all_tokens(k, ranks, _TOKENS), _all_tokens(v, ranks, _TOKENS)
     k, v = _all_tokens(torch.stack([k, v]), ranks, 1 + _TOKENS).unbind()
@@ -280,7 +279,7 @@ def _gathered(k: Tensor, v: Tensor, ranks: ContextRanks) -> tuple[Tensor, Tensor
 def _causal(
     q: Tensor, k: Tensor, v: Tensor, ranks: ContextRanks, options: dict[str, Any]
 ) -> Tensor:
-    """A call for each of the rank's chunks, with the keys that its last query sees."""
+    """Attend chunk by chunk, to the keys up to each chunk's last query."""
     starts, chunk = ranks.starts(k.shape[_TOKENS])
     results = []
     for number, start in enumerate(starts):
@@ -290,16 +289,16 @@ def _causal(
     return torch.cat(results, _TOKENS)
 
 
-# --- heads for tokens --------------------------------------------------------------------------
+# --- ulysses: all-to-all of heads for tokens ------------------------------------------------------
 
 
 def repeated(kv_heads: int, size: int) -> int:
-    """How many times each key/value head must be there for so many ranks to share them."""
+    """How often each key/value head must be repeated for `size` ranks to share them."""
     return size // gcd(kv_heads, size)
 
 
-def undividable(heads: int, kv_heads: int, size: int) -> bool:
-    """Whether so many ranks cannot share them."""
+def heads_not_shareable(heads: int, kv_heads: int, size: int) -> bool:
+    """Whether `size` ranks cannot share these heads."""
     return bool(heads % size or heads % (kv_heads * repeated(kv_heads, size)))
 
 
@@ -313,10 +312,10 @@ def _by_heads(
     times = repeated(k.shape[1], ranks.size)
     if times > 1:
         k, v = (x.repeat_interleave(times, dim=1) for x in (k, v))
-    if k.shape[-1] == v.shape[-1]:  # in one message: each rank's heads are next to each other
+    if k.shape[-1] == v.shape[-1]:  # one all-to-all: each rank's heads are contiguous
         sizes = [x.shape[1] // ranks.size for x in (q, k, v)]
-        every = torch.cat([x.unflatten(1, (ranks.size, -1)) for x in (q, k, v)], dim=2)
-        q, k, v = _to_heads(every, ranks).split(sizes, dim=1)
+        packed = torch.cat([x.unflatten(1, (ranks.size, -1)) for x in (q, k, v)], dim=2)
+        q, k, v = _to_heads(packed, ranks).split(sizes, dim=1)
     else:
         q, k, v = (_to_heads(x.unflatten(1, (ranks.size, -1)), ranks) for x in (q, k, v))
     y = attend(q, k, v).unflatten(2, (ranks.size, -1)).movedim(2, 0)  # [ranks, B, h, t, E]
@@ -332,18 +331,18 @@ def _to_heads(x: Tensor, ranks: ContextRanks) -> Tensor:
 
 
 def _of_heads(mask: Tensor | None, heads: int, ranks: ContextRanks) -> Tensor | None:
-    """A mask or bias, which may differ between heads, of this rank's heads."""
+    """The rank's heads of a mask or bias that may differ between heads."""
     if mask is None or mask.dim() < 3 or mask.shape[-3] != heads or heads == 1:
         return mask
     size = heads // ranks.size
     return mask.narrow(mask.dim() - 3, ranks.rank * size, size)
 
 
-# --- a ring: keys and values go from rank to rank while each attends -----------------------------
+# --- ring: keys and values pass from rank to rank while each attends ------------------------------
 #
-# Each rank has two chunks of the sequence. Of causal attention a chunk of queries sees the chunks
-# of keys before it as a whole, its own causally, and none behind it: so no kernel needs a mask, and
-# each rank computes two blocks a step, three in the first, with its own keys.
+# Each rank has two chunks of the sequence. In causal attention a chunk of queries attends fully to
+# earlier chunks of keys, causally to its own, and to no later one: no kernel needs a mask, and each
+# rank computes two blocks a step, three in the first, with its own keys.
 
 
 class _Ring(torch.autograd.Function):
@@ -361,18 +360,18 @@ class _Ring(torch.autograd.Function):
     ) -> Tensor:
         ctx.ranks, ctx.causal, ctx.scale = ranks, causal, scale
         queries = q.chunk(2, _TOKENS)
-        sums_of: list[Block | None] = [None, None]  # of each chunk of queries
+        partial: list[Block | None] = [None, None]  # by chunk of queries
         held = torch.stack([k, v])
         for step in range(ranks.size):
-            coming = _send_on(held, ranks, True) if step < ranks.size - 1 else None
+            receive = _send_on(held, ranks, True) if step < ranks.size - 1 else None
             halves = [_heads(half, q.shape[1]) for half in held.chunk(2, 1 + _TOKENS)]
             for mine, theirs, same in _pairs(ranks, step, causal):
                 keys, values = halves[theirs]
                 block = block_attention.forward(queries[mine], keys, values, same, scale)
-                sums_of[mine] = _added(sums_of[mine], block)
-            if coming is not None:
-                held = coming()
-        blocks = [block for block in sums_of if block is not None]
+                partial[mine] = _added(partial[mine], block)
+            if receive is not None:
+                held = receive()
+        blocks = [block for block in partial if block is not None]
         result = torch.cat([block.result for block in blocks], _TOKENS).to(q.dtype)
         sums = torch.cat([block.sums for block in blocks], _TOKENS)
         ctx.save_for_backward(q, k, v, result, sums)
@@ -385,38 +384,45 @@ class _Ring(torch.autograd.Function):
         queries = q.chunk(2, _TOKENS)
         gradients = gradient.chunk(2, _TOKENS)
         wholes = [Block(*parts) for parts in zip(*(x.chunk(2, 2) for x in results), strict=True)]
-        of_queries = [torch.zeros_like(half, dtype=torch.float32) for half in queries]
+        query_gradients = [torch.zeros_like(half, dtype=torch.float32) for half in queries]
         held = torch.stack([k, v])
-        # the sum of the gradients of the ranks that have had what is held: it is sent behind that,
-        # beside the next step's attention, and at last back to its rank
-        following: Callable[[], Tensor] | None = None
+        # sum of the gradients of `held` over the ranks that have had it: it follows `held` around
+        # the ring, overlapped with the next step's attention, back to its rank
+        receive_gradient: Callable[[], Tensor] | None = None
         for step in range(ranks.size):
             last = step == ranks.size - 1
-            coming = None if last else _send_on(held, ranks, True)
+            receive = None if last else _send_on(held, ranks, True)
             halves = [_heads(half, q.shape[1]) for half in held.chunk(2, 1 + _TOKENS)]
-            of_held = torch.zeros_like(held, dtype=torch.float32)
-            parts = of_held.chunk(2, 1 + _TOKENS)
+            held_gradient = torch.zeros_like(held, dtype=torch.float32)
+            parts = held_gradient.chunk(2, 1 + _TOKENS)
             for mine, theirs, same in _pairs(ranks, step, causal):
                 keys, values = halves[theirs]
-                of_query, *both = block_attention.backward(
+                query_gradient, *both = block_attention.backward(
                     gradients[mine], queries[mine], keys, values, wholes[mine], same, scale
                 )
-                of_queries[mine] += of_query
+                query_gradients[mine] += query_gradient
                 for total, part in zip(parts[theirs], both, strict=True):
                     total += part.float().unflatten(1, (k.shape[1], -1)).sum(2)
-            if following is not None:
-                of_held += following()
-            following = _send_on(of_held, ranks, not last)
-            if coming is not None:
-                held = coming()
-        assert following is not None
-        of_k, of_v = following().to(k.dtype)
-        return torch.cat(of_queries, _TOKENS).to(q.dtype), of_k, of_v, None, None, None
+            if receive_gradient is not None:
+                held_gradient += receive_gradient()
+            receive_gradient = _send_on(held_gradient, ranks, not last)
+            if receive is not None:
+                held = receive()
+        assert receive_gradient is not None
+        k_gradient, v_gradient = receive_gradient().to(k.dtype)
+        return (
+            torch.cat(query_gradients, _TOKENS).to(q.dtype),
+            k_gradient,
+            v_gradient,
+            None,
+            None,
+            None,
+        )
 
 
 def _pairs(ranks: ContextRanks, step: int, causal: bool) -> Iterator[tuple[int, int, bool]]:
-    """(which of the rank's chunks of queries, which of the chunks of keys that it holds after so
-    many steps, whether they are of the same tokens) where queries see keys."""
+    """Yield (chunk of local queries, chunk of the keys held in this step, whether they have the
+    same tokens) where queries attend to keys."""
     last = 2 * ranks.size - 1
     source = (ranks.rank - step) % ranks.size
     for mine, query in enumerate((ranks.rank, last - ranks.rank)):
@@ -426,12 +432,12 @@ def _pairs(ranks: ContextRanks, step: int, causal: bool) -> Iterator[tuple[int, 
 
 
 def _heads(held: Tensor, heads: int) -> Tensor:
-    """Keys and values for each query head: [2, B, K, s, E] -> [2, B, H, s, E]."""
+    """Repeat keys and values for each query head: [2, B, K, s, E] -> [2, B, H, s, E]."""
     return held.repeat_interleave(heads // held.shape[2], dim=2).contiguous()
 
 
 def _added(sum_: Block | None, block: Block) -> Block:
-    """Attention of the same queries with the keys of both."""
+    """Combine attention of the same queries to two sets of keys."""
     if sum_ is None:
         return Block(block.result.float(), block.sums.float())
     sums = torch.logaddexp(sum_.sums, block.sums)
@@ -440,9 +446,10 @@ def _added(sum_: Block | None, block: Block) -> Block:
 
 
 def _send_on(x: Tensor, ranks: ContextRanks, beside: bool = False) -> Callable[[], Tensor]:
-    """Send to the next rank; what comes from the one before once it is called.
+    """Send to the next rank; the result waits for what the previous rank sent.
 
-    beside: the rank computes before it calls that."""
+    beside: the rank computes before it waits.
+    """
     if ranks.group is None or x.is_meta:
         ranks.count(x.nbytes, beside=beside)
         return lambda: torch.empty_like(x)
@@ -453,7 +460,7 @@ def _send_on(x: Tensor, ranks: ContextRanks, beside: bool = False) -> Callable[[
     sent = dist.P2POp(dist.isend, x, after, ranks.group)
     works = dist.batch_isend_irecv([sent, dist.P2POp(dist.irecv, result, before, ranks.group)])
 
-    def arrived(_: Tensor = x) -> Tensor:  # what is sent is kept until it is
+    def arrived(_: Tensor = x) -> Tensor:  # keeps x alive until it is sent
         for work in works:
             work.wait()
         return result

@@ -1,5 +1,5 @@
-"""Context parallelism: how sequences are divided, decided before anything is allocated; a run's
-batches."""
+"""Context parallelism: how sequences are sharded, decided and checked before anything is allocated,
+and the rank's batches."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from titanlike.graph.sequence_shard import SequenceShard, shard_sequence
 from titanlike.models.documents import document_spans, sequence_spans
 from titanlike.optim.custom_loss import CustomLoss
 from titanlike.optim.loss import takes_divided_logits
-from titanlike.parallel.context_attention import ContextAttention, Looking, undividable
+from titanlike.parallel.context_attention import ContextAttention, Looking, heads_not_shareable
 from titanlike.parallel.context_tokens import ContextRanks, Take
 from titanlike.parallel.tp.operators import Layout, Shard, ShardingError
 from titanlike.parallel.tp.plan import Entry
@@ -42,27 +42,26 @@ from titanlike.parallel.tp.traces import (
     tensors_in,
 )
 
-IGNORED = -100  # a target that counts for no loss
+IGNORED = -100  # a target without loss
 _PADDING = {"targets": IGNORED, "document_ids": -1}  # else 0, or False
-# of documents, which are those of all tokens on each rank
+# functions of documents, which each rank has for all tokens
 _OFFSETS = frozenset({document_spans, sequence_spans})
 
 
 @dataclass(frozen=True)
 class Attended:
-    """A call of attention, of heads [B, H, T, E] and [B, K, T, E]."""
+    """A recorded call of attention with heads [B, H, T, E] and [B, K, T, E]."""
 
-    heads: int  # 0 = there is no such dimension
+    heads: int  # 0 = no such dimension
     kv_heads: int
-    width: int  # of a head; 0 = keys and values differ
+    width: int  # head size; 0 = keys and values differ
     causal: bool
     masked: bool
     dropout: bool
 
 
 class ContextParallel(Transform):
-    """Each rank has a part of every sequence; the method is chosen once the model's attention is
-    known."""
+    """Shards sequences over cp ranks, by a method chosen from the model's attention calls."""
 
     ranks: ContextRanks
 
@@ -71,17 +70,17 @@ class ContextParallel(Transform):
         self.first = self.ranks = ranks
         self.attention = ContextAttention(ranks)
         self.sequence = self
-        self.why = ""  # of the method
-        self._calls: list[Attended] = []  # of attention, each kind once
-        self._offsets = False  # whether documents, or a window, are given to attention by offsets
-        self._recordings: tuple[Recording, Recording]  # of whole sequences, and of shorter ones
+        self.why = ""  # why the method was chosen
+        self._calls: list[Attended] = []  # distinct calls of attention
+        self._offsets = False  # whether attention gets documents, or a window, as offsets
+        self._recordings: tuple[Recording, Recording]  # with full sequences, and with shorter ones
 
     @property
     def name(self) -> str:
         return f"{self.ranks.method} of {self.ranks.size}"
 
     def describe(self, plan: Plan) -> Iterator[tuple[str, str]]:
-        """How sequences are divided."""
+        """The method, and each rank's tokens."""
         text = {
             "gather": "keys and values are gathered",
             "ulysses": "heads are exchanged for tokens",
@@ -105,10 +104,9 @@ class ContextParallel(Transform):
     # --- batches -------------------------------------------------------------------------------
 
     def batch(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """This rank's batch of one of whole sequences [B, T, ...]: padded, of the targets its
-        tokens.
+        """Pad a batch of full sequences [B, T, ...]; keep only this rank's tokens of the targets.
 
-        The other fields stay whole: see `graph/sequence_shard.py`.
+        The other fields stay full: see `graph/sequence_shard.py`.
         """
         batch = self.padded(batch)
         return {**batch, "targets": self.ranks.take(batch["targets"], 1)}
@@ -131,15 +129,15 @@ class ContextParallel(Transform):
         return padded
 
     def _multiple(self) -> int:
-        """What lengths are padded to a multiple of; tp ranks divide a rank's tokens once more."""
+        """Lengths are padded to a multiple of this; tp ranks shard a rank's tokens once more."""
         return lcm(self.ranks.multiple, self.ranks.size * self._config.tp)
 
-    # --- of ModelGraph -------------------------------------------------------------------------
+    # --- called by ModelGraph --------------------------------------------------------------------
 
     @contextlib.contextmanager
     def whole(self) -> Iterator[None]:
-        """A context in which the model computes with whole sequences; its calls of attention are
-        noted."""
+        """A context in which the model computes with full sequences; its attention calls are
+        recorded."""
         self.attention.instead = self._note
         self.attention.active = False
         try:
@@ -149,8 +147,8 @@ class ContextParallel(Transform):
             self.attention.instead, self.attention.active = None, True
 
     def shorter(self, fields: Fields) -> Fields:
-        """Sequences of half the length, or a little less where ranks inside of layers could not
-        divide that."""
+        """Sequences of half the length, or slightly less if tensor-parallel ranks cannot shard
+        that."""
         tokens, tp = _length(fields), self._config.tp
         less = tokens // 2 if tokens // 2 % tp == 0 else tokens - tp
         return {
@@ -172,7 +170,7 @@ class ContextParallel(Transform):
         return _shard(self.ranks, self.ranks.take, self.attention)
 
     def problem(self, error: UnknownTokens) -> Problem:
-        """What a model is told whose recorded forward hides which of its values are a token's."""
+        """The problem of a model whose recorded forward hides which of its values are per token."""
         return self._problem(f"{error.call} {error.reason}, and a cp rank has a part of the tokens")
 
     def _problem(self, reason: str) -> Problem:
@@ -196,15 +194,15 @@ class ContextParallel(Transform):
     # --- the method ----------------------------------------------------------------------------
 
     def _choose(self) -> None:
-        wanted = self._config.context_parallel
-        # why each cannot be; the first that can is taken by context_parallel=auto
+        method = self._config.context_parallel
+        # why each is not possible; auto takes the first that is
         problems = {"ulysses": self._no_ulysses(), "ring": self._no_ring(), "gather": ""}
         chosen: Any = next(name for name, reason in problems.items() if not reason)
-        if wanted != "auto":
-            if reason := problems[wanted]:
+        if method != "auto":
+            if reason := problems[method]:
                 fix = f"context_parallel={chosen}"
-                raise ConfigError([Problem("context_parallel", wanted, reason, fix)])
-            self.ranks.method, self.why = wanted, "asked for"
+                raise ConfigError([Problem("context_parallel", method, reason, fix)])
+            self.ranks.method, self.why = method, "asked for"
             return
         refused = next(filter(None, problems.values()), "")
         self.why = "the ranks can share its heads" if chosen == "ulysses" else refused
@@ -214,9 +212,9 @@ class ContextParallel(Transform):
         for call in self._calls:
             if not call.heads:
                 return "a call of attention has no dimension of heads"
-            if undividable(call.heads, call.kv_heads, self.ranks.size):
-                of_rank = " of a tp rank" if self._config.tp > 1 else ""
-                heads = f"{call.heads} heads and {call.kv_heads} key/value heads{of_rank}"
+            if heads_not_shareable(call.heads, call.kv_heads, self.ranks.size):
+                scope = " of a tp rank" if self._config.tp > 1 else ""
+                heads = f"{call.heads} heads and {call.kv_heads} key/value heads{scope}"
                 return f"{heads} cannot be shared by {self.ranks.size} ranks"
         return ""
 
@@ -233,12 +231,12 @@ class ContextParallel(Transform):
                 return "a ring has no dropout in attention"
             if not call.heads or not call.width:
                 return "a ring takes heads whose keys and values have one size"
-            on_cpu = first_device(self._config.device).type == "cpu"  # whose kernel takes any
+            on_cpu = first_device(self._config.device).type == "cpu"  # its kernel takes any size
             if (call.width % 8 or call.width > 256) and not on_cpu:
                 return f"a ring takes heads of a multiple of 8, up to 256, not of {call.width}"
         return ""
 
-    # --- what it cannot do ---------------------------------------------------------------------
+    # --- checks --------------------------------------------------------------------------------
 
     def recorded(self, graph: ModelGraph) -> None:
         for unit in graph.units:
@@ -253,7 +251,7 @@ class ContextParallel(Transform):
         size = graph.microbatch_size if self._config.tp == 1 else 2
         batch = {n: x.repeat_interleave(size, 0) for n, x in recorded.batch.items()}
         in_bf16: Callable[..., contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
-        if self._config.precision.name == "float8":  # whose scale is that of all ranks' tokens
+        if self._config.precision.name == "float8":  # its scale is over all ranks' tokens
             from titanlike.parallel import float8
 
             in_bf16 = float8.in_bf16
@@ -265,13 +263,13 @@ class ContextParallel(Transform):
     def _check_tokens(
         self, model: nn.Module, batch: Mapping[str, Tensor], graph: ModelGraph
     ) -> None:
-        """Raise ConfigError where the model would compute other numbers with parts of sequences.
+        """Raise ConfigError if the model would compute different results from parts of sequences.
 
-        model: as it was recorded, or without tensor parallelism where that divides it, which is
-        checked by itself; batch: a microbatch on meta.
+        model: as recorded, or without tensor parallelism, which is checked separately; batch: a
+        microbatch on meta.
         """
         recordings, attention = self._recordings, self.attention
-        if self._config.tp > 1:  # operations on parts of heads and features would only be noise
+        if self._config.tp > 1:  # without tp's shards of heads and features
             attention = ContextAttention(replace(self.ranks))
             names = [unit.name for unit in graph.units]
             for name in names:
@@ -284,7 +282,7 @@ class ContextParallel(Transform):
         try:
             for training in (True, False):
                 if not (training or attention.counted):
-                    break  # what blocks count in evaluation, only where they count tokens at all
+                    break  # evaluation matters only if blocks count tokens
                 model.train(training)
                 _check_mode(model, attention, recordings, batch, graph.trained_outputs)
                 self.attention.counted = attention.counted
@@ -301,13 +299,13 @@ class ContextParallel(Transform):
         finally:
             model.train()
         for node in recordings[0].nodes:
-            # what a module recomputes by itself runs apart from it, and would count from zero
+            # a recomputation inside the module would count from zero
             if node.checkpoints_inside and self.attention.counts(node.target):
                 reason = f"its {node.target} counts its tokens, and calls torch.utils.checkpoint"
                 raise ConfigError([self._problem(reason)])
 
     def _check_loss(self, loss: Loss, output: Any, targets: Tensor) -> None:
-        """Raise ConfigError where a loss is not one of each token; output and targets on meta."""
+        """Raise ConfigError if a custom loss is not one per token; output and targets on meta."""
         if not isinstance(loss, CustomLoss):
             return
         with torch.device("meta"):
@@ -319,8 +317,7 @@ class ContextParallel(Transform):
             raise ConfigError([Problem("loss.name", self._config.loss.name, reason, fix)])
 
     def _check_padding(self, model: nn.Module, fields: Fields) -> None:
-        """Raise ConfigError where batches, which differ in length, cannot be padded to what cp
-        needs."""
+        """Raise ConfigError if batches of varying length cannot be padded for cp."""
         if not takes_divided_logits(self._config.loss):
             reason = "a loss that is no cross entropy would count what they are padded with"
         elif any(not call.causal for call in self._calls) and "document_ids" not in fields:
@@ -348,18 +345,18 @@ def _length(fields: Fields) -> int:
 
 
 def _token_dims(name: str, shape: Sequence[int], tokens: int) -> list[int]:
-    """Dimensions of tokens of a field of the batch, whose first dimension is left out: the first,
-    and of masks and biases the others of that size, too."""
-    of_pairs = any(word in name for word in ("mask", "bias"))
-    return [dim for dim, size in enumerate(shape) if size == tokens and (of_pairs or dim == 0)]
+    """Token dimensions of a batch field, without its first dimension: the first, and in masks and
+    biases all others of that size."""
+    pairwise = any(word in name for word in ("mask", "bias"))
+    return [dim for dim, size in enumerate(shape) if size == tokens and (pairwise or dim == 0)]
 
 
 def context_parallel(
     config: Config, mesh: Mesh | None, batch: Mapping[str, Tensor]
 ) -> ContextParallel:
-    """How cp divides these sequences. Raises ConfigError.
+    """Decide how cp shards these sequences. Raises ConfigError.
 
-    mesh: None in the launcher; batch: of one sequence, on meta.
+    mesh: None in the launcher; batch: one sequence, on meta.
     """
     if isinstance(config.split, TraceSplit):
         reason = "a traced graph has the lengths of whole sequences written into it"
@@ -379,16 +376,16 @@ def context_parallel(
     return ContextParallel(config, ContextRanks(config.cp, 0 if mesh is None else mesh.cp_rank))
 
 
-# --- whether a model computes with a part of the tokens what it does with all ---------------------
+# --- whether a model computes the same from a rank's tokens ---------------------------------------
 #
-# As for tensor parallelism (`parallel/tp/check.py`): a forward runs on meta twice, with whole
-# sequences and with a rank's part, and of each operation the second trace finds whether it gives
-# its part of the result. Attention alone sees other tokens. So attention that is no
-# scaled_dot_product_attention is found here, and a convolution or recurrence over tokens.
+# As for tensor parallelism (`parallel/tp/check.py`): a forward runs on meta twice, with full
+# sequences and with a rank's tokens, and the second trace checks that each operation returns its
+# part of the result. Only scaled_dot_product_attention may use other tokens: custom attention, and
+# convolutions or recurrences over tokens, are found here.
 
 
 class Unchecked(Exception):
-    """A forward that meta tensors cannot run as a whole."""
+    """A forward that meta tensors cannot run with full sequences."""
 
 
 def _check_mode(
@@ -398,22 +395,21 @@ def _check_mode(
     batch: Mapping[str, Tensor],
     trained: Sequence[bool] | None,
 ) -> None:
-    """In the mode, training or evaluation, in which the model is. What modules count goes into
-    `attention`, which is around them.
+    """Check the model in its current mode, training or evaluation, and record the calls that count
+    tokens in `attention`, which is around its modules.
 
-    recordings: of whole sequences, and of shorter ones; trained: of each tensor of the output,
-    whether the loss uses it. Raises Unchecked, and ShardingError for a call that does not compute
-    each token by itself.
+    recordings: with full and with shorter sequences; trained: whether the loss uses each output
+    tensor. Raises Unchecked, and ShardingError for a call that mixes tokens.
     """
     ranks = attention.ranks
-    # what they do is not looked at: to tensor parallelism they are leaves, too
+    # not traced inside: leaves, as for tensor parallelism
     token_wise: dict[str, Entry] = {}
     for name, module in model.named_modules():
         inside = any(name.startswith(f"{other}.") for other in token_wise)
         if getattr(module, "token_wise", False) and not inside:
             token_wise[name] = Entry(name, "sequence")
 
-    # 1. whole sequences
+    # 1. full sequences
     reference = ReferenceTrace(model, token_wise)
     looking = Looking(batch["inputs"].shape[1], lambda x, dim: trace.take(x, dim, ranks.size))
     attention.active, attention.looking = False, looking
@@ -448,7 +444,7 @@ def _check_mode(
         counting = {mode: every for mode, every in calls.items() if any(c.dims for c in every)}
         attention.counted = counting
 
-    # 3. what is not of the tokens
+    # 3. random draws and weights that are not per token
     if path := next((path for path, parts in trace.draws.items() if False in parts), None):
         reason = "draws random numbers for whole sequences, which ranks have parts of"
         raise ShardingError(reason, module=path)
@@ -463,13 +459,13 @@ class _TokenTrace(ShardedTrace):
             result = x.narrow(dim, 0, x.shape[dim] // ranks).clone()
         layout: list[Shard | None] = [None] * x.dim()
         layout[dim] = Shard("tokens", (x.shape[dim],))
-        # each rank's part of the gradient is its own
+        # each rank has its part of the gradient
         self._resolve(self._pending([x]), {"tokens"})
         self._track(result, tuple(layout))
         return result
 
     def attention(self, given: dict[str, Any]) -> Tensor:
-        """Called in place of scaled_dot_product_attention."""
+        """Called instead of scaled_dot_product_attention."""
         tensors = [x for x in given.values() if isinstance(x, Tensor)]
         step = self._must_find("operation", "aten::scaled_dot_product_attention", self.path)
         self.called = "scaled_dot_product_attention"
@@ -502,7 +498,7 @@ class _TokenTrace(ShardedTrace):
 
 
 def _tokens_at(layout: Layout, dim: int) -> bool:
-    """Whether a rank's tokens are along this dimension, and all else is whole."""
+    """Whether a rank's tokens are along this dimension, and all others are full."""
     others = [shard for at, shard in enumerate(layout) if at != dim]
     shard = layout[dim] if dim < len(layout) else None
     return shard is not None and shard.kind == "tokens" and shard.plain and not any(others)

@@ -1,16 +1,14 @@
-"""The tokens of a sequence that a context-parallel rank has, and calls by which a block counts
-them.
+"""The tokens of a context-parallel rank, and the calls by which a block counts tokens.
 
-With n ranks the sequence is cut into 2n chunks, and rank r has chunks r and 2n - 1 - r: of causal
-attention, whose last queries see the most keys, each then computes the same share (arXiv
-2407.21783, section 3.3.2). Where heads are exchanged instead, each rank attends with whole
-sequences, and has chunk r of n.
+With n ranks the sequence is cut into 2n chunks, and rank r has chunks r and 2n - 1 - r: in causal
+attention, where later queries attend to more keys, all ranks then compute the same share (arXiv
+2407.21783, section 3.3.2). With ulysses each rank attends over full sequences, and has chunk r of
+n.
 
-A block that makes its positions itself (`torch.arange(x.shape[1])`, `self.table[:x.shape[1]]`)
-would count from zero on each rank. Which calls these are is seen where the forward runs on meta
-with whole sequences and with a rank's part of them (`context_parallel.py`): their numbers differ as
-the lengths do. In a run the same calls, by their place among such calls of the block, count the
-tokens of all ranks, of which the rank's are taken.
+A block that makes its positions (`torch.arange(x.shape[1])`, `self.table[:x.shape[1]]`) would count
+from zero on each rank. To find these calls, the forward runs on meta with full sequences and with a
+rank's tokens (`context_parallel.py`): the arguments of such calls scale with the length. In a run
+the same calls, by their index in the block, count all ranks' tokens, and keep the rank's.
 """
 
 from __future__ import annotations
@@ -29,34 +27,34 @@ Method = Literal["gather", "ulysses", "ring"]
 
 @dataclass(eq=False)
 class ContextRanks(GroupInfo):
-    """The context-parallel ranks that this one computes with."""
+    """The context-parallel group of this rank."""
 
     method: Method = "gather"
 
     @property
     def balanced(self) -> bool:
-        """Whether a rank has a chunk of the sequence's begin and one of its end."""
+        """Whether a rank has one chunk of the sequence's beginning and one of its end."""
         return self.method != "ulysses"
 
     @property
     def multiple(self) -> int:
-        """What the length of a sequence must be a multiple of."""
+        """Sequence lengths must be a multiple of this."""
         return 2 * self.size if self.balanced else self.size
 
     def starts(self, tokens: int) -> tuple[list[int], int]:
-        """(where this rank's chunks begin, tokens of a chunk) of a sequence of so many tokens."""
+        """(where this rank's chunks begin, tokens per chunk) in a sequence of `tokens`."""
         chunk = tokens // self.multiple
         numbers = [self.rank, 2 * self.size - 1 - self.rank] if self.balanced else [self.rank]
         return [number * chunk for number in numbers], chunk
 
     def take(self, x: Tensor, dim: int) -> Tensor:
-        """This rank's tokens of a whole sequence along `dim`, in order."""
+        """This rank's tokens of a full sequence along `dim`, in order."""
         starts, chunk = self.starts(x.shape[dim])
         parts = [x.narrow(dim, start, chunk) for start in starts]
         return torch.cat(parts, dim) if len(parts) > 1 else parts[0].contiguous()
 
     def in_order(self, gathered: Tensor, dim: int) -> Tensor:
-        """A whole sequence, of all ranks' tokens one after the other along `dim`."""
+        """The full sequence from all ranks' tokens, concatenated along `dim`."""
         if not self.balanced:
             return gathered
         ranks = gathered.unflatten(dim, (self.size, 2, -1))
@@ -66,29 +64,29 @@ class ContextRanks(GroupInfo):
 
 # --- calls that count tokens ---------------------------------------------------------------------
 
-Take = Callable[[Tensor, int], Tensor]  # (of all tokens, dimension) -> those of this rank
+Take = Callable[[Tensor, int], Tensor]  # (tensor of all tokens, dimension) -> this rank's
 _FILLED = (torch.ones, torch.zeros, torch.full)
 
 
 class Call(NamedTuple):
     """A call that may count tokens. numbers: of arange (start, end, step); of an index (size, stop)
-    of each dimension that is cut from its start, None of others; of a tensor that is filled with a
-    number its sizes."""
+    of each dimension that is sliced from its start, None for others; of a filled tensor its sizes.
+    """
 
     kind: str
     numbers: tuple[Any, ...]
 
 
 class Counted(NamedTuple):
-    """A call of a block, and the dimensions that count tokens: none; one, of which a rank has its
-    part; or two, of a mask of all tokens."""
+    """A call of a block, and its dimensions that count tokens: none; one, which is sharded; or two,
+    of a full mask."""
 
     kind: str
     dims: tuple[int, ...] = ()
 
 
 def call_of(function: Any, args: Any, kwargs: Any) -> Call | None:
-    """None for what counts nothing."""
+    """The call, if it may count tokens, else None."""
     if function is torch.arange:
         start, end, step = {0: (0, None, 1), 1: (0, *args, 1), 2: (*args, 1)}.get(len(args), args)
         ends = kwargs.get("start", start), kwargs.get("end", end), kwargs.get("step", step)
@@ -112,7 +110,7 @@ def _sizes(args: Any, kwargs: Any) -> tuple[Any, ...]:
 
 
 def _index(tensor: Tensor, index: Any) -> list[Any]:
-    """An index as a list, in which `...` are the slices that it stands for."""
+    """An index as a list, with `...` expanded to slices."""
     index = list(index) if isinstance(index, tuple) else [index]
     at = next((at for at, item in enumerate(index) if item is ...), None)
     if at is None:
@@ -127,14 +125,13 @@ def _cut(size: int, at: Any) -> tuple[int, int] | None:
 
 
 def counted(whole: Call, here: Call, tokens: int, ranks: int) -> Counted:
-    """whole: the same call where the sequence is whole, of so many tokens; here: where a rank has
-    its part."""
+    """Compare a call with full sequences of `tokens` (whole) and with a rank's part (here)."""
     if whole.kind != here.kind or len(whole.numbers) != len(here.numbers):
         return Counted(here.kind)
 
-    def of_tokens(all_tokens: Any, mine: Any) -> bool:
-        ints = type(all_tokens) is int and type(mine) is int
-        return ints and (all_tokens, mine) == (tokens, tokens // ranks)
+    def of_tokens(all_tokens: Any, local: Any) -> bool:
+        ints = type(all_tokens) is int and type(local) is int
+        return ints and (all_tokens, local) == (tokens, tokens // ranks)
 
     if here.kind == "arange":
         (start, end, step), (_, mine, _) = whole.numbers, here.numbers
@@ -148,11 +145,10 @@ def counted(whole: Call, here: Call, tokens: int, ranks: int) -> Counted:
     return Counted("index", dims if len(dims) <= 2 else ())
 
 
-def of_all_tokens(
+def with_all_tokens(
     function: Any, args: Any, kwargs: Any, dims: tuple[int, ...], ranks: int, take: Take
 ) -> Tensor:
-    """The call with the tokens of all ranks, of which this one's are taken where one dimension has
-    them."""
+    """Call the function with all ranks' tokens; with one token dimension, keep this rank's."""
     if function is torch.arange:
         call = call_of(function, args, kwargs)
         assert call is not None
@@ -164,10 +160,10 @@ def of_all_tokens(
         others = {name: value for name, value in kwargs.items() if name != "size"}
         return function(sizes, *(args[1:] if function is torch.full else ()), **others)
     tensor, index = args[0], _index(*args)
-    places = [at for at, item in enumerate(index) if item is not None]
+    dims_of_items = [at for at, item in enumerate(index) if item is not None]
     for dim in dims:
-        index[places[dim]] = slice(None, index[places[dim]].stop * ranks)
+        index[dims_of_items[dim]] = slice(None, index[dims_of_items[dim]].stop * ranks)
     rows = tensor[tuple(index)]
     if len(dims) > 1:
         return rows
-    return take(rows, sum(not isinstance(item, int) for item in index[: places[dims[0]]]))
+    return take(rows, sum(not isinstance(item, int) for item in index[: dims_of_items[dims[0]]]))

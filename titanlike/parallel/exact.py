@@ -1,14 +1,14 @@
-"""The same bits in every layout (`numerics=exact`): gradients, losses and norms of a step.
+"""Bitwise equal gradients, losses and norms in every layout (`numerics=exact`).
 
-The unit of computing is a grain: `numerics.grain` sequences, one microbatch, so that kernels see
-the same shapes in every layout. A grain's gradient is computed by itself and rounded to the dtype
-of the weight. Grains are added, in fp32, in one binary tree over their place in the global batch
-(`distributed/exact_sums.py`): on a rank as they come, over ranks by an all-to-all in place of
-FSDP's reduce-scatter, and of its all-reduce over replicas. The losses of all grains are added in
-the same tree, squares of gradients as integers.
+The unit of computation is a grain: `numerics.grain` sequences, one microbatch, so that kernels see
+the same shapes in every layout. A grain's gradient is computed separately and rounded to the
+weight's dtype. Grains are summed in fp32, in one binary tree over their position in the global
+batch (`distributed/exact_sums.py`): on a rank as they are computed, over ranks by an all-to-all
+that replaces FSDP's reduce-scatter, and its all-reduce over replicas. Losses are summed in the same
+tree, squares of gradients as integers.
 
-Experts that are divided (`ep`) compute the tokens of each rank of their group by themselves: a
-grain of each, whose gradients are as many leaves.
+Sharded experts (`ep`) compute the tokens of each rank of their group separately: one grain per
+rank, each a leaf of the tree.
 
 A tied weight that two modules of a stage use has two trees, as on two stages; their sums are added.
 """
@@ -52,16 +52,16 @@ from titanlike.torch_private.fsdp_sums import ShardedGradients, sharded_gradient
 from titanlike.torch_private.tensors import add_values
 
 Gradients = list[Tensor | None]
-# bytes; products of unaligned fp32 vectors differed on a CPU (MKL, one to three rows)
+# bytes; matmuls of unaligned fp32 vectors differed on a CPU (MKL, one to three rows)
 _ALIGNED = 16
 
 
 def model_problems(config: Config, model_graph: ModelGraph) -> list[Problem]:
-    """What of a model would be added in another order, or drawn by another rank, in other stages."""
+    """What other layouts would sum in a different order, or draw on a different rank."""
     model, reasons = model_graph.model, []
     nodes = model_graph.recording(model_graph.fields, True).nodes
     first = {id(parameter): name for name, parameter in model.named_parameters()}
-    uses: dict[str, Counter[str]] = {}  # parameter -> where it is used, how often
+    uses: dict[str, Counter[str]] = {}  # parameter -> uses by place
     used_by = Counter(id(node) for other in nodes for node in set(other.input_nodes))
     weights = dict(model.named_parameters(remove_duplicate=False))
     for node in nodes:
@@ -89,16 +89,16 @@ def model_problems(config: Config, model_graph: ModelGraph) -> list[Problem]:
     ]
     if config.ep > 1:
         drawing = {node.target for node in nodes if node.kind == "unit" and node.random}
-        apart = _why_not_apart(model, drawing, compute_dtype(config.precision).itemsize)
+        reasons = _expert_problems(model, drawing, compute_dtype(config.precision).itemsize)
         problems += [
             Problem("ep", config.ep, f"not with numerics=exact: {reason}", "ep=1")
-            for reason in apart[:1]
+            for reason in reasons[:1]
         ]
     return problems
 
 
-def _why_not_apart(model: nn.Module, drawing: Collection[str], itemsize: int) -> list[str]:
-    """Why experts may compute other bits where they are divided."""
+def _expert_problems(model: nn.Module, drawing: Collection[str], itemsize: int) -> list[str]:
+    """Why sharded experts might compute other bits."""
     reasons = []
     for name, experts in experts_of(model).items():
         if any(f"{name}.".startswith(f"{unit}.") for unit in drawing):
@@ -118,31 +118,31 @@ def _why_not_apart(model: nn.Module, drawing: Collection[str], itemsize: int) ->
 
 
 class ExactSums(Transform):
-    """The sums of a step, of this rank's stages."""
+    """The exact sums of a step, for this rank's stages."""
 
     def __init__(
         self, seed: int, mesh: Mesh, microbatches: int, zero: int, drawing: set[str]
     ) -> None:
-        """drawing: units whose forwards draw random numbers."""
+        """drawing: blocks whose forwards draw random numbers."""
         self._mesh, self._zero, self._drawing = mesh, zero, drawing
         self._seed, self._step, self._grain = seed, 0, 0
         self._grains = Grains(mesh, microbatches)
         ep = 1 if mesh.expert_group is None else mesh.expert_group.size()
-        self._of_experts = Grains(mesh, microbatches, peers=ep)
+        self._expert_grains = Grains(mesh, microbatches, peers=ep)
         self._stages: dict[int, GrainSums] = {}
-        self._index: dict[nn.Module, tuple[int, Sequence[str]]] = {}  # and units
+        self._index: dict[nn.Module, tuple[int, Sequence[str]]] = {}  # stage -> index, blocks
         self.sums = self
 
     def on_stage(self, index: int, stage: Any, units: Sequence[str]) -> None:
         self._index[stage] = index, units
-        # in one process the gradients of later uses come first, one by one
+        # as in one process, where gradients of later uses come first, one by one
         stage.relays = False
         for unit in self._drawing.intersection(units):
             module = stage.get_submodule(unit)
             module.register_forward_pre_hook(partial(self._seed_random, unit))
 
     def _seed_random(self, unit: str, module: nn.Module, *_: Any) -> None:
-        """Random numbers of a unit depend on the seed, the step, the grain and the unit alone."""
+        """Seed a block's random numbers by the seed, the step, the grain and the block only."""
         if module.training:
             torch.manual_seed(piece_seed(self._seed, f"{unit} in step {self._step}", self._grain))
 
@@ -152,12 +152,12 @@ class ExactSums(Transform):
     def on_weights(self, stage: nn.Module) -> None:
         for experts in experts_of(stage).values():
             vars(experts)["independent_rows"] = True
-        sums = GrainSums(stage, self._grains, self._of_experts, self._zero)
+        sums = GrainSums(stage, self._grains, self._expert_grains, self._zero)
         index, units = self._index.pop(stage)
         self._stages[index] = sums
-        for unit in units:  # before FSDP's own
+        for unit in units:  # before FSDP's hooks
             add_hook: Any = stage.get_submodule(unit).register_forward_pre_hook
-            add_hook(_apart_inside, prepend=True, with_kwargs=True)
+            add_hook(_inside_first, prepend=True, with_kwargs=True)
 
     def begin_step(self, step: int) -> None:
         self._step = step
@@ -178,9 +178,9 @@ class ExactSums(Transform):
 
     @torch.no_grad()
     def norms(self, parameters: Sequence[nn.Parameter]) -> tuple[Tensor, Tensor]:
-        """(the norm of all gradients of the model, of this rank's part of each). Collective.
+        """(norm of all gradients of the model, norm of this rank's part of each). Collective.
 
-        parameters: of this rank, each of the model's on one pipeline rank.
+        parameters: this rank's; each of the model's is on one pipeline rank.
         """
         device = self._mesh.device
         rows = [
@@ -189,7 +189,7 @@ class ExactSums(Transform):
         ]
         bins = bins_of(torch.cat(rows) if rows else torch.zeros(0, device=device))
         if self._grains.replica > 0:
-            bins.zero_()  # it has what replica 0 has
+            bins.zero_()  # counted by replica 0
         if self._mesh.world_size > 1:
             self._mesh.sum(bins)
         each = torch.stack([row.sum() for row in rows]).sqrt() if rows else torch.zeros(0)
@@ -200,7 +200,7 @@ class Grains:
     """The grains of a step, each a leaf of the tree, and the ranks that compute them."""
 
     def __init__(self, mesh: Mesh, microbatches: int, peers: int = 1) -> None:
-        """peers: neighbours whose grains are all computed by each, with its experts."""
+        """peers: adjacent ranks that each compute the grains of all of them, with their experts."""
         self._count, self.peers = microbatches, peers
         self.all = mesh.dp * microbatches
         self.first = mesh.dp_rank * microbatches
@@ -213,14 +213,14 @@ class Grains:
         self.shard_group = shard.get_group()
 
     def mine(self, microbatch: int) -> list[int]:
-        """The leaves of a microbatch of this rank."""
+        """This rank's leaves of a microbatch."""
         return self._leaves(self.replica * self.shards + self._rank, microbatch)
 
-    # each is the same in every step, and for all groups of parameters
+    # the same in every step, and for all parameter groups
 
     @cached_property
     def microbatch_keys(self) -> list[list[list[Key]]]:
-        """Of each microbatch: nodes of each rank of this replica, once it has added its leaves."""
+        """By microbatch: tree nodes of each rank of this replica after it has added its leaves."""
         ranks = range(self.replica * self.shards, (self.replica + 1) * self.shards)
         return [
             [keys_of(self.all, self._leaves(rank, microbatch)) for rank in ranks]
@@ -229,18 +229,18 @@ class Grains:
 
     @cached_property
     def rank_keys(self) -> list[list[Key]]:
-        """Nodes of each rank of this replica, once it has added all of its leaves."""
+        """Tree nodes of each rank of this replica after all of its leaves."""
         begin = self.replica * self.shards
         return [self._keys([begin + rank]) for rank in range(self.shards)]
 
     @cached_property
     def replica_keys(self) -> list[list[Key]]:
-        """Nodes of each replica."""
+        """Tree nodes of each replica."""
         begins = range(0, self.replicas * self.shards, self.shards)
         return [self._keys(range(begin, begin + self.shards)) for begin in begins]
 
     def _leaves(self, rank: int, microbatch: int) -> list[int]:
-        """rank: of all replicas."""
+        """rank: among all replicas'."""
         return leaves_of(rank, microbatch, microbatches=self._count, peers=self.peers)
 
     def _keys(self, ranks: Iterable[int]) -> list[Key]:
@@ -249,10 +249,10 @@ class Grains:
 
 
 class GrainSums:
-    """The gradients of a stage; see `GradientSums`."""
+    """Sums a stage's gradients; implements `GradientSums`."""
 
-    def __init__(self, stage: nn.Module, grains: Grains, of_experts: Grains, zero: int) -> None:
-        self.arrive: Callable[[], object] = lambda: None  # waits for what is on its way
+    def __init__(self, stage: nn.Module, grains: Grains, expert_grains: Grains, zero: int) -> None:
+        self.arrive: Callable[[], object] = lambda: None  # waits for the pending all-to-all
         self.reached: set[nn.Parameter] = set()  # by a backward of this step
         places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
         for module in stage.modules():
@@ -264,7 +264,7 @@ class GrainSums:
             _ShardedSum(
                 group,
                 places,
-                grains if routed.isdisjoint(group.parameters) else of_experts,
+                grains if routed.isdisjoint(group.parameters) else expert_grains,
                 zero,
                 self,
             )
@@ -272,15 +272,15 @@ class GrainSums:
         ]
         self._sums: list[_Sum] = [*self._sharded]
         if not self._sharded:
-            self._sums = [_WholeSum(places, grains)]
+            self._sums = [_UnshardedSum(places, grains)]
 
     def backward(self, microbatch: int) -> None:
         for sharded in self._sharded:
             sharded.microbatch = microbatch
 
-    @torch.no_grad()  # weight gradients that were queued are computed outside of a backward
+    @torch.no_grad()  # deferred weight gradients are computed outside of a backward
     def end(self, microbatch: int, complete: bool) -> None:
-        """complete: else the gradients of some weights come later."""
+        """complete: False = some weight gradients come later."""
         for each in self._sums:
             each.add(microbatch, complete)
         for sharded in reversed(self._sharded):
@@ -288,7 +288,7 @@ class GrainSums:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Give the parameters their gradients. Collective over the ranks that share them."""
+        """Set the parameters' gradients. Collective over the ranks that share them."""
         self.arrive()
         self.arrive = lambda: None
         for each in reversed(self._sums):
@@ -296,22 +296,21 @@ class GrainSums:
 
 
 class _Sum:
-    """Gradients whose sums are made together."""
+    """Gradients that are summed together."""
 
     def __init__(self, places: Sequence[list[tuple[nn.Module, str]]], grains: Grains) -> None:
         """places: of each parameter, the modules that have it."""
         self._grains = grains
         self._places = [each[0] for each in places]
         self._tree: SumTree[Gradients] = SumTree(grains.all, _add_each)
-        self._pending: dict[int, Gradients] = {}  # by leaf: weight gradients are missing
-        # of each gradient the parameter: first those of all, then those of second places
+        self._pending: dict[int, Gradients] = {}  # by leaf: deferred weight gradients are missing
+        # index of each gradient's parameter: first of all parameters, then of second places
         self._at = [*range(len(places))]
-        # those that are kept apart, as the backward leaves them, by (leaf of a microbatch, place
-        # in `_at`)
+        # redirected gradients of a backward, by (leaf of a microbatch, place in `_at`)
         self._apart: dict[tuple[int, int], Tensor] = {}
         for index, each in enumerate(places):
             for module, name in each[1:]:
-                keep_apart(module, name, partial(self._keep, 0, len(self._at)))
+                redirect_gradient(module, name, partial(self._keep, 0, len(self._at)))
                 self._places.append((module, name))
                 self._at.append(index)
 
@@ -321,19 +320,19 @@ class _Sum:
 
     def _take(self, microbatch: int) -> list[tuple[int, Gradients]]:
         """(leaf, its gradients) of a microbatch."""
-        found, self._apart = dict[tuple[int, int], Tensor | None](self._apart), {}
-        found = {(0, at): gradient for at, gradient in enumerate(self._taken())} | found
+        gradients, self._apart = dict[tuple[int, int], Tensor | None](self._apart), {}
+        gradients = {(0, at): gradient for at, gradient in enumerate(self._taken())} | gradients
         return [
-            (leaf, [_in_fp32(found.get((number, at))) for at in range(len(self._at))])
+            (leaf, [_in_fp32(gradients.get((number, at))) for at in range(len(self._at))])
             for number, leaf in enumerate(self._grains.mine(microbatch))
         ]
 
     def _taken(self) -> Gradients:
-        """The gradient of each parameter; afterwards it has none."""
+        """Take the gradient of each parameter, and clear it."""
         raise NotImplementedError
 
     def finish(self) -> None:
-        """Give the parameters the sums."""
+        """Set the parameters' gradients to the sums."""
         raise NotImplementedError
 
     def add(self, microbatch: int, complete: bool) -> None:
@@ -346,8 +345,8 @@ class _Sum:
                 self._pending[leaf] = gradients
 
 
-class _WholeSum(_Sum):
-    """Of a stage that one rank has as a whole."""
+class _UnshardedSum(_Sum):
+    """The sum of an unsharded stage."""
 
     def __init__(
         self,
@@ -360,7 +359,7 @@ class _WholeSum(_Sum):
     def _taken(self) -> Gradients:
         taken: Gradients = []
         for module, name in self._places[: len(self._parameters)]:
-            weight: Any = module._parameters[name]  # in a step perhaps a copy in bf16
+            weight: Any = module._parameters[name]  # may be a bf16 copy
             gradient, weight.grad = weight.grad, None
             taken.append(None if gradient is None else gradient.to(weight.dtype))
         return taken
@@ -375,9 +374,9 @@ class _WholeSum(_Sum):
 
 
 class _ShardedSum(_Sum):
-    """Of one of FSDP's groups of parameters."""
+    """The sum of one FSDP parameter group."""
 
-    microbatch: int | None = None  # whose backward runs
+    microbatch: int | None = None  # of the running backward
 
     def __init__(
         self,
@@ -389,14 +388,14 @@ class _ShardedSum(_Sum):
     ) -> None:
         self._group, self._zero, self._stage = group, zero, stage
         super().__init__([places[parameter] for parameter in group.parameters], grains)
-        # of this rank's part, in this replica
+        # this rank's part, in this replica
         self._part: SumTree[Tensor] = SumTree(grains.all, Tensor.add_)
         if zero > 1:
             group.after_backward = self._reduce_now
-        if grains.peers > 1:  # the group is the weights of a module of experts
+        if grains.peers > 1:  # the group has the weights of one module of experts
             names = [places[parameter][0][1] for parameter in group.parameters]
             experts, _ = places[group.parameters[0]][0]
-            vars(experts)[APART] = lambda rank: apart(
+            vars(experts)[APART] = lambda rank: redirected(
                 experts, {name: partial(self._keep, rank, at) for at, name in enumerate(names)}
             )
 
@@ -408,27 +407,27 @@ class _ShardedSum(_Sum):
             super().add(microbatch, complete)
 
     def end(self) -> None:
-        """The backward is done. torch 2.15 puts off to the end of a step what comes after that of a
-        group whose inputs have no gradient."""
+        """End a backward. torch 2.15 defers the hook of a group whose inputs have no gradient to
+        the end of a step."""
         if self._zero > 1:
             self._reduce_now()
         self.microbatch = None
 
     def _reduce_now(self) -> None:
-        """ZeRO 2 and 3: the gradient of each grain is sharded at once."""
-        # it is already, or the step is done; or all of these parameters are frozen
+        """ZeRO 2 and 3: reduce the gradient of each grain at once."""
+        # already reduced, or the step is done, or all parameters are frozen
         if self.microbatch is None or not self._at:
             return
         microbatch, self.microbatch = self.microbatch, None
         for leaf, taken in self._take(microbatch):
             self._tree.put((0, leaf), taken)
-        # they are on their way while the next group's backward runs
+        # overlaps with the next group's backward
         arrive = self._exchange(self._tree.take(), self._grains.microbatch_keys[microbatch])
         self._stage.arrive()
         self._stage.arrive = arrive
 
     def _exchange(self, nodes: dict[Key, Gradients], keys: list[list[Key]]) -> Callable[[], None]:
-        """nodes: which there are no more afterwards."""
+        """nodes: emptied."""
         flat = {key: self._flat(nodes.pop(key)) for key in [*nodes]}
         return start_sum(flat, self._part, keys, self._grains.shard_group)
 
@@ -452,9 +451,9 @@ class _ShardedSum(_Sum):
         if grains.replicas > 1:
             padding = -size % grains.replicas
             padded = {k: torch.nn.functional.pad(node, (0, padding)) for k, node in nodes.items()}
-            mine: SumTree[Tensor] = SumTree(grains.all, Tensor.add_)
-            start_sum(padded, mine, grains.replica_keys, grains.replicate_group)()
-            piece = mine.root()
+            over_replicas: SumTree[Tensor] = SumTree(grains.all, Tensor.add_)
+            start_sum(padded, over_replicas, grains.replica_keys, grains.replicate_group)()
+            piece = over_replicas.root()
             total = piece.new_empty(size + padding)
             dist.all_gather_into_tensor(total, piece, group=grains.replicate_group)
         else:
@@ -467,17 +466,17 @@ def _in_fp32(gradient: Tensor | None) -> Tensor | None:
 
 
 def _add_each(left: Gradients, right: Gradients) -> Gradients:
-    """Sums of gradients, in the memory of `left`; one that is missing adds nothing."""
+    """Add gradients into `left`; a missing one adds nothing."""
     both = [(a, b) for a, b in zip(left, right, strict=True) if a is not None and b is not None]
     if both:
         add_values([a for a, _ in both], [b for _, b in both])
     return [b if a is None else a for a, b in zip(left, right, strict=True)]
 
 
-def _apart_inside(_: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Add the gradients of an input that come from inside of a unit by themselves, before those of
-    others that use it are added; of one that is several arguments, in their order. FSDP and the cut
-    of stages do so where they happen to be."""
+def _inside_first(_: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Sum an input's gradients from inside a block first, before those of its other uses; for an
+    input passed as several arguments, in their order. FSDP and stage cuts do so where they happen
+    to be."""
     places: dict[int, list[Tensor]] = {}
 
     def one_view(x: Any) -> Any:
@@ -488,12 +487,12 @@ def _apart_inside(_: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         return views[0]
 
     viewed = tree_map((args, kwargs), one_view)
-    apart = {id(views[0]): [*_EachApart.apply(*views)] for views in places.values() if views[1:]}
-    return tree_map(viewed, lambda x: apart[id(x)].pop(0) if id(x) in apart else x)
+    split = {id(views[0]): [*_BackTogether.apply(*views)] for views in places.values() if views[1:]}
+    return tree_map(viewed, lambda x: split[id(x)].pop(0) if id(x) in split else x)
 
 
-class _EachApart(torch.autograd.Function):
-    """The same tensors, whose gradients come back together."""
+class _BackTogether(torch.autograd.Function):
+    """Identity whose gradients come back together."""
 
     @staticmethod
     def forward(_: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -507,8 +506,8 @@ class _EachApart(torch.autograd.Function):
 # --- a weight that two modules use ----------------------------------------------------------------
 
 
-class _Apart(torch.autograd.Function):
-    """A weight whose gradient is not its own, but goes to a function."""
+class _Redirect(torch.autograd.Function):
+    """A weight whose gradient goes to a function instead."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, keep: Callable[[Tensor], None]) -> Tensor:
@@ -522,14 +521,14 @@ class _Apart(torch.autograd.Function):
 
 
 @contextmanager
-def apart(module: nn.Module, keep: Mapping[str, Callable[[Tensor], None]]) -> Iterator[None]:
-    """A context in which the gradients of a module's weights, by their names, go to functions, and
-    are not added to the weights'."""
+def redirected(module: nn.Module, keep: Mapping[str, Callable[[Tensor], None]]) -> Iterator[None]:
+    """A context in which the gradients of a module's weights go to the functions `keep` (by name),
+    and are not added to `.grad`."""
     parameters: dict[str, Any] = module._parameters
     before = {name: parameters[name] for name in keep}
     if torch.is_grad_enabled():
         parameters |= {
-            name: _Apart.apply(parameters[name], function) for name, function in keep.items()
+            name: _Redirect.apply(parameters[name], function) for name, function in keep.items()
         }
     try:
         yield
@@ -537,17 +536,17 @@ def apart(module: nn.Module, keep: Mapping[str, Callable[[Tensor], None]]) -> It
         parameters |= before
 
 
-def keep_apart(module: nn.Module, name: str, keep: Callable[[Tensor], None]) -> None:
-    """Call `keep` with the gradient of a module's weight in place of adding it to the weight's."""
+def redirect_gradient(module: nn.Module, name: str, keep: Callable[[Tensor], None]) -> None:
+    """Call `keep` with the gradient of a module's weight instead of adding it to `.grad`."""
     entered: list[AbstractContextManager[None]] = []
 
     def replace(*_: Any) -> None:
-        entered.append(apart(module, {name: keep}))
+        entered.append(redirected(module, {name: keep}))
         entered[-1].__enter__()
 
     def restore(*_: Any) -> None:
         entered.pop().__exit__(None, None, None)
 
-    # within FSDP's, which give the module its gathered weight and take that away
+    # inside FSDP's hooks, which swap the gathered weight in and out
     module.register_forward_pre_hook(replace)
     module.register_forward_hook(restore, prepend=True, always_call=True)

@@ -1,4 +1,4 @@
-"""Tensor parallelism of a Llama by hand with torch's own styles, as torchtitan does it."""
+"""Tensor parallelism of a Llama with torch's own styles, as torchtitan does it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.distributed.tensor.parallel import (
     PrepareModuleInput,
     RowwiseParallel,
     SequenceParallel,
-    loss_parallel,  # around forward and backward: the loss is computed of divided logits
+    loss_parallel,  # around forward and backward: the loss of sharded logits
     parallelize_module,
 )
 
@@ -18,7 +18,7 @@ __all__ = ["divide_by_hand", "loss_parallel"]
 
 
 def divide_by_hand(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Divide a Llama on meta over the ranks of a mesh axis, activations along the sequence."""
+    """Shard a Llama on meta over a mesh axis, with sequence parallelism."""
     block = "model.layers.*"
     to_tokens, columns = RowwiseParallel(output_layouts=Shard(1)), ColwiseParallel()
     plan = {
@@ -40,7 +40,7 @@ def divide_by_hand(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def _gathered(arguments: int) -> PrepareModuleInput:
-    """The first of so many arguments comes in parts of the sequence."""
+    """The first argument is sharded along the sequence."""
     rest = (None,) * (arguments - 1)
     return PrepareModuleInput(
         input_layouts=(Shard(1), *rest), desired_input_layouts=(Replicate(), *rest)

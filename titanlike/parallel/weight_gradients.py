@@ -1,12 +1,12 @@
-"""Weight gradients that are computed later than input gradients, as zero-bubble schedules want it.
+"""Weight gradients computed later than input gradients, for zero-bubble schedules.
 
-A schedule that splits the backward computes `I`, the gradients of a stage's inputs, as early as it
-can, since another rank waits for them, and `W`, those of its weights, where it would be idle. Here
-a linear layer's backward computes the gradient of its input alone and queues its input and the
-gradient of its output; `W` makes weight gradients of them. Gradients of all other weights (norms,
+A schedule with a split backward computes `I`, the gradients of a stage's inputs, as early as
+possible, since another rank waits for them, and `W`, those of its weights, when the rank would
+idle. Here a linear layer's backward computes only its input's gradient, and queues its input and
+its output's gradient; `W` computes weight gradients from these. Gradients of other weights (norms,
 embeddings, convolutions) are computed in `I`.
 
-torch's own split would go through the graph twice: with activation checkpointing it runs a block's
+torch's split would walk through the graph twice: with activation checkpointing it runs a block's
 forward up to nine times. Idea: https://arxiv.org/abs/2401.10241.
 """
 
@@ -25,8 +25,8 @@ from titanlike.distributed.transform import Transform
 from titanlike.torch_private.autograd import accumulates, add_gradient, in_functorch, shaped
 
 
-class WeightGradientsLater(Transform):
-    """The stages whose weight gradients wait for W."""
+class DeferWeightGradients(Transform):
+    """Defers weight gradients to W, in these stages."""
 
     def __init__(self, stages: Collection[int], device: torch.device) -> None:
         self._stages, self._device = stages, device
@@ -45,41 +45,41 @@ class WeightGradientsLater(Transform):
 
 
 class Waiting(NamedTuple):
-    """What weight gradients of layers with the same input take."""
+    """Operands of deferred weight gradients of layers with the same input."""
 
-    kept: Tensor  # the input, or a rank's part of it
-    # gradient of the results [rows, out], weight, bias
+    kept: Tensor  # the input, or a rank's shard of it
+    # output gradient [rows, out], weight, bias
     products: Sequence[tuple[Tensor, Tensor, Tensor | None]]
-    # begins to gather the input, and waits for it
+    # launches the input's all-gather; the result waits for it
     gather: Callable[[Tensor], Callable[[], Tensor]] | None = None
 
 
 class DeferredWeightGradients:
-    """The linear layers of a stage: their weight gradients wait until they are taken."""
+    """A stage's linear layers whose weight gradients are queued until `take`."""
 
     def __init__(self, stage: nn.Module, device: torch.device) -> None:
         """Replace the forward of the stage's linear layers; call it before `fully_shard`.
 
-        device: on which the stage will run.
+        device: where the stage will run.
         """
         alive = torch.zeros(1, device=device, requires_grad=True)
         self.queue: list[Waiting] = []
         self._layers: list[nn.Linear] = []
-        self._before: list[Any] = []  # of each the forward that it had, None = that of its class
+        self._before: list[Any] = []  # their previous forwards, None = the class's
         for module in stage.modules():
             replaced = vars(module).get("forward")
             shares = SHARES_GATHERED in vars(module)  # its forward calls `linear`
             known = replaced is None or shares or adds_bias_later(module)
             if type(module) is nn.Linear and known:
                 self._before.append(replaced)
-                # not a closure: of blocks whose layers have other functions each is compiled
+                # not a closure: each block with different functions would be compiled separately
                 patched: Any = module
                 patched.forward = replaced if shares else MethodType(linear, module)
                 vars(module)[_OWNER], vars(module)[_ALIVE] = self, alive
                 self._layers.append(module)
 
     def undo(self) -> None:
-        """Give the linear layers their own forward back."""
+        """Restore the linear layers' forwards."""
         layer: Any
         for layer, before in zip(self._layers, self._before, strict=True):
             for name in ("forward", _OWNER, _ALIVE):
@@ -88,29 +88,29 @@ class DeferredWeightGradients:
                 layer.forward = before
 
     def take(self) -> Callable[[], None]:
-        """What computes the queued gradients and adds them to `.grad`; the queue is empty then."""
+        """Empty the queue; return a function that computes and adds its gradients."""
         queued, self.queue = self.queue, []
         if compiled := _take_waiting():
             layers = {_address(layer.weight, _bias(layer)): layer for layer in self._layers}
             for kept, gradients, gathers in compiled:
-                of = [(gradient, layers[address]) for gradient, address in gradients]
-                gather = vars(of[0][1])[GATHER] if gathers else None
-                products = [(gradient, layer.weight, _bias(layer)) for gradient, layer in of]
+                pairs = [(gradient, layers[address]) for gradient, address in gradients]
+                gather = vars(pairs[0][1])[GATHER] if gathers else None
+                products = [(gradient, layer.weight, _bias(layer)) for gradient, layer in pairs]
                 queued.append(Waiting(kept, products, gather))
         queued.reverse()
 
         def begun() -> Any:
             if not queued:
                 return None
-            kept, products, gather = queued.pop()
-            return products, (lambda: kept) if gather is None else gather(kept)
+            stored, products, gather = queued.pop()
+            return products, (lambda: stored) if gather is None else gather(stored)
 
         def add() -> None:
             ahead = begun()
-            while ahead is not None:  # each frees what it needed
+            while ahead is not None:
                 products, finish = ahead
                 inputs = finish()
-                ahead = begun()  # gathered beside these products
+                ahead = begun()  # its all-gather overlaps these matmuls
                 for gradient, weight, bias in products:
                     add_gradient(weight, gradient.t() @ inputs)
                     if bias is not None:
@@ -119,29 +119,29 @@ class DeferredWeightGradients:
         return add
 
     def check_all_taken(self) -> None:
-        """Assert that no gradient of a step is left."""
+        """Assert that no queued gradient of a step is left."""
         left = len(self.queue) + len(_take_waiting())
         assert not left, f"{left} weight gradients of the step were not computed"
 
 
-# attributes of a linear layer; GATHER: begins to gather the input of which a rank keeps its part
+# attributes of a linear layer; GATHER: launches the all-gather of its sharded input
 GATHER = "_tp_gather"
 _OWNER, _ALIVE = "weight_gradients", "weight_gradients_alive"
 
 
 def _bias(layer: nn.Linear) -> nn.Parameter | None:
-    """What the layer itself adds."""
+    """The bias that the layer adds itself."""
     return None if adds_bias_later(layer) else layer.bias
 
 
 def owner_of(layer: nn.Module) -> DeferredWeightGradients | None:
-    """Whose weight gradients wait, that of this layer among them."""
+    """The queue that a layer's weight gradient goes to, or None."""
     return vars(layer).get(_OWNER)
 
 
 def trained(layer: nn.Linear, input: Tensor) -> bool:
-    """Whether a call takes gradients of a layer's weights as they are: these are not computed from
-    others or frozen, and autocast does not change their dtype."""
+    """Whether a call computes gradients of the layer's parameters as they are: not frozen, not
+    computed from others, not cast by autocast."""
     weights = [layer.weight] if _bias(layer) is None else [layer.weight, layer.bias]
     kind = input.device.type
     autocast = kind != "meta" and torch.is_autocast_enabled(kind)
@@ -150,15 +150,15 @@ def trained(layer: nn.Linear, input: Tensor) -> bool:
 
 
 def linear(module: nn.Linear, input: Tensor) -> Tensor:
-    """The forward of a linear layer whose weight gradient waits, if it is to."""
+    """The forward of a linear layer whose weight gradient may be deferred."""
     weight, bias = module.weight, _bias(module)
     if not hasattr(module, _OWNER) or not trained(module, input):
         return F.linear(input, weight, bias)
     if torch.compiler.is_compiling():
-        if weight.numel() == 0:  # it has no address
+        if weight.numel() == 0:  # without an address
             return F.linear(input, weight, bias)
-        # torch makes one of equal calls, but never of two torch.empty. Symptom without it: a layer
-        # that is called twice with the same input has half its weight gradient
+        # prevents common-subexpression elimination. Symptom without it: a layer that is called
+        # twice with the same input has half its weight gradient
         call = torch.empty(0, device=input.device)
         alive = getattr(module, _ALIVE)
         return torch.ops.titanlike.linear_queueing(input, weight, bias, call, alive)
@@ -175,49 +175,49 @@ class _Linear(torch.autograd.Function):
         ctx.save_for_backward(inputs, weight)
         ctx.set_materialize_grads(False)
         ctx.weight, ctx.bias, ctx.owner = weight, bias, owner
-        # no view: what a custom function returns could not be changed in place then
+        # not a view: a custom function's view cannot be changed in place
         rows = F.linear(inputs.reshape(-1, inputs.shape[-1]), weight, bias)
         return shaped(rows, (*inputs.shape[:-1], rows.shape[-1]))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, ...]:
-        if gradient is None:  # its result did not reach the loss: the weight has no gradient
+        if gradient is None:  # the output did not reach the loss
             return None, None, None, None
         inputs, weight = ctx.saved_tensors
-        of_inputs = gradient @ weight if ctx.needs_input_grad[0] else None
+        input_gradient = gradient @ weight if ctx.needs_input_grad[0] else None
         gradient = gradient.reshape(-1, gradient.shape[-1])
         inputs = inputs.reshape(-1, inputs.shape[-1])
-        if not accumulates(ctx, 1):  # a torch.autograd.grad in the model's forward
-            of_bias = None if ctx.bias is None else gradient.sum(0)
-            return of_inputs, gradient.t() @ inputs, of_bias, None
+        if not accumulates(ctx, 1):  # torch.autograd.grad in the model's forward
+            bias_gradient = None if ctx.bias is None else gradient.sum(0)
+            return input_gradient, gradient.t() @ inputs, bias_gradient, None
         ctx.owner.queue.append(Waiting(inputs, [(gradient, ctx.weight, ctx.bias)]))
-        return of_inputs, None, None, None
+        return input_gradient, None, None, None
 
 
 def sum_of_products(gradients: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
-    """The gradient [rows, in] of the input of several layers, in the memory of one."""
+    """The gradient [rows, in] of an input that several layers share, summed in place."""
     rows = gradients[0] @ weights[0]
     for gradient, weight in zip(gradients[1:], weights[1:], strict=True):
         torch.addmm(rows, gradient, weight, out=rows)
     return rows
 
 
-# --- a linear layer in a compiled block whose weight gradient is computed later ------------------
+# --- deferred weight gradients in a compiled block ------------------------------------------------
 #
-# A compiled backward runs no Python code but its operators. So the layer is an operator of our own,
-# and so is the gradient of its input, which leaves what the weight's gradient takes in a list, and
-# the weight's address beside it. Its arguments are tensors alone: of another number for each layer
-# there would be a graph for each block. torch keeps compiled graphs on disk by the operators'
-# names: operators that change get other names.
+# A compiled backward runs no Python code except its operators. So the layer is a custom operator,
+# and so is its input's gradient, which appends the operands of the weight's gradient to a list,
+# with the weight's address. Its arguments are tensors only: a number that differs between layers
+# would give each block its own graph. torch caches compiled graphs on disk by operators' names:
+# an operator that changes gets a new name.
 
 Address = tuple[int, int]
-# (inputs [rows, in] or a rank's part, [(gradient of the outputs [rows, out], address of the layer)],
-# whether it is a part) of the backward that ran last: an operator knows no object that could hold it
+# of the last backward: (inputs [rows, in] or a rank's shard, [(output gradient [rows, out], address
+# of the layer)], whether it is a shard). Module-level, as an operator takes no objects
 _waiting: list[tuple[Tensor, list[tuple[Tensor, Address]], bool]] = []
 
 
 def _address(weight: Tensor, bias: Tensor | None) -> Address:
-    """What tells a layer from others; layers that share a weight may have a bias each."""
+    """Identifies a layer; layers that share a weight may have different biases."""
     return weight.data_ptr(), 0 if bias is None else bias.data_ptr()
 
 
@@ -233,9 +233,9 @@ def _linear(
 ) -> Tensor:
     """Compute F.linear; its backward gives no gradients of weight and bias.
 
-    alive: one number that requires a gradient, from outside of the compiled function; its gradient
-    means nothing. Symptom without it: where nobody needs the gradient of the inputs the compiled
-    backward leaves the operator out, and the weight has no gradient.
+    alive: a scalar that requires a gradient, from outside of the compiled function; its gradient
+    means nothing. Symptom without it: if nobody needs the input's gradient, the compiled backward
+    drops the operator, and the weight has no gradient.
     """
     return F.linear(inputs, weight, bias)
 
@@ -249,11 +249,11 @@ def _(inputs: Tensor, weight: Tensor, bias: Tensor | None, call: Tensor, alive: 
 def _linear_backward(
     gradient: Tensor, inputs: Tensor, weight: Tensor, bias: Tensor | None, call: Tensor
 ) -> tuple[Tensor, Tensor]:
-    # copies: inductor gives the memory of both to other values after this call. Symptom without:
-    # the loss is right and gradients are wrong
+    # copies: inductor reuses the memory of both after this call. Symptom without: the loss is right
+    # and gradients are wrong
     rows = inputs.reshape(-1, inputs.shape[-1]).clone()
-    of_rows = gradient.reshape(-1, gradient.shape[-1]).clone()
-    _waiting.append((rows, [(of_rows, _address(weight, bias))], False))
+    gradient_rows = gradient.reshape(-1, gradient.shape[-1]).clone()
+    _waiting.append((rows, [(gradient_rows, _address(weight, bias))], False))
     return gradient @ weight, gradient.new_empty(1)
 
 
@@ -269,8 +269,10 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 
 def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-    of_inputs, of_alive = torch.ops.titanlike.linear_queueing_backward(gradient, *ctx.saved_tensors)
-    return of_inputs, None, None, None, of_alive
+    input_gradient, alive_gradient = torch.ops.titanlike.linear_queueing_backward(
+        gradient, *ctx.saved_tensors
+    )
+    return input_gradient, None, None, None, alive_gradient
 
 
 _linear.register_autograd(_backward, setup_context=_setup)
@@ -280,10 +282,11 @@ _linear.register_autograd(_backward, setup_context=_setup)
 def _gather_backward(
     part: Tensor, gradients: list[Tensor], weights: list[Tensor], biases: list[Tensor | None]
 ) -> Tensor:
-    """Compute the gradient [rows, in] of what was gathered for linear layers; part: this rank's."""
+    """Compute the gradient [rows, in] of the linear layers' gathered input; part: this rank's
+    shard."""
     addresses = map(_address, weights, biases)
-    of_layers = [(g.clone(), address) for g, address in zip(gradients, addresses, strict=True)]
-    _waiting.append((part.clone(), of_layers, True))
+    operands = [(g.clone(), address) for g, address in zip(gradients, addresses, strict=True)]
+    _waiting.append((part.clone(), operands, True))
     return sum_of_products(gradients, weights)
 
 

@@ -109,9 +109,9 @@ def stage_transforms(config: Config, mesh: Mesh, plan: Plan) -> dict[str, Transf
 
 
 def _weight_gradients_later(b: _Built) -> Transform:
-    from titanlike.parallel.weight_gradients import WeightGradientsLater
+    from titanlike.parallel.weight_gradients import DeferWeightGradients
 
-    return WeightGradientsLater(b.plan.deferred, b.mesh.device)
+    return DeferWeightGradients(b.plan.deferred, b.mesh.device)
 
 
 def _recomputation(b: _Built) -> Transform:
