@@ -1,5 +1,6 @@
-"""Tensor parallelism: the ranks of the tp axis have a part of every layer each.
+"""Tensor parallelism: each rank of the tp axis has a shard of every layer.
 
-A plan (`plan.py`) names modules and how each is divided (`styles.py`). Modules hold plain tensors, this
-rank's part of each parameter, and exchange activations around their forwards. So all else, from FSDP to the optimizer, sees a smaller model.
+A plan (`plan.py`) names modules and how each is sharded (`styles.py`). Modules hold plain tensors,
+this rank's shard of each parameter, and run collectives around their forwards: all else, from FSDP
+to the optimizer, sees a smaller model.
 """

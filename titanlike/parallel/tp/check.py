@@ -1,10 +1,9 @@
-"""Whether a sharded model computes what the whole one does, before anything starts; and what to
-write.
+"""Checks before launch whether a sharded model computes what the full one does, and names the fix.
 
-The model's forward runs on meta twice: whole, and sharded as the first tensor-parallel rank has it.
-Layers that the plan shards are known to be right. Of each operation outside of them the second
-trace finds which dimensions the rank has a part of and whether it computes its part of the result
-(`operators.py`), and of each whole parameter whether its gradient is a part of a sum.
+The forward runs on meta twice: full, and sharded as on the first tensor-parallel rank. Layers in
+the plan are correct by construction. For each operation outside of them, the second trace finds
+which dimensions are sharded and whether the result is the rank's part of the full result
+(`operators.py`), and for each unsharded parameter whether its gradient is a partial sum.
 """
 
 from __future__ import annotations
@@ -38,14 +37,14 @@ Draws = Mapping[str, set[bool]]  # see `ShardedTrace.draws`
 
 
 class ForwardCheck:
-    """Compares a model's forward, sharded, with that of the whole model."""
+    """Compares the forward of the sharded model with that of the full model."""
 
     def __init__(
         self, model: nn.Module, modules: Mapping[str, Entry], batch: dict[str, Tensor]
     ) -> None:
-        """model: whole; batch: on meta, of one microbatch, in the dtypes of the model."""
+        """model: full; batch: one microbatch on meta, in the model's dtypes."""
         self._modules, self._batch = modules, batch
-        self.unchecked = ""  # why there is nothing to compare with
+        self.unchecked = ""  # why the full forward cannot be traced
         for name, entry in modules.items():
             mark(model.get_submodule(name), entry)
         self._compiling = False
@@ -71,9 +70,9 @@ class ForwardCheck:
         ranks: TensorRanks,
         vocabulary: bool,
     ) -> tuple[list[ShardingError], Draws]:
-        """(what is wrong with the model, what of it draws random numbers in training).
+        """(mistakes in the sharded model, modules that draw random numbers in training).
 
-        model: sharded, a copy of its own; vocabulary: the loss takes sharded logits.
+        model: a sharded copy; vocabulary: the loss takes sharded logits.
         """
         if self.unchecked:
             return [], {}
@@ -96,8 +95,7 @@ def _run(model: nn.Module, batch: dict[str, Tensor]) -> object:
     return model(*([batch["inputs"]] if "inputs" in batch else []), **others)
 
 
-# (what a parameter computes with, when its gradient is summed, the style that does it) by what it
-# needs
+# by need: (what a parameter meets, when its gradient is all-reduced, the style that does it)
 _SUMS = {
     "features": ("a rank's part of heads or features", "always", "replicate_sum"),
     "tokens": ("a rank's part of the tokens", "sequence", "sequence"),
@@ -112,7 +110,7 @@ def _gradient_mistakes(
     placements: Mapping[str, Placement],
     ranks: TensorRanks,
 ) -> list[ShardingError]:
-    """Whole parameters whose gradients are summed over ranks and should not be, or the reverse."""
+    """Unsharded parameters whose gradients are all-reduced and should not be, or vice versa."""
     mistakes: dict[str, ShardingError] = {}
     for name, kinds in needs.items():
         if name not in placements and kinds - {"never"}:
@@ -139,8 +137,8 @@ def _gradient_mistakes(
 
 
 def unnamed(model: nn.Module, modules: Mapping[str, Entry], style: str) -> list[ShardingError]:
-    """Modules with parameters beside sharded ones, in the same module, that a plan leaves out;
-    style: what they would need."""
+    """Modules with parameters next to sharded ones, in the same module, that the plan omits; style:
+    the entry they would need."""
     mistakes: dict[str, ShardingError] = {}
     for holder in {n.rpartition(".")[0] for n, entry in modules.items() if entry.style in _PARTS}:
         beside = [n for n, entry in modules.items() if n.rpartition(".")[0] == holder]
@@ -156,7 +154,7 @@ def unnamed(model: nn.Module, modules: Mapping[str, Entry], style: str) -> list[
 
 
 def _leaves(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
-    """The modules of a module that hold no others; also those in its lists."""
+    """The modules in a module without children, its lists' included."""
     for name, child in module.named_children():
         inner = f"{path}.{name}".lstrip(".")
         if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
@@ -170,19 +168,19 @@ def _named(name: str, modules: Mapping[str, Entry]) -> bool:
 
 
 def mixed_draws(draws: Draws) -> list[ShardingError]:
-    """Modules that draw random numbers for whole activations and for parts in one forward."""
+    """Modules that draw random numbers for full and for sharded activations in one forward."""
     reason = "draws random numbers both for whole activations and for a rank's part (dropout)"
     mixed = [name for name, parts in draws.items() if len(parts) > 1]
     return [ShardingError(reason, style="nn.Dropout", module=name) for name in mixed]
 
 
-# --- in words, with what to write ----------------------------------------------------------------
+# --- error messages with fixes -------------------------------------------------------------------
 
 _WHOLE = ("sequence", "replicate", "replicate_sum")  # styles of modules that are not sharded
-# whose results, or what they are given, are parts
+# styles whose inputs or results are sharded
 _PARTS = ("colwise", "colwise_kv", "packed_colwise", "rowwise")
-_MOST = 4  # mistakes that are shown
-_FIXES = {  # by what a module needs, where that is no entry for it
+_MOST = 4  # mistakes shown
+_FIXES = {  # by needed style, where the fix is not an entry for the module
     "unknown": "tp_check=false, if `titanlike verify` then passes",
     "gather": "an entry `gather` for the module that takes them",
     "split": "tp_sequence=false, or an entry `vocab` or `split` for what makes it",
@@ -194,7 +192,7 @@ _FIXES = {  # by what a module needs, where that is no entry for it
 def plan_error(
     config: Config, modules: Mapping[str, Entry], mistakes: list[ShardingError]
 ) -> ConfigError:
-    """One problem for all modules of one pattern."""
+    """One problem for all modules that match a pattern."""
     of_user, problems = written_plan(config.model) is not None, {}
     key, value = ("model.tp_plan", "") if of_user else ("tp", config.tp)
     for mistake in mistakes:
@@ -211,8 +209,8 @@ def _fix(config: Config, modules: Mapping[str, Entry], mistake: ShardingError) -
     if style:
         if style in _WHOLE and mistake.module in ("", *holders):
             return f"that parameter in a module of its own, which the plan names: {style}"
-        whole = style == "sequence" and not config.tp_sequence
-        return _FIXES.get(style) or _override(mistake.module, "replicate" if whole else style)
+        unsharded = style == "sequence" and not config.tp_sequence
+        return _FIXES.get(style) or _override(mistake.module, "replicate" if unsharded else style)
     if shard is None and config.tp_sequence and mistake.module not in holders:
         return "tp_sequence=false"
     if shard is not None and shard.kind == "tokens":
@@ -233,5 +231,5 @@ def _pattern(module: str) -> str:
 
 
 def _override(module: str, style: str) -> str:
-    """A line of `tp_plan`, in the model's YAML file."""
+    """A line of `tp_plan`, for the model's YAML file."""
     return f"an entry `{_pattern(module)}: {style}` in its tp_plan"

@@ -1,14 +1,13 @@
-"""How tensor parallelism divides transformers' models.
+"""Tensor-parallel plans of transformers' models.
 
-transformers writes a plan into a config (`base_model_tp_plan`) and its class (`_tp_plan`), in words
-of its own. It becomes one of `parallel/tp/plan.py`, with what those words leave out: queries are
-divided by heads, keys and values repeated where there are fewer heads than ranks, embedding and
-head divided over the vocabulary, and what q, k and v (or gate and up) share is exchanged once for
-all of them. Fused layers, which transformers gathers or has no plan for, are divided matrix by
-matrix.
+transformers writes a plan into a config (`base_model_tp_plan`) and its class (`_tp_plan`), with its
+own styles. It is translated to `parallel/tp/plan.py`'s, with what it lacks: queries sharded by
+heads, keys and values repeated if there are fewer heads than ranks, embedding and head sharded over
+the vocabulary, and one collective for what q, k and v (or gate and up) share. Fused layers, which
+transformers gathers or has no plan for, are sharded matrix by matrix.
 
-Activations between divided layers stay whole: forwards of transformers take lengths from them. A
-plan in a model's YAML may divide them (`sequence`) where a forward does not.
+Activations between sharded layers stay full: transformers' forwards read lengths from them. A plan
+in a model's YAML may shard them (`sequence`) if a forward does not.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ _LLAMA = {
     "layers.*.mlp.up_proj": "colwise",
     "layers.*.mlp.down_proj": "rowwise",
 }
-# of families for which transformers has none
+# plans for families without one in transformers
 _OWN: dict[str, Any] = {
     "gpt2": {
         "h.*.attn.c_attn": {"packed_colwise": 3},
@@ -64,26 +63,26 @@ _OWN: dict[str, Any] = {
     },
     "stablelm": _LLAMA,
 }
-# norms of each head and activations with weights, which plans leave out
+# per-head norms and activations with weights, which plans omit
 _BETWEEN = re.compile(r"self_attn\.(q|k|query|key)_layernorm|mlp\.act_fn")
 _EXPERTS = "experts are not divided by tp"
 
 
 def has_transformers_plan(model: nn.Module) -> TypeGuard[PreTrainedModel]:
-    """Whether a model is one of transformers."""
+    """Whether the model is a transformers model."""
     return hasattr(getattr(model, "config", None), "base_model_tp_plan")
 
 
 def sets_sizes(model: nn.Module) -> bool:
-    """Whether the sizes that its attention modules keep are set for a rank; a user's own model of
-    transformers sets them itself."""
+    """Whether titanlike sets the sizes that attention modules read; a user's transformers model
+    sets them itself."""
     return getattr(model, "sizes_of_rank", False)
 
 
 def transformers_plan(model: PreTrainedModel, size: int) -> dict[str, Any]:
-    """Pattern -> style, for `plan.parse_plan`; empty where transformers has no plan for the family.
+    """Pattern -> style, for `plan.parse_plan`; empty if transformers has no plan for the family.
 
-    model: on meta, whole; size: ranks. Raises ConfigError where they cannot share it.
+    model: full, on meta; size: ranks. Raises ConfigError if they cannot share its heads.
     """
     settings, local = model.config, sets_sizes(model)
     base: dict[str, Any] = getattr(settings, "base_model_tp_plan", None) or {}
@@ -93,7 +92,7 @@ def transformers_plan(model: PreTrainedModel, size: int) -> dict[str, Any]:
         return {}
     plan = _translated(model, base, size)
     heads, kv_heads, width = _heads(settings)
-    if local:  # divide matrix by matrix what transformers gathers behind fused layers
+    if local:  # shard fused layers matrix by matrix, which transformers gathers
         rows: dict[str, Any] = {"gate_up_proj": 2}
         if settings.model_type == "phi3":
             rows["qkv_proj"] = [heads * width, kv_heads * width, kv_heads * width]
@@ -104,15 +103,15 @@ def transformers_plan(model: PreTrainedModel, size: int) -> dict[str, Any]:
                 behind = f"{parent}.{'down_proj' if last == 'gate_up_proj' else 'o_proj'}"
                 assert plan[behind] == "rowwise_split", behind
                 plan[behind] = "rowwise"
-    # queries, keys and values are divided by heads
+    # shard queries, keys and values by heads
     fused = [
         pattern
         for pattern, style in plan.items()
         if isinstance(style, Mapping) and pattern.rpartition(".")[2] in _FUSED_HEADS
     ]
     repeats = local and not fused
-    of_keys = {"colwise_kv" if repeats else "colwise": width}
-    by_head = {"q_proj": {"colwise": width}, "k_proj": of_keys, "v_proj": of_keys}
+    kv_style = {"colwise_kv" if repeats else "colwise": width}
+    by_head = {"q_proj": {"colwise": width}, "k_proj": kv_style, "v_proj": kv_style}
     by_head["query_key_value"] = {"colwise": 3 * width}
     separate = {
         pattern: by_head[last]
@@ -133,7 +132,7 @@ def transformers_plan(model: PreTrainedModel, size: int) -> dict[str, Any]:
         fits = next(ranks for ranks in range(size - 1, 0, -1) if share(ranks))
         reason = f"so many ranks cannot share the heads of model.config: {shown}"
         raise ConfigError([Problem("tp", size, reason, f"tp={fits}")])
-    # modules in which several divided layers take the same activations
+    # modules in which several sharded layers take the same activations
     taking = Counter(
         pattern.rpartition(".")[0]
         for pattern, style in plan.items()
@@ -148,10 +147,9 @@ def transformers_plan(model: PreTrainedModel, size: int) -> dict[str, Any]:
 
 
 def set_local_sizes(model: nn.Module) -> None:
-    """Give attention modules of a divided model their own numbers of heads, where forwards read
-    them.
+    """Set the local numbers of heads that forwards of a sharded model read from attention modules.
 
-    Raises ConfigError where keys are not divided as queries are.
+    Raises ConfigError if keys are not sharded as queries are.
     """
     configs: dict[int, PreTrainedConfig] = {}
     for name, module in model.named_modules():
@@ -163,13 +161,13 @@ def set_local_sizes(model: nn.Module) -> None:
         elif type(module).__name__ == "GPT2Attention":
             module.split_size = _output_features(module.c_attn) // 3
         elif type(module).__name__ == "Phi3Attention":
-            whole: PreTrainedConfig = module.config
-            heads, kv_heads, width = _heads(whole)
+            settings: PreTrainedConfig = module.config
+            heads, kv_heads, width = _heads(settings)
             size = (heads + 2 * kv_heads) * width // _output_features(module.qkv_proj)
             if size > 1:
                 module.num_key_value_heads //= size
-                local = configs.setdefault(id(whole), copy.copy(whole))
-                local.num_attention_heads = whole.num_attention_heads // size
+                local = configs.setdefault(id(settings), copy.copy(settings))
+                local.num_attention_heads = settings.num_attention_heads // size
                 module.config = local
 
 
@@ -195,15 +193,15 @@ def _is_divided(linear: nn.Module) -> bool:
 
 
 def _output_features(linear: Any) -> int:
-    """How many features a linear layer of a divided model returns."""
+    """The number of features that a linear layer of a sharded model returns."""
     if style_of(linear) == "colwise_gather":
         return linear.tp_rows
     return linear.nf if hasattr(linear, "nf") else linear.out_features
 
 
 def _translated(model: PreTrainedModel, base: Mapping[str, Any], size: int) -> dict[str, Any]:
-    """transformers' words in ours, without those for modules that this model does not have: a plan
-    is for all sizes of a family. What names parameters stays, and is refused. Raises
+    """Translate transformers' styles, without entries for modules that this model lacks: a plan is
+    for all sizes of a family. Entries that name parameters stay, and are refused. Raises
     ConfigError."""
     names = [name for name, _ in model.named_modules()]
     names += [name for name, _ in model.named_parameters()]
@@ -221,14 +219,14 @@ def _translated(model: PreTrainedModel, base: Mapping[str, Any], size: int) -> d
                 fix = "tp=1, or a plan as tp_plan: in a YAML file that leaves it out: it is whole then"
                 raise ConfigError([Problem("tp", size, f"{reason}; {why}", fix)])
             style = TRANSFORMERS[style]
-        # whole activations go into it, whatever transformers does around it
+        # its input is unsharded, whatever transformers does around it
         plan[pattern] = "replicate" if style == "sequence" else style
     return plan
 
 
 def _between(model: PreTrainedModel, plan: Mapping[str, Any], size: int) -> dict[str, str]:
-    """The modules of `_BETWEEN`, where each rank has its own heads or features. Raises ConfigError
-    for other weights between divided layers that have no entry."""
+    """The modules of `_BETWEEN`, of which each rank has its heads or features. Raises ConfigError
+    for other weights between sharded layers without an entry."""
     divided = {
         pattern.rpartition(".")[0]
         for pattern, style in plan.items()
@@ -253,7 +251,7 @@ def _between(model: PreTrainedModel, plan: Mapping[str, Any], size: int) -> dict
 
 
 def _heads(settings: PreTrainedConfig) -> tuple[int, int, int]:
-    """(heads of queries, of keys and values, their size)."""
+    """(query heads, key/value heads, head size)."""
     heads = settings.num_attention_heads
     width = getattr(settings, "head_dim", None) or settings.hidden_size // heads
     return heads, getattr(settings, "num_key_value_heads", None) or heads, width

@@ -1,8 +1,8 @@
-"""Which dimensions of a tensor a rank has a part of, and how operators of torch compute with that.
+"""Which dimensions of a tensor are sharded, and how torch's operators compute with shards.
 
-A rule stands below the names of the operators that follow it. It gives the layouts of a call's
-results, or raises ShardingError with what the operator does over a dimension of which the rank has
-only a part. An operator without a rule is refused on a rank's parts.
+A rule stands below the names of the operators that follow it. It returns the layouts of a call's
+results, or raises ShardingError with what the operator does over a sharded dimension. An operator
+without a rule is refused on shards.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from itertools import accumulate
 from math import prod
 from typing import Any, Literal
 
-# what a rank has a part of; "constant": of equal elements, so that any part is right
+# what is sharded; "constant": equal elements, so that any part is correct
 Kind = Literal["tokens", "features", "constant"]
 Shape = tuple[int, ...]
 
@@ -22,8 +22,8 @@ Shape = tuple[int, ...]
 class Shard:
     """A rank's part of one dimension.
 
-    The whole dimension is `pattern` so many times over: matrices that follow each other, of so many
-    rows; of each of them the rank has a block.
+    The full dimension is `pattern` repeated `repeat` times: consecutive matrices with these numbers
+    of rows, of each of which the rank has a block.
     """
 
     kind: Kind
@@ -37,7 +37,7 @@ class Shard:
 
     @property
     def plain(self) -> bool:
-        """Whether the rank's part is one block of the whole."""
+        """Whether the rank's part is one contiguous block."""
         return self.matrices == 1 or self.kind == "constant"
 
     def __str__(self) -> str:
@@ -46,11 +46,11 @@ class Shard:
         return f"a rank's part of {what}{behind}"
 
 
-Layout = tuple[Shard | None, ...]  # a dimension each; None = the rank has the whole
+Layout = tuple[Shard | None, ...]  # per dimension; None = not sharded
 
 
 class ShardingError(Exception):
-    """A sharded model computes other numbers than the whole one, or raises: where, and why."""
+    """A sharded model computes other results than the full one, or raises: where, and why."""
 
     def __init__(
         self,
@@ -60,22 +60,21 @@ class ShardingError(Exception):
         style: str = "",
         module: str = "",
     ) -> None:
-        """shard: what is in the way; pieces: so many matrices are taken out of it; style: that the
-        module needs, if that is known; module: where it is."""
+        """shard: the shard at fault; pieces: how many matrices are taken out of it; style: the
+        style that the module needs, if known; module: where it is."""
         super().__init__(reason)
         self.reason, self.shard, self.pieces = reason, shard, pieces
         self.style, self.module = style, module
 
 
 def need_whole(verb: str, *shards: Shard | None) -> None:
-    """Raise ShardingError where the rank has a part of one of these dimensions: the call does
-    this."""
+    """Raise ShardingError if one of these dimensions is sharded; the call does `verb` over it."""
     if shard := next(filter(None, shards), None):
         raise ShardingError(f"it {verb} over {shard}", shard)
 
 
 def merge(a: Shard | None, b: Shard | None) -> Shard | None:
-    """The shard of a dimension that two tensors have in common; raises ShardingError."""
+    """The shard of a dimension that two tensors share; raises ShardingError if they differ."""
     if a is None or b is None:
         return a or b
     if "constant" in (a.kind, b.kind):
@@ -86,29 +85,29 @@ def merge(a: Shard | None, b: Shard | None) -> Shard | None:
 
 
 def by_sizes(whole: Shape, local: Shape, kind: Kind = "constant") -> Layout:
-    """The layout of a tensor whose parts are known by their sizes alone."""
+    """The layout of a tensor by its sizes only."""
     pairs = zip(whole, local, strict=True)
     return tuple(None if w == n else Shard(kind, (w,)) for w, n in pairs)
 
 
 def check_sizes(layout: Layout, whole: Shape, local: Shape) -> None:
-    """Raise ShardingError where a dimension that the rank has the whole of has another size."""
+    """Raise ShardingError if a dimension that is not sharded has another size."""
     for shard, w, n in zip(layout, whole, local, strict=True):
         if shard is None and w != n:
             raise ShardingError("its sizes are not those of the whole model")
 
 
 def packed(shard: Shard, whole: int) -> Shard:
-    """With a pattern of equal matrices counted as a repetition of one."""
+    """Write a pattern of equal matrices as a repetition of one."""
     if len(set(shard.pattern)) == 1 and len(shard.pattern) > 1:
         return replace(shard, pattern=(whole // shard.matrices,), repeat=shard.matrices)
     return shard
 
 
 def viewed(wholes: tuple[Shape, Shape], locals_: tuple[Shape, Shape], layout: Layout) -> Layout:
-    """The layout of a view; (before, after) of the whole tensor and of the rank's.
+    """The layout of a view; (before, after) of the full tensor and of the rank's.
 
-    Raises ShardingError where the view of the rank's part is no part of the whole's view.
+    Raises ShardingError if the view of the rank's part is not a part of the full view.
     """
     result: list[Shard | None] = []
     for before, after in _groups(*wholes):
@@ -120,7 +119,7 @@ def viewed(wholes: tuple[Shape, Shape], locals_: tuple[Shape, Shape], layout: La
 
 
 def _groups(before: Shape, after: Shape) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
-    """The smallest ranges of dimensions of two views that have the same elements."""
+    """Yield the smallest ranges of dimensions of two views that have the same elements."""
     i = j = 0
     while i < len(before) or j < len(after):
         starts, sizes = (i, j), [1, 1]
@@ -139,7 +138,7 @@ def _groups(before: Shape, after: Shape) -> Iterator[tuple[tuple[int, int], tupl
 
 
 def _flattened(shape: Shape, layout: Layout, dims: tuple[int, int]) -> Shard | None:
-    """The shard of the one dimension that a range of dimensions becomes."""
+    """The shard of a range of dimensions that is flattened."""
     sharded = [(dim, shard) for dim in range(*dims) if (shard := layout[dim]) is not None]
     if not sharded:
         return None
@@ -156,7 +155,7 @@ def _flattened(shape: Shape, layout: Layout, dims: tuple[int, int]) -> Shard | N
 def _unflattened(
     flat: Shard | None, whole: Shape, local: Shape, dims: tuple[int, int]
 ) -> list[Shard | None]:
-    """The shards of the dimensions that one becomes."""
+    """The shards of the dimensions that a flat one becomes."""
     result: list[Shard | None] = [None] * (dims[1] - dims[0])
     sharded = [dim for dim in range(*dims) if whole[dim] != local[dim]]
     if flat is None and not sharded:
@@ -178,8 +177,8 @@ def _unflattened(
 
 
 def pieces_of(verb: str, shard: Shard, sizes: Sequence[int]) -> list[Shard]:
-    """The shards of pieces of so many rows of a whole dimension, one after the other; raises
-    ShardingError, that the call does this, where the rank's piece is not its part of one."""
+    """The shards of consecutive pieces of these sizes; raises ShardingError (the call does `verb`)
+    if the rank's piece is not its part of one."""
     if shard.kind == "constant":
         return [replace(shard, pattern=(size,)) for size in sizes]
     matrices = shard.pattern * shard.repeat
@@ -198,23 +197,23 @@ def pieces_of(verb: str, shard: Shard, sizes: Sequence[int]) -> list[Shard]:
 
 @dataclass(frozen=True)
 class Operand:
-    """A tensor among the arguments of a call."""
+    """A tensor argument of a call."""
 
-    whole: Shape  # in the whole model
+    whole: Shape  # in the full model
     local: Shape
     layout: Layout
 
 
 @dataclass(frozen=True)
 class Call:
-    """An operator's call in the sharded model beside the same call in the whole one."""
+    """An operator's call in the sharded model, with the same call of the full one."""
 
     name: str  # "aten.mm"
     given: dict[str, Any]  # arguments by name, tensors as Operands
-    whole: Mapping[str, Any]  # in the whole model, tensors as None
+    whole: Mapping[str, Any]  # in the full model, tensors as None
     operands: list[Operand]
-    results: list[tuple[Shape, Shape]]  # shapes (whole, local)
-    pointwise: bool = False  # as torch has tagged it
+    results: list[tuple[Shape, Shape]]  # shapes (full, local)
+    pointwise: bool = False  # torch's tag
 
     @property
     def input(self) -> Operand:
@@ -224,13 +223,13 @@ class Call:
         return value % max(len(self.input.whole), 1)
 
     def shard(self, name: str, default: int = 0) -> tuple[int, Shard | None]:
-        """(the input's dimension that an argument names, the rank's part of it)."""
+        """(the input's dimension that an argument names, its shard)."""
         dim = self.dim(self.given.get(name, default))
         return dim, self.input.layout[dim]
 
 
 Rule = Callable[[Call], "list[Layout]"]
-# name without `_` at its end -> (rule, whether arguments that are sizes may differ)
+# name without trailing `_` -> (rule, whether size arguments may differ)
 RULES: dict[str, tuple[Rule, bool]] = {}
 
 
@@ -252,8 +251,7 @@ def layouts_of(call: Call) -> list[Layout]:
 
 
 def _check_same_numbers(call: Call) -> None:
-    """Raise ShardingError where an argument that is no tensor is another than in the whole
-    model."""
+    """Raise ShardingError if a non-tensor argument differs from the full model's."""
     for name, value in call.given.items():
         other = call.whole.get(name)
         if _has_operand(value) or name in ("dtype", "layout", "device", "pin_memory"):
@@ -270,7 +268,7 @@ def _has_operand(value: Any) -> bool:
 
 
 def _follow(names: str, *, sized: bool = False) -> Callable[[Rule], Rule]:
-    """The operators that follow a rule; sized: arguments that are sizes may differ."""
+    """Register a rule for operators; sized: size arguments may differ."""
 
     def add(rule: Rule) -> Rule:
         RULES.update({name: (rule, sized) for name in names.split()})
@@ -279,7 +277,7 @@ def _follow(names: str, *, sized: bool = False) -> Callable[[Rule], Rule]:
     return add
 
 
-# --- element by element --------------------------------------------------------------------------
+# --- elementwise ---------------------------------------------------------------------------------
 
 
 @_follow(
@@ -288,7 +286,7 @@ def _follow(names: str, *, sized: bool = False) -> Callable[[Rule], Rule]:
     "_conj resolve_conj resolve_neg isin one_hot item rrelu_with_noise prelu _prelu_kernel"
 )
 def elementwise(call: Call) -> list[Layout]:
-    """Also with broadcasting."""
+    """Elementwise operators, with broadcasting."""
     layouts = []
     for whole, local in call.results:
         layout: list[Shard | None] = [None] * len(whole)
@@ -333,8 +331,8 @@ def numbers(call: Call) -> list[Layout]:
     "native_dropout dropout bernoulli normal uniform exponential random"
 )
 def _inherited(call: Call) -> list[Layout]:
-    """Sizes tell which dimensions of a result are sharded, and the arguments' dimensions of the
-    same sizes how; a part of none of these is one of equal elements."""
+    """Sharded dimensions of a result, found by their sizes; each has the shard of the arguments'
+    dimension of the same sizes, or is constant."""
     shards: dict[tuple[int, int], Shard | None] = {}
     for x in call.operands:
         for w, n, shard in zip(x.whole, x.local, x.layout, strict=True):
@@ -348,17 +346,17 @@ def _inherited(call: Call) -> list[Layout]:
     ]
 
 
-# --- over dimensions that must be whole ----------------------------------------------------------
+# --- over dimensions that must not be sharded ----------------------------------------------------
 
 
 def _over(verb: str, over: str | tuple[int, ...], operators: str) -> None:
-    """Operators that combine elements along dimensions of their input; over: these, or the argument
-    that says them (all without one)."""
+    """Register operators that combine elements along dimensions of their input; over: the
+    dimensions, or the argument that names them (all if it is missing)."""
 
     @_follow(operators)
     def rule(call: Call) -> list[Layout]:
         dims: Any = call.given.get(over) if isinstance(over, str) else over
-        if len(call.operands) > 1 and "other" in call.given:  # the larger of two tensors
+        if len(call.operands) > 1 and "other" in call.given:  # max of two tensors
             return elementwise(call)
         dims = range(len(call.input.whole)) if dims is None or dims == [] else dims
         dims = [dims] if isinstance(dims, int) else dims
@@ -384,7 +382,7 @@ _over("zeroes a triangle", (-2, -1), "tril triu")
 
 
 def _whole_only(verb: str, operators: str, *, batch: bool = False) -> None:
-    """Operators that take no parts, except of a batch."""
+    """Register operators that take no shards, except along the batch."""
 
     @_follow(operators)
     def rule(call: Call) -> list[Layout]:
@@ -416,7 +414,7 @@ def _diagonal(call: Call) -> list[Layout]:
 
 @_follow("mm bmm addmm baddbmm mv addmv dot addbmm vdot")
 def _contract(call: Call) -> list[Layout]:
-    """Products of matrices: [..., n, k] x [..., k, m], perhaps added to a first argument."""
+    """Matmuls: [..., n, k] x [..., k, m], perhaps added to a first argument."""
     *_, a, b = call.operands
     need_whole("sums", a.layout[-1], b.layout[-2 if len(b.layout) > 1 else 0])
     return _inherited(call)
@@ -431,13 +429,13 @@ def _attention(call: Call) -> list[Layout]:
         _check_heads(q, k)
         _check_heads(q, v)
     for mask in masks:
-        for shard, of_queries in zip(mask.layout[-3::-1], q.layout[-3::-1], strict=False):
-            merge(shard, of_queries)
+        for shard, query_shard in zip(mask.layout[-3::-1], q.layout[-3::-1], strict=False):
+            merge(shard, query_shard)
     return [(*q.layout[:-1], v.layout[-1])]
 
 
 def _check_heads(q: Operand, k: Operand) -> None:
-    """Whether the rank's queries meet the keys that they meet in the whole model."""
+    """Check that the rank's queries meet the same keys as in the full model."""
     shards = [shard for x in (q, k) if (shard := x.layout[-3]) is not None]
     if not shards:
         return
@@ -450,32 +448,34 @@ def _check_heads(q: Operand, k: Operand) -> None:
         raise ShardingError("its heads of queries and keys are in another order", q.layout[-3])
 
 
-# --- elements that indices name ------------------------------------------------------------------
+# --- indexing ------------------------------------------------------------------------------------
 
 
 @_follow("index index_put _unsafe_index _index_put_impl")
 def _indexed(call: Call) -> list[Layout]:
-    """x[indices], and writing there."""
+    """x[indices], read or written."""
     x, indices, writes = call.input, call.given.get("indices", []), "values" in call.given
     need_whole("looks up", *(x.layout[d] for d, index in enumerate(indices) if index is not None))
-    if writes or len(call.operands) > 2:  # or else as an embedding
+    if writes or len(call.operands) > 2:  # else as an embedding
         need_whole("looks up", *(shard for index in call.operands[1:] for shard in index.layout))
     if not writes:
         return _inherited(call)
-    constants = (shard for shard in x.layout if shard is not None and shard.kind == "constant")
-    need_whole("writes to some of the elements", *constants)
+    constant_shards = (
+        shard for shard in x.layout if shard is not None and shard.kind == "constant"
+    )
+    need_whole("writes to some of the elements", *constant_shards)
     return [x.layout]
 
 
 @_follow("gather scatter scatter_add scatter_reduce index_select index_add index_copy index_fill")
 def _along(call: Call) -> list[Layout]:
-    """Indices along one dimension."""
+    """Indexing along one dimension."""
     x, index = call.input, call.given.get("index")
     need_whole("looks up", call.shard("dim")[1])
     if index is not None and len(index.layout) == len(x.layout):
-        for shard, of_index in zip(x.layout, index.layout, strict=True):
-            merge(shard, of_index)
-            if (shard is None) != (of_index is None):
+        for shard, index_shard in zip(x.layout, index.layout, strict=True):
+            merge(shard, index_shard)
+            if (shard is None) != (index_shard is None):
                 raise ShardingError("the rank's part meets a whole tensor")
     return [x.layout for _ in call.results]
 
@@ -497,7 +497,7 @@ def _padded(call: Call) -> list[Layout]:
     return [layout]
 
 
-# --- views, and what takes or joins elements -----------------------------------------------------
+# --- views, slices, splits and concatenation -----------------------------------------------------
 
 
 @_follow(
@@ -525,19 +525,21 @@ def _repeated(call: Call) -> list[Layout]:
 def _sliced(call: Call) -> list[Layout]:
     [(whole, local)] = call.results
     x, (dim, shard) = call.input, call.shard("dim")
-    rows, own_rows = x.whole[dim], x.local[dim]
+    rows, local_rows = x.whole[dim], x.local[dim]
     if shard is None and whole[dim] != local[dim]:
         raise ShardingError("it takes as many as the rank has of another tensor")
-    if shard is None or (whole[dim], local[dim]) == (rows, own_rows):
+    if shard is None or (whole[dim], local[dim]) == (rows, local_rows):
         return [x.layout]
     starts = call.whole.get("start") or 0, call.given.get("start") or 0
-    start, own = (at + n if at < 0 else at for at, n in zip(starts, (rows, own_rows), strict=True))
+    start, local_start = (
+        at + n if at < 0 else at for at, n in zip(starts, (rows, local_rows), strict=True)
+    )
     sizes = [size for size in (start, whole[dim], rows - start - whole[dim]) if size]
     verb = "takes a part of"
     if (call.whole.get("step") or 1) != 1:
         raise ShardingError(f"it {verb} {shard}", shard)
     piece = pieces_of(verb, shard, sizes)[sizes.index(whole[dim], int(start > 0))]
-    if own * rows != start * own_rows or local[dim] * rows != whole[dim] * own_rows:
+    if local_start * rows != start * local_rows or local[dim] * rows != whole[dim] * local_rows:
         raise ShardingError(f"it {verb} {shard}", shard)
     return [(*x.layout[:dim], piece, *x.layout[dim + 1 :])]
 
@@ -578,7 +580,7 @@ def _joined(call: Call) -> list[Layout]:
     if shards := [shard for x in parts if (shard := x.layout[dim]) is not None]:
         first = shards[0]
         mixed = len(shards) < len(parts) or len({shard.kind for shard in shards}) > 1
-        # also constants, which differ from each other
+        # constants may differ from each other
         if mixed or (first.kind != "features" and len(parts) > 1):
             need_whole("concatenates", first)
         pattern = tuple(size for shard in shards for size in shard.pattern * shard.repeat)

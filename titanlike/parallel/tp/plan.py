@@ -1,11 +1,11 @@
-"""A tensor-parallel plan: patterns of module names, and how each of those modules is divided.
+"""A tensor-parallel plan: patterns of module names, and how each of those modules is sharded.
 
-    layers.*.self_attn: gather                    # a module that takes whole activations in
+    layers.*.self_attn: gather                    # a module that takes full activations
     layers.*.self_attn.q_proj: {colwise: 64}  # in heads of 64
     layers.*.self_attn.o_proj: rowwise
     layers.*.input_layernorm: sequence
 
-A model's own is its method `tp_plan()`; a model's YAML file may give another as `tp_plan:`.
+A model's own is its method `tp_plan()`; a model's YAML file may have another one as `tp_plan:`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ STYLES = {
     "split": "no weight; its output is sharded along the sequence",
 }
 DIVIDING = ("colwise", "colwise_kv", "colwise_gather", "packed_colwise", "rowwise", "rowwise_split")
-# what transformers calls them in `base_model_tp_plan`
+# transformers' names in `base_model_tp_plan`
 TRANSFORMERS = {
     "colwise": "colwise",
     "rowwise": "rowwise",
@@ -53,7 +53,7 @@ TRANSFORMERS = {
     "sequence_parallel": "sequence",
     "replicate": "replicate",
 }
-# those of them that are not known here -> what to write
+# transformers' styles that are not supported -> what to write
 _OTHER_WORDS = {
     "embedding_colwise": "vocab",
     "packed_rowwise": "rowwise",
@@ -68,7 +68,7 @@ _OTHER_WORDS = {
 class Entry:
     pattern: str  # of module names; * stands for anything between two dots
     style: str
-    argument: int | tuple[int, ...] | None = None  # heads of so many rows; rows of packed matrices
+    argument: int | tuple[int, ...] | None = None  # rows per head; rows of packed matrices
     head: int = 1  # rows of packed matrices that stay together
 
     def matches(self, name: str) -> bool:
@@ -78,7 +78,7 @@ class Entry:
 
 
 def parse_plan(plain: Mapping[str, Any]) -> list[Entry]:
-    """The entries of a plan that is written as data. Raises ConfigError with every problem."""
+    """The entries of a plan given as data. Raises ConfigError with every problem."""
     entries, problems = [], []
     if not isinstance(plain, Mapping):
         example = "{'layers.*.up': colwise, 'layers.*.down': rowwise}"
@@ -127,7 +127,7 @@ def _positive(value: Any) -> bool:
 
 
 def named(model: nn.Module, entries: list[Entry]) -> dict[str, Entry]:
-    """Module -> its entry. Raises ConfigError where a pattern matches none, or two match one."""
+    """Map modules to entries. Raises ConfigError if a pattern matches none, or two match one."""
     modules: dict[str, Entry] = {}
     problems, unmatched = [], {entry.pattern: entry for entry in entries}
     names = [name for name, _ in model.named_modules() if name]
@@ -152,17 +152,17 @@ def named(model: nn.Module, entries: list[Entry]) -> dict[str, Entry]:
 
 
 def entries_above(name: str, modules: Mapping[str, Entry]) -> list[Entry]:
-    """The entries of the modules that one is in."""
+    """The entries of a module's ancestors."""
     parts = name.split(".")
     above = (".".join(parts[:count]) for count in range(1, len(parts)))
     return [modules[path] for path in above if path in modules]
 
 
 def gathered_above(name: str, modules: Mapping[str, Entry]) -> bool:
-    """Whether a module that it is in gathers what its layers take."""
+    """Whether an ancestor gathers the input of its layers."""
     return any(entry.style == "gather" for entry in entries_above(name, modules))
 
 
 def written_plan(model: Any) -> Mapping[str, Any] | None:
-    """The plan in the config; None = the model's own counts."""
-    return getattr(model, "tp_plan", None)  # a Config made in Python may have a Custom
+    """The plan in the config; None = the model's own plan applies."""
+    return getattr(model, "tp_plan", None)  # in Python it may be a Custom

@@ -9,17 +9,17 @@ from titanlike.distributed.collectives import GroupInfo
 
 @dataclass(eq=False)
 class TensorRanks(GroupInfo):
-    """The tensor-parallel ranks that this one computes with."""
+    """The tensor-parallel group of this rank."""
 
-    # Whether activations between sharded layers are divided along the sequence. It may differ from
-    # batch to batch: a length that `size` does not divide is not.
+    # whether activations between sharded layers are sharded along the sequence: in batches whose
+    # length `size` divides
     sequence: bool = False
-    # whether what is gathered along it is not kept for the backward: see `gathered.py`
+    # whether gathered activations are gathered again for the backward: see `gathered.py`
     gathers_again: bool = True
 
     def part(self, length: int) -> tuple[int, int]:
-        """(start, stop) of this rank's part of so many rows, dealt as torch.chunk does: the last
-        may have fewer."""
+        """(start, stop) of this rank's rows, split as by torch.chunk: the last ranks may have
+        fewer."""
         rows = -(-length // self.size)
         start = min(self.rank * rows, length)
         return start, min(start + rows, length)

@@ -1,17 +1,16 @@
-"""Shard a model among tensor-parallel ranks, as a plan says.
+"""Shards a model over tensor-parallel ranks by a plan.
 
-Parameters of sharded layers become this rank's part, and hooks around forwards exchange
-activations. Between sharded layers each rank has either whole activations [B, T, D], or a part of
-the sequence [B, T / tp, D] (`TensorRanks.sequence`). Each exchange is a pair of operations, of
-which one is the other's gradient (arXiv 1909.08053, section 3; with the sequence divided,
-2205.05198, section 4.2.2):
+Parameters of sharded layers become this rank's shard, and hooks around forwards run collectives.
+Between sharded layers each rank has full activations [B, T, D], or its shard of the sequence [B, T
+/ tp, D] (`TensorRanks.sequence`). Each collective has another as its gradient (arXiv 1909.08053,
+section 3; with sequence parallelism, 2205.05198, section 4.2.2):
 
     forward         backward
-    identity        all-reduce        whole activations enter a sharded layer
+    identity        all-reduce        full activations enter a sharded layer
     all-reduce      identity          partial sums leave it
-    all-gather      reduce-scatter    parts of the sequence enter it
-    reduce-scatter  all-gather        partial sums leave it, a part of the sequence to each rank
-    all-gather      split             parts become whole where each rank computes the same
+    all-gather      reduce-scatter    shards of the sequence enter it
+    reduce-scatter  all-gather        partial sums leave it, as shards of the sequence
+    all-gather      split             shards become full activations, the same on each rank
     split           all-gather        the reverse
 """
 
@@ -49,11 +48,11 @@ from titanlike.torch_private.known_code import own_code
 def shard_model(
     model: nn.Module, modules: Mapping[str, Entry], ranks: TensorRanks, *, whole_logits: bool
 ) -> dict[str, Placement]:
-    """Shard a model on meta in place; the placement of each parameter, by its first name.
+    """Shard a model on meta in place; return the placement of each parameter, by its first name.
 
-    modules: see `plan.named`; whole_logits: the loss needs all of the vocabulary. A model may have
-    a method `tp_divided()`, which is called last. Raises ConfigError for what cannot be divided,
-    with a `tp` that can.
+    modules: see `plan.named`; whole_logits: the loss needs the full vocabulary. A model's method
+    `tp_divided()` is called last. Raises ConfigError for what cannot be sharded, with a `tp` that
+    can.
     """
     if problems := _problems(model, modules, ranks.size):
         fits = next(n for n in range(ranks.size - 1, 0, -1) if not _problems(model, modules, n))
@@ -77,9 +76,9 @@ class _Sharder:
     ) -> None:
         self._model, self._modules, self._ranks = model, modules, ranks
         self._whole_logits = whole_logits
-        self._cut: dict[int, tuple[nn.Parameter, nn.Parameter, Placement]] = {}  # whole, part
-        self._partial: dict[int, When] = {}  # of parameters that are not cut
-        self._takers: dict[str, list[str]] = {}  # module that gathers -> linear layers, below it
+        self._cut: dict[int, tuple[nn.Parameter, nn.Parameter, Placement]] = {}  # full, shard
+        self._partial: dict[int, When] = {}  # of unsharded parameters
+        self._takers: dict[str, list[str]] = {}  # module that gathers -> linear layers in it
 
     def shard(self, name: str, entry: Entry) -> None:
         module, ranks, style = self._model.get_submodule(name), self._ranks, entry.style
@@ -95,7 +94,7 @@ class _Sharder:
             self._take_gathered(name, module)
             if style == "colwise_gather":
                 _after(module, partial(_gather_features, ranks, rows, not gathered))
-            elif style == "vocab" and self._whole_logits:  # which are the loss's: all tokens, too
+            elif style == "vocab" and self._whole_logits:  # for the loss, with all tokens, too
                 _after(module, partial(_gather_features, ranks, rows, False))
         elif style in ("rowwise", "rowwise_split"):
             if style == "rowwise_split":
@@ -116,7 +115,7 @@ class _Sharder:
         _before(module, partial(_enter, self._ranks, self._takers.setdefault(name, [])))
 
     def _take_gathered(self, name: str, module: nn.Module) -> None:
-        """Let a linear layer take what it, or a module that it is in, gathers."""
+        """Let a linear layer take the input that it, or a module around it, gathers."""
         if type(module).forward is nn.Linear.forward:
             path = max((p for p in self._takers if f"{name}.".startswith(f"{p}.")), key=len)
             takers = self._takers[path]
@@ -139,7 +138,7 @@ class _Sharder:
         return placements
 
     def _take(self, module: nn.Module, name: str, part: Part, copies: int = 1) -> None:
-        """Replace a parameter by this rank's part of it; a tied one by the same."""
+        """Replace a parameter by this rank's shard; tied ones share it."""
         whole = module._parameters[name]
         assert whole is not None
         if id(whole) not in self._cut:
@@ -154,7 +153,7 @@ class _Sharder:
         module._parameters[name] = parameter
 
     def _columns(self, module: Any, entry: Entry) -> int:
-        """Divide output features; how many there are."""
+        """Shard output features; return their full number."""
         dim, _ = _feature_dims(module)
         rows = module.tp_rows = module.weight.shape[dim]
         ranges, copies = _ranges(entry, rows, self._ranks)
@@ -167,7 +166,7 @@ class _Sharder:
         return rows
 
     def _rows(self, module: Any) -> None:
-        """Divide input features."""
+        """Shard input features."""
         _, dim = _feature_dims(module)
         start, stop = self._ranks.part(module.weight.shape[dim])
         self._take(module, "weight", Part(module.weight.shape, dim, ((start, stop),)))
@@ -194,7 +193,7 @@ class _Sharder:
 
 
 def mark(module: nn.Module, entry: Entry) -> None:
-    """Let a module say how it is sharded: modules with equal marks compute alike."""
+    """Record a module's style on it: modules with equal marks compute alike."""
     vars(module)[STYLE] = entry.style, entry.argument
 
 
@@ -206,7 +205,7 @@ def _problems(model: nn.Module, modules: Mapping[str, Entry], size: int) -> list
     problems: dict[str, str] = {}
     for name, entry in modules.items():
         module: Any = model.get_submodule(name)
-        style, at = entry.style, f"model.tp_plan.{entry.pattern}"
+        style, key = entry.style, f"model.tp_plan.{entry.pattern}"
         if entry.pattern in problems or style not in (*DIVIDING, "vocab"):
             continue
         kind = _known_class(module)
@@ -214,14 +213,14 @@ def _problems(model: nn.Module, modules: Mapping[str, Entry], size: int) -> list
         if kind is None or (embedding and style != "vocab"):
             fix, named = "vocab" if embedding else "replicate", type(module).__name__
             reason = f"this style is for linear layers, and {name} is of class {named}"
-            raise ConfigError([Problem(at, style, reason, f"{at}={fix}")])
-        # those of transformers (Gemma's) scale what they look up: `_look_up` calls their forward
+            raise ConfigError([Problem(key, style, reason, f"{key}={fix}")])
+        # transformers' embeddings (Gemma's) may scale their results: `_look_up` calls their forward
         scaled = kind is nn.Embedding and type(module).__module__.startswith("transformers.")
         if scaled or in_float8(module):
             kind = type(module)
-        if own := own_code(module, kind):
-            reason = f"{name} has {own}, which no rank computes for a part of its weight"
-            raise ConfigError([Problem(at, style, reason, f"{at}=replicate, or tp=1")])
+        if custom := own_code(module, kind):
+            reason = f"{name} has {custom}, which no rank computes for a part of its weight"
+            raise ConfigError([Problem(key, style, reason, f"{key}=replicate, or tp=1")])
         if embedding:
             features = module.num_embeddings
         else:
@@ -260,7 +259,7 @@ def _packed(argument: Any, features: int) -> tuple[int, ...]:
 def _ranges(
     entry: Entry, features: int, ranks: TensorRanks
 ) -> tuple[tuple[tuple[int, int], ...], int]:
-    """(this rank's ranges of output features, ranks that have the same)."""
+    """(this rank's ranges of output features, the number of ranks that have the same)."""
     matrices: tuple[int, ...] = (features,)
     if entry.style == "packed_colwise":
         matrices = _packed(entry.argument, features)
@@ -280,16 +279,16 @@ def _ranges(
 
 
 def _feature_dims(linear: nn.Module) -> tuple[int, int]:
-    """Dimensions of a linear layer's weight: (output, input) features."""
+    """The dimensions (output, input) of a linear layer's weight."""
     return (0, 1) if _known_class(linear) is nn.Linear else (1, 0)
 
 
 def _known_class(module: nn.Module) -> type[nn.Module] | None:
-    """The class of modules that can be divided: torch's, or transformers' linear layer of GPT-2,
+    """The class of modules that can be sharded: torch's, or transformers' linear layer of GPT-2,
     whose weight is transposed."""
     for kind in type(module).__mro__:
-        theirs = kind.__module__ == "transformers.pytorch_utils" and kind.__name__ == "Conv1D"
-        if kind in (nn.Linear, nn.Embedding) or theirs:
+        conv1d = kind.__module__ == "transformers.pytorch_utils" and kind.__name__ == "Conv1D"
+        if kind in (nn.Linear, nn.Embedding) or conv1d:
             return kind
     return None
 
@@ -325,14 +324,14 @@ def _tokens(x: Tensor) -> int:
 
 
 def _enter(ranks: TensorRanks, layers: Sequence[str], module: nn.Module, x: Tensor) -> Tensor:
-    """What sharded layers of a module compute with; layers: names of linear ones in it."""
+    """Prepare the input of a module's sharded layers; layers: names of its linear layers."""
     if ranks.sequence:
         return gather_for(ranks, [module.get_submodule(name) for name in layers], x)
     return autograd_collective(x, ranks, "identity", "all_reduce")
 
 
 def _summed(ranks: TensorRanks, x: Tensor) -> Tensor:
-    """The sum of all ranks' activations, of which each gets a part with `ranks.sequence`."""
+    """The sum of all ranks' activations; with `ranks.sequence`, each rank's shard of it."""
     if ranks.sequence:
         return autograd_collective(x, ranks, "reduce_scatter", "all_gather", _tokens(x))
     return autograd_collective(x, ranks, "all_reduce", "identity")
@@ -344,7 +343,7 @@ def _leave(ranks: TensorRanks, module: nn.Module, x: Tensor) -> Tensor:
 
 
 def _split_tokens(ranks: TensorRanks, x: Tensor) -> Tensor:
-    """This rank's tokens of what each rank has as a whole."""
+    """This rank's shard of the tokens of full activations."""
     if not ranks.sequence:
         return x
     return autograd_collective(x, ranks, "split", "all_gather", _tokens(x))
@@ -353,7 +352,7 @@ def _split_tokens(ranks: TensorRanks, x: Tensor) -> Tensor:
 def _gather_features(
     ranks: TensorRanks, features: int, divided: bool, module: nn.Module, x: Tensor
 ) -> Tensor:
-    """divided: tokens are again, outside of the module."""
+    """divided: shard the tokens again, outside of the module."""
     rows = -(-features // ranks.size)
     if rows * ranks.size != features:
         x = F.pad(x, (0, rows - x.shape[-1]))
@@ -375,7 +374,7 @@ def _look_up(
     ranks: TensorRanks,
     ids: Tensor,
 ) -> Tensor:
-    """Rows of a part of the vocabulary; zeros for ids of other ranks, NaN for those of none."""
+    """Rows of a vocabulary shard; zeros for other ranks' ids, NaN for invalid ones."""
     elsewhere = (ids < start) | (ids >= stop)
     rows = forward((ids - start).masked_fill(elsewhere, 0))
     rows = rows.masked_fill(elsewhere.unsqueeze(-1), 0)
@@ -384,7 +383,7 @@ def _look_up(
 
 
 def _without_bias(module: nn.Module, x: Tensor) -> Tensor:
-    """The forward of a linear layer whose bias is added behind a sum over ranks."""
+    """The forward of a linear layer whose bias is added after the all-reduce."""
     weight: Any = module.weight
     if _feature_dims(module) == (0, 1):
         return F.linear(x, weight)

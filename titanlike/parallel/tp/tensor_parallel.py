@@ -1,5 +1,4 @@
-"""Tensor parallelism of a run: how a model is sharded, decided on meta, and what is done in a
-step."""
+"""Tensor parallelism of a run: how a model is sharded, decided on meta, and its steps."""
 
 from __future__ import annotations
 
@@ -44,35 +43,35 @@ class TensorSharding:
     """How a model is sharded; the same on every rank."""
 
     modules: Mapping[str, Entry]  # see `plan.named`
-    sequence: bool  # activations between sharded layers are divided along the sequence
-    whole_logits: bool  # the loss needs all of the vocabulary
-    vocabulary: int | None  # logits that are divided
+    sequence: bool  # activations between sharded layers are sharded along the sequence
+    whole_logits: bool  # the loss needs the full vocabulary
+    vocabulary: int | None  # size of the sharded vocabulary
     placements: Mapping[str, Placement]  # of each parameter, on the first rank
-    like: TensorRanks  # with which the model on meta is recorded: the first rank has the most
-    context: int  # context-parallel ranks, which have parts of every sequence before
+    like: TensorRanks  # the first rank, which has the most; the meta model is recorded with it
+    context: int  # context-parallel ranks, which shard sequences first
     draws: Draws = field(default_factory=dict)  # modules that draw random numbers in training
-    # with whole activations between sharded layers
+    # the same without sequence sharding
     draws_whole: Draws = field(default_factory=dict)
-    wrong_whole: str = ""  # why it would be wrong with these
-    unchecked: str = ""  # why the plan was not compared with the whole model's forward, if so
+    wrong_whole: str = ""  # why it would be wrong without sequence sharding
+    unchecked: str = ""  # why the plan was not compared with the full model's forward
 
     def divides(self, fields: Fields) -> bool:
-        """Whether activations are divided along the sequence in a batch of these fields."""
+        """Whether activations are sharded along the sequence in a batch of these fields."""
         return self.sequence and tokens_of(fields) % (self.like.size * self.context) == 0
 
 
 def tokens_of(fields: Fields) -> int:
-    """Tokens of a sequence in a batch of these fields."""
+    """Tokens per sequence in a batch of these fields."""
     return next(iter(fields["inputs"].shape), 1)
 
 
 class TensorParallel(Transform):
     def __init__(self, config: Config, sharding: TensorSharding, ranks: TensorRanks) -> None:
-        """ranks: of this process."""
+        """ranks: this process's."""
         self._config, self.sharding, self._ranks = config, sharding, ranks
         self.first, self.ranks = sharding.like, ranks
         self.placements, self.unchecked = sharding.placements, ""
-        self._running: list[_Region] = []  # of random numbers, one in another
+        self._running: list[_Region] = []  # nested regions of random numbers
         if sharding.unchecked:
             what = "the tensor-parallel plan against the whole model's forward, and dropout masks"
             self.unchecked = f"{what}: {sharding.unchecked}"
@@ -83,11 +82,11 @@ class TensorParallel(Transform):
         return build_loss(self._config.loss, device, divided)
 
     def recorded(self, graph: ModelGraph) -> None:
-        graph.recording(graph.fields, True)  # where a layer that changes what is gathered is seen
+        graph.recording(graph.fields, True)  # notices layers that change a gathered input
         self._ranks.gathers_again = self.sharding.like.gathers_again
 
     def check(self, recorded: Recorded) -> None:
-        """Raise ConfigError where random numbers are drawn for a rank's part between the units."""
+        """Raise ConfigError if a rank's random numbers are drawn between the stages' modules."""
         units = [f"{unit.name}." for unit in recorded.graph.units]
         for name, parts in self.sharding.draws.items():
             if True in parts and not any(f"{name}.".startswith(unit) for unit in units):
@@ -97,7 +96,7 @@ class TensorParallel(Transform):
                 raise plan_error(self._config, self.sharding.modules, [mistake])
 
     def describe(self, plan: Plan) -> Iterator[tuple[str, str]]:
-        """Which layers are divided, and whether activations between them are."""
+        """Which layers are sharded, and whether activations between them are."""
         config, tp = self._config, self._config.tp
         parts = {name: p for name, p in self.placements.items() if p.part is not None}
         divided = [name for name, p in parts.items() if p.copies == 1]
@@ -129,10 +128,10 @@ class TensorParallel(Transform):
 
     def on_model(self, model: nn.Module, placements: dict[str, Placement]) -> None:
         sharding = self.sharding
-        of_rank = shard_model(
+        local_placements = shard_model(
             model, sharding.modules, self._ranks, whole_logits=sharding.whole_logits
         )
-        placements.update(of_rank)
+        placements.update(local_placements)
 
     def why_not_compiled(self, block: str) -> str:
         for draws in (self.sharding.draws, self.sharding.draws_whole):
@@ -151,16 +150,16 @@ class TensorParallel(Transform):
             )
         self.sharding.like.sequence = self._ranks.sequence = sequence
 
-    # Gradients of parameters that several ranks hold (a norm's weight, repeated heads): where the
-    # ranks computed with different tokens or heads, each has a part of the sum. It is made once a
-    # step, in one message for all of these parameters, and not in each backward. Where they are
-    # equal, all take the first rank's: kernels that add in any order would let copies drift apart.
+    # Gradients of replicated parameters (a norm's weight, repeated heads): if ranks computed with
+    # different tokens or heads, each has a partial sum; these are all-reduced once a step, in one
+    # message. If they are equal, the first rank's are broadcast: kernels that add in any order
+    # would let copies drift apart.
 
     def on_states(self, states: Mapping[int, StageState]) -> None:
-        """Each rank makes as many groups, by the parameters of all the model: torch counts them, to
-        name the next one."""
-        copies_of_all = {p.copies for p in self.placements.values() if p.copies > 1}
-        groups = {copies: self._group(copies) for copies in sorted(copies_of_all)}
+        """Create groups for all of the model's parameters, so that every rank makes as many: torch
+        numbers them."""
+        all_copies = {p.copies for p in self.placements.values() if p.copies > 1}
+        groups = {copies: self._group(copies) for copies in sorted(all_copies)}
         by_kind: dict[tuple[str, int], list[nn.Parameter]] = {}
         placed = {p: s.placements[name] for s in states.values() for name, p in s.parameters()}
         for parameter, placement in placed.items():
@@ -170,7 +169,7 @@ class TensorParallel(Transform):
         self._copied = [(when, ps, groups[copies]) for (when, copies), ps in by_kind.items()]
 
     def _group(self, copies: int) -> dist.ProcessGroup:
-        """This rank and its neighbours that hold the same elements."""
+        """This rank and the adjacent ones that hold the same elements."""
         if copies == self._ranks.size:
             assert self._ranks.group is not None
             return self._ranks.group
@@ -178,7 +177,7 @@ class TensorParallel(Transform):
 
     @torch.no_grad()
     def after_backward(self) -> None:
-        """Sum them over the ranks, where one that is missing counts as zeros, or copy the first's."""
+        """All-reduce replicated gradients (missing ones as zeros), or broadcast rank 0's."""
         for when, parameters, group in self._copied:
             summed = when == "always" or (when == "sequence" and self._ranks.sequence)
             by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
@@ -208,15 +207,14 @@ class TensorParallel(Transform):
         dist.all_gather(parts, padded.contiguous(), group=ranks.group)
         return torch.cat(parts, -1)[..., :size]
 
-    # Random numbers (dropout masks): all ranks of a group have the same default generator, so what
-    # they draw for activations that each has as a whole is the same. A module that draws for the
-    # rank's part of heads, features or tokens runs in a region: it takes one number from the
-    # default generator, as the others do, and draws with a generator seeded with this number and
-    # its rank. So the default generators stay equal, and a block that is recomputed, whose
-    # generator torch has set back, draws the same again.
+    # Random numbers (dropout masks): all ranks of a group have equal default generators, so they
+    # draw the same for unsharded activations. A module that draws for a shard of heads, features or
+    # tokens runs in a region: it draws one number from the default generator, as all ranks do, then
+    # from a generator seeded with this number and its rank. So the default generators stay equal,
+    # and a recomputed block, whose generator torch restores, draws the same again.
 
     def on_stage(self, index: int, stage: nn.Module, units: Sequence[str]) -> None:
-        """Let its modules draw in regions, before all else that replaces forwards."""
+        """Let modules draw in regions; call it before all else that replaces forwards."""
         draws = {True: self.sharding.draws, False: self.sharding.draws_whole}  # by `ranks.sequence`
         regions = {sequence: _regions(stage, names) for sequence, names in draws.items()}
         for name, module in stage.named_modules():
@@ -235,10 +233,10 @@ class TensorParallel(Transform):
         around = self._running[-1] if self._running else _Region(False, 0)
         if parts is None or around.parts == parts:
             return forward(*args, **kwargs)
-        if self._running:  # whose own generator goes on, and differs between ranks
+        if self._running:  # the outer region's generator may differ between ranks
             around.inside += 1
             seed = piece_seed(around.seed, "region", around.inside)
-        else:  # on the CPU, where to look at it waits for no device
+        else:  # on the CPU, without a wait for the device
             seed = int(torch.randint(2**62, (), device="cpu"))
         self._running.append(_Region(parts, seed))
         try:
@@ -253,11 +251,11 @@ class TensorParallel(Transform):
 class _Region:
     parts: bool  # whether numbers differ between ranks
     seed: int  # the same on all of them
-    inside: int = 0  # regions in it so far
+    inside: int = 0  # nested regions so far
 
 
 def _regions(stage: nn.Module, draws: Draws) -> dict[str, bool]:
-    """Modules that draw in a region of their own -> whether for parts."""
+    """Modules that draw in a region -> whether for shards."""
     divided = [name for name, parts in draws.items() if parts == {True}]
     regions = dict.fromkeys(divided, True)
     for name, _ in stage.named_modules():
@@ -268,11 +266,11 @@ def _regions(stage: nn.Module, draws: Draws) -> dict[str, bool]:
 
 
 def _modules(parameters: Sequence[str]) -> str:
-    """The last names of their modules: q_proj, k_proj"""
+    """The last names of the parameters' modules: q_proj, k_proj."""
     return ", ".join(dict.fromkeys(name.split(".")[-2] for name in parameters if "." in name))
 
 
-# --- what is decided -----------------------------------------------------------------------------
+# --- decisions -----------------------------------------------------------------------------------
 
 
 def tensor_parallel(
@@ -282,11 +280,11 @@ def tensor_parallel(
     batch: dict[str, Tensor],
     checked: Transform | None = None,
 ) -> TensorParallel:
-    """Divide a model on meta in place, as its first tensor-parallel rank has it.
+    """Shard a model on meta in place, as on its first tensor-parallel rank.
 
-    mesh: None in the launcher; batch: of one sequence, on meta, see `example_batch`; checked: what
-    was made for the same model and batch before, whose checks hold for as many ranks. Raises
-    ConfigError, also where the divided model would compute other results.
+    mesh: None in the launcher; batch: one sequence on meta, see `example_batch`; checked: the
+    transform of an earlier plan of the same model and batch, whose checks hold for as many ranks.
+    Raises ConfigError, also if the sharded model would compute other results.
     """
     if isinstance(config.split, TraceSplit):
         reason = "a graph that is traced has no collectives of tensor-parallel ranks"
@@ -306,25 +304,25 @@ def tensor_parallel(
 def _sharding_of(
     config: Config, model: nn.Module, batch: dict[str, Tensor], like: TensorRanks
 ) -> TensorSharding:
-    """Raises ConfigError where the divided model would compute other numbers than the whole one."""
+    """Raises ConfigError if the sharded model would compute other results than the full one."""
     modules = tensor_plan(config, model)
     whole_logits = not takes_divided_logits(config.loss)
     heads = [model.get_submodule(name) for name, entry in modules.items() if entry.style == "vocab"]
     vocabulary = next((m.out_features for m in heads if isinstance(m, nn.Linear)), None)
     vocabulary = None if whole_logits else vocabulary
     model.train()
-    # each in a forward of its own copy: a model may keep what it computes, as a rotary table
+    # a copy for each forward: a model may cache results, such as a rotary table
     undivided, *probes = (copy.deepcopy(model) for _ in range(3))
-    dtype = next(model.parameters()).dtype  # in which the model computes
-    two = {name: x.repeat_interleave(2, 0) for name, x in batch.items() if name != "targets"}
-    two = {name: x.to(dtype) if x.is_floating_point() else x for name, x in two.items()}
+    dtype = next(model.parameters()).dtype
+    pair = {name: x.repeat_interleave(2, 0) for name, x in batch.items() if name != "targets"}
+    pair = {name: x.to(dtype) if x.is_floating_point() else x for name, x in pair.items()}
     in_bf16: Callable[..., AbstractContextManager[Any]] = nullcontext
-    if config.precision.name == "float8":  # whose products are checked as others
+    if config.precision.name == "float8":  # its matmuls are checked as bf16's
         from titanlike.parallel import float8
 
         in_bf16 = float8.in_bf16
     with in_bf16(undivided.modules()):
-        check = ForwardCheck(undivided, modules, two)
+        check = ForwardCheck(undivided, modules, pair)
     placements = shard_model(model, modules, like, whole_logits=whole_logits)
     sequence = config.tp_sequence and any(entry.style == "sequence" for entry in modules.values())
     sharding = TensorSharding(
@@ -349,7 +347,7 @@ def _sharding_of(
     if mistakes := mistakes or mixed_draws(draws):
         raise plan_error(config, modules, mistakes)
     draws_whole, wrong = draws, ""
-    if like.sequence:  # batches of other lengths may not be
+    if like.sequence:  # batches of other lengths may not be sharded
         mistakes, draws_whole = divided(False)
         if mistakes := mistakes or mixed_draws(draws_whole):
             wrong = f"its {mistakes[0].module or 'forward'} {mistakes[0].reason}"
@@ -363,7 +361,7 @@ def _sharding_of(
 
 
 def async_problems(config: Config) -> list[Problem]:
-    """What `tp_async` lacks."""
+    """What `tp_async` lacks in this config or on this machine."""
     nvidia = own_backend(first_device(config.device)) == "nccl" and torch.version.hip is None
     missing = [
         (config.tp > 1, "there is nothing to overlap with tp=1", "tp=2"),
@@ -374,24 +372,24 @@ def async_problems(config: Config) -> list[Problem]:
     return [Problem("tp_async", True, why, fix) for there, why, fix in missing if not there]
 
 
-# --- cross entropy of logits whose vocabulary is divided -----------------------------------------
+# --- cross entropy with a sharded vocabulary -----------------------------------------------------
 #
-# No rank has all logits of a token: the largest, the sum of exponentials and the target's logit are
-# exchanged, three numbers a token (arXiv 1909.08053, section 3).
+# No rank has all logits of a token: the maximum, the sum of exponentials and the target's logit are
+# all-reduced, three numbers per token (arXiv 1909.08053, section 3).
 
 
 @dataclass(frozen=True)
 class DividedVocabulary:
-    size: int  # of the whole
+    size: int  # of the full vocabulary
     ranks: TensorRanks
 
     def cross_entropy(
         self, logits: Tensor, targets: Tensor, ignore: int, z_loss: float = 0.0
     ) -> Tensor:
-        """Losses in nats [N], with `z_loss` times log(sum(exp(logits)))^2; 0 where the target is
-        `ignore`, NaN where it is not in the vocabulary; the same on every rank.
+        """Losses in nats [N], plus `z_loss` * log(sum(exp(logits)))^2; 0 for targets equal to
+        `ignore`, NaN for those outside of the vocabulary; the same on every rank.
 
-        logits: fp32 [N, this rank's part of the vocabulary]; targets: [N].
+        logits: fp32 [N, this rank's vocabulary shard]; targets: [N].
         """
         return _CrossEntropy.apply(logits, targets, self, ignore, z_loss)
 
@@ -408,7 +406,7 @@ class _CrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         ranks = vocabulary.ranks
         start, stop = ranks.part(vocabulary.size)
-        alone = ranks.group is None or logits.is_meta  # where costs are counted
+        alone = ranks.group is None or logits.is_meta  # when costs are counted
         assert alone or logits.shape[-1] == stop - start, "logits of this rank's part"
         largest = logits.amax(-1)
         if not alone:
@@ -417,42 +415,41 @@ class _CrossEntropy(torch.autograd.Function):
         counted = targets != ignore
         inside = counted & (targets >= start) & (targets < stop)
         rows = (targets - start).masked_fill(~inside, 0).unsqueeze(-1)
-        of_target = shares.gather(-1, rows).squeeze(-1).masked_fill(~inside, 0)  # or 0
+        target_logit = shares.gather(-1, rows).squeeze(-1).masked_fill(~inside, 0)  # or 0
         unknown = counted & ((targets < 0) | (targets >= vocabulary.size))
-        of_target.masked_fill_(unknown, math.nan)
+        target_logit.masked_fill_(unknown, math.nan)
         shares.exp_()
-        sums = torch.stack([shares.sum(-1), of_target])
+        sums = torch.stack([shares.sum(-1), target_logit])
         if not alone:
             dist.all_reduce(sums, group=ranks.group)
-        total, of_target = sums
+        total, target_logit = sums
         shares.div_(total.unsqueeze(-1))
-        losses, of_shares = total.log() - of_target, counted.to(shares.dtype)
+        losses, scale = total.log() - target_logit, counted.to(shares.dtype)
         if z_loss:
             log_sum = total.log() + largest
             losses += z_loss * log_sum.square()
-            of_shares *= 1 + 2 * z_loss * log_sum
-        ctx.save_for_backward(shares, rows, inside, of_shares)
+            scale *= 1 + 2 * z_loss * log_sum
+        ctx.save_for_backward(shares, rows, inside, scale)
         return losses.masked_fill(~counted, 0)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        shares, rows, inside, of_shares = ctx.saved_tensors
+        shares, rows, inside, scale = ctx.saved_tensors
         gradient = gradient.unsqueeze(-1)
-        result = shares * (gradient * of_shares.unsqueeze(-1))
+        result = shares * (gradient * scale.unsqueeze(-1))
         result.scatter_add_(-1, rows, -gradient * inside.unsqueeze(-1))
         return result, None, None, None, None
 
 
 def tensor_plan(config: Config, model: nn.Module) -> dict[str, Entry]:
-    """Module -> how it is divided. Raises ConfigError where the model has no plan, or a wrong
-    one."""
+    """Module -> its entry. Raises ConfigError if the model has no plan, or a wrong one."""
     from titanlike.parallel.tp.hf_plan import has_transformers_plan, transformers_plan
 
     plain = written_plan(config.model)
     if plain is None:
-        if callable(of_model := getattr(model, "tp_plan", None)):
-            plain = of_model()
+        if callable(method := getattr(model, "tp_plan", None)):
+            plain = method()
         elif has_transformers_plan(model):
             plain = transformers_plan(model, config.tp)
     if not plain:

@@ -1,4 +1,4 @@
-"""A model's forward on meta, operation by operation: whole, and in step with that as a rank has
+"""A model's forward on meta, operation by operation: the full model's, and a rank's in step with
 it."""
 
 from __future__ import annotations
@@ -36,45 +36,44 @@ from titanlike.torch_private.tensors import storage_id, tree_leaves
 
 @dataclass(frozen=True)
 class Step:
-    """What the whole model did: an operation, or a sharded module's beginning or end, or a
-    block."""
+    """An operation of the full model, a sharded module's begin or end, or a block."""
 
     kind: Literal["operation", "begin", "end", "block"]
     name: str
     path: str  # of the module in the block where it was recorded
-    shapes: tuple[Shape, ...] = ()  # of the tensors that it is given
+    shapes: tuple[Shape, ...] = ()  # of its tensor arguments
     given: Mapping[str, Any] = field(default_factory=dict)  # arguments by name, tensors as None
     results: tuple[Shape, ...] = ()
     inside: list[Step] = field(default_factory=list)  # of a block
 
 
 class TracedForward(TorchDispatchMode):
-    """A forward whose operations outside of sharded layers are seen, one by one."""
+    """A mode that intercepts a forward's operations outside of sharded layers."""
 
     def __init__(self, model: nn.Module, modules: Mapping[str, Entry]) -> None:
         super().__init__()
         self._model, self._modules = model, modules
         self._atoms: set[Any] = {torch.ops.aten.scaled_dot_product_attention.default}
-        self._paths, self._blocks = [""], [""]  # of the modules, and blocks, that run
+        self._paths, self._blocks = [""], [""]  # running modules, and blocks
         self._muted = 0
-        self.called = ""  # the operation that is not right
-        self._outer = ""  # the operation that the forward calls, which may be made of several
+        self.called = ""  # the operation at fault
+        self._outer = ""  # the composite operation that the forward called
 
     @property
     def path(self) -> str:
-        """The module that runs."""
+        """The running module."""
         return self._paths[-1]
 
     def run(self, forward: Callable[[], Any]) -> Any:
-        """forward: of the model, on meta."""
+        """Run the model's forward on meta."""
         with contextlib.ExitStack() as stack:
             block = ""
             for name, module in self._model.named_modules():
                 if name in self._modules:
                     self._watch(name, module, stack)
                 elif name.rpartition(".")[2].isdigit() and not (block and _within(name, block)):
-                    forward_of_block = partial(self.block, name, module, module.forward)
-                    stack.enter_context(patch.object(module, "forward", forward_of_block))
+                    block_forward = partial(self.block, name, module, module.forward)
+                    stack.enter_context(patch.object(module, "forward", block_forward))
                     block = name
             self._follow_paths(stack)
             stack.enter_context(torch.inference_mode())
@@ -86,7 +85,7 @@ class TracedForward(TorchDispatchMode):
 
     @contextlib.contextmanager
     def muted(self) -> Iterator[None]:
-        """A context in which operations are not looked at."""
+        """A context in which operations are not intercepted."""
         self._muted += 1
         try:
             yield
@@ -127,23 +126,23 @@ class TracedForward(TorchDispatchMode):
 
         before: Any = partial(module.register_forward_pre_hook, with_kwargs=True)
         after: Any = module.register_forward_hook
-        for wanted, register, hook, first in (
+        for needed, register, hook, first in (
             (leaf or style == "gather", before, enter, True),
             (style == "gather", before, entered, False),
             (style == "split", after, leave, True),
             (leaf or style == "split", after, left, False),
         ):
-            if wanted:
+            if needed:
                 stack.callback(register(hook, prepend=first).remove)
 
     def _token_wise(self, name: str) -> bool:
-        """Whether a module says that it computes each token by itself, however it does it (a routed
-        layer sorts them): a rank's part of the tokens gives that part of the result."""
+        """Whether a module declares that it computes each token separately, in whatever way (a
+        routed layer sorts them): sharded tokens give the same shard of the result."""
         sequence = self._modules[name].style == "sequence"
         return sequence and getattr(self._model.get_submodule(name), "token_wise", False)
 
     def _in_block(self, path: str) -> str:
-        """The name of a module in the block that runs."""
+        """The name of a module relative to the running block."""
         return path.removeprefix(self._blocks[-1])
 
     def __torch_dispatch__(
@@ -172,10 +171,10 @@ class TracedForward(TorchDispatchMode):
             self._outer = outer
 
     def raised(self, error: Exception, given: list[Tensor]) -> Exception:
-        """What to raise for an operation that does."""
+        """The exception to raise instead of an operation's own."""
         return error
 
-    # a sharded module begins, has gathered what it is given, and ends; an operation; a block
+    # callbacks: a sharded module begins, has gathered its input, ends; an operation; a block
     def begin(self, name: str, given: list[Tensor]) -> None: ...
     def gathered(self, name: str, given: list[Tensor]) -> None: ...
     def end(self, name: str, results: list[Tensor]) -> None: ...
@@ -186,14 +185,14 @@ class TracedForward(TorchDispatchMode):
 
 
 class ReferenceTrace(TracedForward):
-    """The forward of the whole model."""
+    """The forward of the full model."""
 
     def __init__(self, model: nn.Module, modules: Mapping[str, Entry]) -> None:
         super().__init__(model, modules)
         self.steps: list[Step] = []
-        self._equal: dict[Hashable, tuple[str, list[Step]]] = {}  # a block, and what it did
-        self.alike: dict[str, str] = {}  # blocks that were not run, and the equal ones that were
-        # as the other trace keeps them: torch detaches a new tensor that somebody else refers to
+        self._equal: dict[Hashable, tuple[str, list[Step]]] = {}  # a block, and its steps
+        self.alike: dict[str, str] = {}  # skipped block -> the equal one that ran
+        # kept alive as in the other trace: torch detaches a new tensor with other references
         self._results: list[Any] = []
 
     def gathered(self, name: str, given: list[Tensor]) -> None:
@@ -232,11 +231,11 @@ class ReferenceTrace(TracedForward):
 
 # --- the sharded model ---------------------------------------------------------------------------
 
-_AHEAD = 24  # operations of the whole model that the sharded one may leave out, at most
+_AHEAD = 24  # maximum number of the full model's operations that the sharded one may skip
 _COLUMNS = ("colwise", "colwise_kv", "colwise_gather", "packed_colwise", "vocab")
-_SUMMED = ("rowwise", "rowwise_split", "vocab", "colwise_gather")  # their results may be whole
+_SUMMED = ("rowwise", "rowwise_split", "vocab", "colwise_gather")  # may return full results
 _VIEWS = ("view", "_unsafe_view", "_reshape_alias", "reshape", "view_copy")
-# differ where a rank has other heads of keys than of queries, and change no number
+# may differ if a rank has fewer key than query heads; they change no values
 _LEFT_OUT = (*_VIEWS, "expand", "unsqueeze", "squeeze", "slice", "clone", "alias", "permute")
 Need = Kind | Literal["never"]
 
@@ -245,15 +244,15 @@ Need = Kind | Literal["never"]
 class _Tracked:
     """What is known of a tensor of the sharded model."""
 
-    tensor: Tensor  # so that its id stays its own
-    layout: Layout | None  # None: what is sharded is seen by its sizes, and is `kind`
+    tensor: Tensor  # kept alive, so that its id stays unique
+    layout: Layout | None  # None: inferred from its sizes, with `kind`
     kind: Kind = "constant"
-    # whole parameters, and results of modules, whose gradients flow through it: see `needs`
+    # unsharded parameters, and module results, whose gradients flow through it: see `needs`
     pending: frozenset[str] = frozenset()
 
 
 class ShardedTrace(TracedForward):
-    """The forward of the sharded model, in step with that of the whole one."""
+    """The forward of the sharded model, in step with the full one's."""
 
     def __init__(
         self,
@@ -262,19 +261,19 @@ class ShardedTrace(TracedForward):
         steps: list[Step],
         placements: Mapping[str, Placement],
     ) -> None:
-        """steps: of the whole model."""
+        """steps: the full model's."""
         super().__init__(model, modules)
         self._steps, self._at = steps, 0
         self._tracked: dict[int, _Tracked] = {}
-        self._views: dict[int, list[int]] = {}  # storage -> tensors that have it
-        # of each parameter, and each `RESULT` of a module: what its gradient is a part of a sum
-        # over, "never" = it is whole
+        self._views: dict[int, list[int]] = {}  # storage -> tensors on it
+        # by parameter, and `RESULT` of a module: over what its gradient is a partial sum, "never" =
+        # it is complete
         self.needs: dict[str, set[Need]] = {}
-        # modules that draw random numbers -> for whole tensors (False), parts (True) or both
+        # modules that draw random numbers -> for full tensors (False), shards (True) or both
         self.draws: dict[str, set[bool]] = {}
         self._equal: dict[Hashable, str] = {}
-        self.repeated: list[tuple[str, str]] = []  # blocks, and equal ones before them
-        # of what the token-wise module that runs is given
+        self.repeated: list[tuple[str, str]] = []  # block, an earlier equal one
+        # layout and pending names of the running token-wise module's input
         self._given: tuple[Layout, frozenset[str]] = (), frozenset()
         for name, parameter in model.named_parameters():
             part, layout = placements[name].part, None
@@ -286,7 +285,7 @@ class ShardedTrace(TracedForward):
     def run_checked(
         self, forward: Callable[[], Any], wholes: Sequence[Shape]
     ) -> list[tuple[Tensor, Shape]]:
-        """The tensors that a forward returns, and their shapes in the whole model. Raises
+        """The tensors that a forward returns, with their shapes in the full model. Raises
         ShardingError whatever the forward raises."""
         try:
             tensors = tensors_in(self.run(forward))
@@ -304,8 +303,8 @@ class ShardedTrace(TracedForward):
         return [*zip(tensors, wholes, strict=True)]
 
     def complete(self, results: list[Tensor]) -> None:
-        """Called after the forward: its results are the loss' as they are. What was found of a
-        block is so of those that equal it, too."""
+        """Finish after the forward: its results go to the loss unchanged, and findings about a
+        block apply to the blocks equal to it."""
         self._resolve(self._pending(results), {"never"})
         for name, like in self.repeated:
             for path in [path for path in self.draws if _within(path, like)]:
@@ -315,7 +314,7 @@ class ShardedTrace(TracedForward):
                 if (twin := name + path.removeprefix(like)) in self.needs:
                     self.needs[twin] |= self.needs[path]
 
-    # --- what is known of tensors --------------------------------------------------------------
+    # --- tracked tensors -----------------------------------------------------------------------
 
     def _track(
         self,
@@ -327,12 +326,12 @@ class ShardedTrace(TracedForward):
         self._tracked[id(tensor)] = _Tracked(tensor, layout, kind, pending)
 
     def _partial_of(self, name: str) -> frozenset[str]:
-        """What is pending of a parameter, or a module's result, from here on."""
+        """Begin to track a parameter's, or a module result's, gradient."""
         self.needs.setdefault(name, set())
         return frozenset([name])
 
     def _resolve(self, pending: frozenset[str], needs: set[Any]) -> None:
-        """The gradients of these are parts of sums over these, or whole."""
+        """Record over what the gradients of `pending` are partial sums, or that they are not."""
         for name in pending:
             self.needs[name] |= needs
 
@@ -346,12 +345,12 @@ class ShardedTrace(TracedForward):
         return self._of(tensor).layout or ()
 
     def layout(self, tensor: Tensor, whole: Shape) -> Layout:
-        """The layout of a tensor that the whole model has of that shape."""
+        """The layout of a tensor with this shape in the full model."""
         local, layout = tuple(tensor.shape), self._now(tensor)
         shapes = f"{list(local)} here, and {list(whole)} in the model"
         if len(local) != len(whole):
             raise ShardingError(f"a tensor of it is {shapes}")
-        # a list of numbers, say, that torch makes a tensor of
+        # such as a tensor made from a list
         if id(tensor) not in self._tracked and local != whole:
             raise ShardingError(f"it is given other numbers: {shapes}")
         if len(layout) == len(whole) and all(
@@ -362,15 +361,15 @@ class ShardedTrace(TracedForward):
         kinds = (shard.kind for shard in layout if shard is not None)
         return by_sizes(whole, local, next(kinds, self._of(tensor).kind))
 
-    # --- in step with the whole model ----------------------------------------------------------
+    # --- in step with the full model -----------------------------------------------------------
 
     def _find(self, kind: str, name: str, path: str) -> Step | None:
-        """The same step of the whole model; None where it has none."""
-        wanted = kind, _same(name), self._in_block(path)
-        for at in range(self._at, min(self._at + _AHEAD, len(self._steps))):
-            step = self._steps[at]
-            if (step.kind, _same(step.name), step.path) == wanted:
-                self._at = at + 1
+        """The same step of the full model, or None."""
+        key = kind, _same(name), self._in_block(path)
+        for index in range(self._at, min(self._at + _AHEAD, len(self._steps))):
+            step = self._steps[index]
+            if (step.kind, _same(step.name), step.path) == key:
+                self._at = index + 1
                 return step
             if step.kind != "operation" or _short(step.name) not in _LEFT_OUT:
                 break
@@ -379,12 +378,12 @@ class ShardedTrace(TracedForward):
     def _must_find(self, kind: str, name: str, path: str) -> Step:
         if (step := self._find(kind, name, path)) is not None:
             return step
-        here = self._steps[self._at] if self._at < len(self._steps) else None
-        there = "nothing more" if here is None else _short(here.name) or "a divided module"
-        raise ShardingError(f"the whole model computes {there} there")
+        expected = self._steps[self._at] if self._at < len(self._steps) else None
+        shown = "nothing more" if expected is None else _short(expected.name) or "a divided module"
+        raise ShardingError(f"the whole model computes {shown} there")
 
     def begin(self, name: str, given: list[Tensor]) -> None:
-        """Gradients are summed where tensors enter a sharded layer, and where they are sharded."""
+        """All-reduce gradients where tensors enter a sharded layer, and where they are sharded."""
         style, first = self._modules[name].style, given[:1]
         last = next((self._now(tensor)[-1:] for tensor in first), ())
         shard = last[0] if last else None
@@ -397,7 +396,7 @@ class ShardedTrace(TracedForward):
                 self._resolve(pending, kinds)
             self._given = layout, frozenset() if kinds else pending
             return
-        exchanges = style in ("vocab", "rowwise_split") or not _is_leaf(style)  # by itself
+        exchanges = style in ("vocab", "rowwise_split") or not _is_leaf(style)  # runs a collective
         summed = gathered_above(name, self._modules)
         self._resolve(self._pending(first), {"features"} if summed and not exchanges else {"never"})
         if style == "rowwise" and shard is not None and not shard.plain:
@@ -420,7 +419,7 @@ class ShardedTrace(TracedForward):
                 self._exchanged(tensor, whole, name)
 
     def _exchanged(self, tensor: Tensor, whole: Shape, name: str) -> None:
-        """A tensor that a sharded module, or an exchange before one (""), has made."""
+        """Track a tensor from a sharded module, or from a collective before one ("")."""
         entry = self._modules.get(name)
         layout: list[Shard | None] = [None] * len(whole)
         for dim, (w, n) in enumerate(zip(whole, tensor.shape, strict=True)):
@@ -447,7 +446,7 @@ class ShardedTrace(TracedForward):
         find = self._find if _short(name) in _LEFT_OUT else self._must_find
         if (step := find("operation", name, self.path)) is None:
             result = function(*args, **kwargs)
-            # torch leaves a slice of all that there is out: here it takes less
+            # torch skips a slice of everything: here it takes less
             if _short(name) == "slice" and result.shape != given[0].shape:
                 raise ShardingError("it takes as many as the rank has of another tensor")
             shards = (shard for tensor in given for shard in self._now(tensor))
@@ -483,14 +482,14 @@ class ShardedTrace(TracedForward):
         return result
 
     def operands(self, given: list[Tensor], step: Step) -> list[Operand]:
-        """The tensors that a call is given, beside those of the whole model's."""
+        """The tensor arguments of a call, with their shapes in the full model."""
         if len(given) != len(step.shapes):
             raise ShardingError("it is given other tensors than in the whole model")
         pairs = zip(given, step.shapes, strict=True)
         return [Operand(whole, tuple(x.shape), self.layout(x, whole)) for x, whole in pairs]
 
     def _written(self, tensor: Tensor, layout: Layout, pending: frozenset[str]) -> None:
-        """A tensor was changed in place: so were all that share its memory."""
+        """After an in-place change, update all tensors on the same storage."""
         for other in self._views.get(storage_id(tensor), ()):
             tracked = self._tracked[other]
             if tracked.tensor is tensor:
@@ -509,8 +508,8 @@ class ShardedTrace(TracedForward):
         if torch.Tag.nondeterministic_seeded not in function.tags:
             return
         name, chance = _short(function._schema.name), given.get("dropout_p", given.get("p"))
-        nothing = not chance or given.get("train") is False and "dropout" in name
-        if nothing and ("dropout" in name or name == "scaled_dot_product_attention"):
+        disabled = not chance or given.get("train") is False and "dropout" in name
+        if disabled and ("dropout" in name or name == "scaled_dot_product_attention"):
             return
         self.draws.setdefault(self.path, set()).add(sharded)
 
@@ -563,7 +562,7 @@ def shapes_of(tensors: list[Tensor]) -> tuple[Shape, ...]:
 def _by_name(
     function: Any, args: Any, kwargs: Any, change: Callable[[Tensor], Any]
 ) -> dict[str, Any]:
-    """Arguments by name, each tensor `change`d."""
+    """Arguments by name, with `change` applied to tensors."""
 
     def changed(value: Any) -> Any:
         if isinstance(value, (list, tuple)):
@@ -585,7 +584,7 @@ def _kinds(layout: Sequence[Shard | None]) -> set[Kind]:
 
 
 def _is_leaf(style: str) -> bool:
-    """Whether all that a module does is known to be right."""
+    """Whether the module is correct by construction."""
     return style in DIVIDING or style == "vocab"
 
 
@@ -598,5 +597,5 @@ def _short(name: str) -> str:
 
 
 def _same(name: str) -> str:
-    """A view, or a copy where the strides allow no view: each trace has those that it needs."""
+    """Normalize views, and the copies that strides require instead."""
     return "view" if _short(name) in _VIEWS else name
