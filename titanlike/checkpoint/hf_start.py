@@ -30,7 +30,7 @@ def is_folder(start_from: str | None) -> bool:
 
 
 def problems(config: Config) -> Iterable[Problem]:
-    """Yield why a run cannot start from that folder; reads headers only."""
+    """Yield why a run cannot start from its hf: folder; reads only file headers."""
     location = config.checkpoint.start_from
     if config.checkpoint.rename:
         reason = f"names of {location} are known, and none is changed"

@@ -57,7 +57,7 @@ class Plan(Protocol):
 
     @property
     def whole_numel(self) -> int:
-        """Elements of the model's parameters, tied ones once."""
+        """The number of parameter elements of the full model; tied parameters count once."""
 
     @property
     def recomputed(self) -> Recomputed: ...

@@ -219,7 +219,7 @@ class RecordingBuilder:
         return self.add(Node("weight", name, value=tensor, has_parameters=is_parameter))
 
     def enter(self, *arguments: Any) -> None:
-        """Remember the arguments of the unit that is entered: the unit may use them."""
+        """Begin a unit with these arguments: operations inside it may use their tensors."""
         self._given = {id(tensor) for tensor in tensors(*arguments)}
 
     def add_inside(self, unit: str, function: str, used: Sequence[Tensor], result: Any) -> None:

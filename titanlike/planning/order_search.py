@@ -35,7 +35,8 @@ Keys = Sequence[Sequence[float]]  # [stage][microbatch] -> priority; smaller run
 
 @dataclass(frozen=True)
 class OrderProblem:
-    """The inputs of the search. Memory is in any unit."""
+    """The inputs of a search for a schedule's order. All memory is in one unit, of the caller's
+    choice."""
 
     place: tuple[int, ...]  # pipeline rank of each stage
     microbatches: int

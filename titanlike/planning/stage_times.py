@@ -359,7 +359,8 @@ class LayoutTimes:
         self.stages = [self._stage(stage) for stage in range(len(layout.stages))]
 
     def parts(self, stage: int) -> dict[str, float]:
-        """Seconds of a microbatch by purpose, forward and backward."""
+        """Break down a stage's seconds per microbatch (forward and backward) into matmuls, other
+        operators, recomputation and the collectives of each axis."""
         runs, exchanged = self._runs[stage], Counter[str]()
         both = [unit.computes for unit, _ in runs]
         products, device = sum(b.products for b in both), sum(b.device for b in both)

@@ -183,7 +183,8 @@ def stage_problems(
     graphs: list[StageGraph],
     evaluated: list[StageGraph],
 ) -> list[Problem]:
-    """Problems of stages, found from their graphs in training and evaluation."""
+    """Problems between the cut stages: activations that cannot be sent, or differ in evaluation; a
+    compiled model without blocks; what `numerics=exact` excludes; batch norms on several stages."""
     reasons = [text for graph in graphs if (text := message_problem(graph))]
     if not all(map(same_messages, graphs, evaluated)):
         reasons.append("a stage would send other tensors in evaluation than in training")

@@ -122,9 +122,10 @@ def connect(config: Config, worker: Worker) -> Mesh:
 
 @contextmanager
 def open_session(config: Config, worker: Worker, watchdog: Watchdog) -> Iterator[Session]:
-    """Open everything, resumed from the newest checkpoint; closed with the run's final status.
+    """Open all resources of a run, resumed from the newest checkpoint; on exit, write its final
+    status.
 
-    watchdog: of the whole job, entered.
+    watchdog: the job's, already entered.
     """
     watchdog.enter_phase(0, "start", 0)  # one process may tokenize for hours
     data = open_data_on_every_rank(config, worker)
