@@ -69,9 +69,7 @@ class ContextAttention(TorchFunctionMode):
         # modules that count tokens -> their calls that may, in order
         self.counted: dict[Mode, list[Counted]] = {}
         self.looking: Looking | None = None
-        self._place: list[Any] | None = (
-            None  # the running one of these modules, and its calls so far
-        )
+        self._place: list[Any] | None = None  # the running one of these, and its calls so far
 
     def around(self, module: nn.Module, name: str) -> None:
         """Run a module's forward in this mode; call it before all else that replaces forwards."""
