@@ -21,7 +21,7 @@ if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:  # workers have the controller's
 
 CELLS = 4  # slow ones of a long list (families, command lines) that .ci/run takes
 TABLE = "tests/proof/test_layouts.py"  # whose slow cells are chosen by themselves
-LONGEST = ("test_the_main_job", "test_of_four_jobs")  # with -m slow, and without
+LONGEST = ("test_the_main_job", "test_resume_runs_the_failed")  # with -m slow, and without
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

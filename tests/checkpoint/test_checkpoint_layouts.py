@@ -57,7 +57,7 @@ LAYOUTS = {
 SAVED = Progress(step=7, left_out=3, value=0.1 + 0.2)
 
 
-def test_what_one_layout_saves_another_loads(tmp_path: Path) -> None:
+def test_a_checkpoint_of_one_layout_is_loaded_by_another(tmp_path: Path) -> None:
     """Each element is in the files once, and as many in each rank's; also a warm start's."""
     run_world(save_and_load, V, tmp_path / "V", [])
     run_world(save_and_load, PARTS, tmp_path / "parts", ["V"])
@@ -83,7 +83,7 @@ def test_what_one_layout_saves_another_loads(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.grid
-def test_any_layout_loads_what_any_other_saved(tmp_path: Path) -> None:
+def test_every_layout_loads_the_checkpoint_of_every_other(tmp_path: Path) -> None:
     for name, config in LAYOUTS.items():
         run_world(save_and_load, config, tmp_path / name, [])
     for name, config in LAYOUTS.items():
@@ -144,7 +144,7 @@ def truth(key: str, shape: torch.Size) -> torch.Tensor:
     return torch.rand(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def test_a_run_goes_on_in_other_dimensions_as_in_one_process(tmp_path: Path) -> None:
+def test_a_run_resumed_in_another_layout_matches_one_process(tmp_path: Path) -> None:
     """With the losses of one process; a plan for tensor parallelism makes no other run of it."""
     settings = COMMON | {"layers": 2, "lr": ConstantLr(warmup=0)}
     plan = {"model.layers.*.mlp.gate_proj": "colwise", "model.layers.*.mlp.up_proj": "colwise"}
@@ -176,7 +176,7 @@ def test_a_run_goes_on_in_other_dimensions_as_in_one_process(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_with_other_experts_and_sequences(tmp_path: Path) -> None:
+def test_a_run_resumes_with_another_ep_and_cp(tmp_path: Path) -> None:
     """Experts over dp's ranks, then over tp's, over both, over none and so on: with the losses and
     the balance of one process."""
     sizes = {
@@ -224,7 +224,7 @@ def resumed(config: Config, worker: Worker) -> tuple[int, int, int]:
 
 
 @pytest.mark.slow
-def test_one_rank_of_each_stage_reads_where_tensors_are(tmp_path: Path) -> None:
+def test_one_rank_of_each_stage_reads_the_checkpoint_metadata(tmp_path: Path) -> None:
     """The description of what thousands of ranks have saved takes a minute and gigabytes. Here in
     another layout, in which states of random generators are read to be checked alone."""
     config = tiny(pp=2, dp=2, layers=4, batch_size=12, checkpoint=Checkpoint(every=0), steps=1)

@@ -45,7 +45,7 @@ from titanlike.training.build import build
 PP2 = tiny(pp=2, layers=2, checkpoint=Checkpoint(keep=0))
 
 
-def test_a_plan_is_made_once_and_again_when_anything_changes(tmp_path: Path) -> None:
+def test_a_save_plan_is_cached_until_the_state_changes(tmp_path: Path) -> None:
     """On any rank; and by each run of a process for itself."""
     run_world(save_often, PP2, tmp_path)
 
@@ -178,7 +178,7 @@ def save_and_change(config: Config, worker: Worker) -> None:
                 assert (local(tensor) == step).all(), (mode, step, key)
 
 
-def test_a_run_waits_with_its_next_update_for_the_copy(tmp_path: Path) -> None:
+def test_the_next_update_waits_for_the_checkpoint_copy(tmp_path: Path) -> None:
     """The checkpoint is that of a save without a copy, and so are the losses."""
     runs = [a_run(tmp_path / mode, steps=5, mode=mode) for mode in ("sync", "async_pinned")]
     assert run_world(train_with_late_copies, runs[0], tmp_path, runs) == [["", ""]]
@@ -206,7 +206,7 @@ def train_with_late_copies(config: Config, worker: Worker, runs: list[Config]) -
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_what_an_update_changes_is_copied_before_it_and_the_rest_at_once(device: str) -> None:
+def test_state_is_copied_before_the_update_that_changes_it(device: str) -> None:
     """A GPU copies it into pinned memory while the CPU goes on."""
     large = 2**28 if device == "cuda" else 2**10  # its copy takes longer than what follows it
     sources = {
@@ -245,7 +245,7 @@ def test_what_an_update_changes_is_copied_before_it_and_the_rest_at_once(device:
 # --- whose it is ----------------------------------------------------------------------------------
 
 
-def test_a_planted_file_changes_no_class_and_names_no_other(tmp_path: Path) -> None:
+def test_a_planted_file_cannot_choose_a_class_or_another_file(tmp_path: Path) -> None:
     """BUILD sets attributes of a class that GLOBAL has named."""
     from torch.distributed.checkpoint.metadata import Metadata
 
@@ -261,7 +261,7 @@ def test_a_planted_file_changes_no_class_and_names_no_other(tmp_path: Path) -> N
         read_tensors(folder)
 
 
-def test_ranks_that_start_again_on_an_old_store_agree_on_a_new_name() -> None:
+def test_restarted_ranks_agree_on_a_new_name_in_an_old_store() -> None:
     """torchrun's store keeps what earlier starts have written, and its counts may differ."""
     store = dist.HashStore()
     store.set_timeout(timedelta(seconds=20))
@@ -272,7 +272,7 @@ def test_ranks_that_start_again_on_an_old_store_agree_on_a_new_name() -> None:
     assert all(len(found) == 1 for found in names) and len(set().union(*names)) == 3
 
 
-def test_a_folder_of_its_own_takes_the_checkpoints_of_one_run(tmp_path: Path) -> None:
+def test_a_checkpoint_folder_holds_one_run(tmp_path: Path) -> None:
     """Else the jobs of a sweep would go on with each other's."""
     config = tiny(layers=2, checkpoint=Checkpoint(folder=str(tmp_path / "shared")))
     run_world(save_one, config, tmp_path / "one")

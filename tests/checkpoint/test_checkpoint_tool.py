@@ -131,7 +131,7 @@ def test_show_tells_what_a_checkpoint_holds(whole_run: Path, tool: Tool) -> None
     assert code == 0 and "bfloat16" in text and "optimizer" not in text
 
 
-def test_looking_takes_no_torch(whole_run: Path) -> None:
+def test_list_and_show_import_no_torch(whole_run: Path) -> None:
     """Under a second, on a login node."""
     code = (
         "import sys; from titanlike.checkpoint.commands import main; run = sys.argv[1]; "
@@ -250,7 +250,7 @@ def test_compare_says_what_differs_and_by_how_much(
 # --- converting ----------------------------------------------------------------------------------
 
 
-def test_a_run_in_one_file_and_back_is_the_same_run(
+def test_a_run_converted_to_one_file_and_back_is_the_same(
     saved: Config, tool: Tool, tmp_path: Path
 ) -> None:
     """In a folder, or at a URL; it goes on from there."""
@@ -269,7 +269,9 @@ def test_a_run_in_one_file_and_back_is_the_same_run(
     assert (loaded.step, loaded.error) == (2, "")
 
 
-def test_the_model_alone_in_one_file_and_back(whole_run: Path, tool: Tool, tmp_path: Path) -> None:
+def test_a_model_converted_to_one_file_and_back_is_the_same(
+    whole_run: Path, tool: Tool, tmp_path: Path
+) -> None:
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         word = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[dtype]
         file = tmp_path / f"{word}.safetensors"
@@ -288,7 +290,9 @@ def test_the_model_alone_in_one_file_and_back(whole_run: Path, tool: Tool, tmp_p
     assert not (tmp_path / "x.safetensors").exists()
 
 
-def test_a_file_is_whole_or_not_there(whole_run: Path, tool: Tool, tmp_path: Path) -> None:
+def test_a_converted_file_is_complete_or_absent(
+    whole_run: Path, tool: Tool, tmp_path: Path
+) -> None:
     """A disk that is full, damage on the way, and files that must not be lost."""
     file, restored = tmp_path / "out" / "model.safetensors", tmp_path / "restored"
     file.parent.mkdir()

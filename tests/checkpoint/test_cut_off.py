@@ -67,7 +67,7 @@ def a_save(folder: Storage, step: int) -> None:
     write_checkpoint(folder.at(step_name(step)), state, prepare_save(tensors, None, None), None)
 
 
-def test_whenever_it_is_cut_off_a_checkpoint_is_complete_or_does_not_count(tmp_path: Path) -> None:
+def test_an_interrupted_checkpoint_is_complete_or_ignored(tmp_path: Path) -> None:
     run_world(cut_everywhere, tiny(), tmp_path)
 
 
@@ -118,7 +118,7 @@ def cut_everywhere(config: Config, worker: Worker) -> None:
     assert order.index(f"os.remove {MARKER}") < order.index(f"shutil.rmtree {step_name(2)}")
 
 
-def test_a_checkpoint_counts_once_all_of_it_is_on_the_disk(tmp_path: Path) -> None:
+def test_a_checkpoint_is_committed_after_all_files_are_synced(tmp_path: Path) -> None:
     """What is not synced is lost with the machine."""
     assert run_world(in_which_order, tiny(), tmp_path) == [True]
 
@@ -150,7 +150,7 @@ def in_which_order(config: Config, worker: Worker) -> bool:
 
 
 @pytest.mark.parametrize("mode", [*slow("async_process"), *slow("async", marks=GRID)])
-def test_a_run_that_is_killed_while_it_saves_loses_nothing(mode: str, tmp_path: Path) -> None:
+def test_a_run_killed_during_a_save_loses_nothing(mode: str, tmp_path: Path) -> None:
     places = ("in a save", "before the commit", "half removed")
     found = campaign(tmp_path, 3, 0, ("one",), (mode,), places)
     assert {place for place, _ in found} == set(places)
@@ -158,5 +158,5 @@ def test_a_run_that_is_killed_while_it_saves_loses_nothing(mode: str, tmp_path: 
 
 @pytest.mark.slow
 @pytest.mark.grid
-def test_a_hundred_kills_at_random_lose_nothing(tmp_path: Path) -> None:
+def test_a_hundred_random_kills_lose_nothing(tmp_path: Path) -> None:
     assert len(campaign(tmp_path, 100, 0)) == 100

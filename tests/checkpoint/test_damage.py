@@ -77,7 +77,7 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
 FILES = [MARKER, ".metadata", "__0_0.distcp", "__1_0.distcp", "files.json", CHUNKS, "state.json"]
 
 
-def test_a_damaged_file_is_named_and_the_next_older_checkpoint_is_loaded(
+def test_a_damaged_file_is_named_and_an_older_checkpoint_loaded(
     saved: Config, tmp_path: Path
 ) -> None:
     """By all ranks, to the last bit. A start reads each byte of an intact checkpoint once."""
@@ -128,7 +128,7 @@ def assert_each_byte_was_read_once(of_ranks: list[dict[str, int]], saved: Config
         assert of_ranks[0][name] == (folder / name).stat().st_size
 
 
-def test_any_damage_to_any_file_is_found(saved: Config, tmp_path: Path) -> None:
+def test_damage_to_any_file_is_detected(saved: Config, tmp_path: Path) -> None:
     folder = checkpoint(copy(saved, tmp_path / "run"), 6)
     assert sorted(os.listdir(folder)) == sorted(FILES)
     for name in FILES:
@@ -214,9 +214,7 @@ REASONS: dict[Damage, Callable[[Path], object]] = {
 }
 
 
-def test_each_reason_why_a_checkpoint_is_not_whole_has_its_case(
-    saved: Config, tmp_path: Path
-) -> None:
+def test_every_reason_for_an_incomplete_checkpoint_is_tested(saved: Config, tmp_path: Path) -> None:
     assert {*REASONS} == {*Damage}
     for damage, harm in REASONS.items():
         folder = checkpoint(copy(saved, tmp_path / damage.name), 6)
@@ -234,7 +232,7 @@ def test_each_reason_why_a_checkpoint_is_not_whole_has_its_case(
 
 @given(data=st.data())
 @settings(max_examples=30, deadline=None, derandomize=True)
-def test_any_flipped_bit_is_found(saved: Config, data: st.DataObject) -> None:
+def test_any_flipped_bit_is_detected(saved: Config, data: st.DataObject) -> None:
     folder = checkpoint(Path(saved.run_dir), 6)
     path = folder / data.draw(st.sampled_from(FILES))
     position = data.draw(st.integers(0, path.stat().st_size - 1))
@@ -251,7 +249,7 @@ def test_any_flipped_bit_is_found(saved: Config, data: st.DataObject) -> None:
 
 
 @pytest.mark.slow
-def test_a_damaged_checkpoint_is_kept_for_a_look_and_may_be_given_back(
+def test_a_damaged_checkpoint_is_set_aside_and_can_be_restored(
     saved: Config, tmp_path: Path
 ) -> None:
     """A run that takes the older one has the losses of the uninterrupted run, to the last bit."""
@@ -271,7 +269,7 @@ def test_a_damaged_checkpoint_is_kept_for_a_look_and_may_be_given_back(
     assert loaded.step == 6
 
 
-def test_a_run_without_a_whole_checkpoint_does_not_begin_afresh(
+def test_a_run_whose_checkpoints_are_all_damaged_does_not_restart_at_step_1(
     saved: Config, tmp_path: Path
 ) -> None:
     run_dir = copy(saved, tmp_path / "run")
@@ -286,7 +284,7 @@ def test_a_run_without_a_whole_checkpoint_does_not_begin_afresh(
     assert (run_dir / "metrics.jsonl").read_bytes() == kept
 
 
-def test_damage_is_found_while_another_layout_loads(saved: Config, tmp_path: Path) -> None:
+def test_damage_is_detected_when_another_layout_loads(saved: Config, tmp_path: Path) -> None:
     """Also in what no rank of it loads; and in checkpoints of an older version, which have no
     checksums of pieces, and a step count of each parameter."""
     one = replace(saved, dp=1)
@@ -391,7 +389,7 @@ SAYS = {
 }
 
 
-def test_a_named_checkpoint_that_is_wrong_is_refused_and_runs_nothing(
+def test_a_damaged_checkpoint_given_by_path_is_refused_and_runs_no_code(
     saved: Config, tmp_path: Path
 ) -> None:
     """Damaged; or planted, with checksums that are right, for whoever plants it can compute them,

@@ -73,7 +73,7 @@ def train_on_a_disk_that_fills(
     return train_each(config, worker, [config])
 
 
-def test_a_save_that_fails_is_told_and_the_run_goes_on_unless_it_is_the_last(
+def test_a_failed_save_is_reported_and_training_continues_unless_it_is_the_last(
     disk: Path, tmp_path: Path
 ) -> None:
     """Or the user would believe that the run is kept. A save that succeeds in between makes good
@@ -97,7 +97,7 @@ def test_a_save_that_fails_is_told_and_the_run_goes_on_unless_it_is_the_last(
 
 
 @pytest.mark.slow
-def test_the_second_failure_in_a_row_ends_the_run_and_a_later_start_goes_on(
+def test_two_failed_saves_in_a_row_end_the_run_and_it_can_resume(
     disk: Path, tmp_path: Path
 ) -> None:
     truth = a_run(tmp_path / "truth", steps=10)
@@ -117,7 +117,7 @@ def test_the_second_failure_in_a_row_ends_the_run_and_a_later_start_goes_on(
     assert numbers(run_dir) == numbers(Path(truth.run_dir))
 
 
-def test_a_file_that_may_grow_no_more_is_a_failed_save_too(tmp_path: Path) -> None:
+def test_a_file_size_limit_is_a_failed_save(tmp_path: Path) -> None:
     """A quota, for one; without a file system of its own."""
     config = a_run(tmp_path / "run", steps=7)
     [[error]] = run_world(train_with_a_limit, config, tmp_path / "run")

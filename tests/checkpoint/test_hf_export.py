@@ -102,7 +102,7 @@ def test_a_run_exports_its_model_at_its_end_and_from_a_url(llama: Config, tmp_pa
     assert settings["vocab_size"] == ByteTokenizer.vocab_size
 
 
-def test_exporting_takes_the_memory_of_a_file_and_a_tensor(
+def test_export_holds_one_file_and_one_tensor_in_memory(
     llama: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     export(llama.run_dir, str(tmp_path / "at once"))
@@ -124,7 +124,7 @@ def test_exporting_takes_the_memory_of_a_file_and_a_tensor(
     assert most / 2 < max(in_memory) <= most + largest < 0.7 * total
 
 
-def test_damage_is_found_while_it_is_read_and_leaves_no_folder(
+def test_export_detects_damage_and_leaves_no_folder(
     llama: Config, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shutil.copytree(llama.run_dir, tmp_path / "run")
@@ -142,7 +142,7 @@ def test_damage_is_found_while_it_is_read_and_leaves_no_folder(
         deque(rows, maxlen=0)
 
 
-def test_a_folder_that_is_there_is_not_overwritten(
+def test_export_does_not_overwrite_an_existing_folder(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "out").mkdir()
@@ -153,7 +153,7 @@ def test_a_folder_that_is_there_is_not_overwritten(
     assert "no complete checkpoint there" in capsys.readouterr().err
 
 
-def test_what_cannot_be_exported_is_told_before_the_run(tmp_path: Path) -> None:
+def test_a_model_that_cannot_be_exported_is_refused_before_the_run(tmp_path: Path) -> None:
     config = a_run(tmp_path / "run", steps=1, last=False, export="hf")
     assert any("checkpoint.last=true" in str(one) for one in problems(config))
     settings = replace(config.checkpoint, last=True)
@@ -197,7 +197,7 @@ REST = (family for family in FAMILIES if family not in DEFAULT + CHOSEN)
 
 
 @pytest.mark.parametrize("family", [*DEFAULT, *slow(*CHOSEN), *slow(*REST, marks=GRID)])
-def test_a_folder_of_transformers_comes_back_to_the_last_bit(family: str, tmp_path: Path) -> None:
+def test_a_transformers_folder_round_trips_bitwise(family: str, tmp_path: Path) -> None:
     """Folder, a run that changes nothing, folder: names, dtypes and bytes are the same."""
     folder_of(family, tmp_path / "in").to(torch.bfloat16).save_pretrained(tmp_path / "bf16")
     (tmp_path / "bf16" / "tokenizer.json").write_text("{}")

@@ -113,7 +113,7 @@ def told(config: Config) -> str:
     return "\n".join(map(str, problems(config)))
 
 
-def test_a_model_of_other_sizes_is_told_each_of_them(tmp_path: Path) -> None:
+def test_every_size_that_differs_from_the_folder_is_listed(tmp_path: Path) -> None:
     folder = the_folder("llama", tmp_path / "in")
     sizes = LLAMA | {"num_key_value_heads": 4, "rms_norm_eps": 1e-5, "num_hidden_layers": 2}
     text = told(started(tmp_path / "run", Model("llama", sizes), folder))
@@ -126,7 +126,7 @@ def test_a_model_of_other_sizes_is_told_each_of_them(tmp_path: Path) -> None:
     assert "model.hidden_size" not in text
 
 
-def test_what_the_family_does_not_compute_is_refused(tmp_path: Path) -> None:
+def test_a_folder_with_an_unsupported_feature_is_refused(tmp_path: Path) -> None:
     rope = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
     scaled = the_folder("llama", tmp_path / "scaled", rope_parameters=rope)
     text = told(started(tmp_path / "run", Model("llama", LLAMA), scaled))

@@ -94,7 +94,7 @@ def test_only_regular_files_are_opened(
         (tmp_path / "kept").rename(path / name)
 
 
-def test_a_start_marks_or_deletes_what_is_no_file_or_garbled_and_goes_on(
+def test_a_garbled_checkpoint_is_marked_or_deleted_and_the_run_resumes(
     saved: Config, tmp_path: Path
 ) -> None:
     runs = []
@@ -140,7 +140,7 @@ STEPS = ["2", "-3", "7", "1e30", "6.0", "1" + "0" * 30, '"6"', "true", "NaN", "n
 
 
 @pytest.mark.parametrize("name", ["state.json", "files.json", ".metadata"])
-def test_odd_contents_with_right_checksums_are_damage(
+def test_invalid_contents_with_valid_checksums_are_damage(
     run: Config, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Also the state of another step."""
@@ -173,7 +173,7 @@ json_values = st.recursive(
 
 @given(data=st.data())
 @settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
-def test_any_value_in_the_state_is_read_or_is_damage(
+def test_any_value_in_the_saved_state_is_loaded_or_reported_as_damage(
     saved: Config, capsys: pytest.CaptureFixture[str], data: st.DataObject
 ) -> None:
     path = checkpoint(Path(saved.run_dir), 6)
@@ -214,7 +214,7 @@ NAMED = ("result.json", SWEEP_FILE)  # a reader needs what is in these
 
 
 @pytest.mark.parametrize("name", RECORDS)
-def test_an_odd_file_of_a_run_is_named_or_passed_over(name: str, tmp_path: Path) -> None:
+def test_an_unexpected_file_in_a_run_is_named_or_skipped(name: str, tmp_path: Path) -> None:
     for odd in (*ODD, *SPECIAL):
         folder = tmp_path / odd
         folder.mkdir()
@@ -230,7 +230,7 @@ def test_an_odd_file_of_a_run_is_named_or_passed_over(name: str, tmp_path: Path)
             assert odd in SPECIAL and name == "metrics.jsonl" and name in str(error)
 
 
-def test_an_odd_owner_file_does_not_stop_a_run(tmp_path: Path) -> None:
+def test_a_garbled_owner_file_does_not_stop_a_run(tmp_path: Path) -> None:
     for odd in (*ODD, *SPECIAL):
         (tmp_path / odd).mkdir()
         owner = RunDirOwner(tmp_path / odd)
@@ -238,7 +238,7 @@ def test_an_odd_owner_file_does_not_stop_a_run(tmp_path: Path) -> None:
         owner.check()
 
 
-def test_what_is_no_file_is_not_written_to(tmp_path: Path) -> None:
+def test_special_files_are_not_written_to(tmp_path: Path) -> None:
     for odd in SPECIAL.keys() - {"dangling", "device"}:
         (tmp_path / odd).mkdir()
         for name in ("metrics.jsonl", "events.jsonl"):
@@ -250,7 +250,7 @@ def test_what_is_no_file_is_not_written_to(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["result.json", "metrics.jsonl", "config.yaml"])
-def test_the_table_of_a_sweep_survives_an_odd_file_of_a_job(
+def test_the_sweep_table_survives_a_garbled_job_file(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for odd in (*ODD, *SPECIAL):
@@ -274,7 +274,7 @@ WORDS = [*vars(Job(0, "0", [], [])), "status", "value", "error", "step", "loss"]
 
 @given(st.dictionaries(st.sampled_from(WORDS), json_values))
 @settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
-def test_any_object_in_the_files_of_a_sweep_is_a_row_or_a_word(
+def test_any_json_in_a_sweep_file_becomes_a_row_or_an_error_message(
     tmp_path_factory: pytest.TempPathFactory, capsys: pytest.CaptureFixture[str], record: Any
 ) -> None:
     folder = a_sweep(tmp_path_factory.mktemp("sweeps") / "sweep")

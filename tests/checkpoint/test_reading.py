@@ -70,7 +70,7 @@ def own_memory(header: CheckpointHeader, target: Blocks) -> float:
     ],
     ids=["as it was saved", "other rows", "columns", "another dtype"],
 )
-def test_what_a_rank_has_as_the_file_has_it_is_read_into_its_memory(
+def test_a_contiguous_shard_is_read_directly_into_its_tensor(
     header: CheckpointHeader, rows: slice, columns: slice, dtype: torch.dtype, share: float
 ) -> None:
     """In one pass over the bytes, whose checksum is computed on the way."""
@@ -81,7 +81,7 @@ def test_what_a_rank_has_as_the_file_has_it_is_read_into_its_memory(
     assert torch.equal(held, wanted)
 
 
-def test_damage_in_any_byte_of_a_large_tensor_is_found(header: CheckpointHeader) -> None:
+def test_damage_in_any_byte_of_a_large_tensor_is_detected(header: CheckpointHeader) -> None:
     """In the record's own bytes, and in the first and last values; and where the file ends early."""
     path, chunk = Path(str(header.folder)) / FILE, header.tensors["w"].chunks[1]
     whole = path.read_bytes()

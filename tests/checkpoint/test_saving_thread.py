@@ -22,7 +22,7 @@ GPU = torch.device("cuda", 3)
 
 
 @pytest.mark.parametrize("mode", ["async", "async_pinned", "async_process"])
-def test_it_chooses_its_device_before_it_waits_for_it(
+def test_the_saving_thread_sets_its_device_before_it_waits(
     mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     did: list[tuple[str, Any]] = []

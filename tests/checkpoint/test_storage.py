@@ -61,7 +61,7 @@ def save_and_go_on(config: Config, worker: Worker) -> None:
     close_mesh()
 
 
-def test_the_newest_is_that_of_the_last_step(tmp_path: Path) -> None:
+def test_the_latest_checkpoint_is_the_one_of_the_highest_step(tmp_path: Path) -> None:
     """Also where the alphabet has another order."""
     state = {"progress": {}, "val_loss": None, "same": {}, "sequences": 1}
     folder = Storage(tmp_path)
@@ -78,7 +78,7 @@ def test_the_newest_is_that_of_the_last_step(tmp_path: Path) -> None:
         assert str(found) == str(folder.at("step-100000000"))
 
 
-def test_a_run_that_is_done_keeps_as_many_as_it_should_however_it_was_killed(
+def test_retention_holds_after_any_kill(
     tmp_path: Path,
 ) -> None:
     """It was killed once its last checkpoint was there, and older ones were still to be deleted:
@@ -89,7 +89,7 @@ def test_a_run_that_is_done_keeps_as_many_as_it_should_however_it_was_killed(
     assert Storage(tmp_path / "checkpoints").names() == ["step-00000002", "step-00000003"]
 
 
-def test_a_folder_that_will_not_do_is_a_mistake_of_one_line_before_the_start(
+def test_an_unusable_folder_is_a_config_error_before_launch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").write_text("")
@@ -162,7 +162,7 @@ def test_retention_keeps_what_was_asked_for_and_never_removes_the_newest(
     assert again == []
 
 
-def test_a_tensors_file_has_no_crc_beside_its_checksums(tmp_path: Path) -> None:
+def test_tensor_files_have_no_second_checksum(tmp_path: Path) -> None:
     """It would take a third of a save's CPU time. The file is torch's all the same, and torch.save
     computes it elsewhere as before."""
     written = write_tensors(Storage(tmp_path), "a.distcp", [torch.arange(9.0)])

@@ -61,7 +61,7 @@ def load_with_faults(
 
 
 @pytest.mark.slow
-def test_an_error_that_passes_is_tried_again_and_one_that_stays_marks_nothing(
+def test_a_transient_read_error_is_retried_and_a_lasting_one_marks_no_damage(
     saved: Config, tmp_path: Path
 ) -> None:
     """It names file, reason and the older checkpoint, which is not loaded in its place; the next
@@ -99,9 +99,7 @@ def test_an_error_that_passes_is_tried_again_and_one_that_stays_marks_nothing(
         assert (step / MARKER).exists() and not (step / DAMAGED_MARKER).exists()
 
 
-def test_a_rank_that_cannot_read_its_part_is_no_verdict_either(
-    saved: Config, tmp_path: Path
-) -> None:
+def test_an_unreadable_shard_marks_no_damage(saved: Config, tmp_path: Path) -> None:
     """Every rank ends with its reason."""
     config = going_on(saved, Path(shutil.copytree(saved.run_dir, tmp_path / "run")))
     two = [(config, (1, "step-00000006/", errno.ESTALE, 1_000_000))]
@@ -129,7 +127,7 @@ def test_a_folder_that_cannot_be_searched_is_neither_empty_nor_a_leftover(
     assert path.is_dir()
 
 
-def test_a_server_that_does_not_answer_is_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreachable_server_marks_no_damage(monkeypatch: pytest.MonkeyPatch) -> None:
     """Errors of a URL's file system have types of their own."""
     folder = Storage("memory://runs/step-00000001")
     state = {"step": 1, "progress": {}, "val_loss": None, "same": {}, "sequences": 1}
@@ -164,7 +162,7 @@ def test_list_and_verify_say_unreadable_and_not_damaged(
     assert "damaged" not in out
 
 
-def test_a_mark_is_told_and_lifted_after_all_bytes_were_found_right(
+def test_a_damage_mark_is_removed_once_all_bytes_verify(
     run: Config, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = Path(run.run_dir)

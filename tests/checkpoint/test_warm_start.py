@@ -117,7 +117,9 @@ def test_a_run_starts_from_the_weights_of_another(source: Path, tmp_path: Path) 
     assert run.told.endswith("/step-00000002: 21 parameters loaded")
 
 
-def test_the_same_command_goes_on_and_does_not_start_again(source: Path, tmp_path: Path) -> None:
+def test_the_same_command_resumes_instead_of_warm_starting_again(
+    source: Path, tmp_path: Path
+) -> None:
     """Even where the source has gone."""
     gone = Path(shutil.copytree(source, tmp_path / "copy"))
     run_world(start_and_go_on, warm(tmp_path / "run", gone), tmp_path / "run", gone)
@@ -133,7 +135,7 @@ def start_and_go_on(config: Config, worker: Worker, gone: Path) -> None:
     assert load(run, config, 0).step == 1
 
 
-def test_names_and_shapes_that_differ_are_an_error_unless_names_may(
+def test_different_names_or_shapes_are_errors_unless_names_are_mapped(
     source: Path, tmp_path: Path
 ) -> None:
     def other_blocks(found: dict[str, Any]) -> None:

@@ -51,7 +51,7 @@ def shared(memory: HostMemory) -> list[torch.Tensor]:
     return list(copies.values())
 
 
-def test_it_writes_what_the_trainer_would_and_survives_errors_and_signals(
+def test_the_writer_process_writes_the_same_checkpoint_and_survives_errors_and_signals(
     memory: HostMemory, writer: WriterProcess, tmp_path: Path
 ) -> None:
     folder = Storage(tmp_path)
@@ -71,7 +71,7 @@ def test_it_writes_what_the_trainer_would_and_survives_errors_and_signals(
     assert process.returncode == 0, "it ends by itself with its trainer's socket"
 
 
-def test_one_that_dies_or_does_not_answer_fails_the_save_and_another_is_started(
+def test_a_dead_or_hung_writer_process_fails_the_save_and_is_replaced(
     memory: HostMemory, tmp_path: Path
 ) -> None:
     writer = WriterProcess(memory, timeout=0.5)
@@ -94,7 +94,7 @@ def train_and_wait(connection: Any) -> None:
     time.sleep(60)
 
 
-def test_it_is_gone_when_its_trainer_is_killed() -> None:
+def test_the_writer_process_ends_when_its_trainer_is_killed() -> None:
     """Also while it is held up in a write, where it does not see the end of its socket."""
     ours, theirs = fork_context().Pipe()
     trainer = fork_context().Process(target=train_and_wait, args=(theirs,), daemon=True)

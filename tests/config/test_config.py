@@ -303,7 +303,7 @@ def pasted(line: str) -> list[str]:
     return shown.stdout.decode().split("\0")[:-1]
 
 
-def test_a_printed_command_can_be_pasted_whatever_the_folder_is_called(tmp_path: Path) -> None:
+def test_a_printed_command_is_quoted_for_the_shell(tmp_path: Path) -> None:
     """Of a run, in its config.yaml, and of a sweep, whose folder is also a value of an override."""
     for name in FOLDERS:
         folder = tmp_path / name
@@ -317,7 +317,7 @@ def test_a_printed_command_can_be_pasted_whatever_the_folder_is_called(tmp_path:
         assert override.key_or_group == "run_dir" and str(override.value()) == str(folder)
 
 
-def test_a_path_that_no_line_could_show_is_refused() -> None:
+def test_a_path_with_control_characters_is_refused() -> None:
     for name in ("a\nb", "a\rb", "\x1b[31m"):
         found = problems(Config(run_dir=name, checkpoint=Checkpoint(folder=name)))
         assert [problem.key for problem in found] == ["run_dir", "checkpoint.folder"]

@@ -55,7 +55,7 @@ def told(plain: dict[str, Any]) -> list[Problem]:
 
 @settings(max_examples=100, deadline=None)
 @given(st.sampled_from(KEYS), NUMBERS)
-def test_any_number_is_refused_or_can_be_computed_with(key: str, value: float) -> None:
+def test_any_number_is_refused_or_works(key: str, value: float) -> None:
     plain = with_value(key, value)
     problems = told(plain)
     assert all(str(problem) for problem in problems)
@@ -67,7 +67,7 @@ def test_any_number_is_refused_or_can_be_computed_with(key: str, value: float) -
 
 
 @pytest.mark.parametrize("value", BEYOND, ids=lambda value: f"{str(value):.9}")
-def test_no_key_takes_a_number_beyond_all_bounds(value: float) -> None:
+def test_every_numeric_key_has_bounds(value: float) -> None:
     for key in KEYS:
         assert key in {problem.key for problem in told(with_value(key, value))}
 
@@ -162,13 +162,13 @@ def test_each_rule_between_keys_has_its_row() -> None:
         )
 
 
-def test_a_way_out_that_leads_nowhere_is_not_proposed() -> None:
+def test_a_fix_that_fails_is_not_proposed() -> None:
     rule = validate.Rule("seed", lambda c: c.seed < 5, "is {c.seed}", "seed=4 or seed=9")
     (problem,) = validate.broken_rules([rule], Config(seed=3))
     assert (problem.reason, problem.fix) == ("is 3", "seed=9")
 
 
-def test_the_check_refuses_it_without_building_anything() -> None:
+def test_check_refuses_without_building_anything() -> None:
     for key, value in {
         "data.vocab_size": 10**14,
         "model.num_hidden_layers": 10**6,
@@ -196,7 +196,7 @@ def named_in(fix: str) -> list[dict[str, int]]:
     replicate=SMALL,
     world_size=st.integers(2, 64),
 )
-def test_each_mesh_that_is_named_would_run_on_the_processes_that_are_there(
+def test_every_proposed_mesh_fits_the_world_size(
     pp: int, dp: int, tp: int, each: int, microbatches: int | None, replicate: int, world_size: int
 ) -> None:
     config = Config(
@@ -221,7 +221,7 @@ def test_each_mesh_that_is_named_would_run_on_the_processes_that_are_there(
         assert meshes or problems(one, world_size)
 
 
-def test_the_meshes_most_like_the_one_that_was_asked_for_come_first(
+def test_proposed_meshes_are_ordered_by_similarity(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     (problem,) = problems(Config(pp=2, dp=2), world_size=2)
@@ -254,7 +254,7 @@ def test_the_meshes_most_like_the_one_that_was_asked_for_come_first(
     machines=st.integers(1, 8),
     each=SMALL,
 )
-def test_tensor_parallel_ranks_on_several_machines_are_a_warning_with_a_mesh_that_is_not(
+def test_tp_across_nodes_is_a_warning_that_proposes_a_mesh(
     tp: int, pp: int, dp: int, local: int, machines: int, each: int
 ) -> None:
     config = Config(pp=pp, dp=dp, tp=tp, batch_size=dp * each)
@@ -268,7 +268,7 @@ def test_tensor_parallel_ranks_on_several_machines_are_a_warning_with_a_mesh_tha
         assert problems(named, config.world_size) == []
 
 
-def test_what_is_said_of_tensor_parallel_ranks_on_several_machines() -> None:
+def test_tp_across_nodes_warning_text() -> None:
     assert placement_warning(Config(tp=16), 8) == (
         "tp=16 on machines of 8 ranks: the activations of every layer go over the network; "
         "pp=1 dp=2 tp=8 keeps them within a machine"

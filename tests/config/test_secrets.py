@@ -86,14 +86,14 @@ HARMLESS = [
 ]
 
 
-def test_a_credential_in_a_text_is_shown_as_stars_and_what_looks_a_little_like_one_is_not() -> None:
+def test_credentials_in_text_are_redacted_and_lookalikes_are_not() -> None:
     for text, shown in TEXTS.items():
         assert redact(text) == redact(redact(text)) == shown
     for text in HARMLESS:
         assert redact(text) == text and not list(find_secrets({"key": text}))
 
 
-def test_names_of_secrets_are_told_from_names_of_tokens_keys_and_places() -> None:
+def test_secret_names_are_distinguished_from_token_and_key_names() -> None:
     for name in (
         *("password", "db_pwd", "api_key", "apiKey", "token", "hf_token", "authToken", "secret"),
         *("access_key", "aws_secret_access_key", "client_secret", "private_key", "credentials"),
@@ -111,7 +111,7 @@ def test_names_of_secrets_are_told_from_names_of_tokens_keys_and_places() -> Non
     assert not list(secret_problems(to_plain(Config())))
 
 
-def test_values_of_secret_environment_variables_are_found_however_they_are_written(
+def test_values_of_secret_environment_variables_are_redacted_in_any_encoding(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("MY_DB_PASSWORD", VALUE)
@@ -133,7 +133,7 @@ def test_values_of_secret_environment_variables_are_found_however_they_are_writt
     assert redact("short, disabled, /etc/hosts") == "short, disabled, /etc/hosts"
 
 
-def test_a_config_that_holds_a_secret_is_refused_and_the_secret_not_shown(
+def test_a_config_with_a_secret_is_refused_without_printing_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Wherever it is; told alone, for another room might quote it."""
@@ -158,7 +158,7 @@ def test_a_config_that_holds_a_secret_is_refused_and_the_secret_not_shown(
     assert "data.under=***: it contains the value of the environment variable HF_TOKEN" in text
 
 
-def test_a_command_line_is_looked_at_before_it_is_understood() -> None:
+def test_a_command_line_is_checked_for_secrets_before_it_is_parsed() -> None:
     """All values of a sweep, keys that do not exist, and Hydra's own."""
     words = ["seed=1", "data.path=a,https://me:sesame@h/x", "+nonsense.password=a,b", "~data.path"]
     words += ["hydra.sweep.dir=s3://me:sesame@b", "data.tokenizer=x", "data.text_key=y"]
@@ -183,7 +183,7 @@ def test_a_mistake_at_a_secrets_key_does_not_show_it() -> None:
 
 @given(value=st.recursive(st.text() | st.integers() | st.none() | st.floats(), st.lists))
 @settings(max_examples=20, deadline=None)
-def test_what_is_no_secret_is_shown_as_it_is(value) -> None:
+def test_non_secrets_are_not_redacted(value) -> None:
     if not list(find_secrets(value, "key")):
         assert [redact_value("key", value)] == [value]
 
@@ -241,7 +241,9 @@ def leaks(folder: Path, *more: str) -> list[str]:
 
 
 @pytest.mark.slow
-def test_an_error_that_quotes_a_secret_leaves_it_nowhere(planted: None, tmp_path: Path) -> None:
+def test_an_error_that_quotes_a_secret_is_redacted_in_every_file(
+    planted: None, tmp_path: Path
+) -> None:
     """Not in any rank's log, error file or result, events, checkpoint or W&B's files."""
     words = ["data=synthetic", "data.name=leaky.data", "pp=2", "run_dir=run"]
     words += ["logger=wandb", "checkpoint.every=1", "verify=off"]  # else it is the first to fail

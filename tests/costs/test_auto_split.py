@@ -118,16 +118,14 @@ def own(**changes: Any) -> Config:
 # --- costs -------------------------------------------------------------------------------------
 
 
-def test_flops_are_those_of_the_matrices_forward_and_backward_and_of_what_is_between_units() -> (
-    None
-):
+def test_flops_count_the_matmuls_of_forward_and_backward() -> None:
     tokens = ROWS * TOKENS
     layers = [6 * tokens * 2 * WIDTH * wide for wide in (8, 8, 32, 8)]
     # embedding, blocks, and the last unit with the tied head, which no module calls
     assert mixed().flops() == [0, *layers, 6 * tokens * WIDTH * VOCAB]
 
 
-def test_parameters_that_two_units_use_are_held_once_in_a_stage() -> None:
+def test_shared_parameters_count_once_in_a_stage() -> None:
     held = mixed().parameter_table(lambda p: p.numel())
     tied, layer = VOCAB * WIDTH, 2 * WIDTH * 8 + WIDTH + 8
     assert held[0, 1] == tied and held[5, 6] == tied and held[1, 2] == layer
@@ -135,11 +133,11 @@ def test_parameters_that_two_units_use_are_held_once_in_a_stage() -> None:
     assert held[1, 6] == held[0, 6]
 
 
-def test_what_a_unit_is_given_twice_is_held_once() -> None:
+def test_an_activation_passed_twice_to_a_module_counts_once() -> None:
     assert mixed(Twice).saved_bytes()[1] == 4 * ROWS * TOKENS * WIDTH
 
 
-def test_memory_is_what_the_backward_waits_for() -> None:
+def test_activation_memory_is_what_the_backward_needs() -> None:
     tokens, fp32 = ROWS * TOKENS, 4
     saved = mixed().saved_bytes()
     # of a block: its input, what GELU takes and what it gives
@@ -154,7 +152,7 @@ def test_memory_of_attention_does_not_grow_with_the_square_of_the_sequence() -> 
     assert [x / y for x, y in zip(long, short, strict=True)] == pytest.approx([4] * 11, rel=0.02)
 
 
-def test_memory_of_a_chunked_loss_is_without_logits() -> None:
+def test_a_chunked_loss_holds_no_logits() -> None:
     config = tiny(
         pp=2,
         model=Custom(
@@ -194,7 +192,7 @@ _OF_SGD = {"*mlp*": ParameterGroup(optimizer="sgd")}
         (OwnOptimizer("torch.optim.Adam", {"amsgrad": True}), 12, 12, 12),
     ],
 )
-def test_each_parameter_counts_with_what_its_own_optimizer_keeps(
+def test_optimizer_state_bytes_follow_each_parameters_optimizer(
     optimizer: Any, mlp: int, attention: int, norm: int
 ) -> None:
     config = tiny(dp=2, optimizer=optimizer)
@@ -236,7 +234,7 @@ def test_microbatches_in_flight_follow_from_the_order() -> None:
     assert flying[0] == max(flying) and len(flying) == 8
 
 
-def test_a_unit_that_cannot_run_alone_is_an_error_with_a_way_out() -> None:
+def test_a_module_that_cannot_run_alone_is_an_error_with_a_fix() -> None:
     config = own(args={"broken": True}, split=AutoSplit())
     with pytest.raises(ConfigError) as caught:
         make_plan(config)
@@ -276,7 +274,7 @@ def test_a_driver_measures_nothing() -> None:
     assert make_plan(tiny(pp=2, split=AutoSplit(cost="time"))).auto_split.cost == "flops"
 
 
-def test_times_hold_for_the_same_shapes_alone() -> None:
+def test_measured_times_are_reused_only_for_the_same_shapes() -> None:
     signatures = [unit_costs_of(tiny(seq_len=n)).signature for n in (8, 8, 16)]
     assert signatures[0] == signatures[1] != signatures[2]
 
@@ -301,7 +299,7 @@ def stages_twice(config: Config, worker: Worker) -> tuple[int, Any, list[list[li
     return measured.call_count, times if worker.rank == 0 else None, found
 
 
-def test_times_are_measured_by_one_rank_alone_shared_and_kept(tmp_path: Path) -> None:
+def test_one_rank_measures_times_and_shares_them(tmp_path: Path) -> None:
     """Of layers that are divided, too: the other ranks do not answer what a layer exchanges."""
     config = tiny(pp=2, tp=2, layers=2, split=AutoSplit(cost="time"), loss=ChunkedCrossEntropy())
     ranks = run_world(stages_twice, config, tmp_path)
@@ -312,7 +310,7 @@ def test_times_are_measured_by_one_rank_alone_shared_and_kept(tmp_path: Path) ->
     assert stages[1][1] == ["lm_head"]
 
 
-def test_costs_as_people_read_them() -> None:
+def test_costs_are_printed_in_readable_units() -> None:
     flop = [units.flop(count) for count in (999, 1234, 999_960_000, 2e21)]
     assert flop == ["999 FLOP", "1.2 kFLOP", "1.0 GFLOP", "2000.0 EFLOP"]
     times = [units.short_time(seconds) for seconds in (12.34e-6, 0.99996, 0.0045)]

@@ -68,7 +68,7 @@ def weight(split: CostedSplit) -> int:
 
 
 @pytest.mark.parametrize("kinds", ["single", "vee", "loop", "any"])
-def test_no_split_is_lighter_or_none_that_is_a_unit_away(kinds: str) -> None:
+def test_no_other_split_costs_less(kinds: str) -> None:
     """With one stage a rank no split at all is; with several none where one unit is moved."""
 
     @settings(max_examples=30, deadline=None)

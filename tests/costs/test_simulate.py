@@ -17,7 +17,7 @@ from titanlike.torch_private.pipeline_skips import skip_posts
 
 
 @pytest.mark.parametrize("p", [1, 2, 4, 8])
-def test_bubbles_are_the_closed_forms(p: int) -> None:
+def test_simulated_bubbles_match_the_closed_forms(p: int) -> None:
     """(p - 1) / (v m + p - 1): arXiv 1811.06965, 2104.04473 section 2.2. With F = I = W all that is
     left of it is a third where backwards are split, also of dualpipev as torch runs it: a pair of a
     forward and a backward is one after the other.
@@ -42,7 +42,7 @@ def test_bubbles_are_the_closed_forms(p: int) -> None:
     st.integers(2, 3),
     st.sampled_from([0.0, 0.1, 0.5]),
 )
-def test_events_are_those_of_the_lists_that_torch_runs(
+def test_simulated_events_match_torchs_action_lists(
     name: str, pp: int, microbatches: int, stages_per_rank: int, message: float
 ) -> None:
     """By the longest path through torch's own lists, computed another way."""
@@ -60,7 +60,7 @@ def test_events_are_those_of_the_lists_that_torch_runs(
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "zbh1"])
-def test_a_skip_that_takes_long_is_waited_for(name: str) -> None:
+def test_a_stage_waits_for_a_slow_skip_connection(name: str) -> None:
     """As in the lists of torch's actions with the messages of skips among them."""
     order, message = order_of(name, 4, 8), 3.0
     unit = Duration(1), Duration(2), Duration(1), Duration(1)
@@ -97,7 +97,7 @@ def test_gathers_reductions_and_updates_hold_up_their_rank() -> None:
     assert both[1].exchanges == [12, 0] and both[1].pipeline == both[0].pipeline + 12
 
 
-def test_what_a_link_does_beside_the_computation_ends_behind_it() -> None:
+def test_communication_overlaps_with_compute() -> None:
     """By hand: gathers of the unit that runs next, reductions of the one that has ended, in one
     stream."""
     assert overlapped_seconds([2, 2], []) == 4
@@ -109,7 +109,7 @@ def test_what_a_link_does_beside_the_computation_ends_behind_it() -> None:
     assert overlapped_seconds([4, 4], [1, 2], [1, 1]) == 9
 
 
-def test_a_host_that_is_slower_than_the_device_holds_it_up() -> None:
+def test_a_slow_host_delays_the_device() -> None:
     order = order_of("1f1b", 1, 4)
     quick, slow_host = Duration(1, 0.5), Duration(1, 2.0)
     times = StageTimes(quick, quick, quick, quick)

@@ -49,7 +49,7 @@ def answers(sample: dict[str, torch.Tensor]) -> str:
     return bytes(ord("|") if token == 256 else token for token in learned).decode()
 
 
-def test_loss_is_on_the_answers_alone_and_conversations_are_packed_whole(tmp_path: Path) -> None:
+def test_only_answers_have_loss_and_conversations_are_packed_unsplit(tmp_path: Path) -> None:
     data = open_data(chat(tmp_path))
     seen = "".join(
         answers(source[i]) for source in (data.train, data.validation) for i in range(len(source))
@@ -121,7 +121,9 @@ IM += "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
         ("", [256, 71], {258, 256, 71}),
     ],
 )
-def test_all_that_ends_an_answer_is_known(eos: str, ends: Any, known: set, tmp_path: Path) -> None:
+def test_every_end_of_answer_token_is_known(
+    eos: str, ends: Any, known: set, tmp_path: Path
+) -> None:
     folder = chatml_folder(tmp_path / "tokenizer", eos, ends)
     assert find_template(None, str(folder)).ends == known
     if ends is None:
@@ -197,7 +199,7 @@ def test_a_file_that_cannot_be_read_is_named_and_not_the_cache(tmp_path: Path) -
         open_data(config)
 
 
-def test_what_is_cut_or_left_out_is_counted(tmp_path: Path) -> None:
+def test_truncated_and_dropped_conversations_are_counted(tmp_path: Path) -> None:
     """An answer behind seq_len is no answer; the ids of the others are those of transformers that
     truncates."""
     long = {"messages": [{"role": "user", "content": "x" * 50}, *conversation(0)["messages"][1:]]}

@@ -79,7 +79,7 @@ def write(kind: str, folder: Path) -> Path:
 @pytest.mark.parametrize(
     "kind", ["jsonl.gz", "json", "parquet", "orc", "arrow file", "saved", "splits"]
 )
-def test_any_file_of_rows_is_read_and_said_in_the_description(kind: str, tmp_path: Path) -> None:
+def test_every_row_format_is_read_and_described(kind: str, tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     data = open_data(chat(tmp_path, path=str(write(kind, tmp_path / "data"))))
     seen = "".join(answers(s[i]) for s in (data.train, data.validation) for i in range(len(s)))
@@ -119,9 +119,7 @@ def test_a_tool_call_is_written_as_its_template_wants_it(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("marked", [False, True])
-def test_an_answer_of_weight_0_and_one_within_a_prompt_are_not_learned(
-    marked: bool, tmp_path: Path
-) -> None:
+def test_answers_of_weight_0_or_within_a_prompt_have_no_loss(marked: bool, tmp_path: Path) -> None:
     end = "{{ m.content }}{{ eos_token }}"
     source = "{% for m in messages %}{{ m.role }}:{% if m.role == 'assistant' %}"
     source += "{% generation %}" + end + "{% endgeneration %}" if marked else end

@@ -29,7 +29,7 @@ def threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == DATA_THREAD]
 
 
-def test_items_come_in_order_and_one_ahead_of_their_use() -> None:
+def test_batches_are_prefetched_in_order() -> None:
     taken, used = list[int](), list[int]()
 
     def source() -> Iterator[int]:
@@ -59,7 +59,7 @@ def test_an_error_comes_in_the_step_whose_batch_it_is() -> None:
 
 
 @pytest.mark.parametrize("end", ["close", "drop", "error"])
-def test_a_stream_that_is_left_leaves_no_thread(end: str) -> None:
+def test_an_abandoned_iterator_leaves_no_thread(end: str) -> None:
     stream = one_ahead(iter(range(10**9)))
     assert next(stream) == 0 and len(threads()) == 1
     if end == "close":
@@ -117,7 +117,7 @@ class RecordedStreams:
 
 
 @pytest.mark.parametrize("in_thread", [True, False])
-def test_each_batch_is_waited_for_by_the_event_of_its_own_copy(
+def test_each_batch_waits_for_the_event_of_its_own_copy(
     monkeypatch: pytest.MonkeyPatch, in_thread: bool
 ) -> None:
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor.clone())  # needs a GPU
@@ -138,7 +138,7 @@ def test_each_batch_is_waited_for_by_the_event_of_its_own_copy(
     assert streams.threads == {DATA_THREAD if in_thread else "MainThread"}
 
 
-def test_a_rank_gets_the_values_that_its_stages_read(tmp_path: Path) -> None:
+def test_a_rank_copies_only_the_fields_its_stages_read(tmp_path: Path) -> None:
     found = run_world(_fields, tiny(pp=3, layers=3, batch_size=12), tmp_path)
     assert found == [{"inputs"}, set(), {"targets"}]
 

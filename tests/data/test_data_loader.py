@@ -55,7 +55,7 @@ def run_of(config: Config, steps: int, start: int = 0) -> torch.Tensor:
     return torch.cat(ranks, 1)
 
 
-def test_sequences_are_what_the_file_holds(tmp_path: Path) -> None:
+def test_sequences_match_the_token_file(tmp_path: Path) -> None:
     """Targets are the next tokens, no training token is in validation, an epoch has all of it."""
     config = token_config(tmp_path)
     data = open_data(config)
@@ -84,7 +84,7 @@ def test_every_mesh_reads_the_same_global_batches(tmp_path: Path, name: str) -> 
 
 @settings(max_examples=6, deadline=None)
 @given(start=st.integers(0, 400), dp=st.sampled_from([1, 2, 4]))
-def test_a_run_goes_on_at_any_step_in_any_layout(
+def test_data_resumes_at_any_step_in_any_layout(
     tmp_path_factory: pytest.TempPathFactory, start: int, dp: int
 ) -> None:
     config = token_config(tmp_path_factory.mktemp("tokens"))
@@ -93,7 +93,7 @@ def test_a_run_goes_on_at_any_step_in_any_layout(
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_loader_processes_go_on_at_any_step_too(tmp_path: Path, workers: int) -> None:
+def test_loader_processes_resume_at_any_step(tmp_path: Path, workers: int) -> None:
     config = token_config(tmp_path)
     expected = run_of(config, steps=9)[5:]
     config.data.workers = workers
@@ -196,7 +196,7 @@ def test_a_loader_process_maps_the_file_instead_of_copying_it(tmp_path: Path) ->
     assert torch.equal(pickle.loads(pickled)[9]["inputs"], source[9]["inputs"])
 
 
-def test_a_file_of_numpy_is_read_as_well(tmp_path: Path) -> None:
+def test_a_numpy_file_is_read(tmp_path: Path) -> None:
     config = token_config(tmp_path)
     expected = run_of(config, steps=3)
     np.save(tmp_path / "tokens.npy", np.arange(1000))
@@ -235,7 +235,7 @@ def test_random_tokens_are_uniform_and_validation_has_others() -> None:
     assert len(counts) == 10 and (counts - 2000).abs().max() < 250
 
 
-def test_a_function_of_ones_own_gives_the_data() -> None:
+def test_a_custom_function_provides_the_data() -> None:
     """Further fields, and samples of other lengths: `test_variable_length.py`."""
     custom = Custom("support.samples.phrases", {"bucket": 16, "workers": 1})
     config = Config(data=custom, seq_len=16, batch_size=4, device="cpu")
@@ -301,7 +301,7 @@ def test_text_too_short_for_a_sequence_says_which_length_works(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_token_outside_of_the_vocabulary_is_no_silent_error(tmp_path: Path, workers: int) -> None:
+def test_a_token_outside_of_the_vocabulary_is_an_error(tmp_path: Path, workers: int) -> None:
     config = token_config(tmp_path)
     config.data.vocab_size = 500
     config.data.workers = workers

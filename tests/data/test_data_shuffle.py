@@ -23,7 +23,9 @@ def test_every_epoch_reads_every_sample_exactly_once(size: int, seed: int, epoch
 
 @settings(max_examples=15, deadline=None)
 @given(size=st.one_of(sizes, st.just(2**40)), seed=seeds, start=st.integers(0, 2**45))
-def test_one_position_is_the_same_alone_as_among_others(size: int, seed: int, start: int) -> None:
+def test_a_position_maps_to_the_same_sample_alone_and_in_bulk(
+    size: int, seed: int, start: int
+) -> None:
     positions = np.arange(start, start + 12).reshape(3, 4)
     together = shuffled_index(positions, size, seed)
     alone = [[shuffled_index(int(j), size, seed) for j in row] for row in positions]
@@ -32,7 +34,7 @@ def test_one_position_is_the_same_alone_as_among_others(size: int, seed: int, st
 
 
 @pytest.mark.parametrize("size", [20, 10_000])
-def test_epochs_and_seeds_have_orders_of_their_own(size: int) -> None:
+def test_epochs_and_seeds_have_different_orders(size: int) -> None:
     positions = np.arange(size)
     orders = [
         shuffled_index(positions + epoch * size, size, seed)
@@ -65,7 +67,7 @@ def test_the_order_is_fair(size: int) -> None:
     skipped=st.integers(0, 200),
     seed=st.integers(0, 2**32),
 )
-def test_similar_lengths_keep_epochs_apart(
+def test_length_buckets_do_not_mix_epochs(
     batch: int, epoch_steps: float, skipped: int, seed: int
 ) -> None:
     """Each epoch has each sample once, no batch has a copy, whether or not the batch divides the

@@ -74,7 +74,7 @@ def read_back(prepared: TokenizedCorpus, part: str, decode) -> list[str]:
 
 
 @pytest.mark.parametrize("text", ["", "plain", "größe 日本 🙂", "<|endoftext|>\x00\r\n"])
-def test_bytes_give_any_text_back(text: str) -> None:
+def test_byte_tokens_round_trip_any_text(text: str) -> None:
     tokenizer = ByteTokenizer()
     ids = tokenizer.encode(text)
     assert tokenizer.decode([tokenizer.boundary, *ids]) == text
@@ -85,7 +85,7 @@ def test_bytes_give_any_text_back(text: str) -> None:
     ("kind", "tokenizer"),
     [("folder", "bytes"), ("jsonl", "endoftext"), ("parquet", "no boundary")],
 )
-def test_any_text_and_tokenizer_read_back_with_nothing_in_both_parts(
+def test_text_round_trips_and_train_and_validation_are_disjoint(
     tmp_path: Path, kind: str, tokenizer: str
 ) -> None:
     """Also text that spells a boundary, and a tokenizer.json that asks for truncation."""
@@ -127,7 +127,7 @@ def lines(rows: list[dict[str, Any]]) -> bytes:
         *("arrow stream", "orc", "saved by datasets", "struct column"),
     ],
 )
-def test_a_folder_of_others_gives_its_texts(kind: str, tmp_path: Path) -> None:
+def test_every_text_format_in_a_folder_is_read(kind: str, tmp_path: Path) -> None:
     """RedPajama's, Dolma's, datasets': compressed, also .json of lines, text one level down."""
     folder, texts = tmp_path / "corpus", TEXTS[:20]
     (folder / "part").mkdir(parents=True)
@@ -167,7 +167,9 @@ def test_a_json_file_without_texts_is_a_document_itself(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("fraction", [0.01, 0.99])
-def test_a_few_documents_give_both_parts_too(tmp_path: Path, count: int, fraction: float) -> None:
+def test_few_documents_are_split_into_train_and_validation(
+    tmp_path: Path, count: int, fraction: float
+) -> None:
     """A single document is cut in two; of several, each is whole in one part."""
     texts = [chr(ord("a") + i) * 1000 for i in range(count)]
     path = write_jsonl(tmp_path / "few.jsonl", texts)
@@ -184,7 +186,7 @@ def test_a_few_documents_give_both_parts_too(tmp_path: Path, count: int, fractio
         assert sorted(train + held) == texts
 
 
-def test_the_cache_is_used_again_and_renewed_when_something_changes(tmp_path: Path) -> None:
+def test_the_token_cache_is_reused_until_an_input_changes(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", TEXTS)
     data = TextData(path=str(path), cache=str(tmp_path / "cache"))
     first = tokenized(data, ByteTokenizer())
@@ -211,7 +213,7 @@ def test_the_cache_is_used_again_and_renewed_when_something_changes(tmp_path: Pa
     assert again.path("train").stat().st_size == 2 * again.tokens["train"]
 
 
-def test_processes_that_prepare_at_once_agree(tmp_path: Path) -> None:
+def test_concurrent_processes_write_one_cache(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", TEXTS * 20)
     data = TextData(path=str(path), cache=str(tmp_path / "cache"))
     with ProcessPoolExecutor(4) as pool:
@@ -271,7 +273,7 @@ def test_a_missing_column_lists_those_that_exist(tmp_path: Path) -> None:
         assert str(raised.value).startswith(f"data.text_key={text_key}")
 
 
-def test_half_a_surrogate_pair_in_json_is_no_crash(tmp_path: Path) -> None:
+def test_a_lone_surrogate_in_json_is_handled(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "a\\ud800b"}\n')
     assert list(documents([path], "text")) == ["a?b"]

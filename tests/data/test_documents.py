@@ -62,7 +62,7 @@ def test_a_document_begins_at_each_boundary(tmp_path: Path, workers: int) -> Non
 
 
 @pytest.mark.parametrize("changes", [{}, {"tied": True}, {"family": "gpt2"}], ids=str)
-def test_a_document_among_others_has_the_logits_of_itself_alone(
+def test_a_packed_document_has_the_logits_it_has_alone(
     tmp_path: Path, changes: dict[str, Any]
 ) -> None:
     config = packed(tmp_path, **changes)
@@ -83,7 +83,7 @@ def test_a_document_among_others_has_the_logits_of_itself_alone(
 
 @pytest.mark.parametrize("kind", ["text", "tokens"])
 @pytest.mark.parametrize("on", [True, False])
-def test_the_example_is_like_a_batch(tmp_path: Path, kind: str, on: bool) -> None:
+def test_the_example_input_has_the_shapes_of_a_batch(tmp_path: Path, kind: str, on: bool) -> None:
     data: Any = text(tmp_path)
     if kind == "tokens":
         np.save(tmp_path / "a.npy", np.arange(4000) % 50)
@@ -103,7 +103,7 @@ def told(config: Config) -> str:
     return "\n".join(map(str, problems(config)))
 
 
-def test_a_model_without_documents_is_told_what_to_write(tmp_path: Path) -> None:
+def test_a_model_without_document_masks_is_refused_with_a_fix(tmp_path: Path) -> None:
     model = Custom(f"{Lstm.__module__}.{Lstm.__name__}")
     config = packed(tmp_path, run_dir=str(tmp_path / "run"))
     text = told(replace(config, model=model))

@@ -50,7 +50,7 @@ def random_tokens() -> np.ndarray:
 tokens = pytest.fixture(random_tokens)
 
 
-def test_the_same_tokens_are_the_same_data_wherever_and_however_they_are_stored(
+def test_the_fingerprint_does_not_depend_on_where_tokens_are_stored(
     tokens: np.ndarray, tmp_path: Path
 ) -> None:
     first = of(token_file(tmp_path / "a.bin", tokens))
@@ -62,7 +62,7 @@ def test_the_same_tokens_are_the_same_data_wherever_and_however_they_are_stored(
 
 @settings(max_examples=10, deadline=None)
 @given(data=st.data())
-def test_any_other_token_and_any_other_length_are_other_data(
+def test_any_changed_token_or_length_changes_the_fingerprint(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
     folder = tmp_path_factory.mktemp("tokens")
@@ -85,7 +85,7 @@ def test_any_other_token_and_any_other_length_are_other_data(
         assert fingerprint_changes(first, of(token_file(folder / "b.bin", other)))
 
 
-def test_documents_and_the_share_for_validation_are_part_of_the_data(
+def test_the_fingerprint_covers_documents_and_the_validation_split(
     tokens: np.ndarray, tmp_path: Path
 ) -> None:
     data = token_file(tmp_path / "a.bin", tokens)
@@ -99,7 +99,7 @@ def test_documents_and_the_share_for_validation_are_part_of_the_data(
         assert changes and any(change.startswith(name) for change in changes), keys
 
 
-def test_a_text_is_its_content_and_its_tokenizer(tmp_path: Path) -> None:
+def test_the_fingerprint_of_text_covers_content_and_tokenizer(tmp_path: Path) -> None:
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
         (tmp_path / name / f"{name}.txt").write_text("the same words, more than once " * 50)
@@ -111,7 +111,7 @@ def test_a_text_is_its_content_and_its_tokenizer(tmp_path: Path) -> None:
     assert fingerprint_changes(first, {**first, "tokenizer": "another"})
 
 
-def test_random_tokens_are_their_size_and_seed() -> None:
+def test_the_fingerprint_of_random_tokens_covers_size_and_seed() -> None:
     first = of(SyntheticData())
     assert of(SyntheticData()) == first
     assert fingerprint_changes(first, of(SyntheticData(vocab_size=255)))
@@ -151,7 +151,7 @@ def of_own(**arguments: Any) -> dict[str, Any]:
     return of(Custom(f"{__name__}.own", arguments), seq_len=8)
 
 
-def test_a_users_own_data_are_their_length_and_samples() -> None:
+def test_the_fingerprint_of_custom_data_covers_length_and_samples() -> None:
     first = of_own()
     assert of_own() == first == of_own(workers=2, changed=True)
     for arguments in ({"size": 101}, {"shift": 1}, {"bucket": 4}):
@@ -161,7 +161,7 @@ def test_a_users_own_data_are_their_length_and_samples() -> None:
 
 
 @pytest.mark.parametrize("drawn", ["torch", "python", "numpy"])
-def test_samples_that_are_random_refuse_no_resume_and_change_no_random_numbers(drawn: str) -> None:
+def test_random_samples_do_not_block_a_resume(drawn: str) -> None:
     torch.manual_seed(1), random.seed(1), np.random.seed(1)
     expected = torch.rand(1), random.random(), np.random.rand()
     torch.manual_seed(1), random.seed(1), np.random.seed(1)
@@ -172,7 +172,7 @@ def test_samples_that_are_random_refuse_no_resume_and_change_no_random_numbers(d
     assert fingerprint_changes(first, of_own(drawn=drawn, size=101))
 
 
-def test_little_of_an_enormous_file_is_read_for_its_fingerprint(
+def test_a_fingerprint_reads_little_of_a_huge_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """400 GB, of which almost nothing is on the disk: a million tokens of each part are read."""

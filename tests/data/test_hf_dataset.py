@@ -60,7 +60,7 @@ def sequences(config: Config) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("kind", ["splits", "parquet folder", "parquet", "json", "arrow"])
-def test_a_dataset_gives_the_tokens_of_its_texts(kind: str, tmp_path: Path) -> None:
+def test_a_hub_dataset_is_tokenized_like_its_texts(kind: str, tmp_path: Path) -> None:
     """In their order, whatever files it has; streamed or not; without null and empty rows."""
     path = saved(kind, tmp_path / "saved")
     expected = sequences(as_text(tmp_path))
@@ -74,7 +74,7 @@ def test_a_dataset_gives_the_tokens_of_its_texts(kind: str, tmp_path: Path) -> N
     assert sequences(config(path, tmp_path / "few", rows=9999)) == expected
 
 
-def test_what_cannot_be_read_is_said_with_what_to_write(
+def test_an_unreadable_dataset_is_refused_with_a_fix(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, cache = saved("splits", tmp_path / "saved"), tmp_path / "cache"
@@ -104,7 +104,7 @@ def test_what_cannot_be_read_is_said_with_what_to_write(
     assert "pip install 'titanlike[datasets]'" in problem(str(path))[1]
 
 
-def test_rows_of_ids_are_read_as_they_are_and_are_documents(tmp_path: Path) -> None:
+def test_rows_of_token_ids_are_documents(tmp_path: Path) -> None:
     """Without padding; the column is found, and so is an id that is none."""
     ids = [[n % 50 + 1] * (3 + n % 5) for n in range(100)]
     padded = [row + [0] * (8 - len(row)) for row in ids]
@@ -138,7 +138,7 @@ def test_rows_of_ids_are_read_as_they_are_and_are_documents(tmp_path: Path) -> N
         open_data(given)
 
 
-def test_a_compressed_file_is_read_as_what_it_holds(tmp_path: Path) -> None:
+def test_a_compressed_file_is_read_by_its_inner_format(tmp_path: Path) -> None:
     expected = sequences(as_text(tmp_path))
     (tmp_path / "in").mkdir()
     packed = gzip.compress((tmp_path / "text.jsonl").read_bytes())

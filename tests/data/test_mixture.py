@@ -85,7 +85,7 @@ def test_the_order_is_the_same_in_every_layout_and_after_a_resume(
     ],
 )
 @pytest.mark.parametrize("batch_size", [1, 16])
-def test_shares_are_those_declared_after_any_number_of_steps(
+def test_sources_have_their_declared_shares_at_any_step(
     weights: list[Any], batch_size: int
 ) -> None:
     points = [points_of(weight) for weight in weights]
@@ -102,7 +102,7 @@ def test_shares_are_those_declared_after_any_number_of_steps(
     assert Quotas(points, batch_size).before(377) == quotas.before(377)
 
 
-def test_a_source_is_read_whole_before_it_repeats_and_its_epochs_are_counted(
+def test_a_source_finishes_its_epoch_before_it_repeats(
     corpora: dict[str, Path],
 ) -> None:
     config, steps = replace(mixed(corpora), batch_size=1), 320
@@ -122,7 +122,7 @@ def test_a_source_is_read_whole_before_it_repeats_and_its_epochs_are_counted(
     assert len(first) == len(second) and first != second
 
 
-def test_validation_has_the_shares_too(corpora: dict[str, Path]) -> None:
+def test_validation_has_the_declared_shares(corpora: dict[str, Path]) -> None:
     config = replace(mixed(corpora), validation=Validation(batches=4))
     source = open_data(config).validation
     first = Counter(
@@ -143,7 +143,7 @@ def test_validation_has_the_shares_too(corpora: dict[str, Path]) -> None:
         ({"a": {"path": "/no", "weight": [[0, 1], [9, 0]]}}, "all weights are 0 at step 9"),
     ],
 )
-def test_a_mistake_is_told_before_anything_starts(sources: Any, told: str) -> None:
+def test_an_invalid_mixture_is_refused_before_launch(sources: Any, told: str) -> None:
     config = replace(tiny(), data=MixtureData(sources=sources))
     assert told in "\n".join(map(str, registry.problems(config)))
 
@@ -157,7 +157,7 @@ def test_sources_of_different_tokenizers_are_refused(corpora: dict[str, Path]) -
         mixture_of(opened, config.data, config)
 
 
-def test_other_weights_and_other_sources_are_other_data(corpora: dict[str, Path]) -> None:
+def test_changed_weights_or_sources_are_different_data(corpora: dict[str, Path]) -> None:
     def of(config: Config) -> dict[str, Any]:
         return data_fingerprint(open_data(config), config.data)
 

@@ -83,7 +83,7 @@ DEFAULT = ["stateful in dp=4 with workers", "mixture in pp=2 dp=2", "jsonl in pp
         {name: name for name in MOST if name not in DEFAULT},
     ),
 )
-def test_losses_are_those_of_one_process_in_every_layout(cell: str, tmp_path: Path) -> None:
+def test_every_layout_has_the_losses_of_one_process(cell: str, tmp_path: Path) -> None:
     kind, _, layout = cell.partition(" in ")
     alone = losses(of_stream(kind, tmp_path), tmp_path / "alone")
     config = of_stream(kind, tmp_path, **LAYOUTS[layout])
@@ -94,13 +94,13 @@ def test_losses_are_those_of_one_process_in_every_layout(cell: str, tmp_path: Pa
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["jsonl", "nodes", "hugging_face"])
-def test_a_stream_is_proven(kind: str, tmp_path: Path) -> None:
+def test_verify_passes_on_streams(kind: str, tmp_path: Path) -> None:
     assert_proven(of_stream(kind, tmp_path, pp=2, dp=2), tmp_path / "run")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["parquet", "stateful"])
-def test_exact_layouts_have_the_same_bits(kind: str, tmp_path: Path) -> None:
+def test_exact_layouts_are_bitwise_equal(kind: str, tmp_path: Path) -> None:
     exact = {"numerics": Numerics(name="exact")}
     alone = losses(of_stream(kind, tmp_path, **exact), tmp_path / "alone")
     assert losses(of_stream(kind, tmp_path, dp=4, workers=1, **exact), tmp_path / "run") == alone
@@ -152,7 +152,7 @@ def by_step(config: Config, saved: list[dict[str, Any]], start: int, steps: int)
         {kind: kind for kind in KINDS},
     ),
 )
-def test_a_run_killed_anywhere_goes_on_with_the_same_samples(kind: str, tmp_path: Path) -> None:
+def test_a_run_killed_anywhere_resumes_with_the_same_samples(kind: str, tmp_path: Path) -> None:
     """20 kills in a row, each resumed in another layout from a checkpoint some steps before."""
     layouts = [(1, 0), (2, 0), (4, 0), (8, 0), (2, 1), (1, 0)]
     configs = [of_stream(kind, tmp_path, dp=dp, workers=workers) for dp, workers in layouts]
@@ -174,7 +174,7 @@ def test_a_run_killed_anywhere_goes_on_with_the_same_samples(kind: str, tmp_path
     assert start > 20
 
 
-def test_a_killed_run_ends_as_the_one_that_was_not(tmp_path: Path) -> None:
+def test_a_resumed_run_ends_like_an_uninterrupted_one(tmp_path: Path) -> None:
     config = of_stream("jsonl", tmp_path, checkpoint=Checkpoint(every=2, keep=0))
     whole = replace(config, run_dir=str(tmp_path / "whole"))
     stopped = replace(config, steps=3, run_dir=str(tmp_path / "stopped"))
@@ -192,7 +192,7 @@ def test_a_killed_run_ends_as_the_one_that_was_not(tmp_path: Path) -> None:
         assert ours == pytest.approx(theirs, rel=1e-5)
 
 
-def test_epochs_have_every_sample_once_and_another_order(tmp_path: Path) -> None:
+def test_every_epoch_has_every_sample_once_in_a_new_order(tmp_path: Path) -> None:
     nothing_held = Validation(every=0)
     for kind in ("stateful", "generator", "dividing"):
         config = of_stream(kind, tmp_path, validation=nothing_held)
@@ -205,7 +205,7 @@ def test_epochs_have_every_sample_once_and_another_order(tmp_path: Path) -> None
     assert len({*rows}) > 0.9 * len(rows), "packed anew in a later epoch"
 
 
-def test_samples_that_are_validated_are_never_trained_on(tmp_path: Path) -> None:
+def test_validation_samples_are_never_trained_on(tmp_path: Path) -> None:
     for kind in ("stateful", "jsonl"):
         config = of_stream(kind, tmp_path, validation=Validation(every=1, batches=2))
         data = open_data(config)
@@ -228,7 +228,7 @@ def test_a_run_ends_with_its_data(dp: int, workers: int, samples: int, tmp_path:
     assert losses(config, tmp_path / "run") == first
 
 
-def test_a_rollback_leaves_batches_out(tmp_path: Path) -> None:
+def test_a_rollback_skips_batches(tmp_path: Path) -> None:
     config = of_stream("jsonl", tmp_path)
     source: Any = open_data(config).train
     expected = rows_of(source, config, 0, 0, 12)
@@ -255,7 +255,7 @@ def test_a_ramp_reads_the_same_samples(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(torch.__version__ < "2.13", reason="torch does not deprecate it yet")
-def test_torchdatas_loader_still_calls_what_torch_deprecates() -> None:
+def test_torchdata_still_calls_a_deprecated_torch_api() -> None:
     """Else the filter in torch_private/loader_worker.py can go."""
     with pytest.warns(UserWarning, match="'set_vital' is deprecated"):
         iter(stateful_loader(16, 0, 1).train)
@@ -310,7 +310,7 @@ def test_a_wrong_config_is_an_error_before_launch(
         raise ConfigError(found)
 
 
-def test_other_data_than_the_checkpoints_are_an_error(tmp_path: Path) -> None:
+def test_a_resume_on_different_data_is_an_error(tmp_path: Path) -> None:
     config = of_stream("jsonl", tmp_path)
     _, saved = by_step(config, [], 0, 3)
     path = tmp_path / "corpus-jsonl" / "a.jsonl"

@@ -108,7 +108,7 @@ def numpy_in(path: Path) -> Path:
 
 
 @pytest.mark.parametrize("form", FILES)
-def test_a_file_of_another_tool_gives_its_ids_and_no_header(form: str, tmp_path: Path) -> None:
+def test_headers_of_other_tools_token_files_are_skipped(form: str, tmp_path: Path) -> None:
     path = FILES[form](tmp_path)
     assert read(path) == IDS
     if form != "raw" and path.is_file():
@@ -208,7 +208,7 @@ def cut_index(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize(("make", "reason", "fix"), REFUSED)
-def test_what_is_no_file_of_ids_is_not_trained_on(
+def test_a_file_that_holds_no_token_ids_is_refused(
     make: Callable[[Path], Path], reason: str, fix: str, tmp_path: Path
 ) -> None:
     path = make(tmp_path)
@@ -232,7 +232,7 @@ def test_what_is_no_file_of_ids_is_not_trained_on(
     ],
 )
 @pytest.mark.parametrize("kind", ["text", "chat"])
-def test_what_is_no_text_is_not_read_as_text(
+def test_a_binary_file_is_not_read_as_text(
     make: Callable[[Path], Path], fix: str, kind: str, tmp_path: Path
 ) -> None:
     path, cache = str(make(tmp_path)), str(tmp_path / "cache")

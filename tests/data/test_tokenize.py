@@ -70,7 +70,7 @@ def contents(out: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(out.iterdir()) if path.is_file()}
 
 
-def test_files_of_all_kinds_become_the_ids_of_their_texts(
+def test_every_text_format_is_tokenized(
     corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([str(corpus), str(tmp_path / "out"), "--workers", "1"]) == 0
@@ -120,7 +120,7 @@ t.tokenize_corpus_files(Path(sys.argv[1]), Path(sys.argv[2]), t.Settings("bytes"
 """
 
 
-def test_a_killed_tokenization_goes_on_and_gives_the_same_bytes(tmp_path: Path) -> None:
+def test_a_killed_tokenization_resumes_to_the_same_bytes(tmp_path: Path) -> None:
     folder = tmp_path / "corpus"
     folder.mkdir()
     for number in range(12):
@@ -144,7 +144,7 @@ def test_a_killed_tokenization_goes_on_and_gives_the_same_bytes(tmp_path: Path) 
         tokenize_corpus_files(folder, folder, settings, 1)
 
 
-def test_many_small_files_become_one_that_is_opened_once(
+def test_many_small_files_are_packed_into_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "corpus"
@@ -197,7 +197,7 @@ def test_several_folders_and_files_are_one_corpus(tmp_path: Path) -> None:
     assert first["inputs"].shape == (4, 8)
 
 
-def test_what_does_not_fit_together_is_told(tmp_path: Path) -> None:
+def test_inconsistent_options_are_reported(tmp_path: Path) -> None:
     a = a_folder(tmp_path, "a", range(20))
     with pytest.raises(DataError, match="has no index.json"):
         open_data(of(tmp_path))

@@ -118,7 +118,7 @@ def test_known_lengths_make_batches_of_similar_samples_in_an_order_of_seed_and_s
     assert rows_of(replace(config, seed=1), 3) != rows[:3]
 
 
-def test_validation_is_padded_too() -> None:
+def test_validation_batches_are_padded() -> None:
     config = tiny(data=PHRASES, validation=Validation(batches=6), batch_size=2)
     source = open_data(config).validation
     shapes = {b["inputs"].size(1) for b in validation_batches(source, config, dp_rank=0, batches=6)}
@@ -181,7 +181,9 @@ def several_steps(config: Config, worker: Worker) -> dict[int, tuple[float, list
 
 
 @pytest.mark.slow
-def test_steps_of_any_lengths_are_exact_and_a_length_is_prepared_once(tmp_path: Path) -> None:
+def test_steps_of_every_length_match_one_process_and_a_length_is_compiled_once(
+    tmp_path: Path,
+) -> None:
     for found in run_world(several_steps, tiny(pp=2, seq_len=32, layers=4), tmp_path):
         for most_shapes, (worst, made, recordings) in found.items():
             assert worst < 2e-6 and recordings == RECORDINGS
@@ -191,12 +193,12 @@ def test_steps_of_any_lengths_are_exact_and_a_length_is_prepared_once(tmp_path: 
 # --- more than one input -----------------------------------------------------------------------
 
 
-def test_every_stage_gets_the_fields_that_it_needs(tmp_path: Path) -> None:
+def test_every_stage_receives_the_fields_it_reads(tmp_path: Path) -> None:
     """Masks, scales and images, two of them called what torch's runtime calls its own arguments."""
     assert_proven(tiny(pp=2, schedule="zbvzerobubble", model=CONDITIONED, data=MASKED), tmp_path)
 
 
-def test_padding_is_not_seen_where_it_is_masked() -> None:
+def test_masked_padding_does_not_change_results() -> None:
     config = tiny(data=MASKED, batch_size=4)
     model, source = Conditioned(), open_data(config).train
     samples = [source[i] for i in range(4)]
@@ -240,7 +242,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_sample_that_cannot_be_used_is_named(mistake: str, tmp_path: Path) -> None:
+def test_an_invalid_sample_is_named(mistake: str, tmp_path: Path) -> None:
     """The first one before a worker starts."""
     data = open_data(tiny(data=data_of("odd", mistake=mistake, variable=mistake == "apart")))
     with pytest.raises(DataError) as raised:
@@ -270,7 +272,7 @@ def test_a_sample_that_cannot_be_used_is_named(mistake: str, tmp_path: Path) -> 
         else ""
     ),
 )
-def test_what_is_declared_wrong_is_told_before_a_worker_starts(
+def test_an_invalid_declaration_is_refused_before_launch(
     data: Custom, said: str, tmp_path: Path
 ) -> None:
     text = told(tiny(data=data, run_dir=str(tmp_path)))

@@ -40,7 +40,7 @@ def test_each_rank_of_a_machine_has_the_gpu_of_its_number(
 
 
 @pytest.mark.parametrize("wanted", ["auto", "cuda"])
-def test_fewer_gpus_than_ranks_are_an_error_but_for_one_that_a_rank_sees_alone(
+def test_fewer_gpus_than_ranks_are_an_error_unless_each_rank_has_one_visible(
     wanted: str, monkeypatch: Patch
 ) -> None:
     """As srun --gpus-per-task=1 shows each of 8 ranks its own, which all are number 0."""

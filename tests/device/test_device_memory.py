@@ -37,7 +37,7 @@ def test_a_jobs_peak_is_its_own_not_that_of_a_job_before_it_in_the_process(tmp_p
     assert before > GIB > after
 
 
-def test_what_an_earlier_job_left_on_a_gpu_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_memory_of_an_earlier_job_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
     gpus(monkeypatch, 1, module=type("Started", (), {"is_initialized": lambda self: True})())
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
@@ -84,7 +84,7 @@ def train_as_on_gpus(config: Config, worker: Worker) -> None:
     train(config, worker)
 
 
-def test_memory_that_the_allocator_holds_is_reported_beside_what_tensors_take(
+def test_reserved_and_allocated_memory_are_both_reported(
     tmp_path: Path,
 ) -> None:
     run_world(train_as_on_gpus, tiny(dp=2, steps=1, layers=1), tmp_path)

@@ -16,7 +16,7 @@ FEW = ["one process", "chunked loss", "dp", "pp", "exact"]
 
 
 @pytest.mark.parametrize("names", [FEW, *slow([n for n in LAYOUTS if n not in FEW])], ids=len)
-def test_a_step_mixes_no_devices_and_waits_for_no_value(names: list[str]) -> None:
+def test_a_step_mixes_no_devices_and_never_synchronizes(names: list[str]) -> None:
     """In a process of its own, where torch is told of a device that it has no kernels for."""
     command = [sys.executable, "-m", "support.fake_accelerator", *names]
     done = subprocess.run(

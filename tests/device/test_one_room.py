@@ -19,7 +19,7 @@ MAY = {
 }
 
 
-def test_only_the_device_room_knows_kinds_of_devices() -> None:
+def test_only_the_device_package_knows_device_types() -> None:
     found = []
     for folder in ("titanlike", "hydra_plugins", "tools", "examples"):
         for path in sorted((ROOT / folder).rglob("*.py")):

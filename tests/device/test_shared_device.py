@@ -54,7 +54,7 @@ def shared(ranks: int, pp: int = 2, dp: int = 1, **changes: Any) -> Config:
         (1, 8, 1, [0], "1 GPU found"),
     ],
 )
-def test_neighbours_share_a_gpu_and_the_first_lines_of_a_run_say_so(
+def test_neighbouring_ranks_share_a_gpu_and_the_log_says_so(
     count: int, each: int, ranks: int, index: list[int], said: str, monkeypatch: Patch
 ) -> None:
     gpus(monkeypatch, count)
@@ -133,7 +133,7 @@ Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 1b000"""
         ),
     ],
 )
-def test_where_nccl_cannot_connect_them_the_error_says_what_nccl_said(
+def test_an_nccl_connection_error_quotes_nccl(
     raised: str, own: str, said: str, monkeypatch: Patch
 ) -> None:
     def fails(*_: object, **__: object) -> None:
@@ -150,7 +150,7 @@ def test_where_nccl_cannot_connect_them_the_error_says_what_nccl_said(
         join_group(shared(2).launch, GPU, 0, 2, 2)
 
 
-def test_a_rank_has_its_part_of_the_memory_in_plans_and_checks(
+def test_plans_and_checks_divide_memory_among_ranks_of_a_gpu(
     monkeypatch: Patch, tmp_path: Path
 ) -> None:
     gpus(monkeypatch, 1)
@@ -171,7 +171,7 @@ def test_a_rank_has_its_part_of_the_memory_in_plans_and_checks(
     assert "4 ranks take turns on a device, for correctness, not for speed" in as_text(estimate)
 
 
-def test_a_speed_is_not_measured_and_no_rank_is_called_slow(
+def test_no_speed_or_straggler_is_reported_on_a_shared_gpu(
     monkeypatch: Patch, tmp_path: Path
 ) -> None:
     gpus(monkeypatch, 1)
@@ -202,6 +202,6 @@ def test_on_the_cpu_it_changes_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
-def test_four_ranks_on_one_gpu_agree_with_one_process(tmp_path: Path) -> None:
+def test_four_ranks_on_one_gpu_match_one_process(tmp_path: Path) -> None:
     found = run_world(verify, shared(4, 2, 2, device="cuda"), tmp_path, timeout=300)
     assert found[0]["exit_code"] == 0

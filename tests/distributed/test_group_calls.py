@@ -73,13 +73,13 @@ def programs_of(found: list[Recording]) -> list[Program]:
 
 
 @pytest.mark.parametrize("name", slow(*LAYOUTS))
-def test_the_calls_of_a_layout_end_in_the_strictest_order(name: str, tmp_path: Path) -> None:
+def test_collectives_of_a_layout_complete_in_a_strict_order(name: str, tmp_path: Path) -> None:
     found = recordings(LAYOUTS[name], tmp_path)
     assert mistakes(programs_of(found)) == []
     assert group_mistakes([recording.groups for recording in found]) == []
 
 
-def test_the_weights_of_experts_are_gathered_ahead(tmp_path: Path) -> None:
+def test_expert_weights_are_prefetched(tmp_path: Path) -> None:
     """The host waits for the routes of each layer, and so asks for nothing ahead by itself."""
     config = layout(1, 2, Schedule("1f1b", 2), fsdp=Fsdp(3), **MIXTURE)
     found = recordings(config, tmp_path)
@@ -133,12 +133,14 @@ WIDE = replace(exchange((1, 1), (1, 1)), tensors=((4, "torch.float32"),) * 2)
         ([[[exchange((1, 1), (1, 1))]], [[replace(AB, operation="alltoall_base")]]], "other rows"),
     ],
 )
-def test_what_cannot_end_or_does_not_agree_is_found(programs: list[Program], said: str) -> None:
+def test_deadlocks_and_mismatched_collectives_are_detected(
+    programs: list[Program], said: str
+) -> None:
     found = mistakes(programs)
     assert all(text.startswith(said) for text in found) and bool(found) == bool(said), found
 
 
-def test_groups_that_are_made_in_another_order_are_found() -> None:
+def test_groups_created_in_different_orders_are_detected() -> None:
     both, halves = (0, 1), ([(0,), (1,)])
     assert group_mistakes([[both, halves[0]], [both, halves[1]]]) == []
     assert group_mistakes([[both], [both, both]]) == ["ranks make [1, 2] groups"]
@@ -146,7 +148,7 @@ def test_groups_that_are_made_in_another_order_are_found() -> None:
 
 
 @pytest.mark.slow
-def test_calls_of_a_run_that_are_swapped_are_found(tmp_path: Path) -> None:
+def test_swapped_collectives_of_a_run_are_detected(tmp_path: Path) -> None:
     programs = programs_of(recordings(LAYOUTS["dp=4, experts, ZeRO 3, replicas"], tmp_path))
     assert not waits_for_itself(programs)
     chosen, deadlocks = random.Random(1), 0

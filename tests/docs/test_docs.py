@@ -163,14 +163,14 @@ def test_the_readme_stays_short_and_nothing_is_left_to_be_filled_in() -> None:
     assert not [page for page, text in PAGES.items() if "@@" in text]
 
 
-def test_tables_are_the_codes() -> None:
+def test_generated_tables_match_the_code() -> None:
     """If not: python docs/generate.py"""
     for page, text in PAGES.items():
         assert generate.generated(text) == text, page
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_what_a_page_names_exists(page: str) -> None:
+def test_every_key_file_and_link_of_a_page_exists(page: str) -> None:
     """Files, modules, keys, links and their headings."""
     text = PAGES[page]
     prose = BLOCKS.sub("", text)

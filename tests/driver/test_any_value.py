@@ -88,7 +88,7 @@ for field in dataclasses.fields(Config):
 @pytest.mark.slow
 @pytest.mark.grid
 @pytest.mark.parametrize("key, choices", KEYS, ids=[f"{key} {''.join(c)}" for key, c in KEYS])
-def test_a_value_that_nobody_means_is_an_error_with_a_fix(
+def test_a_nonsense_value_is_an_error_with_a_fix(
     key: str, choices: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -159,7 +159,7 @@ def test_commands_that_start_nothing_leave_nothing(tmp_path: Path) -> None:
         assert left == given, (line, done.stdout, done.stderr)
 
 
-def test_a_run_writes_where_hydra_is_told_to_and_goes_on_there_with_another_schedule(
+def test_a_run_writes_to_hydras_folder_and_resumes_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As a run of one process it listens on loopback alone: what the cluster has set is not
@@ -177,7 +177,7 @@ def test_a_run_writes_where_hydra_is_told_to_and_goes_on_there_with_another_sche
     assert config["schedule"] == {"name": "gpipe", "microbatches": None}
 
 
-def test_runs_of_one_second_have_folders_of_their_own(tmp_path: Path) -> None:
+def test_runs_started_in_the_same_second_have_separate_folders(tmp_path: Path) -> None:
     with ThreadPoolExecutor(10) as pool:
         made = [*pool.map(make_new_folder, [tmp_path / "outputs" / "day" / "12-00-00"] * 10)]
     assert len({*made}) == 10 and all(folder.is_dir() for folder in made)
@@ -203,7 +203,7 @@ def test_a_run_completes_though_its_streams_are_closed(closed: str, tmp_path: Pa
         ("model.hidden_size=${seed}2", 32),
     ],
 )
-def test_what_an_interpolation_makes_is_read_as_if_it_had_been_typed(
+def test_an_interpolated_value_is_checked_like_a_typed_one(
     word: str, value: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("NUMBER", "32")
@@ -219,7 +219,7 @@ def test_what_an_interpolation_makes_is_read_as_if_it_had_been_typed(
 
 
 @pytest.mark.slow
-def test_the_jobs_of_a_sweep_read_it_too(tmp_path: Path) -> None:
+def test_interpolations_work_in_sweep_jobs(tmp_path: Path) -> None:
     done = command(*TINY, "-m", "seed=1,2", "optimizer.lr=${seed}e-4", "run_dir=s", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert [config_of(tmp_path / "s" / job).optimizer.lr for job in "01"] == [1e-4, 2e-4]

@@ -88,7 +88,7 @@ def test_a_package_called_as_a_module_of_the_standard_library_is_to_be_renamed(
         import_object("wave.net.Model")
 
 
-def test_what_a_config_imports_from_elsewhere_is_shown_before_it_is_executed(
+def test_a_configs_external_imports_are_shown_before_execution(
     packages: Path,
 ) -> None:
     """With the file, also in a package without __init__.py; and what Hydra's section names."""
@@ -104,7 +104,7 @@ def test_what_a_config_imports_from_elsewhere_is_shown_before_it_is_executed(
     assert "imports" not in after
 
 
-def test_what_hydras_own_modules_import_is_shown() -> None:
+def test_imports_by_hydras_own_modules_are_shown() -> None:
     """Logging's formatters may be any function, also one of a module that logging imports."""
     calls = {"logging.os.system", "hydra.utils.os.system", "hydra._internal.nothing.run"}
     own = {
@@ -117,14 +117,14 @@ def test_what_hydras_own_modules_import_is_shown() -> None:
     assert shown == calls
 
 
-def test_what_is_no_module_is_refused_before_it_is_called(packages: Path) -> None:
+def test_a_target_outside_of_any_module_is_refused(packages: Path) -> None:
     name = "elsewhere.deep.models.Thing"
     done = command("data=synthetic", "model=own", f"model.name={name}", "--check", cwd=packages)
     assert done.returncode == 2 and "EXECUTED Thing" not in done.stdout
     assert f"model.name={name}: is a " in done.stderr
 
 
-def test_titanlikes_own_parts_and_the_working_directory_are_not_mentioned(packages: Path) -> None:
+def test_titanlike_and_the_working_directory_are_not_shown_as_external(packages: Path) -> None:
     own = ["data=synthetic", "model=own", "model.name=local.models.Model"]
     done = command(*own, "--check", cwd=packages)
     assert "imports" not in done.stdout

@@ -59,7 +59,7 @@ def test_a_job_that_was_not_started_waits_and_one_with_a_result_has_ended(
     assert table.best is None, "whether more of it is better only the tool knows"
 
 
-def test_speed_is_that_of_a_run_in_full_swing(tmp_path):
+def test_speed_is_the_steady_state_speed(tmp_path):
     """The median of the second half since the last start: compiling and a hiccup do not count."""
     records = steps(20, speed=1000.0)
     for record in (*records[:10], records[14]):
@@ -79,7 +79,7 @@ def test_speed_is_that_of_a_run_in_full_swing(tmp_path):
     assert (summarize(tmp_path).steps, summarize(tmp_path).tokens_per_second) == (6, 7000.0)
 
 
-def test_the_last_numbers_of_a_long_run_are_found_at_its_end(tmp_path):
+def test_the_last_record_is_read_from_the_end_of_a_long_file(tmp_path):
     """Also a validation that lies far back. 20,000 steps are not read as a whole."""
     records = steps(20_000, val_every=0)
     records[4_000]["val_loss"] = 1.25
@@ -92,7 +92,7 @@ def test_the_last_numbers_of_a_long_run_are_found_at_its_end(tmp_path):
     assert objective_value("val_loss", tmp_path) == records[-1]["loss"]
 
 
-def test_a_run_without_a_whole_line_has_no_numbers(tmp_path):
+def test_a_run_without_a_complete_record_has_no_metrics(tmp_path):
     """It is a row like others; a result that is torn, as a copy that broke off leaves it, is
     none."""
     write_spec(tmp_path, SweepSpec(COMMAND, "loss", "", [Job(i, str(i), [], []) for i in range(4)]))

@@ -75,7 +75,7 @@ def test_a_right_command_line_is_composed_once(monkeypatch: pytest.MonkeyPatch) 
         assert not examined(*words).problems and len(composed) == 1
 
 
-def test_of_a_key_that_is_given_several_times_the_last_counts() -> None:
+def test_the_last_of_repeated_keys_wins() -> None:
     found = examined("steps=1", "schedule=gpipe", "steps=2", "schedule=1f1b", "steps=1")
     assert found.problems == [] and found.config is not None and found.composed is not None
     assert (found.config.steps, found.config.schedule.name) == (1, "1f1b")
@@ -83,7 +83,7 @@ def test_of_a_key_that_is_given_several_times_the_last_counts() -> None:
     assert found.composed.hydra.overrides.task == lines, "result.json has what was typed"
 
 
-def test_a_mapping_that_is_merged_into_the_files_says_what_stays(tmp_path: Path) -> None:
+def test_a_merged_mapping_reports_the_keys_that_remain(tmp_path: Path) -> None:
     """Hydra merges mappings: a plan of tensor parallelism that was to be another has both."""
     file = tmp_path / "model/planned.yaml"
     file.parent.mkdir()
@@ -118,7 +118,7 @@ def test_mistakes_of_every_kind_are_reported_together(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
-def test_what_a_terminal_would_obey_is_written_out() -> None:
+def test_terminal_control_sequences_are_escaped() -> None:
     for problem in problems_of(["tp=\x1b[31mred", "split.name=a\u202eb", "steps='\a'"]):
         assert str(problem).isprintable()
     assert "tp=\\x1b[31mred: must be an integer" in str(problems_of(["tp='\x1b[31mred'"])[0])
@@ -141,7 +141,7 @@ def test_every_choice_of_a_sweep_is_checked_before_its_first_job() -> None:
     assert examined("-m", "schedule=gpipe,1f1b", "seed=range(3)").problems == []
 
 
-def test_a_folder_of_ones_own_adds_choices_and_must_exist(tmp_path: Path) -> None:
+def test_a_users_config_folder_adds_choices_and_must_exist(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "mine.yaml").write_text("name: my.models.Mine\nwidth: 3\n")
     words = ["model=mine", "model.width=4", "+model.depth=2"]
@@ -153,7 +153,7 @@ def test_a_folder_of_ones_own_adds_choices_and_must_exist(tmp_path: Path) -> Non
     assert problem.key == "--config-dir"
 
 
-def test_an_experiment_of_ones_own_names_its_choices(tmp_path: Path) -> None:
+def test_a_custom_experiment_names_its_choices(tmp_path: Path) -> None:
     """As on a command line, where `data.name=mine.sums` chooses own data."""
     (tmp_path / "experiment").mkdir()
     (tmp_path / "experiment" / "x.yaml").write_text("""# @package _global_
@@ -281,14 +281,14 @@ def test_each_proposed_fix_ends_its_error(line: str) -> None:
         ),
     ],
 )
-def test_a_batch_that_leaves_a_rank_no_sequence_is_one_error(line: str, key: str) -> None:
+def test_a_batch_smaller_than_dp_is_one_error(line: str, key: str) -> None:
     """No model is tried with it, which would divide by zero."""
     [problem] = problems_of(line.split())
     assert problem.key == key
 
 
 @pytest.mark.slow
-def test_what_stands_for_the_keys_of_other_frameworks_can_be_written() -> None:
+def test_replacements_for_other_frameworks_keys_are_valid() -> None:
     """Every entry of the table, with a value that such a key has; many in each command line."""
     lines: list[dict[str, str]] = []
     for words in sorted({words for entry in TABLE for words in _written(entry)}):
@@ -317,7 +317,7 @@ def _written(entry: dict[str, Any]) -> Iterator[tuple[str, ...]]:
         yield tuple(translate(entry["keys"].split()[0], value, Context())[0])
 
 
-def test_what_pipe_took_is_said_in_the_words_of_this_program() -> None:
+def test_options_of_torch_pipe_are_answered_with_this_programs_keys() -> None:
     """torchgpipe's Pipe(model, balance=[3, 5], devices=[0, 1], chunks=4)."""
     asked = {"balance": "[3,5]", "devices": "[0,1]", "chunks": "4"}
     answers = [translate(key, value, Context()) for key, value in asked.items()]
@@ -327,7 +327,7 @@ def test_what_pipe_took_is_said_in_the_words_of_this_program() -> None:
     assert config.problems == []
 
 
-def test_no_key_of_this_program_is_in_the_table() -> None:
+def test_the_table_of_foreign_keys_holds_none_of_our_keys() -> None:
     names = [name for entry in TABLE for name in entry["keys"].split()]
     assert len(names) == len(set(names)) > 500
     own = {field.name for field in dataclasses.fields(Config)} - {*VARIANTS, *OPEN_GROUPS}
@@ -353,7 +353,7 @@ WORDS = st.lists(
 @settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
 @given(WORDS)
 @example(["--", "pp=${x}"])
-def test_no_words_raise(words: list[str]) -> None:
+def test_no_command_line_raises(words: list[str]) -> None:
     for problem in problems_of(words):
         assert "Traceback" not in str(problem)
 
@@ -366,7 +366,7 @@ def test_no_words_raise(words: list[str]) -> None:
         *slow(("train.py", []), ("train.py", ["--cfg", "job"])),
     ],
 )
-def test_every_command_says_the_same_and_ends_with_2(
+def test_every_command_reports_a_config_error_alike_and_exits_with_2(
     tmp_path: Path, tool: str, mode: list[str]
 ) -> None:
     words = ["logger=null", "--max-steps", "3", "trainer.devices=2"]

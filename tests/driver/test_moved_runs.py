@@ -109,7 +109,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_folder_that_is_named_is_the_run(name: str, place: Path) -> None:
+def test_a_moved_run_resumes_in_the_folder_it_is_given(name: str, place: Path) -> None:
     case = CASES[name]
     case.prepare(place)
     checked = examined("--config-path", case.named, *case.words)
@@ -124,7 +124,7 @@ def test_the_folder_that_is_named_is_the_run(name: str, place: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
-def test_that_folder_is_written_and_nothing_else(name: str, place: Path) -> None:
+def test_a_moved_run_writes_only_to_its_new_folder(name: str, place: Path) -> None:
     case, run = CASES[name], place / (CASES[name].run or CASES[name].named)
     case.prepare(place)
     others = [p for p in place.iterdir() if not (run.is_relative_to(p) or p.is_symlink())]
@@ -151,7 +151,7 @@ def test_that_folder_is_written_and_nothing_else(name: str, place: Path) -> None
 
 
 @pytest.mark.slow
-def test_a_copy_goes_on_beside_the_original_that_still_trains(tmp_path: Path) -> None:
+def test_a_copied_run_resumes_while_the_original_trains(tmp_path: Path) -> None:
     words = [*RUN, "run_dir=src", "steps=80", "checkpoint.mode=sync"]
     training = Launched(*words, cwd=tmp_path, program=ROOT / "train.py")
     until(lambda: last_step(tmp_path / "src") > 3)

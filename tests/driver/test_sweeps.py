@@ -59,7 +59,7 @@ def result(folder: Path) -> dict:
     return json.loads((folder / "result.json").read_text())
 
 
-def test_of_four_jobs_one_fails_one_is_invalid_one_is_killed_and_resume_runs_these(
+def test_resume_runs_the_failed_invalid_and_killed_jobs_of_a_sweep(
     tmp_path: Path,
 ) -> None:
     words = ["steps=1", "seed=3,five,7,8", f"run_dir={tmp_path}"]
@@ -97,7 +97,7 @@ def test_of_four_jobs_one_fails_one_is_invalid_one_is_killed_and_resume_runs_the
 
 @pytest.mark.slow
 @pytest.mark.parametrize("end", ["Ctrl-C", "kill -9"])
-def test_a_sweep_that_is_stopped_or_killed_goes_on_where_it_was(tmp_path: Path, end: str) -> None:
+def test_a_stopped_or_killed_sweep_resumes(tmp_path: Path, end: str) -> None:
     words = ["steps=60", "seed=1,2", f"run_dir={tmp_path}"]
     first = sweep(*words)
     metrics = tmp_path / "0" / "metrics.jsonl"
@@ -143,7 +143,7 @@ sys.exit({code})
 """
 
 
-def test_no_more_jobs_run_at_a_time_than_asked_for_and_one_that_fails_ends_itself_alone(
+def test_parallel_jobs_are_bounded_and_fail_independently(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They share the threads; the result of an earlier start is not read as that of this one."""
@@ -250,7 +250,7 @@ def test_a_sweep_that_cannot_be_run_as_asked_is_refused_at_once(
 
 
 @pytest.mark.slow
-def test_a_listener_that_leaves_does_not_end_the_sweep(tmp_path: Path) -> None:
+def test_a_closed_pipe_does_not_end_the_sweep(tmp_path: Path) -> None:
     """`train.py -m ... | head -1`, or a tee that died."""
     words = shlex.join(["where", "-m", *TINY, "seed=1,2", f"run_dir={tmp_path}"])
     line = f"{sys.executable} {JOBS} {words} | head -1"
@@ -266,7 +266,7 @@ def context(folder: Path, **changes: object) -> SweepRun:
     return SweepRun(folder, settings, "loss", ["train.py"], [], [], inner, True, frozenset())
 
 
-def test_a_folder_with_a_run_takes_no_sweep_nor_one_with_another_sweep(tmp_path: Path) -> None:
+def test_a_folder_of_a_run_or_of_another_sweep_is_refused(tmp_path: Path) -> None:
     def told(folder: Path, **changes: object) -> list[str]:
         return [problem.reason for problem in context(folder, **changes).open()]
 
@@ -283,7 +283,7 @@ def test_a_folder_with_a_run_takes_no_sweep_nor_one_with_another_sweep(tmp_path:
     assert told(tmp_path / "s") == []
 
 
-def test_a_job_is_the_same_in_any_order_and_is_not_run_where_somebody_has_it(
+def test_a_job_is_identified_by_its_overrides_and_claimed_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     first = context(tmp_path)
@@ -302,7 +302,7 @@ def test_a_job_is_the_same_in_any_order_and_is_not_run_where_somebody_has_it(
     assert [job.number for job in context(tmp_path).jobs_to_run(reordered)] == [4, 3, 2]
 
 
-def test_a_task_runs_its_share_and_ends_well_whatever_became_of_the_others(tmp_path: Path) -> None:
+def test_an_array_task_runs_its_share_and_ignores_failures_of_others(tmp_path: Path) -> None:
     task, grid = context(tmp_path, share="0/2"), [["seed=1"], ["seed=2"]]
     task.open()
     assert [job.number for job in task.jobs_to_run(grid)] == [0]

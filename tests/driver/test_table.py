@@ -39,7 +39,7 @@ def two_by_two(folder: Path, invalid: set[int]) -> list[str]:
     return terminal_lines(read_table(folder), 120)[-2:]
 
 
-def test_the_line_that_runs_what_is_left_leaves_out_invalid_values(tmp_path):
+def test_the_resume_command_excludes_invalid_values(tmp_path):
     """Where every job with a value is invalid; else the invalid jobs are named."""
     assert two_by_two(tmp_path / "value", {2, 3}) == [
         "to run what is left, without schedule=dualpipev:",
@@ -69,7 +69,7 @@ def test_of_jobs_that_are_equally_good_the_fastest_is_the_best(tmp_path):
 # --- the tool ----------------------------------------------------------------------------------
 
 
-def test_the_tool_tells_what_became_of_every_job_and_what_is_left(tmp_path):
+def test_the_tool_shows_the_status_of_every_job(tmp_path):
     """One line a job, each error, the best job's command, and the command that runs the rest."""
     every_status(tmp_path)
     code = (  # as tools/sweep.py, and answers at once: without torch

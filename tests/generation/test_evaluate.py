@@ -79,7 +79,7 @@ def test_perplexity_and_bits_a_byte_are_those_of_plain_torch(
 
 
 @pytest.mark.parametrize("every", cells({"held out": 1}, {"nothing held out": 0}))
-def test_of_a_stream_what_was_held_out_is_evaluated(every: int, tmp_path: Path) -> None:
+def test_the_held_out_part_of_a_stream_is_evaluated(every: int, tmp_path: Path) -> None:
     """As many samples as the run's own validation had."""
     data = StreamData(path=byte_text(tmp_path).path, readers=2, workers=0)
     validation = Validation(every=every, batches=1)
@@ -122,7 +122,7 @@ def test_all_of_the_data_that_are_named_count_also_for_a_folder_of_transformers(
     assert result["tokens"] == 16 and result["loss"] == pytest.approx(expected, rel=1e-5)
 
 
-def test_what_is_no_run_or_has_no_harness_is_told(
+def test_a_folder_without_a_run_or_a_missing_harness_is_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert commands.evaluate_main([str(tmp_path)]) == 2
@@ -179,7 +179,7 @@ def test_texts_are_scored_as_plain_torch_does(run: Config) -> None:
     assert until == whole.partition(stop)[0]
 
 
-def test_answers_that_cannot_be_scored_are_told(run: Config) -> None:
+def test_answers_that_cannot_be_scored_are_reported(run: Config) -> None:
     pytest.importorskip("lm_eval")
     from titanlike.generation.harness import HarnessModel
 

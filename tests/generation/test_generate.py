@@ -117,7 +117,7 @@ LAYOUTS = cells(
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_runs_own_layout_writes_what_one_process_does(
+def test_sampling_in_a_runs_layout_matches_one_process(
     run: Config, layout: Any, tmp_path: Path
 ) -> None:
     shutil.copytree(run.run_dir, tmp_path / "run")
@@ -131,7 +131,7 @@ def test_a_runs_own_layout_writes_what_one_process_does(
     assert len(set(texts)) > 1 and [ranks["texts"] for ranks in found] == [texts] * len(found)
 
 
-def test_samples_during_training_change_nothing_of_it(tmp_path: Path) -> None:
+def test_sampling_during_training_does_not_change_losses(tmp_path: Path) -> None:
     """They are in samples.jsonl and on the console, and the losses are those without them."""
     model = with_args(model_of("gpt2", resid_pdrop=0.3), vocab_size=257)
     plain = a_run(tmp_path / "plain", steps=4)
@@ -171,7 +171,7 @@ def test_the_command_prints_prompts_and_texts(
     assert capsys.readouterr().out == first.out
 
 
-def test_a_conversation_goes_on_with_what_was_said(
+def test_a_conversation_continues_with_its_history(
     run: Config, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the model's answers; an empty line begins another one."""
@@ -237,7 +237,7 @@ def test_a_chat_with_a_folder_is_that_of_transformers(
     assert all(f"\n{m['content']}\n" in said for m in messages[1::2]), (said, messages)
 
 
-def test_a_wrong_word_is_told(run: Config, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_argument_is_reported(run: Config, capsys: pytest.CaptureFixture[str]) -> None:
     for words, told in (
         (["temprature=0"], "write temperature=0"),
         (["top_p=2"], "write top_p=0.95"),

@@ -111,7 +111,7 @@ KINDS = cells({}, {kind: kind for kind in FIRST}, {kind: kind for kind in OTHERS
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_tasks_have_the_numbers_of_the_harness_own_model(
+def test_tasks_have_the_scores_of_the_harness_own_model(
     kind: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

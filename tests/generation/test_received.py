@@ -287,7 +287,7 @@ def looks_at(run: Path) -> Iterator[list[str]]:
     yield ["export", str(run), f"{run}/../{run.name}-out"]
 
 
-def test_what_a_config_names_is_neither_opened_nor_imported(forge: Forge) -> None:
+def test_files_and_modules_named_by_a_received_config_are_not_opened(forge: Forge) -> None:
     forms = [(forge.config(change), said) for change, said in CONFIG]
     for name, text in TEXTS.items():
         run = forge.run()
@@ -329,7 +329,7 @@ PLAIN |= {"precision.skip", "activation_checkpoint.save", "split.points", "optim
 PLAIN |= {"model.tp_plan", "optimizer.groups"}
 
 
-def test_each_text_of_what_is_read_is_known_to_name_a_file_or_none() -> None:
+def test_every_string_of_a_received_file_is_classified() -> None:
     """A new key is to be put into one of the two."""
 
     def texts(hint: Any) -> bool:
@@ -354,7 +354,7 @@ def test_each_text_of_what_is_read_is_known_to_name_a_file_or_none() -> None:
 
 
 @pytest.mark.slow
-def test_the_job_that_evaluates_a_run_of_others_runs_to_its_end_and_uses_nothing_else(
+def test_evaluating_a_received_run_opens_nothing_else(
     forge: Forge,
 ) -> None:
     """Each process watched, in a working directory with modules that would stand for libraries."""
@@ -377,7 +377,7 @@ def test_the_job_that_evaluates_a_run_of_others_runs_to_its_end_and_uses_nothing
 
 
 @pytest.mark.slow
-def test_what_a_checkpoint_names_is_not_either(forge: Forge) -> None:
+def test_files_named_by_a_received_checkpoint_are_not_opened(forge: Forge) -> None:
     file = f"checkpoints/step-00000001/{STATE}"
     forms = [(forge.json(file, change), said) for change, said in STATES]
     commands = [(said, run, words) for run, said in forms for words in looks_at(run)]
@@ -409,7 +409,7 @@ FOLDERS_OF_OTHERS: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.slow
-def test_a_folder_of_transformers_names_nothing_either(forge: Forge) -> None:
+def test_files_named_by_a_received_transformers_folder_are_not_opened(forge: Forge) -> None:
     source, commands = forge.tmp_path / "source", []
     sizes = {"n_embd": 8, "n_layer": 1, "n_head": 2, "n_positions": 64, "vocab_size": 300}
     transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)).save_pretrained(source)
@@ -425,7 +425,7 @@ def test_a_folder_of_transformers_names_nothing_either(forge: Forge) -> None:
 
 
 @pytest.mark.slow
-def test_timelines_sweeps_and_links_of_others(forge: Forge) -> None:
+def test_received_timelines_sweeps_and_links_open_nothing_else(forge: Forge) -> None:
     commands, said = [], []
     for change, text in TIMELINES:
         run = forge.json("timeline.json", change)

@@ -87,7 +87,7 @@ CALLS = ["torch.load", "torch.hub.load", "numpy.load", "torch.serialization.load
 
 @pytest.mark.parametrize("trusted", [False, True])
 @pytest.mark.parametrize("name", CALLS)
-def test_a_checkpoint_cannot_have_a_library_run_what_it_says(
+def test_a_checkpoint_cannot_make_a_library_run_its_code(
     forged: Callable[..., Path], name: str, trusted: bool, tmp_path: Path
 ) -> None:
     """Not even where its code is trusted: these make no model."""
@@ -99,7 +99,7 @@ def test_a_checkpoint_cannot_have_a_library_run_what_it_says(
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_a_config_cannot_either(name: str, tmp_path: Path) -> None:
+def test_a_config_cannot_make_a_library_run_its_code(name: str, tmp_path: Path) -> None:
     """Nor as its data, loss, optimizer, learning rate or schedule."""
     args = library_calls(tmp_path)[name]
     with pytest.raises(ConfigError, match="of a library"):
@@ -114,14 +114,14 @@ def test_a_config_cannot_either(name: str, tmp_path: Path) -> None:
     assert not (tmp_path / "ran").exists()
 
 
-def test_what_a_library_makes_for_a_key_is_taken() -> None:
+def test_objects_that_a_library_builds_for_a_key_are_accepted() -> None:
     assert own.import_callable("loss", Custom("torch.nn.functional.cross_entropy"))
     assert own.import_callable("loss", Custom("torch.nn.CrossEntropyLoss"))
     assert own.import_callable("optimizer", Custom("torch.optim.Adagrad"))
 
 
 @pytest.mark.parametrize("earlier", [False, True])
-def test_a_model_of_ones_own_is_imported_only_if_that_is_said(
+def test_a_custom_model_is_imported_only_with_consent(
     forged: Callable[..., Path],
     earlier: bool,
     tmp_path: Path,
@@ -149,7 +149,7 @@ def test_a_model_of_ones_own_is_imported_only_if_that_is_said(
 
 
 @pytest.mark.slow
-def test_a_run_with_a_model_of_ones_own_is_evaluated_if_that_is_said(tmp_path: Path) -> None:
+def test_a_run_with_a_custom_model_is_evaluated_with_consent(tmp_path: Path) -> None:
     (tmp_path / "theirs.py").write_text("from titanlike.models.llama import Llama as Model\n")
     words = [*TINY, "steps=1", "data=synthetic", "checkpoint.last=true", "run_dir=run"]
     own = ["model=own", "model.name=theirs.Model", "+model.vocab_size=null"]
@@ -194,7 +194,7 @@ def forged_sizes(changes: dict[str, Any]) -> dict[str, Any]:
         ),
     ],
 )
-def test_sizes_that_a_checkpoint_does_not_have_take_neither_time_nor_memory(
+def test_forged_sizes_take_neither_time_nor_memory(
     forged: Callable[..., Path], changes: dict[str, Any], said: str
 ) -> None:
     with pytest.raises(ValueError, match=said):

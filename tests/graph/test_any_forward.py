@@ -139,7 +139,7 @@ def test_a_tensor_whose_size_depends_on_values_is_passed_on_within_a_stage_alone
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_cut_model_computes_what_the_whole_one_does(name: str) -> None:
+def test_stages_compute_what_the_unsplit_model_computes(name: str) -> None:
     torch.manual_seed(0)
     model = MODELS[name]()
     with torch.device("meta"):
@@ -212,14 +212,14 @@ def test_a_cut_model_computes_what_the_whole_one_does(name: str) -> None:
         ),
     ],
 )
-def test_the_same_in_torchs_pipeline(name: str, schedule: str, tmp_path: Path) -> None:
+def test_stages_run_in_torchs_pipeline_runtime(name: str, schedule: str, tmp_path: Path) -> None:
     module = "forwards" if hasattr(forwards, name) else "unused_gradients"
     config = tiny(pp=2, schedule=schedule, model=Custom(f"support.{module}.{name}"))
     config.data = SyntheticData(vocab_size=VOCAB)
     assert_proven(config, tmp_path)
 
 
-def test_a_skip_takes_the_same_way_in_evaluation() -> None:
+def test_a_skip_connection_works_in_evaluation() -> None:
     """Else it is relayed: a stage that uses it in training alone would wait for it."""
     with torch.device("meta"):
         model = forwards.HelpedInTraining()
@@ -234,7 +234,7 @@ def test_a_skip_takes_the_same_way_in_evaluation() -> None:
     assert [stage.skips_in for stage in both[1]] == [(), (), (0,), ()]
 
 
-def test_a_skip_comes_from_a_stage_of_its_rank_that_has_it() -> None:
+def test_a_skip_connection_is_read_from_a_stage_on_the_same_rank() -> None:
     with torch.device("meta"):
         model = forwards.Dense()
     graph = ModelGraph(model, {"inputs": Field((12,), torch.int64)}, 4, [])
@@ -258,7 +258,7 @@ def one_stage(kind: type[nn.Module]) -> tuple[nn.Module, Stage]:
     return model, stage
 
 
-def test_activations_that_a_model_computes_again_are_computed_again_in_a_stage() -> None:
+def test_a_models_own_checkpointing_still_recomputes_in_a_stage() -> None:
     model, stage = one_stage(forwards.Checkpointed)
     calls = []
     for block in model.blocks:
@@ -357,21 +357,21 @@ def test_a_forward_that_cannot_be_cut_is_refused_with_the_reason(reason: str) ->
         record_forward(model, {"inputs": torch.empty(2, 4, device="meta")}, ["first", "second"])
 
 
-def test_a_model_that_sends_something_else_in_evaluation_is_refused_where_it_is_cut() -> None:
+def test_a_split_with_a_different_boundary_in_evaluation_is_refused() -> None:
     config = tiny(pp=3, model=Custom("support.forwards.OtherInEvaluation"))
     (problem,) = preflight(config)
     assert "other tensors in evaluation" in problem.reason
     assert not preflight(tiny(dp=2, model=config.model))
 
 
-def test_experts_that_one_rank_alone_reaches_learn_what_one_process_learns(tmp_path: Path) -> None:
+def test_experts_reached_on_one_rank_match_one_process(tmp_path: Path) -> None:
     """One sequence a rank: FSDP would add up gradients of different experts."""
     config = tiny(dp=2, batch_size=2, seq_len=1, optimizer=Sgd())
     config.model = Custom("support.forwards.Routed")
     assert_proven(config, tmp_path)
 
 
-def test_a_constructors_random_numbers_and_dtypes_do_not_depend_on_the_process() -> None:
+def test_random_buffers_and_dtypes_of_a_constructor_are_equal_on_all_ranks() -> None:
     model = Custom("support.forwards.Shuffled")
     first, again, other = (initial_weights_of(model, seed).buffer("order") for seed in (0, 0, 1))
     assert torch.equal(first, again) and not torch.equal(first, other)

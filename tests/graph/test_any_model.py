@@ -72,6 +72,6 @@ def test_a_stage_may_begin_inside_of_a_block() -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_cannot_be_run_is_refused_by_name(case: Config, key: str, told: str) -> None:
+def test_an_unsupported_model_is_refused_by_name(case: Config, key: str, told: str) -> None:
     (problem,) = preflight(case)
     assert problem.key == key and told in str(problem), str(problem)

@@ -29,9 +29,7 @@ def recorded(family: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_a_block_that_stands_for_its_equals_is_recorded_as_they_are(
-    family: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_equal_blocks_share_one_recording(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     kind, calls = (llama.Block if family == "llama" else gpt2.Block), []
     forward = kind.forward
     monkeypatch.setattr(kind, "forward", lambda *args: (calls.append(1), forward(*args))[1])
@@ -49,7 +47,7 @@ class Counting(torch.nn.Linear):
         return super().forward(x)
 
 
-def test_only_blocks_that_have_no_other_state_are_taken_for_equal() -> None:
+def test_blocks_with_different_state_are_not_taken_for_equal() -> None:
     def key(change: Any) -> Any:
         with torch.device("meta"):
             block = llama.Block(8, llama.Attention(8, 2, 2), llama.MLP(8, 16), 1e-5)

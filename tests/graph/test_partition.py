@@ -48,7 +48,7 @@ def splits(draw: st.DrawFn) -> tuple[list[Unit], EvenSplit | PointSplit | Balanc
 
 @settings(max_examples=40, deadline=None)
 @given(splits())
-def test_every_unit_is_in_one_stage_in_the_models_order_and_no_stage_lacks_a_block(case):
+def test_every_module_is_in_exactly_one_stage_in_order(case):
     units, split, stages = case
     parts = partition(units, split, stages)
     assert [name for part in parts for name in part] == [unit.name for unit in units]
@@ -57,7 +57,7 @@ def test_every_unit_is_in_one_stage_in_the_models_order_and_no_stage_lacks_a_blo
 
 @settings(max_examples=40)
 @given(st.integers(1, 6), st.integers(1, 20), st.booleans(), st.booleans())
-def test_more_stages_than_blocks_leave_stages_empty_and_no_unit_out(blocks, stages, before, after):
+def test_more_stages_than_blocks_leave_stages_empty(blocks, stages, before, after):
     units = [Unit("in", False)] * before
     units += [Unit(f"layers.{i}", True) for i in range(blocks)] + [Unit("out", False)] * after
     parts = partition(units, EvenSplit(), stages)
@@ -113,7 +113,7 @@ def test_embedding_and_head_weigh_as_much_as_the_config_says():
     assert blocks_of(partition(units[1:-2], heavy_embedding, 2)) == [3, 3]
 
 
-def test_what_is_around_the_blocks_goes_to_the_first_and_last_stage():
+def test_modules_around_the_blocks_go_to_the_first_and_last_stage():
     assert partition(llama(3), EvenSplit(), 2) == [
         ["embedding", "layers.0"],
         ["layers.1", "layers.2", "norm", "head"],
@@ -125,7 +125,7 @@ def test_what_is_around_the_blocks_goes_to_the_first_and_last_stage():
     assert partition(llama(1), EvenSplit(), 1) == [["embedding", "layers.0", "norm", "head"]]
 
 
-def test_points_may_cut_around_the_blocks_too():
+def test_split_points_may_be_outside_of_blocks():
     points = PointSplit(points=["layers.0", "norm"])
     assert partition(llama(1), points, 3) == [["embedding"], ["layers.0"], ["norm", "head"]]
     assert partition(llama(1), PointSplit(), 1) == [["embedding", "layers.0", "norm", "head"]]
@@ -170,7 +170,7 @@ def test_a_split_that_does_not_fit_is_refused_with_one_that_does(case: str) -> N
     assert str(error.value).startswith(f"{problem.key}=")
 
 
-def test_the_largest_models_are_cut() -> None:
+def test_the_largest_models_are_split() -> None:
     """126 blocks (Llama 3 405B)."""
     parts = partition(llama(126), EvenSplit(), 64)
     # the embedding, and norm and head, weigh as a block each

@@ -84,7 +84,7 @@ class Counting(Branching):
         ("Counting", "its forward changes steps.*split=points or split=even"),
     ],
 )
-def test_what_the_tracer_cannot_do_is_said_with_the_alternative(model: str, told: str) -> None:
+def test_an_untraceable_model_is_refused_with_an_alternative(model: str, told: str) -> None:
     model_of_ours = Custom(f"test_trace.{model}", {})
     with pytest.raises(ConfigError, match=told):
         make_plan(traced("head", model=model_of_ours))

@@ -96,7 +96,7 @@ def test_a_rank_that_is_ended_while_it_reports_an_error_adds_no_traceback(tmp_pa
     assert launched.all_exit()
 
 
-def test_that_a_peer_has_failed_is_seen_without_a_look_at_the_files_of_all(tmp_path: Path) -> None:
+def test_a_failed_peer_is_noticed_without_reading_every_ranks_files(tmp_path: Path) -> None:
     """A thousand ranks ask twice a second while a run is to stop."""
     listings: list[str] = []
 
@@ -133,7 +133,7 @@ TAKEN = replace(FAILURE, error="taken over", taken_over=True, time=9.0)
         ([replace(FAILURE, rank=1, error="FileNotFoundError: step-00000007"), TAKEN], [], 0),
     ],
 )
-def test_the_cause_is_the_first_failure_that_no_peer_made(
+def test_the_root_cause_is_the_first_failure_not_caused_by_a_peer(
     failures: list[Failure], deaths: list[Failure], named: int, tmp_path: Path
 ) -> None:
     for failure in failures:
@@ -142,7 +142,7 @@ def test_the_cause_is_the_first_failure_that_no_peer_made(
     assert cause is not None and (cause.rank, cause.by_peer) == (named, False)
 
 
-def test_errors_that_nccl_raises_because_of_a_peer_are_no_root_cause() -> None:
+def test_nccl_errors_caused_by_a_peer_are_not_the_root_cause() -> None:
     for text in (
         "[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7)",
         "NCCL communicator was aborted on rank 1.",
@@ -154,7 +154,7 @@ def test_errors_that_nccl_raises_because_of_a_peer_are_no_root_cause() -> None:
         assert not describe(0, RuntimeError(text)).transport, text
 
 
-def test_an_error_of_a_save_that_a_lost_peer_has_ended_is_no_root_cause() -> None:
+def test_a_save_error_after_a_lost_peer_is_not_the_root_cause() -> None:
     program = (
         "try:\n    raise RuntimeError('Connection closed by peer')\n"
         "except RuntimeError as error:\n    raise OSError('step-7 could not be written') from error"
@@ -212,7 +212,7 @@ def test_workers_that_fail_are_restarted_as_often_as_allowed(
     assert workers.__enter__().adopt.call_count == launches and numbers == [*range(1, launches)]
 
 
-def test_an_error_of_the_user_is_told_without_frames_and_would_repeat() -> None:
+def test_a_user_error_has_no_traceback_and_is_not_retried() -> None:
     with pytest.raises(ValueError) as error:
         import_object("no.such.module")
     failure = describe(1, error.value)

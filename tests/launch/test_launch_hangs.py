@@ -165,7 +165,7 @@ def stop_before_a_save(config: Config, worker: Worker, stopped: int) -> None:
 
 
 @pytest.mark.parametrize("stopped", slow(0, 1))
-def test_a_rank_is_judged_by_the_limit_of_its_own_phase(stopped: int, tmp_path: Path) -> None:
+def test_each_phase_has_its_own_hang_timeout(stopped: int, tmp_path: Path) -> None:
     with pytest.raises(RankError, match="died without a result"):
         run_world(stop_before_a_save, tiny(pp=2), tmp_path, stopped, timeout=40)
     failure = root_cause(tmp_path)
@@ -234,11 +234,11 @@ def slow_phases(config: Config, worker: Worker) -> list[str]:
 
 
 @pytest.mark.slow
-def test_slow_phases_and_a_stopped_job_are_no_hang_and_nothing_is_left(tmp_path: Path) -> None:
+def test_slow_phases_and_a_stopped_job_are_not_hangs(tmp_path: Path) -> None:
     assert run_world(slow_phases, tiny(pp=2), tmp_path, timeout=30) == [["MainThread"]] * 2
 
 
-def test_a_device_that_works_through_its_queue_is_no_hang(tmp_path: Path) -> None:
+def test_a_busy_device_queue_is_not_a_hang(tmp_path: Path) -> None:
     """Python waits longer than the timeout, for a device that does an action now and then."""
     worker = Worker(0, 1, 0, 1, tmp_path, None, [])
     device, failures = Device(), []
@@ -296,7 +296,7 @@ def test_of_thousands_of_ranks_a_few_are_named_and_the_rest_counted() -> None:
     assert "no rank is known to be stuck, all wait for each other; rank 0 waits in 0B2" in text
 
 
-def test_events_are_used_again() -> None:
+def test_cuda_events_are_reused() -> None:
     """As many as are in the queue at once are made, however long the run."""
     device = Device()
     queue = DeviceQueue(device.event)
@@ -313,7 +313,7 @@ def test_events_are_used_again() -> None:
     assert len(device.events) < 10_000
 
 
-def test_an_action_that_ends_while_it_is_looked_at_is_not_taken_for_the_one_that_hangs() -> None:
+def test_an_action_that_ends_during_the_check_is_not_named() -> None:
     """Its event may stand for a later action by then."""
     device = Device()
     queue = DeviceQueue(device.event)
@@ -362,9 +362,7 @@ def wait_for_a_failed_peer(config: Config, worker: Worker, comes_out: bool) -> b
 
 
 @pytest.mark.parametrize("comes_out", [True, *slow(False)])
-def test_a_rank_is_let_out_of_a_collective_whose_peer_has_failed(
-    comes_out: bool, tmp_path: Path
-) -> None:
+def test_a_collective_is_aborted_when_a_peer_has_failed(comes_out: bool, tmp_path: Path) -> None:
     """Where it cannot be let out it ends. A rank that waits on would be named as one that hangs."""
     arguments = wait_for_a_failed_peer, tiny(pp=2), tmp_path, comes_out
     if comes_out:

@@ -39,7 +39,7 @@ from titanlike.torch_private import accelerator
         *slow({"WORLD_SIZE": "x"}, {"WORLD_SIZE": "0"}, {"WORLD_SIZE": "-1"}, {"RANK": "3"}),
     ],
 )
-def test_variables_of_no_launcher_are_an_error_with_a_fix(
+def test_inconsistent_launcher_variables_are_an_error_with_a_fix(
     variables: dict[str, str], tmp_path: Path
 ) -> None:
     env = {**os.environ, **variables}
@@ -235,7 +235,7 @@ def test_workers_that_do_not_end_are_killed_with_what_they_have_started(
     until(lambda: not any(map(is_running, [*parents, *pids])), 10)
 
 
-def test_a_rank_whose_fork_cannot_use_the_gpu_imports_for_itself(
+def test_a_rank_is_spawned_where_a_fork_cannot_use_the_gpu(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """An import may have called the driver before the fork."""
@@ -363,7 +363,7 @@ def test_a_signal_to_the_driver_ends_all_workers(
 
 
 @pytest.mark.slow
-def test_a_process_that_is_stuck_in_c_ends_soon_and_leaves_its_result(tmp_path: Path) -> None:
+def test_a_process_stuck_in_native_code_ends_and_leaves_its_result(tmp_path: Path) -> None:
     launched = Launched("deadlocks_in_c", f"run_dir={tmp_path}")
     until(lambda: (tmp_path / "ready0").exists())
     launched.process.send_signal(signal.SIGTERM)

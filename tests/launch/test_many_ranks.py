@@ -107,9 +107,7 @@ def start(world_size: int, store: Counted, rank: int) -> tuple[str, int]:
 
 
 @pytest.mark.parametrize("world_size", [8, *slow(1024)])
-def test_many_ranks_meet_in_few_requests_each_also_after_a_restart(
-    port: int, world_size: int
-) -> None:
+def test_rendezvous_of_many_ranks_takes_few_requests_each(port: int, world_size: int) -> None:
     client(port).append("titanlike/hello", "dead\n")  # of a rank that has never got an answer
     ids = set()
     for number in (1, 2):  # the store keeps the keys of the first start
@@ -119,7 +117,7 @@ def test_many_ranks_meet_in_few_requests_each_also_after_a_restart(
         client(port).append("titanlike/hello", "dead\n")
 
 
-def test_of_many_ranks_the_missing_ones_are_named_in_few_requests(port: int) -> None:
+def test_missing_ranks_are_named_in_few_requests(port: int) -> None:
     def late(store: Counted, rank: int) -> tuple[str, int]:
         with pytest.raises(BarrierTimeout) as error:
             barrier(Worker(rank, 32, 0, 1, Path(), store, []), "data", 1, "x")
@@ -155,9 +153,7 @@ def sockets_of_groups(config: Config, worker: Worker, port: int | None) -> int:
 
 
 @pytest.mark.parametrize("by_library", [False, True])
-def test_a_rank_connects_to_those_alone_that_it_sends_to(
-    tmp_path: Path, port: int, by_library: bool
-) -> None:
+def test_a_rank_connects_only_to_its_peers(tmp_path: Path, port: int, by_library: bool) -> None:
     """Else each of 1,024 ranks has 1,023 sockets for each group of all, which is more than it
     may."""
     of_four, of_six = (
@@ -187,7 +183,7 @@ def by_way_of_rank_0(_: Config, worker: Worker) -> tuple[list[list[Any]], list[A
     return gathered, handed_out, opened
 
 
-def test_objects_reach_rank_0_and_come_from_it_in_a_tree(tmp_path: Path) -> None:
+def test_objects_are_gathered_and_broadcast_in_a_tree(tmp_path: Path) -> None:
     """A save's plans and files. torch's gather and scatter open sockets on rank 0 for each rank."""
     results = run_world(by_way_of_rank_0, tiny(pp=2, dp=3, batch_size=12), tmp_path)
     gathered, _, opened = results[0]

@@ -155,7 +155,7 @@ def test_the_error_for_a_number_of_ranks_names_the_possible_ones(
     assert problem.reason.endswith(f"possible numbers of ranks: {possible}")
 
 
-def test_without_launch_elastic_or_torchrun_the_mesh_stays(
+def test_the_mesh_is_fixed_without_launch_elastic_or_torchrun(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rigid, elastic = config(tmp_path, dp=4, launch=Launch()), config(tmp_path, dp=4)
@@ -166,7 +166,7 @@ def test_without_launch_elastic_or_torchrun_the_mesh_stays(
     assert available_ranks(elastic, None, RestartState()) == 1
 
 
-def test_a_machine_that_rejoins_adopts_the_state_with_the_most_starts(tmp_path: Path) -> None:
+def test_a_rejoining_node_adopts_the_state_with_the_most_restarts(tmp_path: Path) -> None:
     stays = RestartState(tmp_path / "stays")
     stays.count_start()
     stays.set_default("started", "1.0")

@@ -43,7 +43,7 @@ def ended(folder: Path, *options: str, code: object = 3) -> subprocess.Completed
 
 
 @pytest.mark.parametrize("code, exit_code, more", [(3, 3, ""), ("why not", 1, "why not\n")])
-def test_a_process_leaves_at_once_and_loses_nothing(
+def test_a_process_exits_at_once_and_loses_no_output(
     tmp_path: Path, code: object, exit_code: int, more: str
 ) -> None:
     done = ended(tmp_path, code=code)
@@ -54,7 +54,7 @@ def test_a_process_leaves_at_once_and_loses_nothing(
     assert (tmp_path / "left.bin").read_text() == "bytes"
 
 
-def test_a_tool_that_runs_the_program_gets_its_end(tmp_path: Path) -> None:
+def test_a_tool_gets_the_exit_code_of_the_program_it_runs(tmp_path: Path) -> None:
     """A profiler, like coverage, writes what it has found after the program."""
     report = tmp_path / "profile"
     done = ended(tmp_path, "-m", "cProfile", "-o", str(report))
@@ -69,7 +69,7 @@ class Cycle:
         self.itself = self
 
 
-def test_garbage_is_collected_once_a_job_is_built_and_before_the_next() -> None:
+def test_garbage_is_collected_after_a_build_and_before_the_next_job() -> None:
     with collected_once_built():
         assert not gc.isenabled()
         of_the_build = weakref.ref(Cycle())

@@ -45,7 +45,7 @@ SAVING = [
         *slow((8, ["dp=2", "steps=400", "checkpoint.mode=sync"]), marks=GRID),
     ],
 )
-def test_of_many_starts_during_saves_the_newest_completes_and_the_others_say_why_they_end(
+def test_the_newest_of_concurrent_launches_completes_and_the_others_say_why_they_end(
     starts: int, layout: list[str], tmp_path: Path
 ) -> None:
     rng = random.Random(starts)
@@ -88,7 +88,7 @@ class Clock(SimpleNamespace):
         self.after(self.polls)
 
 
-def test_an_earlier_start_ends_as_soon_as_a_later_one_owns_the_folder(tmp_path: Path) -> None:
+def test_an_earlier_launch_ends_once_a_later_one_owns_the_folder(tmp_path: Path) -> None:
     first = RunDirOwner(tmp_path)
     for _ in range(2):
         first.check()
@@ -100,7 +100,7 @@ def test_an_earlier_start_ends_as_soon_as_a_later_one_owns_the_folder(tmp_path: 
     second.check()  # a file system that is gone for a moment
 
 
-def test_a_second_start_waits_until_every_rank_of_the_first_has_ended(
+def test_a_second_launch_waits_for_every_rank_of_the_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: list[str] = []
@@ -126,7 +126,7 @@ def test_a_second_start_waits_until_every_rank_of_the_first_has_ended(
             assert clock.polls == 0
 
 
-def test_of_two_claims_one_is_told_who_has_the_other(
+def test_the_loser_of_two_claims_is_told_the_owner(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file, _ = claim(tmp_path / "lock")
@@ -163,7 +163,7 @@ def test_a_checkpoint_is_deleted_though_another_process_writes_there(
 
 
 @pytest.mark.slow
-def test_a_second_start_of_a_sweep_says_who_runs_it_and_a_dead_one_does_not_block(
+def test_a_second_launch_of_a_sweep_names_the_owner_unless_it_is_dead(
     tmp_path: Path,
 ) -> None:
     words = [

@@ -85,7 +85,7 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_loop_of_ones_own_computes_what_the_command_and_one_process_do(
+def test_a_custom_loop_matches_the_command_and_one_process(
     layout: str, one_process: dict[str, Any], tmp_path: Path
 ) -> None:
     config = LAYOUTS[layout]
@@ -163,7 +163,7 @@ def in_one_process(config: Config, worker: Worker) -> dict[str, Any]:
     }
 
 
-def test_losses_of_microbatches_are_means_of_their_own_tokens(tmp_path: Path) -> None:
+def test_microbatch_losses_are_means_over_their_tokens(tmp_path: Path) -> None:
     found = run_world(in_one_process, ONE, tmp_path)[0]
     tokens = torch.tensor([0, 2 * 3, 2 * 16, 2 * 16])
     assert found["losses"][0] == 0 and min(found["losses"][1:]) > 1
@@ -207,7 +207,7 @@ CALLS = cells({"save": "save"}, {name: name for name in ("step", "validate", "fo
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_a_method_that_a_rank_does_not_call_ends_with_its_number(call: str, tmp_path: Path) -> None:
+def test_a_rank_that_skips_a_collective_method_is_named(call: str, tmp_path: Path) -> None:
     config = replace(ONE, pp=2, launch=Launch(timeout=2), schedule=Schedule())
     [told, _] = run_world(alone, config, tmp_path, call)
     assert told.startswith(f"rank 1 did not reach the job's {call}() (call 2 of a run) in 2 s")
@@ -375,7 +375,7 @@ class Misspelt:
         """Of no event."""
 
 
-def test_what_train_and_build_refuse(tmp_path: Path) -> None:
+def test_train_and_build_refuse_invalid_arguments(tmp_path: Path) -> None:
     config = replace(ONE, pp=2, run_dir=str(tmp_path / "run"), on_nonfinite="rollback")
     with pytest.raises(ConfigError) as error:
         titanlike.train(config, [Told(), Misspelt()])

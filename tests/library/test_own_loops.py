@@ -25,7 +25,7 @@ def example(name: str, ranks: int, folder: Path, *words: str) -> str:
     return done.stdout
 
 
-def test_a_script_of_ones_own_trains_and_goes_on_in_another_layout(tmp_path: Path) -> None:
+def test_a_custom_script_trains_and_resumes_in_another_layout(tmp_path: Path) -> None:
     words = [*SMALL, "batch_size=8", "device=cpu", "run_dir=run"]
     text = example("own_loop.py", 2, tmp_path, *words, "pp=2", "steps=2")
     assert re.findall(r"step (\d+): loss 5\.", text) == ["1", "2"]

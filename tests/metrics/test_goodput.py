@@ -21,7 +21,7 @@ def record(step: int, time: float, seconds: float = 2.0, **more: float) -> dict[
     return {"step": step, "time": time, "step_seconds": seconds, **more}
 
 
-def test_each_second_of_two_launches_is_of_one_kind(tmp_path: Path) -> None:
+def test_every_second_of_two_launches_is_accounted_once(tmp_path: Path) -> None:
     """The first launch begins at 100, takes ten seconds to start, is killed; the next at 140."""
     first = [record(1, 115, 5.0), record(2, 117), record(3, 120, save_stall_seconds=1.0)]
     lost = [record(4, 122), record(5, 124)]
@@ -48,7 +48,7 @@ def test_each_second_of_two_launches_is_of_one_kind(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("steps, down, total", [(2, 0.0, 11), (3, 1000.0, 1011)])
-def test_the_time_until_a_run_that_was_done_is_continued_is_no_loss(
+def test_idle_time_after_a_finished_run_is_not_lost_time(
     steps: int, down: float, total: float, tmp_path: Path
 ) -> None:
     lines(tmp_path / "metrics.jsonl", [record(1, 103), record(2, 105), record(3, 1110)])

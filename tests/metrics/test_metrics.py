@@ -70,7 +70,7 @@ def printed(**env: str) -> bytes:
     return run.stdout
 
 
-def test_a_log_has_plain_lines_with_everything():
+def test_a_log_file_has_plain_lines():
     """First, every tenth, validating and last steps; no bar, no control characters."""
     text = printed().decode()
     lines = text.splitlines()
@@ -128,7 +128,7 @@ def test_a_terminal_has_a_bar_and_no_line_wider_than_itself(columns):
     assert drawn[-3].strip() == "", "the bar is wiped before the last line"
 
 
-def test_a_reader_that_goes_away_does_not_end_the_run():
+def test_a_closed_pipe_does_not_end_the_run():
     """`python train.py | head -1` trains on, quietly, and ends with 0."""
     command = [sys.executable, "-c", RUN + "print('also plain prints', flush=True)"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
@@ -138,7 +138,7 @@ def test_a_reader_that_goes_away_does_not_end_the_run():
         assert run.wait(20) == 0 and run.stderr.read() == b""
 
 
-def test_an_ascii_terminal_gets_what_it_can_show():
+def test_an_ascii_terminal_gets_ascii():
     """No UnicodeEncodeError: shortened cells, rules and foreign letters are replaced."""
     lines = printed(PYTHONIOENCODING="ascii", COLUMNS="80").decode("ascii").splitlines()
     assert "  -----  -------------------------------  ----------  -------" in lines
@@ -150,7 +150,7 @@ def test_an_ascii_terminal_gets_what_it_can_show():
     width=st.integers(10, 200),
 )
 @settings(max_examples=50, deadline=None)
-def test_no_table_is_wider_than_it_may_be(rows, width):
+def test_no_table_is_wider_than_its_limit(rows, width):
     """Whatever stands in its cells."""
     lines = table_lines("A title that is longer", ["name", "count", "x", "text"], rows, width)
     assert max(map(len, lines)) <= width
@@ -193,7 +193,7 @@ def test_metrics_jsonl_keeps_every_bit_of_every_float_as_strict_json(losses):
 
 @given(data=st.data(), steps=st.integers(1, 12))
 @settings(max_examples=60, deadline=None)
-def test_a_resumed_run_goes_on_in_metrics_jsonl_without_gap_or_repeat(data, steps):
+def test_a_resumed_run_continues_metrics_jsonl_without_gap_or_repeat(data, steps):
     """Wherever a crash tore the file, and whichever earlier checkpoint the run resumes from."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "metrics.jsonl"
@@ -247,7 +247,7 @@ def test_tensorboard_is_written_or_named_as_missing(tmp_path):
     assert [(e.step, e.value) for e in events] == [(1, 0.25), (2, 0.5), (3, 2.75), (4, 3.0)]
 
 
-def test_numbers_read_as_people_write_them():
+def test_numbers_are_printed_in_readable_units():
     """Also where rounding carries into the next unit."""
     assert [units.count(n) for n in (0, 91.3, 999, 999.6, 1234, 999_949, 999_950)] == [
         *("0", "91", "999", "1.0k", "1.2k", "999.9k", "1.0M")

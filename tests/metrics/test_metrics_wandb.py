@@ -112,7 +112,7 @@ def test_without_a_key_config_metrics_and_id_are_kept_for_sync_and_resume(tmp_pa
     assert b"op3nsesame" not in written and b"Z1Z1Z1" not in written
 
 
-def test_a_copy_of_a_run_is_a_wandb_run_of_its_own_and_a_moved_one_is_the_same(
+def test_a_copied_run_is_a_new_wandb_run_and_a_moved_one_is_the_same(
     tmp_path: Path,
 ) -> None:
     def start(name: str) -> tuple[str, str]:

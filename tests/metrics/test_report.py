@@ -80,7 +80,7 @@ def test_the_page_of_a_run_has_its_curves_events_starts_layout_and_samples(tmp_p
     assert "://" not in loaded, "a page without a network"
 
 
-def test_a_damaged_or_partial_run_has_a_page_of_what_is_left(tmp_path: Path) -> None:
+def test_a_damaged_run_still_has_a_report(tmp_path: Path) -> None:
     folder = written(tmp_path / "run")
     with open(folder / "metrics.jsonl", "a") as file:
         file.write(files.dumps(record(40, loss=float("nan"), lr="no")) + "\n[1]\n\x00\xff\n")
@@ -113,7 +113,7 @@ def test_a_long_run_keeps_its_spikes_and_validations_in_a_small_page(
     assert len(page([quick, whole])) < 60_000
 
 
-def test_several_runs_are_laid_over_each_other(
+def test_several_runs_are_overlaid(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     runs = [written(tmp_path / "one"), written(tmp_path / "two", pp=4)]
@@ -156,7 +156,7 @@ def test_a_browser_draws_curves_and_events_without_an_error(tmp_path: Path) -> N
     assert body.count('class="stage"') == 4 and "&lt;/script&gt;" in body
 
 
-def test_the_page_is_there_at_the_end_of_a_run(tmp_path: Path) -> None:
+def test_a_report_is_written_at_the_end_of_a_run(tmp_path: Path) -> None:
     """And the numbers of its steps are those of all ranks."""
     done = command(*TINY, "pp=2", "run_dir=run", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -178,7 +178,7 @@ def test_the_page_is_there_at_the_end_of_a_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_failed_run_has_its_page_too_and_one_may_be_without(tmp_path: Path) -> None:
+def test_a_failed_run_has_a_report_unless_switched_off(tmp_path: Path) -> None:
     nan = ["model.num_hidden_layers=2", "optimizer=sgd", "optimizer.lr=1e12", "optimizer.clip=null"]
     done = command(*TINY, *nan, "steps=30", "run_dir=bad", cwd=tmp_path)
     assert done.returncode == 1, done.stdout

@@ -111,7 +111,7 @@ def flex_on_cpu() -> Iterator[None]:
 @pytest.mark.parametrize("keys", [4, 2], ids=["as many keys", "grouped"])
 @pytest.mark.parametrize("window", [None, 5])
 @pytest.mark.parametrize("kernel", ["varlen", "flex"])
-def test_documents_by_offsets_are_exact(
+def test_document_attention_by_offsets_matches_masked_attention(
     kernel: str, window: int | None, keys: int, flex_on_cpu: None
 ) -> None:
     for name in IDS:
@@ -146,7 +146,7 @@ class Largest(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("window", [None, 5])
-def test_of_some_queries_a_mask_has_their_rows_alone(window: int | None) -> None:
+def test_a_mask_for_some_queries_has_only_their_rows(window: int | None) -> None:
     documents = Documents(document_spans(of("mixed")), window)
     places = torch.tensor([0, 1, 2, 31, 32, 33])
     with Largest() as largest:
@@ -155,7 +155,7 @@ def test_of_some_queries_a_mask_has_their_rows_alone(window: int | None) -> None
     assert largest.values == found.numel()
 
 
-def test_documents_and_dropout_take_a_mask() -> None:
+def test_documents_with_dropout_use_a_mask() -> None:
     inputs, documents = heads(4, 2), Documents(document_spans(of("mixed")))
     torch.manual_seed(3)
     with as_on_a_gpu():
@@ -167,7 +167,7 @@ def test_documents_and_dropout_take_a_mask() -> None:
 
 
 @pytest.mark.parametrize("window", [None, 100, 300])
-def test_blocks_are_those_that_torch_finds_in_a_mask(window: int | None) -> None:
+def test_block_masks_match_torchs(window: int | None) -> None:
     tokens = 700
     ids = (torch.rand(B, tokens, generator=torch.Generator().manual_seed(0)) < 0.01).cumsum(1)
     ids[1] = 0
@@ -181,7 +181,7 @@ def test_blocks_are_those_that_torch_finds_in_a_mask(window: int | None) -> None
     assert found.full_kv_num_blocks.sum() > 0 or window == 100
 
 
-def test_a_compiled_block_takes_lists_of_blocks_as_an_operator_lays_them_out(
+def test_block_lists_are_contiguous_in_a_compiled_block(
     flex_on_cpu: None,
 ) -> None:
     """Flex attention reads them as rows, and inductor may transpose what it makes itself. The
@@ -236,7 +236,7 @@ def test_uncompiled_blocks_compile_attention_once(window: int | None, flex_on_cp
     assert len(graphs) == 1
 
 
-def test_offsets_are_as_many_as_there_are_documents_and_not_tokens() -> None:
+def test_offsets_scale_with_documents_not_tokens() -> None:
     ids = torch.zeros(1, 4096, dtype=torch.int64)
     ids[:, 1000:], ids[:, 1300:] = 1, 2
     spans = document_spans(ids)
@@ -246,7 +246,7 @@ def test_offsets_are_as_many_as_there_are_documents_and_not_tokens() -> None:
     assert document_spans(ids).shape == (128, 65)  # 41 documents of 100 tokens
 
 
-def test_compiled_as_one_graph_for_all_numbers_of_documents() -> None:
+def test_any_number_of_documents_shares_one_compiled_graph() -> None:
     """fullgraph: a graph that breaks raises. The kernel itself needs a GPU."""
     graphs: list[str] = []
 
@@ -268,7 +268,7 @@ def test_compiled_as_one_graph_for_all_numbers_of_documents() -> None:
 # --- how many documents there are -----------------------------------------------------------------
 
 
-def test_a_device_is_not_waited_for_where_the_batch_was_copied_from_the_host() -> None:
+def test_offsets_from_the_host_need_no_device_sync() -> None:
     """The values on the "device" are others, so that whoever reads them is found out."""
     host = torch.cat([of("mixed"), of("a token each")])
     device = with_host_copy(host.clone(), host)
@@ -300,7 +300,7 @@ WINDOWS = ("hf mistral", "hf gemma3")
 
 
 @pytest.mark.parametrize("name", [*QUICK, *slow(*(name for name in MODELS if name not in QUICK))])
-def test_a_model_gives_the_same_with_offsets_as_with_a_mask(name: str) -> None:
+def test_a_model_computes_the_same_with_offsets_as_with_a_mask(name: str) -> None:
     model = real(MODELS[name])
     inputs = torch.randint(3, 64, (B, T), generator=torch.Generator().manual_seed(0))
     calls: list[Documents] = []
@@ -388,7 +388,7 @@ def recorded_for_a_gpu(
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("name", ["llama", "hf gemma3", "hf gpt2"])
-def test_documents_have_no_mask_on_a_gpu(name: str, dtype: torch.dtype) -> None:
+def test_documents_build_no_mask_on_a_gpu(name: str, dtype: torch.dtype) -> None:
     _, recording = recorded_for_a_gpu(MODELS[name], dtype, "document_ids")
     shapes = {tuple(node.value.shape) for node in recording.nodes if node.value is not None}
     assert ((B, 1, T, T) in shapes) == (name in BY_MASK)
@@ -405,7 +405,7 @@ class OnGpu(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
-def test_a_mask_of_the_users_own_is_taken_on_a_gpu_with_keys_repeated() -> None:
+def test_a_custom_mask_works_on_a_gpu_with_grouped_queries() -> None:
     """The efficient kernel, which alone takes masks for sure and fp32, has no grouped queries."""
     mask = torch.ones(B, 1, T, T, dtype=torch.bool).tril()
     called = mock.Mock(wraps=F.scaled_dot_product_attention)
@@ -450,7 +450,7 @@ def test_documents_cost_as_much_as_whole_sequences() -> None:
     assert kept == B * T * 2 * 64 + B * T * 4 * (2 * E + 4)
 
 
-def test_the_operators_of_attention_on_gpus_are_known() -> None:
+def test_gpu_attention_operators_have_flop_formulas() -> None:
     names = operator_names()
     default = SelectiveActivationCheckpoint(name="selective").save
     for kernel in ("cudnn", "flash", "efficient"):
@@ -465,7 +465,7 @@ def test_the_operators_of_attention_on_gpus_are_known() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("window", [None, 5])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_a_gpus_kernels_are_exact(dtype: torch.dtype, window: int | None) -> None:
+def test_gpu_kernels_match_the_reference(dtype: torch.dtype, window: int | None) -> None:
     for name in IDS:
         inputs = [x.detach().cuda().requires_grad_() for x in heads(4, 2, dtype)]
         documents = Documents(document_spans(of(name).cuda()), window)
@@ -482,7 +482,9 @@ def test_a_gpus_kernels_are_exact(dtype: torch.dtype, window: int | None) -> Non
 @pytest.mark.gpu
 @pytest.mark.parametrize("gradients", [True, False])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_a_gpus_kernels_are_exact_in_a_compiled_block(dtype: torch.dtype, gradients: bool) -> None:
+def test_gpu_kernels_match_the_reference_in_a_compiled_block(
+    dtype: torch.dtype, gradients: bool
+) -> None:
     shapes = (8, 4, 300, 64), (8, 2, 300, 64), (8, 2, 300, 64)
     generator = torch.Generator().manual_seed(0)
     inputs = [torch.randn(shape, generator=generator).to("cuda", dtype) for shape in shapes]
@@ -516,7 +518,7 @@ def of_kernels(
 
 
 @pytest.mark.gpu
-def test_a_gpu_is_not_waited_for() -> None:
+def test_attention_never_synchronizes_a_gpu() -> None:
     host = of("mixed")
     ids = with_host_copy(host.cuda(), host)
     positions, documents = attention_inputs(ids, ids, None, None, True)

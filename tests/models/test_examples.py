@@ -25,7 +25,7 @@ def run(program: str, *arguments: str, cwd: Path) -> subprocess.CompletedProcess
     return forked.run(words, cwd, env)
 
 
-def test_mistakes_are_told_all_at_once(tmp_path: Path) -> None:
+def test_all_mistakes_of_an_example_are_reported_together(tmp_path: Path) -> None:
     own = ["loss.name=my_models.losses.focal", "loss.gama=1"]
     done = run("train.py", "model.widht=3", "model.depth=0", *own, cwd=tmp_path)
     assert done.returncode == 2
@@ -33,7 +33,7 @@ def test_mistakes_are_told_all_at_once(tmp_path: Path) -> None:
         assert fix in done.stderr, done.stderr
 
 
-def test_a_length_that_does_not_fit_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unsupported_sequence_length_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(EXAMPLES)
     sizes = {"vocab_size": 64, "length": 12, "width": 8}
     (problem,) = preflight(tiny(model=Custom("my_models.mixer.Mixer", sizes)))

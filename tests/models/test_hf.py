@@ -73,7 +73,7 @@ def a_batch() -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("family", [*QUICK, *REST])
-def test_a_family_gives_transformers_own_logits_whole_and_cut(family: str) -> None:
+def test_a_family_has_transformers_logits_unsplit_and_in_stages(family: str) -> None:
     model, packed = model_of(family), a_batch()
     plain = {"inputs": packed["inputs"]}
     whole = real(model)
@@ -116,7 +116,7 @@ def test_initial_values_have_transformers_own_distribution(family: str) -> None:
     assert real(model_of(family)).state_dict().keys() == ours.state_dict().keys()
 
 
-def test_initial_values_are_noted_without_memory() -> None:
+def test_initializers_are_recorded_without_allocating() -> None:
     model = model_of("gpt2")
     writes = record_initialization(lambda: build_model(model))
     (residual,) = writes["transformer.h.3.mlp.c_proj.weight"]
@@ -131,7 +131,7 @@ def test_initial_values_are_noted_without_memory() -> None:
         assert zero == [5 - first] * (first < 6)
 
 
-def test_masks_and_positions_are_taken() -> None:
+def test_attention_masks_and_position_ids_are_accepted() -> None:
     """Padding on the right changes nothing before it; shifted positions change learned ones."""
     model, batch = real(model_of("gpt2")), a_batch()["inputs"]
     mask = torch.ones(2, 12, dtype=torch.bool)
@@ -258,7 +258,7 @@ MISTAKES = {  # the key, and what to write
 
 
 @pytest.mark.parametrize("told", MISTAKES)
-def test_a_mistake_is_told_with_a_fix(told: str) -> None:
+def test_a_mistake_in_model_hf_is_reported_with_a_fix(told: str) -> None:
     args, fix = MISTAKES[told]
     with pytest.raises(ConfigError) as error:
         build_model(Custom("hf", args))
@@ -274,7 +274,7 @@ def test_transformers_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
 UP = "model.layers.{}.mlp.up_proj.weight"
 
 
-def test_damaged_folders_are_found_before_a_worker_starts(tmp_path: Path) -> None:
+def test_damaged_folders_are_detected_before_launch(tmp_path: Path) -> None:
     folder_of("llama", tmp_path)
     index_file, config_file = tmp_path / safetensors_folder.INDEX, tmp_path / "config.json"
     names = json.loads(index_file.read_text())["weight_map"]

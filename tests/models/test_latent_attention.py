@@ -41,13 +41,13 @@ DOCUMENTS = TextData(documents=True)
         },
     ),
 )
-def test_layouts_compute_it_as_one_process(config: Config, tmp_path: Path) -> None:
+def test_latent_attention_in_layouts_matches_one_process(config: Config, tmp_path: Path) -> None:
     assert_proven(config, tmp_path)
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("q_lora_rank", [None, 12])
-def test_a_cache_keeps_its_latents_alone(q_lora_rank: int | None) -> None:
+def test_the_cache_holds_latents_only(q_lora_rank: int | None) -> None:
     args = deepseek(q_lora_rank=q_lora_rank).args | {"vocab_size": 64}
     model = build_model(Custom("moe", args), "cpu")
     for parameter in model.parameters():
@@ -61,7 +61,7 @@ def test_a_cache_keeps_its_latents_alone(q_lora_rank: int | None) -> None:
 
 
 @pytest.mark.parametrize("name", ["deepseek", "gpt_oss"])
-def test_its_flops_are_those_of_its_products(name: str) -> None:
+def test_latent_attention_flops_count_its_matmuls(name: str) -> None:
     """With windows, too, in which attention multiplies as many keys as a query sees."""
     made = deepseek() if name == "deepseek" else gpt_oss()
     model: Any = build_model(Custom("moe", made.args | {"vocab_size": 64}))
@@ -83,6 +83,6 @@ def test_its_flops_are_those_of_its_products(name: str) -> None:
         ({"rope_scaling": {"factor": 4}}, "write model.rope_scaling={factor:40,original_max_"),
     ],
 )
-def test_sizes_that_it_cannot_have_are_told(changes: dict, said: str) -> None:
+def test_invalid_latent_attention_sizes_are_refused(changes: dict, said: str) -> None:
     [problem] = preflight(tiny(model=deepseek(**changes)))
     assert said in str(problem)

@@ -40,7 +40,7 @@ def test_a_published_model_has_its_number_of_parameters(name: str) -> None:
     assert model.flops_per_token(0) / 6 == pytest.approx(active, rel=0.01)
 
 
-def test_it_routes_as_deepseek_v3_does() -> None:
+def test_routing_matches_deepseek_v3() -> None:
     more = {"num_local_experts": 8, "n_routed_experts": 8, "n_group": 4, "topk_group": 2}
     settings = transformers.AutoConfig.for_model("deepseek_v3", **sizes("deepseek_v3", **more))
     settings._experts_implementation = "eager"
@@ -63,7 +63,7 @@ def test_it_routes_as_deepseek_v3_does() -> None:
     torch.testing.assert_close(mine(x), theirs(x), rtol=1e-5, atol=1e-6)
 
 
-def test_balance_is_for_experts_with_few_tokens_and_not_for_steps_that_were_skipped() -> None:
+def test_the_balance_bias_favours_idle_experts_and_ignores_skipped_steps() -> None:
     layer = RoutedMLP(8, 3, 8, 0, Routing(1, "softmax", True, 1.0, 1, 1, 0.3, 0.5, 0.0))
     counts = torch.tensor([9, 3, 0])
     layer.balance(counts, skip=torch.tensor(1.0))
@@ -92,7 +92,7 @@ def test_balance_is_for_experts_with_few_tokens_and_not_for_steps_that_were_skip
         ({"z_loss": -1.0}, "model.z_loss=-1.0: must not be negative; write model.z_loss=0"),
     ],
 )
-def test_sizes_that_do_not_fit_are_told_before_anything_starts(args: dict, said: str) -> None:
+def test_invalid_expert_sizes_are_refused_before_launch(args: dict, said: str) -> None:
     (problem,) = preflight(tiny(model=Model("moe", {"vocab_size": None, **args})))
     assert said in str(problem)
 
@@ -102,7 +102,7 @@ def test_sizes_that_do_not_fit_are_told_before_anything_starts(args: dict, said:
 
 @pytest.mark.parametrize("sizes", [(8, 12), (7, 5)], ids=["grouped", "in a loop"])
 @pytest.mark.parametrize("counts", [(3, 0, 4, 3), (0, 0, 0, 0), (0, 10, 0, 0), (0, 1, 0, 0)])
-def test_rows_meet_the_matrix_of_their_expert(sizes: tuple, counts: tuple) -> None:
+def test_grouped_products_use_each_rows_expert(sizes: tuple, counts: tuple) -> None:
     generator = torch.Generator().manual_seed(0)
     wide = torch.randn(sum(counts), sizes[0] + 2, generator=generator)  # a single row is a part
     rows = wide[:, :-2].requires_grad_()
@@ -120,7 +120,7 @@ def test_rows_meet_the_matrix_of_their_expert(sizes: tuple, counts: tuple) -> No
         torch.testing.assert_close(mine, right)
 
 
-def test_their_products_are_kept_and_counted_as_others() -> None:
+def test_grouped_products_are_saved_and_counted_like_matmuls() -> None:
     assert EXPERT_LINEAR in PRODUCTS and EXPERT_LINEAR == EXPERTS_PRODUCT
     rows = torch.empty(24, 16, device="meta", requires_grad=True)
     weight = torch.empty(4, 8, 16, device="meta", requires_grad=True)
@@ -134,7 +134,7 @@ def test_their_products_are_kept_and_counted_as_others() -> None:
 
 
 @pytest.mark.parametrize("family", ["mixtral", *slow("qwen3_moe", "deepseek_v3", "glm4_moe")])
-def test_its_experts_give_transformers_own_gradients(family: str) -> None:
+def test_expert_gradients_match_transformers(family: str) -> None:
     model = build_model(model_of(family), "cpu")
     for parameter in model.parameters():
         nn.init.normal_(parameter, 0, 0.1)

@@ -44,11 +44,13 @@ MOE = predicting(1, dp=2, ep=2, model=Model("moe", {**LLAMA, **EXPERTS, "vocab_s
         },
     ),
 )
-def test_layouts_predict_further_tokens_as_one_process(config: Config, tmp_path: Path) -> None:
+def test_multi_token_prediction_in_layouts_matches_one_process(
+    config: Config, tmp_path: Path
+) -> None:
     assert_proven(config, tmp_path)
 
 
-def test_the_loss_of_a_further_token_is_that_of_the_tokens_which_have_one() -> None:
+def test_the_multi_token_loss_is_over_tokens_that_have_a_target() -> None:
     model: Any = build_model(resolve_model(predicting(1))).to_empty(device="cpu")
     for parameter in model.parameters():
         parameter.data = 0.3 * torch.randn(parameter.shape)
@@ -81,7 +83,5 @@ def test_the_loss_of_a_further_token_is_that_of_the_tokens_which_have_one() -> N
         (predicting(1, tp=2), "which other ranks may have; write tp=1 dp=2"),
     ],
 )
-def test_weights_without_tokens_and_ranks_with_parts_of_sequences_are_refused(
-    config: Config, said: str
-) -> None:
+def test_multi_token_prediction_refuses_cp_and_unused_weights(config: Config, said: str) -> None:
     assert any(said in str(problem) for problem in preflight(config))

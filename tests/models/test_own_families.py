@@ -70,7 +70,7 @@ def ours_of(name: str, theirs: Counterpart, folder: Path) -> nn.Module:
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("model_type", KINDS)
-def test_a_folder_of_transformers_has_the_same_logits_here(
+def test_built_in_families_have_transformers_logits(
     model_type: str, tied: bool, tmp_path: Path
 ) -> None:
     more = MORE.get(model_type, {}) if tied else {}
@@ -94,7 +94,7 @@ def test_the_config_of_an_export_asks_for_the_same_sizes(model_type: str) -> Non
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_swiglu_keeps_gate_and_up_alone_and_its_gradients_are_the_same(
+def test_swiglu_saves_only_gate_and_up_with_equal_gradients(
     dtype: torch.dtype,
 ) -> None:
     torch.manual_seed(0)

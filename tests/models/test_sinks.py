@@ -47,7 +47,7 @@ def windowed(*mesh: Any, **changes: Any) -> Config:
         },
     ),
 )
-def test_layouts_compute_them_as_one_process(config: Config, tmp_path: Path) -> None:
+def test_attention_sinks_in_layouts_match_one_process(config: Config, tmp_path: Path) -> None:
     assert_proven(config, tmp_path)
 
 
@@ -61,7 +61,7 @@ def plain(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor, sinks: Tensor) -> Te
 
 @pytest.mark.parametrize("window", [None, 5])
 @pytest.mark.parametrize("kernel", ["a key more", "flex"])
-def test_sinks_take_their_share_of_each_querys_sum(kernel: str, window: int | None) -> None:
+def test_sinks_enter_each_querys_softmax(kernel: str, window: int | None) -> None:
     generator = torch.Generator().manual_seed(0)
     shapes = (2, 4, 37, 16), (2, 2, 37, 16), (2, 2, 37, 16), (4,)
     inputs = [torch.randn(shape, generator=generator).requires_grad_() for shape in shapes]
@@ -83,7 +83,7 @@ def test_sinks_take_their_share_of_each_querys_sum(kernel: str, window: int | No
         torch.testing.assert_close(*pairs, rtol=1e-5, atol=1e-5)
 
 
-def test_experts_with_biases_have_the_gradients_of_plain_operators() -> None:
+def test_biased_experts_have_the_gradients_of_plain_operators() -> None:
     torch.manual_seed(0)
     experts = BiasedExperts(3, 1, 8, 16, limit=0.7)
     for parameter in experts.parameters():
@@ -106,7 +106,7 @@ def test_experts_with_biases_have_the_gradients_of_plain_operators() -> None:
     assert not torch.allclose(experts(tokens, counts), pairs[0][0])  # float8's own
 
 
-def test_muon_has_the_experts_matrices_and_none_of_their_biases() -> None:
+def test_muon_updates_expert_matrices_but_not_biases() -> None:
     model = build_model(Custom("moe", gpt_oss().args | {"vocab_size": 64}))
     names = hidden_matrices(model, Muon())
     assert "model.layers.0.mlp.experts.gate_up_proj" in names

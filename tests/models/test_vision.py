@@ -35,5 +35,5 @@ BALANCE = BalanceSplit(balance=[3, 2, 3])
     ],
     ids=lambda config: f"{config.model.name.rpartition('.')[2]} {config.schedule.name}",
 )
-def test_models_of_images_in_layouts(config: Config, tmp_path: Path) -> None:
+def test_vision_models_in_layouts_match_one_process(config: Config, tmp_path: Path) -> None:
     assert_proven(config, tmp_path)

@@ -37,14 +37,14 @@ def test_rounding_is_exact_on_average_and_never_further_than_one_digit() -> None
         assert (error.mean(0).abs() <= values[0].abs() / 128 / 50).all()
 
 
-def test_what_is_not_finite_stays_so() -> None:
+def test_nonfinite_values_stay_nonfinite() -> None:
     """CUDA's NaN has all bits set, so that a carry would make -0 of it."""
     bits = torch.tensor([0x7FFFFFFF, 0x7F800000, -0x00800000], dtype=torch.int32)
     rounded = round_stochastically(bits.view(torch.float32), torch.full((3,), 0xFFFF))
     assert rounded[0].isnan() and rounded[1:].tolist() == [float("inf"), float("-inf")]
 
 
-def test_random_bits_are_those_of_the_whole_tensor_and_differ_between_steps_and_tensors() -> None:
+def test_rounding_bits_do_not_depend_on_sharding_and_differ_by_step_and_tensor() -> None:
     whole = Positions(torch.empty(6, 100)).of_rows(slice(0, 6))
     assert torch.equal(whole, torch.arange(600).view(6, 100))
     step = torch.tensor(7.0)
@@ -63,7 +63,7 @@ def test_random_bits_are_those_of_the_whole_tensor_and_differ_between_steps_and_
         assert abs(correlation[0, 1]) < 0.15
 
 
-def test_a_mean_of_squares_falls_again_where_rounding_to_nearest_would_keep_it() -> None:
+def test_exp_avg_sq_decays_in_bf16_with_stochastic_rounding() -> None:
     """beta2 = 0.999 lets it fall by a thousandth a step, less than half of bf16's last digit."""
     parameter = nn.Parameter(torch.ones(64, 64))
     config, context = AdamW(betas=[0.9, 0.999]), OptimizerContext(seeds={parameter: 0})
@@ -81,7 +81,7 @@ def test_a_mean_of_squares_falls_again_where_rounding_to_nearest_would_keep_it()
     assert nearest.float().mean() > 1.2 * exact.mean(), "else there is nothing to cure"
 
 
-def test_a_tensor_in_many_chunks_is_updated_as_in_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_chunked_update_equals_an_unchunked_one(monkeypatch: pytest.MonkeyPatch) -> None:
     results = []
     for chunk in (2**22, 40):
         monkeypatch.setattr("titanlike.optim.bf16_state._CHUNK", chunk)
@@ -112,7 +112,7 @@ def losses(folder: Path, first: Config, then: Config) -> list[float]:
 
 
 @pytest.mark.slow
-def test_a_run_resumes_in_another_layout_and_in_the_other_dtype(tmp_path: Path) -> None:
+def test_a_run_resumes_in_another_layout_and_state_dtype(tmp_path: Path) -> None:
     """In the same layout and dtype its losses are those of a run that was not stopped, to the last
     bit."""
     same, fp32 = (tiny(dp=2, optimizer=choice, **SAVING) for choice in (BF16, Muon()))
@@ -125,7 +125,7 @@ def test_a_run_resumes_in_another_layout_and_in_the_other_dtype(tmp_path: Path) 
         assert losses(tmp_path / name, *pair) == pytest.approx(whole, abs=1e-3)
 
 
-def test_the_state_is_in_bf16_after_a_resume_too() -> None:
+def test_state_is_still_bf16_after_a_resume() -> None:
     """torch's Optimizer.load_state_dict would make it fp32."""
     parameter = nn.Parameter(torch.ones(3, 3))
     context = OptimizerContext(seeds={parameter: 0})

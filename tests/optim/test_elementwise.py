@@ -46,7 +46,7 @@ def trained(weights: Tensor, gradients: list[Tensor], skipped: int = -1) -> list
     return [parameter.detach(), optimizer.state[parameter]["exp_avg"]]
 
 
-def test_it_is_updated_by_its_own_arithmetic_and_nothing_changes_in_a_skipped_step() -> None:
+def test_an_elementwise_optimizer_matches_its_formula_and_skips_bad_steps() -> None:
     weights, gradients = torch.randn(7, 5), [*torch.randn(3, 7, 5)]
     mean, expected = torch.zeros(7, 5), weights.double()
     for gradient in gradients:
@@ -62,7 +62,7 @@ def test_it_is_updated_by_its_own_arithmetic_and_nothing_changes_in_a_skipped_st
         assert all(map(torch.equal, again, found))
 
 
-def test_shards_have_the_bits_of_the_whole() -> None:
+def test_shards_are_updated_bitwise_like_the_full_parameter() -> None:
     weights, gradients = torch.randn(7, 5), [*torch.randn(3, 7, 5)]
     whole = trained(weights, gradients)
     first, second = (
@@ -71,7 +71,7 @@ def test_shards_have_the_bits_of_the_whole() -> None:
     assert all(map(torch.equal, map(torch.cat, zip(first, second, strict=True)), whole))
 
 
-def test_each_built_in_optimizer_is_complete_and_none_stands_in_for_another() -> None:
+def test_every_built_in_optimizer_is_fully_declared() -> None:
     for name, kind in optimizer_kinds().items():
         assert name == kind().name
         assert issubclass(import_object(kind().implementation), torch.optim.Optimizer)

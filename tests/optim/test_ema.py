@@ -61,7 +61,7 @@ class Extending(torch.optim.SGD):
         OwnOptimizer(f"{__name__}.Extending", lr=0.01),
     ],
 )
-def test_the_average_is_that_of_torchs_averaged_model_and_not_of_skipped_steps(
+def test_the_average_matches_torchs_averaged_model_without_skipped_steps(
     choice: AdamW | Sgd | Muon | OwnOptimizer,
 ) -> None:
     config = tiny(layers=1, optimizer=choice, ema=Ema(0.6))
@@ -119,14 +119,12 @@ def test_all_weights_are_averaged_in_a_few_operators() -> None:
         },
     ),
 )
-def test_a_layout_keeps_the_average_of_one_process(config: Config, tmp_path: Path) -> None:
+def test_the_average_in_a_layout_matches_one_process(config: Config, tmp_path: Path) -> None:
     assert_proven(config, tmp_path)
 
 
 @pytest.mark.parametrize("config", cells({"ZeRO 2": {}}, {"stateless": {"optimizer": Sgd()}}))
-def test_a_run_that_began_without_it_goes_on_with_an_average_of_its_weights(
-    config: Any, tmp_path: Path
-) -> None:
+def test_ema_can_be_enabled_on_a_resume(config: Any, tmp_path: Path) -> None:
     config = tiny(dp=2, fsdp=Fsdp(2), **AVERAGED, **config)
     config = replace(config, checkpoint=replace(config.checkpoint, every=1, keep=0))
     run_world(train, replace(config, steps=2, ema=Ema()), tmp_path)
@@ -151,7 +149,7 @@ def test_a_run_that_began_without_it_goes_on_with_an_average_of_its_weights(
         {"ZeRO 3": tiny(dp=2, fsdp=Fsdp(3), **AVERAGED), "pp": tiny(2, tied=True, **AVERAGED)},
     ),
 )
-def test_another_layout_goes_on_with_it_and_validates_it_as_one_process(
+def test_ema_resumes_and_validates_in_another_layout_like_one_process(
     config: Config, tmp_path: Path
 ) -> None:
     """Its weights are exported, too."""

@@ -30,7 +30,7 @@ MOE |= {"intermediate_size": 64, "num_hidden_layers": 2, "moe_intermediate_size"
 EXPERTS = tiny(dp=2, ep=2, optimizer=AdamW(groups={"*.experts.*": NORMS, "*norm*": EMBEDDING}))
 
 
-def test_each_pattern_has_its_own_rates_decay_and_optimizer_as_torchs_groups_have() -> None:
+def test_parameter_groups_match_torchs() -> None:
     """To the last bit, over a warm-up; also a decay of vectors."""
     config = tiny(layers=1, optimizer=AdamW(groups=OF_ALL))
     model, right = (build_model(resolve_model(config)).to_empty(device="cpu") for _ in range(2))
@@ -82,7 +82,7 @@ def test_each_pattern_has_its_own_rates_decay_and_optimizer_as_torchs_groups_hav
         },
     ),
 )
-def test_a_layout_updates_groups_as_one_process_does(config: Config, tmp_path: Path) -> None:
+def test_parameter_groups_in_a_layout_match_one_process(config: Config, tmp_path: Path) -> None:
     assert_proven(config, tmp_path)
 
 
@@ -99,7 +99,7 @@ def test_a_layout_updates_groups_as_one_process_does(config: Config, tmp_path: P
         ({"*norm*": ParameterGroup(momentum=0.5)}, "momentum has no effect: its parameters are"),
     ],
 )
-def test_patterns_and_settings_without_an_effect_of_their_own_are_refused(
+def test_patterns_and_settings_without_effect_are_refused(
     groups: dict[str, ParameterGroup], said: str
 ) -> None:
     (problem,) = preflight(tiny(layers=1, tied=True, optimizer=AdamW(groups=groups)))

@@ -61,7 +61,7 @@ def norm_of_step(config: Config, worker: Worker) -> float:
 SIZES = {"layers": 2, "tied": True, "optimizer": Sgd()}
 
 
-def test_the_norm_is_that_of_the_whole_model_in_every_layout(tmp_path: Path) -> None:
+def test_the_gradient_norm_is_equal_in_every_layout(tmp_path: Path) -> None:
     """Replicas, shards, and what tensor-parallel ranks hold together or apart, count once."""
     [right] = run_world(norm_of_step, tiny(**SIZES), tmp_path / "one")
     assert right > 0

@@ -70,7 +70,7 @@ MORE_LAYOUTS = {
 
 
 @pytest.mark.parametrize("config", cells(LAYOUTS, MORE_LAYOUTS))
-def test_losses_in_layouts(config: Config, tmp_path: Path) -> None:
+def test_losses_in_layouts_match_one_process(config: Config, tmp_path: Path) -> None:
     assert_proven(config, tmp_path)
 
 
@@ -90,7 +90,9 @@ def test_z_loss_is_trained_and_not_evaluated() -> None:
 
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_gradient_of_a_chunk_is_autograds(dtype: torch.dtype, compiled: bool) -> None:
+def test_the_gradient_of_a_chunked_loss_matches_autograd(
+    dtype: torch.dtype, compiled: bool
+) -> None:
     torch.manual_seed(0)
     logits, targets = torch.randn(2, 5, 17).to(dtype), torch.randint(0, 17, (10,))
     targets[3] = IGNORE
@@ -105,7 +107,7 @@ def test_the_gradient_of_a_chunk_is_autograds(dtype: torch.dtype, compiled: bool
         assert gradient.dtype == dtype
 
 
-def test_the_mean_of_ones_own_is_over_what_it_counts() -> None:
+def test_the_mean_of_a_custom_loss_is_over_its_own_count() -> None:
     targets = torch.tensor([[3, IGNORE, 5, IGNORE]])
     for loss, count in ((own("Smoothed", amount=0.1), 2), (own("huber"), None)):
         found = build_loss(loss).count(targets)
@@ -196,7 +198,7 @@ def test_logits_of_all_tokens_are_never_in_memory(schedule: str, tmp_path: Path)
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_a_loss_cannot_take_is_refused(config: Config, key: str | None, reason: str) -> None:
+def test_an_invalid_loss_config_is_refused(config: Config, key: str | None, reason: str) -> None:
     problems = preflight(config)
     if key is None:
         assert not problems

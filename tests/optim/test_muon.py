@@ -40,13 +40,13 @@ REPEATED = tiny(tp=4, tied=True, layers=2, optimizer=OTHER)
         {"uneven": UNEVEN, "repeated heads": REPEATED, "replicas of shards": HSDP},
     ),
 )
-def test_shards_of_parts_are_updated_as_one_process_does(config: Config, tmp_path: Path) -> None:
+def test_muon_in_layouts_matches_one_process(config: Config, tmp_path: Path) -> None:
     """Also what is left to AdamW, whose state in bf16 is rounded as in one process."""
     assert_proven(config, tmp_path)
 
 
 @pytest.mark.parametrize("settings", [Muon(), OTHER])
-def test_matrices_of_blocks_are_updated_as_torchs_muon_does_and_all_others_as_adamw(
+def test_block_matrices_match_torchs_muon_and_others_adamw(
     settings: Muon,
 ) -> None:
     """Over several steps of a warm-up, to the last bit, in one process in bf16."""
@@ -120,14 +120,12 @@ def test_the_head_of_a_chain_of_layers_is_left_to_adamw() -> None:
         ({"adamw": ["*.layers.*"]}, "nothing for Muon to update: it is for 2-D"),
     ],
 )
-def test_a_choice_that_names_nothing_or_leaves_nothing_is_refused(
-    settings: dict, said: str
-) -> None:
+def test_a_pattern_that_matches_nothing_or_everything_is_refused(settings: dict, said: str) -> None:
     (problem,) = preflight(tiny(optimizer=Muon(**settings)))
     assert said in str(problem)
 
 
-def test_work_is_dealt_evenly_and_each_matrix_is_orthogonalized_by_one_rank(
+def test_each_matrix_is_orthogonalized_by_one_rank_in_equal_shares(
     tmp_path: Path,
 ) -> None:
     shapes = [(64, 64)] * 4 + [(176, 64)] * 2 + [(64, 176)]

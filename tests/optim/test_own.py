@@ -100,12 +100,12 @@ def schedule(name: str, **args: Any) -> Config:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_cannot_work_is_refused_before_a_start(config: Config, said: str) -> None:
+def test_an_unusable_custom_optimizer_is_refused_before_launch(config: Config, said: str) -> None:
     (problem,) = problems(config)
     assert said in str(problem)
 
 
-def test_a_schedule_is_a_share_of_the_peak() -> None:
+def test_a_custom_lr_schedule_is_a_fraction_of_the_peak() -> None:
     config = Config(
         steps=400, optimizer=OwnOptimizer(LION, lr=2.0), lr=Custom(SQUARE_ROOT, {"warmup": 4})
     )
@@ -133,7 +133,7 @@ ADAFACTOR = "torch.optim.Adafactor"  # keeps means of rows and columns
         ("torch.optim.NAdam", {"pp": 2, "dp": 2}, None, None),
     ],
 )
-def test_an_optimizer_that_is_not_elementwise_is_refused_where_it_would_see_parts(
+def test_a_non_elementwise_optimizer_is_refused_on_sharded_parameters(
     name: str, layout: dict, where: str | None, fix: str | None
 ) -> None:
     config = Config(**layout, optimizer=OwnOptimizer(name, lr=1e-9))
@@ -192,7 +192,7 @@ def test_with_exact_numerics_an_elements_bits_do_not_depend_on_where_a_shard_end
         assert torch.equal(other, whole) and torch.equal(its_state, state)
 
 
-def test_trying_an_optimizer_leaves_the_random_numbers_as_they_were() -> None:
+def test_probing_an_optimizer_leaves_the_rng_state_unchanged() -> None:
     torch.manual_seed(3)
     before = torch.get_rng_state()
     assert [*problems(Config(pp=2, dp=2, optimizer=OwnOptimizer(LION)))] == []
@@ -200,13 +200,13 @@ def test_trying_an_optimizer_leaves_the_random_numbers_as_they_were() -> None:
 
 
 @pytest.mark.slow
-def test_an_optimizer_of_elements_is_exact_in_a_layout(tmp_path: Path) -> None:
+def test_an_elementwise_optimizer_in_a_layout_matches_one_process(tmp_path: Path) -> None:
     choice = OwnOptimizer(LION, {"weight_decay": 0.1}, lr=1e-3)
     assert_proven(tiny(2, 2, optimizer=choice, lr=Custom(SQUARE_ROOT, {"warmup": 2})), tmp_path)
 
 
 @pytest.mark.slow
-def test_a_run_with_an_optimizer_of_its_own_is_the_same_where_it_was_interrupted(
+def test_a_run_with_a_custom_optimizer_resumes_bitwise(
     tmp_path: Path,
 ) -> None:
     own = [f"optimizer.name={LION}", "optimizer.weight_decay=0.1", f"lr.name={SQUARE_ROOT}"]
@@ -221,7 +221,7 @@ GROUPS = ("data", "loss", "schedule", "optimizer", "lr", "model")
 
 
 @pytest.mark.parametrize("chosen", [False, True])
-def test_code_of_ones_own_is_named_without_a_file(chosen: bool) -> None:
+def test_custom_code_is_named_by_import_path(chosen: bool) -> None:
     """The arguments are keys of the group; the keys of the default choice are not passed."""
     words = [f"{group}=own" for group in GROUPS] if chosen else []
     words += [f"{group}.{word}" for group in GROUPS for word in ("name=my.code", "width=3")]

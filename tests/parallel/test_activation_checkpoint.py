@@ -113,7 +113,7 @@ class Model(nn.Module):
 # --- what is computed ---------------------------------------------------------------------------
 
 
-def test_a_recomputed_block_draws_the_masks_of_its_forward_again() -> None:
+def test_recomputation_repeats_the_dropout_masks() -> None:
     def gradients(recomputed: bool) -> list[Tensor]:
         torch.manual_seed(0)
         model = Model()
@@ -140,9 +140,7 @@ class Choices(TorchDispatchMode):
 
 @pytest.mark.parametrize("save", [[], Selective().save], ids=["full", "selective"])
 @pytest.mark.parametrize("family", ["ours", "mixtral"])
-def test_a_recomputed_mixture_keeps_which_experts_its_tokens_go_to(
-    family: str, save: list[str]
-) -> None:
+def test_recomputation_keeps_expert_routing(family: str, save: list[str]) -> None:
     """Chosen again, among equal scores on a GPU, they may be others. Not where a router changes
     what topk gives it in place."""
     mixtral = hf("mixtral", vocab_size=64, num_hidden_layers=2)
@@ -193,7 +191,7 @@ def test_a_recomputed_block_runs_twice_and_a_queue_that_is_not_emptied_is_notice
     "op_output" not in inspect.signature(SelectiveCheckpointContext).parameters,
     reason="2.11 does not say what an operator returned",
 )
-def test_a_kept_result_that_is_changed_in_place_is_refused_by_name() -> None:
+def test_a_saved_result_changed_in_place_is_refused_by_name() -> None:
     """Torch does not notice it where the layer has no bias."""
     for save, refused in (([], False), (["aten.mm"], True)):
         model = Model(kind="result")
@@ -225,7 +223,7 @@ def kind(name: str) -> dict[str, Custom]:
 
 
 @pytest.mark.parametrize("name", ["gradient", *slow("functional gradient")])
-def test_blocks_that_take_gradients_are_neither_recomputed_nor_compiled(
+def test_blocks_that_call_autograd_are_neither_recomputed_nor_compiled(
     name: str, tmp_path: Path
 ) -> None:
     """torch does neither: it raises in the first step."""
@@ -259,7 +257,7 @@ FIT = {
         (FIT, "cannot be estimated: .* write activation_checkpoint=full"),
     ],
 )
-def test_what_cannot_be_recomputed_is_refused_by_name(changes: dict, words: str) -> None:
+def test_a_block_that_cannot_be_recomputed_is_refused_by_name(changes: dict, words: str) -> None:
     config = replace(tiny(pp=2, activation_checkpoint=FULL), **changes)
     with pytest.raises(ConfigError, match=words):
         make_plan(config)

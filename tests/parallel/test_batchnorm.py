@@ -51,14 +51,14 @@ def differences(config: Config, worker: Worker) -> list[float]:
     return [(mine - other).abs().max().item() for mine, other in pairs]
 
 
-def test_statistics_are_those_of_the_whole_batch_on_every_rank(tmp_path: Path) -> None:
+def test_batch_norm_statistics_cover_the_global_batch(tmp_path: Path) -> None:
     """With a mean far away, beside which the digits of the variance would be lost."""
     for mean, variance in run_world(differences, tiny(dp=2), tmp_path):
         assert mean < 1e-4 and variance < 1e-4
 
 
 @pytest.mark.parametrize("recomputed", ["none", "full"])
-def test_a_step_that_is_not_applied_moves_no_statistics(recomputed: str, tmp_path: Path) -> None:
+def test_a_skipped_step_updates_no_statistics(recomputed: str, tmp_path: Path) -> None:
     config = of_images("Tower", 1, 1, activation_checkpoint=ActivationCheckpoint(recomputed))
     [((first, second, third), _)] = run_world(three_steps, config, tmp_path)
     for name in first:
@@ -138,7 +138,7 @@ CONV = {"split": PointSplit(points=["conv"])}
         (Again, CONV, "two stages call norm.*; .*a module for each"),
     ],
 )
-def test_norms_that_cannot_be_right_are_refused(
+def test_unsupported_batch_norms_are_refused(
     model: type | None, changes: dict, reason: str
 ) -> None:
     config = of_images("ResNet", 2, 1, **changes)

@@ -83,7 +83,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("config", CASES.values(), ids=CASES)
-def test_gradients_are_those_of_fsdps_mixed_precision(config: Config, tmp_path: Path) -> None:
+def test_gradients_match_fsdp2_mixed_precision(config: Config, tmp_path: Path) -> None:
     [(ours, fsdps)] = run_world(gradients, config, tmp_path)
     assert ours.keys() == fsdps.keys()
     for name, value in ours.items():

@@ -35,7 +35,7 @@ PATIENCE = 300  # seconds: the first one compiles, the others find it on disk
 
 
 @pytest.mark.slow
-def test_branches_that_alternate_from_step_to_step_are_exact(tmp_path: Path) -> None:
+def test_branches_that_alternate_between_steps_match_eager(tmp_path: Path) -> None:
     model = Custom("support.unreached.Net", {"block": "Alternating"})
     config = tiny(pp=2, schedule=Schedule("gpipe", 1), model=model, compile=True)
     assert_proven(config, tmp_path, PATIENCE)
@@ -132,7 +132,7 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("kind", [Twice, Shared, InPlace, Looks])
 @pytest.mark.parametrize("save", [None, [], ["aten.*mm"]], ids=["kept", "recomputed", "selective"])
-def test_weight_gradients_that_wait_are_exact_in_compiled_blocks(
+def test_deferred_weight_gradients_match_in_compiled_blocks(
     kind: type, save: list | None, backend: str
 ) -> None:
     torch.manual_seed(0)
@@ -160,7 +160,7 @@ def test_weight_gradients_that_wait_are_exact_in_compiled_blocks(
         assert graph_count() - before == 1 and not compiled.notes
 
 
-def test_what_is_missing_to_compile_is_said_before_anything_starts(monkeypatch) -> None:
+def test_a_missing_compiler_is_reported_before_launch(monkeypatch) -> None:
     monkeypatch.setattr(compiled_blocks.shutil, "which", lambda name: None)
     (problem,) = problems(tiny(compile=True))
     assert str(problem) == (

@@ -114,7 +114,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, 
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_it_is_that_of_whole_sequences(method: str, found: list) -> None:
+def test_attention_matches_that_of_the_full_sequence(method: str, found: list) -> None:
     for of_rank in found:
         assert max(of_rank[method].values()) < 1e-5, of_rank[method]
 
@@ -130,7 +130,7 @@ BY_OFFSETS = {"llama": {"layers": 2, "data": DOCUMENTS}, "a window": {"model": h
 
 @pytest.mark.parametrize("method", ["gather", "ulysses"])
 @pytest.mark.parametrize("what", BY_OFFSETS)
-def test_documents_are_those_of_whole_sequences_where_kernels_take_offsets(
+def test_document_attention_by_offsets_matches_the_full_sequence(
     what: str, method: str, tmp_path: Path
 ) -> None:
     """Those of GPUs do, and trust them."""
@@ -179,7 +179,7 @@ def test_a_block_with_documents_by_offsets_is_compiled_as_a_whole(tmp_path: Path
         assert max(of_rank) < 1e-6
 
 
-def test_ranks_have_each_token_once_and_equal_shares_of_causal_attention() -> None:
+def test_each_token_is_on_one_rank_and_causal_attention_is_balanced() -> None:
     tokens = torch.arange(24)
     for size in (2, 3, 4):
         for method in METHODS:
@@ -192,7 +192,7 @@ def test_ranks_have_each_token_once_and_equal_shares_of_causal_attention() -> No
 
 
 @pytest.mark.parametrize("tp, length", [(1, 20), (4, 24)])
-def test_a_batch_is_padded_with_what_does_not_count(tp: int, length: int) -> None:
+def test_padding_of_a_batch_has_no_loss(tp: int, length: int) -> None:
     """To what two ranks can share, whose tokens tp ranks divide once more."""
     ranks = ContextRanks(2, 1)
     context = ContextParallel(tiny(cp=2, tp=tp), ranks)
@@ -315,14 +315,14 @@ TEXT = {"data": TextData(documents=True), "context_parallel": "ring"}
         (TEXT, "context_parallel", "a ring takes no mask, and", "context_parallel=ulysses"),
     ],
 )
-def test_what_cannot_be_divided_is_refused(
+def test_a_sequence_that_cannot_be_sharded_is_refused(
     changes: dict[str, Any], key: str, said: str, fix: str
 ) -> None:
     [problem] = preflight(replace(tiny(cp=2, layers=1), **changes))
     assert problem.key == key and said in problem.reason and fix in problem.fix
 
 
-def test_samples_are_refused() -> None:
+def test_variable_length_samples_are_refused() -> None:
     config = tiny(cp=2, data=TextData(), sample=Sample(every=5, prompts=["def"]))
     [problem] = problems(config)
     assert (problem.key, problem.fix) == ("sample.every", "sample.every=0")

@@ -59,7 +59,7 @@ from titanlike.training.build import Run
 from titanlike.training.preflight import preflight
 
 
-def test_a_tree_adds_in_the_same_order_whatever_comes_first() -> None:
+def test_a_tree_adds_in_one_order_whatever_arrives_first() -> None:
     values = torch.randn(11, 5) * torch.logspace(-6, 6, 11).unsqueeze(1)
     sums = []
     for order in (range(11), reversed(range(11)), (3, 7, 1, 0, 10, 2, 9, 8, 4, 6, 5)):
@@ -287,7 +287,7 @@ def layouts_agree(trained: dict[str, Any], others: list[dict[str, Any]], folder:
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_layouts_leave_the_same_bits(name: str, tmp_path: Path) -> None:
+def test_exact_layouts_are_bitwise_equal(name: str, tmp_path: Path) -> None:
     layouts_agree(*LAYOUTS[name], tmp_path)
 
 
@@ -300,7 +300,7 @@ def test_layouts_leave_the_same_bits(name: str, tmp_path: Path) -> None:
     ],
     ids=["one", "eight", "experts"],
 )
-def test_a_run_that_is_resumed_in_other_layouts_leaves_the_same_bits(
+def test_exact_runs_resumed_in_other_layouts_are_bitwise_equal(
     trained: dict[str, Any], layouts: list[dict[str, Any]], tmp_path: Path
 ) -> None:
     steps, trained = len(layouts) + 1, RESUMED | trained
@@ -332,7 +332,7 @@ class Products(nn.Module):
         return expert_linear(tokens, self.weight, counts)
 
 
-def test_experts_that_may_compute_other_bits_on_another_rank_are_refused() -> None:
+def test_experts_that_are_not_bitwise_reproducible_are_refused() -> None:
     def refused(model: Any) -> list[tuple[str, str]]:
         found = preflight(tiny(dp=2, ep=2, model=model, numerics=Numerics("exact")))
         return [(problem.reason, problem.fix) for problem in found]
@@ -364,11 +364,11 @@ def test_a_resume_with_other_grains_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MORE)
-def test_more_layouts_leave_the_same_bits(name: str, tmp_path: Path) -> None:
+def test_more_exact_layouts_are_bitwise_equal(name: str, tmp_path: Path) -> None:
     layouts_agree(*MORE[name], tmp_path)
 
 
-def test_what_is_not_exact_is_refused() -> None:
+def test_settings_that_are_not_exact_are_refused() -> None:
     wrong = {
         "tp": {"tp": 2},
         "cp": {"cp": 2},

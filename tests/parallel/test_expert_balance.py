@@ -132,7 +132,7 @@ def gradients_of_two_steps(config: Config, worker: Worker) -> list[dict[str, Ten
 
 
 @pytest.mark.slow
-def test_the_losses_are_those_of_the_global_batch_with_the_last_steps_load(tmp_path: Path) -> None:
+def test_balance_losses_are_over_the_global_batch(tmp_path: Path) -> None:
     """Written down in plain torch, for two steps of a pipeline in microbatches."""
     config = mixture(2, 2, lr=ConstantLr(warmup=0), optimizer=AdamW(clip=None))
     ranks = run_world(gradients_of_two_steps, config, tmp_path)
@@ -192,14 +192,14 @@ def steps(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict], list[Te
     return run_world(three_steps, mixture(**FULL), tmp_path_factory.mktemp("steps"))[0]
 
 
-def test_a_recomputed_block_counts_its_tokens_once(steps: tuple) -> None:
+def test_recomputation_counts_tokens_once(steps: tuple) -> None:
     """Else the metric `dropped` is -1: twice as many choices were computed as made."""
     _, loads = steps
     for busiest, idlest, dropped in loads:
         assert dropped == 0 and busiest > 1 > -idlest >= 0
 
 
-def test_a_step_that_is_not_applied_moves_no_balance(steps: tuple) -> None:
+def test_a_skipped_step_updates_no_balance(steps: tuple) -> None:
     (first, second, third), _ = steps
     assert {"model.layers.0.mlp.bias", "model.layers.1.mlp.load"} <= first.keys()
     for name in first:
@@ -297,7 +297,7 @@ def exchanges_of_a_step(config: Config, worker: Worker) -> tuple[int, list[str]]
     ],
     ids=["kept", "selective", "selective, compiled", "full, compiled"],
 )
-def test_blocks_with_experts_elsewhere_are_compiled_whole_and_exchange_once(
+def test_expert_parallel_blocks_compile_to_one_graph_with_one_all_to_all(
     changes: dict[str, Any], of_a_layer: int, tmp_path: Path
 ) -> None:
     """Recomputed selectively they repeat no exchange, and none waits for how many tokens come."""
@@ -322,7 +322,7 @@ def tokens_sent(config: Config, worker: Worker) -> int:
     return sum(sent)
 
 
-def test_a_token_has_one_copy_for_each_rank_that_has_experts_of_it(tmp_path: Path) -> None:
+def test_a_token_is_sent_once_to_each_rank_of_its_experts(tmp_path: Path) -> None:
     """Not one for each of its four experts, as with numerics=exact; and so it is planned."""
     config = of(moe(num_local_experts=8, num_experts_per_tok=4), dp=2, ep=2, fsdp=Fsdp(1))
     exact = replace(config, numerics=Numerics("exact", grain=4))
@@ -353,7 +353,7 @@ def test_a_token_has_one_copy_for_each_rank_that_has_experts_of_it(tmp_path: Pat
         ({"dp": 2, "ep": 2}, tiny().model, "the model has no experts", "ep=1"),
     ],
 )
-def test_what_cannot_be_divided_is_refused(
+def test_experts_that_cannot_be_sharded_are_refused(
     layout: dict[str, int], model: Any, reason: str, fix: str
 ) -> None:
     config = replace(of(model, **layout), batch_size=12)
@@ -363,7 +363,7 @@ def test_what_cannot_be_divided_is_refused(
     assert reason in problem.reason
 
 
-def test_a_rank_has_a_part_of_the_experts() -> None:
+def test_each_rank_holds_its_share_of_the_experts() -> None:
     whole, divided = (
         sum(make_plan(of(MOE, dp=4, ep=ep)).stage_parameters[0].values()) for ep in (1, 4)
     )

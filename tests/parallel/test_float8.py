@@ -177,7 +177,9 @@ def test_a_layer_multiplies_what_is_rounded_to_float8() -> None:
         ("rowwise_with_gw_hp", "AXISWISE", "DISABLED"),
     ],
 )
-def test_a_recipe_says_what_has_a_scale(recipe: str, inputs: str, weight_gradient: str) -> None:
+def test_a_recipe_sets_the_scaling_granularity(
+    recipe: str, inputs: str, weight_gradient: str
+) -> None:
     """One for a tensor, or one for each row; or none, in bf16."""
     config = tiny(layers=1, precision=replace(FLOAT8, recipe=recipe))
     model = build_model(resolve_model(config), "cpu")
@@ -258,9 +260,7 @@ def test_the_estimates_and_flops_are_those_of_bf16() -> None:
         ),
     ],
 )
-def test_settings_that_leave_no_layer_or_a_part_of_one_are_refused(
-    config: Config, said: str
-) -> None:
+def test_settings_that_convert_no_layer_are_refused(config: Config, said: str) -> None:
     with pytest.raises(ConfigError, match=said) as raised:
         make_plan(config)
     assert len(raised.value.problems) == 1
@@ -305,7 +305,7 @@ LAYOUTS = {  # of a model with and without experts; others: `proof/test_layouts.
 
 
 @pytest.mark.parametrize("config", cells({}, LAYOUTS))
-def test_every_axis_agrees_with_the_process_in_float8(config: Config, tmp_path: Path) -> None:
+def test_every_mesh_axis_matches_one_process_in_float8(config: Config, tmp_path: Path) -> None:
     """`verify`, and the losses of 20 steps."""
     config = replace(config, precision=FLOAT8, validation=Validation(every=0), steps=20)
     run_world(train, config, tmp_path / "layout", timeout=300)
@@ -323,7 +323,7 @@ def test_every_axis_agrees_with_the_process_in_float8(config: Config, tmp_path: 
 
 @pytest.mark.slow
 @pytest.mark.grid
-def test_a_run_goes_on_in_another_precision_and_back(tmp_path: Path) -> None:
+def test_a_run_resumes_in_another_precision_and_back(tmp_path: Path) -> None:
     """Three steps in float8, then one each in fp32, in bf16, in float8; losses as in fp32 alone."""
     saving = Checkpoint(every=1, last=True)
     config = tiny(pp=2, dp=2, steps=3, precision=FLOAT8, checkpoint=saving, optimizer=Sgd())
@@ -363,7 +363,7 @@ def test_a_weight_is_cast_once_a_step(config: Config, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
 @pytest.mark.parametrize("config", cells({}, ONCE | ONCE_TOO))
-def test_losses_are_those_of_a_cast_in_each_product(
+def test_casting_weights_once_gives_the_losses_of_casting_in_each_matmul(
     config: Config, recipe: str, tmp_path: Path
 ) -> None:
     config = config_of_casts(config, recipe)
@@ -408,7 +408,7 @@ def counting_casts(config: Config, worker: Worker, once: bool) -> int:
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", *slow("rowwise", "rowwise_with_gw_hp")])
-def test_a_layer_that_tp_divides_rounds_as_the_whole(recipe: str, tmp_path: Path) -> None:
+def test_a_tp_sharded_layer_rounds_like_the_full_layer(recipe: str, tmp_path: Path) -> None:
     """Results and gradients are parts of those of the whole layer, or parts of their sums; the
     largest elements are on one rank."""
     config = tiny(tp=2, precision=replace(FLOAT8, recipe=recipe))

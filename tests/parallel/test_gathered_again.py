@@ -25,7 +25,7 @@ META = torch.device("meta")
 
 @pytest.mark.parametrize("waiting", [False, True], ids=["", "weight gradients later"])
 @pytest.mark.parametrize("size", [2, 4])
-def test_a_block_keeps_its_part_of_what_is_gathered_for_its_layers(
+def test_a_block_saves_its_shard_and_gathers_again_in_the_backward(
     size: int, waiting: bool
 ) -> None:
     with META:
@@ -63,7 +63,7 @@ def test_a_block_keeps_its_part_of_what_is_gathered_for_its_layers(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("waiting", [False, True], ids=["", "weight gradients later"])
-def test_so_does_a_compiled_block(waiting: bool) -> None:
+def test_a_compiled_block_saves_its_shard_and_gathers_again(waiting: bool) -> None:
     """Whose backward has an all-gather that equals the forward's."""
     with fake_process_group(0, 2):
         with META:

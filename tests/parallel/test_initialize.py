@@ -39,7 +39,7 @@ from titanlike.models.registry import build_model, initial_weights_of
     seed=st.integers(0, 10),
 )
 @settings(max_examples=20, deadline=None)
-def test_shards_of_a_weight_are_parts_of_the_same_weight(rows, width, cuts, seed) -> None:
+def test_a_weight_is_initialized_alike_in_every_sharding(rows, width, cuts, seed) -> None:
     shape = torch.Size([rows, width])
     whole = draw(shape, slice(0, rows), seed, "layers.0.wq.weight", 0.0, 0.02)
     edges = sorted({0, rows, *(int(cut * rows) for cut in cuts)})
@@ -95,7 +95,7 @@ def test_weights_that_take_long_are_drawn_with_lines_of_progress(
     assert "progress" not in {thread.name for thread in threading.enumerate()}  # none goes on
 
 
-def test_a_tied_weight_stays_one_and_is_named_as_in_the_whole_model() -> None:
+def test_a_tied_weight_stays_tied_and_keeps_its_name() -> None:
     """In a stage of a model, whose modules begin with 0."""
     with torch.device("meta"):
         stage = torch.nn.ModuleList(torch.nn.Linear(4, 4, bias=False) for _ in range(3))

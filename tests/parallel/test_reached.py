@@ -62,12 +62,12 @@ MORE_LAYOUTS = {
 
 
 @pytest.mark.parametrize("config", cells(LAYOUTS, MORE_LAYOUTS))
-def test_parameters_that_no_rank_reaches_are_left_alone(config: Config, tmp_path: Path) -> None:
+def test_parameters_without_gradients_are_not_updated(config: Config, tmp_path: Path) -> None:
     assert_proven(config, tmp_path)
 
 
 @pytest.mark.slow
-def test_a_run_resumes_with_parameters_that_were_never_updated(tmp_path: Path) -> None:
+def test_a_run_resumes_with_never_updated_parameters(tmp_path: Path) -> None:
     saving = {"checkpoint": Checkpoint(every=0, last=True)}
     run_world(train, sparse(2, 2, steps=4), tmp_path / "whole")
     run_world(train, sparse(1, 2, steps=2, **saving), tmp_path / "part")

@@ -37,7 +37,7 @@ def config(dropout: float = 0.5, attention: str = "Products", **changes: Any) ->
     return tiny(**{**plain, **changes})
 
 
-def test_a_plan_says_which_masks_are_for_parts() -> None:
+def test_a_tp_plan_marks_dropout_on_sharded_activations() -> None:
     def draws(**changes: Any) -> dict[str, set[bool]]:
         transform = make_plan(config(**changes)).transforms["tp"]
         tensor = transform.sharding
@@ -91,7 +91,9 @@ def steps(config: Config, worker: Worker) -> tuple[list[Tensor], dict[str, Tenso
 
 
 @pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
-def test_masks_are_equal_where_activations_are(sequence: bool, tmp_path: Path) -> None:
+def test_dropout_masks_are_equal_where_activations_are_replicated(
+    sequence: bool, tmp_path: Path
+) -> None:
     case = config(tp_sequence=sequence, activation_checkpoint=ActivationCheckpoint("full"))
     (masks, weights), (others, same) = run_world(steps, case, tmp_path)
     forward = ["embedding", *BLOCK, *BLOCK]
@@ -114,7 +116,7 @@ def drawn_after_resume(config: Config, worker: Worker) -> tuple[int, Tensor]:
 
 
 @pytest.mark.slow
-def test_ranks_that_share_layers_draw_alike_after_a_checkpoint_of_ranks_that_do_not(
+def test_tp_ranks_draw_equal_masks_after_resuming_from_tp_1(
     tmp_path: Path,
 ) -> None:
     case = replace(config(), steps=1, checkpoint=Checkpoint(last=True))
@@ -132,7 +134,7 @@ BETWEEN = "draws random numbers for a rank's part (dropout) between the modules 
     [("Mixed", "nothing", False, MIXED), ("Attention", "dropout", True, BETWEEN)],
     ids=["in one module", "between blocks"],
 )
-def test_masks_that_cannot_be_told_apart_are_refused(
+def test_ambiguous_dropout_masks_are_refused(
     attention: str, between: str, sequence: bool, told: str
 ) -> None:
     args = {"attention": attention, "between": between, "dropout": 0.5}

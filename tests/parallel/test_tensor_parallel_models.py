@@ -99,18 +99,18 @@ def test_copies_on_several_ranks_do_not_drift_apart(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("config", cells(QUICK, MORE))
-def test_a_divided_model_trains_as_one_process_does(config: Config, tmp_path: Path) -> None:
+def test_a_tensor_parallel_model_matches_one_process(config: Config, tmp_path: Path) -> None:
     assert_proven(config, tmp_path, timeout=300)
 
 
-def test_what_a_layer_changes_after_it_was_gathered_is_not_gathered_again() -> None:
+def test_an_activation_changed_in_place_is_not_gathered_again() -> None:
     """Nor where blocks are compiled, which do not look at it."""
     again = [make_plan(c).transforms["tp"].ranks.gathers_again for c in (SCALING, QUICK["own"])]
     assert again == [False, True]
 
 
 @pytest.mark.parametrize("family", slow("gpt2", "phi3"))
-def test_a_folders_weights_are_divided(family: str, tmp_path: Path) -> None:
+def test_pretrained_weights_are_sharded_on_loading(family: str, tmp_path: Path) -> None:
     """Also transposed and fused ones; the loss takes a few tokens of divided logits at a time."""
     folder_of(family, tmp_path / "model", tie_word_embeddings=True)
     model = Model("hf", {"path": str(tmp_path / "model")})
@@ -158,7 +158,7 @@ def of_family(family: str, tp: int, plan: Any = None, **changes: Any) -> Config:
 @pytest.mark.parametrize(
     "family", [*slow(*CHOSEN), *slow(*sorted(set(DIVIDED) - set(CHOSEN)), marks=GRID)]
 )
-def test_every_family_that_is_divided_is_divided_right(family: str, tmp_path: Path) -> None:
+def test_every_tensor_parallel_family_matches_one_process(family: str, tmp_path: Path) -> None:
     more = {"qk_layernorm": True} if family == "phi" else {}
     assert_proven(of_family(family, 2, **more), tmp_path)
 
@@ -177,7 +177,7 @@ def problems_of(config: Config) -> str:
 @pytest.mark.parametrize(
     "family", [*SAMPLE, *slow(*(name for name in FAMILIES if name not in SAMPLE), marks=GRID)]
 )
-def test_a_family_is_divided_or_refused_by_name(family: str) -> None:
+def test_a_family_has_a_tp_plan_or_is_refused_by_name(family: str) -> None:
     told = problems_of(of_family(family, 2))
     if family in DIVIDED:
         assert not told
@@ -213,7 +213,7 @@ TRACED = {"pp": 2, "split": TraceSplit(points=["model.layers.1"])}
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_ranks_cannot_share_and_a_wrong_plan_are_told(config: Config, told: str) -> None:
+def test_unsupported_layers_and_wrong_tp_plans_are_refused(config: Config, told: str) -> None:
     assert told in problems_of(config)
 
 
@@ -221,7 +221,7 @@ MIXER = ["--config-dir", str(ROOT / "examples" / "my_models" / "conf"), "model=m
 MIXER += ["model.width=16", "seq_len=16", "batch_size=8", "logger=none", "tp=2"]
 
 
-def test_a_users_yaml_has_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_users_yaml_declares_the_tp_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(ROOT / "examples")
     config = examined(*MIXER).config
     assert config is not None and not preflight(config)

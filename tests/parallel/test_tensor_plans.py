@@ -127,13 +127,13 @@ for row in MODELS.strip().splitlines():
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_what_would_compute_other_numbers_is_refused(name: str) -> None:
+def test_a_tp_plan_that_changes_results_is_refused(name: str) -> None:
     case, wrong, fix = WRONG[name]
     problem = str(preflight(case)[0])
     assert wrong in problem and fix in problem and problem.startswith("model.tp_plan: "), problem
 
 
-def test_a_plan_that_is_not_the_users_is_refused_by_the_key_that_is() -> None:
+def test_a_built_in_tp_plan_is_refused_by_the_users_key() -> None:
     model = Model("support.wrong_plans.Planned")
     (problem,) = preflight(tiny(tp=2, model=model, batch_size=8))
     assert problem.key == "tp" and "replicate_sum" in problem.fix
@@ -162,16 +162,16 @@ FIRST = [
 
 
 @pytest.mark.parametrize("name", [*FIRST, *slow(*(name for name in RIGHT if name not in FIRST))])
-def test_right_plans_are_not_refused(name: str) -> None:
+def test_correct_tp_plans_are_accepted(name: str) -> None:
     assert not preflight(RIGHT[name])
 
 
-def test_transformers_embedding_that_scales_what_it_looks_up_is_divided() -> None:
+def test_a_scaling_embedding_of_transformers_is_sharded() -> None:
     assert not preflight(tiny(tp=2, model=model_of("gemma2"), seq_len=32))
 
 
 @pytest.mark.parametrize("tp, kv_heads, sequence", [(2, 4, True), (4, 2, True), (4, 1, False)])
-def test_our_own_plans_are_right(tp: int, kv_heads: int, sequence: bool) -> None:
+def test_built_in_tp_plans_are_correct(tp: int, kv_heads: int, sequence: bool) -> None:
     sizes = {
         "hidden_size": 32,
         "num_attention_heads": 4,

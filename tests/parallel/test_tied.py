@@ -49,7 +49,7 @@ def gradient_of(stage: int, dp_rank: int) -> float:
     return 10.0**stage * (1 + dp_rank)
 
 
-def test_a_rank_makes_one_group_for_each_set_of_holders(tmp_path: Path) -> None:
+def test_one_process_group_for_each_set_of_ranks_with_tied_weights(tmp_path: Path) -> None:
     results = run_world(tied, tiny(pp=PP, dp=DP), tmp_path)
     for rank, (made, gradients) in enumerate(results):
         assert made == GROUPS, "whatever dp is"

@@ -104,7 +104,7 @@ USES = {
 
 
 @pytest.mark.parametrize("use", USES.values(), ids=USES)
-def test_a_linear_layer_that_waits_is_used_as_any_other(use) -> None:
+def test_a_layer_with_deferred_weight_gradients_behaves_like_any_other(use) -> None:
     torch.manual_seed(0)
     linear = nn.Linear(4, 4)
     x = torch.randn(3, 4, requires_grad=True)
@@ -122,7 +122,7 @@ def test_a_linear_layer_that_waits_is_used_as_any_other(use) -> None:
 
 
 @pytest.mark.parametrize("bias", [True, False])
-def test_what_a_linear_layer_returns_is_no_view(bias: bool) -> None:
+def test_the_output_of_a_deferred_layer_is_not_a_view(bias: bool) -> None:
     """FSDP warns of a view, and a view that a custom function returns cannot be changed in
     place."""
     stage = nn.Sequential(nn.Linear(4, 6, bias=bias))

@@ -57,7 +57,7 @@ def test_skip_connections_deadlock_under_no_schedule(name: str) -> None:
 
 
 @pytest.mark.parametrize("pp", [4, 8])
-def test_messages_of_skips_slow_no_other_down(pp: int) -> None:
+def test_skip_connections_do_not_delay_other_p2p_messages(pp: int) -> None:
     """As they would if they were started later than what they carry is there."""
     for name in ("gpipe", "1f1b", "zbh1", "zbh2", "vhalf"):
         order = order_of(name, pp, 4 * pp)
@@ -76,7 +76,7 @@ def test_one_stream_for_all_messages_would_cost_interleaved_schedules() -> None:
         assert one > least * each
 
 
-def test_messages_in_a_crossed_order_are_a_deadlock() -> None:
+def test_crossed_p2p_messages_are_a_deadlock() -> None:
     """Rank 0 waits for the gradient of microbatch 0 before it sends that microbatch."""
     order = order_of("gpipe", 2, 2)
     ranks = _lower(order, 1)
@@ -114,7 +114,7 @@ def batches_of_messages(config: Config, worker: Worker) -> tuple[int, int]:
     return len(alone), len(batched)
 
 
-def test_every_message_is_started_by_itself(tmp_path: Path) -> None:
+def test_every_p2p_message_is_launched_separately(tmp_path: Path) -> None:
     """NCCL puts the messages of batches into one stream, whoever they are for."""
     config = tiny(pp=2, schedule=LoopedSchedule("interleaved1f1b", 4, stages_per_rank=2), layers=4)
     for alone, batched in run_world(batches_of_messages, config, tmp_path, timeout=40):

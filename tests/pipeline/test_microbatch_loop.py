@@ -39,9 +39,7 @@ def results_of_both(config: Config, worker: Worker) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-def test_a_loop_over_microbatches_computes_what_torchs_runtime_does(
-    schedule: str, tmp_path: Path
-) -> None:
+def test_a_microbatch_loop_matches_torchs_pipeline_runtime(schedule: str, tmp_path: Path) -> None:
     config = tiny(schedule=Schedule(schedule, 4), layers=2)
     loop, torchs = run_world(results_of_both, config, tmp_path)[0]
     assert loop.pop("loop") and not torchs.pop("loop")

@@ -22,7 +22,7 @@ def acts(text: str) -> tuple[Action, ...]:
     return tuple(Action.parse(cell) for cell in text.split(","))
 
 
-def test_an_action_reads_back_what_it_writes() -> None:
+def test_an_action_round_trips_through_its_text() -> None:
     assert str(Action("I", 12, 3)) == "12I3"
     assert Action.parse(" 12I3 ") == Action("I", 12, 3)
     for text in ("", "F0", "2F", "2X0", "2SEND_F0", "2F0 1F0", "-1F0", "٢F0"):
@@ -66,16 +66,14 @@ def test_an_action_reads_back_what_it_writes() -> None:
         ("0F0,0B0\n999999999F0\n", ["row 2, column 1: '999999999F0' is not an action"]),
     ],
 )
-def test_a_wrong_table_is_refused_with_the_place_and_what_to_change(
-    csv: str, words: list[str]
-) -> None:
+def test_an_invalid_order_is_refused_with_the_place_and_a_fix(csv: str, words: list[str]) -> None:
     with pytest.raises(ValueError) as error:
         check_order(Order.from_csv(csv))
     for word in words:
         assert word in str(error.value)
 
 
-def test_what_a_table_cannot_say_is_refused_too() -> None:
+def test_an_order_that_cannot_be_expressed_is_refused() -> None:
     """Orders made by a function can be wrong in more ways than a CSV."""
     row = acts("0F0,0B0")
     for order, words in (

@@ -124,7 +124,7 @@ def test_derived_microbatches_divide_the_batch_and_run(schedule, pp, batch) -> N
         assert count == 4 * pp and reason.startswith("4 per pipeline rank")
 
 
-def test_the_bubble_that_is_printed_is_the_orders_own() -> None:
+def test_the_printed_bubble_is_the_orders() -> None:
     for name in ("gpipe", "1f1b", "interleaved1f1b", "loopedbfs"):
         for pp, batch in ((2, 8), (4, 16), (4, 8), (4, 2), (8, 1)):
             count, reason = derive_microbatches(chosen(name), pp, batch)
@@ -202,7 +202,7 @@ def mine(tmp_path, monkeypatch):
     sys.modules.pop("own_schedules", None)
 
 
-def test_a_function_of_ones_own_is_a_schedule(mine) -> None:
+def test_a_custom_function_is_a_schedule(mine) -> None:
     args = {"lazy": True, "microbatches": None}
     schedule = Custom(name="own_schedules.backwards_last", args=args)
     assert build_order(schedule, 2, 4) == build_order(chosen("gpipe"), 2, 4)
@@ -214,7 +214,7 @@ def test_a_function_of_ones_own_is_a_schedule(mine) -> None:
         derive_microbatches(schedule, 2, 9)
 
 
-def test_a_function_that_does_not_work_is_refused_with_its_name(mine) -> None:
+def test_a_failing_schedule_function_is_refused_by_name(mine) -> None:
     for name, args, words in (
         ("own_schedules.nothing", {}, "returned a NoneType; return an Order"),
         ("own_schedules.other", {}, "asked for 2 pipeline ranks and 4 microbatches"),

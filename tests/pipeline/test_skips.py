@@ -68,7 +68,7 @@ def unet(pp: int, schedule: Any, **changes: Any) -> Config:
     return of_images("UNet", pp, 1, schedule, batch_size=MICROBATCHES, **changes)
 
 
-def test_a_skip_passes_by_the_stages_between(tmp_path: Path) -> None:
+def test_a_skip_connection_bypasses_the_stages_between(tmp_path: Path) -> None:
     config = unet(4, "1f1b", split=POINTS)
     steps = assert_as_in_one_process(config, tmp_path, unet(1, "gpipe"))
     first, _, third, last = (rank.sent for rank in steps)
@@ -87,7 +87,9 @@ def test_a_skip_passes_by_the_stages_between(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(SCHEDULES))
 @pytest.mark.parametrize("pp", [2, 3])
-def test_skips_under_every_schedule(name: str, pp: int, tmp_path: Path) -> None:
+def test_skip_connections_match_one_process_under_every_schedule(
+    name: str, pp: int, tmp_path: Path
+) -> None:
     schedule: Any = LoopedSchedule(name, stages_per_rank=2) if name in LOOPED else name
     config = unet(pp, schedule)
     config.batch_size = 12 if pp == 3 else 8
@@ -100,7 +102,9 @@ def test_skips_under_every_schedule(name: str, pp: int, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("zero", [1, 2])
 @pytest.mark.parametrize("name", ["TwoTowers", "HelpedInTraining", "Dense"])
-def test_other_skips(name: str, zero: int, tmp_path: Path) -> None:
+def test_models_with_other_skip_connections_match_one_process(
+    name: str, zero: int, tmp_path: Path
+) -> None:
     model = Custom(f"support.forwards.{name}")
     points = ["blocks.1", "other" if name == "TwoTowers" else "blocks.2", "blocks.3"]
     more = {"model": model, "data": SyntheticData(vocab_size=64), "optimizer": Sgd()}

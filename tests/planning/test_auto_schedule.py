@@ -56,11 +56,11 @@ def few_trials(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("config", cells(WAYS, MORE_WAYS))
-def test_an_order_that_was_found_trains_the_same_model(config: Config, tmp_path: Path) -> None:
+def test_a_searched_order_trains_the_same_model(config: Config, tmp_path: Path) -> None:
     assert_proven(with_found_order(replace(config, run_dir=str(tmp_path))), tmp_path)
 
 
-def test_an_order_is_kept_and_used_again_and_runs_as_a_csv(
+def test_a_searched_order_is_cached_and_runs_as_a_csv(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = tiny(pp=2, schedule=replace(AUTO, search="split"), run_dir=str(tmp_path), **H100)
@@ -158,14 +158,14 @@ def test_memory_is_limited_in_bytes_and_in_microbatches_in_flight(tmp_path: Path
         (AutoSchedule(stages_per_rank=0), "stages_per_rank=0: must be at least 1"),
     ],
 )
-def test_what_cannot_be_searched_is_refused(schedule: AutoSchedule, words: str) -> None:
+def test_a_schedule_search_that_cannot_work_is_refused(schedule: AutoSchedule, words: str) -> None:
     assert words in str(microbatch_problem(schedule, 2, 8))
     with pytest.raises(ValueError, match="schedule"):
         build_order(schedule, 2, 8)
 
 
 @pytest.mark.slow
-def test_measured_times_are_those_of_weight_gradients_that_wait(
+def test_measured_times_include_deferred_weight_gradients(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A unit whose weight gradients wait is measured so; the plan of what is found says the

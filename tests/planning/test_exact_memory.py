@@ -73,9 +73,7 @@ LEFT_OUT = {
 
 
 @pytest.mark.parametrize("config", cells(QUICK, MORE, LEFT_OUT))
-def test_what_is_estimated_and_counted_is_what_real_ranks_take(
-    config: Config, tmp_path: Path
-) -> None:
+def test_estimated_and_counted_memory_match_real_ranks(config: Config, tmp_path: Path) -> None:
     every = run_world(measured, config, tmp_path)
     size = config.world_size // config.pp  # of a stage's ranks, whose experts receive more or fewer
     real = [max(one.peak for one in every[at : at + size]) for at in range(0, len(every), size)]
@@ -105,7 +103,7 @@ def test_a_rank_takes_less_the_more_tensor_parallel_ranks_there_are(tmp_path: Pa
     assert two < 0.56 * one and four < 0.33 * one
 
 
-def test_a_job_of_many_ranks_needs_none_of_them() -> None:
+def test_memory_of_a_large_job_is_counted_in_one_process() -> None:
     """Nor all microbatches, but where memory grows with them."""
     config = small(2, 512, Schedule("1f1b", 4), batch_size=4 * 512, layers=2)
     plan = with_exact_memory(make_estimate(config, shipped("cpu")), [0, 1])
@@ -125,7 +123,9 @@ def test_a_job_of_many_ranks_needs_none_of_them() -> None:
         ({"model": Custom("moe", {"vocab_size": None}), "ep": 2, "dp": 2}, "experts receive"),
     ],
 )
-def test_what_cannot_be_counted_stays_estimated_with_the_reason(changes: dict, reason: str) -> None:
+def test_memory_that_cannot_be_counted_is_estimated_with_a_reason(
+    changes: dict, reason: str
+) -> None:
     config = replace(layout(1, 1, Schedule("1f1b", 2)), **changes)
     plan = make_estimate(config, shipped("cpu"))
     counted = with_exact_memory(plan)

@@ -20,7 +20,7 @@ from titanlike.planning.known_hardware import measured_hardware, measured_times,
 from titanlike.training.train_plan import make_plan
 
 
-def test_what_was_measured_is_kept_for_as_many_ranks_at_once(
+def test_measurements_are_cached_by_number_of_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The median of what the processes find; units by whether their weight gradients wait."""
@@ -55,7 +55,7 @@ def test_what_was_measured_is_kept_for_as_many_ranks_at_once(
     assert asked.count(("measure_units", 2)) == 1
 
 
-def test_of_a_device_with_a_data_sheet_shares_of_its_peak_are_measured(
+def test_efficiency_is_measured_on_a_known_device(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """So MFU is a share of the data sheet's peak. Of another device the peak is what is reached."""

@@ -62,7 +62,7 @@ def test_a_table_fits_into_a_terminal_and_its_advice_fits_and_is_faster() -> Non
     assert sum(shares.values()) == pytest.approx(1, abs=0.01) and min(shares.values()) >= 0
 
 
-def test_what_does_not_fit_is_said_with_what_would(capsys) -> None:
+def test_a_layout_that_does_not_fit_is_reported_with_one_that_does(capsys) -> None:
     words = ["experiment=llama3_8b", "hardware=a100_40g", "activation_checkpoint=none"]
     code, text, _ = run(capsys, *words)
     assert code == 1 and "DOES NOT FIT" in text
@@ -159,7 +159,7 @@ def test_equal_blocks_are_costed_once_however_many_there_are(
     assert calls[2] == calls[8] > 0
 
 
-def test_pictures_and_traces_show_every_action(tmp_path: Path) -> None:
+def test_the_chart_and_trace_show_every_action(tmp_path: Path) -> None:
     words = [*TINY, "pp=2", "schedule=interleaved1f1b", "schedule.microbatches=4"]
     plan = planned(*words)
     svg, png, trace = (tmp_path / f"a.{ending}" for ending in ("svg", "png", "json"))

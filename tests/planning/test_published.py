@@ -46,7 +46,7 @@ def test_the_largest_published_runs_are_a_command_line_each(row: Row) -> None:
 @pytest.mark.slow
 @pytest.mark.grid
 @pytest.mark.parametrize("row", DECLARED, ids=lambda row: row.name)
-def test_and_have_a_plan(row: Row) -> None:
+def test_the_largest_published_runs_can_be_planned(row: Row) -> None:
     """How near it comes is printed, and not yet held to anything."""
     value = planned(row).tokens_per_second_per_gpu
     print(f"\n{row.name:<42}{row.measured:>10.1f}{value:>11.1f}{value / row.measured - 1:>8.1%}")

@@ -43,7 +43,7 @@ def warned(*words: str, memory: int) -> tuple[str, list[str]]:
     return text, shlex.split(found[1]) if found else []
 
 
-def test_a_run_that_cannot_fit_is_told_what_does() -> None:
+def test_a_run_that_does_not_fit_is_told_what_does() -> None:
     config = examined(*WORDS, *PIPELINE, "activation_checkpoint=full").config
     assert config is not None
     needed = make_estimate(config, plan=make_plan(config)).fullest
@@ -100,7 +100,7 @@ def squeezed(schedule: object) -> Config:
     "schedule",
     slow(ZeroBubbleSchedule("zbvzerobubble", 8), LoopedZeroBubbleSchedule(microbatches=8)),
 )
-def test_weight_gradients_wait_only_where_their_queue_fits(
+def test_weight_gradients_are_deferred_only_where_they_fit(
     schedule: object, tmp_path: Path
 ) -> None:
     config = squeezed(schedule)

@@ -36,7 +36,7 @@ SIZES = "model.hidden_size=128 model.num_hidden_layers=2 model.num_attention_hea
 MICROBATCHES, ROWS, LAYERS, HEAD, HEADS, KV_HEADS, DIM = 4, 2, 2, 32, 4, 2, 128
 
 
-def test_context_parallel_ranks_exchange_what_attention_needs() -> None:
+def test_context_parallel_traffic_is_that_of_attention() -> None:
     words = f"{WORDS} {SIZES} batch_size=8 cp=4".split()
     plans = {method: planned(*words, f"context_parallel={method}") for method in EXCHANGED}
     for method, each in EXCHANGED.items():
@@ -57,7 +57,7 @@ EXCHANGED = {  # bytes of a layer and a microbatch
 }
 
 
-def test_stages_send_to_other_ranks_alone() -> None:
+def test_stages_on_the_same_rank_send_nothing() -> None:
     """Activations to the next stage, their gradients back; the turn of a V stays on its rank."""
     words = f"{WORDS} {SIZES} model.num_hidden_layers=4 batch_size=8 pp=2"
     message = 4 * ROWS * 128 * DIM
@@ -94,7 +94,7 @@ def test_tokens_go_to_experts_and_experts_are_sharded_over_fewer_ranks() -> None
 
 
 @pytest.mark.slow
-def test_a_plan_says_what_a_ranks_experts_take() -> None:
+def test_a_plan_reports_expert_memory_and_traffic() -> None:
     """8 experts of 176 in each of 2 layers, with fp32 weights and two moments: over dp's ranks, of
     which tp's have the same, or over both; FSDP shards what is left over dp."""
     words = f"{WORDS} model=moe_tiny model.num_hidden_layers=2 batch_size=32 dp=4 tp=2".split()
@@ -210,7 +210,7 @@ MORE = {
 
 
 @pytest.mark.parametrize("config", cells(QUICK, MORE))
-def test_the_sums_of_exact_numerics_are_sent_as_planned(config: Config, tmp_path: Path) -> None:
+def test_traffic_of_exact_reductions_is_as_planned(config: Config, tmp_path: Path) -> None:
     sent = run_world(sums_sent, config, tmp_path)
     estimate = make_estimate(config, shipped("cpu"))
     each = config.world_size // config.pp
@@ -225,7 +225,7 @@ def test_the_sums_of_exact_numerics_are_sent_as_planned(config: Config, tmp_path
             assert bool(planned[kind]) == wanted, kind
 
 
-def test_a_plan_says_what_exact_numerics_cost() -> None:
+def test_a_plan_reports_the_cost_of_exact_numerics() -> None:
     words = f"{WORDS} {SIZES} batch_size=16 dp=2 numerics=exact".split()
     estimate = planned(*(w for w in words if "microbatches" not in w), "fsdp.zero=3")
     fast = planned(

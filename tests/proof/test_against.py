@@ -97,7 +97,7 @@ def dumped(family: str, folder: Path, loss: Callable[..., Tensor] = mean) -> Pat
 
 
 @pytest.mark.parametrize("family", SIZES)
-def test_an_equal_loop_of_another_framework_agrees(family: str, tmp_path: Path) -> None:
+def test_an_equal_loop_of_another_framework_matches(family: str, tmp_path: Path) -> None:
     folder = dumped(family, tmp_path)
     result = run_world(verify, ours(family, folder, pp=2), tmp_path / "run")[0]
     assert result["exit_code"] == 0, (result["against"], result["differ"])
@@ -105,7 +105,7 @@ def test_an_equal_loop_of_another_framework_agrees(family: str, tmp_path: Path) 
     assert result["against"]["comparisons"] == 2 + count > 20
 
 
-def test_a_summed_loss_is_told_with_its_factor(tmp_path: Path) -> None:
+def test_a_summed_loss_is_reported_with_its_factor(tmp_path: Path) -> None:
     folder = dumped("llama", tmp_path, summed)
     result = run_world(verify, ours("llama", folder), tmp_path / "run")[0]
     assert result["exit_code"] == 1 and not result["differ"]
@@ -144,7 +144,7 @@ def test_names_are_mapped(tmp_path: Path) -> None:
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-def test_what_a_dump_lacks_or_has_otherwise_is_told(tmp_path: Path) -> None:
+def test_missing_and_different_tensors_of_a_dump_are_reported(tmp_path: Path) -> None:
     config = ours("llama", tmp_path)
     given = {name: torch.randn(p.shape) for name, p in meta(config).named_parameters()}
     mlp = "model.layers.0.mlp"
@@ -161,7 +161,7 @@ def test_what_a_dump_lacks_or_has_otherwise_is_told(tmp_path: Path) -> None:
     ]
 
 
-def test_a_dump_of_other_sizes_and_none_are_refused_with_what_to_write(tmp_path: Path) -> None:
+def test_a_missing_or_mismatched_dump_is_refused_with_a_fix(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="steps.json"):
         against.with_batches(ours("llama", tmp_path))
     in_files({"x": torch.ones(1)}, tmp_path)

@@ -68,7 +68,7 @@ def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
 
 
-def test_code_of_ones_own_is_verified_once_for_each_layout_and_text(tmp_path: Path) -> None:
+def test_custom_code_is_verified_once_for_each_layout_and_source(tmp_path: Path) -> None:
     code, text = trained("Right", "dp=2", cwd=tmp_path)
     assert code == 0 and "verified: 3 steps are those of one process in fp32 (" in text, text
     assert json.loads((tmp_path / "run" / "result.json").read_text())["verification"] in text
@@ -110,7 +110,7 @@ def test_a_layout_that_trains_another_model_is_not_started(
         (tiny(dp=2, data=Custom("mine.rows")), {"data.name": "mine.rows"}),
     ],
 )
-def test_what_is_titanlikes_own_is_not_asked_about(config: Config, code: dict[str, str]) -> None:
+def test_built_in_models_need_no_first_verification(config: Config, code: dict[str, str]) -> None:
     assert outside_code(config) == code
     asked = code or config.verify.name == "required"
     job = JobRunner("titanlike.training.loop.train", "").job_of(config)
@@ -120,7 +120,7 @@ def test_what_is_titanlikes_own_is_not_asked_about(config: Config, code: dict[st
     assert JobRunner(job, "").job_of(replace(config, dp=1)) == job  # nothing is divided
 
 
-def test_what_one_process_cannot_do_is_left_out_with_the_reason(tmp_path: Path) -> None:
+def test_a_layout_too_large_for_one_process_is_skipped_with_a_reason(tmp_path: Path) -> None:
     worker = Worker(0, 2, 0, 2, tmp_path, None, [])
     sizes = {
         "hidden_size": 512,

@@ -113,7 +113,7 @@ def test_what_fails_or_takes_too_long_is_reported_and_the_rest_runs(
     assert "[1/3] FAILED" in out and "[3/3] ok" in out
 
 
-def test_numbers_that_differ_are_named_and_times_are_not_compared() -> None:
+def test_different_results_are_named_and_times_are_not_compared() -> None:
     numbers = {"loss": 1.5, "grad_norm": 2.0, "time": 1.0, "step_seconds": 2.0}
     first = [{"step": step} | numbers for step in (1, 2)]
     again = [record | {"time": 5.0, "step_seconds": 3.0} for record in first]
@@ -144,7 +144,7 @@ def queue(
 
 
 @pytest.mark.parametrize("end, code", [("ok", 0), ("TIMEOUT", 1), ("FAILED", 1), ("", 130)])
-def test_the_report_is_whole_after_every_cell(
+def test_the_report_is_complete_after_every_cell(
     end: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of four, of which the third ends so ("": it is interrupted)."""
@@ -188,7 +188,7 @@ def test_several_run_at_a_time_by_their_ranks_and_speed_is_measured_alone(
     assert log[4:] == alone
 
 
-def test_what_does_not_fit_the_minutes_is_left_and_another_call_goes_on(
+def test_cells_beyond_the_time_budget_are_left_to_the_next_call(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def stand_in(cell: Cell) -> Outcome:
@@ -218,7 +218,9 @@ def test_what_does_not_fit_the_minutes_is_left_and_another_call_goes_on(
 
 
 @pytest.mark.parametrize("cells", [3, [{"kind": "verify"}], [3]])
-def test_what_is_no_results_is_refused(cells: object, tmp_path: Path, monkeypatch, capsys) -> None:
+def test_a_file_without_results_is_refused(
+    cells: object, tmp_path: Path, monkeypatch, capsys
+) -> None:
     monkeypatch.setattr(gpu_check, "_describe_machine", lambda: MACHINE)
     path = tmp_path / "results.json"
     path.write_text(json.dumps(gpu_check._place(MACHINE) | {"cells": cells}))
@@ -250,9 +252,7 @@ with _logged(Path(sys.argv[1]), int(sys.argv[2])):
         (["stands", "moves"], "slow: rank 1 moved on"),
     ],
 )
-def test_ranks_that_stand_still_are_told_from_slow_ones(
-    does: list[str], said: str, tmp_path: Path
-) -> None:
+def test_hung_ranks_are_told_from_slow_ones(does: list[str], said: str, tmp_path: Path) -> None:
     words = [sys.executable, "-c", RANK, str(tmp_path)]
     env = os.environ | {"PYTHONPATH": str(ROOT)}
     ranks = [subprocess.Popen([*words, str(n), what], env=env) for n, what in enumerate(does)]
@@ -311,7 +311,7 @@ def test_waits_of_the_host_are_counted_where_they_are(monkeypatch: pytest.Monkey
         *slow((["--gpus", "99"], "there is no GPU" if not DEVICES else f"there are {DEVICES}")),
     ],
 )
-def test_what_cannot_be_run_is_said(
+def test_cells_that_cannot_run_are_reported(
     words: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert gpu_check.main(words) == 2

@@ -82,7 +82,7 @@ COMPILED = [  # of a ring, which cannot be traced, torch.compile makes nothing
         *(pytest.param(cell, id=f"random: {name_of(cell)}", marks=GRID) for cell in MORE),
     ],
 )
-def test_every_value_of_each_dimension_with_each_of_every_other(cell: Cell, tmp_path: Path) -> None:
+def test_every_pair_of_values_matches_one_process(cell: Cell, tmp_path: Path) -> None:
     assert_proven(config_of(cell, tmp_path), tmp_path, PATIENCE)
 
 
@@ -120,7 +120,7 @@ MORE_WAYS = {
 
 
 @pytest.mark.parametrize("config", cells(WAYS, MORE_WAYS))
-def test_every_way_to_lay_out_a_model(config: Config, tmp_path: Path) -> None:
+def test_layouts_outside_of_the_table_match_one_process(config: Config, tmp_path: Path) -> None:
     assert_proven(config, tmp_path)
 
 
@@ -167,7 +167,7 @@ def verdict_of(folder: Path) -> str:
 
 
 @pytest.mark.parametrize("fault", ["scaled", *slow("missing", "nan", "loss")])
-def test_a_wrong_gradient_or_loss_is_caught_and_named(fault: str, tmp_path: Path) -> None:
+def test_a_wrong_gradient_or_loss_is_detected_and_named(fault: str, tmp_path: Path) -> None:
     # SGD, because Adam's first update does not show the size of a gradient
     results = run_world(verify_with_a_fault, tiny(pp=2, optimizer=Sgd()), tmp_path, fault)
     assert {result["exit_code"] for result in results} == {1}

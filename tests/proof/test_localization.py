@@ -269,7 +269,7 @@ FIELDS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", table(dict(zip(FAULTS, FAULTS, strict=True)), "summed over dp"))
-def test_the_first_wrong_place_is_named(name: str, tmp_path: Path) -> None:
+def test_the_first_wrong_module_is_named(name: str, tmp_path: Path) -> None:
     config, _, texts, axis = FAULTS[name]
     result = run_world(located, config, tmp_path, name)[0]
     first = result["first_difference"]
@@ -312,7 +312,7 @@ ALL = {
 
 
 @pytest.mark.parametrize("config", table(ALL, "tp=2"))
-def test_a_layout_that_is_right_is_right_in_all_places(config: Config, tmp_path: Path) -> None:
+def test_a_correct_layout_is_correct_in_every_module(config: Config, tmp_path: Path) -> None:
     found, compared = run_world(recorded, config, tmp_path)[0]
     assert found.agrees and not found.wrong, found.wrong
     assert compared > 50, compared

@@ -41,7 +41,7 @@ def third_steps(config: Config, worker: Worker) -> list[tuple[dict[str, int], in
 
 
 @pytest.mark.parametrize("pp, dp", [(1, 1), (2, 1), *slow((1, 2))])
-def test_a_step_computes_exchanges_waits_and_holds_as_a_plain_loop_does(
+def test_a_step_has_the_compute_collectives_syncs_and_memory_of_a_plain_loop(
     pp: int, dp: int, tmp_path: Path
 ) -> None:
     config = tiny(pp=pp, dp=dp, schedule=Schedule("1f1b", 4), layers=4, fsdp=Fsdp(1))
@@ -88,12 +88,12 @@ def test_the_bench_compares_loops_pair_by_pair(
         (tiny(pp=2, tied=True), "weights that are not tied"),
     ],
 )  # fmt: skip
-def test_what_no_loop_is_written_by_hand_for_is_said(config: Config, reason: str) -> None:
+def test_settings_without_a_plain_loop_are_reported(config: Config, reason: str) -> None:
     assert reason in why_no_plain_loop(config, make_plan(config))
 
 
 @pytest.mark.slow
-def test_bench_measures_a_command_beside_a_plain_loop(tmp_path: Path) -> None:
+def test_bench_compares_a_command_with_a_plain_loop(tmp_path: Path) -> None:
     done = command(
         "model.num_hidden_layers=2", "steps=10", "logger=none", tool="tools/bench.py", cwd=tmp_path
     )
@@ -114,7 +114,7 @@ def test_bench_measures_a_command_beside_a_plain_loop(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_each_kind_of_data_is_measured_beside_the_default_model(tmp_path: Path) -> None:
+def test_every_data_source_is_benchmarked(tmp_path: Path) -> None:
     words = ["--files", "300", "--seconds", "0.05", "--workers", "0", "--least", "0"]
     done = command(*words, tool="tools/bench_data.py", cwd=tmp_path)
     assert done.returncode == 0, done.stderr

@@ -114,7 +114,7 @@ def test_a_script_has_the_config_in_forty_lines(config: Config) -> None:
     assert parsed == replace(config, run_dir=parsed.run_dir)
 
 
-def test_what_fails_is_made_small() -> None:
+def test_a_failing_config_is_reduced() -> None:
     """Layers, sizes and tokens, but not what the fault needs."""
     config = tiny(dp=2, layers=8, model=llama(num_hidden_layers=8, hidden_size=64))
 

@@ -88,7 +88,7 @@ def compared(kind: str, given: dict[str, Any]) -> Comparison:
 
 
 @pytest.mark.parametrize("name", AGREES)
-def test_rounding_agrees(name: str) -> None:
+def test_rounding_differences_are_accepted(name: str) -> None:
     """What is as large as the value itself, but next to nothing, is told as such."""
     row = compared(*AGREES[name])
     assert row.agrees
@@ -96,7 +96,7 @@ def test_rounding_agrees(name: str) -> None:
 
 
 @pytest.mark.parametrize("case", DIFFERS.values(), ids=DIFFERS.keys())
-def test_what_is_no_rounding_differs(case: tuple[str, dict[str, Any]]) -> None:
+def test_larger_differences_than_rounding_fail(case: tuple[str, dict[str, Any]]) -> None:
     """Also where another rank's part is right."""
     row = compared(*case)
     assert not row.agrees
@@ -219,6 +219,6 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("config", LAYOUTS.values(), ids=LAYOUTS.keys())
-def test_a_layout_is_the_model_of_one_process(config: Config, tmp_path: Path) -> None:
+def test_verify_accepts_correct_layouts(config: Config, tmp_path: Path) -> None:
     """In which each of the faults of `tests/faults/proof.yaml` shows."""
     assert_proven(config, tmp_path)

@@ -84,7 +84,7 @@ def test_a_misspelt_key_of_a_manifest_would_be_found() -> None:
             refuse_unless_valid(objects)
 
 
-def test_the_places_of_a_number_agree() -> None:
+def test_world_sizes_in_a_manifest_agree() -> None:
     """Nodes, ranks and names stand in several places of a file: these agree as it is shipped."""
     service, job = manifest("job")
     spec, template = job["spec"], pod_of([job])
@@ -233,7 +233,7 @@ def test_a_mistake_ends_the_job_before_anything_is_started(cluster: Cluster) -> 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_run_whose_pod_is_evicted_goes_on_without_gap_or_repeat(
+def test_a_run_whose_pod_is_evicted_resumes_without_gap_or_repeat(
     cluster: Cluster, kind: str
 ) -> None:
     """One pod gets SIGTERM. All must fail for Kubernetes to start them again, and not one end

@@ -65,7 +65,7 @@ def log(folder: Path) -> str:
     return (folder / "log").read_text()
 
 
-def test_a_preempted_job_on_two_nodes_comes_back_and_goes_on(
+def test_a_preempted_job_on_two_nodes_is_requeued_and_resumes(
     cluster: Cluster, folder: Path
 ) -> None:
     """The signal is the one that SLURM sends before a time limit."""
@@ -154,7 +154,7 @@ def test_a_job_that_its_user_cancels_saves_and_stays_cancelled(
     [(["max_time=1"], "75:0", "0"), pytest.param([], "1:0", "1", marks=pytest.mark.slow)],
     ids=["its own config ends it", "two starts bring no step"],
 )
-def test_a_job_that_gets_nowhere_is_not_put_back(
+def test_a_job_without_progress_is_not_requeued(
     cluster: Cluster, folder: Path, words: list[str], code: str, restarts: str
 ) -> None:
     (folder / "train.py").write_text(NEVER_GETS_ANYWHERE)

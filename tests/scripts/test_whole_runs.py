@@ -70,7 +70,7 @@ def test_a_base_model_is_made_of_a_corpus_and_learns_to_chat(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_a_mixture_is_swept_and_goes_on_in_another_layout(tmp_path: Path) -> None:
+def test_a_swept_mixture_resumes_in_another_layout(tmp_path: Path) -> None:
     model = f"model=moe_tiny {SIZES} model.moe_intermediate_size=64 model.bias_rate=0.0"
     text = pipeline("moe.sh", tmp_path, MODEL=model, STEPS="8", RATES="1e-3,3e-3")
     assert "2 of 2 done" in text and "resuming from step 4" in text

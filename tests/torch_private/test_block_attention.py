@@ -23,7 +23,7 @@ def test_attention_gives_no_sums() -> None:
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_a_block_is_attention_with_its_sums_and_gradient(causal: bool) -> None:
+def test_block_attention_returns_logsumexp_and_gradients(causal: bool) -> None:
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, 3, 8, 16, requires_grad=True) for _ in range(3))
     expected = F.scaled_dot_product_attention(q, k, v, is_causal=causal)
@@ -41,7 +41,7 @@ def test_a_block_is_attention_with_its_sums_and_gradient(causal: bool) -> None:
         torch.testing.assert_close(mine, other)
 
 
-def test_on_meta_it_has_the_same_shapes() -> None:
+def test_block_attention_on_meta_has_the_same_shapes() -> None:
     real = block_attention.forward(*(torch.randn(2, 3, 8, 16) for _ in range(3)), False, None)
     meta = [torch.empty(2, 3, 8, 16, device="meta") for _ in range(3)]
     block = block_attention.forward(*meta, False, None)
@@ -51,7 +51,7 @@ def test_on_meta_it_has_the_same_shapes() -> None:
 
 
 @pytest.mark.parametrize("kernel", ["flash", "efficient"])
-def test_a_gpus_kernel_gets_sums_without_gaps(kernel: str) -> None:
+def test_a_gpu_kernel_gets_a_contiguous_logsumexp(kernel: str) -> None:
     """It reads them by address; those of a chunk of a rank's queries are apart."""
     q, k, v, gradient = (torch.empty(2, 3, 32, 16, device="meta") for _ in range(4))
     whole = Block(q, torch.empty(2, 3, 64, device="meta").chunk(2, 2)[1])

@@ -76,7 +76,7 @@ def test_torchs_pass_recognizes_what_a_divided_layer_exchanges(found: list[tuple
     assert [recognized for recognized, _ in found] == [(1, 1)] * 2
 
 
-def test_collectives_of_compiled_blocks_are_those_of_others(found: list[tuple]) -> None:
+def test_collectives_of_compiled_blocks_match_eager_ones(found: list[tuple]) -> None:
     for _, differences in found:
         assert max(differences.values()) == 0, differences
 

@@ -94,13 +94,13 @@ def counts(tmp_path_factory: pytest.TempPathFactory) -> list[list[tuple[int, int
 
 
 @pytest.mark.skipif(not RELEASES, reason="torch releases them itself")
-def test_what_is_sent_is_forgotten_when_it_is_received(counts: list) -> None:
+def test_a_sent_activation_is_freed_once_received(counts: list) -> None:
     for (sent, buffers, _), _ in counts:
         assert 0 < sent <= 6 and (not BUFFERS or 0 < buffers <= 6), counts
 
 
 @pytest.mark.skipif(not BUFFERS, reason="other stages cache what they received elsewhere")
-def test_what_the_last_stage_received_is_forgotten_after_its_backward(counts: list) -> None:
+def test_an_activation_of_the_last_stage_is_freed_after_its_backward(counts: list) -> None:
     (_, _, received), _ = counts[-1]
     assert received <= 1
 
@@ -124,7 +124,7 @@ def test_torchs_losses_keep_what_the_last_stage_received(counts: list) -> None:
     *(st.sampled_from(sorted(SCHEDULES)), st.integers(1, 5), st.integers(1, 12)),
     *(st.booleans(), st.lists(st.tuples(st.integers(0, 7), st.integers(2, 9)), max_size=4)),
 )
-def test_nothing_is_forgotten_before_it_is_received(
+def test_nothing_is_freed_before_it_is_received(
     name: str, pp: int, microbatches: int, forward_only: bool, skips: list[tuple[int, int]]
 ) -> None:
     """Each release follows from what the rank has waited for, by what other ranks did before."""

@@ -75,7 +75,7 @@ def test_a_spike_is_far_above_the_last_steps_and_named_with_its_zscore() -> None
     )
 
 
-def test_after_steps_that_were_all_the_same_a_wiggle_is_no_spike() -> None:
+def test_a_small_change_after_constant_losses_is_not_a_spike() -> None:
     detector = AnomalyDetector(watching(), {})
     for step in range(1, 30):
         assert classify(detector, step, 2.0) is None
@@ -83,7 +83,7 @@ def test_after_steps_that_were_all_the_same_a_wiggle_is_no_spike() -> None:
     assert classify(detector, 31, 4.0) is not None
 
 
-def test_a_level_that_stays_is_taken_in_after_so_many_spikes_in_a_row() -> None:
+def test_a_lasting_new_level_stops_being_a_spike() -> None:
     detector = settled()
     anomalies = [classify(detector, step, 8.0 + 0.1 * (step % 2)) for step in range(30, 100)]
     bad = [anomaly is not None for anomaly in anomalies]
@@ -97,7 +97,7 @@ def test_a_level_that_stays_is_taken_in_after_so_many_spikes_in_a_row() -> None:
     cut=st.integers(0, 30),
 )
 @settings(max_examples=20, deadline=None)
-def test_a_resumed_run_judges_as_one_that_was_not_stopped(numbers, cut) -> None:
+def test_a_resumed_run_detects_the_same_spikes(numbers, cut) -> None:
     """To the last bit: the state goes through a checkpoint's JSON."""
     whole, part = AnomalyDetector(watching(), {}), AnomalyDetector(watching(), {})
     for step, (loss, norm) in enumerate(numbers):
@@ -119,7 +119,7 @@ def test_a_resumed_run_judges_as_one_that_was_not_stopped(numbers, cut) -> None:
         (2.0, 9.0, "spike"),
     ],
 )
-def test_the_device_skips_what_the_host_then_calls_bad(
+def test_the_device_skips_the_steps_that_the_host_reports(
     loss: float, norm: float, kind: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of three ranks the last two have gradients that are not finite, where any number is not."""
@@ -226,9 +226,7 @@ STREAMED = touchy(data=Custom("support.bad_numbers.spoiled_stream"))
     [touchy(), STREAMED, *slow(SHARDED)],
     ids=["one process", "a stream", "ZeRO 2"],
 )
-def test_a_rollback_ends_where_a_run_without_those_batches_ends(
-    config: Config, tmp_path: Path
-) -> None:
+def test_a_rollback_matches_a_run_without_those_batches(config: Config, tmp_path: Path) -> None:
     """After two rollbacks, and also after the run was killed behind them: bitwise as if not."""
     config = replace(config, on_nonfinite="rollback", steps=7)
     config = spoil(config, poison=[4, 7], deadly=[10])  # step 7 then reads batch 10
@@ -252,7 +250,7 @@ def test_a_rollback_ends_where_a_run_without_those_batches_ends(
         assert torch.equal(tensor, cut[name]), name
 
 
-def test_a_spike_is_skipped_and_judged_alike_after_a_restart(tmp_path: Path) -> None:
+def test_a_spike_is_skipped_alike_after_a_restart(tmp_path: Path) -> None:
     """The window is in the checkpoint: a run resumed from step 4 still has steps 1 to 4."""
     config = spoil(replace(touchy(), on_spike="skip", spike_window=8), loud=[5, 6])
     run_world(train, config, tmp_path / "whole")
@@ -302,7 +300,7 @@ def test_a_run_stops_with_what_was_bad_and_the_checkpoint_before(tmp_path: Path)
         (verify, True, "no target of the validation counts"),
     ],
 )
-def test_a_step_a_validation_or_a_proof_in_which_no_target_counts_says_so(
+def test_a_batch_without_targets_is_reported(
     job: Callable[..., object], train_counts: bool, said: str, pp: int, tmp_path: Path
 ) -> None:
     """It is no run that diverged, nothing is divided by zero, and no loss is nan in the end."""
@@ -314,7 +312,7 @@ def test_a_step_a_validation_or_a_proof_in_which_no_target_counts_says_so(
     assert "learning rate" not in str(raised.value) and "optimizer.lr" not in str(raised.value)
 
 
-def test_steps_in_which_no_target_counts_are_passed_over_where_that_is_asked_for(
+def test_steps_without_targets_are_skipped_on_request(
     tmp_path: Path,
 ) -> None:
     data = Custom("support.data.left_out", {"vocab_size": 64, "train": False, "validation": True})

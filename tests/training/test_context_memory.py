@@ -42,7 +42,7 @@ def test_a_longer_sequence_takes_no_more_on_as_many_ranks(method: str, tmp_path:
 
 
 @pytest.mark.parametrize("method", ["ulysses", "ring"])
-def test_it_is_known_before(method: str) -> None:
+def test_the_plan_predicts_context_parallel_memory(method: str) -> None:
     def saved(tokens: int, cp: int) -> list[int]:
         costs = make_plan(config_of(tokens, cp, method)).memory().unit_costs
         assert costs is not None

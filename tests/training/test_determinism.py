@@ -78,7 +78,7 @@ def test_two_runs_are_equal_to_the_last_bit_in_bf16_with_dropout(pp: int, tmp_pa
         assert torch.equal(tensor, again[name]), name
 
 
-def test_an_operation_that_has_no_deterministic_kernel_is_an_error_within_and_not_after() -> None:
+def test_nondeterministic_operations_are_errors_during_a_run_only() -> None:
     before = settings()
     with pytest.raises(RuntimeError, match=REFUSED), deterministic(True):
         scatter()

@@ -76,7 +76,7 @@ def a_step_of_each(_: Config, worker: Worker, configs: list[Config]) -> list[dic
     return [a_step(config, replace(worker, store=store))[1] for config, store in each]
 
 
-def test_no_two_masks_are_equal(tmp_path: Path) -> None:
+def test_no_two_dropout_masks_are_equal(tmp_path: Path) -> None:
     config = tiny(pp=2, dp=2, model=Custom("test_dropout.Masked", {}), seq_len=4)
     results = run_world(a_step, config, tmp_path)
     masks = [mask for found, _ in results for mask in found]

@@ -32,7 +32,7 @@ def changed(name: str, **args: Any) -> Custom:
 
 @pytest.mark.parametrize("layer", ["mlp.down_proj", *slow("mlp.up_proj")])
 @pytest.mark.parametrize("linear", LINEAR)
-def test_a_layer_with_code_of_its_own_is_not_divided(linear: str, layer: str) -> None:
+def test_a_layer_with_custom_code_is_not_sharded(linear: str, layer: str) -> None:
     """tp would compute a plain product with a part of its weight."""
     model = changed("WithLinear", layer=layer, linear=linear)
     [problem] = problems(tiny(tp=2, model=Model(model.name, model.args, dict(PLAN))))
@@ -40,7 +40,7 @@ def test_a_layer_with_code_of_its_own_is_not_divided(linear: str, layer: str) ->
     assert f"model.layers.1.{layer} has " in problem.reason
 
 
-def test_torchs_own_layers_are_known() -> None:
+def test_torchs_own_layers_are_accepted() -> None:
     assert not any(own_code(kind(4, 4), kind) for kind in (nn.Linear, nn.Embedding))
     subclass = type("Named", (nn.Linear,), {})
     assert own_code(subclass(4, 4), nn.Linear) == ""
@@ -58,7 +58,7 @@ def test_a_hook_on_a_gradient_is_refused(kind: str, layout: dict[str, int]) -> N
     ("layout", "train", "refused"),
     [({"dp": 2}, True, True), ({"dp": 2}, False, False), ({"pp": 2}, True, False)],
 )
-def test_a_parameter_without_elements_is_refused_where_fsdp_would_divide_it(
+def test_an_empty_parameter_is_refused_under_fsdp(
     layout: dict[str, int], train: bool, refused: bool
 ) -> None:
     found = problems(tiny(model=changed("WithPrompt", train=train), **layout))
@@ -82,7 +82,7 @@ def test_a_parameter_without_elements_is_refused_where_fsdp_would_divide_it(
         ({"padding_idx": 3}, tiny(pp=2, dp=2), ""),
     ],
 )
-def test_an_embedding_that_a_layout_would_change_is_refused(
+def test_an_embedding_option_that_sharding_breaks_is_refused(
     settings: dict[str, Any], config: Config, said: str
 ) -> None:
     config = replace(config, model=changed("WithEmbedding", settings=settings))

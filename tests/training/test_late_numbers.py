@@ -55,7 +55,7 @@ MORE_LAYOUTS = {
 
 
 @pytest.mark.parametrize("config", cells(LAYOUTS, MORE_LAYOUTS))
-def test_a_step_makes_no_call_that_waits_for_a_device(config: Config, tmp_path: Path) -> None:
+def test_a_step_makes_no_blocking_device_call(config: Config, tmp_path: Path) -> None:
     for steps, calls in run_world(blocking_calls, replace(config, steps=5), tmp_path):
         assert (steps, calls) == (2, [])
 
@@ -63,7 +63,7 @@ def test_a_step_makes_no_call_that_waits_for_a_device(config: Config, tmp_path: 
 # --- each step is recorded once, with its own numbers ---------------------------------------------
 
 
-def test_each_step_is_recorded_once_whatever_waits_for_its_numbers(tmp_path: Path) -> None:
+def test_each_step_is_recorded_once_with_its_own_metrics(tmp_path: Path) -> None:
     """Around validations, saves and the end the same numbers as where nothing waits for them: so a
     validation leaves the mode of the model, and the random numbers of its dropout, as they were."""
     model = Custom("support.data.Dropping", {"dim": 32, "layers": 4, "vocab_size": None})
@@ -108,6 +108,6 @@ def collections(config: Config, worker: Worker) -> tuple[list[int], bool]:
     return sorted(set(found[:-1]) & set(range(2, config.steps + 1))), gc.isenabled()
 
 
-def test_garbage_is_collected_at_steps_that_every_rank_knows(tmp_path: Path) -> None:
+def test_garbage_is_collected_at_the_same_steps_on_every_rank(tmp_path: Path) -> None:
     config = tiny(steps=6, gc_every=3, layers=2, data=SyntheticData(vocab_size=64))
     assert run_world(collections, config, tmp_path) == [([3, 6], True)]

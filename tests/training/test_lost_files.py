@@ -64,7 +64,7 @@ def in_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_what_is_lost_is_named(name: str, tmp_path: Path, in_no_time: None) -> None:
+def test_a_lost_file_is_named(name: str, tmp_path: Path, in_no_time: None) -> None:
     inside, lose, what = LOSSES[name]
     run_dir = tmp_path / "run"
     (run_dir / "checkpoints").mkdir(parents=True)
@@ -89,7 +89,7 @@ def loses_metrics(config: Config, worker: Worker) -> None:
     train(config, worker)
 
 
-def test_a_run_ends_with_the_next_line_that_it_would_lose(tmp_path: Path) -> None:
+def test_a_run_ends_when_its_next_record_would_be_lost(tmp_path: Path) -> None:
     with pytest.raises(RankError, match=r"LostFiles: \S+metrics.jsonl was deleted"):
         run_world(loses_metrics, tiny(layers=2), tmp_path)
 

@@ -61,9 +61,7 @@ LAYOUTS = [tiny(), tiny(pp=2, dp=2), tiny(dp=2, replicate=2), tiny(tp=2)]
 
 
 @pytest.mark.parametrize("config", LAYOUTS, ids=["one", "pp=2 dp=2", "replicas", "tp=2"])
-def test_a_number_is_that_of_the_whole_model_in_every_layout(
-    config: Config, tmp_path: Path
-) -> None:
+def test_a_metric_covers_the_full_model_in_every_layout(config: Config, tmp_path: Path) -> None:
     (alone,) = run_world(records, LAYOUTS[0], tmp_path / "one")
     for of_rank in run_world(records, config, tmp_path / "layout"):
         for record, expected in zip(of_rank, alone, strict=True):

@@ -44,7 +44,7 @@ def train_two_steps(config: Config, worker: Worker) -> int:
 
 @pytest.mark.slow
 @pytest.mark.grid
-def test_a_ranks_memory_falls_with_pp_and_with_dp_as_the_parameters_do(tmp_path: Path) -> None:
+def test_memory_scales_down_with_pp_and_dp(tmp_path: Path) -> None:
     sizes = {
         "hidden_size": 512,
         "num_attention_heads": 8,
@@ -128,9 +128,7 @@ def peaks_beside_a_plain_loop(config: Config, worker: Worker) -> tuple[int, int]
 
 
 @pytest.mark.parametrize("microbatches", [1, 4])
-def test_a_recomputing_run_keeps_no_more_than_a_loop_by_hand(
-    microbatches: int, tmp_path: Path
-) -> None:
+def test_recomputation_holds_no_more_than_a_plain_loop(microbatches: int, tmp_path: Path) -> None:
     """With the same `checkpoint()`: one input a block, and what one block computes."""
     full, schedule = ActivationCheckpoint(name="full"), Schedule(microbatches=microbatches)
     config = replace(tiny(seq_len=128, steps=2), activation_checkpoint=full, schedule=schedule)

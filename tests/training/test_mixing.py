@@ -105,7 +105,7 @@ def refusals(_: Config, worker: Worker, configs: list[Config]) -> list[str]:
 
 
 @pytest.mark.parametrize("world", cells(WORLDS, MORE_WORLDS))
-def test_what_mixes_samples_is_refused_and_nothing_else_is(
+def test_only_models_that_mix_samples_are_refused(
     world: tuple[list[Config], list[Config]], tmp_path: Path
 ) -> None:
     mixed, separate = world
@@ -139,7 +139,7 @@ class Remembers(nn.Module):
         return x * torch.rand(())
 
 
-def test_what_forwards_change_is_restored() -> None:
+def test_state_changed_by_the_trial_forwards_is_restored() -> None:
     module = Remembers()
     stage = nn.Sequential(module)
     run = SimpleNamespace(stages=[stage], mesh=SimpleNamespace(device=torch.device("cpu")))
@@ -190,7 +190,7 @@ def test_the_check_leaves_no_trace_and_a_resumed_run_has_none(tmp_path: Path) ->
     "config",
     cells({}, {"a mean": net("Centered", 2, 2), "attention": net("Attention", 2, 2, args={"dropout": 0.0})}),
 )  # fmt: skip
-def test_mixing_that_is_meant_trains_as_one_process_with_the_same_microbatches(
+def test_allowed_mixing_matches_one_process_with_the_same_microbatches(
     config: Config, tmp_path: Path
 ) -> None:
     assert_proven(replace(config, steps=2, mixes_samples=True), tmp_path)

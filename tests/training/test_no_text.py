@@ -91,7 +91,7 @@ def test_a_ragged_set_has_the_loss_of_plain_torch(tmp_path: Path) -> None:
         assert run.validate() == pytest.approx(F.mse_loss(output, targets).item(), rel=1e-6)
 
 
-def test_nothing_speaks_of_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_output_mentions_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = unet(tmp_path)
     rows = trained(config)
     Console(steps=4, own=["near"]).step(rows[1])
@@ -121,7 +121,7 @@ def test_a_function_returns_one_dataset_or_two(data: Custom, sizes: tuple[int, i
     assert all(sample["inputs"].shape == (1, 64) for sample in every)
 
 
-def test_a_set_of_its_own_leaves_all_of_one_dataset_to_training() -> None:
+def test_with_a_validation_set_all_of_the_data_is_trained_on() -> None:
     sets = {"clean": {"seed": 5, "count": 9}, "far": {"name": "support.signals.both"}}
     config = tiny(data=Custom("support.signals.one"), validation=Validation(data=sets))
     opened = open_data(config)

@@ -26,7 +26,7 @@ from titanlike.training.report import _sent
 from titanlike.training.train_plan import make_plan
 
 
-def test_what_each_stage_sends_is_listed() -> None:
+def test_p2p_bytes_of_each_stage_are_listed() -> None:
     (row,) = _sent(make_plan(tiny(pp=4)))  # four stages, three of which send the same
     assert row == ["0-2", "next", "[1, 16, 32]", "float32", "2 KiB"]
     points = PointSplit(points=["down.2", "up.0", "up.2"])
@@ -46,7 +46,7 @@ def gathered(config: Config, worker: Worker) -> list[Place]:
     return gather_places(mesh.device, worker, 60)
 
 
-def test_the_first_rank_knows_where_all_are(tmp_path: Path) -> None:
+def test_rank_0_knows_the_host_of_every_rank(tmp_path: Path) -> None:
     first, second = run_world(gathered, tiny(pp=2), tmp_path)
     assert first == [place_of(torch.device("cpu"))] * 2 and first[0].device == "cpu"
     assert second == []

@@ -124,7 +124,7 @@ LAYOUTS = cells(
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_metric_is_that_of_plain_torch_in_every_layout(
+def test_a_custom_metric_matches_plain_torch_in_every_layout(
     layout: dict[str, Any], tmp_path: Path
 ) -> None:
     config = config_in(tmp_path, **layout)
@@ -138,7 +138,7 @@ def test_a_metric_is_that_of_plain_torch_in_every_layout(
     assert "accuracy" not in rows[1] and "val_accuracy" not in rows[3]
 
 
-def test_exact_layouts_have_the_same_bits(tmp_path: Path) -> None:
+def test_custom_metrics_are_bitwise_equal_in_exact_layouts(tmp_path: Path) -> None:
     found = []
     for layout in ({}, {"pp": 2}, {"dp": 2}):
         folder = tmp_path / "-".join(layout)
@@ -162,7 +162,7 @@ def test_exact_layouts_have_the_same_bits(tmp_path: Path) -> None:
         ("nothing", {}, "has no nothing"),
     ],
 )
-def test_what_would_depend_on_the_layout_is_refused(
+def test_a_metric_that_depends_on_the_layout_is_refused(
     function: str, changes: dict[str, Any], told: str, tmp_path: Path
 ) -> None:
     own = {"mine": f"{__name__}.{function}"}

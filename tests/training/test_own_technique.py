@@ -82,14 +82,12 @@ SLOW = [pytest.param(c, id=n, marks=pytest.mark.slow) for n, c in [*LAYOUTS.item
 
 
 @pytest.mark.parametrize("config", [pytest.param(LAYOUTS["pp=2, dp=2"], id="pp=2, dp=2"), *SLOW])
-def test_a_technique_by_step_and_microbatch_is_that_of_one_process(
-    config: Config, tmp_path: Path
-) -> None:
+def test_a_custom_transform_matches_one_process(config: Config, tmp_path: Path) -> None:
     agrees, groups = run_world(compared, config, tmp_path, LayerDrop)[0]
     assert agrees and groups > 1, "the reference computes the layout's microbatches"
 
 
 @pytest.mark.slow
-def test_a_technique_that_one_process_does_not_have_is_found(tmp_path: Path) -> None:
+def test_a_transform_without_a_single_process_form_fails_verify(tmp_path: Path) -> None:
     agrees, _ = run_world(compared, LAYOUTS["pp=2, dp=2"], tmp_path, Unproven)[0]
     assert not agrees

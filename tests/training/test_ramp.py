@@ -50,11 +50,11 @@ OWN = Model("support.any_models.Deep")  # looked at with the first batch
         },
     ),
 )
-def test_each_stage_trains_as_one_process(config: Config, tmp_path: Path) -> None:
+def test_each_batch_size_of_a_ramp_matches_one_process(config: Config, tmp_path: Path) -> None:
     assert_proven(config, tmp_path)
 
 
-def test_stages_read_the_same_samples_once_in_their_order_on_any_number_of_ranks() -> None:
+def test_a_ramp_reads_the_same_samples_in_order_on_any_number_of_ranks() -> None:
     config = tiny(**RAMPED)
     source = open_data(config).train
     plain = next(batches(source, replace(config, ramp=[]), dp_rank=0))["inputs"]
@@ -77,7 +77,7 @@ def test_tokens_decide_the_learning_rate_and_the_end() -> None:
     assert replace(config, max_tokens=128).last_step == 2
 
 
-def test_a_run_goes_on_in_another_layout_in_the_middle_of_its_ramp(tmp_path: Path) -> None:
+def test_a_run_resumes_in_another_layout_within_its_ramp(tmp_path: Path) -> None:
     whole = tiny(**RAMPED)
     saved = replace(whole, checkpoint=replace(whole.checkpoint, last=True), steps=1)
     run_world(train, whole, tmp_path / "whole")

@@ -43,7 +43,7 @@ def run(saved: Config, tmp_path: Path) -> Config:
     return replace(saved, run_dir=str(tmp_path / "run"))
 
 
-def test_other_data_are_refused_unless_they_are_meant(run: Config, tmp_path: Path) -> None:
+def test_different_data_on_a_resume_are_refused_unless_allowed(run: Config, tmp_path: Path) -> None:
     folder = Path(run.run_dir)
     kept = {name: (folder / name).read_bytes() for name in ("config.yaml", "metrics.jsonl")}
     data, longer = token_data(tmp_path / "b.bin", seed=1), token_data(tmp_path / "c.bin", more=5)
@@ -62,7 +62,7 @@ def test_other_data_are_refused_unless_they_are_meant(run: Config, tmp_path: Pat
     assert "changed: true" not in (folder / "config.yaml").read_text(), "for one start"
 
 
-def test_other_settings_are_printed_and_the_same_data_elsewhere_are_no_word_worth(
+def test_changed_settings_are_printed_on_a_resume_and_moved_data_are_not(
     run: Config, tmp_path: Path
 ) -> None:
     folder, before = Path(run.run_dir), run.optimizer
@@ -100,7 +100,7 @@ class Shared(Net):
         super().__init__(block="Centered", share=share)
 
 
-def test_an_argument_of_a_model_that_is_left_out_is_its_default(tmp_path: Path) -> None:
+def test_an_omitted_model_argument_equals_its_default(tmp_path: Path) -> None:
     """Of a run that was saved with it, and of one that was saved without."""
 
     def of(name: str, **arguments: Any) -> Config:
@@ -122,7 +122,7 @@ def test_an_argument_of_a_model_that_is_left_out_is_its_default(tmp_path: Path) 
 
 
 @pytest.mark.slow
-def test_a_resume_without_changes_says_nothing(run: Config) -> None:
+def test_a_resume_without_changes_prints_no_difference(run: Config) -> None:
     """But that a checkpoint of an older version does not know its data."""
     folder = Path(run.run_dir)
     truth = numbers(folder)
@@ -164,7 +164,7 @@ def test_a_start_names_the_commit_of_the_code_and_writes_no_secret(
     assert secret not in (tmp_path / run_files.STARTS).read_text()
 
 
-def test_the_way_on_that_the_refusal_names_is_valid_for_data_that_do_not_list_the_key(
+def test_the_fix_of_the_refusal_works_for_data_without_that_key(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.syspath_prepend(ROOT / "examples")

@@ -46,7 +46,7 @@ def test_tasks_without_a_checkpoint_or_a_name_are_refused(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("timeout, why", [(60.0, "failed (2)"), (0.01, "took more than 0.01 s")])
-def test_an_evaluation_that_fails_or_lasts_too_long_is_an_event_and_ends(
+def test_a_failed_or_slow_side_evaluation_is_an_event(
     timeout: float, why: str, tmp_path: Path
 ) -> None:
     """Once the checkpoint is committed, not before; here there is none to be read."""

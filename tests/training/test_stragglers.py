@@ -50,7 +50,7 @@ def test_a_slow_rank_is_named_once_with_its_machine(tmp_path: Path) -> None:
     assert (last["busy_seconds"], last["busiest_seconds"]) == (0.625, 0.75)
 
 
-def test_of_many_ranks_each_tells_its_mean_wait_after_some_steps(
+def test_every_rank_reports_its_mean_wait_periodically(
     tmp_path: Path,
 ) -> None:
     run_world(train_many, short(1, 2), tmp_path)
@@ -81,7 +81,7 @@ def watched(share: float, steps: list[list[float]]) -> list[int]:
     return [call.args[1] for call in events.log.call_args_list]
 
 
-def test_only_a_rank_that_is_slow_in_every_one_of_so_many_steps_is_named() -> None:
+def test_only_a_consistently_slow_rank_is_named() -> None:
     slow, equal = [0.5, 0.25], [0.25, 0.25]
     assert watched(0.3, [slow] * 8) == [3], "once"
     assert watched(0.3, [slow, slow, equal] * 3) == []
@@ -97,7 +97,7 @@ def test_ranks_are_compared_with_those_that_have_the_same_work() -> None:
     assert [*slow_ranks(many, [[*range(64)]], 0.25)] == [7]
 
 
-def test_what_is_waited_for_between_steps_belongs_to_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waits_between_steps_are_not_attributed(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a validation ranks wait for each other, too."""
     seconds = iter(range(100))
     monkeypatch.setattr(readings.time, "perf_counter", lambda: float(next(seconds)))
@@ -107,7 +107,7 @@ def test_what_is_waited_for_between_steps_belongs_to_none(monkeypatch: pytest.Mo
     assert found.waited() == 1, "of the step alone: from its begin to the norm"
 
 
-def test_a_device_tells_in_some_steps_how_long_it_waits_for_gathers(
+def test_all_gather_waits_are_sampled_on_the_device(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Two events for each of many blocks would cost each step something."""

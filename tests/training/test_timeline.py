@@ -71,7 +71,7 @@ def train_with_wrong_clocks(config: Config, worker: Worker) -> None:
     "config",
     cells({"1f1b": short(2)}, {"zero bubble": short(2, 2, "zbvzerobubble", layers=4)}),
 )
-def test_every_action_of_the_order_is_there_on_one_clock_and_a_rank_is_busy_or_idle(
+def test_every_action_is_on_one_clock_and_busy_plus_idle_is_the_step(
     config: Config, tmp_path: Path
 ) -> None:
     run_world(train_with_wrong_clocks, config, tmp_path)
@@ -106,7 +106,7 @@ def test_gathers_and_reductions_are_told_from_computing(tmp_path: Path) -> None:
     assert inside == {("F", 0), ("B", 0), ("gather", 0), ("reduce", 0)}
 
 
-def test_what_interrupts_an_action_is_cut_out_of_it() -> None:
+def test_communication_within_an_action_is_subtracted_from_it() -> None:
     class Kind:
         value = name = "F"
 
@@ -157,7 +157,7 @@ def operations_and_marks(config: Config, worker: Worker) -> list[tuple[Counter[s
     return found
 
 
-def test_watching_adds_marks_of_a_clock_to_a_step_and_no_operation(tmp_path: Path) -> None:
+def test_recording_adds_timestamps_and_no_operation(tmp_path: Path) -> None:
     for _, (before, none), (first, _), (watched, marks) in run_world(
         operations_and_marks, short(2), tmp_path
     ):
@@ -216,7 +216,7 @@ def test_a_stage_that_takes_longer_and_who_waits_for_it_are_in_the_tables(
     assert [rank["waits_for"] for rank in ranks] == waits
 
 
-def test_who_was_waited_for_is_told_where_a_gather_comes_first() -> None:
+def test_the_awaited_rank_is_named_when_an_all_gather_comes_first() -> None:
     """FSDP may gather between the arrival of a message and the forward that needs it."""
     first = [Span("F", 0, 0, 0.0, 2.0), Span("wait", 0, 0, 2.0, 8.0), Span("B", 0, 0, 8.0, 9.0)]
     last = [Span("wait", 1, 0, 0.0, 2.0), Span("gather", 1, 0, 2.0, 3.0)]

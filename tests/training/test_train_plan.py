@@ -84,7 +84,7 @@ def named(name: str = "llama", **sizes: object) -> Config:
         (tiny(pp=2, split=BalanceSplit(balance=[4, 3])), "sums to 7"),
     ],
 )
-def test_a_model_that_cannot_be_laid_out_is_refused_with_one_that_can(
+def test_a_layout_that_does_not_fit_the_model_is_refused_with_one_that_does(
     config: Config, expected: str
 ) -> None:
     """By the launcher, and by a rank that plans it."""
@@ -106,7 +106,7 @@ def test_a_model_that_cannot_be_laid_out_is_refused_with_one_that_can(
     ],
 )
 @pytest.mark.parametrize("dp", [1, 2])
-def test_epochs_are_said_and_many_are_a_warning(dp: int, sequences: int, said: str) -> None:
+def test_epochs_are_printed_and_many_are_a_warning(dp: int, sequences: int, said: str) -> None:
     """However many ranks share a batch."""
     config = Config(steps=300, batch_size=16, dp=dp)
     text = epochs(config, sequences)
@@ -174,9 +174,7 @@ def own(plan: Any, **changes: Any) -> Config:
         (of_images("ResNet", 1, 1, tp=2), "tp=2: its .* keeps running statistics.*write tp=1 dp=2"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_divided_is_refused_in_words_with_what_can(
-    config: Config, said: str
-) -> None:
+def test_an_indivisible_size_is_refused_with_a_divisible_one(config: Config, said: str) -> None:
     found = preflight(config)
     assert len(found) == 1
     assert re.search(said, str(found[0])), str(found[0])
@@ -202,7 +200,7 @@ def test_messages_flops_and_parameters_are_those_of_one_tensor_parallel_rank() -
     assert parameters[1] == 2 * parameters[2] == 4 * parameters[4]
 
 
-def test_a_plan_that_was_checked_is_not_compared_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checked_tp_plan_is_not_checked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is found is the same, in other microbatches and with other stages, too."""
     config = tiny(tp=2, layers=4, batch_size=8)
     other = replace(config, pp=2, schedule=Schedule("1f1b", 4))
@@ -219,7 +217,7 @@ def test_a_plan_that_was_checked_is_not_compared_again(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("loss", ["cross_entropy", "support.losses.Smoothed"])
-def test_a_loss_of_ones_own_is_given_all_logits_of_all_tokens(loss: str) -> None:
+def test_a_custom_loss_receives_all_logits_of_all_tokens(loss: str) -> None:
     config = tiny(tp=2, layers=1)
     if loss != "cross_entropy":
         config = replace(config, loss=Custom(loss, {"amount": 0.1}))
@@ -239,14 +237,14 @@ def test_a_loss_of_ones_own_is_given_all_logits_of_all_tokens(loss: str) -> None
     ],
     ids=["tp=2", "tp=4", "tp_sequence=false", "15 tokens", "a plan without sequence"],
 )  # fmt: skip
-def test_the_opening_table_says_what_is_divided(config: Config, said: str) -> None:
+def test_the_opening_table_lists_what_is_sharded(config: Config, said: str) -> None:
     plan = make_plan(config)
     [(title, text)] = plan.transforms["tp"].describe(plan)
     assert title == "tensor parallel" and said in text
     assert "% of the parameters divided" in text
 
 
-def test_groups_over_machines_are_a_warning_and_no_error(
+def test_tp_groups_across_nodes_are_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: list[str] = []

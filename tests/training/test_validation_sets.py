@@ -67,7 +67,7 @@ LAYOUTS = cells(
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_each_set_has_the_loss_of_a_plain_loop_in_every_layout_and_over_a_resume(
+def test_every_validation_set_matches_a_plain_loop_in_every_layout(
     layout: dict[str, Any], tmp_path: Path
 ) -> None:
     config = replace(sets_in(tmp_path), run_dir=str(tmp_path / "run"), **layout)
@@ -81,7 +81,7 @@ def test_each_set_has_the_loss_of_a_plain_loop_in_every_layout_and_over_a_resume
     assert not any(key.startswith("val_") for key in rows[1] | rows[3])
 
 
-def test_a_resumed_run_may_have_another_set_which_is_told_and_no_other_data(tmp_path: Path) -> None:
+def test_a_validation_set_may_change_on_a_resume_but_not_the_data(tmp_path: Path) -> None:
     config = replace(sets_in(tmp_path), run_dir=str(tmp_path / "run"))
     Path(config.run_dir).mkdir()
     other = {"code": {"path": token_file(tmp_path, "others", 333)}}
@@ -97,7 +97,7 @@ def test_a_resumed_run_may_have_another_set_which_is_told_and_no_other_data(tmp_
         run_world(train_each, config, tmp_path / "again", [without])
 
 
-def test_with_a_set_of_its_own_all_of_the_data_is_trained_on(tmp_path: Path) -> None:
+def test_with_a_validation_set_all_of_the_data_is_trained_on(tmp_path: Path) -> None:
     config = sets_in(tmp_path)
     assert len(open_data(config).train) == 4000 // 16
     without = replace(config, validation=Validation())
@@ -115,7 +115,7 @@ def test_with_a_set_of_its_own_all_of_the_data_is_trained_on(tmp_path: Path) -> 
         ({"name": "mixture"}, "is mixed by weights, for training alone"),
     ],
 )
-def test_what_is_no_set_of_the_training_data_is_told_before_a_start(
+def test_an_unknown_validation_set_is_refused_before_launch(
     given: dict[str, Any], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -126,14 +126,14 @@ def test_what_is_no_set_of_the_training_data_is_told_before_a_start(
         raise AssertionError(str(problem))
 
 
-def test_all_of_what_has_no_end_is_refused(tmp_path: Path) -> None:
+def test_validating_on_all_of_an_endless_source_is_refused(tmp_path: Path) -> None:
     config = sets_in(tmp_path)
     endless = replace(config.validation, data={"name": "synthetic", "vocab_size": 64})
     with pytest.raises(DataError, match="has no end; write validation.batches=100"):
         open_data(replace(config, validation=endless))
 
 
-def test_a_set_that_is_trained_on_is_warned_of(tmp_path: Path) -> None:
+def test_validating_on_training_data_is_a_warning(tmp_path: Path) -> None:
     config = sets_in(tmp_path)
     own = {"seen": {"path": config.data.path}, "code": {"path": str(tmp_path / "code.bin")}}
     same = replace(config, validation=Validation(data=own))
