@@ -36,11 +36,11 @@ from titanlike.config.schema import (
 )
 from titanlike.distributed.collectives import GroupInfo
 from titanlike.distributed.mesh import open_mesh
-from titanlike.distributed.placement import DIVIDED
+from titanlike.distributed.placement import DIVIDED, in_bf16
 from titanlike.launch.worker import Worker
 from titanlike.metrics.sinks import read_jsonl
 from titanlike.models.registry import build_model, resolve_model
-from titanlike.parallel.float8 import in_bf16, use_float8
+from titanlike.parallel.float8 import use_float8
 from titanlike.planning.estimate import make_estimate
 from titanlike.proof.reference import in_one_process
 from titanlike.training.loop import train

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from titanlike.config.schema import Config
 from titanlike.costs.node_costs import NodeCosts, Times, UnitPeak, count, node_times
-from titanlike.distributed.placement import experts_of
+from titanlike.distributed.placement import experts_of, in_bf16
 from titanlike.graph.cut import cut, unit_starts
 from titanlike.graph.loss import Loss
 from titanlike.graph.model_graph import ModelGraph
@@ -162,8 +162,6 @@ class UnitCosts:
     def operators(self) -> list[list[NodeCosts]]:
         """Costs of each call of each unit on the first rank of each axis, with weight gradients
         separate; equal calls share one object. float8 linear layers are counted in bf16."""
-        from titanlike.parallel.float8 import in_bf16
-
         with in_bf16(self.model.modules()) as layers:
             return self._counts(True, bool(layers))
 

@@ -8,11 +8,13 @@ marks the modules. Optimizers, checkpoints, losses and proofs read these, whatev
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import product
 from typing import Any, Literal, TypeGuard
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titanlike.torch_private.dtensor import local_slices
@@ -110,6 +112,8 @@ SHARES_GATHERED = "tp_shares_gathered"  # a linear layer's place among those of 
 BIAS_LATER = "tp_adds_bias_later"  # a linear layer whose bias is added after the reduction
 # of a linear layer: the ranks among which tp divides dimension 0 and 1 of its weight, or None
 DIVIDED = "tp_divided"
+# of experts: what multiplies in place of `expert_linear`, see `models/experts.py`
+PRODUCT = "product"
 # of sharded experts, with numerics=exact: rank -> a context in which they compute its tokens
 APART = "ep_rank_apart"
 
@@ -134,6 +138,33 @@ def adds_bias_later(module: nn.Module) -> bool:
 def in_float8(module: nn.Module) -> bool:
     """Whether a module is a linear layer that multiplies in float8, by a mark of its class."""
     return getattr(type(module), "in_float8", False)
+
+
+@contextmanager
+def in_bf16(modules: Iterable[nn.Module]) -> Iterator[list[nn.Module]]:
+    """A context in which layers and experts in float8, which it gives, compute as others do."""
+    modules = list(modules)
+    layers: list[Any] = list(filter(in_float8, modules))
+    products = {m: vars(m).pop(PRODUCT) for m in modules if PRODUCT in vars(m) and is_experts(m)}
+    replaced = [vars(layer).pop("forward", None) for layer in layers]  # of blocks that are layers
+    for layer in layers:
+        layer.forward = _forward_in_bf16.__get__(layer)
+    try:
+        yield [*layers, *products]
+    finally:
+        for experts, multiply in products.items():
+            vars(experts)[PRODUCT] = multiply
+        for layer, forward in zip(layers, replaced, strict=True):
+            del layer.forward
+            if forward is not None:
+                layer.forward = forward
+
+
+def _forward_in_bf16(layer: nn.Linear, input: Tensor) -> Tensor:
+    weight: Any = layer.weight
+    if hasattr(weight, "to_original_precision"):  # gathered by FSDP
+        weight = weight.to_original_precision()
+    return F.linear(input, weight, None if adds_bias_later(layer) else layer.bias)
 
 
 def experts_of(model: nn.Module) -> dict[str, nn.Module]:

@@ -20,7 +20,7 @@ from titanlike.config.errors import ConfigError, Problem
 from titanlike.config.schema import Config, TraceSplit
 from titanlike.device.choose import first_device
 from titanlike.distributed.mesh import Mesh, new_group
-from titanlike.distributed.placement import Placement, experts_of
+from titanlike.distributed.placement import Placement, experts_of, in_bf16
 from titanlike.distributed.transform import Plan, Recorded, Transform
 from titanlike.graph.loss import Loss
 from titanlike.graph.model_graph import Field, Fields, ModelGraph, fields_of
@@ -250,12 +250,7 @@ class ContextParallel(Transform):
         model.train()
         size = graph.microbatch_size if self._config.tp == 1 else 2
         batch = {n: x.repeat_interleave(size, 0) for n, x in recorded.batch.items()}
-        in_bf16: Callable[..., contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
-        if self._config.precision.name == "float8":  # its scale is over all ranks' tokens
-            from titanlike.parallel import float8
-
-            in_bf16 = float8.in_bf16
-        with in_bf16(model.modules()):
+        with in_bf16(model.modules()):  # a scale in float8 is that of all ranks' tokens
             self._check_tokens(model, {n: x for n, x in batch.items() if n != "targets"}, graph)
         if recorded.variable:
             self._check_padding(graph.model, graph.fields)

@@ -12,15 +12,14 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from types import ModuleType
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from titanlike.config.errors import ConfigError, Problem, nearest
 from titanlike.config.imports import quiet_import
@@ -29,19 +28,12 @@ from titanlike.device.accelerator import multiplies_float8
 from titanlike.device.choose import first_device
 from titanlike.distributed.collectives import GroupInfo
 from titanlike.distributed.mesh import Mesh
-from titanlike.distributed.placement import (
-    Placement,
-    adds_bias_later,
-    experts_of,
-    in_float8,
-    is_experts,
-)
+from titanlike.distributed.placement import PRODUCT, Placement, experts_of, in_float8
 from titanlike.distributed.transform import Plan, Transform
 from titanlike.graph.units import find_units
 from titanlike.torch_private.known_code import own_code
 
 _MULTIPLE = 16  # of both sides of a matrix, for the kernels of float8
-_PRODUCT = "product"  # attribute of a module of experts, see `models/experts.py`
 _BF16 = "precision=bf16"
 _NAMES = ("torchao", "torchao.float8")
 
@@ -82,7 +74,7 @@ def use_float8(model: nn.Module, config: Config, device: torch.device) -> Float8
         weights = settings.recipe != "rowwise_with_gw_hp"
         multiply = product(weights, multiplies_float8(device, grouped=True))
         for name in in_float8_too:
-            vars(experts[name])[_PRODUCT] = multiply
+            vars(experts[name])[PRODUCT] = multiply
     linear = sum(isinstance(module, nn.Linear) for module in model.modules())
     counts = len(chosen) - len(in_float8_too), linear, len(in_float8_too), len(experts)
     return Float8Layers(*counts, emulated)
@@ -144,33 +136,6 @@ class Float8(Transform):
         use_float8(model, self._config, self._device)
 
 
-@contextlib.contextmanager
-def in_bf16(modules: Iterable[nn.Module]) -> Iterator[list[nn.Module]]:
-    """A context in which layers and experts in float8, which it gives, compute as others do."""
-    modules = list(modules)
-    layers: list[Any] = list(filter(in_float8, modules))
-    products = {m: vars(m).pop(_PRODUCT) for m in modules if _PRODUCT in vars(m) and is_experts(m)}
-    replaced = [vars(layer).pop("forward", None) for layer in layers]  # of blocks that are layers
-    for layer in layers:
-        layer.forward = _forward_in_bf16.__get__(layer)
-    try:
-        yield [*layers, *products]
-    finally:
-        for experts, multiply in products.items():
-            vars(experts)[_PRODUCT] = multiply
-        for layer, forward in zip(layers, replaced, strict=True):
-            del layer.forward
-            if forward is not None:
-                layer.forward = forward
-
-
-def _forward_in_bf16(layer: nn.Linear, input: Tensor) -> Tensor:
-    weight: Any = layer.weight
-    if hasattr(weight, "to_original_precision"):  # gathered by FSDP
-        weight = weight.to_original_precision()
-    return F.linear(input, weight, None if adds_bias_later(layer) else layer.bias)
-
-
 def _import_torchao() -> ModuleType:
     """torchao.float8. Raises ConfigError."""
     try:
@@ -198,7 +163,7 @@ def _choose(model: nn.Module, settings: Float8Precision) -> set[str]:
         if names[id(module.weight)] == 1
     }
     for name, experts in experts_of(model).items():
-        if hasattr(experts, _PRODUCT):
+        if hasattr(experts, PRODUCT):
             linear[name] = experts
             matrices[name] = tuple(n for p in experts.parameters() for n in p.shape[1:])
     # name -> the smallest side of its matrices

@@ -20,7 +20,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -34,6 +34,7 @@ from titanlike.config.schema import Config, Custom
 from titanlike.data.sources import Batch
 from titanlike.device.accelerator import kept_rng
 from titanlike.distributed.initialize import seeded
+from titanlike.distributed.placement import in_bf16
 from titanlike.graph.model_graph import fields_of
 from titanlike.launch.rendezvous import barrier
 from titanlike.launch.worker import Worker
@@ -292,9 +293,5 @@ def _mode(run: Run, training: bool) -> Iterator[None]:
         kind = type(module).__bases__[-1] if isinstance(module, FSDPModule) else type(module)
         if kind.__module__.startswith("torch.nn.") or isinstance(module, BatchNorm):
             module.training = False
-    with ExitStack() as stack:
-        if "float8" in run.transforms:  # the largest value of a microbatch sets its scale
-            from titanlike.parallel.float8 import in_bf16
-
-            stack.enter_context(in_bf16(modules))
+    with in_bf16(modules):  # the largest value of a microbatch sets its scale in float8
         yield

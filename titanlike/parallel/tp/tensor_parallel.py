@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -22,7 +21,7 @@ from titanlike.device.accelerator import kept_rng, own_backend
 from titanlike.device.choose import first_device
 from titanlike.distributed.initialize import piece_seed
 from titanlike.distributed.mesh import Mesh, new_group
-from titanlike.distributed.placement import Placement
+from titanlike.distributed.placement import Placement, in_bf16
 from titanlike.distributed.transform import Plan, Recorded, Transform
 from titanlike.graph.loss import Loss
 from titanlike.graph.model_graph import Fields, ModelGraph, fields_of
@@ -316,11 +315,6 @@ def _sharding_of(
     dtype = next(model.parameters()).dtype
     pair = {name: x.repeat_interleave(2, 0) for name, x in batch.items() if name != "targets"}
     pair = {name: x.to(dtype) if x.is_floating_point() else x for name, x in pair.items()}
-    in_bf16: Callable[..., AbstractContextManager[Any]] = nullcontext
-    if config.precision.name == "float8":  # its matmuls are checked as bf16's
-        from titanlike.parallel import float8
-
-        in_bf16 = float8.in_bf16
     with in_bf16(undivided.modules()):
         check = ForwardCheck(undivided, modules, pair)
     placements = shard_model(model, modules, like, whole_logits=whole_logits)
