@@ -1,4 +1,4 @@
-"""precision=float8: which layers compute in it, and what; layouts: `proof/test_layouts.py`."""
+"""precision=float8 and mxfp8: which layers compute so, and what; layouts: `proof/test_layouts.py`."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from support.cells import cells, slow
 from support.commands import TINY, command
-from support.families import gpt_oss, moe
+from support.families import gpt_oss, llama, moe
 from support.hf_tiny import model_of, tiny_hf
 from support.models import tiny
 from support.proven import assert_proven
@@ -29,6 +30,7 @@ from titanlike.config.schema import (
     Custom,
     Float8Precision,
     Fsdp,
+    Mxfp8Precision,
     Precision,
     Schedule,
     Validation,
@@ -48,6 +50,7 @@ from titanlike.training.preflight import preflight
 from titanlike.training.train_plan import make_plan
 
 FLOAT8 = Float8Precision(min_features=16)
+MXFP8 = Mxfp8Precision(min_features=32)
 BF16 = Precision("bf16")
 CPU = torch.device("cpu")
 
@@ -67,6 +70,7 @@ def in_float8(config: Config) -> set[str]:
     return found | experts
 
 
+WIDE = llama(hidden_size=64, num_key_value_heads=4, intermediate_size=128)  # whole blocks of mxfp8
 MOE = {f"model.layers.{block}.mlp.experts" for block in range(2)}
 LLAMA = {
     f"model.layers.{block}.{name}"
@@ -169,6 +173,35 @@ def test_a_layer_multiplies_what_is_rounded_to_float8() -> None:
     assert 0.01 < (output - plain).norm() / plain.norm() < 0.1
 
 
+@pytest.mark.parametrize("recipe", ["mxfp8_rceil", "mxfp8_rceil_wgrad_with_hp"])
+def test_mxfp8_has_a_scale_for_32_elements_that_are_summed_over(recipe: str) -> None:
+    """The last block of tokens has fewer."""
+    config = tiny(model=WIDE, precision=replace(MXFP8, recipe=recipe))
+    model = build_model(resolve_model(config), "cpu")
+    use_float8(model, config, CPU)
+    layer = model.get_submodule("model.layers.0.mlp.up_proj")
+    torch.manual_seed(0)
+    size = layer.weight.shape
+    layer.weight = nn.Parameter(torch.randn(size) * 10 ** torch.randn(size[0], 1))
+    x, g = torch.randn(3, 16, size[1], requires_grad=True), torch.randn(3, 16, size[0])
+    out = layer(x)
+    out.backward(g)
+    weight, rows, of_rows = layer.weight.detach(), x.detach().flatten(0, 1), g.flatten(0, 1)
+    torch.testing.assert_close(out.flatten(0, 1), by_block(rows) @ by_block(weight).t())
+    torch.testing.assert_close(x.grad.flatten(0, 1), by_block(of_rows) @ by_block(weight.t()).t())
+    low = (lambda matrix: matrix) if recipe.endswith("hp") else by_block
+    torch.testing.assert_close(layer.weight.grad, low(of_rows.t()) @ low(rows.t()).t())
+    plain = rows @ weight.t()
+    assert 0.01 < (out.flatten(0, 1) - plain).norm() / plain.norm() < 0.06
+
+
+def by_block(x: Tensor) -> Tensor:
+    """Rounded to e4m3, 32 elements of a row with a scale that is a power of 2."""
+    blocks = pad(x, (0, -x.shape[1] % 32)).unflatten(1, (-1, 32))
+    scale = (blocks.abs().amax(2, keepdim=True) / 448).log2().ceil().exp2()
+    return ((blocks / scale).to(torch.float8_e4m3fn).float() * scale).flatten(1)[:, : x.shape[1]]
+
+
 @pytest.mark.parametrize(
     ("recipe", "inputs", "weight_gradient"),
     [
@@ -255,6 +288,10 @@ def test_the_estimates_and_flops_are_those_of_bf16() -> None:
             "precision.min_features=64: .*largest has 32; write precision.min_features=32",
         ),
         (
+            tiny(tp=2, precision=MXFP8),
+            r"q_proj has 32 features, and a part of 1/2 is no number of 32 features .*; write tp=1",
+        ),
+        (
             tiny_hf(model_of("gpt2"), precision=FLOAT8),
             "no linear layers .* in the model's blocks; write precision=bf16",
         ),
@@ -294,7 +331,9 @@ def test_a_run_says_that_it_is_emulated_and_nothing_of_torchao(tmp_path: Path) -
 
 MIXTURE = moe(num_hidden_layers=4, n_shared_experts=1)
 TOGETHER: dict[str, Any] = {"tp": 2, "pp": 2, "cp": 2, "ep": 4, "schedule": "zbvzerobubble"}
-LAYOUTS = {  # of a model with and without experts; others: `proof/test_layouts.py`
+LAYOUTS: dict[
+    str, Config
+] = {  # of a model with and without experts; others: `proof/test_layouts.py`
     "tp": tiny(tp=2, layers=4),
     "tp, zbv": tiny(tp=2, pp=2, schedule="zbvzerobubble", layers=4),
     "cp": tiny(cp=2, layers=4),
@@ -302,12 +341,20 @@ LAYOUTS = {  # of a model with and without experts; others: `proof/test_layouts.
     "ep over tp": tiny(tp=2, dp=2, ep=4, model=MIXTURE),
     "all together": tiny(model=MIXTURE, **TOGETHER),
 }
+LAYOUTS = {name: replace(config, precision=FLOAT8) for name, config in LAYOUTS.items()}
+IN_BLOCKS = {
+    "mxfp8, dp": tiny(dp=2, model=WIDE),
+    "mxfp8, tp": tiny(tp=2, model=WIDE),
+    "mxfp8, zbv": tiny(pp=2, schedule="zbvzerobubble", model=WIDE),
+    "mxfp8, cp": tiny(cp=2, model=WIDE, seq_len=64),
+}
+IN_BLOCKS = {name: replace(config, precision=MXFP8) for name, config in IN_BLOCKS.items()}
 
 
-@pytest.mark.parametrize("config", cells({}, LAYOUTS))
+@pytest.mark.parametrize("config", cells({}, LAYOUTS | IN_BLOCKS))
 def test_every_mesh_axis_matches_one_process_in_float8(config: Config, tmp_path: Path) -> None:
     """`verify`, and the losses of 20 steps."""
-    config = replace(config, precision=FLOAT8, validation=Validation(every=0), steps=20)
+    config = replace(config, validation=Validation(every=0), steps=20)
     run_world(train, config, tmp_path / "layout", timeout=300)
     run_world(train, in_one_process(config), tmp_path / "one", timeout=300)
     many, one = (

@@ -264,7 +264,7 @@ def test_shipped_hardware_agrees_with_the_peaks_that_mfu_uses() -> None:
     from titanlike.device.accelerator import bf16_peak
 
     names = {"a100_80g": "A100", "h100_sxm": "H100", "h100_pcie": "H100 PCIe", "h200": "H200"}
-    for choice, name in {**names, "b200": "B200", "mi300x": "MI300X"}.items():
+    for choice, name in {**names, "b200": "B200", "gb200": "GB200", "mi300x": "MI300X"}.items():
         assert shipped(choice).bf16_flops == bf16_peak(name)
 
 

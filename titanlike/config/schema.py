@@ -277,7 +277,7 @@ class Mse:
 class Precision:
     """fp32, or bf16: compute and activations in bf16, master weights and reductions in fp32."""
 
-    name: Literal["fp32", "bf16", "float8"] = key("fp32", "choice")
+    name: Literal["fp32", "bf16", "float8", "mxfp8"] = key("fp32", "choice")
 
     @property
     def low(self) -> bool:
@@ -286,18 +286,40 @@ class Precision:
 
 
 @dataclass
-class Float8Precision(Precision):
+class ScaledPrecision(Precision):
     """bf16, and the matrix products of linear layers in float8 by torchao (titanlike[float8])."""
+
+    recipe: str = key("", "of torchao")
+    skip: list[str] = key(
+        [], "linear layers that stay in bf16, by patterns of their names: [*.layers.0.*,*.o_proj]"
+    )
+    min_features: int = key(64, "linear layers with fewer inputs or outputs stay in bf16", ge=1)
+
+    @property
+    def weight_gradients(self) -> bool:
+        """Whether those are products in float8, too."""
+        return not self.recipe.endswith("_hp")
+
+
+@dataclass
+class Float8Precision(ScaledPrecision):
+    """bf16, and matmuls of linear layers in float8, with a scale per tensor or row."""
 
     name: Literal["float8"] = key("float8", "choice")
     recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = key(
         "tensorwise",
         "torchao's scaling: per tensor, per row, or per row with weight gradients in bf16",
     )
-    skip: list[str] = key(
-        [], "linear layers that stay in bf16, by patterns of their names: [*.layers.0.*,*.o_proj]"
+
+
+@dataclass
+class Mxfp8Precision(ScaledPrecision):
+    """bf16, and matmuls of linear layers in MXFP8: a scale per 32 elements of the summed dimension."""
+
+    name: Literal["mxfp8"] = key("mxfp8", "choice")
+    recipe: Literal["mxfp8_rceil", "mxfp8_rceil_wgrad_with_hp"] = key(
+        "mxfp8_rceil", "torchao's recipe: all matmuls in MXFP8, or weight gradients in bf16"
     )
-    min_features: int = key(64, "linear layers with fewer inputs or outputs stay in bf16", ge=1)
 
 
 # --- activation checkpointing -------------------------------------------------------------------
@@ -639,6 +661,9 @@ class Hardware(NoHardware):
     title: str = required("name of the device")
     bf16_flops: float = required("FLOP/s of dense bf16 matmuls, from the data sheet", gt=0)
     fp8_flops: float = required("FLOP/s of dense float8 matmuls; without float8, of bf16", gt=0)
+    mxfp8_flops: float | None = key(
+        None, "FLOP/s of dense MXFP8 matmuls; null = none, emulated", gt=0
+    )
     tf32_flops: float = required("FLOP/s of fp32 matmuls with matmul_precision=high", gt=0)
     fp32_flops: float = required("FLOP/s of fp32 matmuls", gt=0)
     memory: Bytes = required("device memory visible to programs")
@@ -1200,7 +1225,11 @@ VARIANTS: dict[str, dict[str, type[Any]]] = {
     "optimizer": optimizer_kinds(),
     "lr": {"constant": ConstantLr, "linear": DecayLr, "cosine": DecayLr, "wsd": WsdLr},
     "loss": _by_name(CrossEntropy, ChunkedCrossEntropy, Mse),
-    "precision": {"fp32": Precision, "bf16": Precision, "float8": Float8Precision},
+    "precision": {
+        "fp32": Precision,
+        "bf16": Precision,
+        **_by_name(Float8Precision, Mxfp8Precision),
+    },
     "activation_checkpoint": {
         **dict.fromkeys(("none", "full"), ActivationCheckpoint),
         **_by_name(SelectiveActivationCheckpoint, EveryActivationCheckpoint),
@@ -1213,7 +1242,7 @@ VARIANTS: dict[str, dict[str, type[Any]]] = {
     "hardware": {
         **_by_name(NoHardware, MeasuredHardware, RunHardware),
         **dict.fromkeys(("a100_40g", "a100_80g", "h100_sxm", "h100_pcie", "h200"), Hardware),
-        **dict.fromkeys(("b200", "mi300x"), Hardware),
+        **dict.fromkeys(("b200", "gb200", "mi300x"), Hardware),
         "cpu": CpuHardware,
     },
 }

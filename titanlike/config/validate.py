@@ -36,6 +36,7 @@ from titanlike.config.schema import (
     MixtureData,
     OwnSchedule,
     RunHardware,
+    ScaledPrecision,
     SyntheticData,
     Timeline,
 )
@@ -324,8 +325,8 @@ EXACT_RULES = tuple(rule._replace(broken=partial(_if_exact, rule.broken)) for ru
     Rule("compile", lambda c: c.compile,
          _EXACT + "inductor may choose other kernels for other stages",
          "compile=false or numerics=fast"),
-    Rule("precision", lambda c: c.precision.name == "float8",
-         _EXACT + "a weight is scaled by the largest of a rank's part",
+    Rule("precision", lambda c: isinstance(c.precision, ScaledPrecision),
+         _EXACT + "a scale is that of what a rank has of a weight, or of tokens",
          "precision=bf16 or numerics=fast"),
     Rule("mixes_samples", lambda c: c.mixes_samples,
          _EXACT + "layouts of such a model differ", "mixes_samples=false or numerics=fast"),

@@ -165,16 +165,16 @@ def set_rng_state(kind: str, state: Tensor) -> None:
         torch.get_device_module(kind).set_rng_state(state)
 
 
-def multiplies_float8(device: torch.device, grouped: bool = False) -> bool:
+def multiplies_float8(device: torch.device, grouped: bool = False, in_blocks: bool = False) -> bool:
     """Whether the device has float8 matmuls: NVIDIA Ada and Hopper, AMD MI300, and later; grouped
-    ones on Hopper, MI300, and later.
+    ones on Hopper, MI300, and later; with scales of blocks (MXFP8) on NVIDIA's B200, B300, GB200.
 
     Before CUDA is initialized this asks NVML; without NVML it returns True, and the ranks check
     later.
     """
-    if device.type != "cuda":
+    if device.type != "cuda" or (in_blocks and torch.version.hip):
         return False
-    nvidia = (9, 0) if grouped else (8, 9)
+    nvidia = (10, 0) if in_blocks else (9, 0) if grouped else (8, 9)
     if started() is None:
         from titanlike.device.nvml import visible_gpus
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from titanlike.config.schema import Config, Precision
+from titanlike.config.schema import Config, Precision, ScaledPrecision
 from titanlike.device.accelerator import is_accelerator
 from titanlike.distributed.mesh import Mesh
 from titanlike.distributed.placement import experts_of
@@ -124,8 +124,9 @@ class StateBytes:
             weights += computing  # see `parallel/cast_parameters.py`
         reduced = 0.0 if offload else 4 / shards
         gathered = computing if fsdp and (zero < 3 or shards == 1) else 0
-        if config.precision.name == "float8" and shards == 1:
-            gathered += 1  # see `parallel/float8.py`
+        if isinstance(config.precision, ScaledPrecision) and shards == 1:
+            # see `parallel/float8.py`; for two products, if no scale is for both
+            gathered += 1 + (config.precision.recipe != "tensorwise")
         gradient = 4 if fsdp and zero == 1 else reduced
         return cls(fsdp, shards, weights, moments, gathered, gradient, reduced)
 

@@ -1,4 +1,4 @@
-"""precision=float8: which linear layers compute in float8, in the blocks of a model on meta.
+"""precision=float8 and mxfp8: which linear layers compute so, in the blocks of a model on meta.
 
 A `Float8Linear` (`float8_linear.py`) keeps its name and its fp32 weight. It scales its inputs, its weight and the
 gradient of its results so that each fills the range of float8 (a dynamic scale), and multiplies
@@ -23,7 +23,7 @@ from torch import nn
 
 from titanlike.config.errors import ConfigError, Problem, nearest
 from titanlike.config.imports import quiet_import
-from titanlike.config.schema import Config, Float8Precision
+from titanlike.config.schema import Config, Mxfp8Precision, ScaledPrecision
 from titanlike.device.accelerator import multiplies_float8
 from titanlike.device.choose import first_device
 from titanlike.distributed.collectives import GroupInfo
@@ -33,7 +33,6 @@ from titanlike.distributed.transform import Plan, Transform
 from titanlike.graph.units import find_units
 from titanlike.torch_private.known_code import own_code
 
-_MULTIPLE = 16  # of both sides of a matrix, for the kernels of float8
 _BF16 = "precision=bf16"
 _NAMES = ("torchao", "torchao.float8")
 
@@ -50,20 +49,28 @@ class Float8Layers:
 
 
 def use_float8(model: nn.Module, config: Config, device: torch.device) -> Float8Layers | None:
-    """Replace linear layers of a model in place, if `precision` is float8.
+    """Replace linear layers of a model in place, if `precision` is float8 or mxfp8.
 
     device: on which it will compute. Raises ConfigError where torchao is missing, where a pattern
     of `precision.skip` names no layer, and where no layer is left.
     """
     settings = config.precision
-    if not isinstance(settings, Float8Precision):
+    if not isinstance(settings, ScaledPrecision):
         return None
-    torchao = _import_torchao()
+    torchao = _import_torchao(settings.name)
     chosen = _choose(model, settings)
-    emulated = not multiplies_float8(device)
+    in_blocks = isinstance(settings, Mxfp8Precision)
+    emulated = not multiplies_float8(device, in_blocks=in_blocks)
     from titanlike.parallel.float8_linear import convert
 
-    recipe = torchao.Float8LinearConfig.from_recipe_name(settings.recipe)
+    name = settings.recipe
+    if in_blocks:
+        name = "rowwise" if settings.weight_gradients else "rowwise_with_gw_hp"
+    recipe = torchao.Float8LinearConfig.from_recipe_name(name)
+    if in_blocks:
+        from titanlike.parallel.mxfp8 import BlockConfig
+
+        recipe = BlockConfig(**vars(recipe))
     recipe = replace(recipe, emulate=emulated)
     experts = experts_of(model)
     for name in chosen - experts.keys():
@@ -71,8 +78,8 @@ def use_float8(model: nn.Module, config: Config, device: torch.device) -> Float8
     if in_float8_too := chosen & experts.keys():
         from titanlike.parallel.float8_experts import product
 
-        weights = settings.recipe != "rowwise_with_gw_hp"
-        multiply = product(weights, multiplies_float8(device, grouped=True))
+        kernels = multiplies_float8(device, grouped=True)
+        multiply = product(settings.weight_gradients, kernels)
         for name in in_float8_too:
             vars(experts[name])[PRODUCT] = multiply
     linear = sum(isinstance(module, nn.Linear) for module in model.modules())
@@ -88,12 +95,15 @@ class Float8(Transform):
 
     def describe(self, plan: Any) -> Iterator[tuple[str, str]]:
         layers, precision = self.layers, self._config.precision
-        assert layers is not None and isinstance(precision, Float8Precision)
+        assert layers is not None and isinstance(precision, ScaledPrecision)
         text = f"bf16, and {layers.count} of {layers.of} linear layers"
         if layers.of_experts:
             text += f" and {layers.experts} of {layers.of_experts} modules of experts"
-        text += f" in float8 ({precision.recipe})"
-        emulated = "; emulated, which is slower: this device has no float8 matrix products"
+        text += f" in {precision.name} ({precision.recipe})"
+        what = precision.name.replace("mxfp8", "MXFP8")
+        emulated = f"; emulated, which is slower: this device has no {what} matrix products"
+        if what == "MXFP8" and multiplies_float8(self._device):
+            emulated += ", but those of precision=float8"
         yield "precision", text + emulated * layers.emulated
 
     def on_model(self, model: nn.Module, placements: dict[str, Placement]) -> None:
@@ -136,20 +146,23 @@ class Float8(Transform):
         use_float8(model, self._config, self._device)
 
 
-def _import_torchao() -> ModuleType:
+def _import_torchao(name: str) -> ModuleType:
     """torchao.float8. Raises ConfigError."""
     try:
         with quiet_import():
             import torchao.float8
+
+            if name == "mxfp8":
+                import titanlike.parallel.mxfp8  # noqa: F401
     except ImportError as error:
         missing = isinstance(error, ModuleNotFoundError) and error.name in _NAMES
         reason = "torchao is not installed" if missing else f"importing torchao failed: {error}"
         fix = f"pip install 'titanlike[float8]', or {_BF16}"
-        raise ConfigError([Problem("precision", "float8", reason, fix)]) from None
+        raise ConfigError([Problem("precision", name, reason, fix)]) from None
     return torchao.float8
 
 
-def _choose(model: nn.Module, settings: Float8Precision) -> set[str]:
+def _choose(model: nn.Module, settings: ScaledPrecision) -> set[str]:
     """Names of the layers that compute in float8. Raises ConfigError."""
     units = find_units(model)
     blocks = tuple(f"{unit.name}." for unit in units if unit.block)
@@ -162,23 +175,25 @@ def _choose(model: nn.Module, settings: Float8Precision) -> set[str]:
         for name, module in linear.items()
         if names[id(module.weight)] == 1
     }
+    in_blocks = isinstance(settings, Mxfp8Precision)
     for name, experts in experts_of(model).items():
-        if hasattr(experts, PRODUCT):
+        if hasattr(experts, PRODUCT) and not in_blocks:
             linear[name] = experts
             matrices[name] = tuple(n for p in experts.parameters() for n in p.shape[1:])
+    multiple = 32 if in_blocks else 16  # of both sides of a matrix, for the kernels
     # name -> the smallest side of its matrices
     sizes = {
         name: min(sides)
         for name, sides in matrices.items()
-        if (name.startswith(blocks) or name in alone) and not any(n % _MULTIPLE for n in sides)
+        if (name.startswith(blocks) or name in alone) and not any(n % multiple for n in sides)
     }
     fit = {name for name, size in sizes.items() if size >= settings.min_features}
     chosen = {n for n in fit if not any(fnmatchcase(n, pattern) for pattern in settings.skip)}
     problems = [*_skip_problems(settings.skip, linear)]
     if not sizes:
-        what = f"no linear layers (torch.nn.Linear) of sizes divisible by {_MULTIPLE}"
+        what = f"no linear layers (torch.nn.Linear) of sizes divisible by {multiple}"
         reason = f"there are {what} in the model's blocks"
-        problems.append(Problem("precision", "float8", reason, _BF16))
+        problems.append(Problem("precision", settings.name, reason, _BF16))
     elif not fit:
         least = max(sizes.values())
         reason = f"no linear layer has so many inputs and outputs; the largest has {least}"

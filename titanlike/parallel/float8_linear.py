@@ -63,6 +63,7 @@ class Float8Linear(nn.Linear):
 
     in_float8 = True
     config: Float8LinearConfig
+    block = 1  # so many features have a scale that is of no others
     # the weight as an operand, of the forward and of the input gradient, or of both; none = it is
     # cast in each
     casts: tuple[Operand, ...] = ()
@@ -82,6 +83,7 @@ class Float8Linear(nn.Linear):
 def convert(layer: nn.Module, config: Float8LinearConfig) -> None:
     layer.__class__ = Float8Linear
     vars(layer)["config"] = config
+    vars(layer)["block"] = getattr(config, "block", 1)
 
 
 def largest_of(x: Tensor, kind: CastConfig, dim: int) -> Tensor:
@@ -101,6 +103,8 @@ def cast(
     """A matrix as an operand; dim: which the product sums over. known: the scale, where it is."""
     if kind.scaling_type is ScalingType.DISABLED:
         return Operand(x, None)
+    if hasattr(config, "cast_blocks"):
+        return Operand(*config.cast_blocks(x, dim))
     if known is None:
         amax = largest_of(x, kind, dim)
         for ranks in _among(kind, dim, divided):
@@ -182,6 +186,8 @@ def _multiply(
 ) -> Tensor:
     if a.scale is None or b.scale is None:
         return torch.mm(a.data, b.data)
+    if hasattr(config, "multiply_blocks"):
+        return config.multiply_blocks((a.data, a.scale), (b.data, b.scale), dtype)
     if config.emulate:
         return torch.mm(a.data.float() / a.scale, b.data.float() / b.scale).to(dtype)
     rows, columns = a.data.shape[0], b.data.shape[1]
@@ -229,11 +235,27 @@ def cast_weights(layers: Sequence[Float8Linear], shards: GroupInfo | None) -> No
 
     shards: over which FSDP divides them, for `gather_in_float8`; None = they are ready to compute.
     """
-    kinds: list[tuple[Float8Linear, CastConfig, int]] = []
+    kinds: list[_Kind] = []
     for layer in layers:
         both = layer.config.cast_config_weight, layer.config.cast_config_weight_for_grad_input
         one = _of_tensor(both[0])
         kinds += [(layer, kind, 1 - i) for i, kind in enumerate(both[:1] if one else both)]
+    in_blocks = hasattr(layers[0].config, "cast_blocks")
+    scales = [None] * len(kinds) if in_blocks else _scales(kinds, shards)
+    for layer in layers:
+        layer.casts = ()
+    for (layer, kind, dim), scale in zip(kinds, scales, strict=True):
+        operand = cast(_in_bf16(layer), kind, layer.config, dim, (None, None), scale)
+        if shards is not None:
+            vars(layer)[_HELD] = operand
+        else:
+            layer.casts = *layer.casts, operand
+
+
+_Kind = tuple[Float8Linear, CastConfig, int]  # a cast of a weight, along a dimension
+
+
+def _scales(kinds: Sequence[_Kind], shards: GroupInfo | None) -> list[Tensor]:
     amaxes = [largest_of(_in_bf16(layer), kind, dim) for layer, kind, dim in kinds]
     of_tp = [
         _among(kind, dim, vars(layer).get(DIVIDED, (None, None))) for layer, kind, dim in kinds
@@ -243,15 +265,10 @@ def cast_weights(layers: Sequence[Float8Linear], shards: GroupInfo | None) -> No
         for i, amax in zip(mine, _together([amaxes[i] for i in mine], ranks), strict=True):
             amaxes[i] = amax
     amaxes = _together(amaxes, shards)
-    for layer in layers:
-        layer.casts = ()
-    for (layer, kind, dim), amax in zip(kinds, amaxes, strict=True):
-        scale = scale_of(amax, kind, layer.config)
-        operand = cast(_in_bf16(layer), kind, layer.config, dim, (None, None), scale)
-        if shards is not None:
-            vars(layer)[_HELD] = operand
-        else:
-            layer.casts = *layer.casts, operand
+    return [
+        scale_of(amax, kind, layer.config)
+        for (layer, kind, _), amax in zip(kinds, amaxes, strict=True)
+    ]
 
 
 _HELD = "float8_shard"  # attribute of a layer: what FSDP gathers

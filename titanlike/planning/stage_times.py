@@ -25,11 +25,11 @@ from torch import nn
 from titanlike.config.errors import ConfigError, Problem
 from titanlike.config.schema import (
     Config,
-    Float8Precision,
     Hardware,
     MeasuredHardware,
     OwnOptimizer,
     RunHardware,
+    ScaledPrecision,
 )
 from titanlike.costs.auto_split import seconds_of_run
 from titanlike.costs.node_costs import (
@@ -64,8 +64,9 @@ _FUSED_BYTES, _FUSED_LAUNCHES = 0.34, 0.25
 # Fraction of their inputs and outputs that these access: one logit per token; zeros
 _FEW_LOGITS = {"aten.nll_loss_forward": 0.0, "aten.nll_loss_backward": 0.5}
 
-# A float8 matmul reads each operand for its largest value, and writes it in one byte per element
-_CAST_BYTES = 5
+# A float8 matmul reads each operand for its largest value, and writes it in one byte per element;
+# a block of mxfp8 is read once for both
+_CAST_BYTES, _CAST_BYTES_OF_BLOCKS = 5, 3
 _CAST_BYTES_COMPILED = 2  # the kernel that computes the values also reads them
 
 # Fraction of tp's communication in compiled blocks that overlaps with matmuls (`tp_async`)
@@ -107,15 +108,13 @@ class Roofline:
     hardware: Hardware
     compiled: bool = False  # whether blocks are compiled
     tf32: bool = False
-    float8: bool = False  # whether matmuls of blocks are float8
-    float8_weights: bool = True  # also those of weight gradients
+    scaled: ScaledPrecision | None = None  # if matmuls of blocks are float8 or mxfp8
 
     @classmethod
     def of(cls, config: Config, hardware: Hardware) -> Roofline:
-        precision = config.precision
-        recipe = precision.recipe if isinstance(precision, Float8Precision) else None
-        float8, weights = recipe is not None, recipe not in (None, "rowwise_with_gw_hp")
-        return cls(hardware, config.compile, config.matmul_precision != "highest", float8, weights)
+        precision, tf32 = config.precision, config.matmul_precision != "highest"
+        scaled = precision if isinstance(precision, ScaledPrecision) else None
+        return cls(hardware, config.compile, tf32, scaled)
 
     def seconds(
         self,
@@ -145,8 +144,8 @@ class Roofline:
                 kernels = _FUSED_LAUNCHES * device.kernel_seconds
                 return Seconds(_FUSED_BYTES * memory + kernels, 0.0, _FUSED_LAUNCHES)
             return Seconds(memory + device.kernel_seconds, 0.0, 1)
-        peak = device.tf32_flops if self.tf32 else device.fp32_flops
-        peak = device.bf16_flops if operator.itemsize <= 2 else peak
+        emulated = device.tf32_flops if self.tf32 else device.fp32_flops
+        peak = device.bf16_flops if operator.itemsize <= 2 else emulated
         attends, share = operator.name == ATTENTION, device.attention_efficiency
         if attends and operator.sizes and device.runs_ahead:  # on a GPU
             share *= attention_share(*operator.sizes[1:])
@@ -155,12 +154,14 @@ class Roofline:
             for size in operator.sizes or ():
                 share *= size / (size + device.matmul_half)
         seconds = max(operator.flops / (peak * share), memory)
-        float8 = self.float8 and block and (self.float8_weights or not weights)
-        if float8 and operator.sizes is not None and not attends:
-            rows, columns, summed = operator.sizes
-            each = _CAST_BYTES_COMPILED if self.compiled else _CAST_BYTES
-            cast = each * (rows + columns) * summed
-            seconds = operator.flops / (device.fp8_flops * share) + cast / rate
+        scaled = self.scaled if block and operator.sizes is not None and not attends else None
+        if scaled is not None and (scaled.weight_gradients or not weights):
+            rows, columns, summed = operator.sizes or (0, 0, 0)
+            in_blocks = scaled.name == "mxfp8"
+            peak = (device.mxfp8_flops or emulated) if in_blocks else device.fp8_flops
+            each = _CAST_BYTES_OF_BLOCKS if in_blocks else _CAST_BYTES
+            cast = (_CAST_BYTES_COMPILED if self.compiled else each) * (rows + columns) * summed
+            seconds = operator.flops / (peak * share) + cast / rate
         seconds += device.kernel_seconds
         return Seconds(seconds, seconds, 1)
 

@@ -25,7 +25,8 @@ NEGLIGIBLE = 1e-9  # absolute difference of gradients or updates, fp32
 # larger than its rounding or exactly zero. Adam divides a gradient by its own size: where it is
 # almost zero, its last bit decides the sign of the update.
 UPDATE_TOLERANCE = {"fp32": 1e-3, "bf16": 5e-2}
-RELIABLE = {"fp32": 1e-3, "bf16": 1e-1, "float8": 0.5}  # of the root mean square of a gradient
+# of the root mean square of a gradient
+RELIABLE = {"fp32": 1e-3, "bf16": 1e-1, "float8": 0.5, "mxfp8": 0.5}
 
 # what of a Comparison is added, and of what the largest counts, where the parts of a tensor are
 # merged

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.profiler import record_function
 
-from titanlike.config.schema import ChunkedCrossEntropy, Config, CrossEntropy
+from titanlike.config.schema import ChunkedCrossEntropy, Config, CrossEntropy, ScaledPrecision
 from titanlike.data.loader import batches
 from titanlike.data.sources import IGNORE, Data
 from titanlike.distributed.initialize import initialize
@@ -43,7 +43,8 @@ def why_no_plain_loop(config: Config, plan: TrainPlan) -> str:
         return "of cross entropy alone"
     if config.world_size == 1:
         return ""
-    if config.fsdp.cpu_offload or config.precision.name == "float8" or config.cp > 1:
+    scaled = isinstance(config.precision, ScaledPrecision)
+    if config.fsdp.cpu_offload or scaled or config.cp > 1:
         return "of several ranks without CPU offload, float8 and context parallelism"
     simple = config.pp == 1 and config.model.name == "llama" and not config.precision.low
     if _axis_in_layers(plan) and not simple:
@@ -69,7 +70,7 @@ def plain_loop(config: Config, data: Data, plan: TrainPlan, mesh: Mesh) -> Itera
     device, alone, pipelined = mesh.device, mesh.world_size == 1, config.pp > 1
     low = torch.bfloat16 if config.precision.low else None
     model: Any = build_model(plan.model)
-    if config.precision.name == "float8":
+    if isinstance(config.precision, ScaledPrecision):
         from titanlike.parallel.float8 import use_float8
 
         use_float8(model, config, device)

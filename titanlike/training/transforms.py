@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from titanlike.config.schema import Config, Float8Precision
+from titanlike.config.schema import Config, ScaledPrecision
 from titanlike.data.sources import Batch
 from titanlike.distributed.mesh import Mesh
 from titanlike.distributed.placement import experts_of
@@ -78,7 +78,7 @@ def _context_parallel(p: _Planned) -> Transform:
 
 
 _MODEL: list[tuple[str, Callable[[Config], bool], Callable[[_Planned], Transform]]] = [
-    ("float8", lambda c: isinstance(c.precision, Float8Precision), _float8),
+    ("float8", lambda c: isinstance(c.precision, ScaledPrecision), _float8),
     ("tp", lambda c: c.tp > 1, _tensor_parallel),
     ("ep", lambda c: c.ep > 1, _expert_parallel),
     ("cp", lambda c: c.cp > 1, _context_parallel),

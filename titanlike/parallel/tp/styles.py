@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from types import MethodType
 from typing import Any
 
@@ -225,7 +226,8 @@ def _problems(model: nn.Module, modules: Mapping[str, Entry], size: int) -> list
             features = module.num_embeddings
         else:
             features = module.weight.shape[_feature_dims(module)[style.startswith("rowwise")]]
-        if text := _size_problem(entry, features, size):
+        text = _size_problem(entry, features, size) or _block_problem(module, entry, features, size)
+        if text:
             problems[entry.pattern] = f"{name} has {text}"
     return [*problems.values()]
 
@@ -250,6 +252,16 @@ def _size_problem(entry: Entry, features: int, size: int) -> str:
         fits = heads % size == 0 or (entry.style == "colwise_kv" and size % heads == 0)
         return "" if fits else f"{heads} heads, which {size} ranks cannot share"
     return "" if features % size == 0 else f"{features} features, which {size} ranks cannot share"
+
+
+def _block_problem(module: nn.Module, entry: Entry, features: int, size: int) -> str:
+    block = getattr(module, "block", 1) if in_float8(module) else 1
+    ranks = (TensorRanks(size, rank) for rank in range(size))
+    parts = chain.from_iterable(_ranges(entry, features, each)[0] for each in ranks)
+    if not any(edge % block for part in parts for edge in part):
+        return ""
+    shared = f"{block} features that have one scale, unless precision.skip leaves it in bf16"
+    return f"{features} features, and a part of 1/{size} is no number of {shared}"
 
 
 def _packed(argument: Any, features: int) -> tuple[int, ...]:

@@ -1,0 +1,61 @@
+"""precision=mxfp8: a scale for each 32 elements that a product sums over (OCP's microscaling).
+
+Elements are e4m3, scales powers of 2 (e8m0), rounded up as cuBLAS has it. Blocks lie along the
+dimension that is summed over: features in the forward and in the gradient of the input, tokens in
+that of the weight. So whoever has whole blocks rounds as the whole does, and asks no other rank.
+
+Casts and kernels are torchao's; a device without kernels rounds and multiplies in fp32.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+from torchao.float8.config import Float8LinearConfig
+from torchao.prototype.mx_formats.config import MXFP8Dim1CastKernelChoice, ScaleCalculationMode
+from torchao.prototype.mx_formats.kernels import triton_to_mxfp8_dim0
+from torchao.prototype.mx_formats.mx_tensor import MXTensor, to_dtype, to_mx
+from torchao.prototype.mx_formats.utils import _to_mxfp8_dim1_kernel_wrapper
+from torchao.quantization.quantize_.common import KernelPreference
+
+BLOCK = 32
+_E4M3, _ROUNDED = torch.float8_e4m3fn, ScaleCalculationMode.RCEIL
+
+
+@dataclass(frozen=True)
+class BlockConfig(Float8LinearConfig):
+    """Which operands of a layer's products are cast, as `Float8LinearConfig` has it, in blocks."""
+
+    block = BLOCK
+
+    def cast_blocks(self, x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+        """Elements and scales of a matrix, in its form; dim: which the product sums over."""
+        missing = -x.shape[dim] % BLOCK  # tokens: zeros change no scale
+        if self.emulate:
+            rows = x if dim == 1 else x.t()
+            scale, data = to_mx(pad(rows, (0, missing)).contiguous(), _E4M3, BLOCK, _ROUNDED)
+        elif dim == 1:
+            data, scale = triton_to_mxfp8_dim0(x.contiguous(), BLOCK, _ROUNDED.value)
+        else:
+            options = KernelPreference.AUTO, MXFP8Dim1CastKernelChoice.CUDA, _ROUNDED
+            x = pad(x, (0, 0, 0, missing)).contiguous()
+            made = _to_mxfp8_dim1_kernel_wrapper(x, BLOCK, _E4M3, x.dtype, *options)
+            data, scale = made.qdata, made.scale
+        return (data, scale) if dim == 1 else (data.t(), scale.t())
+
+    def multiply_blocks(
+        self, a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], dtype: torch.dtype
+    ) -> Tensor:
+        """The product of a, cast along dimension 1, and b, along 0."""
+        columns = b[0].t(), b[1].t()
+        if self.emulate:
+            left, right = (to_dtype(*x, _E4M3, BLOCK, torch.float32) for x in (a, columns))
+            return torch.mm(left, right.t()).to(dtype)
+        options = {"block_size": BLOCK, "kernel_preference": KernelPreference.AUTO}
+        left, right = (
+            MXTensor.from_qdata_and_scales(*x, torch.bfloat16, **options) for x in (a, columns)
+        )
+        return torch.mm(left, right.t()).to(dtype)
