@@ -11,13 +11,16 @@ from typing import Any
 import pytest
 
 from support.commands import command
+from support.models import tiny
 from support.plans import planned
+from titanlike.config.schema import Float8Precision, Mxfp8Precision, ScaledPrecision
+from titanlike.costs.node_costs import Operator
 from titanlike.driver import tools
 from titanlike.metrics.chart import Chart, Span, write_trace
 from titanlike.metrics.chart_picture import draw
 from titanlike.planning.advice import advise
 from titanlike.planning.estimate_text import as_text, chart_of
-from titanlike.planning.known_hardware import shipped
+from titanlike.planning.known_hardware import link_of, shipped
 from titanlike.planning.search import CostCache, ScoredLayout, score
 from titanlike.planning.stage_times import Roofline
 
@@ -130,6 +133,20 @@ def test_every_choice_that_costs_is_known() -> None:
     ]
     few, many = (planned(*tiny, f"schedule.microbatches={count}") for count in (8, 256))
     assert few.step_seconds < many.step_seconds
+
+
+def test_mxfp8_is_as_fast_as_float8_where_a_device_has_it_and_elsewhere_emulated() -> None:
+    product = {Operator("aten.mm", 2 * 8192**3, 6 * 8192**2, 2, (8192, 8192, 8192)): 1}
+
+    def seconds(choice: str, scaled: ScaledPrecision | None) -> float:
+        return Roofline(shipped(choice), scaled=scaled).seconds(product, True).device
+
+    float8, mxfp8 = Float8Precision(), Mxfp8Precision()
+    for choice in ("b200", "gb200"):
+        assert seconds(choice, mxfp8) == seconds(choice, float8) < seconds(choice, None)
+    assert seconds("h100_sxm", mxfp8) > 5 * seconds("h100_sxm", None)
+    rack, node = (link_of(tiny(dp=16), "shard", shipped(one)) for one in ("gb200", "b200"))
+    assert rack.inside and not node.inside, "NVLink joins 72"
 
 
 def test_zero_trades_traffic_for_memory() -> None:

@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 from torchao.float8.config import Float8LinearConfig
-from torchao.prototype.mx_formats.config import MXFP8Dim1CastKernelChoice, ScaleCalculationMode
+from torchao.prototype.mx_formats.config import ScaleCalculationMode
 from torchao.prototype.mx_formats.kernels import triton_to_mxfp8_dim0
 from torchao.prototype.mx_formats.mx_tensor import MXTensor, to_dtype, to_mx
-from torchao.prototype.mx_formats.utils import _to_mxfp8_dim1_kernel_wrapper
 from torchao.quantization.quantize_.common import KernelPreference
 
 BLOCK = 32
@@ -33,17 +32,12 @@ class BlockConfig(Float8LinearConfig):
 
     def cast_blocks(self, x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
         """Elements and scales of a matrix, in its form; dim: which the product sums over."""
-        missing = -x.shape[dim] % BLOCK  # tokens: zeros change no scale
-        if self.emulate:
-            rows = x if dim == 1 else x.t()
-            scale, data = to_mx(pad(rows, (0, missing)).contiguous(), _E4M3, BLOCK, _ROUNDED)
-        elif dim == 1:
-            data, scale = triton_to_mxfp8_dim0(x.contiguous(), BLOCK, _ROUNDED.value)
-        else:
-            options = KernelPreference.AUTO, MXFP8Dim1CastKernelChoice.CUDA, _ROUNDED
-            x = pad(x, (0, 0, 0, missing)).contiguous()
-            made = _to_mxfp8_dim1_kernel_wrapper(x, BLOCK, _E4M3, x.dtype, *options)
-            data, scale = made.qdata, made.scale
+        rows = x if dim == 1 else x.t()
+        rows = pad(rows, (0, -rows.shape[1] % BLOCK)).contiguous()  # tokens: zeros change no scale
+        if self.emulate or x.is_meta:
+            scale, data = to_mx(rows, _E4M3, BLOCK, _ROUNDED)
+        else:  # torchao's kernels for columns take multiples of 128, or Python 3.10
+            data, scale = triton_to_mxfp8_dim0(rows, BLOCK, _ROUNDED.value)
         return (data, scale) if dim == 1 else (data.t(), scale.t())
 
     def multiply_blocks(
@@ -51,7 +45,7 @@ class BlockConfig(Float8LinearConfig):
     ) -> Tensor:
         """The product of a, cast along dimension 1, and b, along 0."""
         columns = b[0].t(), b[1].t()
-        if self.emulate:
+        if self.emulate or a[0].is_meta:
             left, right = (to_dtype(*x, _E4M3, BLOCK, torch.float32) for x in (a, columns))
             return torch.mm(left, right.t()).to(dtype)
         options = {"block_size": BLOCK, "kernel_preference": KernelPreference.AUTO}

@@ -101,6 +101,8 @@ def _faster(estimate: Estimate) -> Iterator[Choices]:
     counts = hasattr(schedule, "microbatches")
     if config.precision.name == "fp32" and estimate.hardware.runs_ahead:
         yield {"precision": "bf16"}
+    if config.precision.name == "mxfp8" and not estimate.hardware.mxfp8_flops:  # it is emulated
+        yield {"precision": "float8"}
     if not config.compile and estimate.hardware.runs_ahead:
         yield {"compile": True}
     recompute = config.activation_checkpoint.name

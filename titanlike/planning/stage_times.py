@@ -65,8 +65,8 @@ _FUSED_BYTES, _FUSED_LAUNCHES = 0.34, 0.25
 _FEW_LOGITS = {"aten.nll_loss_forward": 0.0, "aten.nll_loss_backward": 0.5}
 
 # A float8 matmul reads each operand for its largest value, and writes it in one byte per element;
-# a block of mxfp8 is read once for both
-_CAST_BYTES, _CAST_BYTES_OF_BLOCKS = 5, 3
+# mxfp8 needs one pass for that, and half of its operands transposed
+_CAST_BYTES = 5
 _CAST_BYTES_COMPILED = 2  # the kernel that computes the values also reads them
 
 # Fraction of tp's communication in compiled blocks that overlaps with matmuls (`tp_async`)
@@ -159,8 +159,8 @@ class Roofline:
             rows, columns, summed = operator.sizes or (0, 0, 0)
             in_blocks = scaled.name == "mxfp8"
             peak = (device.mxfp8_flops or emulated) if in_blocks else device.fp8_flops
-            each = _CAST_BYTES_OF_BLOCKS if in_blocks else _CAST_BYTES
-            cast = (_CAST_BYTES_COMPILED if self.compiled else each) * (rows + columns) * summed
+            each = _CAST_BYTES_COMPILED if self.compiled else _CAST_BYTES
+            cast = each * (rows + columns) * summed
             seconds = operator.flops / (peak * share) + cast / rate
         seconds += device.kernel_seconds
         return Seconds(seconds, seconds, 1)
