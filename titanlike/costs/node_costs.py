@@ -388,7 +388,9 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        result = q.new_empty(*q.shape[:-1], v.shape[-1])
+        rows = q.transpose(-3, -2) if q.dim() > 2 else q  # kernels write [..., T, H, E]
+        result = rows.new_empty(*rows.shape[:-1], v.shape[-1])
+        result = result.transpose(-3, -2) if q.dim() > 2 else result
         sums = q.new_empty(q.shape[:-1], dtype=torch.float32)
         ctx.save_for_backward(q, k, v, mask, result, sums)
         return result
