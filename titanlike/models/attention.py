@@ -1,15 +1,15 @@
-"""Causal attention of all models, and which of torch's kernels computes it.
+"""Causal attention of all models, and the torch kernels that compute it.
 
 | where, what | kernel |
 |---|---|
 | CPU | scaled_dot_product_attention; documents as a mask |
-| GPU, no mask | the first of cuDNN, flash, efficient, math that takes the arguments |
-| GPU, a mask that a user gives | the same, of which flash takes none |
-| GPU, documents, bf16 or fp16 | varlen attention: flash over the offsets of documents |
+| GPU, no mask | the first of cuDNN, flash, efficient, math that supports the arguments |
+| GPU, a user's mask | the same, except flash |
+| GPU, documents, bf16 or fp16 | varlen attention: flash with document offsets |
 | GPU, documents, fp32 | flex attention with a block mask, compiled |
 | GPU, documents, otherwise (dropout, fp64, narrow heads) | as a mask |
-| GPU, documents, with sinks | flex attention, whose sums tell the sinks' share |
-| sinks, otherwise | a key more, whose scores are the sinks, in a mask |
+| GPU, documents, with sinks | flex attention, whose log-sum-exp gives the sinks' share |
+| sinks, otherwise | an additional key, whose scores are the sinks, in a mask |
 
 Shapes: B batch, T tokens, H query heads, K key/value heads, E head dim, N documents.
 """
@@ -77,8 +77,8 @@ def undivided_attention(
     function: Callable[..., Any] = torch.ops.aten.scaled_dot_product_attention,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Compute `attention` on a rank that has all tokens, by default with an operator that no
-    dispatch mode replaces."""
+    """Compute `attention` on a rank that has all tokens; `function` is an operator that no dispatch
+    mode replaces."""
     if isinstance(mask, Documents):
         from titanlike.models import document_attention as kernels
 

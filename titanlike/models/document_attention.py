@@ -71,7 +71,7 @@ def by_blocks(
         options["return_aux"] = AuxRequest(lse=True)
 
     def with_sinks(result: Any) -> Tensor:
-        """The keys' share of the sums, which are told as logarithms [B, H, T]."""
+        """Scale a result by the keys' share of the softmax, from its log-sum-exp [B, H, T]."""
         if sinks is None:
             return result
         y, sums = result[0], result[1].lse
@@ -130,7 +130,7 @@ def document_blocks(documents: Documents, batch: int, tokens: int) -> BlockMask:
 
 
 def _block_mask(lists: list[Tensor], tokens: int, window: int | None) -> BlockMask:
-    """lists: of `_blocks`."""
+    """lists: results of `_blocks`."""
     from torch.nn.attention.flex_attention import BlockMask  # late: it imports torch's compiler
 
     numbers, *rest = lists

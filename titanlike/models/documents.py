@@ -50,14 +50,13 @@ def attention_inputs(
 ) -> tuple[Tensor, Tensor | Documents | None]:
     """(positions, mask) for ids [B, T].
 
-    document_ids: integers [B, T] that change where a document begins.
-    positions: integers [B, T], or [T] for all sequences; None = 0, 1, ... in each document.
-    mask: bool [B, T] (False = padding), or [B, T, T] or [B, 1, T, T] (query, key; True = attends).
-    by_offsets: whether the model's attention takes `Documents`. cache: of the tokens before, which
-    then gives positions and mask. always: whether the attention wants `Documents` even of whole
-    sequences and on any device.
-    The returned mask is `Documents` for documents on a GPU, where no mask is given; otherwise bool
-    [B, 1, T, T], causal. None = causal over the whole sequence.
+    document_ids: integers [B, T] that change where a document begins. positions: integers [B, T],
+    or [T] for all sequences; None = 0, 1, ... in each document. mask: bool [B, T] (False =
+    padding), or [B, T, T] or [B, 1, T, T] (query, key; True = attends). by_offsets: whether the
+    model's attention takes `Documents`. cache: of previous tokens; it then supplies positions and
+    mask. always: return `Documents` even for full sequences, on any device. The returned mask is
+    `Documents` for documents on a GPU without a given mask; otherwise bool [B, 1, T, T], causal.
+    None = causal over the full sequence.
     """
     if cache is not None:
         return cache.inputs(ids)

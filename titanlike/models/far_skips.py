@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 
 class FarSkips(nn.Module):
-    """Sizes as in the Llama models; those of heads are unused."""
+    """Its sizes have the names of the Llama models' sizes; those of heads are unused."""
 
     def __init__(self, vocab_size: int, hidden_size: int, num_hidden_layers: int, **_: int) -> None:
         super().__init__()

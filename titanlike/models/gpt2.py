@@ -139,7 +139,7 @@ class Gpt2(nn.Module):
         return self.lm_head(self.transformer(ids, positions, mask, cache))  # [B, T, D] -> [B, T, V]
 
     def tp_plan(self) -> dict[str, Any]:
-        """The plan of tensor parallelism, see `parallel/tp/plan.py`."""
+        """The tensor-parallel plan, see `parallel/tp/plan.py`."""
         block = "transformer.h.*"
         return {
             "transformer.wte": "vocab",

@@ -55,11 +55,11 @@ def hf(
 ) -> nn.Module:
     """A causal language model of transformers: token ids [B, T] -> logits [B, T, V].
 
-    path: a folder with config.json, optionally with safetensors. family: without a folder:
+    path: a folder with config.json, optionally with safetensors. family: without a folder,
     transformers' `model_type`, one of `hf_config.FAMILIES`. config: transformers' keys that differ
-    from the folder's or the family's config. vocab_size, max_seq_len: of a family, unless set in
-    `config`; for a folder, what it must support. attention: sdpa or eager. weights: load (the
-    folder's), scratch, or auto (the folder's if it has any).
+    from the folder's or the family's config. vocab_size, max_seq_len: a family's, unless set in
+    `config`; a folder must support them. attention: sdpa or eager. weights: load (the folder's),
+    scratch, or auto (the folder's if it has any).
 
     Raises ValueError with one argument per problem.
     """
@@ -114,7 +114,7 @@ class Decoder(nn.Module):
     sizes_of_rank = True  # of attention modules, which tensor parallelism sets
 
     def set_up(self, folder: Path | None) -> None:
-        """folder: of the initial weights. Raises ValueError where they do not fit the model."""
+        """folder: where initial weights are stored. Raises ValueError if they do not fit the model."""
         self._folder = folder
         self.max_seq_len = getattr(self.config, "max_position_embeddings", None)
         for module in self.modules():
@@ -149,7 +149,7 @@ class Decoder(nn.Module):
         return None if self._folder is None else FolderWeights(self, self._folder)
 
     def initial_weights(self, seed: int) -> InitialWeights:
-        """See `titanlike.distributed.initialize`."""
+        """The model's initial weights, see `titanlike.distributed.initialize`."""
 
         def build() -> Decoder:
             config: Any = self.config

@@ -77,7 +77,7 @@ def settings_of(
 
 
 def read_config(transformers: Any, path: str) -> PreTrainedConfig:
-    """A folder's config, of a model with images its text model's. Raises ValueError."""
+    """The config of a folder; for a model with images, its text model's. Raises ValueError."""
     folder = Path(path)
     if not (folder / "config.json").is_file():
         if folder.is_dir():
@@ -113,7 +113,7 @@ def _add_sizes_of_data(
     vocab_size: int | None,
     max_seq_len: int | None,
 ) -> None:
-    """Add to `config` what depends on the data, where it has none of it."""
+    """Set sizes that depend on the data in `config`, unless they are set."""
     configured = {settings.attribute_map.get(key, key) for key in config}
     keys = {*settings.to_dict(), *settings.attribute_map}
     for key, value in (("vocab_size", vocab_size), ("max_position_embeddings", max_seq_len)):
@@ -130,7 +130,7 @@ def _add_sizes_of_data(
 def _untrainable(
     settings: PreTrainedConfig, path: str | None, vocab_size: int | None, max_seq_len: int | None
 ) -> list[str]:
-    """Problems with what no layout can train, and with sizes that the data exceeds."""
+    """Problems with what no layout can train, and with sizes that the data exceed."""
     problems = []
     if getattr(settings, "quantization_config", None):
         problems.append(f"path={path}: its weights are quantized; write a folder in bf16 or fp32")
@@ -180,7 +180,7 @@ def routes(settings: PreTrainedConfig) -> bool:
 
 
 def needs_eager(transformers: Any, settings: PreTrainedConfig) -> bool:
-    """Whether torch's fused attention does not support the family's."""
+    """Whether torch's fused attention does not support a family's attention."""
     kind = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(settings)]
     capped = getattr(settings, "attn_logit_softcapping", None) is not None
     return capped or not kind._supports_sdpa

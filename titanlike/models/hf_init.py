@@ -1,10 +1,10 @@
-"""Initial weights of a transformers model from scratch, without the whole model in memory.
+"""Initial weights of a transformers model from scratch, without the full model in memory.
 
 transformers initializes module by module with torch's functions. It does so once on the meta
-device, and what it writes into each parameter is recorded: a normal distribution or a constant. A
-rank then initializes the rows of its shards from (seed, name), as for any other model. Parameters
-that are initialized in another way (a ramp, a uniform distribution) are taken from a model that is
-constructed with only these in memory.
+device, where each parameter's writes are recorded: a normal distribution or a constant. A rank then
+initializes the rows of its shards from (seed, name), as for any other model. Parameters initialized
+differently (a ramp, a uniform distribution) come from a model constructed with only these in
+memory.
 """
 
 from __future__ import annotations
@@ -34,14 +34,13 @@ class Write:
 
 
 class ScratchWeights:
-    """`InitialWeights`: what transformers' own initialization gives, from seed and parameter
-    name."""
+    """`InitialWeights` by transformers' own initialization, from seed and parameter name."""
 
     origin = "from scratch: transformers' initialization, from seed and parameter name"
 
     def __init__(self, build: Callable[[], Any], seed: int, everything: bool = True) -> None:
-        """build: makes the model on torch's default device; everything: parameters and buffers,
-        else buffers only."""
+        """build: constructs the model on torch's default device; everything: initialize parameters
+        and buffers, else only buffers."""
         self._seed = seed
         self._writes = record_initialization(build) if everything else {}
         custom = {name for name, writes in self._writes.items() if writes is None}
@@ -76,7 +75,7 @@ class ScratchWeights:
 
 
 def record_initialization(build: Callable[[], Any]) -> dict[str, list[Write] | None]:
-    """The writes of transformers' initialization to each parameter; None where one is neither
+    """Record transformers' writes to each parameter; None for a parameter with any that is neither
     normal nor constant."""
     with torch.device("meta"):
         model = build()
@@ -129,7 +128,7 @@ class _Recorder(TorchFunctionMode):
 def _distribution(
     called: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[float, float] | None:
-    """(mean, std) of what a call writes; None if it is neither normal nor constant."""
+    """(mean, std) of a recorded write; None if it is neither normal nor constant."""
     if called in _CONSTANT:
         return _CONSTANT[called], 0.0
     if called == "normal_":

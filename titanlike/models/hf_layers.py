@@ -1,13 +1,13 @@
-"""How layers of transformers' models compute here: attention, and mixtures of experts.
+"""Attention and mixtures of experts in transformers' models.
 
-Attention takes documents by their offsets, and a GPU's kernels in order; transformers' `sdpa`
-computes everything else, so that its numbers are transformers' own.
+Attention receives document offsets, and GPUs try kernels in titanlike's order; transformers' `sdpa`
+computes everything else, so results equal transformers'.
 
-Experts are behind the contract of `experts.py`: transformers calls a module of experts with each
-token's choice and weights, in the order of the tokens. Here the module sorts them, calls itself
-with sorted tokens and counts, and adds up what it gave: the same numbers, and what counts or sends
-tokens sees them at one place in any family. Parameters keep their names. Experts of another form
-(biases, transposed matrices) stay as they are.
+Experts follow the contract of `experts.py`: transformers calls a module of experts with each
+token's choice and weights, in token order. Here the module sorts the tokens, calls itself with
+sorted tokens and counts, and sums the results: the same results, and expert parallelism and token
+counts have one interface for all families. Parameters keep their names. Experts of other forms
+(biases, transposed matrices) stay unchanged.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def _attention(
     scaling: float | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """[B, H, T, E] and [B, K, T, E] twice -> [B, T, H, E], and no probabilities."""
+    """Attention [B, H, T, E] and [B, K, T, E] twice -> [B, T, H, E], without probabilities."""
     if isinstance(attention_mask, Documents):
         result = attention(
             query, key, value, attention_mask, scale=scaling, dropout=dropout
@@ -81,7 +81,7 @@ class SortedExperts(nn.Module):
     down_proj: Tensor
 
     def __call__(self, tokens: Tensor, *given: Tensor) -> Any:
-        """given: chosen and weights [N, K], of transformers; or counts [E] and more, of the contract."""
+        """given: transformers' choice and weights [N, K]; or the contract's counts [E] and more."""
         if len(given) == 2 and given[0].dim() == 2:
             chosen, weights = given
             return through_experts(self, tokens, weights, chosen)
@@ -94,7 +94,7 @@ class SortedExperts(nn.Module):
 
 
 def sort_tokens(model: nn.Module, top_k: int) -> None:
-    """Give the experts of a model the mixin `SortedExperts`. top_k: experts per token."""
+    """Add the mixin `SortedExperts` to a model's experts. top_k: experts per token."""
     module: Any
     experts: Any
     for module in list(model.modules()):

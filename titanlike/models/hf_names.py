@@ -1,5 +1,4 @@
-"""Maps built-in models to the transformers models that they equal, and what those folders store
-differently.
+"""Maps built-in models to equal transformers models, and their parameters to the names in folders.
 
 Parameters and sizes have transformers' names already. To add a family: a `Counterpart` in
 `FAMILIES`. Imports neither torch nor transformers.
@@ -20,12 +19,12 @@ from titanlike.models.yarn import Yarn, yarn_of
 class Counterpart:
     """A transformers model that a built-in model equals.
 
-    prefix: of names, which some folders omit. keys: our sizes that its config has; renamed: those
-    under another name. repeated: keys of transformers 4 -> keys with the same value. needs: our
-    other sizes, which must have this value. present: our sizes that must not be null or 0 -> a
-    possible value. fixed: keys of its config that have one value here, or one of a tuple. stored:
-    (pattern, replacement) from a parameter's name to its name in files, where # is an expert's
-    number; "" = not stored. transposed: a pattern of matrices stored as [..., in, out].
+    prefix: of names, which some folders omit. keys: sizes that its config has; renamed: those with
+    another name there. repeated: keys of transformers 4 -> keys with the same value. needs: other
+    sizes, which must have this value. present: sizes that must not be null or 0 -> a possible
+    value. fixed: keys of its config that must have this value, or one of a tuple. stored: (pattern,
+    replacement) from a parameter's name to its name in files, where # is an expert's number; "" =
+    not stored. transposed: a pattern of matrices stored as [..., in, out].
     """
 
     model_type: str
@@ -65,7 +64,7 @@ class Counterpart:
         return config | {key: config[same] for key, same in self.repeated.items()}
 
     def our_sizes(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the sizes that a transformers config asks for."""
+        """Return the built-in model's sizes for a transformers config."""
         values = _flat(config)
         sizes = {key: values.get(self.renamed.get(key, key)) for key in self.keys}
         if "rope_scaling" in sizes:
@@ -74,7 +73,7 @@ class Counterpart:
         return {**whole_sizes(sizes), **self.needs}
 
     def unsupported(self, config: Mapping[str, Any]) -> list[str]:
-        """Return key=value of what a config asks for and the built-in model does not compute."""
+        """Return key=value for what a config has and the built-in model does not compute."""
         values = _flat(config)
         types = values.get("layer_types") or []
         kept = types == _layer_types(values["sliding_window_pattern"], len(types))
@@ -94,7 +93,7 @@ def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _layer_types(pattern: int, layers: int) -> list[str]:
-    """Every pattern-th layer attends to all tokens."""
+    """Full attention in every pattern-th layer, sliding windows in the others."""
     return [_FULL if (at + 1) % pattern == 0 else "sliding_attention" for at in range(layers)]
 
 

@@ -1,9 +1,8 @@
-"""Initial weights from the safetensors of a folder of transformers, slice by slice.
+"""Initial weights from the safetensors of a transformers folder, slice by slice.
 
-A rank reads only the rows of its shards, and of its tensor-parallel part of them. Names in the
-files are those of the transformers version that wrote them: for a model of transformers they are
-mapped by its own conversion rules, and experts that are stored one by one are merged; for models of
-our own see `hf_names.py`.
+A rank reads only the rows of its shards. Names in the files are those of the transformers version
+that wrote them: for transformers models they are mapped by transformers' conversion rules, and
+experts stored one by one are merged; for built-in models see `hf_names.py`.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ from titanlike.models.safetensors_folder import SafetensorsFolder
 class Source(NamedTuple):
     """Where a parameter is stored.
 
-    form: same; transposed; or stacked: for a parameter [N, out, in], for each of its N matrices the
-    names of the tensors [part of out, in] that form it.
+    form: same; transposed; or stacked: for a parameter [N, out, in], the names of the tensors that
+    form each of its N matrices.
     """
 
     rows: list[list[str]]
@@ -35,7 +34,7 @@ class Source(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The tensor's name, if it is a single one."""
+        """The tensor's name, if there is only one."""
         ((name,),) = self.rows
         return name
 
@@ -50,10 +49,10 @@ def source_of(theirs: Counterpart, name: str, shape: Sequence[int]) -> Source:
 
 
 class StoredWeights:
-    """The values of parameters in a folder's files."""
+    """Parameter values from a folder's files."""
 
     def __init__(self, files: SafetensorsFolder, sources: Mapping[str, Source]) -> None:
-        """sources: by the names of parameters and buffers, all names of a tied one."""
+        """sources: by the names of parameters and buffers, including all names of tied ones."""
         self.files, self.sources = files, sources
 
     def block(self, name: str, shape: torch.Size, place: Slices) -> Tensor:
@@ -76,7 +75,7 @@ class StoredWeights:
         return torch.cat([self.files.slice(key)[:] for key in keys])[tuple(place)]
 
     def mismatches(self, shapes: Mapping[str, torch.Size]) -> Iterator[str]:
-        """Yield what is missing or has another shape; reads headers only."""
+        """Yield what is missing or has another shape; reads only headers."""
         for name, shape in shapes.items():
             rows, form = self.sources[name]
             if missing := [key for keys in rows for key in keys if key not in self.files.files]:
@@ -97,11 +96,11 @@ class StoredWeights:
 def own_weights(
     theirs: Counterpart, folder: Path, shapes: Mapping[str, torch.Size]
 ) -> StoredWeights:
-    """Return the weights of a built-in model. Raises ValueError for unreadable files."""
+    """Return a built-in model's weights. Raises ValueError for unreadable files."""
     files = SafetensorsFolder(folder)
 
     def here(key: str) -> str:
-        """Some files are written without the prefix."""
+        """A tensor's name in these files, some of which omit the prefix."""
         short = key.removeprefix(theirs.prefix)
         return short if key not in files.files and short in files.files else key
 
@@ -118,7 +117,7 @@ class FolderWeights(StoredWeights):
     def __init__(
         self, model: Any, folder: Path, buffer: Callable[[str], Tensor] | None = None
     ) -> None:
-        """model: on any device; buffer: gives the buffers that are not in the files.
+        """model: on any device; buffer: returns buffers that the files lack.
 
         Raises ValueError.
         """
@@ -128,21 +127,21 @@ class FolderWeights(StoredWeights):
         super().__init__(files, self._find_sources(files))
 
     def buffer(self, name: str) -> Tensor:
-        """Read it from the files where they contain it."""
+        """A buffer from the files, else from `buffer`."""
         if name in self.sources:
             return self.files.tensor(self.sources[name].name)
         assert self._buffer is not None
         return self._buffer(name)
 
     def check(self) -> None:
-        """Raise ValueError for parameters of another shape; reads headers only."""
+        """Raise ValueError for parameters of another shape; reads only headers."""
         shapes = {name: parameter.shape for name, parameter in self._model.named_parameters()}
         if wrong := list(self.mismatches(shapes)):
             remedy = "use the sizes of its config.json, or model.weights=scratch"
             raise ValueError(f"path={self._folder}: {some_names(wrong)}; {remedy}")
 
     def _find_sources(self, files: SafetensorsFolder) -> dict[str, Source]:
-        """Parameter or buffer -> name in the files, or experts to merge. Raises ValueError."""
+        """Map parameters and buffers to names in the files, or experts to merge. Raises ValueError."""
         from transformers import core_model_loading as loading
         from transformers.conversion_mapping import get_model_conversion_mapping
 
@@ -175,7 +174,7 @@ class FolderWeights(StoredWeights):
     def _experts(
         self, name: str, patterns: dict[str, list[str]], converters: list[Any]
     ) -> list[list[str]]:
-        """Raises ValueError for any other conversion than merging experts."""
+        """The tensors of an expert merge. Raises ValueError for any other conversion."""
         converter = next(c for c in converters if set(patterns) <= set(c.source_patterns))
         steps = [(type(step).__name__, getattr(step, "dim", None)) for step in converter.operations]
         if steps not in ([("MergeModulelist", 0)], [("MergeModulelist", 0), ("Concatenate", 1)]):

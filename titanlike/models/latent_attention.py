@@ -1,11 +1,11 @@
-"""Multi-head latent attention, as DeepSeek-V2 and V3 have it (arXiv 2405.04434, section 2.1).
+"""Multi-head latent attention of DeepSeek-V2 and V3 (arXiv 2405.04434, section 2.1).
 
-Keys and values of all heads are made of one latent a token; the part of a key that is rotated is
-shared by the heads. A cache keeps latents and these parts: at DeepSeek-V3's sizes 576 numbers a
-token and layer in place of 40,960.
+Keys and values of all heads are computed from one latent per token; all heads share the rotary part
+of a key. A cache stores latents and rotary parts: with DeepSeek-V3's sizes 576 numbers per token
+and layer instead of 40,960.
 
-Shapes: B batch, T tokens, S tokens so far with a cache, D hidden_size, H heads, C kv_lora_rank,
-N qk_nope_head_dim, R qk_rope_head_dim, E v_head_dim.
+Shapes: B batch, T tokens, S tokens so far with a cache, D hidden_size, H heads, C kv_lora_rank, N
+qk_nope_head_dim, R qk_rope_head_dim, E v_head_dim.
 """
 
 from __future__ import annotations
@@ -100,8 +100,8 @@ class LatentAttention(nn.Module):
         mask: Any,
         cache: KeyValueCache,
     ) -> Tensor:
-        """Compute attention from cached latents, which are the keys and values shared by all heads:
-        a head's up-projections are applied to its queries and its result instead."""
+        """Compute attention from cached latents, which serve all heads as keys and values: a head's
+        up-projections are applied to its queries and its result instead."""
         latent, key = cache.extend(self, latent.unsqueeze(1), key)  # [B, 1, S, C], [B, 1, S, R]
         of_keys, of_values = self._split_heads(
             self.kv_b_proj.weight.unflatten(0, (-1, self._of_head)), 1
@@ -119,11 +119,11 @@ class LatentAttention(nn.Module):
         return x.split([self.sizes.qk_nope_head_dim, self.sizes.v_head_dim], dim)
 
     def _halves(self, x: Tensor) -> Tensor:
-        """Reorder interleaved pairs to halves of a head, as `rotate` expects."""
+        """Reorder a head's interleaved pairs to halves, as `rotate` expects."""
         return x.unflatten(-1, (-1, 2)).mT.flatten(-2) if self.sizes.rope_interleave else x
 
     def tp_plan(self) -> dict[str, Any]:
-        """Latents are computed for a rank's part of the sequence, and gathered for its heads."""
+        """Latents are computed for a rank's shard of the sequence, and gathered for its heads."""
         queries: dict[str, Any] = {"q_proj": {"colwise": self.key_width}}
         if self.sizes.q_lora_rank is not None:
             queries = {"q_a_proj": "sequence", "q_a_layernorm": "sequence"}

@@ -151,7 +151,7 @@ class Attention(nn.Module):
         return self.o_proj(y.transpose(1, 2).flatten(-2))  # [B, T, H * E] -> [B, T, D]
 
     def tp_plan(self) -> dict[str, Any]:
-        """The plan of tensor parallelism, which shards heads."""
+        """The tensor-parallel plan, which shards heads."""
         more = {"[qk]_norm": "replicate_sum"} if self.normed else {}
         more |= {"sinks": "rows"} if self.sinks is not None else {}
         return more | {
@@ -350,7 +350,7 @@ class Llama(nn.Module):
         return self.lm_head(x)  # [B, T, D] -> [B, T, V]
 
     def tp_plan(self) -> dict[str, Any]:
-        """The plan of tensor parallelism, see `parallel/tp/plan.py`."""
+        """The tensor-parallel plan, see `parallel/tp/plan.py`."""
         block = "model.layers.*"
         attention: Any = self.model.layers[0].self_attn
         styles = attention.tp_plan().items()

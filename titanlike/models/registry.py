@@ -38,10 +38,9 @@ LENGTHS = ("max_seq_len", "n_positions")  # keys of the longest sequence
 
 
 def resolve_model(config: Config, vocabulary: int | None = None) -> Custom:
-    """The model's name and arguments, with vocab_size and the longest sequence filled in where
-    null.
+    """The model's name and arguments, with null vocab_size and maximum sequence length filled in.
 
-    vocabulary: of the data, if they are open; None = the data are asked.
+    vocabulary: the open data's; None = ask the data.
     """
     args = dict(config.model.args)
     if config.model.name not in MODELS:
@@ -57,7 +56,7 @@ def resolve_model(config: Config, vocabulary: int | None = None) -> Custom:
 
 
 def _required(name: str) -> set[str]:
-    """The sizes that follow from data and seq_len, and that a model of the user's own needs."""
+    """The sizes that follow from data and seq_len, and that a custom model must take."""
     try:
         parameters = inspect.signature(_import_family(name)).parameters
     except (ConfigError, ValueError, TypeError):
@@ -67,13 +66,13 @@ def _required(name: str) -> set[str]:
 
 
 def complete_arguments(model: Custom) -> dict[str, Any]:
-    """A model's arguments with the defaults of its constructor."""
+    """A model's arguments, with its constructor's defaults."""
     parameters = inspect.signature(_import_family(model.name)).parameters.values()
     return {p.name: p.default for p in parameters if p.default is not p.empty} | model.args
 
 
 def build_model(model: Custom, device: str = "meta") -> nn.Module:
-    """The whole model on a device, with fp32 parameters; the arguments must be resolved.
+    """The full model on a device, with fp32 parameters; the arguments must be resolved.
 
     Raises ConfigError with every problem of its keys.
     """
@@ -146,7 +145,7 @@ def _unknown_keys(model: Custom, parameters: Mapping[str, inspect.Parameter]) ->
 
 
 def _check_arguments(model: Custom, family: Callable[..., Any]) -> None:
-    """Raise ConfigError for missing arguments, and for values of another type than annotated."""
+    """Raise ConfigError for missing arguments, and for values that do not match their annotation."""
     signature = inspect.signature(family)
     try:
         signature.bind(**model.args)
@@ -165,7 +164,7 @@ def _check_arguments(model: Custom, family: Callable[..., Any]) -> None:
 
 
 def _not_positive(sizes: Mapping[str, Any], may_be_zero: Collection[str]) -> list[Problem]:
-    """A problem for each size of our own families that is not above 0."""
+    """The problem of each non-positive size of a built-in model."""
     heads = sizes.get("num_attention_heads", sizes.get("n_head", 1))
     if not heads > 0:
         heads = max(sizes.get("num_key_value_heads", 1), 1)
@@ -180,7 +179,7 @@ def _not_positive(sizes: Mapping[str, Any], may_be_zero: Collection[str]) -> lis
 
 
 def _construct(model: Custom, family: Callable[..., Any], device: str) -> nn.Module:
-    """Call the constructor; raise ConfigError for what it raises or wrongly returns."""
+    """Call the constructor; raise ConfigError for its exceptions and wrong results."""
     try:
         with torch.device(device), _WithoutValues():
             built = family(**model.args)
@@ -209,10 +208,10 @@ _DRAWS = {
 
 
 class _WithoutValues(TorchFunctionMode):
-    """A context in which drawing into a tensor on the meta device returns it as it is.
+    """A context in which random functions return meta tensors unchanged.
 
-    torch's meta kernels of random numbers are written in Python: they take most of the time of
-    constructing a model, and import the compiler (half a second) to do nothing.
+    torch's random meta kernels are written in Python: they take most of the time of constructing a
+    model, and import the compiler (half a second).
     """
 
     def __torch_function__(
@@ -227,7 +226,7 @@ class _WithoutValues(TorchFunctionMode):
 
 
 def constructed_buffers(model: Custom, seed: int) -> dict[str, Tensor]:
-    """The buffers as the constructor leaves them, by every name; parameters take no memory."""
+    """The buffers as constructed, by all their names; parameters take no memory."""
     with initialize.seeded(seed), initialize.parameters_on_meta():
         real = build_model(model, "cpu")
     return dict(real.named_buffers(remove_duplicate=False))
@@ -236,9 +235,9 @@ def constructed_buffers(model: Custom, seed: int) -> dict[str, Tensor]:
 def initial_weights_of(
     model: Custom, seed: int, agreed: Callable[[bool], bool] = bool
 ) -> initialize.InitialWeights:
-    """The initial weights of a model, see `titanlike.distributed.initialize`.
+    """A model's initial weights, see `titanlike.distributed.initialize`.
 
-    agreed: of whether the model is too large to be constructed here makes whether any rank says so.
+    agreed: reduces over ranks whether the model is too large to be constructed on a rank.
     """
     meta: Any = build_model(model)
     if hasattr(meta, "initial_weights"):

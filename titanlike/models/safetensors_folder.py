@@ -1,5 +1,4 @@
-"""A folder of safetensors, as transformers has them: slices are read of it, and it is written a file
-after the other."""
+"""A folder of safetensors, as transformers writes it: reads slices, and writes file by file."""
 
 from __future__ import annotations
 
@@ -27,7 +26,7 @@ DTYPES = {
 
 
 class SafetensorsFolder:
-    """Reads headers when it is made, and of tensors what is asked for. Raises ValueError."""
+    """Reads headers when it is made, and slices of tensors on demand. Raises ValueError."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -40,7 +39,7 @@ class SafetensorsFolder:
         return self._file(self.files[key]).get_tensor(key)
 
     def _file(self, name: str) -> Any:
-        """An open file."""
+        """An open file, cached."""
         if name not in self._open:
             try:
                 self._open[name] = safe_open(self.folder / name, framework="pt")
@@ -51,7 +50,7 @@ class SafetensorsFolder:
         return self._open[name]
 
     def slice(self, key: str) -> Any:
-        """A tensor from which slices are read."""
+        """A tensor from which slices can be read."""
         try:
             return self._file(self.files[key]).get_slice(key)
         except SafetensorError:
@@ -66,13 +65,13 @@ def has_weights(folder: Path) -> bool:
 
 
 def other_weights(folder: Path) -> list[str]:
-    """Files with weights in formats that are not read here."""
+    """Weight files in unsupported formats."""
     kinds = (".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".safetensors")
     return sorted(path.name for path in folder.glob("*") if path.suffix in kinds)
 
 
 def _indexed(folder: Path) -> dict[str, str] | None:
-    """Name of a tensor -> file; None without an index. Raises ValueError."""
+    """Map tensor names to files; None without an index. Raises ValueError."""
     index = folder / INDEX
     if not index.is_file():
         return None
@@ -95,7 +94,7 @@ def _indexed(folder: Path) -> dict[str, str] | None:
 
 
 def write_file(tensors: dict[str, Tensor], path: Path, about: dict[str, str]) -> None:
-    """Write a file by safetensors' writer, with the mode that the umask says, and to the disk.
+    """Write a file by safetensors, with the umask's mode, and sync it to disk.
 
     Raises OSError.
     """
@@ -113,8 +112,8 @@ def write_file(tensors: dict[str, Tensor], path: Path, about: dict[str, str]) ->
 def write_folder(
     folder: Path, sizes: Mapping[str, int], shard_bytes: int, tensors: Iterable[tuple[str, Tensor]]
 ) -> None:
-    """Write tensors to files of at most `shard_bytes` each, where a single tensor is not larger; one
-    file is in memory at a time.
+    """Write tensors to files of at most `shard_bytes` each, except larger single tensors; one file
+    is in memory at a time.
 
     sizes: name -> bytes; tensors: of these names, in the same order.
     """

@@ -1,4 +1,4 @@
-"""The next token of each text, drawn of a model's logits, whatever computes them.
+"""Choose the next token of each text from a model's logits, however they are computed.
 
 Shapes: B sequences, V vocabulary.
 """
@@ -17,9 +17,8 @@ OnToken = Callable[[int, int], object]  # (prompt, id)
 
 @dataclass(frozen=True)
 class Sampling:
-    """temperature: 0 = the most probable token (greedy); top_k: of so many most probable tokens, 0
-    = of all; top_p: of the most probable ones that together have this probability (arXiv
-    1904.09751)."""
+    """temperature: 0 = greedy; top_k: sample from this many most probable tokens, 0 = from all;
+    top_p: from the most probable tokens with this total probability (arXiv 1904.09751)."""
 
     temperature: float = 0.8
     top_k: int = 0
@@ -27,12 +26,12 @@ class Sampling:
     seed: int = 0
 
     def generators(self, count: int) -> list[torch.Generator]:
-        """One for each sequence: what it draws does not depend on those beside it."""
+        """A generator per sequence, so that draws do not depend on the other sequences."""
         return [torch.Generator().manual_seed((self.seed << 20) + row) for row in range(count)]
 
 
 def next_tokens(logits: Tensor, sampling: Sampling, random: Sequence[torch.Generator]) -> Tensor:
-    """logits [B, V] -> ids [B], on the CPU; random: a generator for each sequence."""
+    """Choose ids [B], on the CPU, from logits [B, V]; random: a generator per sequence."""
     if sampling.temperature == 0:
         return logits.argmax(-1).cpu()
     scaled = logits.float().cpu() / sampling.temperature
@@ -55,9 +54,9 @@ def continue_texts(
     ends: Collection[int | None],
     on_token: OnToken = lambda prompt, token: None,
 ) -> Prompts:
-    """Up to `tokens` more ids of each prompt; one ends before an id of `ends`.
+    """Generate up to `tokens` more ids for each prompt; a text ends before an id in `ends`.
 
-    choose: the next id of each text, all of them; a text that has ended does not grow.
+    choose: returns the next id of every text; a text that has ended stays as it is.
     """
     texts, ended = [list(ids) for ids in prompts], [False] * len(prompts)
     for _ in range(tokens):

@@ -12,7 +12,7 @@ if TYPE_CHECKING:  # names of other programs are known without torch
 
 
 class Yarn(NamedTuple):
-    """Its keys by transformers' names."""
+    """YaRN's keys, with transformers' names."""
 
     factor: float  # by which sequences are longer
     original_max_position_embeddings: int  # tokens of the sequences before
@@ -23,7 +23,7 @@ class Yarn(NamedTuple):
     truncate: bool = True  # the bounds between pairs to whole numbers
 
     def frequencies(self, plain: Tensor, theta: float) -> Tensor:
-        """Frequencies of the pairs of a head, of those without it: [E/2] -> [E/2]."""
+        """Scale the frequencies of a head's pairs: [E/2] -> [E/2]."""
         pairs, original = len(plain), self.original_max_position_embeddings
         low, high = (
             pairs * math.log(original / (turns * 2 * math.pi)) / math.log(theta)
@@ -38,7 +38,7 @@ class Yarn(NamedTuple):
 
     @property
     def of_table(self) -> float:
-        """The scale of cos and sin."""
+        """The scale of the cos and sin table."""
         if self.mscale and self.mscale_all_dim:
             return self._scale(self.mscale) / self._scale(self.mscale_all_dim)
         return self._scale(1)
@@ -53,7 +53,7 @@ class Yarn(NamedTuple):
 
 
 def yarn_of(rope_scaling: Mapping[str, Any] | None) -> Yarn | None:
-    """Of a model's key `rope_scaling`; None = frequencies as they are. Raises ValueError."""
+    """A model's key `rope_scaling` as Yarn; None = unscaled frequencies. Raises ValueError."""
     if rope_scaling is None:
         return None
     given = {key: value for key, value in rope_scaling.items() if key not in ("rope_type", "type")}

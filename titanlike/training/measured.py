@@ -75,7 +75,7 @@ def taken(measuring: Measuring, step: int) -> list[tuple[Measured, Tensor]]:
 
 
 def entries(run: Run) -> list[Measured]:
-    """All of a run: those of `MEASURED`, and the metrics of the user's own."""
+    """All metrics of a run: `MEASURED`, and the user's custom metrics."""
     if (own := run.own) is None:
         return MEASURED
     of_own = Measured(
