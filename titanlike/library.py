@@ -141,16 +141,16 @@ def train(config: Config, callbacks: Sequence[Callback] = ()) -> float | None:
     problems += config_problems(config, ranks_started, problems)
     if problems:
         raise ConfigError(problems)
-    run_dir, told = Path(config.run_dir).absolute(), tuple(callbacks)
+    run_dir, hooks = Path(config.run_dir).absolute(), tuple(callbacks)
     if size == 1:
         state = RestartState()
         with PrestartedWorkers() as workers:
-            runner = JobRunner(TRAIN, "", None, state, workers=lambda: workers, callbacks=told)
+            runner = JobRunner(TRAIN, "", None, state, workers=lambda: workers, callbacks=hooks)
             end = runner.run(config, [], run_dir, [])
     else:
         from titanlike.launch.torchrun import TorchrunRanks
 
-        ranks = TorchrunRanks(told)
+        ranks = TorchrunRanks(hooks)
         if ranks.rank > 0:
             if code := ranks.run_follower():
                 text = f"the job ended with exit code {code}; rank 0 says why"
@@ -158,7 +158,7 @@ def train(config: Config, callbacks: Sequence[Callback] = ()) -> float | None:
             return ranks.result.get("value")
         code = 1
         try:
-            runner = JobRunner(TRAIN, "", ranks, ranks.restart_state, is_restart(), callbacks=told)
+            runner = JobRunner(TRAIN, "", ranks, ranks.restart_state, is_restart(), callbacks=hooks)
             end = runner.run(config, [], run_dir, [])
             code = end.code
         finally:
@@ -299,8 +299,8 @@ def _worker(config: Config, callbacks: Sequence[Callback]) -> Worker:
     rank = dist.get_rank() if dist.is_initialized() else 0
     local_rank = int(os.environ.get("LOCAL_RANK", rank))
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
-    told, run_dir = tuple(callbacks), Path(config.run_dir)
-    return Worker(rank, size, local_rank, local_size, run_dir, store, [], callbacks=told)
+    hooks, run_dir = tuple(callbacks), Path(config.run_dir)
+    return Worker(rank, size, local_rank, local_size, run_dir, store, [], callbacks=hooks)
 
 
 def _agreed(config: Config, worker: Worker) -> Config:
@@ -309,13 +309,13 @@ def _agreed(config: Config, worker: Worker) -> Config:
     plain = to_plain(replace(config, run_dir=""))
     digest = hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
     first = json.dumps([digest, str(Path(config.run_dir).absolute())]) if worker.rank == 0 else ""
-    told = barrier(worker, "config", config.launch.timeout, first, listens=True)
-    expected, run_dir = json.loads(told[0])
+    answers = barrier(worker, "config", config.launch.timeout, first, listens=True)
+    expected, run_dir = json.loads(answers[0])
     # only ranks that differ send text, since every rank reads what all send
     differs = "differs" if digest != expected else ""
-    told = barrier(worker, "config/compared", config.launch.timeout, differs, listens=True)
-    if told:
-        reason = f"rank {in_words(sorted(told))} has other values than rank 0"
+    answers = barrier(worker, "config/compared", config.launch.timeout, differs, listens=True)
+    if answers:
+        reason = f"rank {in_words(sorted(answers))} has other values than rank 0"
         raise ConfigError([Problem("config", "", reason, "the same overrides on all ranks")])
     return replace(config, run_dir=run_dir)
 

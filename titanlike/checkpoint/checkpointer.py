@@ -84,11 +84,11 @@ class Checkpointer:
         from titanlike.checkpoint.integrity import OPTIMIZER, RNG
 
         # a rank's own entries, and on rank 0 also the entries that all pipeline ranks share
-        of_all = f"{OPTIMIZER}step" if self._rank else ""
+        counted_once = f"{OPTIMIZER}step" if self._rank else ""
         saved = {
             name: tensor
             for name, tensor in tensors.items()
-            if not name.startswith((RNG, READERS)) and name != of_all
+            if not name.startswith((RNG, READERS)) and name != counted_once
         }
         copies = self._config.dp * self._config.cp
         return digest(saved, self._rank % copies == 0, torch.device("cpu"), group)

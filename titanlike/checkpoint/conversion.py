@@ -237,17 +237,17 @@ def compare_digests(console: Console, location_a: str, location_b: str) -> bool:
             for rows in reader.rows(name):
                 total += digest_of(name, rows, shape, (row, *[0] * (len(shape) - 1))[: len(shape)])
                 row += len(rows) if shape else 0
-        found, recorded = text_of(total), reader.header.state.get("digest")
-        if recorded not in (None, found):
-            reason = f"has the digest {recorded}, and the tensors in the files have {found}"
+        computed, recorded = text_of(total), reader.header.state.get("digest")
+        if recorded not in (None, computed):
+            reason = f"has the digest {recorded}, and the tensors in the files have {computed}"
             raise DamagedCheckpoint(reader.folder, STATE, reason)
-        digests.append(found)
-        console.line(f"{key}: {found} {reader.folder}")
+        digests.append(computed)
+        console.line(f"{key}: {computed} {reader.folder}")
     same = digests[0] == digests[1]
-    said = "the same" if same else "different: `compare A B` says which tensors"
+    verdict = "the same" if same else "different: `compare A B` says which tensors"
     if not same and steps[0] != steps[1]:
-        said = f"different, as they are of steps {steps[0]} and {steps[1]}"
-    console.line(said)
+        verdict = f"different, as they are of steps {steps[0]} and {steps[1]}"
+    console.line(verdict)
     return same
 
 

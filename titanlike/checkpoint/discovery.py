@@ -154,11 +154,11 @@ def all_checkpoints(location: str) -> list[Storage]:
     for folder in folders:
         if names := [name for name in folder.names() if _ANY_NAME.fullmatch(name)]:
             names.sort(key=lambda name: (int(name.partition("-")[2]), name))
-            found = [folder.at(name) for name in names]
-            for each in found:
+            checkpoints = [folder.at(name) for name in names]
+            for each in checkpoints:
                 if leads := _leads_out(each, path):
                     raise ValueError(f"{each}: is a link out of {location}; write {leads}")
-            return found
+            return checkpoints
     searched = " and ".join(map(str, folders))
     fix = "write the path of a run directory or of a folder with step-XXXXXXXX folders"
     from titanlike.config.received import read_run
@@ -274,8 +274,8 @@ def incompatibility(
             elif key not in saved.keys() | defaults.keys():
                 how, fix = "without it", "leave it out"
             reason = f"{path} was saved {how}, so this would be another run"
-            found = config.numerics.name if key == "numerics" else now
-            return Problem(key, found, reason, f"{fix}, or another run_dir")
+            current = config.numerics.name if key == "numerics" else now
+            return Problem(key, current, reason, f"{fix}, or another run_dir")
     return None
 
 

@@ -108,15 +108,15 @@ def export(
         total = sum(sizes.values())
 
         def values() -> Iterator[tuple[str, Tensor]]:
-            done, said = 0, begin
+            done, reported = 0, begin
             for tensor in tensors:
                 for output, value in tensor.values(rows.whole(MODEL + tensor.name)):
                     yield output.name, cast_weights(value, output.dtype, output.name).contiguous()
                     done += output.bytes
-                if time.monotonic() > said + _PROGRESS:
-                    said = time.monotonic()
+                if time.monotonic() > reported + _PROGRESS:
+                    reported = time.monotonic()
                     share = f"{done / max(1, total):.0%} of {units.size(total)}"
-                    say(f"{share} after {said - begin:.0f} s")
+                    say(f"{share} after {reported - begin:.0f} s")
 
         write_folder(unfinished, sizes, shard_bytes, values())
         if folder.is_dir():  # it is empty

@@ -80,9 +80,9 @@ def _folder_problems(config: Config, folder: Path) -> Iterable[Problem]:
         Problem(
             f"model.{size}", sizes[size], f"{folder} has {size}={value}", f"model.{size}={value}"
         )
-        for size, wanted in theirs.our_sizes(values).items()
-        if whole_sizes(sizes)[size] != wanted
-        for value in [override_text(wanted)]
+        for size, stored in theirs.our_sizes(values).items()
+        if whole_sizes(sizes)[size] != stored
+        for value in [override_text(stored)]
     ]
     yield from wrong
     shapes = _stored_shapes(theirs, built)

@@ -240,10 +240,10 @@ def check_sums(folder: Storage, files: Manifest, names: Iterable[str]) -> None:
     buffer = memoryview(bytearray(_READ))
     for name in names:
         with reading(folder, name), folder.reader(name) as read_into:
-            hasher, at = xxhash.xxh3_128(), 0
-            while count := read_into(at, buffer):
+            hasher, offset = xxhash.xxh3_128(), 0
+            while count := read_into(offset, buffer):
                 hasher.update(buffer[:count])
-                at += count
+                offset += count
             if hasher.hexdigest() != files[name][1]:
                 raise ValueError(UNEQUAL)
 
@@ -315,9 +315,9 @@ def read_state(folder: Storage, files: Manifest | None = None) -> dict[str, Any]
         named = _STEP_IN_NAME.fullmatch(folder.name)
         if step < 0 or (named and int(named[1]) != step) or progress.get("step", step) != step:
             raise Damage.STEP(step=str(step))
-        for name, kept in progress.get("guard", {}).items():
-            if type(kept) is not (int if name == "nonfinite" else list):
-                raise Damage.TYPE(value=repr(kept), key=f"progress.guard.{name}")
+        for name, saved in progress.get("guard", {}).items():
+            if type(saved) is not (int if name == "nonfinite" else list):
+                raise Damage.TYPE(value=repr(saved), key=f"progress.guard.{name}")
     if state["same"].get("model.name") in ("llama", "gpt2", "moe") and "model.dim" in state["same"]:
         raise ValueError(
             f"checkpoint {folder} was written before parameters took Hugging Face's names, and there "
@@ -337,9 +337,9 @@ def check_chunk(
 ) -> None:
     """Raise ValueError if bytes with this checksum are not a chunk that was written."""
     ends, sums = checksums.get(file, ([], b""))
-    at = bisect_left(ends, begin + length)
-    is_chunk = ends[at : at + 1] == [begin + length] and begin == (ends[at - 1] if at else 0)
-    if not is_chunk or digest != sums[at * _DIGEST : (at + 1) * _DIGEST]:
+    i = bisect_left(ends, begin + length)
+    is_chunk = ends[i : i + 1] == [begin + length] and begin == (ends[i - 1] if i else 0)
+    if not is_chunk or digest != sums[i * _DIGEST : (i + 1) * _DIGEST]:
         raise ValueError(UNEQUAL)
 
 

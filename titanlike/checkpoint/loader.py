@@ -175,8 +175,8 @@ class CheckpointLoader:
         if changes:
             text = f"not what {path} was trained on ({'; '.join(changes)})"
             # validation sets may change: training does not depend on them
-            of_sets = self.data.validation_sets and all(c.startswith("valid") for c in changes)
-            if not of_sets and not data_changed(self.config.data):
+            sets_only = self.data.validation_sets and all(c.startswith("valid") for c in changes)
+            if not sets_only and not data_changed(self.config.data):
                 reason = (
                     f"{text}, so the run would not repeat or leave out the samples that it should"
                 )

@@ -126,16 +126,16 @@ def _with_chunks(
 ) -> CheckpointHeader:
     """Return the header with the chunks of these entries and their checksums. Collective."""
     assert header.read_by is not None
-    wanted = gather_objects({*names}, group, header.read_by)
+    requested = gather_objects({*names}, group, header.read_by)
     answers = []
     if dist.get_rank(group) == header.read_by.start:
-        common = set.intersection(*wanted)  # all but generators' states: packed once, as bytes
+        common = set.intersection(*requested)  # all but generators' states: packed once, as bytes
         packed = pickle.dumps(_part(header, common))
-        answers = [(packed, _part(header, each - common)) for each in wanted]
+        answers = [(packed, _part(header, each - common)) for each in requested]
     packed, (tensors, sums) = scatter_objects(answers, group, header.read_by)
-    of_all, sums_of_all = pickle.loads(packed)
+    shared, sums_of_all = pickle.loads(packed)
     checksums = None if header.checksums is None else sums_of_all | sums
-    return replace(header, tensors=header.tensors | of_all | tensors, checksums=checksums)
+    return replace(header, tensors=header.tensors | shared | tensors, checksums=checksums)
 
 
 def _part(
@@ -187,16 +187,16 @@ def _targets(
     for name, tensor in tensors.items():
         # this rank's blocks of the tensor, by their offsets
         if isinstance(tensor, Blocks):
-            blocks = {tuple(at): block for at, block in tensor.blocks.items()}
+            blocks = {tuple(offsets): block for offsets, block in tensor.blocks.items()}
         else:
             blocks = {tuple(s.start for s in local_slices(tensor)): local(tensor.detach())}
-        for at, block in blocks.items():
+        for offsets, block in blocks.items():
             values = 0
             for chunk in header.tensors[name].chunks:
-                if (common := _overlap(at, block, chunk)) is not None:
+                if (common := _overlap(offsets, block, chunk)) is not None:
                     places = targets.setdefault(_file(header, name, chunk), {})
                     place = places.setdefault((chunk, dtype_of(header.tensors[name])), [])
-                    place.append((at, block))
+                    place.append((offsets, block))
                     values += block[common[0]].numel()
             if values < block.numel():
                 what = f"a block of {name}"
@@ -235,7 +235,7 @@ def _read_file(header: CheckpointHeader, file: str, places: _Places) -> None:
             in_parts = header.folder.local and chunk.length > _SMALL and bool(chunk.sizes)
             record, parts = _Record(header, file, chunk, dtype, read_into, in_parts), [chunk]
             if record.whole is None:
-                ends = [end for at, block in blocks for end in (at[0], at[0] + len(block))]
+                ends = [end for start, block in blocks for end in (start[0], start[0] + len(block))]
                 parts = _cut(chunk, _READ // _row_bytes(chunk, dtype), ends)
             for part in parts:
                 record.fill(part, blocks)
@@ -298,7 +298,7 @@ class _Record(io.RawIOBase):
 
         With the last rows, raises ValueError if the chunk's checksum differs.
         """
-        overlaps = ((block, _overlap(at, block, part)) for at, block in blocks)
+        overlaps = ((block, _overlap(offsets, block, part)) for offsets, block in blocks)
         targets = [(block[both[0]], both[1]) for block, both in overlaps if both is not None]
         values = self.whole
         if values is None:

@@ -289,9 +289,9 @@ def warm_start(
     entries = model_tensors(stage_states, copies=True)
     tensors = {entry.removeprefix(MODEL): tensor for entry, tensor in entries.items()}
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    of_ranks = [shapes] * dist.get_world_size(group)
-    dist.all_gather_object(of_ranks, shapes, group=group)
-    model = {name: shape for shapes in of_ranks for name, shape in shapes.items()}
+    rank_shapes = [shapes] * dist.get_world_size(group)
+    dist.all_gather_object(rank_shapes, shapes, group=group)
+    model = {name: shape for shapes in rank_shapes for name, shape in shapes.items()}
     names_of = partial(some_names, most=8)
     wrong = []
     for name in sorted(model.keys() & sources.keys()):

@@ -312,15 +312,15 @@ def superseded(saved: Mapping[int, float | None], settings: Checkpoint) -> list[
     if settings.keep == 0:
         return []
     steps = sorted(saved)
-    kept = {*steps[-settings.keep :]}
+    retained = {*steps[-settings.keep :]}
     if settings.keep_every:
-        kept |= {step for step in steps if step % settings.keep_every == 0}
+        retained |= {step for step in steps if step % settings.keep_every == 0}
     validated = [
         (loss, step) for step, loss in saved.items() if loss is not None and isfinite(loss)
     ]
     # among equal losses the earlier step counts as better
-    kept |= {step for _, step in sorted(validated)[: settings.keep_best]}
-    return [step for step in steps if step not in kept]
+    retained |= {step for _, step in sorted(validated)[: settings.keep_best]}
+    return [step for step in steps if step not in retained]
 
 
 # --- one save on all ranks ------------------------------------------------------------------------

@@ -63,10 +63,10 @@ def _check_library(path: str, module_name: str) -> None:
     package = module_name.partition(".")[0]
     if package in sys.stdlib_module_names:
         # Python may have imported the library's before, whatever is first on sys.path
-        if found := [name for name in (package, f"{package}.py") if Path(name).exists()]:
+        if shadowing := [name for name in (package, f"{package}.py") if Path(name).exists()]:
             raise ValueError(
-                f"{found[0]} in the working directory has the name of a module of Python's standard "
-                f"library, which hides it: rename {found[0]}"
+                f"{shadowing[0]} in the working directory has the name of a module of Python's standard "
+                f"library, which hides it: rename {shadowing[0]}"
             )
         raise ValueError(
             f"{path} is a part of Python's standard library ({module_name}), none of which can be "
@@ -91,8 +91,8 @@ def of_a_library(path: str, imported: Any, *kinds: type) -> str:
         made = None
     if inspect.isclass(made) and issubclass(made, kinds):
         return ""
-    wanted = " or ".join(f"{k.__module__}.{k.__name__}".removeprefix("builtins.") for k in kinds)
-    return f"{type(imported).__name__} of a library, not annotated as one that returns a {wanted}"
+    expected = " or ".join(f"{k.__module__}.{k.__name__}".removeprefix("builtins.") for k in kinds)
+    return f"{type(imported).__name__} of a library, not annotated as one that returns a {expected}"
 
 
 def imports_line(path: str, named: str) -> str:

@@ -54,9 +54,9 @@ def parse(plain: dict[str, Any]) -> tuple[Config, list[Problem]]:
 def to_plain(config: Any) -> Any:
     """Invert `parse`: return dicts, lists and scalars only."""
     if isinstance(config, Custom):
-        own = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
-        args = own.pop("args")
-        return to_plain({**own, **args})
+        values = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
+        args = values.pop("args")
+        return to_plain({**values, **args})
     if dataclasses.is_dataclass(config):
         return {f.name: to_plain(getattr(config, f.name)) for f in dataclasses.fields(config)}
     if isinstance(config, dict):
@@ -131,10 +131,10 @@ def _group(group: str, plain: Any, problems: list[Problem]) -> Any:
         return Model(name) if group not in VARIANTS else None
     if group in OPEN_GROUPS and (group not in VARIANTS or "." in name):
         kinds_of_own = {"model": Model, "optimizer": OwnOptimizer, "schedule": OwnSchedule}
-        own = kinds_of_own.get(group, Custom)
-        fields = {field.name for field in dataclasses.fields(own)} - {"args"}
+        kind = kinds_of_own.get(group, Custom)
+        fields = {field.name for field in dataclasses.fields(kind)} - {"args"}
         known = {key: value for key, value in plain.items() if key in fields}
-        made = _dataclass(own, known, f"{group}.", problems)
+        made = _dataclass(kind, known, f"{group}.", problems)
         made.args = {key: value for key, value in plain.items() if key not in fields}
         return made
     if name not in variants:

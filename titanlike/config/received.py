@@ -91,11 +91,11 @@ def named_outside(
     """
     plain = to_plain(config)
     code = dict(named_code(plain, {}))
-    found: dict[str, Any] = {k: v for k, v in code.items() if k.partition(".")[0] in groups}
+    outside: dict[str, Any] = {k: v for k, v in code.items() if k.partition(".")[0] in groups}
     unread = set[str]()
     if "tokenizer" in groups:
-        of_text = isinstance(config.data, TextData | HFData | ChatData | StreamData)
-        unread = {"data.cache", "data.path" if of_text else ""}
+        reads_text = isinstance(config.data, TextData | HFData | ChatData | StreamData)
+        unread = {"data.cache", "data.path" if reads_text else ""}
     for group, keys in PLACES.items():
         used = group in groups or (group == "data" and "tokenizer" in groups)
         for key in (
@@ -104,8 +104,8 @@ def named_outside(
             value, name = plain[group].get(key), f"{group}.{key}"
             known = name in unread or (name, value) == ("data.tokenizer", "bytes")
             if not known and not is_inside(_texts(value), root):
-                found[name] = value
-    return found
+                outside[name] = value
+    return outside
 
 
 def is_place(word: str) -> bool:

@@ -203,11 +203,11 @@ def broken_rules(rules: Iterable[Rule], config: Config, *facts: Any) -> Iterator
 
     facts: what the rules depend on besides the config.
     """
-    told = set()
+    reported = set()
     for rule in rules:
-        if rule.key not in told and (found := rule.broken(config, *facts)):
-            told.add(rule.key)
-            reason, fix = (text.format(found, *facts, c=config) for text in (rule.reason, rule.fix))
+        if rule.key not in reported and (shown := rule.broken(config, *facts)):
+            reported.add(rule.key)
+            reason, fix = (text.format(shown, *facts, c=config) for text in (rule.reason, rule.fix))
             ways = [way for way in fix.split(" or ") if _ends(way, rule, config, facts)]
             value = attrgetter(rule.key)(config)
             yield Problem(rule.key, getattr(value, "name", value), reason, " or ".join(ways))

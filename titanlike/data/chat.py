@@ -92,8 +92,8 @@ def open_data(data: ChatData, config: Config) -> Data:
     tokenizer = template.tokenizer
     files = _find_files(data.path)
     common = ("workers", "changed", "cache")  # not part of the entry's key
-    kept = {key: value for key, value in asdict(data).items() if key not in common}
-    content = [FORMAT, file_states(files), kept, config.seq_len, tokenizer.fingerprint]
+    settings = {key: value for key, value in asdict(data).items() if key not in common}
+    content = [FORMAT, file_states(files), settings, config.seq_len, tokenizer.fingerprint]
     content += [tokenizer.names, sorted(template.ends)]
     folder, about = cached(
         data.cache,
@@ -271,8 +271,8 @@ def _conversations(files: list[Path], key: str) -> Iterator[tuple[str, Conversat
                 if isinstance(row, BadRecord):
                     raise DataError("data.path", place, row.reason, _FIX)
                 try:
-                    of_table = kind_of_file(file) in TABLES
-                    yield place, conversation(without_nulls(row) if of_table else row, key)
+                    is_table = kind_of_file(file) in TABLES
+                    yield place, conversation(without_nulls(row) if is_table else row, key)
                 except BadForm as error:
                     fix = error.fix or _FIX
                     raise DataError("data.path", place, str(error), fix) from None
@@ -354,15 +354,15 @@ class ChatTemplate:
         """Ids that end an answer: eos_token, the special token that follows an answer in the
         template, and those of the folder's generation_config.json."""
         end, _ = self.tokenizer.located(self.tokenizer.names.get("eos_token", ""))
-        found = [*end] if len(end) == 1 else []
+        end_ids = [*end] if len(end) == 1 else []
         with contextlib.suppress(BadConversation):  # the template may accept other conversations
             text, answers = self._answers(EXAMPLE, None)
             ids, spans = self._encode(text)
             known = zip(ids, spans, _within(spans, answers), strict=True)
             after, special = text.rfind(EXAMPLE[-1]["content"]), {*self.tokenizer.controls.values()}
             behind = [i for i, span, learned in known if learned and span[0] > after]
-            found += [i for i in behind if i in special][:1]
-        return frozenset({*self._ends, self.tokenizer.boundary, *found})
+            end_ids += [i for i in behind if i in special][:1]
+        return frozenset({*self._ends, self.tokenizer.boundary, *end_ids})
 
     def render(self, messages: Sequence[Message], tools: Any = None, *, ask: bool = False) -> str:
         """Render a conversation as text; with ask, up to where the next answer begins. Raises
@@ -415,8 +415,8 @@ class ChatTemplate:
         messages, tools = self._mark(messages), self._mark(tools)
         text, answers = self._render(messages, tools), list[Span]()
         if self._has_marks:
-            found = re.finditer(_ANSWERS, text)
-            places = [mark.start() - number for number, mark in enumerate(found)]
+            matches = re.finditer(_ANSWERS, text)
+            places = [mark.start() - number for number, mark in enumerate(matches)]
             answers = [*zip(places[::2], places[1::2], strict=True)]
             every = [message for message in messages if message.get("role") == "assistant"]
             if not all(map(is_learned, every)):
@@ -454,10 +454,10 @@ class ChatTemplate:
         """Return the ids of a rendered text and their character spans; marked parts are encoded as
         plain text. After a mark encoding resumes behind a newline, since many tokenizers treat the
         beginning of a text differently."""
-        located, ids, spans, at = self.tokenizer.located, list[int](), list[Span](), 0
+        located, ids, spans, offset = self.tokenizer.located, list[int](), list[Span](), 0
         for number, part in enumerate(self._marked.split(text)):
             plain = number % 2 == 1  # odd parts are between marks; None = a lone mark
-            begin = at + plain
+            begin = offset + plain
             line, _ = located("\n") if begin else ([], [])
             tokens, places = located("\n" * (begin > 0) + (part or ""), plain=plain)
             if tokens[: len(line)] == line:
@@ -470,7 +470,7 @@ class ChatTemplate:
                 tokens, places = located(part or "", plain=plain)
             ids += tokens
             spans += [(begin + first, begin + last) for first, last in places]
-            at += plain if part is None else len(part) + 2 * plain
+            offset += plain if part is None else len(part) + 2 * plain
         return ids, spans
 
 

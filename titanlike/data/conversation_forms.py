@@ -58,9 +58,9 @@ def conversation(row: Any, key: str) -> Conversation:
                 text = "\n".join(row[name] for name in asked if row.get(name))
                 turns = [(one[0], one[1]) for one in row.get("history") or ()]
                 before = [
-                    {"role": role, "content": said}
+                    {"role": role, "content": content}
                     for turn in (*turns, (text,))
-                    for role, said in zip(("user", "assistant"), turn, strict=False)
+                    for role, content in zip(("user", "assistant"), turn, strict=False)
                 ]
             before = [{**message, "weight": 0} for message in before]
             after = [{"role": "assistant", "content": after}] if isinstance(after, str) else after
@@ -92,11 +92,11 @@ def _listed(value: Any) -> list[Message]:
 
 
 def _messages(given: list[Message], row: dict[str, Any]) -> list[Message]:
-    found = [_message(message) for message in given]
+    messages = [_message(message) for message in given]
     system = row.get("system") or row.get("system_prompt")
-    if isinstance(system, str) and found and found[0]["role"] != "system":
-        found = [{"role": "system", "content": system}, *found]
-    return found
+    if isinstance(system, str) and messages and messages[0]["role"] != "system":
+        messages = [{"role": "system", "content": system}, *messages]
+    return messages
 
 
 def _message(given: Message) -> Message:

@@ -41,7 +41,7 @@ def open_data(data: Custom, config: Config) -> Data:
     sizes = {"seq_len": config.seq_len}
     # a function of a stream may have the parameters reader, readers and seed
     readers = data.args.get("readers") or default_readers(config)
-    of_reader = {"reader": 0, "readers": readers, "seed": config.seed}
+    reader_arguments = {"reader": 0, "readers": readers, "seed": config.seed}
     try:
         signature = inspect.signature(function)
     except ValueError:  # compiled code has no signature
@@ -52,7 +52,7 @@ def open_data(data: Custom, config: Config) -> Data:
         if not any_name and "seq_len" not in parameters:
             sizes = {}
         taken = parameters.keys() - arguments.keys() if "reader" in parameters else ()
-        of_reader = {n: value for n, value in of_reader.items() if n in taken}
+        reader_arguments = {n: value for n, value in reader_arguments.items() if n in taken}
         for name in arguments.keys() - parameters.keys() if not any_name else ():
             names = [*parameters, *_COMMON_KEYS]
             fix = f"one of its arguments: {', '.join(f'data.{key}' for key in names)}"
@@ -61,11 +61,11 @@ def open_data(data: Custom, config: Config) -> Data:
             reason = f"{data.name} has no such argument"
             raise DataError(f"data.{name}", arguments[name], reason, fix)
         try:
-            signature.bind(**arguments, **sizes, **of_reader)
+            signature.bind(**arguments, **sizes, **reader_arguments)
         except TypeError as error:
             fix = "give its arguments as data.NAME"
             raise DataError("data.name", data.name, f"cannot be called ({error})", fix) from None
-    call = Call(function, {**arguments, **sizes}, of_reader)
+    call = Call(function, {**arguments, **sizes}, reader_arguments)
     opened = call()
     if not isinstance(opened, Data):
         held_out = data.args.get("validation_fraction", _HELD_OUT)

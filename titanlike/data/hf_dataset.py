@@ -149,10 +149,10 @@ def texts(data: HFData) -> Iterator[str]:
 
 def text_of(row: Mapping[str, Any], text_key: str) -> str | None:
     """Return a row's text. Raises DataError."""
-    if (found := field_of(dict(row), text_key)) is None:
+    if (fields := field_of(dict(row), text_key)) is None:
         fix = f"name one of its columns: data.text_key={next(iter(row))} ({', '.join(row)})"
         raise DataError("data.text_key", text_key, "the dataset has no such column", fix)
-    if not isinstance(text := found[0], str | None):
+    if not isinstance(text := fields[0], str | None):
         reason = f"holds {type(text).__name__}, not text"
         fix = f"name a text column; there are {', '.join(row)}"
         fix = f"data.ids_key={text_key}" if is_ids(text) else fix

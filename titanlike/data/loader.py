@@ -176,12 +176,12 @@ def one_ahead(stream: Iterator[_T]) -> Iterator[_T]:
     The thread ends when this generator is closed or dropped. If it hangs in the stream, it is
     abandoned and does not keep the process from exiting.
     """
-    wanted: SimpleQueue[bool] = SimpleQueue()
+    requests: SimpleQueue[bool] = SimpleQueue()
     made: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
-    arguments = (stream, wanted, made)
+    arguments = (stream, requests, made)
     thread = threading.Thread(target=_make_items, args=arguments, daemon=True, name=DATA_THREAD)
     thread.start()
-    wanted.put(True)
+    requests.put(True)
     try:
         while True:
             # signal handlers can interrupt this wait; launch/heartbeat.py recognizes it
@@ -190,20 +190,20 @@ def one_ahead(stream: Iterator[_T]) -> Iterator[_T]:
                 return
             if error is not None:
                 raise error
-            wanted.put(True)
+            requests.put(True)
             yield item
     finally:
-        wanted.put(False)
+        requests.put(False)
         thread.join(_JOIN_TIMEOUT)
 
 
 def _make_items(
     stream: Iterator[Any],
-    wanted: SimpleQueue[bool],
+    requests: SimpleQueue[bool],
     made: SimpleQueue[tuple[Any, BaseException | None]],
 ) -> None:
     """Run the thread: for each request put an item, or the exception raised in its place."""
-    while wanted.get():
+    while requests.get():
         try:
             made.put((next(stream), None))
         except BaseException as error:  # SystemExit of a user's code included

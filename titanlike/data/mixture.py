@@ -131,10 +131,10 @@ def points_of(weight: Any) -> Points:
 
 def weight_at(points: Points, step: int) -> float:
     """Interpolate the weight linearly at a step; constant outside the points."""
-    at = bisect_right(points, (step, float("inf")))
-    if at == 0 or at == len(points):
-        return points[min(at, len(points) - 1)][1]
-    (x0, y0), (x1, y1) = points[at - 1], points[at]
+    index = bisect_right(points, (step, float("inf")))
+    if index == 0 or index == len(points):
+        return points[min(index, len(points) - 1)][1]
+    (x0, y0), (x1, y1) = points[index - 1], points[index]
     return y0 + (y1 - y0) * (step - x0) / (x1 - x0)
 
 
@@ -203,8 +203,8 @@ class MixtureSource:
         return self.starts[-1]
 
     def __getitem__(self, i: int) -> dict[str, torch.Tensor]:
-        at = bisect_right(self.starts, i) - 1
-        return self.sources[at][i - self.starts[at]]
+        source = bisect_right(self.starts, i) - 1
+        return self.sources[source][i - self.starts[source]]
 
     def batch_sampler(self, config: Config, dp_rank: int, step: int) -> GlobalBatchSampler:
         return MixtureBatchSampler(self, config, dp_rank, step)
@@ -252,8 +252,8 @@ class MixedValidation:
         return len(self._places)
 
     def __getitem__(self, i: int) -> dict[str, torch.Tensor]:
-        k, at = self._places[i]
-        return self._sources[k][at]
+        k, index = self._places[i]
+        return self._sources[k][index]
 
 
 def mixture_of(opened: Mapping[str, Data], data: MixtureData, config: Config) -> Data:

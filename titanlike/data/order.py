@@ -160,9 +160,9 @@ class SimilarLengthBatchSampler(GlobalBatchSampler):
             if not before or size < batch:
                 continue
             # a short epoch ends before the step that it shares with the next one
-            own = order(start, min(2 * batch, size - (start + size) % batch))
-            new = np.flatnonzero(~np.isin(own, order(start - before, before)))[: batch - before]
-            own = np.concatenate([own[new], np.delete(own, new)])
-            at, end = max(first, start), min(first + count, start + len(own))
-            samples[at - first : max(at, end) - first] = own[at - start : max(at, end) - start]
+            ids = order(start, min(2 * batch, size - (start + size) % batch))
+            new = np.flatnonzero(~np.isin(ids, order(start - before, before)))[: batch - before]
+            ids = np.concatenate([ids[new], np.delete(ids, new)])
+            low, end = max(first, start), min(first + count, start + len(ids))
+            samples[low - first : max(low, end) - first] = ids[low - start : max(low, end) - start]
         return samples

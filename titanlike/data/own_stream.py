@@ -74,9 +74,9 @@ class _Opener:
     repeat: bool
 
     def __call__(self, reader: int, readers: int, wrap: Callable[[Any], Any], whole: bool) -> Any:
-        own = OwnRows(self, reader, readers)
-        checked = _Checked(own, self.checks, f"of reader {reader}")
-        return Repeated(wrap(checked), self.repeat and whole, own)
+        rows = OwnRows(self, reader, readers)
+        checked = _Checked(rows, self.checks, f"of reader {reader}")
+        return Repeated(wrap(checked), self.repeat and whole, rows)
 
     def stream(self, reader: int, readers: int) -> Any:
         opened = self.call(reader=reader, readers=readers)

@@ -108,11 +108,11 @@ class PackedSource:
         read megabytes."""
         pieces, stop = [np.empty(0, np.int64)], min(start + number, self.count)
         while start < stop:
-            at = bisect_right(self._token_ends, start)
-            file, mapped = self._files[at], self._tokens[at].base
+            index = bisect_right(self._token_ends, start)
+            file, mapped = self._files[index], self._tokens[index].base
             assert isinstance(mapped, np.memmap) and mapped.filename is not None
-            place = file.start + start - (self._token_ends[at] - file.count)
-            count = min(stop, self._token_ends[at]) - start
+            place = file.start + start - (self._token_ends[index] - file.count)
+            count = min(stop, self._token_ends[index]) - start
             offset = mapped.offset + place * mapped.itemsize
             piece = np.fromfile(mapped.filename, mapped.dtype, count, offset=offset)
             pieces.append(piece.astype(np.int64))
@@ -127,10 +127,10 @@ class PackedSource:
         return text
 
     def __getitem__(self, i: int) -> dict[str, torch.Tensor]:
-        at = bisect_right(self._ends, i)
-        file = self._files[at]
-        start = file.start + (i - (self._ends[at - 1] if at else 0)) * self._seq_len
-        tokens = self._tokens[at][start : start + self._seq_len + 1].astype(np.int64)
+        index = bisect_right(self._ends, i)
+        file = self._files[index]
+        start = file.start + (i - (self._ends[index - 1] if index else 0)) * self._seq_len
+        tokens = self._tokens[index][start : start + self._seq_len + 1].astype(np.int64)
         if tokens.min() < 0 or tokens.max() >= self._vocab_size:
             bad = tokens[(tokens < 0) | (tokens >= self._vocab_size)][0]
             raise ValueError(
@@ -143,7 +143,7 @@ class PackedSource:
         if self._boundary is not None:
             sample["document_ids"] = (sample["inputs"] == self._boundary).cumsum(0)
         if self._borders is not None:
-            begins = self._borders[at].within(start, start + self._seq_len) - start
+            begins = self._borders[index].within(start, start + self._seq_len) - start
             first = np.zeros(self._seq_len + 1, np.int64)
             first[begins] = 1
             sample["document_ids"] = torch.from_numpy(first[:-1].cumsum())

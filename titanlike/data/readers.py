@@ -40,13 +40,13 @@ def held_out_problems(config: Config) -> Iterator[Problem]:
 def reader_problems(config: Config, readers: int | None) -> Iterator[Problem]:
     """Yield an error if the number of readers does not fit batch and dp. readers: None = default."""
     rows, dp = _common_rows(config), config.dp
-    wanted = default_readers(config) if readers is None else readers
+    chosen = default_readers(config) if readers is None else readers
     fitting = [n for n in range(dp, rows + 1, dp) if rows % n == 0]
-    if wanted in fitting or not fitting:  # an invalid dp is reported elsewhere
+    if chosen in fitting or not fitting:  # an invalid dp is reported elsewhere
         return
-    near = min(fitting, key=lambda n: abs(n - wanted))
+    near = min(fitting, key=lambda n: abs(n - chosen))
     reason = f"each of the {dp} dp ranks reads as many, and each reader the same number of a "
     reason += f"batch's {rows} samples"
     yield Problem(
-        "data.readers", "null" if readers is None else wanted, reason, f"data.readers={near}"
+        "data.readers", "null" if readers is None else chosen, reason, f"data.readers={near}"
     )

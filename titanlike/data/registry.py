@@ -49,7 +49,7 @@ def problems(config: Config) -> list[Problem]:
         from titanlike.data.validation_sets import problems_of_sets
 
         errors += problems_of_sets(config)
-    return [error for at, error in enumerate(errors) if error not in errors[:at]]
+    return [error for index, error in enumerate(errors) if error not in errors[:index]]
 
 
 def warnings(config: Config) -> Iterator[str]:
@@ -86,8 +86,8 @@ def _shared_memory_problem(config: Config) -> Iterator[Problem]:
 
 def free_shared_memory() -> int:
     """Return the free bytes of shared memory."""
-    found = os.statvfs(SHARED_MEMORY)
-    return found.f_bavail * found.f_frsize
+    stats = os.statvfs(SHARED_MEMORY)
+    return stats.f_bavail * stats.f_frsize
 
 
 def vocab_size(config: Config) -> int | None:

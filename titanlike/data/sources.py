@@ -158,18 +158,18 @@ def documents_note(data: Any) -> str:
 
 def data_fingerprint(data: Data, section: Any) -> dict[str, Any]:
     """Fingerprint the training part, the validation parts, the tokenizer and the document handling."""
-    own = {
+    validation = {
         f"validation {name}".strip(): source_fingerprint(source)
         for name, source in data.validation_sets.items()
     }
     if data.fingerprint is not None:
-        return {"format": FORMAT, "fingerprint": data.fingerprint, **own}
+        return {"format": FORMAT, "fingerprint": data.fingerprint, **validation}
     documents = getattr(section, "documents", False)
     assert not isinstance(data.train, Stream), "a stream has a fingerprint"
     return {
         "format": FORMAT,
         "training": source_fingerprint(data.train),
-        **(own or {"validation": source_fingerprint(data.validation)}),
+        **(validation or {"validation": source_fingerprint(data.validation)}),
         "tokenizer": data.tokenizer,
         "documents": f"separated at {data.boundary}" if documents else "not separated",
     }

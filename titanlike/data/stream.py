@@ -115,11 +115,11 @@ def _token_files(data: StreamData) -> tokens.TokenSet | None:
         return None
     ours = open_tokenizer(data.tokenizer)
     section = TokenData(path=data.path, vocab_size=ours.vocab_size, boundary=ours.boundary)
-    found = tokens.read_tokens(section)
-    if found.tokenizer and open_tokenizer(found.tokenizer).fingerprint != ours.fingerprint:
-        fix = f"data.tokenizer={found.tokenizer}"
+    files = tokens.read_tokens(section)
+    if files.tokenizer and open_tokenizer(files.tokenizer).fingerprint != ours.fingerprint:
+        fix = f"data.tokenizer={files.tokenizer}"
         raise DataError("data.path", data.path, "was written with another tokenizer", fix)
-    return found
+    return files
 
 
 def _dataset(data: StreamData) -> HFData | None:
@@ -158,19 +158,19 @@ class _ReadsText:
 
     def identity(self) -> list[Any]:
         """Return, as JSON, what the samples depend on."""
-        found = list[list[Any]]()
+        parts = list[list[Any]]()
         for name, section in _sections(self.data).items():
             rows = _dataset(section)
             if (files := _token_files(section)) is not None:
-                found.append([name, "tokens", [file.count for file in files.files]])
+                parts.append([name, "tokens", [file.count for file in files.files]])
             elif rows is None:
                 sizes = [size for _, size, _ in text.file_states(text.find_files(section.path))]
                 digest = hashlib.sha256(json.dumps(sizes).encode()).hexdigest()[:16]
-                found.append([name, len(sizes), digest, self.data.text_key])
+                parts.append([name, len(sizes), digest, self.data.text_key])
             else:
-                found.append([name, rows.path, rows.revision, rows.subset, rows.split])
+                parts.append([name, rows.path, rows.revision, rows.subset, rows.split])
         weights = [[n, s["weight"]] for n, s in self.data.sources.items()]
-        return [*found, weights]
+        return [*parts, weights]
 
     def __call__(self, reader: int, readers: int, wrap: Callable[[Any], Any], whole: bool) -> Any:
         from titanlike.data.stream_nodes import Mixed
@@ -212,12 +212,12 @@ class _ReadsText:
         if section is None:
             parts = parts_of(text.find_files(data.path), readers)
             rows: Any = Rows(parts, data.text_key, reader, readers, seed)
-            told = rows
+            dataset = rows
         else:
-            told = hf_dataset.streamed(section, reader, readers)
-            rows = DatasetRows(told, data.text_key)
+            dataset = hf_dataset.streamed(section, reader, readers)
+            rows = DatasetRows(dataset, data.text_key)
         # the stream also ends if an epoch has no sample but held-out ones
-        repeated = Repeated(wrap(rows), data.repeat and whole, told)
+        repeated = Repeated(wrap(rows), data.repeat and whole, dataset)
         packed = Packed(repeated, self.tokenizer, self.seq_len)
         size = -(-data.shuffle_buffer // readers)
         if not whole or size <= 1:

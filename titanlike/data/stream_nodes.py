@@ -73,7 +73,7 @@ def divided(sizes: Sequence[int], readers: int, seed: int, epoch: int) -> list[l
         least = min(range(readers), key=lambda r: (loads[r], r))
         loads[least] += sizes[part]
         given[least].append(part)
-    place = {part: at for at, part in enumerate(order.tolist())}
+    place = {part: index for index, part in enumerate(order.tolist())}
     return [sorted(parts, key=place.__getitem__) for parts in given]
 
 
@@ -116,9 +116,9 @@ class Rows(BaseNode[Row]):
 
     def next(self) -> Row:
         while True:
-            found = next(self._rows, None)
-            if found is not None:
-                row, self._at = found
+            row_and_position = next(self._rows, None)
+            if row_and_position is not None:
+                row, self._at = row_and_position
                 self._count += 1
                 if (self._count - 1) % self._sharers == self._turn:
                     return row._replace(begins=row.begins or self._sharers > 1)
@@ -140,54 +140,54 @@ def _first_line(file: Any, part: Part) -> int:
     return file.tell()
 
 
-def _lines(part: Part, at: int, text_key: str) -> Iterator[tuple[Row, int]]:
+def _lines(part: Part, offset: int, text_key: str) -> Iterator[tuple[Row, int]]:
     with open_regular(Path(part.path)) as file:
-        at = file.seek(at) if at else _first_line(file, part)
-        while at < part.stop and (line := file.readline()):
-            begin, at = at, at + len(line)
+        offset = file.seek(offset) if offset else _first_line(file, part)
+        while offset < part.stop and (line := file.readline()):
+            begin, offset = offset, offset + len(line)
             text = jsonl_text(line, 0, text_key) if line.strip() else None
             if isinstance(text, BadRecord):
                 raise text.error(part.path, f"the line at byte {begin:,}", text_key)
             if text:
-                yield Row(text), at
+                yield Row(text), offset
 
 
-def _pieces(part: Part, at: int, _: str) -> Iterator[tuple[Row, int]]:
+def _pieces(part: Part, offset: int, _: str) -> Iterator[tuple[Row, int]]:
     """Yield the lines that begin within a text file's part, in pieces that end at a line, or within
     a long line at a character."""
     with open_regular(Path(part.path)) as file:
-        begins = not at
-        at = file.seek(at) if at else _first_line(file, part)
-        piece = b"\n" if at < part.stop else b""
-        while piece and (at < part.stop or not piece.endswith(b"\n")):
-            piece = file.read(min(_PIECE, max(0, part.stop - at))) + file.readline(_PIECE)
+        begins = not offset
+        offset = file.seek(offset) if offset else _first_line(file, part)
+        piece = b"\n" if offset < part.stop else b""
+        while piece and (offset < part.stop or not piece.endswith(b"\n")):
+            piece = file.read(min(_PIECE, max(0, part.stop - offset))) + file.readline(_PIECE)
             while not piece.endswith(b"\n") and (more := file.read(1)):
                 if more[0] & 0xC0 != 0x80:  # the first byte of the next character
                     file.seek(-1, os.SEEK_CUR)
                     break
                 piece += more
-            begin, at = at, at + len(piece)
+            begin, offset = offset, offset + len(piece)
             try:
                 text = piece.decode()
             except UnicodeDecodeError as error:
                 reason = f"is not UTF-8 text (byte {begin + error.start:,})"
                 raise DataError("data.path", part.path, reason, "give UTF-8 text") from None
             if text:
-                yield Row(text, begins), at
+                yield Row(text, begins), offset
             begins = False
 
 
 def parts_of(files: Sequence[Path], readers: int) -> list[Part]:
     """Return the parts to divide among readers: files; large text and JSONL files are cut by bytes."""
     sizes = [os.stat(file).st_size for file in files]
-    most = min(max(sum(sizes) // (8 * readers), 1 << 10), 1 << 26)
+    largest = min(max(sum(sizes) // (8 * readers), 1 << 10), 1 << 26)
     parts = []
     for file, size in zip(files, sizes, strict=True):
         plain = file.suffix.lower() not in (*COMPRESSED, *TABLES, ".json")
-        if not plain or (size <= most and kind_of_file(file) != ".jsonl"):
+        if not plain or (size <= largest and kind_of_file(file) != ".jsonl"):
             parts.append(Part(str(file), 0, size, True))
             continue
-        count = max(1, -(-size // most))
+        count = max(1, -(-size // largest))
         cuts = [size * n // count for n in range(count + 1)]
         parts += [Part(str(file), a, b, False) for a, b in pairwise(cuts)]
     return parts
@@ -327,9 +327,9 @@ class Packed(BaseNode[Tensor]):
         boundary = torch.tensor([self._tokenizer.boundary], dtype=torch.int32)
         pieces = [self._left]
         ids = self._tokenizer.encode_many(row.text for row in rows)
-        for row, of_row in zip(rows, ids, strict=True):
+        for row, row_ids in zip(rows, ids, strict=True):
             pieces += [boundary] * row.begins
-            pieces.append(torch.from_numpy(of_row.astype(np.int32)))
+            pieces.append(torch.from_numpy(row_ids.astype(np.int32)))
         self._left = torch.cat(pieces)
 
     def get_state(self) -> State:
@@ -395,8 +395,8 @@ class Mixed(BaseNode[Any]):
         weights = np.cumsum([weight_at(points, step) for points in self._weights])
         place = shuffled_index(step * rows + row, rows, self._seed + 1)
         offset = _random(self._seed, step, 1 << 30) / (1 << 30)
-        at = np.searchsorted(weights, (place + offset) / rows * weights[-1], side="right")
-        return next([*self._sources.values()][min(int(at), len(weights) - 1)])
+        index = np.searchsorted(weights, (place + offset) / rows * weights[-1], side="right")
+        return next([*self._sources.values()][min(int(index), len(weights) - 1)])
 
     def get_state(self) -> State:
         return {name: source.state_dict() for name, source in self._sources.items()}

@@ -125,22 +125,22 @@ class StreamSource:
         repeat = option(self.config.data, "repeat", True)
         waiting: Batch | None = None
         for step in count(position + 1):
-            of_step = [*islice(blocks, workers)]
-            if len(of_step) < workers:
+            step_blocks = [*islice(blocks, workers)]
+            if len(step_blocks) < workers:
                 self.ends = step - 1
                 return
-            for block in of_step:
+            for block in step_blocks:
                 if not isinstance(block, Block):  # `loader.NotSent`
                     yield block
                 if block.error is not None:
                     raise block.error
-            if all(block.states is not None for block in of_step):
-                self._keep(step, {r: s for b in of_step for r, s in (b.states or {}).items()})
-            ends = any(block.ends for block in of_step)
+            if all(block.states is not None for block in step_blocks):
+                self._keep(step, {r: s for b in step_blocks for r, s in (b.states or {}).items()})
+            ends = any(block.ends for block in step_blocks)
             if ends:
                 self.ends = step
             if step > start:
-                parts = [block.batch for block in of_step]
+                parts = [block.batch for block in step_blocks]
                 batch = parts[0]
                 if len(parts) > 1:
                     batch = {name: torch.cat([part[name] for part in parts]) for name in batch}
@@ -266,8 +266,8 @@ class HeldOutSource:
         source = self._source
         each = source.config.batch_size // source.readers
         batch, row = divmod(i, source.config.batch_size)
-        reader, at = divmod(row, each)
-        return source.head(reader).held[batch * each + at]
+        reader, index = divmod(row, each)
+        return source.head(reader).held[batch * each + index]
 
     def collate(self, samples: list[Batch]) -> Batch:
         return self._source.collate(samples)
@@ -354,7 +354,7 @@ def dumped(state: Any, first: int) -> Tensor:
     return torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
 
 
-def not_saved(state: Any, at: str = "state") -> str:
+def not_saved(state: Any, path: str = "state") -> str:
     """Return the part of a state that cannot be loaded without pickle; "" = none."""
     if isinstance(state, dict):
         items = [(repr(key), value) for key, value in state.items()]
@@ -362,8 +362,8 @@ def not_saved(state: Any, at: str = "state") -> str:
         items = [(str(n), value) for n, value in enumerate(state)]
     else:
         plain = state is None or type(state) in (bool, int, float, str, bytes, Tensor)
-        return "" if plain else f"{at} is a {type(state).__name__}"
-    return next(filter(None, (not_saved(value, f"{at}[{name}]") for name, value in items)), "")
+        return "" if plain else f"{path} is a {type(state).__name__}"
+    return next(filter(None, (not_saved(value, f"{path}[{name}]") for name, value in items)), "")
 
 
 def loaded(state: Tensor) -> dict[str, Any]:

@@ -271,11 +271,11 @@ def records(path: Path, text_key: str) -> Iterator[str | BadRecord]:
         else:
             with opened(path) as file:
                 text = file.read().decode("utf-8-sig")
-            found = _json_rows(text) if kind_of_file(path) == ".json" else []
-            if not found or text_key not in found[0]:
+            json_rows = _json_rows(text) if kind_of_file(path) == ".json" else []
+            if not json_rows or text_key not in json_rows[0]:
                 yield from filter(None, [text])
                 return
-            rows = enumerate(found, 1)
+            rows = enumerate(json_rows, 1)
         for number, row in rows:
             record = row if isinstance(row, BadRecord) else _text_of(row, number, text_key)
             if record:
@@ -331,17 +331,17 @@ def _json_of(line: bytes, number: int) -> Any:
 def _text_of(row: Any, number: int, text_key: str) -> str | BadRecord | None:
     if not isinstance(row, dict):
         return BadRecord(number, "is not an object", True)
-    found, fields = field_of(row, text_key), dict(_fields(row))
-    if found and isinstance(found[0], str | None):
+    values, fields = field_of(row, text_key), dict(_fields(row))
+    if values and isinstance(values[0], str | None):
         # JSON can contain a lone surrogate, which is not a character: it becomes "?"
-        return found[0] and found[0].encode(errors="replace").decode()
+        return values[0] and values[0].encode(errors="replace").decode()
     fixes = [
         as_override("data.text_key", n) for n, value in fields.items() if isinstance(value, str)
     ]
     fixes += [f"data=hf data.ids_key={n}" for n, value in fields.items() if is_ids(value)]
     reason = f"has no field {text_key} (its fields are {', '.join(fields)})"
-    if found:
-        reason = f"holds {type(found[0]).__name__} in {text_key}, not text"
+    if values:
+        reason = f"holds {type(values[0]).__name__} in {text_key}, not text"
     return BadRecord(number, reason, True, *fixes[:1])
 
 

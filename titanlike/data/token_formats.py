@@ -62,8 +62,8 @@ _UNUSED = r"(^|[^a-z])test([^a-z]|$)"
 def recognized(path: Path, head: bytes | None = None) -> tuple[str, str] | None:
     """Return a file's format and the fix, if `MAGIC` has it."""
     head = _head(path) if head is None else head
-    for at, magic, what, fix in MAGIC:
-        if head[at : at + len(magic)] == magic:
+    for offset, magic, what, fix in MAGIC:
+        if head[offset : offset + len(magic)] == magic:
             given = partial(as_override, "data.path")
             stem, file = given(str(path.with_suffix(""))), shlex.quote(str(path))
             return what, fix.format(path=given(str(path)), stem=stem, file=file)
@@ -232,8 +232,8 @@ def _whole(path: Path, dtype: str) -> TokenFile:
 
 
 def _check_size(path: Path, size: int, by: str) -> None:
-    if (found := path.stat().st_size) != size:
-        reason = f"has {found:,} bytes, and by {by} there are {size:,}"
+    if (actual := path.stat().st_size) != size:
+        reason = f"has {actual:,} bytes, and by {by} there are {size:,}"
         raise DataError("data.path", path, reason, _COMPLETE)
 
 
@@ -278,12 +278,12 @@ class _Borders:
             ends = mapped[: len(mapped) // 8 * 8].view("<u8")
             return cls(ends, ends, ends)
         _, code, count = struct.unpack_from("<QBQ", mapped[:26].tobytes(), 9)
-        marks, at = range(count), 26
-        if len(mapped) != at + 12 * count:  # else fairseq's: each sequence is a document
-            documents, at = struct.unpack_from("<Q", mapped[:34].tobytes(), 26)[0], 34
-            marks = mapped[at + 12 * count :][: 8 * documents].view("<i8")
-        lengths = mapped[at:][: 4 * count].view("<i4")
-        places = mapped[at + 4 * count :][: 8 * count].view("<i8")
+        marks, offset = range(count), 26
+        if len(mapped) != offset + 12 * count:  # else fairseq's: each sequence is a document
+            documents, offset = struct.unpack_from("<Q", mapped[:34].tobytes(), 26)[0], 34
+            marks = mapped[offset + 12 * count :][: 8 * documents].view("<i8")
+        lengths = mapped[offset:][: 4 * count].view("<i4")
+        places = mapped[offset + 4 * count :][: 8 * count].view("<i8")
         if not len(places) == len(lengths) == count:
             raise ValueError("too short")
         return cls(marks, places, lengths, np.dtype(_CODES[code]).itemsize)

@@ -209,8 +209,8 @@ def _plan(files: list[Path], settings: Settings, tokenizer: Tokenizer) -> dict[s
             unit_size = 0
         dealt[-1].append((path, size, time_ns))
         unit_size += size
-    kept = asdict(settings) | {"tokenizer": tokenizer.fingerprint}
-    return {"format": FORMAT, "settings": kept, "units": dealt}
+    saved = asdict(settings) | {"tokenizer": tokenizer.fingerprint}
+    return {"format": FORMAT, "settings": saved, "units": dealt}
 
 
 def _check_plan(out: Path, plan: dict[str, Any]) -> None:

@@ -164,7 +164,7 @@ class ByteTokenizer:
     def located(self, text: str, *, plain: bool = False) -> tuple[list[int], list[Span]]:
         def pieces(text: str) -> tuple[list[int], list[Span]]:
             sizes = [len(character.encode()) for character in text]
-            spans = [(at, at + 1) for at, size in enumerate(sizes) for _ in range(size)]
+            spans = [(offset, offset + 1) for offset, size in enumerate(sizes) for _ in range(size)]
             return [*text.encode()], spans
 
         return _between(text, {} if plain else self.controls, pieces)
@@ -224,8 +224,8 @@ class JsonTokenizer:
         self.names = default if names is None else names
         self.fingerprint = hashlib.sha256(self.content).hexdigest()
         spelled = [text for token in self.controls for text in (token, f"a{token}a")]
-        found = self._coder(True).encode_batch(spelled, add_special_tokens=False)
-        if any({*self.controls.values()} & {*encoding.ids} for encoding in found):
+        encodings = self._coder(True).encode_batch(spelled, add_special_tokens=False)
+        if any({*self.controls.values()} & {*encoding.ids} for encoding in encodings):
             self._of_text = read(json.dumps(_without_controls(self)).encode())
 
     def _coder(self, plain: bool) -> Any:
@@ -309,7 +309,7 @@ class SentencePieceTokenizer:
     def _pieces(self, text: str) -> tuple[list[int], list[Span]]:
         pieces = [*self._model.encode(text, out_type="proto").pieces]
         sizes = [len(character.encode()) for character in text]
-        places = {at: number for number, at in enumerate(accumulate(sizes, initial=0))}
+        places = {offset: number for number, offset in enumerate(accumulate(sizes, initial=0))}
         spans, end = list[Span](), len(text)
         for piece in reversed(pieces):  # the last of a character's bytes has its position
             end = places[piece.end] if piece.end > piece.begin else end
@@ -327,13 +327,13 @@ def _between(
 ) -> tuple[list[int], list[Span]]:
     """Encode as `located` does, with a tokenizer that knows no special tokens."""
     longest_first = sorted(controls, key=len, reverse=True)
-    ids, spans, at = list[int](), list[Span](), 0
+    ids, spans, offset = list[int](), list[Span](), 0
     for part in re.split(f"({'|'.join(map(re.escape, longest_first)) or '(?!)'})", text):
         token = controls.get(part)
-        found, places = encode(part) if token is None else ([token], [(0, len(part))])
-        ids += found
-        spans += [(at + begin, at + end) for begin, end in places]
-        at += len(part)
+        part_ids, places = encode(part) if token is None else ([token], [(0, len(part))])
+        ids += part_ids
+        spans += [(offset + begin, offset + end) for begin, end in places]
+        offset += len(part)
     return ids, spans
 
 

@@ -115,7 +115,7 @@ def _check_boundary(data: TokenData, config: Config) -> Iterator[Problem]:
         yield Problem("data.boundary", boundary, reason, remedy)
     else:
         ids = open_tokens(tokens.files[0])[:_MAX_SEARCHED]
-        chunks = (ids[at : at + _CHUNK] for at in range(0, len(ids), _CHUNK))
+        chunks = (ids[start : start + _CHUNK] for start in range(0, len(ids), _CHUNK))
         if not any((chunk == boundary).any() for chunk in chunks):
             reason = f"is not among the first {len(ids):,} tokens"
             yield Problem("data.boundary", boundary, reason, f"{remedy}, or data.documents=false")

@@ -69,26 +69,26 @@ def _of_set(problem: Problem, key: str) -> Problem:
 
 def problems_of_sets(config: Config) -> list[Problem]:
     """Return errors of the sets that are quick to find before a worker starts."""
-    found: list[Problem] = []
+    problems: list[Problem] = []
     key = "validation.data"
     try:
         for name, section in sections(config).items():
-            key, of_set = _key(name), kinds.of_all(config, section)
+            key, scoped = _key(name), kinds.of_all(config, section)
             for check in kinds.kind_of(section).CHECKS:
-                found += (_of_set(problem, key) for problem in check(of_set.data, of_set) or ())
+                problems += (_of_set(problem, key) for problem in check(scoped.data, scoped) or ())
             _check_vocabulary(key, section, *map(_vocabulary, (config.data, section)))
     except DataError as error:
-        found.append(_of_set(error.problem, key))
-    return found
+        problems.append(_of_set(error.problem, key))
+    return problems
 
 
 def _vocabulary(section: Any) -> Vocabulary:
     """Return a section's vocabulary, with the tokenizer's fingerprint as its tokenizer."""
     from titanlike.data.tokenizer import open_tokenizer
 
-    found = kinds.vocabulary(section)
-    name = found.tokenizer
-    return found._replace(tokenizer=None if name is None else open_tokenizer(name).fingerprint)
+    vocabulary = kinds.vocabulary(section)
+    name = vocabulary.tokenizer
+    return vocabulary._replace(tokenizer=None if name is None else open_tokenizer(name).fingerprint)
 
 
 def _check_vocabulary(key: str, section: Any, ours: Vocabulary, own: Vocabulary) -> None:
@@ -125,9 +125,9 @@ def open_sets(data: Data, config: Config) -> Data:
 
     sets: dict[str, Source] = {}
     for name, section in sections(config).items():
-        key, of_set = _key(name), kinds.of_all(config, section)
+        key, scoped = _key(name), kinds.of_all(config, section)
         try:
-            opened = kinds.kind_of(section).open_data(of_set.data, of_set)
+            opened = kinds.kind_of(section).open_data(scoped.data, scoped)
         except DataError as error:
             raise DataError(*astuple(_of_set(error.problem, key))) from None
         vocabularies = (Vocabulary(each.vocab_size, each.tokenizer) for each in (data, opened))

@@ -75,7 +75,7 @@ def keys_of(leaves: int, some: Iterable[int]) -> list[Key]:
 def leaves_of(rank: int, microbatch: int, *, microbatches: int, peers: int = 1) -> list[int]:
     """The leaves (samples in one unit of summation) that a dp rank computes in a microbatch;
     peers: neighbouring ranks whose leaves count as this rank's."""
-    return [at * microbatches + microbatch for at in range(rank * peers, (rank + 1) * peers)]
+    return [index * microbatches + microbatch for index in range(rank * peers, (rank + 1) * peers)]
 
 
 def start_sum(
@@ -95,13 +95,13 @@ def start_sum(
         for key in keys[0]:
             tree.put(key, nodes[key])
         return lambda: None
-    mine = keys[dist.get_rank(group)]
-    parts = [nodes[key].view(size, 1, -1) for key in mine]
+    own_keys = keys[dist.get_rank(group)]
+    parts = [nodes[key].view(size, 1, -1) for key in own_keys]
     sent = parts[0] if len(parts) == 1 else torch.cat(parts, 1)  # [size, nodes, part]
     part = sent.shape[-1]
-    counts = [len(of_rank) * part for of_rank in keys]
+    counts = [len(rank_keys) * part for rank_keys in keys]
     received = sent.new_empty(sum(counts))
-    flat, sizes = sent.flatten(), [len(mine) * part] * size
+    flat, sizes = sent.flatten(), [len(own_keys) * part] * size
     work = dist.all_to_all_single(received, flat, counts, sizes, group=group, async_op=True)
 
     def end(_: Tensor = flat) -> None:  # the default keeps the send buffer alive
@@ -142,10 +142,10 @@ def bins_of(values: Tensor) -> Tensor:
     exponent = bits >> 23 & 0xFF
     mantissa = torch.where(exponent > 0, (bits & 0x7FFFFF) | 0x800000, bits & 0x7FFFFF)
     place = (exponent - 1).clamp(min=0)
-    at, units = place // _BITS, mantissa << place % _BITS
+    bins, units = place // _BITS, mantissa << place % _BITS
     wrong = exponent == 255
-    at, units = at.masked_fill(wrong, _NONFINITE), units.masked_fill(wrong, 1)
-    return torch.zeros(_BINS + 1, dtype=torch.int64, device=bits.device).index_add_(0, at, units)
+    bins, units = bins.masked_fill(wrong, _NONFINITE), units.masked_fill(wrong, 1)
+    return torch.zeros(_BINS + 1, dtype=torch.int64, device=bits.device).index_add_(0, bins, units)
 
 
 def root_of_bins(bins: Tensor) -> Tensor:

@@ -60,10 +60,10 @@ class TiedWeights(Transform):
         for copies, group in self._copies:
             if not copies[0].requires_grad:
                 continue
-            mine = [local(p.grad) for p in copies if p.grad is not None]
-            if group is None and (not mine or len(copies) < 2):
+            grads = [local(p.grad) for p in copies if p.grad is not None]
+            if group is None and (not grads or len(copies) < 2):
                 continue
-            total = torch.stack(mine).sum(0) if mine else torch.zeros_like(local(copies[0]))
+            total = torch.stack(grads).sum(0) if grads else torch.zeros_like(local(copies[0]))
             if group is not None:
                 dist.all_reduce(total, group=group)
             for parameter in copies:
@@ -98,7 +98,7 @@ class UnusedParameters:
         """canonical: each name of a parameter -> its first name (tied ones have several); zero: see
         `sharding.py`; sums: by stage, for stages whose gradients FSDP does not reduce."""
         self._mesh = mesh
-        self._index = {name: at for at, name in enumerate(sorted(set(canonical.values())))}
+        self._index = {name: place for place, name in enumerate(sorted(set(canonical.values())))}
         self._trained: list[tuple[str, nn.Parameter]] = []  # this rank's, with first names
         self._sharded: set[nn.Parameter] = set()  # those whose gradients FSDP reduces
         self._reached: set[nn.Parameter] = set()  # sharded ones with a gradient in this step

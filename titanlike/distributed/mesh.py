@@ -156,9 +156,9 @@ def join_group(
         # does
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3")
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")  # a pair connects at its first message
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    _, limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(ValueError, OSError):  # of a kernel whose own limit is lower
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
     shared = ranks_of(device, launch, local_ranks)
     needed = _shared_environment(rank, world_size == local_ranks) if shared > 1 else {}
     for name, value in needed.items():
@@ -184,11 +184,11 @@ def join_group(
     except dist.DistBackendError as error:
         if shared == 1 or describe(rank, error).transport:  # of a peer that failed
             raise
-        said = str(error).partition("Last error:")[2].split("\n")
-        said = next(filter(None, map(str.strip, [*said, *str(error).split("\n")])), "")
+        lines = str(error).partition("Last error:")[2].split("\n")
+        lines = next(filter(None, map(str.strip, [*lines, *str(error).split("\n")])), "")
         users = [name for name, value in needed.items() if os.environ[name] != value]
         fix = f"unset {' '.join(users)}" if users else "device=cpu, or a GPU for each rank"
-        reason = f"NCCL does not connect ranks that share a GPU here: {said}"
+        reason = f"NCCL does not connect ranks that share a GPU here: {lines}"
         key = "launch.ranks_per_device"
         raise ConfigError([Problem(key, launch.ranks_per_device, reason, fix)]) from error
 

@@ -49,10 +49,10 @@ class ModuleWeights:
         self._of_all = getattr(model, "_init_weights", None)
         self._name = name
         for path, module in model.named_modules():
-            own = [last for last, _ in module.named_parameters(recurse=False)]
+            names = [last for last, _ in module.named_parameters(recurse=False)]
             above = (model.get_submodule(at) for at in _ancestors(path, self._top(path)))
-            if own and self._of_all is None and not any(map(_reset_of, above)):
-                raise self._problem(f"{path}.{own[0]}".strip("."))
+            if names and self._of_all is None and not any(map(_reset_of, above)):
+                raise self._problem(f"{path}.{names[0]}".strip("."))
 
     def _problem(self, parameter: str) -> ConfigError:
         reason = (
@@ -104,11 +104,11 @@ class ModuleWeights:
                 if (call := run(module)) is not None:
                     with seeded(piece_seed(self._seed, path, 0)):
                         call()
-        found = {f"{path}.{n}".strip("."): p for path, m in held for n, p in _own(m)}
-        for name, values in found.items():
+        parameters = {f"{path}.{n}".strip("."): p for path, m in held for n, p in _own(m)}
+        for name, values in parameters.items():
             if values.isnan().any():
                 raise self._problem(name)
-        return found
+        return parameters
 
 
 def _own(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -80,8 +80,8 @@ def places(tensor: Tensor, part: Part | None) -> list[Tensor]:
     if part is not None:
         ranges[part.dim] = [whole for _, whole in _ranges(held[part.dim], part.ranges)]
     return [
-        torch.cat([torch.arange(0), *(torch.arange(s.start, s.stop) for s in of_dim)])
-        for of_dim in ranges
+        torch.cat([torch.arange(0), *(torch.arange(s.start, s.stop) for s in slices)])
+        for slices in ranges
     ]
 
 

@@ -32,9 +32,9 @@ class Place(NamedTuple):
 def gather_places(device: torch.device, worker: Worker, timeout: float) -> list[Place]:
     """Gather all ranks' places on rank 0 ([] elsewhere). Collective; once in a job. It uses the
     store, as a gather would connect every rank to rank 0."""
-    mine = json.dumps(place_of(device))
-    told = barrier(worker, "places", timeout, mine, listens=worker.rank == 0)
-    return [Place(*json.loads(told[rank])) for rank in sorted(told)]
+    place = json.dumps(place_of(device))
+    answers = barrier(worker, "places", timeout, place, listens=worker.rank == 0)
+    return [Place(*json.loads(answers[rank])) for rank in sorted(answers)]
 
 
 def place_of(device: torch.device, sys: Path = _SYS) -> Place:
@@ -82,10 +82,10 @@ def places_text(places: list[Place]) -> str:
     for (host, numa), group in groupby(
         enumerate(places), lambda item: (item[1].host, item[1].numa)
     ):
-        found = list(group)
-        devices = _spans(list(dict.fromkeys(place.device for _, place in found)))
+        members = list(group)
+        devices = _spans(list(dict.fromkeys(place.device for _, place in members)))
         node = f", NUMA {numa}" if numa else ""
-        texts.append(f"{_spans([str(rank) for rank, _ in found])} on {host}: {devices}{node}")
+        texts.append(f"{_spans([str(rank) for rank, _ in members])} on {host}: {devices}{node}")
     more = [f"and {len(texts) - _MOST} more"] if len(texts) > _MOST else []
     return "; ".join(texts[:_MOST] + more)
 

@@ -187,9 +187,9 @@ def _complete_choices(args: argparse.Namespace) -> None:
         if group not in chosen and kinds - {None, now}:
             args.overrides[at] = f"{group}={choices}"
     chosen = {key_of(text) for text in args.overrides} & _GROUPS
-    own = {g for g in OPEN_GROUPS if "." in str((in_run.get(g) or {}).get("name"))}
+    custom = {g for g in OPEN_GROUPS if "." in str((in_run.get(g) or {}).get("name"))}
     if finished is not None or (shipped and "experiment" not in map(key_of, args.overrides)):
-        added = sorted(named - chosen - own)
+        added = sorted(named - chosen - custom)
         args.implied += [f"{group}=own" for group in added]
         chosen |= set(added)
     args.overrides = [*args.implied, *args.overrides]
@@ -198,12 +198,12 @@ def _complete_choices(args: argparse.Namespace) -> None:
         what = f"a copy of {before}, which stays as it is" if copied else f"which was in {before}"
         args.notes.append(f"the run is {args.config_path}, {what}")
     if finished is not None and (chosen or before):  # chosen groups come from their files
-        kept = {key: value for key, value in finished.items() if key not in chosen}
+        defaults = {key: value for key, value in finished.items() if key not in chosen}
         at = finished["defaults"].index("_self_") + 1
-        kept["defaults"] = [*finished["defaults"]]
-        kept["defaults"][at:at] = [{group: None} for group in sorted(chosen)]
+        defaults["defaults"] = [*finished["defaults"]]
+        defaults["defaults"][at:at] = [{group: None} for group in sorted(chosen)]
         args.config_name = "finished_run"
-        ConfigStore.instance().store(args.config_name, kept)
+        ConfigStore.instance().store(args.config_name, defaults)
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:

@@ -89,8 +89,8 @@ def problems(
                 break
             right = validate.fixed(right, broken)
             broken = validate.problems(right)
-        found = preflight(right, plan)
-        wrong += [problem for problem in found if problem.key not in known]
+        from_model = preflight(right, plan)
+        wrong += [problem for problem in from_model if problem.key not in known]
     if not wrong and warn is not None and world_size is not None:  # None: one machine
         local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
         if text := validate.placement_warning(config, local_ranks):

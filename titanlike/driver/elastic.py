@@ -50,7 +50,7 @@ def fit_mesh(config: Config, ranks: int) -> tuple[Config, list[Problem]]:
             return config, [Problem([*axes][-1], [*axes.values()][-1], reason)]
         replicate = dp if config.replicate == config.dp else config.replicate
         fitted = replace(config, dp=dp, replicate=replicate)
-        return fitted, [found for found in check(fitted, count) if str(found) not in known]
+        return fitted, [problem for problem in check(fitted, count) if str(problem) not in known]
 
     fitted, unfit = fit(ranks, problems)
     if not unfit:

@@ -179,8 +179,8 @@ class JobRunner:
         if fitted.schedule.name == "auto":
             from titanlike.planning.auto_schedule import ORDER, with_found_order
 
-            kept = f"kept in {run_dir / ORDER}"
-            fitted = with_found_order(fitted, lambda line: print(f"{line}; {kept}", flush=True))
+            note = f"kept in {run_dir / ORDER}"
+            fitted = with_found_order(fitted, lambda line: print(f"{line}; {note}", flush=True))
         if self.folder or not (run_dir / "config.yaml").exists():
             write_config(fitted, run_dir)  # a resumed run writes it after loading (session.py)
         if ranks is not None:
@@ -271,9 +271,9 @@ class ResultReporter:
     ) -> None:
         seconds, overrides = time.monotonic() - self._start, self._overrides
         try:
-            found = goodput(self._run_dir, time.time())
+            shares = goodput(self._run_dir, time.time())
             write_result(
-                self._run_dir, status, value, error, seconds, overrides, verification, found
+                self._run_dir, status, value, error, seconds, overrides, verification, shares
             )
         except OSError as problem:  # a full disk must not hide how the job ended
             print(f"result.json could not be written: {problem}", file=sys.stderr)

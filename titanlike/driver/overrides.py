@@ -469,8 +469,8 @@ def mapping_kept(override: Override, composed: DictConfig) -> Iterator[str]:
     node = _node(composed, key)
     if not isinstance(value, dict) or not isinstance(node, DictConfig) or key.startswith("hydra"):
         return
-    if kept := [str(name) for name in node if name not in value]:
-        names = some_names(kept, 4)
+    if inherited := [str(name) for name in node if name not in value]:
+        names = some_names(inherited, 4)
         yield f"{key}: what is given is merged into the file's {len(node)}; of these stay: {names}"
 
 

@@ -119,8 +119,8 @@ class SweepRun:
 
     def _resume_line(self) -> str:
         """Return the shell line that runs this sweep again, in the same directory."""
-        of_this_start = ("sweep.resume=", "sweep.share=")
-        words = [redact_override(w) for w in self.command if not w.startswith(of_this_start)]
+        launch_only = ("sweep.resume=", "sweep.share=")
+        words = [redact_override(w) for w in self.command if not w.startswith(launch_only)]
         if not any(word.startswith(("run_dir=", "hydra.sweep.dir=")) for word in words):
             words.append(run_dir_word(self.folder))
         return shlex.join([*self.program, *words])
@@ -377,7 +377,7 @@ def open_sweep(
 def _job_options(words: list[str]) -> list[str]:
     """Return the options of a sweep's command line that each job needs, too."""
     flags = ("--config-path", "-cp", "--config-name", "-cn", "--config-dir", "-cd")
-    of_sweep = ("hydra.sweep", "hydra.launcher", "hydra.run.", "hydra.mode", "hydra/")
+    sweep_only = ("hydra.sweep", "hydra.launcher", "hydra.run.", "hydra.mode", "hydra/")
     options, words = [], [*words]
     while words:
         word = words.pop(0)
@@ -385,6 +385,6 @@ def _job_options(words: list[str]) -> list[str]:
             options.append(word)
             if "=" not in word and words:
                 options.append(words.pop(0))
-        elif word.lstrip("+~").startswith("hydra.") and not word.startswith(of_sweep):
+        elif word.lstrip("+~").startswith("hydra.") and not word.startswith(sweep_only):
             options.append(word)
     return options

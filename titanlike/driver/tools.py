@@ -136,8 +136,8 @@ def _plan(config: Config, flags: argparse.Namespace, words: list[str]) -> int:
         else:
             print(as_text(estimate, advice, warning, _width()))
             free = (*MESH_AXES, "replicate", "schedule", "split", "activation_checkpoint")
-            kept = [word for word in words if not word.partition("=")[0].startswith(free)]
-            search = [*tool_program("plan"), "search", f"gpus={config.world_size}", *kept]
+            fixed = [word for word in words if not word.partition("=")[0].startswith(free)]
+            search = [*tool_program("plan"), "search", f"gpus={config.world_size}", *fixed]
             if config.world_size > 1:
                 print(f"\nthe fastest layouts of {config.world_size} devices: {shlex.join(search)}")
             if flags.picture is None:

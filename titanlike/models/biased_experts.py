@@ -57,5 +57,5 @@ class _ClampedSwiGLU(torch.autograd.Function):
         inside, within = gate <= ctx.limit, up.abs() <= ctx.limit
         gate, up = gate.clamp(max=ctx.limit), up.clamp(-ctx.limit, ctx.limit) + 1
         share = (ALPHA * gate).sigmoid()
-        of_gate = gradient * up * share * (1 + ALPHA * gate * (1 - share))
-        return of_gate * inside, gradient * gate * share * within, None
+        gate_gradient = gradient * up * share * (1 + ALPHA * gate * (1 - share))
+        return gate_gradient * inside, gradient * gate * share * within, None

@@ -29,12 +29,12 @@ class KeyValueCache:
         """Return (positions [B, T], mask bool [B, 1, T, S]) for the next tokens ids [B, T]."""
         self._start, self._stop = self._stop, self._stop + ids.size(1)
         assert self._stop <= self._size
-        at = torch.arange(self._stop, device=ids.device)  # [S]
-        queries, padding = at[self._start :], self._padding[:, None]
+        token = torch.arange(self._stop, device=ids.device)  # [S]
+        queries, padding = token[self._start :], self._padding[:, None]
         positions = (queries - padding).clamp(min=0)
-        causal = at <= queries[:, None]  # [T, S]
+        causal = token <= queries[:, None]  # [T, S]
         # padding attends to itself: a query without any key would give NaN
-        real = (at >= padding)[:, None] | (at == queries[:, None])  # [B, T, S]
+        real = (token >= padding)[:, None] | (token == queries[:, None])  # [B, T, S]
         return positions, (causal & real)[:, None]
 
     def extend(self, layer: nn.Module, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -42,7 +42,7 @@ class KeyValueCache:
         if layer not in self._layers:
             shape = (*k.shape[:2], self._size, k.size(-1))
             self._layers[layer] = k.new_zeros(shape), v.new_zeros((*shape[:3], v.size(-1)))
-        kept = self._layers[layer]
-        for all_tokens, new in zip(kept, (k, v), strict=True):
+        buffers = self._layers[layer]
+        for all_tokens, new in zip(buffers, (k, v), strict=True):
             all_tokens[:, :, self._start : self._stop] = new
-        return kept[0][:, :, : self._stop], kept[1][:, :, : self._stop]
+        return buffers[0][:, :, : self._stop], buffers[1][:, :, : self._stop]

@@ -112,12 +112,12 @@ def document_mask(
     some tokens, to return their rows only."""
     numbers = _numbers(documents.spans[0], batch, tokens)
     keys = torch.arange(tokens, device=numbers.device)
-    at, of_queries = keys, numbers
+    rows, q_numbers = keys, numbers
     if queries is not None:
-        at, of_queries = queries, numbers.index_select(1, queries)
-    allowed = (at[:, None] >= keys) & (of_queries[:, None, :, None] == numbers[:, None, None, :])
+        rows, q_numbers = queries, numbers.index_select(1, queries)
+    allowed = (rows[:, None] >= keys) & (q_numbers[:, None, :, None] == numbers[:, None, None, :])
     if documents.window is not None:
-        allowed = allowed & (at[:, None] - keys < documents.window)
+        allowed = allowed & (rows[:, None] - keys < documents.window)
     return allowed
 
 
@@ -160,8 +160,8 @@ def _blocks(offsets: Tensor, batch: int, tokens: int, window: int | None) -> lis
     padded = F.pad(numbers, (0, blocks * TILE - tokens), value=beyond).unflatten(1, (blocks, -1))
     first, last = padded[..., 0], padded[..., -1]  # [B, blocks]
     last_token = padded.where(padded < beyond, 0).amax(-1)
-    at = torch.arange(blocks, device=numbers.device)
-    apart = at[:, None] - at  # [blocks, blocks], of query and key
+    index = torch.arange(blocks, device=numbers.device)
+    apart = index[:, None] - index  # [blocks, blocks], of query and key
     some = (apart >= 0) & (last_token[:, None, :] >= first[:, :, None])
     full = (apart > 0) & (first[:, None, :] == last[:, :, None])
     if window is not None:
@@ -173,8 +173,8 @@ def _blocks(offsets: Tensor, batch: int, tokens: int, window: int | None) -> lis
         order = dense.argsort(dim=-1, descending=True, stable=True)
         lists += [dense.sum(-1, dtype=torch.int32), order.int()]
     mask: Any = BlockMask.from_kv_blocks(lists[0], lists[1], lists[2], lists[3], BLOCK_SIZE=TILE)
-    of_keys = mask.q_num_blocks, mask.q_indices, mask.full_q_num_blocks, mask.full_q_indices
-    return [numbers, *lists, *(part.contiguous() for part in of_keys)]
+    key_lists = mask.q_num_blocks, mask.q_indices, mask.full_q_num_blocks, mask.full_q_indices
+    return [numbers, *lists, *(part.contiguous() for part in key_lists)]
 
 
 @_blocks.register_fake
@@ -187,5 +187,5 @@ def _(offsets: Tensor, batch: int, tokens: int, window: int | None) -> list[Tens
 
 def _numbers(offsets: Tensor, batch: int, tokens: int) -> Tensor:
     """Return the number of each token's document, from 1, int64 [B, T]."""
-    at = torch.arange(batch * tokens, device=offsets.device, dtype=torch.int32)
-    return torch.searchsorted(offsets, at, right=True).view(batch, tokens)
+    positions = torch.arange(batch * tokens, device=offsets.device, dtype=torch.int32)
+    return torch.searchsorted(offsets, positions, right=True).view(batch, tokens)

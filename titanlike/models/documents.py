@@ -89,8 +89,8 @@ def within_window(mask: Tensor | Documents, window: int) -> Tensor | Documents:
     mask's queries are the last tokens."""
     if isinstance(mask, Documents):
         return mask._replace(window=window)
-    at = torch.arange(mask.size(-1), device=mask.device)
-    return mask & (at[-mask.size(-2) :, None] - at < window)
+    positions = torch.arange(mask.size(-1), device=mask.device)
+    return mask & (positions[-mask.size(-2) :, None] - positions < window)
 
 
 def takes_documents(ids: Tensor) -> bool:
@@ -122,8 +122,8 @@ def document_spans(document_ids: Tensor) -> Tensor:
     starts = document_starts(document_ids)
     starts[:, 0] = True
     number = starts.flatten().cumsum(0)  # number of each token's document: 1, 2, ...
-    wanted = torch.arange(1, count + 2, device=number.device)
-    return torch.searchsorted(number, wanted, out_int32=True).expand(longest, -1)
+    boundaries = torch.arange(1, count + 2, device=number.device)
+    return torch.searchsorted(number, boundaries, out_int32=True).expand(longest, -1)
 
 
 def sequence_spans(ids: Tensor) -> Tensor:

@@ -20,10 +20,10 @@ class FarSkips(nn.Module):
 
     def forward(self, input_ids: Tensor) -> Tensor:
         x = self.embed(input_ids)
-        kept: list[Tensor] = []
+        skips: list[Tensor] = []
         for number, layer in enumerate(self.layers):
             half = len(self.layers) // 2
-            x = x + torch.tanh(layer(x if number < half else x + kept.pop()))
+            x = x + torch.tanh(layer(x if number < half else x + skips.pop()))
             if number < half:
-                kept.append(x)
+                skips.append(x)
         return self.lm_head(x)

@@ -282,10 +282,10 @@ def _mask_function(ids: Tensor, allowed: Tensor | Documents | None, window: str 
             return Documents(sequence_spans(ids), width)
         if isinstance(allowed, Documents):
             return allowed._replace(window=width if slides else None)
-        at = torch.arange(tokens, device=ids.device)
-        mask = (at[:, None] >= at)[None, None] if allowed is None else allowed
+        positions = torch.arange(tokens, device=ids.device)
+        mask = (positions[:, None] >= positions)[None, None] if allowed is None else allowed
         if slides and width is not None:
-            mask = mask & (at[:, None] - at < width)
+            mask = mask & (positions[:, None] - positions < width)
         if not allow_is_causal_skip:  # the model uses the mask's shape
             mask = mask.expand(ids.size(0), 1, tokens, tokens)
         if not eager:

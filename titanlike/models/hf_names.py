@@ -76,8 +76,8 @@ class Counterpart:
         """Return key=value for what a config has and the built-in model does not compute."""
         values = _flat(config)
         types = values.get("layer_types") or []
-        kept = types == _layer_types(values["sliding_window_pattern"], len(types))
-        other = [] if kept else [f"layer_types={types}"]
+        same = types == _layer_types(values["sliding_window_pattern"], len(types))
+        other = [] if same else [f"layer_types={types}"]
         return other + [
             f"{key}={values.get(key)}"
             for key, value in self.fixed.items()
@@ -94,7 +94,7 @@ def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _layer_types(pattern: int, layers: int) -> list[str]:
     """Full attention in every pattern-th layer, sliding windows in the others."""
-    return [_FULL if (at + 1) % pattern == 0 else "sliding_attention" for at in range(layers)]
+    return [_FULL if (layer + 1) % pattern == 0 else "sliding_attention" for layer in range(layers)]
 
 
 _HARMLESS = ("attn_pdrop", "embd_pdrop", "resid_pdrop")  # may differ: weights are the same

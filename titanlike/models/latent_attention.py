@@ -58,8 +58,8 @@ class LatentAttention(nn.Module):
         self.kv_a_proj_with_mqa = nn.Linear(hidden_size, latent + rotated, bias=False)
         self.kv_a_layernorm = RMSNorm(latent, _EPS)
         self.rotated_key = nn.Identity()  # shared by the heads
-        of_head = sizes.qk_nope_head_dim + sizes.v_head_dim
-        self.kv_b_proj = nn.Linear(latent, heads * of_head, bias=False)
+        head_features = sizes.qk_nope_head_dim + sizes.v_head_dim
+        self.kv_b_proj = nn.Linear(latent, heads * head_features, bias=False)
         self.o_proj = nn.Linear(self.widths[1], hidden_size, bias=False)
 
     def forward(
@@ -103,12 +103,12 @@ class LatentAttention(nn.Module):
         """Compute attention from cached latents, which serve all heads as keys and values: a head's
         up-projections are applied to its queries and its result instead."""
         latent, key = cache.extend(self, latent.unsqueeze(1), key)  # [B, 1, S, C], [B, 1, S, R]
-        of_keys, of_values = self._split_heads(
+        key_weight, value_weight = self._split_heads(
             self.kv_b_proj.weight.unflatten(0, (-1, self._of_head)), 1
         )  # [H, N, C], [H, E, C]
-        q = torch.cat([q @ of_keys, turned], -1)  # [B, H, T, C + R]
+        q = torch.cat([q @ key_weight, turned], -1)  # [B, H, T, C + R]
         y = attention(q, torch.cat([latent, key], -1), latent, mask, scale=self.scale)
-        return y @ of_values.mT  # [B, H, T, C] -> [B, H, T, E]
+        return y @ value_weight.mT  # [B, H, T, C] -> [B, H, T, E]
 
     @property
     def _of_head(self) -> int:

@@ -191,8 +191,8 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         gate, up = ctx.saved_tensors
-        of_gate = torch.ops.aten.silu_backward(gradient * up, gate)
-        return of_gate, F.silu(gate).mul_(gradient)
+        gate_gradient = torch.ops.aten.silu_backward(gradient * up, gate)
+        return gate_gradient, F.silu(gate).mul_(gradient)
 
 
 class Block(nn.Module):

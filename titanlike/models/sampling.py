@@ -38,11 +38,11 @@ def next_tokens(logits: Tensor, sampling: Sampling, random: Sequence[torch.Gener
     ordered, ids = torch.sort(scaled, dim=-1, descending=True, stable=True)
     if sampling.top_k:
         ordered[:, sampling.top_k :] = -torch.inf
-    kept = ordered.softmax(-1)
+    shares = ordered.softmax(-1)
     # a token stays where those before it have less than top_p together: the first always does
-    before = kept.cumsum(-1) - kept
-    kept = kept.masked_fill(before >= sampling.top_p, 0.0)
-    probabilities = torch.zeros_like(kept).scatter_(-1, ids, kept)
+    before = shares.cumsum(-1) - shares
+    shares = shares.masked_fill(before >= sampling.top_p, 0.0)
+    probabilities = torch.zeros_like(shares).scatter_(-1, ids, shares)
     rows = zip(probabilities, random, strict=True)
     return torch.cat([torch.multinomial(row, 1, generator=draw) for row, draw in rows])
 

@@ -32,8 +32,8 @@ class Yarn(NamedTuple):
         if self.truncate:
             low, high = math.floor(low), math.ceil(high)
         low, high = max(low, 0), min(high, 2 * pairs - 1)
-        at = plain.new_ones(pairs).cumsum(0) - 1  # 0, 1, ...
-        ramp = ((at - low) / ((high - low) or 0.001)).clamp(0, 1)
+        index = plain.new_ones(pairs).cumsum(0) - 1  # 0, 1, ...
+        ramp = ((index - low) / ((high - low) or 0.001)).clamp(0, 1)
         return plain * (1 - ramp) + plain / self.factor * ramp
 
     @property

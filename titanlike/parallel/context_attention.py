@@ -363,10 +363,10 @@ class _Ring(torch.autograd.Function):
         for step in range(ranks.size):
             receive = _send_on(held, ranks, True) if step < ranks.size - 1 else None
             halves = [_heads(half, q.shape[1]) for half in held.chunk(2, 1 + _TOKENS)]
-            for mine, theirs, same in _pairs(ranks, step, causal):
+            for own, theirs, same in _pairs(ranks, step, causal):
                 keys, values = halves[theirs]
-                block = block_attention.forward(queries[mine], keys, values, same, scale)
-                partial[mine] = _added(partial[mine], block)
+                block = block_attention.forward(queries[own], keys, values, same, scale)
+                partial[own] = _added(partial[own], block)
             if receive is not None:
                 held = receive()
         blocks = [block for block in partial if block is not None]
@@ -393,12 +393,12 @@ class _Ring(torch.autograd.Function):
             halves = [_heads(half, q.shape[1]) for half in held.chunk(2, 1 + _TOKENS)]
             held_gradient = torch.zeros_like(held, dtype=torch.float32)
             parts = held_gradient.chunk(2, 1 + _TOKENS)
-            for mine, theirs, same in _pairs(ranks, step, causal):
+            for own, theirs, same in _pairs(ranks, step, causal):
                 keys, values = halves[theirs]
                 query_gradient, *both = block_attention.backward(
-                    gradients[mine], queries[mine], keys, values, wholes[mine], same, scale
+                    gradients[own], queries[own], keys, values, wholes[own], same, scale
                 )
-                query_gradients[mine] += query_gradient
+                query_gradients[own] += query_gradient
                 for total, part in zip(parts[theirs], both, strict=True):
                     total += part.float().unflatten(1, (k.shape[1], -1)).sum(2)
             if receive_gradient is not None:
@@ -423,10 +423,10 @@ def _pairs(ranks: ContextRanks, step: int, causal: bool) -> Iterator[tuple[int, 
     same tokens) where queries attend to keys."""
     last = 2 * ranks.size - 1
     source = (ranks.rank - step) % ranks.size
-    for mine, query in enumerate((ranks.rank, last - ranks.rank)):
+    for own, query in enumerate((ranks.rank, last - ranks.rank)):
         for theirs, key in enumerate((source, last - source)):
             if not causal or query >= key:
-                yield mine, theirs, causal and query == key
+                yield own, theirs, causal and query == key
 
 
 def _heads(held: Tensor, heads: int) -> Tensor:

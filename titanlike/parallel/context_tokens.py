@@ -97,10 +97,10 @@ def call_of(function: Any, args: Any, kwargs: Any) -> Call | None:
     if function is not Tensor.__getitem__:
         return None
     index = _index(*args)
-    if not all(at is None or isinstance(at, (int, slice)) for at in index):
+    if not all(item is None or isinstance(item, (int, slice)) for item in index):
         return None
-    cuts = zip(args[0].shape, (at for at in index if at is not None), strict=False)
-    numbers = tuple(_cut(size, at) for size, at in cuts)
+    cuts = zip(args[0].shape, (item for item in index if item is not None), strict=False)
+    numbers = tuple(_cut(size, item) for size, item in cuts)
     return Call("index", numbers) if any(numbers) else None
 
 
@@ -112,11 +112,11 @@ def _sizes(args: Any, kwargs: Any) -> tuple[Any, ...]:
 def _index(tensor: Tensor, index: Any) -> list[Any]:
     """An index as a list, with `...` expanded to slices."""
     index = list(index) if isinstance(index, tuple) else [index]
-    at = next((at for at, item in enumerate(index) if item is ...), None)
-    if at is None:
+    position = next((position for position, item in enumerate(index) if item is ...), None)
+    if position is None:
         return index
     missing = tensor.dim() - sum(item is not None and item is not ... for item in index)
-    return [*index[:at], *[slice(None)] * missing, *index[at + 1 :]]
+    return [*index[:position], *[slice(None)] * missing, *index[position + 1 :]]
 
 
 def _cut(size: int, at: Any) -> tuple[int, int] | None:
@@ -134,9 +134,9 @@ def counted(whole: Call, here: Call, tokens: int, ranks: int) -> Counted:
         return ints and (all_tokens, local) == (tokens, tokens // ranks)
 
     if here.kind == "arange":
-        (start, end, step), (_, mine, _) = whole.numbers, here.numbers
+        (start, end, step), (_, local_end, _) = whole.numbers, here.numbers
         plain = start == 0 and step == 1 and whole.numbers[::2] == here.numbers[::2]
-        return Counted("arange", (0,) if plain and of_tokens(end, mine) else ())
+        return Counted("arange", (0,) if plain and of_tokens(end, local_end) else ())
     pairs = enumerate(zip(whole.numbers, here.numbers, strict=True))
     if here.kind == "filled":
         dims = tuple(dim for dim, (a, b) in pairs if of_tokens(a, b))
@@ -160,7 +160,7 @@ def with_all_tokens(
         others = {name: value for name, value in kwargs.items() if name != "size"}
         return function(sizes, *(args[1:] if function is torch.full else ()), **others)
     tensor, index = args[0], _index(*args)
-    dims_of_items = [at for at, item in enumerate(index) if item is not None]
+    dims_of_items = [position for position, item in enumerate(index) if item is not None]
     for dim in dims:
         index[dims_of_items[dim]] = slice(None, index[dims_of_items[dim]].stop * ranks)
     rows = tensor[tuple(index)]

@@ -169,8 +169,8 @@ class ExactSums(Transform):
         placed = torch.full((self._grains.all,), -0.0, device=self._mesh.device)
         if losses:
             leaves = [leaf for each in range(len(losses)) for leaf in self._grains.mine(each)]
-            at = on_device(torch.tensor(leaves), placed.device)
-            placed.index_copy_(0, at, torch.stack(losses).detach())
+            indices = on_device(torch.tensor(leaves), placed.device)
+            placed.index_copy_(0, indices, torch.stack(losses).detach())
         return placed
 
     def total(self, losses: Tensor) -> Tensor:
@@ -314,16 +314,16 @@ class _Sum:
                 self._places.append((module, name))
                 self._at.append(index)
 
-    def _keep(self, leaf: int, at: int, gradient: Tensor) -> None:
-        before = self._apart.get((leaf, at))
-        self._apart[leaf, at] = gradient if before is None else before + gradient
+    def _keep(self, leaf: int, index: int, gradient: Tensor) -> None:
+        before = self._apart.get((leaf, index))
+        self._apart[leaf, index] = gradient if before is None else before + gradient
 
     def _take(self, microbatch: int) -> list[tuple[int, Gradients]]:
         """(leaf, its gradients) of a microbatch."""
         gradients, self._apart = dict[tuple[int, int], Tensor | None](self._apart), {}
-        gradients = {(0, at): gradient for at, gradient in enumerate(self._taken())} | gradients
+        gradients = {(0, i): gradient for i, gradient in enumerate(self._taken())} | gradients
         return [
-            (leaf, [_in_fp32(gradients.get((number, at))) for at in range(len(self._at))])
+            (leaf, [_in_fp32(gradients.get((number, i))) for i in range(len(self._at))])
             for number, leaf in enumerate(self._grains.mine(microbatch))
         ]
 
@@ -396,7 +396,8 @@ class _ShardedSum(_Sum):
             names = [places[parameter][0][1] for parameter in group.parameters]
             experts, _ = places[group.parameters[0]][0]
             vars(experts)[APART] = lambda rank: redirected(
-                experts, {name: partial(self._keep, rank, at) for at, name in enumerate(names)}
+                experts,
+                {name: partial(self._keep, rank, i) for i, name in enumerate(names)},
             )
 
     def _taken(self) -> Gradients:

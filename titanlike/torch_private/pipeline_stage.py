@@ -99,10 +99,10 @@ def make_stage(
 
 
 def _by_stage(stages: Sequence[int], metas: Sequence[Tensor]) -> dict[int, list[Tensor]]:
-    found: dict[int, list[Tensor]] = {}
+    by_stage: dict[int, list[Tensor]] = {}
     for stage, meta in zip(stages, metas, strict=True):
-        found.setdefault(stage, []).append(meta)
-    return found
+        by_stage.setdefault(stage, []).append(meta)
+    return by_stage
 
 
 class _Stage(PipelineStage):

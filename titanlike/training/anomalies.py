@@ -123,25 +123,25 @@ class AnomalyDetector:
 
     def _too_high(self, numbers: dict[str, float]) -> list[str]:
         """Describe each metric that is a spike."""
-        found = []
+        texts = []
         for name, window in self._good.items():
             if numbers[name] > self._limit(name):
                 mean, deviation = mean_and_deviation(window)
                 above = numbers[name] - mean
                 zscore = above / deviation if deviation else math.inf
-                found.append(
+                texts.append(
                     f"{name} {numbers[name]:.4g} is {zscore:.1f} standard deviations above "
                     f"{mean:.4g}, the mean of the last {len(window)} good steps "
                     f"(spike_zscore={self._config.spike_zscore:g})"
                 )
-        return found
+        return texts
 
     def _not_finite(
         self, record: dict[str, Any], first_bad_gradient: Callable[[], str], counts: bool
     ) -> Anomaly:
-        found: list[str] = [""] * dist.get_world_size()
-        dist.all_gather_object(found, first_bad_gradient())
-        where = [f"rank {rank}: gradient of {name}" for rank, name in enumerate(found) if name]
+        names: list[str] = [""] * dist.get_world_size()
+        dist.all_gather_object(names, first_bad_gradient())
+        where = [f"rank {rank}: gradient of {name}" for rank, name in enumerate(names) if name]
         if where:
             reason = f"not finite on {'; '.join(where)}"
         elif math.isfinite(record["loss"]):

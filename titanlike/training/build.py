@@ -93,9 +93,9 @@ class Ranges:
 
     def _call_back(self) -> None:
         if self._pipeline is not None:
-            heard = bool(self._listeners)
-            self._pipeline.on_action = self._start_action if heard else self._always
-            self._pipeline.on_queued = self._action_queued if heard else self._always_queued
+            listening = bool(self._listeners)
+            self._pipeline.on_action = self._start_action if listening else self._always
+            self._pipeline.on_queued = self._action_queued if listening else self._always_queued
 
     def _start_action(self, action: Any) -> None:
         self._always(action)
@@ -131,8 +131,8 @@ class Run:
     @property
     def compiled(self) -> CompiledBlocks | None:
         """The compiled blocks, with compile=true."""
-        found: Any = self.transforms.get("compile")
-        return found
+        compiled: Any = self.transforms.get("compile")
+        return compiled
 
     @cached_property
     def parameters(self) -> list[nn.Parameter]:
@@ -244,12 +244,12 @@ def build_planned(
         transforms=[*transforms.values()],
         orders=plan.orders,
     )
-    own = None
+    custom = None
     if config.metrics.own:
         from titanlike.optim.own_metrics import OwnMetrics, own_functions
 
-        own = OwnMetrics(own_functions(config), mesh, loss, transforms.get("tp"), pipeline.sums)
-        loss.watch = own.watch
+        custom = OwnMetrics(own_functions(config), mesh, loss, transforms.get("tp"), pipeline.sums)
+        loss.watch = custom.watch
     zeros = None
     if config.warn_zero_gradients:
         zeros = ZeroGradients(config.warn_zero_gradients, plan, [*states.values()], mesh.device)
@@ -263,7 +263,7 @@ def build_planned(
         late=AsyncScalars(mesh),
         zero_gradients=zeros,
         weights_source=built_stages.weights_source,
-        own=own,
+        own=custom,
     )
     run.train_mode(True)
     built()

@@ -146,15 +146,15 @@ def perplexity(config: Config, worker: Worker) -> dict[str, Any]:
         each = {n: _evaluate_source(run, config, data, source) for n, source in sources.items()}
     lengths = [one.bytes for one in each.values()]
     known = [length for length in lengths if length is not None]
-    found = Evaluation(
+    evaluation = Evaluation(
         sum(one.nats for one in each.values()),
         sum(one.tokens for one in each.values()),
         sum(known) if len(known) == len(lengths) else None,
     )
-    if not found.tokens:
+    if not evaluation.tokens:
         of = f"the {config.evaluate.part} data"
         raise ConfigError([no_targets(config.data, of, "evaluate.part=all")])
-    numbers = dict(found.numbers)
+    numbers = dict(evaluation.numbers)
     for name, one in each.items() if len(data.validation_sets) > 1 else ():
         numbers |= {f"{key}/{name}": value for key, value in one.numbers.items()}
     if worker.rank == 0:

@@ -232,8 +232,8 @@ def _finish_pending(s: Session, rollbacks: list[int]) -> dict[str, Any] | None:
     None."""
     assert s.pending is not None
     pending, s.pending = s.pending, None
-    found = finish_step(s.run, s.config, pending, s.detector)
-    record, waited, anomaly, stop_code, graphs, zero_gradients, ends = found
+    finished = finish_step(s.run, s.config, pending, s.detector)
+    record, waited, anomaly, stop_code, graphs, zero_gradients, ends = finished
     if ends and pending.step + 1 < s.last:
         s.last = pending.step + 1
         s.events.log("data_end", s.last, f"the data end with step {s.last}")
@@ -360,23 +360,23 @@ def _validate(s: Session, step: int, record: dict[str, Any], final: bool) -> Non
     s.watchdog.enter_phase(step, "validation")
     s.run.ranges.begin("validation")
     should_stop = None if final else _stop_of_the_batch_before(s)
-    found = validate(s.run, s.config, s.data, should_stop)
-    if found is None:
+    metrics = validate(s.run, s.config, s.data, should_stop)
+    if metrics is None:
         s.stop_code = _agreed_stop_code(s)
         return
-    record |= {f"val_{name}": value for name, value in found.items()}
-    s.worker.notify("validation", step, found["loss"])
+    record |= {f"val_{name}": value for name, value in metrics.items()}
+    s.worker.notify("validation", step, metrics["loss"])
     if s.config.ema.decay is not None:
         from titanlike.optim.ema import averaged
 
         with averaged(s.run.stage_states):
-            of_average = validate(s.run, s.config, s.data, should_stop)
-        if of_average is None:
+            ema_metrics = validate(s.run, s.config, s.data, should_stop)
+        if ema_metrics is None:
             s.stop_code = _agreed_stop_code(s)
         else:
-            for name, value in of_average.items():
-                number, slash, of_set = name.partition("/")
-                record[f"val_{number}_ema{slash}{of_set}"] = value
+            for name, value in ema_metrics.items():
+                number, slash, suffix = name.partition("/")
+                record[f"val_{number}_ema{slash}{suffix}"] = value
 
 
 def _save(s: Session, record: dict[str, Any]) -> float:

@@ -78,7 +78,7 @@ def entries(run: Run) -> list[Measured]:
     """All metrics of a run: `MEASURED`, and the user's custom metrics."""
     if (own := run.own) is None:
         return MEASURED
-    of_own = Measured(
+    custom = Measured(
         "own metrics",
         lambda _: own.take(),
         every=lambda config: config.log_every,
@@ -86,7 +86,7 @@ def entries(run: Run) -> list[Measured]:
         labels=lambda _: own.names,
         apart=True,
     )
-    return [*MEASURED, of_own]
+    return [*MEASURED, custom]
 
 
 def _losses(total: Tensor) -> Tensor:

@@ -39,11 +39,11 @@ def opening(session: Session) -> None:
     shape += f"; ZeRO {plan.zero} ({plan.why_zero})"
     described = {title: text for t in plan.transforms.values() for title, text in t.describe(plan)}
     precision = described.pop("precision", config.precision.name)
-    most = "at most " if data.variable is not None else ""
+    limit = "at most " if data.variable is not None else ""
     tokens = units.count(config.batch_size * config.seq_len)
-    of_tokens = plan.unit == "tokens"
-    batch = f"{config.batch_size} x {config.seq_len} = {most}{tokens} tokens"
-    parts = "sequences" if of_tokens else "samples"
+    has_tokens = plan.unit == "tokens"
+    batch = f"{config.batch_size} x {config.seq_len} = {limit}{tokens} tokens"
+    parts = "sequences" if has_tokens else "samples"
     cut = f"{plan.microbatches} x {plan.model_graph.microbatch_size} {parts} on each dp rank"
     fields = [
         ("device", f"{mesh.device.type} with {mesh.backend} ({mesh.reason})"),
@@ -62,7 +62,7 @@ def opening(session: Session) -> None:
         ("data", data.description),
         ("epochs", epochs(config, len(data.train), parts)),
         ("warm-up", warmup(config)),
-        ("batch", batch if of_tokens else f"{config.batch_size} samples"),
+        ("batch", batch if has_tokens else f"{config.batch_size} samples"),
         ("ramp", _ramp(config)),
         ("microbatches", f"{cut} ({plan.why_microbatches})"),
         ("schedule", config.schedule.name if mesh.pp > 1 else ""),
@@ -179,16 +179,16 @@ _TEXT: dict[str, Callable[[float], str]] = {  # of a cost of split=auto, by `spl
 }
 
 
-def _splits(found: AutoSplitResult) -> list[tuple[str, str]]:
+def _splits(result: AutoSplitResult) -> list[tuple[str, str]]:
     """The heaviest rank's load with split=auto, compared with split=even."""
 
     def heaviest_rank(split: CostedSplit) -> str:
-        heaviest = _TEXT[found.cost](max(split.ranks))
+        heaviest = _TEXT[result.cost](max(split.ranks))
         return f"heaviest rank {heaviest}, {split.imbalance:.3f} x the mean"
 
     return [
-        ("split", f"auto by {found.cost}: {heaviest_rank(found.chosen)}"),
-        ("", f"even would give: {heaviest_rank(found.even)}"),
+        ("split", f"auto by {result.cost}: {heaviest_rank(result.chosen)}"),
+        ("", f"even would give: {heaviest_rank(result.even)}"),
     ]
 
 
@@ -227,9 +227,9 @@ def _recomputed(config: Config, plan: TrainPlan) -> str:
         text += f" (not {some_names(sorted(alone))}: gradients are taken in the forward)"
     if chosen.limit is None:
         return text
-    most, rank = max((size, -rank) for rank, size in enumerate(chosen.memory))
-    text += f"; about {units.size(most)} of {units.size(chosen.limit)} on pipeline rank {-rank}"
-    if most > chosen.limit:
+    largest, rank = max((size, -rank) for rank, size in enumerate(chosen.memory))
+    text += f"; about {units.size(largest)} of {units.size(chosen.limit)} on pipeline rank {-rank}"
+    if largest > chosen.limit:
         text += "; WARNING: that is too much: a larger pp or dp, or more schedule.microbatches"
     return text
 

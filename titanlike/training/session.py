@@ -135,8 +135,8 @@ def open_session(config: Config, worker: Worker, watchdog: Watchdog) -> Iterator
     mesh = open_mesh(config, worker)
     queue = device_queue(mesh.device)
     watchdog.watch_device(queue)
-    own = [*(config.metrics.own or {})]
-    console = Console(steps=config.last_step, log_every=config.log_every, own=own)
+    metric_names = [*(config.metrics.own or {})]
+    console = Console(steps=config.last_step, log_every=config.log_every, own=metric_names)
     events = Events(worker.run_dir, console.line if worker.rank == 0 else None)
     sinks: list[Sink] = []
     status, together = "failed", False  # whether all ranks have come to the end

@@ -267,8 +267,8 @@ def drop_gradients(run: Run) -> None:
 def _first_bad(run: Run, norms: Tensor) -> str:
     """The first parameter of this rank with a non-finite gradient norm; "" = none."""
     names = [n for state in run.stage_states for n, _ in state.parameters() if state.owns(n)]
-    found = (name for name, fine in zip(names, norms.isfinite().tolist(), strict=True) if not fine)
-    return next(found, "")
+    bad = (name for name, fine in zip(names, norms.isfinite().tolist(), strict=True) if not fine)
+    return next(bad, "")
 
 
 def validate(
@@ -279,7 +279,7 @@ def validate(
 
     should_stop: called before each batch, on all ranks; once true, the result is None.
     """
-    found: dict[str, dict[str, float]] = {}  # of each set
+    sets: dict[str, dict[str, float]] = {}  # of each set
     for name, source in data.validations.items():
         sums = evaluate(run, config, source, config.validation.batches, should_stop)
         if sums is None:
@@ -288,10 +288,10 @@ def validate(
             of = f"the {config.validation.batches or 'whole'} batches of the validation"
             fix = "validation.every=0, or other validation data"
             raise BadNumbers(str(no_targets(config.data, of, fix)))
-        found[name] = {key: total / count if count else nan for key, (total, count) in sums.items()}
-    means = {key: fmean(each[key] for each in found.values()) for key in next(iter(found.values()))}
+        sets[name] = {key: total / count if count else nan for key, (total, count) in sums.items()}
+    means = {key: fmean(each[key] for each in sets.values()) for key in next(iter(sets.values()))}
     return means | {
-        f"{key}/{name}": value for name in found if name for key, value in found[name].items()
+        f"{key}/{name}": value for name in sets if name for key, value in sets[name].items()
     }
 
 
@@ -305,8 +305,8 @@ def evaluate(
     """ "loss", and the name of each metric of the user's own -> (its sum, what it counts) over the
     first so many batches of a source, 0 = all. Collective; should_stop: as of `validate`."""
     run.train_mode(False)
-    found: list[tuple[Tensor, Tensor]] = []  # of each batch, read after the last one
-    own = torch.zeros((), dtype=torch.float64, device=run.mesh.device)
+    results: list[tuple[Tensor, Tensor]] = []  # of each batch, read after the last one
+    custom = torch.zeros((), dtype=torch.float64, device=run.mesh.device)
     weights = validation_weights(source, config, batches)
     stream = validation_batches(source, config, dp_rank=run.mesh.dp_rank, batches=batches)
     for weight, batch in zip(weights, batches_for(run, config, stream), strict=True):
@@ -315,16 +315,16 @@ def evaluate(
             return None
         if run.own is not None:
             run.own.begin()
-        found.append(run.pipeline.evaluate(batch))
+        results.append(run.pipeline.evaluate(batch))
         if run.own is not None:
-            own = own + weight * run.own.take_sums()
+            custom = custom + weight * run.own.take_sums()
     run.train_mode(True)
     total = counted = 0.0
-    for weight, (loss, count) in zip(weights, found, strict=True):
+    for weight, (loss, count) in zip(weights, results, strict=True):
         number = weight * count.item()
         total, counted = total + (loss.item() * number if number else 0.0), counted + number
     sums = {"loss": (total, counted)}
     if run.own is not None:
-        both = (run.mesh.sum(own) if run.mesh.world_size > 1 else own).view(2, -1).tolist()
+        both = (run.mesh.sum(custom) if run.mesh.world_size > 1 else custom).view(2, -1).tolist()
         sums |= {name: pair for name, *pair in zip(run.own.names, *both, strict=True)}
     return sums

@@ -146,12 +146,12 @@ class Stragglers:
         self._seconds.append(seconds)
         if not waited:
             return
-        told, self._seconds = self._seconds, []
-        mean = sum(told) / len(told)
-        found = slow_ranks({r: mean - w for r, w in enumerate(waited)}, self._groups, self._share)
-        self._slow = {rank: self._slow.get(rank, 0) + len(told) for rank in found}
-        self._named &= found.keys()
-        for rank, share in found.items():
+        window, self._seconds = self._seconds, []
+        mean = sum(window) / len(window)
+        slow = slow_ranks({r: mean - w for r, w in enumerate(waited)}, self._groups, self._share)
+        self._slow = {rank: self._slow.get(rank, 0) + len(window) for rank in slow}
+        self._named &= slow.keys()
+        for rank, share in slow.items():
             if self._slow[rank] >= _STEPS and rank not in self._named:
                 self._named.add(rank)
                 self._tell(step, rank, share)
@@ -173,7 +173,7 @@ def slow_ranks(
 ) -> dict[int, float]:
     """Map each slow rank to the share by which it works longer than the median of its group's
     others, if that is more than `share`."""
-    found = {}
+    slow = {}
     for group in groups:
         of_all = statistics.median(busy[rank] for rank in group)
         for rank in group:
@@ -181,5 +181,5 @@ def slow_ranks(
             if len(group) <= _FEW:
                 others = statistics.median(busy[other] for other in group if other != rank)
             if others > 0 and busy[rank] > (1 + share) * others:
-                found[rank] = busy[rank] / others - 1
-    return found
+                slow[rank] = busy[rank] / others - 1
+    return slow

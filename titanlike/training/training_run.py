@@ -163,10 +163,10 @@ class TrainingRun:
         """Compute the loss of the validation data, as the command does."""
         self._own_data()
         with self._collective("validate"):
-            found = validation_losses(self._run, self.config, self.data)
-        assert found is not None, "it is not stopped"
-        self._worker.notify("validation", self.steps, found["loss"])
-        return found["loss"]
+            metrics = validation_losses(self._run, self.config, self.data)
+        assert metrics is not None, "it is not stopped"
+        self._worker.notify("validation", self.steps, metrics["loss"])
+        return metrics["loss"]
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """The parameters of this rank's stages by their names in the full model: DTensors if FSDP

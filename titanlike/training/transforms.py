@@ -47,8 +47,8 @@ def model_transforms(
     earlier plan of the same model and data. Raises ConfigError.
     """
     made: dict[str, Transform] = {}
-    for name, wanted, make in _MODEL:
-        if wanted(config):
+    for name, applies, make in _MODEL:
+        if applies(config):
             made[name] = make(_Planned(config, model, mesh, batch, checked.get(name), made))
     return made
 
@@ -102,8 +102,8 @@ def stage_transforms(config: Config, mesh: Mesh, plan: Plan) -> dict[str, Transf
     for transform in plan.transforms.values():
         transform.open(mesh, plan)
     asked = _Built(config, mesh, plan, dict(plan.transforms))
-    for name, wanted, make in _STAGES:
-        if wanted(asked):
+    for name, applies, make in _STAGES:
+        if applies(asked):
             asked.made[name] = make(asked)
     return asked.made
 

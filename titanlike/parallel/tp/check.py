@@ -193,12 +193,12 @@ def plan_error(
     config: Config, modules: Mapping[str, Entry], mistakes: list[ShardingError]
 ) -> ConfigError:
     """One problem for all modules that match a pattern."""
-    of_user, problems = written_plan(config.model) is not None, {}
-    key, value = ("model.tp_plan", "") if of_user else ("tp", config.tp)
+    written, problems = written_plan(config.model) is not None, {}
+    key, value = ("model.tp_plan", "") if written else ("tp", config.tp)
     for mistake in mistakes:
         if (pattern := _pattern(mistake.module)) not in problems:
             reason = f"its {mistake.module or 'forward'} {mistake.reason}"
-            reason = reason if of_user else f"{config.model.name}: {reason}"
+            reason = reason if written else f"{config.model.name}: {reason}"
             problems[pattern] = Problem(key, value, reason, _fix(config, modules, mistake))
     return ConfigError(list(problems.values())[:_MOST])
 

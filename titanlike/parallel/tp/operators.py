@@ -532,7 +532,7 @@ def _sliced(call: Call) -> list[Layout]:
         return [x.layout]
     starts = call.whole.get("start") or 0, call.given.get("start") or 0
     start, local_start = (
-        at + n if at < 0 else at for at, n in zip(starts, (rows, local_rows), strict=True)
+        i + n if i < 0 else i for i, n in zip(starts, (rows, local_rows), strict=True)
     )
     sizes = [size for size in (start, whole[dim], rows - start - whole[dim]) if size]
     verb = "takes a part of"

@@ -93,18 +93,18 @@ def parse_plan(plain: Mapping[str, Any]) -> list[Entry]:
         style = str(style)
         if style not in STYLES:
             style = TRANSFORMERS.get(style, style)
-        at = f"{KEY}.{pattern}"
+        key = f"{KEY}.{pattern}"
         if style not in STYLES:
             near = nearest(style, STYLES)
             fix = near or f"a style: {', '.join(STYLES)}"
-            problems.append(Problem(at, value, "no such style", _OTHER_WORDS.get(style, fix)))
+            problems.append(Problem(key, value, "no such style", _OTHER_WORDS.get(style, fix)))
             continue
         if isinstance(argument, list | tuple):
             argument = tuple(argument)
         if wrong := _argument_problem(style, argument):
-            problems.append(Problem(at, value, *wrong))
+            problems.append(Problem(key, value, *wrong))
         elif not _positive(head):
-            problems.append(Problem(at, value, "needs the size of a head", "head: 64"))
+            problems.append(Problem(key, value, "needs the size of a head", "head: 64"))
         entries.append(Entry(str(pattern), style, argument, head))
     if problems:
         raise ConfigError(problems)

@@ -124,12 +124,12 @@ class _Sharder:
             takers.append(name.removeprefix(path).removeprefix("."))
 
     def placements(self) -> dict[str, Placement]:
-        of_parts = {id(part): placement for _, part, placement in self._cut.values()}
+        shard_placements = {id(part): placement for _, part, placement in self._cut.values()}
         placements, problems = {}, []
         for name, parameter in self._model.named_parameters():
             when: When = self._partial.get(id(parameter), "never")
             whole = Placement(None, self._ranks.size, when)
-            placements[name] = of_parts.get(id(parameter), whole)
+            placements[name] = shard_placements.get(id(parameter), whole)
             if id(parameter) in self._cut:
                 reason = f"{name} is tied to a weight that is divided"
                 fix = "an entry for both: an embedding and a head are vocab"

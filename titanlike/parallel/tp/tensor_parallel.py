@@ -103,8 +103,8 @@ class TensorParallel(Transform):
         numel = sum(p.part.shape.numel() for p in parts.values() if p.part is not None)
         text = f"{numel / plan.whole_numel:.0%} of the parameters divided: {_modules(divided)}"
         if repeated:
-            most = max(parts[name].copies for name in repeated)
-            text += f", and {_modules(repeated)} with each head on {most} ranks"
+            copies = max(parts[name].copies for name in repeated)
+            text += f", and {_modules(repeated)} with each head on {copies} ranks"
         length = tokens_of(plan.fields)
         if not config.tp_sequence:
             activations = "whole (tp_sequence=false)"
