@@ -3,6 +3,7 @@ which gives each rank a part of every layer's experts."""
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,8 +14,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from support.cells import cells
+from support.cells import cells, slow
 from support.families import hf, moe
 from support.models import tiny
 from support.opened import opened
@@ -29,6 +31,7 @@ from titanlike.config.schema import (
     ConstantLr,
     Custom,
     Fsdp,
+    LoopedZeroBubbleSchedule,
     Model,
     Numerics,
     SelectiveActivationCheckpoint,
@@ -242,6 +245,10 @@ MORE_EXCHANGED = {
     "over dp and tp, in replicas": of(MANY, dp=4, tp=2, replicate=2, ep=4, fsdp=Fsdp(2)),
     "over dp and tp, a pipeline": of(MANY, pp=2, dp=2, tp=2, ep=4, schedule="zbh1"),
     "over dp and tp, muon": of(MANY, dp=2, tp=2, ep=4, optimizer=Muon()),
+    "zbv": of(
+        moe(num_hidden_layers=4, n_shared_experts=1),
+        **{"pp": 2, "dp": 2, "ep": 2, "schedule": "zbvzerobubble"},
+    ),
     "over cp and tp": of(MANY, cp=2, tp=2, ep=4),
     "over dp, cp and tp": of(MANY, dp=2, cp=2, tp=2, ep=8),
     "over four of tp": of(MANY, tp=4, ep=4),
@@ -305,6 +312,76 @@ def test_expert_parallel_blocks_compile_to_one_graph_with_one_all_to_all(
     layers = config.model.args["num_hidden_layers"] * make_plan(config).microbatches
     found = run_world(exchanges_of_a_step, config, tmp_path, timeout=180)  # it compiles
     assert found == [(of_a_layer * layers, [])] * 2
+
+
+class Order(TorchDispatchMode):
+    """Names of a step's operators that begin an exchange, wait for it, or multiply."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        name = function._schema.name.split("::")[1]
+        if name in ("mm", "expert_linear", *EXCHANGES):
+            self.names.append(name)
+        return function(*args, **(kwargs or {}))
+
+
+BEGINS, ARRIVES = ("send_tokens", "begin_return"), ("arrived", "sum_copies", "wait_tensor")
+EXCHANGES = BEGINS + ARRIVES
+
+
+def order_of_a_step(config: Config, worker: Worker) -> tuple[list[str], set[bool]]:
+    """(operators, whether exchanges of tokens only begin, but for the results')."""
+    exchange, only_begin = dist.all_to_all_single, set()
+
+    def noted(out: Tensor, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if x.is_floating_point():
+            only_begin.add(kwargs.get("async_op", False))
+        return exchange(out, x, *args, **kwargs)
+
+    patched = mock.patch.object(dist, "all_to_all_single", noted)
+    with opened(config, worker) as job, patched, Order() as order:
+        job.train()
+    return order.names, only_begin
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        *slow(
+            {"numerics": Numerics("exact", grain=4)},
+            {"schedule": LoopedZeroBubbleSchedule(microbatches=2)},
+            FULL,
+        ),
+    ],
+    ids=["copies of tokens", "numerics=exact", "weight gradients later", "recomputed"],
+)
+def test_a_shared_expert_is_computed_while_tokens_travel(
+    changes: dict[str, Any], tmp_path: Path
+) -> None:
+    """And its gradient while theirs come back: three products, and then of their inputs alone, or
+    of weights, too."""
+    model = moe(num_hidden_layers=1, n_shared_experts=1, num_experts_per_tok=4)
+    config = of(model, dp=2, ep=2, fsdp=Fsdp(1), **changes)
+    for names, only_begin in run_world(order_of_a_step, config, tmp_path):
+        assert only_begin == {True}
+        meanwhile = Counter[tuple[str, int]]()
+        for at, name in enumerate(names):
+            if name in BEGINS:
+                end = next(i for i in range(at, len(names)) if names[i] in ARRIVES)
+                assert {*names[at + 1 : end]} <= {"mm"}
+                meanwhile[name, end - at - 1] += 1
+        microbatches = meanwhile["begin_return", 3 if "schedule" in changes else 6]
+        assert microbatches and meanwhile == {
+            ("send_tokens", 3): microbatches * (1 + ("activation_checkpoint" in changes)),
+            ("send_tokens", 0): microbatches,  # gradients of results
+            ("begin_return", 3 if "schedule" in changes else 6): microbatches,
+        }
 
 
 def tokens_sent(config: Config, worker: Worker) -> int:

@@ -23,6 +23,7 @@ from titanlike.distributed.collectives import GroupInfo, autograd_collective
 from titanlike.distributed.mesh import open_mesh
 from titanlike.launch.worker import Worker
 from titanlike.torch_private.dtensor import traced_collective
+from titanlike.torch_private.process_groups import fill_later, filled
 from titanlike.training import transforms
 from titanlike.training.train_plan import make_plan
 
@@ -97,3 +98,19 @@ def test_a_run_does_not_inherit_the_overlap_of_the_one_before(
         made: dict[str, Any] = {"tp": SimpleNamespace(ranks=SimpleNamespace(group=Mock()))}
         transforms._compiled(transforms._Built(own, Mock(), make_plan(config), made))
         assert inductor._micro_pipeline_tp == overlaps
+
+
+def test_what_fills_a_tensor_is_waited_for_by_its_memory() -> None:
+    """By any tensor that has it, and once."""
+    waited = []
+
+    class Late(dist.Work):
+        def wait(self, *_: Any) -> bool:
+            waited.append(tensor.fill_(1))
+            return True
+
+    tensor, other = torch.zeros(2), torch.zeros(2)
+    fill_later(tensor, work := Late())
+    assert filled(other) is other and not waited
+    assert filled(tensor.detach()).tolist() == [1, 1] and filled(tensor) is tensor
+    assert len(waited) == 1 and work

@@ -18,6 +18,7 @@ F moe_intermediate_size.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -64,25 +65,43 @@ class Experts(nn.Module):
         return self.activation(gate_, up_)[: gate.numel()].view(gate.shape)
 
 
-def through_experts(experts: Any, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+def through_experts(
+    experts: Any,
+    x: Tensor,
+    weights: Tensor,
+    chosen: Tensor,
+    beside: Callable[[], Tensor] | None = None,
+) -> Tensor:
     """The weighted sum of what a token's experts give: x [N, D], weights [N, K], chosen [N, K]
     int64 -> [N, D] in the dtype of x.
 
     experts: a module as above. Expert parallelism may set `takes_unsorted` on it: then it is called
     with the tokens as they are and their weights beside them, [N, D + K], and the order in which
-    they would be sorted, and does the rest.
+    they would be sorted, and does the rest. beside: computes a part of the sum, [N, D], that needs
+    no experts; a module with `computes_beside` is given it, to call it while tokens travel, and
+    returns what it gave behind its own results.
     """
+
+    def computed(*args: Tensor) -> tuple[Tensor, Tensor | None]:
+        if beside is None:
+            return experts(*args), None
+        if getattr(experts, "computes_beside", False):
+            return experts(*args, beside=beside)
+        return experts(*args), beside()
+
     flat = chosen.flatten()
     counts = torch.zeros(experts.num_experts, dtype=torch.int64, device=x.device)
     counts.scatter_add_(0, flat, torch.ones_like(flat))
     order = flat.argsort(stable=True)  # place in the sorted tokens -> place in [N * K]
     if getattr(experts, "takes_unsorted", False):
-        return experts(torch.cat([x, weights.to(x.dtype)], 1), counts, order)
+        y, added = computed(torch.cat([x, weights.to(x.dtype)], 1), counts, order)
+        return y if added is None else y + added
     place = torch.empty_like(order)  # the reverse
     place.scatter_(0, order, torch.arange(len(order), device=x.device))
-    results = experts(_Sorted.apply(x, order, place), counts)  # [S, D]
+    results, added = computed(_Sorted.apply(x, order, place), counts)  # [S, D]
     results = _Permuted.apply(results, place, order).unflatten(0, chosen.shape)  # [N, K, D]
-    return (weights.to(x.dtype).unsqueeze(1) @ results).squeeze(1)
+    y = (weights.to(x.dtype).unsqueeze(1) @ results).squeeze(1)
+    return y if added is None else y + added
 
 
 class _Sorted(torch.autograd.Function):

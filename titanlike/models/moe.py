@@ -120,8 +120,9 @@ class RoutedMLP(nn.Module):
         weights = weights * self.routing.routed_scaling_factor
         if self.training and torch.is_grad_enabled():
             weights = self._with_losses(weights, logits, scores)
-        y = through_experts(self.experts, tokens, weights, chosen).view(x.shape)
-        return y if self.shared_experts is None else y + self.shared_experts(x)
+        shared = self.shared_experts
+        beside = None if shared is None else lambda: shared(x).flatten(0, -2)
+        return through_experts(self.experts, tokens, weights, chosen, beside).view(x.shape)
 
     def _choose(self, scores: Tensor) -> Tensor:
         """The experts of each token: [N, E] -> [N, K]."""

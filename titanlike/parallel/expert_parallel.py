@@ -16,15 +16,12 @@ checkpointing runs it again; all of them, padding included, since all are comput
 the counts are summed over all ranks that saw other tokens, so that they are those of the undivided
 batch in any layout: integers, the same on every rank. The layer that holds the experts is told
 (`balance(counts, skip)`), if it wants to know; a skipped step changes nothing.
-
-Shapes: S tokens of this rank times the experts that each goes to, R of those that it gets, D dim, E
-experts, n ranks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MethodType
@@ -32,22 +29,19 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titanlike.config.errors import ConfigError, Problem
 from titanlike.config.schema import Config
-from titanlike.distributed.collectives import GroupInfo, autograd_collective
+from titanlike.distributed.collectives import GroupInfo
 from titanlike.distributed.mesh import Mesh
-from titanlike.distributed.placement import APART, Part, Placement, When, experts_of
+from titanlike.distributed.placement import Part, Placement, When, experts_of
 from titanlike.distributed.transform import Plan, Transform
 from titanlike.parallel.activation_checkpoint import keeps
+from titanlike.parallel.expert_exchange import SEND_TOKENS, copies, elsewhere, rank_by_rank
 from titanlike.torch_private.autograd import in_backward
-from titanlike.torch_private.process_groups import group_named
 
 _WORTH = 0.95  # of a copy for each expert: with fewer, a token has one copy for each rank
-SEND_TOKENS = "titanlike.send_tokens"  # the name of an operator
-Forward = Callable[[Tensor, Tensor], Tensor]  # of experts: (tokens, counts) -> results
 
 
 class ExpertParallel(Transform):
@@ -102,10 +96,11 @@ class ExpertParallel(Transform):
                 among_tp = placements.get(f"{name}.{last}", Placement())
                 among_others = among_tp if self._tensor is None else Placement()
                 placements[f"{name}.{last}"] = replace(among_others, part=part)
-            exact = partial(_rank_by_rank, experts) if self._config.exact else None
-            experts.forward = partial(_elsewhere, experts.forward, ranks, exact)
+            exact = partial(rank_by_rank, experts) if self._config.exact else None
+            experts.forward = partial(elsewhere, experts.forward, ranks, exact)
+            vars(experts)["computes_beside"] = True
             top_k: Any = experts.top_k
-            if exact is None and _copies(ranks.size, top_k) < _WORTH * top_k:
+            if exact is None and copies(ranks.size, top_k) < _WORTH * top_k:
                 vars(experts)["takes_unsorted"] = True
             if self._tensor is not None:
                 peers = self._tensor.first if ranks is self.first else self._tensor.ranks
@@ -135,73 +130,22 @@ def _check_experts(config: Config, model: nn.Module) -> None:
         raise ConfigError([Problem("ep", config.ep, reason, f"ep={fits}")])
 
 
-def _elsewhere(
-    forward: Forward,
-    ranks: GroupInfo,
-    exact: Callable[[Forward, Tensor, Tensor], Tensor] | None,
-    tokens: Tensor,
-    counts: Tensor,
-    unsorted: Tensor | None = None,
-) -> Tensor:
-    """tokens [S, D] sorted by expert, counts [E] -> results [S, D]; forward: of this rank's
-    experts; exact: with numerics=exact, see `_rank_by_rank`; unsorted: see `_one_copy_each`."""
-    of_rank = counts.unflatten(0, (ranks.size, -1))  # [n, E / n]
-    operators = torch.ops.titanlike
-    if unsorted is not None:
-        return _one_copy_each(forward, ranks, tokens, of_rank, unsorted)
-    if ranks.group is None or tokens.is_meta:  # alone: as many tokens come as go
-        sizes, order, place = operators.alone_route_tokens(of_rank, len(tokens))
-        there = autograd_collective(tokens, ranks, "all_to_all", "all_to_all", 0)
-        results = forward(operators.send_tokens(there, sizes, order, place, ""), of_rank.sum(0))
-        back = autograd_collective(results, ranks, "all_to_all", "all_to_all", 0)
-        return operators.return_tokens(back, sizes, order, place, "", len(tokens))
-    group = ranks.group.group_name
-    coming, sizes, order, place = operators.route_tokens(of_rank, group, exact is None)
-    there = operators.send_tokens(tokens, sizes, order, place, group)  # [R, D]
-    results = exact(forward, there, coming) if exact else forward(there, coming.sum(0))
-    return operators.return_tokens(results, sizes, order, place, group, len(tokens))
-
-
-def _copies(ranks: int, top_k: int) -> float:
-    """Ranks on which the experts of a token are, if they are chosen at random."""
-    return ranks * (1 - (1 - 1 / ranks) ** top_k)
-
-
-def _one_copy_each(
-    forward: Forward, ranks: GroupInfo, rows: Tensor, of_rank: Tensor, order: Tensor
-) -> Tensor:
-    """Send a token once to each rank that has experts of it, where its results are weighted and
-    added up: rows [N, D + K], tokens and the weights of their experts; order [S]: place in the
-    order of experts -> in [N * K] -> [N, D]."""
-    length, top_k = len(rows), len(order) // len(rows)
-    operators, group = torch.ops.titanlike, ""
-    if ranks.group is None or rows.is_meta:  # alone: as many tokens come as go
-        coming, slot, route = of_rank, order % top_k, [order] * 6
-        length = round(length * _copies(ranks.size, top_k))
-        rows = rows[:1].expand(length, -1)
-        rows = autograd_collective(rows, ranks, "all_to_all", "all_to_all", 0)
-    else:
-        group = ranks.group.group_name
-        coming, slot, *route = operators.unique_route_tokens(of_rank, order, length, group)
-    there = operators.unique_send_tokens(rows, route, group)  # [R, D + K]
-    weights = there[:, -top_k:].gather(1, slot.unsqueeze(1))
-    results = weights * forward(there[:, :-top_k].contiguous(), coming.sum(0))
-    sums = operators.unique_return_tokens(results, route, group, length)
-    if group:
-        return sums
-    sums = autograd_collective(sums, ranks, "all_to_all", "all_to_all", 0)
-    return sums[:1].expand(len(order) // top_k, -1).clone()
-
-
 def _from_all(
-    forward: Callable[..., Tensor], tensor: Any, different: When, tokens: Tensor, *others: Tensor
-) -> Tensor:
+    forward: Callable[..., Any],
+    tensor: Any,
+    different: When,
+    tokens: Tensor,
+    *others: Tensor,
+    beside: Callable[[], Tensor] | None = None,
+) -> Any:
     """With tokens from all of the tensor-parallel ranks `tensor`; different: in which batches theirs
     are, see `Placement.partial`."""
     if different == "always" or (different == "sequence" and tensor.sequence):
-        return forward(tokens, *others)
-    results = forward(_TimesGradient.apply(tokens, tensor.size), *others)
-    return _TimesGradient.apply(results, 1 / tensor.size)
+        return forward(tokens, *others, beside=beside)
+    results = forward(_TimesGradient.apply(tokens, tensor.size), *others, beside=beside)
+    results, *added = results if beside else (results,)
+    results = _TimesGradient.apply(results, 1 / tensor.size)
+    return (results, *added) if beside else results
 
 
 class _TimesGradient(torch.autograd.Function):
@@ -215,248 +159,6 @@ class _TimesGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         return gradient * ctx.factor, None
-
-
-def _rank_by_rank(experts: nn.Module, forward: Forward, tokens: Tensor, counts: Tensor) -> Tensor:
-    """Those of each rank by themselves, as without expert parallelism: in the same shapes, and with
-    a weight gradient each. tokens [R, D] by rank, then by expert; counts [n, E / n] -> [R, D]."""
-    apart = vars(experts).get(APART, nullcontext)  # weights that are not trained have none
-    results = []
-    parts = zip(tokens.split(counts.sum(1).tolist()), counts, strict=True)
-    for rank, (part, mine) in enumerate(parts):
-        with apart(rank):
-            results.append(forward(part, mine))
-    return torch.cat(results)
-
-
-# --- what is exchanged, as operators of our own -------------------------------------------------
-#
-# So a compiled block need not know how many tokens come, and a recomputation may keep the results
-# (`SelectiveActivationCheckpoint.save`).
-
-
-@torch.library.custom_op("titanlike::route_tokens", mutates_args=())
-def _route(counts: Tensor, group: str, by_expert: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """counts [n, E / n]: tokens that go to each rank's experts.
-
-    Returns the tokens that come from each rank for each of this rank's experts [n, E / n]; how many
-    go to each rank and come from it, on the host [2, n]; of what comes, which is by rank, the place
-    of each row when it is sorted by expert [R], or as it is; and the reverse.
-    """
-    coming = torch.empty_like(counts)
-    dist.all_to_all_single(coming, counts.contiguous(), group=group_named(group))
-    # the one wait for a device: sizes of messages are known on the host
-    sizes = torch.stack([counts.sum(1), coming.sum(1)]).to("cpu", non_blocking=True)
-    arrived = None
-    if not coming.is_cpu:
-        arrived = torch.accelerator.current_stream(coming.device).record_event()
-    # blocks of rows, one for each rank and expert, move as a whole: `away` rows to their expert's
-    away = _begins(coming.T).T - _begins(coming)
-    if arrived is not None:
-        arrived.synchronize()
-    rows = int(sizes[1].sum())
-    order = torch.arange(rows, device=coming.device)
-    place = order.clone()
-    if by_expert:
-        place += away.flatten().repeat_interleave(coming.flatten(), output_size=rows)
-        order -= away.T.flatten().repeat_interleave(coming.T.flatten(), output_size=rows)
-    return coming, sizes, order, place
-
-
-def _begins(blocks: Tensor) -> Tensor:
-    """The first row of each block of so many rows, one after the other."""
-    flat = blocks.flatten()
-    return (flat.cumsum(0) - flat).view(blocks.shape)
-
-
-@_route.register_fake
-def _(counts: Tensor, group: str, by_expert: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    order = counts.new_empty(torch.library.get_ctx().new_dynamic_size())
-    sizes = counts.new_empty(2, counts.shape[0], device="cpu")
-    return torch.empty_like(counts), sizes, order, torch.empty_like(order)
-
-
-def _route_alone(counts: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The last three of `_route` where there are no others: sizes alone, for estimates."""
-    order = counts.new_empty(rows)
-    return counts.new_empty(2, counts.shape[0]), order, torch.empty_like(order)
-
-
-_alone = torch.library.custom_op("titanlike::alone_route_tokens", _route_alone, mutates_args=())
-_alone.register_fake(_route_alone)
-
-
-@torch.library.custom_op("titanlike::send_tokens", mutates_args=())
-def _send(x: Tensor, sizes: Tensor, order: Tensor, place: Tensor, group: str) -> Tensor:
-    """Tokens go to their experts, sorted by them: [S, D] -> [R, D]. group: "" = there are no
-    others."""
-    if not group:
-        return x.clone()
-    sent, received = sizes.tolist()
-    result = x.new_empty(len(order), *x.shape[1:])
-    dist.all_to_all_single(result, x.contiguous(), received, sent, group=group_named(group))
-    return result.index_select(0, order)
-
-
-@_send.register_fake
-def _(x: Tensor, sizes: Tensor, order: Tensor, place: Tensor, group: str) -> Tensor:
-    return x.new_empty(order.shape[0], *x.shape[1:])
-
-
-@torch.library.custom_op("titanlike::return_tokens", mutates_args=())
-def _return(
-    x: Tensor, sizes: Tensor, order: Tensor, place: Tensor, group: str, rows: int
-) -> Tensor:
-    """The reverse, which is also its gradient: [R, D] -> [S, D]; rows: S."""
-    if not group:
-        return x.clone()
-    sent, received = sizes.tolist()
-    x = x.index_select(0, place)
-    result = x.new_empty(rows, *x.shape[1:])
-    dist.all_to_all_single(result, x, sent, received, group=group_named(group))
-    return result
-
-
-@_return.register_fake
-def _(x: Tensor, sizes: Tensor, order: Tensor, place: Tensor, group: str, rows: int) -> Tensor:
-    return x.new_empty(rows, *x.shape[1:])
-
-
-def _keep_route(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    x, *places, ctx.group = inputs[:5]
-    ctx.save_for_backward(*places)
-    ctx.rows = x.shape[0]
-
-
-def _send_backward(ctx: Any, gradient: Tensor) -> Any:
-    sizes, order, place = ctx.saved_tensors
-    back = torch.ops.titanlike.return_tokens(gradient, sizes, order, place, ctx.group, ctx.rows)
-    return back, None, None, None, None
-
-
-def _return_backward(ctx: Any, gradient: Tensor) -> Any:
-    sizes, order, place = ctx.saved_tensors
-    sent = torch.ops.titanlike.send_tokens(gradient, sizes, order, place, ctx.group)
-    return sent, None, None, None, None, None
-
-
-_send.register_autograd(_send_backward, setup_context=_keep_route)
-_return.register_autograd(_return_backward, setup_context=_keep_route)
-
-
-# The same with one copy of a token for each rank. A route: rows to and from each rank, by expert and
-# by copy, on the host [4, n]; the token of each copy that is sent [P]; these places sorted by token
-# and where each token begins in them; of each row for an expert, the copy that came [R]; the places
-# of these sorted by copy, and where each copy begins.
-
-
-@torch.library.custom_op("titanlike::unique_route_tokens", mutates_args=())
-def _route_unique(
-    counts: Tensor, order: Tensor, tokens: int, group: str
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """counts [n, E / n] and order [S] as above. Returns counts of what comes, which of a token's
-    weights is that of each row [R], and the route."""
-    to = counts.sum(1)
-    rank = torch.arange(len(counts), device=order.device)
-    token, top_k = order // (len(order) // tokens), len(order) // tokens
-    cell = rank.repeat_interleave(to, output_size=len(order)) * tokens + token
-    used = torch.zeros(len(counts), tokens, dtype=torch.int64, device=order.device)
-    used.view(-1).scatter_(0, cell, torch.ones_like(cell))
-    copies = used.sum(1)
-    sent = torch.cat([counts, copies.unsqueeze(1)], 1)
-    got = torch.empty_like(sent)
-    dist.all_to_all_single(got, sent, group=group_named(group))
-    coming, copies_coming = got[:, :-1].contiguous(), got[:, -1]
-    sizes = torch.stack([to, coming.sum(1), copies, copies_coming]).to("cpu", non_blocking=True)
-    if not coming.is_cpu:
-        torch.accelerator.current_stream(coming.device).record_event().synchronize()
-    go, come, *numbers = sizes.tolist()
-    rows, p, q = sum(come), *map(sum, numbers)
-    place = (used.flatten().cumsum(0) - 1)[cell]  # of each row's copy, among all that are sent
-    pick = place.new_empty(p).scatter_(0, place, token)
-    inside = place - _begins(copies).repeat_interleave(to, output_size=len(order))
-    told = place.new_empty(rows)
-    mine = inside * top_k + order % top_k
-    dist.all_to_all_single(told, mine, come, go, group=group_named(group))
-    away = _begins(coming.T).T - _begins(coming)
-    by_expert = torch.arange(rows, device=order.device)
-    by_expert -= away.T.flatten().repeat_interleave(coming.T.flatten(), output_size=rows)
-    begins = _begins(copies_coming).repeat_interleave(coming.sum(1), output_size=rows)
-    spread = (told // top_k + begins)[by_expert]
-    slot = (told % top_k)[by_expert]
-    return coming, slot, sizes, pick, *_sorted(pick, tokens), spread, *_sorted(spread, q)
-
-
-def _sorted(index: Tensor, length: int) -> tuple[Tensor, Tensor]:
-    """The places in an index sorted by their values, and where each of `length` values begins."""
-    ones = index.new_zeros(length).scatter_add_(0, index, torch.ones_like(index))
-    return index.argsort(stable=True), _begins(ones)
-
-
-@_route_unique.register_fake
-def _(counts: Tensor, order: Tensor, tokens: int, group: str) -> Any:
-    p, q, rows = (torch.library.get_ctx().new_dynamic_size() for _ in range(3))
-    sizes = counts.new_empty(4, counts.shape[0], device="cpu")
-    shapes = rows, p, p, tokens, rows, rows, q
-    slot, *route = (order.new_empty(shape) for shape in shapes)
-    return torch.empty_like(counts), slot, sizes, *route
-
-
-@torch.library.custom_op("titanlike::unique_send_tokens", mutates_args=())
-def _send_unique(x: Tensor, route: list[Tensor], group: str) -> Tensor:
-    """[N, ...] -> [R, ...]"""
-    if not group:
-        return x[:1].repeat(len(route[4]), 1)
-    *_, sent, received = route[0].tolist()
-    result = x.new_empty(sum(received), *x.shape[1:])
-    copies = x.index_select(0, route[1])
-    dist.all_to_all_single(result, copies, received, sent, group=group_named(group))
-    return result.index_select(0, route[4])
-
-
-@_send_unique.register_fake
-def _(x: Tensor, route: list[Tensor], group: str) -> Tensor:
-    return x.new_empty(route[4].shape[0], *x.shape[1:])
-
-
-@torch.library.custom_op("titanlike::unique_return_tokens", mutates_args=())
-def _return_unique(x: Tensor, route: list[Tensor], group: str, rows: int) -> Tensor:
-    """The transpose, which is also its gradient: sums over the copies, [R, D] -> [N, D]."""
-    if not group:
-        return x[:1].repeat(rows, 1)
-    *_, sent, received = route[0].tolist()
-    # of a fixed order, which index_add has not on a GPU
-    x = F.embedding_bag(route[5], x, route[6], mode="sum")
-    result = x.new_empty(sum(sent), *x.shape[1:])
-    dist.all_to_all_single(result, x, sent, received, group=group_named(group))
-    return F.embedding_bag(route[2], result, route[3], mode="sum")
-
-
-@_return_unique.register_fake
-def _(x: Tensor, route: list[Tensor], group: str, rows: int) -> Tensor:
-    return x.new_empty(rows, *x.shape[1:])
-
-
-def _keep_unique_route(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    x, route, ctx.group = inputs[:3]
-    ctx.save_for_backward(*route)
-    ctx.rows = x.shape[0]
-
-
-def _send_unique_backward(ctx: Any, gradient: Tensor) -> Any:
-    route = [*ctx.saved_tensors]
-    back = torch.ops.titanlike.unique_return_tokens(gradient, route, ctx.group, ctx.rows)
-    return back, [None] * len(route), None
-
-
-def _return_unique_backward(ctx: Any, gradient: Tensor) -> Any:
-    route = [*ctx.saved_tensors]
-    sent = torch.ops.titanlike.unique_send_tokens(gradient, route, ctx.group)
-    return sent, [None] * len(route), None, None
-
-
-_send_unique.register_autograd(_send_unique_backward, setup_context=_keep_unique_route)
-_return_unique.register_autograd(_return_unique_backward, setup_context=_keep_unique_route)
 
 
 # --- the balance of experts --------------------------------------------------------------------
@@ -591,10 +293,12 @@ class _BalanceInOneProcess(Transform):
 _BEFORE, _TOTAL = "uncounted_forward", "tokens_of_step"
 
 
-def _forward(experts: nn.Module, tokens: Tensor, counts: Tensor, *others: Tensor) -> Any:
+def _forward(
+    experts: nn.Module, tokens: Tensor, counts: Tensor, *others: Tensor, **more: Any
+) -> Any:
     if experts.training and torch.is_grad_enabled():
         counts = torch.ops.titanlike.tokens_of_experts(counts, getattr(experts, _TOTAL))
     before = getattr(experts, _BEFORE)
     if before is None:
         return type(experts).forward(experts, tokens, counts)
-    return before(tokens, counts, *others)
+    return before(tokens, counts, *others, **more)

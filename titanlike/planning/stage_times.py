@@ -46,7 +46,7 @@ from titanlike.distributed import collectives
 from titanlike.distributed.sharding import StateBytes, compute_dtype
 from titanlike.optim.optimizer import hidden_matrices
 from titanlike.parallel.activation_checkpoint import keeps
-from titanlike.parallel.expert_parallel import SEND_TOKENS
+from titanlike.parallel.expert_exchange import SEND_TOKENS
 from titanlike.planning.known_hardware import (
     Link,
     link_of,

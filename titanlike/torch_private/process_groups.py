@@ -6,7 +6,9 @@ import gc
 import warnings
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
 
 def pipeline_backend(backend: str) -> str | None:
@@ -39,6 +41,20 @@ def abort_groups() -> bool:
 def group_named(name: str) -> dist.ProcessGroup:
     """The group with this `group_name`: operators take no objects."""
     return dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
+
+
+def fill_later(tensor: Tensor, work: dist.Work) -> None:
+    """Let `filled` wait for what fills a tensor: an operator that begins it returns no objects. torch
+    does so for collectives that it compiles. Test: `test_functional_collectives.py
+    ::test_what_fills_a_tensor_is_waited_for_by_its_memory`."""
+    torch._C._distributed_c10d._register_work(tensor, work)
+
+
+def filled(tensor: Tensor) -> Tensor:
+    """The same tensor, once what was begun has filled it; at once if nothing was."""
+    from torch.distributed._functional_collectives import wait_tensor  # late: 2 ms without experts
+
+    return wait_tensor(tensor)
 
 
 def default_store() -> dist.Store:
