@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from support.cells import cells, slow
+from support.counted_calls import CountedCalls
 from support.families import hf, moe
 from support.models import tiny
 from support.opened import opened
@@ -45,6 +46,7 @@ from titanlike.metrics.sinks import read_jsonl
 from titanlike.models.moe import Moe, RoutedMLP
 from titanlike.models.registry import initial_weights_of, resolve_model
 from titanlike.optim.optimizer import build_optimizers
+from titanlike.parallel import expert_exchange
 from titanlike.planning.estimate import make_estimate
 from titanlike.planning.known_hardware import shipped
 from titanlike.training.loop import train
@@ -325,7 +327,7 @@ class Order(TorchDispatchMode):
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         name = function._schema.name.split("::")[1]
-        if name in ("mm", "expert_linear", *EXCHANGES):
+        if name in ("mm", "expert_linear", *EXCHANGES) or name.endswith("route_tokens"):
             self.names.append(name)
         return function(*args, **(kwargs or {}))
 
@@ -374,14 +376,48 @@ def test_a_shared_expert_is_computed_while_tokens_travel(
         for at, name in enumerate(names):
             if name in BEGINS:
                 end = next(i for i in range(at, len(names)) if names[i] in ARRIVES)
-                assert {*names[at + 1 : end]} <= {"mm"}
-                meanwhile[name, end - at - 1] += 1
+                between = names[at + 1 : end]
+                if names[at - 1].endswith("route_tokens"):
+                    assert between.pop(0).endswith("away_route_tokens")
+                assert {*between} <= {"mm"}
+                meanwhile[name, len(between)] += 1
         microbatches = meanwhile["begin_return", 3 if "schedule" in changes else 6]
         assert microbatches and meanwhile == {
             ("send_tokens", 3): microbatches * (1 + ("activation_checkpoint" in changes)),
             ("send_tokens", 0): microbatches,  # gradients of results
             ("begin_return", 3 if "schedule" in changes else 6): microbatches,
         }
+
+
+def queued_at_waits(config: Config, worker: Worker) -> list[int]:
+    """Of each wait of the host for how many tokens come: operators that were queued behind what it
+    waits for."""
+    found: list[int] = []
+
+    def noted(x: Tensor) -> Any:
+        queued = CountedCalls()
+        queued.__enter__()
+
+        def wait() -> Tensor:
+            queued.__exit__(None, None, None)
+            found.append(queued.calls.total())
+            return x
+
+        return wait
+
+    patched = mock.patch.object(expert_exchange, "to_host", noted)
+    with opened(config, worker) as job, patched:
+        job.train()
+    return found
+
+
+def test_the_host_waits_once_a_layer_behind_work_for_the_device(tmp_path: Path) -> None:
+    """Once a microbatch, not in the recomputation; the rest of the route is made while tokens
+    travel."""
+    config = of(moe(num_experts_per_tok=4), dp=2, ep=2, **FULL)
+    waits = 2 * make_plan(config).microbatches
+    for found in run_world(queued_at_waits, config, tmp_path):
+        assert len(found) == waits and min(found) > 8
 
 
 def tokens_sent(config: Config, worker: Worker) -> int:

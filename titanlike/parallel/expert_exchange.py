@@ -47,33 +47,38 @@ def elsewhere(
     returns is returned, too.
     """
     operators, of_rank = torch.ops.titanlike, counts.unflatten(0, (ranks.size, -1))  # [n, E / n]
-    group, length = "", len(tokens)
+    length, top_k = len(tokens), 1 if unsorted is None else len(unsorted) // len(tokens)
+    group, home, away = "", [unsorted] * 5, [unsorted] * 3
     if ranks.group is not None and not tokens.is_meta:
         group = ranks.group.group_name
+        if unsorted is None:
+            coming, *home = operators.route_tokens(of_rank, group)
+        else:
+            coming, told, *home = operators.unique_route_tokens(of_rank, unsorted, length, group)
+    else:  # alone: as many tokens come as go
+        coming, goes = of_rank, tokens
+        if unsorted is None:
+            *home, order, place = operators.alone_route_tokens(of_rank, length)
+            away = [order, place]
+        else:
+            goes = tokens[:1].expand(round(length * copies(ranks.size, top_k)), -1)
+        tokens = autograd_collective(goes, ranks, "all_to_all", "all_to_all", 0)
+    raw, link = operators.send_tokens(tokens, home, group)
     if group and unsorted is None:
-        coming, *route = operators.route_tokens(of_rank, group, exact is None)
+        away = [*operators.away_route_tokens(coming, home[-1], exact is None)]
     elif group:
-        coming, slot, *route = operators.unique_route_tokens(of_rank, unsorted, length, group)
-    elif unsorted is None:  # alone: as many tokens come as go
-        coming, route = of_rank, [*operators.alone_route_tokens(of_rank, length)]
-        tokens = autograd_collective(tokens, ranks, "all_to_all", "all_to_all", 0)
-    else:
-        top_k = len(unsorted) // length
-        coming, slot, route = of_rank, unsorted % top_k, [unsorted] * _UNIQUE
-        tokens = tokens[:1].expand(round(length * copies(ranks.size, top_k)), -1)
-        tokens = autograd_collective(tokens, ranks, "all_to_all", "all_to_all", 0)
-    raw, link = operators.send_tokens(tokens, route, group)
+        coming, slot, *away = operators.unique_away_route_tokens(coming, told, home[-1], top_k)
     added = beside() if beside else None
-    there = operators.arrived(raw, link, tokens.detach(), route, group)
-    if unsorted is None:
-        results = (
-            exact(forward, there, coming) if exact and group else forward(there, coming.sum(0))
-        )
+    there = operators.arrived(raw, link, tokens.detach(), home, away, group)
+    if exact and group:
+        results = exact(forward, there, coming)
+    elif unsorted is None:
+        results = forward(there, coming.sum(0))
     else:
-        top_k = len(unsorted) // length
+        slot = slot if group else unsorted % top_k
         weights = there[:, -top_k:].gather(1, slot.unsqueeze(1))
         results = weights * forward(there[:, :-top_k].contiguous(), coming.sum(0))
-    results = operators.return_tokens(results, route, group, len(tokens))
+    results = operators.return_tokens(results, home, away, group, len(tokens))
     if not group:
         results = autograd_collective(results, ranks, "all_to_all", "all_to_all", 0)
         if unsorted is not None:
@@ -103,48 +108,39 @@ def rank_by_rank(experts: nn.Module, forward: Forward, tokens: Tensor, counts: T
 # So a compiled block need not know how many tokens come, and a recomputation may keep the results
 # (`SelectiveActivationCheckpoint.save`).
 #
-# A route is one of
-# - tokens sorted by expert: how many go to each rank and come from it, on the host [2, n]; of what
-#   comes, which is by rank, the place of each row when it is sorted by expert [R], or as it is; and
-#   the reverse.
-# - one copy of a token for each rank: rows to and from each rank, by expert and by copy, on the host
-#   [4, n]; the token of each copy that is sent [P]; these places sorted by token and where each token
-#   begins in them [N]; of each row for an expert, the copy that came [R]; the places of these sorted
-#   by copy, and where each copy begins [Q].
-
-_UNIQUE = 7  # tensors of a route of the second kind
+# What of a route begins an exchange is `home`, the rest, made while tokens travel, `away`. Of tokens
+# that are sorted by expert these are
+# - how many go to each rank and come from it, on the host [2, n]; as many elements as rows come [R]
+# - of what comes, which is by rank, the place of each row when it is sorted by expert [R], or as it
+#   is; and the reverse.
+# With one copy of a token for each rank:
+# - rows to and from each rank, by expert and by copy, on the host [4, n]; the token of each copy that
+#   is sent [P]; the places of these sorted by token, and where each token begins in them [N]; as many
+#   elements as copies come [Q]
+# - of each row for an expert, the copy that came [R]; the places of these sorted by copy, and where
+#   each copy begins [Q].
 
 
 @torch.library.custom_op("titanlike::route_tokens", mutates_args=())
-def _route(counts: Tensor, group: str, by_expert: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _route(counts: Tensor, group: str) -> tuple[Tensor, Tensor, Tensor]:
     """counts [n, E / n]: tokens that go to each rank's experts.
 
-    Returns the tokens that come from each rank for each of this rank's experts [n, E / n], and the
-    route.
+    Returns the tokens that come from each rank for each of this rank's experts [n, E / n], and home.
     """
     coming = torch.empty_like(counts)
     dist.all_to_all_single(coming, counts.contiguous(), group=group_named(group))
-    on_host = _to_host(torch.stack([counts.sum(1), coming.sum(1)]))
-    # blocks of rows, one for each rank and expert, move as a whole: `away` rows to their expert's
-    away = _begins(coming.T).T - _begins(coming)
-    sizes = on_host()
-    rows = int(sizes[1].sum())
-    order = torch.arange(rows, device=coming.device)
-    place = order.clone()
-    if by_expert:
-        place += away.flatten().repeat_interleave(coming.flatten(), output_size=rows)
-        order -= away.T.flatten().repeat_interleave(coming.T.flatten(), output_size=rows)
-    return coming, sizes, order, place
+    sizes = to_host(torch.stack([counts.sum(1), coming.sum(1)]))()
+    return coming, sizes, coming.new_empty(int(sizes[1].sum()))
 
 
 @_route.register_fake
-def _(counts: Tensor, group: str, by_expert: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    order = counts.new_empty(torch.library.get_ctx().new_dynamic_size())
+def _(counts: Tensor, group: str) -> tuple[Tensor, Tensor, Tensor]:
+    rows = torch.library.get_ctx().new_dynamic_size()
     sizes = counts.new_empty(2, counts.shape[0], device="cpu")
-    return torch.empty_like(counts), sizes, order, torch.empty_like(order)
+    return torch.empty_like(counts), sizes, counts.new_empty(rows)
 
 
-def _to_host(x: Tensor) -> Callable[[], Tensor]:
+def to_host(x: Tensor) -> Callable[[], Tensor]:
     """Begin to copy a tensor to the host, where sizes of messages are known; what waits for it, but
     not for what is queued in between: that the device has to do while the host goes on."""
     copied = x.to("cpu", non_blocking=True)  # pinned
@@ -165,10 +161,27 @@ def _begins(blocks: Tensor) -> Tensor:
     return (flat.cumsum(0) - flat).view(blocks.shape)
 
 
-def _route_alone(counts: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor]:
+@torch.library.custom_op("titanlike::away_route_tokens", mutates_args=())
+def _away(coming: Tensor, came: Tensor, by_expert: bool) -> tuple[Tensor, Tensor]:
+    order = torch.arange(len(came), device=coming.device)
+    place = order.clone()
+    if by_expert:
+        # blocks of rows, one for each rank and expert, move as a whole: so many rows
+        away = _begins(coming.T).T - _begins(coming)
+        place += away.flatten().repeat_interleave(coming.flatten(), output_size=len(came))
+        order -= away.T.flatten().repeat_interleave(coming.T.flatten(), output_size=len(came))
+    return order, place
+
+
+@_away.register_fake
+def _(coming: Tensor, came: Tensor, by_expert: bool) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(came), torch.empty_like(came)
+
+
+def _route_alone(counts: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The route where there are no others: sizes alone, for estimates."""
-    order = counts.new_empty(rows)
-    return counts.new_empty(2, counts.shape[0]), order, torch.empty_like(order)
+    came, order, place = (counts.new_empty(rows) for _ in range(3))
+    return counts.new_empty(2, counts.shape[0]), came, order, place
 
 
 _alone = torch.library.custom_op("titanlike::alone_route_tokens", _route_alone, mutates_args=())
@@ -178,64 +191,83 @@ _alone.register_fake(_route_alone)
 @torch.library.custom_op("titanlike::unique_route_tokens", mutates_args=())
 def _route_unique(
     counts: Tensor, order: Tensor, tokens: int, group: str
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """counts as above, order: `unsorted`. Returns counts of what comes, which of a token's weights
-    is that of each row [R], and the route."""
-    to = counts.sum(1)
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """counts as above, order: `unsorted`. Returns counts of what comes, rows and copies [n, E / n +
+    1], what is told of each row [R], and home."""
+    to, top_k = counts.sum(1), len(order) // tokens
     rank = torch.arange(len(counts), device=order.device)
-    token, top_k = order // (len(order) // tokens), len(order) // tokens
+    token = order // top_k
     cell = rank.repeat_interleave(to, output_size=len(order)) * tokens + token
     used = torch.zeros(len(counts), tokens, dtype=torch.int64, device=order.device)
     used.view(-1).scatter_(0, cell, torch.ones_like(cell))
-    of_rank = used.sum(1)  # copies
-    sent = torch.cat([counts, of_rank.unsqueeze(1)], 1)
-    got = torch.empty_like(sent)
-    dist.all_to_all_single(got, sent, group=group_named(group))
-    coming, copies_coming = got[:, :-1].contiguous(), got[:, -1]
-    on_host = _to_host(torch.stack([to, coming.sum(1), of_rank, copies_coming]))
+    sent = torch.cat([counts, used.sum(1, keepdim=True)], 1)
+    coming = torch.empty_like(sent)
+    dist.all_to_all_single(coming, sent, group=group_named(group))
+    on_host = to_host(
+        torch.stack([x for c in (sent, coming) for x in (c[:, :-1].sum(1), c[:, -1])])
+    )
     # of each row's copy, among all that are sent, by rank; the same by token
-    place, by_token = ((x.flatten().cumsum(0) - 1) for x in (used, used.T))
+    place, by_token = (x.flatten().cumsum(0) - 1 for x in (used, used.T))
     place, by_token = place[cell], by_token.view(tokens, -1).T.flatten()[cell]
-    inside = place - _begins(of_rank).repeat_interleave(to, output_size=len(order))
-    mine = inside * top_k + order % top_k
-    begins, away = _begins(used.sum(0)), _begins(coming.T).T - _begins(coming)
+    inside = place - _begins(sent[:, -1]).repeat_interleave(to, output_size=len(order))
+    mine, begins = inside * top_k + order % top_k, _begins(used.sum(0))
     sizes = on_host()
-    go, come, *numbers = sizes.tolist()
-    rows, p, q = sum(come), *map(sum, numbers)
-    told = place.new_empty(rows)
+    go, sent_copies, come, coming_copies = sizes.tolist()
+    told = place.new_empty(sum(come))
     dist.all_to_all_single(told, mine, come, go, group=group_named(group))
-    pick, sorted_by_token = (place.new_empty(p) for _ in range(2))
+    pick, sorted_by_token = (place.new_empty(sum(sent_copies)) for _ in range(2))
     pick.scatter_(0, place, token)
     sorted_by_token.scatter_(0, by_token, place)
-    by_expert = torch.arange(rows, device=order.device)
-    by_expert -= away.T.flatten().repeat_interleave(coming.T.flatten(), output_size=rows)
-    first = _begins(copies_coming).repeat_interleave(coming.sum(1), output_size=rows)
-    spread = (told // top_k + first)[by_expert]
-    slot = (told % top_k)[by_expert]
-    ones = spread.new_zeros(q).scatter_add_(0, spread, torch.ones_like(spread))
-    by_copy = spread.argsort(stable=True)
-    return coming, slot, sizes, pick, sorted_by_token, begins, spread, by_copy, _begins(ones)
+    return coming, told, sizes, pick, sorted_by_token, begins, told.new_empty(sum(coming_copies))
 
 
 @_route_unique.register_fake
 def _(counts: Tensor, order: Tensor, tokens: int, group: str) -> Any:
-    p, q, rows = (torch.library.get_ctx().new_dynamic_size() for _ in range(3))
+    rows, p, q = (torch.library.get_ctx().new_dynamic_size() for _ in range(3))
     sizes = counts.new_empty(4, counts.shape[0], device="cpu")
-    shapes = rows, p, p, tokens, rows, rows, q
-    slot, *route = (order.new_empty(shape) for shape in shapes)
-    return torch.empty_like(counts), slot, sizes, *route
+    told, *home = (order.new_empty(shape) for shape in (rows, p, p, tokens, q))
+    return counts.new_empty(counts.shape[0], counts.shape[1] + 1), told, sizes, *home
 
 
-def _begin(x: Tensor, sent: list[int], received: list[int], group: str) -> Tensor:
-    """What is filled later, see `filled`."""
+@torch.library.custom_op("titanlike::unique_away_route_tokens", mutates_args=())
+def _away_unique(
+    coming: Tensor, told: Tensor, came: Tensor, top_k: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Returns rows that come [n, E / n], which of a token's weights is that of each [R], and away."""
+    rows, device = len(told), told.device
+    coming, first = coming[:, :-1].contiguous(), _begins(coming[:, -1])
+    away = _begins(coming.T).T - _begins(coming)
+    by_expert = torch.arange(rows, device=device)
+    by_expert -= away.T.flatten().repeat_interleave(coming.T.flatten(), output_size=rows)
+    first = first.repeat_interleave(coming.sum(1), output_size=rows)
+    spread = (told // top_k + first)[by_expert]
+    slot = (told % top_k)[by_expert]
+    ones = torch.zeros_like(came).scatter_add_(0, spread, torch.ones_like(spread))
+    return coming, slot, spread, spread.argsort(stable=True), _begins(ones)
+
+
+@_away_unique.register_fake
+def _(coming: Tensor, told: Tensor, came: Tensor, top_k: int) -> Any:
+    rows = [torch.empty_like(told) for _ in range(3)]
+    return coming.new_empty(coming.shape[0], coming.shape[1] - 1), *rows, torch.empty_like(came)
+
+
+def _begin(x: Tensor, numbers: list[list[int]], group: str) -> Tensor:
+    """What is filled later, see `filled`; numbers: rows that go to each rank, that come."""
+    sent, received = numbers
     result = x.new_empty(sum(received), *x.shape[1:])
     x, there = x.contiguous(), group_named(group)
     fill_later(result, dist.all_to_all_single(result, x, received, sent, there, async_op=True))
     return result
 
 
+def _numbers(home: list[Tensor]) -> list[list[int]]:
+    sizes = home[0].tolist()
+    return sizes[1::2] if len(home) > 2 else sizes
+
+
 @torch.library.custom_op("titanlike::send_tokens", mutates_args=())
-def _send(x: Tensor, route: list[Tensor], group: str) -> tuple[Tensor, Tensor]:
+def _send(x: Tensor, home: list[Tensor], group: str) -> tuple[Tensor, Tensor]:
     """Begin to send tokens: [S or N, ...] -> rows that will come, for `arrived`, and a tensor without
     elements of its own, by which their gradients come back: its gradient will come, too.
 
@@ -243,10 +275,8 @@ def _send(x: Tensor, route: list[Tensor], group: str) -> tuple[Tensor, Tensor]:
     """
     if not group:
         return x.clone(), _link(x, len(x))
-    unique = len(route) == _UNIQUE
-    *_, sent, received = route[0].tolist()
-    x = x.index_select(0, route[1]) if unique else x
-    return _begin(x, sent, received, group), _link(x, len(x))
+    x = x.index_select(0, home[1]) if len(home) > 2 else x
+    return _begin(x, _numbers(home), group), _link(x, len(x))
 
 
 def _link(x: Tensor, rows: Any) -> Tensor:
@@ -254,110 +284,115 @@ def _link(x: Tensor, rows: Any) -> Tensor:
 
 
 @_send.register_fake
-def _(x: Tensor, route: list[Tensor], group: str) -> tuple[Tensor, Tensor]:
+def _(x: Tensor, home: list[Tensor], group: str) -> tuple[Tensor, Tensor]:
     if not group:
-        return torch.empty_like(x), _link(x, len(x))
-    unique = len(route) == _UNIQUE
-    rows = len(route[1]) if unique else len(x)
-    return x.new_empty(len(route[-1]), *x.shape[1:]), _link(x, rows)
+        return torch.empty_like(x), _link(x, x.shape[0])
+    rows = (home[1] if len(home) > 2 else x).shape[0]
+    return x.new_empty(home[-1].shape[0], *x.shape[1:]), _link(x, rows)
 
 
 @torch.library.custom_op("titanlike::arrived", mutates_args=())
-def _arrived(raw: Tensor, link: Tensor, sent: Tensor, route: list[Tensor], group: str) -> Tensor:
+def _arrived(
+    raw: Tensor, link: Tensor, sent: Tensor, home: list[Tensor], away: list[Tensor], group: str
+) -> Tensor:
     """Wait for tokens: [R, ...], sorted by expert.
 
     sent: nobody writes into these before they have gone; else a compiled block would give their
     memory to others.
     """
-    order = route[-3] if len(route) == _UNIQUE else route[1]
     if not group:
-        return raw[:1].repeat(len(order), *[1] * (raw.dim() - 1))
-    return filled(raw).index_select(0, order)
+        return raw[:1].repeat(len(away[0]), *[1] * (raw.dim() - 1))
+    return filled(raw).index_select(0, away[0])
 
 
 @_arrived.register_fake
-def _(raw: Tensor, link: Tensor, sent: Tensor, route: list[Tensor], group: str) -> Tensor:
-    order = route[-3] if len(route) == _UNIQUE else route[1]
-    return raw.new_empty(len(order), *raw.shape[1:])
+def _(
+    raw: Tensor, link: Tensor, sent: Tensor, home: list[Tensor], away: list[Tensor], group: str
+) -> Tensor:
+    return raw.new_empty(away[0].shape[0], *raw.shape[1:])
 
 
 @torch.library.custom_op("titanlike::begin_return", mutates_args=())
-def _begin_return(x: Tensor, route: list[Tensor], group: str, rows: int) -> Tensor:
+def _begin_return(
+    x: Tensor, home: list[Tensor], away: list[Tensor], group: str, rows: int
+) -> Tensor:
     """Begin to send back [R, ...]: rows as they were sent (so many), for `_returned`."""
     if not group:
         return x[:1].repeat(rows, *[1] * (x.dim() - 1))
-    *_, sent, received = route[0].tolist()
-    if len(route) == _UNIQUE:  # sums of a fixed order, which index_add has not on a GPU
-        x = F.embedding_bag(route[-2], x, route[-1], mode="sum")
+    if len(home) > 2:  # sums of a fixed order, which index_add has not on a GPU
+        x = F.embedding_bag(away[1], x, away[2], mode="sum")
     else:
-        x = x.index_select(0, route[2])
-    return _begin(x, received, sent, group)
+        x = x.index_select(0, away[1])
+    return _begin(x, _numbers(home)[::-1], group)
 
 
 @_begin_return.register_fake
-def _(x: Tensor, route: list[Tensor], group: str, rows: int) -> Tensor:
+def _(x: Tensor, home: list[Tensor], away: list[Tensor], group: str, rows: int) -> Tensor:
     return x.new_empty(rows, *x.shape[1:])
 
 
 @torch.library.custom_op("titanlike::sum_copies", mutates_args=())
-def _sum_copies(raw: Tensor, route: list[Tensor]) -> Tensor:
+def _sum_copies(raw: Tensor, home: list[Tensor]) -> Tensor:
     """Wait for what comes back for each copy: sums of a token's, [N, ...]."""
-    return F.embedding_bag(route[2], filled(raw), route[3], mode="sum")
+    return F.embedding_bag(home[2], filled(raw), home[3], mode="sum")
 
 
 @_sum_copies.register_fake
-def _(raw: Tensor, route: list[Tensor]) -> Tensor:
-    return raw.new_empty(len(route[3]), *raw.shape[1:])
+def _(raw: Tensor, home: list[Tensor]) -> Tensor:
+    return raw.new_empty(home[3].shape[0], *raw.shape[1:])
 
 
-def _returned(raw: Tensor, route: list[Tensor], group: str) -> Tensor:
+def _returned(raw: Tensor, home: list[Tensor], group: str) -> Tensor:
     if not group:
         return raw
-    return torch.ops.titanlike.sum_copies(raw, route) if len(route) == _UNIQUE else filled(raw)
+    return torch.ops.titanlike.sum_copies(raw, home) if len(home) > 2 else filled(raw)
 
 
 @torch.library.custom_op("titanlike::return_tokens", mutates_args=())
-def _return(x: Tensor, route: list[Tensor], group: str, rows: int) -> Tensor:
+def _return(x: Tensor, home: list[Tensor], away: list[Tensor], group: str, rows: int) -> Tensor:
     """The transpose of sending, which is also its gradient: [R, ...] -> [S, ...] or, sums over the
     copies, [N, ...]; rows: S or N."""
-    sent = len(route[1]) if group and len(route) == _UNIQUE else rows
-    return _returned(_begin_return(x, route, group, sent), route, group)
+    sent = len(home[1]) if group and len(home) > 2 else rows
+    return _returned(_begin_return(x, home, away, group, sent), home, group)
 
 
 @_return.register_fake
-def _(x: Tensor, route: list[Tensor], group: str, rows: int) -> Tensor:
+def _(x: Tensor, home: list[Tensor], away: list[Tensor], group: str, rows: int) -> Tensor:
     return x.new_empty(rows, *x.shape[1:])
 
 
-def _keep_route(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    """Of any of these: the route, group and, of `arrived`, how many rows were sent."""
+    lists = [each for each in inputs if isinstance(each, list)]
     ctx.set_materialize_grads(False)
-    *_, route, ctx.group = inputs[: [*map(type, inputs)].index(str) + 1]
-    ctx.save_for_backward(*route)
+    ctx.save_for_backward(*(tensor for each in lists for tensor in each))
+    ctx.lengths, ctx.rows = [*map(len, lists)], len(inputs[1])
+    ctx.group = next(each for each in inputs if isinstance(each, str))
+
+
+def _kept(ctx: Any) -> list[list[Tensor]]:
+    saved = iter(ctx.saved_tensors)
+    return [[next(saved) for _ in range(length)] for length in ctx.lengths]
 
 
 def _send_backward(ctx: Any, _: Any, coming: Tensor) -> Any:
-    route = [*ctx.saved_tensors]
-    return _returned(coming, route, ctx.group), [None] * len(route), None
-
-
-def _keep_arrived(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    _keep_route(ctx, inputs, output)
-    ctx.rows = len(inputs[1])
+    [home] = _kept(ctx)
+    return _returned(coming, home, ctx.group), [None] * len(home), None
 
 
 def _arrived_backward(ctx: Any, gradient: Tensor) -> Any:
-    route = [*ctx.saved_tensors]
-    coming = torch.ops.titanlike.begin_return(gradient, route, ctx.group, ctx.rows)
-    return None, coming, None, [None] * len(route), None
+    home, away = _kept(ctx)
+    coming = torch.ops.titanlike.begin_return(gradient, home, away, ctx.group, ctx.rows)
+    return None, coming, None, [None] * len(home), [None] * len(away), None
 
 
 def _return_backward(ctx: Any, gradient: Tensor) -> Any:
-    route, operators = [*ctx.saved_tensors], torch.ops.titanlike
-    raw, link = operators.send_tokens(gradient, route, ctx.group)
-    there = operators.arrived(raw, link, gradient, route, ctx.group)
-    return there, [None] * len(route), None, None
+    (home, away), operators = _kept(ctx), torch.ops.titanlike
+    raw, link = operators.send_tokens(gradient, home, ctx.group)
+    there = operators.arrived(raw, link, gradient, home, away, ctx.group)
+    return there, [None] * len(home), [None] * len(away), None, None
 
 
-_send.register_autograd(_send_backward, setup_context=_keep_route)
-_arrived.register_autograd(_arrived_backward, setup_context=_keep_arrived)
-_return.register_autograd(_return_backward, setup_context=_keep_route)
+_send.register_autograd(_send_backward, setup_context=_keep)
+_arrived.register_autograd(_arrived_backward, setup_context=_keep)
+_return.register_autograd(_return_backward, setup_context=_keep)
