@@ -256,8 +256,8 @@ def _begin(x: Tensor, numbers: list[list[int]], group: str) -> Tensor:
     """What is filled later, see `filled`; numbers: rows that go to each rank, that come."""
     sent, received = numbers
     result = x.new_empty(sum(received), *x.shape[1:])
-    x, there = x.contiguous(), group_named(group)
-    fill_later(result, dist.all_to_all_single(result, x, received, sent, there, async_op=True))
+    by: dict[str, Any] = {"group": group_named(group), "async_op": True}
+    fill_later(result, dist.all_to_all_single(result, x.contiguous(), received, sent, **by))
     return result
 
 
@@ -280,7 +280,7 @@ def _send(x: Tensor, home: list[Tensor], group: str) -> tuple[Tensor, Tensor]:
 
 
 def _link(x: Tensor, rows: Any) -> Tensor:
-    return x.new_empty([1] * x.dim()).expand(rows, *x.shape[1:])
+    return x.new_empty_strided((rows, *x.shape[1:]), [0] * x.dim())
 
 
 @_send.register_fake
@@ -362,11 +362,13 @@ def _(x: Tensor, home: list[Tensor], away: list[Tensor], group: str, rows: int) 
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    """Of any of these: the route, group and, of `arrived`, how many rows were sent."""
+    """Of any of these: the route, group and, of `arrived`, a size of `link`: the rows that were
+    sent."""
     lists = [each for each in inputs if isinstance(each, list)]
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*(tensor for each in lists for tensor in each))
-    ctx.lengths, ctx.rows = [*map(len, lists)], len(inputs[1])
+    ctx.lengths = [*map(len, lists)]
+    ctx.rows = inputs[1].shape[0] if isinstance(inputs[1], Tensor) else None
     ctx.group = next(each for each in inputs if isinstance(each, str))
 
 
