@@ -20,7 +20,7 @@ from titanlike.checkpoint.storage import Storage
 from titanlike.config.credentials import redact_value
 from titanlike.config.parse import to_plain
 from titanlike.config.schema import MESH_AXES, Config
-from titanlike.data.readers import READERS
+from titanlike.data.kinds import READERS
 from titanlike.data.sources import Data, Stream, data_fingerprint
 from titanlike.distributed.placement import StageState
 from titanlike.metrics.run_files import Events

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import re
 import time
 from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 from titanlike.checkpoint import integrity
-from titanlike.checkpoint.discovery import all_checkpoints
+from titanlike.checkpoint.discovery import leads_out
 from titanlike.checkpoint.integrity import (
     MODEL,
     OPTIMIZER,
@@ -34,13 +36,14 @@ from titanlike.checkpoint.storage import (
 from titanlike.config.files import NotRegularFile
 from titanlike.config.program import argument_parser, exit_code
 from titanlike.config.schema import MESH_AXES
-from titanlike.data.readers import READERS
+from titanlike.data.kinds import READERS
 from titanlike.metrics import units
 from titanlike.metrics.console import Console
 
 OK, DIFFERENT = 0, 1  # exit codes; 2 is that of another error of the user's
 COMPLETE, DAMAGED, REJECTED, INCOMPLETE = "complete", "damaged", "rejected", "incomplete"
 UNREADABLE = "unreadable"  # at the moment, so neither complete nor damaged
+_ANY_NAME = re.compile(r"(step|model)-(\d{8,})")
 _MAX_FILES = 9  # files that `show` lists without --tensors
 _DESCRIPTION = """\
 Inspect and convert checkpoints. A CHECKPOINT is a step-XXXXXXXX or model-XXXXXXXX folder, or a run
@@ -121,6 +124,34 @@ def _run(console: Console, args: argparse.Namespace) -> bool:
         options = {"dtype": args.dtype, "with_optimizer": args.optimizer}
         console.line(consolidate(args.checkpoint, args.file, **options))
     return True
+
+
+def all_checkpoints(location: str) -> list[Storage]:
+    """Return the checkpoint at `location`, or all of the run or folder there, oldest first.
+
+    Raises ValueError if there is none.
+    """
+    path = Storage(location)
+    names = path.names()
+    if (names and _ANY_NAME.fullmatch(path.name)) or {MARKER, DAMAGED_MARKER, METADATA} & {*names}:
+        return [path]
+    folders = [path.at("checkpoints"), path]
+    for folder in folders:
+        if names := [name for name in folder.names() if _ANY_NAME.fullmatch(name)]:
+            names.sort(key=lambda name: (int(name.partition("-")[2]), name))
+            checkpoints = [folder.at(name) for name in names]
+            for each in checkpoints:
+                if leads := leads_out(each, path):
+                    raise ValueError(f"{each}: is a link out of {location}; write {leads}")
+            return checkpoints
+    searched = " and ".join(map(str, folders))
+    fix = "write the path of a run directory or of a folder with step-XXXXXXXX folders"
+    from titanlike.config.received import read_run
+
+    with contextlib.suppress(OSError, ValueError):
+        if elsewhere := read_run(Path(location)).checkpoint.folder:
+            fix = f"its config.yaml names another folder; if you trust it, write {elsewhere}"
+    raise ValueError(f"{location}: no checkpoint there (searched {searched}); {fix}")
 
 
 def list_checkpoints(console: Console, location: str) -> None:

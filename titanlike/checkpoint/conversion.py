@@ -40,7 +40,7 @@ from titanlike.checkpoint.state_dict import DTYPES, cast_weights
 from titanlike.checkpoint.storage import MARKER, STATE, DamagedCheckpoint, Storage
 from titanlike.checkpoint.writer import prepare_save, write_checkpoint
 from titanlike.config.files import parse_object, replaced
-from titanlike.data.readers import READERS
+from titanlike.data.kinds import READERS
 from titanlike.metrics import units
 from titanlike.metrics.console import Console
 from titanlike.models.safetensors_folder import write_file

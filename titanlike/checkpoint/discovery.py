@@ -28,7 +28,6 @@ from titanlike.config.schema import Config, Custom
 from titanlike.metrics.run_files import earlier_folders
 
 STEP_NAME = re.compile(r"step-(\d{8,})")
-_ANY_NAME = re.compile(r"(step|model)-(\d{8,})")
 
 
 @dataclass(frozen=True)
@@ -126,7 +125,7 @@ def resolve(key: str, location: str) -> Storage:
         return path
     for folder in (path.at("checkpoints"), path):
         if inside := committed(folder):
-            if leads := _leads_out(inside[0], path):
+            if leads := leads_out(inside[0], path):
                 raise Refused(key, location, f"{inside[0]} is a link out of it", f"write {leads}")
             return inside[0]
     reason = "no complete checkpoint there"
@@ -141,35 +140,7 @@ def resolve(key: str, location: str) -> Storage:
     raise Refused(key, location, reason, fix)
 
 
-def all_checkpoints(location: str) -> list[Storage]:
-    """Return the checkpoint at `location`, or all of the run or folder there, oldest first.
-
-    Raises ValueError if there is none.
-    """
-    path = Storage(location)
-    names = path.names()
-    if (names and _ANY_NAME.fullmatch(path.name)) or {MARKER, DAMAGED_MARKER, METADATA} & {*names}:
-        return [path]
-    folders = [path.at("checkpoints"), path]
-    for folder in folders:
-        if names := [name for name in folder.names() if _ANY_NAME.fullmatch(name)]:
-            names.sort(key=lambda name: (int(name.partition("-")[2]), name))
-            checkpoints = [folder.at(name) for name in names]
-            for each in checkpoints:
-                if leads := _leads_out(each, path):
-                    raise ValueError(f"{each}: is a link out of {location}; write {leads}")
-            return checkpoints
-    searched = " and ".join(map(str, folders))
-    fix = "write the path of a run directory or of a folder with step-XXXXXXXX folders"
-    from titanlike.config.received import read_run
-
-    with contextlib.suppress(OSError, ValueError):
-        if elsewhere := read_run(Path(location)).checkpoint.folder:
-            fix = f"its config.yaml names another folder; if you trust it, write {elsewhere}"
-    raise ValueError(f"{location}: no checkpoint there (searched {searched}); {fix}")
-
-
-def _leads_out(path: Storage, folder: Storage) -> str:
+def leads_out(path: Storage, folder: Storage) -> str:
     """Return the target of a local path's links if it is outside of `folder`; else ""."""
     real = Path(str(path)).resolve()
     is_inside = not path.local or real.is_relative_to(Path(str(folder)).resolve())

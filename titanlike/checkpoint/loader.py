@@ -28,8 +28,7 @@ from titanlike.checkpoint.storage import (
 from titanlike.config.errors import ConfigError, Problem, Refused
 from titanlike.config.files import as_record
 from titanlike.config.schema import LAYER_AXES, Config
-from titanlike.data.kinds import data_changed
-from titanlike.data.readers import READERS
+from titanlike.data.kinds import READERS, data_changed
 from titanlike.data.sources import Data, Stream, fingerprint_changes
 from titanlike.distributed.placement import StageState
 from titanlike.metrics.run_files import Events, changed_keys

@@ -40,6 +40,8 @@ KINDS = {
     Custom: "custom",
 }
 
+READERS = "data.reader."  # prefix of the states of a stream's readers in a checkpoint
+
 
 class Vocabulary(NamedTuple):
     size: int | None  # None = unknown until the data are open

@@ -10,7 +10,6 @@ nor on what was read before.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, overload
 
 import numpy as np
@@ -18,7 +17,6 @@ import numpy as np
 from titanlike.config.schema import Config
 
 _BLOCK = 1024  # samples whose order is computed in one call
-_WINDOW = 64  # steps within which samples are sorted by length
 _ROUNDS = 8  # four suffice for large domains (Luby, Rackoff), small ones need eight to be uniform
 _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
 
@@ -119,50 +117,3 @@ class RampBatchSampler(GlobalBatchSampler):
         count = (end - first) // self._config.dp
         positions = first + self._dp_rank * count + np.arange(count)
         return shuffled_index(positions, self._size, self._seed).tolist()
-
-
-class SimilarLengthBatchSampler(GlobalBatchSampler):
-    """The same samples in every window of `_WINDOW` steps, regrouped so that a step's samples have
-    similar lengths.
-
-    A window's samples are sorted by length and cut into steps, which are then shuffled. A step that
-    spans two epochs stays in its place. So the order depends on seed, step and lengths alone, and
-    no step has a sample twice if an epoch has two steps or more.
-    """
-
-    def __init__(
-        self, size: int, config: Config, dp_rank: int, step: int, lengths: Sequence[int]
-    ) -> None:
-        super().__init__(size, config, dp_rank, step)
-        self._lengths = np.asarray(lengths)
-        self._steps = _WINDOW
-
-    def _samples(self, steps: np.ndarray) -> np.ndarray:
-        size, batch = self._size, self._global
-        samples = self._without_copies(steps[0] * batch, len(steps) * batch).reshape(-1, batch)
-        first, last = steps * batch // size, ((steps + 1) * batch - 1) // size  # epochs
-        for epoch in np.unique(first[first == last]):
-            inside = np.flatnonzero((first == epoch) & (last == epoch))
-            ids, count = samples[inside].reshape(-1), len(inside)
-            rows = ids[np.argsort(self._lengths[ids], kind="stable")].reshape(count, batch)
-            turn = steps[inside[0]] // count * count  # each window is shuffled differently
-            samples[inside] = rows[shuffled_index(turn + np.arange(count), count, self._seed)]
-        return samples[:, self._offset : self._offset + self._local]
-
-    def _without_copies(self, first: int, count: int) -> np.ndarray:
-        """Return `count` samples of the order from position `first`. In a step that spans two
-        epochs, a sample of the old epoch is not repeated: the new epoch reads it later."""
-        size, batch = self._size, self._global
-        order = lambda first, count: shuffled_index(first + np.arange(count), size, self._seed)  # noqa: E731
-        samples = order(first, count)
-        for start in range(first // size * size, first + count, size):
-            before = start % batch  # samples of the previous epoch in this epoch's first step
-            if not before or size < batch:
-                continue
-            # a short epoch ends before the step that it shares with the next one
-            ids = order(start, min(2 * batch, size - (start + size) % batch))
-            new = np.flatnonzero(~np.isin(ids, order(start - before, before)))[: batch - before]
-            ids = np.concatenate([ids[new], np.delete(ids, new)])
-            low, end = max(first, start), min(first + count, start + len(ids))
-            samples[low - first : max(low, end) - first] = ids[low - start : max(low, end) - start]
-        return samples

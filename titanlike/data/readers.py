@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from titanlike.config.errors import Problem
 from titanlike.config.schema import Config
 
-READERS = "data.reader."  # prefix of the readers' states in a checkpoint
 _MOST_READERS = 64  # upper bound of the default
 
 

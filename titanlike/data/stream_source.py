@@ -27,8 +27,8 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from titanlike.config.errors import Refused
 from titanlike.config.schema import Config
-from titanlike.data.kinds import DataError, data_changed, loader_workers, option
-from titanlike.data.readers import READERS, default_readers, reader_problems, rows_of
+from titanlike.data.kinds import READERS, DataError, data_changed, loader_workers, option
+from titanlike.data.readers import default_readers, reader_problems, rows_of
 from titanlike.data.sources import ENDLESS, Batch, stack
 from titanlike.data.stream_nodes import HeldOut, hash_of
 

@@ -6,12 +6,12 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import signal
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
-STACKS = signal.SIGURG
+from titanlike.launch.signals import STACKS
+
 _ANSWER = 1.0  # seconds to wait for a process' stacks
 _FRAMES = 8  # innermost frames shown of a rank's stack
 

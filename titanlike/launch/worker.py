@@ -37,8 +37,7 @@ from titanlike.launch.failures import (
 )
 from titanlike.launch.heartbeat import heartbeat_path
 from titanlike.launch.process_end import collected_once_built
-from titanlike.launch.signals import Interrupted, StopRequest
-from titanlike.launch.stacks import STACKS
+from titanlike.launch.signals import STACKS, Interrupted, StopRequest
 
 if TYPE_CHECKING:
     from torch.distributed import Store

@@ -32,9 +32,9 @@ from titanlike.models.registry import build_model, initial_weights_of
 from titanlike.optim.loss import build_loss
 from titanlike.optim.optimizer import build_optimizers, moment_bytes
 from titanlike.pipeline.pipeline import Pipeline
+from titanlike.training.anomalies import ZeroGradients
 from titanlike.training.train_plan import TrainPlan, make_plan, memory_for_training
 from titanlike.training.transforms import stage_transforms
-from titanlike.training.zero_gradients import ZeroGradients
 
 if TYPE_CHECKING:
     from titanlike.costs.unit_costs import UnitCosts

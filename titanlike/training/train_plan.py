@@ -29,7 +29,6 @@ from titanlike.distributed.transform import Recomputed, Transform
 from titanlike.graph.cut import StageGraph
 from titanlike.graph.model_graph import Fields, ModelGraph, fields_of
 from titanlike.graph.recording import RecordError
-from titanlike.models.checks import model_problems
 from titanlike.models.registry import build_model, resolve_model
 from titanlike.optim.loss import build_loss
 from titanlike.pipeline.order import Action, Order
@@ -229,7 +228,7 @@ def _choose_order(config: Config, model: nn.Module) -> tuple[Order, str]:
 
     Raises ConfigError with every problem that is found without a forward.
     """
-    problems = model_problems(model, config) + checks.norm_problems(config, model)
+    problems = checks.model_problems(model, config) + checks.norm_problems(config, model)
     problems += broken_rules(checks.MULTI_TOKEN, config, model)
     problems += checks.changed_problems(config, model) + checks.muon_problems(config, model)
     if not isinstance(config.optimizer, OwnOptimizer) and config.optimizer.groups:
