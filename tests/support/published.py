@@ -9,10 +9,11 @@
   torchtitan's default then. Its selective recomputation runs every second product again, and all
   in float8, which it does not save.
 
-Where they did what this program does not (float8 with tp, attention without a fused kernel) the
-plan is made of the nearest that it can say.
+Attention without a fused kernel, which no config declares, is added to the plan (`_unfused`).
+float8 of `ROWS` and `LATER` is a property of the roofline: they were fitted before `precision=float8`
+could be declared with tp, as `DECLARED` does.
 
-`LATER` are rows that nothing was fitted to, held against the plan when all was fitted:
+Nothing was fitted to `LATER`:
 
 - torchtitan on H200: benchmarks/llama3_8b_h200_2025-06_torchtitan.md in its repository.
 - Llama 3 405B: arXiv 2407.21783, table 4, teraFLOP/s a GPU; what it does not say (stages a rank,
