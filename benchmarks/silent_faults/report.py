@@ -16,6 +16,11 @@ DETECTORS = {
     "again": "losses `==` those of a second run",
     "recorder": "torch's flight recorder",
 }
+PLACED = {
+    "module": "the module",
+    "line": "the operation",
+    "source": "a line of the source, in the file of the fault",
+}
 GROUPS = {
     "titanlike": "planted in the tests",
     "published": "published",
@@ -40,8 +45,11 @@ def shares(results: dict[str, Any], names: Iterable[str]) -> dict[str, tuple[int
         asked = [answer for answer in asked if answer is not None]
         found[detector] = sum(asked), len(asked)
     of = [each for each in of if "verify" in each["caught"]]  # no hang
-    for what in ("module", "line"):
-        found[what] = sum(each["caught"]["verify"] and each[what] for each in of), len(of)
+    for what in PLACED:
+        found[what] = (
+            sum(each["caught"]["verify"] and each.get(what, False) for each in of),
+            len(of),
+        )
     return found
 
 
@@ -55,7 +63,7 @@ def summary(results: dict[str, Any], faults: dict[str, Fault]) -> list[str]:
         "|---|" + "---|" * len(groups),
     ]
     rows = {key: title for key, title in DETECTORS.items()}
-    rows |= {"module": "`verify` names the module", "line": "`verify` names the operation"}
+    rows |= {key: f"`verify` names {title}" for key, title in PLACED.items()}
     for key, title in rows.items():
         cells = (f"{of[key][0]} of {of[key][1]}" for of in columns.values())
         lines.append(f"| {title} | " + " | ".join(cells) + " |")
@@ -105,8 +113,7 @@ def missed(results: dict[str, Any], faults: dict[str, Fault]) -> list[str]:
             continue
         lacks = [] if found["caught"]["verify"] else ["it is not caught"]
         if not lacks:
-            names = {"module": "the module", "line": "the operation"}
-            lacks = [f"{names[key]} is not named" for key in names if not found[key]]
+            lacks = [f"{PLACED[key]} is not named" for key in ("module", "line") if not found[key]]
         if lacks:
             said = "; ".join(line.strip() for line in found["first"][:2])
             lines.append(f"- {fault.fault}: {', '.join(lacks)}; {fault.note or said}")
@@ -138,12 +145,13 @@ def _draw(found: dict[str, tuple[int, int]], count: int) -> None:
     plt.rcParams["svg.hashsalt"] = "silent faults"
     titles = {key: title.replace("`", "") for key, title in DETECTORS.items()}
     titles["module"], titles["line"] = "verify: module named", "verify: operation named"
-    order = ["verify", "module", "line", "exact", "norm", "loss", "again", "recorder"]
+    titles["source"] = "verify: line in its file named"
+    order = ["verify", "module", "line", "source", "exact", "norm", "loss", "again", "recorder"]
     order = [key for key in order if found[key][1]]
     figure, axes = plt.subplots(figsize=(8, 0.42 * len(order) + 1))
     for at, key in enumerate(order):
         caught, asked = found[key]
-        own = key in ("verify", "module", "line", "exact")
+        own = key in ("verify", "exact", *PLACED)
         axes.barh(at, 100 * caught / asked, color="#2a6f97" if own else "#9a9a9a", height=0.65)
         axes.text(100 * caught / asked + 1, at, f"{caught} of {asked}", va="center", fontsize=9)
     axes.set_yticks(range(len(order)), [titles[key] for key in order], fontsize=9)

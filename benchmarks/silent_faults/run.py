@@ -69,9 +69,9 @@ NEAR = 1e-2  # of a golden curve
 # --- in a fork with a copy of titanlike: the detectors --------------------------------------------
 
 
-def detect(layout: str, folder: Path, golden: bool) -> dict[str, Any]:
-    """Run the layout under every detector; golden: without a fault, once each. What compares with a
-    golden run is left to `judged`."""
+def detect(layout: str, folder: Path, golden: bool, alone: bool) -> dict[str, Any]:
+    """Run the layout under every detector; golden: without a fault, once each; alone: under verify.
+    What compares with a golden run is left to `judged`."""
     import support.world
     from support.world import RankError, run_world
     from titanlike.config.errors import ConfigError
@@ -93,6 +93,8 @@ def detect(layout: str, folder: Path, golden: bool) -> dict[str, Any]:
 
     words = words_of(layout)
     timed("verify", verify, compose(*words))
+    if alone:
+        return found
     try:  # which has microbatches of its own
         less = [word for word in words if not word.startswith("schedule.microbatches=")]
         exact = compose(*less, "numerics=exact")
@@ -130,6 +132,7 @@ class Measurement:
 
     name: str  # "" = without a fault
     layout: str
+    alone: bool  # verify is
 
     def start(self, fault: Fault | None) -> None:
         detect = _detect_hang if fault is not None and fault.hangs else _detect
@@ -141,7 +144,8 @@ class Measurement:
             path = folder / "copy" / fault.file
             path.write_text(fault.planted(path.read_text()))
         context = multiprocessing.get_context("fork")
-        self.process = context.Process(target=detect, args=(self.layout, folder, fault is None))
+        args = (self.layout, folder, fault is None, self.alone)
+        self.process = context.Process(target=detect, args=args)
         self.process.start()
 
     def found(self) -> dict[str, Any]:
@@ -154,7 +158,7 @@ class Measurement:
         return result
 
 
-def _detect_hang(layout: str, folder: Path, golden: bool) -> None:
+def _detect_hang(layout: str, folder: Path, golden: bool, alone: bool) -> None:
     """Train as the command does, whose watchdog ends it; then ask torch's analyzer."""
     run, start = folder / "run", time.monotonic()
     ends = ["launch.step_timeout=20", "launch.timeout=30", f"run_dir={run}", f"steps={STEPS}"]
@@ -172,13 +176,13 @@ def _detect_hang(layout: str, folder: Path, golden: bool) -> None:
     (folder / "found.json").write_text(json.dumps(found))
 
 
-def _detect(layout: str, folder: Path, golden: bool) -> None:
+def _detect(layout: str, folder: Path, golden: bool, alone: bool) -> None:
     stream = os.open(folder / "log", os.O_CREAT | os.O_WRONLY)
     os.dup2(stream, 1)
     os.dup2(stream, 2)
     os.chdir(folder)
     sys.path[:0] = [str(folder / "copy"), str(ROOT / "tests")]
-    found = detect(layout, folder / "runs", golden)
+    found = detect(layout, folder / "runs", golden, alone)
     import titanlike
 
     assert Path(titanlike.__file__).is_relative_to(folder), titanlike.__file__
@@ -186,7 +190,7 @@ def _detect(layout: str, folder: Path, golden: bool) -> None:
 
 
 def measured(
-    work: Sequence[tuple[str, str]], faults: Mapping[str, Fault], jobs: int
+    work: Sequence[tuple[str, str]], faults: Mapping[str, Fault], jobs: int, alone: bool
 ) -> Iterator[tuple[str, str, dict[str, Any]]]:
     """(name of a fault or "", layout, what was found) of each, `jobs` at a time."""
     for name in PRELOADED:
@@ -194,7 +198,7 @@ def measured(
     left, running = [*work], list[Measurement]()
     while left or running:
         while left and len(running) < jobs:
-            running.append(Measurement(*left.pop(0)))
+            running.append(Measurement(*left.pop(0), alone))
             running[-1].start(faults.get(running[-1].name))
         connection.wait([each.process.sentinel for each in running])
         for each in [each for each in running if not each.process.is_alive()]:
@@ -203,7 +207,7 @@ def measured(
 
 
 def judged(fault: Fault, found: dict[str, Any], golden: dict[str, Any]) -> dict[str, Any]:
-    """Which detectors have caught it; None = it does not apply."""
+    """Which detectors, of those that ran, have caught it; None = it does not apply."""
     if "error" in found:
         return found
     if fault.hangs:
@@ -225,17 +229,17 @@ def judged(fault: Fault, found: dict[str, Any], golden: dict[str, Any]) -> dict[
     verify = found["verify"]
     located = verify.get("first_difference") or {}
     first, axis = located.get("first", []), located.get("axis", "")
+    caught = {"verify": fails("verify")}
+    if "train" in found:
+        again = found["train"].get("loss") != found["again"].get("loss")
+        caught |= {"exact": fails("exact"), "loss": off("loss")}
+        caught |= {"norm": off("grad_norm"), "again": again}
     result: dict[str, Any] = {
-        "caught": {
-            "verify": fails("verify"),
-            "exact": fails("exact"),
-            "loss": off("loss"),
-            "norm": off("grad_norm"),
-            "again": found["train"].get("loss") != found["again"].get("loss"),
-        },
+        "caught": caught,
         "seconds": {name: of["seconds"] for name, of in found.items()},
         "first": first,
         "axis": axis,
+        "operation": located.get("operation", ""),
     }
     result |= placed(fault, result)
     if "exact" in found:
@@ -244,13 +248,21 @@ def judged(fault: Fault, found: dict[str, Any], golden: dict[str, Any]) -> dict[
     return result | ({"errors": errors} if errors else {})
 
 
+def merged(before: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+    """What is new, and of the other detectors what was there before."""
+    both = {key: before.get(key, {}) | new[key] for key in ("caught", "seconds") if key in new}
+    return before | new | both
+
+
 def placed(fault: Fault, result: dict[str, Any]) -> dict[str, bool]:
-    """Whether what verify has said names the module, and the operation."""
+    """Whether what verify has said names the module, the operation, and a line of the fault's file."""
     first = "\n".join(result["first"])
-    text = f"{first}\n{result.get('axis', '')}"
+    operation = result.get("operation", "")
+    text = f"{first}\n{result.get('axis', '')}\n{operation}"
     return {
         "module": bool(re.search(fault.module, first)),
         "line": bool(re.search(fault.line, text)),
+        "source": "/".join(Path(fault.file).parts[-3:]) in operation,
     }
 
 
@@ -260,6 +272,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=1, help="faults at a time")
     parser.add_argument("--list", action="store_true", help="show the faults, and run nothing")
     parser.add_argument("--new", action="store_true", help="those that results.json lacks")
+    parser.add_argument("--verify", action="store_true", help="run this detector alone")
     parser.add_argument("--results", type=Path, default=RESULTS)
     args = parser.parse_args()
     faults = {n: f for n, f in benchmarked().items() if not args.only or args.only in n}
@@ -275,20 +288,24 @@ def main() -> None:
         faults = {n: f for n, f in faults.items() if n not in results["faults"]}
     work: list[tuple[str, str]] = []
     for layout in dict.fromkeys(fault.layout for fault in faults.values()):
-        work += [("", layout)] if layout not in results["right"] else []
+        work += [("", layout)] if args.verify or layout not in results["right"] else []
         work += [(name, layout) for name, fault in faults.items() if fault.layout == layout]
     waiting: dict[str, dict[str, Any]] = {}  # for the golden run of its layout
-    for name, layout, found in measured(work, faults, args.jobs):
+    for name, layout, found in measured(work, faults, args.jobs, args.verify):
         if name:
             waiting[name] = found
         else:
-            results["right"][layout] = found
+            results["right"][layout] = merged(results["right"].get(layout, {}), found)
             alarms = [of for of in found.values() if "error" in of or of.get("exit_code")]
             alarms = [found] if "error" in found else alarms
             print(f"without a fault, {layout}: {f'ALARM {alarms}' if alarms else 'right'}")
         for other in [n for n in waiting if faults[n].layout in results["right"]]:
-            golden = results["right"][faults[other].layout]
-            results["faults"][other] = judged(faults[other], waiting.pop(other), golden)
+            golden, before = (
+                results["right"][faults[other].layout],
+                results["faults"].get(other, {}),
+            )
+            new = judged(faults[other], waiting.pop(other), golden)
+            results["faults"][other] = merged(before, new) if args.verify else new
             print(json.dumps({other: results["faults"][other]}, indent=1), flush=True)
         args.results.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
     if args.results == RESULTS:

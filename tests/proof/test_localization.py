@@ -30,16 +30,17 @@ from titanlike.config.schema import (
 )
 from titanlike.launch.worker import Worker
 from titanlike.models import llama
+from titanlike.optim import optimizer
 from titanlike.parallel import context_attention
 from titanlike.parallel.tp import styles
 from titanlike.pipeline.pipeline import Pipeline
-from titanlike.proof import verification
 from titanlike.proof.localization import Attempts
 from titanlike.proof.recorder import Recorder
 from titanlike.proof.verification import Found
 from titanlike.proof.verify import verify
 from titanlike.torch_private.dtensor import local
 from titanlike.torch_private.pipeline_stage import _Stage
+from titanlike.training import step
 from titanlike.training.build import Run
 
 
@@ -50,8 +51,9 @@ def located(config: Config, worker: Worker, name: str) -> dict[str, Any]:
 
 def recorded(config: Config, worker: Worker) -> tuple[Found | None, int]:
     """As a layout that fails is; (what is found, compared tensors)."""
-    recorder = Recorder()
-    return Attempts(config, worker, frozenset()).run(config, recorder), recorder.compared_tensors
+    recorder, attempts = Recorder(), Attempts(config, worker)
+    attempts.prepare(config, Recorder())
+    return attempts.run(config, recorder), recorder.compared_tensors
 
 
 def gradients(change: Callable[[Any, str, Tensor], object]) -> Callable[[], None]:
@@ -97,10 +99,43 @@ def off_at_the_loss(backward: Any) -> Any:
 
 
 def other_norm(optimizer_step: Any) -> Any:
-    def stepping(run: Any, config: Config, step: int, norm: Tensor, *more: Any) -> Any:
-        return optimizer_step(run, config, step, norm * run.mesh.dp, *more)
+    def stepping(run: Any, config: Config, number: int, norm: Tensor, *more: Any) -> Any:
+        return optimizer_step(run, config, number, norm * run.mesh.dp, *more)
 
     return stepping
+
+
+def of_several(wrong: Callable[..., Any]) -> Callable[[Any], Any]:
+    """wrong(the right function, its arguments) where there are several ranks."""
+
+    def change(right: Any) -> Any:
+        def computing(*args: Any, **kwargs: Any) -> Any:
+            several = dist.is_initialized() and dist.get_world_size() > 1
+            return wrong(right, *args, **kwargs) if several else right(*args, **kwargs)
+
+        return computing
+
+    return change
+
+
+def late_rate(right: Any, config: Config, number: float) -> float:
+    return right(config, number) * (2 if number > 1 else 1)
+
+
+def recorded_twice(right: Any, run: Any, config: Any, pending: Any, numbers: Any) -> Any:
+    return right(run, config, pending, numbers) | {"grad_norm": 2 * numbers["grad_norm"]}
+
+
+def decayed(right: Any, optimizers: Any, config: Config, number: int) -> None:
+    right(optimizers, config, number)
+    for group in (group for each in optimizers for group in each.param_groups):
+        group["weight_decay"] = 0.5
+
+
+def one_rank_late(right: Any, optimizer: Any, *options: Any) -> None:
+    """The second rank leaves out an update."""
+    if dist.get_rank() == 0:
+        right(optimizer, *options)
 
 
 def counted_twice(run: Any) -> Tensor | None:
@@ -143,9 +178,9 @@ def another_head(forward: Any) -> Any:
     return computing
 
 
-def table(cases: dict[str, Any], default: str) -> Any:
+def table(cases: dict[str, Any], *default: str) -> Any:
     slow = pytest.mark.slow
-    return [pytest.param(c, id=n, marks=() if n == default else slow) for n, c in cases.items()]
+    return [pytest.param(c, id=n, marks=() if n in default else slow) for n, c in cases.items()]
 
 
 def rounded(forward: Any) -> Any:
@@ -210,8 +245,8 @@ FAULTS: dict[str, tuple[Config, Callable[[], None], list[str], str]] = {
     ),
     "the norm by which a rank clips": (
         tiny(dp=2, pp=2, schedule=TWO, **CLIPPED),
-        replaced(verification, "optimizer_step", other_norm),
-        ["update of ", "0.5 times"],
+        replaced(step, "optimizer_step", other_norm),
+        ["update of ", "the optimizer gets gradients 0.", "clipped by another norm"],
         "fails with dp=2 alone; passes without it",
     ),
     "the last token": (
@@ -225,6 +260,42 @@ FAULTS: dict[str, tuple[Config, Callable[[], None], list[str], str]] = {
         lambda: setattr(Run, "shares", property(counted_twice)),
         ["gradient norm"],
         "fails with tp=2 alone",
+    ),
+    "gradients are left for the next step": (
+        tiny(dp=2, layers=2),
+        replaced(step, "drop_gradients", of_several(lambda right, run: None)),
+        ["in step 2: in what is done to gradients", "gradient of lm_head.weight"],
+        "fails with dp=2 alone; passes without it",
+    ),
+    "a learning rate of a later step": (
+        tiny(dp=2, pp=2, layers=2, schedule=TWO),
+        replaced(optimizer, "_factor", of_several(late_rate)),
+        ["in step 2: learning rate of step 2", "2 times"],
+        "fails with dp=2 alone; passes without it",
+    ),
+    "a recorded norm": (
+        tiny(dp=2, layers=2),
+        replaced(step, "step_record", of_several(recorded_twice)),
+        ["gradient norm of step 1", "2 times: summed instead of averaged over dp"],
+        "fails with dp=2 alone; passes without it",
+    ),
+    "not clipped": (
+        tiny(dp=2, **CLIPPED),
+        replaced(step, "clip_divisor", of_several(lambda right, norm, limit: torch.ones(()))),
+        ["update of ", "the optimizer gets gradients", "not clipped (optimizer.clip=0.01)"],
+        "fails with dp=2 alone; passes without it",
+    ),
+    "decayed": (
+        tiny(dp=2, layers=2, optimizer=Sgd(weight_decay=0.0)),
+        replaced(step, "set_lr", of_several(decayed)),
+        ["update of ", "weight decay"],
+        "fails with dp=2 alone; passes without it",
+    ),
+    "a rank's update": (
+        tiny(dp=2, layers=2),
+        replaced(step, "step_unless", of_several(one_rank_late)),
+        ["update of ", "rank 1: zeros"],
+        "fails with dp=2 alone; passes without it",
     ),
     "a microbatch is forgotten": (
         tiny(dp=2, pp=2, layers=2, schedule=TWO),
@@ -247,6 +318,7 @@ FAULTS: dict[str, tuple[Config, Callable[[], None], list[str], str]] = {
 }
 
 
+DEFAULT = "summed over dp", "gradients are left for the next step"
 # of verdict.json
 FIELDS: dict[str, dict[str, Any]] = {
     "summed over dp": {
@@ -256,6 +328,7 @@ FIELDS: dict[str, dict[str, Any]] = {
         "needed": ["dp=2"],
         "least": {"pp": 1, "cp": 1, "tp": 1, "ep": 1, "replicate": 1, "dp": 2},
     },
+    "gradients are left for the next step": {"phase": "reduction", "step": 2},
     "0.05% of a chunk of the loss in bf16": {
         "phase": "gradient of the output",
         "name": "model.norm",
@@ -268,7 +341,7 @@ FIELDS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", table(dict(zip(FAULTS, FAULTS, strict=True)), "summed over dp"))
+@pytest.mark.parametrize("name", table(dict(zip(FAULTS, FAULTS, strict=True)), *DEFAULT))
 def test_the_first_wrong_module_is_named(name: str, tmp_path: Path) -> None:
     config, _, texts, axis = FAULTS[name]
     result = run_world(located, config, tmp_path, name)[0]

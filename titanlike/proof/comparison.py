@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 
+import torch
 from torch import Tensor
 
 from titanlike.distributed.placement import Part, local_of
@@ -18,6 +19,7 @@ RELATIVE_TOLERANCE = 1e-4  # norm against norm, so that small gradients are comp
 # times the error that one process makes by rounding: in bf16, in fp32 where it grows (`explain`);
 # Adam's updates, of the size of the learning rate whatever a gradient is, differ more
 ROUNDING = {"update": 5.0, "gradient": 3.0, "state": 3.0, "buffer": 3.0, "loss": 3.0}
+ROUNDING |= dict.fromkeys(("norm", "rate"), 3.0)
 BF16_FLOOR = 2.0**-8  # bf16: half of its last digit, relative
 SIZE_TOLERANCE = 1e-2  # bf16: of a gradient's part along the right one
 NEGLIGIBLE = 1e-9  # absolute difference of gradients or updates, fp32
@@ -31,6 +33,7 @@ RELIABLE = {"fp32": 1e-3, "bf16": 1e-1, "float8": 0.5, "mxfp8": 0.5}
 # what of a Comparison is added, and of what the largest counts, where the parts of a tensor are
 # merged
 _SUMS = {"elements", "squared", "scale", "along", "rounding_along"}
+_SUMS |= {"along_base", "base_scale", "digits", "cut"}
 _MAXIMA = {"largest", "difference"}
 
 
@@ -50,6 +53,10 @@ class Comparison:
     rounding_along: float  # as `along`
     amplified: bool = False  # fp32: rounding alone differs as much by now (see `explain`)
     tolerance: float | None = None  # relative, in place of that of the kind
+    along_base: float = 0.0  # as `along`, of the weights that are updated
+    base_scale: float = 0.0
+    digits: float = 0.0  # elements of a gradient with more digits than bf16, in one process in bf16
+    cut: float = 0.0  # those of them that have none here
 
     def __add__(self, other: Comparison) -> Comparison:
         both = {name: (getattr(self, name), getattr(other, name)) for name in _SUMS | _MAXIMA}
@@ -71,6 +78,21 @@ class Comparison:
         return math.sqrt(self.squared / self.scale) if self.scale else math.inf
 
     @property
+    def factor(self) -> float:
+        """What it is times the reference, if it is a multiple of that."""
+        return 1 + self.along / self.scale if self.scale else math.inf
+
+    @property
+    def decayed(self) -> bool:
+        """Whether the difference is a multiple of the weights."""
+        return self.along_base**2 > 0.9 * self.base_scale * self.squared > 0
+
+    @property
+    def summed_in_bf16(self) -> bool:
+        """Whether a gradient lacks the digits that sums over microbatches and ranks have in fp32."""
+        return self.cut > 0.5 * self.digits
+
+    @property
     def agrees(self) -> bool:
         if self.amplified:
             return True
@@ -83,7 +105,8 @@ class Comparison:
             least = UPDATE_TOLERANCE["bf16"] if self.kind == "update" else BF16_FLOOR
             rounding = ROUNDING[self.kind] * math.sqrt(self.rounding)
             allowed = max(rounding, least * math.sqrt(self.scale))
-            return math.sqrt(self.squared) <= allowed and self._has_the_right_size(self.rounding)
+            close = math.sqrt(self.squared) <= allowed and not self.summed_in_bf16
+            return close and self._has_the_right_size(self.rounding)
         if self.kind == "update":
             return self.relative <= UPDATE_TOLERANCE["fp32"] or self.difference <= NEGLIGIBLE
         if self.kind == "loss":
@@ -158,11 +181,16 @@ def compare(
     here = partial(local_of, mine, part)
     own = local(mine).detach().cpu().double()
     right = here(reference).double()
-    scale = right - here(base).double() if base is not None else right
+    start = here(base).double() if base is not None else None
+    scale = right if start is None else right - start
     difference = own - right
     rounding = None if in_bf16 is None else here(in_bf16).double() - right
+    digits = (
+        torch.zeros(0) if in_bf16 is None or kind != "gradient" else _more_digits(here(in_bf16))
+    )
     if mask is not None:
         difference = difference * here(mask)
+        start = None if start is None else start * here(mask)
         rounding = None if rounding is None else rounding * here(mask)
     return Comparison(
         kind,
@@ -177,7 +205,15 @@ def compare(
         None if rounding is None else rounding.square().sum().item(),
         0.0 if rounding is None else (rounding * scale).sum().item(),
         tolerance=tolerance,
+        digits=digits.sum().item(),
+        cut=(digits & ~_more_digits(own)).sum().item() if digits.numel() else 0.0,
+        along_base=0.0 if start is None else (difference * start).sum().nan_to_num().item(),
+        base_scale=0.0 if start is None else start.square().sum().item(),
     )
+
+
+def _more_digits(tensor: Tensor) -> Tensor:
+    return tensor != tensor.bfloat16().to(tensor.dtype)
 
 
 def reliable(gradient: Tensor, precision: str) -> Tensor:

@@ -10,10 +10,13 @@ differs in it, and the dimensions of the layout without which it passes.
 from __future__ import annotations
 
 import math
+import operator
+import re
 import shutil
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +33,12 @@ from titanlike.launch.worker import Worker
 from titanlike.metrics.console import Console
 from titanlike.proof.comparison import Comparison
 from titanlike.proof.exact import computed
-from titanlike.proof.recorder import TENSORS, Recorder, What, times
+from titanlike.proof.operations import Operations
+from titanlike.proof.recorder import OPERATIONS, TENSORS, Recorder, What, Wrong, times
 from titanlike.proof.reference import (
-    EARLY_LOSSES,
+    EARLY,
     REFERENCE_TIMEOUT,
+    VALIDATION_LOSS,
     in_one_process,
     microbatches_of,
 )
@@ -49,6 +54,8 @@ from titanlike.training.build import Run
 from titanlike.training.session import open_data_on_every_rank
 
 _STEPS = "steps.pt"
+_NEAR = 1e-2  # of factors of small updates, which are rounded beside the weights
+_OF_STEP = re.compile(r" of step (\d+)$")
 
 
 # --- the least layout that fails ------------------------------------------------------------------
@@ -115,26 +122,41 @@ def localize(config: Config, found: Found, worker: Worker) -> dict[str, Any]:
     """Find the first difference of a layout that fails, and print it; returns its fields, see
     `first_place`. Collective."""
     wrong = [row for row in found.rows if not row.agrees]
+    if all(row.name != VALIDATION_LOSS for row in wrong):
+        config = replace(config, validation=replace(config.validation, batches=1))
+    attempts = Attempts(config, worker)
+    steps = _steps(wrong, config.verify.steps)
+    for step in steps:
+        config = replace(attempts.config, verify=replace(config.verify, steps=step))
+        names = {row.name for row in (found.rows if step > 1 else wrong) if row.kind == "gradient"}
+        attempts.prepare(config, Recorder(frozenset(names), step))
+        if len(steps) == 1:
+            break
+        attempt = attempts.run(config)
+        if attempts.failed:
+            wrong = [row for row in attempt.rows if not row.agrees] if attempt else []
+            break
+    else:  # each step by itself is right within rounding
+        step, config = 1, attempts.config
+        attempts.prepare(config, Recorder(frozenset(), step))
     shares = frozenset(row.name for row in wrong if row.kind == "gradient")
-    if shares or any(
-        row.kind in ("initial", "buffer") or row.name in EARLY_LOSSES for row in wrong
-    ):
-        config = replace(config, verify=replace(config.verify, steps=1))
-    attempts = Attempts(config, worker, shares)
     least, needed, known = least_failing(config, attempts.microbatches, attempts.fails)
     # hooks would take compiled blocks apart
-    recorded = attempts.run(least, None if least.compile else Recorder(shares))
+    recorded = attempts.run(least, None if least.compile else Recorder(shares, step))
+    operation = attempts.first_operation(config, least, recorded, step)
     barrier(worker, "localized", REFERENCE_TIMEOUT)
     small = shrunk(least, attempts.fails_alone) if config.verify.repro else least
     located: dict[str, Any] = {}
     if worker.rank == 0:
-        for name in (TENSORS, _STEPS):
-            (attempts.folder / name).unlink()
+        for name in (TENSORS, OPERATIONS, _STEPS):
+            (attempts.folder / name).unlink(missing_ok=True)
         located = first_place(recorded or found, least)
         located |= {"axis": axis_text(needed, known), "needed": needed}
         located["least"] = {axis: getattr(least, axis) for axis in _MESH}
         located["tensors"] = [str(path) for path in sorted(attempts.folder.iterdir())]
-        lines = [*located["first"], located["axis"], f"tensors: {attempts.folder}"]
+        located["operation"] = operation
+        lines = [*located["first"], *([operation] if operation else []), located["axis"]]
+        lines.append(f"tensors: {attempts.folder}")
         if config.verify.repro:
             lines.append(write_repro(small, located, Path(config.verify.repro)))
             located["repro"] = lines[-1]
@@ -170,49 +192,97 @@ def localize_bits(config: Config, step: int, data: Data, worker: Worker) -> dict
     return first_place(found, config) if found.wrong else {}
 
 
+def _steps(wrong: list[Comparison], last: int) -> list[int]:
+    """Those that may be the first that differs."""
+    if any(
+        row.kind in ("promise", "initial", "gradient", "buffer") or row.name in EARLY
+        for row in wrong
+    ):
+        return [1]
+    named = [_OF_STEP.search(row.name) for row in wrong]
+    first = min((int(match[1]) for match in named if match), default=2)
+    return [*range(max(1, first - 1), last + 1)]
+
+
 class Attempts:
     """Comparisons of layouts on the first ranks of a job with one reference, whose tensors are
     recorded."""
 
-    def __init__(self, config: Config, worker: Worker, shares: frozenset[str]) -> None:
-        self.worker, self.folder = worker, worker.run_dir / "first_difference"
+    def __init__(self, config: Config, worker: Worker) -> None:
+        self.config, self.worker = config, worker
+        self.folder = worker.run_dir / "first_difference"
+        self._path = self.folder / _STEPS
         if worker.rank == 0:
             shutil.rmtree(self.folder, ignore_errors=True)
             self.folder.mkdir()
-        data = open_data_on_every_rank(config, apart(worker, "data of localization"))
-        recorder, self._path = Recorder(shares), self.folder / _STEPS
-        alone = apart(worker, "localization")
-        compute_reference(config, data, alone, self._path, recorder)
-        if worker.rank == 0:
-            torch.save(recorder.tensors, self.folder / TENSORS)
-        (self.microbatches,) = {*microbatches_of(config, data).values()}  # of the global batch
-        self._verdicts: list[bool | None] = []
+        self._data = open_data_on_every_rank(config, apart(worker, "data of localization"))
+        (self.microbatches,) = {*microbatches_of(config, self._data).values()}  # of a global batch
+        self._answers: list[str] = []
         self._alone = False
 
-    def run(self, config: Config, recorder: Recorder | None = None) -> Found | None:
+    def prepare(self, config: Config, recorder: Recorder) -> None:
+        """Compute and record the reference. Collective."""
+        alone = apart(self.worker, f"localization {len(self._answers)}")
+        compute_reference(config, self._data, alone, self._path, recorder)
+        if self.worker.rank == 0:
+            if recorder.operations is None:
+                torch.save(recorder.tensors, self.folder / TENSORS)
+            else:
+                torch.save(recorder.operations.found, self.folder / OPERATIONS)
+
+    @property
+    def failed(self) -> bool | None:
+        """Whether the last attempt has; None = it could not run. The same on all ranks."""
+        return {"agrees": False, "": None}.get(self._answers[-1], True)
+
+    def run(
+        self, config: Config, recorder: Recorder | None = None, wrong: Wrong | None = None
+    ) -> Found | None:
         """Collective; None on ranks that it has no use for, and where it cannot run."""
-        name, result = f"attempt {len(self._verdicts)}", None
+        name, result = f"attempt {len(self._answers)}", None
         if self.worker.rank < config.world_size and not problems(config):
-            part, path = apart(self.worker, name, config.world_size), self._path
+            part = apart(self.worker, name, config.world_size)
+            options: dict[str, Any] = {"reference": self._path, "recorder": recorder}
             try:
-                result = compare_with_one_process(config, part, reference=path, recorder=recorder)
+                result = compare_with_one_process(config, part, **options, wrong=wrong)
             except Exception as error:  # whatever is wrong with it; peers then see it leave
                 if not self._alone:  # else sizes that do not fit each other are tried, too
                     print(f"{name} could not run: {error}", file=sys.stderr)
                 if dist.is_initialized():
                     close_mesh()
-        text = "" if result is None else str(int(result.agrees))
+        text = ""
+        if result is not None:
+            text = "agrees" if result.agrees else "in modules" if result.wrong else "fails"
         answers = barrier(self.worker, name, REFERENCE_TIMEOUT, text, listens=True)
-        self._verdicts.append({"1": False, "0": True}.get(answers.get(0, "")))
+        self._answers.append(answers.get(0, ""))
         return result
+
+    def first_operation(
+        self, config: Config, least: Config, recorded: Found | None, step: int
+    ) -> str:
+        """What is said of the first operation before the tensor of a module that is wrong in the
+        last attempt. Collective."""
+        if self._answers[-1] != "in modules":
+            return ""
+        if least.activation_checkpoint.name != "none":
+            return "operation: not told, of blocks that are computed twice"
+        wrong = recorded.wrong[0] if recorded else None
+
+        def recorder() -> Recorder:
+            kept = Operations(wrong.place, wrong.microbatch) if wrong else None
+            return Recorder(step=step, operations=kept)
+
+        self.prepare(config, recorder())
+        found = self.run(least, recorder(), wrong)
+        return found.operation if found else ""
 
     def fails(self, config: Config) -> bool | None:
         self.run(config)
-        return self._verdicts[-1]
+        return self.failed
 
     def fails_alone(self, config: Config) -> bool:
         """Whether a layout of another model, or on other data, fails."""
-        name, error, self._alone = f"reference {len(self._verdicts)}", "", True
+        name, error, self._alone = f"reference {len(self._answers)}", "", True
         if self.worker.rank == 0:
             alone = replace(apart(self.worker, "", 1), local_world_size=1)
             try:
@@ -230,12 +300,16 @@ def first_place(
 ) -> dict[str, Any]:
     """The place of the first difference, and what differs there; in words as `first`: a line for
     the place, and lines for what differs."""
-    wrong = sorted((row for row in found.rows if not row.agrees), key=_causes_first)
+    order = partial(_causes_first, step=found.step)
+    wrong = sorted((row for row in found.rows if not row.agrees), key=order)
     rows = [row for row in wrong if row.kind == wrong[0].kind]
+    told = found.gradients
+    if rows and all(row.summed_in_bf16 for row in rows):
+        told = {row.name: What("has the digits of bf16 alone: summed in bf16") for row in rows}
     place: dict[str, Any] = {}
     groups: dict[What, list[Any]] = {}
     lines: list[str] = []
-    if found.wrong and not (rows and rows[0].kind == "initial"):
+    if found.wrong and not (rows and rows[0].kind in ("promise", "initial")):
         first = found.wrong[0]
         place = first.place._asdict() | {"relative": first.relative}
         text = f"{first.place}, by {first.relative:.1e} of its norm; what comes before it differs "
@@ -244,19 +318,24 @@ def first_place(
             groups.setdefault(each.what, []).append(each)
     elif not rows:
         text = next(iter(found.missing), "none in this run")
-    elif rows[0].kind == "gradient" and found.gradients:
-        place = {"phase": "reduction", "name": next(iter(found.gradients))}
+    elif rows[0].kind == "gradient" and told:
+        place = {"phase": "reduction", "name": next(iter(told))}
         text = gradients
     else:
-        # the one that is most nearly a multiple: rounding is large beside small updates
         row = max(rows, key=lambda row: row.along**2 / (row.scale * row.squared or math.inf))
-        factor = 1 + row.along / row.scale if row.scale else math.inf
-        finite = math.isfinite(factor)
-        what = times(round(factor, 3), config) if finite else What("missing or not finite")
+        if row.kind in ("update", "state"):  # of small ones rounding of the weights leaves nothing
+            row = sorted(rows, key=lambda row: row.factor)[len(rows) // 2]
         place = {"phase": row.kind, "name": row.name, "relative": row.relative}
+        what = _of_ranks(row, found, config)
+        if row.kind == "promise":
+            what = What("of the data, the loss or the model, in every layout alike")
+        if row.kind == "update" and not what.where and (cause := _of_update(rows, found, config)):
+            what = what._replace(cause=cause)
         text = f"{row.full_name}{_more(rows)}, by {row.relative:.1e}: {what}"
         groups = {what: [row.full_name for row in rows]}
-    for name, what in () if found.wrong else found.gradients.items():
+    if found.step > 1:
+        place["step"], text = found.step, f"in step {found.step}: {text}"
+    for name, what in () if found.wrong else told.items():
         groups.setdefault(what, []).append(f"gradient of {name}")
     differs = []
     for what, of in groups.items():
@@ -268,17 +347,52 @@ def first_place(
             lines.append(f"  {where} of the global batch: {what}")
         else:
             entry["names"] = of
-            if found.gradients:
+            if told:
                 lines.append(f"  {of[0]}{_more(of)}: {what}")
         differs.append(entry)
     first_lines = [f"first difference: {text}", *lines[:4]]
     return {"first": first_lines, "place": place, "differs": differs}
 
 
+def _of_ranks(row: Comparison, found: Found, config: Config) -> What:
+    """What a tensor is times the right one; where it is wrong on some ranks only, on these."""
+    parts = {
+        rank: part
+        for rank, of in enumerate(found.ranks)
+        for part in of
+        if (part.kind, part.name) == (row.kind, row.name)
+    }
+    wrong = {} if row.agrees else {rank: part for rank, part in parts.items() if not part.agrees}
+    some = bool(wrong) and len(wrong) < len(parts)
+    factor = (reduce(operator.add, wrong.values()) if some else row).factor
+    finite = math.isfinite(factor)
+    what = times(round(factor, 3), config) if finite else What("missing or not finite")
+    return what._replace(where=f"rank {in_words(sorted(wrong))}") if some else what
+
+
+def _of_update(rows: list[Comparison], found: Found, config: Config) -> str:
+    """Why updates are wrong of which the gradients are right; "" = it is not seen."""
+    if all(row.decayed for row in rows):
+        return "by a multiple of the weights: weight decay"
+    state = [row for row in found.rows if row.kind == "state" and not row.name.endswith(" step")]
+    state = state or [row for row in found.rows if row.kind == "update"]  # SGD's are as gradients
+    factors, limit = sorted(row.factor for row in state if not row.agrees), config.optimizer.clip
+    factor = factors[len(factors) // 2] if factors else math.inf
+    near = [each for each in factors if abs(each / factor - 1) < _NEAR]
+    if limit is None or not math.isfinite(factor) or 2 * len(near) <= len(state):
+        return ""
+    norm = next(row.largest for row in reversed(found.rows) if row.kind == "norm")
+    how = {norm / limit: "not clipped", limit / norm: "scaled up to the limit of the norm"}
+    told = (text for right, text in how.items() if abs(factor / right - 1) < _NEAR)
+    said = next(told, "clipped by another norm, or scaled")
+    return f"the optimizer gets gradients {factor:.4g} times: {said} (optimizer.clip={limit:g})"
+
+
 def _more(of: list[Any]) -> str:
     return f" and {len(of) - 1} more" if len(of) > 1 else ""
 
 
-def _causes_first(row: Comparison) -> tuple[Any, ...]:
-    late = row.kind == "loss" and row.name not in EARLY_LOSSES
-    return row.kind != "initial", late, *kind_order(row), -row.relative
+def _causes_first(row: Comparison, step: int) -> tuple[Any, ...]:
+    number = _OF_STEP.search(row.name)
+    late = int(number[1]) > step if number else row.kind == "loss" and row.name not in EARLY
+    return row.kind not in ("promise", "initial"), late, *kind_order(row), -row.relative

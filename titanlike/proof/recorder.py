@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -21,12 +21,14 @@ from titanlike.distributed.placement import Part, Placement, experts_of, local_o
 from titanlike.distributed.transform import Transform
 from titanlike.graph.recording import tree_flatten
 from titanlike.proof.comparison import Comparison, compare
+from titanlike.proof.operations import Operations, first_operation
 from titanlike.torch_private.autograd import in_backward
 from titanlike.torch_private.dtensor import local
 from titanlike.training.build import Run
 
 PHASES = ("input", "output", "gradient of the output", "share")
-TENSORS = "tensors.pt"  # of the reference, in the folder of a comparison
+# of the reference, in the folder of a comparison
+TENSORS, OPERATIONS = "tensors.pt", "operations.pt"
 _SAME = 1e-3  # of the norm: a remainder that a description leaves out
 _EXPLAINED = 256  # microbatches of a step whose shares of a gradient are told apart
 _MOST = 8 << 30  # bytes of tensors that are kept
@@ -76,11 +78,16 @@ class Recorder(Transform):
     """Keeps a step's tensors, of whole models or of stages; copies on the CPU."""
 
     def __init__(
-        self, shares: frozenset[str] = frozenset(), step: int = 1, bits: bool = False
+        self,
+        shares: frozenset[str] = frozenset(),
+        step: int = 1,
+        bits: bool = False,
+        operations: Operations | None = None,
     ) -> None:
         """shares: parameters, of whose gradient the microbatches' shares are kept. bits: all of
-        them are to be equal."""
-        self._recorded, self._bits = step, bits
+        them are to be equal. operations: are kept, and no tensors."""
+        self.operations = operations
+        self.of_step, self._bits = step, bits
         self.tensors: dict[tuple[Place, int], Tensor] = {}
         # of the layout: this rank's part of the gradients of `shares`
         self.gradients: dict[str, tuple[Tensor, Part | None]] = {}
@@ -108,8 +115,9 @@ class Recorder(Transform):
 
     @contextmanager
     def training(self, tokens: Tensor) -> Iterator[None]:
-        self._on = self._step == self._recorded
-        yield
+        self._on = self._step == self.of_step
+        with self.operations if self._on and self.operations else nullcontext():
+            yield
         self._on = False
 
     def weights(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -122,6 +130,9 @@ class Recorder(Transform):
         return weights | own
 
     def _keep(self, place: Place, microbatch: int, tensor: Tensor) -> None:
+        if self.operations is not None:
+            self.operations.at(place, microbatch)
+            return
         self._bytes += tensor.nbytes
         if self._bytes < _MOST:
             self.tensors[place, microbatch] = local(tensor.detach()).cpu().clone()
@@ -193,6 +204,28 @@ class Recorder(Transform):
                 torch.save({"layout": mine, "one process": right}, folder / name)
         first = [wrong for wrong in first if wrong.order == least]
         return first, {} if first else self._explained(reference, config)
+
+    def operation(self, run: Run, config: Config, folder: Path, wrong: Wrong) -> str:
+        """What is said of the first operation that differs, on the rank that has it. Collective."""
+        assert self.operations is not None
+        reference = torch.load(folder / OPERATIONS, map_location="cpu", weights_only=False)
+        every, parts = _gathered(self.operations.found), _Parts(run, config, self._bits)
+        groups = [t.ranks.group for t in run.plan.transforms.values() if t.ranks is not None]
+        ranks = {rank for group in groups for rank in dist.get_process_group_ranks(group)}
+        peers = [every[rank] for rank in sorted(ranks - {dist.get_rank()})]
+
+        def compared(
+            mine: Tensor, whole: Tensor, others: list[Tensor]
+        ) -> tuple[Comparison | None, bool]:
+            row = parts.compared(wrong.place, mine, whole)[1]
+            if row is None or row.agrees or any(of.shape != whole.shape for of in (mine, *others)):
+                return row, False
+            total = torch.stack([mine, *others]).double().sum(0).to(mine.dtype)
+            of_sum = parts.compared(wrong.place, total, whole)[1]
+            return (of_sum, True) if of_sum is not None and of_sum.agrees else (row, False)
+
+        texts = _gathered(first_operation(self.operations.found, reference, peers, compared))
+        return str(texts[wrong.rank])
 
     def _explained(
         self, reference: dict[tuple[Place, int], Tensor], config: Config

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
@@ -30,11 +30,12 @@ from titanlike.distributed.initialize import draw, initialize
 from titanlike.distributed.mesh import one_process
 from titanlike.distributed.placement import optimizer_state
 from titanlike.distributed.transform import Transform
-from titanlike.models.registry import build_model, initial_weights_of, resolve_model
-from titanlike.optim.loss import build_loss
-from titanlike.optim.optimizer import build_optimizers
+from titanlike.models.registry import MODELS, build_model, initial_weights_of, resolve_model
+from titanlike.optim.loss import build_loss, logits_of
+from titanlike.optim.optimizer import build_optimizers, learning_rate
 from titanlike.proof.comparison import compare, reliable
 from titanlike.proof.plain_loops import parts_of, take_step
+from titanlike.proof.promises import Pair, loss_in_plain_torch, of_data, of_documents
 from titanlike.torch_private.autograd import watch_autocast
 from titanlike.training.train_plan import make_plan
 from titanlike.training.transforms import stage_transforms
@@ -48,6 +49,8 @@ _NUDGE = 2.0**-22
 _NUDGES = 3
 _FILLED = 0.02  # standard deviation
 VALIDATION_LOSS = "validation loss"
+# of each step, as its record has them: kind -> (name, key of the record)
+NUMBERS = {"norm": ("gradient norm", "grad_norm"), "rate": ("learning rate", "lr")}
 REFERENCE_TIMEOUT = 24 * 3600.0  # seconds for one process to compute while the others wait
 
 
@@ -59,15 +62,19 @@ class Reference:
     # of these, those that are all zeros by themselves, and random here: behind a gate of zero
     # neither a wrong gradient nor mixed samples would be seen; or those of `verify.against`
     filled: frozenset[str]
-    gradients: dict[str, Tensor]  # of the first step, before clipping
+    gradients: dict[str, Tensor]  # of `step`, before clipping
     reliable: dict[str, Tensor]  # elements whose gradients are no rounding in any step
     updated: dict[str, Tensor]  # after the last step
     state: dict[str, Tensor]  # of the optimizer after the last step, by "PARAMETER KEY"
-    losses: dict[str, float]  # "loss", "loss of step 2", ..., "validation loss", "loss after ..."
+    losses: dict[str, float]  # "loss of step 1", ..., "validation loss", "loss after ..."
+    numbers: dict[tuple[str, int], float]  # of NUMBERS and a step
     # that change once a step, such as a batch norm's; after the first step
     buffers: dict[str, Tensor]
     # sequences of a batch -> equal parts of it that were computed one after the other; none = 1
     groups: Mapping[int, int]
+    step: int = 1  # that is recorded, if any
+    before: dict[str, Tensor] = field(default_factory=dict)  # weights before it, if it is a later
+    promises: dict[str, Pair] = field(default_factory=dict)
 
     @property
     def divided(self) -> bool:
@@ -79,24 +86,26 @@ def reference_steps(
 ) -> tuple[Reference, Reference | None]:
     """(in fp32, in bf16 or float8 if the config or an autocast in the model asks for it), each by
     one process; recorder: of its tensors, in the layout's microbatches and precision."""
-    low = config.precision.low
+    low, step = config.precision.low, recorder.of_step if recorder else 1
     transforms = _transforms(replace(config, precision=Precision()), data, device)
     mixed = config.mixes_samples or any(transform.by_microbatch for transform in transforms)
     in_layout = microbatches_of(config, data) if mixed or low or recorder else {}
     groups = in_layout if mixed or recorder else {}
     if low:
-        exact = _single_process(config, data, device, transforms, torch.float32, groups)
+        of = config, data, device, transforms, torch.float32, groups
+        exact = _single_process(*of, step=step)
         # as the layout: what is rounded to float8 is scaled by the largest of a microbatch
         transforms = _transforms(config, data, device)
-        options: dict[str, Any] = {"groups": in_layout, "recorder": recorder}
+        options: dict[str, Any] = {"groups": in_layout, "recorder": recorder, "step": step}
         return exact, _single_process(config, data, device, transforms, torch.bfloat16, **options)
     with watch_autocast() as used:
-        options = {"groups": groups, "recorder": recorder}
+        options = {"groups": groups, "recorder": recorder, "step": step}
         exact = _single_process(config, data, device, transforms, torch.float32, **options)
     if not used:
         return exact, None
     with watch_autocast(off=True):
-        in_fp32 = _single_process(config, data, device, transforms, torch.float32, groups, "bf16")
+        of = config, data, device, transforms, torch.float32, groups
+        in_fp32 = _single_process(*of, "bf16", step=step)
     return in_fp32, exact
 
 
@@ -163,9 +172,16 @@ def _distances(exact: Reference, other: Reference) -> dict[tuple[str, str], floa
         if name in exact.state
     ]
     distances = {(row.kind, row.name): row.squared for row in rows}
-    for losses in (EARLY_LOSSES, exact.losses.keys() - EARLY_LOSSES):
-        squared = max(abs(other.losses[name] - exact.losses[name]) for name in losses) ** 2
-        distances |= {("loss", name): squared for name in losses}
+    own, others = (
+        {("loss", name): value for name, value in of.losses.items()}
+        | {(kind, number_name(kind, step)): n for (kind, step), n in of.numbers.items()}
+        for of in (exact, other)
+    )
+    for kind in ("loss", *NUMBERS):
+        early = {key for key in own if key[0] == kind and key[1] in EARLY}
+        for keys in (early, {key for key in own if key[0] == kind} - early):
+            squared = max((abs(others[key] - own[key]) for key in keys), default=0.0) ** 2
+            distances |= dict.fromkeys(keys, squared)
     return distances
 
 
@@ -179,12 +195,13 @@ def _single_process(
     rounding: str = "",
     nudge: int | None = None,
     recorder: Recorder | None = None,
+    step: int = 1,
 ) -> Reference:
     """Training steps of the whole model on whole batches, computing in `dtype`.
 
     transforms: what the config asks for in one process. groups: of `Reference`. rounding: the
     precision of the layout that it is for, if not the config's. nudge: a seed of random changes of
-    the initial weights, of the size _NUDGE.
+    the initial weights, of the size _NUDGE. step: whose gradients are kept.
     """
     config = replace(config, dp=1, replicate=1)
     resolved = resolve_model(config)
@@ -242,6 +259,8 @@ def _single_process(
         if recorder is not None:
             weights = recorder.weights(weights)
         output = torch.func.functional_call(model, weights, (fields.pop("inputs"),), fields)
+        if now == 1 and torch.is_grad_enabled():
+            plain.append(loss_in_plain_torch(config, output, targets))
         return loss.measure(output, targets)
 
     def mean_over(
@@ -260,56 +279,84 @@ def _single_process(
     def copy_of(tensors: Iterator[tuple[str, Tensor]]) -> dict[str, Tensor]:
         return {name: tensor.detach().cpu().clone() for name, tensor in tensors}
 
+    def logits(batch: dict[str, Tensor]) -> Tensor:
+        fields = {name: value.to(device) for name, value in batch.items() if name != "targets"}
+        with torch.no_grad():
+            return logits_of(model(fields.pop("inputs"), **fields))
+
+    now, plain = 0, list[Tensor | None]()
     initial = copy_of(model.named_parameters())
     model.eval()
+    example = next(batches(data.train, config, dp_rank=0))
+    promises = of_data(config, example)
+    if dtype == torch.float32 and config.model.name in MODELS:
+        promises |= of_documents(example, logits)
     validation = fmean(map(mean_of_set, data.validations.values()))
     stream = batches(data.train, config, dp_rank=0)
     model.train()
     optimizers = build_optimizers(dict(model.named_parameters()), model, config)
     losses = {VALIDATION_LOSS: validation}
-    first: dict[str, Tensor] = {}
+    kept: dict[str, Tensor] = {}
     buffers: dict[str, Tensor] = {}
     masks: dict[str, Tensor] = {}
-    for step in range(1, config.verify.steps + 1):
+    numbers: dict[tuple[str, int], float] = {}
+    weights: dict[str, Tensor] = {}
+    for now in range(1, config.verify.steps + 1):
+        if now == step > 1:
+            weights = copy_of(model.named_parameters())
         batch = next(stream)
         tokens = torch.tensor(float(batch["targets"].numel()), device=device)
         with ExitStack() as stack:
             for transform in told:
-                transform.begin_step(step)
+                transform.begin_step(now)
                 stack.enter_context(transform.training(tokens))
             total, count = loss_of(batch)
-            losses[loss_name(step)] = mean_of(total.item(), count, f"step {step}")
+            losses[loss_name(now)] = mean_of(total.item(), count, f"step {now}")
+            sums = [part for part in plain if part is not None] if now == 1 else []
+            if sums:
+                in_torch = torch.stack(sums).sum() / count
+                mine = torch.tensor(losses[loss_name(1)])
+                promises[f"{loss_name(1)} beside F.cross_entropy"] = mine, in_torch
             (total / count).backward()
         gradients = copy_of((name, gradient_of(p)) for name, p in model.named_parameters())
-        if step == 1:
-            first = gradients
+        squares = [gradient.double().square().sum() for gradient in gradients.values()]
+        numbers["norm", now] = torch.stack(squares).sum().sqrt().item()
+        numbers["rate", now] = learning_rate(config, now)
+        if now == step:
+            kept = gradients
         for name, gradient in gradients.items():
             masks[name] = masks.get(name, True) & reliable(
                 gradient, rounding or config.precision.name
             )
-        take_step(model.parameters(), optimizers, config, step)
+        take_step(model.parameters(), optimizers, config, now)
         before = copy_of(model.named_buffers())
         for transform in told:
             transform.after_update(None)
-        if step == 1:
-            now = copy_of(model.named_buffers())
-            buffers = {name: b for name, b in now.items() if not torch.equal(b, before[name])}
-    after = "the batch after the last step"
-    losses["loss after the last step"] = mean_over(iter([next(stream)]), after)
+        if now == 1:
+            after = copy_of(model.named_buffers())
+            buffers = {name: b for name, b in after.items() if not torch.equal(b, before[name])}
+    of_last = mean_over(iter([next(stream)]), "the batch after the last step")
+    losses["loss after the last step"] = of_last
     updated = copy_of(model.named_parameters())
     state = copy_of(
         (f"{name} {key}", value)
         for name, p in model.named_parameters()
         for key, value in state_of(optimizers, p).items()
     )
-    return Reference(initial, filled, first, masks, updated, state, losses, buffers, groups)
+    tensors = initial, filled, kept, masks, updated, state
+    return Reference(*tensors, losses, numbers, buffers, groups, step, weights, promises)
 
 
 def loss_name(step: int) -> str:
     return f"loss of step {step}"
 
 
-EARLY_LOSSES = {VALIDATION_LOSS, loss_name(1)}  # before the first update
+def number_name(kind: str, step: int) -> str:
+    return f"{NUMBERS[kind][0]} of step {step}"
+
+
+# before the first update
+EARLY = {VALIDATION_LOSS, loss_name(1), *(number_name(kind, 1) for kind in NUMBERS)}
 
 
 def state_of(

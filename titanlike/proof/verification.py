@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from titanlike.config.schema import Config
 from titanlike.data.loader import batches
@@ -41,29 +41,27 @@ from titanlike.distributed.placement import Part, pieces
 from titanlike.launch.rendezvous import barrier
 from titanlike.launch.worker import Worker
 from titanlike.metrics.console import Console
-from titanlike.proof.comparison import Comparison, compare, merge
+from titanlike.proof.comparison import RELATIVE_TOLERANCE, Comparison, compare, merge
 from titanlike.proof.reference import (
-    EARLY_LOSSES,
+    EARLY,
+    NUMBERS,
     REFERENCE_TIMEOUT,
     VALIDATION_LOSS,
     Reference,
     gradient_of,
     loss_name,
+    number_name,
     reference_steps,
     rounding_of_one_process,
     state_of,
 )
 from titanlike.torch_private.dtensor import local
+from titanlike.training.anomalies import AnomalyDetector
 from titanlike.training.build import Run, build
 from titanlike.training.feed import to_device
 from titanlike.training.first_batch import compile_blocks, refuse_mixed_samples
 from titanlike.training.session import connect, open_data_on_every_rank
-from titanlike.training.step import (
-    drop_gradients,
-    forward_backward,
-    optimizer_step,
-    validate,
-)
+from titanlike.training.step import measured_step, validate
 
 if TYPE_CHECKING:
     from titanlike.proof.recorder import Recorder, What, Wrong
@@ -71,7 +69,7 @@ if TYPE_CHECKING:
 _BATCHES = 4  # of a validation with validation.batches=all
 # of comparisons, causes before effects; also "AXIS gradient" and "AXIS update": see
 # `_compare_copies`
-KINDS = ("loss", "initial", "gradient", "norm", "buffer", "update", "state")
+KINDS = ("promise", "loss", "initial", "gradient", "norm", "buffer", "rate", "update", "state")
 
 
 def kind_order(row: Comparison) -> tuple[Any, ...]:
@@ -91,9 +89,12 @@ class Found:
     rows: list[Comparison]
     missing: list[str]
     groups: int
+    ranks: list[list[Comparison]] = field(default_factory=list)  # what each has of the rows
+    step: int = 1  # whose gradients are compared, from the weights of one process
     # where it was recorded
     wrong: list[Wrong] = field(default_factory=list)
     gradients: dict[str, What] = field(default_factory=dict)
+    operation: str = ""  # what is said of the first that differs
 
     @property
     def agrees(self) -> bool:
@@ -116,12 +117,14 @@ def compare_with_one_process(
     *,
     reference: Path | None = None,
     recorder: Recorder | None = None,
+    wrong: Wrong | None = None,
 ) -> Found:
     """Collective; the same on all ranks. Raises OutOfMemory on all where one process has too
     little.
 
     connect: `open_mesh` in a job that has a watchdog. reference: a file of it, if it is computed
-    already. recorder: of the layout's tensors, which are compared with those beside `reference`.
+    already. recorder: of the layout's tensors, which are compared with those beside `reference`;
+    or of the operations before the one that is `wrong`.
     """
     config = _bounded(config)
     data = open_data_on_every_rank(config, worker)
@@ -137,7 +140,7 @@ def compare_with_one_process(
     stream = refuse_mixed_samples(run, config, stream)
     if run.compiled:
         compile_blocks(run, config, next(stream), worker)
-    comparisons = list(_compare_layout(run, config, data, exact, rounded, recorder))
+    comparisons = list(_compare_layout(run, config, data, worker, exact, rounded, recorder))
     every: list[list[Comparison]] = [[] for _ in range(mesh.world_size)]
     dist.all_gather_object(every, comparisons)
     rows = merge(every)
@@ -158,10 +161,14 @@ def compare_with_one_process(
     missing += [f"{name}: is in no stage" for name in exact.buffers if name not in compared]
     if worker.rank == 0 and reference is None:
         path.unlink()
-    found = Found(rows, missing, exact.groups.get(config.batch_size, 1))
-    if recorder is not None:
-        wrong, gradients = recorder.compared(run, config, path.parent)
-        found = replace(found, wrong=wrong, gradients=gradients)
+    groups = exact.groups.get(config.batch_size, 1)
+    found = Found(rows, missing, groups, every, exact.step)
+    if recorder is not None and wrong is not None:
+        text = recorder.operation(run, config, path.parent, wrong)
+        found = replace(found, operation=text)
+    elif recorder is not None:
+        wrongs, gradients = recorder.compared(run, config, path.parent)
+        found = replace(found, wrong=wrongs, gradients=gradients)
     close_mesh()
     return found
 
@@ -213,7 +220,7 @@ def _explain(
     """The rows; what rounding explains of those that differ."""
 
     def late(row: Comparison) -> bool:
-        return row.kind in ("update", "state", "loss") and row.name not in EARLY_LOSSES
+        return row.kind in ("update", "state", "loss", *NUMBERS) and row.name not in EARLY
 
     def explained(*, kernels: bool) -> list[Comparison]:
         squares = rounding_of_one_process(config, data, device, exact, kernels=kernels)
@@ -248,6 +255,7 @@ def _compare_layout(
     run: Run,
     config: Config,
     data: Data,
+    worker: Worker,
     exact: Reference,
     rounded: Reference | None,
     recorder: Recorder | None = None,
@@ -260,51 +268,63 @@ def _compare_layout(
                 if name in exact.initial:
                     yield name, parameter, state.part(name)
 
+    def fill(values: dict[str, Tensor]) -> None:
+        with torch.no_grad():
+            for name, parameter, part in parameters():
+                for here, place in pieces(parameter, part) if name in values else ():
+                    local(parameter)[here].copy_(values[name][place])
+
+    for name, pair in exact.promises.items():
+        yield compare("promise", name, *pair, tolerance=1e-4)
     for state in run.stage_states:
         for name, _ in state.parameters():
             if name not in exact.initial:  # in one process it is tied to another
                 yield compare("initial", name, None, torch.zeros(1))
-    for name, parameter, part in parameters():
-        initial, filled = exact.initial[name], name in exact.filled
-        if not config.verify.against:
-            right = torch.zeros_like(initial) if filled else initial
-            yield compare("initial", name, parameter, right, part=part)
-        with torch.no_grad():
-            for here, place in pieces(parameter, part) if filled else ():
-                local(parameter)[here].copy_(initial[place])
-        if config.verify.against:
-            yield compare("initial", name, parameter, initial, part=part)
+    for name, parameter, part in () if config.verify.against else parameters():
+        initial = exact.initial[name]
+        right = torch.zeros_like(initial) if name in exact.filled else initial
+        yield compare("initial", name, parameter, right, part=part)
+    fill({name: exact.initial[name] for name in exact.filled})
+    for name, parameter, part in parameters() if config.verify.against else ():
+        yield compare("initial", name, parameter, exact.initial[name], part=part)
     of_validation = validate(run, config, data)
     assert of_validation is not None, "it is not stopped"
     losses = {VALIDATION_LOSS: of_validation["loss"]}
 
-    stream = batches(data.train, config, dp_rank=run.mesh.dp_rank)
-    stream = (to_device(batch, run.mesh, config) for batch in stream)
+    def compare_gradients() -> None:
+        """Before the update of the step that is compared."""
+        for name, parameter, part in parameters():
+            in_bf16 = rounded.gradients[name] if rounded else None
+            reference = exact.gradients[name]
+            mine = parameter.grad if reference.any() else gradient_of(parameter)
+            if recorder is not None and mine is not None and name in recorder.shares:
+                recorder.gradients[name] = mine.clone(), part
+            rows.append(compare("gradient", name, mine, reference, in_bf16, part=part))
+        rows.extend(_compare_copies(run, "gradient"))
+
+    rows: list[Comparison] = []
+    stream, detector = (
+        batches(data.train, config, dp_rank=run.mesh.dp_rank),
+        AnomalyDetector(config, {}),
+    )
     for step in range(1, config.verify.steps + 1):
-        gradients = forward_backward(run, config, step, stream)
-        losses[loss_name(step)] = gradients.loss.item()
-        if step == 1:
-            for name, parameter, part in parameters():
-                in_bf16 = rounded.gradients[name] if rounded else None
-                reference = exact.gradients[name]
-                mine = parameter.grad if reference.any() else gradient_of(parameter)
-                if recorder is not None and mine is not None and name in recorder.shares:
-                    recorder.gradients[name] = mine.clone(), part
-                yield compare("gradient", name, mine, reference, in_bf16, part=part)
-            yield from _compare_copies(run, "gradient")
-            if recorder is not None and rounded is None:
-                squares = [
-                    gradient.double().square().sum() for gradient in exact.gradients.values()
-                ]
-                right = torch.stack(squares).sum().sqrt().view(1)
-                yield compare("norm", "gradient norm", gradients.norm.view(1), right)
-        optimizer_step(run, config, step, gradients.norm)
-        drop_gradients(run)
+        if step == exact.step:  # what comes of an update that is within rounding, is not
+            fill((rounded or exact).before)
+        compared = compare_gradients if step == exact.step else lambda: None
+        record = measured_step(run, config, step, stream, detector, worker, compared).record
+        losses[loss_name(step)] = record["loss"]
+        for kind, (_, key) in NUMBERS.items():
+            of = [record[key], *(of.numbers[kind, step] for of in (exact, rounded) if of)]
+            # a sum over ranks; from the second step on of weights that are rounded
+            least = None if rounded else 1e-5 if step == exact.step else RELATIVE_TOLERANCE
+            numbers = torch.tensor(of, dtype=torch.float64)[:, None]
+            rows.append(compare(kind, number_name(kind, step), *numbers, tolerance=least))
         if step == 1:
             for name, buffer in (pair for stage in run.stages for pair in stage.named_buffers()):
                 if name in exact.buffers:
                     in_bf16 = rounded.buffers[name] if rounded else None
-                    yield compare("buffer", name, buffer, exact.buffers[name], in_bf16)
+                    rows.append(compare("buffer", name, buffer, exact.buffers[name], in_bf16))
+    yield from rows
     for name, parameter, part in parameters():
         in_bf16 = rounded.updated[name] if rounded else None
         options: dict[str, Any]
@@ -313,7 +333,7 @@ def _compare_layout(
     yield from _compare_copies(run, "update")
     yield from _compare_states(run, exact, rounded)
 
-    after, _ = run.pipeline.evaluate(next(stream))
+    after, _ = run.pipeline.evaluate(to_device(next(stream), run.mesh, config))
     losses["loss after the last step"] = after.item()
     for name, value in losses.items():
         reference = torch.tensor([exact.losses[name]], dtype=torch.float64)

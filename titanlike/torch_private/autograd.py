@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -16,6 +16,27 @@ from torch import Tensor
 def in_backward() -> bool:
     """Whether this thread is inside a backward, as a recomputed (checkpointed) forward is."""
     return torch._C._current_graph_task_id() != -1
+
+
+class Node(NamedTuple):
+    """What a backward runs."""
+
+    name: str
+    number: int  # that `sequence_number` had in its forward
+    python: bool  # a custom function
+
+
+def running_node() -> Node | None:
+    node: Any = torch._C._current_autograd_node() if in_backward() else None
+    if node is None:
+        return None
+    python = isinstance(node, torch.autograd.function.BackwardCFunction)
+    return Node(node.name(), node._sequence_nr(), python)
+
+
+def sequence_number() -> int:
+    """Of the graph's node that was made last, such as that of an operation that is dispatched."""
+    return torch._C._autograd._get_sequence_nr() - 1
 
 
 def in_functorch() -> bool:

@@ -1,0 +1,145 @@
+"""The operations of a step between two recorded places, in a layout and in one process: the first
+that is not the same, with the line of the source that calls it.
+
+Operations of one kind are paired from the last one backwards, as far as both have them. What a
+layout alone has, such as a collective, has no pair: it is named, and not judged.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from titanlike.graph.recording import tree_flatten
+from titanlike.proof.comparison import Comparison
+from titanlike.torch_private import deferred_dynamo
+from titanlike.torch_private.autograd import in_backward, running_node, sequence_number
+
+# files of which no line is told
+_OTHERS = (str(Path(torch.__file__).parent), str(Path(__file__).parent), deferred_dynamo.__file__)
+_SHOWN = 3
+# (this rank's result, that of one process, those of ranks that may have parts of a sum) -> (their
+# comparison, whether it is of the sum)
+Compared = Callable[[Tensor, Tensor, list[Tensor]], tuple[Comparison | None, bool]]
+
+
+class Operation(NamedTuple):
+    name: str  # as torch has it: aten.mm
+    line: str  # FILE:LINE that calls it; of a backward, that calls its forward
+    results: list[Tensor]
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.line})" if self.line else self.name
+
+
+class Operations(TorchDispatchMode):
+    """Keeps what is computed from the place before `end` to `end`, of a step and microbatch."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, end: Any, microbatch: int) -> None:
+        super().__init__()
+        self.found: list[Operation] = []
+        self._end, self._microbatch, self._closed = end, microbatch, False
+        self._backward = end.phase.startswith("gradient")
+        self._lines: dict[int, str] = {}  # of forwards, by autograd's numbers
+
+    def at(self, place: Any, microbatch: int) -> None:
+        """A place is reached."""
+        if (place, microbatch) == (self._end, self._microbatch):
+            self._closed = True
+        elif not self._closed and place.phase != "share":
+            self.found.clear()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # its own operations are those that count
+        result = func(*args, **(kwargs or {}))
+        name, schema = str(getattr(func, "overloadpacket", func)), getattr(func, "_schema", None)
+        returns = schema.returns if schema else ()
+        view = any(each.alias_info and not each.alias_info.is_write for each in returns)
+        if self._closed or view or "empty" in name:
+            return result
+        backward, node = in_backward(), running_node()
+        line = _line()
+        if not backward:
+            self._lines.setdefault(sequence_number(), line)
+        elif node is not None and not node.python:
+            line = self._lines.get(node.number, "") or node.name
+        if backward == self._backward:
+            tensors = (leaf for leaf in tree_flatten(result)[0] if isinstance(leaf, Tensor))
+            kept = [t.detach().cpu().clone() for t in tensors if not name.startswith("c10d.")]
+            self.found.append(Operation(name, line, kept))
+        return result
+
+
+def _line() -> str:
+    """Of the code that is neither torch's nor of the proof."""
+    frame = sys._getframe(2)
+    while frame.f_back and frame.f_code.co_filename.startswith(_OTHERS):
+        frame = frame.f_back
+    return f"{'/'.join(Path(frame.f_code.co_filename).parts[-3:])}:{frame.f_lineno}"
+
+
+def first_operation(
+    mine: list[Operation],
+    reference: list[Operation],
+    peers: list[list[Operation]],
+    compared: Compared,
+) -> str:
+    """What is said of the first operation that differs; peers: operations of ranks that may have
+    the other parts of a sum."""
+    theirs, own = _by_kind(reference), _by_kind(mine)
+    others = [_by_kind(operations) for operations in peers]
+    agreed, alone, first, part = 0, list[Operation](), "", ""
+    for key, operation in own.items():
+        rows = []
+        results = theirs[key].results if key in theirs else []
+        for at, pair in enumerate(zip(operation.results, results, strict=False)):
+            parts = [of[key].results for of in others if key in of]
+            rows.append(compared(*pair, [part[at] for part in parts if len(part) > at]))
+        told = [row for row, _ in rows if row is not None]
+        wrong = [row for row in told if not row.agrees]
+        if not told:
+            alone.append(operation)
+        elif wrong and not first:
+            first = f"operation: {operation}, by {wrong[0].relative:.1e}"
+            first += f"; {agreed} before it agree" if agreed else ""
+            first += f"; before it {_names(alone)}" if alone else ""
+            alone = []
+        elif not first:
+            agreed, alone = agreed + 1, []
+            part = (
+                f"{operation}, right as a part of a sum over ranks"
+                if any(s for _, s in rows)
+                else ""
+            )
+    if first:
+        return f"{first}; then, of the layout alone, {_names(alone)}" if alone else first
+    if part:
+        return f"operation: {part}; {f'after it {_names(alone)}' if alone else 'none sums it'}"
+    those = "operation: those that one process has, too, agree"
+    return f"{those}; it is one of {_names(alone)}" if alone else those if agreed else ""
+
+
+def _by_kind(operations: list[Operation]) -> dict[tuple[str, int], Operation]:
+    """By kind, and the number of its kind from the last one backwards; in order."""
+    counts: dict[str, int] = defaultdict(int)
+    found = {}
+    for operation in reversed(operations):
+        found[operation.name, counts[operation.name]] = operation
+        counts[operation.name] += 1
+    return dict(reversed(found.items()))
+
+
+def _names(operations: Iterable[Operation]) -> str:
+    names = list(dict.fromkeys(map(str, operations)))
+    return ", ".join(names[-_SHOWN:]) + (f" and {len(names) - _SHOWN} more" * (len(names) > _SHOWN))
