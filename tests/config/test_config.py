@@ -34,9 +34,9 @@ from titanlike.config.schema import (
     Checkpoint,
     Config,
     Custom,
+    CustomOptimizer,
+    CustomSchedule,
     Model,
-    OwnOptimizer,
-    OwnSchedule,
     Verify,
 )
 from titanlike.config.validate import problems
@@ -85,7 +85,7 @@ def instances(variant: type, **fixed: st.SearchStrategy[Any]) -> st.SearchStrate
 def choices(group: str) -> st.SearchStrategy[Any]:
     options = [instances(cls, name=st.just(n)) for n, cls in VARIANTS.get(group, {}).items()]
     if group in OPEN_GROUPS:
-        owns = {"model": Model, "optimizer": OwnOptimizer, "schedule": OwnSchedule}
+        owns = {"model": Model, "optimizer": CustomOptimizer, "schedule": CustomSchedule}
         own = owns.get(group, Custom)
         keys = ("lr", "clip", "weight_gradients", "tp_plan")
         names = NAMES.filter(lambda name: name not in keys)

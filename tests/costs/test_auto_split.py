@@ -26,8 +26,8 @@ from titanlike.config.schema import (
     ChunkedCrossEntropy,
     Config,
     Custom,
+    CustomOptimizer,
     Fsdp,
-    OwnOptimizer,
     Precision,
     Schedule,
 )
@@ -188,8 +188,8 @@ _OF_SGD = {"*mlp*": ParameterGroup(optimizer="sgd")}
         (Muon(groups=_OF_SGD), 0, 4, 8),
         (Sgd(momentum=0.9, groups={"*mlp*": ParameterGroup(optimizer="adamw")}), 8, 4, 4),
         (Sgd(groups={"*mlp*": ParameterGroup(momentum=0.9)}), 4, 0, 0),
-        (OwnOptimizer("torch.optim.Adagrad"), 4, 4, 4),
-        (OwnOptimizer("torch.optim.Adam", {"amsgrad": True}), 12, 12, 12),
+        (CustomOptimizer("torch.optim.Adagrad"), 4, 4, 4),
+        (CustomOptimizer("torch.optim.Adam", {"amsgrad": True}), 12, 12, 12),
     ],
 )
 def test_optimizer_state_bytes_follow_each_parameters_optimizer(

@@ -22,7 +22,7 @@ from titanlike.distributed.mesh import open_mesh
 from titanlike.launch.heartbeat import DATA_THREAD, innermost_frames
 from titanlike.launch.worker import Worker
 from titanlike.training.build import build
-from titanlike.training.feed import batches_for, copied_ahead, to_device
+from titanlike.training.device_batches import batches_for, copied_ahead, to_device
 
 
 def threads() -> list[threading.Thread]:

@@ -30,7 +30,7 @@ from titanlike.graph.record_forward import record_forward
 from titanlike.launch.worker import Worker
 from titanlike.pipeline import pipeline
 from titanlike.training.build import build
-from titanlike.training.feed import to_device
+from titanlike.training.device_batches import to_device
 
 
 def data_of(function: str, **args: Any) -> Custom:

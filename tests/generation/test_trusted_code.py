@@ -24,13 +24,13 @@ from support.saved_runs import checkpoint, reseal
 from titanlike.checkpoint.storage import STATE
 from titanlike.config.errors import ConfigError
 from titanlike.config.parse import to_plain
-from titanlike.config.schema import Config, Custom, OwnSchedule
+from titanlike.config.schema import Config, Custom, CustomSchedule
 from titanlike.data.registry import DataError, open_data
 from titanlike.generation.commands import evaluate_main as evaluate
 from titanlike.generation.commands import generate_main as generate
 from titanlike.generation.generate import load_model
 from titanlike.models.registry import build_model
-from titanlike.optim import own
+from titanlike.optim import custom
 from titanlike.pipeline.from_config import choose_order
 
 saved = saved_runs.saved
@@ -106,18 +106,18 @@ def test_a_config_cannot_make_a_library_run_its_code(name: str, tmp_path: Path) 
         build_model(Custom(name, args))
     for group in ("optimizer", "lr", "loss"):
         with pytest.raises(ConfigError, match="of a library"):
-            own.import_callable(group, Custom(name, args))
+            custom.import_callable(group, Custom(name, args))
     with pytest.raises(DataError, match="of a library"):
         open_data(tiny(data=Custom(name, args)))
-    [problem] = choose_order(tiny(schedule=OwnSchedule(name, args)))[2]
+    [problem] = choose_order(tiny(schedule=CustomSchedule(name, args)))[2]
     assert "of a library" in problem.reason
     assert not (tmp_path / "ran").exists()
 
 
 def test_objects_that_a_library_builds_for_a_key_are_accepted() -> None:
-    assert own.import_callable("loss", Custom("torch.nn.functional.cross_entropy"))
-    assert own.import_callable("loss", Custom("torch.nn.CrossEntropyLoss"))
-    assert own.import_callable("optimizer", Custom("torch.optim.Adagrad"))
+    assert custom.import_callable("loss", Custom("torch.nn.functional.cross_entropy"))
+    assert custom.import_callable("loss", Custom("torch.nn.CrossEntropyLoss"))
+    assert custom.import_callable("optimizer", Custom("torch.optim.Adagrad"))
 
 
 @pytest.mark.parametrize("earlier", [False, True])

@@ -25,9 +25,9 @@ from titanlike.config.schema import (
     Checkpoint,
     Config,
     ConstantLr,
+    CustomOptimizer,
     Ema,
     Fsdp,
-    OwnOptimizer,
     Validation,
 )
 from titanlike.distributed.placement import optimizer_state
@@ -58,11 +58,11 @@ class Extending(torch.optim.SGD):
         AdamW(state_dtype="bf16"),
         Sgd(),
         Muon(),
-        OwnOptimizer(f"{__name__}.Extending", lr=0.01),
+        CustomOptimizer(f"{__name__}.Extending", lr=0.01),
     ],
 )
 def test_the_average_matches_torchs_averaged_model_without_skipped_steps(
-    choice: AdamW | Sgd | Muon | OwnOptimizer,
+    choice: AdamW | Sgd | Muon | CustomOptimizer,
 ) -> None:
     config = tiny(layers=1, optimizer=choice, ema=Ema(0.6))
     model = build_model(resolve_model(config)).to_empty(device="cpu")

@@ -15,10 +15,10 @@ from support.commands import TINY, command
 from support.models import tiny
 from support.paths import ROOT
 from support.proven import assert_proven
-from titanlike.config.schema import Config, Custom, Numerics, OwnOptimizer
+from titanlike.config.schema import Config, Custom, CustomOptimizer, Numerics
 from titanlike.metrics.sinks import read_jsonl
+from titanlike.optim.custom import custom_optimizer, problems
 from titanlike.optim.optimizer import learning_rate
-from titanlike.optim.own import own_optimizer, problems
 
 LION = "my_models.optimizers.Lion"
 SQUARE_ROOT = "my_models.optimizers.inverse_square_root"
@@ -75,7 +75,7 @@ def negative(step: int, steps: int) -> float:
 
 
 def optimizer(name: str, **args: Any) -> Config:
-    return Config(optimizer=OwnOptimizer(name, args))
+    return Config(optimizer=CustomOptimizer(name, args))
 
 
 def schedule(name: str, **args: Any) -> Config:
@@ -107,7 +107,7 @@ def test_an_unusable_custom_optimizer_is_refused_before_launch(config: Config, s
 
 def test_a_custom_lr_schedule_is_a_fraction_of_the_peak() -> None:
     config = Config(
-        steps=400, optimizer=OwnOptimizer(LION, lr=2.0), lr=Custom(SQUARE_ROOT, {"warmup": 4})
+        steps=400, optimizer=CustomOptimizer(LION, lr=2.0), lr=Custom(SQUARE_ROOT, {"warmup": 4})
     )
     assert [*problems(config)] == []
     assert [learning_rate(config, step) for step in (1, 4, 16, 400)] == [0.5, 2.0, 1.0, 0.2]
@@ -136,7 +136,7 @@ ADAFACTOR = "torch.optim.Adafactor"  # keeps means of rows and columns
 def test_a_non_elementwise_optimizer_is_refused_on_sharded_parameters(
     name: str, layout: dict, where: str | None, fix: str | None
 ) -> None:
-    config = Config(**layout, optimizer=OwnOptimizer(name, lr=1e-9))
+    config = Config(**layout, optimizer=CustomOptimizer(name, lr=1e-9))
     in_layers = "tp=1" if config.tp > 1 else ""
     found = [*problems(config, in_layers)]
     if where is None:
@@ -145,14 +145,16 @@ def test_a_non_elementwise_optimizer_is_refused_on_sharded_parameters(
     (problem,) = found
     assert f"is not elementwise: it updates a model in {where} otherwise" in problem.reason
     assert problem.fix == fix
-    meant = OwnOptimizer(name, lr=1e-9, exact_on_shards=True)
+    meant = CustomOptimizer(name, lr=1e-9, exact_on_shards=True)
     assert "optimizer.exact_on_shards=true" in problem.reason
     assert [*problems(replace(config, optimizer=meant), in_layers)] == []
 
 
 def test_with_exact_numerics_an_optimizer_must_be_elementwise_in_every_layout() -> None:
     def refused(name: str, **layout: Any) -> list[tuple[str, str]]:
-        config = Config(numerics=Numerics("exact"), optimizer=OwnOptimizer(name, lr=1e-9), **layout)
+        config = Config(
+            numerics=Numerics("exact"), optimizer=CustomOptimizer(name, lr=1e-9), **layout
+        )
         return [(problem.reason, problem.fix) for problem in problems(config)]
 
     assert refused(LION) == refused("torch.optim.NAdam", pp=2, dp=2) == []
@@ -176,7 +178,9 @@ def test_with_exact_numerics_an_elements_bits_do_not_depend_on_where_a_shard_end
         parts, states = [], []
         for rows in map(slice, (0, *cuts), (*cuts, 37)):
             part = nn.Parameter(weight[rows].clone())
-            optimizer = own_optimizer(OwnOptimizer(name, args, lr=0.01), [part], [], exact=True)
+            optimizer = custom_optimizer(
+                CustomOptimizer(name, args, lr=0.01), [part], [], exact=True
+            )
             for gradient in gradients:
                 part.grad = gradient[rows].clone()
                 optimizer.step()
@@ -195,13 +199,13 @@ def test_with_exact_numerics_an_elements_bits_do_not_depend_on_where_a_shard_end
 def test_probing_an_optimizer_leaves_the_rng_state_unchanged() -> None:
     torch.manual_seed(3)
     before = torch.get_rng_state()
-    assert [*problems(Config(pp=2, dp=2, optimizer=OwnOptimizer(LION)))] == []
+    assert [*problems(Config(pp=2, dp=2, optimizer=CustomOptimizer(LION)))] == []
     assert torch.equal(torch.get_rng_state(), before)
 
 
 @pytest.mark.slow
 def test_an_elementwise_optimizer_in_a_layout_matches_one_process(tmp_path: Path) -> None:
-    choice = OwnOptimizer(LION, {"weight_decay": 0.1}, lr=1e-3)
+    choice = CustomOptimizer(LION, {"weight_decay": 0.1}, lr=1e-3)
     assert_proven(tiny(2, 2, optimizer=choice, lr=Custom(SQUARE_ROOT, {"warmup": 2})), tmp_path)
 
 
@@ -236,6 +240,6 @@ def test_vectors_are_not_decayed() -> None:
     """Norms and biases, where an optimizer has weight_decay among its arguments."""
     for args, decays in (({"weight_decay": 0.5}, [0.5, 0.0]), ({}, [1e-2])):
         matrix, vector = torch.nn.Parameter(torch.ones(2, 2)), torch.nn.Parameter(torch.ones(2))
-        choice = OwnOptimizer("torch.optim.AdamW", args, lr=0.1)
-        groups = own_optimizer(choice, [matrix], [vector]).param_groups
+        choice = CustomOptimizer("torch.optim.AdamW", args, lr=0.1)
+        groups = custom_optimizer(choice, [matrix], [vector]).param_groups
         assert [group["weight_decay"] for group in groups] == decays

@@ -19,7 +19,7 @@ from support.world import run_world
 from titanlike.config.optimizers.adamw import AdamW
 from titanlike.config.optimizers.muon import Muon
 from titanlike.config.optimizers.sgd import Sgd
-from titanlike.config.schema import Config, Custom, Fsdp, OwnOptimizer
+from titanlike.config.schema import Config, Custom, CustomOptimizer, Fsdp
 from titanlike.launch.worker import Worker
 from titanlike.torch_private.dtensor import local
 from titanlike.training.anomalies import AnomalyDetector
@@ -70,7 +70,7 @@ def spoiled(pp: int = 1, dp: int = 1, **changed: Any) -> Config:
 
 
 MOMENTUM = Sgd(lr=0.1, momentum=0.9, weight_decay=0.1)
-OWN = OwnOptimizer("torch.optim.NAdam", {}, lr=0.01)
+OWN = CustomOptimizer("torch.optim.NAdam", {}, lr=0.01)
 OPTIMIZERS = {
     "AdamW": AdamW(),
     "state in bf16": AdamW(state_dtype="bf16"),

@@ -32,11 +32,11 @@ from titanlike.config.schema import (
     ChunkedCrossEntropy,
     Config,
     ConstantLr,
+    CustomOptimizer,
     Float8Precision,
     Fsdp,
     Model,
     Numerics,
-    OwnOptimizer,
     Precision,
     SelectiveActivationCheckpoint,
     Validation,
@@ -254,7 +254,8 @@ MORE: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
     "muon": (MUON, [{"dp": 2}, {"pp": 2, "dp": 2, "replicate": 2}]),
     "sgd": ({"optimizer": Sgd()}, [{"dp": 2}, {"pp": 2, "dp": 2}]),
     "own optimizer": (
-        OWN | {"optimizer": OwnOptimizer("torch.optim.Adam", {"fused": True, "weight_decay": 0.1})},
+        OWN
+        | {"optimizer": CustomOptimizer("torch.optim.Adam", {"fused": True, "weight_decay": 0.1})},
         [{"dp": 2}, {"pp": 2, "dp": 2, "fsdp": Fsdp(zero=3)}],
     ),
     "attention": (

@@ -93,7 +93,7 @@ def batches_of_messages(config: Config, worker: Worker) -> tuple[int, int]:
     from titanlike.data.loader import batches
     from titanlike.data.registry import open_data
     from titanlike.training.build import build
-    from titanlike.training.feed import to_device
+    from titanlike.training.device_batches import to_device
 
     mesh = open_mesh(config, worker)
     run = build(config, mesh)

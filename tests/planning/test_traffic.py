@@ -28,7 +28,7 @@ from titanlike.planning.estimate import make_estimate
 from titanlike.planning.estimate_text import as_data, as_text
 from titanlike.planning.known_hardware import link_of, sharded, shipped
 from titanlike.training.build import build
-from titanlike.training.feed import to_device
+from titanlike.training.device_batches import to_device
 
 # 4 microbatches of 2 sequences of 128 tokens a rank, in fp32; 4 heads, 2 of keys and values, of 32
 WORDS = "data=synthetic device=cpu hardware=h100_sxm seq_len=128 schedule.microbatches=4"

@@ -112,7 +112,7 @@ def calls_of_third_step(config: Config, worker: Worker) -> tuple[Counter, list[t
     loop = benchmark.titanlike_loop(run, config, data, worker)
     for _ in range(2):
         next(loop)
-    with CountedCalls(run.ranges) as counted:
+    with CountedCalls(run.phases) as counted:
         next(loop)
     shapes = [p.shape for stage in run.stages for p in stage.parameters()]
     close_mesh()

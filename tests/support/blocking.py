@@ -119,7 +119,7 @@ def blocking_calls(config: Config, worker: Worker) -> tuple[int, list[str]]:
     """
     blocking, counted = Blocking(), set()
     if hasattr(loop, "finish_step"):
-        from titanlike.distributed.readings import PendingScalars
+        from titanlike.distributed.async_reads import PendingScalars
 
         PendingScalars.read = blocking.allowed(PendingScalars.read)
     documents._count_and_longest = blocking.allowed(documents._count_and_longest)

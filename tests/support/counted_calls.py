@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from titanlike.proof.step_kinds import CASTS, kind_of
-from titanlike.training.build import Ranges
+from titanlike.training.build import StepPhases
 
 _FREE = ("aten::empty", "aten::new_empty", "aten::_unsafe_view", "aten::detach")
 
@@ -21,7 +21,7 @@ class Call(NamedTuple):
 
     kind: str  # one of KINDS
     name: str  # "aten::mm"
-    phase: str  # of the step, as `Ranges` names it
+    phase: str  # of the step, as `StepPhases` names it
     read: tuple[torch.dtype, ...]  # of each tensor
     written: tuple[torch.dtype, ...]
     shapes: tuple[torch.Size, ...]  # of what is written; a list's each
@@ -38,7 +38,7 @@ class Call(NamedTuple):
 class CountedCalls(TorchDispatchMode):
     """A context: how often each call is made within it, in `calls`. Blocks must not be compiled."""
 
-    def __init__(self, ranges: Ranges | None = None) -> None:
+    def __init__(self, ranges: StepPhases | None = None) -> None:
         """ranges: of a run, which name the phases."""
         super().__init__()
         self.calls: Counter[Call] = Counter()

@@ -17,7 +17,7 @@ from titanlike.distributed.mesh import close_mesh, open_mesh
 from titanlike.launch.worker import Worker
 from titanlike.torch_private.fake_ranks import LiveStorages
 from titanlike.training.build import build
-from titanlike.training.feed import to_device
+from titanlike.training.device_batches import to_device
 from titanlike.training.step import optimizer_step
 
 

@@ -17,7 +17,7 @@ from titanlike.distributed.mesh import Mesh, close_mesh, open_mesh
 from titanlike.launch.worker import Worker
 from titanlike.training.anomalies import AnomalyDetector
 from titanlike.training.build import Run, build
-from titanlike.training.feed import to_device
+from titanlike.training.device_batches import to_device
 from titanlike.training.session import open_data_on_every_rank
 from titanlike.training.step import StepResult, measured_step
 

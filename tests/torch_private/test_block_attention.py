@@ -84,7 +84,7 @@ def compiled(function: Any, *tensors: Tensor) -> list[str]:
 
 
 def last(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return block_attention.of_last_queries(q, k, v, dropout_p=0.0, scale=None, enable_gqa=True)
+    return block_attention.causal_lower_right(q, k, v, dropout_p=0.0, scale=None, enable_gqa=True)
 
 
 def test_the_last_queries_see_all_keys_before_them() -> None:
@@ -102,7 +102,7 @@ def test_on_a_gpu_a_block_with_the_last_queries_is_compiled_as_a_whole() -> None
 
 
 def test_torchs_bias_breaks_the_graph() -> None:
-    """Once it does not, `of_last_queries` can use it."""
+    """Once it does not, `causal_lower_right` can use it."""
     q, k, v = (torch.randn(2, 2, tokens, 16) for tokens in (4, 12, 12))
     with pytest.raises(torch._dynamo.exc.Unsupported):
         compiled(

@@ -43,7 +43,7 @@ from titanlike.torch_private import distributed_checkpoint, pipeline_stage, tens
 from titanlike.torch_private.accelerator import use_expandable_segments
 from titanlike.torch_private.compiler import as_if_compiling, is_graph_break
 from titanlike.torch_private.fsdp import gather_with, reduce_missing_gradients
-from titanlike.torch_private.operators import TorchDispatchMode, in_parts
+from titanlike.torch_private.operators import TorchDispatchMode, decomposed
 from titanlike.torch_private.pipeline_runtime import OrderRuntime, _Kind
 from titanlike.torch_private.process_groups import forget_groups_of_meshes
 from titanlike.training import checks
@@ -589,14 +589,14 @@ def test_torchs_norm_of_gradients_does_not_say_of_which() -> None:
 
 
 def test_a_dispatch_mode_in_inference_mode_sees_whole_operators() -> None:
-    """If it sees their parts, or there is a public way to have them, `in_parts` can go."""
+    """If it sees their parts, or there is a public way to have them, `decomposed` can go."""
     seen = []
 
     class Mode(TorchDispatchMode):
         def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None):  # type: ignore[no-untyped-def]
             seen.append(function.name())
             with self:
-                result = in_parts(function, args, kwargs or {})
+                result = decomposed(function, args, kwargs or {})
             return function(*args, **(kwargs or {})) if result is NotImplemented else result
 
     layer = nn.Linear(4, 4, device="meta")

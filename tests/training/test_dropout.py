@@ -22,7 +22,7 @@ from titanlike.data.registry import open_data
 from titanlike.distributed.mesh import close_mesh, open_mesh
 from titanlike.launch.worker import Worker
 from titanlike.training.build import build
-from titanlike.training.feed import to_device
+from titanlike.training.device_batches import to_device
 
 
 class Masking(nn.Module):

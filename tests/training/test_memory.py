@@ -24,7 +24,7 @@ from titanlike.proof.plain_loops import plain_loop
 from titanlike.torch_private.pipeline_stage import _TORCH_KEEPS_BUFFERS
 from titanlike.training.anomalies import AnomalyDetector
 from titanlike.training.build import build, memory_is_short
-from titanlike.training.feed import to_device
+from titanlike.training.device_batches import to_device
 from titanlike.training.step import measured_step
 from titanlike.training.train_plan import make_plan
 

@@ -16,7 +16,7 @@ from support.saved_runs import events
 from support.world import run_world
 from titanlike.config.schema import Checkpoint, Config, Launch, Schedule, Validation
 from titanlike.distributed import readings
-from titanlike.distributed.readings import Timer
+from titanlike.distributed.async_reads import Timer
 from titanlike.launch.worker import Worker
 from titanlike.training import stragglers
 from titanlike.training.loop import train

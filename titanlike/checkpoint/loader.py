@@ -86,12 +86,12 @@ class CheckpointLoader:
 
     def start_from(self, location: str) -> None:
         """See `Checkpointer.start_from`."""
-        from titanlike.checkpoint import hf_start, state_dict
+        from titanlike.checkpoint import state_dict, warm_start_hf
 
         settings = replace(self.config.checkpoint, start_from=location)
-        if hf_start.is_folder(location):
+        if warm_start_hf.is_folder(location):
             config = replace(self.config, checkpoint=settings)
-            text = hf_start.start_from_folder(config, self.stage_states, self.group)
+            text = warm_start_hf.start_from_folder(config, self.stage_states, self.group)
         else:
             stages = self.config.pp
             text = state_dict.warm_start(settings, self.stage_states, self.group, stages)

@@ -32,9 +32,9 @@ from titanlike.config.schema import (
     VARIANTS,
     Config,
     Custom,
+    CustomOptimizer,
+    CustomSchedule,
     Model,
-    OwnOptimizer,
-    OwnSchedule,
 )
 
 MISSING = "???"  # marks a value in YAML that the user must give
@@ -130,7 +130,7 @@ def _group(group: str, plain: Any, problems: list[Problem]) -> Any:
         problems.append(Problem(f"{group}.name", name, "required: where your own code is", fix))
         return Model(name) if group not in VARIANTS else None
     if group in OPEN_GROUPS and (group not in VARIANTS or "." in name):
-        kinds_of_own = {"model": Model, "optimizer": OwnOptimizer, "schedule": OwnSchedule}
+        kinds_of_own = {"model": Model, "optimizer": CustomOptimizer, "schedule": CustomSchedule}
         kind = kinds_of_own.get(group, Custom)
         fields = {field.name for field in dataclasses.fields(kind)} - {"args"}
         known = {key: value for key, value in plain.items() if key in fields}

@@ -48,7 +48,7 @@ class Model(Custom):
 
 
 @dataclass
-class OwnOptimizer(Custom):
+class CustomOptimizer(Custom):
     """A user's optimizer class, called with the parameters, `lr` and `args`."""
 
     lr: float = key(3e-3, "peak learning rate", ge=0)
@@ -194,7 +194,7 @@ class AutoSchedule:
 
 
 @dataclass
-class OwnSchedule(Custom):
+class CustomSchedule(Custom):
     """A user's schedule: a function (pp, microbatches, **args) -> Order."""
 
     weight_gradients: Literal["deferred", "together"] = key("deferred", _WEIGHT_GRADIENTS)
@@ -1070,13 +1070,13 @@ class Config:
     # the model's keys are its constructor's arguments: see titanlike/models
     model: Model = key(lambda: Model("llama"), "model family or import path, and its arguments")
     split: EvenSplit | PointSplit | BalanceSplit | AutoSplit = key(EvenSplit, "where stages begin")
-    schedule: Schedule | CsvSchedule | AutoSchedule | OwnSchedule = key(
+    schedule: Schedule | CsvSchedule | AutoSchedule | CustomSchedule = key(
         Schedule, "pipeline schedule"
     )
     data: (
         TextData | HFData | TokenData | MixtureData | ChatData | StreamData | SyntheticData | Custom
     ) = key(TextData, "training data")
-    optimizer: Optimizer | OwnOptimizer = key(AdamW, "optimizer")
+    optimizer: Optimizer | CustomOptimizer = key(AdamW, "optimizer")
     ema: Ema = key(Ema, "average of the weights")
     lr: ConstantLr | DecayLr | WsdLr | Custom = key(WsdLr, "learning-rate schedule")
     loss: CrossEntropy | ChunkedCrossEntropy | Mse | Custom = key(CrossEntropy, "loss function")

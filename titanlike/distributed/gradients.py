@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from titanlike.distributed.async_reads import on_device
 from titanlike.distributed.mesh import Mesh, new_group
-from titanlike.distributed.readings import on_device
 from titanlike.distributed.sharding import is_sharded
 from titanlike.distributed.transform import Transform
 from titanlike.torch_private.dtensor import local

@@ -163,9 +163,9 @@ def _checkpoint_problems(config: Config) -> Iterator[Problem]:
             yield problem
             return
         if newest is None and from_folder:
-            from titanlike.checkpoint import hf_start  # imports torch
+            from titanlike.checkpoint import warm_start_hf  # imports torch
 
-            yield from hf_start.problems(config)
+            yield from warm_start_hf.problems(config)
         elif newest is None and start_from is not None:
             from titanlike.checkpoint.integrity import check_quick
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from titanlike.config.schema import Custom
 from titanlike.graph.loss import Loss, OutputError
 from titanlike.graph.recording import describe, tree_map
-from titanlike.optim import own
+from titanlike.optim import custom
 
 
 class CustomLoss(Loss):
@@ -55,10 +55,10 @@ class CustomLoss(Loss):
 
 def custom_loss(config: Custom, device: torch.device | None) -> CustomLoss:
     """Import and build the loss that a config names. Raises ConfigError if it is invalid."""
-    function = own.import_callable("loss", config)
+    function = custom.import_callable("loss", config)
     is_class = inspect.isclass(function)
     positional = {} if is_class else {"output": None, "targets": None}
-    own.check_arguments("loss", config, function, positional)
+    custom.check_arguments("loss", config, function, positional)
     if not is_class:
         partial: Any = functools.partial(function, **config.args)
         partial.count = getattr(function, "count", None)
@@ -67,14 +67,14 @@ def custom_loss(config: Custom, device: torch.device | None) -> CustomLoss:
         made = function(**config.args)
     except Exception as error:
         reason = f"building it raised {type(error).__name__}: {error}"
-        raise own.wrong("loss", config, reason, "other arguments") from error
+        raise custom.wrong("loss", config, reason, "other arguments") from error
     if not callable(made):
         fix = "a method __call__(self, output, targets)"
-        raise own.wrong("loss", config, "is a class whose instances cannot be called", fix)
+        raise custom.wrong("loss", config, "is a class whose instances cannot be called", fix)
     if isinstance(made, nn.Module):
         if next(made.parameters(), None) is not None:
             reason = "has parameters, and only the model's are trained"
-            raise own.wrong("loss", config, reason, "a model that holds them")
+            raise custom.wrong("loss", config, reason, "a model that holds them")
         made = made.to(device)
     return CustomLoss(made)
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from titanlike.config.imports import import_object
 from titanlike.config.optimizer import Optimizer, ParameterGroup
-from titanlike.config.schema import Config, ConstantLr, Custom, DecayLr, OwnOptimizer, WsdLr
+from titanlike.config.schema import Config, ConstantLr, Custom, CustomOptimizer, DecayLr, WsdLr
 from titanlike.distributed.initialize import piece_seed
 from titanlike.distributed.placement import Placement, experts_of
 from titanlike.distributed.sharding import compute_dtype
@@ -58,13 +58,13 @@ def _by_kind(
     choice = config.optimizer
     # matrices first
     ordered = sorted(parameters.items(), key=lambda item: item[1].dim() < 2)
-    if isinstance(choice, OwnOptimizer):
-        from titanlike.optim.own import own_optimizer
+    if isinstance(choice, CustomOptimizer):
+        from titanlike.optim.custom import custom_optimizer
 
         both: tuple[list[nn.Parameter], list[nn.Parameter]] = [], []
         for _, parameter in ordered:
             both[parameter.dim() < 2].append(parameter)
-        return [own_optimizer(choice, *both, config.exact)]
+        return [custom_optimizer(choice, *both, config.exact)]
     hidden = hidden_matrices(model, choice)
     groups: dict[str, list[dict[str, Any]]] = {}
     for name, parameter in ordered:
@@ -144,12 +144,14 @@ def hidden_matrices(model: nn.Module, optimizer: Any) -> set[str]:
     }
 
 
-def update_bytes(choice: Optimizer | OwnOptimizer, model: nn.Module) -> dict[str, tuple[int, int]]:
+def update_bytes(
+    choice: Optimizer | CustomOptimizer, model: nn.Module
+) -> dict[str, tuple[int, int]]:
     """Map each parameter to (bytes of optimizer state, bytes of memory traffic of an update), both
     per element."""
     shapes = {name: parameter.dim() for name, parameter in model.named_parameters()}
-    if isinstance(choice, OwnOptimizer):
-        from titanlike.optim.own import state_bytes
+    if isinstance(choice, CustomOptimizer):
+        from titanlike.optim.custom import state_bytes
 
         state = state_bytes(choice)
         return dict.fromkeys(shapes, (state, 12 + 2 * state))
@@ -158,7 +160,7 @@ def update_bytes(choice: Optimizer | OwnOptimizer, model: nn.Module) -> dict[str
     return {name: (update.state_bytes, update.touched_bytes) for name, update in updates.items()}
 
 
-def moment_bytes(choice: Optimizer | OwnOptimizer, model: nn.Module) -> dict[str, int]:
+def moment_bytes(choice: Optimizer | CustomOptimizer, model: nn.Module) -> dict[str, int]:
     """Map each parameter's name to the bytes of optimizer state per element."""
     return {name: state for name, (state, _) in update_bytes(choice, model).items()}
 
@@ -212,9 +214,9 @@ def lr_factor(config: ConstantLr | DecayLr | WsdLr | Custom, step: float, steps:
     follows the longer curve.
     """
     if isinstance(config, Custom):
-        from titanlike.optim.own import own_lr_factor
+        from titanlike.optim.custom import custom_lr_factor
 
-        return own_lr_factor(config, int(step), int(steps))
+        return custom_lr_factor(config, int(step), int(steps))
     if step < config.warmup:
         return step / config.warmup
     if isinstance(config, ConstantLr):

@@ -283,7 +283,7 @@ def _causal(
     for number, start in enumerate(starts):
         queries = q.narrow(_TOKENS, number * chunk, chunk)
         keys, values = (x.narrow(_TOKENS, 0, start + chunk) for x in (k, v))
-        results.append(block_attention.of_last_queries(queries, keys, values, **options))
+        results.append(block_attention.causal_lower_right(queries, keys, values, **options))
     return torch.cat(results, _TOKENS)
 
 

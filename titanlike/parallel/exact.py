@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from titanlike.config.errors import Problem
 from titanlike.config.schema import Config
+from titanlike.distributed.async_reads import on_device
 from titanlike.distributed.exact_sums import (
     Key,
     SumTree,
@@ -42,7 +43,6 @@ from titanlike.distributed.exact_sums import (
 from titanlike.distributed.initialize import piece_seed
 from titanlike.distributed.mesh import Mesh
 from titanlike.distributed.placement import APART, experts_of, has_statistics
-from titanlike.distributed.readings import on_device
 from titanlike.distributed.sharding import compute_dtype
 from titanlike.distributed.transform import Transform
 from titanlike.graph.model_graph import ModelGraph

@@ -25,9 +25,9 @@ from torch import nn
 from titanlike.config.errors import ConfigError, Problem
 from titanlike.config.schema import (
     Config,
+    CustomOptimizer,
     Hardware,
     MeasuredHardware,
-    OwnOptimizer,
     RunHardware,
     ScaledPrecision,
 )
@@ -588,7 +588,7 @@ def _orthogonalization(
     stages: parameters of each stage by name.
     """
     choice = config.optimizer
-    if isinstance(choice, OwnOptimizer):
+    if isinstance(choice, CustomOptimizer):
         return [0.0] * len(stages)
     hidden = hidden_matrices(model, choice)
     shapes = [

@@ -38,8 +38,8 @@ from titanlike.metrics.sinks import JsonlSink
 from titanlike.proof.plain_loops import plain_loop, why_no_plain_loop
 from titanlike.proof.step_kinds import GAPS, KINDS, draw, seconds_by_kind
 from titanlike.training.anomalies import AnomalyDetector
-from titanlike.training.build import Ranges, Run, build
-from titanlike.training.feed import batches_for
+from titanlike.training.build import Run, StepPhases, build
+from titanlike.training.device_batches import batches_for
 from titanlike.training.first_batch import compile_blocks
 from titanlike.training.profile import ProfilerRanges, trace_profiler
 from titanlike.training.session import connect, open_data_on_every_rank
@@ -83,7 +83,7 @@ class _Measured:
         wall = [max(step) for step in zip(*walls, strict=True)]
         return wall, [sum(step) for step in zip(*cpus, strict=True)]
 
-    def by_kind(self, trace: Path, of_run: Ranges) -> dict[str, float]:
+    def by_kind(self, trace: Path, of_run: StepPhases) -> dict[str, float]:
         """Seconds of a step by kind, means of all ranks, of further steps, which `trace` shows."""
         trace.parent.mkdir(parents=True, exist_ok=True)
         recorder = trace_profiler(self.device, lambda: trace)
@@ -150,7 +150,7 @@ def bench(config: Config, worker: Worker) -> dict[str, Any]:
     for loop in loops:
         name = "titanlike" if loop is ours else "plain loop"
         path = worker.run_dir / "profile" / f"{name.replace(' ', '_')}_rank{worker.rank}.json.gz"
-        by_kind[name] = loop.by_kind(path, run.ranges if loop is ours else Ranges())
+        by_kind[name] = loop.by_kind(path, run.phases if loop is ours else StepPhases())
     seconds, of_tokens = median(wall), plan.unit == "tokens"
     figures |= {
         "value": config.batch_size * (config.seq_len if of_tokens else 1) / seconds,

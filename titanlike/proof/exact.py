@@ -21,7 +21,7 @@ from titanlike.launch.worker import Worker
 from titanlike.proof.reference import REFERENCE_TIMEOUT, in_one_process
 from titanlike.torch_private.dtensor import local
 from titanlike.training.build import Run, build
-from titanlike.training.feed import to_device
+from titanlike.training.device_batches import to_device
 from titanlike.training.session import connect
 from titanlike.training.step import drop_gradients, forward_backward, optimizer_step
 

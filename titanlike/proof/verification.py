@@ -58,7 +58,7 @@ from titanlike.proof.reference import (
 from titanlike.torch_private.dtensor import local
 from titanlike.training.anomalies import AnomalyDetector
 from titanlike.training.build import Run, build
-from titanlike.training.feed import to_device
+from titanlike.training.device_batches import to_device
 from titanlike.training.first_batch import compile_blocks, refuse_mixed_samples
 from titanlike.training.session import connect, open_data_on_every_rank
 from titanlike.training.step import measured_step, validate

@@ -72,7 +72,7 @@ def backward(
     return dq, dk, dv
 
 
-def of_last_queries(
+def causal_lower_right(
     q: Tensor, k: Tensor, v: Tensor, *, dropout_p: float, scale: float | None, enable_gqa: bool
 ) -> Tensor:
     """Causal attention of the last t of T tokens: q [B, H, t, E], k and v [B, K, T, E] -> [B, H, t,

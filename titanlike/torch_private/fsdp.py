@@ -141,7 +141,7 @@ def _fill(parameters: list[Any], reached: set[nn.Parameter]) -> None:
             parameter.unsharded_accumulated_grad = zeros
 
 
-def exchanges_told(
+def watch_collectives(
     groups: Iterable[Any], tell: Callable[[str], object], waits_alone: bool = False
 ) -> Callable[[], None]:
     """Call `tell` with "gather" or "reduce" when a rank begins to launch or to wait for FSDP's

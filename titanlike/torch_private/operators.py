@@ -13,7 +13,7 @@ from torch.nn.modules.instancenorm import _InstanceNorm as InstanceNorm
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = ["BatchNorm", "InstanceNorm", "OpOverload", "TorchDispatchMode"]
-__all__ += ["arguments_of", "in_parts", "operator_names"]
+__all__ += ["arguments_of", "decomposed", "operator_names"]
 
 _REGISTERED_LATE = ("torch.nn.attention.varlen",)  # these register operators when imported
 
@@ -33,7 +33,7 @@ def arguments_of(operator: Any, args: Any, kwargs: Mapping[str, Any]) -> dict[st
     return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
-def in_parts(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def decomposed(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The result of a composite operator by its decomposition, else NotImplemented.
 
     Symptom without it: a TorchDispatchMode in inference mode sees aten.linear, not its matmul.

@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from titanlike.config.schema import Config
 from titanlike.data.sources import Data
 from titanlike.device.memory import return_freed_memory
+from titanlike.distributed.async_reads import AsyncScalars, on_device
 from titanlike.distributed.initialize import initialize, piece_seed
 from titanlike.distributed.mesh import Mesh
 from titanlike.distributed.placement import Placement, StageState
-from titanlike.distributed.readings import AsyncScalars, on_device
 from titanlike.distributed.sharding import StateBytes, shard_stage
 from titanlike.distributed.transform import Transform
 from titanlike.graph.stage import Stage, fsdp_groups
@@ -38,7 +38,7 @@ from titanlike.training.transforms import stage_transforms
 
 if TYPE_CHECKING:
     from titanlike.costs.unit_costs import UnitCosts
-    from titanlike.optim.own_metrics import OwnMetrics
+    from titanlike.optim.custom_metrics import CustomMetrics
     from titanlike.parallel.compiled_blocks import CompiledBlocks
     from titanlike.training.stragglers import BusyTime
 
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 _FRAGMENTATION = 3
 
 
-class Listener(Protocol):
+class StepObserver(Protocol):
     def begin(self, phase: str) -> None:
         """Called when the next phase of a step begins."""
 
@@ -58,11 +58,11 @@ class Listener(Protocol):
         `received`, when only the receives that it waits for have been launched."""
 
 
-class Ranges:
-    """Notifies listeners of a step's phases and actions; without any, a call is one comparison."""
+class StepPhases:
+    """Notifies observers of a step's phases and actions; without any, a call is one comparison."""
 
     def __init__(self) -> None:
-        self._listeners: tuple[Listener, ...] = ()
+        self._observers: tuple[StepObserver, ...] = ()
         self._pipeline: Pipeline | None = None
         self._always: Callable[[Any], None] = lambda _: None
         self._always_queued: Callable[[Any, bool], None] | None = None
@@ -73,40 +73,40 @@ class Ranges:
         start_action: Callable[[Any], None],
         action_queued: Callable[[Any, bool], None] | None,
     ) -> None:
-        """Set the pipeline's callbacks; action_queued: None = no listener needs it."""
+        """Set the pipeline's callbacks; action_queued: None = no observer needs it."""
         self._pipeline, self._always, self._always_queued = pipeline, start_action, action_queued
         self._call_back()
 
     def begin(self, phase: str) -> None:
         """Begin the next phase of a step."""
-        for listener in self._listeners:
-            listener.begin(phase)
+        for observer in self._observers:
+            observer.begin(phase)
 
-    def add(self, listener: Listener) -> None:
-        self._listeners += (listener,)
+    def add(self, observer: StepObserver) -> None:
+        self._observers += (observer,)
         self._call_back()
 
-    def remove(self, listener: Listener) -> None:
-        """Remove a listener, if it is there."""
-        self._listeners = tuple(other for other in self._listeners if other is not listener)
+    def remove(self, observer: StepObserver) -> None:
+        """Remove an observer, if it is there."""
+        self._observers = tuple(other for other in self._observers if other is not observer)
         self._call_back()
 
     def _call_back(self) -> None:
         if self._pipeline is not None:
-            listening = bool(self._listeners)
+            listening = bool(self._observers)
             self._pipeline.on_action = self._start_action if listening else self._always
             self._pipeline.on_queued = self._action_queued if listening else self._always_queued
 
     def _start_action(self, action: Any) -> None:
         self._always(action)
-        for listener in self._listeners:
-            listener.start_action(action)
+        for observer in self._observers:
+            observer.start_action(action)
 
     def _action_queued(self, action: Any, received: bool) -> None:
         if self._always_queued is not None:
             self._always_queued(action, received)
-        for listener in self._listeners:
-            listener.action_queued(action, received)
+        for observer in self._observers:
+            observer.action_queued(action, received)
 
 
 @dataclass(frozen=True)
@@ -119,13 +119,13 @@ class Run:
     stage_states: list[StageState]
     pipeline: Pipeline
     transforms: dict[str, Transform]  # those applied to model and stages, see `transforms.py`
-    late: AsyncScalars  # copies metrics off the device asynchronously
+    async_scalars: AsyncScalars  # copies metrics off the device asynchronously
     zero_gradients: (
         ZeroGradients | None
     )  # finds parameters that do not learn; None = not looked for
     weights_source: str  # where initial weights come from, for the opening table
-    own: OwnMetrics | None = None  # by `metrics.own`
-    ranges: Ranges = field(default_factory=Ranges)  # phases and actions, for profile and timeline
+    own: CustomMetrics | None = None  # by `metrics.own`
+    phases: StepPhases = field(default_factory=StepPhases)  # for profile and timeline
     busy: BusyTime | None = None  # how long this rank of several waits for others
 
     @property
@@ -246,9 +246,11 @@ def build_planned(
     )
     custom = None
     if config.metrics.own:
-        from titanlike.optim.own_metrics import OwnMetrics, own_functions
+        from titanlike.optim.custom_metrics import CustomMetrics, functions_of
 
-        custom = OwnMetrics(own_functions(config), mesh, loss, transforms.get("tp"), pipeline.sums)
+        custom = CustomMetrics(
+            functions_of(config), mesh, loss, transforms.get("tp"), pipeline.sums
+        )
         loss.watch = custom.watch
     zeros = None
     if config.warn_zero_gradients:
@@ -260,7 +262,7 @@ def build_planned(
         [*states.values()],
         pipeline,
         transforms,
-        late=AsyncScalars(mesh),
+        async_scalars=AsyncScalars(mesh),
         zero_gradients=zeros,
         weights_source=built_stages.weights_source,
         own=custom,

@@ -27,8 +27,8 @@ from titanlike.config.errors import ConfigError, Problem, Refused
 from titanlike.config.parse import to_plain
 from titanlike.config.schema import Config, HFData, TextData, TokenData, Validation
 from titanlike.data.sources import ENDLESS, IGNORE, Data, Source, Stream, no_targets
+from titanlike.distributed.async_reads import device_queue
 from titanlike.distributed.mesh import close_mesh, open_mesh
-from titanlike.distributed.readings import device_queue
 from titanlike.launch.watchdog import Watchdog
 from titanlike.launch.worker import Worker
 from titanlike.metrics.console import Console

@@ -43,7 +43,7 @@ from titanlike.torch_private.compiler import compiler_error
 from titanlike.torch_private.operators import BatchNorm
 from titanlike.training.build import Run
 from titanlike.training.checks import may_mix_samples
-from titanlike.training.feed import to_device
+from titanlike.training.device_batches import to_device
 
 _PLAIN = (bool, int, float, str, type(None))
 

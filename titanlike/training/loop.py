@@ -23,8 +23,8 @@ from titanlike.config.schema import Config
 from titanlike.data.kinds import option
 from titanlike.data.loader import batches
 from titanlike.data.sources import Batch, Stream
+from titanlike.distributed.async_reads import PendingScalars
 from titanlike.distributed.mesh import close_mesh
-from titanlike.distributed.readings import PendingScalars
 from titanlike.launch.watchdog import Watchdog
 from titanlike.launch.worker import Worker
 from titanlike.metrics.summary import objective_value
@@ -32,7 +32,7 @@ from titanlike.torch_private.process_groups import abort_groups
 from titanlike.training import report
 from titanlike.training.anomalies import Anomaly, BadNumbers
 from titanlike.training.checks import may_mix_samples
-from titanlike.training.feed import batches_for
+from titanlike.training.device_batches import batches_for
 from titanlike.training.session import Session, open_session
 from titanlike.training.step import (
     drop_gradients,
@@ -263,7 +263,7 @@ def _complete(s: Session, record: dict[str, Any]) -> None:
     """Update progress and write metrics of a step that is good, or whose update was skipped."""
     value = record.get("val_loss", record["loss"])
     s.progress = replace(s.progress, step=record["step"], value=value, guard=s.detector.state())
-    s.run.ranges.begin("metrics")
+    s.run.phases.begin("metrics")
     if s.data.progress is not None:
         record |= s.data.progress(record["step"] + s.progress.left_out)
     if s.evaluation is not None:
@@ -358,7 +358,7 @@ def _validate(s: Session, step: int, record: dict[str, Any], final: bool) -> Non
     """Add `val_loss`, of several sets `val_loss/NAME` too, to the record; a stop request ends the
     validation of all steps but the last."""
     s.watchdog.enter_phase(step, "validation")
-    s.run.ranges.begin("validation")
+    s.run.phases.begin("validation")
     should_stop = None if final else _stop_of_the_batch_before(s)
     metrics = validate(s.run, s.config, s.data, should_stop)
     if metrics is None:
@@ -382,7 +382,7 @@ def _validate(s: Session, step: int, record: dict[str, Any], final: bool) -> Non
 def _save(s: Session, record: dict[str, Any]) -> float:
     """Save a checkpoint, or start an async save; returns the seconds that training waited."""
     s.watchdog.enter_phase(s.progress.step, "save", s.config.checkpoint.timeout)
-    s.run.ranges.begin("save")
+    s.run.phases.begin("save")
     for sink in s.sinks:
         sink.flush()  # a checkpoint must not outlive the records of its steps
     s.check_run_dir()
@@ -406,7 +406,7 @@ def _stop_of_the_batch_before(s: Session) -> Callable[[], int]:
 
     def code() -> int:
         now = s.worker.stop_request.code(s.config.max_time)
-        sent.append(s.run.late.send({}, {"code": now}))
+        sent.append(s.run.async_scalars.send({}, {"code": now}))
         before = sent.pop(0).read() if len(sent) > 1 else None
         return int(before["code"]) if before else 0
 

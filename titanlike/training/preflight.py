@@ -42,10 +42,10 @@ def preflight(
         from titanlike.parallel.tp.tensor_parallel import async_problems
 
         problems += async_problems(config)
-    if isinstance(config.optimizer, schema.OwnOptimizer) or isinstance(config.lr, Custom):
-        from titanlike.optim import own
+    if isinstance(config.optimizer, schema.CustomOptimizer) or isinstance(config.lr, Custom):
+        from titanlike.optim import custom
 
-        problems += own.problems(config, "tp=1" if config.tp > 1 else "")
+        problems += custom.problems(config, "tp=1" if config.tp > 1 else "")
     try:  # before the model, whose problems would hide it
         build_loss(config.loss)
     except ConfigError as error:

@@ -117,7 +117,7 @@ class Profile:
             )
             self._profiler.start()
         if begins:
-            self._run.ranges.add(self._ranges)
+            self._run.phases.add(self._ranges)
         if self._recorded:
             self._ranges.start_step(step)
 
@@ -128,7 +128,7 @@ class Profile:
         failed = torch.zeros(mesh.world_size)  # by rank
         if self._records:
             self._ranges.close()
-            self._run.ranges.remove(self._ranges)
+            self._run.phases.remove(self._ranges)
             failed[self._rank] = not self._write()
         known = self._ranks
         if together and mesh.world_size > 1:
@@ -182,7 +182,7 @@ def _numbers(name: str, numbers: Iterable[int]) -> str:
 
 
 class ProfilerRanges:
-    """A `Listener` that opens a named profiler range for each step, phase and action."""
+    """A `StepObserver` that opens a named profiler range for each step, phase and action."""
 
     def __init__(self) -> None:
         # open ranges of step, phase and action, outermost first

@@ -50,7 +50,7 @@ def record_model(
     if problems := check_loss(config.loss, output, targets, size):
         raise ConfigError(problems)
     if config.metrics.own:
-        from titanlike.optim.own_metrics import metric_problems
+        from titanlike.optim.custom_metrics import metric_problems
 
         if problems := metric_problems(config, output, targets):
             raise ConfigError(problems)

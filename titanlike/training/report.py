@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from titanlike.config.errors import some_names
 from titanlike.config.program import train_program
-from titanlike.config.schema import MESH_AXES, Config, OwnOptimizer
+from titanlike.config.schema import MESH_AXES, Config, CustomOptimizer
 from titanlike.device import accelerator
 from titanlike.distributed.mesh import Mesh
 from titanlike.graph.cut import messages
@@ -73,7 +73,7 @@ def opening(session: Session) -> None:
     ]
     console.fields([field for field in fields if field[1]])
     console.line()
-    if not isinstance(config.optimizer, OwnOptimizer) and config.optimizer.groups:
+    if not isinstance(config.optimizer, CustomOptimizer) and config.optimizer.groups:
         from titanlike.optim.groups import group_rows
 
         headings, *rows = group_rows(
@@ -205,7 +205,7 @@ def _numerics(config: Config, mesh: Mesh) -> str:
 def _optimizer(config: Config, plan: TrainPlan) -> str:
     """The matrices that a matrix optimizer (e.g. Muon) updates, "" if there are none."""
     choice = config.optimizer
-    if isinstance(choice, OwnOptimizer):
+    if isinstance(choice, CustomOptimizer):
         return ""
     hidden = hidden_matrices(plan.model_graph.model, choice)
     sizes = {name: size for stage in plan.stage_parameters for name, size in stage.items()}

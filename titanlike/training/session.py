@@ -17,8 +17,8 @@ from titanlike.data.registry import open_data
 from titanlike.data.sources import Data
 from titanlike.device.accelerator import kernels
 from titanlike.device.choose import choose_device, near_device
+from titanlike.distributed.async_reads import device_queue
 from titanlike.distributed.mesh import Mesh, open_mesh
-from titanlike.distributed.readings import device_queue
 from titanlike.launch.failures import clear_failures
 from titanlike.launch.run_dir_lock import RunDirOwner, lock_as_rank
 from titanlike.launch.signals import Interrupted, stop_reason
@@ -157,7 +157,7 @@ def open_session(config: Config, worker: Worker, watchdog: Watchdog) -> Iterator
         run = build(config, mesh, data, say)
         checkpointer = Checkpointer(run.stage_states, config, data, events, run.mesh.dp_rank)
         queued = watchdog.action_queued if queue is not None else None
-        run.ranges.connect(run.pipeline, watchdog.start_action, queued)
+        run.phases.connect(run.pipeline, watchdog.start_action, queued)
         stragglers = None
         if mesh.world_size > 1:
             from titanlike.torch_private.fsdp import parameter_groups
@@ -166,7 +166,7 @@ def open_session(config: Config, worker: Worker, watchdog: Watchdog) -> Iterator
             groups = [group for stage in run.stages for group in parameter_groups(stage)]
             busy = BusyTime(mesh.device, groups, told_every(mesh.world_size))
             run = replace(run, busy=busy)
-            run.ranges.add(busy)
+            run.phases.add(busy)
             stragglers = Stragglers(config, mesh, worker, events)
 
         def report_profile(step: int, text: str) -> None:

@@ -27,7 +27,7 @@ from titanlike.data.sources import Batch, Data, Source, no_targets
 from titanlike.device.accelerator import peak_flops
 from titanlike.device.choose import ranks_of
 from titanlike.device.memory import peak_memory
-from titanlike.distributed.readings import PendingScalars, Timer
+from titanlike.distributed.async_reads import PendingScalars, Timer
 from titanlike.launch.worker import Worker
 from titanlike.optim.fused import step_unless
 from titanlike.optim.optimizer import (
@@ -39,7 +39,7 @@ from titanlike.optim.optimizer import (
 )
 from titanlike.training.anomalies import Anomaly, AnomalyDetector, BadNumbers, is_bad
 from titanlike.training.build import Run
-from titanlike.training.feed import batches_for, to_device
+from titanlike.training.device_batches import batches_for, to_device
 from titanlike.training.measured import Measuring, entries, taken
 
 _SHOWN = 0.01  # of a step in which training waited for its batch, to be recorded
@@ -90,13 +90,13 @@ def forward_backward(run: Run, config: Config, step: int, stream: Iterator[Batch
     begin = time.perf_counter()
     batch = next(stream)
     data_seconds = time.perf_counter() - begin
-    run.ranges.begin("forward and backward")
+    run.phases.begin("forward and backward")
     for transform in run.transforms.values():
         transform.begin_step(step)
     if run.own is not None and step % config.log_every == 0:
         run.own.begin()
     loss, count, terms = run.pipeline.forward_backward(batch, config.metrics.microbatch_losses)
-    run.ranges.begin("gradient norm")
+    run.phases.begin("gradient norm")
     sums = run.pipeline.sums
     if sums is not None:
         norm, norms = sums.norms(run.owned)
@@ -104,7 +104,7 @@ def forward_backward(run: Run, config: Config, step: int, stream: Iterator[Batch
     else:
         norms = gradient_norms(run.owned)
         squares = square_sum(norms, run.shares)
-    run.ranges.begin("agree")
+    run.phases.begin("agree")
     more = taken(Measuring(run, config, norms, terms), step)
     summed = [(entry, value) for entry, value in more if entry.reduce == "sum"]
     packed = [squares.to(run.mesh.device), *(value for _, value in summed)]
@@ -113,7 +113,7 @@ def forward_backward(run: Run, config: Config, step: int, stream: Iterator[Batch
     measured = {entry.name: value for entry, value in more}
     for (entry, value), each_sum in zip(summed, totals[1:], strict=True):
         measured[entry.name] = entry.finish(each_sum.view(value.shape))
-    run.ranges.begin("numbers of the step before")
+    run.phases.begin("numbers of the step before")
     if sums is None:
         norm = (total[0] / config.replicate).sqrt()  # replicas of a shard count once
     return Gradients(step, loss, norm, norms, timer, count, measured, data_seconds)
@@ -137,7 +137,7 @@ def update(
     bad = is_bad(loss, norm, detector.limits())
     lr = optimizer_step(run, config, step, norm, bad)
     drop_gradients(run)
-    run.ranges.begin("measure")
+    run.phases.begin("measure")
     gradients.timer.stop()  # the update's kernels belong to this step
     stop_code = worker.stop_request.code(config.max_time)
     graphs = run.compiled.new_graphs() if run.compiled else 0
@@ -156,7 +156,7 @@ def update(
     if run.busy is not None and (waiting := run.busy.told()) is not None:
         host["waited"] = waited = [0.0] * run.mesh.world_size
         waited[worker.rank] = waiting
-    sent = run.late.send(numbers, host)
+    sent = run.async_scalars.send(numbers, host)
     return PendingStep(gradients, sent, lr, time.time())
 
 
@@ -245,11 +245,11 @@ def optimizer_step(
 
     skip: a flag on the device, 1 = change nothing; None = 0.
     """
-    run.ranges.begin("clip")
+    run.phases.begin("clip")
     unreached: Mapping[nn.Parameter, Tensor] = run.pipeline.unreached()
     limit = config.optimizer.clip
     clip = None if limit is None else clip_divisor(norm, limit)
-    run.ranges.begin("optimizer")
+    run.phases.begin("optimizer")
     for state in run.stage_states:
         set_lr(state.optimizers, config, step)
         for optimizer in state.optimizers:

@@ -11,12 +11,12 @@ import torch
 
 from titanlike.config.schema import Config
 from titanlike.device.choose import ranks_of
+from titanlike.distributed.async_reads import mark, seconds_between
 from titanlike.distributed.mesh import Mesh
-from titanlike.distributed.readings import mark, seconds_between
 from titanlike.launch.heartbeat import read_beats
 from titanlike.launch.worker import Worker
 from titanlike.metrics.run_files import Events
-from titanlike.torch_private.fsdp import exchanges_told
+from titanlike.torch_private.fsdp import watch_collectives
 
 _AGREE = ("forward and backward", "agree")  # phases that begin with a sum over all ranks
 _COLLECTIVE = ("UNSHARD", "REDUCE_GRAD")  # actions that are a collective and nothing else
@@ -25,7 +25,7 @@ _SAMPLED = 20  # on a GPU, waits for FSDP are measured in one of so many steps
 
 
 class BusyTime:
-    """Measures how long this rank waits for others; a `Listener` of `training/build.py`."""
+    """Measures how long this rank waits for others; a `StepObserver` of `training/build.py`."""
 
     def __init__(self, device: torch.device, groups: Iterable[Any], every: int = 1) -> None:
         """groups: FSDP's, see `parameter_groups`; every: steps that are reported together."""
@@ -41,7 +41,7 @@ class BusyTime:
         self._exchanges: list[tuple[Any, Any]] = []
         self._exchanges_before: list[tuple[Any, Any]] = []
         self._exchanged, self._steps = 0.0, 0
-        exchanges_told(groups, self._exchange, waits_alone=not self._on_cpu)
+        watch_collectives(groups, self._exchange, waits_alone=not self._on_cpu)
 
     def told(self) -> float | None:
         """The mean of `waited` over the last `every` steps; None in those between."""

@@ -27,7 +27,7 @@ from titanlike.config.parse import to_plain
 from titanlike.config.program import tool_program
 from titanlike.config.schema import TIMELINE, Config
 from titanlike.device import accelerator
-from titanlike.distributed.readings import mark, seconds_between
+from titanlike.distributed.async_reads import mark, seconds_between
 from titanlike.launch.watchdog import Watchdog
 from titanlike.launch.worker import Worker
 from titanlike.metrics import timeline_file
@@ -35,7 +35,7 @@ from titanlike.metrics.chart import Span
 from titanlike.metrics.sinks import Sink
 from titanlike.metrics.timeline_file import RankFile, RankStep
 from titanlike.pipeline.order import Action
-from titanlike.torch_private.fsdp import exchanges_told, parameter_groups
+from titanlike.torch_private.fsdp import parameter_groups, watch_collectives
 from titanlike.training.build import Run
 
 MOST_RANKS = 64  # in larger runs only the ranks of the first pipeline write a file
@@ -56,7 +56,7 @@ _SHORT = 5e-5  # seconds; a shorter collective had nothing to communicate
 
 
 class Timeline:
-    """The timeline of one run with `timeline`, on this rank; a `Listener`."""
+    """The timeline of one run with `timeline`, on this rank; a `StepObserver`."""
 
     def __init__(
         self,
@@ -119,16 +119,16 @@ class Timeline:
             self._marks[0] = []  # not empty, so that this rank takes part in `_finish`
             return
         self._clock = Clock(self._run.mesh.device)
-        self._run.ranges.add(self)
+        self._run.phases.add(self)
         groups = [group for stage in self._run.stages for group in parameter_groups(stage)]
-        self._undo = exchanges_told(groups, lambda kind: self._mark("exchange", kind))
+        self._undo = watch_collectives(groups, lambda kind: self._mark("exchange", kind))
 
     def _finish(self, together: bool) -> None:
         self._over = True
         mesh, step = self._run.mesh, max(self._marks)
         self._watchdog.enter_phase(step, "timeline", self._config.launch.timeout)
         self._undo()
-        self._run.ranges.remove(self)
+        self._run.phases.remove(self)
         if not together:
             return
         offset, error = clock_offset(self._worker.rank, mesh.world_size)

@@ -16,7 +16,7 @@ from torch import nn
 
 from titanlike.config import schema
 from titanlike.config.errors import ConfigError, Problem, Refused
-from titanlike.config.schema import Config, Custom, Hardware, OwnOptimizer
+from titanlike.config.schema import Config, Custom, CustomOptimizer, Hardware
 from titanlike.config.validate import broken_rules
 from titanlike.data.loader import example_batch, field_problems
 from titanlike.data.registry import vocab_size
@@ -231,7 +231,7 @@ def _choose_order(config: Config, model: nn.Module) -> tuple[Order, str]:
     problems = checks.model_problems(model, config) + checks.norm_problems(config, model)
     problems += broken_rules(checks.MULTI_TOKEN, config, model)
     problems += checks.changed_problems(config, model) + checks.muon_problems(config, model)
-    if not isinstance(config.optimizer, OwnOptimizer) and config.optimizer.groups:
+    if not isinstance(config.optimizer, CustomOptimizer) and config.optimizer.groups:
         from titanlike.optim.groups import group_problems
 
         problems += group_problems(config.optimizer, model)

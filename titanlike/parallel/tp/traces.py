@@ -30,7 +30,7 @@ from titanlike.parallel.tp.operators import (
 from titanlike.parallel.tp.plan import DIVIDING, Entry, gathered_above
 from titanlike.torch_private.autograd import intercept_checkpoints
 from titanlike.torch_private.deferred_dynamo import force_eager
-from titanlike.torch_private.operators import TorchDispatchMode, arguments_of, in_parts
+from titanlike.torch_private.operators import TorchDispatchMode, arguments_of, decomposed
 from titanlike.torch_private.tensors import storage_id, tree_leaves
 
 
@@ -156,7 +156,7 @@ class TracedForward(TorchDispatchMode):
         try:
             if function not in self._atoms:
                 with self:
-                    result = in_parts(function, args, kwargs)
+                    result = decomposed(function, args, kwargs)
                 if result is not NotImplemented:
                     return result
                 self._atoms.add(function)

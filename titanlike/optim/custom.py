@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from titanlike.config.errors import ConfigError, Problem, nearest, override_text
 from titanlike.config.imports import import_object, of_a_library
-from titanlike.config.schema import Config, Custom, OwnOptimizer
+from titanlike.config.schema import Config, Custom, CustomOptimizer
 from titanlike.optim.fused import around_step, padded, take_back
 from titanlike.torch_private.dtensor import local
 
@@ -31,8 +31,8 @@ from titanlike.torch_private.dtensor import local
 Ranks = Sequence[tuple[Any, Any]]
 
 
-def own_optimizer(
-    config: OwnOptimizer,
+def custom_optimizer(
+    config: CustomOptimizer,
     matrices: list[nn.Parameter],
     vectors: list[nn.Parameter],
     exact: bool = False,
@@ -87,7 +87,7 @@ def _is_like(value: Any, parameter: Tensor) -> bool:
     return isinstance(value, Tensor) and value.shape == parameter.shape
 
 
-def own_lr_factor(config: Custom, step: int, steps: int) -> float:
+def custom_lr_factor(config: Custom, step: int, steps: int) -> float:
     """Call the custom schedule. Raises ConfigError unless it returns a finite number >= 0."""
     factor = import_object(config.name)(step, steps, **config.args)
     try:
@@ -110,15 +110,15 @@ def problems(config: Config, in_layers: str = "") -> Iterator[Problem]:
             function = import_callable("lr", config.lr)
             check_arguments("lr", config.lr, function, {"step": 1, "steps": config.steps})
             for step in {1, (config.steps + 1) // 2, config.steps}:
-                _tried("lr", config.lr, own_lr_factor, config.lr, step, config.steps)
-        if isinstance(config.optimizer, OwnOptimizer):
+                _tried("lr", config.lr, custom_lr_factor, config.lr, step, config.steps)
+        if isinstance(config.optimizer, CustomOptimizer):
             _check_optimizer(config.optimizer)
             _check_parts(config, config.optimizer, in_layers)
     except ConfigError as error:
         yield from error.problems
 
 
-def _check_optimizer(config: OwnOptimizer) -> None:
+def _check_optimizer(config: CustomOptimizer) -> None:
     """Raise ConfigError if the optimizer cannot step, or its state cannot be saved in a checkpoint."""
     if config.name in ("torch.optim.Muon", "torch.optim._muon.Muon"):
         reason = "takes matrices alone, and on shards a dozen messages for each of them"
@@ -129,7 +129,7 @@ def _check_optimizer(config: OwnOptimizer) -> None:
         raise wrong("optimizer", config, "is no torch.optim.Optimizer", "a subclass of it")
     matrix, vector = nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(2))
     matrix.grad, vector.grad = torch.ones(2, 2), torch.ones(2)
-    optimizer = _tried("optimizer", config, own_optimizer, config, [matrix], [vector])
+    optimizer = _tried("optimizer", config, custom_optimizer, config, [matrix], [vector])
     _tried("optimizer", config, optimizer.step)
     for key, value in (item for state in optimizer.state.values() for item in state.items()):
         if value is not None and not isinstance(value, Tensor):
@@ -137,17 +137,17 @@ def _check_optimizer(config: OwnOptimizer) -> None:
             raise wrong("optimizer", config, reason, f"keep {key!r} as a tensor")
 
 
-def state_bytes(config: OwnOptimizer) -> int:
+def state_bytes(config: CustomOptimizer) -> int:
     """Bytes of state per element of a matrix, measured after a step on a small one."""
     matrix = nn.Parameter(torch.ones(64, 64))
     matrix.grad = torch.ones(64, 64)
-    optimizer = _tried("optimizer", config, own_optimizer, config, [matrix], [])
+    optimizer = _tried("optimizer", config, custom_optimizer, config, [matrix], [])
     _tried("optimizer", config, optimizer.step)
     tensors = [value for value in optimizer.state[matrix].values() if isinstance(value, Tensor)]
     return math.ceil(sum(t.nbytes for t in tensors if t.dim()) / matrix.numel())
 
 
-def _check_parts(config: Config, choice: OwnOptimizer, in_layers: str) -> None:
+def _check_parts(config: Config, choice: CustomOptimizer, in_layers: str) -> None:
     """Raise ConfigError if shards of the model need an elementwise optimizer and this one is not.
 
     It is tried on two full tensors, and on the shards that two ranks would have.
@@ -199,7 +199,7 @@ def _check_parts(config: Config, choice: OwnOptimizer, in_layers: str) -> None:
 _STEPS = 210
 
 
-def _trained(choice: OwnOptimizer, ranks: Ranks, exact: bool) -> Tensor:
+def _trained(choice: CustomOptimizer, ranks: Ranks, exact: bool) -> Tensor:
     """Train a matrix and a vector of six rows for `_STEPS` steps; return both, flattened, before
     the first and after each step: [1 + steps, elements]. Each rank has its own optimizer for its
     shards."""
@@ -220,7 +220,7 @@ def _trained(choice: OwnOptimizer, ranks: Ranks, exact: bool) -> Tensor:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             matrices, vectors = ([shards[index]] if index in shards else [] for index in (0, 1))
-            optimizer = own_optimizer(choice, matrices, vectors, exact)
+            optimizer = custom_optimizer(choice, matrices, vectors, exact)
             for gradients, after in zip(steps, results[1:], strict=True):
                 for tensor, parameter in shards.items():
                     parameter.grad = gradients[tensor][parts[tensor]].clone()

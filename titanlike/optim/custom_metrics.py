@@ -42,7 +42,7 @@ _TAKEN = {
 }
 
 
-def own_functions(config: Config) -> dict[str, Function]:
+def functions_of(config: Config) -> dict[str, Function]:
     """Import the custom metrics: name -> function. Raises ConfigError."""
     functions: dict[str, Function] = {}
     for name, path in (config.metrics.own or {}).items():
@@ -57,7 +57,7 @@ def own_functions(config: Config) -> dict[str, Function]:
     return functions
 
 
-class OwnMetrics:
+class CustomMetrics:
     """Computes the custom metrics of this rank's microbatches. The loss calls `watch`."""
 
     def __init__(
@@ -136,7 +136,7 @@ def metric_problems(config: Config, output: Any, targets: Tensor) -> list[Proble
 
     tried = tree_map(output, drawn), drawn(targets)
     problems = []
-    for name, function in own_functions(config).items():
+    for name, function in functions_of(config).items():
         fix = "return a sum and a count, tensors with one element each"
         try:
             full = _numbers(function, *tried)
