@@ -1,8 +1,8 @@
-"""The bench job: a command line's speed, memory, start-up, and what its step is spent on, compared
-with a plain loop.
+"""The bench job: speed, memory, start-up time and a step's breakdown, compared with a plain loop.
 
-All ranks train in their layout, as `train` does with metrics.jsonl and nothing else; and, step by
-step interleaved, so that noise of the machine hits both, in a loop of `plain_loops.py`.
+All ranks train in their layout, as `train` does with metrics.jsonl and nothing else, and,
+interleaved step by step so that noise of the machine affects both alike, in a loop of
+`plain_loops.py`.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ from titanlike.training.session import connect, open_data_on_every_rank
 from titanlike.training.step import finish_step, forward_backward, update
 from titanlike.training.train_plan import make_plan
 
-WARMUP = 4  # steps after the first that are not counted
-STEPS = 40  # counted, unless the command line has steps=
-PROFILED = 2  # after these
+WARMUP = 4  # steps after the first that are not measured
+STEPS = 40  # measured, unless the command line has steps=
+PROFILED = 2  # further steps
 
 
 @dataclass
 class _Measured:
-    """A loop, and what its steps took on this rank."""
+    """A loop, and the times of its steps on this rank."""
 
     loop: Iterator[Any]
     device: torch.device
@@ -62,8 +62,8 @@ class _Measured:
     ranges: ProfilerRanges | None = None  # while it is profiled
 
     def step(self) -> Any:
-        """Take one; returns what the loop yields."""
-        dist.barrier()  # no rank waits for one that is still in the other loop
+        """Run one step; return what the loop yields."""
+        dist.barrier()  # no rank waits for one still in the other loop
         begin, cpu = time.perf_counter(), time.process_time()
         if self.ranges is not None:
             self.ranges.start_step(len(self.wall))
@@ -76,7 +76,7 @@ class _Measured:
         return result
 
     def of_all_ranks(self) -> tuple[list[float], list[float]]:
-        """(wall, cpu) seconds of each step: of the slowest rank, of all ranks together."""
+        """(wall, cpu) seconds of each step: the slowest rank's, all ranks' sum."""
         ranks: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(ranks, (self.wall, self.cpu))
         walls, cpus = zip(*ranks, strict=True)
@@ -84,7 +84,8 @@ class _Measured:
         return wall, [sum(step) for step in zip(*cpus, strict=True)]
 
     def by_kind(self, trace: Path, of_run: StepPhases) -> dict[str, float]:
-        """Seconds of a step by kind, means of all ranks, of further steps, which `trace` shows."""
+        """Profile further steps into `trace`; return mean seconds of a step by kind, over all
+        ranks."""
         trace.parent.mkdir(parents=True, exist_ok=True)
         recorder = trace_profiler(self.device, lambda: trace)
         self.ranges = ProfilerRanges()
@@ -98,14 +99,14 @@ class _Measured:
             events = json.load(file)["traceEvents"]
         if self.device.type != "cpu" and all(event.get("cat") != "kernel" for event in events):
             print("the profiler may not record kernels here: times are of the host's operators")
-        mine = seconds_by_kind(events)
+        seconds = seconds_by_kind(events)
         ranks: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(ranks, mine)
-        return {kind: mean(table[kind] for table in ranks) for kind in mine}
+        dist.all_gather_object(ranks, seconds)
+        return {kind: mean(table[kind] for table in ranks) for kind in seconds}
 
 
 def bench(config: Config, worker: Worker) -> dict[str, Any]:
-    """Measure; prints a table; {"value": tokens/s, ...the figures}."""
+    """Run the measurement, print a table, return {"value": tokens/s, ...all figures}."""
     device, _ = choose_device(config, worker.local_rank, worker.local_world_size)
     if (shared := ranks_of(device, config.launch, worker.local_world_size)) > 1:
         reason = f"{shared} ranks that share a GPU take turns: their speed is no layout's"
@@ -137,7 +138,7 @@ def bench(config: Config, worker: Worker) -> dict[str, Any]:
         figures.setdefault("memory", (peak_memory(mesh.device).allocated, before))
         loop.wall, loop.cpu = [], []
     for pair in range(counted):
-        # ours, plain, plain, ours: the second of a pair finds warm caches
+        # titanlike, plain, plain, titanlike: the second of a pair finds warm caches
         for loop in loops if pair % 2 == 0 else reversed(loops):
             result = loop.step()
             record = result if loop is ours else record
@@ -151,9 +152,9 @@ def bench(config: Config, worker: Worker) -> dict[str, Any]:
         name = "titanlike" if loop is ours else "plain loop"
         path = worker.run_dir / "profile" / f"{name.replace(' ', '_')}_rank{worker.rank}.json.gz"
         by_kind[name] = loop.by_kind(path, run.phases if loop is ours else StepPhases())
-    seconds, of_tokens = median(wall), plan.unit == "tokens"
+    seconds, has_tokens = median(wall), plan.unit == "tokens"
     figures |= {
-        "value": config.batch_size * (config.seq_len if of_tokens else 1) / seconds,
+        "value": config.batch_size * (config.seq_len if has_tokens else 1) / seconds,
         "unit": plan.unit,
         "step_seconds": seconds,
         "cpu_seconds": median(cpu),
@@ -179,7 +180,7 @@ def bench(config: Config, worker: Worker) -> dict[str, Any]:
 
 
 def _paired_ratio(ours: list[float], plain: list[float]) -> float:
-    """Median over pairs of pairs: each loop was the first of one of the two."""
+    """Median over pairs of pairs; each loop runs first in one of the two."""
     sums = ([a + b for a, b in zip(s[::2], s[1::2], strict=False)] for s in (ours, plain))
     pairs = list(zip(*sums, strict=True)) or list(zip(ours, plain, strict=True))
     return median(a / b for a, b in pairs)
@@ -188,7 +189,7 @@ def _paired_ratio(ours: list[float], plain: list[float]) -> float:
 def titanlike_loop(
     run: Run, config: Config, data: Data, worker: Worker
 ) -> Iterator[dict[str, Any]]:
-    """Training steps, as `train` makes them; the record of the step before."""
+    """Train as `train` does; yield the previous step's record."""
     stream = batches_for(run, config, batches(data.train, config, dp_rank=run.mesh.dp_rank))
     if run.compiled:
         first = next(stream)
@@ -198,7 +199,7 @@ def titanlike_loop(
     sink = JsonlSink(worker.run_dir / "metrics.jsonl") if worker.rank == 0 else None
     record: dict[str, Any] = {}
     pending = None
-    for step in range(1, config.steps + 1):  # as in training/loop.py, a step ahead of the numbers
+    for step in range(1, config.steps + 1):  # as in training/loop.py, one step ahead of its metrics
         gradients = forward_backward(run, config, step, stream)
         if pending is not None:
             record = finish_step(run, config, pending, detector).record
@@ -209,8 +210,7 @@ def titanlike_loop(
 
 
 def _start_time(worker: Worker) -> float:
-    """The time of the command's start: of this process, or the launcher, whose fork server is its
-    parent."""
+    """When the command started: this process, or the launcher, whose fork server is its parent."""
     pid = os.getpid()
     for _ in range(1 if worker.world_size == 1 else 3):
         with open(f"/proc/{pid}/stat") as stat:

@@ -1,5 +1,5 @@
-"""Tensors of a dump (`verify.against`) by the model's names: the file has the model's own names,
-those that `titanlike export` writes, or others that `verify.names` maps."""
+"""Tensors of another framework's dump (`verify.against`), renamed to the model's names: the file
+may have the model's names, those of `titanlike export`, or others that `verify.names` maps."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ _WRAPPERS = re.compile(r"^module\.|\b_(orig_mod|fsdp_wrapped_module|checkpoint_w
 
 
 def dumped(config: Config, model: nn.Module, kind: str) -> tuple[dict[str, Tensor], list[str]]:
-    """(tensors of a file by the model's names; a line for what is missing, extra, or of another
-    shape)."""
+    """(tensors of a file by the model's names, a line for each missing, extra or misshapen one)."""
     path = Path(config.verify.against or "") / f"{kind}.safetensors"
     if not path.exists():
         return {}, []
@@ -34,13 +33,13 @@ def dumped(config: Config, model: nn.Module, kind: str) -> tuple[dict[str, Tenso
     if config.model.name in FAMILIES:
         theirs = counterpart(config.model.name, complete_arguments(resolve_model(config)))
         sources = {name: source_of(theirs, name, shape) for name, shape in shapes.items()}
-    # whether matrices are as transformers' Conv1D has them: those that are no squares tell
-    turned = any(
+    # whether matrices are transposed, as in transformers' Conv1D: non-square ones tell
+    transposed = any(
         source.form == "transposed" and files[source.name].shape == shapes[name][::-1]
         for name, source in sources.items()
         if source.rows[0][0] in files and len({*shapes[name]}) == 2
     )
-    found, wrong, used = {}, [], set[str]()
+    tensors, wrong, used = {}, [], set[str]()
     for name, *others in aliases.values():
         (rows, form), shape = sources[name], shapes[name]
         keys = [key for row in rows for key in row]
@@ -51,29 +50,29 @@ def dumped(config: Config, model: nn.Module, kind: str) -> tuple[dict[str, Tenso
             wrong.append(f"{name}: missing")
             continue
         value = torch.stack([files[key] for key in keys]) if form == "stacked" else files[keys[0]]
-        value = value.T if form == "transposed" and turned else value
+        value = value.T if form == "transposed" and transposed else value
         if value.shape == shape:
-            found[name] = value.float()
+            tensors[name] = value.float()
         else:
             how = "transposed, " if value.shape == shape[::-1] else ""
             wrong.append(f"{name}: {how}{[*value.shape]} in the dump, {[*shape]} in the model")
-    return found, wrong + [f"{name}: extra" for name in files if name not in used]
+    return tensors, wrong + [f"{name}: extra" for name in files if name not in used]
 
 
 def _renamed(
     given: dict[str, Tensor], path: str | None, shapes: dict[str, torch.Size]
 ) -> dict[str, Tensor]:
-    """Without the names of wrappers, and as the map in a file has it: name -> name, or several
-    names, of which a tensor has the rows."""
+    """Remove wrappers' prefixes, and apply the file's map: name -> name, or several names that each
+    get rows of the tensor."""
     files = {_WRAPPERS.sub("", name): tensor for name, tensor in given.items()}
     names = yaml.safe_load(Path(path).expanduser().read_text()) if path else {}
     for theirs, ours in names.items():
         pattern = re.escape(theirs).replace(re.escape("#"), r"(\d+)")
-        for found in [match for name in files if (match := re.fullmatch(pattern, name))]:
+        for match_ in [match for name in files if (match := re.fullmatch(pattern, name))]:
             targets = [ours] if isinstance(ours, str) else ours
-            for number in found.groups():
+            for number in match_.groups():
                 targets = [target.replace("#", number, 1) for target in targets]
-            tensor = files.pop(found.string)
+            tensor = files.pop(match_.string)
             rows = [shapes[target][0] for target in targets if target in shapes]
             whole = len(targets) > 1 and len(rows) == len(targets) and sum(rows) == len(tensor)
             parts = tensor.split(rows) if whole else [tensor]

@@ -1,4 +1,4 @@
-"""Layouts under `numerics=exact` against one process, bit by bit."""
+"""Compares layouts under `numerics=exact` with one process, bit by bit."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ from titanlike.training.step import drop_gradients, forward_backward, optimizer_
 if TYPE_CHECKING:
     from titanlike.proof.recorder import Recorder
 
-KINDS = ("gradient", "loss", "gradient norm", "weight")  # of a step, in the order of computing
+KINDS = ("gradient", "loss", "gradient norm", "weight")  # in the order of a step
 
 
 @dataclass(frozen=True, order=True)
 class Difference:
-    """The first bit that is another one than in one process."""
+    """The first bit that differs from one process."""
 
     step: int
     kind: int  # of KINDS
-    place: int  # of the parameter in the model
+    place: int  # index of the parameter in the model
     element: tuple[int, ...]
     name: str
     values: tuple[float, float]  # in the layout, in one process
@@ -51,7 +51,7 @@ class Difference:
 def first_difference(config: Config, data: Data, worker: Worker) -> Difference | None:
     """Train `verify.steps` steps in the layout and in one process; None = all bits are equal.
 
-    Compared are the loss, the norm, and each gradient and weight of each step. Collective.
+    Compares each step's loss, norm, gradients and weights. Collective.
     """
     path = worker.run_dir / "bits.pt"
     if worker.rank == 0:
@@ -63,7 +63,9 @@ def first_difference(config: Config, data: Data, worker: Worker) -> Difference |
         torch.save(expected, path)
     barrier(worker, "bits", REFERENCE_TIMEOUT)
     rows = torch.load(path, map_location="cpu", mmap=True)
-    found = {(step, kind, name): (at, whole) for at, (step, kind, name, whole) in enumerate(rows)}
+    refs = {
+        (step, kind, name): (index, whole) for index, (step, kind, name, whole) in enumerate(rows)
+    }
     store = worker.store and dist.PrefixStore("bits", worker.store)
     differences: list[Difference] = []
 
@@ -74,15 +76,15 @@ def first_difference(config: Config, data: Data, worker: Worker) -> Difference |
 
     layout = replace(worker, store=store)
     for step, kind, name, value, places in computed(config, data, layout, compare):
-        at, whole = found[step, kind, name]
+        index, whole = refs[step, kind, name]
         for here, place in places:
-            mine, other = local(value)[here].cpu(), whole[place]
-            differ = (mine.view(torch.int32) != other.view(torch.int32)).nonzero()
+            part, other = local(value)[here].cpu(), whole[place]
+            differ = (part.view(torch.int32) != other.view(torch.int32)).nonzero()
             if len(differ):
                 inside = tuple(differ[0].tolist())
                 element = tuple(s.start + i for s, i in zip(place, inside, strict=True))
-                values = mine[inside].item(), other[inside].item()
-                differences.append(Difference(step, kind, at, element, name, values))
+                values = part[inside].item(), other[inside].item()
+                differences.append(Difference(step, kind, index, element, name, values))
     barrier(worker, "bits compared", REFERENCE_TIMEOUT)
     if worker.rank == 0:
         path.unlink()
@@ -96,8 +98,8 @@ def computed(
     end: Callable[[Run], object] = lambda run: None,
     recorder: Recorder | None = None,
 ) -> Iterator[tuple[int, int, str, Tensor, list[tuple[Slices, Slices]]]]:
-    """(step, kind, name, this rank's part, its `pieces`) of what steps compute; end: called before the
-    mesh is closed."""
+    """Yield (step, kind, name, this rank's part, its `pieces`) of what steps compute; end: called
+    before the mesh is closed."""
     mesh = connect(config, worker)
     with one_thread(True), deterministic(is_accelerator(mesh.device)):
         run = build(config, mesh, data, more={"recorder": recorder} if recorder else {})

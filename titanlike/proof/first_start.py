@@ -1,11 +1,11 @@
-"""The training job, which is compared with one process before the first start of a layout.
+"""The training job, with a comparison with one process before the first launch of a layout.
 
-`verify=auto` does so for code from outside of titanlike (a model, loss, optimizer, data, schedule)
-in several processes, where one process can hold the model and takes LIMIT seconds by estimate: no
-check of a forward knows all that code may do. `verify=required` does it for every layout. Which
-runs are such a job, `driver/job.py` says (`job_of`). What agreed is remembered, by a hash of that
+`verify=auto` compares if there is custom code (a model, loss, optimizer, data, schedule), several
+processes, and one process can hold the model and takes at most LIMIT seconds by estimate: no static
+check covers all that code may do. `verify=required` compares every layout. `driver/job.py`
+(`job_of`) decides which runs are such a job. A passed comparison is remembered, by a hash of that
 code and of the config, in the run's directory and in the user's cache. The comparison is in fp32
-and not compiled, in which nothing is rounding but the last digits.
+and not compiled, where only the last digits are rounding.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ from titanlike.models.registry import build_model, resolve_model
 from titanlike.training import loop
 
 LIMIT = 30.0  # seconds, by estimate
-_QUIET = 5.0  # seconds until a line says what takes so long
+_QUIET = 5.0  # seconds until a line reports progress
 _CACHE = "~/.cache/titanlike/verified"
-# FLOP/s in fp32 of one process that is not made for speed, and its bytes for a parameter: weights,
-# gradients, the optimizer's state, and what is kept to be compared
+# fp32 FLOP/s of one unoptimized process, and its bytes per parameter: weights, gradients, optimizer
+# state, and copies to compare
 _SPEED, _ACCELERATOR_SPEED = 2e10, 1e13
 _BYTES = 60
-# keys that change no gradient, and so no verdict
+# keys that change no gradient
 _OTHER_KEYS = (
     *("run_dir", "value", "seed", "steps", "max_tokens", "max_time", "lr", "log_every", "gc_every"),
     *("report", "plan", "precision", "compile", "matmul_precision", "on_nonfinite", "on_spike"),
@@ -58,14 +58,14 @@ _OTHER_KEYS = (
 
 
 def train(config: Config, worker: Worker) -> dict[str, Any]:
-    """`training.loop.train`, after the comparison, unless it agreed before. Raises ConfigError
-    where it fails."""
+    """`training.loop.train`, after the comparison, unless that has passed before. Raises
+    ConfigError if it fails."""
     note = _verified(config, worker)
     return loop.train(config, worker) | {"verification": note}
 
 
 def _verified(config: Config, worker: Worker) -> str:
-    """What is known of the numbers of this layout. Collective."""
+    """Compare this layout unless that is known or skipped; return a line about it. Collective."""
     mode, code = config.verify.name, outside_code(config)
     decision: dict[str, Any] = {}
     if worker.rank == 0:
@@ -100,7 +100,7 @@ def _compare(config: Config, worker: Worker, key: str, code: dict[str, str]) -> 
     with Watchdog(worker, config.launch, worker.report_failure) as watchdog:
         watchdog.enter_phase(0, "verify", 0 if required else config.launch.timeout)
         try:
-            found = compare_with_one_process(exact, apart, open_mesh)
+            compared = compare_with_one_process(exact, apart, open_mesh)
         except OutOfMemory as error:
             reason = f"one process has too little memory: {error}"
             if required:
@@ -112,19 +112,19 @@ def _compare(config: Config, worker: Worker, key: str, code: dict[str, str]) -> 
             return note
         finally:
             slow.cancel()
-    if not found.agrees:
+    if not compared.agrees:
         if worker.rank == 0:
-            print_found(exact, found)
+            print_found(exact, compared)
         first = next(iter(code.items()), ("model.name", config.model.name))
-        names = [row.full_name for row in found.rows if not row.agrees]
-        shown = ", ".join([*names, *found.missing][:3])
+        names = [row.full_name for row in compared.rows if not row.agrees]
+        shown = ", ".join([*names, *compared.missing][:3])
         reason = f"in this layout it does not train as in one process: {shown} and more differ"
         fix = "verify=off if that is meant, or another layout"
         raise ConfigError([Problem(*first, reason, fix)])
     seconds = time.monotonic() - begin
     note = (
         f"verified: {config.verify.steps} steps are those of one process in fp32 "
-        f"({len(found.rows)} comparisons, {seconds:.1f} s)"
+        f"({len(compared.rows)} comparisons, {seconds:.1f} s)"
     )
     if worker.rank == 0:
         text = files.dumps({"time": time.time(), "seconds": seconds, "code": code, "note": note})
@@ -132,7 +132,7 @@ def _compare(config: Config, worker: Worker, key: str, code: dict[str, str]) -> 
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 files.atomic_write_text(path, text + "\n")
-            except OSError as error:  # it is verified again
+            except OSError as error:  # the next launch compares again
                 print(f"{path} could not be written: {error}", file=sys.stderr)
     _say(worker, note)
     return note
@@ -157,7 +157,7 @@ def _not_verified(config: Config, reason: str) -> str:
 
 
 def _too_much(config: Config, worker: Worker) -> str:
-    """Why one process is not to compute the reference, by estimate; "" = it may."""
+    """Why one process cannot compute the reference, by estimate; "" = it can."""
     device, _ = choose_device(config, worker.local_rank, worker.local_world_size)
     weights = sum(
         parameter.numel() for parameter in build_model(resolve_model(config)).parameters()
@@ -178,25 +178,25 @@ def _key(config: Config, code: dict[str, str]) -> str:
     plain = {name: value for name, value in to_plain(config).items() if name not in _OTHER_KEYS}
     for name in ("lr", "weight_decay"):
         plain["optimizer"].pop(name, None)
-    build_model(resolve_model(config))  # imports all that it is made of
+    build_model(resolve_model(config))  # imports its modules
     digest = hashlib.sha256(files.dumps(plain).encode())
     for text in (torch.__version__, str(config.verify.steps)):
         digest.update(text.encode())
-    own = Path(titanlike.__file__).parent.rglob("*.py")
-    for path in (*sorted(_sources(code)), *sorted(own)):
+    sources = Path(titanlike.__file__).parent.rglob("*.py")
+    for path in (*sorted(_sources(code)), *sorted(sources)):
         digest.update(path.read_bytes())
     return digest.hexdigest()[:32]
 
 
 def _sources(code: dict[str, str]) -> set[Path]:
-    """Files of modules that are the user's own, and of what the config names."""
+    """The files of custom modules, and of what the config names."""
     installed = [sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib")]
     installed += [str(Path(titanlike.__file__).parent)]
     modules = [getattr(import_object(path), "__module__", "") for path in code.values()]
     named = {Path(file) for module in modules if (file := _file(sys.modules.get(module)))}
     loaded = {Path(file) for module in [*sys.modules.values()] if (file := _file(module))}
-    own = {path for path in loaded if not any(map(path.is_relative_to, installed))}
-    return {path for path in named | own if path.suffix == ".py" and path.is_file()}
+    custom = {path for path in loaded if not any(map(path.is_relative_to, installed))}
+    return {path for path in named | custom if path.suffix == ".py" and path.is_file()}
 
 
 def _file(module: object) -> str:

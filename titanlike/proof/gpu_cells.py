@@ -1,7 +1,7 @@
-"""What gpu_check runs: cells, each a command line (or two) of its own, in processes of their own that
-are ended at its time limit.
+"""gpu_check's cells: each is one or two command lines, run in processes ended at its time limit.
 
-They are the lines of `gpu_cells.yaml`, in its order. Where ranks outnumber the GPUs, several share one.
+They are the lines of `gpu_cells.yaml`, in its order. If there are more ranks than GPUs, several
+share one.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from titanlike.launch.signals import die_with_parent
 from titanlike.launch.stacks import where_ranks_stand
 from titanlike.metrics.summary import jsonl_records
 
-KINDS = {  # of checks -> what passes
+KINDS = {  # kind of check -> what passes
     "verify": "the layout trains as one process in plain torch: schedules, ZeRO levels, bf16, compile",
     "determinism": "two runs with deterministic=true are equal to the last bit",
     "hangs": "a rank is stopped: the run ends in time and names it",
@@ -44,23 +44,23 @@ KINDS = {  # of checks -> what passes
 
 @dataclass(frozen=True)
 class Cell:
-    """One check: it passes or fails by itself."""
+    """One check, which passes or fails on its own."""
 
     kind: str  # of KINDS
-    name: str  # what is different in it, for people
+    name: str  # what distinguishes it
     overrides: tuple[str, ...]  # of train.py
     ranks: int
     timeout: float  # seconds
-    then: tuple[str, ...] = ()  # of the command that goes on with the run
-    phase: str = "data"  # of the job, in which a rank is stopped or killed
-    seconds: float = 0.0  # that it will take, as far as is known
+    then: tuple[str, ...] = ()  # overrides of the command that resumes the run
+    phase: str = "data"  # in which a rank is stopped or killed
+    seconds: float = 0.0  # expected
 
 
 def plan(
     ranks: int, kinds: tuple[str, ...] = tuple(KINDS), *, cpu: bool = False, gpus: int = 0
 ) -> list[Cell]:
-    """The cells of at most so many ranks, on so many GPUs (0: one for each); with `cpu` tiny ones,
-    and few after those of the queue."""
+    """The cells of at most `ranks` ranks, on `gpus` GPUs (0: one for each); with `cpu` tiny models,
+    and few cells after the queue's."""
     text = Path(__file__).with_name("gpu_cells.yaml").read_text(encoding="utf-8")
     tables = yaml.safe_load(text)
     refused = {*tables["gpu_only"]} if cpu else set()
@@ -70,7 +70,7 @@ def plan(
         if refused & {*line.split()}:
             continue
         cell = _cell(line, tables, cpu, gpus or ranks)
-        # several ranks of a GPU are not what the speed of a layout is asked of
+        # no speed of layouts whose ranks share a GPU
         runs = cell.kind != "speed" or cpu or cell.ranks in (1, gpus or ranks)
         if runs and cell.kind in kinds and cell.ranks <= ranks:
             words = frozenset(cell.overrides), frozenset(cell.then)
@@ -79,7 +79,7 @@ def plan(
 
 
 def _each(line: str) -> list[str]:
-    """The lines that one with {a|b} is."""
+    """Expand {a|b} in a line to several lines."""
     if "{" not in line:
         return [line]
     before, _, after = line.partition("{")
@@ -122,7 +122,7 @@ def _overrides(
     texts = f"{common} {words}".split()
     while short := {*texts} & {*tables["short"]}:
         texts = " ".join(tables["short"][t] if t in short else t for t in texts).split()
-    # a key once, as it was last
+    # the last value of each key
     overrides = tuple({text.partition("=")[0]: text for text in texts}.values())
     each = -(-_ranks(overrides) // gpus)
     return (*overrides, f"launch.ranks_per_device={each}") if each > 1 else overrides
@@ -141,7 +141,7 @@ def _ranks(overrides: tuple[str, ...]) -> int:
 
 _GRACE = 15.0  # seconds between SIGTERM and SIGKILL
 _POLL = 0.2  # seconds
-_TAIL = 3000  # characters of a failed command's output that the report has
+_TAIL = 3000  # characters of a failed command's output in the report
 _VARYING = {"time", "tokens_per_second", "step_seconds", "memory_bytes", "memory_reserved_bytes"}
 _VARYING |= {
     "mfu",
@@ -151,10 +151,10 @@ _VARYING |= {
     "busiest_rank",
     "busiest_seconds",
 }
-_ALIKE = 1e-3  # relative: fp32 in two layouts, after some steps
+_ALIKE = 1e-3  # relative difference of fp32 losses in two layouts, after some steps
 _BEFORE = ("build", "compile")  # phases that precede the first step
-_MANY = 100  # steps in which a phase has been
-_LOOK = 0.02  # seconds, for a phase that may be short
+_MANY = 100  # steps after which every phase has run
+_LOOK = 0.02  # seconds between polls for a short phase
 
 Record = dict[str, Any]
 
@@ -166,13 +166,13 @@ class Outcome:
     status: str  # "ok", "FAILED", "TIMEOUT"
     text: str  # one line
     seconds: float = 0.0
-    output: str = ""  # of what failed, its end
-    command: str = ""  # that can be typed again
+    output: str = ""  # the end of a failed command's
+    command: str = ""  # to repeat it
     figures: dict[str, Any] = field(default_factory=dict)
 
 
 class CellFailed(Exception):
-    """The line that says why, and the output of the command."""
+    """Carries the reason in one line, and the command's output."""
 
     def __init__(self, text: str, output: str = "") -> None:
         super().__init__(text)
@@ -180,7 +180,7 @@ class CellFailed(Exception):
 
 
 def run_cell(cell: Cell, folder: Path) -> Outcome:
-    """Run a cell; its commands write into `folder`, which is new. Raises nothing of theirs."""
+    """Run a cell, whose commands write into `folder`, a new one. Raises nothing of theirs."""
     start = time.monotonic()
     run = _Run(cell, folder.absolute(), start + cell.timeout)
     status, output = "ok", ""
@@ -191,7 +191,7 @@ def run_cell(cell: Cell, folder: Path) -> Outcome:
     except TimeoutError as late:
         where, output = late.args
         status, text = "TIMEOUT", f"not done in {cell.timeout:.0f} s; {where}".rstrip("; ")
-    except Exception as error:  # a file that is missing or odd is a failure of this cell alone
+    except Exception as error:  # such as a missing or damaged file
         status, text = "FAILED", f"{type(error).__name__}: {error}"
     words = "titanlike", run.job, *cell.overrides
     seconds = time.monotonic() - start
@@ -199,7 +199,7 @@ def run_cell(cell: Cell, folder: Path) -> Outcome:
 
 
 class Command:
-    """`titanlike COMMAND ...` in a session of its own, its output in a file."""
+    """`titanlike COMMAND ...` in its own session, with its output in a file."""
 
     def __init__(self, command: str, overrides: Sequence[str], log: Path, deadline: float) -> None:
         self._log, self._deadline = log, deadline
@@ -219,7 +219,7 @@ class Command:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Nothing of it is left: its workers end with the process that started them."""
+        """Kill the process that started the workers; they end with it."""
         for number, patience in ((signal.SIGTERM, _GRACE), (signal.SIGKILL, None)):
             if self._process.poll() is None:
                 with contextlib.suppress(ProcessLookupError):
@@ -232,12 +232,12 @@ class Command:
         return self._log.read_text(encoding="utf-8", errors="replace")
 
     def wait(self) -> int:
-        """Its exit code. Raises TimeoutError at the cell's limit: where the ranks stand, the output."""
+        """Return the exit code. Raises TimeoutError at the cell's limit, with stacks and output."""
         self.wait_for(lambda: self._process.poll() is not None)
         return self._process.returncode
 
     def wait_for(self, condition: Callable[[], bool], poll: float = _POLL) -> None:
-        """Raises TimeoutError at the cell's limit, CellFailed where the command ends before."""
+        """Poll. Raises TimeoutError at the cell's limit, CellFailed if the command ends before."""
         while not condition():
             if self._process.poll() is not None and not condition():
                 raise CellFailed(f"ended with {self._process.returncode} too early", self.output)
@@ -248,32 +248,31 @@ class Command:
 
 
 class _Run:
-    """A method for each kind of cell; it returns what was found, and raises what run_cell
-    catches."""
+    """A method per kind of cell; it returns a line of results, and raises what run_cell catches."""
 
     def __init__(self, cell: Cell, folder: Path, deadline: float) -> None:
         self.cell, self.folder, self._deadline = cell, folder, deadline
         self.figures: dict[str, Any] = {}
         self._last_rank = cell.ranks - 1
         self.job = {"verify": "verify", "waits": "waits"}.get(cell.kind, "train")
-        if cell.kind == "speed" and cell.ranks == 1:  # beside a plain loop
+        if cell.kind == "speed" and cell.ranks == 1:  # compared with a plain loop
             self.job = "bench"
 
     def _command(self, name: str, overrides: Sequence[str] = ()) -> Command:
-        """A command that writes into a run_dir and a log of this name."""
+        """Start a command with a run_dir and a log of this name."""
         words = *(overrides or self.cell.overrides), f"run_dir={self.folder / name}"
         return Command(self.job, words, self.folder / f"{name}.log", self._deadline)
 
     def _run(self, name: str, overrides: Sequence[str] = ()) -> list[Record]:
-        """A whole run, or what is left of one; its metrics."""
+        """Run or resume a training run to its end; return its metrics."""
         with self._command(name, overrides) as command:
             if code := command.wait():
                 raise CellFailed(f"exit code {code}", command.output)
         return _records(self._run_dir(name))
 
     def _in_phase(self, command: Command, name: str, steps: int) -> int:
-        """The process of the last rank of a run, once it is in the cell's phase, after so many steps
-        where it has trained by then."""
+        """Wait until a run is in the cell's phase, after `steps` steps if training has begun by
+        then; return the process id of its last rank."""
         run_dir, rank, phase = self._run_dir(name), self._last_rank, self.cell.phase
         beat: Beat | None = None
 
@@ -400,7 +399,7 @@ def _records(run_dir: Path) -> list[Record]:
 
 
 def _same(first: list[Record], second: list[Record]) -> str:
-    """ "" where two runs have the same numbers to the last bit, else the first difference."""
+    """ "" if two runs have bitwise equal metrics, else the first difference."""
     steps = [[record["step"] for record in records] for records in (first, second)]
     if steps[0] != steps[1]:
         return f"steps {steps[1]} instead of {steps[0]}"
@@ -413,7 +412,7 @@ def _same(first: list[Record], second: list[Record]) -> str:
 
 @contextlib.contextmanager
 def _stopped(process: int) -> Iterator[None]:
-    """Stopped within it; it goes on afterwards, so that it can be ended."""
+    """A context in which a process is stopped (SIGSTOP); it continues afterwards."""
     os.kill(process, signal.SIGSTOP)
     try:
         yield

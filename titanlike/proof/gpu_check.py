@@ -1,10 +1,10 @@
 """`python tools/gpu_check.py`: does everything work on the GPUs of this machine, and how fast?
 
-1. The plan (`gpu_cells`): cells in an order, of up to eight ranks or as many as there are GPUs.
-2. Each runs in processes of its own, with a time limit, several at a time; a failure costs no other.
-3. After every cell report.md is written, and results.json, with which another call can go on.
+1. The plan (`gpu_cells`): ordered cells of up to eight ranks, or as many as there are GPUs.
+2. Each runs in its own processes, with a time limit, several at a time; failures are isolated.
+3. After each, report.md and results.json are written; another call can continue from the latter.
 
-With `--device cpu` the same code runs on as many gloo ranks, with tiny models and few cells.
+With `--device cpu` the same code runs on gloo ranks, with tiny models and few cells.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ from titanlike.metrics.run_files import own_version
 from titanlike.proof.gpu_cells import KINDS, Cell, Outcome, plan, run_cell
 
 _END = "exit code: 0 everything that ran passed, 1 something failed, 2 nothing could be run"
-_MOST_RANKS = 8  # of a cell, where there are fewer GPUs
-_RANK_MEMORY = 4 * 2**30  # of a GPU: its context, its kernels, a small model
-_ENDING = 12.0  # seconds in which a cell at its limit says where it stands, and ends
+_MOST_RANKS = 8  # of a cell, if there are fewer GPUs
+_RANK_MEMORY = 4 * 2**30  # GPU memory of a rank: context, kernels, a small model
+_ENDING = 12.0  # seconds for a cell at its limit to report its stacks and end
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The exit code."""
+    """Run the tool; return the exit code."""
     arguments = _parser().parse_args(argv)
     return exit_code(lambda: _check(arguments))
 
 
 def _check(arguments: argparse.Namespace) -> int:
-    """Raises ValueError, OSError where nothing can be run."""
+    """Raises ValueError or OSError if nothing can be run."""
     kinds = tuple(arguments.only.split(",")) if arguments.only else tuple(KINDS)
     if any(kind not in KINDS for kind in kinds):
         raise ValueError(f"--only {','.join(kinds)}: no such check; checks: {', '.join(KINDS)}")
@@ -84,18 +84,18 @@ def _check(arguments: argparse.Namespace) -> int:
                 print(f"{cell.kind:12} {cell.seconds:4.0f} s  {cell.name}")
         return 0
     cores, memory = available_cores(), sum(machine["memory"])
-    most = cores if cpu else max(1, min(cores // 2, memory // _RANK_MEMORY))
+    limit = cores if cpu else max(1, min(cores // 2, memory // _RANK_MEMORY))
     named = Path(arguments.folder or time.strftime("outputs/gpu_check/%Y-%m-%d_%H-%M-%S"))
     end = time.monotonic() + 60 * (arguments.minutes or math.inf)
     folder = make_new_folder(named)
-    return _run(cells, folder, machine, outcomes, arguments.at_once or most, end)
+    return _run(cells, folder, machine, outcomes, arguments.at_once or limit, end)
 
 
 def _passed_before(
     path: Path, cells: Sequence[Cell], machine: Mapping[str, Any]
 ) -> tuple[list[Cell], dict[int, Outcome]]:
-    """The cells with the seconds that they took in earlier results, and the outcomes, by number, of
-    those that passed. Raises ValueError, OSError."""
+    """The cells with their seconds in earlier results, and the outcomes, by number, of those that
+    passed. Raises ValueError, OSError."""
     before = read_object(path)
     for key, now in _place(machine).items():
         if key != "titanlike" and before.get(key) != now:
@@ -103,17 +103,17 @@ def _passed_before(
                 f"--continue {path}: {key} was {before.get(key)}, is {now}; leave it out"
             )
     known = {(r["kind"], r["name"]): r for r in before["cells"]}
-    found = [known.get((cell.kind, cell.name)) for cell in cells]
+    earlier = [known.get((cell.kind, cell.name)) for cell in cells]
     cells = [
         replace(cell, seconds=max(row["seconds"], cell.seconds * (row["status"] == "TIMEOUT")))
         if row
         else cell
-        for cell, row in zip(cells, found, strict=True)
+        for cell, row in zip(cells, earlier, strict=True)
     ]
     names = Outcome.__dataclass_fields__
     passed = {
         number: Outcome(**{key: value for key, value in row.items() if key in names})
-        for number, row in enumerate(found)
+        for number, row in enumerate(earlier)
         if row and row["status"] == "ok"
     }
     return cells, passed
@@ -151,12 +151,12 @@ def _run(
     at_once: int,
     end: float = math.inf,
 ) -> int:
-    """outcomes: of cells that need not run, by number; at_once: ranks; end: by the monotonic clock."""
+    """outcomes: by number, of cells that need not run; at_once: ranks; end: monotonic time."""
     started = time.strftime("%Y-%m-%d %H:%M")
     waiting = [number for number in range(len(cells)) if number not in outcomes]
     left: list[int] = []
     running: dict[Connection, tuple[int, multiprocessing.process.BaseProcess]] = {}
-    pace = [1.0]  # seconds that cells took, as a share of those expected
+    pace = [1.0]  # seconds that cells took, relative to the expected ones
     print(f"{len(waiting)} checks; the report is {folder / 'report.md'}, whole after each of them")
 
     def write(how: str) -> None:
@@ -199,7 +199,7 @@ def _run(
             if sys.stdout.isatty() and names:
                 place = f"[{len(outcomes)}/{len(cells)}]"
                 _print_line(f"{place} running  {'; '.join(names)}", end="\r")
-            if running:  # else it would wait for ever
+            if running:  # else it would wait forever
                 wait(list(running))
             for connection in [one for one in running if one.poll()]:
                 number, process = running[connection]
@@ -213,14 +213,14 @@ def _run(
                 outcomes[number] = outcome
                 if outcome.status == "ok":
                     pace.append(outcome.seconds / max(1.0, cells[number].seconds))
-                    # checkpoints are large, logs of what works not needed
+                    # checkpoints are large, and logs of passed cells not needed
                     name = f"{number + 1:03}-{cells[number].kind}"
                     shutil.rmtree(folder / name, ignore_errors=True)
                 _print_outcome(f"[{len(outcomes)}/{len(cells)}]", cells[number], outcome)
         how = f"ended {time.strftime('%Y-%m-%d %H:%M')}"
     except KeyboardInterrupt:
         how = "interrupted"
-        print()  # after the line of what was running
+        print()  # after the line of running cells
         for _, process in running.values():
             process.terminate()
         for number, process in running.values():
@@ -242,9 +242,9 @@ def _run(
 
 
 def _run_one(cell: Cell, folder: Path, results: Connection, parent: int) -> None:
-    """A cell's own process: what it started ends with it."""
+    """A cell's own process, with which its commands end."""
     die_with_parent(parent, signal.SIGTERM)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's; gpu_check itself sends SIGTERM
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # from the terminal; gpu_check sends SIGTERM
     with contextlib.suppress(KeyboardInterrupt):
         results.send(run_cell(cell, folder))
 
@@ -257,7 +257,7 @@ def _print_outcome(place: str, cell: Cell, outcome: Outcome) -> None:
 
 
 def _print_line(text: str, end: str = "\n") -> None:
-    """Print it, on a terminal over the line of the cell that was running."""
+    """Print a line; on a terminal, over the line of running cells."""
     width = _width() - 1
     shown = shorten(text, width)
     print(shown.ljust(width) if sys.stdout.isatty() else shown, end=end, flush=True)
@@ -277,7 +277,7 @@ def _counted(outcomes: Iterable[Outcome]) -> str:
 
 def _describe_machine() -> dict[str, Any]:
     """Versions, names and bytes of memory of the GPUs. Raises OSError if torch fails here."""
-    # in a process of its own: this one must not hold memory on a GPU while cells run
+    # in a subprocess: this process must not hold GPU memory while cells run
     command = "from titanlike.device.memory import print_machine; print_machine()"
     done = subprocess.run(
         [sys.executable, "-c", command], capture_output=True, text=True, env=child_environment()
@@ -288,7 +288,7 @@ def _describe_machine() -> dict[str, Any]:
 
 
 def _place(machine: Mapping[str, Any]) -> dict[str, Any]:
-    """Where results are from: device, torch, NCCL, titanlike."""
+    """What produced the results: device, torch, NCCL, titanlike."""
     names = Counter(zip(machine["names"], machine["memory"], strict=True))
     gpus = ", ".join(f"{n} x {name} ({units.size(size)})" for (name, size), n in names.items())
     versions = {key: machine["versions"].get(key) or "none" for key in ("torch", "NCCL")}
@@ -302,7 +302,7 @@ def _write_report(
     outcomes: Mapping[int, Outcome],
     note: str,
 ) -> None:
-    """outcomes: by the cell's number; note: the line below the title: when, how far."""
+    """outcomes: by cell number; note: the line below the title: when, how far."""
     place = _place(machine)
     versions = ", ".join(f"{name} {v}" for name, v in machine["versions"].items() if v)
     host = f"{platform.node()}, {os.cpu_count()} cores, {platform.platform()}"
@@ -330,7 +330,7 @@ def _write_report(
 
 
 def _by_kind(place: Mapping[str, str], pairs: Sequence[tuple[Cell, Outcome | None]]) -> list[str]:
-    """A table to keep: what passed where."""
+    """A table of what passed, by kind."""
     lines = [["device", "torch", "NCCL", "check", "passed", "not"]]
     for kind in dict.fromkeys(cell.kind for cell, out in pairs if out is not None):
         ran = [(cell, out) for cell, out in pairs if out is not None and cell.kind == kind]

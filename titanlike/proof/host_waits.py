@@ -1,7 +1,7 @@
-"""The waits job: where, in a step, the host waits for the device, which then runs dry.
+"""The waits job: where the host waits for the device in a step, which leaves the device idle.
 
-torch says it of CUDA (`set_sync_debug_mode`): of copies to the host and `.item()`, not of events. A CPU
-has none to count; there the same steps run.
+torch reports it for CUDA (`set_sync_debug_mode`): copies to the host and `.item()`, not events. A
+CPU has no such waits; the same steps run there.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from titanlike.proof.benchmark import WARMUP, titanlike_loop
 from titanlike.training.build import build
 from titanlike.training.session import connect, open_data_on_every_rank
 
-STEPS = 4  # counted, unless the command line has steps=
+STEPS = 4  # measured, unless the command line has steps=
 
 
 def waits(config: Config, worker: Worker) -> dict[str, Any]:
-    """Count; prints a table; {"value": waits a step, of the rank that has most; None on a CPU}."""
+    """Count and print; return {"value": waits per step of the rank with most; None on a CPU}."""
     given = any(text.startswith("steps=") for text in worker.overrides)
     counted = config.steps if given else STEPS
     config = replace(config, steps=1 + WARMUP + counted)

@@ -1,9 +1,9 @@
-"""Training loops as one writes them by hand, without a framework: what titanlike is measured
+"""Plain PyTorch training loops, without a framework: the baseline that titanlike is measured
 against.
 
 One process: the model, the loss, `backward()`, the optimizer. Several: FSDP2 around each block, and
-torch's Schedule1F1B over stages cut by hand, as torchtitan does it. Each loop trains the model of a
-command line on its batches, in its microbatches, with the same blocks recomputed and compiled.
+torch's Schedule1F1B over manually cut stages, as in torchtitan. Each loop trains a command line's
+model on its batches and microbatches, with the same blocks recomputed and compiled.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from titanlike.training.train_plan import TrainPlan
 
 
 def why_no_plain_loop(config: Config, plan: TrainPlan) -> str:
-    """What the loops here are not written for; "" = nothing, there is one for this run."""
+    """Why there is no plain loop for this run; "" = there is one."""
     if not isinstance(config.loss, (CrossEntropy, ChunkedCrossEntropy)):
         return "of cross entropy alone"
     if config.world_size == 1:
@@ -61,12 +61,12 @@ def why_no_plain_loop(config: Config, plan: TrainPlan) -> str:
 
 
 def _axis_in_layers(plan: TrainPlan) -> str:
-    """The mesh axis whose ranks have a part of each layer; "" = there is none."""
+    """The mesh axis whose ranks shard layers; "" = none."""
     return next((axis for axis, t in plan.transforms.items() if t.placements), "")
 
 
 def plain_loop(config: Config, data: Data, plan: TrainPlan, mesh: Mesh) -> Iterator[float]:
-    """Losses of its steps."""
+    """Train; yield the loss of each step."""
     device, alone, pipelined = mesh.device, mesh.world_size == 1, config.pp > 1
     low = torch.bfloat16 if config.precision.low else None
     model: Any = build_model(plan.model)
@@ -79,7 +79,7 @@ def plain_loop(config: Config, data: Data, plan: TrainPlan, mesh: Mesh) -> Itera
     if divided:
         divide_by_hand(model, mesh.axes[divided])
     blocks = _recompute_and_compile(part, config, plan)
-    # in a pipeline, and where the command line says so, parameters stay gathered within a step
+    # in a pipeline, and with fsdp.zero=1, parameters stay gathered within a step
     stay = pipelined or config.fsdp.zero == 1
     if mesh.dp > 1 or divided or (low and not alone):  # gradients as their parameters are
         axes = ("replicate", "shard") if config.replicate > 1 else ("shard",)
@@ -115,8 +115,8 @@ def plain_loop(config: Config, data: Data, plan: TrainPlan, mesh: Mesh) -> Itera
 def _accumulated(
     model: Any, batch: Any, plan: TrainPlan, device: torch.device, stay: bool, cast: bool
 ) -> Tensor:
-    """Forward and backward of each microbatch; gradients are reduced in the last one, and until
-    then parameters stay gathered, or are gathered twice in each. cast: compute in bf16 by
+    """Forward and backward of each microbatch; gradients are reduced in the last one, and
+    parameters stay gathered until then, or are gathered twice in each. cast: compute in bf16 by
     autocast."""
     loss = torch.zeros((), device=device)
     used = {*plan.fields, "inputs", "targets"}
@@ -144,7 +144,7 @@ def _pipelined(schedule: Schedule1F1B, batch: Any, mesh: Mesh) -> Tensor:
     return torch.stack(losses).mean().detach() if last else torch.zeros((), device=mesh.device)
 
 
-# where a model has its blocks, and beside them what embeds tokens and the norm of the last block
+# by model: where its blocks, embeddings and final norm are
 _PARTS: dict[type[nn.Module], tuple[str, str, list[str], str]] = {
     Llama: ("model", "layers", ["embed_tokens"], "norm"),
     Gpt2: ("transformer", "h", ["wte", "wpe"], "ln_f"),
@@ -165,13 +165,13 @@ class _StageByHand(nn.Module):
         names = embeddings if stage == 0 else []
         self.blocks = [blocks[i] for i in range(begin, end)]
         self.embeddings = [inner.get_submodule(name) for name in names]
-        kept = dict(zip(names, self.embeddings, strict=True))
-        kept[container] = nn.ModuleDict({str(i): blocks[i] for i in range(begin, end)})
+        modules = dict(zip(names, self.embeddings, strict=True))
+        modules[container] = nn.ModuleDict({str(i): blocks[i] for i in range(begin, end)})
         self.norm = [inner.get_submodule(norm)] if stage == stages - 1 else []
         if self.norm:
-            kept[norm] = inner.get_submodule(norm)
+            modules[norm] = inner.get_submodule(norm)
             self.lm_head = model.lm_head
-        self.add_module(path, nn.ModuleDict(kept))
+        self.add_module(path, nn.ModuleDict(modules))
 
     def forward(self, x: Tensor) -> Tensor:
         positions = torch.arange(x.size(1), device=x.device)
@@ -184,24 +184,24 @@ class _StageByHand(nn.Module):
 
 
 def _recompute_and_compile(part: nn.Module, config: Config, plan: TrainPlan) -> list[nn.Module]:
-    """The blocks of the model that this part of it has, in order."""
-    found = []
+    """Apply recomputation and compilation; return this part's blocks of the model, in order."""
+    blocks = []
     for stage, recomputed in enumerate(plan.recomputed.blocks):
         for name in plan.blocks(stage):
             try:
                 block = part.get_submodule(name)
-            except AttributeError:  # another rank's
+            except AttributeError:  # on another rank
                 continue
             if name in recomputed:
                 checkpoint_blocks(part, [name], config.activation_checkpoint.saved)
             if config.compile:
                 block.forward = torch.compile(block.forward)
-            found.append(block)
-    return found
+            blocks.append(block)
+    return blocks
 
 
 def parts_of(batch: Mapping[str, Tensor], number: int) -> Iterator[dict[str, Tensor]]:
-    """A batch in equal parts: its microbatches."""
+    """Split a batch into equal parts: its microbatches."""
     parts = {name: value.chunk(number) for name, value in batch.items()}
     return ({name: chunks[i] for name, chunks in parts.items()} for i in range(number))
 
@@ -219,7 +219,7 @@ def take_step(
     step: int,
     mesh: Mesh | None = None,
 ) -> None:
-    """Clip gradients by the norm over all shards and stages, and update; gradients are dropped."""
+    """Clip gradients by their norm over all shards and stages, update, and clear gradients."""
     with record_function("norm and clip"):
         parameters = [p for p in parameters if p.grad is not None]
         norm = get_total_norm([p.grad for p in parameters if p.grad is not None])

@@ -1,7 +1,6 @@
-"""A script of at most forty lines that shows why a layout fails `verify`, in the least mesh and the
-smallest model that do: over plain torch where the user's module does it alone, else over the verify
-job. It is run before it is shown.
-"""
+"""A script of at most forty lines that reproduces why a layout fails `verify`, in the smallest mesh
+and model that do: in plain torch if the user's module fails alone, else with the verify job. It is
+run before it is shown."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ from titanlike.models.registry import LENGTHS, MODELS, complete_arguments, resol
 
 _ATTEMPTS = 40
 _MOST = 40  # lines
-_TIMEOUT = 600.0  # seconds of a script
+_TIMEOUT = 600.0  # seconds for a script
 _COUNTS = re.compile("layer|heads?$|depth|blocks?$|batch")
 _LAUNCHER = re.compile("(RANK|WORLD_SIZE|LOCAL_|MASTER_|GROUP_|ROLE_|TORCHELASTIC_|SLURM_|PMI_).*")
 _OF_VERIFY = '''\
@@ -89,7 +88,7 @@ if __name__ == "__main__":
 
 
 def shrunk(config: Config, fails: Callable[[Config], bool]) -> Config:
-    """The config with random tokens, and layers, sizes, samples and tokens halved, as long as it
+    """The config with random tokens, and layers, sizes, samples and tokens halved for as long as it
     fails."""
     left, args = _ATTEMPTS, complete_arguments(resolve_model(config))
     config = replace(config, verify=replace(config.verify, against=None))
@@ -108,14 +107,14 @@ def shrunk(config: Config, fails: Callable[[Config], bool]) -> Config:
 def _halved(config: Config, names: list[str]) -> Config:
     args = complete_arguments(config.model)
     old = {name: args[name] if name in args else getattr(config, name) for name in names}
-    # in fewer channels or tokens what is wrong is no longer told apart
+    # with fewer channels or tokens errors are not distinguishable
     new = {n: max(1 if _COUNTS.search(n) else min(8, old[n]), old[n] // 2) for n in names}
     sizes = config.model.args | {name: new.pop(name) for name in names if name in args}
     return replace(config, model=replace(config.model, args=sizes), **new)
 
 
 def write_repro(config: Config, located: dict[str, Any], path: Path) -> str:
-    """Write the script if it shows the fault; returns what is said of it."""
+    """Write the script if it reproduces the failure; return a line about it."""
     environment = {n: value for n, value in os.environ.items() if not _LAUNCHER.fullmatch(n)}
     last = ""
     for text in scripts(config, located, path):
@@ -136,7 +135,7 @@ def write_repro(config: Config, located: dict[str, Any], path: Path) -> str:
 
 
 def scripts(config: Config, located: dict[str, Any], path: Path) -> Iterator[str]:
-    """Sources, the first choice first."""
+    """Yield candidate scripts, the preferred one first."""
     model = resolve_model(config)
     values = {"first": "\n".join(located["first"][:2]), "axis": located["axis"], "file": path.name}
     values["ranks"] = config.world_size
@@ -157,7 +156,7 @@ def scripts(config: Config, located: dict[str, Any], path: Path) -> Iterator[str
 
 
 def _changes(plain: dict[str, Any], default: dict[str, Any]) -> dict[str, Any]:
-    """What differs from the defaults; whole groups, where their choice does."""
+    """What differs from the defaults; whole groups if their choice differs."""
     result: dict[str, Any] = {}
     for key, value in plain.items():
         if key not in default or value != default[key]:

@@ -1,7 +1,7 @@
-"""What a training step is spent on, by kind: products, attention, loss, casts, optimizer, ...
+"""What a training step's time is spent on, by kind: matmuls, attention, loss, casts, optimizer, ...
 
-`kind_of` tells the kind of an operator or kernel from its name and from what called it;
-`seconds_by_kind` sums a trace by it, `draw` makes a picture of that.
+`kind_of` classifies an operator or kernel by its name and its callers; `seconds_by_kind` sums a
+trace by kind, `draw` draws the result.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 CASTS, OTHERS, GAPS = "casts and copies", "element-wise and others", "gaps"
 
-# The first that fits a name: of the kernel, the operator, what called it, the phase of the step.
+# The first match counts: names of the kernel, the operator, its callers, the phase of the step.
 _KINDS = (
     ("optimizer", r"^Optimizer\.step|^optimizer$|_fused_(adam|sgd)"),
     ("collectives", r"^c10d|^nccl|^gloo|^_c10d_functional|^fsdp::|^record_param_comms"),
@@ -37,15 +37,15 @@ KINDS = (*(kind for kind, _ in _KINDS), OTHERS)
 
 
 def kind_of(names: Iterable[str]) -> str:
-    """names: of a kernel or operator, and of what called it, in any order."""
+    """names: of a kernel or operator, and of its callers, in any order."""
     return KINDS[min(map(_rank, names))]
 
 
 @cache
 def _rank(name: str) -> int:
-    """Of a name alone, in KINDS."""
-    found = (at for at, (_, of) in enumerate(_KINDS) if re.search(of, name))
-    return next(found, len(_KINDS))
+    """The index in KINDS of a name."""
+    matches = (at for at, (_, of) in enumerate(_KINDS) if re.search(of, name))
+    return next(matches, len(_KINDS))
 
 
 # --- seconds of a trace ---------------------------------------------------------------------------
@@ -56,20 +56,20 @@ class _Open(NamedTuple):
 
     end: float
     rank: int
-    own: list[float]  # its rank, and microseconds without those of operators that it calls
+    own: list[float]  # its rank, and microseconds without its callees'
 
 
 def seconds_by_kind(events: Iterable[Mapping[str, Any]]) -> dict[str, float]:
-    """Seconds of a step by KINDS and GAPS, when nothing runs: the mean of those that
-    `ProfilerRanges` has named in a trace of torch's profiler. Kernels count, with what launched
-    them, or where there are none operators, without those that they call."""
+    """Seconds of a step by KINDS and GAPS (when nothing runs), averaged over the steps that
+    `ProfilerRanges` has named in a torch profiler's trace. Counts kernels, with their launches, or
+    without kernels operators, less their callees."""
     spans = sorted((e for e in events if e.get("ph") == "X"), key=lambda e: (e["ts"], -e["dur"]))
     marks = [e for e in spans if e["cat"] == "user_annotation"]
     steps = [e for e in marks if re.fullmatch(r"step \d+", e["name"])]
     phases = [e for e in marks if _rank(e["name"]) < len(_KINDS)]
     threads: dict[Any, list[_Open]] = defaultdict(list)
     launches: dict[int, int] = {}  # correlation -> rank
-    of_loss: set[int] = set()  # nodes of the graph
+    of_loss: set[int] = set()  # graph nodes of the loss
     operators: list[list[float]] = []
     kernels = []
     for event in spans:
@@ -83,7 +83,7 @@ def seconds_by_kind(events: Iterable[Mapping[str, Any]]) -> dict[str, float]:
         stack = threads[event["tid"]]
         while stack and stack[-1].end <= start:
             stack.pop()
-        # a GPU's backward has a thread of its own: the step's phase is that of its time
+        # a GPU's backward runs in another thread: find the step's phase by time
         above = [stack[-1].rank] if stack else [_rank(e["name"]) for e in phases if _in(e, start)]
         rank = min(_rank(event["name"]), *above, len(_KINDS))
         node = args.get("Sequence number", -1)
@@ -101,20 +101,20 @@ def seconds_by_kind(events: Iterable[Mapping[str, Any]]) -> dict[str, float]:
             own = [rank, event["dur"]]
             operators.append(own)
         stack.append(_Open(start + event["dur"], rank, own))
-    found: dict[int, float] = defaultdict(float)
+    totals: dict[int, float] = defaultdict(float)
     busy = end = 0.0
-    for event in kernels:  # a stream's may run beside another's
+    for event in kernels:  # streams may overlap
         begin, till = event["ts"], event["ts"] + event["dur"]
         rank = launches.get(event.get("args", {}).get("correlation"), -1)
         if rank >= 0:
-            found[min(rank, _rank(event["name"]))] += event["dur"]
+            totals[min(rank, _rank(event["name"]))] += event["dur"]
             busy, end = busy + max(0.0, till - max(begin, end)), max(end, till)
     if not kernels:
         for rank, seconds in operators:
-            found[int(rank)] += seconds
-        busy = sum(found.values())
+            totals[int(rank)] += seconds
+        busy = sum(totals.values())
     scale = 1e-6 / max(1, len(steps))
-    seconds = {kind: found[rank] * scale for rank, kind in enumerate(KINDS)}
+    seconds = {kind: totals[rank] * scale for rank, kind in enumerate(KINDS)}
     return seconds | {GAPS: max(0.0, sum(e["dur"] for e in steps) - busy) * scale}
 
 
@@ -123,7 +123,7 @@ def _in(span: Mapping[str, Any], moment: float) -> bool:
 
 
 def draw(tables: Mapping[str, Mapping[str, float]], path: Path) -> None:
-    """Write an .svg or .png file: of each loop a bar of its step's kinds."""
+    """Write an .svg or .png file: for each loop a bar of its step's kinds."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

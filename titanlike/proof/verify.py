@@ -1,5 +1,5 @@
-"""The verify job: a layout is compared with one process, and that with what another framework has
-written; where they differ, it is told where."""
+"""The verify job: compare a layout with one process, and that with another framework's dump, and
+locate differences."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from titanlike.training.session import open_data_on_every_rank
 
 
 def verify(config: Config, worker: Worker) -> dict[str, Any]:
-    """Compare; prints a table; returns exit_code 0 if everything agrees, 1 if not. Then it tells
-    where it is wrong. All of it is in verdict.json, too."""
+    """Compare, print a table, locate failures, write verdict.json; return exit_code 0 if everything
+    agrees, else 1."""
     every: list[Found] = []
     dump: list[Found] = []
     path: Path | None = None
@@ -67,7 +67,7 @@ def verify(config: Config, worker: Worker) -> dict[str, Any]:
     if wrong := [pair for pair in zip(runs, every, strict=True) if not pair[1].agrees]:
         from titanlike.proof.localization import localize
 
-        # the one in fp32, if it fails
+        # the fp32 comparison's, if it fails
         located = located or localize(*wrong[-1], worker)
     if config.verify.repro and not agrees and "repro" not in located and worker.rank == 0:
         print("repro: none: it is of layouts that differ by more than bits; try numerics=fast")
