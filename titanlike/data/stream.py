@@ -97,7 +97,7 @@ CHECKS = (text.check_tokenizer, text.check_stand_in, _check_readers, _check_sour
 
 
 def _sections(data: StreamData) -> dict[str, StreamData]:
-    """Return each source's own section by name; a stream without sources is ""."""
+    """Return each source's section of the config by name; "" for a stream without sources."""
     if not data.sources:
         return {"": data}
     sections = data.sources.items() if isinstance(data.sources, dict) else ()

@@ -142,7 +142,7 @@ def in_float8(module: nn.Module) -> bool:
 
 @contextmanager
 def in_bf16(modules: Iterable[nn.Module]) -> Iterator[list[nn.Module]]:
-    """A context in which layers and experts in float8, which it gives, compute as others do."""
+    """A context in which the float8 modules among these compute in bf16; yields them."""
     modules = list(modules)
     layers: list[Any] = list(filter(in_float8, modules))
     products = {m: vars(m).pop(PRODUCT) for m in modules if PRODUCT in vars(m) and is_experts(m)}

@@ -303,7 +303,7 @@ def tensor_parallel(
 def _sharding_of(
     config: Config, model: nn.Module, batch: dict[str, Tensor], like: TensorRanks
 ) -> TensorSharding:
-    """Raises ConfigError if the sharded model would compute other results than the full one."""
+    """Shard a model and check it. Raises ConfigError if its results would differ."""
     modules = tensor_plan(config, model)
     whole_logits = not takes_divided_logits(config.loss)
     heads = [model.get_submodule(name) for name, entry in modules.items() if entry.style == "vocab"]
