@@ -74,9 +74,7 @@ class Float8Linear(nn.Linear):
         if kind != "meta" and torch.is_autocast_enabled(kind):  # as F.linear has it
             input = input.to(torch.get_autocast_dtype(kind))
         bias = None if adds_bias_later(self) else self.bias
-        divided = vars(self).get(DIVIDED, (None, None))
-        casts = [x for operand in self.casts for x in operand]
-        output = _Product.apply(input, self.weight, self.config, divided, self.tokens, *casts)
+        output = _Product.apply(input, self.weight, scaling_of(self), *chain(*self.casts))
         return output if bias is None else output + bias.to(output.dtype)
 
 
@@ -128,53 +126,98 @@ def _of_tensor(kind: CastConfig) -> bool:
     return tensorwise and kind.scaling_type is not ScalingType.DISABLED
 
 
+class Scaling(NamedTuple):
+    """How the operands of a layer's matmuls are cast."""
+
+    config: Float8LinearConfig
+    divided: Divided  # the weight
+    tokens: GroupInfo | None
+
+
+def scaling_of(layer: Any) -> Scaling:
+    return Scaling(layer.config, vars(layer).get(DIVIDED, (None, None)), layer.tokens)
+
+
+def results(
+    rows: Tensor, weight: Tensor, scaling: Scaling, casts: Sequence[Tensor]
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Compute a layer's results; also the scales of its input and of its weight.
+
+    casts: the tensors of `Float8Linear.casts`.
+    """
+    config, divided, tokens = scaling
+    x = cast(rows, config.cast_config_input, config, 1, (tokens, divided[1]))
+    kind = config.cast_config_weight
+    w = Operand(*casts[:2]) if casts else cast(weight, kind, config, 1, divided)
+    return _multiply(x, w.t(), rows.dtype, config, "output"), x.scale, w.scale
+
+
+def input_gradient(
+    gradient: Tensor,
+    weight: Tensor,
+    scaling: Scaling,
+    casts: Sequence[Tensor],
+    w_scale: Tensor | None = None,
+) -> tuple[Tensor, Operand]:
+    """Compute the gradient of a layer's input; also the cast gradient of its results.
+
+    w_scale: that of `results`, if the weight is cast here.
+    """
+    config, divided, _ = scaling
+    g = cast_gradient(gradient, scaling)
+    known = w_scale if _of_tensor(config.cast_config_weight) else None
+    kind = config.cast_config_weight_for_grad_input
+    w = Operand(*casts[-2:]) if casts else cast(weight, kind, config, 0, divided, known)
+    return _multiply(g, w, gradient.dtype, config, "grad_input"), g
+
+
+def cast_gradient(gradient: Tensor, scaling: Scaling) -> Operand:
+    config, divided, tokens = scaling
+    return cast(gradient, config.cast_config_grad_output, config, 1, (tokens, divided[0]))
+
+
+def cast_input(rows: Tensor, scaling: Scaling, x_scale: Tensor | None = None) -> Operand:
+    """Cast a layer's input for `weight_gradient`; x_scale: that of `results`."""
+    config, divided, tokens = scaling
+    kind = config.cast_config_input_for_grad_weight
+    known = x_scale if _of_tensor(kind) else None
+    return cast(rows, kind, config, 0, (tokens, divided[1]), known)
+
+
+def weight_gradient(gradient: Tensor, g: Operand, x: Operand, scaling: Scaling) -> Tensor:
+    """g: the gradient as `cast_gradient` cast it; x: of `cast_input`."""
+    config, _, tokens = scaling
+    kind = config.cast_config_grad_output_for_grad_weight
+    if not _of_tensor(kind):
+        g = cast(gradient, kind, config, 0, (tokens, None))
+    return _multiply(g.t(), x, gradient.dtype, config, "grad_weight")
+
+
 class _Product(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        input: Tensor,
-        weight: Tensor,
-        config: Float8LinearConfig,
-        divided: Divided,
-        tokens: GroupInfo | None,
-        *casts: Tensor,
+        ctx: Any, input: Tensor, weight: Tensor, scaling: Scaling, *casts: Tensor
     ) -> Tensor:
-        x = cast(_rows(input), config.cast_config_input, config, 1, (tokens, divided[1]))
-        if casts:
-            w, later = Operand(*casts[:2]), casts[-2:]
-        else:
-            w = cast(weight, config.cast_config_weight, config, 1, divided)
-            later = weight, w.scale
-        result = _multiply(x, w.t(), input.dtype, config, "output")
-        ctx.save_for_backward(input, x.scale, *later)
-        ctx.given = len(casts)
-        ctx.config, ctx.divided, ctx.tokens = config, divided, tokens
+        result, x_scale, w_scale = results(_rows(input), weight, scaling, casts)
+        ctx.save_for_backward(input, x_scale, *(casts[-2:] or (weight, w_scale)))
+        ctx.scaling, ctx.given = scaling, len(casts)
         # no view: what a custom function returns could not be changed in place then
         return shaped(result, (*input.shape[:-1], result.shape[-1]))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        input, x_scale, weight, w_scale = ctx.saved_tensors
-        config, divided, tokens = ctx.config, ctx.divided, ctx.tokens
-        of_input = of_weight = None
-        dtype, gradient = gradient.dtype, _rows(gradient)
-        g = cast(gradient, config.cast_config_grad_output, config, 1, (tokens, divided[0]))
+        input, x_scale, *weight = ctx.saved_tensors
+        scaling, casts = ctx.scaling, weight if ctx.given else ()
+        gradient, of_input, of_weight = _rows(gradient), None, None
         if ctx.needs_input_grad[0]:
-            kind = config.cast_config_weight_for_grad_input
-            known = w_scale if _of_tensor(config.cast_config_weight) else None
-            w = Operand(weight, w_scale)
-            if not ctx.given:
-                w = cast(weight, kind, config, 0, divided, known)
-            of_input = _multiply(g, w, dtype, config, "grad_input").view(input.shape)
+            of_rows, g = input_gradient(gradient, weight[0], scaling, casts, weight[1])
+            of_input = of_rows.view(input.shape)
+        else:
+            g = cast_gradient(gradient, scaling)
         if ctx.needs_input_grad[1]:
-            kind = config.cast_config_input_for_grad_weight
-            known = x_scale if _of_tensor(kind) else None
-            x = cast(_rows(input), kind, config, 0, (tokens, divided[1]), known)
-            kind = config.cast_config_grad_output_for_grad_weight
-            known = g.scale if _of_tensor(kind) else None
-            g = g if known is not None else cast(gradient, kind, config, 0, (tokens, None))
-            of_weight = _multiply(g.t(), x, dtype, config, "grad_weight")
-        return of_input, of_weight, None, None, None, *(None for _ in range(ctx.given))
+            x = cast_input(_rows(input), scaling, x_scale)
+            of_weight = weight_gradient(gradient, g, x, scaling)
+        return of_input, of_weight, None, *(None for _ in range(ctx.given))
 
 
 def _rows(x: Tensor) -> Tensor:
