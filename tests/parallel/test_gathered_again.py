@@ -11,7 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from support.models import tiny
+from titanlike.config.schema import Float8Precision, Mxfp8Precision, Precision
+from titanlike.distributed.placement import in_float8
 from titanlike.models.llama import Llama, rotary_table
+from titanlike.parallel.float8 import use_float8
+from titanlike.parallel.float8_linear import cast_weights
 from titanlike.parallel.tp.plan import named, parse_plan
 from titanlike.parallel.tp.ranks import TensorRanks
 from titanlike.parallel.tp.styles import shard_model
@@ -19,22 +24,35 @@ from titanlike.parallel.weight_gradients import DeferredWeightGradients
 from titanlike.torch_private.fake_ranks import fake_process_group
 from titanlike.torch_private.tensors import storage_id
 
-WIDTH, TOKENS, BATCH = 64, 16, 3
+WIDTH, TOKENS, BATCH = 128, 16, 3
 META = torch.device("meta")
 
 
-@pytest.mark.parametrize("waiting", [False, True], ids=["", "weight gradients later"])
+FLOAT8 = [Float8Precision(min_features=16), Mxfp8Precision(min_features=32)]
+
+
+@pytest.mark.parametrize(
+    ("waiting", "precision"),
+    [(False, Precision()), (True, Precision()), *((False, one) for one in FLOAT8)],
+    ids=["", "weight gradients later", "float8", "mxfp8"],
+)
 @pytest.mark.parametrize("size", [2, 4])
 def test_a_block_saves_its_shard_and_gathers_again_in_the_backward(
-    size: int, waiting: bool
+    size: int, waiting: bool, precision: Precision
 ) -> None:
     with META:
-        model = Llama(vocab_size=64, hidden_size=WIDTH, num_attention_heads=4, num_hidden_layers=1)
+        sizes = {"hidden_size": WIDTH, "intermediate_size": 3 * WIDTH, "num_attention_heads": 4}
+        model = Llama(vocab_size=64, num_hidden_layers=1, **sizes)
         ranks = TensorRanks(size, 0, sequence=True)
         part = torch.empty(BATCH, TOKENS // size, WIDTH, requires_grad=True)
+    use_float8(model, tiny(precision=precision), torch.device("cpu"))
     plan = named(model, parse_plan(model.tp_plan()))
     shard_model(model, plan, ranks, whole_logits=False)
-    block, parameters = model.model.layers[0], {storage_id(p) for p in model.parameters()}
+    block = model.model.layers[0]
+    if layers := [module for module in block.modules() if in_float8(module)]:
+        cast_weights(layers, None)
+    weights = [*model.parameters(), *(x for one in layers for cast in one.casts for x in cast)]
+    parameters = {storage_id(weight) for weight in weights}
     later = DeferredWeightGradients(block, META) if waiting else None
     kept: dict[int, int] = {}
 
@@ -49,10 +67,13 @@ def test_a_block_saves_its_shard_and_gathers_again_in_the_backward(
     assert kept_sizes.count(part.nbytes) >= 2  # of attention and the feed-forward layer
     assert part.nbytes * size not in kept_sizes
     before = ranks.traffic.messages
-    assert before == 4  # two all-gathers, two reduce-scatters
+    # scales are all-reduced in two messages: of all weights at once, of 2 inputs; of 5 gradients
+    scales = precision.name == "float8"
+    assert before == 4 + 2 * 3 * scales  # two all-gathers, two reduce-scatters
     result.backward(torch.empty_like(result))
     # and for q, k and v, and for gate and up, one all-gather more
-    assert ranks.traffic.messages - before == 4 + (0 if waiting else 2)
+    more = 2 * 5 * scales + (0 if waiting else 2)
+    assert ranks.traffic.messages - before == 4 + more
     if later is not None:
         later.take()()
         assert ranks.traffic.messages - before == 6

@@ -112,6 +112,7 @@ SHARES_GATHERED = "tp_shares_gathered"  # a linear layer's place among those of 
 BIAS_LATER = "tp_adds_bias_later"  # a linear layer whose bias is added after the reduction
 # of a linear layer: the ranks among which tp divides dimension 0 and 1 of its weight, or None
 DIVIDED = "tp_divided"
+IN_BF16 = "computes_in_bf16"  # a layer in float8 within `in_bf16`
 # of experts: what multiplies in place of `expert_linear`, see `models/experts.py`
 PRODUCT = "product"
 # of sharded experts, with numerics=exact: rank -> a context in which they compute its tokens
@@ -147,20 +148,22 @@ def in_bf16(modules: Iterable[nn.Module]) -> Iterator[list[nn.Module]]:
     layers: list[Any] = list(filter(in_float8, modules))
     products = {m: vars(m).pop(PRODUCT) for m in modules if PRODUCT in vars(m) and is_experts(m)}
     replaced = [vars(layer).pop("forward", None) for layer in layers]  # of blocks that are layers
-    for layer in layers:
-        layer.forward = _forward_in_bf16.__get__(layer)
+    for layer, forward in zip(layers, replaced, strict=True):
+        vars(layer)[IN_BF16] = True
+        shares = forward if SHARES_GATHERED in vars(layer) else None  # see `tp/gathered.py`
+        layer.forward = shares or forward_in_bf16.__get__(layer)
     try:
         yield [*layers, *products]
     finally:
         for experts, multiply in products.items():
             vars(experts)[PRODUCT] = multiply
         for layer, forward in zip(layers, replaced, strict=True):
-            del layer.forward
+            del layer.forward, vars(layer)[IN_BF16]
             if forward is not None:
                 layer.forward = forward
 
 
-def _forward_in_bf16(layer: nn.Linear, input: Tensor) -> Tensor:
+def forward_in_bf16(layer: nn.Linear, input: Tensor) -> Tensor:
     weight: Any = layer.weight
     if hasattr(weight, "to_original_precision"):  # gathered by FSDP
         weight = weight.to_original_precision()

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from itertools import chain, islice
 from types import MethodType
 from typing import Any
 
@@ -23,7 +24,12 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from titanlike.distributed.collectives import autograd_collective, begin_collective
-from titanlike.distributed.placement import SHARES_GATHERED
+from titanlike.distributed.placement import (
+    IN_BF16,
+    SHARES_GATHERED,
+    forward_in_bf16,
+    in_float8,
+)
 from titanlike.parallel.tp.ranks import TensorRanks
 from titanlike.parallel.weight_gradients import (
     GATHER,
@@ -47,15 +53,20 @@ def share(layer: nn.Module, index: int, ranks: TensorRanks) -> None:
 
 def gather_for(ranks: TensorRanks, layers: Sequence[Any], x: Tensor) -> Tensor:
     """All tokens, of which x [..., T, D] are this rank's, for these layers and any other use."""
-    layers = [layer for layer in layers if trained(layer, x)]
+    layers = [layer for layer in layers if trained(layer, x) and not _gathered_in_float8(layer)]
     waits = any(owner_of(layer) for layer in layers)
+    if waits:  # weight gradients of layers in float8 do not
+        layers = [layer for layer in layers if owner_of(layer)]
     # a compiled operator whose result nobody needs is left out, and what it would have queued
     unneeded = torch.compiler.is_compiling() and waits and not x.requires_grad
     if not layers or not ranks.gathers_again or unneeded or in_functorch():
         return autograd_collective(x, ranks, "all_gather", "reduce_scatter", x.dim() - 2)
     parameters = [parameter for layer in layers for parameter in (layer.weight, layer.bias)]
     owner = owner_of(layers[0]) if waits else None
-    gathered, *results = _Gather.apply(x, ranks, owner, *parameters)
+    scaled = [_scaled(layer) for layer in layers]
+    casts = [cast for _, *of_layer in scaled for cast in of_layer]
+    kinds = tuple((scaling, len(of_layer)) for scaling, *of_layer in scaled)
+    gathered, *results = _Gather.apply(x, ranks, owner, kinds, *parameters, *casts)
     of_layers = {
         getattr(layer, SHARES_GATHERED): y for layer, y in zip(layers, results, strict=True)
     }
@@ -66,9 +77,25 @@ def gather_for(ranks: TensorRanks, layers: Sequence[Any], x: Tensor) -> Tensor:
 def _forward(layer: Any, x: Tensor) -> Tensor:
     like = _of_layer(layer, x)
     if like is None:
-        return linear(layer, x)
+        if not in_float8(layer):
+            return linear(layer, x)
+        return (forward_in_bf16 if IN_BF16 in vars(layer) else type(layer).forward)(layer, x)
     bias = None if layer.bias is None else layer.bias.detach()
-    return _Product.apply(x.detach(), layer.weight.detach(), bias, like)
+    return _Product.apply(x.detach(), layer.weight.detach(), bias, like, *_scaled(layer))
+
+
+def _scaled(layer: Any) -> list[Any]:
+    """How a layer's operands are cast to float8, and its weight as it is cast; None = bf16."""
+    if not in_float8(layer) or IN_BF16 in vars(layer):
+        return [None]
+    from titanlike.parallel.float8_linear import scaling_of
+
+    return [scaling_of(layer), *chain(*layer.casts)]
+
+
+def _gathered_in_float8(layer: Any) -> bool:
+    """Whether a layer that is to compute in bf16 has a weight that FSDP gathered in float8."""
+    return IN_BF16 in vars(layer) and hasattr(layer.weight, "to_original_precision")
 
 
 def _of_layer(layer: nn.Module, x: Tensor) -> Tensor | None:
@@ -84,24 +111,47 @@ def _of_layer(layer: nn.Module, x: Tensor) -> Tensor | None:
 
 class _Product(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, like: Tensor) -> Tensor:
-        rows = F.linear(x.reshape(-1, x.shape[-1]), weight, bias)
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        like: Tensor,
+        scaling: Any,
+        *casts: Tensor,
+    ) -> Tensor:
+        ctx.given = len(casts)
+        rows = x.reshape(-1, x.shape[-1])
+        if scaling is None:
+            rows = F.linear(rows, weight, bias)
+        else:
+            from titanlike.parallel.float8_linear import results
+
+            rows, *_ = results(rows, weight, scaling, casts)
+            rows = rows if bias is None else rows + bias.to(rows.dtype)
         return shaped(rows, (*x.shape[:-1], rows.shape[-1]))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, None, gradient
+        return None, None, None, gradient, None, *(None for _ in range(ctx.given))
 
 
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, ranks: TensorRanks, owner: Any, *parameters: Any
+        ctx: Any, x: Tensor, ranks: TensorRanks, owner: Any, kinds: Any, *tensors: Any
     ) -> tuple[Tensor, ...]:
-        """owner: of weight gradients that wait; parameters: weight and bias of each layer."""
-        ctx.save_for_backward(x, *parameters)
+        """owner: of weight gradients that wait; kinds: for each layer how it casts to float8 (None =
+        it does not), and how many tensors its cast weight has; tensors: weight and bias of each
+        layer, then its cast weight."""
+        parameters = tensors[: 2 * len(kinds)]
+        # a weight that is cast is not read again
+        weights = [
+            None if given else w for (_, given), w in zip(kinds, parameters[::2], strict=True)
+        ]
+        ctx.save_for_backward(x, *weights, *parameters[1::2], *tensors[len(parameters) :])
         ctx.set_materialize_grads(False)
-        ctx.ranks, ctx.owner, ctx.parameters = ranks, owner, parameters
+        ctx.ranks, ctx.owner, ctx.kinds, ctx.parameters = ranks, owner, kinds, parameters
         gathered = begin_collective("all_gather", x, ranks, x.dim() - 2, beside=False)()
         forms = [(*gathered.shape[:-1], weight.shape[0]) for weight in parameters[::2]]
         return gathered, *(x.new_empty(()).expand(form) for form in forms)
@@ -109,8 +159,11 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, of_gathered: Tensor | None, *of_results: Tensor | None) -> Any:
-        x, *parameters = ctx.saved_tensors
-        weights, biases = parameters[::2], parameters[1::2]
+        x, *saved = ctx.saved_tensors
+        count = len(ctx.kinds)
+        weights, biases, left = saved[:count], saved[count : 2 * count], iter(saved[2 * count :])
+        casts = [[*islice(left, given)] for _, given in ctx.kinds]
+        scalings = [scaling for scaling, _ in ctx.kinds]
         # layers whose results reached the loss
         rows = {
             at: gradient.reshape(-1, gradient.shape[-1])
@@ -125,13 +178,26 @@ class _Gather(torch.autograd.Function):
             if compiled:
                 part = torch.ops.titanlike.part_in_backward(x, next(iter(rows.values())))
             finish = gather(part)
-        of_x = of_gathered
+        if any(scalings):
+            from titanlike.parallel.float8_linear import (
+                cast_gradient,
+                cast_input,
+                input_gradient,
+                weight_gradient,
+            )
+        cast: dict[int, Any] = {}  # gradients of results, in float8
+        of_x, inputs = of_gathered, None
         if ctx.needs_input_grad[0] and rows:
-            of = [*rows.values()], [weights[at] for at in rows], [biases[at] for at in rows]
+            plain = [at for at in rows if scalings[at] is None]
+            of = [rows[at] for at in plain], [weights[at] for at in plain]
             if waits and compiled:
-                of_rows = torch.ops.titanlike.gather_queueing_backward(x, *of)
-            else:
-                of_rows = sum_of_products(of[0], of[1])
+                biases = [biases[at] for at in plain]
+                of_rows = torch.ops.titanlike.gather_queueing_backward(x, *of, biases)
+            elif plain:
+                of_rows = sum_of_products(*of)
+            for at in [at for at in rows if at not in plain]:
+                one, cast[at] = input_gradient(rows[at], weights[at], scalings[at], casts[at])
+                of_rows = of_rows.add_(one) if plain or len(cast) > 1 else one
             shape = list(x.shape)
             shape[-2] *= ctx.ranks.size
             of_x = of_rows.view(shape)
@@ -144,12 +210,18 @@ class _Gather(torch.autograd.Function):
         if finish is not None:
             gathered = finish()
             for at, gradient in rows.items():
-                found[2 * at] = gradient.t() @ gathered
-                found[2 * at + 1] = gradient.sum(0) if ctx.needs_input_grad[4 + 2 * at] else None
+                if scalings[at] is None:
+                    found[2 * at] = gradient.t() @ gathered
+                else:
+                    inputs = inputs or cast_input(gathered, scalings[at])
+                    g = cast[at] if at in cast else cast_gradient(gradient, scalings[at])
+                    found[2 * at] = weight_gradient(gradient, g, inputs, scalings[at])
+                found[2 * at + 1] = gradient.sum(0) if ctx.needs_input_grad[5 + 2 * at] else None
         elif rows and not compiled:
             products = [(g, *ctx.parameters[2 * at : 2 * at + 2]) for at, g in rows.items()]
             ctx.owner.queue.append(Waiting(x, products, gather))
-        return None if scattered is None else scattered(), None, None, *found
+        nothing = (None for of_layer in casts for _ in of_layer)
+        return None if scattered is None else scattered(), None, None, None, *found, *nothing
 
 
 def _accumulate(ctx: Any, layers: Iterable[int]) -> bool:

@@ -117,7 +117,7 @@ class _Sharder:
 
     def _take_gathered(self, name: str, module: nn.Module) -> None:
         """Let a linear layer take the input that it, or a module around it, gathers."""
-        if type(module).forward is nn.Linear.forward:
+        if type(module).forward is nn.Linear.forward or in_float8(module):
             path = max((p for p in self._takers if f"{name}.".startswith(f"{p}.")), key=len)
             takers = self._takers[path]
             share(module, len(takers), self._ranks)
