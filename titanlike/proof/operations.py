@@ -66,7 +66,12 @@ class Operations(TorchDispatchMode):
         name, schema = str(getattr(func, "overloadpacket", func)), getattr(func, "_schema", None)
         returns = schema.returns if schema else ()
         view = any(each.alias_info and not each.alias_info.is_write for each in returns)
-        if self._closed or view or "empty" in name:
+        if (
+            self._closed
+            or view
+            or "empty" in name
+            or name.startswith(("profiler", "fsdp", "_c10d"))
+        ):
             return result
         backward, node = in_backward(), running_node()
         line = _line()
@@ -127,7 +132,7 @@ def first_operation(
     if part:
         return f"operation: {part}; {f'after it {_names(alone)}' if alone else 'none sums it'}"
     those = "operation: those that one process has, too, agree"
-    return f"{those}; it is one of {_names(alone)}" if alone else those if agreed else ""
+    return (f"{those}; it is one of {_names(alone)}" if alone else those) if agreed else ""
 
 
 def _by_kind(operations: list[Operation]) -> dict[tuple[str, int], Operation]:
@@ -141,5 +146,7 @@ def _by_kind(operations: list[Operation]) -> dict[tuple[str, int], Operation]:
 
 
 def _names(operations: Iterable[Operation]) -> str:
-    names = list(dict.fromkeys(map(str, operations)))
-    return ", ".join(names[-_SHOWN:]) + (f" and {len(names) - _SHOWN} more" * (len(names) > _SHOWN))
+    """Collectives first, then the last ones."""
+    names = dict.fromkeys(str(each) for each in reversed([*operations]))
+    last = sorted(names, key=lambda name: not name.startswith("c10d"))
+    return ", ".join(last[:_SHOWN]) + f" and {len(last) - _SHOWN} more" * (len(last) > _SHOWN)

@@ -49,8 +49,6 @@ _NUDGE = 2.0**-22
 _NUDGES = 3
 _FILLED = 0.02  # standard deviation
 VALIDATION_LOSS = "validation loss"
-# of each step, as its record has them: kind -> (name, key of the record)
-NUMBERS = {"norm": ("gradient norm", "grad_norm"), "rate": ("learning rate", "lr")}
 REFERENCE_TIMEOUT = 24 * 3600.0  # seconds for one process to compute while the others wait
 
 
@@ -67,7 +65,8 @@ class Reference:
     updated: dict[str, Tensor]  # after the last step
     state: dict[str, Tensor]  # of the optimizer after the last step, by "PARAMETER KEY"
     losses: dict[str, float]  # "loss of step 1", ..., "validation loss", "loss after ..."
-    numbers: dict[tuple[str, int], float]  # of NUMBERS and a step
+    norms: dict[str, float]  # "gradient norm of step 1", ...
+    rates: list[dict[str, float]]  # of each step: see `rates_of`
     # that change once a step, such as a batch norm's; after the first step
     buffers: dict[str, Tensor]
     # sequences of a batch -> equal parts of it that were computed one after the other; none = 1
@@ -172,16 +171,11 @@ def _distances(exact: Reference, other: Reference) -> dict[tuple[str, str], floa
         if name in exact.state
     ]
     distances = {(row.kind, row.name): row.squared for row in rows}
-    own, others = (
-        {("loss", name): value for name, value in of.losses.items()}
-        | {(kind, number_name(kind, step)): n for (kind, step), n in of.numbers.items()}
-        for of in (exact, other)
-    )
-    for kind in ("loss", *NUMBERS):
-        early = {key for key in own if key[0] == kind and key[1] in EARLY}
-        for keys in (early, {key for key in own if key[0] == kind} - early):
-            squared = max((abs(others[key] - own[key]) for key in keys), default=0.0) ** 2
-            distances |= dict.fromkeys(keys, squared)
+    pairs = ("loss", exact.losses, other.losses), ("norm", exact.norms, other.norms)
+    for kind, own, others in pairs:
+        for names in (own.keys() & EARLY, own.keys() - EARLY):
+            squared = max((abs(others[name] - own[name]) for name in names), default=0.0) ** 2
+            distances |= {(kind, name): squared for name in names}
     return distances
 
 
@@ -299,7 +293,8 @@ def _single_process(
     kept: dict[str, Tensor] = {}
     buffers: dict[str, Tensor] = {}
     masks: dict[str, Tensor] = {}
-    numbers: dict[tuple[str, int], float] = {}
+    norms: dict[str, float] = {}
+    rates: list[dict[str, float]] = []
     weights: dict[str, Tensor] = {}
     for now in range(1, config.verify.steps + 1):
         if now == step > 1:
@@ -320,8 +315,7 @@ def _single_process(
             (total / count).backward()
         gradients = copy_of((name, gradient_of(p)) for name, p in model.named_parameters())
         squares = [gradient.double().square().sum() for gradient in gradients.values()]
-        numbers["norm", now] = torch.stack(squares).sum().sqrt().item()
-        numbers["rate", now] = learning_rate(config, now)
+        norms[norm_name(now)] = torch.stack(squares).sum().sqrt().item()
         if now == step:
             kept = gradients
         for name, gradient in gradients.items():
@@ -329,6 +323,8 @@ def _single_process(
                 gradient, rounding or config.precision.name
             )
         take_step(model.parameters(), optimizers, config, now)
+        recorded = learning_rate(config, now)
+        rates.append(rates_of(optimizers, model.named_parameters(), recorded))
         before = copy_of(model.named_buffers())
         for transform in told:
             transform.after_update(None)
@@ -344,19 +340,30 @@ def _single_process(
         for key, value in state_of(optimizers, p).items()
     )
     tensors = initial, filled, kept, masks, updated, state
-    return Reference(*tensors, losses, numbers, buffers, groups, step, weights, promises)
+    return Reference(*tensors, losses, norms, rates, buffers, groups, step, weights, promises)
 
 
 def loss_name(step: int) -> str:
     return f"loss of step {step}"
 
 
-def number_name(kind: str, step: int) -> str:
-    return f"{NUMBERS[kind][0]} of step {step}"
+def norm_name(step: int) -> str:
+    return f"gradient norm of step {step}"
+
+
+def rates_of(
+    optimizers: Iterable[torch.optim.Optimizer],
+    parameters: Iterable[tuple[str, Tensor]],
+    recorded: float,
+) -> dict[str, float]:
+    """Learning rates by parameter; "" = of the step's record."""
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    rates = {id(p): float(group["lr"]) for group in groups for p in group["params"]}
+    return {"": recorded} | {name: rates[id(p)] for name, p in parameters if id(p) in rates}
 
 
 # before the first update
-EARLY = {VALIDATION_LOSS, loss_name(1), *(number_name(kind, 1) for kind in NUMBERS)}
+EARLY = {VALIDATION_LOSS, loss_name(1), norm_name(1)}
 
 
 def state_of(

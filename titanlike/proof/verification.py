@@ -44,13 +44,13 @@ from titanlike.metrics.console import Console
 from titanlike.proof.comparison import RELATIVE_TOLERANCE, Comparison, compare, merge
 from titanlike.proof.reference import (
     EARLY,
-    NUMBERS,
     REFERENCE_TIMEOUT,
     VALIDATION_LOSS,
     Reference,
     gradient_of,
     loss_name,
-    number_name,
+    norm_name,
+    rates_of,
     reference_steps,
     rounding_of_one_process,
     state_of,
@@ -220,7 +220,7 @@ def _explain(
     """The rows; what rounding explains of those that differ."""
 
     def late(row: Comparison) -> bool:
-        return row.kind in ("update", "state", "loss", *NUMBERS) and row.name not in EARLY
+        return row.kind in ("update", "state", "loss", "norm") and row.name not in EARLY
 
     def explained(*, kernels: bool) -> list[Comparison]:
         squares = rounding_of_one_process(config, data, device, exact, kernels=kernels)
@@ -313,12 +313,17 @@ def _compare_layout(
         compared = compare_gradients if step == exact.step else lambda: None
         record = measured_step(run, config, step, stream, detector, worker, compared).record
         losses[loss_name(step)] = record["loss"]
-        for kind, (_, key) in NUMBERS.items():
-            of = [record[key], *(of.numbers[kind, step] for of in (exact, rounded) if of)]
-            # a sum over ranks; from the second step on of weights that are rounded
-            least = None if rounded else 1e-5 if step == exact.step else RELATIVE_TOLERANCE
-            numbers = torch.tensor(of, dtype=torch.float64)[:, None]
-            rows.append(compare(kind, number_name(kind, step), *numbers, tolerance=least))
+        name = norm_name(step)
+        # a sum over ranks; from the second step on of weights that are rounded
+        least = None if rounded else 1e-5 if step == exact.step else RELATIVE_TOLERANCE
+        of = [record["grad_norm"], *(of.norms[name] for of in (exact, rounded) if of)]
+        numbers = torch.tensor(of, dtype=torch.float64)[:, None]
+        rows.append(compare("norm", name, *numbers, tolerance=least))
+        right = exact.rates[step - 1]
+        optimizers = [each for state in run.stage_states for each in state.optimizers]
+        rates = rates_of(optimizers, ((name, p) for name, p, _ in parameters()), record["lr"])
+        pairs = torch.tensor([(rate, right.get(name, rate)) for name, rate in rates.items()])
+        rows.append(compare("rate", f"learning rate of step {step}", *pairs.T, tolerance=1e-5))
         if step == 1:
             for name, buffer in (pair for stage in run.stages for pair in stage.named_buffers()):
                 if name in exact.buffers:
