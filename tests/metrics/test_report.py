@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from support.browser import opened
 from support.commands import TINY, command
 from titanlike.config import files
 from titanlike.driver.tools import report as main
@@ -17,6 +18,21 @@ from titanlike.metrics import report
 from titanlike.metrics.report import page, read_history, write_reports
 from titanlike.metrics.sinks import read_jsonl
 from titanlike.planning.run_charts import run_charts
+
+
+def opened(page: Path, profile: Path) -> tuple[str, list[str]]:
+    """(the document after its scripts, lines of the console). Skips where there is no browser."""
+    names = ("chromium", "chromium-browser", "google-chrome")
+    program = next((found for name in names if (found := shutil.which(name))), None)
+    if program is None:
+        pytest.skip("there is no Chromium on this machine")
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
+    flags += [f"--user-data-dir={profile}", "--enable-logging=stderr", "--dump-dom"]
+    done = subprocess.run(
+        [program, *flags, page.resolve().as_uri()], capture_output=True, text=True, timeout=90
+    )
+    return done.stdout, re.findall(r"CONSOLE.*", done.stderr)
+
 
 SCRIPT = "</script><script>console.error('ran')</script><!--"
 

@@ -4,6 +4,7 @@ which gives each rank a part of every layer's experts."""
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -40,6 +41,7 @@ from titanlike.config.schema import (
 from titanlike.config.validate import problems
 from titanlike.data.loader import batches
 from titanlike.data.registry import open_data
+from titanlike.data.sources import Data
 from titanlike.distributed.initialize import initialize
 from titanlike.launch.worker import Worker
 from titanlike.metrics.sinks import read_jsonl
@@ -52,6 +54,31 @@ from titanlike.planning.known_hardware import shipped
 from titanlike.training.loop import train
 from titanlike.training.preflight import preflight
 from titanlike.training.train_plan import make_plan
+
+WORDS = 256
+
+
+class Zipf(Sequence):
+    """Samples of words of which the n-th has a probability of 1 / (10 + n), up to a factor; every
+    second one follows from the one before."""
+
+    def __init__(self, seq_len: int, stream: int):
+        self._length, self._stream = seq_len + 1, stream
+        self._odds = 1 / (10 + torch.arange(1, WORDS + 1))
+
+    def __len__(self) -> int:
+        return 4096
+
+    def __getitem__(self, sample: int) -> dict[str, Tensor]:
+        generator = torch.Generator().manual_seed(2 * sample + self._stream)
+        ids = torch.multinomial(self._odds, self._length, replacement=True, generator=generator)
+        ids[1::2] = (WORDS - 1 - ids[: len(ids[1::2]) * 2 : 2]) % WORDS
+        return {"inputs": ids[:-1], "targets": ids[1:]}
+
+
+def zipf(seq_len: int) -> Data:
+    return Data(Zipf(seq_len, 0), Zipf(seq_len, 1), WORDS, "words by Zipf")
+
 
 SIZES = {
     "vocab_size": None,
@@ -168,7 +195,7 @@ def test_on_skewed_text_the_busiest_expert_comes_near_the_mean_in_every_layout(
     tmp_path: Path,
 ) -> None:
     def trained(name: str, steps: int, rate: float = 0.001, **layout: int) -> list[dict[str, Any]]:
-        settings = {"data": Custom("support.skewed.zipf"), "seq_len": 32}
+        settings = {"data": Custom(f"{__name__}.zipf"), "seq_len": 32}
         settings |= {"lr": ConstantLr(warmup=0), "optimizer": AdamW(lr=1e-3), "steps": steps}
         model = Model("moe", {**SIZES, "num_hidden_layers": 2, "bias_rate": rate})
         run_world(train, tiny(model=model, **settings, **layout), tmp_path / name)

@@ -29,10 +29,28 @@ from titanlike.config.schema import (
 )
 from titanlike.distributed.placement import StageState
 from titanlike.launch.worker import Worker
+from titanlike.models.llama import Attention, Llama
 from titanlike.pipeline.pipeline import Pipeline
 from titanlike.proof import verification
 from titanlike.proof.comparison import Comparison, compare, merge, reliable
 from titanlike.proof.verification import compare_with_one_process
+
+
+class Normed(Llama):
+    """Queries and keys are normalized, each head by itself."""
+
+    def __init__(self, *, vocab_size: int, **more: Any) -> None:
+        super().__init__(vocab_size=vocab_size, hidden_size=32, num_attention_heads=4, **more)
+        for block in self.model.layers:
+            block.self_attn = Attention(32, 4, 2, qk_norm_eps=1e-5)
+
+    def initial(self, name: str) -> tuple[float, float]:
+        # not 1 alone: a norm's gradient is then not the same for all heads
+        return (1.0, 0.2) if "norm" in name else super().initial(name)
+
+    def tp_plan(self) -> dict[str, Any]:
+        return super().tp_plan() | {"model.layers.*.self_attn.[qk]_norm": "replicate_sum"}
+
 
 # --- one comparison ----------------------------------------------------------------------------
 
@@ -201,7 +219,7 @@ def test_kernels_that_round_by_sizes_fail_no_layout_on_a_gpu(tmp_path: Path) -> 
 
 
 NORMED = Model(
-    "support.tensor_models.Normed",
+    f"{__name__}.Normed",
     {"vocab_size": None, "num_hidden_layers": 2, "tie_word_embeddings": True},
 )
 RECOMPUTED = ActivationCheckpoint("full")

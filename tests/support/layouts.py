@@ -198,7 +198,7 @@ def config_of(cell: Cell, folder: Path, **changes: Any) -> Config:
 # Values that exclude each other: of which dimensions, and when
 EXCLUDED: list[tuple[tuple[str, ...], Callable[..., bool]]] = [
     (("pp", "dp", "tp", "cp"), lambda pp, dp, tp, cp: pp * DP[dp] * tp * (2 - (cp == "1")) > 8),
-    (("dp", "cp", "ep"), lambda dp, cp, ep: ep == 2 and shards(dp, cp) == 1),
+    (("dp", "cp", "tp", "ep"), lambda dp, cp, tp, ep: ep == 2 and shards(dp, cp) * tp == 1),
     (("dp", "cp", "fsdp"), lambda dp, cp, fsdp: fsdp in SHARDED and shards(dp, cp) == 1),
     (("model", "ep"), lambda model, ep: ep == 2 and model != "moe"),
     (("model", "data"), lambda model, data: model == "custom" and data == "documents"),

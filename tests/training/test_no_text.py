@@ -3,6 +3,7 @@ tokens."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import Dataset, TensorDataset
 
 import titanlike
-from support import signals
 from support.cells import cells
 from support.models import tiny
 from support.runs import train_each
@@ -34,18 +36,56 @@ from titanlike.metrics.sinks import read_jsonl
 from titanlike.planning.estimate import make_estimate
 from titanlike.planning.estimate_text import as_data, as_text
 
-BOTH = Custom("support.signals.both")
+
+class Unet(nn.Module):
+    """[B, 1, 64] -> [B, 1, 64]: two scales, joined by a skip connection."""
+
+    def __init__(self, *, width: int = 8):
+        super().__init__()
+        self.down = nn.Conv1d(1, width, 5, padding=2)
+        self.deep = nn.Conv1d(width, width, 5, stride=2, padding=2)
+        self.up = nn.ConvTranspose1d(width, width, 4, stride=2, padding=1)
+        self.out = nn.Conv1d(2 * width, 1, 5, padding=2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        fine = torch.relu(self.down(x))
+        coarse = torch.relu(self.up(torch.relu(self.deep(fine))))
+        return self.out(torch.cat([fine, coarse], 1))
+
+
+def waves(count: int, seed: int) -> TensorDataset:
+    """(noisy, clean) waves."""
+    generator = torch.Generator().manual_seed(seed)
+    phase = 2 * math.pi * torch.rand(count, 1, 1, generator=generator)
+    clean = torch.sin(torch.linspace(0, 12, 64) + phase)
+    return TensorDataset(clean + 0.3 * torch.randn(count, 1, 64, generator=generator), clean)
+
+
+def one(count: int = 70, seed: int = 0) -> Dataset[Any]:
+    return waves(count, seed)
+
+
+def both() -> tuple[Dataset[Any], Dataset[Any]]:
+    return waves(64, 0), waves(11, 1)
+
+
+def near(output: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """The share of points that are within 0.5."""
+    return ((output - targets).abs() < 0.5).sum(), torch.tensor(targets.numel())
+
+
+BOTH = Custom(f"{__name__}.both")
 
 
 def unet(folder: Path, **changes: Any) -> Config:
     config = tiny(
-        model=Model("support.signals.Unet"),
+        model=Model(f"{__name__}.Unet"),
         data=BOTH,
         loss=Mse(),
         steps=4,
         log_every=2,
         lr=ConstantLr(),
-        metrics=Metrics(own={"near": "support.signals.near"}),
+        metrics=Metrics(own={"near": f"{__name__}.near"}),
         validation=Validation(2, 0),
         checkpoint=Checkpoint(every=2, keep=0),
         run_dir=str(folder / "run"),
@@ -87,7 +127,7 @@ def test_a_ragged_set_has_the_loss_of_plain_torch(tmp_path: Path) -> None:
         samples = [data.validation[i] for i in range(11)]
         inputs, targets = (torch.stack([s[n] for s in samples]) for n in ("inputs", "targets"))
         with torch.no_grad():
-            output = torch.func.functional_call(signals.Unet(), weights, (inputs,))
+            output = torch.func.functional_call(Unet(), weights, (inputs,))
         assert run.validate() == pytest.approx(F.mse_loss(output, targets).item(), rel=1e-6)
 
 
@@ -110,8 +150,8 @@ def test_no_output_mentions_tokens(tmp_path: Path, capsys: pytest.CaptureFixture
     ("data", "sizes"),
     [
         (BOTH, (64, 11)),
-        (Custom("support.signals.one"), (66, 4)),
-        (Custom("support.signals.one", {"validation_fraction": 0.5}), (35, 35)),
+        (Custom(f"{__name__}.one"), (66, 4)),
+        (Custom(f"{__name__}.one", {"validation_fraction": 0.5}), (35, 35)),
     ],
 )
 def test_a_function_returns_one_dataset_or_two(data: Custom, sizes: tuple[int, int]) -> None:
@@ -122,12 +162,12 @@ def test_a_function_returns_one_dataset_or_two(data: Custom, sizes: tuple[int, i
 
 
 def test_with_a_validation_set_all_of_the_data_is_trained_on() -> None:
-    sets = {"clean": {"seed": 5, "count": 9}, "far": {"name": "support.signals.both"}}
-    config = tiny(data=Custom("support.signals.one"), validation=Validation(data=sets))
+    sets = {"clean": {"seed": 5, "count": 9}, "far": {"name": f"{__name__}.both"}}
+    config = tiny(data=Custom(f"{__name__}.one"), validation=Validation(data=sets))
     opened = open_data(config)
     assert len(opened.train) == 70
     assert {name: len(each) for name, each in opened.validations.items()} == {"clean": 9, "far": 11}
     tokens = {"name": "synthetic", "vocab_size": 8}
     with pytest.raises(DataError, match="has samples of .* the same fields, dtypes and shapes"):
         open_data(replace(config, validation=Validation(data=tokens)))
-    assert signals.waves(3, 0)[0][0].shape == (1, 64)
+    assert waves(3, 0)[0][0].shape == (1, 64)
