@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,13 +17,14 @@ from support.models import tiny
 from support.waiting import until
 from support.world import run_world
 from titanlike.config.schema import Config
-from titanlike.data.loader import batches, one_ahead
+from titanlike.data.loader import batches
 from titanlike.data.registry import open_data
 from titanlike.distributed.mesh import open_mesh
 from titanlike.launch.heartbeat import DATA_THREAD, innermost_frames
 from titanlike.launch.worker import Worker
 from titanlike.training.build import build
-from titanlike.training.device_batches import batches_for, copied_ahead, to_device
+from titanlike.training.copy_ahead import copied_ahead, one_ahead
+from titanlike.training.device_batches import batches_for, to_device
 
 
 def threads() -> list[threading.Thread]:
@@ -126,7 +128,11 @@ def test_each_batch_waits_for_the_event_of_its_own_copy(
     streams = RecordedStreams()
     plain = batches(source, config, dp_rank=0)
     copied = copied_ahead(
-        batches(source, config, dp_rank=0), mesh, config, streams, in_thread=in_thread
+        batches(source, config, dp_rank=0),
+        mesh.device,
+        partial(to_device, mesh=mesh, config=config),
+        streams,
+        in_thread=in_thread,
     )
     for number in range(1, 4):
         batch, expected = next(copied), next(plain)

@@ -26,12 +26,8 @@ from support.paths import ROOT
 from titanlike.metrics import units
 from titanlike.metrics.console import OPENING, Console, shorten, step_line, table_lines
 from titanlike.metrics.run_files import read_result, write_result
-from titanlike.metrics.sinks import (
-    JsonlSink,
-    TensorBoardSink,
-    read_jsonl,
-    tensorboard_problem,
-)
+from titanlike.metrics.sinks import JsonlSink, read_jsonl
+from titanlike.metrics.tensorboard_sink import TensorBoardSink, tensorboard_problem
 
 COMMAND = f"W&B offline: wandb sync /home/{'somebody/' * 20}run /home/somebody/run"
 RUN = f"""

@@ -18,7 +18,7 @@ from support.world import run_world
 from titanlike.config.schema import Config
 from titanlike.launch.worker import Worker
 from titanlike.metrics.report import write_reports
-from titanlike.metrics.sinks import TensorBoardSink
+from titanlike.metrics.tensorboard_sink import TensorBoardSink
 from titanlike.training.anomalies import AnomalyDetector
 from titanlike.training.build import Run
 from titanlike.training.measured import MEASURED, Measured, Measuring

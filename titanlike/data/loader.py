@@ -21,12 +21,10 @@ import inspect
 import os
 import signal
 import sys
-import threading
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from multiprocessing import queues
-from queue import SimpleQueue
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -38,13 +36,8 @@ from titanlike.data.kinds import loader_workers
 from titanlike.data.order import GlobalBatchSampler, RampBatchSampler
 from titanlike.data.registry import SHARED_MEMORY, free_shared_memory, open_data
 from titanlike.data.sources import Batch, Data, Source, Stream, stack
-from titanlike.launch.heartbeat import DATA_THREAD
 from titanlike.launch.signals import die_with_parent
 from titanlike.metrics.units import size
-
-_JOIN_TIMEOUT = 5.0  # seconds for the thread to finish its last, unused item
-
-_T = TypeVar("_T")
 
 
 def batches(
@@ -164,50 +157,6 @@ def _send_instead(queue: queues.Queue[Any], error: Exception, item: Any) -> None
     batch = getattr(batch, "batch", batch)  # a stream sends blocks
     tensors = batch.values() if isinstance(batch, dict) else ()
     queue.put((number, NotSent(str(error), sum(tensor.nbytes for tensor in tensors))))
-
-
-# --- the next batch while a step runs -------------------------------------------------------------
-
-
-def one_ahead(stream: Iterator[_T]) -> Iterator[_T]:
-    """Yield the stream's items, reading one item ahead in a thread. An exception is raised where
-    its item would be.
-
-    The thread ends when this generator is closed or dropped. If it hangs in the stream, it is
-    abandoned and does not keep the process from exiting.
-    """
-    requests: SimpleQueue[bool] = SimpleQueue()
-    made: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
-    arguments = (stream, requests, made)
-    thread = threading.Thread(target=_make_items, args=arguments, daemon=True, name=DATA_THREAD)
-    thread.start()
-    requests.put(True)
-    try:
-        while True:
-            # signal handlers can interrupt this wait; launch/heartbeat.py recognizes it
-            item, error = made.get()
-            if isinstance(error, StopIteration):
-                return
-            if error is not None:
-                raise error
-            requests.put(True)
-            yield item
-    finally:
-        requests.put(False)
-        thread.join(_JOIN_TIMEOUT)
-
-
-def _make_items(
-    stream: Iterator[Any],
-    requests: SimpleQueue[bool],
-    made: SimpleQueue[tuple[Any, BaseException | None]],
-) -> None:
-    """Run the thread: for each request put an item, or the exception raised in its place."""
-    while requests.get():
-        try:
-            made.put((next(stream), None))
-        except BaseException as error:  # SystemExit of a user's code included
-            made.put((None, error))
 
 
 # --- the fields of a batch, known before any is loaded --------------------------------------------

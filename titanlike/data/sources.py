@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import contextlib
 import random
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -54,26 +55,31 @@ class Source(Protocol):
     def __getitem__(self, i: int) -> dict[str, torch.Tensor]: ...
 
 
-@runtime_checkable
-class Stream(Protocol):
+class Stream(ABC):
     """Training data that are read in their own order, in place of a `Source` (stream_source.py)."""
 
     ends: int | None  # the last step that has a batch, once known
 
+    @abstractmethod
     def __len__(self) -> int: ...
 
+    @abstractmethod
     def stream(
         self, config: Config, dp_rank: int, start: int, loader: Callable[..., Any]
     ) -> Iterator[Batch]: ...
 
+    @abstractmethod
     def unread(self, config: Config, start: int) -> Iterator[Batch]: ...
 
+    @abstractmethod
     def saved(self, step: int) -> dict[str, torch.Tensor]: ...
 
+    @abstractmethod
     def wanted(
         self, shapes: Mapping[str, Sequence[int]], config: Config, dp_rank: int
     ) -> dict[str, torch.Tensor]: ...
 
+    @abstractmethod
     def restore(self, entries: Mapping[str, torch.Tensor]) -> None: ...
 
 

@@ -29,7 +29,7 @@ from titanlike.config.errors import Refused
 from titanlike.config.schema import Config
 from titanlike.data.kinds import READERS, DataError, data_changed, loader_workers, option
 from titanlike.data.readers import default_readers, reader_problems, rows_of
-from titanlike.data.sources import ENDLESS, Batch, stack
+from titanlike.data.sources import ENDLESS, Batch, Stream, stack
 from titanlike.data.stream_nodes import HeldOut, hash_of
 
 _EVERY = 8  # steps
@@ -56,7 +56,7 @@ def _as_it_is(item: Any) -> Any:
     return item
 
 
-class StreamSource:
+class StreamSource(Stream):
     """The `Data.train` of a stream.
 
     open_reader(reader, readers, wrap, whole): returns a reader's node; `wrap` is applied to its

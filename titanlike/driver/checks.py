@@ -22,7 +22,6 @@ from titanlike.config.parse import to_plain
 from titanlike.config.schema import Config, MemoryProfile, TensorBoard
 from titanlike.data import registry as data
 from titanlike.launch.environment import RestartState
-from titanlike.metrics.sinks import tensorboard_problem
 
 if TYPE_CHECKING:
     from titanlike.training.train_plan import TrainPlan
@@ -55,8 +54,10 @@ def problems(
     if not wrong and warn is not None:
         for text in data.warnings(config):
             warn(text)
-    if isinstance(config.logger, TensorBoard) and (problem := tensorboard_problem()):
-        wrong.append(problem)
+    if isinstance(config.logger, TensorBoard):
+        from titanlike.metrics.tensorboard_sink import tensorboard_problem
+
+        wrong += filter(None, [tensorboard_problem()])
     if config.evaluate.every and find_spec("lm_eval") is None:
         reason = "lm-evaluation-harness is not installed: pip install 'titanlike[eval]'"
         wrong.append(Problem("evaluate.every", config.evaluate.every, reason, "evaluate.every=0"))

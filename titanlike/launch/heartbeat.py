@@ -24,7 +24,7 @@ from titanlike.launch.failures import log_path
 AFTER = "after"  # Beat.action once all actions of a schedule are done
 DATA_THREAD = "data"  # name of the thread that prepares the next batch
 # function in which a thread waits -> name of the thread that it waits for
-_THREADS = {"loader.one_ahead": DATA_THREAD, "writer.wait": "checkpoint_0"}
+_THREADS = {"copy_ahead.one_ahead": DATA_THREAD, "writer.wait": "checkpoint_0"}
 _FRAMES = 6  # innermost frames of a stale rank's stack
 _COMPUTING = ("/distributed/checkpoint/", "/distributed/tensor/")  # do not wait for ranks
 _JOIN_TIMEOUT = 2.0  # seconds to write the last beat

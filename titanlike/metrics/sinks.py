@@ -11,14 +11,11 @@ Lists (microbatch_losses) and dicts are name/index or name/key in TensorBoard, W
 
 from __future__ import annotations
 
-import importlib.util
-import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from titanlike.config import files
-from titanlike.config.errors import ConfigError, Problem
 from titanlike.metrics.run_files import AppendedFile
 from titanlike.metrics.summary import flat_record, is_number, parse_records
 
@@ -109,47 +106,6 @@ def lost_steps(records: list[dict[str, Any]], step: int) -> str:
     if len(missing) < 2:
         return "".join(map(str, missing))
     return f"{missing[0]} to {missing[-1]}"
-
-
-def tensorboard_problem() -> Problem | None:
-    """The problem of `logger=tensorboard` if the package is missing, else None. Does not import it."""
-    if importlib.util.find_spec("tensorboard") is not None:
-        return None
-    fix = "logger=none, or install it first: pip install 'titanlike[tensorboard]'"
-    return Problem("logger", "tensorboard", "the package tensorboard is missing", fix)
-
-
-class TensorBoardSink(Sink):
-    """Event files in run_dir/tensorboard: a scalar for every number of a record, by step.
-
-    TensorBoard hides points of earlier attempts after `start_step`. Raises ConfigError if the
-    package is missing.
-    """
-
-    def __init__(self, run_dir: Path, start_step: int) -> None:
-        if problem := tensorboard_problem():
-            raise ConfigError([problem])
-        from torch.utils.tensorboard import SummaryWriter  # only this sink needs torch
-
-        folder = Path(run_dir) / "tensorboard"
-        self.location = f"tensorboard --logdir {shlex.quote(str(folder))}"
-        self._writer = SummaryWriter(str(folder), purge_step=start_step + 1)
-
-    def log(self, record: dict[str, Any]) -> None:
-        for name, value in with_prefixes(record).items():
-            if isinstance(value, (int, float)):
-                self._writer.add_scalar(name, value, global_step=record["step"])
-
-    def note(self, name: str, text: str) -> None:
-        self._writer.add_text(name, text)
-
-    def table(self, name: str, step: int, rows: list[dict[str, Any]]) -> None:
-        texts = ("".join(text for text in row.values() if isinstance(text, str)) for row in rows)
-        cells = ("\n".join(f"    {line}" for line in text.splitlines()) for text in texts)
-        self._writer.add_text(name, "\n\n".join(cells), global_step=step)
-
-    def close(self, status: str) -> None:
-        self._writer.close()
 
 
 def with_prefixes(record: dict[str, Any]) -> dict[str, Any]:

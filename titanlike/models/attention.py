@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from titanlike.models.documents import Documents
+from titanlike.models.documents import Documents, Mask
 
 # Fastest first. Flash here is FlashAttention 2, which cuDNN beats on Hopper and later.
 BACKENDS = [
@@ -39,7 +39,7 @@ def attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    mask: Tensor | Documents | None = None,
+    mask: Mask = None,
     *,
     scale: float | None = None,
     dropout: float = 0.0,
@@ -71,7 +71,7 @@ def undivided_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    mask: Tensor | Documents | None,
+    mask: Mask,
     scale: float | None,
     dropout: float,
     function: Callable[..., Any] = torch.ops.aten.scaled_dot_product_attention,

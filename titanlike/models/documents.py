@@ -39,6 +39,9 @@ class Documents(NamedTuple):
     attend: Callable[..., Tensor] | None = None
 
 
+Mask = Tensor | Documents | None  # what `attention` takes; None = causal over the whole sequence
+
+
 def attention_inputs(
     ids: Tensor,
     document_ids: Tensor | None,
@@ -47,7 +50,7 @@ def attention_inputs(
     by_offsets: bool = False,
     cache: KeyValueCache | None = None,
     always: bool = False,
-) -> tuple[Tensor, Tensor | Documents | None]:
+) -> tuple[Tensor, Mask]:
     """(positions, mask) for ids [B, T].
 
     document_ids: integers [B, T] that change where a document begins. positions: integers [B, T],

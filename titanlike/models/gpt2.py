@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titanlike.models.attention import attention
-from titanlike.models.documents import Documents, attention_inputs
+from titanlike.models.documents import Mask, attention_inputs
 
 if TYPE_CHECKING:
     from titanlike.models.cache import KeyValueCache
@@ -29,9 +29,7 @@ class Attention(nn.Module):
         self.c_attn = nn.Linear(n_embd, 3 * n_embd)
         self.c_proj = nn.Linear(n_embd, n_embd)
 
-    def forward(
-        self, x: Tensor, mask: Tensor | Documents | None, cache: KeyValueCache | None = None
-    ) -> Tensor:
+    def forward(self, x: Tensor, mask: Mask, cache: KeyValueCache | None = None) -> Tensor:
         q, k, v = (  # [B, T, D] -> [B, T, 3 * D] -> 3 x [B, T, H, E] -> 3 x [B, H, T, E]
             part.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for part in self.c_attn(x).chunk(3, dim=-1)
@@ -64,9 +62,7 @@ class Block(nn.Module):
         self.ln_2 = nn.LayerNorm(n_embd)
         self.mlp = MLP(n_embd)
 
-    def forward(
-        self, x: Tensor, mask: Tensor | Documents | None, cache: KeyValueCache | None = None
-    ) -> Tensor:
+    def forward(self, x: Tensor, mask: Mask, cache: KeyValueCache | None = None) -> Tensor:
         cached = () if cache is None else (cache,)
         x = x + self.attn(self.ln_1(x), mask, *cached)
         return x + self.mlp(self.ln_2(x))

@@ -28,7 +28,13 @@ from torch import Tensor, nn
 
 from titanlike.config.imports import quiet_import
 from titanlike.models import hf_layers
-from titanlike.models.documents import Documents, attention_inputs, sequence_spans, takes_documents
+from titanlike.models.documents import (
+    Documents,
+    Mask,
+    attention_inputs,
+    sequence_spans,
+    takes_documents,
+)
 from titanlike.models.hf_config import needs_eager, routes, settings_of
 from titanlike.models.hf_init import ScratchWeights
 from titanlike.models.hf_weights import FolderWeights
@@ -237,7 +243,7 @@ def _shapes_of_experts(config: PreTrainedConfig, ids: Tensor) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _our_masks(model: nn.Module, ids: Tensor, allowed: Tensor | Documents | None) -> Iterator[None]:
+def _our_masks(model: nn.Module, ids: Tensor, allowed: Mask) -> Iterator[None]:
     """A context in which transformers' mask functions do not read values.
 
     allowed: documents; bool [B, 1, T, T]; or None = causal over the whole sequence.
@@ -256,7 +262,7 @@ def _our_masks(model: nn.Module, ids: Tensor, allowed: Tensor | Documents | None
             setattr(module, name, function)
 
 
-def _mask_function(ids: Tensor, allowed: Tensor | Documents | None, window: str | None) -> Any:
+def _mask_function(ids: Tensor, allowed: Mask, window: str | None) -> Any:
     """Replaces transformers' `create_causal_mask` and `create_sliding_window_causal_mask`."""
     tokens = ids.size(1)
 
@@ -268,7 +274,7 @@ def _mask_function(ids: Tensor, allowed: Tensor | Documents | None, window: str 
         and_mask_function: Any = None,
         allow_is_causal_skip: bool = True,
         **__: Any,
-    ) -> Tensor | Documents | None:
+    ) -> Mask:
         """[B or 1, 1, T, T]: True = attends; for eager attention, what is added to the scores.
         Documents, of which a whole sequence may be one, where attention takes them."""
         assert or_mask_function is None and and_mask_function is None, "refused by `settings_of`"

@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from titanlike.models.attention import attention, by_priority
-from titanlike.models.documents import Documents
+from titanlike.models.documents import Documents, Mask
 from titanlike.models.experts import expert_linear, through_experts
 
 NAME = "titanlike"  # registered as a transformers attention function, like sdpa and eager
@@ -47,7 +47,7 @@ def _attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | Documents | None,
+    attention_mask: Mask,
     dropout: float = 0.0,
     scaling: float | None = None,
     **others: Any,

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from titanlike.models.attention import attention
-from titanlike.models.documents import Documents
+from titanlike.models.documents import Mask
 from titanlike.models.llama import RMSNorm, rotate
 from titanlike.models.yarn import Yarn
 
@@ -63,11 +63,7 @@ class LatentAttention(nn.Module):
         self.o_proj = nn.Linear(self.widths[1], hidden_size, bias=False)
 
     def forward(
-        self,
-        x: Tensor,
-        table: Tensor,
-        mask: Tensor | Documents | None,
-        cache: KeyValueCache | None = None,
+        self, x: Tensor, table: Tensor, mask: Mask, cache: KeyValueCache | None = None
     ) -> Tensor:
         sizes = self.sizes
         if sizes.q_lora_rank is None:

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titanlike.models.attention import attention
-from titanlike.models.documents import Documents, attention_inputs, within_window
+from titanlike.models.documents import Mask, attention_inputs, within_window
 
 if TYPE_CHECKING:
     from titanlike.models.cache import KeyValueCache
@@ -129,11 +129,7 @@ class Attention(nn.Module):
             self.k_norm = RMSNorm(self.head_dim, qk_norm_eps)
 
     def forward(
-        self,
-        x: Tensor,
-        table: Tensor,
-        mask: Tensor | Documents | None,
-        cache: KeyValueCache | None = None,
+        self, x: Tensor, table: Tensor, mask: Mask, cache: KeyValueCache | None = None
     ) -> Tensor:
         q, k, v = (  # [B, T, D] -> [B, T, H or K, E] -> q [B, H, T, E]; k, v [B, K, T, E]
             project(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
@@ -206,11 +202,7 @@ class Block(nn.Module):
         self.mlp = mlp
 
     def forward(
-        self,
-        x: Tensor,
-        table: Tensor,
-        mask: Tensor | Documents | None,
-        cache: KeyValueCache | None = None,
+        self, x: Tensor, table: Tensor, mask: Mask, cache: KeyValueCache | None = None
     ) -> Tensor:
         cached = () if cache is None else (cache,)
         x = x + self.self_attn(self.input_layernorm(x), table, mask, *cached)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from functools import partial
 
 import torch
-from torch import Tensor
 
 from titanlike.config.schema import Config, Custom
 from titanlike.data.kinds import loader_workers
-from titanlike.data.loader import one_ahead
 from titanlike.data.sources import Batch
 from titanlike.distributed.mesh import Mesh
 from titanlike.distributed.sharding import compute_dtype
@@ -34,9 +32,12 @@ def batches_for(run: Run, config: Config, stream: Iterator[Batch]) -> Iterator[B
     stream = (_needed(batch, used) for batch in stream)
     if run.mesh.device.type == "cpu":
         return (to_device(batch, run.mesh, config) for batch in stream)
+    from titanlike.training.copy_ahead import DeviceStreams, copied_ahead
+
     streams = DeviceStreams(run.mesh.device)
     in_thread = not isinstance(config.data, Custom) or loader_workers(config.data) > 0
-    return copied_ahead(stream, run.mesh, config, streams, in_thread)
+    move = partial(to_device, mesh=run.mesh, config=config)
+    return copied_ahead(stream, run.mesh.device, move, streams, in_thread)
 
 
 def _needed(batch: Batch, used: set[str] | None) -> Batch:
@@ -58,59 +59,3 @@ def to_device(batch: Batch, mesh: Mesh, config: Config) -> Batch:
         if value.is_floating_point() and name != "targets":
             moved[name] = here.to(dtype)
     return moved
-
-
-# --- copies overlapped with compute --------------------------------------------------------------
-
-
-class DeviceStreams:
-    """A side stream of an accelerator, by torch's device-neutral API: its copies overlap with
-    compute."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device, self._stream = device, torch.Stream(device)
-
-    def copying(self) -> Any:
-        """A context in which operations run on the side stream."""
-        return self._stream  # also makes its device the current one of this thread
-
-    def copied(self) -> Any:
-        """Record an event after all copies so far."""
-        return self._stream.record_event()
-
-    def hand_over(self, event: Any, values: list[Tensor]) -> None:
-        """Let the compute stream wait for the event, and keep the values' memory from being reused
-        before the compute stream has run the work that uses them (`record_stream`)."""
-        computing = torch.accelerator.current_stream(self._device.index)
-        computing.wait_event(event)
-        for value in values:
-            value.record_stream(computing)
-
-
-def copied_ahead(
-    stream: Iterator[Batch], mesh: Mesh, config: Config, streams: DeviceStreams, in_thread: bool
-) -> Iterator[Batch]:
-    """Copy batches to the device through pinned memory on the side stream.
-
-    in_thread: a thread reads and copies the next batch in advance.
-    """
-
-    def copied() -> Iterator[tuple[Batch, Any]]:
-        for batch in stream:
-            with streams.copying():
-                moved = to_device(_pinned(batch), mesh, config)
-                event = streams.copied()
-            yield moved, event
-
-    for batch, event in one_ahead(copied()) if in_thread else copied():
-        values = [value for value in batch.values() if value.device == mesh.device]
-        streams.hand_over(event, values)
-        yield batch
-
-
-def _pinned(batch: Batch) -> Batch:
-    """Pin a batch's memory, so that copies to the device are asynchronous."""
-    return {
-        name: value.pin_memory() if value.device.type == "cpu" else value
-        for name, value in batch.items()
-    }

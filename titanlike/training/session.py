@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from titanlike.checkpoint.checkpointer import Checkpointer
@@ -26,7 +27,7 @@ from titanlike.launch.watchdog import Watchdog
 from titanlike.launch.worker import Worker
 from titanlike.metrics.console import Console
 from titanlike.metrics.run_files import Events, RunFiles, log_start
-from titanlike.metrics.sinks import JsonlSink, Sink, TensorBoardSink
+from titanlike.metrics.sinks import JsonlSink, Sink
 from titanlike.training.anomalies import AnomalyDetector
 from titanlike.training.build import Run, build
 from titanlike.training.layout import layout
@@ -174,13 +175,6 @@ def open_session(config: Config, worker: Worker, watchdog: Watchdog) -> Iterator
             for sink in sinks:
                 sink.note("profile", text)
 
-        def report_timeline(step: int, text: str) -> None:
-            events.log("timeline", step, text)
-
-        def report_lost(steps: str) -> None:
-            text = f"metrics.jsonl has no record of step {steps}: it was removed, or cut off"
-            events.log("metrics", progress.step, text)
-
         def report_redone(steps: int, seconds: float) -> None:
             events.log("redone", checkpointer.newest, steps=steps, seconds=seconds)
 
@@ -197,7 +191,9 @@ def open_session(config: Config, worker: Worker, watchdog: Watchdog) -> Iterator
         if config.timeline.enabled:
             from titanlike.training.timeline import Timeline
 
-            timeline = Timeline(config, worker, run, watchdog, sinks, report_timeline)
+            timeline = Timeline(
+                config, worker, run, watchdog, sinks, partial(events.log, "timeline")
+            )
         try:
             if config.sample.every:
                 from titanlike.training.samples import Sampler
@@ -218,7 +214,8 @@ def open_session(config: Config, worker: Worker, watchdog: Watchdog) -> Iterator
                 log_start(worker.run_dir, step, overrides, plain, stages, began)
                 records = JsonlSink(worker.run_dir / "metrics.jsonl", step, report_redone)
                 if records.lost and config.checkpoint.resume == "auto":
-                    report_lost(records.lost)
+                    text = f"metrics.jsonl has no record of step {records.lost}: "
+                    events.log("metrics", step, text + "it was removed, or cut off")
                 sinks += [records]
                 if isinstance(config.logger, Wandb):
                     from titanlike.metrics.wandb_sink import WandbSink
@@ -226,6 +223,8 @@ def open_session(config: Config, worker: Worker, watchdog: Watchdog) -> Iterator
                     folder, say = worker.run_dir, console.line
                     sinks.append(WandbSink(config.logger, plain, folder, say, overrides))
                 elif isinstance(config.logger, TensorBoard):
+                    from titanlike.metrics.tensorboard_sink import TensorBoardSink
+
                     sinks.append(TensorBoardSink(worker.run_dir, step))
                 run_files = worker.resources.enter_context(closing(RunFiles(worker.run_dir)))
             session = Session(
