@@ -1,19 +1,17 @@
-"""Routed experts: which a token goes to, the tokens sorted by expert, and the experts themselves.
+"""Routed experts: routing, sorting tokens by expert, and the experts themselves.
 
-The contract of a module of experts, which expert parallelism and the count of tokens rely on:
+The contract of a module of experts, for expert parallelism and token counts:
 
     experts(tokens, counts) -> results
 
-tokens [S, D] are sorted by expert, counts [E] (int64, of sum S) says how many each expert has, the
-results [S, D] are in the order of the tokens. All of its parameters have the experts first, [E,
-...]; its class has the attribute `sorted_by_expert = True`, it has `num_experts` (E) and `top_k`
-(K). No token is dropped. Where it has an attribute `independent_rows`, that is set to True with
-numerics=exact: the bits of a row then do not depend on which others are computed with it. Where it
-has an attribute `product`, precision=float8 sets that to what it multiplies with in place of
-`expert_linear`.
+tokens [S, D] are sorted by expert, counts [E] (int64, sum S) are the tokens of each expert, results
+[S, D] are in the order of the tokens. Dimension 0 of all its parameters is the expert, [E, ...];
+its class has the attribute `sorted_by_expert = True`, it has `num_experts` (E) and `top_k` (K). No
+token is dropped. An attribute `independent_rows` is set to True with numerics=exact: a row's bits
+must then not depend on the other rows. An attribute `product` is set by precision=float8, to use
+instead of `expert_linear`.
 
-Shapes: N tokens, D hidden_size, E experts, K experts that a token goes to, S = N * K,
-F moe_intermediate_size.
+Shapes: N tokens, D hidden_size, E experts, K experts per token, S = N * K, F moe_intermediate_size.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ from titanlike.models.llama import swiglu
 
 EXPERT_LINEAR = "titanlike.expert_linear"  # the operator's name
 _REGISTER = 64  # elements; a multiple of the length of a CPU's vector registers
-_ALIGNED = 16  # grouped_mm needs row strides that are multiples of so many bytes
+_ALIGNED = 16  # bytes; grouped_mm needs row strides that are multiples of it
 
 
 class Experts(nn.Module):
@@ -59,8 +57,8 @@ class Experts(nn.Module):
         missing = -gate.numel() % _REGISTER
         if not (self.independent_rows and missing):
             return self.activation(gate, up)
-        # torch's CPU kernels process the last elements of a tensor, which do not fill a vector
-        # register, with other instructions, which round differently
+        # torch's CPU kernels round the last elements of a tensor, which do not fill a vector
+        # register, differently
         gate_, up_ = (F.pad(x.flatten(), (0, missing)) for x in (gate, up))
         return self.activation(gate_, up_)[: gate.numel()].view(gate.shape)
 
@@ -72,14 +70,13 @@ def through_experts(
     chosen: Tensor,
     beside: Callable[[], Tensor] | None = None,
 ) -> Tensor:
-    """The weighted sum of what a token's experts give: x [N, D], weights [N, K], chosen [N, K]
-    int64 -> [N, D] in the dtype of x.
+    """The weighted sum of each token's experts: x [N, D], weights [N, K], chosen [N, K] int64 ->
+    [N, D] in the dtype of x.
 
-    experts: a module as above. Expert parallelism may set `takes_unsorted` on it: then it is called
-    with the tokens as they are and their weights beside them, [N, D + K], and the order in which
-    they would be sorted, and does the rest. beside: computes a part of the sum, [N, D], that needs
-    no experts; a module with `computes_beside` is given it, to call it while tokens travel, and
-    returns what it gave behind its own results.
+    experts: a module as above. Expert parallelism may set `takes_unsorted` on it: then it receives
+    unsorted tokens with their weights, [N, D + K], and the sorting order, and does the rest.
+    beside: computes another summand [N, D] without experts; a module with `computes_beside`
+    receives it, calls it while tokens travel, and returns its result after its own.
     """
 
     def computed(*args: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -92,11 +89,11 @@ def through_experts(
     flat = chosen.flatten()
     counts = torch.zeros(experts.num_experts, dtype=torch.int64, device=x.device)
     counts.scatter_add_(0, flat, torch.ones_like(flat))
-    order = flat.argsort(stable=True)  # place in the sorted tokens -> place in [N * K]
+    order = flat.argsort(stable=True)  # position in the sorted tokens -> position in [N * K]
     if getattr(experts, "takes_unsorted", False):
         y, added = computed(torch.cat([x, weights.to(x.dtype)], 1), counts, order)
         return y if added is None else y + added
-    place = torch.empty_like(order)  # the reverse
+    place = torch.empty_like(order)  # the inverse
     place.scatter_(0, order, torch.arange(len(order), device=x.device))
     results, added = computed(_Sorted.apply(x, order, place), counts)  # [S, D]
     results = _Permuted.apply(results, place, order).unflatten(0, chosen.shape)  # [N, K, D]
@@ -105,10 +102,9 @@ def through_experts(
 
 
 class _Sorted(torch.autograd.Function):
-    """Each row K times, in an order: [N, D] -> [N * K, D].
+    """Repeat each row K times, in an order: [N, D] -> [N * K, D].
 
-    Plain indexing has the same values; its backward adds rows up in an order that GPUs do not
-    repeat.
+    Equals indexing, whose backward sums rows in a nondeterministic order on GPUs.
     """
 
     @staticmethod
@@ -124,7 +120,7 @@ class _Sorted(torch.autograd.Function):
 
 
 class _Permuted(torch.autograd.Function):
-    """Rows in another order; the inverse permutation is known."""
+    """Permute rows; the inverse permutation is given."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, order: Tensor, reverse: Tensor) -> Tensor:
@@ -154,18 +150,18 @@ class AddLoss(torch.autograd.Function):
         return gradient, torch.ones((), dtype=dtype, device=device)
 
 
-# --- a linear layer with a matrix for each expert -------------------------------------------------
+# --- a linear layer with a matrix per expert ------------------------------------------------------
 #
-# An operator of our own: how it computes is decided where it runs, by what the device and the sizes
-# allow, and neither a compiled block nor a forward on meta tensors has to know how many rows an
-# expert gets. FLOPs and saved bytes are those of all rows together, however they are shared.
+# A custom operator: its kernel is chosen at run time, by device and sizes, and neither a compiled
+# block nor a forward on meta needs the number of rows per expert. FLOPs and saved bytes are those
+# of all rows together.
 #
 # Shapes: N rows, E experts, I inputs, O outputs of a matrix.
 
 
 def expert_linear(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     """Multiply each expert's rows with its matrix. rows [N, I], sorted by expert; weight [E, O, I];
-    counts [E] int64, the number of rows of each -> [N, O] in the dtype of rows and weight."""
+    counts [E] int64, rows per expert -> [N, O] in the dtype of rows and weight."""
     return torch.ops.titanlike.expert_linear(rows, weight, counts)
 
 
@@ -207,8 +203,7 @@ def _(gradient: Tensor, rows: Tensor, counts: Tensor, weight: Tensor) -> Tensor:
 
 
 def runs_grouped(rows: Tensor, weight: Tensor) -> bool:
-    """Return whether torch's grouped product supports these: it needs aligned rows, and at least
-    one.
+    """Whether torch's grouped matmul supports these: it needs aligned rows, and at least one.
 
     In bf16 on Hopper and later it does not read counts on the host; its fallback elsewhere does.
     """
@@ -217,7 +212,7 @@ def runs_grouped(rows: Tensor, weight: Tensor) -> bool:
 
 
 def _in_a_row(x: Tensor) -> Tensor:
-    """Contiguous, also a single row: torch calls that contiguous with any stride between rows."""
+    """Contiguous, even for a single row, which torch calls contiguous with any stride."""
     return x.contiguous().view(-1).view(x.shape)
 
 
@@ -231,12 +226,12 @@ def _setup(ctx: Any, inputs: Any, output: Any) -> None:
 
 def _backward(ctx: Any, gradient: Tensor) -> Any:
     rows, weight, counts = ctx.saved_tensors
-    of_rows = of_weight = None
+    row_gradient = weight_gradient = None
     if ctx.needs_input_grad[0]:
-        of_rows = torch.ops.titanlike.expert_linear(gradient, weight.mT, counts)
+        row_gradient = torch.ops.titanlike.expert_linear(gradient, weight.mT, counts)
     if ctx.needs_input_grad[1]:
-        of_weight = torch.ops.titanlike.expert_linear_weight(gradient, rows, counts, weight)
-    return of_rows, of_weight, None
+        weight_gradient = torch.ops.titanlike.expert_linear_weight(gradient, rows, counts, weight)
+    return row_gradient, weight_gradient, None
 
 
 _linear.register_autograd(_backward, setup_context=_setup)

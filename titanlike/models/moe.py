@@ -1,14 +1,13 @@
-"""A mixture of experts: Llama's blocks, in which a router sends each token to a few of many
-networks.
+"""A mixture of experts: Llama's blocks, in which a router sends each token to a few of many MLPs.
 
 With the right sizes it is Mixtral (arXiv 2401.04088), Qwen3-MoE (2505.09388), DeepSeek-V3
-(2412.19437) or GPT-OSS (2508.10925). No expert has a capacity: no token is dropped.
+(2412.19437) or GPT-OSS (2508.10925). Experts have no capacity: no token is dropped.
 
-Sizes have the names of transformers' mixtures, and parameters those of Qwen3-MoE's files, of which
-the experts' matrices are stacked here.
+Sizes have the names of transformers' mixtures, and parameters those of Qwen3-MoE's files, with the
+experts' matrices stacked.
 
-Shapes: B batch, T tokens, D hidden_size, N = B * T, E experts, K experts that a token goes to,
-V vocab_size. The model contains no parallelism.
+Shapes: B batch, T tokens, D hidden_size, N = B * T, E experts, K experts per token, V vocab_size.
+The model contains no parallelism.
 """
 
 from __future__ import annotations
@@ -40,15 +39,15 @@ _MAY_BE_ZERO = (
 
 
 class Routing(NamedTuple):
-    """How a token's experts are found."""
+    """How the router chooses and weights a token's experts."""
 
     num_experts_per_tok: int
     scoring_func: str  # softmax or sigmoid, of the router's logits
     norm_topk_prob: bool  # divide the weights of a token's experts by their sum
-    routed_scaling_factor: float  # by which these weights are multiplied
-    n_group: int  # equal groups of neighbouring experts
-    topk_group: int  # of which a token's experts come: those whose two best scores are the largest
-    bias_rate: float  # of balance without a loss; 0 = off
+    routed_scaling_factor: float  # multiplies these weights
+    n_group: int  # equal groups of adjacent experts
+    topk_group: int  # groups per token: those with the largest sums of their two best scores
+    bias_rate: float  # update rate of the balance bias; 0 = off
     balance_loss: float  # weight of the balance loss; 0 = off
     z_loss: float  # weight of the router's z-loss; 0 = off
 
@@ -56,20 +55,19 @@ class Routing(NamedTuple):
 class RoutedMLP(nn.Module):
     """K of E experts for each token, and perhaps a shared one for all: [..., D] -> [..., D].
 
-    Balance is that of a whole step, over the global batch (`parallel/expert_parallel.py` calls
-    `balance` once a step with how many tokens each expert had):
+    Load is balanced per step, over the global batch (`parallel/expert_parallel.py` calls `balance`
+    once a step with the number of tokens of each expert):
 
-    - without a loss (arXiv 2408.15664): `bias` is added to the scores for the choice alone. After a
+    - without a loss (arXiv 2408.15664): `bias` is added to the scores only for the choice. After a
       step it grows by `bias_rate` for experts below the mean, and falls for those above it. Sigmoid
-      scores always have it, as in DeepSeek-V3, of whose files it may come.
-    - with one (2101.03961, equation 4): weight * E * sum over experts of f * p, where p is an
-      expert's mean share of the scores over the global batch and f (`load`) the share of tokens
-      that it had in the last step that was applied. f of the step itself is not known before all
-      microbatches went forward, when the first have gone backward. In the first step f is uniform:
-      no gradient.
+      scores always have it, as in DeepSeek-V3, whose files may contain it.
+    - with a loss (2101.03961, equation 4): weight * E * sum over experts of f * p, where p is an
+      expert's mean score share over the global batch and f (`load`) its share of tokens in the last
+      applied step. The current step's f is not known before all microbatches' forwards, when the
+      first backwards are done. In the first step f is uniform: no gradient.
     - z-loss (2202.08906, equation 5): weight * mean of logsumexp(logits)^2 over the global batch.
 
-    Both losses are added in the backward: the loss that is reported is that of the text alone.
+    Both losses are added in the backward: the reported loss is the text's only.
     """
 
     token_wise = True  # computes each token by itself
@@ -86,8 +84,8 @@ class RoutedMLP(nn.Module):
         routing: Routing,
         limit: float | None = None,
     ):
-        """width: of an expert; shared: of the network for all tokens, 0 = there is none; limit:
-        of experts with biases (`BiasedExperts`), with which the router has one, too."""
+        """width: of an expert; shared: of the MLP for all tokens, 0 = none; limit: of experts with
+        biases (`BiasedExperts`), whose router has one, too."""
         super().__init__()
         self.gate = nn.Linear(hidden_size, experts, bias=limit is not None)
         sizes = experts, routing.num_experts_per_tok, hidden_size, width
@@ -125,15 +123,15 @@ class RoutedMLP(nn.Module):
         return through_experts(self.experts, tokens, weights, chosen, beside).view(x.shape)
 
     def _choose(self, scores: Tensor) -> Tensor:
-        """The experts of each token: [N, E] -> [N, K]."""
+        """Choose each token's experts: [N, E] -> [N, K]."""
         routing = self.routing
         if self.biased:
             scores = scores + self.bias
         if routing.n_group > 1:
             groups = scores.unflatten(1, (routing.n_group, -1))
-            of_group = groups.topk(min(2, groups.shape[2]), dim=2).values.sum(2)  # [N, groups]
-            best = of_group.topk(routing.topk_group, dim=1).indices
-            out = torch.ones_like(of_group, dtype=torch.bool).scatter(1, best, False)
+            group_scores = groups.topk(min(2, groups.shape[2]), dim=2).values.sum(2)  # [N, groups]
+            best = group_scores.topk(routing.topk_group, dim=1).indices
+            out = torch.ones_like(group_scores, dtype=torch.bool).scatter(1, best, False)
             scores = groups.masked_fill(out.unsqueeze(2), float("-inf")).flatten(1)
         return scores.topk(routing.num_experts_per_tok, dim=1).indices
 
@@ -151,7 +149,7 @@ class RoutedMLP(nn.Module):
 
     @torch.no_grad()
     def balance(self, counts: Tensor, skip: Tensor | None = None) -> None:
-        """Balance after a step: counts [E] int64 over the global batch.
+        """Update the balance after a step: counts [E] int64 over the global batch.
 
         skip: a scalar on the device, 1 = the step was not applied; None = 0.
         """
@@ -169,12 +167,14 @@ class RoutedMLP(nn.Module):
 class Moe(Llama):
     """Token ids [B, T] -> logits [B, T, V].
 
-    The first first_k_dense_replace blocks have one network of intermediate_size; n_shared_experts:
-    as many more moe_intermediate_size wide, for all tokens. kv_lora_rank: of latent attention, which
-    then has the next sizes (`Latent`) and none of num_key_value_heads and head_dim. rope_scaling:
-    of `Yarn`. sliding_window: of all layers but each sliding_window_pattern-th. attention_sinks: see
-    `attention`. swiglu_limit: of `BiasedExperts`. The others: see `Llama` and `Routing`.
-    Raises ValueError with one argument per problem where sizes do not fit each other.
+    The first first_k_dense_replace blocks have one MLP of intermediate_size; n_shared_experts:
+    width of the MLP for all tokens, in moe_intermediate_size. kv_lora_rank: of latent attention,
+    which has the sizes after it (`Latent`) and not num_key_value_heads and head_dim. rope_scaling:
+    see `Yarn`. sliding_window: of all layers except each sliding_window_pattern-th.
+    attention_sinks: see `attention`. swiglu_limit: see `BiasedExperts`. The others: see `Llama` and
+    `Routing`.
+
+    Raises ValueError with one argument per problem if sizes do not fit each other.
     """
 
     may_be_zero = _MAY_BE_ZERO
@@ -279,8 +279,8 @@ class Moe(Llama):
             self.lm_head.weight = self.model.embed_tokens.weight
 
     def tp_plan(self) -> dict[str, Any]:
-        """How tensor parallelism divides it, see `parallel/tp/plan.py`: attention and dense layers
-        by heads and features; experts are whole on each rank, which has its part of the
+        """The tensor-parallel plan, see `parallel/tp/plan.py`: attention and dense layers are
+        sharded by heads and features; experts are not, and each rank sends them its shard of the
         sequence."""
         plan = super().tp_plan()
         mlp = {name: plan.pop(name) for name in [*plan] if ".mlp" in name}
@@ -290,11 +290,11 @@ class Moe(Llama):
         return plan
 
     def initial(self, name: str) -> tuple[float, float]:
-        """What `Llama.initial` says; an expert's projections are like those of one network."""
+        """As `Llama.initial`; an expert's projections are like a dense MLP's."""
         return super().initial(name if name.endswith(("weight", "bias")) else f"{name}.weight")
 
     def flops_per_token(self, tokens: int) -> float:
-        """What `Llama.flops_per_token` says; of the experts those that a token goes to."""
+        """As `Llama.flops_per_token`; only a token's experts count."""
         routed = [p for m in self.modules() if isinstance(m, Experts) for p in m.parameters()]
         matrices = sum(p.numel() // len(p) for p in routed if p.dim() == 3)
         active = matrices * self.routing.num_experts_per_tok

@@ -1,13 +1,11 @@
-"""The exchange of expert parallelism: tokens travel to the ranks that have their experts, and results
-back.
+"""The all-to-alls of expert parallelism: tokens to the ranks that have their experts, results back.
 
-Tokens are sent by operators that only begin it: until they are there (`titanlike::arrived`) a rank
-computes what needs none of them, as an expert that is shared by all tokens. In the backward their
-gradients come back beside that expert's.
+Sending operators only launch the all-to-all: until the tokens arrive (`titanlike::arrived`) a rank
+computes what does not need them, such as a shared expert. In the backward their gradients'
+all-to-all overlaps with that expert's backward.
 
-Shapes: S tokens of this rank times the experts that each goes to, R of those that it gets, N tokens
-of this rank, P copies of these that it sends, Q that it gets, D dim, K experts that a token goes to,
-E experts, n ranks.
+Shapes: S rows sent by this rank (tokens times experts per token), R rows received, N tokens of this
+rank, P copies of tokens sent, Q received, D dim, K experts per token, E experts, n ranks.
 """
 
 from __future__ import annotations
@@ -38,27 +36,32 @@ def elsewhere(
     unsorted: Tensor | None = None,
     beside: Callable[[], Tensor] | None = None,
 ) -> Any:
-    """tokens [S, D] sorted by expert, counts [E] -> results [S, D]; forward: of this rank's
-    experts; exact: with numerics=exact, see `rank_by_rank`.
+    """Compute experts on the ranks that have them: tokens [S, D] sorted by expert, counts [E] ->
+    results [S, D]; forward: this rank's experts; exact: with numerics=exact, see `rank_by_rank`.
 
-    unsorted [S]: place in the order of experts -> in [N * K]. Then tokens are [N, D + K], with the
-    weights of their experts, a token is sent once to each rank that has experts of it, and results
-    are weighted and added up there: [N, D]. beside: is called while tokens travel; then what it
-    returns is returned, too.
+    unsorted [S]: position in expert order -> in [N * K]. Then tokens are [N, D + K], with the
+    weights of their experts; a token is sent once to each rank that has experts of it, and results
+    are weighted and summed there: [N, D]. beside: called while tokens travel; its result is
+    returned, too.
     """
-    operators, of_rank = torch.ops.titanlike, counts.unflatten(0, (ranks.size, -1))  # [n, E / n]
+    operators, rank_counts = (
+        torch.ops.titanlike,
+        counts.unflatten(0, (ranks.size, -1)),
+    )  # [n, E / n]
     length, top_k = len(tokens), 1 if unsorted is None else len(unsorted) // len(tokens)
     group, home, away = "", [unsorted] * 5, [unsorted] * 3
     if ranks.group is not None and not tokens.is_meta:
         group = ranks.group.group_name
         if unsorted is None:
-            coming, *home = operators.route_tokens(of_rank, group)
+            coming, *home = operators.route_tokens(rank_counts, group)
         else:
-            coming, told, *home = operators.unique_route_tokens(of_rank, unsorted, length, group)
-    else:  # alone: as many tokens come as go
-        coming, goes = of_rank, tokens
+            coming, told, *home = operators.unique_route_tokens(
+                rank_counts, unsorted, length, group
+            )
+    else:  # without other ranks: as many tokens arrive as leave
+        coming, goes = rank_counts, tokens
         if unsorted is None:
-            *home, order, place = operators.alone_route_tokens(of_rank, length)
+            *home, order, place = operators.alone_route_tokens(rank_counts, length)
             away = [order, place]
         else:
             goes = tokens[:1].expand(round(length * copies(ranks.size, top_k)), -1)
@@ -87,45 +90,44 @@ def elsewhere(
 
 
 def copies(ranks: int, top_k: int) -> float:
-    """Ranks on which the experts of a token are, if they are chosen at random."""
+    """The expected number of ranks with experts of a token, if these are chosen at random."""
     return ranks * (1 - (1 - 1 / ranks) ** top_k)
 
 
 def rank_by_rank(experts: nn.Module, forward: Forward, tokens: Tensor, counts: Tensor) -> Tensor:
-    """Those of each rank by themselves, as without expert parallelism: in the same shapes, and with
-    a weight gradient each. tokens [R, D] by rank, then by expert; counts [n, E / n] -> [R, D]."""
-    apart = vars(experts).get(APART, nullcontext)  # weights that are not trained have none
+    """Compute each rank's tokens separately, as without expert parallelism: equal shapes, one
+    weight gradient each. tokens [R, D] by rank, then by expert; counts [n, E / n] -> [R, D]."""
+    apart = vars(experts).get(APART, nullcontext)  # frozen weights have none
     results = []
     parts = zip(tokens.split(counts.sum(1).tolist()), counts, strict=True)
-    for rank, (part, mine) in enumerate(parts):
+    for rank, (part, rank_counts) in enumerate(parts):
         with apart(rank):
-            results.append(forward(part, mine))
+            results.append(forward(part, rank_counts))
     return torch.cat(results)
 
 
-# --- what is exchanged, as operators of our own -------------------------------------------------
+# --- custom operators ---------------------------------------------------------------------------
 #
-# So a compiled block need not know how many tokens come, and a recomputation may keep the results
-# (`SelectiveActivationCheckpoint.save`).
+# So a compiled block need not know how many tokens arrive, and selective checkpointing can save
+# the results (`SelectiveActivationCheckpoint.save`).
 #
-# What of a route begins an exchange is `home`, the rest, made while tokens travel, `away`. Of tokens
-# that are sorted by expert these are
-# - how many go to each rank and come from it, on the host [2, n]; as many elements as rows come [R]
-# - of what comes, which is by rank, the place of each row when it is sorted by expert [R], or as it
-#   is; and the reverse.
-# With one copy of a token for each rank:
-# - rows to and from each rank, by expert and by copy, on the host [4, n]; the token of each copy that
-#   is sent [P]; the places of these sorted by token, and where each token begins in them [N]; as many
-#   elements as copies come [Q]
-# - of each row for an expert, the copy that came [R]; the places of these sorted by copy, and where
-#   each copy begins [Q].
+# The part of a route that an all-to-all needs is `home`; the rest, made while tokens travel, is
+# `away`. For tokens sorted by expert:
+# - home: rows to and from each rank, on the host [2, n]; a tensor with R elements
+# - away: for each received row (sorted by rank) its position sorted by expert [R]; the inverse.
+# With one copy of a token per rank:
+# - home: rows to and from each rank, by expert and by copy, on the host [4, n]; the token of each
+#   sent copy [P]; their positions sorted by token, and where each token begins there [N]; a tensor
+#   with Q elements
+# - away: for each row of an expert its received copy [R]; their positions sorted by copy, and
+#   where each copy begins [Q].
 
 
 @torch.library.custom_op("titanlike::route_tokens", mutates_args=())
 def _route(counts: Tensor, group: str) -> tuple[Tensor, Tensor, Tensor]:
-    """counts [n, E / n]: tokens that go to each rank's experts.
+    """counts [n, E / n]: tokens for each rank's experts.
 
-    Returns the tokens that come from each rank for each of this rank's experts [n, E / n], and home.
+    Returns the tokens from each rank for each of this rank's experts [n, E / n], and home.
     """
     coming = torch.empty_like(counts)
     dist.all_to_all_single(coming, counts.contiguous(), group=group_named(group))
@@ -141,8 +143,8 @@ def _(counts: Tensor, group: str) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def to_host(x: Tensor) -> Callable[[], Tensor]:
-    """Begin to copy a tensor to the host, where sizes of messages are known; what waits for it, but
-    not for what is queued in between: that the device has to do while the host goes on."""
+    """Begin to copy a tensor to the host; the returned function waits for it, but not for kernels
+    queued since, which keep the device busy."""
     copied = x.to("cpu", non_blocking=True)  # pinned
     if x.is_cpu:
         return lambda: copied
@@ -156,7 +158,7 @@ def to_host(x: Tensor) -> Callable[[], Tensor]:
 
 
 def _begins(blocks: Tensor) -> Tensor:
-    """The first row of each block of so many rows, one after the other."""
+    """The first row of each of consecutive blocks of these sizes."""
     flat = blocks.flatten()
     return (flat.cumsum(0) - flat).view(blocks.shape)
 
@@ -166,7 +168,7 @@ def _away(coming: Tensor, came: Tensor, by_expert: bool) -> tuple[Tensor, Tensor
     order = torch.arange(len(came), device=coming.device)
     place = order.clone()
     if by_expert:
-        # blocks of rows, one for each rank and expert, move as a whole: so many rows
+        # rows by which each (rank, expert) block moves
         away = _begins(coming.T).T - _begins(coming)
         place += away.flatten().repeat_interleave(coming.flatten(), output_size=len(came))
         order -= away.T.flatten().repeat_interleave(coming.T.flatten(), output_size=len(came))
@@ -179,7 +181,7 @@ def _(coming: Tensor, came: Tensor, by_expert: bool) -> tuple[Tensor, Tensor]:
 
 
 def _route_alone(counts: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The route where there are no others: sizes alone, for estimates."""
+    """The route without other ranks: only sizes, for estimates."""
     came, order, place = (counts.new_empty(rows) for _ in range(3))
     return counts.new_empty(2, counts.shape[0]), came, order, place
 
@@ -192,8 +194,8 @@ _alone.register_fake(_route_alone)
 def _route_unique(
     counts: Tensor, order: Tensor, tokens: int, group: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """counts as above, order: `unsorted`. Returns counts of what comes, rows and copies [n, E / n +
-    1], what is told of each row [R], and home."""
+    """counts: as in `_route`; order: `unsorted`. Returns received counts, rows and copies [n, E / n
+    + 1], information on each received row [R], and home."""
     to, top_k = counts.sum(1), len(order) // tokens
     rank = torch.arange(len(counts), device=order.device)
     token = order // top_k
@@ -206,7 +208,7 @@ def _route_unique(
     on_host = to_host(
         torch.stack([x for c in (sent, coming) for x in (c[:, :-1].sum(1), c[:, -1])])
     )
-    # of each row's copy, among all that are sent, by rank; the same by token
+    # position of each row's copy among all sent ones, by rank; the same by token
     place, by_token = (x.flatten().cumsum(0) - 1 for x in (used, used.T))
     place, by_token = place[cell], by_token.view(tokens, -1).T.flatten()[cell]
     inside = place - _begins(sent[:, -1]).repeat_interleave(to, output_size=len(order))
@@ -233,7 +235,7 @@ def _(counts: Tensor, order: Tensor, tokens: int, group: str) -> Any:
 def _away_unique(
     coming: Tensor, told: Tensor, came: Tensor, top_k: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Returns rows that come [n, E / n], which of a token's weights is that of each [R], and away."""
+    """Return received rows [n, E / n], each row's index in its token's weights [R], and away."""
     rows, device = len(told), told.device
     coming, first = coming[:, :-1].contiguous(), _begins(coming[:, -1])
     away = _begins(coming.T).T - _begins(coming)
@@ -253,7 +255,7 @@ def _(coming: Tensor, told: Tensor, came: Tensor, top_k: int) -> Any:
 
 
 def _begin(x: Tensor, numbers: list[list[int]], group: str) -> Tensor:
-    """What is filled later, see `filled`; numbers: rows that go to each rank, that come."""
+    """Launch an all-to-all; its result is `filled` later; numbers: rows to and from each rank."""
     sent, received = numbers
     result = x.new_empty(sum(received), *x.shape[1:])
     by: dict[str, Any] = {"group": group_named(group), "async_op": True}
@@ -268,10 +270,10 @@ def _numbers(home: list[Tensor]) -> list[list[int]]:
 
 @torch.library.custom_op("titanlike::send_tokens", mutates_args=())
 def _send(x: Tensor, home: list[Tensor], group: str) -> tuple[Tensor, Tensor]:
-    """Begin to send tokens: [S or N, ...] -> rows that will come, for `arrived`, and a tensor without
-    elements of its own, by which their gradients come back: its gradient will come, too.
+    """Launch the all-to-all of tokens: [S or N, ...] -> rows that will arrive, for `arrived`, and a
+    link without elements, whose gradient carries the tokens' gradients back.
 
-    group: "" = there are no others.
+    group: "" = no other ranks.
     """
     if not group:
         return x.clone(), _link(x, len(x))
@@ -297,8 +299,7 @@ def _arrived(
 ) -> Tensor:
     """Wait for tokens: [R, ...], sorted by expert.
 
-    sent: nobody writes into these before they have gone; else a compiled block would give their
-    memory to others.
+    sent: kept alive until sent; else a compiled block would reuse its memory.
     """
     if not group:
         return raw[:1].repeat(len(away[0]), *[1] * (raw.dim() - 1))
@@ -316,10 +317,10 @@ def _(
 def _begin_return(
     x: Tensor, home: list[Tensor], away: list[Tensor], group: str, rows: int
 ) -> Tensor:
-    """Begin to send back [R, ...]: rows as they were sent (so many), for `_returned`."""
+    """Launch the all-to-all of results [R, ...] back to `rows` sent rows, for `_returned`."""
     if not group:
         return x[:1].repeat(rows, *[1] * (x.dim() - 1))
-    if len(home) > 2:  # sums of a fixed order, which index_add has not on a GPU
+    if len(home) > 2:  # sums in a fixed order, unlike index_add on a GPU
         x = F.embedding_bag(away[1], x, away[2], mode="sum")
     else:
         x = x.index_select(0, away[1])
@@ -333,7 +334,7 @@ def _(x: Tensor, home: list[Tensor], away: list[Tensor], group: str, rows: int) 
 
 @torch.library.custom_op("titanlike::sum_copies", mutates_args=())
 def _sum_copies(raw: Tensor, home: list[Tensor]) -> Tensor:
-    """Wait for what comes back for each copy: sums of a token's, [N, ...]."""
+    """Wait for each copy's results; sum them by token: [N, ...]."""
     return F.embedding_bag(home[2], filled(raw), home[3], mode="sum")
 
 
@@ -350,8 +351,8 @@ def _returned(raw: Tensor, home: list[Tensor], group: str) -> Tensor:
 
 @torch.library.custom_op("titanlike::return_tokens", mutates_args=())
 def _return(x: Tensor, home: list[Tensor], away: list[Tensor], group: str, rows: int) -> Tensor:
-    """The transpose of sending, which is also its gradient: [R, ...] -> [S, ...] or, sums over the
-    copies, [N, ...]; rows: S or N."""
+    """The transpose of sending, also its gradient: [R, ...] -> [S, ...] or, summed over copies, [N,
+    ...]; rows: S or N."""
     sent = len(home[1]) if group and len(home) > 2 else rows
     return _returned(_begin_return(x, home, away, group, sent), home, group)
 
@@ -362,8 +363,8 @@ def _(x: Tensor, home: list[Tensor], away: list[Tensor], group: str, rows: int) 
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    """Of any of these: the route, group and, of `arrived`, a size of `link`: the rows that were
-    sent."""
+    """setup_context of all these operators: saves the route and the group, and for `arrived` the
+    number of sent rows, the size of `link`."""
     lists = [each for each in inputs if isinstance(each, list)]
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*(tensor for each in lists for tensor in each))

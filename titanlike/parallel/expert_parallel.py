@@ -1,21 +1,20 @@
-"""Routed experts: each rank has a part of every layer's (expert parallelism), and they are
-balanced.
+"""Expert parallelism: each rank has a shard of every layer's experts, and their load is balanced.
 
-The ranks are those of data and context parallelism, which see other tokens (arXiv 2006.16668): they
-exchange tokens before a module of experts and results behind it. What such a module is, is said in
-`models/experts.py`: all of its parameters have the experts first, and a rank holds some of these
-rows. Gradients come back with the results: of its experts, a rank has those of all tokens of its
-group, and FSDP sums them over the ranks that hold the same experts.
+The ranks are those of data and context parallelism, which have different tokens (arXiv 2006.16668):
+an all-to-all before a module of experts sends tokens, one after it results. Such modules follow the
+contract in `models/experts.py`: experts are dimension 0 of all their parameters, and a rank holds
+some of these rows. Gradients come back with the results: a rank has its experts' gradients for all
+tokens of its group, and FSDP sums them over the ranks that hold the same experts.
 
-An `ep` that does not divide these ranks takes those of tensor parallelism, too. They see other
-tokens where the sequence is divided, and send these as they are. Where it is not, all of them send
-the same: the experts' gradients, which are sums over all that is sent, are divided by their number.
+An `ep` that does not divide these ranks also takes those of tensor parallelism. With a sharded
+sequence these have different tokens, and send them as others do. Otherwise all of them send the
+same tokens: the experts' gradients, sums over all sent tokens, are divided by their number.
 
-For the balance, tokens are counted where a training forward calls experts, not where activation
-checkpointing runs it again; all of them, padding included, since all are computed. After the step
-the counts are summed over all ranks that saw other tokens, so that they are those of the undivided
-batch in any layout: integers, the same on every rank. The layer that holds the experts is told
-(`balance(counts, skip)`), if it wants to know; a skipped step changes nothing.
+For the balance, tokens are counted where a training forward calls experts, not in a recomputation;
+padding included, since it is computed. After the step the counts are summed over all ranks with
+different tokens, so they are the global batch's in any layout: integers, equal on every rank. The
+layer that holds the experts receives them (`balance(counts, skip)`), if it has that method; a
+skipped step changes nothing.
 """
 
 from __future__ import annotations
@@ -41,21 +40,21 @@ from titanlike.parallel.activation_checkpoint import keeps
 from titanlike.parallel.expert_exchange import SEND_TOKENS, copies, elsewhere, rank_by_rank
 from titanlike.torch_private.autograd import in_backward
 
-_WORTH = 0.95  # of a copy for each expert: with fewer, a token has one copy for each rank
+_WORTH = 0.95  # send one copy per rank if that is less than this share of one per expert
 
 
 class ExpertParallel(Transform):
     ranks: GroupInfo
 
     def __init__(self, config: Config, model: nn.Module, tensor: Transform | None) -> None:
-        """Divide the experts of a model on meta in place, as the first rank has them; tensor:
-        tensor parallelism, if there is some. Raises ConfigError where there are none, or where they
-        cannot be divided."""
+        """Shard the experts of a model on meta in place, as on the first rank; tensor: the
+        tensor-parallel transform, if any. Raises ConfigError if there are no experts, or they
+        cannot be sharded."""
         _check_experts(config, model)
         self._config = config
         self._eager: set[str] = set()
         self.first = self.ranks = GroupInfo(config.ep, 0)
-        # those of tp, where each has other experts
+        # tp's ranks, if they have different experts
         self._tensor = tensor if config.ep > config.ep_shards else None
         before = {} if tensor is None else tensor.placements
         placements = {**before}
@@ -80,8 +79,7 @@ class ExpertParallel(Transform):
             self._eager = {name for name in recomputed if experts_of(model.get_submodule(name))}
 
     def why_not_compiled(self, block: str) -> str:
-        # the repeated ones and those of gradients do not depend on each other: a compiler orders
-        # them by sizes
+        # repeated all-to-alls and the gradients' are independent: a compiler orders them by size
         differ = "it repeats the exchanges of experts, and lengths differ between ranks"
         return differ if block in self._eager else ""
 
@@ -94,8 +92,8 @@ class ExpertParallel(Transform):
                 local = nn.Parameter(full.new_empty(part.local_shape), full.requires_grad)
                 experts._parameters[last] = local
                 among_tp = placements.get(f"{name}.{last}", Placement())
-                among_others = among_tp if self._tensor is None else Placement()
-                placements[f"{name}.{last}"] = replace(among_others, part=part)
+                base = among_tp if self._tensor is None else Placement()
+                placements[f"{name}.{last}"] = replace(base, part=part)
             exact = partial(rank_by_rank, experts) if self._config.exact else None
             experts.forward = partial(elsewhere, experts.forward, ranks, exact)
             vars(experts)["computes_beside"] = True
@@ -138,8 +136,8 @@ def _from_all(
     *others: Tensor,
     beside: Callable[[], Tensor] | None = None,
 ) -> Any:
-    """With tokens from all of the tensor-parallel ranks `tensor`; different: in which batches theirs
-    are, see `Placement.partial`."""
+    """Run experts on tokens from all tensor-parallel ranks `tensor`; different: in which batches
+    their tokens differ, see `Placement.partial`."""
     if different == "always" or (different == "sequence" and tensor.sequence):
         return forward(tokens, *others, beside=beside)
     results = forward(_TimesGradient.apply(tokens, tensor.size), *others, beside=beside)
@@ -149,7 +147,7 @@ def _from_all(
 
 
 class _TimesGradient(torch.autograd.Function):
-    """The same tensor, whose gradient is multiplied by a number."""
+    """Identity whose gradient is multiplied by a factor."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
@@ -161,17 +159,17 @@ class _TimesGradient(torch.autograd.Function):
         return gradient * ctx.factor, None
 
 
-# --- the balance of experts --------------------------------------------------------------------
+# --- load balance of experts -------------------------------------------------------------------
 
 
 @torch.library.custom_op("titanlike::tokens_of_experts", mutates_args=())
 def _counted(counts: Tensor, total: Tensor) -> Tensor:
-    """A copy of `counts`, which are added to `total`: an operator, since a compiled block runs
-    nothing else. It does not say that it changes `total`; torch would take it out of a forward that
-    is recomputed, or refuse."""
+    """Return a copy of `counts`, and add them to `total`: an operator, since a compiled block runs
+    nothing else. Its schema hides that it changes `total`; torch would drop it from a recomputed
+    forward, or refuse it."""
     if not in_backward():
-        # without a new version of it: a compiled block that recomputes keeps it for the backward,
-        # and would refuse it there
+        # without a version bump: a recomputing compiled block saves it, and would refuse it in
+        # the backward
         total.data.add_(counts)
     return counts.clone()
 
@@ -189,16 +187,15 @@ class _Layer:
 
 
 class ExpertBalance(Transform):
-    """The modules of experts of this rank's stages; of any model that has some."""
+    """Counts tokens per expert, in the experts of this rank's stages of any model."""
 
     def __init__(self, mesh: Mesh, tensor_parts: Callable[[], bool]) -> None:
-        """tensor_parts: whether the tensor-parallel ranks see different tokens in the current
-        step."""
+        """tensor_parts: whether tensor-parallel ranks have different tokens in the current step."""
         self._mesh, self._tensor_parts = mesh, tensor_parts
         self._share = torch.zeros((), device=mesh.device)
         self._layers: list[_Layer] = []
-        # of the busiest and the idlest expert, relative to the mean, in the step that was updated
-        # last; the share of choices that no expert computed. -inf where this rank has no experts
+        # load of the busiest and idlest expert, relative to the mean, in the last step; the share
+        # of choices that no expert computed. -inf on ranks without experts
         self.loads = torch.full((3,), -torch.inf, device=mesh.device)
         self._tokens: Tensor | None = None
 
@@ -206,15 +203,15 @@ class ExpertBalance(Transform):
         return _BalanceInOneProcess(model)
 
     def on_weights(self, stage: nn.Module) -> None:
-        """Count in the modules' forwards from now on: behind all else that replaces them, and
-        before one is compiled."""
+        """Count in the modules' forwards from now on: after all else that replaces these, before
+        one is compiled."""
         for name, experts in experts_of(stage).items():
             holder = stage.get_submodule(name.rpartition(".")[0])
             count: Any = experts.num_experts
             total = torch.zeros(count, dtype=torch.int64, device=self._mesh.device)
             vars(experts)[_BEFORE] = vars(experts).get("forward")
             vars(experts)[_TOTAL] = total
-            # not a closure: of blocks whose experts have other functions each is compiled
+            # not a closure: each block with different functions would be compiled separately
             experts.forward = MethodType(_forward, experts)
             if hasattr(holder, "token_share"):
                 holder.token_share = self._share
@@ -222,7 +219,7 @@ class ExpertBalance(Transform):
 
     @contextmanager
     def training(self, tokens: Tensor) -> Iterator[None]:
-        """Forwards within count in the next update; earlier ones are dropped."""
+        """A context whose forwards count in the next update; earlier ones are dropped."""
         self._tokens = tokens
         self._share.copy_(1 / tokens)
         for layer in self._layers:
@@ -231,7 +228,7 @@ class ExpertBalance(Transform):
 
     @torch.no_grad()
     def after_update(self, skip: Tensor | None) -> None:
-        """Tell the layers what was counted. Collective over the ranks that have the same stages."""
+        """Pass the counts to the layers. Collective over the ranks that have the same stages."""
         if not self._layers or self._tokens is None:
             return
         flat = self._mesh.sum_copies(torch.cat([layer.total for layer in self._layers]))
@@ -243,8 +240,8 @@ class ExpertBalance(Transform):
             if hasattr(layer.holder, "balance"):
                 layer.holder.balance(counts, skip)
             relative = counts / counts.double().mean().clamp(min=1)
-            wanted = self._tokens.double() * layer.experts.top_k
-            dropped = 1 - counts.sum() / wanted
+            expected = self._tokens.double() * layer.experts.top_k
+            dropped = 1 - counts.sum() / expected
             loads.append(torch.stack([relative.max(), -relative.min(), dropped]))
         self.loads = torch.stack(loads).amax(0).float()
 
@@ -260,10 +257,10 @@ class ExpertBalance(Transform):
 
 
 class _BalanceInOneProcess(Transform):
-    """The modules of experts of a whole model, with the counts of a forward hook."""
+    """Counts tokens per expert of a full model, by forward hooks."""
 
     def __init__(self, model: nn.Module) -> None:
-        # by their modules of experts: the modules that hold them
+        # module of experts -> the module that holds it
         self._holders: dict[nn.Module, Any] = {}
         self._counts: dict[nn.Module, Tensor] = {}  # in this step
         for name, experts in experts_of(model).items():
@@ -289,7 +286,7 @@ class _BalanceInOneProcess(Transform):
             self._counts[experts] = self._counts.get(experts, 0) + args[1]
 
 
-# attributes of a module of experts: the forward that it had, None = that of its class; the count
+# attributes of a module of experts: its previous forward, None = its class's; the counts
 _BEFORE, _TOTAL = "uncounted_forward", "tokens_of_step"
 
 
