@@ -23,6 +23,7 @@ from titanlike.config.schema import Config, Fsdp, Numerics, Precision, Schedule
 from titanlike.data.loader import batches
 from titanlike.data.registry import open_data
 from titanlike.distributed.mesh import close_mesh, open_mesh
+from titanlike.distributed.placement import in_float8
 from titanlike.launch.worker import Worker
 from titanlike.planning.estimate import make_estimate
 from titanlike.planning.estimate_text import as_data, as_text
@@ -91,6 +92,24 @@ def test_tokens_go_to_experts_and_experts_are_sharded_over_fewer_ranks() -> None
     assert alone.traffic(0)["ep"] == alone.traffic(0)["expert_gathered"] == 0
     assert alone.traffic(0)["gathered"] == 4 * (others + 2 * held) * 3 // 4
     assert estimate.fullest < max(alone.memory_bytes)
+
+
+def test_weights_gathered_in_float8_count_one_byte_each() -> None:
+    """Those of linear layers with tensorwise scales, in traffic, time and memory."""
+    words = f"{WORDS} {SIZES} batch_size=16 dp=2 fsdp.zero=1".split()
+    bf16, rows, tensors = (
+        planned(*words, *f"precision={one}".split())
+        for one in ("bf16", "float8 precision.recipe=rowwise", "float8")
+    )
+    layers = [m for m in tensors.plan.model_graph.model.modules() if in_float8(m)]
+    float8 = sum(layer.weight.numel() for layer in layers)
+    assert len(layers) == 7 * LAYERS
+    gathered = [plan.traffic(0)["gathered"] for plan in (bf16, rows, tensors)]
+    assert gathered[0] == gathered[1] == gathered[2] + float8 // 2
+    seconds = [plan.times.stages[0].gather for plan in (bf16, rows, tensors)]
+    assert seconds[0] == seconds[1] > seconds[2]
+    held = [plan.memory[0].gathered for plan in (rows, tensors)]
+    assert held[0] - held[1] == float8
 
 
 @pytest.mark.slow

@@ -316,9 +316,12 @@ class RankMemory:
         activations = sum(held) + sent
         queued = sum(unit.queued for unit in units)
         gathered = int(state.gathered * numel)
+        if gathered:
+            gathered -= (self._computing - 1) * sum(unit.float8 for unit in units)
         sizes = sorted(unit.parameters for unit in units)
         # buffer of a unit that is gathered while the previous one is copied out
-        message = self._computing * sum(sizes[-2:]) if gathered else 0
+        buffers = sorted(unit.gathered(self._computing) for unit in units)
+        message = sum(buffers[-2:]) if gathered else 0
         sharded = self._in_shards(numel, experts)
         unsharded = layout.zero == 1
         gradients = state.gradient * (numel if unsharded else sharded)  # once all are allocated
@@ -397,9 +400,8 @@ class RankMemory:
 
     def _gathered(self, unit: UnitMemory) -> int:
         """Bytes of a unit's parameters that are all-gathered when it runs."""
-        return (
-            self._computing * unit.parameters if self._state.fsdp and self.layout.zero == 3 else 0
-        )
+        gathers = self._state.fsdp and self.layout.zero == 3
+        return unit.gathered(self._computing) if gathers else 0
 
     def _forward(self, units: Sequence[UnitMemory], held: Sequence[int], activations: int) -> int:
         """Bytes that a forward adds at most; held: bytes saved by each unit for the backward."""

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from titanlike.config.schema import Config
 from titanlike.costs.node_costs import NodeCosts, Times, UnitPeak, count, node_times
-from titanlike.distributed.placement import experts_of, in_bf16
+from titanlike.distributed.placement import experts_of, in_bf16, in_float8
 from titanlike.graph.cut import cut, unit_starts
 from titanlike.graph.loss import Loss
 from titanlike.graph.model_graph import ModelGraph
@@ -48,12 +48,24 @@ class UnitMemory(NamedTuple):
     kept: int = 0  # for the backward, if the unit is recomputed
     queued: int = 0  # for deferred weight gradients
     peak: UnitPeak = UnitPeak(0, 0, 0)
+    float8: int = 0  # parameters that FSDP gathers in float8
+
+    def gathered(self, itemsize: int) -> int:
+        """Bytes of the parameters as FSDP gathers them; itemsize: of those not in float8."""
+        return itemsize * (self.parameters - self.float8) + self.float8
 
 
 def expert_parameters(model: nn.Module, config: Config) -> dict[str, nn.Parameter]:
     """Parameters sharded over ep, by name; empty without ep."""
     experts = experts_of(model).items() if config.ep > 1 else ()
     return {f"{path}.{name}": p for path, part in experts for name, p in part.named_parameters()}
+
+
+def _divides_float8(config: Config) -> int:
+    """Number of ranks for which FSDP gathers weights in float8, see `parallel/float8.py`; 1 = it
+    gathers none so."""
+    tensorwise = getattr(config.precision, "recipe", "") == "tensorwise"
+    return config.shards if tensorwise and not config.fsdp.cpu_offload else 1
 
 
 class UnitCosts:
@@ -129,10 +141,13 @@ class UnitCosts:
         if units are compiled.
         """
         save = config.activation_checkpoint.saved  # operators such as "aten.mm"
-        key = tuple(save), deferred, config.compile, config.ep > 1
+        shards = _divides_float8(config)
+        key = tuple(save), deferred, config.compile, config.ep > 1, shards
         if key in self._memory:
             return self._memory[key]
         experts = {id(p) for p in expert_parameters(self.model, config).values()}
+        layers: list[Any] = [m for m in self.model.modules() if in_float8(m)]
+        float8 = {id(m.weight) for m in layers if shards > 1 and len(m.weight) % shards == 0}
         units = []
         try:
             saved_of, nodes_of = self._counts(False), self._counts(deferred)
@@ -142,6 +157,7 @@ class UnitCosts:
         for calls, saved, nodes in zip(self._calls, saved_of, nodes_of, strict=True):
             sizes = {id(p): p.numel() for p in self._parameters(calls)}
             sizes_of_experts = (size for key, size in sizes.items() if key in experts)
+            in_float8_too = sum(size for key, size in sizes.items() if key in float8)
             parameters = ({id(p): p.nbytes for p in self._parameters([call])} for call in calls)
             weights = [sum(sizes.values()) for sizes in parameters]
             forward = first = later = before = kept_bytes = 0
@@ -156,7 +172,8 @@ class UnitCosts:
             queued = sum(node.queued[config.compile] for node in nodes)
             peak = UnitPeak(forward, first, later)
             counted = () if self.unknown else (before, kept_bytes, queued, peak)
-            units.append(UnitMemory(sum(sizes.values()), sum(sizes_of_experts), *counted))
+            unit = UnitMemory(sum(sizes.values()), sum(sizes_of_experts), *counted)
+            units.append(unit._replace(float8=in_float8_too))
         return self._memory.setdefault(key, dict(zip(self.names, units, strict=True)))
 
     def operators(self) -> list[list[NodeCosts]]:

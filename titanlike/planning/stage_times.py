@@ -176,6 +176,7 @@ class UnitTimes:
     weight_gradient: Seconds = Seconds()
     parameters: int = 0
     experts: int = 0  # parameters of experts
+    float8: int = 0  # parameters that FSDP gathers in float8
     # in the forward, in recomputation, in the backward; by axis:
     waits: Sequence[Mapping[str, float]] = ({}, {}, {})  # seconds of exposed communication
     sent: Sequence[Mapping[str, int]] = ({}, {}, {})  # bytes
@@ -247,14 +248,15 @@ def unit_times(config: Config, plan: TrainPlan, roofline: Roofline) -> dict[str,
             by_way_of_step[1] = {
                 axis: each for axis, each in by_way_of_step[0].items() if axis not in saved_axes
             }
-        return UnitTimes(forward, recompute, inputs, weights, 0, 0, waits, sent)
+        return UnitTimes(forward, recompute, inputs, weights, waits=waits, sent=sent)
 
     table: dict[str, UnitTimes] = {}
     for (name, unit), nodes in zip(units.items(), calls, strict=True):
         key = tuple(map(id, nodes)), name in blocks
         if key not in cached:
             cached[key] = times(nodes, name in blocks)
-        table[name] = replace(cached[key], parameters=unit.parameters, experts=unit.experts)
+        sizes: dict[str, Any] = {"parameters": unit.parameters, "experts": unit.experts}
+        table[name] = replace(cached[key], **sizes, float8=unit.float8)
     return table
 
 
@@ -375,10 +377,12 @@ class LayoutTimes:
             **{f"{axis} exchanges": seconds for axis, seconds in exchanged.items()},
         }
 
-    def _gather(self, numel: int, experts: int, count: int) -> float:
-        """Seconds to all-gather parameters; experts: how many of them belong to experts."""
+    def _gather(self, numel: int, experts: int, float8: int, count: int) -> float:
+        """Seconds to all-gather parameters; experts, float8: how many of them belong to experts,
+        and are gathered in float8."""
         shard, expert_shard = self.gathers
-        dense = shard.gather(self.itemsize * (numel - experts), count)
+        nbytes = self.itemsize * (numel - experts) - (self.itemsize - 1) * float8
+        dense = shard.gather(nbytes, count)
         return dense + expert_shard.gather(self.itemsize * experts, count if experts else 0)
 
     def _reduction(self, numel: int, experts: int, count: int) -> float:
@@ -423,10 +427,11 @@ class LayoutTimes:
         layout, zero, device = self.layout, self.layout.zero, self.hardware
         runs = self._runs[stage]
         numel, experts, count = layout.numel[stage], layout.experts[stage], max(1, len(runs))
+        float8 = sum(unit.float8 for unit, _ in runs)
         sharded = self.state.fsdp and self.shard.size > 1
         gathers, reduced = [0.0 for _ in runs], [0.0 for _ in runs]
         if sharded and zero == 3:
-            gathers = [self._gather(u.parameters, u.experts, 1) for u, _ in runs]
+            gathers = [self._gather(u.parameters, u.experts, u.float8, 1) for u, _ in runs]
         once = zero == 1 and (self._sums is None or self._sums.times == 1)
         if not once:
             reduced = [self._reduction(u.parameters, u.experts, 1) for u, _ in runs]
@@ -475,7 +480,7 @@ class LayoutTimes:
                 for skip in layout.skips
                 if skip.to == stage and skip.back
             ),
-            gather=self._gather(numel, experts, count) if sharded and zero < 3 else 0.0,
+            gather=self._gather(numel, experts, float8, count) if sharded and zero < 3 else 0.0,
             reduce=self._replication(numel, experts, count)
             + (self._reduction(numel, experts, count) if once else 0.0),
             update=self._update(stage),
@@ -535,6 +540,9 @@ class LayoutTimes:
             ("expert_", experts, experts, sums[1], self.expert_shard),
         ):
             moved[f"{kind}gathered"] = gathers * self.itemsize * sent(gathered_numel, link.size)
+            if not kind:
+                less = (self.itemsize - 1) * sum(unit.float8 for unit, _ in self._runs[stage])
+                moved["gathered"] -= gathers * sent(less, link.size)
             moved[f"{kind}reduced"] = reductions * many * 4 * sent(summed, link.size)
             moved["replicated"] += (
                 replications * (replicas - 1) * 4 * summed // (replicas * link.size)
