@@ -6,12 +6,8 @@ gradient to 1e-6, the updated parameters, and the validation loss.
 
 from __future__ import annotations
 
-import json
 import math
-import os
 import re
-import signal
-from dataclasses import replace
 from itertools import combinations, product
 from pathlib import Path
 from typing import Any
@@ -38,7 +34,6 @@ from support.proven import assert_proven
 from support.world import run_world
 from titanlike.config.optimizers.sgd import Sgd
 from titanlike.config.schema import (
-    Checkpoint,
     Config,
     ConstantLr,
     Custom,
@@ -51,10 +46,8 @@ from titanlike.config.schema import (
 )
 from titanlike.data.sources import IGNORE
 from titanlike.launch.worker import Worker
-from titanlike.metrics.sinks import read_jsonl
 from titanlike.pipeline.pipeline import Pipeline
 from titanlike.proof.verify import verify
-from titanlike.training.loop import train
 
 BF16, FLOAT8 = Precision("bf16"), Float8Precision(min_features=16)
 SCALED = {"bf16": 1.02, "float8": 1.1}  # what a fault multiplies a gradient with
@@ -240,155 +233,3 @@ def test_a_gradient_that_is_rounding_alone_is_no_fault_in_bf16(
 ) -> None:
     """A softmax does not change with the bias of its keys, whose true gradient is zero."""
     assert_proven(config, tmp_path)
-
-
-# --- whole runs --------------------------------------------------------------------------------
-
-
-def losses(folder: Path) -> list[tuple[float, float]]:
-    return [(row["loss"], row["grad_norm"]) for row in read_jsonl(folder / "metrics.jsonl")]
-
-
-@pytest.mark.slow
-def test_five_steps_in_any_two_layouts_give_the_same_curve(tmp_path: Path) -> None:
-    layouts = {
-        "one": tiny(),
-        "mesh": tiny(pp=2, dp=2, schedule="zbvzerobubble"),
-        "hsdp": tiny(pp=2, dp=4, schedule="interleaved1f1b", replicate=2),
-    }
-    for name, config in layouts.items():
-        run_world(train, config, tmp_path / name)
-    truth = losses(tmp_path / "one")
-    assert len(truth) == 5
-    for name in layouts:
-        for (loss, norm), (right, right_norm) in zip(losses(tmp_path / name), truth, strict=True):
-            assert loss == pytest.approx(right, abs=1e-5), name
-            assert norm == pytest.approx(right_norm, rel=1e-4), name
-
-
-@pytest.mark.slow
-def test_a_run_resumes_to_the_last_bit(tmp_path: Path) -> None:
-    saving = Checkpoint(every=2, last=True)
-    whole = tiny(pp=2, checkpoint=saving, steps=4)
-    run_world(train, whole, tmp_path / "whole")
-    cut = tmp_path / "cut"
-    run_world(stop_after_three, whole, cut)
-    assert [row["step"] for row in read_jsonl(cut / "metrics.jsonl")] == [1, 2, 3]
-    run_world(train, whole, cut)
-    assert losses(cut) == losses(tmp_path / "whole")
-    assert [row["step"] for row in read_jsonl(cut / "metrics.jsonl")] == [1, 2, 3, 4]
-
-
-class Stop(Exception):
-    pass
-
-
-@pytest.mark.slow
-def test_random_numbers_of_a_model_are_resumed(tmp_path: Path) -> None:
-    """Dropout: masks differ from step to step, and a resumed run draws what it would have drawn."""
-    settings = {"dim": 32, "layers": 4, "vocab_size": None}
-    model = Custom("support.data.Dropping", settings)
-    config = tiny(pp=2, dp=2, model=model, checkpoint=Checkpoint(every=2, last=True), steps=6)
-    run_world(train, config, tmp_path / "whole")
-    run_world(stop_after_three, config, tmp_path / "cut")
-    run_world(train, config, tmp_path / "cut")
-    assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
-
-
-@pytest.mark.slow
-def test_a_save_that_was_killed_does_not_count(tmp_path: Path) -> None:
-    config = tiny(pp=2, checkpoint=Checkpoint(every=2, last=True), steps=4)
-    run_world(train, config, tmp_path / "whole")
-    with pytest.raises(AssertionError, match="died without a result"):
-        run_world(killed_while_saving_step_4, config, tmp_path / "cut")
-    assert (tmp_path / "cut" / "checkpoints" / "step-00000004" / ".metadata").exists()
-    run_world(train, config, tmp_path / "cut")
-    assert "resuming from step 2" in (tmp_path / "cut" / "rank0.out").read_text()
-    assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
-
-
-def killed_while_saving_step_4(config: Config, worker: Worker) -> None:
-    """Train, and die after the tensors of step 4 are written and before they are committed."""
-    from titanlike.checkpoint import writer
-
-    commit_right = writer.commit
-
-    def commit(folder, files, state):
-        if state["step"] == 4:
-            os.kill(os.getpid(), signal.SIGKILL)
-        commit_right(folder, files, state)
-
-    writer.commit = commit
-    train(config, worker)
-
-
-def stop_after_three(config: Config, worker: Worker) -> None:
-    """Train, and fall over in the fourth step: the newest checkpoint is that of step 2."""
-    from titanlike.training import loop
-
-    step_right = loop.forward_backward
-
-    def forward_backward(run, config, step, stream):
-        if step == 4:
-            raise Stop
-        return step_right(run, config, step, stream)
-
-    loop.forward_backward = forward_backward
-    try:
-        train(config, worker)
-    except Stop:
-        return
-
-
-@pytest.mark.parametrize(
-    "other",
-    [
-        pytest.param(tiny(dp=4, tied=True), marks=pytest.mark.slow),
-        pytest.param(tiny(pp=4, schedule="interleaved1f1b", tied=True), marks=pytest.mark.slow),
-        pytest.param(
-            tiny(pp=2, dp=2, schedule="zbvzerobubble", replicate=2, tied=True),
-            marks=pytest.mark.slow,
-        ),
-    ],
-)
-def test_a_run_resumes_in_another_layout(other: Config, tmp_path: Path) -> None:
-    settings = {"checkpoint": Checkpoint(every=3), "lr": ConstantLr(warmup=0)}
-    whole, part = tmp_path / "whole", tmp_path / "part"
-    run_world(train, tiny(steps=6, tied=True, **settings), whole)
-    run_world(train, tiny(pp=2, dp=2, steps=3, tied=True, **settings), part)
-    run_world(train, replace(other, steps=6, **settings), part)
-    assert [row["step"] for row in read_jsonl(part / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
-    for (loss, _), (right, _) in zip(losses(part), losses(whole), strict=True):
-        assert loss == pytest.approx(right, abs=1e-5)
-
-
-@pytest.mark.slow
-def test_a_checkpoint_of_another_model_is_refused_by_name(tmp_path: Path) -> None:
-    saving = Checkpoint(every=0, last=True)
-    run_world(train, tiny(steps=1, checkpoint=saving), tmp_path)
-    with pytest.raises(
-        AssertionError, match=r"optimizer=sgd: .*saved with adamw.*write optimizer=adamw"
-    ):
-        run_world(train, tiny(steps=2, checkpoint=saving, optimizer=Sgd()), tmp_path)
-    with pytest.raises(
-        AssertionError, match=r"model.num_hidden_layers=9: .*write model.num_hidden_layers=8"
-    ):
-        run_world(train, tiny(steps=2, layers=9, checkpoint=saving), tmp_path)
-    with pytest.raises(AssertionError, match=r"seed=7: .*write seed=0"):
-        run_world(train, tiny(steps=2, seed=7, checkpoint=saving), tmp_path)
-
-
-@pytest.mark.slow
-def test_a_run_that_diverges_stops_before_the_update_and_says_where(tmp_path: Path) -> None:
-    diverging = tiny(
-        pp=2, dp=2, optimizer=Sgd(lr=1e30, clip=None), lr=ConstantLr(warmup=0), steps=20
-    )
-    expected = (
-        r"step \d+: loss \S+, grad_norm (nan|inf).*rank \d: .*last good checkpoint is \S+step-"
-    )
-    with pytest.raises(AssertionError, match=expected):
-        run_world(train, replace(diverging, checkpoint=Checkpoint(every=1)), tmp_path)
-    assert all(
-        math.isfinite(json.loads(line)["loss"])
-        for line in (tmp_path / "metrics.jsonl").read_text().splitlines()
-    )

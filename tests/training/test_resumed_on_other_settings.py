@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 from dataclasses import replace
@@ -16,6 +17,7 @@ from support.command_lines import examined, problems_of
 from support.mixing import Net
 from support.paths import ROOT
 from support.saved_runs import a_run, checkpoint, events, numbers, reseal, train_all
+from titanlike.config.optimizers.sgd import Sgd
 from titanlike.config.schema import Config, Custom, TokenData
 from titanlike.data.registry import DataError, open_data
 from titanlike.metrics import run_files
@@ -60,6 +62,17 @@ def test_different_data_on_a_resume_are_refused_unless_allowed(run: Config, tmp_
     [event] = events(folder, "data_changed")
     assert event["step"] == 6
     assert "changed: true" not in (folder / "config.yaml").read_text(), "for one start"
+
+
+def test_a_checkpoint_of_another_model_optimizer_or_seed_is_refused_with_the_saved_value(
+    run: Config,
+) -> None:
+    deeper = replace(run.model, args=run.model.args | {"num_hidden_layers": 3})
+    changed = replace(run, optimizer=Sgd()), replace(run, seed=7), replace(run, model=deeper)
+    optimizer, seed, model = train_all(*changed)
+    assert re.search(r"optimizer=sgd: .*saved with adamw.*write optimizer=adamw", optimizer)
+    assert re.search(r"seed=7: .*write seed=0", seed)
+    assert re.search(r"num_hidden_layers=3: .*write model.num_hidden_layers=2", model)
 
 
 def test_changed_settings_are_printed_on_a_resume_and_moved_data_are_not(
